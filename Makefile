@@ -1,0 +1,132 @@
+# Two commands need nothing but Python 3.11 and pip:
+#   make parity    PyTorch and JAX compute the same loss and gradients; report in build/parity
+#   make test      the suite
+# The rest is for development; `make help` lists it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2>/dev/null)
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+PARITY_ARGS ?=
+
+# DeepSpeed compiles nothing at installation and runs on the CPU; it is installed by `make env-all` only.
+export DS_BUILD_OPS ?= 0
+export DS_ACCELERATOR ?= cpu
+
+.PHONY: help parity test test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+
+help:
+	@echo 'parity      the main job: both backends side by side, report in build/parity'
+	@echo 'test        the suite; PYTEST_ARGS="-k nll -x" narrows it'
+	@echo 'test-wheel  the suite against the built wheel, away from the sources'
+	@echo 'lint        ruff, formatting, mypy strict'
+	@echo 'format      let ruff fix and format'
+	@echo 'docs        the documentation, strict, in build/site'
+	@echo 'bench       time and memory beside the bare-GEMM floor'
+	@echo 'examples    every file of examples/'
+	@echo 'env-all     the environment with every extra, DeepSpeed and Hugging Face included'
+	@echo 'clean       remove what was built, the environment included'
+
+# --- environment: one stamp a layer, redone when pyproject.toml or constraints.txt changes ----------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'Python 3.11 or newer is needed: make PYTHON=/path/to/python ...' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing xentlib with PyTorch and JAX into $(VENV) (once, a few minutes)'
+	@$(PIP) -e '.[torch,jax,flax,cli]'
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/run.stamp
+	@echo 'installing what the tests and the benchmark need'
+	@$(PIP) -e '.[test,bench]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/test.stamp
+	@echo 'installing the linters and the documentation builder'
+	@$(PIP) -e '.[lint,docs]'
+	@touch $@
+
+env: $(VENV)/dev.stamp
+
+env-all: $(VENV)/dev.stamp
+	@echo 'installing DeepSpeed and Hugging Face'
+	@$(PIP) -e '.[all]'
+
+# --- the wheel, unpacked: what mypy, the documentation and the wheel test look at -------------------------------------
+
+WHEEL := build/wheel
+WHEEL_ENV := build/wheel-env
+
+$(WHEEL)/.stamp: $(SOURCES) pyproject.toml $(VENV)/run.stamp
+	@rm -rf build/lib build/bdist.* $(WHEEL) dist
+	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation -w dist .
+	@$(BIN)/python -m pip install -qq --no-deps --target $(WHEEL) dist/xentlib-*.whl
+	@rm -rf build/lib build/bdist.*
+	@touch $@
+
+# The installed packages of $(VENV) are borrowed by path; its editable xentlib is not, as a .pth is not read through a .pth.
+$(WHEEL_ENV)/.stamp: $(WHEEL)/.stamp $(VENV)/test.stamp
+	@rm -rf $(WHEEL_ENV)
+	@$(BIN)/python -m venv --without-pip $(WHEEL_ENV)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(WHEEL_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	@$(BIN)/python -m pip --python $(WHEEL_ENV)/bin/python install -qq --no-deps --ignore-installed dist/xentlib-*.whl
+	@touch $@
+
+# --- what is run --------------------------------------------------------------------------------------------------------
+
+parity: $(VENV)/run.stamp
+	$(BIN)/xentlib parity --out build/parity $(PARITY_ARGS)
+
+test: $(VENV)/test.stamp
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-wheel: $(WHEEL_ENV)/.stamp
+	$(eval away := $(shell mktemp -d))
+	@trap 'rm -rf $(away)' EXIT; cd $(away); \
+	  "$(CURDIR)/$(WHEEL_ENV)/bin/python" "$(CURDIR)/.ci/check_wheel.py"; \
+	  "$(CURDIR)/$(WHEEL_ENV)/bin/python" -m pytest -c "$(CURDIR)/pyproject.toml" "$(CURDIR)/tests" $(PYTEST_ARGS)
+
+check-wheel: $(WHEEL_ENV)/.stamp
+	$(eval away := $(shell mktemp -d))
+	@trap 'rm -rf $(away)' EXIT; cd $(away); \
+	  "$(CURDIR)/$(WHEEL_ENV)/bin/python" "$(CURDIR)/.ci/check_wheel.py"
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory typecheck
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: build/typecheck.stamp
+
+# mypy names the wheel's paths; the sed gives the sources' back.
+build/typecheck.stamp: $(WHEEL)/.stamp $(VENV)/dev.stamp
+	@cd $(WHEEL) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+	  --cache-dir $(CURDIR)/.mypy_cache 2>&1 | sed -e 's#^xentlib/torch/#torch_impl/#' -e 's#^xentlib/jax/#jax_impl/#'
+	@touch $@
+
+docs: $(VENV)/dev.stamp $(WHEEL)/.stamp
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+bench: $(VENV)/test.stamp
+	$(BIN)/xentlib bench --out build/bench $(BENCH_ARGS)
+
+examples: $(VENV)/test.stamp
+	@for example in examples/*.py; do echo "== $$example"; $(BIN)/python "$$example"; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
