@@ -1,0 +1,482 @@
+"""Chunked negative log-likelihood in PyTorch: the steps of `xentlib.nll`, under their numbers.
+
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a block of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib import nll as spec
+from xentlib.checks import check_label_range, check_nll
+from xentlib.nll import NLLOutput
+from xentlib.plan import default_chunk_bytes, pad_rows, plan_chunks
+from xentlib.torch.describe import as_tensor, describe, dtype_name, not_differentiable
+from xentlib.torch.gemm import addmm_, gemm_precision, mm, operand, storage_dtype
+from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
+
+__all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
+
+# Elementwise passes of steps 2 to 7 go over a block of this many bytes while it is in cache: 4 MiB
+# stays in the L3 of a CPU at few calls a chunk, 64 MiB keeps a GPU's launches few.
+BLOCK_BYTES = {"cpu": 4 << 20}
+GPU_BLOCK_BYTES = 64 << 20
+
+# float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
+# p is normal down to 2^-24 and dz may still grow 32-fold.
+FP16_EXPONENT = 11
+
+
+class Gradients(NamedTuple):
+    """Accumulators in the compute dtype, before the upstream gradient; empty where not wanted."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+def valid_tokens(labels: Tensor, where: Tensor | None, ignore_index: int) -> Tensor:
+    mask = labels != ignore_index
+    return mask if where is None else mask & where
+
+
+def nll_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    where: Tensor | None,
+    token_weights: Tensor | None,
+    logit_scale: Tensor | None,
+    temperature: Tensor | None,
+    denominator: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    label_smoothing: float,
+    z_loss: float,
+    mean: bool,
+    entropy: bool,
+    gemm_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    output_dtype: torch.dtype,
+    chunk_bytes: int,
+    transposed: bool,
+    needs: list[bool],
+) -> tuple[NLLOutput, Gradients]:
+    """Loss, per-token values and gradient accumulators; `hidden` [N, H], everything else flat."""
+    device, like = hidden.device, {"dtype": compute_dtype, "device": hidden.device}
+    num_tokens, hidden_size = hidden.shape
+    weight_VH = weight.T if transposed else weight
+    vocab_size = weight_VH.shape[0]
+    need_hidden, need_weight, need_bias = needs
+
+    # 1. Valid tokens. Their number is read where that costs no device sync, and only they are
+    # computed; elsewhere every token is, the rest masked.
+    labels = labels.long()
+    valid_N = valid_tokens(labels, where, ignore_index)
+    in_range_N = (labels >= 0) & (labels < vocab_size)
+    bad_N = valid_N & ~in_range_N
+    packed = device.type == "cpu"
+    if packed and bad_N.any():
+        check_label_range(int(labels[bad_N][0]), vocab_size, ignore_index)
+    rows_M = valid_N.nonzero()[:, 0] if packed else None
+    if rows_M is not None and rows_M.shape[0] == num_tokens:
+        rows_M = None
+    count = num_tokens if rows_M is None else rows_M.shape[0]
+    labels = torch.where(valid_N & in_range_N, labels, 0)
+    ones_N = torch.ones(num_tokens, **like)
+    weights_N = ones_N if token_weights is None else token_weights.to(compute_dtype)
+    weights_N = torch.where(valid_N, weights_N, 0.0)
+    total_valid = valid_N.sum()
+    weight_sum = total_valid.to(compute_dtype) if token_weights is None else weights_N.sum()
+    if denominator is not None:
+        divisor = denominator.to(compute_dtype)
+    else:
+        divisor = weight_sum if mean else torch.ones((), **like)
+    # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
+    divisor = torch.where((total_valid == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
+    factor_N = weights_N * (1.0 / divisor)
+    factor_N = torch.where(bad_N, torch.nan, factor_N)
+    unscale = torch.ones((), **like)
+    if gemm_dtype == torch.float16:
+        largest = factor_N.abs().amax() if num_tokens else factor_N.sum()
+        exponent = FP16_EXPONENT - torch.frexp(largest).exponent
+        factor_N = torch.ldexp(factor_N, exponent)
+        unscale = torch.ldexp(unscale, -exponent)
+
+    plan = plan_chunks(
+        count,
+        vocab_size,
+        hidden_size,
+        dtype=dtype_name(gemm_dtype),
+        compute_dtype=dtype_name(compute_dtype),
+        max_chunk_bytes=chunk_bytes,
+    )
+    block_rows = plan.block_tokens(BLOCK_BYTES.get(device.type, GPU_BLOCK_BYTES))
+    store = storage_dtype(gemm_dtype, compute_dtype, device)
+    any_gradient = need_hidden or need_weight or need_bias
+    d_hidden = torch.zeros(num_tokens if need_hidden else 0, hidden_size, **like)
+    d_weight = torch.empty(weight.shape if need_weight else (0, 0), **like)
+    d_bias = torch.zeros(vocab_size if need_bias else 0, **like)
+    d_weight_VH = d_weight.T if transposed else d_weight
+    per_token: dict[str, Tensor] = {
+        name: torch.zeros(num_tokens, **like) for name in ("loss", "z", "logprob", "entropy", "lse")
+    }
+    correct_N = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+
+    operand_VH = operand(weight_VH, gemm_dtype, compute_dtype)
+    bias_V = None if bias is None else bias.to(compute_dtype)
+    logits_TV = torch.empty(pad_rows(plan.chunk_tokens) if count else 0, vocab_size, **like)
+    block = Block(block_rows if count else 0, vocab_size, compute_dtype, device)
+    low = logits_TV if store == compute_dtype else torch.empty_like(logits_TV, dtype=store)
+    for start, stop in plan.bounds():
+        rows = slice(start, stop) if rows_M is None else rows_M[start:stop]
+        x_TH = hidden[rows]
+        if not packed:
+            x_TH = torch.where(valid_N[rows, None], x_TH, 0.0)
+        size = stop - start
+        padded = pad_rows(size)
+        x_TH = operand(x_TH, gemm_dtype, compute_dtype)
+        if padded != size:
+            x_TH = torch.cat([x_TH, x_TH.new_zeros(padded - size, hidden_size)])
+        z_TV = logits_TV[:padded]
+        # 2. Logits
+        with gemm_precision(gemm_dtype, device):
+            mm(x_TH, operand_VH.T, out=z_TV)
+        y_T1, factor_T = labels[rows, None], factor_N[rows]
+        scale_T = None if temperature is None else temperature.expand(num_tokens)[rows].to(compute_dtype)
+        for low_row in range(0, size, block_rows):
+            span = slice(low_row, min(low_row + block_rows, size))
+            here = slice(start + span.start, start + span.stop)
+            index = here if rows_M is None else rows_M[here]
+            z_BV, y_B1 = z_TV[span], y_T1[span]
+            jacobian_BV = shape_logits_(
+                z_BV, bias_V, logit_scale, softcap, None if scale_T is None else scale_T[span], any_gradient
+            )
+            # 3. to 5. Softmax without the target column, then the target
+            z_y = take_target(z_BV, y_B1)
+            rest = rest_stats(z_BV, y_B1, block, entropy=entropy, smoothing=label_smoothing > 0)
+            stats = token_stats(z_y, rest, vocab_size)
+            nll, z_term = token_loss(stats, label_smoothing, z_loss)
+            keep = valid_N[index]
+            for name, value in (
+                ("loss", nll + z_term),
+                ("z", z_term),
+                ("logprob", stats.logprob),
+                ("entropy", stats.entropy),
+                ("lse", stats.lse),
+            ):
+                if value is not None:
+                    value = torch.where(bad_N[index], torch.nan, value)
+                    per_token[name][index] = torch.where(keep, value, 0.0)
+            correct_N[index] = stats.correct & keep & ~bad_N[index]
+            if any_gradient:
+                # 6. and 7. dz in place of the logits
+                factor_B = factor_T[span]
+                if logit_scale is not None:
+                    factor_B = factor_B * logit_scale.to(compute_dtype)
+                if scale_T is not None:
+                    factor_B = factor_B / scale_T[span]
+                dlogits_(z_BV, y_B1, stats, factor_B, block, label_smoothing, z_loss)
+                if jacobian_BV is not None:
+                    z_BV.mul_(jacobian_BV)
+                if not packed:
+                    z_BV.masked_fill_(~keep[:, None], 0.0)
+                if need_bias:
+                    d_bias.add_(z_BV.sum(0))
+                if store != gemm_dtype:
+                    z_BV.copy_(z_BV.to(gemm_dtype))
+        # 8. Gradient GEMMs
+        if need_hidden or need_weight:
+            z_TV[size:].zero_()
+            dz_TV = z_TV if store == compute_dtype else low[:padded].copy_(z_TV)
+            with gemm_precision(gemm_dtype, device):
+                if need_hidden and rows_M is None and padded == size:
+                    mm(dz_TV, operand_VH, out=d_hidden[rows])
+                elif need_hidden:
+                    dx_TH = torch.empty(padded, hidden_size, **like)
+                    mm(dz_TV, operand_VH, out=dx_TH)
+                    d_hidden[rows] = dx_TH[:size]
+                if need_weight and transposed:
+                    addmm_(d_weight, x_TH.T, dz_TV, first=start == 0)
+                elif need_weight:
+                    addmm_(d_weight, dz_TV.T, x_TH, first=start == 0)
+    if need_weight and count == 0:
+        d_weight_VH.zero_()
+    if gemm_dtype == torch.float16:
+        for accumulator in (d_hidden, d_weight, d_bias):
+            accumulator.mul_(unscale)
+
+    # 9. Reduce
+    loss_N = torch.where(valid_N, per_token["loss"] * weights_N, 0.0)
+    z_N = torch.where(valid_N, per_token["z"] * weights_N, 0.0)
+    output = NLLOutput(
+        (loss_N.sum() / divisor).to(output_dtype),
+        total_valid,
+        weight_sum.to(output_dtype),
+        (z_N.sum() / divisor).to(output_dtype),
+        per_token["logprob"].to(output_dtype),
+        per_token["entropy"].to(output_dtype),
+        per_token["lse"].to(output_dtype),
+        correct_N,
+    )
+    return output, Gradients(d_hidden, d_weight, d_bias)
+
+
+def shape_logits_(
+    z_BV: Tensor,
+    bias_V: Tensor | None,
+    logit_scale: Tensor | None,
+    softcap: float | None,
+    temperature_B: Tensor | None,
+    jacobian: bool,
+) -> Tensor | None:
+    """Bias, scale, softcap and temperature in place (step 2); the softcap's derivative if wanted."""
+    if bias_V is not None:
+        z_BV.add_(bias_V)
+    if logit_scale is not None:
+        z_BV.mul_(logit_scale.to(z_BV.dtype))
+    derivative = None
+    if softcap is not None:
+        z_BV.div_(softcap).tanh_()
+        if jacobian:
+            derivative = torch.addcmul(torch.ones((), dtype=z_BV.dtype, device=z_BV.device), z_BV, z_BV, value=-1)
+        z_BV.mul_(softcap)
+    if temperature_B is not None:
+        z_BV.div_(temperature_B[:, None])
+    return derivative
+
+
+def token_loss(stats: TokenStats, label_smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Per token: smoothed negative log-likelihood, and the z-loss term."""
+    nll = -stats.logprob
+    if stats.mean_logp is not None:
+        nll = (1.0 - label_smoothing) * nll - label_smoothing * stats.mean_logp
+    z_term = z_loss * stats.lse * stats.lse if z_loss else torch.zeros_like(nll)
+    return nll, z_term
+
+
+def dlogits_(
+    z_BV: Tensor,
+    y_B1: Tensor,
+    stats: TokenStats,
+    factor_B: Tensor,
+    block: Block,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
+    """Step 6, in place: logits with -inf in the target column become dz times the factor."""
+    uniform = label_smoothing / z_BV.shape[1]
+    extra = 2.0 * z_loss * stats.lse if z_loss else torch.zeros_like(stats.lse)
+    # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without options.
+    target = extra + (label_smoothing - uniform) - (1.0 + extra) * stats.p_rest
+    z_BV.sub_(stats.lse[:, None])
+    block.scaled_exp(z_BV, y_B1, (factor_B * (1.0 + extra))[:, None], z_BV)
+    if uniform:
+        z_BV.sub_((factor_B * uniform)[:, None])
+    z_BV.scatter_(1, y_B1, (factor_B * target)[:, None])
+
+
+def nll_backward(gradient: Tensor, accumulator: Tensor, dtype: torch.dtype, *, reuse: bool) -> Tensor:
+    """Step 10. `reuse` scales the accumulator itself: the graph is not going to be walked again."""
+    gradient = gradient.to(accumulator.dtype)
+    scaled = accumulator.mul_(gradient) if reuse else accumulator * gradient
+    return scaled.to(dtype)
+
+
+@torch.library.custom_op("xentlib::nll_forward", mutates_args=())
+def nll_op(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    where: Tensor | None,
+    token_weights: Tensor | None,
+    logit_scale: Tensor | None,
+    temperature: Tensor | None,
+    denominator: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    label_smoothing: float,
+    z_loss: float,
+    mean: bool,
+    entropy: bool,
+    gemm_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    output_dtype: torch.dtype,
+    chunk_bytes: int,
+    transposed: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`nll_forward` as one operator, opaque to the compiler: outputs, then gradients."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        output, gradients = nll_forward(
+            hidden, weight, labels, bias, where, token_weights, logit_scale, temperature, denominator,
+            ignore_index, softcap, label_smoothing, z_loss, mean, entropy, gemm_dtype, compute_dtype,
+            output_dtype, chunk_bytes, transposed, needs,
+        )  # fmt: skip
+    return (*output, *gradients)  # type: ignore[return-value]
+
+
+@nll_op.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, where: Tensor | None,
+    token_weights: Tensor | None, logit_scale: Tensor | None, temperature: Tensor | None,
+    denominator: Tensor | None, ignore_index: int, softcap: float | None, label_smoothing: float,
+    z_loss: float, mean: bool, entropy: bool, gemm_dtype: torch.dtype, compute_dtype: torch.dtype,
+    output_dtype: torch.dtype, chunk_bytes: int, transposed: bool, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    num_tokens, hidden_size = hidden.shape
+    vocab_size = weight.shape[1 if transposed else 0]
+    scalar = hidden.new_empty((), dtype=output_dtype)
+    token = hidden.new_empty(num_tokens, dtype=output_dtype)
+    need_hidden, need_weight, need_bias = needs
+    return (
+        scalar,
+        hidden.new_empty((), dtype=torch.int64),
+        torch.empty_like(scalar),
+        torch.empty_like(scalar),
+        token,
+        torch.empty_like(token),
+        torch.empty_like(token),
+        hidden.new_empty(num_tokens, dtype=torch.bool),
+        hidden.new_empty((num_tokens if need_hidden else 0, hidden_size), dtype=compute_dtype),
+        hidden.new_empty(weight.shape if need_weight else (0, 0), dtype=compute_dtype),
+        hidden.new_empty(vocab_size if need_bias else 0, dtype=compute_dtype),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[-3:])
+    hidden, weight, _, bias = inputs[:4]
+    ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+    ctx.needs = inputs[-1]
+
+
+def _backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "`chunked_nll` must be differentiated once; got a backward with create_graph=True, whose "
+            "second derivatives it does not compute. Use full logits and F.cross_entropy for those."
+        )
+    grads: list[Tensor | None] = [None, None, None]
+    if gradient is not None:
+        reuse = not (torch.compiler.is_compiling() or keeps_graph())
+        for slot, accumulator in enumerate(ctx.saved_tensors):
+            if ctx.needs[slot]:
+                grads[slot] = nll_backward(gradient, accumulator, ctx.dtypes[slot], reuse=reuse)
+    return (grads[0], grads[1], None, grads[2], *[None] * 17)
+
+
+nll_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward retains its graph; a private question, so doubt means yes."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())
+
+
+def chunked_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    where: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float | Tensor = 1.0,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    denominator: float | Tensor | None = None,
+    outputs: Sequence[str] = (),
+    vocab_parallel: Any = None,
+    compute_dtype: str | None = None,
+    max_chunk_bytes: int | None = None,
+    weight_layout: str = "VH",
+) -> NLLOutput:
+    autocast = None
+    if torch.is_autocast_enabled(hidden.device.type):
+        autocast = dtype_name(torch.get_autocast_dtype(hidden.device.type))
+    problem = check_nll(
+        describe(hidden),
+        describe(weight),
+        describe(labels),
+        bias=describe(bias),
+        where=describe(where),
+        token_weights=describe(token_weights),
+        ignore_index=ignore_index,
+        logit_scale=describe(logit_scale),
+        softcap=softcap,
+        temperature=describe(temperature),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        reduction=reduction,
+        denominator=describe(denominator),
+        outputs=outputs,
+        vocab_parallel=vocab_parallel,
+        compute_dtype=compute_dtype,
+        max_chunk_bytes=max_chunk_bytes,
+        weight_layout=weight_layout,
+        autocast_dtype=autocast,
+    )
+    not_differentiable(
+        token_weights=token_weights,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        denominator=denominator,
+    )
+    gemm, compute, output = (
+        getattr(torch, name)
+        for name in (problem.gemm_dtype, problem.compute_dtype, problem.output_dtype)
+    )
+
+    def flat(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.reshape(-1)
+
+    temperatures = as_tensor(temperature, 1.0, hidden, compute)
+    results = nll_op(
+        hidden.reshape(-1, problem.hidden_size),
+        weight,
+        labels.reshape(-1),
+        bias,
+        flat(where),
+        flat(token_weights),
+        as_tensor(logit_scale, 1.0, hidden, compute),
+        None if temperatures is None else temperatures.reshape(-1),
+        as_tensor(denominator, None, hidden, compute),
+        ignore_index,
+        None if softcap is None else float(softcap),
+        float(label_smoothing),
+        float(z_loss),
+        reduction == "mean",
+        "entropy" in outputs,
+        gemm,
+        compute,
+        output,
+        max_chunk_bytes or default_chunk_bytes(hidden.device.type),
+        weight_layout == "HV",
+        [
+            torch.is_grad_enabled() and x is not None and x.requires_grad
+            for x in (hidden, weight, bias)
+        ],
+    )
+    loss, num_tokens, weight_sum, z_term = results[:4]
+    per_token = {
+        name: value.reshape(problem.leading) if name in outputs else None
+        for name, value in zip(("logprobs", "entropy", "lse", "correct"), results[4:8], strict=True)
+    }
+    return NLLOutput(loss, num_tokens, weight_sum, z_term, **per_token)
+
+
+chunked_nll.__doc__ = spec.chunked_nll.__doc__

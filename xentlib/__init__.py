@@ -1,0 +1,12 @@
+"""xentlib: one definition of the language-model loss head, two implementations held to it.
+
+`import xentlib.torch` or `import xentlib.jax` for the functions; this package is the definition
+they share: arguments, plans, float64 oracle and accuracy contract. It loads neither framework.
+"""
+
+from xentlib.nll import NLLOutput
+from xentlib.plan import ChunkPlan, plan_chunks
+
+__all__ = ["ChunkPlan", "NLLOutput", "__version__", "plan_chunks"]
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,351 @@
+"""Every validation and its message, from shapes, dtype names and devices alone.
+
+A backend describes its arrays as `Operand`s and calls one function here, so a user reads the same
+words from both. Wrong dtypes raise `TypeError`, wrong shapes and values `ValueError`; each message
+names the argument, what was expected, what came, and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["NLLProblem", "Operand", "check_label_range", "check_next_token_labels", "check_nll"]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+OUTPUTS = ("logprobs", "entropy", "lse", "correct")
+REDUCTIONS = ("mean", "sum")
+LAYOUTS = ("VH", "HV")
+
+
+class Operand(NamedTuple):
+    """What a check may know of an array: shape, dtype name, and device (None: not one device)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str | None = None
+
+
+class NLLProblem(NamedTuple):
+    """A validated call: its sizes and the dtypes it runs in."""
+
+    leading: tuple[int, ...]
+    num_tokens: int
+    vocab_size: int
+    hidden_size: int
+    gemm_dtype: str  # operands of the three GEMMs
+    compute_dtype: str  # logits, softmax, accumulators
+    output_dtype: str  # loss and per-token outputs
+
+
+Scalar = float | int | Operand | None
+
+
+def _names(items: Sequence[str]) -> str:
+    return ", ".join(f"'{item}'" for item in items)
+
+
+def _floating(name: str, operand: Operand) -> None:
+    if operand.dtype not in FLOATS:
+        raise TypeError(
+            f"`{name}` must be floating point ({', '.join(FLOATS)}); got {operand.dtype}. "
+            f"Cast it before the call."
+        )
+
+
+def _per_token(name: str, operand: Operand, leading: tuple[int, ...]) -> None:
+    if operand.shape != leading:
+        raise ValueError(
+            f"`{name}` must have shape {leading}, one entry per token of `hidden`; "
+            f"got {operand.shape}. Reshape it, or flatten `hidden` to match."
+        )
+
+
+def _device(name: str, operand: Operand, hidden: Operand) -> None:
+    if None not in (operand.device, hidden.device) and operand.device != hidden.device:
+        raise ValueError(
+            f"`{name}` must be on the device of `hidden` ({hidden.device}); got {operand.device}. "
+            f"Move one of them before the call."
+        )
+
+
+def _choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {_names(choices)}; got {value!r}. Pass one of those.")
+
+
+def _number(name: str, value: object, rule: str, *, ok: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not ok:
+        raise ValueError(f"`{name}` must be {rule}; got {value!r}. Pass such a number.")
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def check_plan_arguments(
+    num_tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    dtype: str,
+    compute_dtype: str | None,
+    max_chunk_bytes: int | None,
+) -> None:
+    """Refuse sizes and budgets that no chunk can have."""
+    for name, value, least in (
+        ("num_tokens", num_tokens, 0),
+        ("vocab_size", vocab_size, 1),
+        ("hidden_size", hidden_size, 1),
+    ):
+        _number(name, value, f"an integer >= {least}", ok=isinstance(value, int) and value >= least)
+    _choice("dtype", dtype, FLOATS)
+    if compute_dtype is not None:
+        _choice("compute_dtype", compute_dtype, ("float32", "float64"))
+    check_budget(max_chunk_bytes)
+
+
+def check_budget(max_chunk_bytes: object) -> None:
+    if max_chunk_bytes is None:
+        return
+    if isinstance(max_chunk_bytes, bool) or not isinstance(max_chunk_bytes, int) or max_chunk_bytes < 1:
+        raise ValueError(
+            f"`max_chunk_bytes` must be a positive integer, the bytes of one chunk of logits; "
+            f"got {max_chunk_bytes!r}. Pass None for the default."
+        )
+
+
+def check_weight(weight: Operand, hidden: Operand, layout: str) -> int:
+    """Validate the head against `hidden`; return V."""
+    _choice("weight_layout", layout, LAYOUTS)
+    width = hidden.shape[-1]
+    axis = 1 if layout == "VH" else 0
+    expected = f"(vocab, {width})" if layout == "VH" else f"({width}, vocab)"
+    if len(weight.shape) != 2 or weight.shape[axis] != width:
+        other = "HV" if layout == "VH" else "VH"
+        turned = len(weight.shape) == 2 and weight.shape[1 - axis] == width
+        way_out = (
+            f"Pass `weight_layout='{other}'` or `weight.T`."
+            if turned
+            else "Pass the head that belongs to these hidden states."
+        )
+        raise ValueError(
+            f"`weight` must have shape {expected} to match `hidden` {hidden.shape}; "
+            f"got {weight.shape}. {way_out}"
+        )
+    vocab_size = weight.shape[1 - axis]
+    if vocab_size < 1:
+        raise ValueError(
+            f"`weight` must have at least one vocabulary row; got shape {weight.shape}. "
+            f"Gather a partitioned head before the call."
+        )
+    return vocab_size
+
+
+def _check_tokens(hidden: Operand, labels: Operand) -> tuple[int, ...]:
+    if len(hidden.shape) < 1 or hidden.shape[-1] < 1:
+        raise ValueError(
+            f"`hidden` must have shape (..., hidden_size) with hidden_size >= 1; got {hidden.shape}. "
+            f"Pass the states that go into the head."
+        )
+    _floating("hidden", hidden)
+    leading = hidden.shape[:-1]
+    if labels.dtype not in INTEGERS:
+        raise TypeError(
+            f"`labels` must be integers; got {labels.dtype}. Pass class indices, not one-hot rows or masks."
+        )
+    _per_token("labels", labels, leading)
+    return leading
+
+
+def check_nll(
+    hidden: Operand,
+    weight: Operand,
+    labels: Operand,
+    *,
+    bias: Operand | None,
+    where: Operand | None,
+    token_weights: Operand | None,
+    ignore_index: object,
+    logit_scale: Scalar,
+    softcap: object,
+    temperature: Scalar,
+    label_smoothing: object,
+    z_loss: object,
+    reduction: object,
+    denominator: Scalar,
+    outputs: object,
+    vocab_parallel: object,
+    compute_dtype: object,
+    max_chunk_bytes: object,
+    weight_layout: str,
+    autocast_dtype: str | None = None,
+) -> NLLProblem:
+    """Validate one call of `chunked_nll` and say in which dtypes it runs.
+
+    `autocast_dtype` is the GEMM dtype that an autocast region asks for, if one is active.
+    """
+    if vocab_parallel is not None:
+        raise NotImplementedError(
+            "`vocab_parallel` is not supported by `chunked_nll` yet; got "
+            f"{type(vocab_parallel).__name__}. Pass the whole head and `vocab_parallel=None`."
+        )
+    leading = _check_tokens(hidden, labels)
+    _floating("weight", weight)
+    vocab_size = check_weight(weight, hidden, weight_layout)
+    _device("weight", weight, hidden)
+    _device("labels", labels, hidden)
+    if bias is not None:
+        _floating("bias", bias)
+        if bias.shape != (vocab_size,):
+            raise ValueError(
+                f"`bias` must have shape ({vocab_size},), one entry per row of the head; "
+                f"got {bias.shape}. Pass the bias of this head, or None."
+            )
+        _device("bias", bias, hidden)
+    if where is not None:
+        if where.dtype != "bool":
+            raise TypeError(
+                f"`where` must be boolean; got {where.dtype}. Compare it with 0, or pass weights as "
+                f"`token_weights`."
+            )
+        _per_token("where", where, leading)
+        _device("where", where, hidden)
+    if token_weights is not None:
+        _floating("token_weights", token_weights)
+        _per_token("token_weights", token_weights, leading)
+        _device("token_weights", token_weights, hidden)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(
+            f"`ignore_index` must be an integer; got {ignore_index!r}. Pass the label that marks "
+            f"tokens without a loss, -100 by convention."
+        )
+    _scalar("logit_scale", logit_scale, "a finite number or a 0-d array", (), positive=False)
+    _scalar("temperature", temperature, "a positive number or one entry per token", leading, positive=True)
+    _scalar("denominator", denominator, "a positive number or a 0-d array", (), positive=True)
+    if softcap is not None:
+        _number("softcap", softcap, "None or a positive number", ok=_positive(softcap))
+    smoothing_ok = isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
+    _number("label_smoothing", label_smoothing, "a number in [0, 1]", ok=smoothing_ok)
+    z_loss_ok = isinstance(z_loss, (int, float)) and 0 <= z_loss < math.inf
+    _number("z_loss", z_loss, "a number >= 0", ok=z_loss_ok)
+    _choice("reduction", reduction, REDUCTIONS)
+    check_outputs(outputs)
+    check_budget(max_chunk_bytes)
+    gemm, compute, output = resolve_dtypes(hidden, weight, compute_dtype, autocast_dtype)
+    return NLLProblem(
+        leading, math.prod(leading), vocab_size, hidden.shape[-1], gemm, compute, output
+    )
+
+
+def _scalar(name: str, value: Scalar, rule: str, leading: tuple[int, ...], *, positive: bool) -> None:
+    if value is None and name == "denominator":
+        return
+    if isinstance(value, Operand):
+        if value.shape not in ((), leading):
+            raise ValueError(
+                f"`{name}` must be {rule}; got shape {value.shape}. Reduce or reshape it to "
+                f"{leading or '()'}."
+            )
+        if value.dtype not in FLOATS + INTEGERS:
+            raise TypeError(f"`{name}` must be {rule}; got dtype {value.dtype}. Cast it to float32.")
+        return
+    finite = isinstance(value, (int, float)) and math.isfinite(value)
+    _number(name, value, rule, ok=finite and (_positive(value) or not positive))
+
+
+def check_outputs(outputs: object) -> None:
+    if isinstance(outputs, str) or not isinstance(outputs, (tuple, list, set, frozenset)):
+        raise ValueError(
+            f"`outputs` must be a tuple of names from {_names(OUTPUTS)}; got {outputs!r}. "
+            f"Pass for instance `outputs=('lse',)`."
+        )
+    for name in outputs:
+        if name not in OUTPUTS:
+            raise ValueError(
+                f"`outputs` must hold names from {_names(OUTPUTS)}; got {name!r}. Leave it out."
+            )
+
+
+def resolve_dtypes(
+    hidden: Operand, weight: Operand, compute_dtype: object, autocast_dtype: str | None
+) -> tuple[str, str, str]:
+    """GEMM, compute and output dtypes of a call.
+
+    The GEMMs take the operands' common dtype (float32 where they differ), or autocast's. Logits are
+    never below float32. The audit mode computes everything in float64 and keeps the output dtype.
+    """
+    double = "float64" in (hidden.dtype, weight.dtype)
+    output = "float64" if double else "float32"
+    if compute_dtype is not None:
+        _choice("compute_dtype", compute_dtype, ("float32", "float64"))
+        if compute_dtype == "float32" and double:
+            raise ValueError(
+                "`compute_dtype` must be None or 'float64' for float64 inputs; got 'float32'. "
+                "Cast the inputs to float32 instead."
+            )
+    if compute_dtype == "float64" or double:
+        return "float64", "float64", output
+    if autocast_dtype is not None:
+        return autocast_dtype, "float32", output
+    return (hidden.dtype if hidden.dtype == weight.dtype else "float32"), "float32", output
+
+
+def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None:
+    """Raise for one valid label that lies outside the vocabulary."""
+    raise ValueError(
+        f"`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); "
+        f"got {offender}. Mask that token with `where`, or set its label to `ignore_index`."
+    )
+
+
+def check_next_token_labels(
+    labels: Operand,
+    segment_ids: Operand | None,
+    cu_seqlens: Operand | None,
+    ignore_index: object,
+) -> None:
+    """Validate one call of `next_token_labels`."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"`ignore_index` must be an integer; got {ignore_index!r}. Pass -100 by convention.")
+    if labels.dtype not in INTEGERS:
+        raise TypeError(f"`labels` must be integers; got {labels.dtype}. Pass token ids.")
+    bits = int(labels.dtype.lstrip("uint"))
+    low, high = (0, 2**bits - 1) if labels.dtype[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    if not low <= ignore_index <= high:
+        raise TypeError(
+            f"`labels` must have a dtype that can hold `ignore_index` ({ignore_index}); "
+            f"got {labels.dtype}. Cast it to int32 or int64."
+        )
+    if len(labels.shape) < 1:
+        raise ValueError(
+            "`labels` must have shape (..., tokens); got (). Pass at least one dimension of tokens."
+        )
+    if segment_ids is not None and cu_seqlens is not None:
+        raise ValueError(
+            "`segment_ids` and `cu_seqlens` say the same thing; got both. Pass one of them."
+        )
+    if segment_ids is not None:
+        if segment_ids.dtype not in INTEGERS:
+            raise TypeError(
+                f"`segment_ids` must be integers; got {segment_ids.dtype}. Number the packed documents."
+            )
+        if segment_ids.shape != labels.shape:
+            raise ValueError(
+                f"`segment_ids` must have the shape of `labels` {labels.shape}; got "
+                f"{segment_ids.shape}. Broadcast it first."
+            )
+    if cu_seqlens is not None:
+        if cu_seqlens.dtype not in INTEGERS:
+            raise TypeError(f"`cu_seqlens` must be integers; got {cu_seqlens.dtype}. Pass token offsets.")
+        if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
+            raise ValueError(
+                f"`cu_seqlens` must have shape (documents + 1,); got {cu_seqlens.shape}. Pass the "
+                f"offsets 0, len_0, len_0 + len_1, ..."
+            )
+        if math.prod(labels.shape[:-1]) != 1:
+            raise ValueError(
+                f"`labels` must be one packed row, (tokens,) or (1, tokens), with `cu_seqlens`; got "
+                f"{labels.shape}. Pass `segment_ids` for a batch of rows."
+            )

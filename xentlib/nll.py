@@ -1,0 +1,138 @@
+"""Chunked negative log-likelihood: signature, docstring, result and rounding points.
+
+The two implementations are `xentlib.torch.chunked_nll` and `xentlib.jax.chunked_nll`. Both walk
+the steps below in this order, under these numbers:
+
+ 1. pack the valid tokens to the front; cut them into chunks (`plan.py`)
+ 2. logits of a chunk, operands exact, accumulated in the compute dtype; bias, scale, softcap,
+    temperature in that dtype
+ 3. take the target column out: z_y is read, the column becomes -inf
+ 4. m_r = max of the rest; S_r = sum of exp(z - m_r) of the rest
+ 5. per token: m, r, log S, lse, log-probability, from (z_y, m_r, S_r)
+ 6. p = exp(z - lse); dz = factor * (p * (1 + 2 z_loss lse) - eps / V); target column written once,
+    from r / S
+ 7. chain dz back through temperature, softcap and scale; round it once to the GEMM dtype
+ 8. d hidden of the chunk; d weight and d bias added to their accumulators, chunks ascending
+ 9. reduce the per-token values; divide by the denominator
+10. (backward) multiply the accumulated gradients by the upstream gradient; round once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["NLLOutput", "chunked_nll"]
+
+
+class NLLOutput(NamedTuple):
+    """Result of `chunked_nll`; a pytree in JAX. Only `loss` carries a gradient.
+
+    Attributes:
+        loss: [] the reduced loss, float32 (float64 for float64 inputs).
+        num_tokens: [] number of valid tokens, int64 in torch, int32 in JAX.
+        weight_sum: [] sum of the weights of the valid tokens; `num_tokens` where there are none.
+        z_loss: [] the part of `loss` that z-loss contributes.
+        logprobs: [...] log-probability of each label, or None if not asked for.
+        entropy: [...] entropy of each token's distribution in nats, or None.
+        lse: [...] log-sum-exp of each token's logits, or None.
+        correct: [...] bool, the label's logit is the largest and no other equals it, or None.
+    """
+
+    loss: Any
+    num_tokens: Any
+    weight_sum: Any
+    z_loss: Any
+    logprobs: Any = None
+    entropy: Any = None
+    lse: Any = None
+    correct: Any = None
+
+
+def chunked_nll(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    where: Any = None,
+    token_weights: Any = None,
+    ignore_index: int = -100,
+    logit_scale: Any = 1.0,
+    softcap: float | None = None,
+    temperature: Any = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    denominator: Any = None,
+    outputs: Sequence[str] = (),
+    vocab_parallel: Any = None,
+    compute_dtype: str | None = None,
+    max_chunk_bytes: int | None = None,
+    weight_layout: str = "VH",
+) -> NLLOutput:
+    """Negative log-likelihood of a language-model head, without ever storing the logits.
+
+        x = hidden @ weight.T + bias
+        s = softcap * tanh(logit_scale * x / softcap)      (logit_scale * x without a softcap)
+        z = s / temperature
+        lse = log sum_v exp(z_v),   logprob = z_y - lse
+        nll = -(1 - eps) * logprob - (eps / V) * sum_v (z_v - lse)
+        loss = sum over valid tokens of token_weight * (nll + z_loss * lse^2) / denominator
+
+    A token is valid where its label is not `ignore_index` and `where`, if given, is true. Tokens
+    that are not valid are taken out before any arithmetic: inf or NaN there reaches nothing and
+    their gradient is exactly +0. With no valid token the loss is 0 and all gradients are 0.
+
+    Gradients for `hidden`, `weight` and `bias` are computed in the forward pass, chunk by chunk:
+    three GEMMs, one where no gradient is wanted. All other arguments are constants; asking for
+    their gradient raises.
+
+    Args:
+        hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
+        weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
+            differ from that of `hidden`.
+        labels: [...] integers of any width.
+        bias: [V] or None.
+        where: [...] bool or None; False takes a token out.
+        token_weights: [...] floating point or None; may be negative (advantages).
+        ignore_index: label of tokens without a loss.
+        logit_scale: number or 0-d array that multiplies the logits.
+        softcap: positive number or None.
+        temperature: positive number, 0-d array, or [...] one per token.
+        label_smoothing: eps in [0, 1], torch and optax convention: eps / V on every class.
+        z_loss: coefficient >= 0 of lse^2.
+        reduction: "mean" over the weights of the valid tokens, or "sum".
+        denominator: number or 0-d array; if given the loss is the sum divided by it, whatever
+            `reduction` says. Pass the token count of the whole window to accumulate micro-batches.
+        outputs: any of "logprobs", "entropy", "lse", "correct": per token, without gradient, 0
+            (False) for tokens that are not valid.
+        vocab_parallel: not supported yet.
+        compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
+            everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
+        max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
+        weight_layout: "VH" or "HV"; neither is copied or transposed.
+
+    Returns:
+        NLLOutput, float32 (float64 for float64 inputs), never below.
+
+    Raises:
+        ValueError: shapes, devices or values that do not belong together; a label outside [0, V)
+            of a valid token wherever values can be read without a device sync (elsewhere that
+            token's outputs, and what sums over them, are NaN).
+        TypeError: a dtype that cannot be used.
+        NotImplementedError: `vocab_parallel`.
+        RuntimeError: the gradient of the gradient.
+
+    Numerics: logits accumulate in float32 and are never rounded below it; p = exp(z - lse) from the
+    rounded lse; the log-probability of a confident token comes from log1p of the sum without its
+    column; factors multiply dz in float32 before the GEMMs; dz is rounded once to the GEMM dtype;
+    d weight and d bias accumulate in float32 over ascending chunks; every gradient is rounded once,
+    after the upstream gradient. Under float16, dz carries a power of two so that small
+    probabilities survive. Rows A0 to A14 of the contract.
+
+    Sources: gradient in forward and chunking over tokens as in Liger-Kernel (arXiv 2410.10989) and
+    Cut Cross-Entropy (arXiv 2411.09009); z-loss as in PaLM (arXiv 2204.02311); soft-capping as in
+    Gemma 2 (arXiv 2408.00118); label smoothing as in arXiv 1512.00567.
+    """
+    raise NotImplementedError("call xentlib.torch.chunked_nll or xentlib.jax.chunked_nll")
