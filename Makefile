@@ -19,6 +19,8 @@ PARITY_ARGS ?=
 # DeepSpeed compiles nothing at installation and runs on the CPU; it is installed by `make env-all` only.
 export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
+# mkdocs-material's notice about its own future is not about this documentation.
+export NO_MKDOCS_2_WARNING ?= 1
 
 .PHONY: help parity test test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
@@ -42,7 +44,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	@echo 'installing xentlib with PyTorch and JAX into $(VENV) (once, a few minutes)'
+	@echo 'installing xentlib with PyTorch and JAX into $(VENV) (a few minutes the first time)'
 	@$(PIP) -e '.[torch,jax,flax,cli]'
 	@touch $@
 
@@ -120,7 +122,7 @@ build/typecheck.stamp: $(WHEEL)/.stamp $(VENV)/dev.stamp
 	@touch $@
 
 docs: $(VENV)/dev.stamp $(WHEEL)/.stamp
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	$(BIN)/mkdocs build --strict --site-dir build/site
 
 bench: $(VENV)/test.stamp
 	$(BIN)/xentlib bench --out build/bench $(BENCH_ARGS)
