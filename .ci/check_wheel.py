@@ -31,7 +31,10 @@ def main() -> None:
     for package, strangers in STRANGERS.items():
         probe = f"import sys, {package}; print(*(m for m in {strangers!r} if m in sys.modules))"
         loaded = subprocess.run(
-            [sys.executable, "-W", "error", "-c", probe], check=True, capture_output=True, text=True
+            [sys.executable, "-W", "error", "-c", probe],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
         ).stdout.split()
         if loaded:
             sys.exit(f"`import {package}` loads {', '.join(loaded)}")
