@@ -14,7 +14,7 @@ from typing import NamedTuple
 __all__ = ["NLLProblem", "Operand", "check_label_range", "check_next_token_labels", "check_nll"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")
 REDUCTIONS = ("mean", "sum")
 LAYOUTS = ("VH", "HV")

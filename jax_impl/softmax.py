@@ -1,0 +1,94 @@
+"""Softmax of a chunk of logits with its target column taken out: steps 3 to 6 of `xentlib.nll`.
+
+Shapes: T rows of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["RestStats", "TokenStats", "exp", "rest_stats", "take_target", "token_stats"]
+
+# exp of this is 0 in float64 too: stands for -inf where a product with 0 must stay 0.
+FLOOR = -1e4
+
+
+def exp(x: jax.Array) -> jax.Array:
+    return lax.exp(x, accuracy=lax.AccuracyMode.HIGHEST)
+
+
+class RestStats(NamedTuple):
+    """Of the columns other than the target: max, sum of exp(z - max), and what options need."""
+
+    m: jax.Array
+    s: jax.Array
+    sum_ed: jax.Array | None  # sum of exp(d) * d, d = z - max: entropy
+    sum_d: jax.Array | None  # sum of d: label smoothing
+
+
+class TokenStats(NamedTuple):
+    """Per token, in the compute dtype."""
+
+    lse: jax.Array
+    logprob: jax.Array
+    p_y: jax.Array
+    p_rest: jax.Array  # 1 - p_y, from r / S: no cancellation for confident tokens
+    entropy: jax.Array  # 0 where it was not asked for
+    mean_logp: jax.Array | None  # mean over the vocabulary of z - lse
+    correct: jax.Array  # 1 or 0
+
+
+def take_target(z_TV: jax.Array, y_T1: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The target's logit, its mask, and the logits with -inf in its place."""
+    target_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1) == y_T1
+    z_y = jnp.take_along_axis(z_TV, y_T1, axis=1)[:, 0]
+    return z_y, target_TV, jnp.where(target_TV, -jnp.inf, z_TV)
+
+
+def rest_stats(z_TV: jax.Array, target_TV: jax.Array, *, entropy: bool, smoothing: bool) -> RestStats:
+    """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
+    m = z_TV.max(axis=1, keepdims=True)
+    m = jnp.where(m == -jnp.inf, 0.0, m)  # no other column, or none above -inf: S_r is 0
+    d_TV = z_TV - m
+    e_TV = exp(d_TV)
+    sum_d = jnp.where(target_TV, 0.0, d_TV).sum(axis=1) if smoothing else None
+    sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if entropy else None
+    return RestStats(m[:, 0], e_TV.sum(axis=1), sum_ed, sum_d)
+
+
+def _exp_difference(a: jax.Array, b: jax.Array) -> jax.Array:
+    """exp(a - b) with the rounding error of the difference put back (TwoDiff).
+
+    At a - b = -50 that error alone would be 2e-6, four times the bound of row A4.
+    """
+    d = a - b
+    back = d - a
+    error = (a - (d - back)) - (b + back)
+    return exp(d) * (1.0 + error)
+
+
+def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int) -> TokenStats:
+    """Step 5, on vectors of one entry per token."""
+    m_rest = jnp.where(rest.s == 0, -jnp.inf, rest.m)
+    m = jnp.maximum(z_y, m_rest)
+    scale = jnp.where(rest.s == 0, 0.0, _exp_difference(rest.m, m))
+    r = scale * rest.s
+    t = exp(z_y - m)
+    total = r + t
+    top = z_y == m
+    log_total = jnp.where(top, jnp.log1p(r), jnp.log(total))
+    logprob = jnp.where(top, -log_total, (z_y - m) - log_total)
+    lse = m + log_total
+    p_y, p_rest = t / total, r / total
+    entropy, mean_logp = jnp.zeros_like(lse), None
+    if rest.sum_ed is not None:
+        rest_part = scale * (rest.sum_ed + jnp.where(rest.s == 0, 0.0, rest.m - m) * rest.s)
+        own_part = jnp.where(t == 0, 0.0, t * (z_y - m))
+        entropy = log_total - (rest_part + own_part) / total
+    if rest.sum_d is not None:
+        mean_logp = (rest.sum_d + (vocab_size - 1) * (rest.m - lse) + logprob) / vocab_size
+    return TokenStats(lse, logprob, p_y, p_rest, entropy, mean_logp, (z_y > m_rest).astype(lse.dtype))
