@@ -172,7 +172,7 @@ def nll_forward(
             (loss_T, z_loss_T, stats.logprob, stats.entropy, stats.lse, stats.correct)
         )
         carry = carry._replace(
-            per_token=lax.dynamic_update_slice(carry.per_token, values, (0, start))
+            per_token=lax.dynamic_update_slice_in_dim(carry.per_token, values, start, axis=1)
         )
         if not any_gradient:
             return carry

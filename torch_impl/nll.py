@@ -123,10 +123,8 @@ def nll_forward(
     d_weight = torch.empty(weight.shape if need_weight else (0, 0), **like)
     d_bias = torch.zeros(vocab_size if need_bias else 0, **like)
     d_weight_VH = d_weight.T if transposed else d_weight
-    per_token: dict[str, Tensor] = {
-        name: torch.zeros(num_tokens, **like) for name in ("loss", "z", "logprob", "entropy", "lse")
-    }
-    correct_N = torch.zeros(num_tokens, dtype=torch.bool, device=device)
+    # Rows: loss, its z-loss part, logprob, entropy, lse, correct. One write a block.
+    per_token_6N = torch.zeros(6, num_tokens, **like)
 
     operand_VH = operand(weight_VH, gemm_dtype, compute_dtype)
     bias_V = None if bias is None else bias.to(compute_dtype)
@@ -161,19 +159,10 @@ def nll_forward(
             z_y = take_target(z_BV, y_B1)
             rest = rest_stats(z_BV, y_B1, block, entropy=entropy, smoothing=label_smoothing > 0)
             stats = token_stats(z_y, rest, vocab_size)
-            nll, z_term = token_loss(stats, label_smoothing, z_loss)
-            keep = valid_N[index]
-            for name, value in (
-                ("loss", nll + z_term),
-                ("z", z_term),
-                ("logprob", stats.logprob),
-                ("entropy", stats.entropy),
-                ("lse", stats.lse),
-            ):
-                if value is not None:
-                    value = torch.where(bad_N[index], torch.nan, value)
-                    per_token[name][index] = torch.where(keep, value, 0.0)
-            correct_N[index] = stats.correct & keep & ~bad_N[index]
+            loss_B, z_loss_B = token_loss(stats, label_smoothing, z_loss)
+            per_token_6N[:, index] = torch.stack(
+                (loss_B, z_loss_B, stats.logprob, stats.entropy, stats.lse, stats.correct)
+            )
             if any_gradient:
                 # 6. and 7. dz in place of the logits
                 factor_B = factor_T[span]
@@ -185,7 +174,7 @@ def nll_forward(
                 if jacobian_BV is not None:
                     z_BV.mul_(jacobian_BV)
                 if not packed:
-                    z_BV.masked_fill_(~keep[:, None], 0.0)
+                    z_BV.masked_fill_(~valid_N[index, None], 0.0)
                 if need_bias:
                     d_bias.add_(z_BV.sum(0))
                 if store != gemm_dtype:
@@ -212,17 +201,18 @@ def nll_forward(
             accumulator.mul_(unscale)
 
     # 9. Reduce
-    loss_N = torch.where(valid_N, per_token["loss"] * weights_N, 0.0)
-    z_N = torch.where(valid_N, per_token["z"] * weights_N, 0.0)
+    per_token_6N = torch.where(bad_N, torch.nan, per_token_6N)
+    per_token_6N = torch.where(valid_N, per_token_6N, 0.0)
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N = per_token_6N
     output = NLLOutput(
-        (loss_N.sum() / divisor).to(output_dtype),
+        ((loss_N * weights_N).sum() / divisor).to(output_dtype),
         total_valid,
         weight_sum.to(output_dtype),
-        (z_N.sum() / divisor).to(output_dtype),
-        per_token["logprob"].to(output_dtype),
-        per_token["entropy"].to(output_dtype),
-        per_token["lse"].to(output_dtype),
-        correct_N,
+        ((z_loss_N * weights_N).sum() / divisor).to(output_dtype),
+        logprob_N.to(output_dtype, copy=True),
+        entropy_N.to(output_dtype, copy=True),
+        lse_N.to(output_dtype, copy=True),
+        correct_N > 0,
     )
     return output, Gradients(d_hidden, d_weight, d_bias)
 
@@ -252,12 +242,12 @@ def shape_logits_(
 
 
 def token_loss(stats: TokenStats, label_smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Per token: smoothed negative log-likelihood, and the z-loss term."""
+    """Per token: the loss, and the part of it that z-loss contributes."""
     nll = -stats.logprob
     if stats.mean_logp is not None:
         nll = (1.0 - label_smoothing) * nll - label_smoothing * stats.mean_logp
     z_term = z_loss * stats.lse * stats.lse if z_loss else torch.zeros_like(nll)
-    return nll, z_term
+    return nll + z_term, z_term
 
 
 def dlogits_(

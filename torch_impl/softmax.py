@@ -58,9 +58,9 @@ class TokenStats(NamedTuple):
     logprob: Tensor
     p_y: Tensor
     p_rest: Tensor  # 1 - p_y, from r / S: no cancellation for confident tokens
-    entropy: Tensor | None
+    entropy: Tensor  # 0 where it was not asked for
     mean_logp: Tensor | None  # mean over the vocabulary of z - lse
-    correct: Tensor
+    correct: Tensor  # 1 or 0
 
 
 def take_target(z_BV: Tensor, y_B1: Tensor) -> Tensor:
@@ -108,11 +108,11 @@ def token_stats(z_y: Tensor, rest: RestStats, vocab_size: int) -> TokenStats:
     logprob = torch.where(top, -log_total, (z_y - m) - log_total)
     lse = m + log_total
     p_y, p_rest = t / total, r / total
-    entropy = mean_logp = None
+    entropy, mean_logp = torch.zeros_like(lse), None
     if rest.sum_ed is not None:
         rest_part = scale * (rest.sum_ed + torch.where(rest.s == 0, 0.0, rest.m - m) * rest.s)
         own_part = torch.where(t == 0, 0.0, t * (z_y - m))
         entropy = log_total - (rest_part + own_part) / total
     if rest.sum_d is not None:
         mean_logp = (rest.sum_d + (vocab_size - 1) * (rest.m - lse) + logprob) / vocab_size
-    return TokenStats(lse, logprob, p_y, p_rest, entropy, mean_logp, z_y > m_rest)
+    return TokenStats(lse, logprob, p_y, p_rest, entropy, mean_logp, (z_y > m_rest).to(lse.dtype))
