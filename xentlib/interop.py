@@ -95,8 +95,7 @@ def to_torch(x: AnyArray, *, copy: bool | None = None) -> torch.Tensor:
 
         with jax.ensure_compile_time_eval():  # inside jit too, the copy is a value
             x = x.copy() if copy else x
-        # from_dlpack was seen to wait for the values on CPU; the protocol does not promise it.
-        return torch.utils.dlpack.from_dlpack(x.block_until_ready())
+        return torch.utils.dlpack.from_dlpack(x)
     assert isinstance(x, np.ndarray)
     reason = _foreign(x) or _overlap(x.shape, x.strides, x.itemsize)
     if not x.flags.writeable:
@@ -136,7 +135,7 @@ def to_jax(x: AnyArray, *, copy: bool | None = None) -> jax.Array:
             strided = "" if x.is_contiguous() else f"its strides are {x.stride()} (items)"
             negated = "its negative bit is set" if x.is_neg() else ""
             reason = strided or negated or (_misaligned(pointer) if x.is_cpu else "")
-            if x.numel() == 0 or _copies(copy, reason, "JAX"):
+            if _copies(copy, reason, "JAX"):
                 x = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
             result: jax.Array = jax.dlpack.from_dlpack(x)
         else:
@@ -289,6 +288,8 @@ def _misaligned(pointer: int) -> str:
 
 def _overlap(shape: tuple[int, ...], strides: tuple[int, ...], item: int = 1) -> str:
     """Whether two indices may name one item: each dimension must step over all smaller ones."""
+    if 0 in shape:
+        return ""
     reach = item
     for stride, length in sorted((abs(s), n) for s, n in zip(strides, shape, strict=True) if n > 1):
         if stride < reach:
