@@ -1,0 +1,314 @@
+"""`parity.html`: one file to read and to pass on; no scripts, nothing fetched."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from itertools import groupby
+
+from xentlib.parity.plots import Series, histogram_plot, histogram_reach, line_plot
+from xentlib.parity.result import Measurement, ParityResult, TrainingCurve
+from xentlib.parity.summary import (
+    RowSummary,
+    allowance_used,
+    backend_name,
+    bound_text,
+    duration,
+    number,
+    summarise,
+    value_text,
+    verdict,
+)
+
+__all__ = ["render_page"]
+
+# How a training measurement says which step it is of: "training, step 3".
+_STEP = re.compile(r"(?:^|, )step (\d+)\b")
+_STYLES = {"torch": "torch", "jax": "jax"}  # a backend's colour; every comparison has a third
+
+_GLOSSARY = (
+    ("oracle", "every value and gradient in closed form, in float64, without either framework"),
+    ("u", "2⁻²⁴ = 5.96e-8, half the spacing of float32 numbers just above 1"),
+    ("ULP", "distance in units of the spacing of the result's own floating-point format"),
+    (
+        "tau",
+        "the largest error of an entry over u times its error bound; a few, whatever the sizes",
+    ),
+    ("rho", "the error's norm over the oracle's norm, in units of u"),
+    ("error ratio", "the larger of the two backends' errors over the smaller one"),
+    (
+        "meter",
+        "how much of what the bound allows was used: empty is exact, full is the bound or more",
+    ),
+)
+
+
+def render_page(result: ParityResult, statements: Mapping[str, str]) -> str:
+    """The whole page; `statements` gives each contract row its line."""
+    rows = summarise(result, statements)
+    style = files("xentlib.parity").joinpath("page.css").read_text(encoding="utf-8")
+    body = "\n".join(
+        part
+        for section in (_header, _contract, _histograms, _training, _closing)
+        for part in section(result, rows)
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{'✓' if result.passed else '✗'} xentlib parity</title>\n"
+        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+# --- verdict and environment ---------------------------------------------------------------------
+
+
+def _header(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+    failed = sum(not m.passed for m in result.measurements)
+    total = len(result.measurements)
+    counted = f"{failed:,} of {total:,} measurements" if failed else f"All {total:,} measurements"
+    yield '<p class="kicker">xentlib parity</p>'
+    yield (
+        f'<header class="verdict{"" if result.passed else " fail"}">'
+        f'<h1><span class="mark" aria-hidden="true">{"✓" if result.passed else "✗"}</span>'
+        f"{escape(verdict(result, rows))}</h1>"
+        f"<p>{counted} {'are outside' if failed else 'are within'} their bounds.</p></header>"
+        if total
+        else f'<header class="verdict fail"><h1>{escape(verdict(result, rows))}</h1></header>'
+    )
+    held, measured = (sum(row.passed is p for row in rows) for p in (True, False))
+    audit = next((row for row in rows if row.id == "A1" and row.measurements), None)
+    figures = [
+        ("Contract rows that hold", f"{held} of {held + measured}"),
+        ("Entries compared", number(sum(row.entries for row in rows))),
+        ("Time taken", duration(result.seconds)),
+    ]
+    if audit:
+        unequal = sum(m.value for m in audit.measurements)
+        figures.insert(
+            2, ("Unequal in audit mode", f"{number(unequal)} of {number(audit.entries)}")
+        )
+    yield '<dl class="figures">'
+    yield from (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures)
+    yield "</dl>"
+    for name in sorted(k for k, v in result.environment.items() if v.startswith("left out")):
+        yield f'<p class="note"><b>{escape(name)}</b> {escape(result.environment[name])}</p>'
+    if result.environment:
+        yield '<details class="environment" open><summary>Environment</summary><dl>'
+        for key, value in result.environment.items():
+            wide = ' class="long"' if len(value) > 26 else ""
+            yield f"<div{wide}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
+        yield "</dl></details>"
+
+
+# --- the contract --------------------------------------------------------------------------------
+
+
+def _contract(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+    yield "<h2>The contract, row by row</h2>"
+    yield (
+        '<p class="lead">The worst value of each metric beside its bound. '
+        "Open a row for every measurement behind it.</p>"
+    )
+    yield '<section class="contract">'
+    yield (
+        '<div class="head"><span>Row</span><span>What is held</span>'
+        "<span>Worst value, its bound, and how much of it was used</span>"
+        "<span>Entries</span><span></span></div>"
+    )
+    for row in rows:
+        yield from _row(row)
+    yield "</section>"
+
+
+def _row(row: RowSummary) -> Iterator[str]:
+    backends = ", ".join(map(backend_name, row.backends))
+    what = (
+        f'<span class="id">{escape(row.id)}</span><span class="what">{escape(row.statement)}'
+        f"<small>{escape(backends.replace('PyTorch, JAX, PyTorch and JAX', 'each and together'))}"
+        f"</small></span>"
+    )
+    if row.passed is None:
+        yield (
+            f'<div class="row empty" id="{escape(row.id)}">{what}<span class="worst"></span>'
+            '<span class="entries"></span><span class="badge none">not run</span></div>'
+        )
+        return
+    badge = (
+        '<span class="badge holds">✓ holds</span>'
+        if row.passed
+        else '<span class="badge short">✗ short</span>'
+    )
+    worst = "".join(_worst(label, m) for label, m in row.worst)
+    yield (
+        f'<details class="row{"" if row.passed else " fails"}" id="{escape(row.id)}"'
+        f"{'' if row.passed else ' open'}><summary>{what}"
+        f'<span class="worst" role="list">{worst}</span>'
+        f'<span class="entries">{number(row.entries)}</span>{badge}</summary>'
+    )
+    yield '<div class="every"><table><thead><tr>'
+    yield (
+        "<th>Case</th><th>Backend</th><th>Quantity, metric</th>"
+        '<th class="n">Value</th><th>Bound</th><th class="n">Entries</th></tr></thead><tbody>'
+    )
+    yield from map(_measurement, row.measurements)
+    yield "</tbody></table></div></details>"
+
+
+def _worst(label: str, m: Measurement) -> str:
+    over = "" if m.passed else " over"
+    used = min(allowance_used(m), 1.0)
+    return (
+        f'<span role="listitem"><span class="metric">{escape(label)}</span>'
+        f'<span class="value{over}">{value_text(m)}</span>'
+        f'<span class="bound">{bound_text(m)}</span>'
+        f'<span class="meter{over}" title="{100 * used:.0f} % of the allowance">'
+        f'<i style="width:{100 * used:.1f}%"></i></span></span>'
+    )
+
+
+def _measurement(m: Measurement) -> str:
+    return (
+        f'<tr{"" if m.passed else " class=over"}><td class="case">{escape(m.case)}</td>'
+        f'<td class="b">{escape(backend_name(m.backend))}</td>'
+        f'<td class="q">{escape(m.quantity)}, {escape(m.metric)}</td>'
+        f'<td class="n value">{"" if m.passed else "✗ "}{value_text(m)}</td>'
+        f'<td class="b to">{bound_text(m)}</td>'
+        f'<td class="n size">{number(m.entries)}</td></tr>'
+    )
+
+
+# --- histograms ----------------------------------------------------------------------------------
+
+
+def _histograms(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+    if not result.histograms:
+        return
+    yield "<h2>How far, in ULP</h2>"
+    yield (
+        '<p class="lead">Entries by their distance, on a logarithmic count axis. '
+        "Panels of one row share it.</p>"
+    )
+    order = {row.id: i for i, row in enumerate(rows)}
+    statements = {row.id: row.statement for row in rows}
+    ranked = sorted(result.histograms, key=lambda h: order.get(h.row, len(order)))
+    for name, group in groupby(ranked, key=lambda h: h.row):
+        panels = list(group)
+        most = max((count for h in panels for count in h.counts), default=1)
+        yield f'<h3>{escape(name)} · {escape(statements.get(name, ""))}</h3><div class="panels">'
+        for h in panels:
+            yield (
+                f"<figure><figcaption><b>{escape(h.quantity)}</b>, "
+                f"{escape(backend_name(h.backend))}"
+                f"<span>{sum(h.counts):,} entries, {histogram_reach(h)}</span></figcaption>"
+                f"{histogram_plot(h, _style(h.backend), most)}</figure>"
+            )
+        yield "</div>"
+
+
+def _style(backend: str) -> str:
+    return _STYLES.get(backend, "both")
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def _training(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+    curves = [c for c in result.curves if c.losses]
+    if not curves:
+        return
+    yield "<h2>Training on real text</h2>"
+    yield '<ul class="legend">'
+    yield from map(_curve_key, curves)
+    yield "</ul>"
+    series = [Series(backend_name(c.backend), _style(c.backend), c.losses) for c in curves]
+    yield _figure(
+        "Loss",
+        "nats a token, each optimizer step",
+        line_plot(series, label="Loss of each optimizer step", kind="tall"),
+    )
+    if len(curves) == 2:
+        yield _difference(result, *curves)
+    yield from _head_gradients(result)
+    yield '<p class="axis">optimizer step</p>'
+
+
+def _curve_key(curve: TrainingCurve) -> str:
+    tokens = f"{sum(curve.tokens):,} tokens, " if curve.tokens else ""
+    return (
+        f'<li><i class="key {_style(curve.backend)}"></i>{escape(backend_name(curve.backend))} '
+        f"<span>{number(curve.losses[0], 4)} → {number(curve.losses[-1], 4)} in "
+        f"{len(curve.losses)} steps, {tokens}{duration(curve.seconds)}</span></li>"
+    )
+
+
+def _figure(title: str, detail: str, plot: str) -> str:
+    return (
+        f'<figure class="wide"><figcaption><b>{escape(title)}</b> '
+        f"<span>{detail}</span></figcaption>{plot}</figure>"
+    )
+
+
+def _difference(result: ParityResult, one: TrainingCurve, other: TrainingCurve) -> str:
+    """|a - b| / |a| of each step, on a logarithmic axis."""
+    apart = [
+        math.nan if math.isnan(a - b) else abs(a - b) / (abs(a) or 1.0)
+        for a, b in zip(one.losses, other.losses)
+    ]
+    bound = next(
+        (m for m in result.measurements if "loss" in m.quantity and "relative" in m.metric), None
+    )
+    worst = math.nan if any(map(math.isnan, apart)) else max(apart)
+    detail = f"of the two losses; at most {number(worst)}"
+    if bound is not None:
+        detail += f', <i class="key bound"></i>bound {escape(bound_text(bound))}'
+    return _figure(
+        "Relative difference",
+        detail,
+        line_plot(
+            [Series("relative difference", "both", apart)],
+            label=f"Relative difference of the two losses at each step, at most {number(worst)}",
+            kind="low",
+            bound=bound.bound if bound else None,
+            log=True,
+        ),
+    )
+
+
+def _head_gradients(result: ParityResult) -> Iterator[str]:
+    """Row A9 at each step, one plot a quantity and metric."""
+    found: dict[tuple[str, str], list[tuple[int, Measurement]]] = {}
+    for m in result.measurements:
+        step = _STEP.search(m.case)
+        if m.row == "A9" and step:
+            found.setdefault((m.quantity, m.metric), []).append((int(step[1]), m))
+    for (quantity, metric), steps in found.items():
+        steps.sort(key=lambda pair: pair[0])
+        measured: Sequence[Measurement] = [m for _, m in steps]
+        worst = min(measured, key=lambda m: (m.passed, -allowance_used(m)))
+        yield _figure(
+            f"A9, {quantity}: {metric}",
+            f'PyTorch against JAX; worst {value_text(worst)}, <i class="key bound"></i>'
+            f"bound {bound_text(worst)}",
+            line_plot(
+                [Series(f"{quantity}, {metric}", "both", [m.value for m in measured])],
+                label=f"Row A9, {quantity}, {metric} at each step, worst {value_text(worst)}",
+                kind="low",
+                bound=worst.bound,
+                log=not worst.at_least and worst.value > 30 * worst.bound > 0,
+                first_step=steps[0][0],
+            ),
+        )
+
+
+# --- how to read it ------------------------------------------------------------------------------
+
+
+def _closing(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+    yield '<h2>The words</h2><dl class="glossary">'
+    yield from (f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _GLOSSARY)
+    yield "</dl>"
+    yield "<footer>The numbers behind this page are in <code>parity.json</code> beside it.</footer>"

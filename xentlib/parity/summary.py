@@ -1,0 +1,205 @@
+"""A run seen row by row, and its numbers written for people: what table and page have in common."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from xentlib.parity.result import Measurement, ParityResult
+
+__all__ = [
+    "RowSummary",
+    "allowance_used",
+    "backend_name",
+    "bound_text",
+    "duration",
+    "number",
+    "row_statements",
+    "summarise",
+    "value_text",
+    "verdict",
+    "worst_first",
+]
+
+_NAMES = {"torch": "PyTorch", "jax": "JAX", "torch/jax": "PyTorch and JAX"}
+
+
+@dataclass(frozen=True, slots=True)
+class RowSummary:
+    """One row of the contract: what it states and the worst that was found."""
+
+    id: str
+    statement: str
+    backends: tuple[str, ...]
+    worst: tuple[tuple[str, Measurement], ...]  # label and worst measurement of each metric
+    entries: int  # numbers compared, each once however many metrics were taken of it
+    passed: bool | None  # None: nothing was measured
+    measurements: tuple[Measurement, ...]  # worst first
+
+    @property
+    def status(self) -> str:
+        return "not run" if self.passed is None else "pass" if self.passed else "FAIL"
+
+
+def row_statements() -> dict[str, str]:
+    """The contract's rows, id -> one line."""
+    from xentlib.contract import ROWS
+
+    return {name: f"{row.quantity} · {row.inputs}" for name, row in ROWS.items()}
+
+
+def backend_name(backend: str) -> str:
+    """The backend as a reader says it."""
+    return _NAMES.get(backend, backend)
+
+
+# --- which measurement is the worst --------------------------------------------------------------
+
+
+def allowance_used(m: Measurement) -> float:
+    """The share of what the bound allows that was used up: 0 exact, 1 at the bound, NaN is inf."""
+    if math.isnan(m.value):
+        return math.inf
+    if not m.at_least:
+        value = abs(m.value)
+        return value / m.bound if m.bound > 0 else math.inf if value > 0 else 0.0
+    if _is_share(m):
+        return (1 - m.value) / (1 - m.bound)
+    return 0.0 if m.value >= m.bound else math.inf
+
+
+def worst_first(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Failures first, then by the share of the bound that was used."""
+    return sorted(measurements, key=lambda m: (m.passed, -allowance_used(m)))
+
+
+def summarise(result: ParityResult, statements: Mapping[str, str]) -> list[RowSummary]:
+    """Every row of the contract in its order, then rows the contract does not name."""
+    rows: dict[str, list[Measurement]] = {name: [] for name in statements}
+    for m in result.measurements:
+        rows.setdefault(m.row, []).append(m)
+    return [
+        _summary(name, statements.get(name, ""), rows[name])
+        for name in sorted(rows, key=lambda name: (name not in statements, _natural(name)))
+    ]
+
+
+def _summary(name: str, statement: str, measurements: list[Measurement]) -> RowSummary:
+    ranked = worst_first(measurements)
+    worst: dict[tuple[str, float, bool], Measurement] = {}
+    for m in measurements:  # the metrics keep the order in which they were measured
+        worst.setdefault((m.metric, m.bound, m.at_least), m)
+    for m in reversed(ranked):
+        worst[m.metric, m.bound, m.at_least] = m
+    metrics = [metric for metric, _, _ in worst]
+    entries: dict[tuple[str, str, str], int] = {}
+    for m in measurements:
+        key = (m.backend, m.case, m.quantity)
+        entries[key] = max(entries.get(key, 0), m.entries)
+    return RowSummary(
+        id=name,
+        statement=statement or ", ".join(dict.fromkeys(m.quantity for m in measurements)),
+        backends=tuple(dict.fromkeys(m.backend for m in measurements)),
+        worst=tuple(
+            # One metric under two bounds: the quantity tells them apart.
+            (f"{m.quantity}, {m.metric}" if metrics.count(m.metric) > 1 else m.metric, m)
+            for m in worst.values()
+        ),
+        entries=sum(entries.values()),
+        passed=all(m.passed for m in measurements) if measurements else None,
+        measurements=tuple(ranked),
+    )
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """A2 before A10."""
+    return tuple((int(n or 0), text) for text, n in re.findall(r"(\D*)(\d*)", name))
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def number(value: float, digits: int = 3) -> str:
+    """`value` to `digits` significant digits: 34.5, 24,733,308, 2.60e-7. Counts are exact."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    scientific = f"{value:.{digits - 1}e}"  # rounds first: 9.996 is 10.0, not 10.00
+    mantissa, exponent = scientific.split("e")
+    if -4 < int(exponent) < 6:
+        return f"{value:,.{max(digits - 1 - int(exponent), 0)}f}"
+    return f"{mantissa}e{int(exponent)}"
+
+
+def bound_text(m: Measurement) -> str:
+    """The bound with its direction: "≤ 4", "≥ 99.5 %", "= 0"."""
+    sign = "≥" if m.at_least else "≤" if m.bound else "="
+    return f"{sign} {_bound(m)}"
+
+
+def value_text(m: Measurement) -> str:
+    """The value, with as many digits as it takes to be on its own side of the bound."""
+    scale, unit, digits = (100.0, " %", 4) if _is_share(m) else (1.0, "", 3)
+    value, bound = m.value * scale, float(_bound(m).removesuffix(" %").replace(",", ""))
+    text = number(value, digits)
+    while digits < 17 and math.isfinite(value):
+        shown = float(text.replace(",", ""))
+        crossed = shown >= bound > value if m.at_least else shown <= bound < value
+        if not crossed and not (unit and shown == 100.0 != value):
+            break
+        digits += 1
+        text = number(value, digits)
+    return text + unit
+
+
+def _bound(m: Measurement) -> str:
+    if not _is_share(m):
+        return _stripped(number(m.bound, 6))
+    return _stripped(number(m.bound * 100.0, 6)) + " %"
+
+
+def _is_share(m: Measurement) -> bool:
+    """A floor below one is a share of the entries, and is read as a percentage."""
+    return m.at_least and 0 < m.bound < 1
+
+
+def _stripped(text: str) -> str:
+    mantissa, e, exponent = text.partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return mantissa + e + exponent
+
+
+def duration(seconds: float) -> str:
+    """8.4 s, or 3 min 20 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+# --- the sentence at the top ---------------------------------------------------------------------
+
+
+def verdict(result: ParityResult, rows: list[RowSummary]) -> str:
+    """One sentence: does every row hold, and if not, which do not."""
+    short = [row.id for row in rows if row.passed is False]
+    if short:
+        return f"{_listed(short)} {'falls' if len(short) == 1 else 'fall'} short"
+    if not result.measurements:
+        return "Nothing was measured"
+    found = {name for m in result.measurements for name in m.backend.split("/")}
+    who = [_NAMES[name] for name in ("torch", "jax") if name in found]
+    held = sum(row.passed is True for row in rows)
+    verb = "holds" if len(who) == 1 else "hold"
+    every = "the one row" if held == 1 else f"all {held} rows"
+    return f"{_listed(who) or 'It'} {verb} {every} of the contract that were measured".replace(
+        "row of the contract that were", "row of the contract that was"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
