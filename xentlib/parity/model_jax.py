@@ -66,7 +66,7 @@ class LanguageModel(nnx.Module):
         # Padding is a segment of its own, so that no row of the mask is empty.
         same_BLL = segments_BL[:, :, None] == segments_BL[:, None, :]
         mask_B1LL = (same_BLL & jnp.tril(jnp.ones((L, L), bool))[None])[:, None]
-        x_BLH = self.embedding(tokens_BL)
+        x_BLH: jax.Array = self.embedding(tokens_BL)
         for block in self.blocks:
             x_BLH = block(x_BLH, mask_B1LL)
         x_BLH = self.norm(x_BLH)

@@ -75,7 +75,7 @@ class LanguageModel(nn.Module):
         # Padding is a segment of its own, so that no row of the mask is empty.
         same_BLL = segments_BL[:, :, None] == segments_BL[:, None, :]
         mask_B1LL = (same_BLL & torch.ones(L, L, dtype=torch.bool).tril())[:, None]
-        x_BLH = self.embedding(tokens_BL)
+        x_BLH: Tensor = self.embedding(tokens_BL)
         for block in self.blocks:
             x_BLH = block(x_BLH, mask_B1LL)
         x_BLH = self.norm(x_BLH)
