@@ -140,11 +140,9 @@ def _parity(args: argparse.Namespace) -> int:
         if not left_out:
             from xentlib.parity.training import run_training
 
-            measurements, curves = run_training(
-                backends, args.suite, args.seed, args.text, progress
-            )
-            result.measurements += measurements
-            result.curves += curves
+            trained = run_training(backends, text=args.text, seed=args.seed, progress=progress)
+            result.measurements += trained.measurements
+            result.curves += trained.curves
     result.seconds = time.perf_counter() - start
 
     paths = write_report(result, args.out)

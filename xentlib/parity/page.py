@@ -29,6 +29,10 @@ __all__ = ["render_page"]
 _STEP = re.compile(r"(?:^|, )step (\d+)\b")
 _STYLES = {"torch": "torch", "jax": "jax"}  # a backend's colour; every comparison has a third
 
+_ESSENTIALS = ("suite", "seed", "torch", "jax", "python", "system")  # read without opening
+
+_MOST_FAILURES = 12
+
 _GLOSSARY = (
     ("oracle", "every value and gradient in closed form, in float64, without either framework"),
     ("u", "2⁻²⁴ = 5.96e-8, half the spacing of float32 numbers just above 1"),
@@ -52,7 +56,7 @@ def render_page(result: ParityResult, statements: Mapping[str, str]) -> str:
     style = files("xentlib.parity").joinpath("page.css").read_text(encoding="utf-8")
     body = "\n".join(
         part
-        for section in (_header, _contract, _histograms, _training, _closing)
+        for section in (_header, _failures, _contract, _histograms, _training, _closing)
         for part in section(result, rows)
     )
     return (
@@ -97,11 +101,28 @@ def _header(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
     for name in sorted(k for k, v in result.environment.items() if v.startswith("left out")):
         yield f'<p class="note"><b>{escape(name)}</b> {escape(result.environment[name])}</p>'
     if result.environment:
-        yield '<details class="environment" open><summary>Environment</summary><dl>'
+        seen = [k for k in _ESSENTIALS if k in result.environment]
+        essentials = " · ".join(f"{k} {result.environment[k]}" for k in seen)
+        yield (
+            f'<details class="environment"><summary><b>Environment</b>{escape(essentials)}'
+            "</summary><dl>"
+        )
         for key, value in result.environment.items():
             wide = ' class="long"' if len(value) > 26 else ""
             yield f"<div{wide}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
         yield "</dl></details>"
+
+
+def _failures(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+    """What fell short, before anything else."""
+    failed = [m for row in rows for m in row.measurements if not m.passed]
+    if not failed:
+        return
+    yield '<section class="failures"><h2>What fell short</h2>'
+    yield from _table(failed[:_MOST_FAILURES], with_row=True)
+    if len(failed) > _MOST_FAILURES:
+        yield f"<p>and {len(failed) - _MOST_FAILURES:,} more, in the rows below</p>"
+    yield "</section>"
 
 
 # --- the contract --------------------------------------------------------------------------------
@@ -140,7 +161,7 @@ def _row(row: RowSummary) -> Iterator[str]:
     badge = (
         '<span class="badge holds">✓ holds</span>'
         if row.passed
-        else '<span class="badge short">✗ short</span>'
+        else '<span class="badge short">✗ fails</span>'
     )
     worst = "".join(_worst(label, m) for label, m in row.worst)
     yield (
@@ -149,13 +170,8 @@ def _row(row: RowSummary) -> Iterator[str]:
         f'<span class="worst" role="list">{worst}</span>'
         f'<span class="entries">{number(row.entries)}</span>{badge}</summary>'
     )
-    yield '<div class="every"><table><thead><tr>'
-    yield (
-        "<th>Case</th><th>Backend</th><th>Quantity, metric</th>"
-        '<th class="n">Value</th><th>Bound</th><th class="n">Entries</th></tr></thead><tbody>'
-    )
-    yield from map(_measurement, row.measurements)
-    yield "</tbody></table></div></details>"
+    yield from _table(row.measurements)
+    yield "</details>"
 
 
 def _worst(label: str, m: Measurement) -> str:
@@ -170,15 +186,23 @@ def _worst(label: str, m: Measurement) -> str:
     )
 
 
-def _measurement(m: Measurement) -> str:
-    return (
-        f'<tr{"" if m.passed else " class=over"}><td class="case">{escape(m.case)}</td>'
-        f'<td class="b">{escape(backend_name(m.backend))}</td>'
-        f'<td class="q">{escape(m.quantity)}, {escape(m.metric)}</td>'
-        f'<td class="n value">{"" if m.passed else "✗ "}{value_text(m)}</td>'
-        f'<td class="b to">{bound_text(m)}</td>'
-        f'<td class="n size">{number(m.entries)}</td></tr>'
+def _table(measurements: Sequence[Measurement], with_row: bool = False) -> Iterator[str]:
+    yield (
+        '<div class="every" tabindex="0"><table><thead><tr><th>Case</th><th>Backend</th>'
+        '<th>Quantity, metric</th><th class="n">Value</th><th>Bound</th>'
+        '<th class="n">Entries</th></tr></thead><tbody>'
     )
+    for m in measurements:
+        row = f'<a href="#{escape(m.row)}">{escape(m.row)}</a> · ' if with_row else ""
+        yield (
+            f'<tr{"" if m.passed else " class=over"}><td class="case">{row}{escape(m.case)}</td>'
+            f'<td class="b">{escape(backend_name(m.backend))}</td>'
+            f'<td class="q">{escape(m.quantity)}, {escape(m.metric)}</td>'
+            f'<td class="n value">{"" if m.passed else "✗ "}{value_text(m)}</td>'
+            f'<td class="b to">{bound_text(m)}</td>'
+            f'<td class="n size">{number(m.entries)}</td></tr>'
+        )
+    yield "</tbody></table></div>"
 
 
 # --- histograms ----------------------------------------------------------------------------------
@@ -253,9 +277,9 @@ def _figure(title: str, detail: str, plot: str) -> str:
 
 
 def _difference(result: ParityResult, one: TrainingCurve, other: TrainingCurve) -> str:
-    """|a - b| / |a| of each step, on a logarithmic axis."""
+    """|a - b| / |b| of each step, on a logarithmic axis."""
     apart = [
-        math.nan if math.isnan(a - b) else abs(a - b) / (abs(a) or 1.0)
+        math.nan if math.isnan(a - b) else abs(a - b) / (abs(b) or 1.0)
         for a, b in zip(one.losses, other.losses)
     ]
     bound = next(
@@ -265,6 +289,8 @@ def _difference(result: ParityResult, one: TrainingCurve, other: TrainingCurve) 
     detail = f"of the two losses; at most {number(worst)}"
     if bound is not None:
         detail += f', <i class="key bound"></i>bound {escape(bound_text(bound))}'
+    if 0.0 in apart:
+        detail += f"; {apart.count(0.0)} steps without any, marked on the floor"
     return _figure(
         "Relative difference",
         detail,
@@ -289,6 +315,7 @@ def _head_gradients(result: ParityResult) -> Iterator[str]:
         steps.sort(key=lambda pair: pair[0])
         measured: Sequence[Measurement] = [m for _, m in steps]
         worst = min(measured, key=lambda m: (m.passed, -allowance_used(m)))
+        log = not worst.at_least and worst.value > 30 * worst.bound > 0
         yield _figure(
             f"A9, {quantity}: {metric}",
             f'PyTorch against JAX; worst {value_text(worst)}, <i class="key bound"></i>'
@@ -298,7 +325,8 @@ def _head_gradients(result: ParityResult) -> Iterator[str]:
                 label=f"Row A9, {quantity}, {metric} at each step, worst {value_text(worst)}",
                 kind="low",
                 bound=worst.bound,
-                log=not worst.at_least and worst.value > 30 * worst.bound > 0,
+                log=log,
+                from_zero=not log and not worst.at_least,
                 first_step=steps[0][0],
             ),
         )

@@ -100,7 +100,9 @@ def _tick(edge: float) -> str:
 
 
 def _power(exponent: int) -> str:
-    return "1" if exponent == 0 else "10" + str(exponent).translate(_SUPERSCRIPTS)
+    if exponent in (0, 1):
+        return str(10**exponent)
+    return "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
 # --- lines over the steps of training ------------------------------------------------------------
@@ -113,13 +115,16 @@ def line_plot(
     kind: str,
     bound: float | None = None,
     log: bool = False,
+    from_zero: bool = False,
     first_step: int = 1,
 ) -> str:
-    """Lines over optimizer steps. On a logarithmic axis a zero is an open mark on the floor."""
+    """Lines over optimizer steps. On a logarithmic axis a zero is a mark on the floor."""
     steps = max(len(line.values) for line in series)
     shown = [v for line in series for v in line.values if math.isfinite(v) and (v > 0 or not log)]
     if bound is not None:
         shown.append(bound)
+    if from_zero:
+        shown.append(0.0)
     low, high, ticks = (_log_axis if log else _linear_axis)(shown or [1.0])
 
     def at_x(i: int) -> float:
@@ -137,8 +142,14 @@ def line_plot(
         parts.append(f'<path class="bound" d="M0 {at_y(bound):.1f}H1000"/>')
     for line in series:
         points = [(at_x(i), at_y(v)) for i, v in enumerate(line.values)]
-        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        parts.append(f'<path class="line {line.style}" d="{path}"/>')
+        path, pen = [], "M"
+        for (x, y), value in zip(points, line.values):
+            if not math.isfinite(value) or (log and value <= 0):
+                pen = "M"  # a mark of its own says what is there: no line leads to it
+                continue
+            path.append(f"{pen}{x:.1f} {y:.1f}")
+            pen = "L"
+        parts.append(f'<path class="line {line.style}" d="{"".join(path) or "M0 0"}"/>')
         for step, ((x, y), value) in enumerate(zip(points, line.values), first_step):
             mark = "zero" if log and value == 0 else "lost" if not math.isfinite(value) else "dot"
             parts.append(

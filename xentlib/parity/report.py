@@ -94,7 +94,7 @@ def _floats(values: list[float | str]) -> tuple[float, ...]:
 # --- the terminal --------------------------------------------------------------------------------
 
 _COLUMNS = ("row", "what", "backend", "metric", "worst", "bound", "entries", "result")
-LOG_WIDTH = 120  # columns of a table that goes to a file or a pipe
+LOG_WIDTH = 128  # columns of a table that goes to a file or a pipe
 
 
 def print_table(
@@ -131,24 +131,26 @@ def _rich_table(rows: list[RowSummary], stream: TextIO) -> None:
     console = Console(file=stream)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(file=stream, width=LOG_WIDTH)
+    narrow = console.width < 100
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in _COLUMNS:
-        # Numbers are never cut; on a narrow terminal the words wrap.
-        words = name in ("what", "backend", "metric")
-        numeric = name in ("worst", "bound", "entries")
+        if name == "backend" and narrow:
+            continue
+        # Numbers are never cut; where there is little room the words wrap.
         table.add_column(
             name,
-            justify="right" if numeric else "left",
-            no_wrap=not words,
-            overflow="fold",
-            ratio={"what": 5, "backend": 2, "metric": 3}.get(name),
-            min_width={"what": 12, "backend": 6, "metric": 9}.get(name),
+            justify="right" if name in ("worst", "bound", "entries") else "left",
+            no_wrap=name not in ("what", "metric"),
+            ratio={"what": 3, "metric": 2}.get(name) if narrow else None,
         )
     for row in rows:
         for i, line in enumerate(_lines(row)):
             cells = [Text(cell) for cell in line]
+            if narrow:
+                what, backends = cells[1], cells.pop(2)
+                what.append(f" · {backends}" if row.backends and i == 0 else "")
             if row.worst and not row.worst[i][1].passed:
-                cells[4].stylize("bold red")
+                cells[-4].stylize("bold red")
             cells[-1].stylize({None: "", True: "green", False: "bold red"}[row.passed])
             table.add_row(*cells, style="dim" if row.passed is None else "")
     console.print(table)

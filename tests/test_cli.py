@@ -1,0 +1,358 @@
+"""The `xentlib` command: arguments, exit status, what it writes, what it says when it cannot."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import xentlib
+from xentlib import cli
+from xentlib.parity.progress import PlainProgress, SilentProgress, progress_on
+from xentlib.parity.result import Histogram, Measurement, TrainingCurve
+
+EVERYTHING = {"torch", "jax", "flax", "optax", "tokenizers"}
+
+
+def measured(value=1.0, row="A5"):
+    return Measurement(row, "torch", "N=33", "d hidden", "tau", value, 4.0, value <= 4.0, 2112)
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """`main` with both parts of the run played, and the packages that are to be there.
+
+    `stage.operators` and `stage.training` hold the arguments each part was called with, or None.
+    """
+    played = SimpleNamespace(
+        installed=set(EVERYTHING),
+        found=([measured()], [Histogram("A5", "torch", "d hidden", (0.0, 1.0), (2112,))]),
+        trained=SimpleNamespace(
+            measurements=[measured(row="A6")],
+            curves=[TrainingCurve("torch", (9.0, 8.0), (400, 401), 1.5)],
+        ),
+        operators=None,
+        training=None,
+        variables=None,
+    )
+
+    def run_operators(backends, suite, seed, progress):
+        played.operators = (backends, suite, seed)
+        played.variables = {k: os.environ.get(k) for k in ("XLA_FLAGS", "JAX_PLATFORMS")}
+        progress.stage("operators", 1)
+        progress.advance("N=33")
+        return played.found
+
+    def run_training(backends, *, text, seed, progress):
+        played.training = (backends, text, seed)
+        progress.stage("training", 1)
+        progress.advance()
+        return played.trained
+
+    for name, function in (("operators", run_operators), ("training", run_training)):
+        module = ModuleType(f"xentlib.parity.{name}")
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(cli, "find_spec", lambda name: name if name in played.installed else None)
+    # Set first, so that what `main` sets is undone with it.
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, "")
+        os.environ.pop(name)
+    return played
+
+
+def parity(tmp_path, *options):
+    return cli.main(["parity", "--out", str(tmp_path / "out"), *options])
+
+
+def complaint(capsys):
+    """The one line on stderr; nothing on stdout."""
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("xentlib: ")
+    return lines[0]
+
+
+# --- what it does --------------------------------------------------------------------------------
+
+
+def test_a_run_within_its_bounds(stage, tmp_path, capsys):
+    assert parity(tmp_path) == 0
+    assert stage.operators == (("torch", "jax"), "quick", 0)
+    assert stage.training == (("torch", "jax"), None, 0)
+    said = capsys.readouterr()
+    data, page = tmp_path / "out" / "parity.json", tmp_path / "out" / "parity.html"
+    assert said.out.splitlines()[-2:] == [str(data), str(page)]
+    assert "PyTorch holds all 2 rows" in said.out
+    written = json.loads(data.read_text(encoding="utf-8"))
+    assert written["passed"] is True
+    assert [m["row"] for m in written["measurements"]] == ["A5", "A6"]
+    assert len(written["histograms"]) == len(written["training"]) == 1
+    assert "holds all 2 rows" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("part", ["operators", "training"])
+@pytest.mark.parametrize("value", [4.5, float("nan")])
+def test_a_row_that_falls_short_is_exit_status_1(stage, tmp_path, capsys, part, value):
+    where = stage.found[0] if part == "operators" else stage.trained.measurements
+    where.append(measured(value, row="A6"))
+    assert parity(tmp_path) == 1
+    assert "A6 falls short" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "parity.json").read_text())["passed"] is False
+
+
+def test_nothing_measured_is_no_success(stage, tmp_path):
+    stage.found, stage.trained.measurements = ([], []), []
+    assert parity(tmp_path) == 1
+
+
+def test_arguments_reach_both_parts(stage, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some text\n")
+    options = ("--suite", "full", "--backend", "jax", "--seed", "7", "--text", str(text))
+    assert parity(tmp_path, *options) == 0
+    assert stage.operators == (("jax",), "full", 7)
+    assert stage.training == (("jax",), text, 7)
+
+
+def test_json_alone_on_stdout(stage, tmp_path, capsys):
+    assert parity(tmp_path, "--json") == 0
+    said = capsys.readouterr()
+    assert said.out == (tmp_path / "out" / "parity.json").read_text(encoding="utf-8")
+    assert json.loads(said.out)["schema"] == "xentlib.parity/1"
+
+
+def test_environment_is_recorded(stage, tmp_path):
+    parity(tmp_path, "--seed", "3")
+    environment = json.loads((tmp_path / "out" / "parity.json").read_text())["environment"]
+    assert environment["seed"] == "3"
+    assert environment["suite"] == "quick"
+    assert environment["xentlib"] == xentlib.__version__
+    assert environment["XLA_FLAGS"] == "--xla_allow_excess_precision=false"
+    assert environment["backends"] == "torch, jax"
+    assert {"python", "numpy", "system", "date"} <= environment.keys()
+    assert not any(str(tmp_path) in value for value in environment.values())
+
+
+# --- what is set before the frameworks load ------------------------------------------------------
+
+
+def test_variables_are_set_before_a_part_runs(stage, tmp_path):
+    parity(tmp_path)
+    assert stage.variables == {
+        "XLA_FLAGS": "--xla_allow_excess_precision=false",
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+def test_the_users_variables_are_kept(stage, tmp_path):
+    os.environ["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=false"
+    os.environ["JAX_PLATFORMS"] = "cuda"
+    parity(tmp_path)
+    assert stage.variables == {
+        "XLA_FLAGS": "--xla_cpu_enable_fast_math=false --xla_allow_excess_precision=false",
+        "JAX_PLATFORMS": "cuda",
+    }
+    os.environ["XLA_FLAGS"] = "--xla_allow_excess_precision=true"
+    parity(tmp_path)
+    assert stage.variables["XLA_FLAGS"] == "--xla_allow_excess_precision=true"
+
+
+def test_torch_alone_leaves_jax_variables_alone(stage, tmp_path):
+    parity(tmp_path, "--backend", "torch")
+    assert stage.variables == {"XLA_FLAGS": None, "JAX_PLATFORMS": None}
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["parity", "--help"]])
+def test_no_framework_is_loaded_to_read_the_arguments(arguments):
+    code = (
+        "import sys; from xentlib import cli\n"
+        f"try: cli.main({arguments!r})\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'jax', 'rich', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- which backends ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_one_framework_is_enough(stage, tmp_path, capsys, name):
+    stage.installed -= {"torch", "jax"} - {name}
+    assert parity(tmp_path) == 0
+    assert stage.operators[0] == stage.training[0] == (name,)
+    assert f"note: only {name} is installed" in capsys.readouterr().err
+
+
+def test_no_framework(stage, tmp_path, capsys):
+    stage.installed -= {"torch", "jax"}
+    assert parity(tmp_path) == 2
+    assert complaint(capsys) == (
+        "xentlib: `xentlib parity` needs PyTorch or JAX and found neither; "
+        "install with `pip install 'xentlib[torch,jax]'`."
+    )
+    assert stage.operators is None
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("asked", ["jax", "both"])
+def test_a_framework_that_was_asked_for_and_is_missing(stage, tmp_path, capsys, asked):
+    stage.installed.remove("jax")
+    assert parity(tmp_path, "--backend", asked) == 2
+    assert complaint(capsys) == (
+        f"xentlib: `--backend {asked}` needs jax, which is not installed; "
+        "install with `pip install 'xentlib[jax]'` or pass `--backend torch`."
+    )
+    assert stage.operators is None
+
+
+def test_training_without_its_packages_is_left_out_and_said(stage, tmp_path, capsys):
+    stage.installed -= {"flax", "tokenizers"}
+    assert parity(tmp_path) == 0
+    assert stage.training is None
+    assert "note: training is left out, as it needs tokenizers and flax" in capsys.readouterr().err
+    environment = json.loads((tmp_path / "out" / "parity.json").read_text())["environment"]
+    assert environment["training"].startswith("left out, as it needs tokenizers and flax")
+    assert "pip install &#x27;xentlib[cli,flax]&#x27;" in (
+        tmp_path / "out" / "parity.html"
+    ).read_text(encoding="utf-8")
+    # PyTorch's part needs no flax.
+    stage.installed.add("tokenizers")
+    assert parity(tmp_path, "--backend", "torch") == 0
+    assert stage.training is not None
+
+
+def test_a_text_that_could_not_be_trained_on_is_refused(stage, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("some text\n")
+    stage.installed.remove("tokenizers")
+    assert parity(tmp_path, "--text", str(text)) == 2
+    assert "`--text` is for the training part, which needs tokenizers" in complaint(capsys)
+
+
+# --- bad arguments, before any work --------------------------------------------------------------
+
+
+def test_text_that_is_not_there(stage, tmp_path, capsys):
+    assert parity(tmp_path, "--text", str(tmp_path / "missing.txt")) == 2
+    assert "`text` must be a readable UTF-8 file" in complaint(capsys)
+    assert stage.operators is None
+
+
+def test_out_that_is_a_file(stage, tmp_path, capsys):
+    (tmp_path / "out").write_text("")
+    assert parity(tmp_path) == 2
+    assert "`--out` must be a folder that can be written" in complaint(capsys)
+    assert stage.operators is None
+
+
+@pytest.mark.parametrize("seed", ["-1", "x", "1.5", ""])
+def test_seed(stage, tmp_path, capsys, seed):
+    with pytest.raises(SystemExit) as exit_info:
+        parity(tmp_path, f"--seed={seed}")
+    assert exit_info.value.code == 2
+    assert "must be a whole number, 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["sing"], ["parity", "--suite", "huge"]])
+def test_unknown_words(arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(arguments)
+    assert exit_info.value.code == 2
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"xentlib {xentlib.__version__}\n"
+
+
+def test_an_interruption_is_no_traceback(stage, tmp_path, capsys, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["xentlib.parity.operators"], "run_operators", interrupted)
+    assert parity(tmp_path) == 130
+    assert capsys.readouterr().err == "xentlib: interrupted\n"
+
+
+# --- bench ---------------------------------------------------------------------------------------
+
+
+def test_bench_is_handed_its_own_arguments(monkeypatch):
+    seen = []
+    module = ModuleType("xentlib.bench.cli")
+    module.add_arguments = lambda parser: parser.add_argument("--repeats", type=int)
+    module.run = lambda args: seen.append(args.repeats) or 3
+    monkeypatch.setitem(sys.modules, "xentlib.bench.cli", module)
+    monkeypatch.setattr("xentlib.bench.cli", module, raising=False)
+    assert cli.main(["bench", "--repeats", "5"]) == 3
+    assert seen == [5]
+
+
+def test_bench_without_its_packages(monkeypatch, capsys):
+    class Missing:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "xentlib.bench.cli":
+                raise ModuleNotFoundError("No module named 'psutil'", name="psutil")
+
+    monkeypatch.delitem(sys.modules, "xentlib.bench.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
+    assert cli.main(["bench"]) == 2
+    assert complaint(capsys) == (
+        "xentlib: `xentlib bench` needs psutil, which is not installed; "
+        "install it with `pip install 'xentlib[bench]'`."
+    )
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def a_stage(progress):
+    progress.stage("operators [A5]", 2)
+    progress.advance("N=33 [/bold]")
+    progress.advance()
+    progress.stage("training", 0)
+    progress.advance()
+
+
+def test_progress_off_a_terminal_is_one_line_a_stage():
+    stream = io.StringIO()
+    with progress_on(stream) as progress:
+        assert isinstance(progress, PlainProgress)
+        a_stage(progress)
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("s] operators [A5] (2 steps)")
+    assert second.endswith("s] training")
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    with progress_on(stream) as progress:
+        assert not isinstance(progress, PlainProgress)
+        a_stage(progress)
+    shown = stream.getvalue()
+    assert "operators [A5]" in shown  # brackets are text
+    assert "2/2" in shown
+    assert "1/1" in shown  # a stage of unknown length ends full
+
+
+def test_silent_progress():
+    a_stage(SilentProgress())

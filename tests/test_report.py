@@ -1,0 +1,453 @@
+"""The views of a parity run: parity.json, parity.html and the table say what was measured."""
+
+import builtins
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from xentlib.parity.page import render_page
+from xentlib.parity.plots import Series, histogram_plot, line_plot
+from xentlib.parity.report import from_json, print_table, to_json, write_report
+from xentlib.parity.result import Histogram, Measurement, ParityResult, TrainingCurve
+from xentlib.parity.summary import (
+    allowance_used,
+    bound_text,
+    number,
+    row_statements,
+    summarise,
+    value_text,
+    verdict,
+    worst_first,
+)
+
+STATEMENTS = {
+    "A1": "every gradient, torch against JAX",
+    "A5": "d hidden · fp32",
+    "A7": "gradients · bf16",
+    "A9": "torch against JAX",
+    "A13": "vocabulary shards",
+}
+HOSTILE = '<script>alert("1")</script> & <b>'
+
+
+def measured(
+    row, value, bound, *, at_least=False, backend="torch", case="N=33", metric="tau", **kw
+):
+    passed = value >= bound if at_least else value <= bound
+    fields = {"quantity": "d hidden", "entries": 2112} | kw
+    return Measurement(
+        row=row,
+        backend=backend,
+        case=case,
+        metric=metric,
+        value=value,
+        bound=bound,
+        passed=passed,
+        at_least=at_least,
+        **fields,
+    )
+
+
+def a_run(*more):
+    """Every kind of thing a run can hold, all of it within bounds; `more` is added."""
+    return ParityResult(
+        measurements=[
+            measured(
+                "A1", 0.0, 0.0, backend="torch/jax", metric="unequal entries", entries=24_733_308
+            ),
+            measured("A5", 3.0987654321987654, 4.0),
+            measured("A5", 1.25, 4.0, backend="jax"),
+            measured("A5", 34.5, 64.0, metric="rho / u"),
+            measured("A7", 0.9973, 0.995, at_least=True, metric="correctly rounded"),
+            *(
+                measured(
+                    "A9",
+                    30.0 + step,
+                    64.0,
+                    backend="torch/jax",
+                    case=f"training, fp32, step {step}",
+                    metric="rho / u",
+                    quantity="d weight",
+                )
+                for step in (1, 2, 3)
+            ),
+            measured("curve", 7e-6, 1e-3, backend="torch/jax", metric="relative", quantity="loss"),
+            *more,
+        ],
+        histograms=[
+            Histogram("A5", "torch", "d hidden", (0.0, 0.5, 1.0, math.inf), (9000, 17, 1)),
+            Histogram("A5", "jax", "d hidden", (0.0, 0.5, 1.0, math.inf), (0, 0, 0)),
+        ],
+        curves=[
+            TrainingCurve("torch", (9.0, 8.0, 7.25), (400, 410, 399), 2.5),
+            TrainingCurve("jax", (9.0, 8.000001, 7.25), (400, 410, 399), 3.5),
+        ],
+        environment={"torch": "2.13.0+cpu", "seed": "0", "text": "the standard library"},
+        seconds=200.125,
+    )
+
+
+FAILURES = {
+    "above": measured("A5", 4.0004, 4.0, backend="jax"),
+    "below": measured("A7", 0.994999, 0.995, at_least=True, metric="correctly rounded"),
+    "NaN": measured("A5", math.nan, 4.0),
+    "infinite": measured("A5", math.inf, 4.0),
+}
+
+
+# --- parity.json ---------------------------------------------------------------------------------
+
+
+def test_json_round_trip():
+    run = a_run(FAILURES["infinite"])
+    assert from_json(to_json(run, STATEMENTS)) == run
+
+
+def test_json_is_strict_with_nan_and_infinity():
+    run = a_run(FAILURES["NaN"], FAILURES["infinite"])
+    text = to_json(run, STATEMENTS)
+
+    def refuse(name):
+        pytest.fail(f"{name} is not JSON")
+
+    json.loads(text, parse_constant=refuse)
+    again = from_json(text)
+    assert math.isnan(again.measurements[-2].value)
+    assert again.measurements[-1].value == math.inf
+    assert again.histograms[0].edges[-1] == math.inf
+
+
+def test_json_has_a_fixed_order_and_says_what_it_is():
+    text = to_json(a_run(), STATEMENTS)
+    assert text == to_json(a_run(), STATEMENTS)
+    document = json.loads(text)
+    assert list(document) == [
+        "schema",
+        "passed",
+        "verdict",
+        "seconds",
+        "environment",
+        "rows",
+        "measurements",
+        "histograms",
+        "training",
+    ]
+    assert document["schema"] == "xentlib.parity/1"
+    assert document["environment"]["torch"] == "2.13.0+cpu"
+    assert [row["id"] for row in document["rows"]] == ["A1", "A5", "A7", "A9", "A13", "curve"]
+    assert document["rows"][4]["passed"] is None
+
+
+def test_json_of_another_schema_is_refused():
+    text = to_json(a_run(), STATEMENTS).replace("xentlib.parity/1", "xentlib.parity/0")
+    with pytest.raises(ValueError, match=r"must be a parity run of schema 'xentlib.parity/1'; got"):
+        from_json(text)
+
+
+# --- parity.html ---------------------------------------------------------------------------------
+
+
+class Outline(HTMLParser):
+    """What a page is made of: elements, attributes, and whether every tag is closed."""
+
+    VOID = frozenset({"meta", "br", "hr", "link", "img", "input"})
+    SHAPES = frozenset({"path", "rect"})
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.mark.parametrize("failure", [None, *FAILURES])
+def test_page_is_well_formed_and_fetches_nothing(failure):
+    run = a_run(*([FAILURES[failure]] if failure else []))
+    page = render_page(run, STATEMENTS)
+    outline = Outline(page)
+    assert outline.open == []
+    assert not {"script", "link", "img", "iframe", "object", "base"} & set(outline.tags)
+    names = [name for name, _ in outline.attributes]
+    assert "src" not in names
+    assert not [name for name in names if name.startswith("on")]
+    assert not re.search(r"https?:|//[a-z]|url\(|@import|src=", page)
+    links = [value for name, value in outline.attributes if name == "href"]
+    ids = {value for name, value in outline.attributes if name == "id"}
+    assert all(link[:1] == "#" and link[1:] in ids for link in links)
+
+
+@pytest.mark.parametrize("field", ["case", "quantity", "metric", "backend", "row"])
+def test_page_escapes_what_a_measurement_says(field):
+    hostile = measured("A5", 5.0, 4.0)
+    hostile = Measurement(
+        **{name: getattr(hostile, name) for name in hostile.__slots__} | {field: HOSTILE}
+    )
+    assert "<script" not in render_page(a_run(hostile), STATEMENTS)
+
+
+def test_page_escapes_environment_statements_and_histograms():
+    run = a_run()
+    run.environment[HOSTILE] = HOSTILE
+    run.environment["training"] = f"left out, {HOSTILE}"
+    run.histograms.append(Histogram(HOSTILE, HOSTILE, HOSTILE, (0.0, 1.0), (3,)))
+    run.curves[0] = TrainingCurve(HOSTILE, (1.0, 2.0), (3, 4), 1.0)
+    page = render_page(run, {**STATEMENTS, "A5": HOSTILE})
+    assert "<script" not in page
+    assert "alert(&quot;1&quot;)" in page
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_shows(failure):
+    m = FAILURES[failure]
+    good, bad = a_run(), a_run(m)
+    assert "✓ xentlib parity</title>" in render_page(good, STATEMENTS)
+    assert "fails" not in re.sub(
+        r"<style>.*</style>", "", render_page(good, STATEMENTS), flags=re.DOTALL
+    )
+    page = render_page(bad, STATEMENTS)
+    assert "✗ xentlib parity</title>" in page
+    assert f"{m.row} falls short</h1>" in page
+    assert f'<details class="row fails" id="{m.row}" open>' in page
+    assert page.count("✗ fails") == 1
+    assert f"✗ {value_text(m)}</td>" in page
+    assert json.loads(to_json(bad, STATEMENTS))["passed"] is False
+
+
+def test_page_of_a_row_that_was_not_run():
+    page = render_page(a_run(), STATEMENTS)
+    assert re.search(r'<div class="row empty" id="A13">.*?not run</span></div>', page)
+    assert "hold all 5 rows of the contract" in page
+
+
+def test_page_of_an_empty_run_and_of_one_backend():
+    empty = render_page(ParityResult(), STATEMENTS)
+    assert "Nothing was measured</h1>" in empty
+    assert "✓" not in empty
+    run = a_run()
+    run.measurements = [m for m in run.measurements if m.backend == "torch"]
+    run.curves, run.histograms = run.curves[:1], []
+    page = render_page(run, STATEMENTS)
+    assert "PyTorch holds all 2 rows" in page
+    assert "Relative difference" not in page
+    assert "Training on real text" in page
+
+
+def test_page_plots_the_head_gradient_of_every_step():
+    page = render_page(a_run(), STATEMENTS)
+    plot = page[page.index("A9, d weight: rho / u") :]
+    assert [f"step {s}, d weight, rho / u: {30 + s}" in plot for s in (1, 2, 3)] == [True] * 3
+    assert "bound ≤ 64" in plot
+
+
+def test_page_shows_no_long_floats():
+    text = "".join(Outline(render_page(a_run(), STATEMENTS)).text)
+    assert "3.10" in text
+    assert not re.search(r"\d\.\d{7}", text.split("</style>")[-1])
+
+
+# --- plots ---------------------------------------------------------------------------------------
+
+
+def test_histogram_has_a_bar_for_every_bin_that_holds_something():
+    drawing = histogram_plot(
+        Histogram("A5", "torch", "d hidden", (0.0, 0.5, 1.0, math.inf), (9000, 0, 1)), "torch", 9000
+    )
+    heights = [float(h) for h in re.findall(r'<rect [^>]*height="([\d.]+)"', drawing)]
+    assert len(heights) == 2
+    assert heights[0] > heights[1] > 30  # one entry is seen beside thousands
+    assert "0 to 0.5 ULP: 9,000" in drawing
+    assert "1 to ∞ ULP: 1<" in drawing
+    assert "some at 1 ULP or more" in drawing
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(1.0,), (0.0, 0.0), (2.0, 2.0), (math.nan, 1.0), (math.inf, 3.0), (1e-9, 1e3), (-1, 5)],
+)
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("bound", [None, 1e-3, 64.0])
+def test_lines_stay_inside_their_drawing(values, log, bound):
+    drawing = line_plot(
+        [Series("torch", "torch", values)], label="x", kind="low", bound=bound, log=log
+    )
+    assert "nan" not in drawing.replace("NaN", "")
+    found = re.findall(r"([ML])([\d.-]+) ([\d.-]+)", drawing)
+    assert found
+    assert all(0 <= float(x) <= 1000 and 0 <= float(y) <= 1000 for _, x, y in found)
+    assert drawing.count('class="lost') == sum(not math.isfinite(v) for v in values)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (24733308.0, "24,733,308"),
+        (3.0987654321987654, "3.10"),
+        (34.54, "34.5"),
+        (9.996, "10.0"),
+        (999.6, "1,000"),
+        (0.00123456, "0.00123"),
+        (2.6e-7, "2.60e-7"),
+        (1.5e20, "1.50e20"),
+        (math.nan, "NaN"),
+        (math.inf, "∞"),
+        (-2.5, "-2.50"),
+    ],
+)
+def test_number(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("m", "value", "bound"),
+    [
+        (measured("A5", 3.0987654, 4.0), "3.10", "≤ 4"),
+        (measured("A5", 4.0004, 4.0), "4.0004", "≤ 4"),  # 4.00 would look like a pass
+        (measured("A1", 0.0, 0.0), "0", "= 0"),
+        (measured("A4", 2.6e-7, 5e-7), "2.60e-7", "≤ 5e-7"),
+        (measured("A7", 0.9973, 0.995, at_least=True), "99.73 %", "≥ 99.5 %"),
+        (measured("A7", 0.994999, 0.995, at_least=True), "99.4999 %", "≥ 99.5 %"),
+        (measured("A7", 0.9999999, 0.995, at_least=True), "99.99999 %", "≥ 99.5 %"),
+        (measured("A7", 1.0, 0.995, at_least=True), "100 %", "≥ 99.5 %"),
+        (measured("A14", 9, 9, at_least=True), "9", "≥ 9"),
+    ],
+)
+def test_value_beside_its_bound(m, value, bound):
+    assert (value_text(m), bound_text(m)) == (value, bound)
+
+
+def test_the_worst_is_a_failure_then_the_closest_to_its_bound():
+    good = [measured("A5", 1.0, 4.0), measured("A5", 3.0, 4.0), measured("A5", 2.0, 4.0)]
+    assert [m.value for m in worst_first(good)] == [3.0, 2.0, 1.0]
+    for failure in (FAILURES["above"], FAILURES["NaN"], FAILURES["infinite"]):
+        assert worst_first([*good, failure])[0] is failure
+        assert allowance_used(failure) > 1.0
+    shares = [measured("A7", v, 0.995, at_least=True) for v in (1.0, 0.996, 0.999)]
+    assert [m.value for m in worst_first(shares)] == [0.996, 0.999, 1.0]
+
+
+def test_summary_counts_an_entry_once_and_keeps_the_worst_of_each_metric():
+    row = {row.id: row for row in summarise(a_run(), STATEMENTS)}["A5"]
+    assert row.entries == 2 * 2112  # two backends; tau and rho of torch are of the same entries
+    assert [(label, m.value) for label, m in row.worst] == [
+        ("tau", 3.0987654321987654),
+        ("rho / u", 34.5),
+    ]
+
+
+def test_rows_come_in_the_order_of_the_contract():
+    run = ParityResult([measured(row, 1.0, 4.0) for row in ("curve", "A10", "A2", "A0")])
+    assert [row.id for row in summarise(run, {"A2": "", "A10": ""})] == ["A2", "A10", "A0", "curve"]
+
+
+def test_every_row_of_the_contract_has_a_statement():
+    from xentlib.contract import ROWS
+
+    statements = row_statements()
+    assert list(statements) == list(ROWS)
+    assert all(row.quantity in statements[row.id] for row in ROWS.values())
+
+
+def test_verdict():
+    rows = summarise(a_run(FAILURES["above"], FAILURES["below"]), STATEMENTS)
+    assert verdict(a_run(FAILURES["above"], FAILURES["below"]), rows) == "A5 and A7 fall short"
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["rich", "plain"])
+def table(request, monkeypatch):
+    """Prints a run's table, with `rich` and without it."""
+    if request.param == "rich":
+        pytest.importorskip("rich")
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        real = builtins.__import__
+
+        def without_rich(name, *args, **kwargs):
+            if name.split(".")[0] == "rich":
+                raise ModuleNotFoundError("No module named 'rich'", name="rich")
+            return real(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", without_rich)
+
+    def printed(run):
+        stream = io.StringIO()
+        print_table(run, stream, STATEMENTS)
+        return stream.getvalue()
+
+    return printed
+
+
+def test_table_has_a_line_for_every_row(table):
+    lines = table(a_run()).splitlines()
+    by_row = {line.split()[0]: " ".join(line.split()) for line in lines if line.split()}
+    assert by_row["A1"].endswith("torch/jax unequal entries 0 = 0 24,733,308 pass")
+    assert by_row["A5"].endswith("d hidden · fp32 torch, jax tau 3.10 ≤ 4 4,224 pass")
+    assert by_row["A13"].endswith("not run")
+    assert any(" ".join(line.split()) == "rho / u 34.5 ≤ 64" for line in lines)
+    assert lines[-1] == (
+        "PyTorch and JAX hold all 5 rows of the contract that were measured. "
+        "9 measurements in 3 min 20 s."
+    )
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_table_shows_a_failure(table, failure):
+    m = FAILURES[failure]
+    lines = table(a_run(m)).splitlines()
+    (line,) = [line for line in lines if "FAIL" in line]
+    assert line.split()[0] == m.row
+    assert value_text(m) in line
+    assert lines[-1].startswith(f"{m.row} falls short.")
+
+
+def test_table_keeps_its_numbers_on_a_narrow_terminal(monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    print_table(a_run(FAILURES["below"]), stream, STATEMENTS)
+    text = stream.getvalue()
+    assert max(map(len, text.splitlines()[:-2])) <= 80
+    assert all(word in text for word in ("24,733,308", "99.4999 %", "≥ 99.5 %", "FAIL"))
+    assert "…" not in text
+
+
+def test_markup_in_a_metric_is_text():
+    pytest.importorskip("rich")
+    stream = io.StringIO()
+    print_table(a_run(measured("A5", 1.0, 4.0, metric="[bold]x[/bold]")), stream, STATEMENTS)
+    assert "[bold]x[/bold]" in stream.getvalue()
+
+
+def test_write_report(tmp_path):
+    out = tmp_path / "a" / "b"
+    data, page = write_report(a_run(), out, STATEMENTS)
+    assert sorted(path.name for path in out.iterdir()) == ["parity.html", "parity.json"]
+    assert data.read_text(encoding="utf-8") == to_json(a_run(), STATEMENTS)
+    assert page.read_text(encoding="utf-8") == render_page(a_run(), STATEMENTS)
