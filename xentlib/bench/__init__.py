@@ -1,0 +1,1 @@
+"""What `xentlib bench` runs: time and memory beside the bare GEMMs that nobody can do without."""

@@ -1,0 +1,84 @@
+"""Time: rounds in which everyone runs once, so that what disturbs one disturbs its neighbours."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from xentlib.bench.contestant import FLOOR, Contestant, Field
+from xentlib.bench.result import Row
+
+__all__ = ["SLOW", "SLOW_ROUNDS", "measure", "order_of_round"]
+
+# Who needs this many times the floor is known well enough after a few rounds.
+SLOW = 6.0
+SLOW_ROUNDS = 3
+
+T = TypeVar("T")
+
+
+def order_of_round(items: Sequence[T], index: int) -> list[T]:
+    """Another one first in every round, and every second round backwards.
+
+    A contestant then has each of its two neighbours before it equally often: what one leaves in
+    the caches and the allocator is not always left to the same one.
+    """
+    start = (index // 2) % max(len(items), 1)
+    turned = [*items[start:], *items[:start]]
+    return turned[::-1] if index % 2 else turned
+
+
+def measure(field: Field, rounds: int, tick: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """One row for each contestant. `tick` hears what was just done.
+
+    The clock stops when the result is there (`block_until_ready`, `torch.cuda.synchronize`);
+    results are released before the next contestant starts, outside the clock.
+    """
+    rows = [Row(contestant.name, contestant.kind) for contestant in field.contestants]
+    lanes = list(zip(field.contestants, rows))
+    for contestant, row in lanes:
+        warm_up(field, contestant, row)
+        tick("warm-up")
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        for index in range(rounds):
+            gc.collect()
+            for contestant, row in order_of_round(lanes, index):
+                if row.failed is None and not sits_out(row, rows, index):
+                    row.seconds.append(clock(field, contestant))
+            tick(f"round {index + 1} of {rounds}")
+    finally:
+        if running:
+            gc.enable()
+    return rows
+
+
+def warm_up(field: Field, contestant: Contestant, row: Row) -> None:
+    """Compile, touch memory for the first time, and note the loss or why there is none."""
+    try:
+        for _ in range(2):
+            result = contestant.run()
+            field.ready(result)
+            if contestant.name != FLOOR:
+                row.loss = float(result[0])
+            del result
+    except (MemoryError, RuntimeError) as error:  # both frameworks: out of memory, not supported
+        row.failed = str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def clock(field: Field, contestant: Contestant) -> float:
+    field.wait()
+    start = time.perf_counter()
+    result = contestant.run()
+    field.ready(result)
+    return time.perf_counter() - start
+
+
+def sits_out(row: Row, rows: Sequence[Row], index: int) -> bool:
+    if index < SLOW_ROUNDS or row.contestant == FLOOR:
+        return False
+    floor = next(r for r in rows if (r.contestant, r.kind) == (FLOOR, row.kind))
+    return min(row.seconds) > SLOW * min(floor.seconds)

@@ -1,0 +1,157 @@
+"""A benchmark's numbers as text: a table on the terminal, Markdown for the documentation, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from xentlib.bench.contestant import FLOOR, OURS
+from xentlib.bench.result import Report, Row, Run
+
+__all__ = ["as_json", "as_markdown", "as_table", "environment_line", "print_report", "write_json"]
+
+MIB = 1 << 20
+LEFT = ("contestant", "computes", "quartiles")
+WIDE = 130  # columns, where no terminal says
+
+
+def milliseconds(seconds: float) -> str:
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
+def mebibytes(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count / MIB:,.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"
+
+
+def columns(run: Run) -> list[str]:
+    """Columns with something in them. Memory is "peak" by the allocator or compiler."""
+    names = ["contestant", "computes", "ms", "best ms", "x floor", "quartiles"]
+    for name, attribute in (("peak MiB", "peak_bytes"), ("resident MiB", "resident_bytes")):
+        if any(getattr(row, attribute) is not None for row in run.rows):
+            names.append(name)
+    if any(row.plan_bytes is not None for row in run.rows):
+        names.append("plan MiB")
+    return names
+
+
+def cells(row: Row) -> dict[str, str]:
+    found = {"contestant": row.contestant, "computes": row.kind}
+    if row.failed is not None:
+        return found | {"ms": "–", "quartiles": row.failed}
+    if row.time is not None:
+        found |= {"ms": milliseconds(row.time.median), "best ms": milliseconds(row.time.best)}
+    if row.ratio is not None:
+        ratio = row.ratio
+        found["x floor"] = f"{ratio.median:.2f}"
+        if row.contestant != FLOOR:
+            found["quartiles"] = f"{ratio.low:.2f}–{ratio.high:.2f}"
+    return found | {
+        "peak MiB": mebibytes(row.peak_bytes),
+        "resident MiB": mebibytes(row.resident_bytes),
+        "plan MiB": mebibytes(row.plan_bytes),
+    }
+
+
+def as_table(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Head and body; loss + gradient first, that being what training pays for."""
+    names = columns(run)
+    rows = sorted(run.rows, key=lambda row: row.kind == "loss")
+    found = [cells(row) for row in rows]
+    return names, [[row.get(name, "") for name in names] for row in found]
+
+
+# --- terminal -----------------------------------------------------------------------------------
+
+
+def print_report(report: Report) -> None:
+    for run in report.runs:
+        if find_spec("rich") is not None:
+            print_rich(run)
+        else:
+            print("\n".join(plain_table(run)), end="\n\n")
+    print(environment_line(report))
+
+
+def print_rich(run: Run) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    names, rows = as_table(run)
+    table = Table(title=run.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
+    for before, row in zip([rows[0], *rows], rows):
+        if before[1] != row[1]:
+            table.add_section()
+        table.add_row(*row, style={OURS: "bold green", FLOOR: "dim"}.get(row[0]))
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    console.print(table)
+
+
+def plain_table(run: Run) -> Iterator[str]:
+    names, rows = as_table(run)
+    widths = [max(len(row[i]) for row in [names, *rows]) for i in range(len(names))]
+    yield run.title
+    for row in [names, *rows]:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+
+def environment_line(report: Report) -> str:
+    found = report.environment
+    versions = [f"{key} {found[key]}" for key in ("xentlib", "torch", "jax") if key in found]
+    parts = [f"{found['cpu']}, {found['cores']} cores", *versions, f"Python {found['python']}"]
+    return "; ".join([*parts, found["date"]])
+
+
+# --- files --------------------------------------------------------------------------------------
+
+LEGEND = (
+    "Time: median over the rounds of one run, in each of which every contestant ran once; x floor: "
+    "median of the ratios to the bare GEMMs of the same round, with its quartiles. Memory: extra "
+    "bytes at the peak of one call, results included; peak as the allocator (torch) or the "
+    "compiler (JAX) counts, resident as a fresh process grows. The floor's results are float32 for both "
+    "dtypes, its buffers are there before it starts."
+)
+
+
+def as_markdown(report: Report, plot: str | None = None) -> str:
+    lines = [environment_line(report) + ".", "", LEGEND, ""]
+    if plot is not None:
+        lines += [f"![Time over the floor and peak memory]({plot})", ""]
+    for run in report.runs:
+        names, rows = as_table(run)
+        align = ["---" if name in LEFT else "---:" for name in names]
+        lines += [f"**{run.title}**", "", markdown_row(names), markdown_row(align)]
+        for row in rows:
+            shown = [f"**{cell}**" if cell and row[0] == OURS else cell for cell in row]
+            lines.append(markdown_row(shown))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def markdown_row(row: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    found = asdict(report)
+    found["schema"] = 1
+    for run, entry in zip(report.runs, found["runs"]):
+        for row, row_entry in zip(run.rows, entry["rows"]):
+            row_entry["time"] = asdict(row.time) if row.time is not None else None
+            row_entry["ratio"] = asdict(row.ratio) if row.ratio is not None else None
+    return found
+
+
+def write_json(report: Report, path: Path) -> None:
+    path.write_text(json.dumps(as_json(report), indent=1) + "\n")

@@ -1,0 +1,119 @@
+"""One framework in a process of its own: `python -m xentlib.bench.worker REQUEST`, REQUEST in JSON.
+
+PyTorch and JAX both keep a pool of threads; neither is to wait on cores that the other's hold. Says
+what it is doing and what it found on standard output, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from subprocess import PIPE, Popen
+from tempfile import TemporaryFile
+from typing import Any, Literal
+
+from xentlib.bench.cases import Case, make_arrays
+from xentlib.bench.contestant import Field
+from xentlib.bench.measure import measure
+from xentlib.bench.memory import probe
+from xentlib.bench.result import Row
+
+__all__ = ["Request", "WorkerError", "ask", "build_field"]
+
+
+class WorkerError(RuntimeError):
+    """A worker ended without an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    task: Literal["time", "memory"]
+    backend: str
+    case: Case
+    dtype: str
+    device: str
+    rounds: int = 0
+    only: tuple[str, ...] | None = None  # contestants; None is all
+    seed: int = 0
+
+
+def ask(request: Request, tick: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """The answer of a fresh process: {"device", "threads", "rows"}."""
+    command = [sys.executable, "-m", "xentlib.bench.worker", json.dumps(asdict(request))]
+    environment = {
+        # Memory is asked for when it is needed, so that the frameworks can take turns on a device.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        **os.environ,
+    }
+    answer: dict[str, Any] | None = None
+    # torch's profiler writes to standard error whatever it is told; it is shown when things fail.
+    with TemporaryFile("w+", errors="replace") as errors:
+        with Popen(command, stdout=PIPE, stderr=errors, text=True, env=environment) as process:
+            for said in messages(process):
+                if "tick" in said:
+                    tick(said["tick"])
+                else:
+                    answer = said
+        if process.returncode or answer is None:
+            errors.seek(0)
+            tail = "\n".join(errors.read().splitlines()[-20:])
+            raise WorkerError(
+                f"the {request.task} worker of {request.backend} ended with status "
+                f"{process.returncode}:\n{tail}"
+            )
+    answer["rows"] = [Row(**row) for row in answer["rows"]]
+    return answer
+
+
+def messages(process: Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("{"):
+            yield json.loads(line)
+
+
+def build_field(request: Request) -> Field:
+    arrays = make_arrays(request.case, request.dtype, request.seed)
+    if request.backend == "torch":
+        from xentlib.bench import contestants_torch
+
+        return contestants_torch.build(arrays, request.device, request.only)
+    from xentlib.bench import contestants_jax
+
+    return contestants_jax.build(arrays, request.device, request.only)
+
+
+def threads_of(backend: str) -> int | None:
+    """XLA does not say how many it has."""
+    if backend != "torch":
+        return None
+    import torch
+
+    return torch.get_num_threads()
+
+
+def main(argument: str) -> None:
+    fields = json.loads(argument)
+    fields["case"] = Case(**fields["case"])
+    request = Request(**fields)
+
+    def say(**message: Any) -> None:
+        print(json.dumps(message), flush=True)
+
+    field = build_field(request)
+    if request.task == "time":
+        rows = measure(field, request.rounds, lambda done: say(tick=done))
+    else:
+        rows = probe(field)
+    say(
+        device=field.device,
+        threads=threads_of(request.backend),
+        rows=[asdict(row) for row in rows],
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
