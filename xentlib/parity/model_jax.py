@@ -5,6 +5,8 @@ Shapes: B sequences, L positions, H hidden width, A attention heads, D = H / A.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,6 +14,11 @@ from flax import nnx
 from xentlib.parity.model import ModelSizes, Weights, rotary_angles
 
 __all__ = ["Attention", "Block", "LanguageModel", "build"]
+
+# `build` fills in the weights: nothing is drawn here.
+Linear = partial(nnx.Linear, use_bias=False, kernel_init=nnx.initializers.zeros)
+Embed = partial(nnx.Embed, embedding_init=nnx.initializers.zeros)
+RMSNorm = partial(nnx.RMSNorm, epsilon=1e-6)
 
 
 def rotate(x_BLAD: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -22,8 +29,8 @@ def rotate(x_BLAD: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 class Attention(nnx.Module):
     def __init__(self, sizes: ModelSizes, rngs: nnx.Rngs) -> None:
         self.heads = sizes.heads
-        self.qkv = nnx.Linear(sizes.hidden, 3 * sizes.hidden, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(sizes.hidden, sizes.hidden, use_bias=False, rngs=rngs)
+        self.qkv = Linear(sizes.hidden, 3 * sizes.hidden, rngs=rngs)
+        self.out = Linear(sizes.hidden, sizes.hidden, rngs=rngs)
         cos, sin = rotary_angles(sizes)
         self.cos = nnx.Variable(jnp.asarray(cos))
         self.sin = nnx.Variable(jnp.asarray(sin))
@@ -40,11 +47,11 @@ class Attention(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, sizes: ModelSizes, rngs: nnx.Rngs) -> None:
-        self.norm_attention = nnx.RMSNorm(sizes.hidden, epsilon=1e-6, rngs=rngs)
+        self.norm_attention = RMSNorm(sizes.hidden, rngs=rngs)
         self.attention = Attention(sizes, rngs)
-        self.norm_mlp = nnx.RMSNorm(sizes.hidden, epsilon=1e-6, rngs=rngs)
-        self.up = nnx.Linear(sizes.hidden, sizes.mlp, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(sizes.mlp, sizes.hidden, use_bias=False, rngs=rngs)
+        self.norm_mlp = RMSNorm(sizes.hidden, rngs=rngs)
+        self.up = Linear(sizes.hidden, sizes.mlp, rngs=rngs)
+        self.down = Linear(sizes.mlp, sizes.hidden, rngs=rngs)
 
     def __call__(self, x_BLH: jax.Array, mask_B1LL: jax.Array) -> jax.Array:
         x_BLH = x_BLH + self.attention(self.norm_attention(x_BLH), mask_B1LL)
@@ -55,9 +62,9 @@ class Block(nnx.Module):
 
 class LanguageModel(nnx.Module):
     def __init__(self, sizes: ModelSizes, rngs: nnx.Rngs) -> None:
-        self.embedding = nnx.Embed(sizes.vocab, sizes.hidden, rngs=rngs)
+        self.embedding = Embed(sizes.vocab, sizes.hidden, rngs=rngs)
         self.blocks = nnx.List([Block(sizes, rngs) for _ in range(sizes.layers)])
-        self.norm = nnx.RMSNorm(sizes.hidden, epsilon=1e-6, rngs=rngs)
+        self.norm = RMSNorm(sizes.hidden, rngs=rngs)
         self.head = nnx.Param(jnp.zeros((sizes.vocab, sizes.hidden)))
 
     def __call__(self, tokens_BL: jax.Array, segments_BL: jax.Array) -> jax.Array:

@@ -52,6 +52,7 @@ __all__ = [
     "TrainingReport",
     "TrainingRun",
     "compare",
+    "compare_curves",
     "head_gradient",
     "run_training",
     "train",
@@ -61,7 +62,7 @@ Float32 = npt.NDArray[np.float32]
 
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
 CURVES = Bound("relative", 1e-3)  # two fp32 runs of 40 steps part by 3e-7
-LEARNT = Bound("ratio", 0.9)  # 0.71 after 40 steps
+LEARNT = Bound("ratio", 0.98)  # 0.71 after 40 steps; text without a pattern gains little
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +347,7 @@ def compare(
         report.measurements.extend(_counts(run.curve, windows, case))
         report.measurements.append(_learnt(run.curve, case))
     if both:
-        report.measurements.append(_curves(report.curves, case))
+        report.measurements.append(compare_curves(report.curves, case))
     return report
 
 
@@ -404,7 +405,8 @@ def _learnt(curve: TrainingCurve, case: str) -> Measurement:
     )
 
 
-def _curves(curves: Sequence[TrainingCurve], case: str) -> Measurement:
+def compare_curves(curves: Sequence[TrainingCurve], case: str) -> Measurement:
+    """The largest relative distance of the two losses over the steps, |torch - jax| / |jax|."""
     losses = {curve.backend: np.array(curve.losses) for curve in curves}
     apart = np.abs(losses["torch"] - losses["jax"]) / np.abs(losses["jax"])
     worst = f"{case}, most at step {int(np.argmax(apart)) + 1}"

@@ -1,0 +1,475 @@
+"""The training part of the parity run: its text, its twin models, and what it must not let pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from xentlib.contract import check, failures
+from xentlib.parity.model import ModelSizes, initial_weights
+from xentlib.parity.text import (
+    IGNORE_INDEX,
+    Window,
+    encode_documents,
+    make_windows,
+    read_documents,
+    train_tokenizer,
+)
+from xentlib.parity.training import (
+    AdamW,
+    HeadStep,
+    TrainingRun,
+    compare,
+    compare_curves,
+    head_gradient,
+    run_training,
+    train,
+)
+
+pytest.importorskip("tokenizers")
+
+VOCAB, LENGTH, STEPS = 400, 48, 6
+SIZES = ModelSizes(vocab=VOCAB, length=LENGTH, hidden=32, heads=2, layers=2, mlp=64)
+FAST = AdamW(lr=2e-2, weight_decay=1.0)  # six steps have to show what forty do
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small lose more by waiting for a second thread than they gain."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[str]:
+    return read_documents(max_bytes=200_000)
+
+
+@pytest.fixture(scope="module")
+def windows(documents: list[str]) -> list[Window]:
+    tokenizer = train_tokenizer(documents, VOCAB)
+    assert tokenizer.get_vocab_size() == VOCAB
+    encoded = encode_documents(tokenizer, documents)
+    return make_windows(encoded, steps=STEPS, batch=2, length=LENGTH, seed=3)
+
+
+def small_run(backend: str, windows: list[Window], **options) -> TrainingRun:
+    weights = initial_weights(SIZES, seed=3)
+    return train(backend, windows, weights, **{"sizes": SIZES, "optimizer": FAST} | options)
+
+
+@pytest.fixture(scope="module")
+def jax_run(windows: list[Window]) -> TrainingRun:
+    pytest.importorskip("flax")
+    return small_run("jax", windows)
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def test_text_and_windows_follow_from_the_seed(documents, windows):
+    tokenizer = train_tokenizer(documents, VOCAB)
+    encoded = encode_documents(tokenizer, documents)
+    again = make_windows(encoded, steps=STEPS, batch=2, length=LENGTH, seed=3)
+    other = make_windows(encoded, steps=STEPS, batch=2, length=LENGTH, seed=4)
+    tokens = np.stack([w.tokens for w in windows])
+    assert not failures(check("A0", np.stack([w.tokens for w in again]), tokens))
+    assert failures(check("A0", np.stack([w.tokens for w in other]), tokens))
+
+
+def test_tokens_decode_to_the_text(documents):
+    tokenizer = train_tokenizer(documents, VOCAB)
+    text = documents[0][:2000] + " é 漢字\n"
+    (tokens,) = encode_documents(tokenizer, [text])
+    assert tokenizer.decode(tokens.tolist()) == text
+
+
+def test_windows_are_ragged(windows):
+    for window in windows:
+        assert window.tokens.shape == (4, 2, LENGTH)
+        assert len(set(window.num_tokens)) > 1, "micro-batches of one size hide a mean of means"
+        padded = window.segments == 0
+        assert padded.any()
+        assert (window.labels[padded] == IGNORE_INDEX).all()
+        assert (window.labels[~padded] == window.tokens[~padded]).all()
+        # Padding comes last, and a row's documents are numbered in order.
+        assert (np.diff(padded.astype(int), axis=-1) >= 0).all()
+        steps = np.diff(window.segments, axis=-1)
+        assert np.isin(steps[window.segments[..., 1:] > 0], [0, 1]).all()
+    assert max(w.segments.max() for w in windows) > 1, "no row packs two documents"
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_numpy_counts_what_next_token_labels_leaves(backend, windows):
+    framework = pytest.importorskip("torch" if backend == "torch" else "jax.numpy")
+    if backend == "torch":
+        from xentlib.torch import next_token_labels
+    else:
+        from xentlib.jax import next_token_labels
+
+    for window in windows:
+        labels = next_token_labels(
+            framework.asarray(window.labels), segment_ids=framework.asarray(window.segments)
+        )
+        counted = (np.asarray(labels) != IGNORE_INDEX).sum(axis=(1, 2))
+        assert not failures(check("A0", counted, np.array(window.num_tokens)))
+
+
+def test_small_text_gives_a_small_vocabulary(tmp_path):
+    path = tmp_path / "small.txt"
+    path.write_text("to be or not to be\n", encoding="utf-8")
+    documents = read_documents(path)
+    tokenizer = train_tokenizer(documents)
+    assert 256 <= tokenizer.get_vocab_size() < 300
+    (window,) = make_windows(encode_documents(tokenizer, documents), steps=1, length=16)
+    assert window.total > 0
+
+
+def test_text_is_cut_between_characters(tmp_path):
+    path = tmp_path / "wide.txt"
+    path.write_text("漢字" * 10, encoding="utf-8")
+    assert read_documents(path, max_bytes=7) == ["漢字"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file"),
+        (b"", "it is empty"),
+        (b" \n\t ", "it is empty"),
+        (b"caf\xe9 noir", "byte 3 is not UTF-8"),
+    ],
+)
+def test_text_that_cannot_be_used(tmp_path, content, reason):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"`text` must be .*{reason}.*Pass another file"):
+        run_training(("torch",), text=path)
+
+
+def test_text_too_short_to_predict_anything(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("a", encoding="utf-8")
+    with pytest.raises(ValueError, match="Pass a longer text"):
+        run_training(("torch",), text=path)
+
+
+# --- the twins -----------------------------------------------------------------------------------
+
+
+def test_models_are_twins(windows):
+    torch = pytest.importorskip("torch")
+    nnx = pytest.importorskip("flax.nnx")
+    import jax
+
+    from xentlib.parity import model_jax, model_torch
+
+    weights = initial_weights(SIZES, seed=5)
+    tokens, segments = windows[0].tokens[0], windows[0].segments[0]
+    with torch.no_grad():
+        ours = model_torch.build(SIZES, weights)(torch.asarray(tokens), torch.asarray(segments))
+    with jax.default_matmul_precision("highest"):
+        call = nnx.jit(lambda model, *arrays: model(*arrays))
+        theirs = np.asarray(call(model_jax.build(SIZES, weights), tokens, segments))
+    rho = {"metrics": ("rho / u",)}
+    assert not failures(check("A9", ours.numpy(), None, other=theirs, **rho))
+    # A token sees its own document's past: another first document leaves the second one alone.
+    b, start = np.argwhere(segments == 2)[0]
+    changed = tokens.copy()
+    changed[b, :start] = (changed[b, :start] + 1) % VOCAB
+    with torch.no_grad():
+        moved = model_torch.build(SIZES, weights)(torch.asarray(changed), torch.asarray(segments))
+    second = segments[b] == 2
+    assert not failures(
+        check("A9", moved[b, second].numpy(), None, other=ours[b, second].numpy(), **rho)
+    )
+    assert failures(
+        check("A9", moved[b, :start].numpy(), None, other=ours[b, :start].numpy(), **rho)
+    )
+
+
+def test_no_parameter_is_left_out(windows):
+    torch = pytest.importorskip("torch")
+    nnx = pytest.importorskip("flax.nnx")
+    from xentlib.parity import model_jax, model_torch
+
+    weights = initial_weights(SIZES, seed=5)
+    total = sum(value.size for value in weights.values())
+    ours = model_torch.build(SIZES, weights)
+    theirs = model_jax.build(SIZES, weights)
+    assert sum(p.numel() for p in ours.parameters()) == total
+    assert sum(p.size for _, p in nnx.to_flat_state(nnx.state(theirs, nnx.Param))) == total
+    # The given weights are copied: training writes to the model's own.
+    with torch.no_grad():
+        ours.head.zero_()
+    assert weights["head"].any()
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def test_the_two_backends_agree(windows):
+    pytest.importorskip("torch")
+    pytest.importorskip("flax")
+    weights = initial_weights(SIZES, seed=3)
+    report = compare(("torch", "jax"), windows, weights, sizes=SIZES, optimizer=FAST)
+    assert not failures(report.measurements)
+    rows = [m.row for m in report.measurements]
+    assert {row: rows.count(row) for row in set(rows)} == {
+        "A0": 2,
+        "A6": 4,
+        "A9": STEPS,
+        "curve": 3,
+    }
+    assert [m.entries for m in report.measurements if m.row == "A9"] == [VOCAB * 32] * STEPS
+    assert [c.backend for c in report.curves] == ["torch", "jax"]
+    assert all(c.tokens == tuple(w.total for w in windows) for c in report.curves)
+
+
+@pytest.mark.parametrize(("backend", "other"), [("torch", "jax"), ("jax", "torch")])
+def test_one_backend_alone(backend, other):
+    """In a fresh process: neither framework by the import, one by the run."""
+    pytest.importorskip({"torch": "torch", "jax": "flax"}[backend])
+    code = f"""
+import sys
+from xentlib.parity.model import ModelSizes, initial_weights
+from xentlib.parity.text import make_windows
+from xentlib.parity.training import compare
+import numpy as np
+assert not {{"torch", "jax", "jaxlib", "flax", "optax"}} & set(sys.modules)
+sizes = ModelSizes(vocab=40, length=16, hidden=8, heads=2, layers=1, mlp=8)
+text = np.arange(200, dtype=np.int32) % 40
+windows = make_windows([text], steps=2, batch=2, length=16)
+report = compare(["{backend}"], windows, initial_weights(sizes), sizes=sizes)
+assert [c.backend for c in report.curves] == ["{backend}"]
+assert sorted({{m.row for m in report.measurements}}) == ["A0", "A6", "curve"]
+assert "{other}" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def test_a_run_repeats_bit_for_bit(windows):
+    pytest.importorskip("torch")
+    first, second = (np.array(small_run("torch", windows).curve.losses) for _ in range(2))
+    assert not failures(check("A11", second, first))
+
+
+def test_unknown_backend(windows):
+    with pytest.raises(ValueError, match="`backend` must be 'torch' or 'jax'; got 'tpu'"):
+        small_run("tpu", windows)
+
+
+# --- what must not pass (row A14) ----------------------------------------------------------------
+
+
+def predict_itself(xt):
+    """Labels off by one: every token predicts itself, as many tokens as before."""
+    right = xt.next_token_labels
+
+    def wrong(labels, **options):
+        kept = right(labels, **options)
+        return labels.where(kept != IGNORE_INDEX, kept)
+
+    return "next_token_labels", wrong
+
+
+def across_documents(xt):
+    """The last token of a document predicts the first one of the next."""
+    right = xt.next_token_labels
+
+    def wrong(labels, *, segment_ids):
+        return right(labels)
+
+    return "next_token_labels", wrong
+
+
+def mean_of_means(xt):
+    """Each micro-batch divided by its own tokens, then by their number."""
+    right = xt.chunked_nll
+
+    def wrong(*arrays, denominator):
+        output = right(*arrays)
+        return output._replace(loss=output.loss / 4)
+
+    return "chunked_nll", wrong
+
+
+def forget_ignored(xt):
+    """N_total for N_valid: the denominator counts padding too."""
+    right = xt.chunked_nll
+
+    def wrong(hidden, weight, labels, *, denominator):
+        return right(hidden, weight, labels, denominator=labels.numel() * 4)
+
+    return "chunked_nll", wrong
+
+
+def gradient_times(factor):
+    def mutant(xt):
+        right = xt.chunked_nll
+
+        def wrong(hidden, weight, labels, **options):
+            output = right(hidden, weight, labels, **options)
+            # The value of the loss stays, its gradient is multiplied.
+            loss = output.loss * factor - (output.loss * (factor - 1)).detach()
+            return output._replace(loss=loss)
+
+        return "chunked_nll", wrong
+
+    mutant.__name__ = f"gradient_times_{factor}"
+    return mutant
+
+
+def drop_a_row(xt):
+    """The last token's gradient is lost, its loss is not."""
+    right = xt.chunked_nll
+
+    def wrong(hidden, weight, labels, **options):
+        full = right(hidden, weight, labels, **options)
+        labels = labels.clone()
+        last = (labels != IGNORE_INDEX).nonzero()[-1]
+        labels[tuple(last)] = IGNORE_INDEX
+        part = right(hidden, weight, labels, **options).loss
+        return full._replace(loss=part + (full.loss - part).detach())
+
+    return "chunked_nll", wrong
+
+
+MUTANTS = {
+    predict_itself: {"curve"},
+    across_documents: {"A0", "curve"},
+    mean_of_means: {"A6", "A9", "curve"},
+    forget_ignored: {"A6", "A9", "curve"},
+    gradient_times(0.0): {"A6", "A9", "curve"},
+    gradient_times(-1.0): {"A6", "A9", "curve"},
+    gradient_times(1.001): {"A6", "A9"},
+    drop_a_row: {"A6", "A9"},
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_broken_operator_fails(mutant, windows, jax_run, monkeypatch):
+    """The mutant lives in the PyTorch run; JAX's run and its head gradients are right."""
+    xt = pytest.importorskip("xentlib.torch")
+    from xentlib.parity import training
+
+    name, wrong = mutant(xt)
+    monkeypatch.setattr(xt, name, wrong)
+    found = []
+
+    def observe(at: HeadStep) -> None:
+        if at.step == 0:
+            found.extend(training._against_jax(at, "step 1"))
+            found.extend(training._against_oracle(at, "torch", "step 1"))
+
+    run = small_run("torch", windows, observe=observe)
+    found.append(compare_curves([run.curve, jax_run.curve], "small"))
+    found.extend(training._counts(run.curve, windows, "small"))
+    assert MUTANTS[mutant] <= {m.row for m in found if not m.passed}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [replace(FAST, weight_decay=0.0), replace(FAST, betas=(0.8, 0.95)), replace(FAST, eps=1e-4)],
+    ids=["weight_decay", "betas", "eps"],
+)
+def test_another_optimizer_parts_the_curves(wrong, windows, jax_run):
+    pytest.importorskip("torch")
+    run = small_run("torch", windows, optimizer=wrong)
+    assert not compare_curves([run.curve, jax_run.curve], "small").passed
+
+
+def test_both_optimizers_are_the_formula():
+    """The conventions of `torch.optim.AdamW` and `optax.adamw`: eps outside the root, decay of the
+    same parameter, both times the learning rate."""
+    torch = pytest.importorskip("torch")
+    optax = pytest.importorskip("optax")
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=50).astype(np.float32)
+    # Gradients down to the size of eps, so that its place shows.
+    gradients = (rng.normal(size=(5, 50)) * 10.0 ** rng.uniform(-9, 0, 50)).astype(np.float32)
+    b1, b2 = FAST.betas
+    p, m, v = start.astype(np.float64), 0.0, 0.0
+    for t, g in enumerate(gradients.astype(np.float64), 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        update = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + FAST.eps)
+        p = p - FAST.lr * (update + FAST.weight_decay * p)
+    common = {"eps": FAST.eps, "weight_decay": FAST.weight_decay}
+
+    ours = torch.nn.Parameter(torch.tensor(start))
+    adamw = torch.optim.AdamW([ours], lr=FAST.lr, betas=FAST.betas, **common)
+    transformation = optax.adamw(FAST.lr, b1, b2, **common)
+    theirs = start
+    state = transformation.init(theirs)
+    for g in gradients:
+        ours.grad = torch.tensor(g)
+        adamw.step()
+        updates, state = transformation.update(g, state, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    for got in (ours.detach().numpy(), np.asarray(theirs)):
+        assert not failures(check("A6", got, p, metrics=("rho / u",)))
+
+
+def test_adam_for_adamw_parts_the_curves(windows, jax_run, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.optim, "AdamW", torch.optim.Adam)  # decay goes through the moments
+    run = small_run("torch", windows)
+    assert not compare_curves([run.curve, jax_run.curve], "small").passed
+
+
+def test_a_mutant_in_jax_fails_too(windows, monkeypatch):
+    xj = pytest.importorskip("xentlib.jax")
+    pytest.importorskip("torch")
+    pytest.importorskip("flax")
+    right = xj.chunked_nll
+
+    def wrong(*arrays, denominator):
+        output = right(*arrays)
+        return output._replace(loss=output.loss / 4)
+
+    monkeypatch.setattr(xj, "chunked_nll", wrong)
+    weights = initial_weights(SIZES, seed=3)
+    report = compare(("torch", "jax"), windows[:3], weights, sizes=SIZES, optimizer=FAST)
+    failed = {(m.row, m.backend) for m in report.measurements if not m.passed}
+    assert {("A9", "torch/jax"), ("A6", "jax"), ("curve", "torch/jax")} <= failed
+    assert ("A6", "torch") not in failed
+
+
+def test_a_run_that_learns_nothing_fails(windows):
+    pytest.importorskip("torch")
+    weights = initial_weights(SIZES, seed=3)
+    report = compare(("torch",), windows, weights, sizes=SIZES, optimizer=replace(FAST, lr=0.0))
+    assert {m.quantity for m in report.measurements if not m.passed} == {
+        "last losses over the first"
+    }
+
+
+def test_nan_fails(windows):
+    pytest.importorskip("torch")
+    run = small_run("torch", windows, optimizer=replace(FAST, lr=float("inf")))
+    assert np.isnan(run.curve.losses[-1])
+    other = replace(run.curve, backend="jax")
+    assert not compare_curves([run.curve, other], "small").passed
+
+
+def test_head_gradient_is_the_runs_own(windows):
+    """What the check feeds to JAX is what PyTorch had: its own operator gives the same bits."""
+    pytest.importorskip("torch")
+
+    def observe(at: HeadStep) -> None:
+        assert not failures(check("A11", head_gradient("torch", at), at.gradient))
+
+    small_run("torch", windows[:2], observe=observe)
