@@ -89,6 +89,7 @@ def test_a_run_within_its_bounds(stage, tmp_path, capsys):
     data, page = tmp_path / "out" / "parity.json", tmp_path / "out" / "parity.html"
     assert said.out.splitlines()[-2:] == [str(data), str(page)]
     assert "PyTorch holds all 2 rows" in said.out
+    assert said.out.split()[0] == "row"  # the table, not the JSON
     written = json.loads(data.read_text(encoding="utf-8"))
     assert written["passed"] is True
     assert [m["row"] for m in written["measurements"]] == ["A5", "A6"]
@@ -323,7 +324,7 @@ class Terminal(io.StringIO):
 
 
 def a_stage(progress):
-    progress.stage("operators [A5]", 2)
+    progress.stage("operators [a5]", 2)
     progress.advance("N=33 [/bold]")
     progress.advance()
     progress.stage("training", 0)
@@ -336,7 +337,7 @@ def test_progress_off_a_terminal_is_one_line_a_stage():
         assert isinstance(progress, PlainProgress)
         a_stage(progress)
     first, second = stream.getvalue().splitlines()
-    assert first.endswith("s] operators [A5] (2 steps)")
+    assert first.endswith("s] operators [a5] (2 steps)")
     assert second.endswith("s] training")
 
 
@@ -349,7 +350,7 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
         assert not isinstance(progress, PlainProgress)
         a_stage(progress)
     shown = stream.getvalue()
-    assert "operators [A5]" in shown  # brackets are text
+    assert "operators [a5]" in shown  # brackets are text
     assert "2/2" in shown
     assert "1/1" in shown  # a stage of unknown length ends full
 

@@ -298,6 +298,18 @@ def test_lines_stay_inside_their_drawing(values, log, bound):
     assert drawing.count('class="lost') == sum(not math.isfinite(v) for v in values)
 
 
+def test_no_line_leads_to_a_value_that_is_not_on_the_axis():
+    drawing = line_plot(
+        [Series("x", "both", (1e-6, 1e-5, 0.0, 1e-6, math.nan, 1e-6, 1e-5))],
+        label="x",
+        kind="low",
+        log=True,
+    )
+    (line,) = re.findall(r'class="line both" d="([^"]*)"', drawing)
+    assert re.sub(r"[^ML]", "", line) == "MLMML"
+    assert drawing.count('class="zero') == 1
+
+
 # --- numbers -------------------------------------------------------------------------------------
 
 
@@ -427,13 +439,14 @@ def test_table_shows_a_failure(table, failure):
     assert lines[-1].startswith(f"{m.row} falls short.")
 
 
-def test_table_keeps_its_numbers_on_a_narrow_terminal(monkeypatch):
+@pytest.mark.parametrize("width", [72, 80, 99])
+def test_table_keeps_its_numbers_on_a_narrow_terminal(monkeypatch, width):
     pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(width))
     stream = io.StringIO()
     print_table(a_run(FAILURES["below"]), stream, STATEMENTS)
     text = stream.getvalue()
-    assert max(map(len, text.splitlines()[:-2])) <= 80
+    assert max(map(len, text.splitlines()[:-2])) <= width
     assert all(word in text for word in ("24,733,308", "99.4999 %", "≥ 99.5 %", "FAIL"))
     assert "…" not in text
 

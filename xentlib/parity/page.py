@@ -290,7 +290,7 @@ def _difference(result: ParityResult, one: TrainingCurve, other: TrainingCurve) 
     if bound is not None:
         detail += f', <i class="key bound"></i>bound {escape(bound_text(bound))}'
     if 0.0 in apart:
-        detail += f"; {apart.count(0.0)} steps without any, marked on the floor"
+        detail += f"; equal in {apart.count(0.0)} of {len(apart)} steps, marked on the floor"
     return _figure(
         "Relative difference",
         detail,

@@ -47,7 +47,10 @@ def row_statements() -> dict[str, str]:
     """The contract's rows, id -> one line."""
     from xentlib.contract import ROWS
 
-    return {name: f"{row.quantity} · {row.inputs}" for name, row in ROWS.items()}
+    return {
+        name: row.quantity if row.inputs == "any" else f"{row.quantity} · {row.inputs}"
+        for name, row in ROWS.items()
+    }
 
 
 def backend_name(backend: str) -> str:
