@@ -140,6 +140,7 @@ def _rich_table(rows: list[RowSummary], stream: TextIO) -> None:
         table.add_column(
             name,
             justify="right" if name in ("worst", "bound", "entries") else "left",
+            overflow="fold",
             no_wrap=name not in ("what", "metric"),
             ratio={"what": 3, "metric": 2}.get(name) if narrow else None,
         )
