@@ -26,7 +26,7 @@ from xentlib.parity.text import encode_documents, read_documents, train_tokenize
 VOCAB, HIDDEN, HEADS, LAYERS, LENGTH = 16_384, 128, 4, 2, 128
 STEPS, BATCH = 40, 8  # 1024 tokens a step
 COMPARED = 32  # sequences, 4096 tokens, for the comparison
-CHUNK = 16 << 20  # bytes of logits that exist at once: 256 tokens
+CHUNK = 32 << 20  # bytes of logits that exist at once: 512 tokens
 MIB = 1 << 20
 
 
@@ -85,6 +85,7 @@ def train_step(
         loss: jax.Array = output.loss
         return loss
 
+    loss: jax.Array
     loss, grads = nnx.value_and_grad(loss_of)(model)
     optimizer.update(model, grads)
     return loss

@@ -32,7 +32,7 @@ from xentlib.torch import chunked_nll, next_token_labels
 VOCAB, HIDDEN, HEADS, LAYERS, LENGTH = 16_384, 128, 4, 2, 128
 STEPS, BATCH = 40, 8  # 1024 tokens a step
 COMPARED = 32  # sequences, 4096 tokens, for the comparison
-CHUNK = 16 << 20  # bytes of logits that exist at once: 256 tokens
+CHUNK = 32 << 20  # bytes of logits that exist at once: 512 tokens
 MIB = 1 << 20
 
 
