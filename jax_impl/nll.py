@@ -91,8 +91,11 @@ def nll_forward(
     labels: jax.Array,
     bias: jax.Array | None,
     constants: Constants,
-) -> tuple[NLLOutput, Gradients]:
-    """Loss, per-token values and gradient accumulators; `hidden` [N, H], everything else flat."""
+) -> tuple[NLLOutput, Gradients, jax.Array]:
+    """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N].
+
+    `hidden` is [N, H], everything else flat.
+    """
     compute = options.compute_dtype
     num_tokens, hidden_size = hidden.shape
     axis_v, axis_h = (1, 0) if options.transposed else (0, 1)
@@ -232,7 +235,7 @@ def nll_forward(
         lse_N.astype(options.output_dtype),
         correct_N > 0,
     )
-    return output, gradients
+    return output, gradients, valid_N
 
 
 def shape_logits(
@@ -287,9 +290,20 @@ def dlogits(
     return jnp.where(target_TV, (factor_T * target)[:, None], dz_TV)
 
 
-def nll_backward(gradient: jax.Array, accumulator: jax.Array, dtype: str) -> jax.Array:
+def nll_backward(
+    gradient: jax.Array, accumulators: Gradients, valid_N: jax.Array, dtypes: Sequence[str | None]
+) -> list[jax.Array | None]:
     """Step 10."""
-    return round_to(accumulator * gradient.astype(accumulator.dtype), dtype)
+    # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
+    gradient = jnp.where(valid_N.any(), gradient, 0.0)
+    results: list[jax.Array | None] = [None, None, None]
+    for slot, (accumulator, dtype) in enumerate(zip(accumulators, dtypes, strict=True)):
+        if accumulator is not None and dtype is not None:
+            scaled = accumulator * gradient.astype(accumulator.dtype)
+            if slot == 0:
+                scaled = jnp.where(valid_N[:, None], scaled, 0.0)
+            results[slot] = round_to(scaled, dtype)
+    return results
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -321,22 +335,20 @@ def _nll_fwd(
         (hidden, weight, labels, bias, constants),
         is_leaf=lambda p: hasattr(p, "perturbed"),
     )
-    output, gradients = nll_forward(options, needs, *values)
+    output, gradients, valid_N = nll_forward(options, needs, *values)
     # A residual must be an array: an empty one carries each input's dtype to the backward.
     dtypes = tuple(None if p is None else jnp.zeros((0,), p.value.dtype) for p in primals)
-    return output, (gradients, dtypes)
+    return output, (gradients, valid_N, dtypes)
 
 
 def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput) -> tuple[Any, ...]:
-    gradients, dtypes = residuals
+    gradients, valid_N, dtypes = residuals
     upstream = cotangent.loss
     if isinstance(upstream, jax.custom_derivatives.SymbolicZero):
         return (None, None, None, None, None)
-    grads = [
-        None if acc is None else nll_backward(upstream, acc, like.dtype.name)
-        for acc, like in zip(gradients, dtypes, strict=True)
-    ]
-    return (grads[0], grads[1], None, grads[2], None)
+    names = [None if like is None else like.dtype.name for like in dtypes]
+    d_hidden, d_weight, d_bias = nll_backward(upstream, gradients, valid_N, names)
+    return (d_hidden, d_weight, None, d_bias, None)
 
 
 _nll.defvjp(_nll_fwd, _nll_bwd, symbolic_zeros=True)

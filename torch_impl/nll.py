@@ -66,8 +66,11 @@ def nll_forward(
     chunk_bytes: int,
     transposed: bool,
     needs: list[bool],
-) -> tuple[NLLOutput, Gradients]:
-    """Loss, per-token values and gradient accumulators; `hidden` [N, H], everything else flat."""
+) -> tuple[NLLOutput, Gradients, Tensor]:
+    """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N].
+
+    `hidden` is [N, H], everything else flat.
+    """
     device, like = hidden.device, {"dtype": compute_dtype, "device": hidden.device}
     num_tokens, hidden_size = hidden.shape
     weight_VH = weight.T if transposed else weight
@@ -214,7 +217,7 @@ def nll_forward(
         lse_N.to(output_dtype, copy=True),
         correct_N > 0,
     )
-    return output, Gradients(d_hidden, d_weight, d_bias)
+    return output, Gradients(d_hidden, d_weight, d_bias), valid_N
 
 
 def shape_logits_(
@@ -271,11 +274,27 @@ def dlogits_(
     z_BV.scatter_(1, y_B1, (factor_B * target)[:, None])
 
 
-def nll_backward(gradient: Tensor, accumulator: Tensor, dtype: torch.dtype, *, reuse: bool) -> Tensor:
-    """Step 10. `reuse` scales the accumulator itself: the graph is not going to be walked again."""
-    gradient = gradient.to(accumulator.dtype)
-    scaled = accumulator.mul_(gradient) if reuse else accumulator * gradient
-    return scaled.to(dtype)
+def nll_backward(
+    gradient: Tensor,
+    accumulators: Gradients,
+    valid_N: Tensor,
+    dtypes: Sequence[torch.dtype | None],
+    needs: Sequence[bool],
+    *,
+    reuse: bool,
+) -> list[Tensor | None]:
+    """Step 10. `reuse` scales the accumulators themselves: the graph is not walked again."""
+    # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
+    gradient = torch.where(valid_N.any(), gradient, 0.0).to(accumulators[0].dtype)
+    results: list[Tensor | None] = [None, None, None]
+    for slot, (accumulator, dtype) in enumerate(zip(accumulators, dtypes, strict=True)):
+        if needs[slot] and dtype is not None:
+            scaled = accumulator.mul_(gradient) if reuse else accumulator * gradient
+            if slot == 0:
+                mask_N1 = ~valid_N[:, None]
+                scaled = scaled.masked_fill_(mask_N1, 0.0) if reuse else scaled.masked_fill(mask_N1, 0.0)
+            results[slot] = scaled.to(dtype)
+    return results
 
 
 @torch.library.custom_op("xentlib::nll_forward", mutates_args=())
@@ -301,15 +320,17 @@ def nll_op(
     chunk_bytes: int,
     transposed: bool,
     needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`nll_forward` as one operator, opaque to the compiler: outputs, then gradients."""
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:
+    """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
     with torch.autocast(hidden.device.type, enabled=False):
-        output, gradients = nll_forward(
+        output, gradients, valid_N = nll_forward(
             hidden, weight, labels, bias, where, token_weights, logit_scale, temperature, denominator,
             ignore_index, softcap, label_smoothing, z_loss, mean, entropy, gemm_dtype, compute_dtype,
             output_dtype, chunk_bytes, transposed, needs,
         )  # fmt: skip
-    return (*output, *gradients)  # type: ignore[return-value]
+    return (*output, *gradients, valid_N)  # type: ignore[return-value]
 
 
 @nll_op.register_fake
@@ -337,13 +358,14 @@ def _(
         hidden.new_empty((num_tokens if need_hidden else 0, hidden_size), dtype=compute_dtype),
         hidden.new_empty(weight.shape if need_weight else (0, 0), dtype=compute_dtype),
         hidden.new_empty(vocab_size if need_bias else 0, dtype=compute_dtype),
+        hidden.new_empty(num_tokens, dtype=torch.bool),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[-3:])
+    ctx.save_for_backward(*output[-4:])
     hidden, weight, _, bias = inputs[:4]
     ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     ctx.needs = inputs[-1]
@@ -355,13 +377,14 @@ def _backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> tupl
             "`chunked_nll` must be differentiated once; got a backward with create_graph=True, whose "
             "second derivatives it does not compute. Use full logits and F.cross_entropy for those."
         )
-    grads: list[Tensor | None] = [None, None, None]
-    if gradient is not None:
-        reuse = not (torch.compiler.is_compiling() or keeps_graph())
-        for slot, accumulator in enumerate(ctx.saved_tensors):
-            if ctx.needs[slot]:
-                grads[slot] = nll_backward(gradient, accumulator, ctx.dtypes[slot], reuse=reuse)
-    return (grads[0], grads[1], None, grads[2], *[None] * 17)
+    if gradient is None:
+        return (None,) * 21
+    *accumulators, valid_N = ctx.saved_tensors
+    reuse = not (torch.compiler.is_compiling() or keeps_graph())
+    d_hidden, d_weight, d_bias = nll_backward(
+        gradient, Gradients(*accumulators), valid_N, ctx.dtypes, ctx.needs, reuse=reuse
+    )
+    return (d_hidden, d_weight, None, d_bias, *[None] * 17)
 
 
 nll_op.register_autograd(_backward, setup_context=_setup_context)

@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from xentlib.contract import Measurement
+
 __all__ = ["Histogram", "Measurement", "ParityResult", "TrainingCurve"]
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """One number held against one bound of the contract."""
-
-    row: str  # contract row id, "A5"
-    backend: str  # "torch", "jax" or "torch/jax"
-    case: str  # what was computed: sizes, dtypes, options
-    quantity: str  # "d hidden"
-    metric: str  # "tau", "rho", "ULP", "unequal entries", "correctly rounded"
-    value: float
-    bound: float
-    passed: bool
-    entries: int  # numbers compared
-    at_least: bool = False  # the bound is a floor, not a ceiling
 
 
 @dataclass(frozen=True, slots=True)

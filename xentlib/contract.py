@@ -1,0 +1,228 @@
+"""The accuracy contract: what is measured, how, and the bound, as data.
+
+u = 2^-24. o = the float64 oracle of `reference.py`. Tests, the parity run and the documentation cite
+row ids, never a bare tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xentlib.ulp import bits_unequal, round_to, spacing, ulp_distance
+
+__all__ = ["ROWS", "U", "Bound", "Measurement", "Row", "check", "failures"]
+
+U = 2.0**-24
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One metric and its bound; `at_least` turns the comparison."""
+
+    metric: str
+    value: float
+    at_least: bool = False
+
+    def holds(self, measured: float) -> bool:
+        """False for NaN, whichever way the comparison goes."""
+        return measured >= self.value if self.at_least else measured <= self.value
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'>=' if self.at_least else '<='} {self.value:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: the case it covers, the quantity, its bounds."""
+
+    id: str
+    inputs: str
+    quantity: str
+    bounds: tuple[Bound, ...]
+
+    @property
+    def metric(self) -> str:
+        return "; ".join(bound.metric for bound in self.bounds)
+
+    @property
+    def bound_text(self) -> str:
+        return "; ".join(str(bound) for bound in self.bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One number held against one bound of the contract."""
+
+    row: str  # contract row id, "A5"
+    backend: str  # "torch", "jax" or "torch/jax"
+    case: str  # what was computed: sizes, dtypes, options
+    quantity: str  # "d hidden"
+    metric: str  # "tau", "rho", "ULP", "unequal entries", "correctly rounded"
+    value: float
+    bound: float
+    passed: bool
+    entries: int  # numbers compared
+    at_least: bool = False  # the bound is a floor, not a ceiling
+
+
+BITS = Bound("unequal entries", 0)
+TAU_4, TAU_8, RHO_64 = Bound("tau", 4), Bound("tau", 8), Bound("rho / u", 64)
+ULP_2, ULP_4 = Bound("ULP", 2), Bound("ULP", 4)
+ROUNDED = Bound("correctly rounded", 0.995, at_least=True)
+
+ROWS = {
+    row.id: row
+    for row in (
+        Row("A0", "any", "counts, masks, dtypes; gradient of invalid rows; loss of no valid token", (BITS,)),
+        Row("A1", "fp32 or bf16, computed in fp64", "every output and gradient, torch against JAX", (BITS,)),
+        Row("A2", "fp32", "loss", (ULP_4,)),
+        Row("A3", "logits given", "lse, ULP of max(|m|, log S)", (ULP_2,)),
+        Row("A4", "logits given", "log-probability and target gradient", (Bound("relative", 5e-7),)),
+        Row("A5", "fp32", "d hidden", (TAU_4, RHO_64)),
+        Row("A6", "fp32", "d weight, d bias", (TAU_8, RHO_64)),
+        Row("A7", "bf16", "gradients", (ROUNDED, Bound("bf16 ULP unless cancelled", 1))),
+        Row("A8", "bf16", "loss", (ULP_4,)),
+        Row(
+            "A9",
+            "production dtypes",
+            "torch against JAX",
+            (RHO_64, Bound("error ratio", 4), Bound("bf16 bit-equal", 0.995, at_least=True)),
+        ),
+        Row("A10", "CPU", "per-token outputs and d hidden rows under any chunk size", (BITS,)),
+        Row("A11", "one device", "run to run, thread count", (BITS,)),
+        Row("A12", "fp32", "accumulation of micro-batches against one batch", (TAU_8,)),
+        Row("A13", "fp32", "1 to 4 vocabulary shards", (BITS, ULP_2, TAU_4)),
+        Row("A14", "every row above", "mutants that its check lets pass", (Bound("mutants passed", 0),)),
+    )
+}
+
+# A sum is cancelled where less than 1 / 64 of the magnitude that went into it is left: a dz that
+# float32 puts on the other side of a bf16 tie then shows as several ULP of what is left.
+CANCELLED = 1.0 / 64.0
+
+
+def tau(got: Any, oracle: Any, bound: Any) -> float:
+    """max |g - o| / (u * B): how many times the running error bound."""
+    gap = np.abs(np.asarray(got, np.float64) - oracle)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.where(gap == 0, 0.0, gap / (U * np.asarray(bound, np.float64)))
+    return float(np.max(ratio, initial=0.0))
+
+
+def rho(got: Any, oracle: Any) -> float:
+    """||g - o||_F / ||o||_F in units of u."""
+    oracle = np.asarray(oracle, np.float64)
+    gap = float(np.linalg.norm((np.asarray(got, np.float64) - oracle).ravel()))
+    return 0.0 if gap == 0 else float(np.divide(gap, np.linalg.norm(oracle.ravel()) * U))
+
+
+def relative(got: Any, oracle: Any) -> float:
+    """max |g - o| / |o|."""
+    oracle = np.asarray(oracle, np.float64)
+    gap = np.abs(np.asarray(got, np.float64) - oracle)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.where(gap == 0, 0.0, gap / np.abs(oracle))
+    return float(np.max(ratio, initial=0.0))
+
+
+def rounded_fraction(got: Any, oracle: Any, dtype: str = "bfloat16") -> float:
+    """Share of the entries that are the oracle rounded once."""
+    got = np.asarray(got, np.float64)
+    return float(np.mean(got == round_to(oracle, dtype))) if got.size else 1.0
+
+
+def worst_rounding(got: Any, oracle: Any, magnitude: Any, dtype: str = "bfloat16") -> float:
+    """Largest distance from the rounded oracle in ULP where the sum is not cancelled.
+
+    `magnitude` is the sum of the absolute terms. A cancelled entry is held to one ULP of the
+    magnitude times CANCELLED instead, so that it cannot be anything.
+    """
+    oracle = np.asarray(oracle, np.float64)
+    magnitude = np.asarray(magnitude, np.float64)
+    unit = np.maximum(spacing(oracle, dtype), spacing(magnitude * CANCELLED, dtype))
+    gap = np.abs(np.asarray(got, np.float64) - round_to(oracle, dtype)) / unit
+    return float(np.max(np.where(np.isnan(gap), np.inf, gap), initial=0.0))
+
+
+def error_ratio(got: Any, other: Any, oracle: Any) -> float:
+    """How many times the smaller error the larger one is; errors below u count as u."""
+    errors = sorted(max(rho(g, oracle), 1.0) for g in (got, other))
+    return errors[1] / errors[0]
+
+
+def equal_fraction(got: Any, other: Any) -> float:
+    size = np.asarray(got).size
+    return 1.0 - bits_unequal(got, other) / size if size else 1.0
+
+
+def check(
+    row: str,
+    got: Any,
+    oracle: Any,
+    bound: Any = None,
+    *,
+    other: Any = None,
+    magnitude: Any = None,
+    metrics: Sequence[str] | None = None,
+    backend: str = "",
+    case: str = "",
+    quantity: str = "",
+) -> list[Measurement]:
+    """Hold `got` against one row of the contract; one Measurement for each of its bounds.
+
+    Args:
+        row: id in ROWS.
+        got: what an implementation returned, as NumPy.
+        oracle: the float64 truth; for rows of bits, the array whose bits `got` must have.
+        bound: the running error bound in units of u, for tau.
+        other: the other implementation's result (A9).
+        magnitude: scale of an ULP (A2, A3, A8) or sum of absolute terms (A7).
+        metrics: the row's metrics that apply to this quantity; None for all.
+        backend, case, quantity: carried into the report.
+    """
+    got = np.asarray(got)
+    measurements = []
+    for limit in ROWS[row].bounds:
+        if metrics is not None and limit.metric not in metrics:
+            continue
+        if limit.metric == "unequal entries":
+            value = float(bits_unequal(got, np.asarray(oracle)))
+        elif limit.metric == "ULP":
+            value = float(np.max(ulp_distance(got, oracle, magnitude=magnitude), initial=0.0))
+        elif limit.metric == "relative":
+            value = relative(got, oracle)
+        elif limit.metric == "tau":
+            value = tau(got, oracle, bound)
+        elif limit.metric == "rho / u":
+            value = rho(got, oracle if other is None else other)
+        elif limit.metric == "correctly rounded":
+            value = rounded_fraction(got, oracle)
+        elif limit.metric == "bf16 ULP unless cancelled":
+            value = worst_rounding(got, oracle, magnitude)
+        elif limit.metric == "error ratio":
+            value = error_ratio(got, other, oracle)
+        elif limit.metric == "bf16 bit-equal":
+            value = equal_fraction(got, other)
+        else:
+            raise ValueError(f"`row` {row} has a metric without a measure; got {limit.metric!r}.")
+        measurements.append(
+            Measurement(
+                row, backend, case, quantity or ROWS[row].quantity, limit.metric, value,
+                limit.value, limit.holds(value), got.size, limit.at_least,
+            )  # fmt: skip
+        )
+    return measurements
+
+
+def failures(measurements: list[Measurement]) -> list[str]:
+    """One sentence for each measurement that falls short."""
+    return [
+        f"{m.row} {m.backend} {m.quantity}: {m.metric} is {m.value:.6g}, must be "
+        f"{'>=' if m.at_least else '<='} {m.bound:g} ({m.case})"
+        for m in measurements
+        if not m.passed
+    ]

@@ -1,0 +1,59 @@
+"""Distances between floating-point numbers: units in the last place, exact rounding, bits."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["bits_unequal", "round_to", "spacing", "ulp_distance"]
+
+Array = NDArray[np.generic]
+Float64 = NDArray[np.float64]
+
+# Explicit mantissa bits and smallest normal exponent.
+FORMATS = {"float64": (52, -1022), "float32": (23, -126), "bfloat16": (7, -126), "float16": (10, -14)}
+
+
+def spacing(x: Array | float, dtype: str = "float32") -> Float64:
+    """Distance between neighbours of `dtype` at |x|: 2^(exponent - mantissa bits), never below the
+    smallest subnormal."""
+    mantissa, least = FORMATS[dtype]
+    _, exponent = np.frexp(np.abs(np.asarray(x, np.float64)))
+    return np.ldexp(1.0, np.maximum(exponent - 1, least) - mantissa).astype(np.float64)
+
+
+def round_to(x: Array, dtype: str) -> Float64:
+    """`x` rounded once to `dtype`, ties to even, as float64.
+
+    A cast through NumPy would round float64 to float32 first and so twice.
+    """
+    x = np.asarray(x, np.float64)
+    unit = spacing(x, dtype)
+    return np.where(np.isfinite(x), np.rint(x / unit) * unit, x)
+
+
+def ulp_distance(got: Array, exact: Array, dtype: str = "float32", magnitude: Array | None = None) -> Float64:
+    """|got - exact| in units of the last place of `exact`, or of `magnitude` where given."""
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(got - exact)
+    gap = np.where((got == exact) | (np.isnan(got) & np.isnan(exact)), 0.0, gap)
+    gap = np.where(np.isnan(gap), np.inf, gap)
+    return gap / spacing(exact if magnitude is None else magnitude, dtype)
+
+
+def bits_unequal(a: Array, b: Array) -> int:
+    """Number of entries whose bits differ; -0 is not +0. Shapes and dtypes must be equal."""
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(
+            f"`a` and `b` must have one shape and dtype; got {a.shape} {a.dtype} and {b.shape} {b.dtype}."
+        )
+    kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize]
+    return int(np.count_nonzero(a.reshape(-1).view(kind) != b.reshape(-1).view(kind)))
+
+
+def dtype_named(name: str) -> np.dtype[np.generic]:
+    """NumPy dtype of a name, bfloat16 included."""
+    return np.dtype(getattr(ml_dtypes, name, name))
