@@ -11,7 +11,7 @@ from pathlib import Path
 from xentlib.bench.cases import CASES, DTYPES, Case
 from xentlib.bench.contestant import FLOOR
 from xentlib.bench.environment import environment
-from xentlib.bench.report import as_markdown, print_report, write_json
+from xentlib.bench.report import as_markdown, environment_line, print_run, write_json
 from xentlib.bench.result import Report, Row, Run
 from xentlib.bench.worker import Request, WorkerError, ask
 
@@ -63,7 +63,7 @@ def positive(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 1 where a contestant that should run did not, 2 where there is no framework."""
+    """Exit status 1 where a process failed, 2 where there is no framework to run."""
     asked = BACKENDS if args.backend == "both" else (args.backend,)
     backends = [name for name in asked if find_spec(name) is not None]
     if not backends:
@@ -75,13 +75,15 @@ def run(args: argparse.Namespace) -> int:
         for name in args.case:
             for dtype in args.dtype:
                 for backend in backends:
-                    report.runs.append(run_one(CASES[name], dtype, backend, args, progress))
+                    found = run_one(CASES[name], dtype, backend, args, progress)
+                    progress.clear()
+                    print_run(found)
+                    report.runs.append(found)
     except WorkerError as error:
         progress.clear()
         print(error, file=sys.stderr)
         return 1
-    progress.clear()
-    print_report(report)
+    print(environment_line(report))
     if args.out is not None:
         write(report, args.out)
     return 0

@@ -12,7 +12,7 @@ from typing import Any
 from xentlib.bench.contestant import FLOOR, OURS
 from xentlib.bench.result import Report, Row, Run
 
-__all__ = ["as_json", "as_markdown", "as_table", "environment_line", "print_report", "write_json"]
+__all__ = ["as_json", "as_markdown", "as_table", "environment_line", "print_run", "write_json"]
 
 MIB = 1 << 20
 LEFT = ("contestant", "computes", "quartiles")
@@ -70,13 +70,11 @@ def as_table(run: Run) -> tuple[list[str], list[list[str]]]:
 # --- terminal -----------------------------------------------------------------------------------
 
 
-def print_report(report: Report) -> None:
-    for run in report.runs:
-        if find_spec("rich") is not None:
-            print_rich(run)
-        else:
-            print("\n".join(plain_table(run)), end="\n\n")
-    print(environment_line(report))
+def print_run(run: Run) -> None:
+    if find_spec("rich") is not None:
+        print_rich(run)
+    else:
+        print("\n".join(plain_table(run)), end="\n\n")
 
 
 def print_rich(run: Run) -> None:
@@ -119,8 +117,8 @@ LEGEND = (
     "Time: median over the rounds of one run, in each of which every contestant ran once; x floor: "
     "median of the ratios to the bare GEMMs of the same round, with its quartiles. Memory: extra "
     "bytes at the peak of one call, results included; peak as the allocator (torch) or the "
-    "compiler (JAX) counts, resident as a fresh process grows. The floor's results are float32 for both "
-    "dtypes, its buffers are there before it starts."
+    "compiler (JAX) counts, resident as a fresh process grows. The floor's results are float32 "
+    "for both dtypes; its buffers are there before it starts."
 )
 
 

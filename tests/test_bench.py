@@ -1,0 +1,360 @@
+"""`xentlib bench` times what it says it times. Nothing here looks at how long anything took.
+
+No contract rows: contestants are other people's code. What bounds their distance from float64 is
+what the plain framework code loses there, in the same dtype (ANCHORS 3.12).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from xentlib.bench import cli
+from xentlib.bench.cases import CASES, DTYPES, make_arrays
+from xentlib.bench.contestant import FLOOR, KINDS, OURS, Contestant, Field
+from xentlib.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
+from xentlib.bench.memory import probe, resident_growth
+from xentlib.bench.plot import draw
+from xentlib.bench.result import Report, Row, Run
+from xentlib.bench.worker import Request, WorkerError, ask
+
+TINY = CASES["tiny"]
+MIB = 1 << 20
+# Linux adds up resident pages in batches, one a core: what /proc shows may be some behind.
+COUNTER_SLACK = MIB
+EAGER = {"torch": "eager, full logits", "jax": "optax, full logits"}
+BACKENDS = [
+    pytest.param(
+        name,
+        marks=[
+            getattr(pytest.mark, name),
+            pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed"),
+        ],
+    )
+    for name in EAGER
+]
+# Twice eager's error is common among different orders of the same sums; other sums are far off.
+MARGIN = 4
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Threads that wait for each other cost seconds at this size where cores are taken."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if find_spec("torch") is None:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(backend, dtype="float32", only=None):
+    arrays = make_arrays(TINY, dtype)
+    return arrays, import_module(f"xentlib.bench.contestants_{backend}").build(arrays, "cpu", only)
+
+
+def to_float64(x):
+    """Of a tensor or an array of any dtype, bfloat16 included."""
+    x = x.double().numpy() if hasattr(x, "double") else x
+    return np.asarray(x).astype(np.float64)
+
+
+def oracle(arrays):
+    """(loss, d hidden, d weight) in float64 from full logits."""
+    x, w, y = (
+        a.astype(d) for a, d in zip((arrays.hidden_NH, arrays.weight_VH, arrays.labels_N), "ffi")
+    )
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    z = x @ w.T
+    rows = np.arange(len(y))
+    logp = z - z.max(1, keepdims=True)
+    logp -= np.log(np.exp(logp).sum(1, keepdims=True))
+    dz = np.exp(logp)
+    dz[rows, y] -= 1
+    dz /= len(y)
+    return -logp[rows, y].mean(), dz @ w, dz.T @ x
+
+
+def errors(result, exact):
+    """Relative, in the Frobenius norm."""
+    return [
+        np.linalg.norm(to_float64(got) - want) / np.linalg.norm(want)
+        for got, want in zip(result, exact)
+    ]
+
+
+def half_ulp(result):
+    """What rounding the loss to its dtype may lose on its own."""
+    digits = {"bfloat16": 8, "float32": 24}[str(result[0].dtype).removeprefix("torch.")]
+    return 2.0**-digits
+
+
+def allowed(eager, result):
+    loss, *gradients = eager
+    return [MARGIN * max(loss, half_ulp(result)), *(MARGIN * error for error in gradients)]
+
+
+# --- the same computation ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_contestants_compute_the_loss_and_its_gradients(backend, dtype):
+    arrays, field = build(backend, dtype)
+    exact = oracle(arrays)
+    results = {(c.name, c.kind): c.run() for c in field.contestants if c.name != FLOOR}
+    found = {key: errors(result, exact) for key, result in results.items()}
+    assert {(OURS, kind) for kind in KINDS} <= set(found)
+    for (name, kind), error in found.items():
+        bounds = allowed(found[EAGER[backend], kind], results[name, kind])
+        assert len(error) == (3 if kind == "loss + gradient" else 1)
+        for quantity, got, bound in zip(("loss", "d hidden", "d weight"), error, bounds):
+            assert got <= bound, f"{name}, {kind}: {quantity}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mutant", ["labels off by one", "one token left out", "0", "-g", "sum"])
+def test_another_computation_is_noticed(backend, dtype, mutant):
+    arrays, field = build(backend, dtype, only=(EAGER[backend],))
+    (contestant,) = (c for c in field.contestants if c.kind == "loss + gradient")
+    result, exact = contestant.run(), oracle(arrays)
+    eager = errors(result, exact)
+    wrong = {
+        "labels off by one": lambda: oracle(changed(arrays, labels_N=arrays.labels_N + 1)),
+        "one token left out": lambda: oracle(
+            changed(arrays, labels_N=arrays.labels_N[1:], hidden_NH=arrays.hidden_NH[1:])
+        ),
+        "0": lambda: [0 * x for x in exact],
+        "-g": lambda: [-x for x in exact],
+        "sum": lambda: [TINY.num_tokens * x for x in exact],
+    }[mutant]()
+    wrong = [wrong[0], np.resize(wrong[1], exact[1].shape), wrong[2]]
+    distances = zip(errors(wrong, exact), allowed(eager, result))
+    assert all(error > bound for error, bound in list(distances)[1:])
+
+
+def changed(arrays, **fields):
+    new = {**{name: getattr(arrays, name) for name in arrays.__slots__}, **fields}
+    new["labels_N"] = new["labels_N"] % TINY.vocab_size
+    return type(arrays)(**new)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_floor_is_three_products(backend, dtype):
+    arrays, field = build(backend, dtype, only=(FLOOR,))
+    one, three = (c.run for c in field.contestants)
+    n, h, v = TINY.num_tokens, TINY.hidden_size, TINY.vocab_size
+    z, dx, dw = three()
+    shapes = [tuple(x.shape) for x in (z, dx, dw)]
+    assert shapes == [(n, v), (n, h), (v, h)]
+    assert all(str(x.dtype).endswith("float32") for x in (z, dx, dw))
+    x, w = arrays.hidden_NH.astype(np.float64), arrays.weight_VH.astype(np.float64)
+    got_z, got_dx, got_dw = (to_float64(x) for x in (z, dx, dw))
+    pairs = [(got_z, x, w.T)]
+    if dtype == "float32":  # dz is the logits, so that these can be checked as well
+        pairs += [(got_dx, got_z, w), (got_dw, got_z.T, x)]
+    for got, a, b in pairs:
+        # A sum of k float32 products in any order is within k u of its terms' magnitudes.
+        assert (abs(got - a @ b) <= a.shape[1] * 2.0**-24 * (abs(a) @ abs(b))).all()
+    before = got_z
+    (z,) = one()
+    assert (to_float64(z) == before).all()
+
+
+def test_every_head_has_arrays_of_its_dtype():
+    import ml_dtypes
+
+    for dtype in DTYPES:
+        arrays = make_arrays(TINY, dtype)
+        for x in (arrays.hidden_NH, arrays.weight_VH):
+            low = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+            assert (low == x).all() == (dtype == "bfloat16")
+    with pytest.raises(ValueError, match=r"`dtype` must be one of .* got 'int8'"):
+        make_arrays(TINY, "int8")
+
+
+# --- rounds -----------------------------------------------------------------------------------
+
+
+def test_rounds_turn():
+    rounds = [order_of_round("abc", index) for index in range(6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
+    assert sorted(order[0] for order in rounds) == list("aabbcc")
+    assert rounds[1] == rounds[0][::-1]
+
+
+def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
+    now, calls = [0.0], []
+    monkeypatch.setattr("xentlib.bench.measure.time.perf_counter", lambda: now[0])
+
+    def contestant(name, seconds):
+        def run():
+            if seconds is None:
+                raise MemoryError("64 GiB\nand a stack")
+            now[0] += seconds
+            calls.append(name)
+            return (1.0,)
+
+        return Contestant(name, "loss", run)
+
+    speeds = {FLOOR: 1.0, OURS: 1.5, "slow": 1.1 * SLOW, "too big": None}
+    contestants = tuple(contestant(*item) for item in speeds.items())
+    field = Field(contestants, "cpu", lambda: None, lambda result: None, None)
+    rounds = SLOW_ROUNDS + 4
+    rows = {row.contestant: row for row in measure(field, rounds)}
+    assert [len(rows[name].seconds) for name in speeds] == [rounds, rounds, SLOW_ROUNDS, 0]
+    assert rows["too big"].failed == "64 GiB"
+    assert rows[OURS].loss == 1.0
+    run = Run("torch", TINY, "float32", "cpu", 2, rounds, list(rows.values()))
+    run.pair_with_floor()
+    assert rows[OURS].ratio.median == rows[OURS].time.median == 1.5
+    assert rows[FLOOR].ratio.median == 1
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+def test_torch_counts_a_known_allocation():
+    torch = pytest.importorskip("torch")
+    from xentlib.bench.contestants_torch import cpu_peak_bytes
+
+    def run():
+        kept = torch.zeros(3 * MIB, dtype=torch.uint8)
+        for _ in range(4):  # one at a time: three of them are not there together
+            torch.ones(64 * MIB, dtype=torch.uint8)
+        return kept
+
+    run()
+    assert cpu_peak_bytes(run) == 67 * MIB
+    grown = resident_growth(run)
+    if grown is None:
+        pytest.skip("this kernel keeps no peak that can be reset")
+    assert 67 * MIB - COUNTER_SLACK <= grown < 75 * MIB
+
+
+def test_resident_growth_sees_what_no_framework_allocated():
+    def run():
+        return np.ones(48 * MIB, np.uint8)
+
+    run()
+    grown = resident_growth(run)
+    if grown is None:
+        pytest.skip("this kernel keeps no peak that can be reset")
+    assert 48 * MIB - COUNTER_SLACK <= grown < 56 * MIB
+
+
+@pytest.mark.jax
+def test_jax_counts_a_known_allocation():
+    jax = pytest.importorskip("jax")
+    from xentlib.bench.contestants_jax import Program
+
+    def outer(x, y):  # [1024, 1024] float32 to be multiplied, and as much again for the result
+        return jax.numpy.sin(x[:, None] * y) @ jax.numpy.cos(x[:, None] * y)
+
+    x = jax.numpy.ones(1024)
+    program = Program(outer, (x, x))
+    assert 4 * MIB <= program.bytes() <= 12 * MIB
+    assert program.run().shape == (1024, 1024)
+    assert Program(lambda x, y: x + y, (x, x)).bytes() == x.nbytes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_of_a_contestant(backend):
+    _, field = build(backend, only=(OURS, FLOOR))
+    rows = {(row.contestant, row.kind): row for row in probe(field)}
+    assert rows[FLOOR, "loss"].peak_bytes is None
+    both, one = (rows[OURS, kind].peak_bytes for kind in reversed(KINDS))
+    gradients = 4 * (TINY.num_tokens + TINY.vocab_size) * TINY.hidden_size
+    assert both > one > 0
+    assert both >= gradients
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.skipif(not all(map(find_spec, EAGER)), reason="needs both frameworks")
+def test_the_command_writes_what_it_measured(tmp_path, capsys):
+    args = arguments(
+        "--case", "tiny", "--dtype", "fp32", "--rounds", "2", "--out", str(tmp_path), "--no-memory"
+    )
+    assert cli.run(args) == 0
+    assert OURS in capsys.readouterr().out
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert [run["backend"] for run in written["runs"]] == list(EAGER)
+    assert {"cpu", "cores", "python", "torch", "jax", "date"} <= set(written["environment"])
+    for run in written["runs"]:
+        rows = {(row["contestant"], row["kind"]): row for row in run["rows"]}
+        assert all(len(row["seconds"]) == 2 for row in rows.values() if row["failed"] is None)
+        assert all(row["ratio"]["median"] == 1 for key, row in rows.items() if key[0] == FLOOR)
+        assert rows[OURS, "loss"]["loss"] == rows[OURS, "loss + gradient"]["loss"]
+    markdown = (tmp_path / "bench.md").read_text()
+    assert markdown.count("**xentlib**") == 2 * len(KINDS)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "bench.json", "bench.md", "bench.png", "bench.svg"
+    }  # fmt: skip
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
+def test_a_worker_of_its_own_for_memory():
+    answer = ask(Request("memory", "torch", TINY, "float32", "cpu", only=(OURS,)))
+    assert [(row.contestant, row.kind) for row in answer["rows"]] == [(OURS, k) for k in KINDS]
+    assert all(row.peak_bytes for row in answer["rows"])
+
+
+def test_a_worker_that_fails_says_why():
+    with pytest.raises(WorkerError, match=r"ended with status 1:[\s\S]*int8"):
+        ask(Request("time", "torch", TINY, "int8", "cpu"))
+
+
+def test_a_contestant_without_numbers_is_shown_with_its_reason():
+    rows = [Row(FLOOR, k, [1.0]) for k in KINDS] + [
+        Row(OURS, k, [2.0], peak_bytes=MIB) for k in KINDS
+    ]
+    rows.append(Row("huge", "loss", failed="out of memory"))
+    run = Run("torch", TINY, "float32", "cpu", 2, 1, rows)
+    run.pair_with_floor()
+    environment = {"cpu": "c", "cores": "2", "python": "3", "date": "today"}
+    text = cli.as_markdown(Report(environment, [run]))
+    assert "| huge | loss | – |" in text
+    assert "out of memory" in text
+    figure = draw(Report(environment, [run]))
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == [OURS]
+
+
+def test_arguments():
+    args = arguments("--dtype", "bf16", "float32", "--case", "cpu", "tiny")
+    assert (args.dtype, args.case) == (["bfloat16", "float32"], ["cpu", "tiny"])
+    with pytest.raises(SystemExit):
+        arguments("--rounds", "0")
+
+
+def test_the_command_loads_no_framework():
+    probe_code = (
+        "import sys, xentlib.bench.cli\n"
+        "print(*({'torch', 'jax', 'matplotlib', 'optax', 'rich'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-W", "error", "-c", probe_code]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert loaded.split() == []
