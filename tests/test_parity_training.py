@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -36,20 +35,6 @@ pytest.importorskip("tokenizers")
 VOCAB, LENGTH, STEPS = 400, 48, 6
 SIZES = ModelSizes(vocab=VOCAB, length=LENGTH, hidden=32, heads=2, layers=2, mlp=64)
 FAST = AdamW(lr=2e-2, weight_decay=1.0)  # six steps have to show what forty do
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small lose more by waiting for a second thread than they gain."""
-    if importlib.util.find_spec("torch") is None:
-        yield
-        return
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -262,9 +247,11 @@ assert "{other}" not in sys.modules
 
 
 def test_a_run_repeats_bit_for_bit(windows):
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
     first, second = (np.array(small_run("torch", windows).curve.losses) for _ in range(2))
     assert not failures(check("A11", second, first))
+    assert torch.get_num_threads() == threads
 
 
 def test_unknown_backend(windows):

@@ -24,7 +24,8 @@ Shapes: M micro-batches, B sequences, L positions, H hidden width, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,24 @@ def train(
 Record = Callable[[float, int, HeadStep], None]
 
 
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """One thread, for a run whose time does not hang on its neighbours.
+
+    On two idle cores a second thread gains nothing at these sizes (10.5 s against 11.2 s). Beside
+    another busy process OpenMP's threads wait for each other: 91 s to 148 s. The losses have the
+    same bits either way.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _train_torch(
     windows: Sequence[Window], weights: Weights, sizes: ModelSizes, adamw: AdamW, record: Record
 ) -> None:
@@ -185,7 +204,8 @@ def _train_torch(
         eps=adamw.eps,
         weight_decay=adamw.weight_decay,
     )
-    for step, window in enumerate(windows):
+
+    def step_of(step: int, window: Window) -> None:
         optimizer.zero_grad()
         loss, count = torch.zeros(()), torch.zeros((), dtype=torch.int64)
         seen = []
@@ -202,6 +222,10 @@ def _train_torch(
         head_step = _head_step(step, seen, model.head.detach(), window, model.head.grad)
         record(loss.item(), int(count), head_step)
         optimizer.step()
+
+    with _one_torch_thread():
+        for step, window in enumerate(windows):
+            step_of(step, window)
 
 
 def _train_jax(
