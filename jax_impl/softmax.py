@@ -49,7 +49,9 @@ def take_target(z_TV: jax.Array, y_T1: jax.Array) -> tuple[jax.Array, jax.Array,
     return z_y, target_TV, jnp.where(target_TV, -jnp.inf, z_TV)
 
 
-def rest_stats(z_TV: jax.Array, target_TV: jax.Array, *, entropy: bool, smoothing: bool) -> RestStats:
+def rest_stats(
+    z_TV: jax.Array, target_TV: jax.Array, *, entropy: bool, smoothing: bool
+) -> RestStats:
     """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
     m = z_TV.max(axis=1, keepdims=True)
     m = jnp.where(m == -jnp.inf, 0.0, m)  # no other column, or none above -inf: S_r is 0
@@ -91,4 +93,6 @@ def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int) -> TokenStats:
         entropy = log_total - (rest_part + own_part) / total
     if rest.sum_d is not None:
         mean_logp = (rest.sum_d + (vocab_size - 1) * (rest.m - lse) + logprob) / vocab_size
-    return TokenStats(lse, logprob, p_y, p_rest, entropy, mean_logp, (z_y > m_rest).astype(lse.dtype))
+    return TokenStats(
+        lse, logprob, p_y, p_rest, entropy, mean_logp, (z_y > m_rest).astype(lse.dtype)
+    )

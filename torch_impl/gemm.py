@@ -13,12 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["addmm_", "gemm_precision", "mm", "operand", "storage_dtype"]
+__all__ = ["add_rows_", "addmm_", "gemm_precision", "mm", "operand", "storage_dtype"]
 
 LOW = (torch.bfloat16, torch.float16)
 
 
-def storage_dtype(gemm_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def storage_dtype(
+    gemm_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
     """Dtype in which operands of `gemm_dtype` values are handed to this device's GEMM."""
     return gemm_dtype if device.type == "cuda" else compute_dtype
 
@@ -64,3 +66,14 @@ def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         torch.addmm(acc, a, b, out_dtype=acc.dtype, out=acc)
     else:
         acc.addmm_(a, b)
+
+
+def add_rows_(acc: Tensor, index: Tensor, rows: Tensor) -> None:
+    """acc[index[i]] += rows[i], ascending in i: the same bits every time (row A11).
+
+    `index_put_` sorts on CUDA and is atomic on CPU; `index_add_` is the other way round.
+    """
+    if acc.device.type == "cuda":
+        acc.index_put_((index,), rows, accumulate=True)
+    else:
+        acc.index_add_(0, index, rows)

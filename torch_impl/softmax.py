@@ -19,7 +19,9 @@ FLOOR = -1e4
 class Block:
     """Scratch of a block: one [B, V] buffer, and a second for exp on CPU. Reused by every block."""
 
-    def __init__(self, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.diff_BV = torch.empty(rows, vocab_size, dtype=dtype, device=device)
         # The CPU's float32 exp goes to MKL, 30 times slower where the result is subnormal (measured:
         # 751 ms against 24 ms for 65 M entries). The backward of log_softmax, g - exp(z) * sum(g),
@@ -28,14 +30,18 @@ class Block:
         if device.type == "cpu" and dtype == torch.float32:
             self.onehot_BV = torch.zeros(rows, vocab_size)
 
-    def scaled_exp(self, z_BV: Tensor, y_B1: Tensor, scale_B1: Tensor | float, out_BV: Tensor) -> None:
+    def scaled_exp(
+        self, z_BV: Tensor, y_B1: Tensor, scale_B1: Tensor | float, out_BV: Tensor
+    ) -> None:
         """out = scale * exp(z); 0 in the target column, whose logit must be -inf or 0."""
         if self.onehot_BV is None:
             torch.exp(z_BV, out=out_BV)
             out_BV.mul_(scale_B1)
         else:
             g_BV = self.onehot_BV[: z_BV.shape[0]]
-            minus = -scale_B1 if isinstance(scale_B1, Tensor) else z_BV.new_full(y_B1.shape, -scale_B1)
+            minus = (
+                -scale_B1 if isinstance(scale_B1, Tensor) else z_BV.new_full(y_B1.shape, -scale_B1)
+            )
             g_BV.scatter_(1, y_B1, minus)
             torch.ops.aten._log_softmax_backward_data.out(g_BV, z_BV, 1, z_BV.dtype, out=out_BV)
             g_BV.scatter_(1, y_B1, 0.0)
@@ -70,7 +76,9 @@ def take_target(z_BV: Tensor, y_B1: Tensor) -> Tensor:
     return z_y[:, 0]
 
 
-def rest_stats(z_BV: Tensor, y_B1: Tensor, block: Block, *, entropy: bool, smoothing: bool) -> RestStats:
+def rest_stats(
+    z_BV: Tensor, y_B1: Tensor, block: Block, *, entropy: bool, smoothing: bool
+) -> RestStats:
     """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
     m = z_BV.amax(1, keepdim=True)
     m = torch.where(m == -torch.inf, 0.0, m)  # no other column, or none above -inf: S_r is 0

@@ -73,7 +73,9 @@ def _device(name: str, operand: Operand, hidden: Operand) -> None:
 
 def _choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"`{name}` must be one of {_names(choices)}; got {value!r}. Pass one of those.")
+        raise ValueError(
+            f"`{name}` must be one of {_names(choices)}; got {value!r}. Pass one of those."
+        )
 
 
 def _number(name: str, value: object, rule: str, *, ok: bool) -> None:
@@ -109,7 +111,11 @@ def check_plan_arguments(
 def check_budget(max_chunk_bytes: object) -> None:
     if max_chunk_bytes is None:
         return
-    if isinstance(max_chunk_bytes, bool) or not isinstance(max_chunk_bytes, int) or max_chunk_bytes < 1:
+    if (
+        isinstance(max_chunk_bytes, bool)
+        or not isinstance(max_chunk_bytes, int)
+        or max_chunk_bytes < 1
+    ):
         raise ValueError(
             f"`max_chunk_bytes` must be a positive integer, the bytes of one chunk of logits; "
             f"got {max_chunk_bytes!r}. Pass None for the default."
@@ -222,7 +228,13 @@ def check_nll(
             f"tokens without a loss, -100 by convention."
         )
     _scalar("logit_scale", logit_scale, "a finite number or a 0-d array", (), positive=False)
-    _scalar("temperature", temperature, "a positive number or one entry per token", leading, positive=True)
+    _scalar(
+        "temperature",
+        temperature,
+        "a positive number or one entry per token",
+        leading,
+        positive=True,
+    )
     _scalar("denominator", denominator, "a positive number or a 0-d array", (), positive=True)
     if softcap is not None:
         _number("softcap", softcap, "None or a positive number", ok=_positive(softcap))
@@ -239,7 +251,9 @@ def check_nll(
     )
 
 
-def _scalar(name: str, value: Scalar, rule: str, leading: tuple[int, ...], *, positive: bool) -> None:
+def _scalar(
+    name: str, value: Scalar, rule: str, leading: tuple[int, ...], *, positive: bool
+) -> None:
     if value is None and name == "denominator":
         return
     if isinstance(value, Operand):
@@ -249,7 +263,9 @@ def _scalar(name: str, value: Scalar, rule: str, leading: tuple[int, ...], *, po
                 f"{leading or '()'}."
             )
         if value.dtype not in FLOATS + INTEGERS:
-            raise TypeError(f"`{name}` must be {rule}; got dtype {value.dtype}. Cast it to float32.")
+            raise TypeError(
+                f"`{name}` must be {rule}; got dtype {value.dtype}. Cast it to float32."
+            )
         return
     finite = isinstance(value, (int, float)) and math.isfinite(value)
     _number(name, value, rule, ok=finite and (_positive(value) or not positive))
@@ -308,11 +324,15 @@ def check_next_token_labels(
 ) -> None:
     """Validate one call of `next_token_labels`."""
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"`ignore_index` must be an integer; got {ignore_index!r}. Pass -100 by convention.")
+        raise TypeError(
+            f"`ignore_index` must be an integer; got {ignore_index!r}. Pass -100 by convention."
+        )
     if labels.dtype not in INTEGERS:
         raise TypeError(f"`labels` must be integers; got {labels.dtype}. Pass token ids.")
     bits = int(labels.dtype.lstrip("uint"))
-    low, high = (0, 2**bits - 1) if labels.dtype[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    low, high = (
+        (0, 2**bits - 1) if labels.dtype[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    )
     if not low <= ignore_index <= high:
         raise TypeError(
             f"`labels` must have a dtype that can hold `ignore_index` ({ignore_index}); "
@@ -338,7 +358,9 @@ def check_next_token_labels(
             )
     if cu_seqlens is not None:
         if cu_seqlens.dtype not in INTEGERS:
-            raise TypeError(f"`cu_seqlens` must be integers; got {cu_seqlens.dtype}. Pass token offsets.")
+            raise TypeError(
+                f"`cu_seqlens` must be integers; got {cu_seqlens.dtype}. Pass token offsets."
+            )
         if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
             raise ValueError(
                 f"`cu_seqlens` must have shape (documents + 1,); got {cu_seqlens.shape}. Pass the "

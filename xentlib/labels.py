@@ -36,4 +36,6 @@ def next_token_labels(
 
     Numerics: integers only (contract row A0).
     """
-    raise NotImplementedError("call xentlib.torch.next_token_labels or xentlib.jax.next_token_labels")
+    raise NotImplementedError(
+        "call xentlib.torch.next_token_labels or xentlib.jax.next_token_labels"
+    )

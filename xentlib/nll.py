@@ -9,10 +9,11 @@ the steps below in this order, under these numbers:
  3. take the target column out: z_y is read, the column becomes -inf
  4. m_r = max of the rest; S_r = sum of exp(z - m_r) of the rest
  5. per token: m, r, log S, lse, log-probability, from (z_y, m_r, S_r)
- 6. p = exp(z - lse); dz = factor * (p * (1 + 2 z_loss lse) - eps / V); target column written once,
-    from r / S
- 7. chain dz back through temperature, softcap and scale; round it once to the GEMM dtype
- 8. d hidden of the chunk; d weight and d bias added to their accumulators, chunks ascending
+ 6. p = exp(z - lse); dz = factor * (p * (1 + 2 z_loss lse) - eps / V) of the rest, 0 in the target
+    column; dz_y of the target from r / S
+ 7. chain both back through temperature, softcap and scale; round them once to the GEMM dtype
+ 8. d hidden = dz @ W + dz_y W_y of the chunk; dz.T @ X and then the rows dz_y X added to d weight,
+    likewise d bias; chunks ascending
  9. reduce the per-token values; divide by the denominator
 10. (backward) multiply the accumulated gradients by the upstream gradient; round once
 """

@@ -27,8 +27,8 @@ Float64 = NDArray[np.float64]
 
 
 class NLLReference(NamedTuple):
-    """Values and gradients in float64. `bound_*` are in units of u; `loss_magnitude` is the sum of
-    the absolute terms of the loss, the scale of its ULP."""
+    """Values and gradients in float64. `bound_*` are the running error bounds in units of u;
+    `*magnitude*` are sums of the absolute terms, the scale on which a sum is cancelled."""
 
     loss: Float64
     num_tokens: int
@@ -45,6 +45,9 @@ class NLLReference(NamedTuple):
     bound_hidden: Float64
     bound_weight: Float64
     bound_bias: Float64
+    magnitude_hidden: Float64
+    magnitude_weight: Float64
+    magnitude_bias: Float64
 
 
 def _f64(x: Any) -> Float64:
@@ -168,6 +171,7 @@ def nll_reference(
         dz_gemm = round_to(dz / upstream, dz_dtype) * upstream
     total_bz = bz + np.abs(dz)
     d_weight, bound_weight = dz_gemm.T @ x_NH, total_bz.T @ np.abs(x_NH)
+    magnitude_weight = np.abs(dz_gemm).T @ np.abs(x_NH)
     turned = weight_layout == "HV"
     return NLLReference(
         loss=np.asarray(terms.sum()),
@@ -185,4 +189,7 @@ def nll_reference(
         bound_hidden=(total_bz @ np.abs(w_VH)).reshape(hidden.shape),
         bound_weight=bound_weight.T if turned else bound_weight,
         bound_bias=total_bz.sum(axis=0),
+        magnitude_hidden=(np.abs(dz_gemm) @ np.abs(w_VH)).reshape(hidden.shape),
+        magnitude_weight=magnitude_weight.T if turned else magnitude_weight,
+        magnitude_bias=np.abs(dz).sum(axis=0),
     )

@@ -12,7 +12,12 @@ Array = NDArray[np.generic]
 Float64 = NDArray[np.float64]
 
 # Explicit mantissa bits and smallest normal exponent.
-FORMATS = {"float64": (52, -1022), "float32": (23, -126), "bfloat16": (7, -126), "float16": (10, -14)}
+FORMATS = {
+    "float64": (52, -1022),
+    "float32": (23, -126),
+    "bfloat16": (7, -126),
+    "float16": (10, -14),
+}
 
 
 def spacing(x: Array | float, dtype: str = "float32") -> Float64:
@@ -33,7 +38,9 @@ def round_to(x: Array, dtype: str) -> Float64:
     return np.where(np.isfinite(x), np.rint(x / unit) * unit, x)
 
 
-def ulp_distance(got: Array, exact: Array, dtype: str = "float32", magnitude: Array | None = None) -> Float64:
+def ulp_distance(
+    got: Array, exact: Array, dtype: str = "float32", magnitude: Array | None = None
+) -> Float64:
     """|got - exact| in units of the last place of `exact`, or of `magnitude` where given."""
     got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
     with np.errstate(invalid="ignore"):

@@ -1,0 +1,135 @@
+"""Problems of the operator part: NumPy arrays made from data, and the call they stand for.
+
+Shapes: N tokens, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xentlib.reference import NLLReference, nll_reference
+from xentlib.ulp import dtype_named
+
+__all__ = ["Case", "Problem", "build", "logits_problem"]
+
+Array = npt.NDArray[Any]
+ARRAY_ARGUMENTS = ("bias", "where", "token_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a problem is made of. `std` is the logits' standard deviation, never sqrt(H)."""
+
+    id: str
+    tokens: int
+    hidden: int
+    vocab: int
+    std: float = 1.0
+    ignored: float = 0.2
+    confident: float = 0.0  # share of the labels that are their token's largest logit
+    bias: bool = True
+    where: bool = False
+    token_weights: bool = False
+    token_temperature: bool = False
+    layout: str = "VH"
+    dtype: str = "float32"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        extras = [name for name in (*ARRAY_ARGUMENTS, "token_temperature") if getattr(self, name)]
+        extras += [f"{name}={value}" for name, value in self.options.items()]
+        return (
+            f"{self.id}: N={self.tokens} H={self.hidden} V={self.vocab} {self.dtype} "
+            f"std={self.std:g} ignored={self.ignored:.0%} {self.layout} {' '.join(extras)}"
+        ).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Arguments of one `chunked_nll` call as NumPy arrays, and its upstream gradient."""
+
+    hidden: Array
+    weight: Array
+    labels: Array
+    bias: Array | None = None
+    where: Array | None = None
+    token_weights: Array | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    upstream: float = 1.0
+    text: str = ""
+
+    def changed(self, **changes: Any) -> Problem:
+        return replace(self, **changes)
+
+    def reference(self, *, dz_dtype: str = "float64") -> NLLReference:
+        return nll_reference(
+            self.hidden,
+            self.weight,
+            self.labels,
+            bias=self.bias,
+            where=self.where,
+            token_weights=self.token_weights,
+            upstream=self.upstream,
+            dz_dtype=dz_dtype,
+            **self.options,
+        )
+
+    @property
+    def valid(self) -> npt.NDArray[np.bool_]:
+        mask: npt.NDArray[np.bool_] = self.labels != self.options.get("ignore_index", -100)
+        return mask if self.where is None else mask & self.where
+
+
+def build(case: Case, seed: int) -> Problem:
+    """The arrays of a case. The upstream gradient is random and never 1 (ANCHORS: it hides bugs)."""
+    rng = np.random.default_rng([seed, *case.id.encode()])
+    dtype = dtype_named(case.dtype)
+    hidden = rng.standard_normal((case.tokens, case.hidden)).astype(dtype)
+    weight = rng.standard_normal((case.vocab, case.hidden)) * (case.std / np.sqrt(case.hidden))
+    weight = weight.astype(dtype)
+    bias = (rng.standard_normal(case.vocab) * case.std / 2).astype(dtype)
+    labels = rng.integers(0, case.vocab, case.tokens).astype(np.int32)
+    if case.confident:
+        logits = hidden.astype(np.float32) @ weight.astype(np.float32).T
+        logits += bias.astype(np.float32) if case.bias else 0.0
+        top = rng.random(case.tokens) < case.confident
+        labels = np.where(top, logits.argmax(axis=1), labels).astype(np.int32)
+    labels[rng.random(case.tokens) < case.ignored] = -100
+    options: dict[str, Any] = dict(case.options)
+    if case.token_temperature:
+        options["temperature"] = rng.uniform(0.5, 2.0, case.tokens).astype(np.float32)
+    if case.layout == "HV":
+        weight = np.ascontiguousarray(weight.T)
+        options["weight_layout"] = "HV"
+    return Problem(
+        hidden,
+        weight,
+        labels,
+        bias if case.bias else None,
+        rng.random(case.tokens) < 0.8 if case.where else None,
+        rng.standard_normal(case.tokens).astype(np.float32) + 1.5 if case.token_weights else None,
+        options,
+        # A float32, so that both backends and the oracle multiply by the same number.
+        float(np.float32(rng.choice([-1, 1]) * rng.uniform(0.3, 3.0))),
+        case.text,
+    )
+
+
+def logits_problem(logits: Array, labels: Array, text: str) -> Problem:
+    """A call whose logits are given: hidden = I and weight = logits^T, every product exact.
+
+    With `reduction="sum"` and upstream 1, d weight is dz transposed.
+    """
+    eye = np.eye(logits.shape[0], dtype=logits.dtype)
+    return Problem(
+        eye,
+        np.ascontiguousarray(logits.T),
+        labels.astype(np.int32),
+        options={"reduction": "sum"},
+        text=text,
+    )
