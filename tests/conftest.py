@@ -1,0 +1,59 @@
+"""Settings of the gate (SPEC 5), made before a framework is loaded, and the `backend` fixture."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+# Read when a framework starts, so set before any import of one. Four host devices: enough to have
+# arrays that are committed to different ones.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_allow_excess_precision=false",
+        "--xla_force_host_platform_device_count=4",
+    ]
+).strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+HAS_TORCH, HAS_JAX = (importlib.util.find_spec(name) is not None for name in ("torch", "jax"))
+INSTALLED = [name for name, here in (("torch", HAS_TORCH), ("jax", HAS_JAX)) if here]
+
+# optax and the benchmark's peers promote dtypes and ranks as they like: bfloat16 moments meet
+# Python scalars made float32. What these modules run of ours is run strictly elsewhere.
+LENIENT = {"test_bench", "test_parity_training"}
+
+if HAS_TORCH:
+    import torch
+
+    torch.set_flush_denormal(True)
+
+if HAS_JAX:
+    import jax
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def promotion(request):
+    """Strict promotion in JAX, but for the modules in LENIENT."""
+    if not HAS_JAX or request.module.__name__ not in LENIENT:
+        yield
+        return
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(
+    params=[pytest.param(name, id=name, marks=getattr(pytest.mark, name)) for name in INSTALLED]
+)
+def backend(request) -> str:
+    """Each installed framework in turn: "torch", "jax"."""
+    return request.param

@@ -1,0 +1,128 @@
+"""How work is cut: `plan_chunks` is frozen integers that depend on the budget and on V alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xentlib import ChunkPlan, plan_chunks
+from xentlib.plan import pad_rows
+
+sizes = st.fixed_dictionaries(
+    {
+        "num_tokens": st.integers(0, 100_000),
+        "vocab_size": st.integers(1, 300_000),
+        "hidden_size": st.integers(1, 20_000),
+    }
+)
+dtypes = st.sampled_from(["float32", "bfloat16", "float16", "float64"])
+budgets = st.none() | st.integers(1, 1 << 34)
+
+
+def make(size: dict[str, int], **options) -> ChunkPlan:
+    return plan_chunks(size["num_tokens"], size["vocab_size"], size["hidden_size"], **options)
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=sizes, dtype=dtypes, budget=budgets)
+def test_bounds_tile_the_tokens(size, dtype, budget):
+    """A0: [0, N) once, ascending, every chunk but the last one full."""
+    plan = make(size, dtype=dtype, max_chunk_bytes=budget)
+    bounds = list(plan.bounds()) if plan.num_chunks < 20_000 else []
+    if not bounds:
+        assert plan.num_chunks == 0 or plan.num_chunks >= 20_000
+        return
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == size["num_tokens"]
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(bounds))
+    assert {stop - start for start, stop in bounds[:-1]} <= {plan.chunk_tokens}
+    assert 0 < bounds[-1][1] - bounds[-1][0] <= plan.chunk_tokens
+    assert len(bounds) == plan.num_chunks
+    assert plan.padded_tokens == plan.num_chunks * plan.chunk_tokens >= size["num_tokens"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=sizes, dtype=dtypes, budget=budgets)
+def test_the_budget_is_respected(size, dtype, budget):
+    """ANCHORS 3.8, 4.16: [T, V] fits the budget unless T is already the least, 8 rows."""
+    plan = make(size, dtype=dtype, max_chunk_bytes=budget)
+    limit = (128 << 20) if budget is None else budget
+    assert plan.compute_itemsize == (8 if dtype == "float64" else 4)
+    assert plan.chunk_bytes == plan.chunk_tokens * size["vocab_size"] * plan.compute_itemsize
+    assert plan.chunk_bytes <= limit or plan.chunk_tokens == 8
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=sizes, budget=budgets)
+def test_chunks_are_multiples_of_eight(size, budget):
+    """A10: row counts whose GEMM rows keep their bits; whole tiles of 64 from 64 on."""
+    plan = make(size, max_chunk_bytes=budget)
+    assert plan.chunk_tokens % 8 == 0
+    if plan.chunk_tokens > 64 and plan.num_chunks > 1:
+        assert plan.chunk_tokens % 64 == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=sizes, other=st.integers(0, 100_000), budget=budgets)
+def test_the_chunk_does_not_depend_on_the_tokens(size, other, budget):
+    """ANCHORS 3.8 (Unsloth): T comes from the budget and V; N only ends it early."""
+    plan = make(size, max_chunk_bytes=budget)
+    cut = make(size | {"num_tokens": 1 << 40}, max_chunk_bytes=budget).chunk_tokens
+    for tokens in (size["num_tokens"], other):
+        chosen = make(size | {"num_tokens": tokens}, max_chunk_bytes=budget).chunk_tokens
+        assert chosen == min(cut, max(pad_rows(tokens), 8))
+    assert plan.num_chunks <= 1 or plan.chunk_tokens == cut
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=sizes, budget=st.integers(1, 1 << 30))
+def test_a_larger_budget_never_cuts_finer(size, budget):
+    """The chunk grows with the budget and holds one chunk when one fits."""
+    small = make(size, max_chunk_bytes=budget)
+    large = make(size, max_chunk_bytes=2 * budget)
+    assert large.chunk_tokens >= small.chunk_tokens
+    whole = max(pad_rows(size["num_tokens"]), 64) * size["vocab_size"] * 4 + 64 * 4
+    assert make(size, max_chunk_bytes=2 * whole).num_chunks <= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=sizes, budget=budgets, block=st.integers(1, 1 << 28))
+def test_blocks_lie_inside_a_chunk(size, budget, block):
+    """ANCHORS 4.16: elementwise scratch fits its bytes unless it is one row, within a chunk."""
+    plan = make(size, max_chunk_bytes=budget)
+    rows = plan.block_tokens(block)
+    assert 1 <= rows <= plan.chunk_tokens
+    assert rows == 1 or rows * size["vocab_size"] * plan.compute_itemsize <= block
+
+
+def test_a_plan_is_frozen_and_equal_by_value():
+    """SPEC 1: plans are data made once; a backend only loops over them."""
+    plan = plan_chunks(1000, 501, 64, max_chunk_bytes=100_000)
+    assert plan == plan_chunks(1000, 501, 64, max_chunk_bytes=100_000)
+    assert hash(plan) == hash(plan_chunks(1000, 501, 64, max_chunk_bytes=100_000))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.chunk_tokens = 1
+    assert (plan.chunk_tokens, plan.num_chunks, list(plan.bounds())[-1]) == (48, 21, (960, 1000))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((-1, 10, 4), {}, "`num_tokens` must be an integer >= 0; got -1"),
+        ((8, 0, 4), {}, "`vocab_size` must be an integer >= 1; got 0"),
+        ((8, 10, 0), {}, "`hidden_size` must be an integer >= 1; got 0"),
+        ((8.0, 10, 4), {}, "`num_tokens` must be an integer >= 0; got 8.0"),
+        ((8, 10, 4), {"max_chunk_bytes": 0}, "`max_chunk_bytes` must be a positive integer"),
+        ((8, 10, 4), {"max_chunk_bytes": True}, "`max_chunk_bytes` must be a positive integer"),
+        ((8, 10, 4), {"dtype": "int8"}, "`dtype` must be one of 'float16'"),
+        ((8, 10, 4), {"compute_dtype": "bfloat16"}, "`compute_dtype` must be one of 'float32'"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(arguments, options, message):
+    """STYLE 4: the argument, what was expected, what came."""
+    with pytest.raises(ValueError, match=message):
+        plan_chunks(*arguments, **options)
