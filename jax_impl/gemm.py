@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["contract", "free_width", "round_to"]
+__all__ = ["contract", "pad_free", "round_to"]
 
 MANTISSA = {"bfloat16": (8, 7), "float16": (5, 10)}
 
 # XLA's CPU GEMM picks another kernel where the free dimension of a row-major right operand is no
 # multiple of 16, and a row's bits then depend on the number of rows: at H=63 up to 80 % of
-# d hidden changed with the chunk size, at H=64 none (contract row A10).
+# d hidden changed with the chunk size, at H=64 none (contract row A10). That dimension is H in the
+# GEMM of d hidden from a [V, H] head, V in the GEMM of the logits from an [H, V] head.
 CPU_TILE = 16
 
 
@@ -40,8 +41,9 @@ def round_to(x: jax.Array, dtype: str) -> jax.Array:
     return x.astype(dtype)
 
 
-def free_width(hidden_size: int, transposed: bool) -> int:
-    """Width to which H is padded with zeros so that rows do not depend on the chunk."""
-    if transposed or jax.default_backend() != "cpu":
-        return hidden_size
-    return -(-hidden_size // CPU_TILE) * CPU_TILE
+def pad_free(weight: jax.Array) -> jax.Array:
+    """The head with its second dimension filled up with zeros where this backend needs it."""
+    width = weight.shape[1]
+    if jax.default_backend() != "cpu" or width % CPU_TILE == 0:
+        return weight
+    return jnp.pad(weight, ((0, 0), (0, -width % CPU_TILE)))

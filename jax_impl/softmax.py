@@ -82,7 +82,9 @@ def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int) -> TokenStats:
     t = exp(z_y - m)
     total = r + t
     top = z_y == m
-    log_total = jnp.where(top, jnp.log1p(r), jnp.log(total))
+    # S without the 1 of its largest term, which would round a small remainder away (row A3).
+    above_one = jnp.where(top, r, (r - 1.0) + t)
+    log_total = jnp.where(above_one < 1.0, jnp.log1p(above_one), jnp.log(total))
     logprob = jnp.where(top, -log_total, (z_y - m) - log_total)
     lse = m + log_total
     p_y, p_rest = t / total, r / total

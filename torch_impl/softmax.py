@@ -112,7 +112,9 @@ def token_stats(z_y: Tensor, rest: RestStats, vocab_size: int) -> TokenStats:
     t = torch.exp(z_y - m)
     total = r + t
     top = z_y == m
-    log_total = torch.where(top, torch.log1p(r), torch.log(total))
+    # S without the 1 of its largest term, which would round a small remainder away (row A3).
+    above_one = torch.where(top, r, (r - 1.0) + t)
+    log_total = torch.where(above_one < 1.0, torch.log1p(above_one), torch.log(total))
     logprob = torch.where(top, -log_total, (z_y - m) - log_total)
     lse = m + log_total
     p_y, p_rest = t / total, r / total

@@ -1,0 +1,111 @@
+"""The case grid of the operator part, as data; the tests take their cases from here too.
+
+Logit standard deviations 0.3, 1, 3, 6 (never sqrt(H)); odd and prime N and V; V no multiple of any
+tile; 0, 20 and 100 % of the tokens ignored; confident tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xentlib.parity.problem import Case
+
+__all__ = ["AUDIT", "BASE", "CHUNKS", "CHUNK_CASES", "GRID", "FULL_GRID", "low_precision", "logit_sets"]
+
+OPTIONS: dict[str, Any] = {
+    "softcap": 5.0,
+    "label_smoothing": 0.1,
+    "z_loss": 1e-3,
+    "logit_scale": 0.7,
+}
+EXTRAS: dict[str, Any] = {"token_temperature": True, "token_weights": True, "where": True}
+
+# The case that mutants are made of: mean reduction, some tokens ignored, no weights.
+BASE = Case("base", 509, 64, 1009, std=1.0)
+
+GRID = (
+    BASE,
+    Case("flat", 509, 64, 1009, std=0.3),
+    Case("peaked", 509, 64, 1009, std=3.0),
+    Case("sharp", 509, 64, 1009, std=6.0),
+    Case("confident", 512, 64, 2048, std=6.0, confident=0.7),
+    Case("options", 257, 96, 4099, std=1.0, options=OPTIONS, **EXTRAS),
+    Case("options-peaked", 257, 96, 4099, std=3.0, options=OPTIONS, **EXTRAS),
+    Case("sum", 257, 96, 4099, std=1.0, bias=False, options={"reduction": "sum"}),
+    Case("denominator", 257, 96, 4099, std=1.0, options={"denominator": 100003.0}),
+    Case("kernel-layout", 509, 48, 1009, std=1.0, layout="HV"),
+    Case("odd-width", 131, 63, 1001, std=3.0, ignored=0.0),
+    Case("all-ignored", 64, 32, 257, std=1.0, ignored=1.0),
+    Case("one-token", 1, 32, 257, std=1.0, ignored=0.0),
+    Case("one-class", 64, 32, 1, std=1.0, ignored=0.0),
+    Case("large", 1024, 256, 8192, std=1.0),
+)
+FULL_GRID = (
+    *GRID,
+    *(
+        Case(f"{name}-{std:g}", tokens, hidden, vocab, std=std, confident=0.3)
+        for std in (0.3, 1.0, 3.0, 6.0)
+        for name, tokens, hidden, vocab in (
+            ("wide", 256, 1024, 4096),
+            ("vocabulary", 256, 64, 32000),
+            ("tokens", 4096, 64, 2053),
+        )
+    ),
+)
+
+
+def low_precision(grid: tuple[Case, ...]) -> tuple[Case, ...]:
+    """The bf16 cases of a grid: those with enough entries for a share of 99.5 %."""
+    small = ("one-token", "one-class", "all-ignored")
+    return tuple(
+        replace(case, id=f"{case.id}-bf16", dtype="bfloat16") for case in grid if case.id not in small
+    )
+
+
+# Ten problems of 1.2 M entries each, half of them bf16: 11.9 M entries in bits.
+AUDIT = tuple(
+    Case(
+        f"audit-{index}",
+        512,
+        256,
+        4099,
+        std=(0.3, 1.0, 3.0, 6.0)[index % 4],
+        dtype=("float32", "bfloat16")[index // 2 % 2],
+        options=OPTIONS if index % 2 else {},
+        layout="HV" if index % 5 == 4 else "VH",
+        **(EXTRAS if index % 2 else {}),
+    )
+    for index in range(10)
+)
+
+CHUNKS = (8, 24, 64, 200)
+CHUNK_CASES = (
+    Case("chunks", 509, 64, 1009, std=3.0),
+    Case("chunks-odd", 261, 63, 1001, std=1.0),
+    Case("chunks-kernel", 261, 48, 1001, std=1.0, layout="HV", options=OPTIONS),
+    Case("chunks-bf16", 509, 64, 1009, std=3.0, dtype="bfloat16"),
+)
+
+
+def logit_sets(seed: int) -> list[tuple[str, npt.NDArray[np.float32], npt.NDArray[np.int64]]]:
+    """(text, logits [N, V], labels [N]): probabilities of the label from 1e-30 to 1 - 1e-30."""
+    rng = np.random.default_rng([seed, 4])
+    sets = []
+    for vocab in (2, 31, 1000):
+        gap = np.linspace(-70.0, 70.0, 281)
+        logits = rng.standard_normal((gap.size, vocab))
+        labels = rng.integers(0, vocab, gap.size)
+        rows = np.arange(gap.size)
+        logits[rows, labels] = -np.inf
+        logits[rows, labels] = logits.max(axis=1) + gap
+        sets.append((f"label's logit {-70} to {70} above the rest, V={vocab}", logits, labels))
+    for std, offset in ((1.0, 0.0), (6.0, 0.0), (3.0, 1e4), (3.0, -1e6)):
+        logits = rng.standard_normal((256, 4099)) * std + offset
+        sets.append(
+            (f"std={std:g} offset={offset:g} V=4099", logits, rng.integers(0, 4099, 256))
+        )
+    return [(text, logits.astype(np.float32), labels) for text, logits, labels in sets]

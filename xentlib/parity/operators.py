@@ -1,0 +1,415 @@
+"""The operator part of a parity run: every row of the contract over the case grid.
+
+Each backend is held against the float64 oracle and the two against each other, through their public
+functions. One function a group of rows; `run_operators` walks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xentlib.contract import Measurement, check
+from xentlib.parity.backends import GRADIENTS, Outcome, run
+from xentlib.parity.cases import (
+    AUDIT,
+    BASE,
+    CHUNK_CASES,
+    CHUNKS,
+    FULL_GRID,
+    GRID,
+    logit_sets,
+    low_precision,
+)
+from xentlib.parity.mutants import array_mutants, problem_mutants
+from xentlib.parity.problem import Case, Problem, build, logits_problem
+from xentlib.parity.progress import Progress
+from xentlib.parity.result import Histogram
+from xentlib.reference import NLLReference
+from xentlib.ulp import ulp_distance
+
+__all__ = ["run_operators"]
+
+Array = npt.NDArray[Any]
+BOTH = "torch/jax"
+GRADIENT_ROWS = {"d_hidden": "A5", "d_weight": "A6", "d_bias": "A6"}
+# Of row A9: bits alone would let one dropped row of 509 pass; its error would not.
+BF16_METRICS = ("bf16 bit-equal", "error ratio")
+# Distances of ULP in powers of two: from exact to 2^24, where no digit is right.
+EDGES = (0.0, 0.5, *(2.0**k for k in range(25)), np.inf)
+
+
+class Findings:
+    """What has been measured so far."""
+
+    def __init__(self, backends: tuple[str, ...]) -> None:
+        self.backends = backends
+        self.measurements: list[Measurement] = []
+        self._counts: dict[tuple[str, str, str], npt.NDArray[np.int64]] = {}
+
+    def check(self, row: str, got: Any, oracle: Any, bound: Any = None, **details: Any) -> None:
+        self.measurements += check(row, got, oracle, bound, **details)
+
+    def count_ulps(self, row: str, backend: str, quantity: str, got: Any, oracle: Any) -> None:
+        distances = ulp_distance(got, oracle, np.asarray(got).dtype.name)
+        counts = np.histogram(np.minimum(distances, 2.0**24), EDGES)[0]
+        key = (row, backend, quantity)
+        self._counts[key] = self._counts.get(key, np.zeros_like(counts)) + counts
+
+    @property
+    def histograms(self) -> list[Histogram]:
+        return [
+            Histogram(*key, EDGES, tuple(int(n) for n in counts))
+            for key, counts in self._counts.items()
+        ]
+
+
+def run_operators(
+    backends: tuple[str, ...], suite: str, seed: int, progress: Progress
+) -> tuple[list[Measurement], list[Histogram]]:
+    """Measure rows A0 to A12 and A14 for the installed backends.
+
+    Args:
+        backends: "torch", "jax" or both; rows between backends need both.
+        suite: "quick" or "full" (more cases and three seeds).
+        seed: of every array.
+        progress: told about every case.
+    """
+    full = suite == "full"
+    grid = FULL_GRID if full else GRID
+    seeds = range(seed, seed + (3 if full else 1))
+    findings = Findings(backends)
+    stages: list[tuple[str, list[Any], Callable[[Findings, Any], None]]] = [
+        ("fp32 against the oracle", _cases(grid, seeds), _single),
+        ("bf16 against the oracle", _cases(low_precision(grid), seeds), _low),
+        ("log-probabilities of given logits", logit_sets(seed), _logits),
+        ("chunk sizes", _cases(CHUNK_CASES, [seed]), _chunks),
+        ("run to run", _cases((BASE, GRID[5]), [seed]), _repeat),
+        ("micro-batches", _cases((BASE, GRID[4]), seeds), _accumulate),
+        ("mutants", [build(BASE, seed)], _mutants),
+    ]
+    if len(backends) == 2:
+        audit = _cases(AUDIT, range(seed, seed + (5 if full else 1)))
+        stages.insert(2, ("audit mode, bit for bit", audit, _audit))
+    with _gate(backends):
+        for name, items, measure in stages:
+            progress.stage(name, len(items))
+            for item in items:
+                measure(findings, item)
+                progress.advance(getattr(item, "text", ""))
+    return findings.measurements, findings.histograms
+
+
+def _cases(cases: Iterable[Case], seeds: Iterable[int]) -> list[Problem]:
+    return [build(case, seed) for seed in seeds for case in cases]
+
+
+@contextmanager
+def _gate(backends: tuple[str, ...]) -> Iterator[None]:
+    """Denormals to zero in PyTorch, as XLA has them on CPU."""
+    if "torch" not in backends:
+        yield
+        return
+    import torch
+
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def _oracle_gradient(reference: NLLReference, name: str, part: str = "d") -> Array:
+    result: Array = getattr(reference, name.replace("d_", f"{part}_", 1))
+    return result
+
+
+def _label(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _single(findings: Findings, problem: Problem) -> None:
+    """A0, A2, A5, A6 of one fp32 problem, and A9 where both backends run."""
+    reference = problem.reference()
+    outcomes = {backend: run(backend, problem) for backend in findings.backends}
+    for backend, outcome in outcomes.items():
+        details = {"backend": backend, "case": problem.text}
+        _exact(findings, problem, outcome, reference, **details)
+        findings.check("A2", outcome.loss, reference.loss, magnitude=reference.loss_magnitude, **details)
+        for name, got in outcome.gradients().items():
+            row, oracle = GRADIENT_ROWS[name], _oracle_gradient(reference, name)
+            bound = _oracle_gradient(reference, name, "bound")
+            findings.check(row, got, oracle, bound, quantity=_label(name), **details)
+            findings.count_ulps(row, backend, _label(name), got, oracle)
+    if len(outcomes) == 2:
+        for name, got in outcomes["torch"].gradients().items():
+            findings.check(
+                "A9",
+                got,
+                _oracle_gradient(reference, name),
+                other=getattr(outcomes["jax"], name),
+                metrics=("rho / u", "error ratio"),
+                backend=BOTH,
+                case=problem.text,
+                quantity=_label(name),
+            )
+
+
+def _exact(
+    findings: Findings, problem: Problem, outcome: Outcome, reference: NLLReference, **details: Any
+) -> None:
+    """A0: counts, masks, dtypes, invalid rows, the loss of no valid token."""
+    findings.check(
+        "A0",
+        outcome.num_tokens.astype(np.int64),
+        np.asarray(reference.num_tokens, np.int64),
+        quantity="token count",
+        **details,
+    )
+    findings.check("A0", outcome.correct, reference.correct, quantity="correct", **details)
+    rows = outcome.gradients()["d_hidden"][~problem.valid]
+    findings.check("A0", rows, np.zeros_like(rows), quantity="d hidden of invalid rows", **details)
+    per_token = [getattr(outcome, name) for name in ("logprobs", "entropy", "lse")]
+    invalid = np.stack(per_token)[:, ~problem.valid]
+    findings.check(
+        "A0", invalid, np.zeros_like(invalid), quantity="outputs of invalid rows", **details
+    )
+    expected = [np.dtype(np.float32)] * 4 + [problem.hidden.dtype, problem.weight.dtype]
+    got = [outcome.loss, *per_token, outcome.d_hidden, outcome.d_weight]
+    wrong = sum(a.dtype != b for a, b in zip(got, expected, strict=True))
+    findings.check("A0", np.int64(wrong), np.int64(0), quantity="dtypes", **details)
+    if not problem.valid.any():
+        nothing = np.concatenate(
+            [np.ravel(x).astype(np.float64) for x in (outcome.loss, *outcome.gradients().values())]
+        )
+        findings.check(
+            "A0", nothing, np.zeros_like(nothing), quantity="loss and gradients of nothing", **details
+        )
+
+
+def _low(findings: Findings, problem: Problem) -> None:
+    """A7, A8 of one bf16 problem, and A9 in bits where both backends run."""
+    reference = problem.reference(dz_dtype="bfloat16")
+    outcomes = {backend: run(backend, problem) for backend in findings.backends}
+    for backend, outcome in outcomes.items():
+        details = {"backend": backend, "case": problem.text}
+        findings.check("A8", outcome.loss, reference.loss, magnitude=reference.loss_magnitude, **details)
+        for name, got in outcome.gradients().items():
+            magnitude = _oracle_gradient(reference, name, "magnitude")
+            oracle = _oracle_gradient(reference, name)
+            findings.check(
+                "A7", got, oracle, magnitude=magnitude, quantity=_label(name), **details
+            )
+            findings.count_ulps("A7", backend, _label(name), got, oracle)
+    if len(outcomes) == 2:
+        for name, got in outcomes["torch"].gradients().items():
+            findings.check(
+                "A9",
+                got,
+                _oracle_gradient(reference, name),
+                other=getattr(outcomes["jax"], name),
+                metrics=BF16_METRICS,
+                backend=BOTH,
+                case=problem.text,
+                quantity=_label(name),
+            )
+
+
+def _audit(findings: Findings, problem: Problem) -> None:
+    """A1: everything that the two backends return in audit mode, bit for bit."""
+    ours, theirs = (run(backend, problem, audit=True) for backend in ("torch", "jax"))
+    for name in (*Outcome._fields,):
+        got, other = getattr(ours, name), getattr(theirs, name)
+        if got is None:
+            continue
+        if name == "num_tokens":
+            got, other = got.astype(np.int64), other.astype(np.int64)
+        findings.check("A1", got, other, backend=BOTH, case=problem.text, quantity=_label(name))
+
+
+def _logits(findings: Findings, item: tuple[str, Array, Array]) -> None:
+    """A3 and A4: lse, log-probability and target gradient of logits that are given."""
+    text, logits, labels = item
+    problem = logits_problem(logits, labels, text)
+    reference = problem.reference()
+    rows = np.arange(len(labels))
+    peak = np.abs(logits.max(axis=1).astype(np.float64))
+    scale = np.maximum(peak, reference.lse - logits.max(axis=1))
+    oracle = reference.d_weight[labels, rows]
+    for backend in findings.backends:
+        outcome = run(backend, problem)
+        details = {"backend": backend, "case": text}
+        gradient = outcome.gradients()["d_weight"][labels, rows]
+        findings.check("A3", outcome.lse, reference.lse, magnitude=scale, **details)
+        findings.count_ulps("A3", backend, "lse", outcome.lse, reference.lse)
+        findings.check(
+            "A4", outcome.logprobs, reference.logprobs, quantity="log-probability", **details
+        )
+        findings.count_ulps("A4", backend, "log-probability", outcome.logprobs, reference.logprobs)
+        findings.check("A4", gradient, oracle, quantity="target gradient", **details)
+
+
+def _chunks(findings: Findings, problem: Problem) -> None:
+    """A10: per-token outputs and d hidden under chunks of 8 rows and more."""
+    names = ("logprobs", "entropy", "lse", "correct", "d_hidden")
+    for backend in findings.backends:
+        whole = run(backend, problem)
+        for chunk in CHUNKS:
+            outcome = run(backend, problem, chunk_tokens=chunk)
+            for name in names:
+                findings.check(
+                    "A10",
+                    getattr(outcome, name),
+                    getattr(whole, name),
+                    backend=backend,
+                    case=f"{problem.text}, chunks of {chunk}",
+                    quantity=_label(name),
+                )
+
+
+def _repeat(findings: Findings, problem: Problem) -> None:
+    """A11: run to run, and PyTorch on one thread against all."""
+    for backend in findings.backends:
+        first = run(backend, problem, chunk_tokens=128)
+        again = {"run to run": run(backend, problem, chunk_tokens=128)}
+        if backend == "torch":
+            import torch
+
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                again["one thread"] = run(backend, problem, chunk_tokens=128)
+            finally:
+                torch.set_num_threads(threads)
+        for text, outcome in again.items():
+            for name in Outcome._fields:
+                findings.check(
+                    "A11",
+                    getattr(outcome, name),
+                    getattr(first, name),
+                    backend=backend,
+                    case=f"{problem.text}, {text}",
+                    quantity=_label(name),
+                )
+
+
+def _accumulate(findings: Findings, problem: Problem) -> None:
+    """A12: four micro-batches over the window's token count against one batch."""
+    reference = problem.reference()
+    for backend in findings.backends:
+        total = _window(backend, problem)
+        for name, got in total.items():
+            findings.check(
+                "A12",
+                got,
+                _oracle_gradient(reference, name),
+                _oracle_gradient(reference, name, "bound"),
+                backend=backend,
+                case=problem.text,
+                quantity=_label(name),
+            )
+
+
+def _window(backend: str, problem: Problem) -> dict[str, Array]:
+    """Gradients of a window of four micro-batches, summed in fp32 in their order."""
+    tokens = len(problem.labels)
+    edges = [tokens * k // 4 for k in range(5)]
+    options = {**problem.options, "denominator": float(problem.valid.sum())}
+    parts = []
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        here = slice(start, stop)
+        micro = problem.changed(
+            hidden=problem.hidden[here], labels=problem.labels[here], options=options
+        )
+        parts.append(run(backend, micro).gradients())
+    total = {"d_hidden": np.concatenate([part["d_hidden"] for part in parts])}
+    for name in GRADIENTS[1:]:
+        if name in parts[0]:
+            total[name] = sum((part[name] for part in parts[1:]), start=parts[0][name])
+    return total
+
+
+def _mutants(findings: Findings, problem: Problem) -> None:
+    """A14: every check with a right answer and its mutants; counts those it lets pass."""
+    low = build(low_precision((BASE,))[0], 0)
+    reference, low_reference = problem.reference(), low.reference(dz_dtype="bfloat16")
+    for backend in findings.backends:
+        right, low_right = run(backend, problem), run(backend, low)
+        for name in right.gradients():
+            def pick(ref: NLLReference, name: str = name) -> Array:
+                return _oracle_gradient(ref, name)
+
+            got, low_got = getattr(right, name), getattr(low_right, name)
+            oracle, bound = pick(reference), _oracle_gradient(reference, name, "bound")
+            wrong = {**array_mutants(got, oracle), **problem_mutants(problem, pick, got.dtype)}
+            for row in (GRADIENT_ROWS[name], "A12"):
+                _reject(findings, backend, row, name, wrong, lambda g: check(row, g, oracle, bound))
+            for row in ("A1", "A10", "A11"):
+                _reject(findings, backend, row, name, wrong, lambda g: check(row, g, got))
+            _reject(
+                findings, backend, "A9", name, wrong,
+                lambda g: check("A9", g, oracle, other=got, metrics=("rho / u", "error ratio")),
+            )  # fmt: skip
+            magnitude = _oracle_gradient(low_reference, name, "magnitude")
+            low_oracle = pick(low_reference)
+            low_wrong = {
+                **array_mutants(low_got, low_oracle),
+                **problem_mutants(low, pick, low_got.dtype, dz_dtype="bfloat16"),
+            }
+            _reject(
+                findings, backend, "A7", name, low_wrong,
+                lambda g: check("A7", g, low_oracle, magnitude=magnitude),
+            )  # fmt: skip
+            _reject(
+                findings, backend, "A9", f"{name} bf16", low_wrong,
+                lambda g: check("A9", g, low_oracle, other=low_got, metrics=BF16_METRICS),
+            )  # fmt: skip
+        for row, case, outcome, oracle in (
+            ("A2", problem, right, reference),
+            ("A8", low, low_right, low_reference),
+        ):
+            wrong = {
+                **array_mutants(outcome.loss, oracle.loss),
+                **problem_mutants(case, lambda ref: ref.loss, np.float32),
+            }
+            _reject(
+                findings, backend, row, "loss", wrong,
+                lambda g: check(row, g, oracle.loss, magnitude=oracle.loss_magnitude),
+            )  # fmt: skip
+        counts = {"N_total": np.asarray(problem.labels.size), "zero": np.asarray(0)}
+        _reject(
+            findings, backend, "A0", "token count", counts,
+            lambda g: check("A0", g, np.asarray(reference.num_tokens)),
+        )  # fmt: skip
+        for name, row in (("lse", "A3"), ("logprobs", "A4")):
+            got, oracle_N = getattr(right, name), getattr(reference, name)
+            wrong = array_mutants(got, oracle_N)
+            if name == "logprobs":
+                wrong |= problem_mutants(problem, lambda ref: ref.logprobs, got.dtype)
+                wrong.pop("N_total for N_valid")  # a log-probability knows no denominator
+            _reject(
+                findings, backend, row, name, wrong,
+                lambda g: check(row, g, oracle_N, magnitude=np.maximum(np.abs(oracle_N), 1.0)),
+            )  # fmt: skip
+
+
+def _reject(
+    findings: Findings,
+    backend: str,
+    row: str,
+    quantity: str,
+    wrong: dict[str, Array],
+    verdict: Callable[[Array], list[Measurement]],
+) -> None:
+    """One A14 measurement: how many mutants of a quantity pass its row's check."""
+    passed = [name for name, got in wrong.items() if all(m.passed for m in verdict(got))]
+    case = f"{row}, {len(wrong)} mutants" + (f"; passed: {', '.join(passed)}" if passed else "")
+    limit = Measurement(
+        "A14", backend, case, f"{row} {_label(quantity)}", "mutants passed",
+        float(len(passed)), 0.0, not passed, len(wrong),
+    )  # fmt: skip
+    findings.measurements.append(limit)
