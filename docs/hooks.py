@@ -1,0 +1,197 @@
+"""What the documentation takes from the code and from runs, put in while it is built.
+
+A page holds a marker, `<!-- contract -->`, `<!-- parity -->` or `<!-- bench -->`, and gets in its
+place the contract's rows, the committed parity run `docs/data/parity.json`, or the committed
+benchmarks `bench/results/*.md`. So none of them can say what the code does not.
+
+`python docs/hooks.py` prints the contract's table; README.md holds that text, and a test compares.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WHEEL = ROOT / "build" / "wheel"
+PARITY = ROOT / "docs" / "data" / "parity.json"
+BENCH = ROOT / "bench" / "results"
+IMAGES = (".png", ".svg")
+
+log = logging.getLogger("mkdocs.hooks")  # a warning here fails a strict build
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def table(names: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[str, ...] = ()) -> str:
+    rule = ["---:" if name in right else "---" for name in names]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (names, *rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (cells[0], rule, *cells[1:]))
+
+
+def contract_table() -> str:
+    """The rows of `xentlib.contract`: what each covers, what is measured, the bound."""
+    from xentlib.contract import ROWS, Measurement
+    from xentlib.parity.summary import bound_text
+
+    def bounds(row: Any) -> Iterator[str]:
+        for b in row.bounds:
+            m = Measurement(row.id, "", "", "", b.metric, 0.0, b.value, True, 0, b.at_least)
+            yield f"{b.metric} {bound_text(m)}"
+
+    return table(
+        ("row", "input", "what is held", "bound"),
+        [(row.id, row.inputs, row.quantity, "; ".join(bounds(row))) for row in ROWS.values()],
+    )
+
+
+def parity_tables(text: str) -> str:
+    """A run that `xentlib parity` wrote: verdict, rows, training, and what it was run with."""
+    from xentlib.parity.report import from_json
+    from xentlib.parity.summary import (
+        backend_name,
+        bound_text,
+        duration,
+        number,
+        row_statements,
+        summarise,
+        value_text,
+        verdict,
+    )
+
+    result = from_json(text)
+    rows = summarise(result, row_statements())
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        metrics = [(label, value_text(m), bound_text(m)) for label, m in row.worst]
+        for i, metric in enumerate(metrics or [("", "", "")]):
+            first = i == 0
+            lines.append(
+                (
+                    row.id if first else "",
+                    row.statement if first else "",
+                    *metric,
+                    number(row.entries) if first and row.entries else "",
+                    row.status if first else "",
+                )
+            )
+    taken = f"{len(result.measurements):,} measurements in {duration(result.seconds)}"
+    parts = [
+        f"**{verdict(result, rows)}.** {taken}.",
+        table(
+            ("row", "what", "metric", "worst", "bound", "numbers compared", "result"),
+            lines,
+            right=("worst", "bound", "numbers compared"),
+        ),
+    ]
+    if result.curves:
+        curves = [
+            (
+                backend_name(curve.backend),
+                str(len(curve.losses)),
+                f"{sum(curve.tokens):,}",
+                f"{curve.losses[0]:.6f}",
+                f"{curve.losses[-1]:.6f}",
+                duration(curve.seconds),
+            )
+            for curve in result.curves
+        ]
+        names = ("training", "steps", "valid tokens", "first loss", "last loss", "time")
+        parts.append(table(names, curves, right=names[1:]))
+    ran = [(name, f"`{value}`") for name, value in result.environment.items()]
+    parts.append(table(("run with", ""), ran))
+    return "\n\n".join(parts)
+
+
+# --- where they go --------------------------------------------------------------------------------
+
+
+def missing(what: str, way_out: str) -> str:
+    log.warning("%s is missing. %s", what, way_out)
+    return f"*{what} is not there yet.* {way_out}"
+
+
+def parity_part() -> str:
+    name = PARITY.relative_to(ROOT).as_posix()
+    if not PARITY.is_file():
+        return missing(
+            f"`{name}`", f"Run `make parity`, then copy `build/parity/parity.json` to `{name}`."
+        )
+    return parity_tables(PARITY.read_text(encoding="utf-8"))
+
+
+def bench_part() -> str:
+    files = sorted(BENCH.glob("*.md"))
+    if not files:
+        return missing(
+            f"`{BENCH.relative_to(ROOT).as_posix()}/*.md`",
+            "Run `make bench`, then copy `build/bench/bench.md` and its plot there.",
+        )
+    parts = []
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        text = re.sub(r"\]\((?:\./)?([^()\s/]+\.(?:png|svg))\)", r"](bench-results/\1)", text)
+        titled = text.lstrip().startswith("#")
+        # One level down: the page has its own title.
+        text = re.sub(r"(?m)^(#+ )", r"#\1", text) if titled else f"## {file.stem}\n\n{text}"
+        parts.append(text.strip())
+    return "\n\n".join(parts)
+
+
+PARTS = {"contract": contract_table, "parity": parity_part, "bench": bench_part}
+MARKER = re.compile(r"(?m)^<!-- (\w+) -->$")
+
+
+def fill(markdown: str) -> str:
+    """`markdown` with each marker replaced by its part; a marker nobody knows is a warning."""
+
+    def part(found: re.Match[str]) -> str:
+        name = found[1]
+        if name in PARTS:
+            return PARTS[name]()
+        return missing(f"a part named {name!r}", f"The parts are {', '.join(PARTS)}.")
+
+    return MARKER.sub(part, markdown)
+
+
+# --- what mkdocs calls ----------------------------------------------------------------------------
+
+
+def on_config(config: Any) -> Any:
+    """Read the same package as mkdocstrings does: the unpacked wheel."""
+    if not (WHEEL / "xentlib").is_dir():
+        from mkdocs.exceptions import PluginError
+
+        raise PluginError(
+            f"{WHEEL.relative_to(ROOT).as_posix()} must hold the unpacked wheel, which the API "
+            "page is read from; it is not there. Build with `make docs`."
+        )
+    if str(WHEEL) not in sys.path:
+        sys.path.insert(0, str(WHEEL))
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """The benchmark's plots lie outside of docs/."""
+    from mkdocs.structure.files import File
+
+    for image in sorted(BENCH.glob("*")):
+        if image.suffix in IMAGES:
+            files.append(
+                File.generated(config, f"bench-results/{image.name}", abs_src_path=str(image))
+            )
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return fill(markdown)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    print(contract_table())

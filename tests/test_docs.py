@@ -1,0 +1,192 @@
+"""README and docs/ say what is so: their Python runs and prints what they show, the table of the
+contract is the contract, what is put in while they are built comes from data, links lead somewhere.
+"""
+
+import importlib.util
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from xentlib.contract import ROWS
+from xentlib.parity.report import to_json
+from xentlib.parity.result import Measurement, ParityResult, TrainingCurve
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+if not (DOCS / "hooks.py").is_file():
+    pytest.skip("the documentation is not beside the tests", allow_module_level=True)
+
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+FRAMEWORKS = ("torch", "jax")
+SHOWN = re.compile(r"^```python\n(.*?)^```\n(?:\n^```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def load_hooks():
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hooks = load_hooks()
+
+
+def named(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+# --- Python that is shown -------------------------------------------------------------------------
+
+
+def blocks():
+    for page in PAGES:
+        for i, found in enumerate(SHOWN.finditer(page.read_text(encoding="utf-8")), 1):
+            code, shown = found.groups()
+            needs = [name for name in FRAMEWORKS if re.search(rf"\b{name}\b", code)]
+            marks = [getattr(pytest.mark, name) for name in needs]
+            yield pytest.param(code, shown, needs, id=f"{named(page)}-{i}", marks=marks)
+
+
+@pytest.mark.parametrize(("code", "shown", "needs"), list(blocks()))
+def test_python_on_a_page_prints_what_the_page_shows(code, shown, needs, capsys):
+    for name in needs:
+        pytest.importorskip(name)
+    exec(compile(code, "<page>", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == (shown or "")
+
+
+def test_readme_shows_both_backends():
+    code = "".join(c for c, _ in SHOWN.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    for name in FRAMEWORKS:
+        assert f"from xentlib.{name} import" in code
+
+
+# --- the contract ---------------------------------------------------------------------------------
+
+
+def test_readme_holds_the_table_of_the_contract():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert hooks.contract_table() in readme, "paste the output of `python docs/hooks.py`"
+
+
+def test_table_of_the_contract_has_every_row_and_bound():
+    lines = hooks.contract_table().splitlines()[2:]
+    cells = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in lines]
+    assert [row[0] for row in cells] == list(ROWS)
+    for row, bounds in zip(ROWS.values(), (row[3].split("; ") for row in cells)):
+        assert len(bounds) == len(row.bounds)
+        for text, bound in zip(bounds, row.bounds):
+            metric, sign, value, *percent = text.rsplit(" ", 3 if text.endswith("%") else 2)
+            assert metric == bound.metric
+            assert sign == ("≥" if bound.at_least else "≤" if bound.value else "=")
+            assert float(value) == (100 * bound.value if percent else bound.value)
+
+
+def test_rows_that_pages_cite_exist():
+    for page in PAGES:
+        for row in re.findall(r"\bA\d+\b", page.read_text(encoding="utf-8")):
+            assert row in ROWS, f"{named(page)} cites {row}"
+
+
+# --- what is put in while the pages are built -----------------------------------------------------
+
+
+@pytest.fixture
+def warned(caplog):
+    with caplog.at_level(logging.WARNING, logger=hooks.log.name):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def a_run(value=1.5):
+    found = Measurement("A5", "torch", "N=33", "d hidden", "tau", value, 4.0, value <= 4, 2112)
+    curve = TrainingCurve("jax", (9.0, 8.25), (400, 401), 1.5)
+    return ParityResult([found], [], [curve], {"jax": "0.10.2"}, 90.0)
+
+
+def test_every_marker_on_a_page_is_a_part_and_every_part_has_a_page():
+    markers = [
+        m for page in DOCS.glob("*.md") for m in hooks.MARKER.findall(page.read_text("utf-8"))
+    ]
+    assert sorted(markers) == sorted(hooks.PARTS)
+
+
+def test_marker_that_nobody_knows_warns(warned):
+    hooks.fill("<!-- nonsense -->")
+    assert "nonsense" in warned()[0]
+
+
+def test_parity_page_is_the_committed_run(tmp_path, monkeypatch, warned):
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    monkeypatch.setattr(hooks, "PARITY", tmp_path / "parity.json")
+    assert "parity.json` is missing" in warned_by(hooks.parity_part, warned)
+    (tmp_path / "parity.json").write_text(to_json(a_run()), encoding="utf-8")
+    page = hooks.parity_part()
+    row = next(line for line in page.splitlines() if line.startswith("| A5 |"))
+    assert row.endswith("| tau | 1.50 | ≤ 4 | 2,112 | pass |")
+    assert "| JAX | 2 | 801 | 9.000000 | 8.250000 | 1.5 s |" in page
+    assert "0.10.2" in page
+    assert len(warned()) == 1
+    (tmp_path / "parity.json").write_text(to_json(a_run(7.0)), encoding="utf-8")
+    assert "**A5 falls short.**" in hooks.parity_part()
+
+
+def test_parity_page_refuses_another_schema(tmp_path, monkeypatch):
+    monkeypatch.setattr(hooks, "PARITY", tmp_path / "parity.json")
+    (tmp_path / "parity.json").write_text(json.dumps({"schema": "other"}), encoding="utf-8")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="schema"):
+        hooks.parity_part()
+
+
+def test_bench_page_is_the_committed_tables_with_their_plots(tmp_path, monkeypatch, warned):
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    monkeypatch.setattr(hooks, "BENCH", tmp_path / "results")
+    assert "results/*.md` is missing" in warned_by(hooks.bench_part, warned)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "cpu.md").write_text("![time](cpu.png)\n\n| a |\n", encoding="utf-8")
+    assert hooks.bench_part() == "## cpu\n\n![time](bench-results/cpu.png)\n\n| a |"
+    (tmp_path / "results" / "cpu.md").write_text("# Two cores\n", encoding="utf-8")
+    assert hooks.bench_part() == "## Two cores"
+
+
+def warned_by(part, warned):
+    """The page has a note in place of the part, and a strict build a warning to fail on."""
+    assert "not there yet" in part()
+    return warned()[-1]
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def anchors(page):
+    """Of the headings, as mkdocs and forges make them."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    words = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", w).strip().lower()) for w in words}
+
+
+def links():
+    for page in LINKED:
+        text = FENCED.sub("", page.read_text(encoding="utf-8"))
+        for target in re.findall(r"\]\(([^()\s]+)\)", text):
+            if not re.match(r"[a-z]+:", target):
+                yield pytest.param(page, target, id=f"{named(page)}-{target}")
+
+
+@pytest.mark.parametrize(("page", "target"), list(links()))
+def test_link_leads_somewhere(page, target):
+    path, _, anchor = target.partition("#")
+    there = (page.parent / path).resolve() if path else page
+    assert there.exists()
+    assert not path.startswith("/")
+    if DOCS in page.parents:  # the site holds docs/ alone
+        assert DOCS in there.parents
+    if anchor:
+        assert anchor in anchors(there)
