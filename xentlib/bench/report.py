@@ -32,7 +32,7 @@ def mebibytes(count: int | None) -> str:
 
 def columns(run: Run) -> list[str]:
     """Columns with something in them. Memory is "peak" by the allocator or compiler."""
-    names = ["contestant", "computes", "ms", "best ms", "x floor", "quartiles"]
+    names = ["contestant", "computes", "ms", "best ms", "x floor", "quartiles", "loss off by"]
     for name, attribute in (("peak MiB", "peak_bytes"), ("resident MiB", "resident_bytes")):
         if any(getattr(row, attribute) is not None for row in run.rows):
             names.append(name)
@@ -41,7 +41,7 @@ def columns(run: Run) -> list[str]:
     return names
 
 
-def cells(row: Row) -> dict[str, str]:
+def cells(row: Row, run: Run) -> dict[str, str]:
     found = {"contestant": row.contestant, "computes": row.kind}
     if row.failed is not None:
         return found | {"ms": "–", "quartiles": row.failed}
@@ -52,6 +52,10 @@ def cells(row: Row) -> dict[str, str]:
         found["x floor"] = f"{ratio.median:.2f}"
         if row.contestant != FLOOR:
             found["quartiles"] = f"{ratio.low:.2f}–{ratio.high:.2f}"
+    ours = run.row(OURS, row.kind).loss if row.contestant != OURS else None
+    if ours and row.loss is not None:
+        # Speed bought with rounded logits shows here; ours is right to float32 (row A8).
+        found["loss off by"] = f"{abs(row.loss - ours) / abs(ours):.0e}"
     return found | {
         "peak MiB": mebibytes(row.peak_bytes),
         "resident MiB": mebibytes(row.resident_bytes),
@@ -63,7 +67,7 @@ def as_table(run: Run) -> tuple[list[str], list[list[str]]]:
     """Head and body; loss + gradient first, that being what training pays for."""
     names = columns(run)
     rows = sorted(run.rows, key=lambda row: row.kind == "loss")
-    found = [cells(row) for row in rows]
+    found = [cells(row, run) for row in rows]
     return names, [[row.get(name, "") for name in names] for row in found]
 
 
@@ -118,7 +122,8 @@ LEGEND = (
     "median of the ratios to the bare GEMMs of the same round, with its quartiles. Memory: extra "
     "bytes at the peak of one call, results included; peak as the allocator (torch) or the "
     "compiler (JAX) counts, resident as a fresh process grows. The floor's results are float32 "
-    "for both dtypes; its buffers are there before it starts."
+    "for both dtypes; its buffers are there before it starts. Loss off by: relative distance from "
+    "xentlib's loss."
 )
 
 
