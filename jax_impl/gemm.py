@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["contract", "pad_free", "round_to"]
+__all__ = ["contract", "contract_rows", "round_to"]
 
 MANTISSA = {"bfloat16": (8, 7), "float16": (5, 10)}
 
-# XLA's CPU GEMM picks another kernel where the free dimension of a row-major right operand is no
-# multiple of 16, and a row's bits then depend on the number of rows: at H=63 up to 80 % of
-# d hidden changed with the chunk size, at H=64 none (contract row A10). That dimension is H in the
-# GEMM of d hidden from a [V, H] head, V in the GEMM of the logits from an [H, V] head.
-CPU_TILE = 16
+# Below 64 rows XLA's CPU GEMM takes another kernel for a row-major right operand, and a row's bits
+# then depend on the number of rows: up to 80 % of the entries at 8 rows, none from 64 (row A10).
+LEAST_ROWS = 64
 
 
 def contract(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, dtype: str) -> jax.Array:
@@ -32,6 +30,14 @@ def contract(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, dtype: str) -
     )
 
 
+def contract_rows(a_TX: jax.Array, b: jax.Array, axis_b: int, dtype: str) -> jax.Array:
+    """Rows of a times b, each row's bits the same whatever the number of rows."""
+    rows = a_TX.shape[0]
+    if rows < LEAST_ROWS and jax.default_backend() == "cpu":
+        a_TX = jnp.pad(a_TX, ((0, LEAST_ROWS - rows), (0, 0)))
+    return contract(a_TX, b, 1, axis_b, dtype)[:rows]
+
+
 def round_to(x: jax.Array, dtype: str) -> jax.Array:
     """`x` rounded once to `dtype`; a plain cast may be dropped by XLA's excess precision."""
     if dtype in MANTISSA:
@@ -39,11 +45,3 @@ def round_to(x: jax.Array, dtype: str) -> jax.Array:
             x = x.astype(jnp.float32)
         x = lax.reduce_precision(x, *MANTISSA[dtype])
     return x.astype(dtype)
-
-
-def pad_free(weight: jax.Array) -> jax.Array:
-    """The head with its second dimension filled up with zeros where this backend needs it."""
-    width = weight.shape[1]
-    if jax.default_backend() != "cpu" or width % CPU_TILE == 0:
-        return weight
-    return jnp.pad(weight, ((0, 0), (0, -width % CPU_TILE)))

@@ -17,7 +17,7 @@ from jax import lax
 from xentlib import nll as spec
 from xentlib.checks import check_label_range, check_nll
 from xentlib.jax.describe import as_array, concrete_on_cpu, describe, need_x64
-from xentlib.jax.gemm import contract, pad_free, round_to
+from xentlib.jax.gemm import contract, contract_rows, round_to
 from xentlib.jax.softmax import TokenStats, exp, rest_stats, take_target, token_stats
 from xentlib.nll import NLLOutput
 from xentlib.plan import default_chunk_bytes, plan_chunks
@@ -142,7 +142,6 @@ def nll_forward(
     order_M = jnp.argsort(~valid_N, stable=True).astype(jnp.int32)
     order_M = jnp.pad(order_M, (0, padded - num_tokens))
     operand = weight.astype(options.gemm_dtype)
-    padded_operand = pad_free(operand)
     bias_V = None if bias is None else bias.astype(compute)
     any_gradient = need_hidden or need_weight or need_bias
 
@@ -152,8 +151,7 @@ def nll_forward(
         rows_T = lax.dynamic_slice(order_M, (start,), (chunk,))
         x_TH = jnp.where(in_chunk_T[:, None], hidden[rows_T], 0).astype(options.gemm_dtype)
         # 2. Logits
-        right = padded_operand if options.transposed else operand
-        z_TV = contract(x_TH, right, 1, axis_h, compute)[:, :vocab_size]
+        z_TV = contract_rows(x_TH, operand, axis_h, compute)
         temperature_T = None
         if constants.temperature is not None:
             temperature_T = jnp.broadcast_to(constants.temperature, (num_tokens,))[rows_T]
@@ -200,8 +198,7 @@ def nll_forward(
         # and every small term that a GEMM adds after one is rounded at its size (tau of d hidden
         # 4.8 against 1.5, of d weight on real text 9.6 against 1.5).
         if need_hidden:
-            right = operand if options.transposed else padded_operand
-            dx_TH = contract(dz_TV, right, 1, axis_v, compute)[:, :hidden_size]
+            dx_TH = contract_rows(dz_TV, operand, axis_v, compute)
             w_y_TH = jnp.take(operand, y_T, axis=axis_v)
             w_y_TH = (w_y_TH.T if options.transposed else w_y_TH).astype(compute)
             dx_TH = dx_TH + dz_y_T1 * w_y_TH

@@ -22,11 +22,16 @@ def exp(x: jax.Array) -> jax.Array:
 
 
 class RestStats(NamedTuple):
-    """Of the columns other than the target: max, sum of exp(z - max), and what options need."""
+    """Of the columns other than the target, d = z - max: what token_stats needs.
+
+    Entries of exp(d) that are 1 are counted, the others summed: a sum that holds a 1 rounds a small
+    remainder away, and lse near 0 with it (3.7 ULP against 1.7, row A3).
+    """
 
     m: jax.Array
-    s: jax.Array
-    sum_ed: jax.Array | None  # sum of exp(d) * d, d = z - max: entropy
+    ones: jax.Array  # how many exp(d) are 1; 0 where there is no column, or none above -inf
+    s: jax.Array  # sum of the exp(d) below 1
+    sum_ed: jax.Array | None  # sum of exp(d) * d: entropy
     sum_d: jax.Array | None  # sum of d: label smoothing
 
 
@@ -54,12 +59,13 @@ def rest_stats(
 ) -> RestStats:
     """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
     m = z_TV.max(axis=1, keepdims=True)
-    m = jnp.where(m == -jnp.inf, 0.0, m)  # no other column, or none above -inf: S_r is 0
+    m = jnp.where(m == -jnp.inf, 0.0, m)  # no other column, or none above -inf
     d_TV = z_TV - m
     e_TV = exp(d_TV)
     sum_d = jnp.where(target_TV, 0.0, d_TV).sum(axis=1) if smoothing else None
     sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if entropy else None
-    return RestStats(m[:, 0], e_TV.sum(axis=1), sum_ed, sum_d)
+    ones_TV = jnp.floor(e_TV)
+    return RestStats(m[:, 0], ones_TV.sum(axis=1), (e_TV - ones_TV).sum(axis=1), sum_ed, sum_d)
 
 
 def _exp_difference(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -75,22 +81,24 @@ def _exp_difference(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int) -> TokenStats:
     """Step 5, on vectors of one entry per token."""
-    m_rest = jnp.where(rest.s == 0, -jnp.inf, rest.m)
+    m_rest = jnp.where(rest.ones == 0, -jnp.inf, rest.m)
     m = jnp.maximum(z_y, m_rest)
-    scale = jnp.where(rest.s == 0, 0.0, _exp_difference(rest.m, m))
-    r = scale * rest.s
+    scale = jnp.where(rest.ones == 0, 0.0, _exp_difference(rest.m, m))
+    r = scale * (rest.ones + rest.s)
     t = exp(z_y - m)
     total = r + t
     top = z_y == m
     # S without the 1 of its largest term, which would round a small remainder away (row A3).
-    above_one = jnp.where(top, r, (r - 1.0) + t)
+    above_one = jnp.where(top, r, (rest.ones - 1.0) + rest.s + t)
     log_total = jnp.where(above_one < 1.0, jnp.log1p(above_one), jnp.log(total))
     logprob = jnp.where(top, -log_total, (z_y - m) - log_total)
     lse = m + log_total
     p_y, p_rest = t / total, r / total
     entropy, mean_logp = jnp.zeros_like(lse), None
     if rest.sum_ed is not None:
-        rest_part = scale * (rest.sum_ed + jnp.where(rest.s == 0, 0.0, rest.m - m) * rest.s)
+        rest_part = scale * (
+            rest.sum_ed + jnp.where(rest.ones == 0, 0.0, rest.m - m) * (rest.ones + rest.s)
+        )
         own_part = jnp.where(t == 0, 0.0, t * (z_y - m))
         entropy = log_total - (rest_part + own_part) / total
     if rest.sum_d is not None:

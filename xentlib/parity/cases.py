@@ -14,7 +14,16 @@ import numpy.typing as npt
 
 from xentlib.parity.problem import Case
 
-__all__ = ["AUDIT", "BASE", "CHUNKS", "CHUNK_CASES", "GRID", "FULL_GRID", "low_precision", "logit_sets"]
+__all__ = [
+    "AUDIT",
+    "BASE",
+    "CHUNKS",
+    "CHUNK_CASES",
+    "GRID",
+    "FULL_GRID",
+    "low_precision",
+    "logit_sets",
+]
 
 OPTIONS: dict[str, Any] = {
     "softcap": 5.0,
@@ -62,7 +71,9 @@ def low_precision(grid: tuple[Case, ...]) -> tuple[Case, ...]:
     """The bf16 cases of a grid: those with enough entries for a share of 99.5 %."""
     small = ("one-token", "one-class", "all-ignored")
     return tuple(
-        replace(case, id=f"{case.id}-bf16", dtype="bfloat16") for case in grid if case.id not in small
+        replace(case, id=f"{case.id}-bf16", dtype="bfloat16")
+        for case in grid
+        if case.id not in small
     )
 
 
@@ -105,7 +116,5 @@ def logit_sets(seed: int) -> list[tuple[str, npt.NDArray[np.float32], npt.NDArra
         sets.append((f"label's logit {-70} to {70} above the rest, V={vocab}", logits, labels))
     for std, offset in ((1.0, 0.0), (6.0, 0.0), (3.0, 1e4), (3.0, -1e6)):
         logits = rng.standard_normal((256, 4099)) * std + offset
-        sets.append(
-            (f"std={std:g} offset={offset:g} V=4099", logits, rng.integers(0, 4099, 256))
-        )
+        sets.append((f"std={std:g} offset={offset:g} V=4099", logits, rng.integers(0, 4099, 256)))
     return [(text, logits.astype(np.float32), labels) for text, logits, labels in sets]
