@@ -347,11 +347,15 @@ def _nll_fwd(
     output, gradients, valid_N = nll_forward(options, needs, *values)
     # A residual must be an array: an empty one carries each input's dtype to the backward.
     dtypes = tuple(None if p is None else jnp.zeros((0,), p.value.dtype) for p in primals)
+    # One tree whatever is perturbed: JAX keeps the tree of the last trace of this function beside a
+    # cached earlier one, and fails in `foreach` where their numbers of leaves differ.
+    gradients = Gradients(*(jnp.zeros((0,)) if g is None else g for g in gradients))
     return output, (gradients, valid_N, dtypes)
 
 
 def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput) -> tuple[Any, ...]:
     gradients, valid_N, dtypes = residuals
+    gradients = Gradients(*(None if g.shape == (0,) else g for g in gradients))
     upstream = cotangent.loss
     if isinstance(upstream, jax.custom_derivatives.SymbolicZero):
         return (None, None, None, None, None)
