@@ -36,9 +36,10 @@ def concrete_on_cpu(*arrays: Any) -> bool:
     for x in arrays:
         if isinstance(x, jax.core.Tracer):
             return False
-        if isinstance(x, jax.Array):
-            if not x.is_fully_addressable or any(d.platform != "cpu" for d in x.devices()):
-                return False
+        if isinstance(x, jax.Array) and not (
+            x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices())
+        ):
+            return False
     return True
 
 

@@ -1,6 +1,6 @@
 """Chunked negative log-likelihood in JAX: the steps of `xentlib.nll`, under their numbers.
 
-Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to whole chunks.
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
 """
 
 from __future__ import annotations
@@ -191,7 +191,9 @@ def nll_forward(
         dz_y_T = jnp.where(in_chunk_T, dz_y_T, 0.0)
         y_T = y_T1[:, 0]
         if need_bias:
-            carry = carry._replace(bias=(carry.bias + dz_TV.sum(axis=0)).at[y_T].add(dz_y_T))
+            # As a product: XLA's column sum depends on the number of cores (row A11).
+            total_V = contract(dz_TV, jnp.ones((chunk, 1), compute), 0, 0, compute)[:, 0]
+            carry = carry._replace(bias=(carry.bias + total_V).at[y_T].add(dz_y_T))
         dz_TV = round_to(dz_TV, options.gemm_dtype)
         dz_y_T1 = round_to(dz_y_T, options.gemm_dtype).astype(compute)[:, None]
         # 8. Gradient GEMMs of the rest, then the target's terms: they are most of both gradients,
@@ -334,8 +336,8 @@ def _nll_fwd(
     for name, primal in constants._asdict().items():
         if primal is not None and primal.perturbed:
             raise ValueError(
-                f"`{name}` must be a constant; got an array that is differentiated, whose gradient is "
-                f"not computed. Pass `jax.lax.stop_gradient({name})`."
+                f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
+                f"is not computed. Pass `jax.lax.stop_gradient({name})`."
             )
     primals = (hidden, weight, bias)
     needs = tuple(p is not None and p.perturbed for p in primals)
@@ -429,7 +431,8 @@ def chunked_nll(
         problem.gemm_dtype,
         problem.compute_dtype,
         problem.output_dtype,
-        max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
+        # Half of torch's: XLA holds the logits of a chunk and their dz at once.
+        max_chunk_bytes or default_chunk_bytes(jax.default_backend()) // 2,
         weight_layout == "HV",
     )
     result = _nll_jit(

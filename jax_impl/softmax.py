@@ -64,8 +64,10 @@ def rest_stats(
     e_TV = exp(d_TV)
     sum_d = jnp.where(target_TV, 0.0, d_TV).sum(axis=1) if smoothing else None
     sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if entropy else None
-    ones_TV = jnp.floor(e_TV)
-    return RestStats(m[:, 0], ones_TV.sum(axis=1), (e_TV - ones_TV).sum(axis=1), sum_ed, sum_d)
+    # Two sums one after the other, so that the fractions can take the place of e.
+    everything, e_TV = lax.optimization_barrier((e_TV.sum(axis=1), e_TV))
+    s = (e_TV - jnp.floor(e_TV)).sum(axis=1)
+    return RestStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d)
 
 
 def _exp_difference(a: jax.Array, b: jax.Array) -> jax.Array:

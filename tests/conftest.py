@@ -30,6 +30,8 @@ if HAS_TORCH:
     import torch
 
     torch.set_flush_denormal(True)
+    # Small operators on two threads run ten times slower beside a busy process.
+    torch.set_num_threads(1)
 
 if HAS_JAX:
     import jax
@@ -52,7 +54,8 @@ def promotion(request):
 
 
 @pytest.fixture(
-    params=[pytest.param(name, id=name, marks=getattr(pytest.mark, name)) for name in INSTALLED]
+    scope="session",
+    params=[pytest.param(name, id=name, marks=getattr(pytest.mark, name)) for name in INSTALLED],
 )
 def backend(request) -> str:
     """Each installed framework in turn: "torch", "jax"."""

@@ -116,13 +116,7 @@ def test_compiled_is_eager_to_the_bit(compiler):
     "dynamic",
     [
         None,  # the sizes that change become symbols: two graphs
-        pytest.param(
-            True,  # options too: SymFloat
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="checks._scalar: Dynamo cannot trace math.isfinite of a SymFloat",
-            ),
-        ),
+        True,  # options too: SymFloat
     ],
     ids=["automatic", "dynamic"],
 )

@@ -39,6 +39,6 @@ def not_differentiable(**constants: Any) -> None:
     for name, value in constants.items():
         if isinstance(value, Tensor) and value.requires_grad:
             raise ValueError(
-                f"`{name}` must be a constant; got a tensor that requires grad, whose gradient is not "
-                f"computed. Pass `{name}.detach()`."
+                f"`{name}` must be a constant; got a tensor that requires grad, whose gradient is "
+                f"not computed. Pass `{name}.detach()`."
             )

@@ -14,17 +14,18 @@ from torch import Tensor
 from xentlib import nll as spec
 from xentlib.checks import check_label_range, check_nll
 from xentlib.nll import NLLOutput
-from xentlib.plan import default_chunk_bytes, pad_rows, plan_chunks
+from xentlib.plan import (
+    CPU_BLOCK_BYTES,
+    GPU_BLOCK_BYTES,
+    default_chunk_bytes,
+    pad_rows,
+    plan_chunks,
+)
 from xentlib.torch.describe import as_tensor, describe, dtype_name, not_differentiable
 from xentlib.torch.gemm import add_rows_, addmm_, gemm_precision, mm, operand, storage_dtype
 from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
-
-# Elementwise passes of steps 2 to 7 go over a block of this many bytes while it is in cache: 4 MiB
-# stays in the L3 of a CPU at few calls a chunk, 64 MiB keeps a GPU's launches few.
-BLOCK_BYTES = {"cpu": 4 << 20}
-GPU_BLOCK_BYTES = 64 << 20
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.
@@ -119,7 +120,7 @@ def nll_forward(
         compute_dtype=dtype_name(compute_dtype),
         max_chunk_bytes=chunk_bytes,
     )
-    block_rows = plan.block_tokens(BLOCK_BYTES.get(device.type, GPU_BLOCK_BYTES))
+    block_rows = plan.block_tokens(CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES)
     store = storage_dtype(gemm_dtype, compute_dtype, device)
     any_gradient = need_hidden or need_weight or need_bias
     d_hidden = torch.zeros(num_tokens if need_hidden else 0, hidden_size, **like)
@@ -245,7 +246,7 @@ def shape_logits_(
     temperature_B: Tensor | None,
     jacobian: bool,
 ) -> Tensor | None:
-    """Bias, scale, softcap and temperature in place (step 2); the softcap's derivative if wanted."""
+    """Bias, scale, softcap, temperature in place (step 2); the softcap's derivative if wanted."""
     if bias_V is not None:
         z_BV.add_(bias_V)
     if logit_scale is not None:
@@ -349,9 +350,9 @@ def nll_op(
     """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
     with torch.autocast(hidden.device.type, enabled=False):
         output, gradients, valid_N = nll_forward(
-            hidden, weight, labels, bias, where, token_weights, logit_scale, temperature, denominator,
-            ignore_index, softcap, label_smoothing, z_loss, mean, entropy, gemm_dtype, compute_dtype,
-            output_dtype, chunk_bytes, transposed, needs,
+            hidden, weight, labels, bias, where, token_weights, logit_scale, temperature,
+            denominator, ignore_index, softcap, label_smoothing, z_loss, mean, entropy,
+            gemm_dtype, compute_dtype, output_dtype, chunk_bytes, transposed, needs,
         )  # fmt: skip
     return (*output, *gradients, valid_N)  # type: ignore[return-value]
 
@@ -399,8 +400,9 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
-            "`chunked_nll` must be differentiated once; got a backward with create_graph=True, whose "
-            "second derivatives it does not compute. Use full logits and F.cross_entropy for those."
+            "`chunked_nll` must be differentiated once; got a backward with create_graph=True, "
+            "whose second derivatives it does not compute. Use full logits and F.cross_entropy "
+            "for those."
         )
     if gradient is None:
         return (None,) * 21

@@ -23,8 +23,8 @@ class Block:
         self, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.diff_BV = torch.empty(rows, vocab_size, dtype=dtype, device=device)
-        # The CPU's float32 exp goes to MKL, 30 times slower where the result is subnormal (measured:
-        # 751 ms against 24 ms for 65 M entries). The backward of log_softmax, g - exp(z) * sum(g),
+        # The CPU's float32 exp goes to MKL, 30 times slower where the result is subnormal (751
+        # ms against 24 ms for 65 M entries). The backward of log_softmax, g - exp(z) * sum(g),
         # has a vectorised exp (0.98 ULP at worst) that is 3 times faster still, and multiplies.
         self.onehot_BV: Tensor | None = None
         if device.type == "cpu" and dtype == torch.float32:

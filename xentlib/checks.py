@@ -14,6 +14,7 @@ from typing import NamedTuple
 __all__ = ["NLLProblem", "Operand", "check_label_range", "check_next_token_labels", "check_nll"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+# uint64 has ids that no signed index can hold.
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")
 REDUCTIONS = ("mean", "sum")
@@ -152,14 +153,15 @@ def check_weight(weight: Operand, hidden: Operand, layout: str) -> int:
 def _check_tokens(hidden: Operand, labels: Operand) -> tuple[int, ...]:
     if len(hidden.shape) < 1 or hidden.shape[-1] < 1:
         raise ValueError(
-            f"`hidden` must have shape (..., hidden_size) with hidden_size >= 1; got {hidden.shape}. "
-            f"Pass the states that go into the head."
+            f"`hidden` must have shape (..., hidden_size) with hidden_size >= 1; got "
+            f"{hidden.shape}. Pass the states that go into the head."
         )
     _floating("hidden", hidden)
     leading = hidden.shape[:-1]
     if labels.dtype not in INTEGERS:
         raise TypeError(
-            f"`labels` must be integers; got {labels.dtype}. Pass class indices, not one-hot rows or masks."
+            f"`labels` must be integers; got {labels.dtype}. Pass class indices, not "
+            f"one-hot rows or masks."
         )
     _per_token("labels", labels, leading)
     return leading
@@ -213,8 +215,8 @@ def check_nll(
     if where is not None:
         if where.dtype != "bool":
             raise TypeError(
-                f"`where` must be boolean; got {where.dtype}. Compare it with 0, or pass weights as "
-                f"`token_weights`."
+                f"`where` must be boolean; got {where.dtype}. Compare it with 0, or pass weights "
+                f"as `token_weights`."
             )
         _per_token("where", where, leading)
         _device("where", where, hidden)
@@ -267,7 +269,8 @@ def _scalar(
                 f"`{name}` must be {rule}; got dtype {value.dtype}. Cast it to float32."
             )
         return
-    finite = isinstance(value, (int, float)) and math.isfinite(value)
+    # No math.isfinite: the compiler traces numbers that it keeps symbolic through this.
+    finite = isinstance(value, (int, float)) and -math.inf < value < math.inf
     _number(name, value, rule, ok=finite and (_positive(value) or not positive))
 
 
@@ -349,7 +352,8 @@ def check_next_token_labels(
     if segment_ids is not None:
         if segment_ids.dtype not in INTEGERS:
             raise TypeError(
-                f"`segment_ids` must be integers; got {segment_ids.dtype}. Number the packed documents."
+                f"`segment_ids` must be integers; got {segment_ids.dtype}. Number the packed "
+                f"documents."
             )
         if segment_ids.shape != labels.shape:
             raise ValueError(
@@ -368,6 +372,6 @@ def check_next_token_labels(
             )
         if math.prod(labels.shape[:-1]) != 1:
             raise ValueError(
-                f"`labels` must be one packed row, (tokens,) or (1, tokens), with `cu_seqlens`; got "
-                f"{labels.shape}. Pass `segment_ids` for a batch of rows."
+                f"`labels` must be one packed row, (tokens,) or (1, tokens), with `cu_seqlens`; "
+                f"got {labels.shape}. Pass `segment_ids` for a batch of rows."
             )

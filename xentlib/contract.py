@@ -1,7 +1,7 @@
 """The accuracy contract: what is measured, how, and the bound, as data.
 
-u = 2^-24. o = the float64 oracle of `reference.py`. Tests, the parity run and the documentation cite
-row ids, never a bare tolerance.
+u = 2^-24. o = the float64 oracle of `reference.py`. Tests, the parity run and the documentation
+cite row ids, never a bare tolerance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from xentlib.ulp import bits_unequal, round_to, spacing, ulp_distance
 
-__all__ = ["ROWS", "U", "Bound", "Measurement", "Row", "check", "failures"]
+__all__ = ["ROWS", "Bound", "Measurement", "Row", "U", "check", "failures"]
 
 U = 2.0**-24
 
@@ -130,7 +130,8 @@ def rho(got: Any, oracle: Any) -> float:
     """||g - o||_F / ||o||_F in units of u."""
     oracle = np.asarray(oracle, np.float64)
     gap = float(np.linalg.norm((np.asarray(got, np.float64) - oracle).ravel()))
-    return 0.0 if gap == 0 else float(np.divide(gap, np.linalg.norm(oracle.ravel()) * U))
+    with np.errstate(divide="ignore"):
+        return 0.0 if gap == 0 else float(np.divide(gap, np.linalg.norm(oracle.ravel()) * U))
 
 
 def relative(got: Any, oracle: Any) -> float:
@@ -195,7 +196,9 @@ def check(
         other: the other implementation's result (A9).
         magnitude: scale of an ULP (A2, A3, A8) or sum of absolute terms (A7).
         metrics: the row's metrics that apply to this quantity; None for all.
-        backend, case, quantity: carried into the report.
+        backend: carried into the report.
+        case: carried into the report.
+        quantity: carried into the report; None for the row's own.
     """
     got = np.asarray(got)
     measurements = []
@@ -224,17 +227,17 @@ def check(
             raise ValueError(f"`row` {row} has a metric without a measure; got {limit.metric!r}.")
         measurements.append(
             Measurement(
-                row,
-                backend,
-                case,
-                quantity or ROWS[row].quantity,
-                limit.metric,
-                value,
-                limit.value,
-                limit.holds(value),
-                got.size,
-                limit.at_least,
-            )  # fmt: skip
+                row=row,
+                backend=backend,
+                case=case,
+                quantity=quantity or ROWS[row].quantity,
+                metric=limit.metric,
+                value=value,
+                bound=limit.value,
+                passed=limit.holds(value),
+                entries=got.size,
+                at_least=limit.at_least,
+            )
         )
     return measurements
 

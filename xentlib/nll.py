@@ -93,7 +93,7 @@ def chunked_nll(
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
             differ from that of `hidden`.
-        labels: [...] integers of any width.
+        labels: [...] integers of any dtype but uint64.
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
         token_weights: [...] floating point or None; may be negative (advantages).
@@ -112,7 +112,8 @@ def chunked_nll(
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
             everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
         max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
-        weight_layout: "VH" or "HV"; neither is copied or transposed.
+        weight_layout: "VH" or "HV"; neither is transposed. Copied only where operands must be cast
+            (a 16-bit head on CPU in torch, mixed dtypes, the audit mode).
 
     Returns:
         NLLOutput, float32 (float64 for float64 inputs), never below.
@@ -123,7 +124,7 @@ def chunked_nll(
             token's outputs, and what sums over them, are NaN).
         TypeError: a dtype that cannot be used.
         NotImplementedError: `vocab_parallel`.
-        RuntimeError: the gradient of the gradient.
+        RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
 
     Numerics: logits accumulate in float32 and are never rounded below it; p = exp(z - lse) from the
     rounded lse; the log-probability of a confident token comes from log1p of the sum without its

@@ -7,7 +7,7 @@ The running error bound, in units of u = 2^-24, is
 
     A    = |X||W|^T + |bias|, carried through scale, softcap and temperature
     Bz   = f * [p (A + E_p[A] + |z - lse| + |lse| + 2) + 2 |p - y|]
-    B_dX = (Bz + |dz|) |W|        B_dW = (Bz + |dz|)^T |X|        B_db = sum over tokens of Bz + |dz|
+    B_dX = (Bz + |dz|) |W|     B_dW = (Bz + |dz|)^T |X|     B_db = sum over tokens of Bz + |dz|
 
 f the token's factor. It follows each rounding once; it grows with the data, not with luck.
 """

@@ -55,7 +55,8 @@ def bits_unequal(a: Array, b: Array) -> int:
     a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(
-            f"`a` and `b` must have one shape and dtype; got {a.shape} {a.dtype} and {b.shape} {b.dtype}."
+            f"`a` and `b` must have one shape and dtype; got {a.shape} {a.dtype} and {b.shape} "
+            f"{b.dtype}. Cast or reshape one of them."
         )
     kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize]
     return int(np.count_nonzero(a.reshape(-1).view(kind) != b.reshape(-1).view(kind)))

@@ -19,10 +19,10 @@ __all__ = [
     "BASE",
     "CHUNKS",
     "CHUNK_CASES",
-    "GRID",
     "FULL_GRID",
-    "low_precision",
+    "GRID",
     "logit_sets",
+    "low_precision",
 ]
 
 OPTIONS: dict[str, Any] = {
@@ -77,15 +77,16 @@ def low_precision(grid: tuple[Case, ...]) -> tuple[Case, ...]:
     )
 
 
-# Ten problems of 1.2 M entries each, half of them bf16: 11.9 M entries in bits.
+# 10.7 M entries. Most of them bf16: two float64 results on either side of a rounding boundary of
+# float32 are rare (4 of 57 M, all in sums of d weight that cancel), of bf16 65,536 times rarer.
 AUDIT = tuple(
     Case(
         f"audit-{index}",
         512,
         256,
-        4099,
+        2053 if index % 5 == 0 else 4099,
         std=(0.3, 1.0, 3.0, 6.0)[index % 4],
-        dtype=("float32", "bfloat16")[index // 2 % 2],
+        dtype="float32" if index % 5 == 0 else "bfloat16",
         options=OPTIONS if index % 2 else {},
         layout="HV" if index % 5 == 4 else "VH",
         **(EXTRAS if index % 2 else {}),

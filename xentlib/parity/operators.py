@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.contract import Measurement, check
+from xentlib.contract import Measurement, check, failures
 from xentlib.parity.backends import GRADIENTS, Outcome, run
 from xentlib.parity.cases import (
     AUDIT,
@@ -329,7 +330,7 @@ def _window(backend: str, problem: Problem) -> dict[str, Array]:
     edges = [tokens * k // 4 for k in range(5)]
     options = {**problem.options, "denominator": float(problem.valid.sum())}
     parts = []
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         here = slice(start, stop)
         micro = problem.changed(
             hidden=problem.hidden[here], labels=problem.labels[here], options=options
@@ -357,54 +358,42 @@ def _mutants(findings: Findings, problem: Problem) -> None:
             oracle, bound = pick(reference), _oracle_gradient(reference, name, "bound")
             wrong = {**array_mutants(got, oracle), **problem_mutants(problem, pick, got.dtype)}
             for row in (GRADIENT_ROWS[name], "A12"):
-                _reject(findings, backend, row, name, wrong, lambda g: check(row, g, oracle, bound))
+                _reject(findings, backend, row, name, wrong, oracle, bound=bound)
             for row in ("A1", "A10", "A11"):
-                _reject(findings, backend, row, name, wrong, lambda g: check(row, g, got))
-            _reject(
-                findings, backend, "A9", name, wrong,
-                lambda g: check("A9", g, oracle, other=got, metrics=("rho / u", "error ratio")),
-            )  # fmt: skip
+                _reject(findings, backend, row, name, wrong, got)
+            fp32 = {"other": got, "metrics": ("rho / u", "error ratio")}
+            _reject(findings, backend, "A9", name, wrong, oracle, **fp32)
             magnitude = _oracle_gradient(low_reference, name, "magnitude")
             low_oracle = pick(low_reference)
             low_wrong = {
                 **array_mutants(low_got, low_oracle),
                 **problem_mutants(low, pick, low_got.dtype, dz_dtype="bfloat16"),
             }
-            _reject(
-                findings, backend, "A7", name, low_wrong,
-                lambda g: check("A7", g, low_oracle, magnitude=magnitude),
-            )  # fmt: skip
-            _reject(
-                findings, backend, "A9", f"{name} bf16", low_wrong,
-                lambda g: check("A9", g, low_oracle, other=low_got, metrics=BF16_METRICS),
-            )  # fmt: skip
-        for row, case, outcome, oracle in (
+            _reject(findings, backend, "A7", name, low_wrong, low_oracle, magnitude=magnitude)
+            bf16 = {"other": low_got, "metrics": BF16_METRICS}
+            _reject(findings, backend, "A9", f"{name} bf16", low_wrong, low_oracle, **bf16)
+        for row, case, outcome, truth in (
             ("A2", problem, right, reference),
             ("A8", low, low_right, low_reference),
         ):
             wrong = {
-                **array_mutants(outcome.loss, oracle.loss),
+                **array_mutants(outcome.loss, truth.loss),
                 **problem_mutants(case, lambda ref: ref.loss, np.float32),
             }
-            _reject(
-                findings, backend, row, "loss", wrong,
-                lambda g: check(row, g, oracle.loss, magnitude=oracle.loss_magnitude),
-            )  # fmt: skip
+            scale = truth.loss_magnitude
+            _reject(findings, backend, row, "loss", wrong, truth.loss, magnitude=scale)
         counts = {"N_total": np.asarray(problem.labels.size), "zero": np.asarray(0)}
-        _reject(
-            findings, backend, "A0", "token count", counts,
-            lambda g: check("A0", g, np.asarray(reference.num_tokens)),
-        )  # fmt: skip
-        for name, row in (("lse", "A3"), ("logprobs", "A4")):
-            got, oracle_N = getattr(right, name), getattr(reference, name)
-            wrong = array_mutants(got, oracle_N)
-            if name == "logprobs":
-                wrong |= problem_mutants(problem, lambda ref: ref.logprobs, got.dtype)
-                wrong.pop("N_total for N_valid")  # a log-probability knows no denominator
-            _reject(
-                findings, backend, row, name, wrong,
-                lambda g: check(row, g, oracle_N, magnitude=np.maximum(np.abs(oracle_N), 1.0)),
-            )  # fmt: skip
+        _reject(findings, backend, "A0", "token count", counts, np.asarray(reference.num_tokens))
+        lse, logprobs = np.asarray(right.lse), np.asarray(right.logprobs)
+        scale = np.maximum(np.abs(reference.lse), 1.0)
+        wrong = array_mutants(lse, reference.lse)
+        _reject(findings, backend, "A3", "lse", wrong, reference.lse, magnitude=scale)
+        wrong = {
+            **array_mutants(logprobs, reference.logprobs),
+            **problem_mutants(problem, lambda ref: ref.logprobs, logprobs.dtype),
+        }
+        del wrong["N_total for N_valid"]  # a log-probability knows no denominator
+        _reject(findings, backend, "A4", "log-probability", wrong, reference.logprobs)
 
 
 def _reject(
@@ -413,13 +402,23 @@ def _reject(
     row: str,
     quantity: str,
     wrong: dict[str, Array],
-    verdict: Callable[[Array], list[Measurement]],
+    oracle: Array,
+    **details: Any,
 ) -> None:
     """One A14 measurement: how many mutants of a quantity pass its row's check."""
-    passed = [name for name, got in wrong.items() if all(m.passed for m in verdict(got))]
-    case = f"{row}, {len(wrong)} mutants" + (f"; passed: {', '.join(passed)}" if passed else "")
-    limit = Measurement(
-        "A14", backend, case, f"{row} {_label(quantity)}", "mutants passed",
-        float(len(passed)), 0.0, not passed, len(wrong),
-    )  # fmt: skip
-    findings.measurements.append(limit)
+    passed = [
+        name for name, got in wrong.items() if not failures(check(row, got, oracle, **details))
+    ]
+    findings.measurements.append(
+        Measurement(
+            row="A14",
+            backend=backend,
+            case=f"{row}, {len(wrong)} mutants" + "".join(f"; passed: {name}" for name in passed),
+            quantity=f"{row} {_label(quantity)}",
+            metric="mutants passed",
+            value=float(len(passed)),
+            bound=0.0,
+            passed=not passed,
+            entries=len(wrong),
+        )
+    )

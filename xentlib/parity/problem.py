@@ -86,7 +86,7 @@ class Problem:
 
 
 def build(case: Case, seed: int) -> Problem:
-    """The arrays of a case. The upstream gradient is random and never 1 (ANCHORS: it hides bugs)."""
+    """The arrays of a case. The upstream gradient is random, never 1: that hides bugs."""
     rng = np.random.default_rng([seed, *case.id.encode()])
     dtype = dtype_named(case.dtype)
     hidden = rng.standard_normal((case.tokens, case.hidden)).astype(dtype)

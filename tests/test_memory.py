@@ -1,0 +1,107 @@
+"""Peak memory against the formula of the plan, within 5 % (SPEC 8, ANCHORS 4.16)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from xentlib.plan import default_chunk_bytes, peak_bytes, plan_chunks
+
+SIZES = ((2048, 256, 16000), (4096, 64, 8192), (500, 128, 32003))
+DTYPES = ("float32", "bfloat16")
+CLOSE = 0.05  # the specification's own figure
+
+
+def measured_torch(tokens: int, hidden: int, vocab: int, dtype: str, *, gradient: bool) -> int:
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile
+
+    from xentlib.torch import chunked_nll
+
+    kind = getattr(torch, dtype)
+    x = torch.randn(tokens, hidden).to(kind).requires_grad_(gradient)
+    w = torch.randn(vocab, hidden).to(kind).requires_grad_(gradient)
+    y = torch.randint(0, vocab, (tokens,))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        loss = chunked_nll(x, w, y).loss
+        if gradient:
+            loss.backward()
+    # Every allocation and release of the CPU allocator, in order.
+    total = peak = 0
+    for event in prof.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            peak = max(peak, total)
+    return peak
+
+
+def measured_jax(tokens: int, hidden: int, vocab: int, dtype: str, *, gradient: bool) -> int:
+    jax = pytest.importorskip("jax")
+    from xentlib.jax import chunked_nll
+
+    shapes = (
+        jax.ShapeDtypeStruct((tokens, hidden), dtype),
+        jax.ShapeDtypeStruct((vocab, hidden), dtype),
+        jax.ShapeDtypeStruct((tokens,), "int32"),
+        jax.ShapeDtypeStruct((), "float32"),
+    )
+
+    def loss(x: object, w: object, y: object, upstream: object) -> object:
+        return upstream * chunked_nll(x, w, y).loss
+
+    step = jax.value_and_grad(loss, (0, 1)) if gradient else loss
+    analysis = jax.jit(step).lower(*shapes).compile().memory_analysis()
+    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+
+
+MEASURES: dict[str, Callable[..., int]] = {"torch": measured_torch, "jax": measured_jax}
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_peak_is_the_formula_of_the_plan(
+    backend: str, size: tuple[int, int, int], dtype: str, gradient: bool
+) -> None:
+    """Both ways: more would be a leak, less a formula that nobody needs to believe."""
+    tokens, hidden, vocab = size
+    budget = default_chunk_bytes("cpu") // (1 if backend == "torch" else 2)
+    plan = plan_chunks(tokens, vocab, hidden, dtype=dtype, max_chunk_bytes=budget)
+    expected = peak_bytes(plan, backend=backend, dtype=dtype, gradient=gradient)
+    measured = MEASURES[backend](tokens, hidden, vocab, dtype, gradient=gradient)
+    assert abs(measured / expected - 1) <= CLOSE, f"{measured} bytes, the plan says {expected}"
+
+
+THREADS = """
+import os
+os.sched_setaffinity(0, {cpus})
+os.environ["XLA_FLAGS"] = "--xla_allow_excess_precision=false"
+import hashlib
+from xentlib.parity.backends import run
+from xentlib.parity.cases import BASE
+from xentlib.parity.problem import build
+outcome = run("jax", build(BASE, 0), chunk_tokens=128)
+print(hashlib.sha256(b"".join(x.tobytes() for x in outcome)).hexdigest())
+"""
+
+
+@pytest.mark.skipif(not hasattr(__import__("os"), "sched_setaffinity"), reason="Linux only")
+def test_jax_has_the_same_bits_on_one_core_and_on_all() -> None:
+    """Row A11: XLA sizes its thread pool by the cores it may use, so each count needs a process."""
+    import os
+
+    pytest.importorskip("jax")
+    cores = sorted(os.sched_getaffinity(0))
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", THREADS.format(cpus=set(cpus))],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for cpus in (cores[:1], cores)
+    }
+    assert len(digests) == 1

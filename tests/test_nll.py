@@ -1,0 +1,253 @@
+"""`chunked_nll` of both backends against the oracle, row by row of the contract.
+
+The cases are those of the parity run (`xentlib.parity.cases`); each row's mutants are rejected in
+`test_every_check_rejects_its_mutants`. Below, one test for each bug that a rounding point or a rule
+of the definition keeps away; its docstring names the line whose removal it catches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xentlib.contract import Measurement, check, failures, rho
+from xentlib.parity import operators
+from xentlib.parity.backends import run
+from xentlib.parity.cases import (
+    AUDIT,
+    BASE,
+    CHUNK_CASES,
+    GRID,
+    OPTIONS,
+    logit_sets,
+    low_precision,
+)
+from xentlib.parity.problem import Case, Problem, build, logits_problem
+
+SMALL = [case for case in GRID if case.id != "large"]
+
+
+def by_id(item: Any) -> str:
+    return item.id if isinstance(item, Case) else str(item)
+
+
+def hold(measure: Any, backends: tuple[str, ...], item: Any) -> None:
+    """Measure with the parity run's own function; nothing may fall short."""
+    findings = operators.Findings(backends)
+    measure(findings, item)
+    assert findings.measurements
+    assert not failures(findings.measurements)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=by_id)
+def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
+    """A0, A2, A5, A6."""
+    hold(operators._single, (backend,), build(case, 7))
+
+
+@pytest.mark.parametrize("case", low_precision(tuple(SMALL)), ids=by_id)
+def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
+    """A7, A8."""
+    hold(operators._low, (backend,), build(case, 7))
+
+
+@pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
+def test_given_logits(backend: str, item: Any) -> None:
+    """A3, A4: also probabilities of 1 - 1e-30, and logits that share an offset of 1e6."""
+    hold(operators._logits, (backend,), item)
+
+
+@pytest.mark.parametrize("case", CHUNK_CASES, ids=by_id)
+def test_chunks_do_not_show(backend: str, case: Case) -> None:
+    """A10."""
+    hold(operators._chunks, (backend,), build(case, 7))
+
+
+def test_run_to_run(backend: str) -> None:
+    """A11."""
+    hold(operators._repeat, (backend,), build(GRID[5], 7))
+
+
+def test_micro_batches(backend: str) -> None:
+    """A12; ANCHORS 15 as far as `denominator` reaches."""
+    hold(operators._accumulate, (backend,), build(BASE, 7))
+
+
+def test_every_check_rejects_its_mutants(backend: str) -> None:
+    """A14 (ANCHORS 23: a check that cannot fail)."""
+    hold(operators._mutants, (backend,), build(BASE, 0))
+
+
+@pytest.mark.parametrize("case", [AUDIT[0], AUDIT[3], AUDIT[9]], ids=by_id)
+def test_audit_mode_bit_for_bit(case: Case) -> None:
+    """A1, A9 at a tenth of the parity run's size."""
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    case = dataclasses.replace(case, vocab=997, hidden=64)
+    hold(operators._audit, ("torch", "jax"), build(case, 0))
+    hold(operators._single, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
+
+
+def gradients(problem: Problem, backend: str, **how: Any) -> list[Measurement]:
+    """A5 and A6 of a problem, or A7 where it is bf16."""
+    low = problem.hidden.dtype.name == "bfloat16"
+    reference = problem.reference(dz_dtype="bfloat16" if low else "float64")
+    measurements = []
+    for name, got in run(backend, problem, **how).gradients().items():
+        part = name.removeprefix("d_")
+        measurements += check(
+            "A7" if low else operators.GRADIENT_ROWS[name],
+            got,
+            getattr(reference, name),
+            getattr(reference, f"bound_{part}"),
+            magnitude=getattr(reference, f"magnitude_{part}"),
+            case=problem.text,
+            quantity=name,
+        )
+    return measurements
+
+
+def test_a_confident_token_keeps_its_loss_and_gradient(backend: str) -> None:
+    """A4. Catches: the target column left in the sum (p_y = 1 gives loss 0 and gradient 0)."""
+    logits = np.zeros((4, 17), np.float32)
+    labels = np.array([0, 5, 9, 16])
+    logits[np.arange(4), labels] = (20.0, 30.0, 45.0, 60.0)
+    problem = logits_problem(logits, labels, "confident")
+    reference, outcome = problem.reference(), run(backend, problem)
+    assert np.all(outcome.logprobs < 0)
+    assert not failures(check("A4", outcome.logprobs, reference.logprobs))
+    got = outcome.gradients()["d_weight"][labels, np.arange(4)]
+    assert not failures(check("A4", got, reference.d_weight[labels, np.arange(4)]))
+
+
+@pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("valid", [0, 1, 40])
+def test_what_is_masked_reaches_nothing(backend: str, poison: float, valid: int) -> None:
+    """A0, ANCHORS 4. Catches: invalid rows multiplied by 0 where they must be taken out."""
+    clean = build(dataclasses.replace(BASE, tokens=64, vocab=131, ignored=0.0), 3)
+    labels = np.where(np.arange(64) < valid, clean.labels, -100).astype(np.int32)
+    hidden = np.where((labels == -100)[:, None], np.float32(poison), clean.hidden)
+    zeros = clean.changed(labels=labels, hidden=np.where((labels == -100)[:, None], 0, hidden))
+    ours = run(backend, zeros.changed(hidden=hidden))
+    for name, expected in run(backend, zeros)._asdict().items():
+        assert not failures(check("A0", getattr(ours, name), expected, quantity=name))
+    masked = ours.gradients()["d_hidden"][labels == -100]
+    assert not failures(check("A0", masked, np.zeros_like(masked)))
+
+
+@pytest.mark.parametrize("chunks", [1, 8, 64])
+def test_d_weight_does_not_know_the_number_of_chunks(backend: str, chunks: int) -> None:
+    """A6, A7, ANCHORS 2. Catches: an accumulator of d weight in bf16."""
+    for dtype in ("float32", "bfloat16"):
+        case = dataclasses.replace(BASE, id=f"many-{dtype}", tokens=512, dtype=dtype, std=3.0)
+        assert not failures(gradients(build(case, 5), backend, chunk_tokens=512 // chunks))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("denominator", [2.0**24 + 1, 1e5])
+def test_the_factor_comes_before_the_gemms(backend: str, dtype: str, denominator: float) -> None:
+    """ANCHORS 14: 1 / N is subnormal in fp16. Catches: dz rounded without its factor and power of
+    two, or the factor multiplied in the 16-bit dtype after the GEMMs."""
+    case = dataclasses.replace(
+        BASE,
+        id=f"factor-{dtype}",
+        tokens=128,
+        dtype=dtype,
+        token_weights=True,
+        options={"denominator": denominator},
+    )
+    # A GradScaler's upstream gradient brings fp16 results back into its range.
+    problem = build(case, 11).changed(upstream=float(2.0**24))
+    if dtype != "float16":
+        assert not failures(gradients(problem, backend, chunk_tokens=64))
+        return
+    reference = problem.reference()
+    for name, got in run(backend, problem).gradients().items():
+        # dz and the result are rounded to fp16 once each: 2^-11 apiece, in units of u.
+        assert rho(got, getattr(reference, name)) <= 2 * 2.0**-11 / 2.0**-24
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 63, 65, 127, 129, 191])
+def test_the_last_chunk_counts(backend: str, tokens: int) -> None:
+    """ANCHORS 17. Catches: the ragged last chunk dropped, or its filling counted."""
+    case = dataclasses.replace(BASE, id="ragged", tokens=tokens, vocab=257, ignored=0.0)
+    problem = build(case, 2)
+    outcome, reference = run(backend, problem, chunk_tokens=64), problem.reference()
+    assert not failures(gradients(problem, backend, chunk_tokens=64))
+    assert not failures(
+        check("A2", outcome.loss, reference.loss, magnitude=reference.loss_magnitude)
+    )
+
+
+def test_nothing_to_do(backend: str) -> None:
+    """A0, ANCHORS 4, 17: N = 0."""
+    problem = build(dataclasses.replace(BASE, tokens=8), 0)
+    empty = problem.changed(hidden=problem.hidden[:0], labels=problem.labels[:0])
+    outcome = run(backend, empty)
+    assert outcome.loss == 0
+    for got in outcome.gradients().values():
+        assert not failures(check("A0", got, np.zeros_like(got)))
+
+
+@pytest.mark.parametrize("infinite", [1, 16])
+def test_classes_at_minus_infinity(backend: str, infinite: int) -> None:
+    """ANCHORS 3: classes that a bias takes out have p = 0, and entropy stays finite."""
+    problem = build(dataclasses.replace(BASE, id="minus-inf", tokens=64, vocab=17, ignored=0.0), 1)
+    assert problem.bias is not None
+    problem.bias[17 - infinite :] = -np.inf
+    problem = problem.changed(labels=np.zeros(64, np.int32))
+    outcome, reference = run(backend, problem), problem.reference()
+    assert np.isfinite(outcome.entropy).all()
+    assert not failures(
+        check("A2", outcome.loss, reference.loss, magnitude=reference.loss_magnitude)
+    )
+    taken_out = outcome.gradients()["d_bias"][17 - infinite :]
+    assert not np.any(taken_out)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Problem, int]:
+    """Any shape, dtype, option, mask and labels; sizes from a few, so that JAX compiles few."""
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        options = {key: OPTIONS[key] for key in draw(st.sets(st.sampled_from(sorted(OPTIONS))))}
+    case = Case(
+        "hypothesis",
+        draw(st.sampled_from([1, 13, 40])),
+        draw(st.sampled_from([1, 24])),
+        draw(st.sampled_from([1, 2, 67])),
+        std=draw(st.sampled_from([0.3, 1.0, 6.0])),
+        ignored=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        confident=draw(st.sampled_from([0.0, 0.5])),
+        bias=draw(st.booleans()),
+        where=draw(st.booleans()),
+        token_weights=draw(st.booleans()),
+        token_temperature=draw(st.booleans()),
+        layout=draw(st.sampled_from(["VH", "HV"])),
+        options=options,
+    )
+    return build(case, draw(st.integers(0, 2**16))), draw(st.sampled_from([8, 16, 64]))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(problems())
+def test_any_problem(backend: str, drawn: tuple[Problem, int]) -> None:
+    """A0, A2, A5, A6 whatever is asked for."""
+    problem, chunk = drawn
+    if problem.token_weights is not None and problem.valid.any():
+        total = abs(problem.token_weights[problem.valid].sum())
+        if total < np.abs(problem.token_weights[problem.valid]).sum() / 8:
+            return  # a cancelled weight sum has no digits to divide by
+    reference, outcome = problem.reference(), run(backend, problem, chunk_tokens=chunk)
+    findings = operators.Findings((backend,))
+    operators._exact(findings, problem, outcome, reference, backend=backend, case=problem.text)
+    findings.check("A2", outcome.loss, reference.loss, magnitude=reference.loss_magnitude)
+    assert not failures(findings.measurements)
+    # rho of a handful of entries is one rounding's luck; tau is not.
+    taus = [m for m in gradients(problem, backend, chunk_tokens=chunk) if m.metric == "tau"]
+    assert not failures(taus)
