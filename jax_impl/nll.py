@@ -17,7 +17,7 @@ from jax import lax
 from xentlib import nll as spec
 from xentlib.checks import check_label_range, check_nll
 from xentlib.jax.describe import as_array, concrete_on_cpu, describe, need_x64
-from xentlib.jax.gemm import contract, contract_rows, round_to
+from xentlib.jax.gemm import column_sums, contract, contract_rows, round_to
 from xentlib.jax.softmax import TokenStats, exp, rest_stats, take_target, token_stats
 from xentlib.nll import NLLOutput
 from xentlib.plan import default_chunk_bytes, plan_chunks
@@ -191,9 +191,8 @@ def nll_forward(
         dz_y_T = jnp.where(in_chunk_T, dz_y_T, 0.0)
         y_T = y_T1[:, 0]
         if need_bias:
-            # As a product: XLA's column sum depends on the number of cores (row A11).
-            total_V = contract(dz_TV, jnp.ones((chunk, 1), compute), 0, 0, compute)[:, 0]
-            carry = carry._replace(bias=(carry.bias + total_V).at[y_T].add(dz_y_T))
+            total_V = carry.bias + column_sums(dz_TV, compute)
+            carry = carry._replace(bias=total_V.at[y_T].add(dz_y_T))
         dz_TV = round_to(dz_TV, options.gemm_dtype)
         dz_y_T1 = round_to(dz_y_T, options.gemm_dtype).astype(compute)[:, None]
         # 8. Gradient GEMMs of the rest, then the target's terms: they are most of both gradients,
