@@ -45,7 +45,7 @@ def concrete_on_cpu(*arrays: Any) -> bool:
 
 def need_x64(compute_dtype: str) -> None:
     """Refuse float64 where JAX would narrow it to float32 without a word."""
-    if compute_dtype == "float64" and not jax.config.jax_enable_x64:
+    if compute_dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError(
             "`compute_dtype='float64'` must run with 64-bit types; got a JAX that narrows them to "
             "32 bits. Wrap the call in `with jax.enable_x64(True):`."

@@ -56,20 +56,24 @@ class Constants(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Accumulators in the compute dtype, before the upstream gradient; None where not wanted."""
+    """Accumulators in the compute dtype, before the upstream gradient; empty where not wanted.
 
-    hidden: jax.Array | None
-    weight: jax.Array | None
-    bias: jax.Array | None
+    Never None: JAX keeps the residual tree of the last trace of a function beside a cached earlier
+    one, and fails where their numbers of leaves differ.
+    """
+
+    hidden: jax.Array
+    weight: jax.Array
+    bias: jax.Array
 
 
 class Carry(NamedTuple):
     """What the loop over chunks accumulates."""
 
     per_token: jax.Array  # rows: loss, its z-loss part, logprob, entropy, lse, correct
-    hidden: jax.Array | None
-    weight: jax.Array | None
-    bias: jax.Array | None
+    hidden: jax.Array
+    weight: jax.Array
+    bias: jax.Array
 
 
 def widen_labels(labels: Any) -> Any:
@@ -218,9 +222,9 @@ def nll_forward(
 
     carry = Carry(
         jnp.zeros((6, padded), compute),
-        jnp.zeros((num_tokens, hidden_size), compute) if need_hidden else None,
-        jnp.zeros(weight.shape, compute) if need_weight else None,
-        jnp.zeros((vocab_size,), compute) if need_bias else None,
+        jnp.zeros((num_tokens if need_hidden else 0, hidden_size), compute),
+        jnp.zeros(weight.shape if need_weight else (0, 0), compute),
+        jnp.zeros((vocab_size if need_bias else 0,), compute),
     )
     if num_tokens:
         carry = lax.fori_loop(0, (count + chunk - 1) // chunk, body, carry)
@@ -308,7 +312,7 @@ def nll_backward(
     gradient = jnp.where(valid_N.any(), gradient, 0.0)
     results: list[jax.Array | None] = [None, None, None]
     for slot, (accumulator, dtype) in enumerate(zip(accumulators, dtypes, strict=True)):
-        if accumulator is not None and dtype is not None:
+        if accumulator.size and dtype is not None:  # None stands for a zero gradient
             scaled = accumulator * gradient.astype(accumulator.dtype)
             if slot == 0:
                 scaled = jnp.where(valid_N[:, None], scaled, 0.0)
@@ -339,7 +343,8 @@ def _nll_fwd(
                 f"is not computed. Pass `jax.lax.stop_gradient({name})`."
             )
     primals = (hidden, weight, bias)
-    needs = tuple(p is not None and p.perturbed for p in primals)
+    need_hidden, need_weight, need_bias = (p is not None and p.perturbed for p in primals)
+    needs = (need_hidden, need_weight, need_bias)
     values = jax.tree.map(
         lambda p: p.value,
         (hidden, weight, labels, bias, constants),
@@ -348,15 +353,11 @@ def _nll_fwd(
     output, gradients, valid_N = nll_forward(options, needs, *values)
     # A residual must be an array: an empty one carries each input's dtype to the backward.
     dtypes = tuple(None if p is None else jnp.zeros((0,), p.value.dtype) for p in primals)
-    # One tree whatever is perturbed: JAX keeps the tree of the last trace of this function beside a
-    # cached earlier one, and fails in `foreach` where their numbers of leaves differ.
-    gradients = Gradients(*(jnp.zeros((0,)) if g is None else g for g in gradients))
     return output, (gradients, valid_N, dtypes)
 
 
 def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput) -> tuple[Any, ...]:
     gradients, valid_N, dtypes = residuals
-    gradients = Gradients(*(None if g.shape == (0,) else g for g in gradients))
     upstream = cotangent.loss
     if isinstance(upstream, jax.custom_derivatives.SymbolicZero):
         return (None, None, None, None, None)
@@ -430,8 +431,7 @@ def chunked_nll(
         problem.gemm_dtype,
         problem.compute_dtype,
         problem.output_dtype,
-        # Half of torch's: XLA holds the logits of a chunk and their dz at once.
-        max_chunk_bytes or default_chunk_bytes(jax.default_backend()) // 2,
+        max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
         weight_layout == "HV",
     )
     result = _nll_jit(

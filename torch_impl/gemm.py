@@ -41,7 +41,7 @@ def gemm_precision(gemm_dtype: torch.dtype, device: torch.device) -> Iterator[No
     if device.type != "cpu" or gemm_dtype != torch.bfloat16:
         yield
         return
-    settings = torch.backends.mkldnn.matmul
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:

@@ -72,7 +72,8 @@ def nll_forward(
 
     `hidden` is [N, H], everything else flat.
     """
-    device, like = hidden.device, {"dtype": compute_dtype, "device": hidden.device}
+    device = hidden.device
+    like: dict[str, Any] = {"dtype": compute_dtype, "device": device}
     num_tokens, hidden_size = hidden.shape
     weight_VH = weight.T if transposed else weight
     vocab_size = weight_VH.shape[0]
@@ -354,7 +355,7 @@ def nll_op(
             denominator, ignore_index, softcap, label_smoothing, z_loss, mean, entropy,
             gemm_dtype, compute_dtype, output_dtype, chunk_bytes, transposed, needs,
         )  # fmt: skip
-    return (*output, *gradients, valid_N)  # type: ignore[return-value]
+    return (*output, *gradients, valid_N)
 
 
 @nll_op.register_fake

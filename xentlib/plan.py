@@ -31,11 +31,12 @@ GPU_BLOCK_BYTES = 64 * MIB
 def default_chunk_bytes(platform: str) -> int:
     """Bytes for the [T, V] logits of one chunk where the caller named none.
 
-    CPU: 128 MiB is 1024 tokens at V=32,000, where the chunk GEMMs run at the rate of the whole ones
-    (256 tokens cost 15 % more in fp32 on two cores). Accelerators: 1 GiB is 2048 tokens at
-    V=128,256, where reading and writing the fp32 dW buffer once a chunk costs a tenth of its GEMM.
+    CPU: 64 MiB is 512 tokens at V=32,000, where the chunk GEMMs run at the rate of the whole ones
+    (256 tokens cost 15 % more in fp32 on two cores, 1024 gain nothing). Accelerators: 1 GiB is 2048
+    tokens at V=128,256, where reading and writing the fp32 dW buffer once a chunk costs a tenth of
+    its GEMM.
     """
-    return 128 * MIB if platform == "cpu" else 1024 * MIB
+    return 64 * MIB if platform == "cpu" else 1024 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def plan_chunks(
         hidden_size: H >= 1.
         dtype: name of the GEMM operands' dtype.
         compute_dtype: name of the logits' dtype; None is float32, float64 for float64 operands.
-        max_chunk_bytes: budget of one [T, V] buffer in bytes; None is 128 MiB.
+        max_chunk_bytes: budget of one [T, V] buffer in bytes; None is 64 MiB.
 
     Raises:
         ValueError: a size or budget out of range, or an unknown dtype name.

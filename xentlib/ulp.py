@@ -25,7 +25,8 @@ def spacing(x: Array | float, dtype: str = "float32") -> Float64:
     smallest subnormal."""
     mantissa, least = FORMATS[dtype]
     _, exponent = np.frexp(np.abs(np.asarray(x, np.float64)))
-    return np.ldexp(1.0, np.maximum(exponent - 1, least) - mantissa).astype(np.float64)
+    unit: Float64 = np.ldexp(1.0, np.maximum(exponent - 1, least) - mantissa)
+    return unit
 
 
 def round_to(x: Array, dtype: str) -> Float64:
@@ -33,21 +34,22 @@ def round_to(x: Array, dtype: str) -> Float64:
 
     A cast through NumPy would round float64 to float32 first and so twice.
     """
-    x = np.asarray(x, np.float64)
-    unit = spacing(x, dtype)
-    return np.where(np.isfinite(x), np.rint(x / unit) * unit, x)
+    wide: Float64 = np.asarray(x, np.float64)
+    unit = spacing(wide, dtype)
+    return np.where(np.isfinite(wide), np.rint(wide / unit) * unit, wide)
 
 
 def ulp_distance(
     got: Array, exact: Array, dtype: str = "float32", magnitude: Array | None = None
 ) -> Float64:
     """|got - exact| in units of the last place of `exact`, or of `magnitude` where given."""
-    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    ours: Float64 = np.asarray(got, np.float64)
+    truth: Float64 = np.asarray(exact, np.float64)
     with np.errstate(invalid="ignore"):
-        gap = np.abs(got - exact)
-    gap = np.where((got == exact) | (np.isnan(got) & np.isnan(exact)), 0.0, gap)
+        gap = np.abs(ours - truth)
+    gap = np.where((ours == truth) | (np.isnan(ours) & np.isnan(truth)), 0.0, gap)
     gap = np.where(np.isnan(gap), np.inf, gap)
-    return gap / spacing(exact if magnitude is None else magnitude, dtype)
+    return gap / spacing(truth if magnitude is None else magnitude, dtype)
 
 
 def bits_unequal(a: Array, b: Array) -> int:

@@ -130,4 +130,5 @@ def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool) -> Outc
 
 
 def _outcome(values: list[Any], grads: list[Any]) -> Outcome:
-    return Outcome(*(None if x is None else np.array(to_numpy(x)) for x in (*values, *grads)))
+    crossed: list[Any] = [None if x is None else np.array(to_numpy(x)) for x in (*values, *grads)]
+    return Outcome(*crossed)
