@@ -120,8 +120,8 @@ def peak_bytes(
 ) -> int:
     """Peak memory of one call beside its inputs, results included, on CPU.
 
-    Within 5 % of the allocator's count in torch and of the compiler's in JAX, there as long as a
-    chunk of logits is no smaller than the float32 head (above the count otherwise).
+    Within 5 % of the allocator's count in torch; of the compiler's in JAX where there are several
+    chunks and one is no smaller than the float32 head. XLA needs less than this otherwise.
 
         torch: chunk + two blocks + rows of a chunk   (+ float32 head where the operands are 16-bit)
         JAX:   chunk + rows of a chunk                (a second chunk, dz, for gradients)
