@@ -92,7 +92,7 @@ def rest_stats(
     sum_d = d_BV.scatter(1, y_B1, 0.0).sum(1) if smoothing else None
     e_BV = torch.empty_like(d_BV) if entropy else d_BV
     block.scaled_exp(d_BV, y_B1, 1.0, e_BV)
-    sum_ed = (e_BV * d_BV.clamp_(min=FLOOR)).sum(1) if entropy else None
+    sum_ed = d_BV.clamp_(min=FLOOR).mul_(e_BV).sum(1) if entropy else None
     everything = e_BV.sum(1)
     s = e_BV.frac_().sum(1)
     return RestStats(m[:, 0], (everything - s).round_(), s, sum_ed, sum_d)
