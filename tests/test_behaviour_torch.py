@@ -336,7 +336,12 @@ class Gemms(TorchDispatchMode):
         self.sizes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+        if function.overloadpacket in (
+            torch.ops.aten.mm,
+            torch.ops.aten.addmm,
+            torch.ops.aten.bmm,
+            torch.ops.mkldnn._linear_pointwise,
+        ):
             self.sizes.append(tuple(args[-1].shape))
         return function(*args, **(kwargs or {}))
 
@@ -360,6 +365,7 @@ def count_gemms(leaves: dict, upstream: float) -> tuple[int, list]:
         loss = chunked_nll(**leaves).loss
         got = torch.autograd.grad(loss, wanted, torch.tensor(upstream)) if wanted else ()
     gemms = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::matmul")
+    gemms += ("mkldnn::_linear_pointwise",)
     return sum(e.count for e in profiler.key_averages() if e.key in gemms), [loss, *got]
 
 
@@ -454,6 +460,31 @@ def test_leading_dimensions_are_free():
     assert all(same(a, b) for a, b in zip(want, got))
     out = chunked_nll(**deep, outputs=OUTPUTS)
     assert {getattr(out, name).shape for name in OUTPUTS} == {(3, 4, 5)}
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_float32_stays_float32(monkeypatch, precision):
+    """Rounding point 1: operands exact, whatever the process has chosen for its own products."""
+    leaves, p = tensors(Case("precise", 96, 128, 600))
+    want = gradients(leaves, p.upstream)
+    seen = []
+
+    def mm(*args, **kwargs):
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return torch_nll_mm(*args, **kwargs)
+
+    torch_nll_mm = torch_nll.mm
+    monkeypatch.setattr(torch_nll, "mm", mm)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        got = gradients(leaves, p.upstream)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    # Not every CPU rounds when it may: the setting is looked at as well as the bits.
+    assert set(seen) == {"ieee"}
+    assert all(same(a, b) for a, b in zip(want, got))
 
 
 def test_hidden_float32_with_weight_bfloat16():

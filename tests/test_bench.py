@@ -18,7 +18,7 @@ import pytest
 
 from xentlib.bench import cli
 from xentlib.bench.cases import CASES, DTYPES, make_arrays
-from xentlib.bench.contestant import FLOOR, KINDS, OURS, Contestant, Field
+from xentlib.bench.contestant import BARE, FLOOR, KINDS, OURS, Contestant, Field
 from xentlib.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
 from xentlib.bench.memory import probe, resident_growth
 from xentlib.bench.plot import draw
@@ -113,7 +113,7 @@ def allowed(eager, result):
 def test_contestants_compute_the_loss_and_its_gradients(backend, dtype):
     arrays, field = build(backend, dtype)
     exact = oracle(arrays)
-    results = {(c.name, c.kind): c.run() for c in field.contestants if c.name != FLOOR}
+    results = {(c.name, c.kind): c.run() for c in field.contestants if c.name not in BARE}
     found = {key: errors(result, exact) for key, result in results.items()}
     assert {(OURS, kind) for kind in KINDS} <= set(found)
     for (name, kind), error in found.items():
@@ -151,10 +151,11 @@ def changed(arrays, **fields):
     return type(arrays)(**new)
 
 
+@pytest.mark.parametrize("floor", BARE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_floor_is_three_products(backend, dtype):
-    arrays, field = build(backend, dtype, only=(FLOOR,))
+def test_the_floor_is_three_products(backend, dtype, floor):
+    arrays, field = build(backend, dtype, only=(floor,))
     one, three = (c.run for c in field.contestants)
     n, h, v = TINY.num_tokens, TINY.hidden_size, TINY.vocab_size
     z, dx, dw = three()

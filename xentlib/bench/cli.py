@@ -9,11 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from xentlib.bench.cases import CASES, DTYPES, Case
-from xentlib.bench.contestant import FLOOR
+from xentlib.bench.contestant import BARE, OURS
 from xentlib.bench.environment import environment
 from xentlib.bench.report import as_markdown, environment_line, print_run, write_json
 from xentlib.bench.result import Report, Row, Run
 from xentlib.bench.worker import Request, WorkerError, ask
+from xentlib.plan import peak_bytes, plan_chunks
 
 __all__ = ["add_arguments", "run"]
 
@@ -108,7 +109,7 @@ def run_one(
 def add_memory(found: Run, args: argparse.Namespace, tick: Callable[[str], None]) -> None:
     names = [row.contestant for row in found.rows if row.failed is None]
     for name in dict.fromkeys(names):
-        if name == FLOOR:
+        if name in BARE:
             continue
         tick(name)
         request = Request(
@@ -118,6 +119,14 @@ def add_memory(found: Run, args: argparse.Namespace, tick: Callable[[str], None]
         for probe in probed:
             row = found.row(probe.contestant, probe.kind)
             row.peak_bytes, row.resident_bytes = probe.peak_bytes, probe.resident_bytes
+            if name == OURS and found.device == "cpu":  # the formula is of the CPU's paths
+                row.plan_bytes = planned(found, gradient=row.kind != "loss")
+
+
+def planned(found: Run, *, gradient: bool) -> int:
+    case = found.case
+    plan = plan_chunks(case.num_tokens, case.vocab_size, case.hidden_size, dtype=found.dtype)
+    return peak_bytes(plan, backend=found.backend, dtype=found.dtype, gradient=gradient)
 
 
 def write(report: Report, folder: Path) -> None:

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["FLOOR", "KINDS", "OURS", "Contestant", "Field", "Kind"]
+__all__ = ["BARE", "FLOOR", "KINDS", "OURS", "REUSED", "Contestant", "Field", "Kind"]
 
 Kind = Literal["loss", "loss + gradient"]
 KINDS: tuple[Kind, ...] = ("loss", "loss + gradient")
 
 FLOOR = "bare GEMMs"
+# The same products into memory that is there already, which no call that returns new gradients has.
+REUSED = "bare GEMMs, old buffers"
+BARE = (FLOOR, REUSED)
 OURS = "xentlib"
 
 
@@ -19,8 +22,8 @@ OURS = "xentlib"
 class Contestant:
     """One row of the table.
 
-    `run` returns (loss,) or (loss, d hidden, d weight), perhaps still being computed; the floor
-    returns its products in that order.
+    `run` returns (loss,) or (loss, d hidden, d weight), perhaps still being computed; bare GEMMs
+    return their products in that order.
     """
 
     name: str

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xentlib.bench.cases import Arrays
-from xentlib.bench.contestant import FLOOR, OURS, Contestant, Field
+from xentlib.bench.contestant import BARE, OURS, REUSED, Contestant, Field
 from xentlib.torch import chunked_nll
 
 __all__ = ["build"]
@@ -37,12 +37,13 @@ def build(arrays: Arrays, device: str = "auto", only: Collection[str] | None = N
     weight_VH = torch.from_numpy(arrays.weight_VH).to(device, dtype)
     labels_N = torch.from_numpy(arrays.labels_N).to(device)
     contestants: list[Contestant] = []
-    if only is None or FLOOR in only:
-        floor = Floor(hidden_NH, weight_VH)
-        contestants += [
-            Contestant(FLOOR, "loss", floor.loss),
-            Contestant(FLOOR, "loss + gradient", floor.loss_and_gradient),
-        ]
+    for name in BARE:
+        if only is None or name in only:
+            floor = Floor(hidden_NH, weight_VH, reuse=name == REUSED)
+            contestants += [
+                Contestant(name, "loss", floor.loss),
+                Contestant(name, "loss + gradient", floor.loss_and_gradient),
+            ]
     for name, loss in losses(dtype).items():
         if only is None or name in only:
             contestants += both_kinds(name, loss, hidden_NH, weight_VH, labels_N)
@@ -65,14 +66,14 @@ def _nothing() -> None:
 
 
 class Floor:
-    """Three products nobody can do without, into buffers that are already there.
+    """Three products nobody can do without; into buffers that are already there if `reuse`.
 
     float32 logits and gradients; dz in the input dtype. On CPU no `mm` returns float32 from
     bfloat16, so operands are float32 copies and oneDNN is told to use bfloat16 units for them:
     products stay exact, sums float32. The copies are made here, outside the clock.
     """
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor) -> None:
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, *, reuse: bool) -> None:
         device, dtype = hidden_NH.device, hidden_NH.dtype
         self.low = device.type != "cpu" and dtype != torch.float32
         self.precision = (
@@ -80,34 +81,32 @@ class Floor:
         )
         store = dtype if self.low else torch.float32
         self.hidden_NH, self.weight_VH = hidden_NH.to(store), weight_VH.to(store)
-        num_tokens, vocab_size = hidden_NH.shape[0], weight_VH.shape[0]
-        self.z_NV = torch.zeros(num_tokens, vocab_size, device=device)
+        shape = hidden_NH.shape[0], weight_VH.shape[0]
         # float32: the logits stand in for their own gradient, as in a head that works in place.
-        self.dz_NV = self.z_NV
-        if self.low:
-            self.dz_NV = torch.empty_like(self.z_NV, dtype=store).normal_()
-        self.dx_NH = torch.zeros(hidden_NH.shape, device=device)
-        self.dw_VH = torch.zeros(weight_VH.shape, device=device)
+        self.dz_NV = torch.randn(shape, device=device, dtype=store) if self.low else None
+        self.old: tuple[Tensor | None, ...] = (None, None, None)
+        if reuse:
+            shapes = (shape, hidden_NH.shape, weight_VH.shape)
+            self.old = tuple(torch.zeros(shape, device=device) for shape in shapes)
 
-    def _mm(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+    def _mm(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
         if self.low:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(a, b, out=out)
+            return torch.mm(a, b, out_dtype=torch.float32, out=out)
+        return torch.mm(a, b, out=out)
 
     def loss(self) -> tuple[Tensor]:
         precision: AbstractContextManager[None] = self.precision()
         with precision:
-            self._mm(self.hidden_NH, self.weight_VH.T, self.z_NV)
-        return (self.z_NV,)
+            return (self._mm(self.hidden_NH, self.weight_VH.T, self.old[0]),)
 
     def loss_and_gradient(self) -> tuple[Tensor, Tensor, Tensor]:
         precision: AbstractContextManager[None] = self.precision()
         with precision:
-            self._mm(self.hidden_NH, self.weight_VH.T, self.z_NV)
-            self._mm(self.dz_NV, self.weight_VH, self.dx_NH)
-            self._mm(self.dz_NV.T, self.hidden_NH, self.dw_VH)
-        return self.z_NV, self.dx_NH, self.dw_VH
+            z_NV = self._mm(self.hidden_NH, self.weight_VH.T, self.old[0])
+            dz_NV = z_NV if self.dz_NV is None else self.dz_NV
+            dx_NH = self._mm(dz_NV, self.weight_VH, self.old[1])
+            dw_VH = self._mm(dz_NV.T, self.hidden_NH, self.old[2])
+        return z_NV, dx_NH, dw_VH
 
 
 @contextmanager

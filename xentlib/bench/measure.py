@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from xentlib.bench.contestant import FLOOR, Contestant, Field
+from xentlib.bench.contestant import BARE, FLOOR, Contestant, Field
 from xentlib.bench.result import Row
 
 __all__ = ["SLOW", "SLOW_ROUNDS", "measure", "order_of_round"]
@@ -62,7 +62,7 @@ def warm_up(field: Field, contestant: Contestant, row: Row) -> None:
         for _ in range(2):
             result = contestant.run()
             field.ready(result)
-            if contestant.name != FLOOR:
+            if contestant.name not in BARE:
                 row.loss = float(result[0])
             del result
     except (MemoryError, RuntimeError) as error:  # both frameworks: out of memory, not supported

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xentlib.bench.contestant import FLOOR, Field
+from xentlib.bench.contestant import BARE, Field
 from xentlib.bench.result import Row
 
 __all__ = ["probe", "resident_growth"]
@@ -29,8 +29,8 @@ def probe(field: Field) -> list[Row]:
     for contestant in field.contestants:
         row = Row(contestant.name, contestant.kind)
         rows.append(row)
-        if contestant.name == FLOOR:
-            continue  # its buffers are there before it starts
+        if contestant.name in BARE:
+            continue  # all logits at once: nobody's aim
 
         def run(contestant: Any = contestant) -> Any:
             result = contestant.run()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xentlib.bench.contestant import FLOOR, OURS, Kind
+from xentlib.bench.contestant import BARE, FLOOR, OURS, Kind
 from xentlib.bench.report import environment_line, mebibytes, milliseconds
 from xentlib.bench.result import Report, Row, Run
 
@@ -63,7 +63,7 @@ def shown(run: Run) -> list[str]:
         spread = run.row(name, "loss + gradient").ratio
         return name != OURS, spread.median if spread is not None else float("inf")
 
-    names = {row.contestant for row in run.rows if row.seconds and row.contestant != FLOOR}
+    names = {row.contestant for row in run.rows if row.seconds and row.contestant not in BARE}
     return sorted(names, key=key)
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from xentlib.bench.contestant import FLOOR, OURS
+from xentlib.bench.contestant import BARE, FLOOR, OURS
 from xentlib.bench.result import Report, Row, Run
 
 __all__ = ["as_json", "as_markdown", "as_table", "environment_line", "print_run", "write_json"]
@@ -93,7 +93,7 @@ def print_rich(run: Run) -> None:
     for before, row in zip([rows[0], *rows], rows):
         if before[1] != row[1]:
             table.add_section()
-        table.add_row(*row, style={OURS: "bold green", FLOOR: "dim"}.get(row[0]))
+        table.add_row(*row, style={OURS: "bold green", **dict.fromkeys(BARE, "dim")}.get(row[0]))
     console = Console()
     if not console.is_terminal:
         console.width = WIDE
@@ -121,9 +121,10 @@ LEGEND = (
     "Time: median over the rounds of one run, in each of which every contestant ran once; x floor: "
     "median of the ratios to the bare GEMMs of the same round, with its quartiles. Memory: extra "
     "bytes at the peak of one call, results included; peak as the allocator (torch) or the "
-    "compiler (JAX) counts, resident as a fresh process grows. The floor's results are float32 "
-    "for both dtypes; its buffers are there before it starts. Loss off by: relative distance from "
-    "xentlib's loss."
+    "compiler (JAX) counts, resident as a fresh process grows, plan by the formula of "
+    "`xentlib.plan`. Bare GEMMs have float32 results for both dtypes, new ones in every call as "
+    "everybody's gradients are; with old buffers they skip the first touch of that memory. Loss "
+    "off by: relative distance from xentlib's loss."
 )
 
 
