@@ -4,7 +4,8 @@ A page holds a marker, `<!-- contract -->`, `<!-- parity -->` or `<!-- bench -->
 place the contract's rows, the committed parity run `docs/data/parity.json`, or the committed
 benchmarks `bench/results/*.md`. So none of them can say what the code does not.
 
-`python docs/hooks.py` prints the contract's table; README.md holds that text, and a test compares.
+`python docs/hooks.py` prints the contract's table and the short one of the CPU benchmark; README.md
+holds both, and a test compares.
 """
 
 from __future__ import annotations
@@ -143,6 +144,31 @@ def bench_part() -> str:
     return "\n\n".join(parts)
 
 
+def bench_summary() -> str:
+    """Loss + gradient of the CPU run: time over the floor, extra memory, distance of the loss."""
+    import json
+
+    rows = []
+    for run in json.loads((BENCH / "cpu.json").read_text(encoding="utf-8"))["runs"]:
+        found = [row for row in run["rows"] if row["kind"] == "loss + gradient" and row["time"]]
+        ours = next(row for row in found if row["contestant"] == "xentlib")
+        for row in sorted(found, key=lambda row: row["ratio"]["median"]):
+            if row["contestant"].startswith("bare GEMMs"):
+                continue
+            off = "" if row is ours else f"{abs(row['loss'] / ours['loss'] - 1):.0e}"
+            rows.append(
+                (
+                    f"{run['backend']}, {run['dtype']}",
+                    row["contestant"],
+                    f"{row['ratio']['median']:.2f}",
+                    f"{row['peak_bytes'] / 2**20:.0f}",
+                    off,
+                )
+            )
+    right = ("time / bare GEMMs", "extra MiB", "loss off by")
+    return table(("", "loss + gradient", *right), rows, right)
+
+
 PARTS = {"contract": contract_table, "parity": parity_part, "bench": bench_part}
 MARKER = re.compile(r"(?m)^<!-- (\w+) -->$")
 
@@ -194,4 +220,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    print(contract_table())
+    print(contract_table(), bench_summary(), sep="\n\n")

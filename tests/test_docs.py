@@ -74,6 +74,7 @@ def test_readme_shows_both_backends():
 def test_readme_holds_the_table_of_the_contract():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert hooks.contract_table() in readme, "paste the output of `python docs/hooks.py`"
+    assert hooks.bench_summary() in readme, "paste the output of `python docs/hooks.py`"
 
 
 def test_table_of_the_contract_has_every_row_and_bound():

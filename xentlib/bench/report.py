@@ -16,7 +16,7 @@ __all__ = ["as_json", "as_markdown", "as_table", "environment_line", "print_run"
 
 MIB = 1 << 20
 LEFT = ("contestant", "computes", "quartiles")
-WIDE = 130  # columns, where no terminal says
+WIDE = 150  # columns, where no terminal says
 
 
 def milliseconds(seconds: float) -> str:

@@ -94,7 +94,7 @@ AUDIT = tuple(
     for index in range(10)
 )
 
-CHUNKS = (8, 24, 64, 200)
+CHUNKS = (8, 16, 24, 40, 64, 128, 200, 512)
 CHUNK_CASES = (
     Case("chunks", 509, 64, 1009, std=3.0),
     Case("chunks-odd", 261, 63, 1001, std=1.0),
