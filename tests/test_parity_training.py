@@ -215,7 +215,7 @@ def test_the_two_backends_agree(windows):
     rows = [m.row for m in report.measurements]
     assert {row: rows.count(row) for row in set(rows)} == {
         "A0": 2,
-        "A6": 8,  # tau and rho of two steps of either
+        "A6": 8,  # tau and rho, two backends, two steps
         "A9": STEPS,
         "curve": 3,
     }
