@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from xentlib.interop import to_torch  # noqa: E402
-from xentlib.torch import chunked_nll  # noqa: E402
+from xentlib.torch import chunked_nll, chunks  # noqa: E402
 from xentlib.torch import nll as torch_nll  # noqa: E402
 
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")
@@ -473,8 +473,8 @@ def test_float32_stays_float32(monkeypatch, precision):
         seen.append(torch.backends.mkldnn.matmul.fp32_precision)
         return torch_nll_mm(*args, **kwargs)
 
-    torch_nll_mm = torch_nll.mm
-    monkeypatch.setattr(torch_nll, "mm", mm)
+    torch_nll_mm = chunks.mm
+    monkeypatch.setattr(chunks, "mm", mm)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xentlib.checks import Operand
 
-__all__ = ["as_tensor", "describe", "dtype_name", "not_differentiable"]
+__all__ = ["as_tensor", "autocast_dtype", "describe", "dtype_name", "not_differentiable"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -21,6 +21,13 @@ def describe(x: Any) -> Any:
     if isinstance(x, Tensor):
         return Operand(tuple(x.shape), dtype_name(x.dtype), str(x.device))
     return x
+
+
+def autocast_dtype(x: Tensor) -> str | None:
+    """Name of the dtype that an autocast region asks GEMMs of `x` to take, if one is active."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return None
+    return dtype_name(torch.get_autocast_dtype(x.device.type))
 
 
 def as_tensor(value: Any, neutral: float | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:

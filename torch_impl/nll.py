@@ -6,43 +6,20 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from xentlib import nll as spec
-from xentlib.checks import check_label_range, check_nll
+from xentlib.checks import check_nll
 from xentlib.nll import NLLOutput
-from xentlib.plan import (
-    CPU_BLOCK_BYTES,
-    GPU_BLOCK_BYTES,
-    default_chunk_bytes,
-    pad_rows,
-    plan_chunks,
-)
-from xentlib.torch.describe import as_tensor, describe, dtype_name, not_differentiable
-from xentlib.torch.gemm import add_rows_, addmm_, gemm_precision, mm, operand, storage_dtype
+from xentlib.plan import default_chunk_bytes
+from xentlib.torch.chunks import Gradients, GradientSums, Walk, power_of_two, select_tokens
+from xentlib.torch.describe import as_tensor, autocast_dtype, describe, not_differentiable
 from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
-
-# float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
-# p is normal down to 2^-24 and dz may still grow 32-fold.
-FP16_EXPONENT = 11
-
-
-class Gradients(NamedTuple):
-    """Accumulators in the compute dtype, before the upstream gradient; empty where not wanted."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor
-
-
-def valid_tokens(labels: Tensor, where: Tensor | None, ignore_index: int) -> Tensor:
-    mask = labels != ignore_index
-    return mask if where is None else mask & where
 
 
 def nll_forward(
@@ -72,27 +49,13 @@ def nll_forward(
 
     `hidden` is [N, H], everything else flat.
     """
-    device = hidden.device
-    like: dict[str, Any] = {"dtype": compute_dtype, "device": device}
-    num_tokens, hidden_size = hidden.shape
-    weight_VH = weight.T if transposed else weight
-    vocab_size = weight_VH.shape[0]
-    need_hidden, need_weight, need_bias = needs
+    like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
+    num_tokens = hidden.shape[0]
+    vocab_size = weight.shape[1 if transposed else 0]
 
-    # 1. Valid tokens. Their number is read where that costs no device sync, and only they are
-    # computed; elsewhere every token is, the rest masked.
-    labels = labels.long()
-    valid_N = valid_tokens(labels, where, ignore_index)
-    in_range_N = (labels >= 0) & (labels < vocab_size)
-    bad_N = valid_N & ~in_range_N
-    packed = device.type == "cpu"
-    if packed and bad_N.any():
-        check_label_range(int(labels[bad_N][0]), vocab_size, ignore_index)
-    rows_M = valid_N.nonzero()[:, 0] if packed else None
-    if rows_M is not None and rows_M.shape[0] == num_tokens:
-        rows_M = None
-    count = num_tokens if rows_M is None else rows_M.shape[0]
-    labels = torch.where(valid_N & in_range_N, labels, 0)
+    # 1. Valid tokens, and what each of them counts for
+    tokens = select_tokens(labels, where, ignore_index, vocab_size)
+    valid_N = tokens.valid
     ones_N = torch.ones(num_tokens, **like)
     weights_N = ones_N if token_weights is None else token_weights.to(compute_dtype)
     weights_N = torch.where(valid_N, weights_N, 0.0)
@@ -105,128 +68,50 @@ def nll_forward(
     # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
     divisor = torch.where((total_valid == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
     factor_N = weights_N * (1.0 / divisor)
-    factor_N = torch.where(bad_N, torch.nan, factor_N)
-    unscale = torch.ones((), **like)
-    if gemm_dtype == torch.float16:
-        largest = factor_N.abs().amax() if num_tokens else factor_N.sum()
-        exponent = FP16_EXPONENT - torch.frexp(largest).exponent
+    factor_N = torch.where(tokens.bad, torch.nan, factor_N)
+    exponent = power_of_two(gemm_dtype, factor_N)
+    if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
-        unscale = torch.ldexp(unscale, -exponent)
 
-    plan = plan_chunks(
-        count,
-        vocab_size,
-        hidden_size,
-        dtype=dtype_name(gemm_dtype),
-        compute_dtype=dtype_name(compute_dtype),
-        max_chunk_bytes=chunk_bytes,
+    walk = Walk(
+        hidden,
+        weight,
+        tokens,
+        bias=bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        gemm_dtype=gemm_dtype,
+        compute_dtype=compute_dtype,
+        chunk_bytes=chunk_bytes,
+        transposed=transposed,
     )
-    block_rows = plan.block_tokens(CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES)
-    store = storage_dtype(gemm_dtype, compute_dtype, device)
-    any_gradient = need_hidden or need_weight or need_bias
-    d_hidden = torch.zeros(num_tokens if need_hidden else 0, hidden_size, **like)
-    d_weight = torch.empty(weight.shape if need_weight else (0, 0), **like)
-    d_bias = torch.zeros(vocab_size if need_bias else 0, **like)
-    d_weight_VH = d_weight.T if transposed else d_weight
+    sums = GradientSums(walk, needs, weight.shape)
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct. One write a block.
     per_token_6N = torch.zeros(6, num_tokens, **like)
-
-    operand_VH = operand(weight_VH, gemm_dtype, compute_dtype)
-    bias_V = None if bias is None else bias.to(compute_dtype)
-    logits_TV = torch.empty(pad_rows(plan.chunk_tokens) if count else 0, vocab_size, **like)
-    low = logits_TV if store == compute_dtype else torch.empty_like(logits_TV, dtype=store)
-    dz_y_T = torch.empty(plan.chunk_tokens, **like)
-    for start, stop in plan.bounds():
-        rows = slice(start, stop) if rows_M is None else rows_M[start:stop]
-        x_TH = hidden[rows]
-        if not packed:
-            x_TH = torch.where(valid_N[rows, None], x_TH, 0.0)
-        size = stop - start
-        padded = pad_rows(size)
-        x_TH = operand(x_TH, gemm_dtype, compute_dtype).contiguous()
-        if padded != size:
-            x_TH = torch.cat([x_TH, x_TH.new_zeros(padded - size, hidden_size)])
-        z_TV = logits_TV[:padded]
-        # 2. Logits
-        with gemm_precision(gemm_dtype, device):
-            mm(x_TH, operand_VH.T, out=z_TV)
-        block = Block(block_rows, vocab_size, compute_dtype, device)
-        y_T1, factor_T = labels[rows, None], factor_N[rows]
-        scale_T = (
-            None if temperature is None else temperature.expand(num_tokens)[rows].to(compute_dtype)
-        )
-        for low_row in range(0, size, block_rows):
-            span = slice(low_row, min(low_row + block_rows, size))
-            here = slice(start + span.start, start + span.stop)
-            index = here if rows_M is None else rows_M[here]
-            z_BV, y_B1 = z_TV[span], y_T1[span]
-            jacobian_BV = shape_logits_(
-                z_BV,
-                bias_V,
-                logit_scale,
-                softcap,
-                None if scale_T is None else scale_T[span],
-                any_gradient,
-            )
+    for chunk in walk.chunks():  # 2. Logits
+        block = walk.block()
+        for rows in walk.blocks(chunk, jacobian=any(needs)):
             # 3. to 5. Softmax without the target column, then the target
+            z_BV, y_B1 = rows.z_BV, rows.y_B1
             z_y = take_target(z_BV, y_B1)
             rest = rest_stats(z_BV, y_B1, block, entropy=entropy, smoothing=label_smoothing > 0)
             stats = token_stats(z_y, rest, vocab_size)
             loss_B, z_loss_B = token_loss(stats, label_smoothing, z_loss)
-            per_token_6N[:, index] = torch.stack(
+            per_token_6N[:, rows.index] = torch.stack(
                 (loss_B, z_loss_B, stats.logprob, stats.entropy, stats.lse, stats.correct)
             )
-            if any_gradient:
+            if any(needs):
                 # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
-                factor_B = factor_T[span]
-                if logit_scale is not None:
-                    factor_B = factor_B * logit_scale.to(compute_dtype)
-                if scale_T is not None:
-                    factor_B = factor_B / scale_T[span]
+                factor_B = walk.scaled(factor_N[rows.index], rows)
                 dz_y_B = dlogits_(z_BV, y_B1, stats, factor_B, block, label_smoothing, z_loss)
-                if jacobian_BV is not None:
-                    z_BV.mul_(jacobian_BV)
-                    dz_y_B = dz_y_B * jacobian_BV.gather(1, y_B1)[:, 0]
-                if not packed:
-                    z_BV.masked_fill_(~valid_N[index, None], 0.0)
-                    dz_y_B = torch.where(valid_N[index], dz_y_B, 0.0)
-                if need_bias:
-                    d_bias.add_(z_BV.sum(0))
-                    add_rows_(d_bias, y_B1[:, 0], dz_y_B)
-                dz_y_T[span] = dz_y_B.to(gemm_dtype)
-                if store != gemm_dtype:
-                    z_BV.copy_(z_BV.to(gemm_dtype))
-        del block  # the GEMMs' scratch takes its place
-        # 8. Gradient GEMMs of the rest, then the target's terms: they are most of both gradients,
-        # and every small term that a GEMM adds after one is rounded at its size (tau of d hidden
-        # 4.8 against 1.5, of d weight on real text 9.6 against 1.5).
-        if need_hidden or need_weight:
-            z_TV[size:].zero_()
-            dz_TV = z_TV if store == compute_dtype else low[:padded].copy_(z_TV)
-            dz_y_T1, y_T = dz_y_T[:size, None], y_T1[:, 0]
-            if need_hidden:
-                direct = rows_M is None and padded == size
-                dx_TH = d_hidden[rows] if direct else z_TV.new_empty(padded, hidden_size)
-                with gemm_precision(gemm_dtype, device):
-                    mm(dz_TV, operand_VH, out=dx_TH)
-                dx_TH[:size].addcmul_(dz_y_T1, operand_VH[y_T].to(compute_dtype))
-                if not direct:
-                    d_hidden[rows] = dx_TH[:size]
-            if need_weight:
-                left, right = (x_TH.T, dz_TV) if transposed else (dz_TV.T, x_TH)
-                with gemm_precision(gemm_dtype, device):
-                    addmm_(d_weight, left, right, first=start == 0)
-                add_rows_(d_weight_VH, y_T, dz_y_T1 * x_TH[:size].to(compute_dtype))
-    if need_weight and count == 0:
-        d_weight_VH.zero_()
-    if gemm_dtype == torch.float16:
-        for accumulator in (d_hidden, d_weight, d_bias):
-            accumulator.mul_(unscale)
+                sums.block(rows, dz_y_B)
+        del block
+        sums.add(chunk)  # 8. Gradient GEMMs
+    gradients = sums.finish(exponent)
 
     # 9. Reduce
-    per_token_6N = torch.where(bad_N, torch.nan, per_token_6N)
-    per_token_6N = torch.where(valid_N, per_token_6N, 0.0)
-    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N = per_token_6N
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N = tokens.clean(per_token_6N)
     output = NLLOutput(
         ((loss_N * weights_N).sum() / divisor).to(output_dtype),
         total_valid,
@@ -237,33 +122,7 @@ def nll_forward(
         lse_N.to(output_dtype, copy=True),
         correct_N > 0,
     )
-    return output, Gradients(d_hidden, d_weight, d_bias), valid_N
-
-
-def shape_logits_(
-    z_BV: Tensor,
-    bias_V: Tensor | None,
-    logit_scale: Tensor | None,
-    softcap: float | None,
-    temperature_B: Tensor | None,
-    jacobian: bool,
-) -> Tensor | None:
-    """Bias, scale, softcap, temperature in place (step 2); the softcap's derivative if wanted."""
-    if bias_V is not None:
-        z_BV.add_(bias_V)
-    if logit_scale is not None:
-        z_BV.mul_(logit_scale.to(z_BV.dtype))
-    derivative = None
-    if softcap is not None:
-        z_BV.div_(softcap).tanh_()
-        if jacobian:
-            derivative = torch.addcmul(
-                torch.ones((), dtype=z_BV.dtype, device=z_BV.device), z_BV, z_BV, value=-1
-            )
-        z_BV.mul_(softcap)
-    if temperature_B is not None:
-        z_BV.div_(temperature_B[:, None])
-    return derivative
+    return output, gradients, valid_N
 
 
 def token_loss(stats: TokenStats, label_smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
@@ -451,9 +310,6 @@ def chunked_nll(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> NLLOutput:
-    autocast = None
-    if torch.is_autocast_enabled(hidden.device.type):
-        autocast = dtype_name(torch.get_autocast_dtype(hidden.device.type))
     problem = check_nll(
         describe(hidden),
         describe(weight),
@@ -474,7 +330,7 @@ def chunked_nll(
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
-        autocast_dtype=autocast,
+        autocast_dtype=autocast_dtype(hidden),
     )
     not_differentiable(
         token_weights=token_weights,

@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["NLLProblem", "Operand", "check_label_range", "check_next_token_labels", "check_nll"]
+__all__ = [
+    "NLLProblem",
+    "Operand",
+    "check_label_range",
+    "check_logprobs",
+    "check_next_token_labels",
+    "check_nll",
+]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # uint64 has ids that no signed index can hold.
@@ -189,6 +196,7 @@ def check_nll(
     max_chunk_bytes: object,
     weight_layout: str,
     autocast_dtype: str | None = None,
+    function: str = "chunked_nll",
 ) -> NLLProblem:
     """Validate one call of `chunked_nll` and say in which dtypes it runs.
 
@@ -196,7 +204,7 @@ def check_nll(
     """
     if vocab_parallel is not None:
         raise NotImplementedError(
-            "`vocab_parallel` is not supported by `chunked_nll` yet; got "
+            f"`vocab_parallel` is not supported by `{function}` yet; got "
             f"{type(vocab_parallel).__name__}. Pass the whole head and `vocab_parallel=None`."
         )
     leading = _check_tokens(hidden, labels)
@@ -251,6 +259,36 @@ def check_nll(
     return NLLProblem(
         leading, math.prod(leading), vocab_size, hidden.shape[-1], gemm, compute, output
     )
+
+
+def check_logprobs(
+    hidden: Operand,
+    weight: Operand,
+    labels: Operand,
+    *,
+    entropy: object,
+    **arguments: Any,
+) -> NLLProblem:
+    """Validate one call of `chunked_logprobs`; `arguments` are those of `chunked_nll` it has."""
+    _flag("entropy", entropy)
+    return check_nll(
+        hidden,
+        weight,
+        labels,
+        token_weights=None,
+        label_smoothing=0.0,
+        z_loss=0.0,
+        reduction="sum",
+        denominator=None,
+        outputs=(),
+        function="chunked_logprobs",
+        **arguments,
+    )
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False; got {value!r}. Pass one of those.")
 
 
 def _scalar(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from xentlib.ulp import round_to
 
-__all__ = ["NLLReference", "nll_reference"]
+__all__ = ["LogprobReference", "NLLReference", "logprobs_reference", "nll_reference"]
 
 Float64 = NDArray[np.float64]
 
@@ -50,37 +50,94 @@ class NLLReference(NamedTuple):
     magnitude_bias: Float64
 
 
+class LogprobReference(NamedTuple):
+    """Per-token values and the gradients of sum(g * value) in float64; names as in NLLReference."""
+
+    logprobs: Float64
+    entropy: Float64
+    lse: Float64
+    correct: NDArray[np.bool_]
+    d_hidden: Float64
+    d_weight: Float64
+    d_bias: Float64
+    bound_hidden: Float64
+    bound_weight: Float64
+    bound_bias: Float64
+    magnitude_hidden: Float64
+    magnitude_weight: Float64
+    magnitude_bias: Float64
+
+
+class _Softmax(NamedTuple):
+    """What both heads share: [N, V] logits and their softmax, [N] values, and error bounds."""
+
+    leading: tuple[int, ...]
+    hidden: Any
+    x_NH: Float64
+    w_VH: Float64
+    turned: bool
+    valid: NDArray[np.bool_]
+    onehot: Float64
+    outer: Float64  # [N, 1] or [1, 1]: scale / temperature
+    jacobian: Float64
+    jacobian_error: Float64
+    z: Float64
+    z_y: Float64
+    a: Float64  # A of the module's docstring
+    expected_a: Float64  # E_p[A], [N, 1]
+    distance: Float64  # |z - lse|
+    p: Float64
+    p_rest: Float64
+    log_total: Float64
+    lse: Float64
+    logprob: Float64
+    entropy: Float64
+
+    @property
+    def correct(self) -> NDArray[np.bool_]:
+        rest = np.where(self.onehot == 1, -np.inf, self.z).max(axis=1)
+        found: NDArray[np.bool_] = (self.z_y > rest) & self.valid
+        return found
+
+    @property
+    def p_error(self) -> Float64:
+        """Bound on the error of p, and of p - y where it is -(1 - p_y)."""
+        return self.p * (
+            self.a + self.expected_a + self.distance + np.abs(self.lse)[:, None] + 2
+        ) + 2 * np.abs(self.p - self.onehot)
+
+    def per_token(self, value: Float64) -> Float64:
+        return np.where(self.valid, value, 0.0).reshape(self.leading)
+
+
+class _Gradients(NamedTuple):
+    d_hidden: Float64
+    d_weight: Float64
+    d_bias: Float64
+    bound_hidden: Float64
+    bound_weight: Float64
+    bound_bias: Float64
+    magnitude_hidden: Float64
+    magnitude_weight: Float64
+    magnitude_bias: Float64
+
+
 def _f64(x: Any) -> Float64:
     return np.asarray(x).astype(np.float64)
 
 
-def nll_reference(
+def _softmax(
     hidden: Any,
     weight: Any,
     labels: Any,
-    *,
-    bias: Any = None,
-    where: Any = None,
-    token_weights: Any = None,
-    ignore_index: int = -100,
-    logit_scale: Any = 1.0,
-    softcap: float | None = None,
-    temperature: Any = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
-    denominator: Any = None,
-    upstream: float = 1.0,
-    dz_dtype: str = "float64",
-    weight_layout: str = "VH",
-) -> NLLReference:
-    """Loss head in float64 from NumPy arrays; arguments as in `chunked_nll`.
-
-    Args:
-        upstream: gradient of whatever follows with respect to the loss.
-        dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5), so that
-            row A7 measures everything but that rounding.
-    """
+    bias: Any,
+    where: Any,
+    ignore_index: int,
+    logit_scale: Any,
+    softcap: float | None,
+    temperature: Any,
+    weight_layout: str,
+) -> _Softmax:
     leading = np.asarray(labels).shape
     hidden = _f64(hidden)
     x_NH = hidden.reshape(-1, hidden.shape[-1])
@@ -129,12 +186,101 @@ def nll_reference(
         p = e / total[:, None]
         entropy = log_total - np.where(p == 0, 0.0, p * d).sum(axis=1)
         p_rest = r / total
-        smooth = (z - lse[:, None]).mean(axis=1) if label_smoothing else np.zeros(num_tokens)
-    nll = -(1 - label_smoothing) * logprob - label_smoothing * smooth
-    z_term = z_loss * lse * lse
+    expected_a = (p * a).sum(axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        distance = np.where(p > 0, np.abs(z - lse[:, None]), 0.0)
+    return _Softmax(
+        leading=leading,
+        hidden=hidden,
+        x_NH=x_NH,
+        w_VH=w_VH,
+        turned=weight_layout == "HV",
+        valid=valid,
+        onehot=onehot,
+        outer=scale / temp_N,
+        jacobian=jacobian,
+        jacobian_error=jacobian_error,
+        z=z,
+        z_y=z_y,
+        a=a,
+        expected_a=expected_a,
+        distance=distance,
+        p=p,
+        p_rest=p_rest,
+        log_total=log_total,
+        lse=lse,
+        logprob=logprob,
+        entropy=entropy,
+    )
+
+
+def _gradients(s: _Softmax, dz: Float64, bz: Float64, dz_dtype: str, upstream: float) -> _Gradients:
+    """Back through softcap, scale and temperature, and through the two GEMMs."""
+    bz = np.abs(s.outer) * (bz * s.jacobian + np.abs(dz) * s.jacobian_error)
+    dz = np.where(s.valid[:, None], dz * s.jacobian * s.outer, 0.0)
+    bz = np.where(s.valid[:, None], bz, 0.0)
+    dz_gemm = dz
+    if dz_dtype != "float64":
+        # The upstream gradient multiplies after the GEMMs, so it is no part of what is rounded.
+        dz_gemm = round_to(dz / upstream, dz_dtype) * upstream
+    total_bz = bz + np.abs(dz)
+    d_weight, bound_weight = dz_gemm.T @ s.x_NH, total_bz.T @ np.abs(s.x_NH)
+    magnitude_weight = np.abs(dz_gemm).T @ np.abs(s.x_NH)
+    return _Gradients(
+        d_hidden=(dz_gemm @ s.w_VH).reshape(s.hidden.shape),
+        d_weight=d_weight.T if s.turned else d_weight,
+        d_bias=dz.sum(axis=0),
+        bound_hidden=(total_bz @ np.abs(s.w_VH)).reshape(s.hidden.shape),
+        bound_weight=bound_weight.T if s.turned else bound_weight,
+        bound_bias=total_bz.sum(axis=0),
+        magnitude_hidden=(np.abs(dz_gemm) @ np.abs(s.w_VH)).reshape(s.hidden.shape),
+        magnitude_weight=magnitude_weight.T if s.turned else magnitude_weight,
+        magnitude_bias=np.abs(dz).sum(axis=0),
+    )
+
+
+def nll_reference(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    where: Any = None,
+    token_weights: Any = None,
+    ignore_index: int = -100,
+    logit_scale: Any = 1.0,
+    softcap: float | None = None,
+    temperature: Any = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    denominator: Any = None,
+    upstream: float = 1.0,
+    dz_dtype: str = "float64",
+    weight_layout: str = "VH",
+) -> NLLReference:
+    """Loss head in float64 from NumPy arrays; arguments as in `chunked_nll`.
+
+    Args:
+        upstream: gradient of whatever follows with respect to the loss.
+        dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5), so that
+            row A7 measures everything but that rounding.
+    """
+    s = _softmax(
+        hidden, weight, labels, bias, where, ignore_index,
+        logit_scale, softcap, temperature, weight_layout,
+    )  # fmt: skip
+    num_tokens, vocab_size = s.z.shape
+    rows, y_N = np.arange(num_tokens), s.onehot.argmax(axis=1)
+    smooth = np.zeros(num_tokens)
+    if label_smoothing:
+        with np.errstate(invalid="ignore"):
+            smooth = (s.z - s.lse[:, None]).mean(axis=1)
+    nll = -(1 - label_smoothing) * s.logprob - label_smoothing * smooth
+    z_term = z_loss * s.lse * s.lse
     weights = np.ones(num_tokens) if token_weights is None else _f64(token_weights).reshape(-1)
-    weights = np.where(valid, weights, 0.0)
-    count = int(valid.sum())
+    weights = np.where(s.valid, weights, 0.0)
+    count = int(s.valid.sum())
     weight_sum = weights.sum()
     if denominator is not None:
         divisor = float(_f64(denominator))
@@ -144,52 +290,88 @@ def nll_reference(
         divisor = 1.0
 
     def masked(value: Float64) -> Float64:
-        return np.where(valid, value, 0.0)
+        return np.where(s.valid, value, 0.0)
 
     terms = masked(weights * (nll + z_term)) / divisor
-    factor = weights / divisor * upstream
-    slope = 1 + 2 * z_loss * lse
+    slope = 1 + 2 * z_loss * s.lse
     uniform = label_smoothing / vocab_size
-    dz = p * slope[:, None] - uniform
-    dz[rows, y_N] = 2 * z_loss * lse + label_smoothing - uniform - slope * p_rest
-    expected_a = (p * a).sum(axis=1, keepdims=True)
-    with np.errstate(invalid="ignore"):
-        distance = np.where(p > 0, np.abs(z - lse[:, None]), 0.0)
-    slope_error = (2 * z_loss * (expected_a[:, 0] + np.abs(lse)))[:, None]
-    bz = np.abs(slope)[:, None] * (
-        p * (a + expected_a + distance + np.abs(lse)[:, None] + 2) + 2 * np.abs(p - onehot)
-    )
-    bz = bz + p * slope_error + 2 * uniform
-    # Back through softcap, scale and temperature.
-    outer = factor[:, None] * scale / temp_N
-    bz = np.abs(outer) * (bz * jacobian + np.abs(dz) * jacobian_error)
-    dz = np.where(valid[:, None], dz * jacobian * outer, 0.0)
-    bz = np.where(valid[:, None], bz, 0.0)
-    dz_gemm = dz
-    if dz_dtype != "float64":
-        # The upstream gradient multiplies after the GEMMs, so it is no part of what is rounded.
-        dz_gemm = round_to(dz / upstream, dz_dtype) * upstream
-    total_bz = bz + np.abs(dz)
-    d_weight, bound_weight = dz_gemm.T @ x_NH, total_bz.T @ np.abs(x_NH)
-    magnitude_weight = np.abs(dz_gemm).T @ np.abs(x_NH)
-    turned = weight_layout == "HV"
+    dz = s.p * slope[:, None] - uniform
+    dz[rows, y_N] = 2 * z_loss * s.lse + label_smoothing - uniform - slope * s.p_rest
+    slope_error = (2 * z_loss * (s.expected_a[:, 0] + np.abs(s.lse)))[:, None]
+    bz = np.abs(slope)[:, None] * s.p_error + s.p * slope_error + 2 * uniform
+    factor = (weights / divisor * upstream)[:, None]
+    gradients = _gradients(s, factor * dz, np.abs(factor) * bz, dz_dtype, upstream)
     return NLLReference(
         loss=np.asarray(terms.sum()),
         num_tokens=count,
         weight_sum=np.asarray(weight_sum),
         z_loss=np.asarray((masked(weights * z_term) / divisor).sum()),
-        logprobs=masked(logprob).reshape(leading),
-        entropy=masked(entropy).reshape(leading),
-        lse=masked(lse).reshape(leading),
-        correct=((z_y > np.where(onehot == 1, -np.inf, z).max(axis=1)) & valid).reshape(leading),
-        d_hidden=(dz_gemm @ w_VH).reshape(hidden.shape),
-        d_weight=d_weight.T if turned else d_weight,
-        d_bias=dz.sum(axis=0),
+        logprobs=s.per_token(s.logprob),
+        entropy=s.per_token(s.entropy),
+        lse=s.per_token(s.lse),
+        correct=s.correct.reshape(s.leading),
         loss_magnitude=np.asarray(np.abs(terms).sum()),
-        bound_hidden=(total_bz @ np.abs(w_VH)).reshape(hidden.shape),
-        bound_weight=bound_weight.T if turned else bound_weight,
-        bound_bias=total_bz.sum(axis=0),
-        magnitude_hidden=(np.abs(dz_gemm) @ np.abs(w_VH)).reshape(hidden.shape),
-        magnitude_weight=magnitude_weight.T if turned else magnitude_weight,
-        magnitude_bias=np.abs(dz).sum(axis=0),
+        **gradients._asdict(),
+    )
+
+
+def logprobs_reference(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    where: Any = None,
+    ignore_index: int = -100,
+    logit_scale: Any = 1.0,
+    softcap: float | None = None,
+    temperature: Any = 1.0,
+    d_logprobs: Any = 0.0,
+    d_entropy: Any = 0.0,
+    d_lse: Any = 0.0,
+    dz_dtype: str = "float64",
+    weight_layout: str = "VH",
+) -> LogprobReference:
+    """Per-token outputs in float64 from NumPy arrays; arguments as in `chunked_logprobs`.
+
+    The bound on the error of the entropy's gradient, p (log p + entropy) times its upstream
+    gradient, follows the errors of p, of z - lse and of the entropy itself:
+
+        eH = E_p[(A + E_p[A] + |z - lse| + |lse| + 2) (|z - lse| + 1)] + log S + entropy
+
+    Args:
+        d_logprobs, d_entropy, d_lse: upstream gradients, a number or one for each token.
+        dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5).
+    """
+    s = _softmax(
+        hidden, weight, labels, bias, where, ignore_index,
+        logit_scale, softcap, temperature, weight_layout,
+    )  # fmt: skip
+    rows, y_N = np.arange(s.z.shape[0]), s.onehot.argmax(axis=1)
+
+    def upstream(g: Any) -> Float64:
+        found = np.broadcast_to(_f64(g), s.leading).reshape(-1)
+        return np.where(s.valid, found, 0.0)[:, None]
+
+    g_logprob, g_entropy, g_lse = upstream(d_logprobs), upstream(d_entropy), upstream(d_lse)
+    with np.errstate(invalid="ignore"):
+        log_p = np.where(s.p > 0, s.z - s.lse[:, None], 0.0)
+    above = log_p + s.entropy[:, None]
+    dz = s.p * ((g_lse - g_logprob) - g_entropy * above)
+    p_y = s.p[rows, y_N]
+    dz[rows, y_N] = g_logprob[:, 0] * s.p_rest + p_y * (
+        g_lse[:, 0] - g_entropy[:, 0] * above[rows, y_N]
+    )
+    step = s.a + s.expected_a + s.distance + np.abs(s.lse)[:, None] + 2
+    entropy_error = (s.p * step * (s.distance + 1)).sum(axis=1) + np.abs(s.log_total) + s.entropy
+    bz = (np.abs(g_logprob) + np.abs(g_lse)) * s.p_error + np.abs(g_entropy) * s.p * (
+        np.abs(above) * step + step + entropy_error[:, None]
+    )
+    gradients = _gradients(s, dz, bz, dz_dtype, 1.0)
+    return LogprobReference(
+        logprobs=s.per_token(s.logprob),
+        entropy=s.per_token(s.entropy),
+        lse=s.per_token(s.lse),
+        correct=s.correct.reshape(s.leading),
+        **gradients._asdict(),
     )

@@ -1,0 +1,358 @@
+"""Per-token log-probabilities in PyTorch: the steps of `xentlib.logprobs`, under their numbers.
+
+Shapes: N tokens, V vocabulary, H hidden width, B rows of a block of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib import logprobs as spec
+from xentlib.checks import check_logprobs
+from xentlib.logprobs import LogprobOutput
+from xentlib.plan import default_chunk_bytes
+from xentlib.torch.chunks import GradientSums, Rows, Walk, power_of_two, select_tokens
+from xentlib.torch.describe import as_tensor, autocast_dtype, describe, not_differentiable
+from xentlib.torch.softmax import FLOOR, Block, rest_stats, take_target, token_stats
+
+__all__ = ["LogprobOutput", "chunked_logprobs", "logprobs_backward", "logprobs_forward"]
+
+
+class Residuals(NamedTuple):
+    """What the backward needs beside the inputs: [N] each, in the compute dtype."""
+
+    lse: Tensor
+    p_rest: Tensor  # 1 - p_y, from r / S
+    logprob: Tensor
+    entropy: Tensor
+
+
+def logprobs_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    where: Tensor | None,
+    logit_scale: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    entropy: bool,
+    gemm_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    output_dtype: torch.dtype,
+    chunk_bytes: int,
+    transposed: bool,
+) -> tuple[LogprobOutput, Residuals]:
+    """Steps 1 to 5. `hidden` is [N, H], everything else flat."""
+    num_tokens, vocab_size = hidden.shape[0], weight.shape[1 if transposed else 0]
+    tokens = select_tokens(labels, where, ignore_index, vocab_size)
+    walk = Walk(
+        hidden,
+        weight,
+        tokens,
+        bias=bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        gemm_dtype=gemm_dtype,
+        compute_dtype=compute_dtype,
+        chunk_bytes=chunk_bytes,
+        transposed=transposed,
+    )
+    # Rows: the residuals in their order, then correct. One write a block.
+    per_token_5N = torch.zeros(5, num_tokens, **walk.like)
+    for chunk in walk.chunks():
+        block = walk.block()
+        for rows in walk.blocks(chunk, jacobian=False):
+            z_y = take_target(rows.z_BV, rows.y_B1)
+            rest = rest_stats(rows.z_BV, rows.y_B1, block, entropy=entropy, smoothing=False)
+            stats = token_stats(z_y, rest, vocab_size)
+            per_token_5N[:, rows.index] = torch.stack(
+                (stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct)
+            )
+        del block
+    per_token_5N = tokens.clean(per_token_5N)
+    residuals = Residuals(*per_token_5N[:4])
+    output = LogprobOutput(
+        residuals.logprob.to(output_dtype, copy=True),
+        residuals.entropy.to(output_dtype, copy=True),
+        residuals.lse.to(output_dtype, copy=True),
+        per_token_5N[4] > 0,
+    )
+    return output, residuals
+
+
+def logprobs_backward(
+    d_logprobs: Tensor | None,
+    d_entropy: Tensor | None,
+    d_lse: Tensor | None,
+    residuals: Residuals,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    where: Tensor | None,
+    logit_scale: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    gemm_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    chunk_bytes: int,
+    transposed: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps 6 to 8: d hidden, d weight and d bias in their inputs' dtypes; empty if not needed."""
+    tokens = select_tokens(labels, where, ignore_index, weight.shape[1 if transposed else 0])
+    walk = Walk(
+        hidden,
+        weight,
+        tokens,
+        bias=bias,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        gemm_dtype=gemm_dtype,
+        compute_dtype=compute_dtype,
+        chunk_bytes=chunk_bytes,
+        transposed=transposed,
+    )
+
+    def upstream(gradient: Tensor | None) -> Tensor:
+        if gradient is None:
+            return torch.zeros_like(residuals.lse)
+        return tokens.clean(gradient.to(compute_dtype))
+
+    g_3N = torch.stack([upstream(g) for g in (d_logprobs, d_entropy, d_lse)])
+    exponent = power_of_two(gemm_dtype, g_3N.abs().sum(0))
+    if exponent is not None:
+        g_3N = torch.ldexp(g_3N, exponent)
+    sums = GradientSums(walk, needs, weight.shape)
+    for chunk in walk.chunks():
+        block = walk.block()
+        for rows in walk.blocks(chunk, jacobian=True):
+            take_target(rows.z_BV, rows.y_B1)
+            g_3B = walk.scaled(g_3N[:, rows.index], rows)
+            kept = Residuals(*(x[rows.index] for x in residuals))
+            sums.block(rows, dlogits_(rows, g_3B, kept, block, entropy=d_entropy is not None))
+        del block
+        sums.add(chunk)
+    found = sums.finish(exponent)
+    # On CPU rows that were not computed are +0 already, elsewhere their dz was.
+    dtypes = (hidden.dtype, weight.dtype, hidden.dtype if bias is None else bias.dtype)
+    d_hidden, d_weight, d_bias = (x.to(dtype) for x, dtype in zip(found, dtypes, strict=True))
+    return d_hidden, d_weight, d_bias
+
+
+def dlogits_(rows: Rows, g_3B: Tensor, kept: Residuals, block: Block, *, entropy: bool) -> Tensor:
+    """Step 6: logits with -inf in the target column become dz, 0 in that column; the target's own
+    dz is returned."""
+    z_BV, (g_logprob, g_entropy, g_lse) = rows.z_BV, g_3B
+    z_BV.sub_(kept.lse[:, None])
+    own = g_lse
+    if entropy:
+        p_BV = block.diff_BV[: z_BV.shape[0]]
+        block.scaled_exp(z_BV, rows.y_B1, 1.0, p_BV)
+        others = g_lse - g_logprob - g_entropy * kept.entropy
+        z_BV.clamp_(min=FLOOR).mul_(-g_entropy[:, None]).add_(others[:, None]).mul_(p_BV)
+        own = g_lse - g_entropy * (kept.logprob + kept.entropy)
+    else:
+        block.scaled_exp(z_BV, rows.y_B1, (g_lse - g_logprob)[:, None], z_BV)
+    return g_logprob * kept.p_rest + torch.exp(kept.logprob) * own
+
+
+@torch.library.custom_op("xentlib::logprobs_forward", mutates_args=())
+def logprobs_op(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    where: Tensor | None,
+    logit_scale: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    entropy: bool,
+    gemm_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    output_dtype: torch.dtype,
+    chunk_bytes: int,
+    transposed: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N]."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        output, residuals = logprobs_forward(
+            hidden, weight, labels, bias, where, logit_scale, temperature, ignore_index, softcap,
+            entropy, gemm_dtype, compute_dtype, output_dtype, chunk_bytes, transposed,
+        )  # fmt: skip
+    return (*output, torch.stack(residuals))
+
+
+@logprobs_op.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, where: Tensor | None,
+    logit_scale: Tensor | None, temperature: Tensor | None, ignore_index: int,
+    softcap: float | None, entropy: bool, gemm_dtype: torch.dtype, compute_dtype: torch.dtype,
+    output_dtype: torch.dtype, chunk_bytes: int, transposed: bool, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    num_tokens = hidden.shape[0]
+    dtypes = [output_dtype] * 3 + [torch.bool]
+    outputs = [hidden.new_empty(num_tokens, dtype=dtype) for dtype in dtypes]
+    return (*outputs, hidden.new_empty(4, num_tokens, dtype=compute_dtype))
+
+
+@torch.library.custom_op("xentlib::logprobs_backward", mutates_args=())
+def logprobs_backward_op(
+    d_logprobs: Tensor | None,
+    d_entropy: Tensor | None,
+    d_lse: Tensor | None,
+    residuals: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    where: Tensor | None,
+    logit_scale: Tensor | None,
+    temperature: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    gemm_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    chunk_bytes: int,
+    transposed: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`logprobs_backward` as one operator, opaque to the compiler."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return logprobs_backward(
+            d_logprobs, d_entropy, d_lse, Residuals(*residuals), hidden, weight, labels, bias,
+            where, logit_scale, temperature, ignore_index, softcap, gemm_dtype, compute_dtype,
+            chunk_bytes, transposed, needs,
+        )  # fmt: skip
+
+
+@logprobs_backward_op.register_fake
+def _(
+    d_logprobs: Tensor | None, d_entropy: Tensor | None, d_lse: Tensor | None,
+    residuals: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None,
+    where: Tensor | None, logit_scale: Tensor | None, temperature: Tensor | None,
+    ignore_index: int, softcap: float | None, gemm_dtype: torch.dtype, compute_dtype: torch.dtype,
+    chunk_bytes: int, transposed: bool, needs: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    vocab_size = weight.shape[1 if transposed else 0]
+    like_bias = hidden if bias is None else bias
+    return (
+        hidden.new_empty(hidden.shape if needs[0] else (0, hidden.shape[1])),
+        weight.new_empty(weight.shape if needs[1] else (0, 0)),
+        like_bias.new_empty(vocab_size if needs[2] else 0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[3:])
+    arrays, (ctx.ignore_index, ctx.softcap), ctx.rest = inputs[:7], inputs[7:9], inputs[10:]
+    ctx.save_for_backward(*arrays, output[4])
+
+
+def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "`chunked_logprobs` must be differentiated once; got a backward with "
+            "create_graph=True, whose second derivatives it does not compute. Use full logits and "
+            "log_softmax for those."
+        )
+    if all(gradient is None for gradient in upstream[:3]):
+        return (None,) * 16
+    gemm_dtype, compute_dtype, _, chunk_bytes, transposed, needs = ctx.rest
+    *arrays, residuals = ctx.saved_tensors
+    found = logprobs_backward_op(
+        *upstream[:3],
+        residuals,
+        *arrays,
+        ctx.ignore_index,
+        ctx.softcap,
+        gemm_dtype,
+        compute_dtype,
+        chunk_bytes,
+        transposed,
+        needs,
+    )
+    d_hidden, d_weight, d_bias = (g if need else None for g, need in zip(found, needs))
+    return (d_hidden, d_weight, None, d_bias, *[None] * 12)
+
+
+logprobs_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    where: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float | Tensor = 1.0,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    vocab_parallel: Any = None,
+    compute_dtype: str | None = None,
+    max_chunk_bytes: int | None = None,
+    weight_layout: str = "VH",
+) -> LogprobOutput:
+    problem = check_logprobs(
+        describe(hidden),
+        describe(weight),
+        describe(labels),
+        bias=describe(bias),
+        where=describe(where),
+        ignore_index=ignore_index,
+        logit_scale=describe(logit_scale),
+        softcap=softcap,
+        temperature=describe(temperature),
+        entropy=entropy,
+        vocab_parallel=vocab_parallel,
+        compute_dtype=compute_dtype,
+        max_chunk_bytes=max_chunk_bytes,
+        weight_layout=weight_layout,
+        autocast_dtype=autocast_dtype(hidden),
+    )
+    not_differentiable(logit_scale=logit_scale, temperature=temperature)
+    gemm, compute, output = (
+        getattr(torch, name)
+        for name in (problem.gemm_dtype, problem.compute_dtype, problem.output_dtype)
+    )
+    temperatures = as_tensor(temperature, 1.0, hidden, compute)
+    results = logprobs_op(
+        hidden.reshape(-1, problem.hidden_size),
+        weight,
+        labels.reshape(-1),
+        bias,
+        None if where is None else where.reshape(-1),
+        as_tensor(logit_scale, 1.0, hidden, compute),
+        None if temperatures is None else temperatures.reshape(-1),
+        ignore_index,
+        None if softcap is None else float(softcap),
+        entropy,
+        gemm,
+        compute,
+        output,
+        max_chunk_bytes or default_chunk_bytes(hidden.device.type),
+        weight_layout == "HV",
+        [
+            torch.is_grad_enabled() and x is not None and x.requires_grad
+            for x in (hidden, weight, bias)
+        ],
+    )
+    logprobs, entropies, lse, correct = (x.reshape(problem.leading) for x in results[:4])
+    return LogprobOutput(logprobs, entropies if entropy else None, lse, correct)
+
+
+chunked_logprobs.__doc__ = spec.chunked_logprobs.__doc__

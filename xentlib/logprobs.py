@@ -1,0 +1,109 @@
+"""Per-token log-probabilities with gradients: signatures, docstrings, result and rounding points.
+
+Forward walks steps 1 to 5 of `xentlib.nll`. Backward computes the logits again:
+
+ 6. p = exp(z - lse) from the lse that the forward kept; of the columns other than the target, with
+    upstream gradients g of logprob, entropy and lse, each times scale / temperature,
+        dz = p * [(g_lse - g_logprob - g_entropy * entropy) - g_entropy * (z - lse)]
+    and of the target
+        dz_y = g_logprob * (1 - p_y) + p_y * [g_lse - g_entropy * (logprob + entropy)]
+    with 1 - p_y from r / S, as the forward had it
+ 7. and 8. as in `xentlib.nll`, to the input's dtype at the end of 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["LogprobOutput", "chunked_logprobs"]
+
+
+class LogprobOutput(NamedTuple):
+    """Result of `chunked_logprobs`; a pytree in JAX. All but `correct` carry gradients.
+
+    Attributes:
+        logprobs: [...] log-probability of each label, at most 0, float32 (float64 for float64
+            inputs); 0 for tokens that are not valid, like all others.
+        entropy: [...] entropy of each token's distribution in nats, or None if not asked for.
+        lse: [...] log-sum-exp of each token's logits.
+        correct: [...] bool, the label's logit is the largest and no other equals it.
+    """
+
+    logprobs: Any
+    entropy: Any
+    lse: Any
+    correct: Any
+
+
+def chunked_logprobs(
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    where: Any = None,
+    ignore_index: int = -100,
+    logit_scale: Any = 1.0,
+    softcap: float | None = None,
+    temperature: Any = 1.0,
+    entropy: bool = False,
+    vocab_parallel: Any = None,
+    compute_dtype: str | None = None,
+    max_chunk_bytes: int | None = None,
+    weight_layout: str = "VH",
+) -> LogprobOutput:
+    """Log-probability of each label, and entropy, from hidden states; the logits are never stored.
+
+        x = hidden @ weight.T + bias
+        s = softcap * tanh(logit_scale * x / softcap)      (logit_scale * x without a softcap)
+        z = s / temperature
+        lse = log sum_v exp(z_v),   logprob = z_y - lse,   entropy = -sum_v p_v log p_v
+
+    Every output but `correct` may be part of a loss, each token with a gradient of its own:
+
+        d logprob / dz = onehot_y - p,   d lse / dz = p,   d entropy / dz = -p (log p + entropy)
+
+    Tokens that are not valid (label `ignore_index`, or `where` false) are taken out before any
+    arithmetic; their outputs and their gradients are exactly 0.
+
+    The backward computes the logits again, chunk by chunk: four GEMMs in all, one where no gradient
+    is wanted. Beside its inputs the call keeps four numbers per token. For a loss that is a
+    weighted sum of log-probabilities known in advance, `chunked_nll` needs three GEMMs.
+
+    Args:
+        hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
+        weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
+            differ from that of `hidden`.
+        labels: [...] integers of any dtype but uint64.
+        bias: [V] or None.
+        where: [...] bool or None; False takes a token out.
+        ignore_index: label of tokens to leave out.
+        logit_scale: number or 0-d array that multiplies the logits.
+        softcap: positive number or None.
+        temperature: positive number, 0-d array, or [...] one per token.
+        entropy: compute the entropy too. Not asked for, it costs nothing.
+        vocab_parallel: not supported yet.
+        compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
+            everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
+        max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
+        weight_layout: "VH" or "HV"; neither is transposed.
+
+    Returns:
+        LogprobOutput, float32 (float64 for float64 inputs), never below.
+
+    Raises:
+        ValueError: shapes, devices or values that do not belong together; a label outside [0, V)
+            of a valid token wherever values can be read without a device sync (elsewhere that
+            token's outputs, and what sums over them, are NaN).
+        TypeError: a dtype that cannot be used.
+        NotImplementedError: `vocab_parallel`.
+        RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
+
+    Numerics: as `chunked_nll`. The log-probability of a confident token comes from log1p of the sum
+    without its column, so it is never above 0 and keeps its digits near it; the upstream gradients,
+    the scale and the temperature multiply dz in float32 before the GEMMs; dz is rounded once to the
+    GEMM dtype; every gradient is rounded once. Rows A3 to A7, A10 and A11 of the contract.
+
+    Sources: keeping lse and forming p from it as in Cut Cross-Entropy (arXiv 2411.09009).
+    """
+    raise NotImplementedError("call xentlib.torch.chunked_logprobs or xentlib.jax.chunked_logprobs")
