@@ -159,7 +159,7 @@ def op_arguments(needs=(True, True, True)) -> tuple:
     return (
         leaves["hidden"], leaves["weight"], leaves["labels"], leaves["bias"], *[None] * 5,
         -100, None, 0.1, 0.0, True, True, torch.float32, torch.float32, torch.float32, 512,
-        False, list(needs),
+        False, "", [], list(needs),
     )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from xentlib.logprobs import LogprobOutput
 from xentlib.plan import default_chunk_bytes
 from xentlib.torch.chunks import GradientSums, Rows, Walk, power_of_two, select_tokens
 from xentlib.torch.describe import as_tensor, autocast_dtype, describe, not_differentiable
-from xentlib.torch.softmax import FLOOR, Block, rest_stats, take_target, token_stats
+from xentlib.torch.head import VocabParallel, local_rows, vocab_parallel_of
+from xentlib.torch.softmax import FLOOR, Block, take_target
 
 __all__ = ["LogprobOutput", "chunked_logprobs", "logprobs_backward", "logprobs_forward"]
 
@@ -46,10 +47,12 @@ def logprobs_forward(
     output_dtype: torch.dtype,
     chunk_bytes: int,
     transposed: bool,
+    parallel: VocabParallel | None = None,
 ) -> tuple[LogprobOutput, Residuals]:
     """Steps 1 to 5. `hidden` is [N, H], everything else flat."""
-    num_tokens, vocab_size = hidden.shape[0], weight.shape[1 if transposed else 0]
-    tokens = select_tokens(labels, where, ignore_index, vocab_size)
+    shard = None if parallel is None else parallel.shard
+    vocab_size = weight.shape[1 if transposed else 0]
+    tokens = select_tokens(labels, where, ignore_index, vocab_size, shard)
     walk = Walk(
         hidden,
         weight,
@@ -62,20 +65,12 @@ def logprobs_forward(
         compute_dtype=compute_dtype,
         chunk_bytes=chunk_bytes,
         transposed=transposed,
+        parallel=parallel,
     )
-    # Rows: the residuals in their order, then correct. One write a block.
-    per_token_5N = torch.zeros(5, num_tokens, **walk.like)
-    for chunk in walk.chunks():
-        block = walk.block()
-        for rows in walk.blocks(chunk, jacobian=False):
-            z_y = take_target(rows.z_BV, rows.y_B1)
-            rest = rest_stats(rows.z_BV, rows.y_B1, block, entropy=entropy, smoothing=False)
-            stats = token_stats(z_y, rest, vocab_size)
-            per_token_5N[:, rows.index] = torch.stack(
-                (stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct)
-            )
-        del block
-    per_token_5N = tokens.clean(per_token_5N)
+    stats = walk.stats(entropy=entropy, smoothing=False)
+    per_token_5N = tokens.clean(
+        torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
+    )
     residuals = Residuals(*per_token_5N[:4])
     output = LogprobOutput(
         residuals.logprob.to(output_dtype, copy=True),
@@ -105,9 +100,12 @@ def logprobs_backward(
     chunk_bytes: int,
     transposed: bool,
     needs: list[bool],
+    parallel: VocabParallel | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 6 to 8: d hidden, d weight and d bias in their inputs' dtypes; empty if not needed."""
-    tokens = select_tokens(labels, where, ignore_index, weight.shape[1 if transposed else 0])
+    shard = None if parallel is None else parallel.shard
+    vocab_size = weight.shape[1 if transposed else 0]
+    tokens = select_tokens(labels, where, ignore_index, vocab_size, shard)
     walk = Walk(
         hidden,
         weight,
@@ -120,6 +118,7 @@ def logprobs_backward(
         compute_dtype=compute_dtype,
         chunk_bytes=chunk_bytes,
         transposed=transposed,
+        parallel=parallel,
     )
 
     def upstream(gradient: Tensor | None) -> Tensor:
@@ -136,8 +135,8 @@ def logprobs_backward(
         block = walk.block()
         for rows in walk.blocks(chunk, jacobian=True):
             take_target(rows.z_BV, rows.y_B1)
-            g_3B = walk.scaled(g_3N[:, rows.index], rows)
-            kept = Residuals(*(x[rows.index] for x in residuals))
+            g_3B = walk.scaled(g_3N[:, rows.places], rows)
+            kept = Residuals(*(x[rows.places] for x in residuals))
             sums.block(rows, dlogits_(rows, g_3B, kept, block, entropy=d_entropy is not None))
         del block
         sums.add(chunk)
@@ -162,7 +161,8 @@ def dlogits_(rows: Rows, g_3B: Tensor, kept: Residuals, block: Block, *, entropy
         own = g_lse - g_entropy * (kept.logprob + kept.entropy)
     else:
         block.scaled_exp(z_BV, rows.y_B1, (g_lse - g_logprob)[:, None], z_BV)
-    return g_logprob * kept.p_rest + torch.exp(kept.logprob) * own
+    target: Tensor = g_logprob * kept.p_rest + torch.exp(kept.logprob) * own
+    return target
 
 
 @torch.library.custom_op("xentlib::logprobs_forward", mutates_args=())
@@ -182,6 +182,8 @@ def logprobs_op(
     output_dtype: torch.dtype,
     chunk_bytes: int,
     transposed: bool,
+    group: str,
+    shard: list[int],
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N]."""
@@ -189,6 +191,7 @@ def logprobs_op(
         output, residuals = logprobs_forward(
             hidden, weight, labels, bias, where, logit_scale, temperature, ignore_index, softcap,
             entropy, gemm_dtype, compute_dtype, output_dtype, chunk_bytes, transposed,
+            vocab_parallel_of(group, shard),
         )  # fmt: skip
     return (*output, torch.stack(residuals))
 
@@ -198,7 +201,8 @@ def _(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, where: Tensor | None,
     logit_scale: Tensor | None, temperature: Tensor | None, ignore_index: int,
     softcap: float | None, entropy: bool, gemm_dtype: torch.dtype, compute_dtype: torch.dtype,
-    output_dtype: torch.dtype, chunk_bytes: int, transposed: bool, needs: list[bool],
+    output_dtype: torch.dtype, chunk_bytes: int, transposed: bool, group: str, shard: list[int],
+    needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     num_tokens = hidden.shape[0]
     dtypes = [output_dtype] * 3 + [torch.bool]
@@ -225,6 +229,8 @@ def logprobs_backward_op(
     compute_dtype: torch.dtype,
     chunk_bytes: int,
     transposed: bool,
+    group: str,
+    shard: list[int],
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`logprobs_backward` as one operator, opaque to the compiler."""
@@ -232,7 +238,7 @@ def logprobs_backward_op(
         return logprobs_backward(
             d_logprobs, d_entropy, d_lse, Residuals(*residuals), hidden, weight, labels, bias,
             where, logit_scale, temperature, ignore_index, softcap, gemm_dtype, compute_dtype,
-            chunk_bytes, transposed, needs,
+            chunk_bytes, transposed, needs, vocab_parallel_of(group, shard),
         )  # fmt: skip
 
 
@@ -242,7 +248,7 @@ def _(
     residuals: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None,
     where: Tensor | None, logit_scale: Tensor | None, temperature: Tensor | None,
     ignore_index: int, softcap: float | None, gemm_dtype: torch.dtype, compute_dtype: torch.dtype,
-    chunk_bytes: int, transposed: bool, needs: list[bool],
+    chunk_bytes: int, transposed: bool, group: str, shard: list[int], needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     vocab_size = weight.shape[1 if transposed else 0]
     like_bias = hidden if bias is None else bias
@@ -268,8 +274,8 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
             "log_softmax for those."
         )
     if all(gradient is None for gradient in upstream[:3]):
-        return (None,) * 16
-    gemm_dtype, compute_dtype, _, chunk_bytes, transposed, needs = ctx.rest
+        return (None,) * 18
+    gemm_dtype, compute_dtype, _, *cut, needs = ctx.rest
     *arrays, residuals = ctx.saved_tensors
     found = logprobs_backward_op(
         *upstream[:3],
@@ -279,12 +285,11 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.softcap,
         gemm_dtype,
         compute_dtype,
-        chunk_bytes,
-        transposed,
+        *cut,
         needs,
     )
     d_hidden, d_weight, d_bias = (g if need else None for g, need in zip(found, needs))
-    return (d_hidden, d_weight, None, d_bias, *[None] * 12)
+    return (d_hidden, d_weight, None, d_bias, *[None] * 14)
 
 
 logprobs_op.register_autograd(_backward, setup_context=_setup_context)
@@ -307,6 +312,7 @@ def chunked_logprobs(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> LogprobOutput:
+    weight, local = local_rows(weight, vocab_parallel, weight_layout)
     problem = check_logprobs(
         describe(hidden),
         describe(weight),
@@ -318,11 +324,11 @@ def chunked_logprobs(
         softcap=softcap,
         temperature=describe(temperature),
         entropy=entropy,
-        vocab_parallel=vocab_parallel,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
         autocast_dtype=autocast_dtype(hidden),
+        sharded=vocab_parallel is not None,
     )
     not_differentiable(logit_scale=logit_scale, temperature=temperature)
     gemm, compute, output = (
@@ -346,6 +352,7 @@ def chunked_logprobs(
         output,
         max_chunk_bytes or default_chunk_bytes(hidden.device.type),
         weight_layout == "HV",
+        *local.arguments,
         [
             torch.is_grad_enabled() and x is not None and x.requires_grad
             for x in (hidden, weight, bias)

@@ -17,6 +17,7 @@ from xentlib.nll import NLLOutput
 from xentlib.plan import default_chunk_bytes
 from xentlib.torch.chunks import Gradients, GradientSums, Walk, power_of_two, select_tokens
 from xentlib.torch.describe import as_tensor, autocast_dtype, describe, not_differentiable
+from xentlib.torch.head import VocabParallel, local_rows, vocab_parallel_of
 from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
@@ -44,6 +45,7 @@ def nll_forward(
     chunk_bytes: int,
     transposed: bool,
     needs: list[bool],
+    parallel: VocabParallel | None = None,
 ) -> tuple[NLLOutput, Gradients, Tensor]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N].
 
@@ -54,7 +56,8 @@ def nll_forward(
     vocab_size = weight.shape[1 if transposed else 0]
 
     # 1. Valid tokens, and what each of them counts for
-    tokens = select_tokens(labels, where, ignore_index, vocab_size)
+    shard = None if parallel is None else parallel.shard
+    tokens = select_tokens(labels, where, ignore_index, vocab_size, shard)
     valid_N = tokens.valid
     ones_N = torch.ones(num_tokens, **like)
     weights_N = ones_N if token_weights is None else token_weights.to(compute_dtype)
@@ -85,26 +88,38 @@ def nll_forward(
         compute_dtype=compute_dtype,
         chunk_bytes=chunk_bytes,
         transposed=transposed,
+        parallel=parallel,
     )
     sums = GradientSums(walk, needs, weight.shape)
+    smoothing = label_smoothing > 0
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct. One write a block.
     per_token_6N = torch.zeros(6, num_tokens, **like)
-    for chunk in walk.chunks():  # 2. Logits
+    whole: TokenStats | None = None
+    if parallel is not None:
+        # The statistics of all shards come first; the logits are then computed again, unless one
+        # chunk holds them all.
+        whole = walk.stats(entropy=entropy, smoothing=smoothing)
+        per_token_6N = values_of(whole, label_smoothing, z_loss)
+    for chunk in walk.chunks() if whole is None or any(needs) else ():  # 2. Logits
         block = walk.block()
         for rows in walk.blocks(chunk, jacobian=any(needs)):
             # 3. to 5. Softmax without the target column, then the target
             z_BV, y_B1 = rows.z_BV, rows.y_B1
-            z_y = take_target(z_BV, y_B1)
-            rest = rest_stats(z_BV, y_B1, block, entropy=entropy, smoothing=label_smoothing > 0)
-            stats = token_stats(z_y, rest, vocab_size)
-            loss_B, z_loss_B = token_loss(stats, label_smoothing, z_loss)
-            per_token_6N[:, rows.index] = torch.stack(
-                (loss_B, z_loss_B, stats.logprob, stats.entropy, stats.lse, stats.correct)
-            )
+            if rows.fresh:
+                z_y = take_target(z_BV, y_B1)
+            if whole is not None:
+                stats = at_rows(whole, rows.places)
+            else:
+                rest = rest_stats(z_BV, y_B1, block, entropy=entropy, smoothing=smoothing)
+                stats = token_stats(z_y, rest, walk.vocab_size)
+                per_token_6N[:, rows.places] = values_of(stats, label_smoothing, z_loss)
             if any(needs):
                 # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
-                factor_B = walk.scaled(factor_N[rows.index], rows)
-                dz_y_B = dlogits_(z_BV, y_B1, stats, factor_B, block, label_smoothing, z_loss)
+                factor_B = walk.scaled(factor_N[rows.places], rows)
+                uniform = label_smoothing / walk.vocab_size
+                dz_y_B = dlogits_(
+                    z_BV, y_B1, stats, factor_B, block, label_smoothing, uniform, z_loss
+                )
                 sums.block(rows, dz_y_B)
         del block
         sums.add(chunk)  # 8. Gradient GEMMs
@@ -125,6 +140,17 @@ def nll_forward(
     return output, gradients, valid_N
 
 
+def values_of(stats: TokenStats, label_smoothing: float, z_loss: float) -> Tensor:
+    """[6, tokens]: loss, its z-loss part, logprob, entropy, lse, correct."""
+    loss, z_term = token_loss(stats, label_smoothing, z_loss)
+    return torch.stack((loss, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct))
+
+
+def at_rows(stats: TokenStats, index: slice | Tensor) -> TokenStats:
+    found: list[Any] = [None if x is None else x[index] for x in stats]
+    return TokenStats(*found)
+
+
 def token_loss(stats: TokenStats, label_smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
     """Per token: the loss, and the part of it that z-loss contributes."""
     nll = -stats.logprob
@@ -141,11 +167,11 @@ def dlogits_(
     factor_B: Tensor,
     block: Block,
     label_smoothing: float,
+    uniform: float,
     z_loss: float,
 ) -> Tensor:
     """Step 6: logits with -inf in the target column become dz times the factor, 0 in that column;
     the target's own dz is returned."""
-    uniform = label_smoothing / z_BV.shape[1]
     extra = 2.0 * z_loss * stats.lse if z_loss else torch.zeros_like(stats.lse)
     z_BV.sub_(stats.lse[:, None])
     block.scaled_exp(z_BV, y_B1, (factor_B * (1.0 + extra))[:, None], z_BV)
@@ -208,6 +234,8 @@ def nll_op(
     output_dtype: torch.dtype,
     chunk_bytes: int,
     transposed: bool,
+    group: str,
+    shard: list[int],
     needs: list[bool],
 ) -> tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
@@ -218,6 +246,7 @@ def nll_op(
             hidden, weight, labels, bias, where, token_weights, logit_scale, temperature,
             denominator, ignore_index, softcap, label_smoothing, z_loss, mean, entropy,
             gemm_dtype, compute_dtype, output_dtype, chunk_bytes, transposed, needs,
+            vocab_parallel_of(group, shard),
         )  # fmt: skip
     return (*output, *gradients, valid_N)
 
@@ -228,7 +257,8 @@ def _(
     token_weights: Tensor | None, logit_scale: Tensor | None, temperature: Tensor | None,
     denominator: Tensor | None, ignore_index: int, softcap: float | None, label_smoothing: float,
     z_loss: float, mean: bool, entropy: bool, gemm_dtype: torch.dtype, compute_dtype: torch.dtype,
-    output_dtype: torch.dtype, chunk_bytes: int, transposed: bool, needs: list[bool],
+    output_dtype: torch.dtype, chunk_bytes: int, transposed: bool, group: str, shard: list[int],
+    needs: list[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     num_tokens, hidden_size = hidden.shape
     vocab_size = weight.shape[1 if transposed else 0]
@@ -270,13 +300,13 @@ def _backward(
             "for those."
         )
     if gradient is None:
-        return (None,) * 21
+        return (None,) * 23
     *accumulators, valid_N = ctx.saved_tensors
     reuse = not (torch.compiler.is_compiling() or keeps_graph())
     d_hidden, d_weight, d_bias = nll_backward(
         gradient, Gradients(*accumulators), valid_N, ctx.dtypes, ctx.needs, reuse=reuse
     )
-    return (d_hidden, d_weight, None, d_bias, *[None] * 17)
+    return (d_hidden, d_weight, None, d_bias, *[None] * 19)
 
 
 nll_op.register_autograd(_backward, setup_context=_setup_context)
@@ -310,6 +340,7 @@ def chunked_nll(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> NLLOutput:
+    weight, local = local_rows(weight, vocab_parallel, weight_layout)
     problem = check_nll(
         describe(hidden),
         describe(weight),
@@ -326,11 +357,11 @@ def chunked_nll(
         reduction=reduction,
         denominator=describe(denominator),
         outputs=outputs,
-        vocab_parallel=vocab_parallel,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
         autocast_dtype=autocast_dtype(hidden),
+        sharded=vocab_parallel is not None,
     )
     not_differentiable(
         token_weights=token_weights,
@@ -368,6 +399,7 @@ def chunked_nll(
         output,
         max_chunk_bytes or default_chunk_bytes(hidden.device.type),
         weight_layout == "HV",
+        *local.arguments,
         [
             torch.is_grad_enabled() and x is not None and x.requires_grad
             for x in (hidden, weight, bias)

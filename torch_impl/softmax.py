@@ -10,7 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "RestStats", "TokenStats", "rest_stats", "take_target", "token_stats"]
+__all__ = [
+    "Block",
+    "RestStats",
+    "TokenStats",
+    "exp_difference",
+    "rest_stats",
+    "take_target",
+    "token_stats",
+]
 
 # exp of this is 0 in float64 too: stands for -inf where a product with 0 must stay 0.
 FLOOR = -1e4
@@ -82,14 +90,23 @@ def take_target(z_BV: Tensor, y_B1: Tensor) -> Tensor:
 
 
 def rest_stats(
-    z_BV: Tensor, y_B1: Tensor, block: Block, *, entropy: bool, smoothing: bool
+    z_BV: Tensor,
+    y_B1: Tensor,
+    block: Block,
+    *,
+    entropy: bool,
+    smoothing: bool,
+    columns: int | None = None,
 ) -> RestStats:
-    """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
+    """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact.
+
+    `columns` of the logits are classes, all by default; others are at -inf.
+    """
     m = z_BV.amax(1, keepdim=True)
     m = torch.where(m == -torch.inf, 0.0, m)  # no other column, or none above -inf
     d_BV = block.diff_BV[: z_BV.shape[0]]
     torch.sub(z_BV, m, out=d_BV)
-    sum_d = d_BV.scatter(1, y_B1, 0.0).sum(1) if smoothing else None
+    sum_d = d_BV.scatter(1, y_B1, 0.0)[:, :columns].sum(1) if smoothing else None
     e_BV = torch.empty_like(d_BV) if entropy else d_BV
     block.scaled_exp(d_BV, y_B1, 1.0, e_BV)
     sum_ed = d_BV.clamp_(min=FLOOR).mul_(e_BV).sum(1) if entropy else None
@@ -98,7 +115,7 @@ def rest_stats(
     return RestStats(m[:, 0], (everything - s).round_(), s, sum_ed, sum_d)
 
 
-def _exp_difference(a: Tensor, b: Tensor) -> Tensor:
+def exp_difference(a: Tensor, b: Tensor) -> Tensor:
     """exp(a - b) with the rounding error of the difference put back (TwoDiff).
 
     At a - b = -50 that error alone would be 2e-6, four times the bound of row A4.
@@ -113,7 +130,7 @@ def token_stats(z_y: Tensor, rest: RestStats, vocab_size: int) -> TokenStats:
     """Step 5, on vectors of one entry per token."""
     m_rest = torch.where(rest.ones == 0, -torch.inf, rest.m)
     m = torch.maximum(z_y, m_rest)
-    scale = torch.where(rest.ones == 0, 0.0, _exp_difference(rest.m, m))
+    scale = torch.where(rest.ones == 0, 0.0, exp_difference(rest.m, m))
     r = scale * (rest.ones + rest.s)
     t = torch.exp(z_y - m)
     total = r + t

@@ -130,7 +130,7 @@ def check_budget(max_chunk_bytes: object) -> None:
         )
 
 
-def check_weight(weight: Operand, hidden: Operand, layout: str) -> int:
+def check_weight(weight: Operand, hidden: Operand, layout: str, *, sharded: bool = False) -> int:
     """Validate the head against `hidden`; return V."""
     _choice("weight_layout", layout, LAYOUTS)
     width = hidden.shape[-1]
@@ -149,7 +149,7 @@ def check_weight(weight: Operand, hidden: Operand, layout: str) -> int:
             f"got {weight.shape}. {way_out}"
         )
     vocab_size = weight.shape[1 - axis]
-    if vocab_size < 1:
+    if vocab_size < 1 and not sharded:
         raise ValueError(
             f"`weight` must have at least one vocabulary row; got shape {weight.shape}. "
             f"Gather a partitioned head before the call."
@@ -191,16 +191,18 @@ def check_nll(
     reduction: object,
     denominator: Scalar,
     outputs: object,
-    vocab_parallel: object,
     compute_dtype: object,
     max_chunk_bytes: object,
     weight_layout: str,
     autocast_dtype: str | None = None,
+    vocab_parallel: object = None,
+    sharded: bool = False,
     function: str = "chunked_nll",
 ) -> NLLProblem:
     """Validate one call of `chunked_nll` and say in which dtypes it runs.
 
-    `autocast_dtype` is the GEMM dtype that an autocast region asks for, if one is active.
+    `autocast_dtype` is the GEMM dtype that an autocast region asks for, if one is active;
+    `sharded` says that the head is one rank's rows, of which there may be none.
     """
     if vocab_parallel is not None:
         raise NotImplementedError(
@@ -209,7 +211,7 @@ def check_nll(
         )
     leading = _check_tokens(hidden, labels)
     _floating("weight", weight)
-    vocab_size = check_weight(weight, hidden, weight_layout)
+    vocab_size = check_weight(weight, hidden, weight_layout, sharded=sharded)
     _device("weight", weight, hidden)
     _device("labels", labels, hidden)
     if bias is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xentlib.ulp import bits_unequal, round_to, spacing, ulp_distance
+from xentlib.ulp import FORMATS, bits_unequal, round_to, spacing, ulp_distance
 
 __all__ = ["ROWS", "Bound", "Measurement", "Row", "U", "check", "failures"]
 
@@ -150,16 +150,21 @@ def rounded_fraction(got: Any, oracle: Any, dtype: str = "bfloat16") -> float:
 
 
 def worst_rounding(got: Any, oracle: Any, magnitude: Any, dtype: str = "bfloat16") -> float:
-    """Largest distance from the rounded oracle in ULP.
+    """Largest distance from the oracle beyond the half ULP of the last rounding, in units of one
+    rounding of dz.
 
-    `magnitude` is the sum of the absolute terms. A float32 dz may lie on the other side of a bf16
-    tie than the oracle's, which moves the sum by up to one ULP of a term; where the terms cancel,
-    that is many ULP of what is left. So the unit is the ULP of whichever is larger.
+    `magnitude` is the sum of the absolute terms dz * x. A float32 dz may lie on the other side of a
+    bf16 tie than the oracle's: that moves dz by one ULP, which is up to 2^-7 of it, and the sum by
+    as much of that term. Of a sum whose largest term is nearly all of it that is up to two of its
+    own ULP (1.99 * 2^-7 against 2^-7), of one that cancels many.
     """
     oracle = np.asarray(oracle, np.float64)
-    unit = np.maximum(spacing(oracle, dtype), spacing(magnitude, dtype))
-    gap = np.abs(np.asarray(got, np.float64) - round_to(oracle, dtype)) / unit
-    return float(np.max(np.where(np.isnan(gap), np.inf, gap), initial=0.0))
+    half = spacing(oracle, dtype) / 2
+    unit = np.ldexp(np.asarray(magnitude, np.float64), -FORMATS[dtype][0])
+    gap = np.maximum(np.abs(np.asarray(got, np.float64) - oracle) - half, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = np.where(gap == 0, 0.0, gap / unit)
+    return float(np.max(np.where(np.isnan(value), np.inf, value), initial=0.0))
 
 
 def error_ratio(got: Any, other: Any, oracle: Any) -> float:

@@ -82,7 +82,12 @@ def chunked_logprobs(
         softcap: positive number or None.
         temperature: positive number, 0-d array, or [...] one per token.
         entropy: compute the entropy too. Not asked for, it costs nothing.
-        vocab_parallel: not supported yet.
+        vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh; `weight` and
+            `bias` are then this rank's rows of the head (a plain tensor, or a DTensor sharded on
+            the vocabulary), in rank order, of any sizes, none included. `hidden`, `labels` and the
+            rest are the same on every rank, and so are the results and d hidden. One MAX and one
+            packed SUM over [N] numbers, one SUM of d hidden; the shards' sizes are exchanged when
+            a head is first seen. In JAX not supported yet.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
             everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
         max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
@@ -96,7 +101,7 @@ def chunked_logprobs(
             of a valid token wherever values can be read without a device sync (elsewhere that
             token's outputs, and what sums over them, are NaN).
         TypeError: a dtype that cannot be used.
-        NotImplementedError: `vocab_parallel`.
+        NotImplementedError: `vocab_parallel` in JAX.
         RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
 
     Numerics: as `chunked_nll`. The log-probability of a confident token comes from log1p of the sum

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from xentlib.checks import check_plan_arguments
 
-__all__ = ["ChunkPlan", "default_chunk_bytes", "peak_bytes", "plan_chunks"]
+__all__ = [
+    "ChunkPlan",
+    "VocabShard",
+    "default_chunk_bytes",
+    "peak_bytes",
+    "plan_chunks",
+    "shard_of",
+]
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -71,6 +78,28 @@ class ChunkPlan:
         """Rows of a chunk that fit `block_bytes`: what elementwise passes take while cached."""
         rows = block_bytes // (self.vocab_size * self.compute_itemsize)
         return max(1, min(rows, self.chunk_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """One rank's part of a vocabulary: classes `start` to `stop` of `vocab_size`."""
+
+    start: int
+    stop: int
+    vocab_size: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+def shard_of(sizes: tuple[int, ...], rank: int) -> VocabShard:
+    """The shard of `rank` from every rank's size, in rank order; a size may be 0.
+
+    Offsets come from the sizes: rank times the local size is wrong wherever V is no multiple of P.
+    """
+    start = sum(sizes[:rank])
+    return VocabShard(start, start + sizes[rank], sum(sizes))
 
 
 def pad_rows(rows: int) -> int:

@@ -102,9 +102,9 @@ class _Softmax(NamedTuple):
     @property
     def p_error(self) -> Float64:
         """Bound on the error of p, and of p - y where it is -(1 - p_y)."""
-        return self.p * (
-            self.a + self.expected_a + self.distance + np.abs(self.lse)[:, None] + 2
-        ) + 2 * np.abs(self.p - self.onehot)
+        steps = self.a + self.expected_a + self.distance + np.abs(self.lse)[:, None] + 2
+        found: Float64 = self.p * steps + 2 * np.abs(self.p - self.onehot)
+        return found
 
     def per_token(self, value: Float64) -> Float64:
         return np.where(self.valid, value, 0.0).reshape(self.leading)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.contract import Measurement, check, failures
+from xentlib.parity import per_token
 from xentlib.parity.backends import GRADIENTS, Outcome, run
 from xentlib.parity.cases import (
     AUDIT,
@@ -92,10 +93,18 @@ def run_operators(
         ("run to run", _cases((BASE, GRID[5]), [seed]), _repeat),
         ("micro-batches", _cases((BASE, GRID[4]), seeds), _accumulate),
         ("mutants", [build(BASE, seed)], _mutants),
+        ("per-token outputs, fp32", _cases(grid, seeds), per_token.single),
+        ("per-token outputs, bf16", _cases(low_precision(grid), seeds), per_token.low),
+        ("per-token outputs of given logits", logit_sets(seed), per_token.logits),
+        ("per-token outputs, chunk sizes", _cases(CHUNK_CASES, [seed]), per_token.chunks),
+        ("per-token outputs, run to run", _cases((BASE,), [seed]), per_token.repeat),
+        ("per-token outputs, mutants", [build(BASE, seed)], per_token.mutants),
     ]
     if len(backends) == 2:
         audit = _cases(AUDIT, range(seed, seed + (5 if full else 1)))
         stages.insert(2, ("audit mode, bit for bit", audit, _audit))
+        some = _cases(AUDIT[:4], [seed])
+        stages.append(("per-token outputs in audit mode", some, per_token.audit))
     with _gate(backends):
         for name, items, measure in stages:
             progress.stage(name, len(items))

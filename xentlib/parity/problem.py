@@ -6,18 +6,32 @@ Shapes: N tokens, V vocabulary, H hidden width.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.reference import NLLReference, nll_reference
+from xentlib.reference import (
+    LogprobReference,
+    NLLReference,
+    logprobs_reference,
+    nll_reference,
+)
 from xentlib.ulp import dtype_named
 
-__all__ = ["Case", "Problem", "build", "logits_problem"]
+__all__ = ["Case", "Problem", "Upstream", "build", "logits_problem", "upstream_of"]
 
 Array = npt.NDArray[Any]
 ARRAY_ARGUMENTS = ("bias", "where", "token_weights")
+LOSS_OPTIONS = ("label_smoothing", "z_loss", "reduction", "denominator")
+
+
+class Upstream(NamedTuple):
+    """Gradients of what follows with respect to each token's outputs, float32 [N]; None: unused."""
+
+    d_logprobs: Array | None
+    d_entropy: Array | None
+    d_lse: Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +94,26 @@ class Problem:
         )
 
     @property
+    def per_token_options(self) -> dict[str, Any]:
+        """The options that `chunked_logprobs` has too."""
+        return {name: value for name, value in self.options.items() if name not in LOSS_OPTIONS}
+
+    def per_token_reference(
+        self, upstream: Upstream, *, dz_dtype: str = "float64"
+    ) -> LogprobReference:
+        given = {name: g for name, g in upstream._asdict().items() if g is not None}
+        return logprobs_reference(
+            self.hidden,
+            self.weight,
+            self.labels,
+            bias=self.bias,
+            where=self.where,
+            dz_dtype=dz_dtype,
+            **given,
+            **self.per_token_options,
+        )
+
+    @property
     def valid(self) -> npt.NDArray[np.bool_]:
         mask: npt.NDArray[np.bool_] = self.labels != self.options.get("ignore_index", -100)
         return mask if self.where is None else mask & self.where
@@ -118,6 +152,13 @@ def build(case: Case, seed: int) -> Problem:
         float(np.float32(rng.choice([-1, 1]) * rng.uniform(0.3, 3.0))),
         case.text,
     )
+
+
+def upstream_of(problem: Problem, seed: int) -> Upstream:
+    """Another random gradient for every token and output: a constant one hides bugs."""
+    rng = np.random.default_rng([seed, 11])
+    shape = (3, *problem.labels.shape)
+    return Upstream(*rng.standard_normal(shape).astype(np.float32))
 
 
 def logits_problem(logits: Array, labels: Array, text: str) -> Problem:

@@ -1,0 +1,295 @@
+"""Per-token log-probabilities in JAX: the steps of `xentlib.logprobs`, under their numbers.
+
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xentlib import logprobs as spec
+from xentlib.checks import check_logprobs
+from xentlib.jax.chunks import (
+    Chunk,
+    Constants,
+    Gradients,
+    Needs,
+    Options,
+    add_gradients,
+    cut,
+    fp16_exponent,
+    over_chunks,
+    prepare,
+    round_gradients,
+    scaled,
+    unpack,
+    values_of,
+    wanted,
+    without_power,
+    zero_gradients,
+)
+from xentlib.jax.describe import describe
+from xentlib.jax.softmax import FLOOR, exp, rest_stats, take_target, token_stats
+from xentlib.logprobs import LogprobOutput
+from xentlib.plan import default_chunk_bytes
+
+__all__ = ["LogprobOutput", "chunked_logprobs", "logprobs_backward", "logprobs_forward"]
+
+
+class Kept(NamedTuple):
+    """Per token, in the compute dtype: what the forward keeps for the backward."""
+
+    lse: jax.Array
+    p_rest: jax.Array  # 1 - p_y, from r / S
+    logprob: jax.Array
+    entropy: jax.Array  # 0 where it was not asked for
+
+
+class Upstream(NamedTuple):
+    """Gradients of the outputs; None stands for 0."""
+
+    logprob: jax.Array | None
+    entropy: jax.Array | None
+    lse: jax.Array | None
+
+
+class EntropyTerms(NamedTuple):
+    slope: jax.Array  # the upstream gradient
+    rest: jax.Array
+    own: jax.Array
+
+
+class Terms(NamedTuple):
+    """Per token: what step 6 adds up, for the rest and for the target's own dz."""
+
+    kept_lse: jax.Array
+    logprob: jax.Array
+    own_logprob: jax.Array
+    lse: jax.Array
+    own_lse: jax.Array
+    entropy: EntropyTerms | None
+
+
+def logprobs_forward(
+    options: Options,
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    constants: Constants,
+) -> tuple[LogprobOutput, Kept]:
+    """Per-token outputs, and what the backward needs of them.
+
+    `hidden` is [N, H], everything else flat.
+    """
+    chunks = cut(options, hidden, weight, labels, bias, constants)
+
+    def body(chunk: Chunk, packed_5M: jax.Array) -> jax.Array:
+        # 3. to 5. Softmax without the target column, then the target
+        z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1)
+        rest = rest_stats(z_TV, target_TV, entropy=options.entropy, smoothing=False)
+        stats = token_stats(z_y, rest, chunks.vocab_size)
+        values = jnp.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
+        return lax.dynamic_update_slice_in_dim(packed_5M, values, chunk.start, axis=1)
+
+    packed_5M = jnp.zeros((5, chunks.order.size), options.compute_dtype)
+    lse_N, p_rest_N, logprob_N, entropy_N, correct_N = unpack(
+        chunks, over_chunks(chunks, body, packed_5M)
+    )
+    output = LogprobOutput(
+        logprob_N.astype(options.output_dtype),
+        entropy_N.astype(options.output_dtype) if options.entropy else None,
+        lse_N.astype(options.output_dtype),
+        correct_N > 0,
+    )
+    return output, Kept(lse_N, p_rest_N, logprob_N, entropy_N)
+
+
+def logprobs_backward(
+    options: Options,
+    needs: Needs,
+    kept: Kept,
+    upstream: Upstream,
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    constants: Constants,
+) -> list[jax.Array | None]:
+    """Gradients of `hidden`, `weight` and `bias` from logits that are computed again."""
+    compute = options.compute_dtype
+    chunks = cut(options, hidden, weight, labels, bias, constants)
+    # What follows a token that is not valid may have any gradient, inf included; the largest sets
+    # the power of two.
+    given = jax.tree.map(lambda g: jnp.where(chunks.valid, g.astype(compute), 0), upstream)
+    exponent = None
+    if options.gemm_dtype == "float16":
+        sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
+        exponent = fp16_exponent(sizes.sum(axis=0))
+        given = jax.tree.map(lambda g: jnp.ldexp(g, exponent), given)
+    terms_N = terms_of(kept, jax.tree.map(partial(scaled, chunks), given))
+    # One row more than the chunks have: a slice of all rows is no slice to XLA, which would then
+    # take what follows out of a loop of one chunk, to the products.
+    terms_M = jax.tree.map(lambda x: jnp.pad(x[chunks.order], (0, 1)), terms_N)
+
+    def body(chunk: Chunk, gradients: Gradients) -> Gradients:
+        # 6. to 8. dz and the gradients
+        _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1)
+        terms_T = jax.tree.map(
+            lambda x: lax.dynamic_slice(x, (chunk.start,), (chunks.chunk,)), terms_M
+        )
+        dz_TV, dz_y_T = dlogits(z_TV, terms_T)
+        return add_gradients(chunks, chunk, needs, gradients, dz_TV, dz_y_T)
+
+    gradients = over_chunks(chunks, body, zero_gradients(chunks, needs))
+    if exponent is not None:
+        gradients = without_power(gradients, exponent, compute)
+    dtypes = [None if x is None else x.dtype.name for x in (hidden, weight, bias)]
+    return round_gradients(gradients, chunks.valid, dtypes)
+
+
+def terms_of(kept: Kept, upstream: Upstream) -> Terms:
+    """Products alone; the loop over chunks adds them.
+
+    Where one program has a product and its sum together XLA contracts them, or another product of
+    the same sum, by what else it holds: a quarter of the target's dz had other bits under remat, a
+    sixth of d hidden in one chunk (rows A10, A11).
+    """
+    zero = jnp.zeros_like(kept.lse)
+    logprob = zero if upstream.logprob is None else upstream.logprob
+    lse = zero if upstream.lse is None else upstream.lse
+    p_y = exp(kept.logprob)
+    entropy = None
+    if upstream.entropy is not None:
+        # A label whose p is 0 has a log-probability of -inf: their product must be 0.
+        above = jnp.maximum(kept.logprob, FLOOR) + kept.entropy
+        entropy = EntropyTerms(
+            upstream.entropy, upstream.entropy * kept.entropy, p_y * (upstream.entropy * above)
+        )
+    return Terms(kept.lse, logprob, logprob * kept.p_rest, lse, lse * p_y, entropy)
+
+
+def dlogits(z_TV: jax.Array, terms_T: Terms) -> tuple[jax.Array, jax.Array]:
+    """Step 6: from logits with -inf in the target column, dz with 0 in that column, and the
+    target's own dz."""
+    log_p_TV = z_TV - terms_T.kept_lse[:, None]
+    slope_T = terms_T.lse - terms_T.logprob
+    dz_y_T = terms_T.own_logprob + terms_T.own_lse
+    entropy = terms_T.entropy
+    if entropy is None:
+        return exp(log_p_TV) * slope_T[:, None], dz_y_T
+    slope_T = slope_T - entropy.rest
+    # The floor: p = 0 times a log p of -inf must be 0.
+    slope_TV = slope_T[:, None] - entropy.slope[:, None] * jnp.maximum(log_p_TV, FLOOR)
+    return exp(log_p_TV) * slope_TV, dz_y_T - entropy.own
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logprobs(
+    options: Options,
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    constants: Constants,
+) -> LogprobOutput:
+    return logprobs_forward(options, hidden, weight, labels, bias, constants)[0]
+
+
+def _logprobs_fwd(
+    options: Options, hidden: Any, weight: Any, labels: Any, bias: Any, constants: Any
+) -> tuple[LogprobOutput, Any]:
+    needs = wanted(constants, hidden, weight, bias)
+    values = values_of((hidden, weight, labels, bias, constants))
+    output, kept = logprobs_forward(options, *values)
+    # A residual must be an array, their tree the same whatever is wanted: the sizes say what is.
+    return output, (values, kept, [jnp.zeros((int(need),)) for need in needs])
+
+
+def _logprobs_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, ...]:
+    values, kept, markers = residuals
+    upstream = Upstream(
+        *(
+            None if isinstance(g, jax.custom_derivatives.SymbolicZero) else g
+            for g in (cotangent.logprobs, cotangent.entropy, cotangent.lse)
+        )
+    )
+    if all(g is None for g in upstream):
+        return (None, None, None, None, None)
+    need_hidden, need_weight, need_bias = (marker.size > 0 for marker in markers)
+    needs = (need_hidden, need_weight, need_bias)
+    d_hidden, d_weight, d_bias = logprobs_backward(options, needs, kept, upstream, *values)
+    return (d_hidden, d_weight, None, d_bias, None)
+
+
+_logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
+_logprobs_jit = jax.jit(_logprobs, static_argnums=(0,))
+
+
+def chunked_logprobs(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    where: jax.Array | None = None,
+    ignore_index: int = -100,
+    logit_scale: float | jax.Array = 1.0,
+    softcap: float | None = None,
+    temperature: float | jax.Array = 1.0,
+    entropy: bool = False,
+    vocab_parallel: Any = None,
+    compute_dtype: str | None = None,
+    max_chunk_bytes: int | None = None,
+    weight_layout: str = "VH",
+) -> LogprobOutput:
+    problem = check_logprobs(
+        describe(hidden),
+        describe(weight),
+        describe(labels),
+        bias=describe(bias),
+        where=describe(where),
+        ignore_index=ignore_index,
+        logit_scale=describe(logit_scale),
+        softcap=softcap,
+        temperature=describe(temperature),
+        entropy=entropy,
+        vocab_parallel=vocab_parallel,
+        compute_dtype=compute_dtype,
+        max_chunk_bytes=max_chunk_bytes,
+        weight_layout=weight_layout,
+    )
+    arguments = prepare(
+        problem,
+        hidden,
+        weight,
+        labels,
+        bias,
+        where=where,
+        ignore_index=ignore_index,
+        logit_scale=logit_scale,
+        temperature=temperature,
+    )
+    options = Options(
+        ignore_index,
+        None if softcap is None else float(softcap),
+        0.0,
+        0.0,
+        False,
+        entropy,
+        problem.gemm_dtype,
+        problem.compute_dtype,
+        problem.output_dtype,
+        max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
+        weight_layout == "HV",
+    )
+    result: LogprobOutput = _logprobs_jit(options, *arguments)
+    return LogprobOutput(*(None if x is None else jnp.reshape(x, problem.leading) for x in result))
+
+
+chunked_logprobs.__doc__ = spec.chunked_logprobs.__doc__

@@ -1,0 +1,215 @@
+"""The rows of `chunked_logprobs`: as in `operators.py`, with a random gradient for every token and
+output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xentlib.contract import Measurement, check, failures
+from xentlib.parity.backends import PerToken, run_logprobs
+from xentlib.parity.cases import CHUNKS
+from xentlib.parity.mutants import array_mutants
+from xentlib.parity.problem import Problem, Upstream, logits_problem, upstream_of
+from xentlib.reference import LogprobReference
+
+if TYPE_CHECKING:
+    from xentlib.parity.operators import Findings
+
+__all__ = ["audit", "chunks", "logits", "low", "mutants", "repeat", "single"]
+
+Array = npt.NDArray[Any]
+ROWS = {"d_hidden": "A5", "d_weight": "A6", "d_bias": "A6"}
+SEED = 5
+
+
+def _of(reference: LogprobReference, name: str, part: str) -> Array:
+    found: Array = getattr(reference, name.replace("d_", f"{part}_", 1))
+    return found
+
+
+def _label(name: str) -> str:
+    return f"{name.replace('_', ' ')} of per-token outputs"
+
+
+def single(findings: Findings, problem: Problem) -> None:
+    """A0, A5, A6 of one fp32 problem, and A9 where both backends run."""
+    upstream = upstream_of(problem, SEED)
+    reference = problem.per_token_reference(upstream)
+    found = {backend: run_logprobs(backend, problem, upstream) for backend in findings.backends}
+    for backend, outcome in found.items():
+        details: dict[str, Any] = {"backend": backend, "case": problem.text}
+        exact: dict[str, tuple[Any, Any]] = {"correct": (outcome.correct, reference.correct)}
+        values = np.stack([outcome.logprobs, np.asarray(outcome.entropy), outcome.lse])
+        gone = ~problem.valid
+        exact["invalid rows"] = (values[:, gone], np.zeros_like(values[:, gone]))
+        d_hidden = outcome.gradients()["d_hidden"][gone]
+        exact["d hidden of invalid rows"] = (d_hidden, np.zeros_like(d_hidden))
+        exact["log-probabilities above 0"] = (np.int64((outcome.logprobs > 0).sum()), np.int64(0))
+        for name, (got, expected) in exact.items():
+            findings.check("A0", got, expected, quantity=_label(name), **details)
+        for name, got in outcome.gradients().items():
+            oracle, bound = _of(reference, name, "d"), _of(reference, name, "bound")
+            findings.check(ROWS[name], got, oracle, bound, quantity=_label(name), **details)
+    _between(findings, problem, reference, found, ("rho / u", "error ratio"))
+
+
+def low(findings: Findings, problem: Problem) -> None:
+    """A7 of one bf16 problem, and A9 in bits where both backends run."""
+    upstream = upstream_of(problem, SEED)
+    reference = problem.per_token_reference(upstream, dz_dtype="bfloat16")
+    found = {backend: run_logprobs(backend, problem, upstream) for backend in findings.backends}
+    for backend, outcome in found.items():
+        for name, got in outcome.gradients().items():
+            findings.check(
+                "A7",
+                got,
+                _of(reference, name, "d"),
+                magnitude=_of(reference, name, "magnitude"),
+                backend=backend,
+                case=problem.text,
+                quantity=_label(name),
+            )
+    _between(findings, problem, reference, found, ("bf16 bit-equal", "error ratio"))
+
+
+def _between(
+    findings: Findings,
+    problem: Problem,
+    reference: LogprobReference,
+    found: dict[str, PerToken],
+    metrics: tuple[str, ...],
+) -> None:
+    if len(found) < 2:
+        return
+    for name, got in found["torch"].gradients().items():
+        findings.check(
+            "A9",
+            got,
+            _of(reference, name, "d"),
+            other=getattr(found["jax"], name),
+            metrics=metrics,
+            backend="torch/jax",
+            case=problem.text,
+            quantity=_label(name),
+        )
+
+
+def audit(findings: Findings, problem: Problem) -> None:
+    """A1: bit for bit in audit mode."""
+    upstream = upstream_of(problem, SEED)
+    ours, theirs = (
+        run_logprobs(backend, problem, upstream, audit=True) for backend in ("torch", "jax")
+    )
+    for name in PerToken._fields:
+        got, other = getattr(ours, name), getattr(theirs, name)
+        if got is not None:
+            findings.check(
+                "A1", got, other, backend="torch/jax", case=problem.text, quantity=_label(name)
+            )
+
+
+def logits(findings: Findings, item: tuple[str, Array, Array]) -> None:
+    """A3 and A4 of logits that are given; entropy is not asked for."""
+    text, given, labels = item
+    problem = logits_problem(given, labels, text)
+    rows = np.arange(len(labels))
+    upstream = Upstream(np.ones(len(labels), np.float32), None, None)
+    reference = problem.per_token_reference(upstream)
+    peak = given.max(axis=1).astype(np.float64)
+    scale = np.maximum(np.abs(peak), reference.lse - peak)
+    for backend in findings.backends:
+        outcome = run_logprobs(backend, problem, upstream)
+        details: dict[str, Any] = {"backend": backend, "case": text}
+        findings.check("A3", outcome.lse, reference.lse, magnitude=scale, **details)
+        got = outcome.gradients()["d_weight"][labels, rows]
+        pairs = {
+            "log-probability": (outcome.logprobs, reference.logprobs),
+            "target gradient": (got, reference.d_weight[labels, rows]),
+        }
+        for name, (value, oracle) in pairs.items():
+            findings.check("A4", value, oracle, quantity=_label(name), **details)
+
+
+def chunks(findings: Findings, problem: Problem) -> None:
+    """A10."""
+    upstream = upstream_of(problem, SEED)
+    for backend in findings.backends:
+        whole = run_logprobs(backend, problem, upstream)
+        for chunk in CHUNKS[::2]:
+            outcome = run_logprobs(backend, problem, upstream, chunk_tokens=chunk)
+            for name in ("logprobs", "entropy", "lse", "correct", "d_hidden"):
+                findings.check(
+                    "A10",
+                    getattr(outcome, name),
+                    getattr(whole, name),
+                    backend=backend,
+                    case=f"{problem.text}, chunks of {chunk}",
+                    quantity=_label(name),
+                )
+
+
+def repeat(findings: Findings, problem: Problem) -> None:
+    """A11, run to run."""
+    upstream = upstream_of(problem, SEED)
+    for backend in findings.backends:
+        first, again = (
+            run_logprobs(backend, problem, upstream, chunk_tokens=128) for _ in range(2)
+        )
+        for name in PerToken._fields:
+            findings.check(
+                "A11",
+                getattr(again, name),
+                getattr(first, name),
+                backend=backend,
+                case=f"{problem.text}, run to run",
+                quantity=_label(name),
+            )
+
+
+def mutants(findings: Findings, problem: Problem) -> None:
+    """A14: gradients as known bugs would have returned them (ANCHORS 4.1, 4.12)."""
+    upstream = upstream_of(problem, SEED)
+    reference = problem.per_token_reference(upstream)
+    d_logprobs, d_entropy, d_lse = (np.asarray(g) for g in upstream)
+    wrong_upstream = {
+        "entropy without gradient": upstream._replace(d_entropy=0 * d_entropy),
+        "entropy with the wrong sign": upstream._replace(d_entropy=-d_entropy),
+        "lse without gradient": upstream._replace(d_lse=0 * d_lse),
+        "one gradient for all tokens": upstream._replace(
+            d_logprobs=np.full_like(d_logprobs, d_logprobs.mean())
+        ),
+    }
+    shifted = problem.changed(
+        labels=np.where(problem.valid, (problem.labels + 1) % reference.d_bias.size, problem.labels)
+    )
+    for backend in findings.backends:
+        right = run_logprobs(backend, problem, upstream)
+        for name, got in right.gradients().items():
+            oracle, bound = _of(reference, name, "d"), _of(reference, name, "bound")
+            wrong = array_mutants(got, oracle)
+            for text, changed in wrong_upstream.items():
+                other = problem.per_token_reference(changed)
+                wrong[text] = _of(other, name, "d").astype(got.dtype)
+            other = shifted.per_token_reference(upstream)
+            wrong["labels off by one"] = _of(other, name, "d").astype(got.dtype)
+            passed = [
+                text
+                for text, value in wrong.items()
+                if not failures(check(ROWS[name], value, oracle, bound))
+            ]
+            findings.measurements.append(
+                Measurement(
+                    row="A14",
+                    backend=backend,
+                    case=f"{len(wrong)} mutants" + "".join(f"; passed: {p}" for p in passed),
+                    quantity=f"{ROWS[name]} {_label(name)}",
+                    metric="mutants passed",
+                    value=float(len(passed)),
+                    bound=0.0,
+                    passed=not passed,
+                    entries=len(wrong),
+                )
+            )
