@@ -340,7 +340,9 @@ def logprobs_reference(
         eH = E_p[(A + E_p[A] + |z - lse| + |lse| + 2) (|z - lse| + 1)] + log S + entropy
 
     Args:
-        d_logprobs, d_entropy, d_lse: upstream gradients, a number or one for each token.
+        d_logprobs: upstream gradient of the log-probabilities, a number or one for each token.
+        d_entropy: the same of the entropies.
+        d_lse: the same of the log-sum-exps.
         dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5).
     """
     s = _softmax(
