@@ -12,13 +12,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["column_sums", "contract", "contract_rows", "round_to"]
+__all__ = ["column_sums", "contract", "least_rows", "round_to"]
 
 MANTISSA = {"bfloat16": (8, 7), "float16": (5, 10)}
 
 # Below 64 rows XLA's CPU GEMM takes another kernel for a row-major right operand, and a row's bits
-# then depend on the number of rows: up to 80 % of the entries at 8 rows, none from 64 (row A10).
-LEAST_ROWS = 64
+# then depend on the number of rows: up to 80 % of the entries at 8 rows, none from 64. Its row sums
+# do so below 32 rows (row A10).
+CPU_LEAST_ROWS = 64
+
+
+def least_rows() -> int:
+    """Rows that a chunk must have for the bits of each not to depend on their number."""
+    return CPU_LEAST_ROWS if jax.default_backend() == "cpu" else 1
 
 
 def contract(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, dtype: str) -> jax.Array:
@@ -30,14 +36,6 @@ def contract(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, dtype: str) -
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.dtype(dtype),
     )
-
-
-def contract_rows(a_TX: jax.Array, b: jax.Array, axis_b: int, dtype: str) -> jax.Array:
-    """Rows of a times b, each row's bits the same whatever the number of rows."""
-    rows = a_TX.shape[0]
-    if rows < LEAST_ROWS and jax.default_backend() == "cpu":
-        a_TX = jnp.pad(a_TX, ((0, LEAST_ROWS - rows), (0, 0)))
-    return contract(a_TX, b, 1, axis_b, dtype)[:rows]
 
 
 def column_sums(x_TV: jax.Array, dtype: str) -> jax.Array:

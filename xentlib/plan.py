@@ -61,11 +61,6 @@ class ChunkPlan:
         return -(-self.num_tokens // self.chunk_tokens)
 
     @property
-    def padded_tokens(self) -> int:
-        """Tokens after the last chunk is filled up, for backends with static shapes."""
-        return self.num_chunks * self.chunk_tokens
-
-    @property
     def chunk_bytes(self) -> int:
         return self.chunk_tokens * self.vocab_size * self.compute_itemsize
 

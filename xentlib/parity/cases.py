@@ -98,6 +98,7 @@ CHUNKS = (8, 16, 24, 40, 64, 128, 200, 512)
 CHUNK_CASES = (
     Case("chunks", 509, 64, 1009, std=3.0),
     Case("chunks-odd", 261, 63, 1001, std=1.0),
+    Case("chunks-small", 61, 24, 157, std=3.0),
     Case("chunks-kernel", 261, 48, 1001, std=1.0, layout="HV", options=OPTIONS),
     Case("chunks-bf16", 509, 64, 1009, std=3.0, dtype="bfloat16"),
 )
