@@ -26,9 +26,9 @@ from xentlib.interop import to_jax  # noqa: E402
 from xentlib.jax import chunked_nll  # noqa: E402
 
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")
-N, H, V = 61, 24, 157
+N, H, V = 221, 24, 157
 CASE = Case("behaviour", N, H, V, ignored=0.2, confident=0.3)
-BUDGET = 16 * V * 4  # 16 rows a chunk: four chunks, the last one ragged
+BUDGET = 64 * V * 4  # 64 rows a chunk: four chunks, the last one ragged
 
 
 def arrays(case: Case = CASE, seed: int = 3) -> tuple[tuple, Problem]:
@@ -402,7 +402,7 @@ def test_chunks_without_a_valid_token_cost_nothing():
     patch = pytest.MonkeyPatch()
     patch.setattr(module.lax, "fori_loop", counting)
     try:
-        for valid in (0, 17):
+        for valid in (0, 65):
             labels = jnp.where(jnp.arange(N) >= N - valid, 3, -100)  # the last ones, so far apart
             with jax.disable_jit():
                 module.nll_forward(

@@ -29,9 +29,9 @@ from jax.extend.core import jaxprs_in_params  # noqa: E402
 from xentlib.interop import to_jax  # noqa: E402
 from xentlib.jax import LogprobOutput, chunked_logprobs, chunked_nll  # noqa: E402
 
-N, H, V = 61, 24, 157
+N, H, V = 221, 24, 157
 CASE = Case("behaviour", N, H, V, ignored=0.2, confident=0.3)
-BUDGET = 16 * V * 4  # 16 rows a chunk: four chunks, the last one ragged
+BUDGET = 64 * V * 4  # 64 rows a chunk: four chunks, the last one ragged
 NAMES = ("hidden", "weight", "bias")
 ROWS = {"hidden": "A5", "weight": "A6", "bias": "A6"}
 OURS = {name: value for name, value in OPTIONS.items() if name in ("softcap", "logit_scale")}
