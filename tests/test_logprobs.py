@@ -163,6 +163,23 @@ def test_classes_at_minus_infinity(backend: str) -> None:
     assert not np.any(gradients["d_bias"][5:])
 
 
+def test_a_label_at_minus_infinity(backend: str) -> None:
+    """ANCHORS 4.3: its log-probability is -inf; 0 * inf must not make the gradients NaN."""
+    problem = build(Case("no-label", 64, 24, 17, ignored=0.0), 1)
+    assert problem.bias is not None
+    problem.bias[5:] = -np.inf
+    problem = problem.changed(labels=np.full(64, 11, np.int32))
+    got = run_logprobs(backend, problem, upstream_of(problem, 4))
+    assert np.isneginf(got.logprobs).all()
+    others = run_logprobs(
+        backend, problem.changed(labels=0 * problem.labels), upstream_of(problem, 4)
+    )
+    assert np.abs(got.entropy - others.entropy).max() < 1e-5
+    assert all(np.isfinite(g).all() for g in got.gradients().values())
+    # A label without probability pulls at its own column, at no other's.
+    assert np.abs(got.gradients()["d_bias"]).argmax() == 11
+
+
 def test_fp16_keeps_small_gradients(backend: str) -> None:
     """ANCHORS 4.14, 4.18: g * p is subnormal in fp16. Catches: dz without its power of two."""
     problem = build(Case("half", 128, 24, 157, std=3.0, ignored=0.0, dtype="float16"), 3)
@@ -270,31 +287,15 @@ def test_torch_operators_pass_opcheck() -> None:
 
     x, w = torch.randn(9, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     y = torch.arange(9) % 5
-    dtypes = (torch.float32, torch.float32)
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    forward = (
-        x,
-        w,
-        y,
-        None,
-        None,
-        None,
-        None,
-        -100,
-        None,
-        True,
-        *dtypes,
-        torch.float32,
-        64,
-        False,
-        "",
-        [],
-    )
-    torch.library.opcheck(logprobs.logprobs_op, (*forward, [True, True, False]), test_utils=names)
-    kept = logprobs.logprobs_op(*forward, [True, True, False])[4].detach()
+    rest = (-100, None, torch.float32, torch.float32, 64, False, "", [])
+    forward = (x, w, y, *[None] * 4, *rest, True, torch.float32)
+    torch.library.opcheck(logprobs.logprobs_op, forward, test_utils=names)
+    kept = logprobs.logprobs_op(*forward)[4].detach()
     g = torch.randn(9)
-    arrays = (g, g, None, kept, x.detach(), w.detach(), y, None, None, None, None)
-    backward = (*arrays, -100, None, *dtypes, 64, False, "", [], [True, True, False])
+    backward = (
+        g, g, None, kept, x.detach(), w.detach(), y, *[None] * 4, *rest, [True, True, False]
+    )  # fmt: skip
     torch.library.opcheck(logprobs.logprobs_backward_op, backward, test_utils=names)
 
 

@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 
 from xentlib.checks import check_label_range
-from xentlib.plan import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES, VocabShard, pad_rows, plan_chunks
-from xentlib.torch.describe import dtype_name
+from xentlib.plan import (
+    CPU_BLOCK_BYTES,
+    GPU_BLOCK_BYTES,
+    VocabShard,
+    pad_rows,
+    plan_chunks,
+)
+from xentlib.torch.describe import HeadCall, dtype_name
 from xentlib.torch.gemm import add_rows_, addmm_, gemm_precision, mm, operand, storage_dtype
-from xentlib.torch.head import VocabParallel
+from xentlib.torch.head import vocab_parallel_of
 from xentlib.torch.softmax import Block, RestStats, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = [
@@ -65,11 +71,9 @@ def select_tokens(
     where: Tensor | None,
     ignore_index: int,
     vocab_size: int,
-    shard: VocabShard | None = None,
+    shard: VocabShard | None,
 ) -> Tokens:
     """A shard's columns are counted from its start; a target elsewhere is in the spare column."""
-    if shard is not None:
-        vocab_size = shard.vocab_size
     labels = labels.long()
     valid_N = labels != ignore_index
     if where is not None:
@@ -120,48 +124,37 @@ class Rows(NamedTuple):
 class Walk:
     """Steps 1 and 2: logits of one chunk after the other, in one buffer."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        tokens: Tokens,
-        *,
-        bias: Tensor | None,
-        logit_scale: Tensor | None,
-        softcap: float | None,
-        temperature: Tensor | None,
-        gemm_dtype: torch.dtype,
-        compute_dtype: torch.dtype,
-        chunk_bytes: int,
-        transposed: bool,
-        parallel: VocabParallel | None = None,
-    ) -> None:
-        device = hidden.device
-        self.parallel = parallel
-        self.hidden, self.tokens, self.transposed = hidden, tokens, transposed
-        self.gemm_dtype, self.compute_dtype = gemm_dtype, compute_dtype
-        self.like: dict[str, Any] = {"dtype": compute_dtype, "device": device}
-        weight_VH = weight.T if transposed else weight
+    def __init__(self, call: HeadCall) -> None:
+        hidden, compute_dtype = call.hidden, call.compute_dtype
+        self.hidden, self.transposed = hidden, call.transposed
+        self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
+        self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
+        weight_VH = call.weight.T if call.transposed else call.weight
         self.local_size, self.hidden_size = weight_VH.shape
-        self.vocab_size = self.local_size if parallel is None else parallel.shard.vocab_size
+        self.parallel = vocab_parallel_of(call.group, call.shard)
+        shard = None if self.parallel is None else self.parallel.shard
+        self.vocab_size = self.local_size if shard is None else shard.vocab_size
+        self.tokens = select_tokens(
+            call.labels, call.where, call.ignore_index, self.vocab_size, shard
+        )
         # A shard's logits have a spare column, at -inf, for targets that other ranks hold.
-        self.width = self.local_size + (parallel is not None)
+        self.width = self.local_size + (shard is not None)
         self.plan = plan_chunks(
-            tokens.computed,
+            self.tokens.computed,
             self.width,
             self.hidden_size,
-            dtype=dtype_name(gemm_dtype),
+            dtype=dtype_name(call.gemm_dtype),
             compute_dtype=dtype_name(compute_dtype),
-            max_chunk_bytes=chunk_bytes,
+            max_chunk_bytes=call.chunk_bytes,
         )
         self.block_rows = self.plan.block_tokens(
-            CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
+            CPU_BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES
         )
-        self.operand_VH = operand(weight_VH, gemm_dtype, compute_dtype)
-        self.bias_V = None if bias is None else bias.to(compute_dtype)
-        self.scale = None if logit_scale is None else logit_scale.to(compute_dtype)
-        self.softcap, self.temperature = softcap, temperature
-        rows = pad_rows(self.plan.chunk_tokens) if tokens.computed else 0
+        self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
+        self.bias_V = None if call.bias is None else call.bias.to(compute_dtype)
+        self.scale = None if call.logit_scale is None else call.logit_scale.to(compute_dtype)
+        self.softcap, self.temperature = call.softcap, call.temperature
+        rows = pad_rows(self.plan.chunk_tokens) if self.tokens.computed else 0
         self.logits_TV = torch.empty(rows, self.width, **self.like)
         self.filled = False
 

@@ -1,15 +1,27 @@
-"""What `xentlib.checks` may know of a torch tensor, and the scalars that operators take."""
+"""What `xentlib.checks` may know of a torch tensor, and what operators take for arguments."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xentlib.checks import Operand
+from xentlib.checks import NLLProblem, Operand
+from xentlib.plan import default_chunk_bytes
+from xentlib.torch.head import Local
 
-__all__ = ["as_tensor", "autocast_dtype", "describe", "dtype_name", "not_differentiable"]
+__all__ = [
+    "HEAD_SCHEMA",
+    "HeadCall",
+    "as_tensor",
+    "autocast_dtype",
+    "describe",
+    "dtype_name",
+    "not_differentiable",
+    "prepare",
+    "wanted",
+]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -49,3 +61,74 @@ def not_differentiable(**constants: Any) -> None:
                 f"`{name}` must be a constant; got a tensor that requires grad, whose gradient is "
                 f"not computed. Pass `{name}.detach()`."
             )
+
+
+class HeadCall(NamedTuple):
+    """What every operator of a head takes, as `HEAD_SCHEMA` says; flat, but for `hidden` [N, H]."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    where: Tensor | None
+    logit_scale: Tensor | None
+    temperature: Tensor | None
+    ignore_index: int
+    softcap: float | None
+    gemm_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    chunk_bytes: int
+    transposed: bool
+    group: str  # "" without vocabulary shards
+    shard: list[int]
+
+
+HEAD_SCHEMA = (
+    "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? where, "
+    "Tensor? logit_scale, Tensor? temperature, SymInt ignore_index, float? softcap, "
+    "ScalarType gemm_dtype, ScalarType compute_dtype, SymInt chunk_bytes, bool transposed, "
+    "str group, SymInt[] shard"
+)
+
+
+def prepare(
+    problem: NLLProblem,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    local: Local,
+    *,
+    where: Tensor | None,
+    ignore_index: int,
+    logit_scale: Any,
+    softcap: float | None,
+    temperature: Any,
+    max_chunk_bytes: int | None,
+    weight_layout: str,
+) -> HeadCall:
+    """A public call's arguments as an operator takes them."""
+    gemm, compute = (getattr(torch, x) for x in (problem.gemm_dtype, problem.compute_dtype))
+    temperatures = as_tensor(temperature, 1.0, hidden, compute)
+    return HeadCall(
+        hidden.reshape(-1, problem.hidden_size),
+        weight,
+        labels.reshape(-1),
+        bias,
+        None if where is None else where.reshape(-1),
+        as_tensor(logit_scale, 1.0, hidden, compute),
+        None if temperatures is None else temperatures.reshape(-1),
+        ignore_index,
+        None if softcap is None else float(softcap),
+        gemm,
+        compute,
+        max_chunk_bytes or default_chunk_bytes(hidden.device.type),
+        weight_layout == "HV",
+        *local.arguments,
+    )
+
+
+def wanted(*leaves: Tensor | None) -> list[bool]:
+    """Which gradients are: a frozen head or trunk costs no GEMM."""
+    on = torch.is_grad_enabled()
+    return [on and x is not None and x.requires_grad for x in leaves]

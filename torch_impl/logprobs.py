@@ -13,10 +13,16 @@ from torch import Tensor
 from xentlib import logprobs as spec
 from xentlib.checks import check_logprobs
 from xentlib.logprobs import LogprobOutput
-from xentlib.plan import default_chunk_bytes
-from xentlib.torch.chunks import GradientSums, Rows, Walk, power_of_two, select_tokens
-from xentlib.torch.describe import as_tensor, autocast_dtype, describe, not_differentiable
-from xentlib.torch.head import VocabParallel, local_rows, vocab_parallel_of
+from xentlib.torch.chunks import GradientSums, Rows, Walk, power_of_two
+from xentlib.torch.describe import (
+    HEAD_SCHEMA,
+    HeadCall,
+    autocast_dtype,
+    describe,
+    not_differentiable,
+    prepare,
+)
+from xentlib.torch.head import local_rows
 from xentlib.torch.softmax import FLOOR, Block, take_target
 
 __all__ = ["LogprobOutput", "chunked_logprobs", "logprobs_backward", "logprobs_forward"]
@@ -32,43 +38,12 @@ class Residuals(NamedTuple):
 
 
 def logprobs_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    where: Tensor | None,
-    logit_scale: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-    softcap: float | None,
-    entropy: bool,
-    gemm_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    output_dtype: torch.dtype,
-    chunk_bytes: int,
-    transposed: bool,
-    parallel: VocabParallel | None = None,
+    call: HeadCall, entropy: bool, output_dtype: torch.dtype
 ) -> tuple[LogprobOutput, Residuals]:
-    """Steps 1 to 5. `hidden` is [N, H], everything else flat."""
-    shard = None if parallel is None else parallel.shard
-    vocab_size = weight.shape[1 if transposed else 0]
-    tokens = select_tokens(labels, where, ignore_index, vocab_size, shard)
-    walk = Walk(
-        hidden,
-        weight,
-        tokens,
-        bias=bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        gemm_dtype=gemm_dtype,
-        compute_dtype=compute_dtype,
-        chunk_bytes=chunk_bytes,
-        transposed=transposed,
-        parallel=parallel,
-    )
+    """Steps 1 to 5."""
+    walk = Walk(call)
     stats = walk.stats(entropy=entropy, smoothing=False)
-    per_token_5N = tokens.clean(
+    per_token_5N = walk.tokens.clean(
         torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
     )
     residuals = Residuals(*per_token_5N[:4])
@@ -86,51 +61,22 @@ def logprobs_backward(
     d_entropy: Tensor | None,
     d_lse: Tensor | None,
     residuals: Residuals,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    where: Tensor | None,
-    logit_scale: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-    softcap: float | None,
-    gemm_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    chunk_bytes: int,
-    transposed: bool,
+    call: HeadCall,
     needs: list[bool],
-    parallel: VocabParallel | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 6 to 8: d hidden, d weight and d bias in their inputs' dtypes; empty if not needed."""
-    shard = None if parallel is None else parallel.shard
-    vocab_size = weight.shape[1 if transposed else 0]
-    tokens = select_tokens(labels, where, ignore_index, vocab_size, shard)
-    walk = Walk(
-        hidden,
-        weight,
-        tokens,
-        bias=bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        gemm_dtype=gemm_dtype,
-        compute_dtype=compute_dtype,
-        chunk_bytes=chunk_bytes,
-        transposed=transposed,
-        parallel=parallel,
-    )
+    walk = Walk(call)
 
     def upstream(gradient: Tensor | None) -> Tensor:
         if gradient is None:
             return torch.zeros_like(residuals.lse)
-        return tokens.clean(gradient.to(compute_dtype))
+        return walk.tokens.clean(gradient.to(walk.compute_dtype))
 
     g_3N = torch.stack([upstream(g) for g in (d_logprobs, d_entropy, d_lse)])
-    exponent = power_of_two(gemm_dtype, g_3N.abs().sum(0))
+    exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
         g_3N = torch.ldexp(g_3N, exponent)
-    sums = GradientSums(walk, needs, weight.shape)
+    sums = GradientSums(walk, needs, call.weight.shape)
     for chunk in walk.chunks():
         block = walk.block()
         for rows in walk.blocks(chunk, jacobian=True):
@@ -142,8 +88,8 @@ def logprobs_backward(
         sums.add(chunk)
     found = sums.finish(exponent)
     # On CPU rows that were not computed are +0 already, elsewhere their dz was.
-    dtypes = (hidden.dtype, weight.dtype, hidden.dtype if bias is None else bias.dtype)
-    d_hidden, d_weight, d_bias = (x.to(dtype) for x, dtype in zip(found, dtypes, strict=True))
+    inputs = (call.hidden, call.weight, call.hidden if call.bias is None else call.bias)
+    d_hidden, d_weight, d_bias = (x.to(like.dtype) for x, like in zip(found, inputs, strict=True))
     return d_hidden, d_weight, d_bias
 
 
@@ -158,100 +104,62 @@ def dlogits_(rows: Rows, g_3B: Tensor, kept: Residuals, block: Block, *, entropy
         block.scaled_exp(z_BV, rows.y_B1, 1.0, p_BV)
         others = g_lse - g_logprob - g_entropy * kept.entropy
         z_BV.clamp_(min=FLOOR).mul_(-g_entropy[:, None]).add_(others[:, None]).mul_(p_BV)
-        own = g_lse - g_entropy * (kept.logprob + kept.entropy)
+        # A label whose p is 0 has a log-probability of -inf: their product must be 0.
+        own = g_lse - g_entropy * (kept.logprob.clamp(min=FLOOR) + kept.entropy)
     else:
         block.scaled_exp(z_BV, rows.y_B1, (g_lse - g_logprob)[:, None], z_BV)
     target: Tensor = g_logprob * kept.p_rest + torch.exp(kept.logprob) * own
     return target
 
 
-@torch.library.custom_op("xentlib::logprobs_forward", mutates_args=())
-def logprobs_op(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    where: Tensor | None,
-    logit_scale: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-    softcap: float | None,
-    entropy: bool,
-    gemm_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    output_dtype: torch.dtype,
-    chunk_bytes: int,
-    transposed: bool,
-    group: str,
-    shard: list[int],
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "xentlib::logprobs_forward",
+    mutates_args=(),
+    schema=f"({HEAD_SCHEMA}, bool entropy, ScalarType output_dtype) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def logprobs_op(*arguments: Any) -> tuple[Tensor, ...]:
     """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N]."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        output, residuals = logprobs_forward(
-            hidden, weight, labels, bias, where, logit_scale, temperature, ignore_index, softcap,
-            entropy, gemm_dtype, compute_dtype, output_dtype, chunk_bytes, transposed,
-            vocab_parallel_of(group, shard),
-        )  # fmt: skip
+    call, rest = HeadCall(*arguments[:15]), arguments[15:]
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        output, residuals = logprobs_forward(call, *rest)
     return (*output, torch.stack(residuals))
 
 
 @logprobs_op.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, where: Tensor | None,
-    logit_scale: Tensor | None, temperature: Tensor | None, ignore_index: int,
-    softcap: float | None, entropy: bool, gemm_dtype: torch.dtype, compute_dtype: torch.dtype,
-    output_dtype: torch.dtype, chunk_bytes: int, transposed: bool, group: str, shard: list[int],
-    needs: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    num_tokens = hidden.shape[0]
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    call, output_dtype = HeadCall(*arguments[:15]), arguments[-1]
+    num_tokens = call.hidden.shape[0]
     dtypes = [output_dtype] * 3 + [torch.bool]
-    outputs = [hidden.new_empty(num_tokens, dtype=dtype) for dtype in dtypes]
-    return (*outputs, hidden.new_empty(4, num_tokens, dtype=compute_dtype))
+    outputs = [call.hidden.new_empty(num_tokens, dtype=dtype) for dtype in dtypes]
+    return (*outputs, call.hidden.new_empty(4, num_tokens, dtype=call.compute_dtype))
 
 
-@torch.library.custom_op("xentlib::logprobs_backward", mutates_args=())
+@torch.library.custom_op(
+    "xentlib::logprobs_backward",
+    mutates_args=(),
+    schema="(Tensor? d_logprobs, Tensor? d_entropy, Tensor? d_lse, Tensor residuals, "
+    f"{HEAD_SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+)
 def logprobs_backward_op(
     d_logprobs: Tensor | None,
     d_entropy: Tensor | None,
     d_lse: Tensor | None,
     residuals: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    where: Tensor | None,
-    logit_scale: Tensor | None,
-    temperature: Tensor | None,
-    ignore_index: int,
-    softcap: float | None,
-    gemm_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    chunk_bytes: int,
-    transposed: bool,
-    group: str,
-    shard: list[int],
-    needs: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`logprobs_backward` as one operator, opaque to the compiler."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        return logprobs_backward(
-            d_logprobs, d_entropy, d_lse, Residuals(*residuals), hidden, weight, labels, bias,
-            where, logit_scale, temperature, ignore_index, softcap, gemm_dtype, compute_dtype,
-            chunk_bytes, transposed, needs, vocab_parallel_of(group, shard),
-        )  # fmt: skip
+    call, needs = HeadCall(*arguments[:-1]), arguments[-1]
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        return logprobs_backward(d_logprobs, d_entropy, d_lse, Residuals(*residuals), call, needs)
 
 
 @logprobs_backward_op.register_fake
-def _(
-    d_logprobs: Tensor | None, d_entropy: Tensor | None, d_lse: Tensor | None,
-    residuals: Tensor, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None,
-    where: Tensor | None, logit_scale: Tensor | None, temperature: Tensor | None,
-    ignore_index: int, softcap: float | None, gemm_dtype: torch.dtype, compute_dtype: torch.dtype,
-    chunk_bytes: int, transposed: bool, group: str, shard: list[int], needs: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    vocab_size = weight.shape[1 if transposed else 0]
-    like_bias = hidden if bias is None else bias
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    call, needs = HeadCall(*arguments[4:-1]), arguments[-1]
+    hidden, weight = call.hidden, call.weight
+    vocab_size = weight.shape[1 if call.transposed else 0]
+    like_bias = hidden if call.bias is None else call.bias
     return (
         hidden.new_empty(hidden.shape if needs[0] else (0, hidden.shape[1])),
         weight.new_empty(weight.shape if needs[1] else (0, 0)),
@@ -262,8 +170,8 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
-    arrays, (ctx.ignore_index, ctx.softcap), ctx.rest = inputs[:7], inputs[7:9], inputs[10:]
-    ctx.save_for_backward(*arrays, output[4])
+    ctx.save_for_backward(*inputs[:7], output[4])
+    ctx.rest = inputs[7:15]
 
 
 def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -274,22 +182,12 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
             "log_softmax for those."
         )
     if all(gradient is None for gradient in upstream[:3]):
-        return (None,) * 18
-    gemm_dtype, compute_dtype, _, *cut, needs = ctx.rest
+        return (None,) * 17
     *arrays, residuals = ctx.saved_tensors
-    found = logprobs_backward_op(
-        *upstream[:3],
-        residuals,
-        *arrays,
-        ctx.ignore_index,
-        ctx.softcap,
-        gemm_dtype,
-        compute_dtype,
-        *cut,
-        needs,
-    )
+    needs = [ctx.needs_input_grad[k] for k in (0, 1, 3)]
+    found = logprobs_backward_op(*upstream[:3], residuals, *arrays, *ctx.rest, needs)
     d_hidden, d_weight, d_bias = (g if need else None for g, need in zip(found, needs))
-    return (d_hidden, d_weight, None, d_bias, *[None] * 14)
+    return (d_hidden, d_weight, None, d_bias, *[None] * 13)
 
 
 logprobs_op.register_autograd(_backward, setup_context=_setup_context)
@@ -331,33 +229,22 @@ def chunked_logprobs(
         sharded=vocab_parallel is not None,
     )
     not_differentiable(logit_scale=logit_scale, temperature=temperature)
-    gemm, compute, output = (
-        getattr(torch, name)
-        for name in (problem.gemm_dtype, problem.compute_dtype, problem.output_dtype)
-    )
-    temperatures = as_tensor(temperature, 1.0, hidden, compute)
-    results = logprobs_op(
-        hidden.reshape(-1, problem.hidden_size),
+    call = prepare(
+        problem,
+        hidden,
         weight,
-        labels.reshape(-1),
+        labels,
         bias,
-        None if where is None else where.reshape(-1),
-        as_tensor(logit_scale, 1.0, hidden, compute),
-        None if temperatures is None else temperatures.reshape(-1),
-        ignore_index,
-        None if softcap is None else float(softcap),
-        entropy,
-        gemm,
-        compute,
-        output,
-        max_chunk_bytes or default_chunk_bytes(hidden.device.type),
-        weight_layout == "HV",
-        *local.arguments,
-        [
-            torch.is_grad_enabled() and x is not None and x.requires_grad
-            for x in (hidden, weight, bias)
-        ],
+        local,
+        where=where,
+        ignore_index=ignore_index,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        max_chunk_bytes=max_chunk_bytes,
+        weight_layout=weight_layout,
     )
+    results = logprobs_op(*call, entropy, getattr(torch, problem.output_dtype))
     logprobs, entropies, lse, correct = (x.reshape(problem.leading) for x in results[:4])
     return LogprobOutput(logprobs, entropies if entropy else None, lse, correct)
 

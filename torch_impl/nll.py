@@ -14,50 +14,39 @@ from torch import Tensor
 from xentlib import nll as spec
 from xentlib.checks import check_nll
 from xentlib.nll import NLLOutput
-from xentlib.plan import default_chunk_bytes
-from xentlib.torch.chunks import Gradients, GradientSums, Walk, power_of_two, select_tokens
-from xentlib.torch.describe import as_tensor, autocast_dtype, describe, not_differentiable
-from xentlib.torch.head import VocabParallel, local_rows, vocab_parallel_of
+from xentlib.torch.chunks import Gradients, GradientSums, Walk, power_of_two
+from xentlib.torch.describe import (
+    HEAD_SCHEMA,
+    HeadCall,
+    as_tensor,
+    autocast_dtype,
+    describe,
+    not_differentiable,
+    prepare,
+    wanted,
+)
+from xentlib.torch.head import local_rows
 from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
 
 
 def nll_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    where: Tensor | None,
+    call: HeadCall,
     token_weights: Tensor | None,
-    logit_scale: Tensor | None,
-    temperature: Tensor | None,
     denominator: Tensor | None,
-    ignore_index: int,
-    softcap: float | None,
     label_smoothing: float,
     z_loss: float,
     mean: bool,
     entropy: bool,
-    gemm_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
     output_dtype: torch.dtype,
-    chunk_bytes: int,
-    transposed: bool,
     needs: list[bool],
-    parallel: VocabParallel | None = None,
 ) -> tuple[NLLOutput, Gradients, Tensor]:
-    """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N].
-
-    `hidden` is [N, H], everything else flat.
-    """
-    like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
-    num_tokens = hidden.shape[0]
-    vocab_size = weight.shape[1 if transposed else 0]
-
+    """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
-    shard = None if parallel is None else parallel.shard
-    tokens = select_tokens(labels, where, ignore_index, vocab_size, shard)
+    walk = Walk(call)
+    tokens, compute_dtype, like = walk.tokens, walk.compute_dtype, walk.like
+    num_tokens = call.hidden.shape[0]
     valid_N = tokens.valid
     ones_N = torch.ones(num_tokens, **like)
     weights_N = ones_N if token_weights is None else token_weights.to(compute_dtype)
@@ -72,30 +61,16 @@ def nll_forward(
     divisor = torch.where((total_valid == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
     factor_N = weights_N * (1.0 / divisor)
     factor_N = torch.where(tokens.bad, torch.nan, factor_N)
-    exponent = power_of_two(gemm_dtype, factor_N)
+    exponent = power_of_two(call.gemm_dtype, factor_N)
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
 
-    walk = Walk(
-        hidden,
-        weight,
-        tokens,
-        bias=bias,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        gemm_dtype=gemm_dtype,
-        compute_dtype=compute_dtype,
-        chunk_bytes=chunk_bytes,
-        transposed=transposed,
-        parallel=parallel,
-    )
-    sums = GradientSums(walk, needs, weight.shape)
+    sums = GradientSums(walk, needs, call.weight.shape)
     smoothing = label_smoothing > 0
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct. One write a block.
     per_token_6N = torch.zeros(6, num_tokens, **like)
     whole: TokenStats | None = None
-    if parallel is not None:
+    if walk.parallel is not None:
         # The statistics of all shards come first; the logits are then computed again, unless one
         # chunk holds them all.
         whole = walk.stats(entropy=entropy, smoothing=smoothing)
@@ -212,56 +187,31 @@ def nll_backward(
     return results
 
 
-@torch.library.custom_op("xentlib::nll_forward", mutates_args=())
-def nll_op(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    where: Tensor | None,
-    token_weights: Tensor | None,
-    logit_scale: Tensor | None,
-    temperature: Tensor | None,
-    denominator: Tensor | None,
-    ignore_index: int,
-    softcap: float | None,
-    label_smoothing: float,
-    z_loss: float,
-    mean: bool,
-    entropy: bool,
-    gemm_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    output_dtype: torch.dtype,
-    chunk_bytes: int,
-    transposed: bool,
-    group: str,
-    shard: list[int],
-    needs: list[bool],
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:
+LOSS_SCHEMA = (
+    "Tensor? token_weights, Tensor? denominator, float label_smoothing, float z_loss, bool mean, "
+    "bool entropy, ScalarType output_dtype, bool[] needs"
+)
+
+
+@torch.library.custom_op(
+    "xentlib::nll_forward",
+    mutates_args=(),
+    schema=f"({HEAD_SCHEMA}, {LOSS_SCHEMA}) -> ({', '.join(['Tensor'] * 12)})",
+)
+def nll_op(*arguments: Any) -> tuple[Tensor, ...]:
     """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        output, gradients, valid_N = nll_forward(
-            hidden, weight, labels, bias, where, token_weights, logit_scale, temperature,
-            denominator, ignore_index, softcap, label_smoothing, z_loss, mean, entropy,
-            gemm_dtype, compute_dtype, output_dtype, chunk_bytes, transposed, needs,
-            vocab_parallel_of(group, shard),
-        )  # fmt: skip
+    call, rest = HeadCall(*arguments[:15]), arguments[15:]
+    with torch.autocast(call.hidden.device.type, enabled=False):
+        output, gradients, valid_N = nll_forward(call, *rest)
     return (*output, *gradients, valid_N)
 
 
 @nll_op.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, where: Tensor | None,
-    token_weights: Tensor | None, logit_scale: Tensor | None, temperature: Tensor | None,
-    denominator: Tensor | None, ignore_index: int, softcap: float | None, label_smoothing: float,
-    z_loss: float, mean: bool, entropy: bool, gemm_dtype: torch.dtype, compute_dtype: torch.dtype,
-    output_dtype: torch.dtype, chunk_bytes: int, transposed: bool, group: str, shard: list[int],
-    needs: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    call, output_dtype, needs = HeadCall(*arguments[:15]), arguments[-2], arguments[-1]
+    hidden, weight, compute_dtype = call.hidden, call.weight, call.compute_dtype
     num_tokens, hidden_size = hidden.shape
-    vocab_size = weight.shape[1 if transposed else 0]
+    vocab_size = weight.shape[1 if call.transposed else 0]
     scalar = hidden.new_empty((), dtype=output_dtype)
     token = hidden.new_empty(num_tokens, dtype=output_dtype)
     need_hidden, need_weight, need_bias = needs
@@ -369,41 +319,31 @@ def chunked_nll(
         temperature=temperature,
         denominator=denominator,
     )
-    gemm, compute, output = (
-        getattr(torch, name)
-        for name in (problem.gemm_dtype, problem.compute_dtype, problem.output_dtype)
-    )
-
-    def flat(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.reshape(-1)
-
-    temperatures = as_tensor(temperature, 1.0, hidden, compute)
-    results = nll_op(
-        hidden.reshape(-1, problem.hidden_size),
+    call = prepare(
+        problem,
+        hidden,
         weight,
-        labels.reshape(-1),
+        labels,
         bias,
-        flat(where),
-        flat(token_weights),
-        as_tensor(logit_scale, 1.0, hidden, compute),
-        None if temperatures is None else temperatures.reshape(-1),
-        as_tensor(denominator, None, hidden, compute),
-        ignore_index,
-        None if softcap is None else float(softcap),
+        local,
+        where=where,
+        ignore_index=ignore_index,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        temperature=temperature,
+        max_chunk_bytes=max_chunk_bytes,
+        weight_layout=weight_layout,
+    )
+    results = nll_op(
+        *call,
+        None if token_weights is None else token_weights.reshape(-1),
+        as_tensor(denominator, None, hidden, call.compute_dtype),
         float(label_smoothing),
         float(z_loss),
         reduction == "mean",
         "entropy" in outputs,
-        gemm,
-        compute,
-        output,
-        max_chunk_bytes or default_chunk_bytes(hidden.device.type),
-        weight_layout == "HV",
-        *local.arguments,
-        [
-            torch.is_grad_enabled() and x is not None and x.requires_grad
-            for x in (hidden, weight, bias)
-        ],
+        getattr(torch, problem.output_dtype),
+        wanted(hidden, weight, bias),
     )
     loss, num_tokens, weight_sum, z_term = results[:4]
     per_token = {
