@@ -1,7 +1,14 @@
 """The loss head in JAX: `import xentlib.jax`. The definition is in `xentlib`."""
 
 from xentlib.jax.labels import next_token_labels
-from xentlib.jax.logprobs import LogprobOutput, chunked_logprobs
+from xentlib.jax.logprobs import LogprobOutput, chunked_logprobs, vocab_parallel_logprobs
 from xentlib.jax.nll import NLLOutput, chunked_nll
 
-__all__ = ["LogprobOutput", "NLLOutput", "chunked_logprobs", "chunked_nll", "next_token_labels"]
+__all__ = [
+    "LogprobOutput",
+    "NLLOutput",
+    "chunked_logprobs",
+    "chunked_nll",
+    "next_token_labels",
+    "vocab_parallel_logprobs",
+]

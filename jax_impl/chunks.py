@@ -1,5 +1,5 @@
 """What the heads share: tokens packed and cut into chunks, and steps 1, 2, 7 and 8 of `xentlib.nll`
-for one chunk; how `jax.custom_vjp` and a public function hand over their arguments.
+for one chunk.
 
 Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
 """
@@ -11,31 +11,30 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from xentlib.checks import NLLProblem, check_label_range
-from xentlib.jax.describe import as_array, concrete_on_cpu, need_x64
+from xentlib.jax.describe import Constants, Needs, Options
 from xentlib.jax.gemm import column_sums, contract, least_rows, round_to
-from xentlib.plan import plan_chunks
+from xentlib.jax.head import Axis, as_primal, combine, vary, varying
+from xentlib.jax.labels import find_targets
+from xentlib.jax.softmax import RestStats, TokenStats, rest_stats, take_target, token_stats
+from xentlib.plan import VocabShard, plan_chunks
 
 __all__ = [
     "Chunk",
     "Chunks",
-    "Constants",
     "Gradients",
-    "Needs",
-    "Options",
     "add_gradients",
+    "all_stats",
+    "combined",
     "cut",
     "fp16_exponent",
+    "only_chunk",
     "over_chunks",
-    "prepare",
     "round_gradients",
+    "rows_of",
     "scaled",
     "unpack",
-    "values_of",
-    "wanted",
     "without_power",
     "zero_gradients",
 ]
@@ -44,34 +43,7 @@ __all__ = [
 # p is normal down to 2^-24 and dz may still grow 32-fold.
 FP16_EXPONENT = 11
 
-Needs = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
 T = TypeVar("T")
-
-
-class Options(NamedTuple):
-    """What a trace depends on; hashable."""
-
-    ignore_index: int
-    softcap: float | None
-    label_smoothing: float
-    z_loss: float
-    mean: bool
-    entropy: bool
-    gemm_dtype: str
-    compute_dtype: str
-    output_dtype: str
-    chunk_bytes: int
-    transposed: bool
-
-
-class Constants(NamedTuple):
-    """Arrays without a gradient, flat; None where absent."""
-
-    where: jax.Array | None
-    token_weights: jax.Array | None
-    logit_scale: jax.Array | None
-    temperature: jax.Array | None
-    denominator: jax.Array | None
 
 
 class Gradients(NamedTuple):
@@ -91,14 +63,16 @@ class Chunks(NamedTuple):
 
     options: Options
     constants: Constants
-    hidden: jax.Array  # [N, H]
-    operand: jax.Array  # the head in the GEMM dtype
+    hidden: jax.Array  # [N, H]; the logits, if they are given
+    operand: jax.Array | None  # the head in the GEMM dtype
     bias: jax.Array | None  # [V], compute dtype
     labels: jax.Array  # [N] int32; 0 of tokens that are not valid or not in the vocabulary
     valid: jax.Array  # [N]
     bad: jax.Array  # [N] valid, and the label lies outside the vocabulary
     num_valid: jax.Array  # []
     order: jax.Array  # [M] the token of each packed row
+    owned: jax.Array | None  # [N] the label is on this device; None: they all are
+    shard: VocabShard | None
     chunk: int
 
     @property
@@ -107,8 +81,23 @@ class Chunks(NamedTuple):
         return (1, 0) if self.options.transposed else (0, 1)
 
     @property
+    def columns(self) -> int:
+        return int(
+            self.hidden.shape[1] if self.operand is None else self.operand.shape[self.axes[0]]
+        )
+
+    @property
     def vocab_size(self) -> int:
-        return int(self.operand.shape[self.axes[0]])
+        """Classes of all shards."""
+        return self.columns if self.shard is None else self.shard.vocab_size
+
+    @property
+    def padded_from(self) -> jax.Array | None:
+        """The first column that is no class, where there may be one."""
+        if self.shard is None or isinstance(self.shard.padding, int):
+            return None
+        size: jax.Array = self.shard.size
+        return size
 
 
 class Chunk(NamedTuple):
@@ -123,37 +112,24 @@ class Chunk(NamedTuple):
     derivative_TV: jax.Array | None
 
 
-def widen_labels(labels: Any) -> Any:
-    """Labels in a dtype that holds `ignore_index` and V, so that 156 in uint8 is never -100."""
-    return labels.astype(np.int32) if labels.dtype.itemsize < 4 else labels
-
-
-def valid_tokens(labels: Any, where: Any, ignore_index: int) -> Any:
-    unsigned = labels.dtype.kind == "u" and ignore_index < 0
-    mask = labels == labels if unsigned else labels != ignore_index
-    return mask if where is None else mask & where
-
-
 def cut(
     options: Options,
     hidden: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | None,
     labels: jax.Array,
     bias: jax.Array | None,
     constants: Constants,
 ) -> Chunks:
     """Step 1: valid tokens first; their number bounds the loop, chunks without any cost nothing.
 
-    `hidden` is [N, H], everything else flat.
+    `hidden` is [N, H], everything else flat. Without a `weight` it is the logits.
     """
     num_tokens, hidden_size = hidden.shape
-    vocab_size = weight.shape[1 if options.transposed else 0]
-    labels = widen_labels(labels)
-    valid_N = valid_tokens(labels, constants.where, options.ignore_index)
-    in_range_N = (labels >= 0) & (labels < vocab_size)
+    columns = hidden_size if weight is None else weight.shape[1 if options.transposed else 0]
+    labels, valid_N, bad_N, owned_N, shard = find_targets(options, labels, constants, columns)
     plan = plan_chunks(
         num_tokens,
-        vocab_size,
+        columns,
         hidden_size,
         dtype=options.gemm_dtype,
         compute_dtype=options.compute_dtype,
@@ -165,26 +141,85 @@ def cut(
         options,
         constants,
         hidden,
-        weight.astype(options.gemm_dtype),
+        None if weight is None else weight.astype(options.gemm_dtype),
         None if bias is None else bias.astype(options.compute_dtype),
-        jnp.where(valid_N & in_range_N, labels, 0).astype(jnp.int32),
+        labels,
         valid_N,
-        valid_N & ~in_range_N,
+        bad_N,
         valid_N.sum(dtype=jnp.int32),
         jnp.pad(order_M, (0, -num_tokens % rows)),
+        owned_N,
+        shard,
         rows,
     )
 
 
-def over_chunks(chunks: Chunks, body: Callable[[Chunk, T], T], carry: T) -> T:
-    """`body(chunk, carry)` for every chunk that holds a valid token, ascending."""
+def over_chunks(
+    chunks: Chunks,
+    body: Callable[[Chunk, T], T],
+    carry: T,
+    *used: Any,
+    only: Chunk | None = None,
+) -> T:
+    """`body(chunk, carry)` for every chunk that holds a valid token, ascending; the body uses
+    arrays of the chunks and of `used`. `only` is the one chunk there is, if its logits are there.
+    """
+    carry = vary(carry, varying(chunks, used))
     if not chunks.labels.size:
         return carry
+    if only is not None:
+        return body(only, carry)
     trips = (chunks.num_valid + chunks.chunk - 1) // chunks.chunk
     result: T = lax.fori_loop(
         0, trips, lambda index, carry: body(_logits(chunks, index), carry), carry
     )
     return result
+
+
+def only_chunk(chunks: Chunks) -> Chunk | None:
+    """Logits of all tokens, where one chunk holds them: they need not be computed again."""
+    whole = chunks.labels.size and chunks.order.size == chunks.chunk
+    return _logits(chunks, jnp.zeros((), jnp.int32)) if whole else None
+
+
+def all_stats(
+    chunks: Chunks, *, entropy: bool, smoothing: bool, only: Chunk | None = None
+) -> TokenStats:
+    """Steps 2 to 5 over all shards of a vocabulary: packed rows [M] of all tokens, on every
+    device."""
+    axis, shard = chunks.options.axis, chunks.shard
+    assert axis is not None
+    assert shard is not None
+    assert chunks.owned is not None
+
+    def body(chunk: Chunk, packed: jax.Array) -> jax.Array:
+        z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
+        rest = rest_stats(z_TV, target_TV, entropy=entropy, smoothing=smoothing)
+        values = jnp.stack([z_y, *(x for x in rest if x is not None)])
+        return lax.dynamic_update_slice_in_dim(packed, values, chunk.start, axis=1)
+
+    kept = 4 + entropy + smoothing
+    packed = jnp.zeros((kept, chunks.order.size), chunks.options.compute_dtype)
+    return combined(
+        axis, shard, chunks.owned[chunks.order], over_chunks(chunks, body, packed, only=only),
+        entropy=entropy, smoothing=smoothing,
+    )  # fmt: skip
+
+
+def combined(
+    axis: Axis,
+    shard: VocabShard,
+    owned: jax.Array,
+    packed: jax.Array,
+    *,
+    entropy: bool,
+    smoothing: bool,
+) -> TokenStats:
+    z_y, m, ones, s, *more = packed
+    sum_ed = more.pop(0) if entropy else None
+    rest = RestStats(m, ones, s, sum_ed, more.pop(0) if smoothing else None)
+    z_y, rest = combine(axis, z_y, owned, shard.size, rest)
+    return token_stats(z_y, rest, shard.vocab_size)
 
 
 def _logits(chunks: Chunks, index: jax.Array) -> Chunk:
@@ -194,7 +229,9 @@ def _logits(chunks: Chunks, index: jax.Array) -> Chunk:
     in_chunk_T = start + jnp.arange(chunks.chunk, dtype=jnp.int32) < chunks.num_valid
     rows_T = lax.dynamic_slice(chunks.order, (start,), (chunks.chunk,))
     x_TH = jnp.where(in_chunk_T[:, None], chunks.hidden[rows_T], 0).astype(options.gemm_dtype)
-    z_TV = contract(x_TH, chunks.operand, 1, chunks.axes[1], compute)
+    z_TV = x_TH
+    if chunks.operand is not None:
+        z_TV = contract(x_TH, chunks.operand, 1, chunks.axes[1], compute)
     temperature_T = None
     if constants.temperature is not None:
         temperature_T = jnp.broadcast_to(constants.temperature, chunks.labels.shape)[rows_T]
@@ -226,6 +263,16 @@ def shape_logits(
     if temperature_T is not None:
         z_TV = z_TV / temperature_T[:, None]
     return z_TV, derivative
+
+
+def rows_of(chunks: Chunks, chunk: Chunk, packed: T) -> T:
+    """Of arrays [M + 1], the rows of a chunk.
+
+    One row more than the chunks have: a slice of all rows is no slice to XLA, which would then take
+    what follows out of a loop of one chunk, to the products.
+    """
+    found: T = jax.tree.map(lambda x: lax.dynamic_slice(x, (chunk.start,), (chunks.chunk,)), packed)
+    return found
 
 
 def unpack(chunks: Chunks, rows_RM: jax.Array) -> jax.Array:
@@ -264,10 +311,11 @@ def zero_gradients(chunks: Chunks, needs: Needs) -> Gradients:
     need_hidden, need_weight, need_bias = needs
     compute = chunks.options.compute_dtype
     num_tokens, hidden_size = chunks.hidden.shape
+    assert chunks.operand is not None
     return Gradients(
         jnp.zeros((num_tokens if need_hidden else 0, hidden_size), compute),
         jnp.zeros(chunks.operand.shape if need_weight else (0, 0), compute),
-        jnp.zeros((chunks.vocab_size if need_bias else 0,), compute),
+        jnp.zeros((chunks.columns if need_bias else 0,), compute),
     )
 
 
@@ -284,11 +332,14 @@ def add_gradients(
     axis_v, _ = chunks.axes
     in_chunk_T, x_TH, y_T1 = chunk.in_chunk_T, chunk.x_TH, chunk.y_T1
     need_hidden, need_weight, need_bias = needs
+    assert chunks.operand is not None
     if chunk.derivative_TV is not None:
         dz_TV = dz_TV * chunk.derivative_TV
-        dz_y_T = dz_y_T * jnp.take_along_axis(chunk.derivative_TV, y_T1, axis=1)[:, 0]
+        own_T1 = jnp.take_along_axis(chunk.derivative_TV, y_T1, axis=1, mode="clip")
+        dz_y_T = dz_y_T * own_T1[:, 0]
     dz_TV = jnp.where(in_chunk_T[:, None], dz_TV, 0.0)
-    dz_y_T = jnp.where(in_chunk_T, dz_y_T, 0.0)
+    here_T = in_chunk_T if chunks.owned is None else in_chunk_T & chunks.owned[chunk.rows_T]
+    dz_y_T = jnp.where(here_T, dz_y_T, 0.0)
     y_T = y_T1[:, 0]
     if need_bias:
         total_V = gradients.bias + column_sums(dz_TV, compute)
@@ -300,7 +351,7 @@ def add_gradients(
     # against 1.5, of d weight on real text 9.6 against 1.5).
     if need_hidden:
         dx_TH = contract(dz_TV, chunks.operand, 1, axis_v, compute)
-        w_y_TH = jnp.take(chunks.operand, y_T, axis=axis_v)
+        w_y_TH = jnp.take(chunks.operand, y_T, axis=axis_v, mode="clip")
         w_y_TH = (w_y_TH.T if options.transposed else w_y_TH).astype(compute)
         dx_TH = dx_TH + dz_y_T1 * w_y_TH
         target_rows = jnp.where(in_chunk_T, chunk.rows_T, chunks.labels.shape[0])
@@ -320,78 +371,16 @@ def add_gradients(
 
 
 def round_gradients(
-    gradients: Gradients, valid_N: jax.Array, dtypes: Sequence[str | None]
+    gradients: Gradients, valid_N: jax.Array, primals: Sequence[jax.Array | None]
 ) -> list[jax.Array | None]:
-    """Each accumulator rounded once to its input's dtype; None stands for a zero gradient."""
+    """Each accumulator summed over the devices that share its primal, and rounded once to its
+    dtype; None stands for a zero gradient. Of the primals only the types are used."""
     hidden_NH = gradients.hidden
     if hidden_NH.size:
         gradients = gradients._replace(hidden=jnp.where(valid_N[:, None], hidden_NH, 0.0))
     return [
-        round_to(accumulator, dtype) if accumulator.size and dtype is not None else None
-        for accumulator, dtype in zip(gradients, dtypes, strict=True)
+        round_to(as_primal(accumulator, primal), primal.dtype.name)
+        if accumulator.size and primal is not None
+        else None
+        for accumulator, primal in zip(gradients, primals, strict=True)
     ]
-
-
-def wanted(constants: Any, *primals: Any) -> Needs:
-    """Which gradients a `custom_vjp` is asked for: a frozen head or trunk costs no GEMM.
-
-    With symbolic zeros its arguments come with `.perturbed`.
-    """
-    for name, primal in constants._asdict().items():
-        if primal is not None and primal.perturbed:
-            raise ValueError(
-                f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
-                f"is not computed. Pass `jax.lax.stop_gradient({name})`."
-            )
-    hidden, weight, bias = (p is not None and bool(p.perturbed) for p in primals)
-    return hidden, weight, bias
-
-
-def values_of(primals: Any) -> Any:
-    """The arrays of arguments that come with `.perturbed`."""
-    return jax.tree.map(lambda p: p.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))
-
-
-def prepare(
-    problem: NLLProblem,
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    bias: Any,
-    *,
-    where: Any,
-    ignore_index: int,
-    logit_scale: Any,
-    temperature: Any,
-    token_weights: Any = None,
-    denominator: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, Constants]:
-    """A public call's arrays as a trace takes them: flat. Labels that can be read are checked."""
-    need_x64(problem.compute_dtype)
-    if concrete_on_cpu(labels, where):
-        _check_labels(np.asarray(labels), where, ignore_index, problem.vocab_size)
-
-    def flat(x: Any) -> Any:
-        return None if x is None else jnp.reshape(jnp.asarray(x), (-1,))
-
-    return (
-        jnp.reshape(jnp.asarray(hidden), (problem.num_tokens, problem.hidden_size)),
-        jnp.asarray(weight),
-        flat(labels),
-        None if bias is None else jnp.asarray(bias),
-        Constants(
-            flat(where),
-            flat(token_weights),
-            as_array(logit_scale, 1.0, problem.compute_dtype),
-            flat(as_array(temperature, 1.0, problem.compute_dtype)),
-            as_array(denominator, None, problem.compute_dtype),
-        ),
-    )
-
-
-def _check_labels(labels: np.ndarray, where: Any, ignore_index: int, vocab_size: int) -> None:
-    labels = widen_labels(labels)
-    valid = valid_tokens(labels, None if where is None else np.asarray(where), ignore_index)
-    offenders = labels[valid & ((labels < 0) | (labels >= vocab_size))]
-    if offenders.size:
-        check_label_range(int(offenders[0]), vocab_size, ignore_index)

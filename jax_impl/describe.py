@@ -1,16 +1,31 @@
-"""What `xentlib.checks` may know of a JAX array, and the scalars that a trace takes."""
+"""What `xentlib.checks` may know of a JAX array, and what a trace takes for arguments."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.checks import Operand
+from xentlib.checks import LogitsProblem, NLLProblem, Operand
+from xentlib.jax.head import Axis
+from xentlib.plan import VocabShard
 
-__all__ = ["as_array", "concrete_on_cpu", "describe", "need_x64"]
+__all__ = [
+    "Constants",
+    "Needs",
+    "Options",
+    "as_array",
+    "concrete_on_cpu",
+    "describe",
+    "need_x64",
+    "prepare",
+    "values_of",
+    "wanted",
+]
+
+Needs = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
 
 
 def describe(x: Any) -> Any:
@@ -50,3 +65,87 @@ def need_x64(compute_dtype: str) -> None:
             "`compute_dtype='float64'` must run with 64-bit types; got a JAX that narrows them to "
             "32 bits. Wrap the call in `with jax.enable_x64(True):`."
         )
+
+
+class Options(NamedTuple):
+    """What a trace depends on; hashable."""
+
+    ignore_index: int
+    softcap: float | None
+    label_smoothing: float
+    z_loss: float
+    mean: bool
+    entropy: bool
+    gemm_dtype: str
+    compute_dtype: str
+    output_dtype: str
+    chunk_bytes: int
+    transposed: bool
+    axis: Axis | None = None
+
+
+class Constants(NamedTuple):
+    """Arrays without a gradient, flat; None where absent."""
+
+    where: jax.Array | None
+    token_weights: jax.Array | None
+    logit_scale: jax.Array | None
+    temperature: jax.Array | None
+    denominator: jax.Array | None
+    shard: jax.Array | None  # [2] start and stop of this device's classes, where they were given
+
+
+def wanted(constants: Any, *primals: Any) -> Needs:
+    """Which gradients a `custom_vjp` is asked for: a frozen head or trunk costs no GEMM.
+
+    With symbolic zeros its arguments come with `.perturbed`.
+    """
+    for name, primal in constants._asdict().items():
+        if primal is not None and primal.perturbed:
+            raise ValueError(
+                f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
+                f"is not computed. Pass `jax.lax.stop_gradient({name})`."
+            )
+    hidden, weight, bias = (p is not None and bool(p.perturbed) for p in primals)
+    return hidden, weight, bias
+
+
+def values_of(primals: Any) -> Any:
+    """The arrays of arguments that come with `.perturbed`."""
+    return jax.tree.map(lambda p: p.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))
+
+
+def prepare(
+    problem: NLLProblem | LogitsProblem,
+    hidden: Any,
+    weight: Any,
+    labels: Any,
+    bias: Any,
+    *,
+    where: Any,
+    logit_scale: Any,
+    temperature: Any,
+    token_weights: Any = None,
+    denominator: Any = None,
+    shard: VocabShard | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None, Constants]:
+    """A public call's arrays as a trace takes them: flat."""
+    need_x64(problem.compute_dtype)
+
+    def flat(x: Any) -> Any:
+        return None if x is None else jnp.reshape(jnp.asarray(x), (-1,))
+
+    return (
+        jnp.reshape(jnp.asarray(hidden), (problem.num_tokens, hidden.shape[-1])),
+        None if weight is None else jnp.asarray(weight),
+        flat(labels),
+        None if bias is None else jnp.asarray(bias),
+        Constants(
+            flat(where),
+            flat(token_weights),
+            as_array(logit_scale, 1.0, problem.compute_dtype),
+            flat(as_array(temperature, 1.0, problem.compute_dtype)),
+            as_array(denominator, None, problem.compute_dtype),
+            None if shard is None else jnp.stack([jnp.int32(shard.start), jnp.int32(shard.stop)]),
+        ),
+    )

@@ -13,32 +13,40 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib import logprobs as spec
-from xentlib.checks import check_logprobs
+from xentlib.checks import check_logits, check_logprobs
 from xentlib.jax.chunks import (
     Chunk,
-    Constants,
+    Chunks,
     Gradients,
-    Needs,
-    Options,
     add_gradients,
+    all_stats,
     cut,
     fp16_exponent,
     over_chunks,
-    prepare,
     round_gradients,
+    rows_of,
     scaled,
     unpack,
-    values_of,
-    wanted,
     without_power,
     zero_gradients,
 )
-from xentlib.jax.describe import describe
-from xentlib.jax.softmax import FLOOR, exp, rest_stats, take_target, token_stats
+from xentlib.jax.describe import Constants, Needs, Options, describe, prepare, values_of, wanted
+from xentlib.jax.gemm import round_to
+from xentlib.jax.head import as_primal, axis_for, axis_of, upstream_of
+from xentlib.jax.labels import check_labels
+from xentlib.jax.softmax import FLOOR, TokenStats, exp, rest_stats, take_target, token_stats
 from xentlib.logprobs import LogprobOutput
-from xentlib.plan import default_chunk_bytes
+from xentlib.plan import VocabShard, default_chunk_bytes
 
-__all__ = ["LogprobOutput", "chunked_logprobs", "logprobs_backward", "logprobs_forward"]
+__all__ = [
+    "LogprobOutput",
+    "chunked_logprobs",
+    "given_backward",
+    "given_forward",
+    "logprobs_backward",
+    "logprobs_forward",
+    "vocab_parallel_logprobs",
+]
 
 
 class Kept(NamedTuple):
@@ -89,22 +97,40 @@ def logprobs_forward(
     """
     chunks = cut(options, hidden, weight, labels, bias, constants)
 
+    return forward_of(chunks)
+
+
+def forward_of(chunks: Chunks) -> tuple[LogprobOutput, Kept]:
+    """Steps 2 to 5."""
+    options = chunks.options
+
     def body(chunk: Chunk, packed_5M: jax.Array) -> jax.Array:
         # 3. to 5. Softmax without the target column, then the target
         z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1)
         rest = rest_stats(z_TV, target_TV, entropy=options.entropy, smoothing=False)
-        stats = token_stats(z_y, rest, chunks.vocab_size)
-        values = jnp.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
+        values = kept_values(token_stats(z_y, rest, chunks.vocab_size))
         return lax.dynamic_update_slice_in_dim(packed_5M, values, chunk.start, axis=1)
 
-    packed_5M = jnp.zeros((5, chunks.order.size), options.compute_dtype)
-    lse_N, p_rest_N, logprob_N, entropy_N, correct_N = unpack(
-        chunks, over_chunks(chunks, body, packed_5M)
-    )
+    if options.axis is None:
+        packed_5M = jnp.zeros((5, chunks.order.size), options.compute_dtype)
+        packed_5M = over_chunks(chunks, body, packed_5M)
+    else:
+        packed_5M = kept_values(all_stats(chunks, entropy=options.entropy, smoothing=False))
+    return outputs_of(unpack(chunks, packed_5M), options.entropy, options.output_dtype)
+
+
+def kept_values(stats: TokenStats) -> jax.Array:
+    return jnp.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
+
+
+def outputs_of(
+    values_5N: jax.Array, entropy: bool, output_dtype: str
+) -> tuple[LogprobOutput, Kept]:
+    lse_N, p_rest_N, logprob_N, entropy_N, correct_N = values_5N
     output = LogprobOutput(
-        logprob_N.astype(options.output_dtype),
-        entropy_N.astype(options.output_dtype) if options.entropy else None,
-        lse_N.astype(options.output_dtype),
+        logprob_N.astype(output_dtype),
+        entropy_N.astype(output_dtype) if entropy else None,
+        lse_N.astype(output_dtype),
         correct_N > 0,
     )
     return output, Kept(lse_N, p_rest_N, logprob_N, entropy_N)
@@ -124,33 +150,35 @@ def logprobs_backward(
     """Gradients of `hidden`, `weight` and `bias` from logits that are computed again."""
     compute = options.compute_dtype
     chunks = cut(options, hidden, weight, labels, bias, constants)
-    # What follows a token that is not valid may have any gradient, inf included; the largest sets
-    # the power of two.
-    given = jax.tree.map(lambda g: jnp.where(chunks.valid, g.astype(compute), 0), upstream)
+    given = cleaned(chunks, upstream)
     exponent = None
     if options.gemm_dtype == "float16":
         sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
         exponent = fp16_exponent(sizes.sum(axis=0))
         given = jax.tree.map(lambda g: jnp.ldexp(g, exponent), given)
     terms_N = terms_of(kept, jax.tree.map(partial(scaled, chunks), given))
-    # One row more than the chunks have: a slice of all rows is no slice to XLA, which would then
-    # take what follows out of a loop of one chunk, to the products.
     terms_M = jax.tree.map(lambda x: jnp.pad(x[chunks.order], (0, 1)), terms_N)
 
     def body(chunk: Chunk, gradients: Gradients) -> Gradients:
         # 6. to 8. dz and the gradients
-        _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1)
-        terms_T = jax.tree.map(
-            lambda x: lax.dynamic_slice(x, (chunk.start,), (chunks.chunk,)), terms_M
-        )
-        dz_TV, dz_y_T = dlogits(z_TV, terms_T)
+        _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
+        dz_TV, dz_y_T = dlogits(z_TV, rows_of(chunks, chunk, terms_M))
         return add_gradients(chunks, chunk, needs, gradients, dz_TV, dz_y_T)
 
-    gradients = over_chunks(chunks, body, zero_gradients(chunks, needs))
+    gradients = over_chunks(chunks, body, zero_gradients(chunks, needs), terms_M)
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
-    dtypes = [None if x is None else x.dtype.name for x in (hidden, weight, bias)]
-    return round_gradients(gradients, chunks.valid, dtypes)
+    return round_gradients(gradients, chunks.valid, (hidden, weight, bias))
+
+
+def cleaned(chunks: Chunks, upstream: Upstream) -> Upstream:
+    """0 for tokens that are not valid: what follows them may have any gradient, inf included, and
+    the largest sets the power of two."""
+    compute = chunks.options.compute_dtype
+    found: Upstream = jax.tree.map(
+        lambda g: jnp.where(chunks.valid, g.astype(compute), 0), upstream
+    )
+    return found
 
 
 def terms_of(kept: Kept, upstream: Upstream) -> Terms:
@@ -189,6 +217,37 @@ def dlogits(z_TV: jax.Array, terms_T: Terms) -> tuple[jax.Array, jax.Array]:
     return exp(log_p_TV) * slope_TV, dz_y_T - entropy.own
 
 
+def given_forward(
+    options: Options, logits: jax.Array, labels: jax.Array, constants: Constants
+) -> tuple[LogprobOutput, Kept]:
+    """Steps 3 to 5 for logits [N, C] that are there."""
+    return forward_of(cut(options, logits, None, labels, None, constants))
+
+
+def given_backward(
+    options: Options,
+    kept: Kept,
+    upstream: Upstream,
+    logits: jax.Array,
+    labels: jax.Array,
+    constants: Constants,
+) -> jax.Array:
+    """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
+    chunks = cut(options, logits, None, labels, None, constants)
+    given = jax.tree.map(partial(scaled, chunks), cleaned(chunks, upstream))
+    terms_M = jax.tree.map(lambda x: jnp.pad(x[chunks.order], (0, 1)), terms_of(kept, given))
+
+    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
+        _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
+        dz_TV, dz_y_T = dlogits(z_TV, rows_of(chunks, chunk, terms_M))
+        own_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1) == chunk.y_T1
+        dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), logits.dtype.name)
+        rows_T = jnp.where(chunk.in_chunk_T, chunk.rows_T, logits.shape[0])
+        return d_logits.at[rows_T].set(dz_TV, mode="drop")
+
+    return as_primal(over_chunks(chunks, body, jnp.zeros_like(logits), terms_M), logits)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(
     options: Options,
@@ -213,13 +272,8 @@ def _logprobs_fwd(
 
 def _logprobs_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, ...]:
     values, kept, markers = residuals
-    upstream = Upstream(
-        *(
-            None if isinstance(g, jax.custom_derivatives.SymbolicZero) else g
-            for g in (cotangent.logprobs, cotangent.entropy, cotangent.lse)
-        )
-    )
-    if all(g is None for g in upstream):
+    upstream = _upstream(options, cotangent)
+    if upstream is None:
         return (None, None, None, None, None)
     need_hidden, need_weight, need_bias = (marker.size > 0 for marker in markers)
     needs = (need_hidden, need_weight, need_bias)
@@ -227,8 +281,44 @@ def _logprobs_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) ->
     return (d_hidden, d_weight, None, d_bias, None)
 
 
+def _upstream(options: Options, cotangent: LogprobOutput) -> Upstream | None:
+    """Of the outputs that the loss uses; None if it uses none."""
+    gradients = (cotangent.logprobs, cotangent.entropy, cotangent.lse)
+    unused = jax.custom_derivatives.SymbolicZero
+    upstream = Upstream(*(None if isinstance(g, unused) else g for g in gradients))
+    return upstream_of(upstream, options.axis) if jax.tree.leaves(upstream) else None
+
+
 _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
 _logprobs_jit = jax.jit(_logprobs, static_argnums=(0,))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _given(
+    options: Options, logits: jax.Array, labels: jax.Array, constants: Constants
+) -> LogprobOutput:
+    return given_forward(options, logits, labels, constants)[0]
+
+
+def _given_fwd(
+    options: Options, logits: Any, labels: Any, constants: Any
+) -> tuple[LogprobOutput, Any]:
+    wanted(constants, logits, None, None)
+    values = values_of((logits, labels, constants))
+    output, kept = given_forward(options, *values)
+    return output, (values, kept)
+
+
+def _given_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, ...]:
+    values, kept = residuals
+    upstream = _upstream(options, cotangent)
+    if upstream is None:
+        return (None, None, None)
+    return (given_backward(options, kept, upstream, *values), None, None)
+
+
+_given.defvjp(_given_fwd, _given_bwd, symbolic_zeros=True)
+_given_jit = jax.jit(_given, static_argnums=(0,))
 
 
 def chunked_logprobs(
@@ -248,6 +338,7 @@ def chunked_logprobs(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> LogprobOutput:
+    axis = axis_of(vocab_parallel, weight, bias, weight_layout)
     problem = check_logprobs(
         describe(hidden),
         describe(weight),
@@ -259,11 +350,13 @@ def chunked_logprobs(
         softcap=softcap,
         temperature=describe(temperature),
         entropy=entropy,
-        vocab_parallel=vocab_parallel,
+        sharded=axis is not None,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
     )
+    vocab_size = problem.vocab_size if axis is None else axis.vocab_size
+    check_labels(labels, where, ignore_index, vocab_size)
     arguments = prepare(
         problem,
         hidden,
@@ -271,7 +364,6 @@ def chunked_logprobs(
         labels,
         bias,
         where=where,
-        ignore_index=ignore_index,
         logit_scale=logit_scale,
         temperature=temperature,
     )
@@ -287,9 +379,69 @@ def chunked_logprobs(
         problem.output_dtype,
         max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
         weight_layout == "HV",
+        axis,
     )
     result: LogprobOutput = _logprobs_jit(options, *arguments)
     return LogprobOutput(*(None if x is None else jnp.reshape(x, problem.leading) for x in result))
 
 
 chunked_logprobs.__doc__ = spec.chunked_logprobs.__doc__
+
+
+def vocab_parallel_logprobs(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    vocab_parallel: Any = None,
+    where: jax.Array | None = None,
+    ignore_index: int = -100,
+    temperature: float | jax.Array = 1.0,
+    entropy: bool = False,
+    max_chunk_bytes: int | None = None,
+    shard: VocabShard | None = None,
+) -> LogprobOutput:
+    problem = check_logits(
+        describe(logits),
+        describe(labels),
+        where=describe(where),
+        ignore_index=ignore_index,
+        temperature=describe(temperature),
+        entropy=entropy,
+        max_chunk_bytes=max_chunk_bytes,
+        vocab_parallel=vocab_parallel,
+        shard=shard,
+    )
+    axis = None
+    if vocab_parallel is not None:
+        axis = axis_for(vocab_parallel, problem.columns, shard=shard, logits=logits)
+    check_labels(labels, where, ignore_index, axis.vocab_size if axis else problem.columns)
+    arguments = prepare(
+        problem,
+        logits,
+        None,
+        labels,
+        None,
+        where=where,
+        logit_scale=1.0,
+        temperature=temperature,
+        shard=shard,
+    )
+    options = Options(
+        ignore_index,
+        None,
+        0.0,
+        0.0,
+        False,
+        entropy,
+        str(logits.dtype),
+        problem.compute_dtype,
+        problem.output_dtype,
+        max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
+        False,
+        axis,
+    )
+    result: LogprobOutput = _given_jit(options, arguments[0], arguments[2], arguments[4])
+    return LogprobOutput(*(None if x is None else jnp.reshape(x, problem.leading) for x in result))
+
+
+vocab_parallel_logprobs.__doc__ = spec.vocab_parallel_logprobs.__doc__

@@ -17,24 +17,23 @@ from xentlib import nll as spec
 from xentlib.checks import check_nll
 from xentlib.jax.chunks import (
     Chunk,
-    Constants,
     Gradients,
-    Needs,
-    Options,
     add_gradients,
+    all_stats,
     cut,
     fp16_exponent,
+    only_chunk,
     over_chunks,
-    prepare,
     round_gradients,
+    rows_of,
     scaled,
     unpack,
-    values_of,
-    wanted,
     without_power,
     zero_gradients,
 )
-from xentlib.jax.describe import describe
+from xentlib.jax.describe import Constants, Needs, Options, describe, prepare, values_of, wanted
+from xentlib.jax.head import axis_of, upstream_of
+from xentlib.jax.labels import check_labels
 from xentlib.jax.softmax import TokenStats, exp, rest_stats, take_target, token_stats
 from xentlib.nll import NLLOutput
 from xentlib.plan import default_chunk_bytes
@@ -85,32 +84,46 @@ def nll_forward(
         factor_N = jnp.ldexp(factor_N, exponent)
     factor_N = scaled(chunks, factor_N)
 
+    entropy, smoothing = options.entropy, options.label_smoothing > 0
+    carry = Carry(jnp.zeros((6, chunks.order.size), compute), zero_gradients(chunks, needs))
+
+    def differentiated(
+        chunk: Chunk, z_TV: jax.Array, target_TV: jax.Array, stats: TokenStats, sums: Gradients
+    ) -> Gradients:
+        # 6. to 8. dz and the gradients
+        factor_T = factor_N[chunk.rows_T]
+        dz_TV, dz_y_T = dlogits(z_TV, target_TV, stats, factor_T, options, chunks.vocab_size)
+        return add_gradients(chunks, chunk, needs, sums, dz_TV, dz_y_T)
+
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
         z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1)
-        rest = rest_stats(
-            z_TV, target_TV, entropy=options.entropy, smoothing=options.label_smoothing > 0
-        )
+        rest = rest_stats(z_TV, target_TV, entropy=entropy, smoothing=smoothing)
         stats = token_stats(z_y, rest, chunks.vocab_size)
-        loss_T, z_loss_T = token_loss(stats, options.label_smoothing, options.z_loss)
-        values = jnp.stack(
-            (loss_T, z_loss_T, stats.logprob, stats.entropy, stats.lse, stats.correct)
-        )
-        carry = carry._replace(
-            per_token=lax.dynamic_update_slice_in_dim(carry.per_token, values, chunk.start, axis=1)
+        rows_6M = lax.dynamic_update_slice_in_dim(
+            carry.per_token, per_token_values(stats, options), chunk.start, axis=1
         )
         if not any(needs):
-            return carry
-        # 6. to 8. dz and the gradients
-        factor_T = factor_N[chunk.rows_T]
-        dz_TV, dz_y_T = dlogits(
-            z_TV, target_TV, stats, factor_T, options.label_smoothing, options.z_loss
-        )
-        gradients = add_gradients(chunks, chunk, needs, carry.gradients, dz_TV, dz_y_T)
-        return carry._replace(gradients=gradients)
+            return carry._replace(per_token=rows_6M)
+        return Carry(rows_6M, differentiated(chunk, z_TV, target_TV, stats, carry.gradients))
 
-    carry = Carry(jnp.zeros((6, chunks.order.size), compute), zero_gradients(chunks, needs))
-    per_token, gradients = over_chunks(chunks, body, carry)
+    if options.axis is None:
+        per_token, gradients = over_chunks(chunks, body, carry, factor_N)
+    else:
+        # The statistics of all shards come first; the logits are then computed again, unless one
+        # chunk holds them all.
+        only = only_chunk(chunks)
+        stats_M = all_stats(chunks, entropy=entropy, smoothing=smoothing, only=only)
+        per_token, gradients = per_token_values(stats_M, options), carry.gradients
+        stats_M = jax.tree.map(lambda x: jnp.pad(x, (0, 1)), stats_M)
+
+        def again(chunk: Chunk, sums: Gradients) -> Gradients:
+            _, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
+            stats = rows_of(chunks, chunk, stats_M)
+            return differentiated(chunk, z_TV, target_TV, stats, sums)
+
+        if any(needs):
+            gradients = over_chunks(chunks, again, gradients, factor_N, stats_M, only=only)
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
 
@@ -129,6 +142,12 @@ def nll_forward(
     return output, gradients, valid_N
 
 
+def per_token_values(stats: TokenStats, options: Options) -> jax.Array:
+    """[6, tokens]: loss, its z-loss part, logprob, entropy, lse, correct."""
+    loss, z_term = token_loss(stats, options.label_smoothing, options.z_loss)
+    return jnp.stack((loss, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct))
+
+
 def token_loss(
     stats: TokenStats, label_smoothing: float, z_loss: float
 ) -> tuple[jax.Array, jax.Array]:
@@ -145,12 +164,13 @@ def dlogits(
     target_TV: jax.Array,
     stats: TokenStats,
     factor_T: jax.Array,
-    label_smoothing: float,
-    z_loss: float,
+    options: Options,
+    vocab_size: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Step 6: from logits with -inf in the target column, dz times the factor with 0 in that
     column, and the target's own dz."""
-    uniform = label_smoothing / z_TV.shape[1]
+    label_smoothing, z_loss = options.label_smoothing, options.z_loss
+    uniform = label_smoothing / vocab_size
     extra = 2.0 * z_loss * stats.lse if z_loss else jnp.zeros_like(stats.lse)
     dz_TV = exp(z_TV - stats.lse[:, None]) * (factor_T * (1.0 + extra))[:, None]
     if uniform:
@@ -161,13 +181,16 @@ def dlogits(
 
 
 def nll_backward(
-    gradient: jax.Array, accumulators: Gradients, valid_N: jax.Array, dtypes: Sequence[str | None]
+    gradient: jax.Array,
+    accumulators: Gradients,
+    valid_N: jax.Array,
+    primals: Sequence[jax.Array | None],
 ) -> list[jax.Array | None]:
-    """Step 10."""
+    """Step 10. Of the primals only the types are used."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
     gradient = jnp.where(valid_N.any(), gradient, 0.0)
     multiplied = Gradients(*(x * gradient.astype(x.dtype) for x in accumulators))
-    return round_gradients(multiplied, valid_N, dtypes)
+    return round_gradients(multiplied, valid_N, primals)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -189,18 +212,17 @@ def _nll_fwd(
     needs = wanted(constants, *primals)
     values = values_of((hidden, weight, labels, bias, constants))
     output, gradients, valid_N = nll_forward(options, needs, *values)
-    # A residual must be an array: an empty one carries each input's dtype to the backward.
-    dtypes = tuple(None if p is None else jnp.zeros((0,), p.value.dtype) for p in primals)
-    return output, (gradients, valid_N, dtypes)
+    # A residual must be an array: an empty one carries each input's type to the backward.
+    types = tuple(None if p is None else jnp.ravel(p.value)[:0] for p in primals)
+    return output, (gradients, valid_N, types)
 
 
 def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput) -> tuple[Any, ...]:
-    gradients, valid_N, dtypes = residuals
-    upstream = cotangent.loss
-    if isinstance(upstream, jax.custom_derivatives.SymbolicZero):
+    gradients, valid_N, types = residuals
+    if isinstance(cotangent.loss, jax.custom_derivatives.SymbolicZero):
         return (None, None, None, None, None)
-    names = [None if like is None else like.dtype.name for like in dtypes]
-    d_hidden, d_weight, d_bias = nll_backward(upstream, gradients, valid_N, names)
+    upstream = upstream_of(cotangent.loss, options.axis)
+    d_hidden, d_weight, d_bias = nll_backward(upstream, gradients, valid_N, types)
     return (d_hidden, d_weight, None, d_bias, None)
 
 
@@ -230,6 +252,7 @@ def chunked_nll(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> NLLOutput:
+    axis = axis_of(vocab_parallel, weight, bias, weight_layout)
     problem = check_nll(
         describe(hidden),
         describe(weight),
@@ -246,11 +269,13 @@ def chunked_nll(
         reduction=reduction,
         denominator=describe(denominator),
         outputs=outputs,
-        vocab_parallel=vocab_parallel,
+        sharded=axis is not None,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
     )
+    vocab_size = problem.vocab_size if axis is None else axis.vocab_size
+    check_labels(labels, where, ignore_index, vocab_size)
     arguments = prepare(
         problem,
         hidden,
@@ -258,7 +283,6 @@ def chunked_nll(
         labels,
         bias,
         where=where,
-        ignore_index=ignore_index,
         logit_scale=logit_scale,
         temperature=temperature,
         token_weights=token_weights,
@@ -276,6 +300,7 @@ def chunked_nll(
         problem.output_dtype,
         max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
         weight_layout == "HV",
+        axis,
     )
     result = _nll_jit(options, *arguments)
     per_token = {

@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["RestStats", "TokenStats", "exp", "rest_stats", "take_target", "token_stats"]
+__all__ = [
+    "RestStats",
+    "TokenStats",
+    "exp",
+    "exp_difference",
+    "rest_stats",
+    "take_target",
+    "token_stats",
+]
 
 # exp of this is 0 in float64 too: stands for -inf where a product with 0 must stay 0.
 FLOOR = -1e4
@@ -47,10 +55,19 @@ class TokenStats(NamedTuple):
     correct: jax.Array  # 1 or 0
 
 
-def take_target(z_TV: jax.Array, y_T1: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The target's logit, its mask, and the logits with -inf in its place."""
-    target_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1) == y_T1
-    z_y = jnp.take_along_axis(z_TV, y_T1, axis=1)[:, 0]
+def take_target(
+    z_TV: jax.Array, y_T1: jax.Array, size: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The target's logit, its mask, and the logits with -inf in its place.
+
+    A target in column V is on another device: none is taken out. Columns from `size` on are no
+    classes, and go with it.
+    """
+    column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1)
+    target_TV = column_TV == y_T1
+    if size is not None:
+        target_TV |= column_TV >= size
+    z_y = jnp.take_along_axis(z_TV, y_T1, axis=1, mode="clip")[:, 0]
     return z_y, target_TV, jnp.where(target_TV, -jnp.inf, z_TV)
 
 
@@ -70,7 +87,7 @@ def rest_stats(
     return RestStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d)
 
 
-def _exp_difference(a: jax.Array, b: jax.Array) -> jax.Array:
+def exp_difference(a: jax.Array, b: jax.Array) -> jax.Array:
     """exp(a - b) with the rounding error of the difference put back (TwoDiff).
 
     At a - b = -50 that error alone would be 2e-6, four times the bound of row A4.
@@ -85,7 +102,7 @@ def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int) -> TokenStats:
     """Step 5, on vectors of one entry per token."""
     m_rest = jnp.where(rest.ones == 0, -jnp.inf, rest.m)
     m = jnp.maximum(z_y, m_rest)
-    scale = jnp.where(rest.ones == 0, 0.0, _exp_difference(rest.m, m))
+    scale = jnp.where(rest.ones == 0, 0.0, exp_difference(rest.m, m))
     r = scale * (rest.ones + rest.s)
     t = exp(z_y - m)
     total = r + t

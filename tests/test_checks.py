@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from xentlib import labels as labels_spec
+from xentlib import logprobs as logprobs_spec
 from xentlib import nll as nll_spec
 from xentlib.interop import to_jax, to_torch
 
@@ -338,15 +339,11 @@ def test_both_backends_say_the_same(bad):
 
 
 @pytest.mark.jax
-def test_jax_says_that_it_has_no_vocabulary_parallelism():
-    """Loud until it is there; PyTorch's own refusals are in test_vocab_parallel.py."""
+def test_jax_asks_for_a_mesh_axis():
+    """PyTorch's refusals are in test_vocab_parallel.py."""
     pytest.importorskip("jax")
-    with pytest.raises(NotImplementedError) as caught:
+    with pytest.raises(ValueError, match=r"`vocab_parallel` must name a mesh axis inside `shard_"):
         call("jax", {"vocab_parallel": "tp"})
-    assert str(caught.value) == (
-        "`vocab_parallel` is not supported by `chunked_nll` yet; got str. "
-        "Pass the whole head and `vocab_parallel=None`."
-    )
 
 
 def test_the_good_call_is_good(backend):
@@ -458,11 +455,22 @@ def shape(function: Any) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in parameters]
 
 
-@pytest.mark.parametrize("name", ["chunked_nll", "next_token_labels"])
+DEFINITIONS = {
+    name: getattr(module, name)
+    for module, names in (
+        (nll_spec, ["chunked_nll"]),
+        (labels_spec, ["next_token_labels"]),
+        (logprobs_spec, ["chunked_logprobs", "vocab_parallel_logprobs"]),
+    )
+    for name in names
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
 def test_signature_and_docstring_are_the_definition_s(backend, name):
     """STYLE 2: written once, in the spec."""
     package = __import__(f"xentlib.{backend}", fromlist=["_"])
-    definition = getattr(nll_spec, name, None) or getattr(labels_spec, name)
+    definition = DEFINITIONS[name]
     function = getattr(package, name)
     assert shape(function) == shape(definition)
     assert function.__doc__ == definition.__doc__
@@ -472,12 +480,13 @@ def test_signature_and_docstring_are_the_definition_s(backend, name):
     assert package.NLLOutput is nll_spec.NLLOutput
 
 
-@pytest.mark.parametrize("name", ["chunked_nll", "next_token_labels"])
+@pytest.mark.parametrize("name", DEFINITIONS)
 def test_the_definition_does_not_compute(name):
     """SPEC 1: no dispatch layer; users name their backend."""
-    definition = getattr(nll_spec, name, None) or getattr(labels_spec, name)
+    definition = DEFINITIONS[name]
     with pytest.raises(NotImplementedError, match=rf"xentlib\.torch\.{name}"):
-        definition(*[None] * (3 if name == "chunked_nll" else 1))
+        positional = [p for p in inspect.signature(definition).parameters.values() if p.kind == 1]
+        definition(*[None] * len(positional))
 
 
 @pytest.mark.parametrize(

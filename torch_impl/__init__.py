@@ -1,7 +1,14 @@
 """The loss head in PyTorch: `import xentlib.torch`. The definition is in `xentlib`."""
 
 from xentlib.torch.labels import next_token_labels
-from xentlib.torch.logprobs import LogprobOutput, chunked_logprobs
+from xentlib.torch.logprobs import LogprobOutput, chunked_logprobs, vocab_parallel_logprobs
 from xentlib.torch.nll import NLLOutput, chunked_nll
 
-__all__ = ["LogprobOutput", "NLLOutput", "chunked_logprobs", "chunked_nll", "next_token_labels"]
+__all__ = [
+    "LogprobOutput",
+    "NLLOutput",
+    "chunked_logprobs",
+    "chunked_nll",
+    "next_token_labels",
+    "vocab_parallel_logprobs",
+]

@@ -12,86 +12,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.checks import check_label_range
-from xentlib.plan import (
-    CPU_BLOCK_BYTES,
-    GPU_BLOCK_BYTES,
-    VocabShard,
-    pad_rows,
-    plan_chunks,
-)
+from xentlib.plan import block_bytes, block_tokens, pad_rows, plan_chunks
 from xentlib.torch.describe import HeadCall, dtype_name
 from xentlib.torch.gemm import add_rows_, addmm_, gemm_precision, mm, operand, storage_dtype
 from xentlib.torch.head import vocab_parallel_of
+from xentlib.torch.labels import select_tokens
 from xentlib.torch.softmax import Block, RestStats, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = [
     "Chunk",
+    "Given",
     "GradientSums",
     "Gradients",
     "Rows",
-    "Tokens",
     "Walk",
     "power_of_two",
-    "select_tokens",
 ]
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.
 FP16_EXPONENT = 11
-
-
-class Tokens(NamedTuple):
-    """Step 1: the tokens that count. On CPU only they are computed, since reading their number
-    costs no device sync; elsewhere every token is, the rest masked."""
-
-    labels: Tensor  # [N] int64, the target's column; 0 where a label is no class
-    owned: Tensor | None  # [N] the column is on this rank; None: they all are
-    valid: Tensor  # [N]
-    bad: Tensor  # [N] valid, with a label outside the vocabulary; never on CPU
-    rows: Tensor | None  # [M] where the computed tokens are; None if all N are
-    packed: bool
-
-    @property
-    def computed(self) -> int:
-        return self.valid.shape[0] if self.rows is None else self.rows.shape[0]
-
-    def places(self, start: int, stop: int) -> slice | Tensor:
-        """Places of the computed tokens from `start` to `stop`."""
-        return slice(start, stop) if self.rows is None else self.rows[start:stop]
-
-    def clean(self, values: Tensor) -> Tensor:
-        """Values [..., N]: NaN where the label was bad, 0 where the token is not valid."""
-        values = torch.where(self.bad, torch.nan, values)
-        return torch.where(self.valid, values, 0.0)
-
-
-def select_tokens(
-    labels: Tensor,
-    where: Tensor | None,
-    ignore_index: int,
-    vocab_size: int,
-    shard: VocabShard | None,
-) -> Tokens:
-    """A shard's columns are counted from its start; a target elsewhere is in the spare column."""
-    labels = labels.long()
-    valid_N = labels != ignore_index
-    if where is not None:
-        valid_N = valid_N & where
-    in_range_N = (labels >= 0) & (labels < vocab_size)
-    bad_N = valid_N & ~in_range_N
-    packed = labels.device.type == "cpu"
-    if packed and bad_N.any():
-        check_label_range(int(labels[bad_N][0]), vocab_size, ignore_index)
-    rows_M = valid_N.nonzero()[:, 0] if packed else None
-    if rows_M is not None and rows_M.shape[0] == labels.shape[0]:
-        rows_M = None
-    labels = torch.where(valid_N & in_range_N, labels, 0)
-    owned_N = None
-    if shard is not None:
-        owned_N = (labels >= shard.start) & (labels < shard.stop)
-        labels = torch.where(owned_N, labels - shard.start, shard.size)
-    return Tokens(labels, owned_N, valid_N, bad_N, rows_M, packed)
 
 
 def power_of_two(gemm_dtype: torch.dtype, factors: Tensor) -> Tensor | None:
@@ -147,9 +87,7 @@ class Walk:
             compute_dtype=dtype_name(compute_dtype),
             max_chunk_bytes=call.chunk_bytes,
         )
-        self.block_rows = self.plan.block_tokens(
-            CPU_BLOCK_BYTES if hidden.device.type == "cpu" else GPU_BLOCK_BYTES
-        )
+        self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
         self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
         self.bias_V = None if call.bias is None else call.bias.to(compute_dtype)
         self.scale = None if call.logit_scale is None else call.logit_scale.to(compute_dtype)
@@ -198,33 +136,16 @@ class Walk:
             yield Rows(span, index, z_BV, y_B1, temperature_B, derivative_BV, not self.filled)
 
     def stats(self, *, entropy: bool, smoothing: bool) -> TokenStats:
-        """Steps 1 to 5 for all N tokens, with one MAX and one packed SUM over a vocabulary's
-        shards. A single chunk keeps its logits for the next walk, unless that needs a softcap's
-        derivative."""
-        kept = 4 + entropy + smoothing
-        found = torch.zeros(kept, self.tokens.valid.shape[0], **self.like)
+        """Steps 1 to 5 for all N tokens. A single chunk keeps its logits for the next walk, unless
+        that needs a softcap's derivative."""
+        sums = StatSums(self, entropy=entropy, smoothing=smoothing)
         for chunk in self.chunks():
             block = self.block()
             for rows in self.blocks(chunk, jacobian=False):
-                z_y = take_target(rows.z_BV, rows.y_B1)
-                rest = rest_stats(
-                    rows.z_BV,
-                    rows.y_B1,
-                    block,
-                    entropy=entropy,
-                    smoothing=smoothing,
-                    columns=self.local_size,
-                )
-                found[:, rows.places] = torch.stack([z_y, *(x for x in rest if x is not None)])
+                sums.add(rows, block)
             del block
-        z_y, m, ones, s, *more = found
-        sum_ed = more.pop(0) if entropy else None
-        rest = RestStats(m, ones, s, sum_ed, more.pop(0) if smoothing else None)
-        if self.parallel is not None:
-            assert self.tokens.owned is not None
-            z_y, rest = self.parallel.combine(z_y, self.tokens.owned, rest)
         self.filled = self.plan.num_chunks == 1 and self.softcap is None
-        return token_stats(z_y, rest, self.vocab_size)
+        return sums.finish()
 
     def _shape_(
         self, z_BV: Tensor, temperature_B: Tensor | None, *, jacobian: bool
@@ -249,6 +170,91 @@ class Walk:
         if self.scale is not None:
             factor_B = factor_B * self.scale
         return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
+
+
+class Given:
+    """Steps 1 and 2 where the logits are there already: blocks of rows, copied out of them."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        where: Tensor | None,
+        temperature: Tensor | None,
+        ignore_index: int,
+        compute_dtype: torch.dtype,
+        chunk_bytes: int,
+        group: str,
+        shard: list[int],
+    ) -> None:
+        self.logits, self.temperature, self.compute_dtype = logits, temperature, compute_dtype
+        self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
+        self.parallel = vocab_parallel_of(group, shard)
+        part = None if self.parallel is None else self.parallel.shard
+        self.local_size = logits.shape[1] if part is None else part.size
+        self.vocab_size = self.local_size if part is None else part.vocab_size
+        self.tokens = select_tokens(labels, where, ignore_index, self.vocab_size, part)
+        self.width = self.local_size + (part is not None)
+        self.block_rows = block_tokens(
+            min(chunk_bytes, block_bytes(logits.device.type)), self.width, compute_dtype.itemsize
+        )
+
+    def blocks(self) -> Iterator[tuple[Rows, Block]]:
+        tokens, device = self.tokens, self.logits.device
+        size = min(self.block_rows, tokens.computed)
+        block = Block(size, self.width, self.compute_dtype, device)
+        scratch_BV = torch.empty(size, self.width, **self.like)
+        for start in range(0, tokens.computed, self.block_rows):
+            stop = min(start + self.block_rows, tokens.computed)
+            places = tokens.places(start, stop)
+            z_BV = scratch_BV[: stop - start]
+            z_BV[:, : self.local_size] = self.logits[places, : self.local_size]
+            if not tokens.packed:
+                z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
+            z_BV[:, self.local_size :] = -torch.inf
+            temperature_B = None
+            if self.temperature is not None:
+                temperature_B = self.temperature.expand(tokens.valid.shape[0])[places]
+                temperature_B = temperature_B.to(self.compute_dtype)
+                z_BV.div_(temperature_B[:, None])
+            y_B1 = tokens.labels[places, None]
+            yield Rows(slice(start, stop), places, z_BV, y_B1, temperature_B, None, True), block
+
+    def stats(self, *, entropy: bool) -> TokenStats:
+        sums = StatSums(self, entropy=entropy, smoothing=False)
+        for rows, block in self.blocks():
+            sums.add(rows, block)
+        return sums.finish()
+
+
+class StatSums:
+    """Steps 3 to 5 for all N tokens, with one MAX and one packed SUM over a vocabulary's shards."""
+
+    def __init__(self, walk: Walk | Given, *, entropy: bool, smoothing: bool) -> None:
+        self.walk, self.entropy, self.smoothing = walk, entropy, smoothing
+        kept = 4 + entropy + smoothing
+        self.found = torch.zeros(kept, walk.tokens.valid.shape[0], **walk.like)
+
+    def add(self, rows: Rows, block: Block) -> None:
+        z_y = take_target(rows.z_BV, rows.y_B1)
+        rest = rest_stats(
+            rows.z_BV,
+            rows.y_B1,
+            block,
+            entropy=self.entropy,
+            smoothing=self.smoothing,
+            columns=self.walk.local_size,
+        )
+        self.found[:, rows.places] = torch.stack([z_y, *(x for x in rest if x is not None)])
+
+    def finish(self) -> TokenStats:
+        z_y, m, ones, s, *more = self.found
+        sum_ed = more.pop(0) if self.entropy else None
+        rest = RestStats(m, ones, s, sum_ed, more.pop(0) if self.smoothing else None)
+        if self.walk.parallel is not None:
+            assert self.walk.tokens.owned is not None
+            z_y, rest = self.walk.parallel.combine(z_y, self.walk.tokens.owned, rest)
+        return token_stats(z_y, rest, self.walk.vocab_size)
 
 
 class Gradients(NamedTuple):

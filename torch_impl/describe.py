@@ -17,6 +17,7 @@ __all__ = [
     "as_tensor",
     "autocast_dtype",
     "describe",
+    "differentiated_once",
     "dtype_name",
     "not_differentiable",
     "prepare",
@@ -61,6 +62,16 @@ def not_differentiable(**constants: Any) -> None:
                 f"`{name}` must be a constant; got a tensor that requires grad, whose gradient is "
                 f"not computed. Pass `{name}.detach()`."
             )
+
+
+def differentiated_once(function: str, instead: str) -> None:
+    """Refuse a backward whose own gradient is wanted."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"`{function}` must be differentiated once; got a backward with create_graph=True, "
+            f"whose second derivatives it does not compute. Use full logits and {instead} for "
+            f"those."
+        )
 
 
 class HeadCall(NamedTuple):

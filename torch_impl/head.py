@@ -12,46 +12,56 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xentlib.plan import VocabShard, shard_of
+from xentlib.checks import check_group, check_not_whole, check_placement, check_shard
+from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.softmax import RestStats, exp_difference
 
-__all__ = ["Local", "VocabParallel", "local_rows", "vocab_parallel_of"]
+__all__ = ["Local", "VocabParallel", "local_columns", "local_rows", "vocab_parallel_of"]
 
 # The shard of each head that was asked for, by the tensor itself: heads of one size on this rank
 # may have other sizes on another, and a rank that remembers must not meet one that asks.
 KNOWN: Any = WeakIdKeyDictionary()
 
 
-def find_group(parallel: Any) -> dist.ProcessGroup:
+def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup:
     """The process group of a ProcessGroup or of a one-dimensional DeviceMesh."""
-    if isinstance(parallel, dist.ProcessGroup):
-        return parallel
-    mesh_type = getattr(getattr(dist, "device_mesh", None), "DeviceMesh", None)
-    if mesh_type is not None and isinstance(parallel, mesh_type):
-        if parallel.ndim != 1:
-            raise ValueError(
-                f"`vocab_parallel` must be a one-dimensional DeviceMesh; got {parallel.ndim} "
-                f"dimensions. Pass `mesh['name']`, the one that the vocabulary is spread over."
-            )
-        group: dist.ProcessGroup = parallel.get_group()
-        return group
-    raise TypeError(
-        f"`vocab_parallel` must be a ProcessGroup or a one-dimensional DeviceMesh; got "
-        f"{type(parallel).__name__}. Pass the group that the vocabulary is spread over, or None."
-    )
+    mesh_type = getattr(getattr(dist, "device_mesh", None), "DeviceMesh", ())
+    if isinstance(parallel, mesh_type) and parallel.ndim == 1:
+        parallel = parallel.get_group()
+    if not isinstance(parallel, dist.ProcessGroup):
+        check_group(parallel, name)
+    found: dist.ProcessGroup = parallel
+    return found
 
 
-def find_shard(holder: Tensor, local_size: int, group: dist.ProcessGroup) -> VocabShard:
+def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
+    """The group, and the number of classes where it was declared."""
+    if isinstance(parallel, PaddedVocab):
+        return find_group(parallel.over), parallel.vocab_size
+    return find_group(parallel), None
+
+
+def gathered(row: list[Any] | Tensor, group: dist.ProcessGroup, like: Tensor) -> list[list[float]]:
+    """Everybody's row of numbers, in rank order, with one collective."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = torch.zeros(world, len(row), dtype=torch.float64, device=like.device)
+    rows[rank] = torch.as_tensor(row, dtype=torch.float64, device=like.device)
+    dist.all_reduce(rows, group=group)
+    found: list[list[float]] = rows.tolist()
+    return found
+
+
+def find_shard(
+    holder: Tensor, local_size: int, group: dist.ProcessGroup, vocab_size: int | None
+) -> VocabShard:
     """Where this rank's rows begin: from the sizes of all shards, exchanged once for a `holder`."""
-    known = KNOWN.get(holder)
-    if known is not None and known[:2] == (group.group_name, local_size):
-        shard: VocabShard = known[2]
+    known, key = KNOWN.get(holder), (group.group_name, local_size, vocab_size)
+    if known is not None and known[0] == key:
+        shard: VocabShard = known[1]
         return shard
-    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=holder.device)
-    sizes[dist.get_rank(group)] = local_size
-    dist.all_reduce(sizes, group=group)
-    shard = shard_of(tuple(sizes.tolist()), dist.get_rank(group))
-    KNOWN[holder] = (group.group_name, local_size, shard)
+    sizes = tuple(int(size) for (size,) in gathered([local_size], group, holder))
+    shard = shard_of(sizes, dist.get_rank(group), vocab_size)
+    KNOWN[holder] = (key, shard)
     return shard
 
 
@@ -114,23 +124,47 @@ class Local(NamedTuple):
         return self.group, self.shard
 
 
-def local_rows(weight: Tensor, parallel: Any, layout: str) -> tuple[Tensor, Local]:
-    """This rank's rows of the head as a plain tensor, and where they belong."""
-    if parallel is None:
-        return weight, Local("", [])
+def local_rows(
+    weight: Tensor, bias: Tensor | None, parallel: Any, layout: str
+) -> tuple[Tensor, Tensor | None, Local]:
+    """This rank's classes of the head as plain tensors, and where they belong."""
+    axis = 0 if layout == "VH" else 1
+    if parallel is None or weight.ndim != 2:  # the latter is refused where shapes are checked
+        return weight, bias, Local("", [])
     from torch.distributed.tensor import DTensor
 
-    group = find_group(parallel)
-    axis = 0 if layout == "VH" else 1
+    group, vocab_size = unpadded(parallel)
     holder = weight
     if isinstance(weight, DTensor):
         placements = weight.placements
-        if weight.device_mesh.ndim != 1 or not placements[0].is_shard(axis):
-            raise ValueError(
-                f"`weight` must be sharded over its vocabulary, dimension {axis}, on a "
-                f"one-dimensional mesh; got {placements} on {weight.device_mesh.ndim} dimensions. "
-                f"Pass `weight.redistribute(placements=[Shard({axis})])`."
-            )
+        check_placement(
+            weight.device_mesh.ndim, placements[0].is_shard(axis), axis, tuple(placements)
+        )
         weight = weight.to_local()
-    shard = find_shard(holder, weight.shape[axis], group)
-    return weight, Local(group.group_name, [shard.start, shard.stop, shard.vocab_size])
+    rows = weight.shape[axis]
+    shard = find_shard(holder, rows, group, vocab_size)
+    if shard.padding:
+        weight = weight.narrow(axis, 0, shard.size)
+        if bias is not None and bias.shape == (rows,):
+            bias = bias[: shard.size]
+    return weight, bias, Local(group.group_name, [shard.start, shard.stop, shard.vocab_size])
+
+
+def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Local:
+    """Where this rank's columns belong. Without `shard` one exchange in every call: logits are new
+    in every step, and ranks that remember must not meet ranks that ask."""
+    if parallel is None or logits.ndim < 1:
+        return Local("", [])
+    group, vocab_size = unpadded(parallel)
+    columns = logits.shape[-1]
+    if shard is None:
+        rows = logits.detach().reshape(-1, columns)[:1] if columns else logits.new_zeros(0, 1)
+        row = rows.double() if rows.numel() else torch.zeros(1, 1, device=logits.device)
+        sums = torch.stack([row.sum(), row.min(), row.max()]).tolist()
+        found = gathered([columns, *sums], group, logits)
+        sizes = tuple(int(x[0]) for x in found)
+        if vocab_size is None:
+            check_not_whole(sizes, [x[1:] for x in found])
+        shard = shard_of(sizes, dist.get_rank(group), vocab_size)
+    check_shard(shard, columns)
+    return Local(group.group_name, [shard.start, shard.stop, shard.vocab_size])

@@ -11,21 +11,33 @@ import torch
 from torch import Tensor
 
 from xentlib import logprobs as spec
-from xentlib.checks import check_logprobs
+from xentlib.checks import check_logits, check_logprobs
 from xentlib.logprobs import LogprobOutput
-from xentlib.torch.chunks import GradientSums, Rows, Walk, power_of_two
+from xentlib.plan import VocabShard, default_chunk_bytes
+from xentlib.torch.chunks import Given, GradientSums, Rows, Walk, power_of_two
 from xentlib.torch.describe import (
     HEAD_SCHEMA,
     HeadCall,
+    as_tensor,
     autocast_dtype,
     describe,
+    differentiated_once,
     not_differentiable,
     prepare,
 )
-from xentlib.torch.head import local_rows
-from xentlib.torch.softmax import FLOOR, Block, take_target
+from xentlib.torch.head import local_columns, local_rows
+from xentlib.torch.labels import Tokens
+from xentlib.torch.softmax import FLOOR, Block, TokenStats, take_target
 
-__all__ = ["LogprobOutput", "chunked_logprobs", "logprobs_backward", "logprobs_forward"]
+__all__ = [
+    "LogprobOutput",
+    "chunked_logprobs",
+    "given_backward",
+    "given_forward",
+    "logprobs_backward",
+    "logprobs_forward",
+    "vocab_parallel_logprobs",
+]
 
 
 class Residuals(NamedTuple):
@@ -42,8 +54,13 @@ def logprobs_forward(
 ) -> tuple[LogprobOutput, Residuals]:
     """Steps 1 to 5."""
     walk = Walk(call)
-    stats = walk.stats(entropy=entropy, smoothing=False)
-    per_token_5N = walk.tokens.clean(
+    return outputs_of(walk.stats(entropy=entropy, smoothing=False), walk.tokens, output_dtype)
+
+
+def outputs_of(
+    stats: TokenStats, tokens: Tokens, output_dtype: torch.dtype
+) -> tuple[LogprobOutput, Residuals]:
+    per_token_5N = tokens.clean(
         torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
     )
     residuals = Residuals(*per_token_5N[:4])
@@ -67,12 +84,7 @@ def logprobs_backward(
     """Steps 6 to 8: d hidden, d weight and d bias in their inputs' dtypes; empty if not needed."""
     walk = Walk(call)
 
-    def upstream(gradient: Tensor | None) -> Tensor:
-        if gradient is None:
-            return torch.zeros_like(residuals.lse)
-        return walk.tokens.clean(gradient.to(walk.compute_dtype))
-
-    g_3N = torch.stack([upstream(g) for g in (d_logprobs, d_entropy, d_lse)])
+    g_3N = upstream(walk, d_logprobs, d_entropy, d_lse)
     exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
         g_3N = torch.ldexp(g_3N, exponent)
@@ -91,6 +103,14 @@ def logprobs_backward(
     inputs = (call.hidden, call.weight, call.hidden if call.bias is None else call.bias)
     d_hidden, d_weight, d_bias = (x.to(like.dtype) for x, like in zip(found, inputs, strict=True))
     return d_hidden, d_weight, d_bias
+
+
+def upstream(walk: Walk | Given, *gradients: Tensor | None) -> Tensor:
+    """[3, N]: gradients of log-probability, entropy and lse; 0 where there is none, or no token."""
+    zeros = torch.zeros(walk.tokens.valid.shape, **walk.like)
+    return torch.stack(
+        [zeros if g is None else walk.tokens.clean(g.to(walk.compute_dtype)) for g in gradients]
+    )
 
 
 def dlogits_(rows: Rows, g_3B: Tensor, kept: Residuals, block: Block, *, entropy: bool) -> Tensor:
@@ -129,10 +149,15 @@ def logprobs_op(*arguments: Any) -> tuple[Tensor, ...]:
 @logprobs_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     call, output_dtype = HeadCall(*arguments[:15]), arguments[-1]
-    num_tokens = call.hidden.shape[0]
+    return fake_outputs(call.hidden, output_dtype, call.compute_dtype)
+
+
+def fake_outputs(
+    like: Tensor, output_dtype: torch.dtype, compute_dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     dtypes = [output_dtype] * 3 + [torch.bool]
-    outputs = [call.hidden.new_empty(num_tokens, dtype=dtype) for dtype in dtypes]
-    return (*outputs, call.hidden.new_empty(4, num_tokens, dtype=call.compute_dtype))
+    outputs = [like.new_empty(like.shape[0], dtype=dtype) for dtype in dtypes]
+    return (*outputs, like.new_empty(4, like.shape[0], dtype=compute_dtype))
 
 
 @torch.library.custom_op(
@@ -174,23 +199,115 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.rest = inputs[7:15]
 
 
-def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "`chunked_logprobs` must be differentiated once; got a backward with "
-            "create_graph=True, whose second derivatives it does not compute. Use full logits and "
-            "log_softmax for those."
-        )
-    if all(gradient is None for gradient in upstream[:3]):
+def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    differentiated_once("chunked_logprobs", "log_softmax")
+    if all(gradient is None for gradient in gradients[:3]):
         return (None,) * 17
     *arrays, residuals = ctx.saved_tensors
     needs = [ctx.needs_input_grad[k] for k in (0, 1, 3)]
-    found = logprobs_backward_op(*upstream[:3], residuals, *arrays, *ctx.rest, needs)
+    found = logprobs_backward_op(*gradients[:3], residuals, *arrays, *ctx.rest, needs)
     d_hidden, d_weight, d_bias = (g if need else None for g, need in zip(found, needs))
     return (d_hidden, d_weight, None, d_bias, *[None] * 13)
 
 
 logprobs_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def given_forward(
+    given: Given, entropy: bool, output_dtype: torch.dtype
+) -> tuple[LogprobOutput, Residuals]:
+    """Steps 3 to 5 for logits that are there."""
+    return outputs_of(given.stats(entropy=entropy), given.tokens, output_dtype)
+
+
+def given_backward(
+    d_logprobs: Tensor | None,
+    d_entropy: Tensor | None,
+    d_lse: Tensor | None,
+    residuals: Residuals,
+    given: Given,
+) -> Tensor:
+    """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
+    g_3N = upstream(given, d_logprobs, d_entropy, d_lse)
+    tokens, logits, size = given.tokens, given.logits, given.local_size
+    whole = tokens.computed == logits.shape[0]
+    d_logits = torch.empty_like(logits) if whole else torch.zeros_like(logits)
+    d_logits[:, size:] = 0.0
+    for rows, block in given.blocks():
+        take_target(rows.z_BV, rows.y_B1)
+        g_3B = g_3N[:, rows.places]
+        if rows.temperature_B is not None:
+            g_3B = g_3B / rows.temperature_B
+        kept = Residuals(*(x[rows.places] for x in residuals))
+        dz_y_B = dlogits_(rows, g_3B, kept, block, entropy=d_entropy is not None)
+        rows.z_BV.scatter_(1, rows.y_B1, dz_y_B[:, None])  # the spare column, if not its own
+        if not tokens.packed:
+            rows.z_BV.masked_fill_(~tokens.valid[rows.places, None], 0.0)
+        d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
+    return d_logits
+
+
+GIVEN_SCHEMA = (
+    "Tensor logits, Tensor labels, Tensor? where, Tensor? temperature, SymInt ignore_index, "
+    "ScalarType compute_dtype, SymInt chunk_bytes, str group, SymInt[] shard"
+)
+
+
+@torch.library.custom_op(
+    "xentlib::given_forward",
+    mutates_args=(),
+    schema=f"({GIVEN_SCHEMA}, bool entropy, ScalarType output_dtype) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def given_op(*arguments: Any) -> tuple[Tensor, ...]:
+    """`given_forward` as one operator, opaque to the compiler: outputs, residuals [4, N]."""
+    output, residuals = given_forward(Given(*arguments[:9]), *arguments[9:])
+    return (*output, torch.stack(residuals))
+
+
+@given_op.register_fake
+def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return fake_outputs(logits, arguments[-1], arguments[4])
+
+
+@torch.library.custom_op(
+    "xentlib::given_backward",
+    mutates_args=(),
+    schema="(Tensor? d_logprobs, Tensor? d_entropy, Tensor? d_lse, Tensor residuals, "
+    f"{GIVEN_SCHEMA}) -> Tensor",
+)
+def given_backward_op(
+    d_logprobs: Tensor | None,
+    d_entropy: Tensor | None,
+    d_lse: Tensor | None,
+    residuals: Tensor,
+    *arguments: Any,
+) -> Tensor:
+    """`given_backward` as one operator, opaque to the compiler."""
+    return given_backward(d_logprobs, d_entropy, d_lse, Residuals(*residuals), Given(*arguments))
+
+
+@given_backward_op.register_fake
+def _(*arguments: Any) -> Tensor:
+    return torch.empty_like(arguments[4])
+
+
+def _given_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.save_for_backward(*inputs[:4], output[4])
+    ctx.rest = inputs[4:9]
+
+
+def _given_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    differentiated_once("vocab_parallel_logprobs", "log_softmax")
+    if all(gradient is None for gradient in gradients[:3]):
+        return (None,) * 11
+    *arrays, residuals = ctx.saved_tensors
+    return (given_backward_op(*gradients[:3], residuals, *arrays, *ctx.rest), *[None] * 10)
+
+
+given_op.register_autograd(_given_backward, setup_context=_given_context)
 
 
 def chunked_logprobs(
@@ -210,7 +327,7 @@ def chunked_logprobs(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> LogprobOutput:
-    weight, local = local_rows(weight, vocab_parallel, weight_layout)
+    weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
     problem = check_logprobs(
         describe(hidden),
         describe(weight),
@@ -245,8 +362,57 @@ def chunked_logprobs(
         weight_layout=weight_layout,
     )
     results = logprobs_op(*call, entropy, getattr(torch, problem.output_dtype))
-    logprobs, entropies, lse, correct = (x.reshape(problem.leading) for x in results[:4])
-    return LogprobOutput(logprobs, entropies if entropy else None, lse, correct)
+    return shaped(results, problem.leading, entropy)
 
 
 chunked_logprobs.__doc__ = spec.chunked_logprobs.__doc__
+
+
+def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutput:
+    logprobs, entropies, lse, correct = (x.reshape(leading) for x in results[:4])
+    return LogprobOutput(logprobs, entropies if entropy else None, lse, correct)
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_parallel: Any = None,
+    where: Tensor | None = None,
+    ignore_index: int = -100,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    max_chunk_bytes: int | None = None,
+    shard: VocabShard | None = None,
+) -> LogprobOutput:
+    problem = check_logits(
+        describe(logits),
+        describe(labels),
+        where=describe(where),
+        ignore_index=ignore_index,
+        temperature=describe(temperature),
+        entropy=entropy,
+        max_chunk_bytes=max_chunk_bytes,
+        vocab_parallel=vocab_parallel,
+        shard=shard,
+    )
+    not_differentiable(temperature=temperature)
+    local = local_columns(logits, vocab_parallel, shard)
+    compute = getattr(torch, problem.compute_dtype)
+    temperatures = as_tensor(temperature, 1.0, logits, compute)
+    results = given_op(
+        logits.reshape(problem.num_tokens, problem.columns),
+        labels.reshape(-1),
+        None if where is None else where.reshape(-1),
+        None if temperatures is None else temperatures.reshape(-1),
+        ignore_index,
+        compute,
+        max_chunk_bytes or default_chunk_bytes(logits.device.type),
+        *local.arguments,
+        entropy,
+        getattr(torch, problem.output_dtype),
+    )
+    return shaped(results, problem.leading, entropy)
+
+
+vocab_parallel_logprobs.__doc__ = spec.vocab_parallel_logprobs.__doc__

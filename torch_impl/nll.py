@@ -21,6 +21,7 @@ from xentlib.torch.describe import (
     as_tensor,
     autocast_dtype,
     describe,
+    differentiated_once,
     not_differentiable,
     prepare,
     wanted,
@@ -243,12 +244,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(
     ctx: Any, gradient: Tensor | None, *others: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            "`chunked_nll` must be differentiated once; got a backward with create_graph=True, "
-            "whose second derivatives it does not compute. Use full logits and F.cross_entropy "
-            "for those."
-        )
+    differentiated_once("chunked_nll", "F.cross_entropy")
     if gradient is None:
         return (None,) * 23
     *accumulators, valid_N = ctx.saved_tensors
@@ -290,7 +286,7 @@ def chunked_nll(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> NLLOutput:
-    weight, local = local_rows(weight, vocab_parallel, weight_layout)
+    weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
     problem = check_nll(
         describe(hidden),
         describe(weight),

@@ -5,8 +5,8 @@ they share: arguments, plans, float64 oracle and accuracy contract. It loads nei
 """
 
 from xentlib.nll import NLLOutput
-from xentlib.plan import ChunkPlan, plan_chunks
+from xentlib.plan import ChunkPlan, PaddedVocab, VocabShard, plan_chunks
 
-__all__ = ["ChunkPlan", "NLLOutput", "__version__", "plan_chunks"]
+__all__ = ["ChunkPlan", "NLLOutput", "PaddedVocab", "VocabShard", "__version__", "plan_chunks"]
 
 __version__ = "0.1.0.dev0"

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 __all__ = [
+    "LogitsProblem",
     "NLLProblem",
     "Operand",
+    "check_axis",
+    "check_group",
     "check_label_range",
+    "check_logits",
     "check_logprobs",
     "check_next_token_labels",
     "check_nll",
+    "check_not_whole",
+    "check_placement",
+    "check_shard",
+    "check_shards",
+    "check_varying",
 ]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -48,6 +57,16 @@ class NLLProblem(NamedTuple):
     output_dtype: str  # loss and per-token outputs
 
 
+class LogitsProblem(NamedTuple):
+    """A validated call with logits that are given."""
+
+    leading: tuple[int, ...]
+    num_tokens: int
+    columns: int
+    compute_dtype: str
+    output_dtype: str
+
+
 Scalar = float | int | Operand | None
 
 
@@ -63,19 +82,21 @@ def _floating(name: str, operand: Operand) -> None:
         )
 
 
-def _per_token(name: str, operand: Operand, leading: tuple[int, ...]) -> None:
+def _per_token(
+    name: str, operand: Operand, leading: tuple[int, ...], source: str = "hidden"
+) -> None:
     if operand.shape != leading:
         raise ValueError(
-            f"`{name}` must have shape {leading}, one entry per token of `hidden`; "
-            f"got {operand.shape}. Reshape it, or flatten `hidden` to match."
+            f"`{name}` must have shape {leading}, one entry per token of `{source}`; "
+            f"got {operand.shape}. Reshape it, or flatten `{source}` to match."
         )
 
 
-def _device(name: str, operand: Operand, hidden: Operand) -> None:
-    if None not in (operand.device, hidden.device) and operand.device != hidden.device:
+def _device(name: str, operand: Operand, other: Operand, source: str = "hidden") -> None:
+    if None not in (operand.device, other.device) and operand.device != other.device:
         raise ValueError(
-            f"`{name}` must be on the device of `hidden` ({hidden.device}); got {operand.device}. "
-            f"Move one of them before the call."
+            f"`{name}` must be on the device of `{source}` ({other.device}); got "
+            f"{operand.device}. Move one of them before the call."
         )
 
 
@@ -157,20 +178,41 @@ def check_weight(weight: Operand, hidden: Operand, layout: str, *, sharded: bool
     return vocab_size
 
 
-def _check_tokens(hidden: Operand, labels: Operand) -> tuple[int, ...]:
-    if len(hidden.shape) < 1 or hidden.shape[-1] < 1:
-        raise ValueError(
-            f"`hidden` must have shape (..., hidden_size) with hidden_size >= 1; got "
-            f"{hidden.shape}. Pass the states that go into the head."
-        )
-    _floating("hidden", hidden)
-    leading = hidden.shape[:-1]
+def _check_tokens(
+    source: Operand,
+    labels: Operand,
+    where: Operand | None,
+    ignore_index: object,
+    name: str = "hidden",
+) -> tuple[int, ...]:
+    """Validate which tokens there are and which count; return the leading dimensions."""
+    states = name == "hidden"
+    if len(source.shape) < 1 or (states and source.shape[-1] < 1):
+        shape = "(..., hidden_size) with hidden_size >= 1" if states else "(..., columns)"
+        what = "the states that go into the head" if states else "one row of logits for each token"
+        raise ValueError(f"`{name}` must have shape {shape}; got {source.shape}. Pass {what}.")
+    _floating(name, source)
+    leading = source.shape[:-1]
     if labels.dtype not in INTEGERS:
         raise TypeError(
             f"`labels` must be integers; got {labels.dtype}. Pass class indices, not "
             f"one-hot rows or masks."
         )
-    _per_token("labels", labels, leading)
+    _per_token("labels", labels, leading, name)
+    _device("labels", labels, source, name)
+    if where is not None:
+        if where.dtype != "bool":
+            raise TypeError(
+                f"`where` must be boolean; got {where.dtype}. Compare it with 0, or pass weights "
+                f"as `token_weights`."
+            )
+        _per_token("where", where, leading, name)
+        _device("where", where, source, name)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(
+            f"`ignore_index` must be an integer; got {ignore_index!r}. Pass the label that marks "
+            f"tokens without a loss, -100 by convention."
+        )
     return leading
 
 
@@ -195,25 +237,17 @@ def check_nll(
     max_chunk_bytes: object,
     weight_layout: str,
     autocast_dtype: str | None = None,
-    vocab_parallel: object = None,
     sharded: bool = False,
-    function: str = "chunked_nll",
 ) -> NLLProblem:
     """Validate one call of `chunked_nll` and say in which dtypes it runs.
 
     `autocast_dtype` is the GEMM dtype that an autocast region asks for, if one is active;
     `sharded` says that the head is one rank's rows, of which there may be none.
     """
-    if vocab_parallel is not None:
-        raise NotImplementedError(
-            f"`vocab_parallel` is not supported by `{function}` yet; got "
-            f"{type(vocab_parallel).__name__}. Pass the whole head and `vocab_parallel=None`."
-        )
-    leading = _check_tokens(hidden, labels)
+    leading = _check_tokens(hidden, labels, where, ignore_index)
     _floating("weight", weight)
     vocab_size = check_weight(weight, hidden, weight_layout, sharded=sharded)
     _device("weight", weight, hidden)
-    _device("labels", labels, hidden)
     if bias is not None:
         _floating("bias", bias)
         if bias.shape != (vocab_size,):
@@ -222,23 +256,10 @@ def check_nll(
                 f"got {bias.shape}. Pass the bias of this head, or None."
             )
         _device("bias", bias, hidden)
-    if where is not None:
-        if where.dtype != "bool":
-            raise TypeError(
-                f"`where` must be boolean; got {where.dtype}. Compare it with 0, or pass weights "
-                f"as `token_weights`."
-            )
-        _per_token("where", where, leading)
-        _device("where", where, hidden)
     if token_weights is not None:
         _floating("token_weights", token_weights)
         _per_token("token_weights", token_weights, leading)
         _device("token_weights", token_weights, hidden)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(
-            f"`ignore_index` must be an integer; got {ignore_index!r}. Pass the label that marks "
-            f"tokens without a loss, -100 by convention."
-        )
     _scalar("logit_scale", logit_scale, "a finite number or a 0-d array", (), positive=False)
     _scalar(
         "temperature",
@@ -283,9 +304,94 @@ def check_logprobs(
         reduction="sum",
         denominator=None,
         outputs=(),
-        function="chunked_logprobs",
         **arguments,
     )
+
+
+def check_logits(
+    logits: Operand,
+    labels: Operand,
+    *,
+    where: Operand | None,
+    ignore_index: object,
+    temperature: Scalar,
+    entropy: object,
+    max_chunk_bytes: object,
+    vocab_parallel: object,
+    shard: object,
+) -> LogitsProblem:
+    """Validate one call of `vocab_parallel_logprobs` and say in which dtypes it runs."""
+    leading = _check_tokens(logits, labels, where, ignore_index, "logits")
+    _scalar(
+        "temperature",
+        temperature,
+        "a positive number or one entry per token",
+        leading,
+        positive=True,
+    )
+    _flag("entropy", entropy)
+    check_budget(max_chunk_bytes)
+    columns = logits.shape[-1]
+    if vocab_parallel is None and shard is not None:
+        raise ValueError(
+            f"`shard` must come with `vocab_parallel`; got {shard} without. Pass the group or the "
+            f"axis that the vocabulary is spread over."
+        )
+    if columns < 1 and vocab_parallel is None:
+        raise ValueError(
+            f"`logits` must have at least one column; got shape {logits.shape}. Pass "
+            f"`vocab_parallel` if another rank holds the vocabulary."
+        )
+    dtype = "float64" if logits.dtype == "float64" else "float32"
+    return LogitsProblem(leading, math.prod(leading), columns, dtype, dtype)
+
+
+def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
+    """Refuse shards that cannot be those of the vocabulary they claim to be."""
+    _number(
+        "vocab_size",
+        vocab_size,
+        "an integer >= 1, the classes of all shards",
+        ok=isinstance(vocab_size, int) and vocab_size >= 1,
+    )
+    if sum(sizes) < vocab_size:
+        raise ValueError(
+            f"`vocab_parallel` must spread {vocab_size} classes over its ranks; got shards of "
+            f"{tuple(sizes)}, {sum(sizes)} in all. Pass the number of classes that they hold."
+        )
+    if len(sizes) > 1 and all(size == vocab_size for size in sizes):
+        raise ValueError(
+            f"`vocab_parallel` must come with this rank's part of {vocab_size} classes; got all of "
+            f"them on each of {len(sizes)} ranks. Pass each rank's own columns, or "
+            f"`vocab_parallel=None`."
+        )
+
+
+def check_not_whole(sizes: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
+    """Refuse logits that are the same on every rank: (sum, least, largest) of each one's first
+    row say so, where no number of classes was declared. Rows of one value prove nothing."""
+    first, (_, least, largest) = rows[0], rows[0]
+    if len(sizes) > 1 and least != largest and all(row == first for row in rows):
+        check_shards(sizes, sizes[0])
+
+
+def check_shard(shard: Any, columns: int) -> None:
+    """Refuse a `shard=` that does not describe `columns` columns of logits."""
+    start, stop, vocab_size, padding = shard.start, shard.stop, shard.vocab_size, shard.padding
+    numbers = [x for x in (start, stop, vocab_size, padding) if isinstance(x, int)]
+    if len(numbers) < 4:  # made from an axis index: nothing to read
+        return
+    if not (0 <= start <= stop <= vocab_size and padding >= 0):
+        raise ValueError(
+            f"`shard` must have 0 <= start <= stop <= vocab_size and padding >= 0; got {shard}. "
+            f"Pass the classes of this rank's columns."
+        )
+    if stop - start + padding != columns:
+        raise ValueError(
+            f"`shard` must describe the {columns} columns of `logits`; got {stop - start} classes "
+            f"and {padding} of padding ({shard}). Pass this rank's columns alone, and declare "
+            f"padded ones as `VocabShard(..., padding=...)`."
+        )
 
 
 def _flag(name: str, value: object) -> None:
@@ -349,6 +455,48 @@ def resolve_dtypes(
     if autocast_dtype is not None:
         return autocast_dtype, "float32", output
     return (hidden.dtype if hidden.dtype == weight.dtype else "float32"), "float32", output
+
+
+def check_group(found: object, name: str = "vocab_parallel") -> NoReturn:
+    """Refuse what is neither a process group nor a mesh of one dimension."""
+    dimensions = getattr(found, "ndim", None)
+    if isinstance(dimensions, int):
+        raise ValueError(
+            f"`{name}` must be a one-dimensional DeviceMesh; got {dimensions} dimensions. Pass "
+            f"`mesh['name']`, the one that it is spread over."
+        )
+    raise TypeError(
+        f"`{name}` must be a ProcessGroup or a one-dimensional DeviceMesh; got "
+        f"{type(found).__name__}. Pass the group that it is spread over, or None."
+    )
+
+
+def check_axis(name: object, argument: str = "vocab_parallel") -> NoReturn:
+    """Refuse what is no mesh axis of the `shard_map` that the call is in."""
+    raise ValueError(
+        f"`{argument}` must name a mesh axis inside `shard_map`; got {name!r}, which is none here. "
+        f"Call this in a function under `jax.shard_map` over that axis, or pass None."
+    )
+
+
+def check_varying(name: str, varies: bool, axis: object) -> None:
+    """Refuse a head that is the same on all devices of the axis that it should be spread over."""
+    if not varies:
+        raise ValueError(
+            f"`{name}` must be spread over mesh axis {axis!r}; got one that does not vary over it. "
+            f"Name the axis in the vocabulary's dimension of its `in_specs`, or pass "
+            f"`vocab_parallel=None`."
+        )
+
+
+def check_placement(dimensions: int, sharded: bool, axis: int, placements: object) -> None:
+    """Refuse a DTensor head that is not in pieces of its vocabulary."""
+    if dimensions != 1 or not sharded:
+        raise ValueError(
+            f"`weight` must be sharded over its vocabulary, dimension {axis}, on a "
+            f"one-dimensional mesh; got {placements} on {dimensions} dimensions. Pass "
+            f"`weight.redistribute(placements=[Shard({axis})])`."
+        )
 
 
 def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None:

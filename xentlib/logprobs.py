@@ -9,17 +9,21 @@ Forward walks steps 1 to 5 of `xentlib.nll`. Backward computes the logits again:
         dz_y = g_logprob * (1 - p_y) + p_y * [g_lse - g_entropy * (logprob + entropy)]
     with 1 - p_y from r / S, as the forward had it
  7. and 8. as in `xentlib.nll`, to the input's dtype at the end of 8.
+
+Where the logits are given there are no GEMMs: steps 3 to 6, and dz rounded once to their dtype.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["LogprobOutput", "chunked_logprobs"]
+from xentlib.plan import VocabShard
+
+__all__ = ["LogprobOutput", "chunked_logprobs", "vocab_parallel_logprobs"]
 
 
 class LogprobOutput(NamedTuple):
-    """Result of `chunked_logprobs`; a pytree in JAX. All but `correct` carry gradients.
+    """Result of the functions here; a pytree in JAX. All but `correct` carry gradients.
 
     Attributes:
         logprobs: [...] log-probability of each label, at most 0, float32 (float64 for float64
@@ -101,7 +105,6 @@ def chunked_logprobs(
             of a valid token wherever values can be read without a device sync (elsewhere that
             token's outputs, and what sums over them, are NaN).
         TypeError: a dtype that cannot be used.
-        NotImplementedError: `vocab_parallel` in JAX.
         RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
 
     Numerics: as `chunked_nll`. The log-probability of a confident token comes from log1p of the sum
@@ -112,3 +115,66 @@ def chunked_logprobs(
     Sources: keeping lse and forming p from it as in Cut Cross-Entropy (arXiv 2411.09009).
     """
     raise NotImplementedError("call xentlib.torch.chunked_logprobs or xentlib.jax.chunked_logprobs")
+
+
+def vocab_parallel_logprobs(
+    logits: Any,
+    labels: Any,
+    *,
+    vocab_parallel: Any = None,
+    where: Any = None,
+    ignore_index: int = -100,
+    temperature: Any = 1.0,
+    entropy: bool = False,
+    max_chunk_bytes: int | None = None,
+    shard: VocabShard | None = None,
+) -> LogprobOutput:
+    """Log-probability of each label, and entropy, from logits that are there, spread over ranks.
+
+        z = logits / temperature      (this rank's columns of them)
+        lse = log sum_v exp(z_v),   logprob = z_y - lse,   entropy = -sum_v p_v log p_v
+        d logprob / dz = onehot_y - p,   d lse / dz = p,   d entropy / dz = -p (log p + entropy)
+
+    The sums run over the columns of all ranks, labels are ids of the whole vocabulary, and results
+    are the same on every rank; each gets the gradient of its own columns. One MAX and one packed
+    SUM over [N] numbers in the forward, none in the backward. Neither the logits nor a tensor that
+    another operator saved is written to, and no one-hot rows are made: the target's gradient goes
+    straight into its column. Rows are worked on in blocks, so beside the gradient of the logits a
+    call needs `xentlib.plan.given_peak_bytes`, whatever the number of tokens.
+
+    Args:
+        logits: [..., C] this rank's columns, in rank order; float16, bfloat16, float32, float64.
+            C may differ from rank to rank, and may be 0.
+        labels: [...] integers of any dtype but uint64, ids of the whole vocabulary.
+        vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
+            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last columns are
+            padding. None: `logits` has all columns.
+        where: [...] bool or None; False takes a token out.
+        ignore_index: label of tokens to leave out.
+        temperature: positive number, 0-d array, or [...] one per token.
+        entropy: compute the entropy too. Not asked for, it costs nothing.
+        max_chunk_bytes: budget of the float32 copy of some rows; None for the default of the
+            device.
+        shard: the classes of this rank's columns, on every rank or on none. Without it ranks
+            exchange their numbers of columns in every call, one more collective (in JAX all ranks
+            have as many, and there is nothing to exchange).
+
+    Returns:
+        LogprobOutput, float32 (float64 for float64 logits), never below.
+
+    Raises:
+        ValueError: shapes, devices or values that do not belong together; the whole vocabulary
+            handed in as a shard; a label outside [0, V) of a valid token wherever values can be
+            read without a device sync (elsewhere that token's outputs are NaN).
+        TypeError: a dtype that cannot be used.
+        RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
+
+    Numerics: as `chunked_logprobs` from step 3 on; dz is computed in float32 and rounded once to
+    the dtype of the logits. Rows A3, A4, A10, A11 and A13 of the contract.
+
+    Sources: two-phase reduction as in Megatron-LM (arXiv 1909.08053), with lse kept so that the
+    backward reduces nothing.
+    """
+    raise NotImplementedError(
+        "call xentlib.torch.vocab_parallel_logprobs or xentlib.jax.vocab_parallel_logprobs"
+    )

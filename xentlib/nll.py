@@ -129,7 +129,6 @@ def chunked_nll(
             of a valid token wherever values can be read without a device sync (elsewhere that
             token's outputs, and what sums over them, are NaN).
         TypeError: a dtype that cannot be used.
-        NotImplementedError: `vocab_parallel` in JAX.
         RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
 
     Numerics: logits accumulate in float32 and are never rounded below it; p = exp(z - lse) from the

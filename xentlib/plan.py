@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from xentlib.checks import check_plan_arguments
+from xentlib.checks import check_plan_arguments, check_shards
 
 __all__ = [
     "ChunkPlan",
+    "PaddedVocab",
     "VocabShard",
     "default_chunk_bytes",
+    "given_peak_bytes",
     "peak_bytes",
     "plan_chunks",
     "shard_of",
@@ -46,6 +49,15 @@ def default_chunk_bytes(platform: str) -> int:
     return 64 * MIB if platform == "cpu" else 1024 * MIB
 
 
+def block_bytes(platform: str) -> int:
+    return CPU_BLOCK_BYTES if platform == "cpu" else GPU_BLOCK_BYTES
+
+
+def block_tokens(budget: int, columns: int, itemsize: int) -> int:
+    """Rows that fit a budget, at least one."""
+    return max(1, budget // max(1, columns * itemsize))
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
     """Token chunks of one call: `num_chunks` of `chunk_tokens` rows, the last one ragged."""
@@ -69,32 +81,53 @@ class ChunkPlan:
         for start in range(0, self.num_tokens, self.chunk_tokens):
             yield start, min(start + self.chunk_tokens, self.num_tokens)
 
-    def block_tokens(self, block_bytes: int) -> int:
-        """Rows of a chunk that fit `block_bytes`: what elementwise passes take while cached."""
-        rows = block_bytes // (self.vocab_size * self.compute_itemsize)
-        return max(1, min(rows, self.chunk_tokens))
+    def block_tokens(self, budget: int) -> int:
+        """Rows of a chunk that fit `budget` bytes: what elementwise passes take while cached."""
+        rows = block_tokens(budget, self.vocab_size, self.compute_itemsize)
+        return min(rows, self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """One rank's part of a vocabulary: classes `start` to `stop` of `vocab_size`."""
+    """One rank's part of a vocabulary: classes `start` to `stop` of `vocab_size`.
 
-    start: int
-    stop: int
+    `padding` more columns (rows of a head) follow them that are no classes. In JAX `start` and
+    `stop` may be arrays, made from the axis index.
+    """
+
+    start: Any
+    stop: Any
     vocab_size: int
+    padding: Any = 0
 
     @property
-    def size(self) -> int:
+    def size(self) -> Any:
         return self.stop - self.start
 
 
-def shard_of(sizes: tuple[int, ...], rank: int) -> VocabShard:
+class PaddedVocab(NamedTuple):
+    """For `vocab_parallel`: what it takes otherwise, and how many classes the shards hold in all.
+
+    Rows of the head, or columns of the logits, beyond `vocab_size` in rank order are padding: they
+    take no part in the softmax, label smoothing does not count them, their gradient is 0.
+    """
+
+    over: Any
+    vocab_size: int
+
+
+def shard_of(sizes: tuple[int, ...], rank: int, vocab_size: int | None = None) -> VocabShard:
     """The shard of `rank` from every rank's size, in rank order; a size may be 0.
 
     Offsets come from the sizes: rank times the local size is wrong wherever V is no multiple of P.
+    What lies beyond `vocab_size` is padding.
     """
-    start = sum(sizes[:rank])
-    return VocabShard(start, start + sizes[rank], sum(sizes))
+    if vocab_size is None:
+        vocab_size = sum(sizes)
+    check_shards(sizes, vocab_size)
+    start = min(sum(sizes[:rank]), vocab_size)
+    stop = min(start + sizes[rank], vocab_size)
+    return VocabShard(start, stop, vocab_size, sizes[rank] - (stop - start))
 
 
 def pad_rows(rows: int) -> int:
@@ -174,3 +207,38 @@ def peak_bytes(
     # Beside a chunk: its dz, or the GEMM's addend to d weight, whichever is larger.
     total = chunk + max(chunk, head * size) + mask + 2 * rows + copies + (head + trunk) * size
     return total + (head * size + (head + trunk) * ITEMSIZE[dtype] if low else 0)
+
+
+def given_peak_bytes(
+    num_tokens: int,
+    columns: int,
+    *,
+    backend: str,
+    dtype: str = "float32",
+    max_chunk_bytes: int | None = None,
+    gradient: bool = True,
+) -> int:
+    """Peak memory of `vocab_parallel_logprobs` beside its inputs, results included, on CPU.
+
+    Scratch for a block of rows, and the gradient of the logits. Keeping the softmax would need
+    float32 [N, C] more and save nothing: p = exp(z - lse) needs lse first, so it costs the forward
+    the pass that it saves the backward.
+
+        torch: rows of a block, in `dtype` and three times in float32
+        JAX:   the same for a chunk
+
+    Args:
+        num_tokens: N, all valid.
+        columns: C of this rank.
+        backend: "torch" or "jax".
+        dtype: of the logits.
+        max_chunk_bytes: of the call.
+        gradient: for the logits, or the values alone.
+    """
+    size = 8 if dtype == "float64" else 4
+    budget = default_chunk_bytes("cpu") if max_chunk_bytes is None else max_chunk_bytes
+    if backend == "torch":
+        budget = min(budget, block_bytes("cpu"))
+    rows = min(block_tokens(budget, columns + 1, size), num_tokens)
+    scratch = rows * (columns + 1) * (3 * size + ITEMSIZE[dtype])
+    return scratch + (num_tokens * columns * ITEMSIZE[dtype] if gradient else 0)
