@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,10 @@ from xentlib.checks import OUTPUTS
 from xentlib.interop import to_jax, to_numpy, to_torch
 from xentlib.parity.problem import Problem, Upstream
 
-__all__ = ["GRADIENTS", "Outcome", "PerToken", "run", "run_logprobs"]
+__all__ = ["GRADIENTS", "GivenLogits", "Outcome", "PerToken", "run", "run_given", "run_logprobs"]
 
 Array = npt.NDArray[Any]
+Wrap = Callable[[Any, int], Any] | None
 GRADIENTS = ("d_hidden", "d_weight", "d_bias")
 PER_TOKEN = ("logprobs", "entropy", "lse", "correct")
 
@@ -47,15 +48,19 @@ def run(
     chunk_tokens: int | None = None,
     outputs: Sequence[str] = OUTPUTS,
     gradient: bool = True,
+    wrap: Wrap = None,
 ) -> Outcome:
     """`chunked_nll` of `backend` ("torch" or "jax") and its gradients for `problem.upstream`.
 
     Args:
         audit: compute in float64.
         chunk_tokens: rows of a chunk; None for the backend's default.
+        wrap: in JAX, what becomes of the function of hidden, weight and bias: `shard_map` of it.
     """
     keywords = dict(problem.options, outputs=tuple(outputs), **_how(problem, audit, chunk_tokens))
-    return (_run_torch if backend == "torch" else _run_jax)(problem, keywords, gradient)
+    if backend == "torch":
+        return _run_torch(problem, keywords, gradient)
+    return _run_jax(problem, keywords, gradient, wrap)
 
 
 def _how(problem: Problem, audit: bool, chunk_tokens: int | None) -> dict[str, Any]:
@@ -91,6 +96,7 @@ def run_logprobs(
     *,
     audit: bool = False,
     chunk_tokens: int | None = None,
+    wrap: Wrap = None,
 ) -> PerToken:
     """`chunked_logprobs` of `backend`, and its gradients for `upstream`; no entropy without one."""
     keywords = {
@@ -98,60 +104,125 @@ def run_logprobs(
         **_how(problem, audit, chunk_tokens),
         "entropy": upstream.d_entropy is not None,
     }
-    return (_logprobs_torch if backend == "torch" else _logprobs_jax)(problem, keywords, upstream)
+    arrays = (problem.hidden, problem.weight, problem.bias)
+    run_it = _logprobs_torch if backend == "torch" else _logprobs_jax
+    values, gradients = run_it("chunked_logprobs", problem, arrays, keywords, upstream, wrap)
+    return PerToken(*values, *gradients)
 
 
-def _logprobs_torch(problem: Problem, keywords: dict[str, Any], upstream: Upstream) -> PerToken:
+class GivenLogits(NamedTuple):
+    """Everything a call of `vocab_parallel_logprobs` gives."""
+
+    logprobs: Array
+    entropy: Array | None
+    lse: Array
+    correct: Array
+    d_logits: Array
+
+
+def run_given(
+    backend: str,
+    problem: Problem,
+    upstream: Upstream,
+    *,
+    audit: bool = False,
+    chunk_tokens: int | None = None,
+    wrap: Wrap = None,
+) -> GivenLogits:
+    """`vocab_parallel_logprobs` of `backend` for a problem whose weight is its logits transposed,
+    in float64 where `audit`."""
+    logits = np.ascontiguousarray(problem.weight.T)
+    keywords = {
+        name: value
+        for name, value in {**problem.options, **_how(problem, False, chunk_tokens)}.items()
+        if name in ("ignore_index", "temperature", "vocab_parallel", "max_chunk_bytes")
+    }
+    keywords["entropy"] = upstream.d_entropy is not None
+    arrays = (logits.astype(np.float64) if audit else logits,)
+    run_it = _logprobs_torch if backend == "torch" else _logprobs_jax
+    values, gradients = run_it("vocab_parallel_logprobs", problem, arrays, keywords, upstream, wrap)
+    if audit:  # float64 in, float64 out: rounded here to what the contract compares
+        values[:3] = [None if x is None else x.astype(np.float32) for x in values[:3]]
+        gradients = [x.astype(np.float32) for x in gradients]
+    return GivenLogits(*values, *gradients)
+
+
+def _arguments(leaves: Sequence[Any], labels: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and named ones, of a head (hidden, weight, bias) or of logits."""
+    if len(leaves) == 1:
+        return [leaves[0], labels], {}
+    return [leaves[0], leaves[1], labels], {"bias": leaves[2]}
+
+
+def _logprobs_torch(
+    function: str,
+    problem: Problem,
+    arrays: tuple[Array | None, ...],
+    keywords: dict[str, Any],
+    upstream: Upstream,
+    wrap: Wrap,
+) -> tuple[list[Any], list[Any]]:
     import torch
 
-    from xentlib.torch import chunked_logprobs
+    from xentlib import torch as ours
 
     def cross(x: Any) -> Any:
         return to_torch(x, copy=True) if isinstance(x, np.ndarray) else x
 
-    leaves = [cross(x) for x in (problem.hidden, problem.weight, problem.bias)]
+    leaves = [cross(x) for x in arrays]
     for leaf in leaves:
         if leaf is not None:
             leaf.requires_grad_()
-    result = chunked_logprobs(
-        leaves[0],
-        leaves[1],
-        cross(problem.labels),
-        bias=leaves[2],
+    positional, named = _arguments(leaves, cross(problem.labels))
+    result = getattr(ours, function)(
+        *positional,
         where=cross(problem.where),
+        **named,
         **{name: cross(value) for name, value in keywords.items()},
     )
     pairs = [(x, cross(g)) for x, g in zip(result, upstream) if g is not None]
     torch.autograd.backward([x for x, _ in pairs], [g.to(x.dtype) for x, g in pairs])
     values = [None if x is None else x.detach() for x in result]
     grads = [None if leaf is None else leaf.grad for leaf in leaves]
-    return PerToken(*_crossed([*values, *grads]))
+    return _crossed(values), _crossed(grads)
 
 
-def _logprobs_jax(problem: Problem, keywords: dict[str, Any], upstream: Upstream) -> PerToken:
+def _logprobs_jax(
+    function: str,
+    problem: Problem,
+    arrays: tuple[Array | None, ...],
+    keywords: dict[str, Any],
+    upstream: Upstream,
+    wrap: Wrap,
+) -> tuple[list[Any], list[Any]]:
     import jax
 
-    from xentlib.jax import chunked_logprobs
+    from xentlib import jax as ours
 
-    double = keywords.get("compute_dtype") == "float64" or problem.hidden.dtype == np.float64
+    double = "float64" in (keywords.get("compute_dtype"), np.asarray(arrays[0]).dtype.name)
     with jax.enable_x64(double):
 
         def cross(x: Any) -> Any:
-            return to_jax(x, copy=True) if isinstance(x, np.ndarray) else x
+            if not isinstance(x, np.ndarray):
+                return x
+            # Over several devices an array must be on none in particular.
+            return to_jax(x, copy=True) if wrap is None else jax.numpy.asarray(x)
 
         constants = {name: cross(value) for name, value in keywords.items()}
         labels, where = cross(problem.labels), cross(problem.where)
 
-        def values(hidden: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
-            result = chunked_logprobs(hidden, weight, labels, bias=bias, where=where, **constants)
+        def values(*leaves: Any) -> tuple[Any, Any]:
+            positional, named = _arguments(leaves, labels)
+            result = getattr(ours, function)(*positional, where=where, **named, **constants)
             used = [x for x, g in zip(result, upstream) if g is not None]
             return used, result
 
-        leaves = [cross(x) for x in (problem.hidden, problem.weight, problem.bias)]
-        used, pull, result = jax.vjp(values, *leaves, has_aux=True)
+        leaves = [cross(x) for x in arrays]
+        call = values if wrap is None else wrap(values, len(leaves))
+        used, pull, result = jax.vjp(call, *leaves, has_aux=True)
         given = [cross(g) for g in upstream if g is not None]
         grads = pull([g.astype(x.dtype) for x, g in zip(used, given, strict=True)])
-        return PerToken(*_crossed([*result, *grads]))
+        return _crossed(_gathered([*result], wrap)), _crossed(_gathered([*grads], wrap))
 
 
 def _run_torch(problem: Problem, keywords: dict[str, Any], gradient: bool) -> Outcome:
@@ -182,7 +253,7 @@ def _run_torch(problem: Problem, keywords: dict[str, Any], gradient: bool) -> Ou
     return _outcome([None if x is None else x.detach() for x in result], grads)
 
 
-def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool) -> Outcome:
+def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool, wrap: Wrap) -> Outcome:
     import jax
 
     from xentlib.jax import chunked_nll
@@ -191,7 +262,10 @@ def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool) -> Outc
     with jax.enable_x64(double):
 
         def cross(x: Any) -> Any:
-            return to_jax(x, copy=True) if isinstance(x, np.ndarray) else x
+            if not isinstance(x, np.ndarray):
+                return x
+            # Over several devices an array must be on none in particular.
+            return to_jax(x, copy=True) if wrap is None else jax.numpy.asarray(x)
 
         constants = {name: cross(value) for name, value in keywords.items()}
         labels = cross(problem.labels)
@@ -211,12 +285,21 @@ def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool) -> Outc
 
         leaves = [cross(x) for x in (problem.hidden, problem.weight, problem.bias)]
         grads: Sequence[Any] = (None, None, None)
+        call = loss if wrap is None else wrap(loss, len(leaves))
         if gradient:
-            value, pull, result = jax.vjp(loss, *leaves, has_aux=True)
+            value, pull, result = jax.vjp(call, *leaves, has_aux=True)
             grads = pull(jax.numpy.asarray(problem.upstream, value.dtype))
         else:
-            _, result = loss(*leaves)
-        return _outcome(list(result), list(grads))
+            _, result = call(*leaves)
+        return _outcome(_gathered([*result], wrap), _gathered([*grads], wrap))
+
+
+def _gathered(values: list[Any], wrap: Wrap) -> list[Any]:
+    """Off the devices that they are spread over."""
+    import jax
+
+    found: list[Any] = values if wrap is None else jax.device_get(values)
+    return found
 
 
 def _crossed(values: list[Any]) -> list[Any]:
