@@ -22,7 +22,7 @@ __all__ = ["Local", "VocabParallel", "local_rows", "vocab_parallel_of"]
 KNOWN: Any = WeakIdKeyDictionary()
 
 
-def find_group(parallel: Any) -> dist.ProcessGroup:
+def find_group(parallel: Any, argument: str = "vocab_parallel") -> dist.ProcessGroup:
     """The process group of a ProcessGroup or of a one-dimensional DeviceMesh."""
     if isinstance(parallel, dist.ProcessGroup):
         return parallel
@@ -30,14 +30,14 @@ def find_group(parallel: Any) -> dist.ProcessGroup:
     if mesh_type is not None and isinstance(parallel, mesh_type):
         if parallel.ndim != 1:
             raise ValueError(
-                f"`vocab_parallel` must be a one-dimensional DeviceMesh; got {parallel.ndim} "
-                f"dimensions. Pass `mesh['name']`, the one that the vocabulary is spread over."
+                f"`{argument}` must be a one-dimensional DeviceMesh; got {parallel.ndim} "
+                f"dimensions. Pass `mesh['name']`, the dimension of these ranks."
             )
         group: dist.ProcessGroup = parallel.get_group()
         return group
     raise TypeError(
-        f"`vocab_parallel` must be a ProcessGroup or a one-dimensional DeviceMesh; got "
-        f"{type(parallel).__name__}. Pass the group that the vocabulary is spread over, or None."
+        f"`{argument}` must be a ProcessGroup or a one-dimensional DeviceMesh; got "
+        f"{type(parallel).__name__}. Pass the group of these ranks, or None."
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 __all__ = [
     "NLLProblem",
@@ -18,6 +18,7 @@ __all__ = [
     "check_logprobs",
     "check_next_token_labels",
     "check_nll",
+    "refuse_axis",
 ]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -415,3 +416,11 @@ def check_next_token_labels(
                 f"`labels` must be one packed row, (tokens,) or (1, tokens), with `cu_seqlens`; "
                 f"got {labels.shape}. Pass `segment_ids` for a batch of rows."
             )
+
+
+def refuse_axis(argument: str, axis: object) -> NoReturn:
+    """Raise for a mesh axis that is not bound where the call stands."""
+    raise ValueError(
+        f"`{argument}` must be the name of a mesh axis inside `shard_map`; got {axis!r}, which is "
+        f"not bound here. Call inside `jax.shard_map` over that axis, or pass None."
+    )
