@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from xentlib import labels as spec
-from xentlib.checks import check_label_range, check_next_token_labels
+from xentlib.checks import check_axis, check_label_range, check_next_token_labels
 from xentlib.jax.describe import Constants, Options, concrete_on_cpu, describe
 from xentlib.jax.head import shard_here
 from xentlib.plan import VocabShard
@@ -26,23 +27,50 @@ def next_token_labels(
     segment_ids: jax.Array | None = None,
     cu_seqlens: jax.Array | None = None,
     ignore_index: int = -100,
+    sequence_parallel: Any = None,
 ) -> jax.Array:
     check_next_token_labels(
         describe(labels), describe(segment_ids), describe(cu_seqlens), ignore_index
     )
-    labels = jnp.asarray(labels)
-    fill = jnp.full((*labels.shape[:-1], min(1, labels.shape[-1])), ignore_index, labels.dtype)
-    shifted = jnp.concatenate([labels[..., 1:], fill], axis=-1)
-    if segment_ids is not None:
-        segment_ids = jnp.asarray(segment_ids)
-        boundary = segment_ids[..., :-1] != segment_ids[..., 1:]
-        inner = jnp.where(boundary, jnp.asarray(ignore_index, labels.dtype), shifted[..., :-1])
-        shifted = jnp.concatenate([inner, fill], axis=-1)
-    if cu_seqlens is not None and labels.shape[-1]:
-        # An offset of 0 ends an empty document: its "last token" is the row's own last one.
-        last = (jnp.asarray(cu_seqlens).astype(jnp.int32) - 1) % labels.shape[-1]
-        shifted = shifted.at[..., last].set(ignore_index)
+    length = labels.shape[-1]
+    rows = [jnp.asarray(x) for x in (labels, segment_ids) if x is not None]
+    if sequence_parallel is None:
+        after = [jnp.full_like(x[..., :1], v) for x, v in zip(rows, (ignore_index, 0))]
+        start: jax.Array | int = 0
+    else:
+        after, start = next_slice(rows, ignore_index, sequence_parallel)
+    shifted, *segments = (
+        jnp.concatenate([x[..., 1:], column], axis=-1) for x, column in zip(rows, after)
+    )
+    if segments:
+        shifted = jnp.where(segments[0] == rows[1], shifted, ignore_index)
+    if cu_seqlens is not None:
+        last = jnp.asarray(cu_seqlens).astype(jnp.int32) - 1 - start
+        # Ends outside of this slice are dropped; a negative index would count from its end.
+        last = jnp.where(last < 0, length, last)
+        shifted = shifted.at[..., last].set(ignore_index, mode="drop")
     return shifted
+
+
+def next_slice(
+    rows: list[jax.Array], ignore_index: int, axis: Any
+) -> tuple[list[jax.Array], jax.Array]:
+    """First column of the next slice, of each of `rows`; where this slice starts.
+
+    One collective permute of one column.
+    """
+    try:
+        size = lax.axis_size(axis)
+    except (NameError, TypeError):
+        check_axis(axis, "sequence_parallel")
+    rank = lax.axis_index(axis)
+    # The widest integer holds all bits of the others, so that one array takes both columns.
+    wide = max((x.dtype for x in rows), key=lambda dtype: dtype.itemsize)
+    mine = jnp.stack([x[..., :1].astype(wide) for x in rows])
+    theirs = lax.ppermute(mine, axis, [(r + 1, r) for r in range(size - 1)])
+    label, *segments = (c.astype(x.dtype) for c, x in zip(theirs, rows))
+    label = jnp.where(rank == size - 1, ignore_index, label)
+    return [label, *segments], rank * rows[0].shape[-1]
 
 
 next_token_labels.__doc__ = spec.next_token_labels.__doc__

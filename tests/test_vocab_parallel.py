@@ -5,14 +5,13 @@ Every rank runs a whole list of calls in one process group, so that each world s
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ranks import launch
 from xentlib.contract import check, failures
 from xentlib.parity.backends import PerToken, run, run_logprobs
 from xentlib.parity.cases import EXTRAS, OPTIONS
@@ -38,40 +37,6 @@ CASES = (
     Case("nothing", 16, 24, V, ignored=1.0),
 )
 CHUNK = {"max_chunk_bytes": 16 * V * 4}
-
-
-def launch(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`work(rank, world, *arguments)` on ranks that share a gloo group; what each returned."""
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    port = 29500 + (os.getpid() * 7 + world) % 2000
-    ranks = [
-        context.Process(target=enter, args=(rank, world, port, queue, work, arguments))
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(queue.get() for _ in ranks)
-    for process in ranks:
-        process.join()
-    errors = [value for value in found.values() if isinstance(value, str)]
-    assert not errors, "\n".join(errors)
-    return [found[rank] for rank in range(world)]
-
-
-def enter(rank: int, world: int, port: int, queue: Any, work: Any, arguments: Any) -> None:
-    import traceback
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    try:
-        queue.put((rank, work(rank, world, *arguments)))
-    except Exception:  # noqa: BLE001 - whatever it is, the parent must hear of it
-        queue.put((rank, f"rank {rank}:\n{traceback.format_exc()}"))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def part_of(x: Any, axis: int, sizes: tuple[int, ...], rank: int) -> Any:

@@ -5,15 +5,18 @@ Shapes: N tokens, M valid tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from xentlib import labels as spec
 from xentlib.checks import check_label_range, check_next_token_labels
 from xentlib.plan import VocabShard
 from xentlib.torch.describe import describe
+from xentlib.torch.head import find_group
 
 __all__ = ["Tokens", "next_token_labels", "select_tokens"]
 
@@ -24,20 +27,53 @@ def next_token_labels(
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     ignore_index: int = -100,
+    sequence_parallel: Any = None,
 ) -> Tensor:
     check_next_token_labels(
         describe(labels), describe(segment_ids), describe(cu_seqlens), ignore_index
     )
-    shifted = torch.full_like(labels, ignore_index, memory_format=torch.contiguous_format)
-    shifted[..., :-1] = labels[..., 1:]
+    length = labels.shape[-1]
+    rows = [labels] if segment_ids is None else [labels, segment_ids]
+    if sequence_parallel is None:
+        after = [torch.full_like(x[..., :1], v) for x, v in zip(rows, (ignore_index, 0))]
+        start: Tensor | int = 0
+    else:
+        after, start = next_slice(rows, ignore_index, sequence_parallel)
+    shifted, *segments = (
+        torch.cat([x[..., 1:], column[..., :length]], dim=-1) for x, column in zip(rows, after)
+    )
     if segment_ids is not None:
-        boundary = segment_ids[..., :-1] != segment_ids[..., 1:]
-        shifted[..., :-1].masked_fill_(boundary, ignore_index)
-    if cu_seqlens is not None and labels.shape[-1]:
-        # An offset of 0 ends an empty document: its "last token" is the row's own last one.
-        last = (cu_seqlens.long() - 1) % labels.shape[-1]
-        shifted[..., last] = ignore_index
+        shifted = torch.where(segments[0] == segment_ids, shifted, ignore_index)
+    if cu_seqlens is not None:
+        last = cu_seqlens.to(labels.device, torch.int64) - 1 - start
+        # Ends outside of this slice, and of an empty first document, fall into one column more.
+        ends = torch.zeros(length + 1, dtype=torch.bool, device=labels.device)
+        ends[last.clamp(-1, length)] = True
+        shifted = torch.where(ends[:-1], ignore_index, shifted)
     return shifted
+
+
+def next_slice(rows: list[Tensor], ignore_index: int, parallel: Any) -> tuple[list[Tensor], Tensor]:
+    """First column of the next slice that has one, of each of `rows`; where this slice starts.
+
+    One all-gather of a length and one column, whatever they hold. No value is read on the host.
+    """
+    group = find_group(parallel, "sequence_parallel")
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    *leading, length = rows[0].shape
+    mine = rows[0].new_zeros(1 + len(rows) * math.prod(leading), dtype=torch.int64)
+    mine[0] = length
+    if length:
+        mine[1:] = torch.cat([x[..., 0].flatten().long() for x in rows])
+    # Behind the last slice: one column of `ignore_index`, so that there always is a next one.
+    slices = mine.new_full((world + 1, mine.numel()), ignore_index)
+    slices[world, 0] = 1
+    # PyTorch 2.13 warns of all_gather_into_tensor.
+    dist.all_gather(list(slices[:world]), mine, group=group)
+    lengths, later = slices[:, 0], slices[rank + 1 :]
+    follows = (later[:, 0] > 0).int().argmax(dim=0, keepdim=True)
+    columns = later.index_select(0, follows)[0, 1:].view(len(rows), *leading, 1)
+    return [c.to(x.dtype) for c, x in zip(columns, rows)], lengths[:rank].sum()
 
 
 next_token_labels.__doc__ = spec.next_token_labels.__doc__

@@ -463,19 +463,19 @@ def check_group(found: object, name: str = "vocab_parallel") -> NoReturn:
     if isinstance(dimensions, int):
         raise ValueError(
             f"`{name}` must be a one-dimensional DeviceMesh; got {dimensions} dimensions. Pass "
-            f"`mesh['name']`, the one that it is spread over."
+            f"`mesh['name']`, the dimension of these ranks."
         )
     raise TypeError(
         f"`{name}` must be a ProcessGroup or a one-dimensional DeviceMesh; got "
-        f"{type(found).__name__}. Pass the group that it is spread over, or None."
+        f"{type(found).__name__}. Pass the group of these ranks, or None."
     )
 
 
 def check_axis(name: object, argument: str = "vocab_parallel") -> NoReturn:
     """Refuse what is no mesh axis of the `shard_map` that the call is in."""
     raise ValueError(
-        f"`{argument}` must name a mesh axis inside `shard_map`; got {name!r}, which is none here. "
-        f"Call this in a function under `jax.shard_map` over that axis, or pass None."
+        f"`{argument}` must be the name of a mesh axis inside `shard_map`; got {name!r}, which is "
+        f"not bound here. Call inside `jax.shard_map` over that axis, or pass None."
     )
 
 
