@@ -1,11 +1,7 @@
-"""Vocabularies spread over ranks: `vocab_parallel=` against the dense answer, with real gloo ranks.
-
-Every rank runs a whole list of calls in one process group, so that each world starts once.
-"""
+"""Vocabularies spread over ranks: `vocab_parallel=` against the dense answer, on real gloo ranks."""
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,10 +9,10 @@ import pytest
 
 from ranks import launch
 from xentlib.contract import check, failures
-from xentlib.parity.backends import PerToken, run, run_logprobs
+from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.cases import EXTRAS, OPTIONS
-from xentlib.parity.problem import Case, Problem, build, upstream_of
-from xentlib.ulp import bits_unequal
+from xentlib.parity.problem import Case, build, upstream_of
+from xentlib.parity.ranks import Call, Sharded, run_calls
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -36,114 +32,54 @@ CASES = (
     Case("bf16", 61, 24, V, dtype="bfloat16"),
     Case("nothing", 16, 24, V, ignored=1.0),
 )
-CHUNK = {"max_chunk_bytes": 16 * V * 4}
-
-
-def part_of(x: Any, axis: int, sizes: tuple[int, ...], rank: int) -> Any:
-    start, stop = list(pairwise(accumulate(sizes, initial=0)))[rank]
-    return None if x is None else np.ascontiguousarray(np.take(x, range(start, stop), axis=axis))
-
-
-def tensors(problem: Problem, sizes: tuple[int, ...], rank: int) -> tuple[list[Any], Any]:
-    """Leaves hidden, this rank's weight and bias; and a function that makes tensors."""
-    from xentlib.interop import to_torch
-
-    def cross(x: Any) -> Any:
-        return to_torch(x, copy=True) if isinstance(x, np.ndarray) else x
-
-    axis = 1 if problem.options.get("weight_layout") == "HV" else 0
-    arrays = (
-        problem.hidden,
-        part_of(problem.weight, axis, sizes, rank),
-        part_of(problem.bias, 0, sizes, rank),
-    )
-    leaves = [cross(x) for x in arrays]
-    for leaf in leaves:
-        if leaf is not None:
-            leaf.requires_grad_()
-    return leaves, cross
-
-
-def calls(rank: int, world: int, sizes: tuple[int, ...], audit: bool) -> list[dict[str, Any]]:
-    """Both functions, of every case, over this rank's shard, in one chunk and in several."""
-    from xentlib.torch import chunked_logprobs, chunked_nll
-
-    group = torch.distributed.group.WORLD
-    mode = {"compute_dtype": "float64"} if audit else {}
-    found = []
-    for case in CASES:
-        problem = build(case, 7)
-        for cut in ({}, CHUNK):
-            leaves, cross = tensors(problem, sizes, rank)
-            common = {"bias": leaves[2], "where": cross(problem.where), **mode, **cut}
-            labels = cross(problem.labels)
-            options = {name: cross(value) for name, value in problem.options.items()}
-            out = chunked_nll(
-                leaves[0], leaves[1], labels, token_weights=cross(problem.token_weights),
-                vocab_parallel=group, outputs=("logprobs", "entropy", "lse", "correct"),
-                **common, **options,
-            )  # fmt: skip
-            out.loss.backward(torch.tensor(problem.upstream, dtype=out.loss.dtype))
-            nll = [x.detach().numpy() for x in out] + [numpy_of(x) for x in leaves]
-
-            leaves, cross = tensors(problem, sizes, rank)
-            common["bias"] = leaves[2]
-            options = {name: cross(value) for name, value in problem.per_token_options.items()}
-            per_token = chunked_logprobs(
-                leaves[0], leaves[1], labels, entropy=True, vocab_parallel=group, **common,
-                **options,
-            )  # fmt: skip
-            given = [cross(g).to(x.dtype) for g, x in zip(upstream_of(problem, 5), per_token)]
-            torch.autograd.backward(per_token[:3], given)
-            kept = [x.detach().numpy() for x in per_token] + [numpy_of(x) for x in leaves]
-            found.append({"nll": nll, "logprobs": kept})
-    return found
-
-
-def numpy_of(leaf: Any) -> Any:
-    if leaf is None:
-        return None
-    from xentlib.interop import to_numpy
-
-    return np.array(to_numpy(leaf.grad))
-
-
-def whole(parts: list[Any], axis: int) -> Any:
-    return None if parts[0] is None else np.concatenate(parts, axis=axis)
 
 
 SETUPS = [(world, sizes) for world, splits in SPLITS.items() for sizes in splits]
+AUDITED = [(79, 78), (79, 78, 0)]
 
 
+@pytest.fixture(scope="module")
+def results() -> dict[tuple[Any, ...], Sharded]:
+    """Both functions, of every case, over every split, in one chunk and in several; some of them in
+    audit mode too. One start of four ranks for all."""
+    calls = {}
+    for case in CASES:
+        problem = build(case, 7)
+        for function, upstream in (
+            ("chunked_nll", None),
+            ("chunked_logprobs", upstream_of(problem, 5)),
+        ):
+            for chunk in (None, 16):
+                for _, sizes in SETUPS:
+                    for audit in (False, True)[: 1 + (sizes in AUDITED)]:
+                        key = (case.id, function, sizes, chunk, audit)
+                        calls[key] = Call(function, problem, sizes, upstream, audit, chunk)
+    return dict(zip(calls, run_calls("torch", list(calls.values()))))
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize(("world", "sizes"), SETUPS, ids=str)
-def test_shards_give_the_dense_answer(world: int, sizes: tuple[int, ...]) -> None:
+def test_shards_give_the_dense_answer(
+    results: Any, world: int, sizes: tuple[int, ...], case: Case, chunk: int | None
+) -> None:
     """A13 (ANCHORS 4.8, 4.9): d hidden is summed once, on every rank the same bits; label
     smoothing, z-loss, softcap, bias, temperature and entropy mean what they mean densely."""
-    ranks = launch(world, calls, sizes, False)
-    items = [(case, cut) for case in CASES for cut in ("one chunk", "several")]
-    for index, (case, _) in enumerate(items):
-        problem, axis = build(case, 7), 1 if case.layout == "HV" else 0
-        upstream, low = upstream_of(problem, 5), case.dtype == "bfloat16"
-        rounding = {"dz_dtype": "bfloat16" if low else "float64"}
-        dense, dense_tokens = run("torch", problem), run_logprobs("torch", problem, upstream)
-        for kind, one, reference in (
-            ("nll", dense, problem.reference(**rounding)),
-            ("logprobs", dense_tokens, problem.per_token_reference(upstream, **rounding)),
-        ):
-            results = [rank[index][kind] for rank in ranks]
-            names = type(one)._fields
-            for name, *values in zip(names, *results, strict=True):
-                if name in ("d_weight", "d_bias"):
-                    got = whole(values, axis if name == "d_weight" else 0)
-                else:
-                    got = same_on_all_ranks(values)
-                held(name, got, getattr(one, name), reference, low=low, world=world)
-
-
-def same_on_all_ranks(values: list[Any]) -> Any:
-    for other in values[1:]:
-        assert bits_unequal(np.asarray(other), np.asarray(values[0])) == 0
-    return values[0]
+    problem, low = build(case, 7), case.dtype == "bfloat16"
+    upstream, rounding = upstream_of(problem, 5), {"dz_dtype": "bfloat16" if low else "float64"}
+    for function, dense, reference in (
+        ("chunked_nll", run("torch", problem), problem.reference(**rounding)),
+        (
+            "chunked_logprobs",
+            run_logprobs("torch", problem, upstream),
+            problem.per_token_reference(upstream, **rounding),
+        ),
+    ):
+        outcome, unequal = results[case.id, function, sizes, chunk, False]
+        assert unequal == 0
+        for name in dense._fields:
+            got, one = getattr(outcome, name), getattr(dense, name)
+            held(name, got, one, reference, low=low, world=world)
 
 
 def held(name: str, got: Any, dense: Any, reference: Any, *, low: bool, world: int) -> None:
@@ -173,26 +109,23 @@ def held(name: str, got: Any, dense: Any, reference: Any, *, low: bool, world: i
         assert not failures(measured)
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, (79, 78)), (3, (79, 78, 0))], ids=str)
-def test_audit_mode_does_not_know_of_shards(world: int, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("sizes", AUDITED, ids=str)
+def test_audit_mode_does_not_know_of_shards(
+    results: Any, sizes: tuple[int, ...], case: Case
+) -> None:
     """A13, A1: in float64 the shards' sums round to the dense answer's bits."""
-    ranks = launch(world, calls, sizes, True)
-    items = [case for case in CASES for _ in range(2)]
-    for index, case in enumerate(items):
-        problem, axis = build(case, 7), 1 if case.layout == "HV" else 0
-        upstream = upstream_of(problem, 5)
-        for kind, one in (
-            ("nll", run("torch", problem, audit=True)),
-            ("logprobs", run_logprobs("torch", problem, upstream, audit=True)),
-        ):
-            results = [rank[index][kind] for rank in ranks]
-            for name, *values in zip(type(one)._fields, *results, strict=True):
-                got = values[0]
-                if name in ("d_weight", "d_bias"):
-                    got = whole(values, axis if name == "d_weight" else 0)
-                if got is not None:
-                    dense = np.asarray(getattr(one, name))
-                    assert not failures(check("A1", np.asarray(got), dense, quantity=name))
+    problem = build(case, 7)
+    upstream = upstream_of(problem, 5)
+    for function, dense in (
+        ("chunked_nll", run("torch", problem, audit=True)),
+        ("chunked_logprobs", run_logprobs("torch", problem, upstream, audit=True)),
+    ):
+        for chunk in (None, 16):
+            outcome = results[case.id, function, sizes, chunk, True].outcome
+            for name, one in dense._asdict().items():
+                if one is not None:
+                    assert not failures(check("A1", getattr(outcome, name), one, quantity=name))
 
 
 COLLECTIVES = ("c10d::allreduce_", "c10d::_allgather_base_", "c10d::allgather_")
@@ -277,7 +210,7 @@ def dtensor(rank: int, world: int) -> list[Any]:
     problem = build(CASES[0], 7)
     hidden = torch.tensor(problem.hidden, requires_grad=True)
     weight = torch.nn.Parameter(distribute_tensor(torch.tensor(problem.weight), mesh, [Shard(0)]))
-    bias = part_of(problem.bias, 0, (79, 78), rank)
+    bias = problem.bias[:79] if rank == 0 else problem.bias[79:]
     loss = chunked_nll(
         hidden, weight, torch.tensor(problem.labels), bias=torch.tensor(bias), vocab_parallel=mesh
     ).loss
@@ -295,6 +228,3 @@ def test_a_dtensor_head() -> None:
         assert not failures(check("A2", loss, reference.loss, magnitude=scale))
         assert not failures(check("A5", d_hidden, reference.d_hidden, reference.bound_hidden))
         assert not failures(check("A6", d_weight, reference.d_weight, reference.bound_weight))
-
-
-assert PerToken  # the fields' order is that of the results above

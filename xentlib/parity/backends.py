@@ -69,7 +69,7 @@ def _how(problem: Problem, audit: bool, chunk_tokens: int | None) -> dict[str, A
         itemsize = 8 if audit or problem.hidden.dtype == np.float64 else 4
         layout = problem.options.get("weight_layout", "VH")
         vocab = problem.weight.shape[0 if layout == "VH" else 1]
-        found["max_chunk_bytes"] = chunk_tokens * vocab * itemsize
+        found["max_chunk_bytes"] = chunk_tokens * max(vocab, 1) * itemsize
     return found
 
 

@@ -1,7 +1,5 @@
 """Calls over shards of a vocabulary, with real ranks: gloo processes for PyTorch, host devices of
 one process for JAX. Both are started here, for a whole list of calls at once.
-
-As a program, `python -m xentlib.parity.ranks BACKEND FOLDER RANK WORLD`, it is such a rank.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from xentlib.parity.problem import Problem, Upstream
 from xentlib.plan import PaddedVocab
 from xentlib.ulp import bits_unequal
 
-__all__ = ["Call", "Sharded", "run_calls"]
+__all__ = ["Call", "Sharded", "run_calls", "serve"]
 
 Array = npt.NDArray[Any]
 WORLD = 4
@@ -45,10 +43,10 @@ class Call(NamedTuple):
 
 class Sharded(NamedTuple):
     """What rank 0 got, the gradients of all shards put together, and how many entries of what must
-    be the same everywhere differ on another rank."""
+    be the same everywhere differ on another rank (in JAX the types say so)."""
 
-    outcome: Any  # Outcome or PerToken
-    unequal: int
+    outcome: Any  # Outcome, PerToken or GivenLogits
+    unequal: int | None
 
 
 def run_calls(backend: str, calls: Sequence[Call]) -> list[Sharded]:
@@ -62,9 +60,9 @@ def run_calls(backend: str, calls: Sequence[Call]) -> list[Sharded]:
         finally:
             for rank in ranks:
                 rank.kill()
-        for rank, text in zip(ranks, said, strict=True):
-            if rank.returncode:
-                raise RuntimeError(f"a {backend} rank ended with {rank.returncode}:\n{text}")
+        wrong = [text for rank, text in zip(ranks, said, strict=True) if rank.returncode]
+        if wrong:  # the one that failed first says the least of lost connections
+            raise RuntimeError(f"{len(wrong)} {backend} ranks failed:\n" + "\n".join(wrong))
         # Written a moment ago by the processes above.
         found = [pickle.loads(Path(folder, f"rank{k}").read_bytes()) for k in range(world)]
     if backend == "jax":
@@ -74,7 +72,8 @@ def run_calls(backend: str, calls: Sequence[Call]) -> list[Sharded]:
 
 def _start(backend: str, folder: str, rank: int, world: int) -> subprocess.Popen[str]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={WORLD}"
-    command = [sys.executable, "-m", "xentlib.parity.ranks", backend, folder, str(rank), str(world)]
+    program = "from xentlib.parity.ranks import serve; serve()"
+    command = [sys.executable, "-c", program, backend, folder, str(rank), str(world)]
     return subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "XLA_FLAGS": flags.strip()}
     )
@@ -180,16 +179,13 @@ def _jax_call(call: Call) -> Sharded:
         name: value if value is None or name not in cut else _part(value, cut[name], 0, classes)
         for name, value in outcome._asdict().items()
     }
-    return Sharded(type(outcome)(**values), 0)
+    return Sharded(type(outcome)(**values), None)
 
 
-def _main() -> None:
+def serve() -> None:
+    """Be the rank that the command line names."""
     backend, folder, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     # Written by the process that started this one.
     calls = pickle.loads(Path(folder, "calls").read_bytes())
     run_rank = _torch_rank if backend == "torch" else _jax_rank
     Path(folder, f"rank{rank}").write_bytes(pickle.dumps(run_rank(folder, rank, world, calls)))
-
-
-if __name__ == "__main__":
-    _main()

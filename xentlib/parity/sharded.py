@@ -1,0 +1,172 @@
+"""The rows of vocabularies spread over ranks: A13, and A1 of shards, over one to four of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xentlib.contract import Measurement, check, failures
+from xentlib.parity.backends import run, run_logprobs
+from xentlib.parity.cases import EXTRAS, OPTIONS, logit_sets
+from xentlib.parity.mutants import array_mutants
+from xentlib.parity.problem import Case, Problem, Upstream, build, logits_problem, upstream_of
+from xentlib.parity.ranks import Call, Sharded, run_calls
+
+if TYPE_CHECKING:
+    from xentlib.parity.operators import Findings
+
+__all__ = ["calls_for", "sharded", "splits"]
+
+Array = npt.NDArray[Any]
+SEED = 7
+EVEN = Case("shards", 257, 64, 1008, std=3.0, confident=0.3)
+UNEVEN = Case("shards-options", 257, 64, 1009, std=3.0, options=OPTIONS, **EXTRAS)
+LOW = Case("shards-bf16", 257, 64, 1009, std=3.0, dtype="bfloat16", layout="HV")
+GRADIENT_ROWS = {"d_hidden": "A13", "d_weight": "A6", "d_bias": "A6"}
+
+
+def splits(vocab: int) -> list[tuple[int, ...]]:
+    """Sizes of 1 to 4 shards, and of 3 whose last one is empty."""
+    found = []
+    for ranks in (1, 2, 3, 4):
+        columns = -(-vocab // ranks)
+        found.append(tuple(min(columns, vocab - k * columns) for k in range(ranks)))
+    return [*found, (*found[1], 0)]
+
+
+def calls_for(seed: int, audit: bool) -> list[Call]:
+    """Both functions of a head over every split, in one chunk and in several; given logits."""
+    found = []
+    for case, chunk in ((EVEN, None), (UNEVEN, 64), *(((LOW, 64),) if audit else ())):
+        problem = build(case, seed)
+        upstream = upstream_of(problem, SEED)
+        for sizes in splits(case.vocab):
+            if case is not UNEVEN:
+                found.append(Call("chunked_nll", problem, sizes, None, audit, chunk))
+            if case is not EVEN:
+                found.append(Call("chunked_logprobs", problem, sizes, upstream, audit, chunk))
+    for text, logits, labels in logit_sets(seed)[1:3]:
+        problem = logits_problem(logits, labels, text)
+        for sizes in splits(logits.shape[1])[1:4]:
+            upstream = upstream_of(problem, SEED)
+            found.append(Call("vocab_parallel_logprobs", problem, sizes, upstream, audit))
+    return found
+
+
+def sharded(findings: Findings, seed: int) -> None:
+    """A13 of each backend; A1 of one against the other, and of shards against no shards."""
+    calls, exact = calls_for(seed, False), calls_for(seed, True)
+    audits = {}
+    for backend in findings.backends:
+        found = run_calls(backend, [*calls, *exact])
+        for call, result in zip(calls, found):
+            _measure(findings, backend, call, result)
+        _mutants(findings, backend, calls[0], found[0])
+        audits[backend] = found[len(calls) :]
+    for index, call in enumerate(exact):
+        results = {backend: audits[backend][index].outcome for backend in findings.backends}
+        if len(results) == 2:
+            _equal(findings, "torch/jax", call, results["torch"], results["jax"])
+        for backend, outcome in results.items():
+            if call.function != "vocab_parallel_logprobs":
+                _equal(findings, backend, call, outcome, _dense(backend, call))
+
+
+def _text(call: Call) -> str:
+    return f"{call.function}, shards of {call.sizes}; {call.problem.text}"
+
+
+def _dense(backend: str, call: Call) -> Any:
+    if call.upstream is None:
+        return run(backend, call.problem, audit=True)
+    return run_logprobs(backend, call.problem, call.upstream, audit=True)
+
+
+def _equal(findings: Findings, backend: str, call: Call, ours: Any, theirs: Any) -> None:
+    for name in ours._fields:
+        got, other = getattr(ours, name), getattr(theirs, name)
+        if name == "num_tokens":
+            got, other = got.astype(np.int64), other.astype(np.int64)
+        if got is not None:
+            label = f"{name.replace('_', ' ')} over shards"
+            findings.check("A1", got, other, backend=backend, case=_text(call), quantity=label)
+
+
+def _measure(findings: Findings, backend: str, call: Call, result: Sharded) -> None:
+    outcome, problem = result.outcome, call.problem
+    details: dict[str, Any] = {"backend": backend, "case": _text(call)}
+    reference = _reference(problem, call.upstream)
+    same = {"correct": (outcome.correct, reference.correct)}
+    if result.unequal is not None:
+        same["on every rank"] = (np.int64(result.unequal), np.int64(0))
+    for name, (got, expected) in same.items():
+        bits = {"metrics": ("unequal entries",), "quantity": name}
+        findings.check("A13", got, expected, **bits, **details)
+    if call.function == "vocab_parallel_logprobs":
+        findings.check(
+            "A13",
+            outcome.logprobs,
+            reference.logprobs,
+            magnitude=_scale(problem, reference),
+            metrics=("ULP",),
+            quantity="log-probability of given logits",
+            **details,
+        )
+        return
+    for name, got in outcome.gradients().items():
+        oracle, bound = (getattr(reference, name.replace("d_", f"{x}_")) for x in ("d", "bound"))
+        metrics = ("tau",) if name == "d_hidden" else None
+        label = f"{name.replace('_', ' ')} over shards"
+        row = GRADIENT_ROWS[name]
+        findings.check(row, got, oracle, bound, metrics=metrics, quantity=label, **details)
+
+
+def _reference(problem: Problem, upstream: Upstream | None) -> Any:
+    return problem.reference() if upstream is None else problem.per_token_reference(upstream)
+
+
+def _scale(problem: Problem, reference: Any) -> Array:
+    """What a log-probability is the difference of: an ULP of the larger one."""
+    logits = problem.weight.T.astype(np.float64)
+    own = logits[np.arange(len(logits)), problem.labels]
+    scale: Array = np.maximum(np.abs(own), np.abs(reference.lse))
+    return np.maximum(scale, np.abs(logits).max(axis=1))
+
+
+def _mutants(findings: Findings, backend: str, call: Call, result: Sharded) -> None:
+    """A14: what known bugs of shards return (ANCHORS 4.9) must not pass for d hidden."""
+    problem, got = call.problem, result.outcome.d_hidden
+    reference = _reference(problem, call.upstream)
+    half = problem.weight.shape[0] // 2
+    wrong = array_mutants(got, reference.d_hidden)
+    wrong["summed twice"] = 2 * got
+    wrong["of one shard"] = _reference(
+        problem.changed(weight=np.where(np.arange(2 * half)[:, None] < half, problem.weight, 0)),
+        call.upstream,
+    ).d_hidden.astype(got.dtype)
+    offset = np.where(problem.labels >= half, problem.labels - half, problem.labels)
+    wrong["labels of the first shard"] = _reference(
+        problem.changed(labels=offset.astype(np.int32)), call.upstream
+    ).d_hidden.astype(got.dtype)
+    passed = [
+        name
+        for name, value in wrong.items()
+        if not failures(
+            check("A13", value, reference.d_hidden, reference.bound_hidden, metrics=("tau",))
+        )
+    ]
+    findings.measurements.append(
+        Measurement(
+            row="A14",
+            backend=backend,
+            case=f"A13, {len(wrong)} mutants" + "".join(f"; passed: {name}" for name in passed),
+            quantity="A13 d hidden over shards",
+            metric="mutants passed",
+            value=float(len(passed)),
+            bound=0.0,
+            passed=not passed,
+            entries=len(wrong),
+        )
+    )
