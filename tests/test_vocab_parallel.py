@@ -1,4 +1,4 @@
-"""Vocabularies spread over ranks: `vocab_parallel=` against the dense answer, on real gloo ranks."""
+"""Vocabularies spread over ranks: `vocab_parallel=` against the dense answer, on gloo ranks."""
 
 from __future__ import annotations
 

@@ -130,9 +130,9 @@ def _reference(problem: Problem, upstream: Upstream | None) -> Any:
 def _scale(problem: Problem, reference: Any) -> Array:
     """What a log-probability is the difference of: an ULP of the larger one."""
     logits = problem.weight.T.astype(np.float64)
-    own = logits[np.arange(len(logits)), problem.labels]
-    scale: Array = np.maximum(np.abs(own), np.abs(reference.lse))
-    return np.maximum(scale, np.abs(logits).max(axis=1))
+    own, peak = logits[np.arange(len(logits)), problem.labels], np.abs(logits).max(axis=1)
+    scale: Array = np.maximum(np.maximum(np.abs(own), np.abs(reference.lse)), peak)
+    return scale
 
 
 def _mutants(findings: Findings, backend: str, call: Call, result: Sharded) -> None:
