@@ -15,10 +15,10 @@ from jax import lax
 
 from xentlib.jax.describe import Constants, Needs, Options
 from xentlib.jax.gemm import column_sums, contract, least_rows, round_to
-from xentlib.jax.head import Axis, as_primal, combine, vary, varying
+from xentlib.jax.head import as_primal, combine, vary, varying
 from xentlib.jax.labels import find_targets
 from xentlib.jax.softmax import RestStats, TokenStats, rest_stats, take_target, token_stats
-from xentlib.plan import VocabShard, plan_chunks
+from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
 
 __all__ = [
     "Chunk",
@@ -26,7 +26,6 @@ __all__ = [
     "Gradients",
     "add_gradients",
     "all_stats",
-    "combined",
     "cut",
     "fp16_exponent",
     "only_chunk",
@@ -34,6 +33,7 @@ __all__ = [
     "round_gradients",
     "rows_of",
     "scaled",
+    "stats_of",
     "unpack",
     "without_power",
     "zero_gradients",
@@ -73,6 +73,7 @@ class Chunks(NamedTuple):
     order: jax.Array  # [M] the token of each packed row
     owned: jax.Array | None  # [N] the label is on this device; None: they all are
     shard: VocabShard | None
+    plan: ChunkPlan
     chunk: int
 
     @property
@@ -150,6 +151,7 @@ def cut(
         jnp.pad(order_M, (0, -num_tokens % rows)),
         owned_N,
         shard,
+        plan,
         rows,
     )
 
@@ -160,16 +162,22 @@ def over_chunks(
     carry: T,
     *used: Any,
     only: Chunk | None = None,
+    exchange: bool = False,
 ) -> T:
     """`body(chunk, carry)` for every chunk that holds a valid token, ascending; the body uses
     arrays of the chunks and of `used`. `only` is the one chunk there is, if its logits are there.
+    A body with an `exchange` between devices runs for every chunk, on all of them; its carry must
+    have the types of what it returns.
     """
-    carry = vary(carry, varying(chunks, used))
+    if not exchange:
+        carry = vary(carry, varying(chunks, used))
     if not chunks.labels.size:
         return carry
     if only is not None:
         return body(only, carry)
-    trips = (chunks.num_valid + chunks.chunk - 1) // chunks.chunk
+    trips: Any = (chunks.num_valid + chunks.chunk - 1) // chunks.chunk
+    if exchange:
+        trips = chunks.order.size // chunks.chunk
     result: T = lax.fori_loop(
         0, trips, lambda index, carry: body(_logits(chunks, index), carry), carry
     )
@@ -187,10 +195,6 @@ def all_stats(
 ) -> TokenStats:
     """Steps 2 to 5 over all shards of a vocabulary: packed rows [M] of all tokens, on every
     device."""
-    axis, shard = chunks.options.axis, chunks.shard
-    assert axis is not None
-    assert shard is not None
-    assert chunks.owned is not None
 
     def body(chunk: Chunk, packed: jax.Array) -> jax.Array:
         z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
@@ -198,28 +202,20 @@ def all_stats(
         values = jnp.stack([z_y, *(x for x in rest if x is not None)])
         return lax.dynamic_update_slice_in_dim(packed, values, chunk.start, axis=1)
 
-    kept = 4 + entropy + smoothing
-    packed = jnp.zeros((kept, chunks.order.size), chunks.options.compute_dtype)
-    return combined(
-        axis, shard, chunks.owned[chunks.order], over_chunks(chunks, body, packed, only=only),
-        entropy=entropy, smoothing=smoothing,
-    )  # fmt: skip
-
-
-def combined(
-    axis: Axis,
-    shard: VocabShard,
-    owned: jax.Array,
-    packed: jax.Array,
-    *,
-    entropy: bool,
-    smoothing: bool,
-) -> TokenStats:
-    z_y, m, ones, s, *more = packed
+    packed = jnp.zeros((4 + entropy + smoothing, chunks.order.size), chunks.options.compute_dtype)
+    z_y, m, ones, s, *more = over_chunks(chunks, body, packed, only=only)
     sum_ed = more.pop(0) if entropy else None
     rest = RestStats(m, ones, s, sum_ed, more.pop(0) if smoothing else None)
-    z_y, rest = combine(axis, z_y, owned, shard.size, rest)
-    return token_stats(z_y, rest, shard.vocab_size)
+    return stats_of(chunks, chunks.order, z_y, rest)
+
+
+def stats_of(chunks: Chunks, rows: jax.Array, z_y: jax.Array, rest: RestStats) -> TokenStats:
+    """Step 5 for some tokens, over all shards if there are several."""
+    if chunks.options.axis is not None:
+        assert chunks.shard is not None
+        assert chunks.owned is not None
+        z_y, rest = combine(chunks.options.axis, z_y, chunks.owned[rows], chunks.shard.size, rest)
+    return token_stats(z_y, rest, chunks.vocab_size)
 
 
 def _logits(chunks: Chunks, index: jax.Array) -> Chunk:

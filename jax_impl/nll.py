@@ -27,16 +27,17 @@ from xentlib.jax.chunks import (
     round_gradients,
     rows_of,
     scaled,
+    stats_of,
     unpack,
     without_power,
     zero_gradients,
 )
 from xentlib.jax.describe import Constants, Needs, Options, describe, prepare, values_of, wanted
-from xentlib.jax.head import axis_of, upstream_of
+from xentlib.jax.head import axis_of, upstream_of, vary, varying
 from xentlib.jax.labels import check_labels
-from xentlib.jax.softmax import TokenStats, exp, rest_stats, take_target, token_stats
+from xentlib.jax.softmax import TokenStats, exp, rest_stats, take_target
 from xentlib.nll import NLLOutput
-from xentlib.plan import default_chunk_bytes
+from xentlib.plan import default_chunk_bytes, exchanges_per_chunk
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
 
@@ -97,9 +98,9 @@ def nll_forward(
 
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1)
+        z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
         rest = rest_stats(z_TV, target_TV, entropy=entropy, smoothing=smoothing)
-        stats = token_stats(z_y, rest, chunks.vocab_size)
+        stats = stats_of(chunks, chunk.rows_T, z_y, rest)
         rows_6M = lax.dynamic_update_slice_in_dim(
             carry.per_token, per_token_values(stats, options), chunk.start, axis=1
         )
@@ -107,11 +108,17 @@ def nll_forward(
             return carry._replace(per_token=rows_6M)
         return Carry(rows_6M, differentiated(chunk, z_TV, target_TV, stats, carry.gradients))
 
-    if options.axis is None:
-        per_token, gradients = over_chunks(chunks, body, carry, factor_N)
+    # Statistics over shards come before gradients: in each chunk, or in all of them. The logits are
+    # then computed again, unless one chunk holds them all.
+    each = options.axis is not None and any(needs)
+    each = each and exchanges_per_chunk(chunks.plan, jax.default_backend())
+    if options.axis is None or each:
+        if options.axis is not None:
+            axes = varying(chunks, factor_N)
+            shared = axes - varying(lax.axis_index(options.axis.name))
+            carry = Carry(vary(carry.per_token, shared), vary(carry.gradients, axes))
+        per_token, gradients = over_chunks(chunks, body, carry, factor_N, exchange=each)
     else:
-        # The statistics of all shards come first; the logits are then computed again, unless one
-        # chunk holds them all.
         only = only_chunk(chunks)
         stats_M = all_stats(chunks, entropy=entropy, smoothing=smoothing, only=only)
         per_token, gradients = per_token_values(stats_M, options), carry.gradients

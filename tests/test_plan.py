@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xentlib import ChunkPlan, plan_chunks
-from xentlib.plan import pad_rows
+from xentlib.plan import exchanges_per_chunk, pad_rows, shard_of
 
 sizes = st.fixed_dictionaries(
     {
@@ -126,3 +126,25 @@ def test_what_cannot_be_cut_is_refused(arguments, options, message):
     """STYLE 4: the argument, what was expected, what came."""
     with pytest.raises(ValueError, match=message):
         plan_chunks(*arguments, **options)
+
+
+def test_when_shards_exchange_in_every_chunk():
+    """Three GEMMs and two collectives a chunk where a chunk's GEMM is the dearer: never for one
+    chunk, by the size of a chunk and not by their number."""
+    small, large = ((8192, 16_000, hidden) for hidden in (16, 4096))
+    assert not exchanges_per_chunk(plan_chunks(*small), "cpu")
+    assert exchanges_per_chunk(plan_chunks(*large), "cpu")
+    assert not exchanges_per_chunk(plan_chunks(*large), "cuda")  # 1.4e11 FLOP a chunk
+    assert exchanges_per_chunk(plan_chunks(*large, max_chunk_bytes=1 << 28), "cuda")
+    assert not exchanges_per_chunk(plan_chunks(*large, max_chunk_bytes=1 << 40), "cuda")
+
+
+def test_shards_from_their_sizes():
+    """Offsets are sums, not products; what lies beyond the vocabulary is padding."""
+    assert [shard_of((3, 0, 4), rank).start for rank in range(3)] == [0, 3, 3]
+    padded = [shard_of((4, 4, 4), rank, 7) for rank in range(3)]
+    assert [(s.start, s.stop, s.padding) for s in padded] == [(0, 4, 0), (4, 7, 1), (7, 7, 4)]
+    with pytest.raises(ValueError, match=r"must spread 13 classes over its ranks; got shards of"):
+        shard_of((4, 4, 4), 0, 13)
+    with pytest.raises(ValueError, match=r"this rank's part of 4 classes; got all of them on each"):
+        shard_of((4, 4, 4), 0, 4)

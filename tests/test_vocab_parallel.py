@@ -13,6 +13,7 @@ from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.cases import EXTRAS, OPTIONS
 from xentlib.parity.problem import Case, build, upstream_of
 from xentlib.parity.ranks import Call, Sharded, run_calls
+from xentlib.ulp import bits_unequal
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -170,6 +171,52 @@ def test_collectives_do_not_count_chunks_or_tokens(function: str) -> None:
             first = index == 0  # the sizes are exchanged with the first call
             assert (forward - first, backward) == expected, (chunks, valid)
             assert zero, "no valid token, no gradient"
+
+
+def variants(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
+    """One call with statistics exchanged once, and in every chunk: results, collectives, GEMMs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from xentlib import plan
+    from xentlib.torch import chunked_nll
+
+    group, found = torch.distributed.group.WORLD, []
+    problem = build(Case("variants", 61, 24, 157, confident=0.3), 3)
+    rows = slice(0, 79) if rank == 0 else slice(79, None)
+    for least in (1e9, 0.0):
+        plan.EXCHANGE_FLOPS["cpu"] = least
+        hidden = torch.tensor(problem.hidden, requires_grad=True)
+        weight = torch.tensor(problem.weight[rows], requires_grad=True)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            out = chunked_nll(
+                hidden, weight, torch.tensor(problem.labels), vocab_parallel=group,
+                max_chunk_bytes=16 * 80 * 4, outputs=("logprobs", "entropy"), **options,
+            )  # fmt: skip
+        out.loss.backward()
+        counts = {e.key: e.count for e in profiler.key_averages()}
+        gemms = ("aten::mm", "aten::addmm_", "mkldnn::_linear_pointwise")
+        found.append(
+            (
+                [x.detach().numpy() for x in (out.loss, out.logprobs, out.entropy)]
+                + [hidden.grad.numpy(), weight.grad.numpy()],
+                sum(counts.get(key, 0) for key in COLLECTIVES),
+                sum(counts.get(key, 0) for key in gemms),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_statistics_in_every_chunk_spare_a_gemm(softcap: float | None) -> None:
+    """ANCHORS 3.2: the plan's choice between a fourth GEMM and two collectives a chunk changes no
+    bit. Catches: statistics of other tokens, a logit taken out twice."""
+    options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": softcap}
+    for once, each in launch(2, variants, options):
+        for got, expected in zip(each[0], once[0], strict=True):
+            assert bits_unequal(got, expected) == 0
+        chunks = 4  # of 16 tokens; 61 less those ignored
+        assert once[1:] == (2 + 2, 4 * chunks)  # sizes and d hidden too
+        assert each[1:] == (once[1:] if softcap else (2 * chunks + 2, 3 * chunks))
 
 
 def refusals(rank: int, world: int) -> list[str]:

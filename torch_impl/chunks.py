@@ -118,8 +118,10 @@ class Walk:
         """Scratch; give it up before a GEMM, whose own takes its place."""
         return Block(self.block_rows, self.width, self.compute_dtype, self.hidden.device)
 
-    def blocks(self, chunk: Chunk, *, jacobian: bool) -> Iterator[Rows]:
-        """Logits with bias, scale, softcap and temperature; the softcap's derivative if wanted."""
+    def blocks(self, chunk: Chunk, *, jacobian: bool, fresh: bool = True) -> Iterator[Rows]:
+        """Logits with bias, scale, softcap and temperature, which they have if not `fresh`; the
+        softcap's derivative if wanted."""
+        fresh = fresh and not self.filled
         for low in range(0, chunk.size, self.block_rows):
             span = slice(low, min(low + self.block_rows, chunk.size))
             index = self.tokens.places(chunk.start + span.start, chunk.start + span.stop)
@@ -129,23 +131,31 @@ class Walk:
                 temperature_B = per_token[index].to(self.compute_dtype)
             z_BV = chunk.z_TV[span]
             derivative_BV = None
-            if not self.filled:
+            if fresh:
                 shaped_BV = z_BV[:, : self.local_size]
                 derivative_BV = self._shape_(shaped_BV, temperature_B, jacobian=jacobian)
             y_B1 = self.tokens.labels[index, None]
-            yield Rows(span, index, z_BV, y_B1, temperature_B, derivative_BV, not self.filled)
+            yield Rows(span, index, z_BV, y_B1, temperature_B, derivative_BV, fresh)
 
     def stats(self, *, entropy: bool, smoothing: bool) -> TokenStats:
         """Steps 1 to 5 for all N tokens. A single chunk keeps its logits for the next walk, unless
         that needs a softcap's derivative."""
         sums = StatSums(self, entropy=entropy, smoothing=smoothing)
         for chunk in self.chunks():
-            block = self.block()
-            for rows in self.blocks(chunk, jacobian=False):
-                sums.add(rows, block)
-            del block
+            self.add_stats(chunk, sums)
         self.filled = self.plan.num_chunks == 1 and self.softcap is None
         return sums.finish()
+
+    def chunk_stats(self, chunk: Chunk, *, entropy: bool, smoothing: bool) -> TokenStats:
+        """Steps 3 to 5 for the tokens of one chunk, whose logits stay."""
+        sums = StatSums(self, entropy=entropy, smoothing=smoothing, chunk=chunk)
+        self.add_stats(chunk, sums)
+        return sums.finish()
+
+    def add_stats(self, chunk: Chunk, sums: StatSums) -> None:
+        block = self.block()
+        for rows in self.blocks(chunk, jacobian=False):
+            sums.add(rows, block)
 
     def _shape_(
         self, z_BV: Tensor, temperature_B: Tensor | None, *, jacobian: bool
@@ -228,12 +238,15 @@ class Given:
 
 
 class StatSums:
-    """Steps 3 to 5 for all N tokens, with one MAX and one packed SUM over a vocabulary's shards."""
+    """Steps 3 to 5 for all N tokens, or those of a chunk, with one MAX and one packed SUM over a
+    vocabulary's shards."""
 
-    def __init__(self, walk: Walk | Given, *, entropy: bool, smoothing: bool) -> None:
-        self.walk, self.entropy, self.smoothing = walk, entropy, smoothing
-        kept = 4 + entropy + smoothing
-        self.found = torch.zeros(kept, walk.tokens.valid.shape[0], **walk.like)
+    def __init__(
+        self, walk: Walk | Given, *, entropy: bool, smoothing: bool, chunk: Chunk | None = None
+    ) -> None:
+        self.walk, self.entropy, self.smoothing, self.chunk = walk, entropy, smoothing, chunk
+        count = walk.tokens.valid.shape[0] if chunk is None else chunk.size
+        self.found = torch.zeros(4 + entropy + smoothing, count, **walk.like)
 
     def add(self, rows: Rows, block: Block) -> None:
         z_y = take_target(rows.z_BV, rows.y_B1)
@@ -245,15 +258,20 @@ class StatSums:
             smoothing=self.smoothing,
             columns=self.walk.local_size,
         )
-        self.found[:, rows.places] = torch.stack([z_y, *(x for x in rest if x is not None)])
+        places = rows.places if self.chunk is None else rows.span
+        self.found[:, places] = torch.stack([z_y, *(x for x in rest if x is not None)])
 
     def finish(self) -> TokenStats:
         z_y, m, ones, s, *more = self.found
         sum_ed = more.pop(0) if self.entropy else None
         rest = RestStats(m, ones, s, sum_ed, more.pop(0) if self.smoothing else None)
-        if self.walk.parallel is not None:
-            assert self.walk.tokens.owned is not None
-            z_y, rest = self.walk.parallel.combine(z_y, self.walk.tokens.owned, rest)
+        tokens, chunk, parallel = self.walk.tokens, self.chunk, self.walk.parallel
+        if parallel is not None:
+            owned = tokens.owned
+            assert owned is not None
+            if chunk is not None:
+                owned = owned[tokens.places(chunk.start, chunk.start + chunk.size)]
+            z_y, rest = parallel.combine(z_y, owned, rest)
         return token_stats(z_y, rest, self.walk.vocab_size)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from xentlib import nll as spec
 from xentlib.checks import check_nll
 from xentlib.nll import NLLOutput
+from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.chunks import Gradients, GradientSums, Walk, power_of_two
 from xentlib.torch.describe import (
     HEAD_SCHEMA,
@@ -67,32 +68,40 @@ def nll_forward(
         factor_N = torch.ldexp(factor_N, exponent)
 
     sums = GradientSums(walk, needs, call.weight.shape)
-    smoothing = label_smoothing > 0
+    asked = {"entropy": entropy, "smoothing": label_smoothing > 0}
+    uniform = label_smoothing / walk.vocab_size
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct. One write a block.
     per_token_6N = torch.zeros(6, num_tokens, **like)
     whole: TokenStats | None = None
+    # Statistics over shards come before gradients: in all of the chunks, or in each as they come.
+    each = False
     if walk.parallel is not None:
-        # The statistics of all shards come first; the logits are then computed again, unless one
-        # chunk holds them all.
-        whole = walk.stats(entropy=entropy, smoothing=smoothing)
-        per_token_6N = values_of(whole, label_smoothing, z_loss)
+        each = any(needs) and walk.softcap is None
+        each = each and exchanges_per_chunk(walk.plan, call.hidden.device.type)
+        if not each:
+            whole = walk.stats(**asked)
+            per_token_6N = values_of(whole, label_smoothing, z_loss)
     for chunk in walk.chunks() if whole is None or any(needs) else ():  # 2. Logits
+        if each:
+            of_chunk = walk.chunk_stats(chunk, **asked)
+            places = tokens.places(chunk.start, chunk.start + chunk.size)
+            per_token_6N[:, places] = values_of(of_chunk, label_smoothing, z_loss)
         block = walk.block()
-        for rows in walk.blocks(chunk, jacobian=any(needs)):
+        for rows in walk.blocks(chunk, jacobian=any(needs), fresh=not each):
             # 3. to 5. Softmax without the target column, then the target
             z_BV, y_B1 = rows.z_BV, rows.y_B1
             if rows.fresh:
                 z_y = take_target(z_BV, y_B1)
             if whole is not None:
                 stats = at_rows(whole, rows.places)
+            elif each:
+                stats = at_rows(of_chunk, rows.span)
             else:
-                rest = rest_stats(z_BV, y_B1, block, entropy=entropy, smoothing=smoothing)
-                stats = token_stats(z_y, rest, walk.vocab_size)
+                stats = token_stats(z_y, rest_stats(z_BV, y_B1, block, **asked), walk.vocab_size)
                 per_token_6N[:, rows.places] = values_of(stats, label_smoothing, z_loss)
             if any(needs):
                 # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
                 factor_B = walk.scaled(factor_N[rows.places], rows)
-                uniform = label_smoothing / walk.vocab_size
                 dz_y_B = dlogits_(
                     z_BV, y_B1, stats, factor_B, block, label_smoothing, uniform, z_loss
                 )

@@ -16,6 +16,7 @@ __all__ = [
     "PaddedVocab",
     "VocabShard",
     "default_chunk_bytes",
+    "exchanges_per_chunk",
     "given_peak_bytes",
     "peak_bytes",
     "plan_chunks",
@@ -85,6 +86,29 @@ class ChunkPlan:
         """Rows of a chunk that fit `budget` bytes: what elementwise passes take while cached."""
         rows = block_tokens(budget, self.vocab_size, self.compute_itemsize)
         return min(rows, self.chunk_tokens)
+
+
+# FLOP of a chunk's logits from which a second computation costs more than the two exchanges that
+# spare it. Two of gloo between processes of one machine: 2 ms, 2e8 FLOP of a core; of NCCL: 50 us,
+# 4e10 FLOP of an H100. Several times that, since ranks that meet more often wait more often.
+EXCHANGE_FLOPS = {"cpu": 1e9, "accelerator": 2e11}
+
+
+def exchanges_per_chunk(plan: ChunkPlan, platform: str) -> bool:
+    """How `chunked_nll` over vocabulary shards learns each token's lse before it differentiates.
+
+    True: ranks exchange statistics in every chunk, two collectives each, and the logits are
+    computed once (three GEMMs). False: two collectives in all, whatever the number of chunks, and
+    the logits are computed twice (four GEMMs). One chunk needs neither. In PyTorch a softcap makes
+    it four GEMMs and two collectives always: its derivative is gone once it has been applied.
+
+    Args:
+        plan: of the call, from `plan_chunks` with this rank's rows of the head.
+        platform: "cpu" or another.
+    """
+    flops = 2.0 * plan.chunk_tokens * plan.vocab_size * plan.hidden_size
+    least = EXCHANGE_FLOPS["cpu" if platform == "cpu" else "accelerator"]
+    return plan.num_chunks > 1 and flops >= least
 
 
 @dataclass(frozen=True, slots=True)
