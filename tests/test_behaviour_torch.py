@@ -157,8 +157,8 @@ def test_compiled_raises_for_a_label_out_of_range():
 def op_arguments(needs=(True, True, True)) -> tuple:
     leaves, _ = tensors(Case("opcheck", 9, 5, 13))
     return (
-        leaves["hidden"], leaves["weight"], leaves["labels"], leaves["bias"], *[None] * 3,
-        -100, None, torch.float32, torch.float32, 512, False, "", [],
+        leaves["hidden"], leaves["weight"], leaves["labels"], leaves["bias"], *[None] * 4,
+        -100, None, torch.float32, torch.float32, 512, False, "",
         None, None, 0.1, 0.0, True, True, torch.float32, list(needs),
     )  # fmt: skip
 

@@ -288,13 +288,13 @@ def test_torch_operators_pass_opcheck() -> None:
     x, w = torch.randn(9, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     y = torch.arange(9) % 5
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    rest = (-100, None, torch.float32, torch.float32, 64, False, "", [])
-    forward = (x, w, y, *[None] * 4, *rest, True, torch.float32)
+    rest = (-100, None, torch.float32, torch.float32, 64, False, "")
+    forward = (x, w, y, *[None] * 5, *rest, True, torch.float32)
     torch.library.opcheck(logprobs.logprobs_op, forward, test_utils=names)
     kept = logprobs.logprobs_op(*forward)[4].detach()
     g = torch.randn(9)
     backward = (
-        g, g, None, kept, x.detach(), w.detach(), y, *[None] * 4, *rest, [True, True, False]
+        g, g, None, kept, x.detach(), w.detach(), y, *[None] * 5, *rest, [True, True, False]
     )  # fmt: skip
     torch.library.opcheck(logprobs.logprobs_backward_op, backward, test_utils=names)
 

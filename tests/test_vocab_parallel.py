@@ -11,7 +11,7 @@ from ranks import launch
 from xentlib.contract import check, failures
 from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.cases import EXTRAS, OPTIONS
-from xentlib.parity.problem import Case, build, upstream_of
+from xentlib.parity.problem import Case, Upstream, build, upstream_of
 from xentlib.parity.ranks import Call, Sharded, run_calls
 from xentlib.ulp import bits_unequal
 
@@ -246,6 +246,106 @@ def test_bad_calls_say_so() -> None:
         assert "`vocab_parallel` must be a one-dimensional DeviceMesh; got 2" in mesh
         assert "`vocab_parallel` must be a ProcessGroup" in name
         assert same == "True"
+
+
+def padded(rank: int, world: int, layout: str) -> list[Any]:
+    """Both functions with a head of 80 rows on each of two ranks, of which 157 are classes."""
+    from xentlib import PaddedVocab
+    from xentlib.torch import chunked_logprobs, chunked_nll
+
+    parallel = PaddedVocab(torch.distributed.group.WORLD, V)
+    problem, found = build(CASES[0], 7), []
+    mine = slice(0, 80) if rank == 0 else slice(80, None)
+    extra = np.full((3 * rank, 24), 3.0, np.float32)
+    weight = np.concatenate([problem.weight[mine], extra])
+    bias = np.concatenate([problem.bias[mine], extra[:, 0]])
+    for function in (chunked_nll, chunked_logprobs):
+        leaves = [torch.tensor(x, requires_grad=True) for x in (problem.hidden, weight, bias)]
+        head = leaves[1] if layout == "VH" else leaves[1].T.contiguous()
+        out = function(
+            leaves[0], head, torch.tensor(problem.labels), bias=leaves[2], vocab_parallel=parallel,
+            max_chunk_bytes=16 * 81 * 4, weight_layout=layout,
+        )  # fmt: skip
+        (out.loss if function is chunked_nll else -out.logprobs.sum()).backward()
+        grads = [leaf.grad.numpy() for leaf in leaves]
+        assert not any(g[len(g) - 3 * rank :].any() for g in grads[1:])
+        found.append([grads[0], *(g[: len(g) - 3 * rank] for g in grads[1:])])
+    return found
+
+
+@pytest.mark.parametrize("layout", ["VH", "HV"])
+def test_declared_padding_is_no_class(layout: str) -> None:
+    """ANCHORS 4.9: rows past the vocabulary have logits as large as any, and no part in it."""
+    problem = build(CASES[0], 7)
+    ones = np.where(problem.valid, -1.0, 0.0).astype(np.float32)
+    references = (
+        problem.changed(upstream=1.0).reference(),
+        problem.per_token_reference(Upstream(ones, None, None)),
+    )
+    for found, reference in zip(zip(*launch(2, padded, layout)), references):
+        d_hidden = found[0][0]
+        assert not failures(check("A5", d_hidden, reference.d_hidden, reference.bound_hidden))
+        for index, name in ((1, "weight"), (2, "bias")):
+            got = np.concatenate([rank[index] for rank in found])
+            exact, bound = (getattr(reference, f"{part}_{name}") for part in ("d", "bound"))
+            assert not failures(check("A6", got, exact, bound))
+
+
+def compiled(rank: int, world: int) -> bool:
+    from xentlib import VocabShard
+    from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+
+    group = torch.distributed.group.WORLD
+    hidden, weight = torch.randn(32, 16), torch.randn(10, 16, requires_grad=True)
+    torch.distributed.broadcast(hidden, 0)
+    labels, logits = torch.arange(32) % 20, torch.randn(32, 10, requires_grad=True)
+    shard = VocabShard(10 * rank, 10 * rank + 10, 20)
+    steps = (
+        lambda x: chunked_nll(hidden, x, labels, vocab_parallel=group).loss,
+        lambda x: chunked_logprobs(hidden, x, labels, vocab_parallel=group).lse.sum(),
+        lambda x: vocab_parallel_logprobs(x, labels, vocab_parallel=group, shard=shard).lse.sum(),
+        lambda x: vocab_parallel_logprobs(x, labels, vocab_parallel=group).logprobs.sum(),
+    )
+    same = True
+    for step, leaf in zip(steps, (weight, weight, logits, logits), strict=True):
+        (want,) = torch.autograd.grad(step(leaf), leaf)
+        fast = torch.compile(step, fullgraph=True, backend="aot_eager")
+        (got,) = torch.autograd.grad(fast(leaf), leaf)
+        same &= torch.equal(got, want)
+    return same
+
+
+def test_shards_compile_into_one_graph() -> None:
+    """SPEC 3: fullgraph, collectives and the exchange of sizes included; the same bits."""
+    assert all(launch(2, compiled))
+
+
+def sequence_parallel(rank: int, world: int) -> list[Any]:
+    """Hidden states as slices of the sequence, gathered as DTensor gathers."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from xentlib.torch import chunked_nll
+
+    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    problem = build(CASES[0], 7)
+    weight = distribute_tensor(torch.tensor(problem.weight), mesh, [Shard(0)])
+    sliced = distribute_tensor(torch.tensor(problem.hidden), mesh, [Shard(0)]).requires_grad_()
+    bias = torch.tensor(problem.bias[:79] if rank == 0 else problem.bias[79:])
+    more = {"bias": bias, "vocab_parallel": mesh}
+    labels = torch.tensor(problem.labels)
+    with pytest.raises(ValueError, match=r"`hidden` must be whole on every rank.*redistribute"):
+        chunked_nll(sliced, weight, labels, **more)
+    whole = sliced.redistribute(placements=[Replicate()])
+    chunked_nll(whole, weight, labels, **more).loss.backward()
+    return [sliced.grad.placements[0].is_shard(0), sliced.grad.full_tensor().numpy()]
+
+
+def test_d_hidden_is_summed_once_with_sequence_parallelism() -> None:
+    """ANCHORS 4.9: what comes back is complete; each rank's slice of it is that rank's gradient."""
+    reference = build(CASES[0], 7).changed(upstream=1.0).reference()
+    for sliced, d_hidden in launch(2, sequence_parallel):
+        assert sliced
+        assert not failures(check("A5", d_hidden, reference.d_hidden, reference.bound_hidden))
 
 
 def dtensor(rank: int, world: int) -> list[Any]:

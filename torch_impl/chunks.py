@@ -69,10 +69,11 @@ class Walk:
         self.hidden, self.transposed = hidden, call.transposed
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
-        weight_VH = call.weight.T if call.transposed else call.weight
-        self.local_size, self.hidden_size = weight_VH.shape
         self.parallel = vocab_parallel_of(call.group, call.shard)
         shard = None if self.parallel is None else self.parallel.shard
+        # Rows beyond those of the shard are padding.
+        weight_VH = (call.weight.T if call.transposed else call.weight)[: shard and shard.size]
+        self.local_size, self.hidden_size = weight_VH.shape
         self.vocab_size = self.local_size if shard is None else shard.vocab_size
         self.tokens = select_tokens(
             call.labels, call.where, call.ignore_index, self.vocab_size, shard
@@ -89,7 +90,7 @@ class Walk:
         )
         self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
         self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
-        self.bias_V = None if call.bias is None else call.bias.to(compute_dtype)
+        self.bias_V = None if call.bias is None else call.bias[: self.local_size].to(compute_dtype)
         self.scale = None if call.logit_scale is None else call.logit_scale.to(compute_dtype)
         self.softcap, self.temperature = call.softcap, call.temperature
         rows = pad_rows(self.plan.chunk_tokens) if self.tokens.computed else 0
@@ -191,11 +192,11 @@ class Given:
         labels: Tensor,
         where: Tensor | None,
         temperature: Tensor | None,
+        shard: Tensor | None,
         ignore_index: int,
         compute_dtype: torch.dtype,
         chunk_bytes: int,
         group: str,
-        shard: list[int],
     ) -> None:
         self.logits, self.temperature, self.compute_dtype = logits, temperature, compute_dtype
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
@@ -286,8 +287,10 @@ class Gradients(NamedTuple):
 class GradientSums:
     """Steps 7 and 8: d hidden, d weight and d bias out of one dz after the other."""
 
-    def __init__(self, walk: Walk, needs: list[bool], shape: torch.Size) -> None:
-        self.walk, self.needs = walk, needs
+    def __init__(self, walk: Walk, needs: list[bool], rows: int) -> None:
+        self.walk, self.needs, self.padding = walk, needs, rows - walk.local_size
+        shape = (walk.local_size, walk.hidden_size)
+        shape = shape[::-1] if walk.transposed else shape
         num_tokens = walk.hidden.shape[0]
         self.hidden = torch.zeros(num_tokens if needs[0] else 0, walk.hidden_size, **walk.like)
         self.weight = torch.empty(shape if needs[1] else (0, 0), **walk.like)
@@ -368,6 +371,12 @@ class GradientSums:
         self._start_sum()
         if self.summing is not None:
             self.summing.wait()
+        if self.padding:
+            corner = (0, self.padding) if self.walk.transposed else (0, 0, 0, self.padding)
+            self.weight = (
+                torch.nn.functional.pad(self.weight, corner) if self.needs[1] else self.weight
+            )
+            self.bias = torch.nn.functional.pad(self.bias, (0, self.padding * self.needs[2]))
         found = Gradients(self.hidden, self.weight, self.bias)
         if exponent is not None:
             for accumulator in found:

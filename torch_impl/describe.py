@@ -84,6 +84,7 @@ class HeadCall(NamedTuple):
     where: Tensor | None
     logit_scale: Tensor | None
     temperature: Tensor | None
+    shard: Tensor | None  # start, stop, V of this rank's rows
     ignore_index: int
     softcap: float | None
     gemm_dtype: torch.dtype
@@ -91,14 +92,13 @@ class HeadCall(NamedTuple):
     chunk_bytes: int
     transposed: bool
     group: str  # "" without vocabulary shards
-    shard: list[int]
 
 
 HEAD_SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? where, "
-    "Tensor? logit_scale, Tensor? temperature, SymInt ignore_index, float? softcap, "
-    "ScalarType gemm_dtype, ScalarType compute_dtype, SymInt chunk_bytes, bool transposed, "
-    "str group, SymInt[] shard"
+    "Tensor? logit_scale, Tensor? temperature, Tensor? shard, SymInt ignore_index, "
+    "float? softcap, ScalarType gemm_dtype, ScalarType compute_dtype, SymInt chunk_bytes, "
+    "bool transposed, str group"
 )
 
 
@@ -129,13 +129,14 @@ def prepare(
         None if where is None else where.reshape(-1),
         as_tensor(logit_scale, 1.0, hidden, compute),
         None if temperatures is None else temperatures.reshape(-1),
+        local.shard,
         ignore_index,
         None if softcap is None else float(softcap),
         gemm,
         compute,
         max_chunk_bytes or default_chunk_bytes(hidden.device.type),
         weight_layout == "HV",
-        *local.arguments,
+        local.group,
     )
 
 

@@ -5,6 +5,7 @@ Shapes: N tokens.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xentlib.checks import check_group, check_not_whole, check_placement, check_shard
+from xentlib.checks import (
+    check_group,
+    check_not_whole,
+    check_placement,
+    check_replicated,
+    check_shard,
+)
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.softmax import RestStats, exp_difference
 
-__all__ = ["Local", "VocabParallel", "local_columns", "local_rows", "vocab_parallel_of"]
+__all__ = [
+    "Local",
+    "VocabParallel",
+    "find_group",
+    "local_columns",
+    "local_rows",
+    "replicated",
+    "vocab_parallel_of",
+]
 
 # The shard of each head that was asked for, by the tensor itself: heads of one size on this rank
 # may have other sizes on another, and a rank that remembers must not meet one that asks.
@@ -51,18 +66,53 @@ def gathered(row: list[Any] | Tensor, group: dist.ProcessGroup, like: Tensor) ->
     return found
 
 
-def find_shard(
-    holder: Tensor, local_size: int, group: dist.ProcessGroup, vocab_size: int | None
-) -> VocabShard:
+def find_shard(holder: Tensor, rows: int, group_name: str, vocab_size: int | None) -> VocabShard:
     """Where this rank's rows begin: from the sizes of all shards, exchanged once for a `holder`."""
-    known, key = KNOWN.get(holder), (group.group_name, local_size, vocab_size)
+    known, key = KNOWN.get(holder), (group_name, rows, vocab_size)
     if known is not None and known[0] == key:
         shard: VocabShard = known[1]
         return shard
-    sizes = tuple(int(size) for (size,) in gathered([local_size], group, holder))
+    group = group_named(group_name)
+    sizes = tuple(int(size) for (size,) in gathered([rows], group, holder))
     shard = shard_of(sizes, dist.get_rank(group), vocab_size)
     KNOWN[holder] = (key, shard)
     return shard
+
+
+def find_columns(logits: Tensor, group_name: str, vocab_size: int | None) -> VocabShard:
+    """Where this rank's columns begin, by one exchange: logits are new in every step, and ranks
+    that remember must not meet ranks that ask."""
+    group = group_named(group_name)
+    row = logits[:1].double() if logits.numel() else logits.new_zeros(1, 1, dtype=torch.float64)
+    sums = torch.stack([row.sum(), row.min(), row.max()]).tolist()
+    found = gathered([logits.shape[1], *sums], group, logits)
+    sizes = tuple(int(x[0]) for x in found)
+    if vocab_size is None:
+        check_not_whole(sizes, [x[1:] for x in found])
+    return shard_of(sizes, dist.get_rank(group), vocab_size)
+
+
+@torch.library.custom_op(
+    "xentlib::vocab_shard",
+    mutates_args=(),
+    schema="(Tensor holder, bool logits, SymInt rows, str group, SymInt? vocab_size) -> Tensor",
+)
+def shard_op(holder: Tensor, logits: bool, rows: int, group: str, vocab_size: int | None) -> Tensor:
+    """`find_shard` or `find_columns` as one operator, opaque to the compiler: start, stop, V."""
+    if logits:
+        shard = find_columns(holder, group, vocab_size)
+    else:
+        shard = find_shard(holder, rows, group, vocab_size)
+    return numbers_of(shard)
+
+
+@shard_op.register_fake
+def _(holder: Tensor, logits: bool, rows: int, group: str, vocab_size: int | None) -> Tensor:
+    return torch.empty(3, dtype=torch.int64)
+
+
+def numbers_of(shard: VocabShard) -> Tensor:
+    return torch.tensor([shard.start, shard.stop, shard.vocab_size], dtype=torch.int64)
 
 
 class VocabParallel:
@@ -104,67 +154,69 @@ class VocabParallel:
         return dist.all_reduce(x, group=self.group, async_op=True)
 
 
-def vocab_parallel_of(group_name: str, shard: list[int]) -> VocabParallel | None:
-    """From what an operator may take as arguments; None without a group."""
-    if not group_name:
-        return None
+def group_named(name: str) -> dist.ProcessGroup:
+    """From its name, which is what an operator may take."""
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
-    group = resolve(group_name)
-    return VocabParallel(group, VocabShard(*shard))
+    found: dist.ProcessGroup = resolve(name)
+    return found
+
+
+def vocab_parallel_of(group: str, shard: Tensor | None) -> VocabParallel | None:
+    """From what an operator may take as arguments; None without a group."""
+    return None if shard is None else VocabParallel(group_named(group), VocabShard(*shard.tolist()))
 
 
 class Local(NamedTuple):
-    """Group and shard as an operator takes them; ("", []) for a whole vocabulary."""
+    """Group and shard as an operator takes them; ("", None) for a whole vocabulary."""
 
     group: str
-    shard: list[int]
-
-    @property
-    def arguments(self) -> tuple[str, list[int]]:
-        return self.group, self.shard
+    shard: Tensor | None  # [3] start, stop, V; on the CPU
 
 
-def local_rows(
-    weight: Tensor, bias: Tensor | None, parallel: Any, layout: str
-) -> tuple[Tensor, Tensor | None, Local]:
-    """This rank's classes of the head as plain tensors, and where they belong."""
-    axis = 0 if layout == "VH" else 1
+def local_rows(weight: Tensor, parallel: Any, layout: str) -> tuple[Tensor, Local]:
+    """This rank's rows of the head as a plain tensor, and where they belong."""
     if parallel is None or weight.ndim != 2:  # the latter is refused where shapes are checked
-        return weight, bias, Local("", [])
-    from torch.distributed.tensor import DTensor
-
+        return weight, Local("", None)
+    axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
-    holder = weight
-    if isinstance(weight, DTensor):
+    dtensor = dtensor_type()
+    if dtensor is not None and isinstance(weight, dtensor):
         placements = weight.placements
         check_placement(
             weight.device_mesh.ndim, placements[0].is_shard(axis), axis, tuple(placements)
         )
-        weight = weight.to_local()
-    rows = weight.shape[axis]
-    shard = find_shard(holder, rows, group, vocab_size)
-    if shard.padding:
-        weight = weight.narrow(axis, 0, shard.size)
-        if bias is not None and bias.shape == (rows,):
-            bias = bias[: shard.size]
-    return weight, bias, Local(group.group_name, [shard.start, shard.stop, shard.vocab_size])
+        # A DTensor is cut as torch.chunk cuts: nothing to exchange.
+        whole, ranks = weight.shape[axis], dist.get_world_size(group)
+        columns = -(-whole // ranks)
+        sizes = tuple(max(0, min(columns, whole - k * columns)) for k in range(ranks))
+        shard = shard_of(sizes, dist.get_rank(group), vocab_size)
+        return weight.to_local(), Local(group.group_name, numbers_of(shard))
+    name = group.group_name
+    return weight, Local(name, shard_op(weight, False, weight.shape[axis], name, vocab_size))
 
 
 def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Local:
-    """Where this rank's columns belong. Without `shard` one exchange in every call: logits are new
-    in every step, and ranks that remember must not meet ranks that ask."""
-    if parallel is None or logits.ndim < 1:
-        return Local("", [])
+    """Where this rank's columns [N, C] belong."""
+    if parallel is None:
+        return Local("", None)
     group, vocab_size = unpadded(parallel)
-    columns = logits.shape[-1]
-    if shard is None:
-        rows = logits.detach().reshape(-1, columns)[:1] if columns else logits.new_zeros(0, 1)
-        row = rows.double() if rows.numel() else torch.zeros(1, 1, device=logits.device)
-        sums = torch.stack([row.sum(), row.min(), row.max()]).tolist()
-        found = gathered([columns, *sums], group, logits)
-        sizes = tuple(int(x[0]) for x in found)
-        if vocab_size is None:
-            check_not_whole(sizes, [x[1:] for x in found])
-        shard = shard_of(sizes, dist.get_rank(group), vocab_size)
-    check_shard(shard, columns)
-    return Local(group.group_name, [shard.start, shard.stop, shard.vocab_size])
+    if shard is not None:
+        check_shard(shard, logits.shape[1])
+        return Local(group.group_name, numbers_of(shard))
+    columns, name = logits.shape[1], group.group_name
+    return Local(name, shard_op(logits.detach(), True, columns, name, vocab_size))
+
+
+def dtensor_type() -> Any:
+    """DTensor, if anybody has loaded it: loading it takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
+def replicated(name: str, x: Any) -> Any:
+    """A DTensor that every rank has whole, as the tensor that it is; a plain one as it comes."""
+    dtensor = dtensor_type()
+    if dtensor is None or not isinstance(x, dtensor):
+        return x
+    check_replicated(name, all(p.is_replicate() for p in x.placements), tuple(x.placements))
+    return x.to_local()

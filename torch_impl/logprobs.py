@@ -25,7 +25,7 @@ from xentlib.torch.describe import (
     not_differentiable,
     prepare,
 )
-from xentlib.torch.head import local_columns, local_rows
+from xentlib.torch.head import local_columns, local_rows, replicated
 from xentlib.torch.labels import Tokens
 from xentlib.torch.softmax import FLOOR, Block, TokenStats, take_target
 
@@ -88,7 +88,7 @@ def logprobs_backward(
     exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
         g_3N = torch.ldexp(g_3N, exponent)
-    sums = GradientSums(walk, needs, call.weight.shape)
+    sums = GradientSums(walk, needs, call.weight.shape[call.transposed])
     for chunk in walk.chunks():
         block = walk.block()
         for rows in walk.blocks(chunk, jacobian=True):
@@ -195,8 +195,8 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
-    ctx.save_for_backward(*inputs[:7], output[4])
-    ctx.rest = inputs[7:15]
+    ctx.save_for_backward(*inputs[:8], output[4])
+    ctx.rest = inputs[8:15]
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -248,8 +248,8 @@ def given_backward(
 
 
 GIVEN_SCHEMA = (
-    "Tensor logits, Tensor labels, Tensor? where, Tensor? temperature, SymInt ignore_index, "
-    "ScalarType compute_dtype, SymInt chunk_bytes, str group, SymInt[] shard"
+    "Tensor logits, Tensor labels, Tensor? where, Tensor? temperature, Tensor? shard, "
+    "SymInt ignore_index, ScalarType compute_dtype, SymInt chunk_bytes, str group"
 )
 
 
@@ -267,7 +267,7 @@ def given_op(*arguments: Any) -> tuple[Tensor, ...]:
 
 @given_op.register_fake
 def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return fake_outputs(logits, arguments[-1], arguments[4])
+    return fake_outputs(logits, arguments[-1], arguments[5])
 
 
 @torch.library.custom_op(
@@ -295,8 +295,8 @@ def _(*arguments: Any) -> Tensor:
 def _given_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
-    ctx.save_for_backward(*inputs[:4], output[4])
-    ctx.rest = inputs[4:9]
+    ctx.save_for_backward(*inputs[:5], output[4])
+    ctx.rest = inputs[5:9]
 
 
 def _given_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -327,7 +327,8 @@ def chunked_logprobs(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> LogprobOutput:
-    weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
+    hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
+    weight, local = local_rows(weight, vocab_parallel, weight_layout)
     problem = check_logprobs(
         describe(hidden),
         describe(weight),
@@ -397,18 +398,20 @@ def vocab_parallel_logprobs(
         shard=shard,
     )
     not_differentiable(temperature=temperature)
-    local = local_columns(logits, vocab_parallel, shard)
+    flat = logits.reshape(problem.num_tokens, problem.columns)
+    local = local_columns(flat, vocab_parallel, shard)
     compute = getattr(torch, problem.compute_dtype)
     temperatures = as_tensor(temperature, 1.0, logits, compute)
     results = given_op(
-        logits.reshape(problem.num_tokens, problem.columns),
+        flat,
         labels.reshape(-1),
         None if where is None else where.reshape(-1),
         None if temperatures is None else temperatures.reshape(-1),
+        local.shard,
         ignore_index,
         compute,
         max_chunk_bytes or default_chunk_bytes(logits.device.type),
-        *local.arguments,
+        local.group,
         entropy,
         getattr(torch, problem.output_dtype),
     )

@@ -27,7 +27,7 @@ from xentlib.torch.describe import (
     prepare,
     wanted,
 )
-from xentlib.torch.head import local_rows
+from xentlib.torch.head import local_rows, replicated
 from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
@@ -67,7 +67,7 @@ def nll_forward(
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
 
-    sums = GradientSums(walk, needs, call.weight.shape)
+    sums = GradientSums(walk, needs, call.weight.shape[call.transposed])
     asked = {"entropy": entropy, "smoothing": label_smoothing > 0}
     uniform = label_smoothing / walk.vocab_size
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct. One write a block.
@@ -295,7 +295,8 @@ def chunked_nll(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> NLLOutput:
-    weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
+    hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
+    weight, local = local_rows(weight, vocab_parallel, weight_layout)
     problem = check_nll(
         describe(hidden),
         describe(weight),

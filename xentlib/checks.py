@@ -24,6 +24,7 @@ __all__ = [
     "check_nll",
     "check_not_whole",
     "check_placement",
+    "check_replicated",
     "check_shard",
     "check_shards",
     "check_varying",
@@ -496,6 +497,16 @@ def check_placement(dimensions: int, sharded: bool, axis: int, placements: objec
             f"`weight` must be sharded over its vocabulary, dimension {axis}, on a "
             f"one-dimensional mesh; got {placements} on {dimensions} dimensions. Pass "
             f"`weight.redistribute(placements=[Shard({axis})])`."
+        )
+
+
+def check_replicated(name: str, whole: bool, placements: object) -> None:
+    """Refuse tokens that this rank has only a part of."""
+    if not whole:
+        raise ValueError(
+            f"`{name}` must be whole on every rank, a plain tensor or a DTensor with Replicate(); "
+            f"got {placements}. Pass `{name}.redistribute(placements=[Replicate()])`, whose "
+            f"backward takes this rank's slice."
         )
 
 
