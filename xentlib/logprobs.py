@@ -86,12 +86,13 @@ def chunked_logprobs(
         softcap: positive number or None.
         temperature: positive number, 0-d array, or [...] one per token.
         entropy: compute the entropy too. Not asked for, it costs nothing.
-        vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh; `weight` and
-            `bias` are then this rank's rows of the head (a plain tensor, or a DTensor sharded on
-            the vocabulary), in rank order, of any sizes, none included. `hidden`, `labels` and the
-            rest are the same on every rank, and so are the results and d hidden. One MAX and one
-            packed SUM over [N] numbers, one SUM of d hidden; the shards' sizes are exchanged when
-            a head is first seen. In JAX not supported yet.
+        vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
+            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding.
+            `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of
+            any sizes, none included, and a DTensor sharded on the vocabulary if you like.
+            `hidden`, `labels` and the rest are the same on every rank, and so are the results and
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden; in PyTorch
+            the shards' sizes are exchanged when a head is first seen.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
             everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
         max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.

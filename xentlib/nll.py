@@ -86,9 +86,10 @@ def chunked_nll(
     their gradient is exactly +0. With no valid token the loss is 0 and all gradients are 0.
 
     Gradients for `hidden`, `weight` and `bias` are computed in the forward pass, chunk by chunk:
-    three GEMMs, one where no gradient is wanted. With `vocab_parallel` and several chunks there are
-    four: the statistics of all shards must be known first, and the logits are computed again. All
-    other arguments are constants; asking for their gradient raises.
+    three GEMMs, one where no gradient is wanted. With `vocab_parallel` and several chunks the
+    statistics of all shards must be known first: `xentlib.plan.exchanges_per_chunk` says whether
+    they are exchanged in every chunk, or once for a fourth GEMM. All other arguments are
+    constants; asking for their gradient raises.
 
     Args:
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
@@ -109,12 +110,13 @@ def chunked_nll(
             `reduction` says. Pass the token count of the whole window to accumulate micro-batches.
         outputs: any of "logprobs", "entropy", "lse", "correct": per token, without gradient, 0
             (False) for tokens that are not valid.
-        vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh; `weight` and
-            `bias` are then this rank's rows of the head (a plain tensor, or a DTensor sharded on
-            the vocabulary), in rank order, of any sizes, none included. `hidden`, `labels` and the
-            rest are the same on every rank, and so are the results and d hidden. One MAX and one
-            packed SUM over [N] numbers, one SUM of d hidden; the shards' sizes are exchanged when
-            a head is first seen. In JAX not supported yet.
+        vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
+            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding.
+            `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of
+            any sizes, none included, and a DTensor sharded on the vocabulary if you like.
+            `hidden`, `labels` and the rest are the same on every rank, and so are the results and
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden; in PyTorch
+            the shards' sizes are exchanged when a head is first seen.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
             everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
         max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
