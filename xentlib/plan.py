@@ -197,7 +197,12 @@ def plan_chunks(
 
 
 def peak_bytes(
-    plan: ChunkPlan, *, backend: str, dtype: str = "float32", gradient: bool = True
+    plan: ChunkPlan,
+    *,
+    backend: str,
+    dtype: str = "float32",
+    gradient: bool = True,
+    recompute: bool = False,
 ) -> int:
     """Peak memory of one call beside its inputs, results included, on CPU.
 
@@ -205,7 +210,8 @@ def peak_bytes(
     chunks and one is no smaller than the float32 head. XLA needs less than this otherwise.
 
         torch: chunk + two blocks + rows of a chunk   (+ float32 head where the operands are 16-bit)
-        JAX:   chunk + rows of a chunk                (a second chunk, dz, for gradients)
+        JAX:   chunk + rows of a chunk                (a second chunk, dz, for gradients; with
+                                                       recompute only in 16 bits)
         both:  + float32 d weight and d hidden        (+ their rounded copies, in JAX)
 
     Args:
@@ -213,6 +219,8 @@ def peak_bytes(
         backend: "torch" or "jax".
         dtype: name of the operands' dtype; `weight` and `hidden` alike.
         gradient: for `hidden` and `weight`, or the loss alone.
+        recompute: `chunked_logprobs`, whose backward computes the logits again, and not
+            `chunked_nll`.
     """
     size = plan.compute_itemsize
     chunk = plan.chunk_bytes
@@ -229,7 +237,8 @@ def peak_bytes(
     if not gradient:
         return chunk + mask + rows + copies + (rows // 2 if low else 0)
     # Beside a chunk: its dz, or the GEMM's addend to d weight, whichever is larger.
-    total = chunk + max(chunk, head * size) + mask + 2 * rows + copies + (head + trunk) * size
+    dz = (chunk // 2 if low else 0) if recompute else chunk
+    total = chunk + max(dz, head * size) + mask + 2 * rows + copies + (head + trunk) * size
     return total + (head * size + (head + trunk) * ITEMSIZE[dtype] if low else 0)
 
 
