@@ -108,11 +108,12 @@ def shard_op(holder: Tensor, logits: bool, rows: int, group: str, vocab_size: in
 
 @shard_op.register_fake
 def _(holder: Tensor, logits: bool, rows: int, group: str, vocab_size: int | None) -> Tensor:
-    return torch.empty(3, dtype=torch.int64)
+    return torch.empty(3, dtype=torch.int64, device="cpu")
 
 
 def numbers_of(shard: VocabShard) -> Tensor:
-    return torch.tensor([shard.start, shard.stop, shard.vocab_size], dtype=torch.int64)
+    numbers = [shard.start, shard.stop, shard.vocab_size]
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 class VocabParallel:
