@@ -132,11 +132,17 @@ def test_audit_mode_does_not_know_of_shards(
 COLLECTIVES = ("c10d::allreduce_", "c10d::_allgather_base_", "c10d::allgather_")
 
 
-def counted(rank: int, world: int, function: str) -> list[tuple[Any, ...]]:
+def counted(
+    rank: int, world: int, function: str, in_every_chunk: bool = False
+) -> list[tuple[Any, ...]]:
     """Collectives of forward and backward, by chunks and by valid tokens."""
     from torch.profiler import ProfilerActivity, profile
 
+    from xentlib import plan
     from xentlib import torch as ours
+
+    if in_every_chunk:
+        plan.EXCHANGE_FLOPS["cpu"] = 0.0
 
     group = torch.distributed.group.WORLD
     weight = torch.nn.Parameter(torch.randn(V // world, 24))
@@ -171,6 +177,14 @@ def test_collectives_do_not_count_chunks_or_tokens(function: str) -> None:
             first = index == 0  # the sizes are exchanged with the first call
             assert (forward - first, backward) == expected, (chunks, valid)
             assert zero, "no valid token, no gradient"
+
+
+def test_the_count_sees_collectives_in_every_chunk() -> None:
+    """ANCHORS 4.6: what repeats its collectives for each chunk fails the count above."""
+    for found in launch(2, counted, "chunked_nll", True):
+        forward = {(chunks, valid): count for chunks, valid, count, *_ in found}
+        assert forward[64, 512] == 64 * 2 + 1
+        assert forward[64, 512] > forward[8, 512] > forward[8, 1] == 3
 
 
 def variants(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
