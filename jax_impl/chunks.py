@@ -229,8 +229,9 @@ def _logits(chunks: Chunks, index: jax.Array) -> Chunk:
     in_chunk_T = start + jnp.arange(chunks.chunk, dtype=jnp.int32) < chunks.num_valid
     rows_T = lax.dynamic_slice(chunks.order, (start,), (chunks.chunk,))
     x_TH = jnp.where(in_chunk_T[:, None], chunks.hidden[rows_T], 0).astype(options.gemm_dtype)
-    z_TV = x_TH
-    if chunks.operand is not None:
+    if chunks.operand is None:
+        z_TV = x_TH.astype(compute)
+    else:
         z_TV = contract(x_TH, chunks.operand, 1, chunks.axes[1], compute)
     temperature_T = None
     if constants.temperature is not None:
