@@ -226,8 +226,8 @@ def given_peak_bytes(
     it costs the forward the pass that it saves the backward. Within 5 % of the allocator's count in
     torch, of the compiler's in JAX, but for one chunk of float16, which needs up to a third less.
 
-        torch: three float32 blocks (two in float64), one more in the forward with entropy, and a
-               16-bit one in the backward of 16-bit logits
+        torch: three float32 blocks (two in float64); with entropy one more in the forward, without
+               one fewer in the backward; a 16-bit one in the backward of 16-bit logits
         JAX:   two float32 chunks (one and a half for 16-bit logits without entropy); for 16-bit
                logits their gradient twice, once as the integers that XLA on CPU scatters; where
                one chunk is all, another one with entropy, and a mask of bytes
@@ -261,6 +261,6 @@ def given_peak_bytes(
     rounded = rows * columns * ITEMSIZE[dtype] if low_bits else 0
     more = block if entropy else 0
     forward = scratch + max((22 if entropy else 18) * number, more + 5 * number)
-    backward = scratch + rounded + d_logits + 9 * number
+    backward = scratch - (0 if entropy else block) + rounded + d_logits + 9 * number
     # Labels as int64, and masks.
     return 12 * num_tokens + (max(forward, backward) if gradient else forward)
