@@ -26,8 +26,10 @@ __all__ = [
     "Gradients",
     "add_gradients",
     "all_stats",
+    "as_bits",
     "cut",
     "fp16_exponent",
+    "from_bits",
     "only_chunk",
     "over_chunks",
     "round_gradients",
@@ -224,9 +226,15 @@ def _logits(chunks: Chunks, index: jax.Array) -> Chunk:
     start = index * chunks.chunk
     in_chunk_T = start + jnp.arange(chunks.chunk, dtype=jnp.int32) < chunks.num_valid
     rows_T = lax.dynamic_slice(chunks.order, (start,), (chunks.chunk,))
-    x_TH = jnp.where(in_chunk_T[:, None], chunks.hidden[rows_T], 0).astype(options.gemm_dtype)
-    z_TV = x_TH
-    if chunks.operand is not None:
+    hidden = chunks.hidden
+    if chunks.operand is None:
+        # XLA on CPU gathers from a float32 copy of 16-bit floats. Outside the loop that is one of
+        # all N rows (twice the logits' bytes); what depends on the chunk stays in the loop.
+        hidden, rows_T = lax.optimization_barrier((hidden, rows_T))
+    x_TH = jnp.where(in_chunk_T[:, None], hidden[rows_T], 0).astype(options.gemm_dtype)
+    if chunks.operand is None:
+        z_TV = x_TH.astype(compute)
+    else:
         z_TV = contract(x_TH, chunks.operand, 1, chunks.axes[1], compute)
     temperature_T = None
     if constants.temperature is not None:
@@ -259,6 +267,17 @@ def shape_logits(
     if temperature_T is not None:
         z_TV = z_TV / temperature_T[:, None]
     return z_TV, derivative
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """16-bit floats as integers on CPU, where XLA scatters floats of 16 bits in float32: two
+    copies of all N rows, four times the bytes of their gradient, where integers take one."""
+    low = x.dtype.itemsize == 2 and jax.default_backend() == "cpu"
+    return lax.bitcast_convert_type(x, jnp.uint16) if low else x
+
+
+def from_bits(x: jax.Array, like: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, like.dtype) if x.dtype == jnp.uint16 else x
 
 
 def rows_of(chunks: Chunks, chunk: Chunk, packed: T) -> T:

@@ -20,8 +20,10 @@ from xentlib.jax.chunks import (
     Gradients,
     add_gradients,
     all_stats,
+    as_bits,
     cut,
     fp16_exponent,
+    from_bits,
     over_chunks,
     round_gradients,
     rows_of,
@@ -243,9 +245,10 @@ def given_backward(
         own_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1) == chunk.y_T1
         dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), logits.dtype.name)
         rows_T = jnp.where(chunk.in_chunk_T, chunk.rows_T, logits.shape[0])
-        return d_logits.at[rows_T].set(dz_TV, mode="drop")
+        return d_logits.at[rows_T].set(as_bits(dz_TV), mode="drop")
 
-    return as_primal(over_chunks(chunks, body, jnp.zeros_like(logits), terms_M), logits)
+    d_logits = over_chunks(chunks, body, as_bits(jnp.zeros_like(logits)), terms_M)
+    return as_primal(from_bits(d_logits, logits), logits)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

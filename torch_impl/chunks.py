@@ -210,10 +210,10 @@ class Given:
             min(chunk_bytes, block_bytes(logits.device.type)), self.width, compute_dtype.itemsize
         )
 
-    def blocks(self) -> Iterator[tuple[Rows, Block]]:
+    def blocks(self, *, diff: bool = True) -> Iterator[tuple[Rows, Block]]:
         tokens, device = self.tokens, self.logits.device
         size = min(self.block_rows, tokens.computed)
-        block = Block(size, self.width, self.compute_dtype, device)
+        block = Block(size, self.width, self.compute_dtype, device, diff=diff)
         scratch_BV = torch.empty(size, self.width, **self.like)
         for start in range(0, tokens.computed, self.block_rows):
             stop = min(start + self.block_rows, tokens.computed)

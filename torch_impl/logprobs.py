@@ -233,7 +233,7 @@ def given_backward(
     whole = tokens.computed == logits.shape[0]
     d_logits = torch.empty_like(logits) if whole else torch.zeros_like(logits)
     d_logits[:, size:] = 0.0
-    for rows, block in given.blocks():
+    for rows, block in given.blocks(diff=d_entropy is not None):
         take_target(rows.z_BV, rows.y_B1)
         g_3B = g_3N[:, rows.places]
         if rows.temperature_B is not None:

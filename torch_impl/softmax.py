@@ -28,9 +28,15 @@ class Block:
     """Scratch of a block: one [B, V] buffer, and a second for exp on CPU. Reused by every block."""
 
     def __init__(
-        self, rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        diff: bool = True,
     ) -> None:
-        self.diff_BV = torch.empty(rows, vocab_size, dtype=dtype, device=device)
+        self.diff_BV = torch.empty(rows if diff else 0, vocab_size, dtype=dtype, device=device)
         # The CPU's float32 exp goes to MKL, 30 times slower where the result is subnormal (751
         # ms against 24 ms for 65 M entries). The backward of log_softmax, g - exp(z) * sum(g),
         # has a vectorised exp (0.98 ULP at worst) that is 3 times faster still, and multiplies.

@@ -1,0 +1,357 @@
+"""`vocab_parallel_logprobs`, of logits that are there: both backends against the oracle, on one
+device and with the vocabulary spread over real ranks or a mesh axis.
+
+Shapes: N tokens, V classes, C columns of a rank, padding included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xentlib import reference
+from xentlib.contract import check, failures
+from xentlib.interop import to_torch
+from xentlib.parity.cases import logit_sets
+from xentlib.ulp import dtype_named
+
+V = 157
+VALUES = ("logprobs", "entropy", "lse", "correct")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of a call as NumPy arrays; `upstream` are gradients of VALUES[:3]."""
+
+    logits: Any
+    labels: Any
+    upstream: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def valid(self) -> Any:
+        return (self.labels != -100) & self.options.get("where", True)
+
+
+def make(
+    seed: int = 1, *, shape: tuple[int, ...] = (61,), columns: int = V, dtype: str = "float32",
+    std: float = 3.0, offset: float = 0.0, ignored: float = 0.2, dead: int = 0,
+    temperature: bool = False, where: bool = False,
+) -> Call:  # fmt: skip
+    """`dead` classes at -inf, the first token's label among them."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((*shape, columns)) * std + offset).astype(dtype_named(dtype))
+    labels = rng.integers(0, columns - dead, shape).astype(np.int32)
+    labels = np.where(rng.random(shape) < 0.3, logits[..., : columns - dead].argmax(-1), labels)
+    labels = np.where(rng.random(shape) < ignored, -100, labels).astype(np.int32)
+    if dead:
+        logits[..., columns - dead :] = -np.inf
+        labels[0] = columns - 1
+    options: dict[str, Any] = {}
+    if temperature:
+        options["temperature"] = rng.uniform(0.5, 2.0, shape).astype(np.float32)
+    if where:
+        options["where"] = rng.random(shape) < 0.8
+    upstream = rng.standard_normal((3, *shape)).astype(np.float32)
+    return Call(logits, labels, upstream, options)
+
+
+def in_torch(call: Call, *, logits: Any = None, **more: Any) -> dict[str, Any]:
+    import torch
+
+    from xentlib.torch import vocab_parallel_logprobs
+
+    x = to_torch(call.logits if logits is None else logits, copy=True).requires_grad_()
+    options = {name: to_torch(value, copy=True) for name, value in call.options.items()}
+    labels = to_torch(call.labels, copy=True)
+    out = vocab_parallel_logprobs(x, labels, **({"entropy": True} | options | more))
+    given = [torch.tensor(g, dtype=y.dtype) for g, y in zip(call.upstream, out) if y is not None]
+    torch.autograd.backward([y for y in out[:3] if y is not None], given)
+    found = {k: None if y is None else y.detach().numpy() for k, y in zip(VALUES, out)}
+    from xentlib.interop import to_numpy
+
+    return found | {"d_logits": np.array(to_numpy(x.grad))}
+
+
+def in_jax(call: Call, *, logits: Any = None, spread: Any = None, **more: Any) -> dict[str, Any]:
+    """`spread` is what makes the function of logits, labels and options out of the plain one."""
+    import jax
+    import jax.numpy as jnp
+
+    from xentlib.jax import vocab_parallel_logprobs
+
+    logits = call.logits if logits is None else logits
+    with jax.enable_x64(logits.dtype == np.float64):
+
+        def plain(x: Any, labels: Any, options: Any, **inside: Any) -> Any:
+            options = {"entropy": True} | options | more | inside
+            return vocab_parallel_logprobs(x, labels, **options)
+
+        function = plain if spread is None else spread(plain)
+        options = {name: jnp.asarray(value) for name, value in call.options.items()}
+        labels = jnp.asarray(call.labels)
+
+        def used(x: Any) -> Any:
+            out = function(x, labels, options)
+            return out[:3], out
+
+        values, pull, out = jax.vjp(used, jnp.asarray(logits), has_aux=True)
+        (d_logits,) = pull(
+            tuple(
+                None if v is None else jnp.asarray(g, v.dtype)
+                for v, g in zip(values, call.upstream)
+            )
+        )
+        for x in out:  # a copy on every device
+            for shard in () if x is None else x.addressable_shards:
+                held = check("A13", np.asarray(shard.data), np.asarray(x), metrics=[BITS])
+                assert not failures(held)
+        found = {name: None if x is None else np.asarray(x) for name, x in zip(VALUES, out)}
+        return found | {"d_logits": np.asarray(d_logits)}
+
+
+def ours(backend: str, **options: Any) -> Any:
+    import importlib
+
+    function = importlib.import_module(f"xentlib.{backend}").vocab_parallel_logprobs
+    return lambda x, y: [v for v in function(x, y, **options)[:3] if v is not None]
+
+
+RUN = {"torch": in_torch, "jax": in_jax}
+BITS = "unequal entries"
+
+
+def oracle(call: Call) -> reference.LogprobReference:
+    """Given logits: hidden = I and weight = logits^T, so d weight is d logits transposed. Classes
+    at -inf come as a bias, for 0 * -inf is none."""
+    flat = call.logits.reshape(-1, call.logits.shape[-1]).astype(np.float64)
+    dead = np.isneginf(flat).any(axis=0)
+    states = np.eye(len(flat), max(len(flat), 1))
+    return reference.logprobs_reference(
+        states,
+        flat.shape[1] * [[0.0]] if not len(flat) else np.where(dead, 0.0, flat).T,
+        call.labels.reshape(-1),
+        bias=np.where(dead, -np.inf, 0.0),
+        **dict(zip(("d_logprobs", "d_entropy", "d_lse"), call.upstream.reshape(3, -1))),
+        **{name: value.reshape(-1) for name, value in call.options.items()},
+    )  # fmt: skip
+
+
+def hold(call: Call, got: dict[str, Any]) -> None:
+    """A0, A3, A5 or A7, and the bound of A2 for values whose terms cancel, as for shards. Float64
+    is held to the same bounds with 2^-53 for u."""
+    o, low = oracle(call), call.logits.dtype.itemsize == 2
+    double = call.logits.dtype == np.float64
+    wide = np.dtype("float64" if double else "float32")
+    shape, valid = call.labels.shape, call.valid
+    z = call.logits.astype(np.float64).reshape(-1, call.logits.shape[-1])
+    z = z / np.reshape(call.options.get("temperature", 1.0), (-1, 1))
+    peak = z.max(axis=1, initial=-np.inf)
+    scale = np.maximum(np.abs(o.lse), 1.0)
+    found = check("A0", got["correct"], o.correct.reshape(shape))
+
+    def error(value: Any, exact: Any) -> Any:
+        """As it would be in float32."""
+        return exact + (value.astype(np.float64) - exact) * 2.0**29 if double else value
+
+    for name in ("logprobs", "entropy", "lse"):
+        value, exact = got[name].reshape(-1), getattr(o, name)
+        assert value.dtype == wide
+        assert got[name].shape == shape
+        sure = np.isfinite(exact)
+        value, exact, unit = value[sure], exact[sure], scale[sure]
+        found += check("A2", error(value, exact), exact, magnitude=unit, quantity=name)
+        gone = got[name][~valid]
+        found += check("A0", gone, np.zeros_like(gone), quantity=f"{name}, not valid")
+    assert not np.any(got["logprobs"] > 0)
+    near = np.maximum(np.abs(peak), o.lse - peak)
+    here = valid.reshape(-1)
+    lse = error(got["lse"].reshape(-1), o.lse)
+    found += check("A3", lse[here], o.lse[here], magnitude=near[here])
+    dz = got["d_logits"]
+    assert dz.dtype == call.logits.dtype
+    assert dz.shape == call.logits.shape
+    gone = dz[~valid]
+    found += check("A0", gone, np.zeros_like(gone), quantity="d logits, not valid")
+    dz, exact = dz.reshape(z.shape), o.d_weight.T[: len(z)]
+    if low:
+        found += check("A7", dz, exact, magnitude=np.abs(exact))
+    else:
+        # p comes from the float32 lse: its rounding, 512 u at 1e4, is in the bound, not in rho.
+        metrics = ("tau", "rho / u") if np.abs(o.lse).max(initial=0.0) < 1e3 else ("tau",)
+        found += check("A5", error(dz, exact), exact, o.bound_weight.T[: len(z)], metrics=metrics)
+    assert not failures(found)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sharp": {"std": 8.0, "ignored": 0.0},
+    "leading": {"shape": (3, 4, 5), "temperature": True, "where": True},
+    "nothing valid": {"ignored": 1.0},
+    "bf16": {"dtype": "bfloat16", "shape": (130,), "temperature": True, "where": True},
+    "float64": {"dtype": "float64", "temperature": True, "where": True},
+    "offset": {"offset": 1e4},
+    "offset below": {"offset": -1e4, "temperature": True},
+    "classes at -inf": {"dead": 40, "ignored": 0.0},
+    "one class": {"columns": 1},
+    "one token": {"shape": (1,), "ignored": 0.0},
+    "no token": {"shape": (0,)},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_oracle(backend: str, case: str) -> None:
+    """A0, A2, A3, A5, A7; ANCHORS 4.1 (a gradient of its own for each token and output), 4.3, 4.4,
+    4.17. Catches: a dropped or turned term of the gradient, a temperature left out of it."""
+    call = make(**CASES[case])
+    hold(call, RUN[backend](call))
+
+
+@pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
+def test_confident_tokens(backend: str, item: Any) -> None:
+    """A3, A4: probabilities of the label from 1e-30 to 1 - 1e-30. Catches: lse - z, 1 - p."""
+    _, logits, labels = item
+    rows, zero = np.arange(len(labels)), np.zeros(len(labels), np.float32)
+    g = np.random.default_rng(3).standard_normal(len(labels)).astype(np.float32)
+    call = Call(logits, labels.astype(np.int32), np.stack([g, zero, zero]))
+    got, o = RUN[backend](call), oracle(call)
+    peak = logits.max(axis=1).astype(np.float64)
+    scale = np.maximum(np.abs(peak), o.lse - peak)
+    found = check("A3", got["lse"], o.lse, magnitude=scale)
+    found += check("A4", got["logprobs"], o.logprobs)
+    found += check("A4", got["d_logits"][rows, labels], o.d_weight[labels, rows])
+    assert not failures(found)
+
+
+def test_a_poisoned_row_reaches_nothing(backend: str) -> None:
+    """A0, ANCHORS 4.4: inf and NaN in logits, temperatures and upstream gradients of tokens that
+    are not valid. Catches: a mask that multiplies."""
+    call = make(temperature=True, ignored=0.3)
+    gone = ~call.valid
+    for poison in (np.inf, -np.inf, np.nan):
+        dirty = replace(
+            call,
+            logits=np.where(gone[:, None], np.float32(poison), call.logits),
+            upstream=np.where(gone, np.float32(poison), call.upstream),
+            options={"temperature": np.where(gone, np.float32(0), call.options["temperature"])},
+        )
+        same(RUN[backend](dirty), RUN[backend](call), "A0")
+
+
+def same(got: dict[str, Any], want: dict[str, Any], row: str) -> None:
+    assert got.keys() == want.keys()
+    for name, value in got.items():
+        assert not failures(check(row, value, want[name], metrics=[BITS], quantity=name))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_do_not_show(backend: str, dtype: str) -> None:
+    """A10: values and d logits have the same bits under any budget, one of a byte included."""
+    call = make(shape=(221,), columns=1001, dtype=dtype, temperature=True)
+    want = RUN[backend](call)
+    for budget in (1, 8 * 1001 * 4, 100 * 1001 * 4, 1 << 40):
+        same(RUN[backend](call, max_chunk_bytes=budget), want, "A10")
+
+
+def test_without_entropy(backend: str) -> None:
+    """A10: not asked for it is None, and the rest has the bits that it has beside an entropy
+    without gradient."""
+    call = make()
+    call = replace(call, upstream=call.upstream * np.float32([[1], [0], [1]]))
+    got, want = RUN[backend](call, entropy=False), RUN[backend](call)
+    assert got.pop("entropy") is None
+    hold(call, got | {"entropy": want["entropy"]})
+    same({k: got[k] for k in ("logprobs", "lse", "correct")},
+         {k: want[k] for k in ("logprobs", "lse", "correct")}, "A10")  # fmt: skip
+
+
+def test_float64_is_the_same_in_both() -> None:
+    """A1: float64 logits give bit-equal float32, values and d logits."""
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    call = make(2, shape=(256,), columns=4099, dtype="float64", temperature=True, where=True)
+    ours, theirs = (
+        {k: x.astype(np.float32) for k, x in RUN[name](call).items()} for name in ("torch", "jax")
+    )
+    same(ours, theirs, "A1")
+
+
+# --- Around the operators ------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+def test_torch_second_backward_is_right_and_double_backward_loud() -> None:
+    """ANCHORS 4.10."""
+    torch = pytest.importorskip("torch")
+    call = make(ignored=0.0)
+    x = torch.tensor(call.logits, requires_grad=True)
+    out = ours("torch", entropy=True)(x, torch.tensor(call.labels))
+    loss = sum((torch.tensor(g) * v).sum() for g, v in zip(call.upstream, out))
+    first, again = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    with pytest.raises(RuntimeError, match=r"`vocab_parallel_logprobs` must be differentiated on"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_torch_compiles_into_one_graph() -> None:
+    """SPEC 3: `torch.compile(fullgraph=True)`, the same bits; also of a transposed view."""
+    torch = pytest.importorskip("torch")
+    call = make(temperature=True)
+    y, t = torch.tensor(call.labels), torch.tensor(call.options["temperature"])
+
+    upstream, function = torch.tensor(call.upstream), ours("torch", entropy=True, temperature=t)
+
+    def step(x: Any) -> Any:
+        return sum((g * v).sum() for g, v in zip(upstream, function(x.T, y)))
+
+    x = torch.tensor(np.ascontiguousarray(call.logits.T), requires_grad=True)
+    want = torch.autograd.grad(step(x), x)[0]
+    got = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), x)[0]
+    assert torch.equal(want, got)
+    assert torch.equal(want.T, torch.tensor(in_torch(call)["d_logits"]))
+
+
+@pytest.mark.torch
+def test_torch_operators_pass_opcheck() -> None:
+    """SPEC 3: schema, registration of the gradient, fake kernels."""
+    torch = pytest.importorskip("torch")
+    from xentlib.torch import logprobs
+
+    names = ("test_schema", "test_autograd_registration", "test_faketensor")
+    x, y, g = torch.randn(9, 5, requires_grad=True), torch.arange(9) % 5, torch.randn(9)
+    given = (y, y > 0, g.abs() + 1, -100, torch.float32, 64, "", [])
+    forward = (x, *given, True, torch.float32)
+    torch.library.opcheck(logprobs.given_op, forward, test_utils=names)
+    kept = logprobs.given_op(*forward)[4].detach()
+    torch.library.opcheck(
+        logprobs.given_backward_op, (g, g, None, kept, x.detach(), *given), test_utils=names
+    )
+
+
+@pytest.mark.jax
+def test_jax_transformations() -> None:
+    """SPEC 3: jit and remat have the eager bits, vmap holds the same rows; a second derivative
+    raises."""
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    calls = [make(seed, shape=(221,), ignored=seed / 3) for seed in range(4)]
+
+    def loss(x: Any, y: Any, g: Any) -> Any:
+        out = ours("jax", entropy=True, max_chunk_bytes=64 * V * 4)(x, y)
+        return sum((a * v).sum() for a, v in zip(g, out))
+
+    batch = [jnp.stack([getattr(c, k) for c in calls]) for k in ("logits", "labels", "upstream")]
+    step = jax.grad(loss)
+    want = np.stack([step(*rows) for rows in zip(*batch)])
+    for other in (jax.jit(step), jax.jit(jax.grad(jax.checkpoint(loss)))):
+        got = np.stack([other(*rows) for rows in zip(*batch)])
+        assert not failures(check("A11", got, want))
+    for call, got in zip(calls, np.asarray(jax.vmap(step)(*batch)), strict=True):
+        hold(call, in_jax(call) | {"d_logits": got})
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(lambda x: step(x, *[b[1] for b in batch[1:]]).sum())(batch[0][1])
