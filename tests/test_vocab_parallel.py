@@ -13,16 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vocab_shards import CASES, V, held, same_on_all_ranks, vocab_axis
 from xentlib.contract import check, failures
 from xentlib.parity.backends import PerToken, run, run_logprobs
-from xentlib.parity.cases import EXTRAS, OPTIONS
-from xentlib.parity.problem import Case, Problem, build, upstream_of
-from xentlib.ulp import bits_unequal
+from xentlib.parity.problem import Problem, build, upstream_of
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-V = 157
 # Sizes of the shards: even or not, a last one empty.
 SPLITS = {
     1: [(157,)],
@@ -30,13 +28,6 @@ SPLITS = {
     3: [(53, 52, 52), (79, 78, 0)],
     4: [(40, 39, 39, 39), (53, 53, 51, 0)],
 }
-CASES = (
-    Case("plain", 61, 24, V, confident=0.3),
-    Case("options", 61, 24, V, std=3.0, options=OPTIONS, **EXTRAS),
-    Case("kernel", 37, 24, V, layout="HV", options={"z_loss": 1e-3}),
-    Case("bf16", 61, 24, V, dtype="bfloat16"),
-    Case("nothing", 16, 24, V, ignored=1.0),
-)
 CHUNK = {"max_chunk_bytes": 16 * V * 4}
 
 
@@ -86,7 +77,7 @@ def tensors(problem: Problem, sizes: tuple[int, ...], rank: int) -> tuple[list[A
     def cross(x: Any) -> Any:
         return to_torch(x, copy=True) if isinstance(x, np.ndarray) else x
 
-    axis = 1 if problem.options.get("weight_layout") == "HV" else 0
+    axis = vocab_axis(problem.options)
     arrays = (
         problem.hidden,
         part_of(problem.weight, axis, sizes, rank),
@@ -157,7 +148,8 @@ def test_shards_give_the_dense_answer(world: int, sizes: tuple[int, ...]) -> Non
     ranks = launch(world, calls, sizes, False)
     items = [(case, cut) for case in CASES for cut in ("one chunk", "several")]
     for index, (case, _) in enumerate(items):
-        problem, axis = build(case, 7), 1 if case.layout == "HV" else 0
+        problem = build(case, 7)
+        axis = vocab_axis(problem.options)
         upstream, low = upstream_of(problem, 5), case.dtype == "bfloat16"
         rounding = {"dz_dtype": "bfloat16" if low else "float64"}
         dense, dense_tokens = run("torch", problem), run_logprobs("torch", problem, upstream)
@@ -175,46 +167,14 @@ def test_shards_give_the_dense_answer(world: int, sizes: tuple[int, ...]) -> Non
                 held(name, got, getattr(one, name), reference, low=low, world=world)
 
 
-def same_on_all_ranks(values: list[Any]) -> Any:
-    for other in values[1:]:
-        assert bits_unequal(np.asarray(other), np.asarray(values[0])) == 0
-    return values[0]
-
-
-def held(name: str, got: Any, dense: Any, reference: Any, *, low: bool, world: int) -> None:
-    if dense is None:
-        assert got is None
-        return
-    values = ("loss", "z_loss", "logprobs", "entropy", "lse")
-    if name in ("num_tokens", "correct", "weight_sum") or (world == 1 and name in values):
-        assert not failures(check("A0", np.asarray(got), np.asarray(dense), quantity=name))
-    elif name in values:
-        exact = np.asarray(getattr(reference, name))
-        scale = np.maximum(np.abs(exact), np.maximum(np.abs(reference.lse).max(), 1.0))
-        assert not failures(check("A2", got, exact, magnitude=scale, quantity=name))
-    else:
-        row = "A7" if low else {"d_hidden": "A5"}.get(name, "A6")
-        measured = check(
-            row,
-            got,
-            getattr(reference, name),
-            getattr(reference, name.replace("d_", "bound_")),
-            magnitude=getattr(reference, name.replace("d_", "magnitude_")),
-            quantity=name,
-        )
-        if len(np.shape(got)) == 1:  # 157 entries of d bias cannot hold a share of 99.5 %
-            measured = [m for m in measured if m.metric != "correctly rounded"]
-        assert measured
-        assert not failures(measured)
-
-
 @pytest.mark.parametrize(("world", "sizes"), [(2, (79, 78)), (3, (79, 78, 0))], ids=str)
 def test_audit_mode_does_not_know_of_shards(world: int, sizes: tuple[int, ...]) -> None:
     """A13, A1: in float64 the shards' sums round to the dense answer's bits."""
     ranks = launch(world, calls, sizes, True)
     items = [case for case in CASES for _ in range(2)]
     for index, case in enumerate(items):
-        problem, axis = build(case, 7), 1 if case.layout == "HV" else 0
+        problem = build(case, 7)
+        axis = vocab_axis(problem.options)
         upstream = upstream_of(problem, 5)
         for kind, one in (
             ("nll", run("torch", problem, audit=True)),
