@@ -18,7 +18,9 @@ from xentlib.jax import chunked_logprobs, chunked_nll
 from xentlib.parity.backends import GRADIENTS
 from xentlib.parity.problem import Problem, upstream_of
 
-PADDING = 1e4  # in rows that are no classes: a logit of this size, or a gradient from it, shows
+# In rows that are no classes: logits of this size, or gradients from them, show. A softcap would
+# make nothing of the gradients of large ones.
+PADDING, CAPPED_PADDING = 1e4, 0.5
 
 
 def mesh_of(types: Any = None, **axes: int) -> Any:
@@ -28,15 +30,16 @@ def mesh_of(types: Any = None, **axes: int) -> Any:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=jax.devices()[:count])
 
 
-def padded(x: Any, axis: int, rows: int) -> Any:
+def padded(x: Any, axis: int, rows: int, fill: float) -> Any:
     extra = [(0, rows - n if i == axis else 0) for i, n in enumerate(x.shape)]
-    return np.pad(x, extra, constant_values=PADDING)
+    return np.pad(x, extra, constant_values=fill)
 
 
 def arguments(p: Problem, kind: str, mesh: Any, over: Any, rows: int, data: Any = None) -> tuple:
     """Leaves (hidden, weight, bias) and the rest by name, all on the mesh; and their specs."""
     axis = vocab_axis(p.options)
-    leaves = (p.hidden, padded(p.weight, axis, rows), padded(p.bias, 0, rows))
+    fill = CAPPED_PADDING if p.options.get("softcap") else PADDING
+    leaves = (p.hidden, padded(p.weight, axis, rows, fill), padded(p.bias, 0, rows, fill))
     leaf_specs = (P(data), P(None, over) if axis else P(over), P(over))
     rest = {
         "labels": p.labels,
