@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ranks import launch
+from vocab_shards import CASES, V, held
 from xentlib.contract import check, failures
 from xentlib.parity.backends import run, run_logprobs
-from xentlib.parity.cases import EXTRAS, OPTIONS
 from xentlib.parity.problem import Case, Upstream, build, upstream_of
 from xentlib.parity.ranks import Call, Sharded, run_calls
 from xentlib.ulp import bits_unequal
@@ -18,7 +18,6 @@ from xentlib.ulp import bits_unequal
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-V = 157
 # Sizes of the shards: even or not, a last one empty.
 SPLITS = {
     1: [(157,)],
@@ -26,15 +25,6 @@ SPLITS = {
     3: [(53, 52, 52), (79, 78, 0)],
     4: [(40, 39, 39, 39), (53, 53, 51, 0)],
 }
-CASES = (
-    Case("plain", 61, 24, V, confident=0.3),
-    Case("options", 61, 24, V, std=3.0, options=OPTIONS, **EXTRAS),
-    Case("kernel", 37, 24, V, layout="HV", options={"z_loss": 1e-3}),
-    Case("bf16", 61, 24, V, dtype="bfloat16"),
-    Case("nothing", 16, 24, V, ignored=1.0),
-)
-
-
 SETUPS = [(world, sizes) for world, splits in SPLITS.items() for sizes in splits]
 AUDITED = [(79, 78), (79, 78, 0)]
 
@@ -81,33 +71,6 @@ def test_shards_give_the_dense_answer(
         for name in dense._fields:
             got, one = getattr(outcome, name), getattr(dense, name)
             held(name, got, one, reference, low=low, world=world)
-
-
-def held(name: str, got: Any, dense: Any, reference: Any, *, low: bool, world: int) -> None:
-    if dense is None:
-        assert got is None
-        return
-    values = ("loss", "z_loss", "logprobs", "entropy", "lse")
-    if name in ("num_tokens", "correct", "weight_sum") or (world == 1 and name in values):
-        assert not failures(check("A0", np.asarray(got), np.asarray(dense), quantity=name))
-    elif name in values:
-        exact = np.asarray(getattr(reference, name))
-        scale = np.maximum(np.abs(exact), np.maximum(np.abs(reference.lse).max(), 1.0))
-        assert not failures(check("A2", got, exact, magnitude=scale, quantity=name))
-    else:
-        row = "A7" if low else {"d_hidden": "A5"}.get(name, "A6")
-        measured = check(
-            row,
-            got,
-            getattr(reference, name),
-            getattr(reference, name.replace("d_", "bound_")),
-            magnitude=getattr(reference, name.replace("d_", "magnitude_")),
-            quantity=name,
-        )
-        if len(np.shape(got)) == 1:  # 157 entries of d bias cannot hold a share of 99.5 %
-            measured = [m for m in measured if m.metric != "correctly rounded"]
-        assert measured
-        assert not failures(measured)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
