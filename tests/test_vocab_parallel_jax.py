@@ -245,12 +245,15 @@ def test_collectives_and_buffers(kind, chunks):
         assert max(entries(text)) <= tokens * columns // 8
 
 
-@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
-@pytest.mark.parametrize(
-    ("kind", "axes"),
-    [("nll", {"tp": 4}), ("logprobs", {"tp": 4}), ("nll", {"data": 2, "tp": 2})],
-    ids=str,
+GSPMD = (
+    ("nll", {"tp": 4}, AxisType.Auto),
+    ("logprobs", {"tp": 4}, AxisType.Auto),
+    ("nll", {"data": 2, "tp": 2}, AxisType.Auto),
+    ("logprobs", {"data": 2, "tp": 2}, AxisType.Explicit),
 )
+
+
+@pytest.mark.parametrize(("kind", "axes", "types"), GSPMD, ids=str)
 def test_a_sharded_head_outside_shard_map(kind, axes, types):
     """A2, A5, A6, SPEC 6: GSPMD given a head in pieces of its vocabulary. Catches: a compiler that
     gathers or sums logits. Explicit axes need `auto_axes`: a sort of sharded tokens and a label's
