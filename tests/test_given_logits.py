@@ -324,7 +324,7 @@ def test_torch_operators_pass_opcheck() -> None:
 
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
     x, y, g = torch.randn(9, 5, requires_grad=True), torch.arange(9) % 5, torch.randn(9)
-    given = (y, y > 0, g.abs() + 1, -100, torch.float32, 64, "", [])
+    given = (y, y > 0, g.abs() + 1, None, -100, torch.float32, 64, "")
     forward = (x, *given, True, torch.float32)
     torch.library.opcheck(logprobs.given_op, forward, test_utils=names)
     kept = logprobs.given_op(*forward)[4].detach()

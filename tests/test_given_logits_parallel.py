@@ -326,7 +326,9 @@ def test_what_an_axis_refuses(padded: bool) -> None:
     from jax.sharding import PartitionSpec
 
     call = make(columns=10)
-    with pytest.raises(ValueError, match=r"`vocab_parallel` must be the name of a mesh axis inside"):
+    with pytest.raises(
+        ValueError, match=r"`vocab_parallel` must be the name of a mesh axis inside"
+    ):
         in_jax(call, vocab_parallel="tp")
 
     def replicated(plain: Any) -> Any:

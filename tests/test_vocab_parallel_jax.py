@@ -326,7 +326,12 @@ def attempt(parallel: Any, weight: Any, bias: Any, **how: Any) -> None:
 
 
 REFUSED = {
-    "another axis": ("dp", P("tp"), P("tp"), "must be the name of a mesh axis inside `shard_map`; got 'dp'"),
+    "another axis": (
+        "dp",
+        P("tp"),
+        P("tp"),
+        "must be the name of a mesh axis inside `shard_map`; got 'dp'",
+    ),
     "whole weight": ("tp", P(), P("tp"), r"`weight` must be spread over mesh axis 'tp'"),
     "whole bias": ("tp", P("tp"), P(), r"`bias` must be spread over mesh axis 'tp'"),
     "too few": (PaddedVocab("tp", 21), P("tp"), P("tp"), "must spread 21 classes.*20 in all"),
