@@ -19,7 +19,7 @@ import pytest
 
 from hlo import collectives, entries
 from vocab_shards import CASES, V, held, same_on_all_ranks
-from xentlib import PaddedVocab
+from xentlib import PaddedVocab, plan
 from xentlib.contract import check, failures
 from xentlib.parity.backends import GRADIENTS, run, run_logprobs
 from xentlib.parity.problem import Case, Problem, build, upstream_of
@@ -243,6 +243,25 @@ def test_collectives_and_buffers(kind, chunks):
     assert collectives(text) == [(*one, False) for one in expected]
     if chunks > 1:
         assert max(entries(text)) <= tokens * columns // 8
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_statistics_in_every_chunk_spare_a_gemm(monkeypatch, check_vma):
+    """A2, A5, A6, ANCHORS 3.2: the plan's other choice, one MAX and one SUM in the loop and three
+    GEMMs. Catches: statistics of other tokens, a loss that varies by type, a chunk left out on a
+    device without valid tokens."""
+    monkeypatch.setitem(plan.EXCHANGE_FLOPS, "cpu", 0.0)
+    jax.clear_caches()
+    p, mesh = build(OPTIONS, 7), mesh_of(tp=4)
+    got = sharded(p, "nll", mesh, 40, check_vma=check_vma)
+    hold(p, "nll", got)
+    inputs, specs = arguments(p, "nll", mesh, "tp", 160)
+    body = partial(value, "nll", PaddedVocab("tp", V), keywords(p, "nll", 40, True))
+    spread = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    step = jax.jit(jax.value_and_grad(spread, has_aux=True))
+    text = step.lower(*inputs).compile().as_text()
+    jax.clear_caches()
+    assert [c.kind for c in collectives(text) if c.looped] == ["add", "maximum"]
 
 
 GSPMD = (
