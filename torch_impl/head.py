@@ -6,7 +6,9 @@ Shapes: N tokens.
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from xentlib.checks import (
     check_shard,
 )
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
+from xentlib.torch import fsdp2
 from xentlib.torch.softmax import RestStats, exp_difference
 
 __all__ = [
@@ -31,7 +34,10 @@ __all__ = [
     "local_rows",
     "replicated",
     "vocab_parallel_of",
+    "with_whole_head",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # The shard of each head that was asked for, by the tensor itself: heads of one size on this rank
 # may have other sizes on another, and a rank that remembers must not meet one that asks.
@@ -176,8 +182,10 @@ class Local(NamedTuple):
 
 def local_rows(weight: Tensor, parallel: Any, layout: str) -> tuple[Tensor, Local]:
     """This rank's rows of the head as a plain tensor, and where they belong."""
-    if parallel is None or weight.ndim != 2:  # the latter is refused where shapes are checked
+    if weight.ndim != 2:  # refused where shapes are checked
         return weight, Local("", None)
+    if parallel is None:
+        return replicated("weight", weight), Local("", None)
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
     dtensor = dtensor_type()
@@ -194,6 +202,40 @@ def local_rows(weight: Tensor, parallel: Any, layout: str) -> tuple[Tensor, Loca
         return weight.to_local(), Local(group.group_name, numbers_of(shard))
     name = group.group_name
     return weight, Local(name, shard_op(weight, False, weight.shape[axis], name, vocab_size))
+
+
+def with_whole_head(*, recompute: bool) -> Callable[[F], F]:
+    """For a function of (hidden, weight, labels, *, bias, ...): the head may be in pieces.
+
+    `recompute`: its backward reads the head's values again.
+    """
+
+    def wrap(function: F) -> F:
+        @wraps(function)
+        def call(hidden: Any, weight: Any, labels: Any, *, bias: Any = None, **options: Any) -> Any:
+            owner = owner_of(weight)
+            if owner is None:
+                return function(hidden, weight, labels, bias=bias, **options)
+            return fsdp2.call_with_head(
+                owner,
+                hidden,
+                weight,
+                bias,
+                lambda h, w, b: function(h, w, labels, bias=b, **options),
+                recompute=recompute,
+            )
+
+        return cast(F, call)
+
+    return wrap
+
+
+def owner_of(weight: Any) -> fsdp2.Owner | None:
+    """The `fully_shard` that keeps a head in pieces, if one does."""
+    dtensor = dtensor_type()
+    if dtensor is None or not isinstance(weight, dtensor):
+        return None
+    return fsdp2.find_owner(weight)
 
 
 def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Local:

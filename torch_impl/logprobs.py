@@ -25,7 +25,7 @@ from xentlib.torch.describe import (
     not_differentiable,
     prepare,
 )
-from xentlib.torch.head import local_columns, local_rows, replicated
+from xentlib.torch.head import local_columns, local_rows, replicated, with_whole_head
 from xentlib.torch.labels import Tokens
 from xentlib.torch.softmax import FLOOR, Block, TokenStats, take_target
 
@@ -310,6 +310,7 @@ def _given_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None,
 given_op.register_autograd(_given_backward, setup_context=_given_context)
 
 
+@with_whole_head(recompute=True)
 def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,

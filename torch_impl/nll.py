@@ -27,7 +27,7 @@ from xentlib.torch.describe import (
     prepare,
     wanted,
 )
-from xentlib.torch.head import local_rows, replicated
+from xentlib.torch.head import local_rows, replicated, with_whole_head
 from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
@@ -273,6 +273,7 @@ def keeps_graph() -> bool:
     return True if ask is None else bool(ask())
 
 
+@with_whole_head(recompute=False)
 def chunked_nll(
     hidden: Tensor,
     weight: Tensor,

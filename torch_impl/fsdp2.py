@@ -1,0 +1,124 @@
+"""Heads that FSDP2 (`fully_shard`) keeps in pieces: the wrapper's own hooks gather them and take
+their gradient home, so that its mean over ranks, divide factor, dtypes and streams are its own.
+
+There is no public road from a parameter to its group; the one here was read in torch 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["Owner", "call_with_head", "find_owner", "gathered_head"]
+
+T = TypeVar("T")
+OWNERS: Any = WeakIdKeyDictionary()  # of parameters that were asked for
+
+
+class Owner(NamedTuple):
+    """Who shards a parameter."""
+
+    module: Any  # that `fully_shard` was called on
+    state: Any
+    group: Any  # its parameters are gathered and reduced together
+
+    def whole(self, parameter: Tensor | None) -> Tensor | None:
+        """What the group gathers for a parameter: a leaf, whose gradient the group reduces."""
+        for held in self.group.fsdp_params:
+            if held.sharded_param is parameter:
+                found: Tensor = held.unsharded_param
+                return found
+        return parameter
+
+
+def find_owner(parameter: Tensor) -> Owner | None:
+    """None for what no `fully_shard` keeps."""
+    if parameter in OWNERS:
+        known: Owner = OWNERS[parameter]
+        return known
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if fsdp is None:
+        return None
+    from torch.distributed import _composable_state
+
+    for module in list(_composable_state._module_state_mapping):
+        state = _composable_state._get_module_state(module)
+        if not isinstance(state, fsdp.FSDPState):
+            continue
+        for group in state._fsdp_param_groups:
+            if any(held.sharded_param is parameter for held in group.fsdp_params):
+                OWNERS[parameter] = Owner(module, state, group)
+                return Owner(module, state, group)
+    return None
+
+
+def call_with_head(
+    owner: Owner,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    function: Callable[[Tensor, Tensor, Tensor | None], T],
+    *,
+    recompute: bool,
+) -> T:
+    """`function(hidden, weight, bias)` with the head whole, as if it were the module's forward.
+
+    One all-gather, and one reduce-scatter in the backward. Gradients that exist after the forward
+    need no values of the head in the backward, only its shape: unless they are a `recompute`, the
+    module is not told that its parameters will be asked for again, and does not gather them.
+    """
+    found: list[T] = []
+
+    def forward(hidden: Tensor) -> list[Tensor]:
+        whole = owner.whole(weight)
+        assert whole is not None
+        found.append(function(hidden, whole, owner.whole(bias)))
+        # Hooks go on these. What the module returns may be cast to the policy's output dtype, and
+        # is not used: ours stay float32.
+        return _differentiable(found[0]) if recompute else []
+
+    names, uses = vars(owner.module), owner.group._post_forward_indices
+    before, used = names.get("forward"), len(uses)
+    names["forward"] = forward
+    try:
+        owner.module(hidden)
+    finally:
+        del names["forward"]
+        if before is not None:
+            names["forward"] = before
+    if not recompute:
+        if len(uses) > used:  # or the next group's backward would prefetch this one
+            uses.pop()
+            owner.group.comm_ctx.post_forward_order.pop()
+        for x in _differentiable(found[0]):
+            x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
+    return found[0]
+
+
+def _differentiable(result: Any) -> list[Tensor]:
+    parts = result if isinstance(result, tuple) else (result,)
+    return [x for x in parts if isinstance(x, Tensor) and x.requires_grad]
+
+
+@contextmanager
+def gathered_head(
+    owner: Owner, weight: Tensor, bias: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The head whole for the length of a block. Its gradient is reduced at the end of the backward
+    of the model that it belongs to."""
+    group, was_whole = owner.group, owner.group.is_unsharded
+    owner.state._lazy_init()
+    group.unshard()
+    group.wait_for_unshard()
+    whole = owner.whole(weight)
+    assert whole is not None
+    try:
+        yield whole, owner.whole(bias)
+    finally:
+        if not was_whole:
+            group.reshard()
