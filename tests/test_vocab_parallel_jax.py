@@ -246,6 +246,30 @@ def test_collectives_and_buffers(kind, chunks):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+def test_d_hidden_is_summed_once_with_sequence_parallelism(check_vma):
+    """A5, ANCHORS 4.9: hidden states in slices of the sequence over the vocabulary's own axis,
+    gathered before the head. Catches: a sum of ours on top of the one that undoes the gather."""
+    p, mesh = build(replace(EVEN, tokens=220), 7), mesh_of(tp=4)
+    (leaves, rest), (leaf_specs, specs) = arguments(p, "nll", mesh, "tp", 156)
+    body = partial(value, "nll", "tp", keywords(p, "nll", 39, True))
+
+    def gathering(leaves, rest):
+        hidden = jax.lax.all_gather(leaves[0], "tp", axis=0, tiled=True)
+        return body((hidden, *leaves[1:]), rest)
+
+    spread = jax.shard_map(
+        gathering, mesh=mesh, in_specs=((P("tp"), *leaf_specs[1:]), specs), out_specs=P(),
+        check_vma=check_vma,
+    )  # fmt: skip
+    leaves = (jax.device_put(p.hidden, NamedSharding(mesh, P("tp"))), *leaves[1:])
+    step = jax.jit(jax.value_and_grad(spread, has_aux=True))
+    (_, out), gradients = step(leaves, rest)
+    hold(p, "nll", {k: whole(x) for k, x in (out | dict(zip(GRADIENTS, gradients))).items()})
+    text = step.lower(leaves, rest).compile().as_text()
+    assert not [c for c in collectives(text) if c.kind == "add" and "f32[220,24]" in c.types]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_statistics_in_every_chunk_spare_a_gemm(monkeypatch, check_vma):
     """A2, A5, A6, ANCHORS 3.2: the plan's other choice, one MAX and one SUM in the loop and three
     GEMMs. Catches: statistics of other tokens, a loss that varies by type, a chunk left out on a
