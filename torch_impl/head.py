@@ -23,7 +23,7 @@ from xentlib.checks import (
     check_shard,
 )
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
-from xentlib.torch import fsdp2
+from xentlib.torch import fsdp2, zero3
 from xentlib.torch.softmax import RestStats, exp_difference
 
 __all__ = [
@@ -213,6 +213,13 @@ def with_whole_head(*, recompute: bool) -> Callable[[F], F]:
     def wrap(function: F) -> F:
         @wraps(function)
         def call(hidden: Any, weight: Any, labels: Any, *, bias: Any = None, **options: Any) -> Any:
+            pieces = zero3.in_pieces(weight, bias)
+            if pieces:
+
+                def whole() -> Any:
+                    return function(hidden, weight, labels, bias=bias, **options)
+
+                return zero3.call_with_head(pieces, hidden, whole, recompute=recompute)
             owner = owner_of(weight)
             if owner is None:
                 return function(hidden, weight, labels, bias=bias, **options)

@@ -1,0 +1,80 @@
+"""Heads that DeepSpeed ZeRO-3 keeps in pieces: of a parameter outside of its gather nothing is left
+but its name. Read in DeepSpeed 0.19.8, without which none of this runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["call_with_head", "in_pieces"]
+
+T = TypeVar("T")
+
+
+def in_pieces(*parameters: Any) -> list[Any]:
+    """Those that ZeRO-3 has partitioned now, each once."""
+    found: list[Any] = []
+    for p in parameters:
+        status = getattr(p, "ds_status", None)
+        if status is not None and status.name != "AVAILABLE" and all(p is not q for q in found):
+            found.append(p)
+    return found
+
+
+def call_with_head(
+    pieces: list[Any], hidden: Tensor, function: Callable[[], T], *, recompute: bool
+) -> T:
+    """`function()` with the parameters gathered, once.
+
+    Their gradients go home by DeepSpeed's own hooks, which want a parameter of full shape. Unless
+    the backward is a `recompute` it has no use for values: one number, expanded, stands for them.
+    """
+    _gather(pieces)
+    try:
+        result = function()
+    finally:
+        _partition(pieces)
+    outputs = [
+        x
+        for x in (result if isinstance(result, tuple) else (result,))
+        if isinstance(x, Tensor) and x.requires_grad
+    ]
+    before, after = (_gather, _partition) if recompute else (_stand_in, _empty)
+
+    def prepare(_: Tensor) -> None:
+        before(pieces)
+        if not hidden.requires_grad:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: after(pieces))
+
+    for x in outputs:
+        x.register_hook(prepare)
+    # Gradients of parameters have been accumulated by the time that those of the trunk begin.
+    if outputs and hidden.requires_grad:
+        hidden.register_hook(lambda _: after(pieces))
+    return result
+
+
+def _gather(pieces: list[Any]) -> None:
+    missing = in_pieces(*pieces)
+    if missing:
+        missing[0].all_gather(param_list=missing)
+
+
+def _partition(pieces: list[Any]) -> None:
+    here = [p for p in pieces if p.ds_status.name == "AVAILABLE"]
+    if here:
+        here[0].partition(param_list=here, has_been_updated=False)
+
+
+def _stand_in(pieces: list[Any]) -> None:
+    for p in in_pieces(*pieces):
+        p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.ds_shape)
+
+
+def _empty(pieces: list[Any]) -> None:
+    for p in in_pieces(*pieces):
+        p.data = torch.empty(0, dtype=p.dtype, device=p.device)
