@@ -1,7 +1,5 @@
 """Heads that FSDP2 keeps in pieces: real `fully_shard` on gloo ranks, against one process that has
 the whole batch.
-
-Shapes: B rows of a batch, L tokens of a row, V vocabulary, H hidden width.
 """
 
 from __future__ import annotations
@@ -19,117 +17,53 @@ from xentlib.contract import check, failures
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from torch import nn  # noqa: E402
+from wrapped import (  # noqa: E402
+    B,
+    Setup,
+    batch,
+    batches,
+    gradients_of_one_process,
+    model_of,
+    run,
+)
 
-V, H, B, L = 101, 16, 4, 12
 GATHERS, SCATTERS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
 
 
-class Model(nn.Module):
-    """A transformer of one layer. With `inside` its forward computes the loss."""
-
-    def __init__(self, *, tied: bool = False, bias: bool = False, inside: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(V, H)
-        self.layer = nn.TransformerEncoderLayer(H, 2, 32, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(H, V, bias=bias)
-        self.inside = inside
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Any, loss: Any = None) -> Any:
-        hidden = self.layer(self.embedding(ids))
-        return loss(hidden, self.head) if self.inside else hidden
-
-
 @dataclass(frozen=True)
-class Setup:
+class Sharded(Setup):
     own: bool = True  # the head by a `fully_shard` of its own, else by the root's
-    model: tuple[str, ...] = ()
-    function: str = "chunked_nll"
     wrap: tuple[tuple[str, Any], ...] = ()
-    frozen: bool = False
-    checkpoint: bool = False
-    steps: int = 1  # micro-batches; gradients are reduced with the last
     divide: float | None = None
-    idle: bool = False  # rank 0 has no valid token
     hybrid: bool = False  # two replicas of two shards each
-    chunk: int | None = None
     budget: tuple[int, int] | None = None  # gathers and scatters of the head, of one micro-batch
 
 
 SETUPS = {
-    "own": Setup(budget=(1, 1)),
-    "own, many chunks": Setup(chunk=8, budget=(1, 1)),
-    "own, kept whole": Setup(wrap=(("reshard_after_forward", False),), budget=(1, 1)),
-    "own, rank without tokens": Setup(idle=True, budget=(1, 1)),
-    "own, per token": Setup(function="chunked_logprobs", chunk=8, budget=(2, 1)),
-    "own, bias": Setup(model=("bias",), budget=(1, 1)),
-    "own, inside": Setup(model=("inside",), budget=(1, 1)),
-    "own, frozen trunk": Setup(frozen=True),
-    "own, checkpoint": Setup(checkpoint=True, budget=(2, 1)),
-    "own, checkpoint, per token": Setup(checkpoint=True, function="chunked_logprobs"),
-    "own, three micro-batches": Setup(steps=3),
-    "own, divided by 1": Setup(divide=1.0),
-    "root": Setup(own=False),
-    "root, inside": Setup(own=False, model=("inside",), budget=(0, 0)),
-    "root, outside, pieces": Setup(own=False, wrap=(("reshard_after_forward", True),)),
-    "root, tied": Setup(own=False, model=("tied",)),
-    "root, tied, pieces": Setup(
+    "own": Sharded(budget=(1, 1)),
+    "own, many chunks": Sharded(chunk=8, budget=(1, 1)),
+    "own, kept whole": Sharded(wrap=(("reshard_after_forward", False),), budget=(1, 1)),
+    "own, rank without tokens": Sharded(idle=True, budget=(1, 1)),
+    "own, per token": Sharded(function="chunked_logprobs", chunk=8, budget=(2, 1)),
+    "own, bias": Sharded(model=("bias",), budget=(1, 1)),
+    "own, inside": Sharded(model=("inside",), budget=(1, 1)),
+    "own, frozen trunk": Sharded(frozen=True),
+    "own, checkpoint": Sharded(checkpoint=True, budget=(2, 1)),
+    "own, checkpoint, per token": Sharded(checkpoint=True, function="chunked_logprobs"),
+    "own, three micro-batches": Sharded(steps=3),
+    "own, divided by 1": Sharded(divide=1.0),
+    "root": Sharded(own=False),
+    "root, inside": Sharded(own=False, model=("inside",), budget=(0, 0)),
+    "root, outside, pieces": Sharded(own=False, wrap=(("reshard_after_forward", True),)),
+    "root, tied": Sharded(own=False, model=("tied",)),
+    "root, tied, pieces": Sharded(
         own=False, model=("tied", "bias"), wrap=(("reshard_after_forward", True),)
     ),
-    "root, per token, pieces": Setup(
+    "root, per token, pieces": Sharded(
         own=False, function="chunked_logprobs", wrap=(("reshard_after_forward", True),)
     ),
-    "hybrid": Setup(hybrid=True),
+    "hybrid": Sharded(hybrid=True),
 }
-
-
-def batch(setup: Setup, step: int) -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(V, (B, L), generator=generator)
-    labels = torch.roll(ids, -1, 1)
-    labels[torch.rand(B, L, generator=generator) < 0.2] = -100
-    if setup.idle:
-        labels[: B // 2] = -100
-    return ids, labels
-
-
-def loss_of(setup: Setup, labels: Any, denominator: float, hidden: Any, head: Any) -> Any:
-    """Sum over these tokens, divided by what is given."""
-    from xentlib import torch as ours
-
-    budget = None if setup.chunk is None else setup.chunk * V * 4
-    function = getattr(ours, setup.function)
-
-    def call(hidden: Any) -> Any:
-        # Read the head's parameters where they are: what the field's fused losses do.
-        more = {"bias": head.bias, "max_chunk_bytes": budget}
-        if setup.function == "chunked_nll":
-            return function(hidden, head.weight, labels, denominator=denominator, **more).loss
-        return -(function(hidden, head.weight, labels, **more).logprobs).sum() / denominator
-
-    if setup.checkpoint:
-        return torch.utils.checkpoint.checkpoint(call, hidden, use_reentrant=False)
-    return call(hidden)
-
-
-def gradients_of_one_process(setup: Setup) -> dict[str, Any]:
-    model = Model(**dict.fromkeys(setup.model, True))
-    if setup.frozen:
-        model.requires_grad_(False).head.requires_grad_(True)
-    steps = [batch(setup, step) for step in range(setup.steps)]
-    total = float(sum((labels != -100).sum() for _, labels in steps))
-    for ids, labels in steps:
-        run(setup, model, ids, labels, total).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def run(setup: Setup, model: Any, ids: Any, labels: Any, denominator: float) -> Any:
-    loss = partial(loss_of, setup, labels, denominator)
-    out = model(ids, loss)
-    return out if "inside" in setup.model else loss(out, model.head)
 
 
 def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
@@ -143,9 +77,7 @@ def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
             ((2, world // 2), ("replica", "shard")) if setup.hybrid else ((world,), ("x",))
         )
         mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=dims)
-        model = Model(**dict.fromkeys(setup.model, True))
-        if setup.frozen:
-            model.requires_grad_(False).head.requires_grad_(True)
+        model = model_of(setup)
         wrap = partial(fully_shard, mesh=mesh, **dict(setup.wrap))
         if setup.own:
             wrap(model.head)
@@ -154,8 +86,7 @@ def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
             if setup.divide and hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(setup.divide)
                 module.set_force_sum_reduction_for_comms(True)  # all that gloo can do
-        steps = [batch(setup, step) for step in range(setup.steps)]
-        total = float(sum((labels != -100).sum() for _, labels in steps))
+        steps, total = batches(setup)
         denominator = total / (setup.divide or world)
         part = slice(rank * B // world, (rank + 1) * B // world)
         for step, (ids, labels) in enumerate(steps):
@@ -219,7 +150,7 @@ def defect(rank: int, world: int) -> float:
     from xentlib.torch import chunked_nll
 
     mesh = torch.distributed.init_device_mesh("cpu", (world,))
-    model = Model()
+    model = model_of(SETUPS["own"])
     fully_shard(model.head, mesh=mesh)
     fully_shard(model, mesh=mesh)
     ids, labels = batch(SETUPS["own"], 0)

@@ -1,0 +1,101 @@
+"""A small transformer on a batch, in one process: what wrappers of it are held against.
+
+Shapes: B rows of a batch, L tokens of a row, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+V, H, B, L = 101, 16, 4, 12
+
+
+class Model(nn.Module):
+    """A transformer of one layer. With `inside` its forward computes the loss."""
+
+    def __init__(self, *, tied: bool = False, bias: bool = False, inside: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(V, H)
+        self.layer = nn.TransformerEncoderLayer(H, 2, 32, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(H, V, bias=bias)
+        self.inside = inside
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Any, loss: Any = None) -> Any:
+        hidden = self.layer(self.embedding(ids))
+        return loss(hidden, self.head) if self.inside else hidden
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, and how its loss is taken."""
+
+    model: tuple[str, ...] = ()  # "tied", "bias", "inside"
+    function: str = "chunked_nll"
+    frozen: bool = False  # all but the head
+    checkpoint: bool = False
+    steps: int = 1  # micro-batches
+    idle: bool = False  # rank 0 has no valid token
+    chunk: int | None = None  # tokens
+
+
+def batch(setup: Setup, step: int) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(V, (B, L), generator=generator)
+    labels = torch.roll(ids, -1, 1)
+    labels[torch.rand(B, L, generator=generator) < 0.2] = -100
+    if setup.idle:
+        labels[: B // 2] = -100
+    return ids, labels
+
+
+def loss_of(setup: Setup, labels: Any, denominator: float, hidden: Any, head: Any) -> Any:
+    """Sum over these tokens, divided by what is given."""
+    from xentlib import torch as ours
+
+    budget = None if setup.chunk is None else setup.chunk * V * 4
+    function = getattr(ours, setup.function)
+
+    def call(hidden: Any) -> Any:
+        # Read the head's parameters where they are: what the field's fused losses do.
+        more = {"bias": head.bias, "max_chunk_bytes": budget}
+        if setup.function == "chunked_nll":
+            return function(hidden, head.weight, labels, denominator=denominator, **more).loss
+        return -(function(hidden, head.weight, labels, **more).logprobs).sum() / denominator
+
+    if setup.checkpoint:
+        return torch.utils.checkpoint.checkpoint(call, hidden, use_reentrant=False)
+    return call(hidden)
+
+
+def model_of(setup: Setup) -> Model:
+    model = Model(**dict.fromkeys(setup.model, True))
+    if setup.frozen:
+        model.requires_grad_(False).head.requires_grad_(True)
+    return model
+
+
+def batches(setup: Setup) -> tuple[list[Any], float]:
+    """Micro-batches, and how many valid tokens they hold."""
+    steps = [batch(setup, step) for step in range(setup.steps)]
+    return steps, float(sum((labels != -100).sum() for _, labels in steps))
+
+
+def gradients_of_one_process(setup: Setup) -> dict[str, Any]:
+    model, (steps, total) = model_of(setup), batches(setup)
+    for ids, labels in steps:
+        run(setup, model, ids, labels, total).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run(setup: Setup, model: Any, ids: Any, labels: Any, denominator: float) -> Any:
+    loss = partial(loss_of, setup, labels, denominator)
+    out = model(ids, loss)
+    return out if "inside" in setup.model else loss(out, model.head)
