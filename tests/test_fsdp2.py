@@ -23,6 +23,7 @@ from wrapped import (  # noqa: E402
     batch,
     batches,
     gradients_of_one_process,
+    loss_of,
     model_of,
     run,
 )
@@ -167,3 +168,33 @@ def test_the_comparison_sees_a_gradient_that_is_not_reduced() -> None:
     """SPEC 6: the trap that TRL 1.16 falls into is far outside what the test above allows."""
     for error in launch(2, defect):
         assert error > 0.1
+
+
+def others(rank: int, world: int) -> tuple[Any, str]:
+    """A head under DDP, whose own forward is never called; a DTensor that nobody keeps."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from xentlib.torch import chunked_nll
+
+    setup = SETUPS["own, bias"]
+    model = torch.nn.parallel.DistributedDataParallel(model_of(setup))
+    steps, total = batches(setup)
+    part = slice(rank * B // world, (rank + 1) * B // world)
+    hidden = model(steps[0][0][part])
+    loss_of(setup, steps[0][1][part], total / world, hidden, model.module.head).backward()
+    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    head = distribute_tensor(torch.randn(10, 4), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="`weight` must be a plain tensor, a param") as caught:
+        chunked_nll(torch.randn(3, 4), head, torch.arange(3))
+    return {n: p.grad.numpy() for n, p in model.module.named_parameters()}, str(caught.value)
+
+
+def test_ddp_needs_nothing_and_a_lone_dtensor_is_refused() -> None:
+    """A12, SPEC 6: DDP's hooks are on the parameters; a DTensor alone does not say where its
+    gradient goes."""
+    expected = gradients_of_one_process(SETUPS["own, bias"])
+    for gradients, said in launch(2, others):
+        for name, want in expected.items():
+            measured = check("A9", gradients[name], want.numpy(), metrics=("rho / u",))
+            assert not failures(measured), name
+        assert "(Shard(dim=0),)" in said

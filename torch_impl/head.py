@@ -21,6 +21,7 @@ from xentlib.checks import (
     check_placement,
     check_replicated,
     check_shard,
+    refuse_dtensor,
 )
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch import fsdp2, zero3
@@ -184,11 +185,13 @@ def local_rows(weight: Tensor, parallel: Any, layout: str) -> tuple[Tensor, Loca
     """This rank's rows of the head as a plain tensor, and where they belong."""
     if weight.ndim != 2:  # refused where shapes are checked
         return weight, Local("", None)
+    dtensor = dtensor_type()
     if parallel is None:
-        return replicated("weight", weight), Local("", None)
+        if dtensor is not None and isinstance(weight, dtensor):
+            refuse_dtensor("weight", tuple(weight.placements))
+        return weight, Local("", None)
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
-    dtensor = dtensor_type()
     if dtensor is not None and isinstance(weight, dtensor):
         placements = weight.placements
         check_placement(

@@ -28,6 +28,7 @@ __all__ = [
     "check_shard",
     "check_shards",
     "check_varying",
+    "refuse_dtensor",
 ]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -508,6 +509,15 @@ def check_replicated(name: str, whole: bool, placements: object) -> None:
             f"got {placements}. Pass `{name}.redistribute(placements=[Replicate()])`, whose "
             f"backward takes this rank's slice."
         )
+
+
+def refuse_dtensor(name: str, placements: object) -> NoReturn:
+    """Refuse a head in pieces that nobody is known to keep."""
+    raise ValueError(
+        f"`{name}` must be a plain tensor, a parameter that `fully_shard` keeps, or come with "
+        f"`vocab_parallel`; got a DTensor with {placements}, which does not say how its gradient "
+        f"goes home. Pass the parameter itself, or `{name}.full_tensor(grad_placements=...)`."
+    )
 
 
 def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None:
