@@ -80,5 +80,7 @@ def test_gathers_do_not_count_chunks_or_tokens(found: Any) -> None:
     counts = {name: [rank[name][1] for rank in found] for name in SETUPS}
     for ranks in counts.values():
         assert ranks[0] == ranks[1]
-    for name in ("stage 3, many chunks", "stage 3, rank without tokens"):
+    for name in ("stage 3, many chunks", "stage 3, rank without tokens", "stage 3, bias"):
         assert counts[name] == counts["stage 3"]
+    (once, _), (twice, _) = (counts[name] for name in ("stage 3", "stage 3, per token"))
+    assert sum(twice.values()) == sum(once.values()) + 1  # the head's values, for its backward

@@ -61,7 +61,7 @@ def call_with_head(
 def _gather(pieces: list[Any]) -> None:
     missing = in_pieces(*pieces)
     if missing:
-        missing[0].all_gather(param_list=missing)
+        missing[0].all_gather_coalesced(missing).wait()  # one for weight and bias
 
 
 def _partition(pieces: list[Any]) -> None:

@@ -17,10 +17,10 @@ from xentlib.parity.problem import Case
 __all__ = [
     "AUDIT",
     "BASE",
-    "CHUNKS",
     "CHUNK_CASES",
     "FULL_GRID",
     "GRID",
+    "chunks_of",
     "logit_sets",
     "low_precision",
 ]
@@ -95,6 +95,14 @@ AUDIT = tuple(
 )
 
 CHUNKS = (8, 16, 24, 40, 64, 128, 200, 512)
+
+
+def chunks_of(backend: str) -> tuple[int, ...]:
+    """Rows of a chunk to ask for. In JAX a chunk has 64 rows at least on CPU: up to there it is one
+    program, compiled once."""
+    return CHUNKS if backend == "torch" else tuple(c for c in CHUNKS if c == CHUNKS[0] or c > 64)
+
+
 CHUNK_CASES = (
     Case("chunks", 509, 64, 1009, std=3.0),
     Case("chunks-odd", 261, 63, 1001, std=1.0),

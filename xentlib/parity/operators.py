@@ -21,9 +21,9 @@ from xentlib.parity.cases import (
     AUDIT,
     BASE,
     CHUNK_CASES,
-    CHUNKS,
     FULL_GRID,
     GRID,
+    chunks_of,
     logit_sets,
     low_precision,
 )
@@ -279,7 +279,7 @@ def _chunks(findings: Findings, problem: Problem) -> None:
     names = ("logprobs", "entropy", "lse", "correct", "d_hidden")
     for backend in findings.backends:
         whole = run(backend, problem)
-        for chunk in CHUNKS:
+        for chunk in chunks_of(backend):
             outcome = run(backend, problem, chunk_tokens=chunk)
             for name in names:
                 findings.check(

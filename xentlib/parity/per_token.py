@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from xentlib.contract import Measurement, check, failures
 from xentlib.parity.backends import PerToken, run_logprobs
-from xentlib.parity.cases import CHUNKS
+from xentlib.parity.cases import chunks_of
 from xentlib.parity.mutants import array_mutants
 from xentlib.parity.problem import Problem, Upstream, logits_problem, upstream_of
 from xentlib.reference import LogprobReference
@@ -138,7 +138,7 @@ def chunks(findings: Findings, problem: Problem) -> None:
     upstream = upstream_of(problem, SEED)
     for backend in findings.backends:
         whole = run_logprobs(backend, problem, upstream)
-        for chunk in CHUNKS[::2]:
+        for chunk in chunks_of(backend)[::2]:
             outcome = run_logprobs(backend, problem, upstream, chunk_tokens=chunk)
             for name in ("logprobs", "entropy", "lse", "correct", "d_hidden"):
                 findings.check(
