@@ -256,9 +256,10 @@ def axis_shard() -> VocabShard:
     return VocabShard(start, start + 5, 10, 3)
 
 
-# Every case with types and without; every number of devices with every option.
-SPREAD = [(case, *way) for case in CASES for way in ((2, False), (4, True))]
-SPREAD += [("options", *way) for way in ((1, True), (2, True), (4, False))]
+# Every case, with types or without in turn; one of them every way.
+WAYS = ((2, False), (4, True), (1, True), (2, True), (4, False))
+SPREAD = [(case, *WAYS[index % 2]) for index, case in enumerate(CASES) if case != "options"]
+SPREAD += [("options", *way) for way in WAYS]
 
 
 @pytest.mark.jax
