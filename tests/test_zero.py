@@ -35,6 +35,8 @@ SETUPS: dict[str, tuple[Setup, int]] = {
     "stage 3, tied, inside": (Setup(model=("tied", "inside")), 3),
     "stage 3, frozen trunk": (Setup(frozen=True), 3),
     "stage 3, three micro-batches": (Setup(steps=3), 3),
+    "stage 3, checkpoint": (Setup(checkpoint=True), 3),
+    "stage 3, checkpoint, per token": (Setup(checkpoint=True, function="chunked_logprobs"), 3),
 }
 
 

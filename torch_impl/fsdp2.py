@@ -7,14 +7,13 @@ There is no public road from a parameter to its group; the one here was read in 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Owner", "call_with_head", "find_owner", "gathered_head"]
+__all__ = ["Owner", "call_with_head", "find_owner"]
 
 T = TypeVar("T")
 OWNERS: Any = WeakIdKeyDictionary()  # of parameters that were asked for
@@ -83,6 +82,7 @@ def call_with_head(
         return _differentiable(found[0]) if recompute else []
 
     names, uses = vars(owner.module), owner.group._post_forward_indices
+    order = owner.group.comm_ctx.post_forward_order
     before, used = names.get("forward"), len(uses)
     names["forward"] = forward
     try:
@@ -92,9 +92,10 @@ def call_with_head(
         if before is not None:
             names["forward"] = before
     if not recompute:
-        if len(uses) > used:  # or the next group's backward would prefetch this one
+        # Recorded as the last forward, it would be prefetched by the next group's backward.
+        if len(uses) > used and order[-1] is owner.group:
             uses.pop()
-            owner.group.comm_ctx.post_forward_order.pop()
+            order.pop()
         for x in _differentiable(found[0]):
             x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
     return found[0]
@@ -103,22 +104,3 @@ def call_with_head(
 def _differentiable(result: Any) -> list[Tensor]:
     parts = result if isinstance(result, tuple) else (result,)
     return [x for x in parts if isinstance(x, Tensor) and x.requires_grad]
-
-
-@contextmanager
-def gathered_head(
-    owner: Owner, weight: Tensor, bias: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The head whole for the length of a block. Its gradient is reduced at the end of the backward
-    of the model that it belongs to."""
-    group, was_whole = owner.group, owner.group.is_unsharded
-    owner.state._lazy_init()
-    group.unshard()
-    group.wait_for_unshard()
-    whole = owner.whole(weight)
-    assert whole is not None
-    try:
-        yield whole, owner.whole(bias)
-    finally:
-        if not was_whole:
-            group.reshard()

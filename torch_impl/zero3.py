@@ -33,11 +33,14 @@ def call_with_head(
     Their gradients go home by DeepSpeed's own hooks, which want a parameter of full shape. Unless
     the backward is a `recompute` it has no use for values: one number, expanded, stands for them.
     """
+    # Activation checkpointing calls this again in the backward: what stands in must stay.
+    standing = [p for p in pieces if p.shape == p.ds_shape]
     _gather(pieces)
     try:
         result = function()
     finally:
         _partition(pieces)
+        _stand_in(standing)
     outputs = [
         x
         for x in (result if isinstance(result, tuple) else (result,))
