@@ -68,7 +68,8 @@ class Chunks(NamedTuple):
     hidden: jax.Array  # [N, H]; the logits, if they are given
     operand: jax.Array | None  # the head in the GEMM dtype
     bias: jax.Array | None  # [V], compute dtype
-    labels: jax.Array  # [N] int32; 0 of tokens that are not valid or not in the vocabulary
+    # [N] int32; 0 if not valid or not in the vocabulary, past the last column if elsewhere
+    labels: jax.Array
     valid: jax.Array  # [N]
     bad: jax.Array  # [N] valid, and the label lies outside the vocabulary
     num_valid: jax.Array  # []

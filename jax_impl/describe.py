@@ -92,9 +92,7 @@ class Constants(NamedTuple):
     logit_scale: jax.Array | None
     temperature: jax.Array | None
     denominator: jax.Array | None
-    shard: jax.Array | None = (
-        None  # [2] start and stop of this device's classes, where they were given
-    )
+    shard: jax.Array | None = None  # [2] start and stop of this device's classes, if given
 
 
 def wanted(constants: Any, *primals: Any) -> Needs:

@@ -55,13 +55,19 @@ SETUPS = {
     "own, divided by 1": Sharded(divide=1.0),
     "root": Sharded(own=False),
     "root, inside": Sharded(own=False, model=("inside",), budget=(0, 0)),
-    "root, outside, pieces": Sharded(own=False, wrap=(("reshard_after_forward", True),)),
+    # The trunk's own second gather counts here.
+    "root, outside, pieces": Sharded(
+        own=False, wrap=(("reshard_after_forward", True),), budget=(2, 1)
+    ),
     "root, tied": Sharded(own=False, model=("tied",)),
     "root, tied, pieces": Sharded(
         own=False, model=("tied", "bias"), wrap=(("reshard_after_forward", True),)
     ),
     "root, per token, pieces": Sharded(
-        own=False, function="chunked_logprobs", wrap=(("reshard_after_forward", True),)
+        own=False,
+        function="chunked_logprobs",
+        wrap=(("reshard_after_forward", True),),
+        budget=(3, 1),
     ),
     "hybrid": Sharded(hybrid=True),
 }
