@@ -7,6 +7,7 @@ Shapes: N tokens, V vocabulary, H hidden width.
 from __future__ import annotations
 
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -357,6 +358,30 @@ def test_two_processes(tmp_path):
         found = [dict(np.load(tmp_path / f"{kind}-{rank}.npz")) for rank in range(2)]
         got = {name: same_on_all_ranks([x[name] for x in found]) for name in found[0]}
         hold(build(OPTIONS, 7), kind, got)
+
+
+EIGHT = """
+from vocab_shards_jax import mesh_of, sharded
+from test_vocab_parallel_jax import OPTIONS, build, hold
+for kind in ("nll", "logprobs"):
+    hold(build(OPTIONS, 7), kind, sharded(build(OPTIONS, 7), kind, mesh_of(tp=8), 20))
+print("held")
+"""
+
+
+def test_eight_devices():
+    """A2, A5, A6, A13: JAX counts its host devices once, so eight need a process of their own."""
+    flags = "--xla_allow_excess_precision=false --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT],
+        env={**os.environ, "XLA_FLAGS": flags},
+        cwd=pathlib.Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "held\n", done.stderr
 
 
 def attempt(parallel: Any, weight: Any, bias: Any, **how: Any) -> None:
