@@ -1,14 +1,17 @@
 """The loss head in PyTorch: `import xentlib.torch`. The definition is in `xentlib`."""
 
+from xentlib.torch.collectives import CollectiveCount, count_collectives
 from xentlib.torch.labels import next_token_labels
 from xentlib.torch.logprobs import LogprobOutput, chunked_logprobs, vocab_parallel_logprobs
 from xentlib.torch.nll import NLLOutput, chunked_nll
 
 __all__ = [
+    "CollectiveCount",
     "LogprobOutput",
     "NLLOutput",
     "chunked_logprobs",
     "chunked_nll",
+    "count_collectives",
     "next_token_labels",
     "vocab_parallel_logprobs",
 ]

@@ -82,7 +82,6 @@ def call_with_head(
         return _differentiable(found[0]) if recompute else []
 
     names, uses = vars(owner.module), owner.group._post_forward_indices
-    order = owner.group.comm_ctx.post_forward_order
     before, used = names.get("forward"), len(uses)
     names["forward"] = forward
     try:
@@ -93,6 +92,7 @@ def call_with_head(
             names["forward"] = before
     if not recompute:
         # Recorded as the last forward, it would be prefetched by the next group's backward.
+        order = owner.group.comm_ctx.post_forward_order
         if len(uses) > used and order[-1] is owner.group:
             uses.pop()
             order.pop()
