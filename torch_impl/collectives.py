@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +51,7 @@ class Counter(TorchDispatchMode):
     """Active in the backward too, whose threads take over the modes of the one that called it."""
 
     def __init__(self, count: CollectiveCount) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = count
 
     def __torch_dispatch__(
