@@ -70,6 +70,30 @@ SETUPS = {
         budget=(3, 1),
     ),
     "hybrid": Sharded(hybrid=True),
+    "own, NLLHead": Sharded(road="NLLHead", model=("bias",), budget=(2, 1)),
+    "own, NLLHead, per token": Sharded(
+        road="NLLHead", function="chunked_logprobs", chunk=8, budget=(2, 1)
+    ),
+    "own, NLLHead, kept whole": Sharded(
+        road="NLLHead", wrap=(("reshard_after_forward", False),), budget=(1, 1)
+    ),
+    "own, NLLHead, frozen trunk": Sharded(road="NLLHead", frozen=True),
+    "root, NLLHead, inside, tied": Sharded(
+        own=False, road="NLLHead", model=("inside", "tied"), budget=(0, 0)
+    ),
+    "own, gathered": Sharded(road="gather_head", model=("bias",), budget=(1, 1)),
+    "own, gathered, per token": Sharded(
+        road="gather_head", function="chunked_logprobs", chunk=8, budget=(1, 1)
+    ),
+    "own, gathered, frozen trunk": Sharded(road="gather_head", frozen=True),
+    "own, gathered, three micro-batches": Sharded(road="gather_head", steps=3),
+    "root, gathered, tied, pieces": Sharded(
+        own=False,
+        road="gather_head",
+        model=("tied", "bias"),
+        wrap=(("reshard_after_forward", True),),
+    ),
+    "hybrid, NLLHead": Sharded(hybrid=True, road="NLLHead"),
 }
 
 

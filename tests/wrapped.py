@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from xentlib.torch import NLLHead
+
 V, H, B, L = 101, 16, 4, 12
 
 
@@ -44,6 +46,8 @@ class Setup:
     steps: int = 1  # micro-batches
     idle: bool = False  # rank 0 has no valid token
     chunk: int | None = None  # tokens
+    road: str = "parameter"  # to the head: read "parameter", by "NLLHead" or by "gather_head"
+    audit: bool = False
 
 
 def batch(setup: Setup, step: int) -> tuple[Any, Any]:
@@ -61,14 +65,28 @@ def loss_of(setup: Setup, labels: Any, denominator: float, hidden: Any, head: An
     from xentlib import torch as ours
 
     budget = None if setup.chunk is None else setup.chunk * V * 4
-    function = getattr(ours, setup.function)
+    more: dict[str, Any] = {"max_chunk_bytes": budget}
+    if setup.audit:
+        more["compute_dtype"] = "float64"
+    if setup.function == "chunked_nll":
+        more["denominator"] = denominator
+
+    def result(hidden: Any) -> Any:
+        if setup.road == "NLLHead":
+            return head(hidden, labels, **more)
+        function = getattr(ours, setup.function)
+        if setup.road == "gather_head":
+            with ours.gather_head(head.weight, head.bias) as (weight, bias):
+                pass
+            return function(hidden, weight, labels, bias=bias, **more)
+        # Read the head's parameters where they are: what the field's fused losses do.
+        return function(hidden, head.weight, labels, bias=head.bias, **more)
 
     def call(hidden: Any) -> Any:
-        # Read the head's parameters where they are: what the field's fused losses do.
-        more = {"bias": head.bias, "max_chunk_bytes": budget}
+        out = result(hidden)
         if setup.function == "chunked_nll":
-            return function(hidden, head.weight, labels, denominator=denominator, **more).loss
-        return -(function(hidden, head.weight, labels, **more).logprobs).sum() / denominator
+            return out.loss
+        return -out.logprobs.sum() / denominator
 
     if setup.checkpoint:
         return torch.utils.checkpoint.checkpoint(call, hidden, use_reentrant=False)
@@ -77,6 +95,9 @@ def loss_of(setup: Setup, labels: Any, denominator: float, hidden: Any, head: An
 
 def model_of(setup: Setup) -> Model:
     model = Model(**dict.fromkeys(setup.model, True))
+    if setup.road == "NLLHead":
+        per_token = setup.function == "chunked_logprobs"
+        model.head = NLLHead.from_linear(model.head, per_token=per_token)
     if setup.frozen:
         model.requires_grad_(False).head.requires_grad_(True)
     return model

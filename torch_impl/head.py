@@ -6,15 +6,17 @@ Shapes: N tokens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xentlib import head as spec
 from xentlib.checks import (
     check_group,
     check_not_whole,
@@ -31,6 +33,7 @@ __all__ = [
     "Local",
     "VocabParallel",
     "find_group",
+    "gather_head",
     "local_columns",
     "local_rows",
     "replicated",
@@ -185,14 +188,13 @@ def local_rows(weight: Tensor, parallel: Any, layout: str) -> tuple[Tensor, Loca
     """This rank's rows of the head as a plain tensor, and where they belong."""
     if weight.ndim != 2:  # refused where shapes are checked
         return weight, Local("", None)
-    dtensor = dtensor_type()
     if parallel is None:
-        if dtensor is not None and isinstance(weight, dtensor):
+        if is_dtensor(weight):
             refuse_dtensor("weight", tuple(weight.placements))
         return weight, Local("", None)
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
-    if dtensor is not None and isinstance(weight, dtensor):
+    if is_dtensor(weight):
         placements = weight.placements
         check_placement(
             weight.device_mesh.ndim, placements[0].is_shard(axis), axis, tuple(placements)
@@ -240,12 +242,28 @@ def with_whole_head(*, recompute: bool) -> Callable[[F], F]:
     return wrap
 
 
+@contextmanager
+def gather_head(
+    weight: Tensor, bias: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    pieces, owner = zero3.in_pieces(weight, bias), owner_of(weight)
+    if pieces:
+        weight, bias = zero3.copies(pieces, weight, bias)
+    elif owner is not None:
+        whole, bias = fsdp2.copies(owner, weight, bias)
+        assert whole is not None
+        weight = whole
+    elif is_dtensor(weight):
+        refuse_dtensor("weight", tuple(weight.placements))
+    yield weight, bias
+
+
+gather_head.__doc__ = spec.gather_head.__doc__
+
+
 def owner_of(weight: Any) -> fsdp2.Owner | None:
     """The `fully_shard` that keeps a head in pieces, if one does."""
-    dtensor = dtensor_type()
-    if dtensor is None or not isinstance(weight, dtensor):
-        return None
-    return fsdp2.find_owner(weight)
+    return fsdp2.find_owner(weight) if is_dtensor(weight) else None
 
 
 def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Local:
@@ -260,16 +278,15 @@ def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Lo
     return Local(name, shard_op(logits.detach(), True, columns, name, vocab_size))
 
 
-def dtensor_type() -> Any:
-    """DTensor, if anybody has loaded it: loading it takes a second."""
+def is_dtensor(x: Any) -> TypeGuard[Any]:
+    """Without loading what nobody has loaded: that takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else module.DTensor
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def replicated(name: str, x: Any) -> Any:
     """A DTensor that every rank has whole, as the tensor that it is; a plain one as it comes."""
-    dtensor = dtensor_type()
-    if dtensor is None or not isinstance(x, dtensor):
+    if not is_dtensor(x):
         return x
     check_replicated(name, all(p.is_replicate() for p in x.placements), tuple(x.placements))
     return x.to_local()

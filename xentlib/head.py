@@ -18,11 +18,11 @@ def gather_head(weight: Any, bias: Any = None) -> Any:
         with gather_head(model.head.weight, model.head.bias) as (weight, bias):
             logits = F.linear(hidden, weight, bias)
 
-    For code of one's own: `chunked_nll` and `chunked_logprobs` do as much themselves, and free the
-    head sooner. What is computed in the block may be differentiated after it: where gradients are
-    recorded and wanted the head stays whole until that backward has passed, so that no second
-    gather is needed; otherwise it is in pieces again at the block's end. Gradients go home as the
-    wrapper sends them. Every rank must enter.
+    For code of one's own: `chunked_nll` and `chunked_logprobs` do as much themselves, without the
+    copy. The block is given whole copies of what a wrapper keeps in pieces, which are in pieces
+    again before it begins; a copy lives for as long as somebody refers to it, a backward after the
+    block included. Gradients that reach a copy go home as the wrapper sends them. Every rank must
+    enter, and one gather is all that is sent, but for the wrapper's own reduction.
 
     Args:
         weight: [V, H] or [H, V], a parameter: plain, under DDP, kept by FSDP2's `fully_shard` or by
@@ -30,8 +30,8 @@ def gather_head(weight: Any, bias: Any = None) -> Any:
         bias: [V] or None; the parameter that is kept beside the weight.
 
     Yields:
-        (weight, bias), whole, in the dtype that the wrapper computes in. Not to be used after the
-        backward.
+        (weight, bias), whole, in the dtype that the wrapper computes in; as they are where nobody
+        keeps them in pieces.
 
     Raises:
         ValueError: a DTensor that no `fully_shard` keeps.
