@@ -60,12 +60,14 @@ def batch(setup: Setup, step: int) -> tuple[Any, Any]:
     return ids, labels
 
 
-def loss_of(setup: Setup, labels: Any, denominator: float, hidden: Any, head: Any) -> Any:
-    """Sum over these tokens, divided by what is given."""
+def loss_of(
+    setup: Setup, labels: Any, denominator: float, hidden: Any, head: Any, **more: Any
+) -> Any:
+    """Sum over these tokens, divided by what is given; `more` are arguments of the function."""
     from xentlib import torch as ours
 
     budget = None if setup.chunk is None else setup.chunk * V * 4
-    more: dict[str, Any] = {"max_chunk_bytes": budget}
+    more["max_chunk_bytes"] = budget
     if setup.audit:
         more["compute_dtype"] = "float64"
     if setup.function == "chunked_nll":
@@ -116,7 +118,26 @@ def gradients_of_one_process(setup: Setup) -> dict[str, Any]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def run(setup: Setup, model: Any, ids: Any, labels: Any, denominator: float) -> Any:
-    loss = partial(loss_of, setup, labels, denominator)
+def mean_over_ranks(setup: Setup, world: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What ranks compute in `dtype`, each for its own rows, one after the other in one process; the
+    mean in float64, rounded once to float32."""
+    (ids, labels), (_, total) = batch(setup, 0), batches(setup)
+    sums: dict[str, Any] = {}
+    for rank in range(world):
+        model, rows = model_of(setup).to(dtype), part_of(rank, world)
+        run(setup, model, ids[rows], labels[rows], total / world).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                sums[name] = sums.get(name, 0) + p.grad.double() / world
+    return {name: x.float() for name, x in sums.items()}
+
+
+def part_of(rank: int, world: int) -> slice:
+    """This rank's rows of a batch."""
+    return slice(rank * B // world, (rank + 1) * B // world)
+
+
+def run(setup: Setup, model: Any, ids: Any, labels: Any, denominator: float, **more: Any) -> Any:
+    loss = partial(loss_of, setup, labels, denominator, **more)
     out = model(ids, loss)
     return out if "inside" in setup.model else loss(out, model.head)

@@ -11,7 +11,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from torch.profiler import ProfilerActivity, profile
 
-from wrapped import B, Setup, batches, model_of, run
+from wrapped import Setup, batches, model_of, part_of, run
 
 GATHERS = ("c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_")
 
@@ -36,7 +36,7 @@ def measured(setup: Setup, stage: int) -> tuple[dict, dict]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     engine = engine_of(setup, stage)
     steps, total = batches(setup)
-    part = slice(rank * B // world, (rank + 1) * B // world)
+    part = part_of(rank, world)
     # DeepSpeed divides by the ranks and by the micro-batches.
     denominator = total / (world * setup.steps)
     for ids, labels in steps:

@@ -184,29 +184,40 @@ class Local(NamedTuple):
     shard: Tensor | None  # [3] start, stop, V; on the CPU
 
 
-def local_rows(weight: Tensor, parallel: Any, layout: str) -> tuple[Tensor, Local]:
-    """This rank's rows of the head as a plain tensor, and where they belong."""
+def local_rows(
+    weight: Tensor, bias: Tensor | None, parallel: Any, layout: str
+) -> tuple[Tensor, Tensor | None, Local]:
+    """This rank's rows of the head as plain tensors, and where they belong."""
+    whole = Local("", None)
     if weight.ndim != 2:  # refused where shapes are checked
-        return weight, Local("", None)
+        return weight, bias, whole
     if parallel is None:
-        if is_dtensor(weight):
-            refuse_dtensor("weight", tuple(weight.placements))
-        return weight, Local("", None)
+        for name, x in (("weight", weight), ("bias", bias)):
+            if is_dtensor(x):
+                refuse_dtensor(name, tuple(x.placements))
+        return weight, bias, whole
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
+    name, ranks = group.group_name, dist.get_world_size(group)
+    if is_dtensor(bias):
+        bias = local_part("bias", bias, 0)
     if is_dtensor(weight):
-        placements = weight.placements
-        check_placement(
-            weight.device_mesh.ndim, placements[0].is_shard(axis), axis, tuple(placements)
-        )
         # A DTensor is cut as torch.chunk cuts: nothing to exchange.
-        whole, ranks = weight.shape[axis], dist.get_world_size(group)
-        columns = -(-whole // ranks)
-        sizes = tuple(max(0, min(columns, whole - k * columns)) for k in range(ranks))
+        classes = weight.shape[axis]
+        columns = -(-classes // ranks)
+        sizes = tuple(max(0, min(columns, classes - k * columns)) for k in range(ranks))
         shard = shard_of(sizes, dist.get_rank(group), vocab_size)
-        return weight.to_local(), Local(group.group_name, numbers_of(shard))
-    name = group.group_name
-    return weight, Local(name, shard_op(weight, False, weight.shape[axis], name, vocab_size))
+        return local_part("weight", weight, axis), bias, Local(name, numbers_of(shard))
+    shard_numbers = shard_op(weight, False, weight.shape[axis], name, vocab_size)
+    return weight, bias, Local(name, shard_numbers)
+
+
+def local_part(name: str, x: Any, axis: int) -> Tensor:
+    """Of a DTensor that is cut along the vocabulary."""
+    cut = x.device_mesh.ndim == 1 and x.placements[0].is_shard(axis)
+    check_placement(name, cut, axis, tuple(x.placements))
+    part: Tensor = x.to_local()
+    return part
 
 
 def with_whole_head(*, recompute: bool) -> Callable[[F], F]:

@@ -329,7 +329,7 @@ def chunked_logprobs(
     weight_layout: str = "VH",
 ) -> LogprobOutput:
     hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
-    weight, local = local_rows(weight, vocab_parallel, weight_layout)
+    weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
     problem = check_logprobs(
         describe(hidden),
         describe(weight),

@@ -494,13 +494,13 @@ def check_varying(name: str, varies: bool, axis: object) -> None:
         )
 
 
-def check_placement(dimensions: int, sharded: bool, axis: int, placements: object) -> None:
+def check_placement(name: str, cut: bool, axis: int, placements: object) -> None:
     """Refuse a DTensor head that is not in pieces of its vocabulary."""
-    if dimensions != 1 or not sharded:
+    if not cut:
         raise ValueError(
-            f"`weight` must be sharded over its vocabulary, dimension {axis}, on a "
-            f"one-dimensional mesh; got {placements} on {dimensions} dimensions. Pass "
-            f"`weight.redistribute(placements=[Shard({axis})])`."
+            f"`{name}` must be sharded over its vocabulary, dimension {axis}, on a "
+            f"one-dimensional mesh; got {placements}. Pass "
+            f"`{name}.redistribute(placements=[Shard({axis})])`."
         )
 
 
