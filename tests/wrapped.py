@@ -50,6 +50,15 @@ class Setup:
     audit: bool = False
 
 
+@dataclass(frozen=True)
+class Zero(Setup):
+    """Under DeepSpeed."""
+
+    stage: int = 3
+    world: int = 2
+    offload: bool = False  # parameters and optimizer to the CPU
+
+
 def batch(setup: Setup, step: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(V, (B, L), generator=generator)
