@@ -84,7 +84,11 @@ HELD = {
         mesh="shards, tp", world=4, function="chunked_logprobs", budget=(2, 1)
     ),
     "vocabulary over ranks, gathered": Sharded(
-        mesh="shards, tp", world=4, road="gather_head", budget=(1, 1)
+        mesh="shards, tp",
+        world=4,
+        road="gather_head",
+        function="chunked_logprobs",
+        budget=(1, 1),
     ),
     "vocabulary over ranks, NLLHead": Sharded(mesh="shards, tp", world=4, road="NLLHead"),
     "offload": Sharded(policy="offload", budget=(1, 1)),
