@@ -4,7 +4,9 @@ the whole batch.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -274,31 +276,74 @@ def test_the_comparison_sees_a_gradient_that_is_not_reduced() -> None:
         assert error > 0.1
 
 
-def others(rank: int, world: int) -> tuple[Any, str]:
-    """A head under DDP, whose own forward is never called; a DTensor that nobody keeps."""
+REPLICATED = {
+    "DDP": Setup(model=("bias",)),
+    "DDP, tied": Setup(model=("tied",)),
+    "DDP, NLLHead, inside": Setup(model=("inside",), road="NLLHead"),
+    "DDP, per token, four chunks": Setup(function="chunked_logprobs", chunk=12),
+    "DDP, audit": Setup(audit=True),
+    "FSDP1, NLLHead": Setup(model=("inside", "bias"), road="NLLHead"),
+}
+
+
+def others(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Under DDP, the head's own forward not called; under FSDP1, which has no head to read."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    found = {}
+    for name, setup in REPLICATED.items():
+        model, (steps, total) = model_of(setup), batches(setup)
+        if name.startswith("FSDP1"):
+            how = {"device_id": torch.device("cpu"), "use_orig_params": True}
+            model.head = FSDP(model.head, **how)
+            outer = FSDP(model, **how)
+        else:
+            outer = torch.nn.parallel.DistributedDataParallel(model)
+        (ids, labels), part = steps[0], part_of(rank, world)
+        loss = partial(loss_of, setup, labels[part], total / world)
+        out = outer(ids[part], loss)
+        (out if "inside" in setup.model else loss(out, model.head)).backward()
+        whole = (
+            FSDP.summon_full_params(outer, with_grads=True) if "FSDP1" in name else nullcontext()
+        )
+        with whole:
+            found[name] = {
+                key.replace("_fsdp_wrapped_module.", ""): p.grad.clone().numpy()
+                for key, p in model.named_parameters()
+            }
+    return found
+
+
+def test_ddp_and_fsdp1() -> None:
+    """A12, SPEC 6: DDP's hooks are on the parameters, FSDP1's on the module."""
+    for rank in launch(2, others):
+        for name, setup in REPLICATED.items():
+            expected = gradients_of_one_process(setup)
+            assert rank[name].keys() == expected.keys()
+            for parameter, want in expected.items():
+                got = rank[name][parameter]
+                measured = check("A9", got, want.numpy(), metrics=("rho / u",), quantity=parameter)
+                assert not failures(measured), name
+        exact = mean_over_ranks(REPLICATED["DDP, audit"], 2, torch.float32)["head.weight"].numpy()
+        assert not failures(check("A1", rank["DDP, audit"]["head.weight"], exact))
+
+
+def alone(rank: int, world: int) -> list[str]:
+    """A DTensor that nobody keeps."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from xentlib.torch import chunked_nll
+    from xentlib.torch import chunked_nll, gather_head
 
-    setup = SETUPS["own, bias"]
-    model = torch.nn.parallel.DistributedDataParallel(model_of(setup))
-    steps, total = batches(setup)
-    part = part_of(rank, world)
-    hidden = model(steps[0][0][part])
-    loss_of(setup, steps[0][1][part], total / world, hidden, model.module.head).backward()
     mesh = torch.distributed.init_device_mesh("cpu", (world,))
     head = distribute_tensor(torch.randn(10, 4), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="`weight` must be a plain tensor, a param"):
+        gather_head(head).__enter__()
     with pytest.raises(ValueError, match="`weight` must be a plain tensor, a param") as caught:
         chunked_nll(torch.randn(3, 4), head, torch.arange(3))
-    return {n: p.grad.numpy() for n, p in model.module.named_parameters()}, str(caught.value)
+    return [str(caught.value)]
 
 
-def test_ddp_needs_nothing_and_a_lone_dtensor_is_refused() -> None:
-    """A12, SPEC 6: DDP's hooks are on the parameters; a DTensor alone does not say where its
-    gradient goes."""
-    expected = gradients_of_one_process(SETUPS["own, bias"])
-    for gradients, said in launch(2, others):
-        for name, want in expected.items():
-            measured = check("A9", gradients[name], want.numpy(), metrics=("rho / u",))
-            assert not failures(measured), name
+def test_a_lone_dtensor_is_refused() -> None:
+    """It does not say where its gradient goes."""
+    for (said,) in launch(2, alone):
         assert "(Shard(dim=0),)" in said
