@@ -22,7 +22,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 HAS_TORCH, HAS_JAX = (importlib.util.find_spec(name) is not None for name in ("torch", "jax"))
 INSTALLED = [name for name, here in (("torch", HAS_TORCH), ("jax", HAS_JAX)) if here]
 
-pytest.register_assert_rewrite("vocab_shards", "vocab_shards_jax")
+pytest.register_assert_rewrite("measured", "vocab_shards", "vocab_shards_jax")
 
 # optax and the benchmark's peers promote dtypes and ranks as they like: bfloat16 moments meet
 # Python scalars made float32. What these modules run of ours is run strictly elsewhere.

@@ -11,6 +11,7 @@ COLLECTIVE = re.compile(
 )
 SHAPE = re.compile(r"\b(?:f64|f32|f16|bf16|s64|s32|u32|u8|pred)\[([\d,]*)\]")
 BLOCK = re.compile(r"^(?:ENTRY )?%(\S+) .*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 LAYOUT = re.compile(r"\{[\d,]*\}")
 NAME = r"%([\w.\-]+)"
 
@@ -45,3 +46,8 @@ def collectives(text: str) -> list[Collective]:
                     kind = re.search(r"ROOT .* (\w+)\(", blocks[reduction[1]])[1]
                 found.append(Collective(kind, LAYOUT.sub("", op[1]), name in looped))
     return sorted(found)
+
+
+def trip_counts(text: str) -> list[int]:
+    """Of the loops whose number of trips no value decides."""
+    return [int(n) for n in TRIPS.findall(text)]

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from ranks import launch
-from test_given_logits import RUN, Call, V, hold, in_jax, in_torch, make, same
+from test_given_logits import RUN, Call, V, hold, in_jax, in_torch, make, oracle, same
+from xentlib.contract import check, failures
 from xentlib.plan import PaddedVocab, VocabShard
 
 # More than any logit: a padded column that takes part in anything shows.
@@ -292,6 +293,34 @@ def test_a_shard_made_from_the_axis_index(check_vma: bool) -> None:
 
     got = in_jax(call, logits=logits, spread=spread, vocab_parallel="tp")
     of_dense(call, without_padding(got, classes), in_jax(call))
+
+
+@pytest.mark.jax
+def test_two_readings_of_the_same_logits() -> None:
+    """A5, ANCHORS 4.5: labels over a second axis, whose devices share the logits. Catches: a
+    gradient of one reading alone."""
+    jax = pytest.importorskip("jax")
+    from jax.sharding import PartitionSpec as P
+
+    from xentlib.jax import vocab_parallel_logprobs
+
+    calls = [make(), replace(make(seed=2), logits=make().logits)]
+
+    def loss(x: Any, y: Any, g: Any) -> Any:
+        out = vocab_parallel_logprobs(x, y[0], vocab_parallel=PaddedVocab("tp", V), entropy=True)
+        return jax.lax.psum((g[0] * jax.numpy.stack(out[:3])).sum(), "data")
+
+    mesh = jax.make_mesh((2, 2), ("data", "tp"), (jax.sharding.AxisType.Auto,) * 2)
+    specs = (P(None, "tp"), P("data"), P("data"))
+    logits, classes = laid_out(calls[0].logits, ((79, 0), (78, 1)))
+    given = (np.stack([getattr(call, name) for call in calls]) for name in ("labels", "upstream"))
+    step = jax.grad(jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P()))
+    got = np.asarray(step(logits, *given))[:, classes]
+    oracles = [oracle(call) for call in calls]
+    exact, bound = (
+        sum(getattr(o, f"{part}_weight").T[: len(got)] for o in oracles) for part in ("d", "bound")
+    )
+    assert not failures(check("A5", got, exact, bound))
 
 
 def shard_inside(plain: Any, *arguments: Any) -> Any:

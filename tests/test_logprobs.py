@@ -12,25 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from measured import SMALL, by_id, hold
 from xentlib.contract import check, failures
-from xentlib.parity import operators, per_token
+from xentlib.parity import per_token
 from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.cases import AUDIT, BASE, CHUNK_CASES, GRID, logit_sets, low_precision
 from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
 from xentlib.reference import logprobs_reference
-
-SMALL = [case for case in GRID if case.id != "large"]
-
-
-def by_id(item: Any) -> str:
-    return item.id if isinstance(item, Case) else str(item)
-
-
-def hold(measure: Any, backends: tuple[str, ...], item: Any) -> None:
-    findings = operators.Findings(backends)
-    measure(findings, item)
-    assert findings.measurements
-    assert not failures(findings.measurements)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=by_id)

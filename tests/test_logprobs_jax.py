@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from measured import by_id
 from xentlib import logprobs as spec
 from xentlib.contract import check, failures, rho, rounded_fraction
 from xentlib.parity.cases import CHUNK_CASES, OPTIONS, logit_sets
@@ -127,10 +128,6 @@ CASES = (
     Case("one-class", 64, 32, 1, ignored=0.0),
     Case("all-ignored", 64, 32, 257, ignored=1.0),
 )
-
-
-def by_id(case: Case) -> str:
-    return case.id
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_id)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from measured import SMALL, by_id, hold
 from xentlib.contract import Measurement, check, failures, rho
 from xentlib.parity import operators
 from xentlib.parity.backends import run
@@ -28,20 +29,6 @@ from xentlib.parity.cases import (
     low_precision,
 )
 from xentlib.parity.problem import Case, Problem, build, logits_problem
-
-SMALL = [case for case in GRID if case.id != "large"]
-
-
-def by_id(item: Any) -> str:
-    return item.id if isinstance(item, Case) else str(item)
-
-
-def hold(measure: Any, backends: tuple[str, ...], item: Any) -> None:
-    """Measure with the parity run's own function; nothing may fall short."""
-    findings = operators.Findings(backends)
-    measure(findings, item)
-    assert findings.measurements
-    assert not failures(findings.measurements)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=by_id)

@@ -160,8 +160,8 @@ def variants(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
     group, found = torch.distributed.group.WORLD, []
     problem = build(Case("variants", 61, 24, 157, confident=0.3), 3)
     rows = slice(0, 79) if rank == 0 else slice(79, None)
-    for least in (1e9, 0.0):
-        plan.EXCHANGE_FLOPS["cpu"] = least
+    for least, block in ((1e9, plan.CPU_BLOCK_BYTES), (0.0, 8 * 80 * 4)):
+        plan.EXCHANGE_FLOPS["cpu"], plan.CPU_BLOCK_BYTES = least, block
         hidden = torch.tensor(problem.hidden, requires_grad=True)
         weight = torch.tensor(problem.weight[rows], requires_grad=True)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -186,7 +186,8 @@ def variants(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_statistics_in_every_chunk_spare_a_gemm(softcap: float | None) -> None:
     """ANCHORS 3.2: the plan's choice between a fourth GEMM and two collectives a chunk changes no
-    bit. Catches: statistics of other tokens, a logit taken out twice."""
+    bit, also where a chunk is two blocks of 8 rows. Catches: statistics of other tokens, a logit
+    taken out twice."""
     options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": softcap}
     for once, each in launch(2, variants, options):
         for got, expected in zip(each[0], once[0], strict=True):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hlo import collectives, entries
+from hlo import collectives, entries, trip_counts
 from vocab_shards import CASES, V, held, same_on_all_ranks
 from xentlib import PaddedVocab, plan
 from xentlib.contract import check, failures
@@ -273,8 +273,8 @@ def test_d_hidden_is_summed_once_with_sequence_parallelism(check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_statistics_in_every_chunk_spare_a_gemm(monkeypatch, check_vma):
     """A2, A5, A6, ANCHORS 3.2: the plan's other choice, one MAX and one SUM in the loop and three
-    GEMMs. Catches: statistics of other tokens, a loss that varies by type, a chunk left out on a
-    device without valid tokens."""
+    GEMMs. Catches: statistics of other tokens, a loss that varies by type, as many exchanges as a
+    device has chunks of valid tokens."""
     monkeypatch.setitem(plan.EXCHANGE_FLOPS, "cpu", 0.0)
     jax.clear_caches()
     p, mesh = build(OPTIONS, 7), mesh_of(tp=4)
@@ -287,6 +287,7 @@ def test_statistics_in_every_chunk_spare_a_gemm(monkeypatch, check_vma):
     text = step.lower(*inputs).compile().as_text()
     jax.clear_caches()
     assert [c.kind for c in collectives(text) if c.looped] == ["add", "maximum"]
+    assert trip_counts(text) == [4]
 
 
 GSPMD = (

@@ -20,6 +20,12 @@ GRADIENTS = ("d_hidden", "d_weight", "d_bias")
 PER_TOKEN = ("logprobs", "entropy", "lse", "correct")
 
 
+def _gradients(outcome: Outcome | PerToken) -> dict[str, Array]:
+    """By name, those that were asked for. A NamedTuple takes no method from a base class."""
+    pairs = ((name, getattr(outcome, name)) for name in GRADIENTS)
+    return {name: value for name, value in pairs if value is not None}
+
+
 class Outcome(NamedTuple):
     """Everything a call gives; None where it was not asked for."""
 
@@ -36,8 +42,7 @@ class Outcome(NamedTuple):
     d_bias: Array | None = None
 
     def gradients(self) -> dict[str, Array]:
-        pairs = ((name, getattr(self, name)) for name in GRADIENTS)
-        return {name: value for name, value in pairs if value is not None}
+        return _gradients(self)
 
 
 def run(
@@ -85,8 +90,7 @@ class PerToken(NamedTuple):
     d_bias: Array | None = None
 
     def gradients(self) -> dict[str, Array]:
-        pairs = ((name, getattr(self, name)) for name in GRADIENTS)
-        return {name: value for name, value in pairs if value is not None}
+        return _gradients(self)
 
 
 def run_logprobs(

@@ -56,6 +56,42 @@ class Findings:
     def check(self, row: str, got: Any, oracle: Any, bound: Any = None, **details: Any) -> None:
         self.measurements += check(row, got, oracle, bound, **details)
 
+    def reject(
+        self,
+        row: str,
+        wrong: dict[str, Array],
+        oracle: Any,
+        bound: Any = None,
+        *,
+        backend: str,
+        quantity: str,
+        named: bool = True,
+        **details: Any,
+    ) -> None:
+        """One A14 measurement: how many of the mutants, by name, pass the row's check.
+
+        The case says so, and names the row if `named`.
+        """
+        passed = [
+            name
+            for name, got in wrong.items()
+            if not failures(check(row, got, oracle, bound, **details))
+        ]
+        case = f"{len(wrong)} mutants" + "".join(f"; passed: {name}" for name in passed)
+        self.measurements.append(
+            Measurement(
+                row="A14",
+                backend=backend,
+                case=f"{row}, {case}" if named else case,
+                quantity=f"{row} {quantity}",
+                metric="mutants passed",
+                value=float(len(passed)),
+                bound=0.0,
+                passed=not passed,
+                entries=len(wrong),
+            )
+        )
+
     def count_ulps(self, row: str, backend: str, quantity: str, got: Any, oracle: Any) -> None:
         distances = ulp_distance(got, oracle, np.asarray(got).dtype.name)
         counts = np.histogram(np.minimum(distances, 2.0**24), EDGES)[0]
@@ -365,24 +401,26 @@ def _mutants(findings: Findings, problem: Problem) -> None:
             def pick(ref: NLLReference, name: str = name) -> Array:
                 return _oracle_gradient(ref, name)
 
+            details: dict[str, Any] = {"backend": backend, "quantity": _label(name)}
             got, low_got = getattr(right, name), getattr(low_right, name)
             oracle, bound = pick(reference), _oracle_gradient(reference, name, "bound")
             wrong = {**array_mutants(got, oracle), **problem_mutants(problem, pick, got.dtype)}
             for row in (GRADIENT_ROWS[name], "A12"):
-                _reject(findings, backend, row, name, wrong, oracle, bound=bound)
+                findings.reject(row, wrong, oracle, bound, **details)
             for row in ("A1", "A10", "A11"):
-                _reject(findings, backend, row, name, wrong, got)
+                findings.reject(row, wrong, got, **details)
             fp32 = {"other": got, "metrics": ("rho / u", "error ratio")}
-            _reject(findings, backend, "A9", name, wrong, oracle, **fp32)
+            findings.reject("A9", wrong, oracle, **fp32, **details)
             magnitude = _oracle_gradient(low_reference, name, "magnitude")
             low_oracle = pick(low_reference)
             low_wrong = {
                 **array_mutants(low_got, low_oracle),
                 **problem_mutants(low, pick, low_got.dtype, dz_dtype="bfloat16"),
             }
-            _reject(findings, backend, "A7", name, low_wrong, low_oracle, magnitude=magnitude)
+            findings.reject("A7", low_wrong, low_oracle, magnitude=magnitude, **details)
+            details["quantity"] = f"{_label(name)} bf16"
             bf16 = {"other": low_got, "metrics": BF16_METRICS}
-            _reject(findings, backend, "A9", f"{name} bf16", low_wrong, low_oracle, **bf16)
+            findings.reject("A9", low_wrong, low_oracle, **bf16, **details)
         for row, case, outcome, truth in (
             ("A2", problem, right, reference),
             ("A8", low, low_right, low_reference),
@@ -392,44 +430,23 @@ def _mutants(findings: Findings, problem: Problem) -> None:
                 **problem_mutants(case, lambda ref: ref.loss, np.float32),
             }
             scale = truth.loss_magnitude
-            _reject(findings, backend, row, "loss", wrong, truth.loss, magnitude=scale)
+            findings.reject(
+                row, wrong, truth.loss, magnitude=scale, backend=backend, quantity="loss"
+            )
         counts = {"N_total": np.asarray(problem.labels.size), "zero": np.asarray(0)}
-        _reject(findings, backend, "A0", "token count", counts, np.asarray(reference.num_tokens))
+        count = np.asarray(reference.num_tokens)
+        findings.reject("A0", counts, count, backend=backend, quantity="token count")
         lse, logprobs = np.asarray(right.lse), np.asarray(right.logprobs)
         scale = np.maximum(np.abs(reference.lse), 1.0)
         wrong = array_mutants(lse, reference.lse)
-        _reject(findings, backend, "A3", "lse", wrong, reference.lse, magnitude=scale)
+        findings.reject(
+            "A3", wrong, reference.lse, magnitude=scale, backend=backend, quantity="lse"
+        )
         wrong = {
             **array_mutants(logprobs, reference.logprobs),
             **problem_mutants(problem, lambda ref: ref.logprobs, logprobs.dtype),
         }
         del wrong["N_total for N_valid"]  # a log-probability knows no denominator
-        _reject(findings, backend, "A4", "log-probability", wrong, reference.logprobs)
-
-
-def _reject(
-    findings: Findings,
-    backend: str,
-    row: str,
-    quantity: str,
-    wrong: dict[str, Array],
-    oracle: Array,
-    **details: Any,
-) -> None:
-    """One A14 measurement: how many mutants of a quantity pass its row's check."""
-    passed = [
-        name for name, got in wrong.items() if not failures(check(row, got, oracle, **details))
-    ]
-    findings.measurements.append(
-        Measurement(
-            row="A14",
-            backend=backend,
-            case=f"{row}, {len(wrong)} mutants" + "".join(f"; passed: {name}" for name in passed),
-            quantity=f"{row} {_label(quantity)}",
-            metric="mutants passed",
-            value=float(len(passed)),
-            bound=0.0,
-            passed=not passed,
-            entries=len(wrong),
+        findings.reject(
+            "A4", wrong, reference.logprobs, backend=backend, quantity="log-probability"
         )
-    )

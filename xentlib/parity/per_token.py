@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.contract import Measurement, check, failures
 from xentlib.parity.backends import PerToken, run_logprobs
 from xentlib.parity.cases import chunks_of
 from xentlib.parity.mutants import array_mutants
@@ -195,21 +194,12 @@ def mutants(findings: Findings, problem: Problem) -> None:
                 wrong[text] = _of(other, name, "d").astype(got.dtype)
             other = shifted.per_token_reference(upstream)
             wrong["labels off by one"] = _of(other, name, "d").astype(got.dtype)
-            passed = [
-                text
-                for text, value in wrong.items()
-                if not failures(check(ROWS[name], value, oracle, bound))
-            ]
-            findings.measurements.append(
-                Measurement(
-                    row="A14",
-                    backend=backend,
-                    case=f"{len(wrong)} mutants" + "".join(f"; passed: {p}" for p in passed),
-                    quantity=f"{ROWS[name]} {_label(name)}",
-                    metric="mutants passed",
-                    value=float(len(passed)),
-                    bound=0.0,
-                    passed=not passed,
-                    entries=len(wrong),
-                )
+            findings.reject(
+                ROWS[name],
+                wrong,
+                oracle,
+                bound,
+                backend=backend,
+                quantity=_label(name),
+                named=False,
             )

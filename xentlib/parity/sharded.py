@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.contract import Measurement, check, failures
 from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.cases import EXTRAS, OPTIONS, logit_sets
 from xentlib.parity.mutants import array_mutants
@@ -150,23 +149,12 @@ def _mutants(findings: Findings, backend: str, call: Call, result: Sharded) -> N
     wrong["labels of the first shard"] = _reference(
         problem.changed(labels=offset.astype(np.int32)), call.upstream
     ).d_hidden.astype(got.dtype)
-    passed = [
-        name
-        for name, value in wrong.items()
-        if not failures(
-            check("A13", value, reference.d_hidden, reference.bound_hidden, metrics=("tau",))
-        )
-    ]
-    findings.measurements.append(
-        Measurement(
-            row="A14",
-            backend=backend,
-            case=f"A13, {len(wrong)} mutants" + "".join(f"; passed: {name}" for name in passed),
-            quantity="A13 d hidden over shards",
-            metric="mutants passed",
-            value=float(len(passed)),
-            bound=0.0,
-            passed=not passed,
-            entries=len(wrong),
-        )
+    findings.reject(
+        "A13",
+        wrong,
+        reference.d_hidden,
+        reference.bound_hidden,
+        metrics=("tau",),
+        backend=backend,
+        quantity="d hidden over shards",
     )
