@@ -435,6 +435,9 @@ def test_double_backward_raises_in_jax():
 # What the packages show
 
 
+ONE_BACKEND = ("LinenNLLHead", "NLLHead", "count_collectives", "gather_head")
+
+
 @pytest.mark.torch
 @pytest.mark.jax
 def test_both_backends_show_the_same_names():
@@ -444,8 +447,9 @@ def test_both_backends_show_the_same_names():
     import xentlib.jax
     import xentlib.torch
 
-    assert xentlib.torch.__all__ == xentlib.jax.__all__
-    for name in xentlib.torch.__all__:
+    shared = [name for name in xentlib.jax.__all__ if name not in ONE_BACKEND]
+    assert [name for name in xentlib.torch.__all__ if name not in ONE_BACKEND] == shared
+    for name in shared:
         ours, theirs = getattr(xentlib.torch, name), getattr(xentlib.jax, name)
         assert inspect.getdoc(ours) == inspect.getdoc(theirs)
         if inspect.isfunction(ours):
