@@ -1,6 +1,6 @@
 """The loss head in PyTorch: `import xentlib.torch`. The definition is in `xentlib`."""
 
-from xentlib.torch.collectives import CollectiveCount, count_collectives
+from xentlib.torch.collectives import count_collectives
 from xentlib.torch.head import gather_head
 from xentlib.torch.labels import next_token_labels
 from xentlib.torch.logprobs import LogprobOutput, chunked_logprobs, vocab_parallel_logprobs
@@ -8,7 +8,6 @@ from xentlib.torch.module import NLLHead
 from xentlib.torch.nll import NLLOutput, chunked_nll
 
 __all__ = [
-    "CollectiveCount",
     "LogprobOutput",
     "NLLHead",
     "NLLOutput",

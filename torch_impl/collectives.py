@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xentlib import collectives as spec
 from xentlib.collectives import Collective, CollectiveCount
 
-__all__ = ["CollectiveCount", "count_collectives"]
+__all__ = ["count_collectives"]
 
 # Beginnings of the names of operators, in c10d (`_allgather_base_`) and in functional collectives
 # (`all_gather_into_tensor_coalesced`), without underscores.
