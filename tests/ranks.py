@@ -56,6 +56,8 @@ def enter(rank: int, world: int, port: int, queue: Any, work: Any, arguments: An
     import torch
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # As torchrun has it: the compiler loads DeepSpeed where it is installed, which asks.
+    os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
