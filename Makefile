@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 PARITY_ARGS ?=
 
-# DeepSpeed compiles nothing at installation and runs on the CPU; it is installed by `make env-all` only.
+# DeepSpeed compiles nothing at installation and runs on the CPU.
 export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
 # mkdocs-material's notice about its own future is not about this documentation.
@@ -33,7 +33,7 @@ help:
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare-GEMM floor'
 	@echo 'examples    every file of examples/'
-	@echo 'env-all     the environment with every extra, DeepSpeed and Hugging Face included'
+	@echo 'env-all     the environment with every extra, Hugging Face included'
 	@echo 'clean       remove what was built, the environment included'
 
 # --- environment: one stamp a layer, redone when pyproject.toml or constraints.txt changes ----------------------------
@@ -50,7 +50,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
 	@echo 'installing what the tests and the benchmark need'
-	@$(PIP) -e '.[test,bench]'
+	@$(PIP) -e '.[test,bench,deepspeed]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp
@@ -61,7 +61,7 @@ $(VENV)/dev.stamp: $(VENV)/test.stamp
 env: $(VENV)/dev.stamp
 
 env-all: $(VENV)/dev.stamp
-	@echo 'installing DeepSpeed and Hugging Face'
+	@echo 'installing Hugging Face'
 	@$(PIP) -e '.[all]'
 
 # --- the wheel, unpacked: what mypy, the documentation and the wheel test look at -------------------------------------
@@ -127,8 +127,16 @@ docs: $(VENV)/dev.stamp $(WHEEL)/.stamp
 bench: $(VENV)/test.stamp
 	$(BIN)/xentlib bench --out build/bench $(BENCH_ARGS)
 
+# DeepSpeed looks for ninja on the path. Its warnings of what is deprecated are for its authors.
+TORCHRUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
+  $(BIN)/python -m torch.distributed.run --standalone
+ON_RANKS := examples/fsdp2.py examples/zero3.py
+
 examples: $(VENV)/test.stamp
-	@for example in examples/*.py; do echo "== $$example"; $(BIN)/python "$$example"; done
+	@for example in $(filter-out $(ON_RANKS),$(wildcard examples/*.py)); do \
+	  echo "== $$example"; $(BIN)/python "$$example"; done
+	@for example in $(ON_RANKS); do \
+	  echo "== $$example"; $(TORCHRUN) --nproc-per-node 2 "$$example"; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

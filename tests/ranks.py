@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 
-def launch(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+class Hang(AssertionError):
+    """Ranks that have not come back in time, or have died."""
+
+
+def launch(
+    world: int, work: Callable[..., Any], *arguments: Any, seconds: float = 240
+) -> list[Any]:
     """`work(rank, world, *arguments)` on ranks that share a gloo group; what each returned."""
     import torch
 
     context = torch.multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
+    queue = context.Queue()
     port = 29500 + (os.getpid() * 7 + world) % 2000
     ranks = [
         context.Process(target=enter, args=(rank, world, port, queue, work, arguments))
@@ -21,9 +29,24 @@ def launch(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     ]
     for process in ranks:
         process.start()
-    found = dict(queue.get() for _ in ranks)
-    for process in ranks:
-        process.join()
+    found: dict[int, Any] = {}
+    end = time.monotonic() + seconds
+    try:
+        while len(found) < world:
+            try:
+                rank, value = queue.get(timeout=0.5)
+                found[rank] = value
+            except Empty:
+                died = [p.exitcode for p in ranks if p.exitcode]
+                if died or time.monotonic() > end:
+                    said = "\n".join(value for value in found.values() if isinstance(value, str))
+                    came = f"{len(found)} of {world} ranks came back in {seconds:g} s"
+                    raise Hang(f"{came}, exit codes {died}\n{said}") from None
+        for process in ranks:
+            process.join(10)
+    finally:
+        for process in ranks:
+            process.kill()
     errors = [value for value in found.values() if isinstance(value, str)]
     assert not errors, "\n".join(errors)
     return [found[rank] for rank in range(world)]

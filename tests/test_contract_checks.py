@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from xentlib.contract import ROWS, Bound, U, check, failures, rho, tau
+from xentlib.collectives import Collective, CollectiveCount
+from xentlib.contract import ROWS, Bound, U, check, check_budget, failures, rho, tau
 from xentlib.ulp import bits_unequal, dtype_named, round_to, spacing, ulp_distance
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
@@ -182,5 +183,42 @@ def test_a_row_without_a_measure_is_refused():
 
 
 def test_rows_are_complete_and_ordered():
-    """SPEC 5: rows A0 to A14."""
-    assert list(ROWS) == [f"A{number}" for number in range(15)]
+    """SPEC 5: rows A0 to A14; SPEC 6: A15."""
+    assert list(ROWS) == [f"A{number}" for number in range(16)]
+
+
+def test_a_budget_is_held_on_every_rank():
+    """A15: one gather too many, one that is missing, and a rank that differs from the others."""
+    one, two = {"all_gather": 1}, {"all_gather": 2}
+    home = {"reduce_scatter": 1}
+    assert not failures(check_budget("FSDP2", [one, one], [home, home]))
+    for forward, backward in (
+        ([two, two], [home, home]),
+        ([one, {}], [home, home]),
+        ([one, one], [home, {}]),
+        ([one, one], [one | home, home]),
+        ([one, one], [home, home | {"all_reduce": 1}]),
+    ):
+        assert failures(check_budget("FSDP2", forward, backward))
+
+
+def test_a_wrapper_reduces_as_it_sees_fit():
+    """A15: gathers count under ZeRO-3, its reductions do not; in the forward everything does."""
+    one, reductions = {"all_gather": 1}, {"reduce_scatter": 3, "all_reduce": 1}
+    assert not failures(check_budget("ZeRO-3", [one], [reductions]))
+    assert failures(check_budget("ZeRO-3", [one], [one | reductions]))
+    assert failures(check_budget("ZeRO-3", [one | reductions], [{}]))
+
+
+def test_collectives_by_kind():
+    """What a user reads."""
+    count = CollectiveCount([Collective("all_gather", 40), Collective("all_gather", 8, True)])
+    assert count["all_gather"] == len(count) == 2
+    assert count["all_reduce"] == 0
+    assert count.counts() == {"all_gather": 2}
+    assert count.bytes() == count.bytes("all_gather") == 48
+    assert count.looped() == [Collective("all_gather", 8, True)]
+    assert str(count) == "2 all_gather (48 bytes)"
+    assert str(CollectiveCount()) == "none"
+    with pytest.raises(ValueError, match="`kind` must be one of all_gather"):
+        count["gather"]

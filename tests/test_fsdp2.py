@@ -4,6 +4,7 @@ the whole batch.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,17 +19,16 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from wrapped import (  # noqa: E402
-    B,
     Setup,
     batch,
     batches,
     gradients_of_one_process,
     loss_of,
+    mean_over_ranks,
     model_of,
+    part_of,
     run,
 )
-
-GATHERS, SCATTERS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,14 @@ class Sharded(Setup):
     own: bool = True  # the head by a `fully_shard` of its own, else by the root's
     wrap: tuple[tuple[str, Any], ...] = ()
     divide: float | None = None
-    hybrid: bool = False  # two replicas of two shards each
+    world: int = 2
+    mesh: str = "shards"  # or "replicas" of shards, or "shards, tp": a vocabulary over ranks too
+    # "bf16" parameters, with reductions in float32; reductions in "fp64"; "offload" to the CPU
+    policy: str = ""
     budget: tuple[int, int] | None = None  # gathers and scatters of the head, of one micro-batch
 
 
-SETUPS = {
+HELD = {
     "own": Sharded(budget=(1, 1)),
     "own, many chunks": Sharded(chunk=8, budget=(1, 1)),
     "own, kept whole": Sharded(wrap=(("reshard_after_forward", False),), budget=(1, 1)),
@@ -69,40 +72,124 @@ SETUPS = {
         wrap=(("reshard_after_forward", True),),
         budget=(3, 1),
     ),
-    "hybrid": Sharded(hybrid=True),
+    "replicas": Sharded(mesh="replicas", world=4, budget=(1, 1)),
+    "replicas, root": Sharded(mesh="replicas", world=4, own=False, model=("tied",)),
+    "four ranks": Sharded(world=4, model=("bias",), budget=(1, 1)),
+    "four ranks, many chunks, rank without tokens": Sharded(
+        world=4, chunk=8, idle=True, budget=(1, 1)
+    ),
+    "four ranks, per token": Sharded(world=4, function="chunked_logprobs", budget=(2, 1)),
+    "four ranks, root, tied": Sharded(world=4, own=False, model=("tied",)),
+    "four ranks, NLLHead": Sharded(world=4, road="NLLHead"),
+    "vocabulary over ranks": Sharded(mesh="shards, tp", world=4, model=("bias",), budget=(1, 1)),
+    "vocabulary over ranks, per token": Sharded(
+        mesh="shards, tp", world=4, function="chunked_logprobs", budget=(2, 1)
+    ),
+    "vocabulary over ranks, gathered": Sharded(
+        mesh="shards, tp",
+        world=4,
+        road="gather_head",
+        function="chunked_logprobs",
+        budget=(1, 1),
+    ),
+    "vocabulary over ranks, NLLHead": Sharded(mesh="shards, tp", world=4, road="NLLHead"),
+    "offload": Sharded(policy="offload", budget=(1, 1)),
+    "offload, root, per token": Sharded(policy="offload", own=False, function="chunked_logprobs"),
+    "own, NLLHead": Sharded(road="NLLHead", model=("bias",), budget=(2, 1)),
+    "own, NLLHead, per token": Sharded(
+        road="NLLHead", function="chunked_logprobs", chunk=8, budget=(2, 1)
+    ),
+    "own, NLLHead, kept whole": Sharded(
+        road="NLLHead", wrap=(("reshard_after_forward", False),), budget=(1, 1)
+    ),
+    "own, NLLHead, frozen trunk": Sharded(road="NLLHead", frozen=True),
+    "root, NLLHead, inside, tied": Sharded(
+        own=False, road="NLLHead", model=("inside", "tied"), budget=(0, 0)
+    ),
+    "own, gathered": Sharded(road="gather_head", model=("bias",), budget=(1, 1)),
+    "own, gathered, per token": Sharded(
+        road="gather_head", function="chunked_logprobs", chunk=8, budget=(1, 1)
+    ),
+    "own, gathered, frozen trunk": Sharded(road="gather_head", frozen=True),
+    "own, gathered, three micro-batches": Sharded(road="gather_head", steps=3),
+    "root, gathered, tied, pieces": Sharded(
+        own=False,
+        road="gather_head",
+        model=("tied", "bias"),
+        wrap=(("reshard_after_forward", True),),
+    ),
+    "replicas, NLLHead": Sharded(mesh="replicas", world=4, road="NLLHead"),
 }
+# Against what each rank computes for itself: to the bit, but for bf16 in the trunk.
+EXACT = {
+    "audit": Sharded(audit=True, model=("bias",)),
+    "audit, many chunks": Sharded(audit=True, chunk=8),
+    "audit, root": Sharded(audit=True, own=False),
+    "audit, per token": Sharded(audit=True, function="chunked_logprobs"),
+    "audit, NLLHead": Sharded(audit=True, road="NLLHead"),
+    "audit, gathered": Sharded(audit=True, road="gather_head"),
+    "audit, four ranks": Sharded(audit=True, world=4, policy="fp64"),
+    "audit, replicas": Sharded(audit=True, mesh="replicas", world=4, policy="fp64"),
+    "bf16": Sharded(policy="bf16", model=("bias",), budget=(1, 1)),
+    "bf16, root": Sharded(policy="bf16", own=False),
+    "bf16, per token": Sharded(policy="bf16", function="chunked_logprobs"),
+    "bf16, NLLHead": Sharded(policy="bf16", road="NLLHead"),
+    "bf16, gathered": Sharded(policy="bf16", road="gather_head"),
+}
+SETUPS = HELD | EXACT
+
+
+def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
+    """The model under `fully_shard`, and the mesh of its vocabulary."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    shape, names = (2, world // 2), {"replicas": ("replica", "x"), "shards, tp": ("x", "tp")}
+    if setup.mesh == "shards":
+        mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    else:
+        mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names[setup.mesh])
+    model, tp = model_of(setup), None
+    if setup.mesh == "shards, tp":
+        mesh, tp = mesh["x"], mesh["tp"]
+        for name, p in list(model.head.named_parameters()):
+            piece = torch.nn.Parameter(distribute_tensor(p.data, tp, [Shard(0)]))
+            model.head.register_parameter(name, piece)
+    how = {"mesh": mesh, **dict(setup.wrap)}
+    if setup.policy == "bf16":
+        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if setup.policy == "fp64":
+        how["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    if setup.policy == "offload":
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if setup.own:
+        fully_shard(model.head, **how)
+    fully_shard(model, **how)
+    for module in model.modules():
+        if setup.divide and hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(setup.divide)
+            module.set_force_sum_reduction_for_comms(True)  # all that gloo can do
+    return model, tp
 
 
 def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
-    from torch.distributed.fsdp import fully_shard
-    from torch.profiler import ProfilerActivity, profile
+    from xentlib.torch import count_collectives
 
     found = []
     for name in names:
         setup = SETUPS[name]
-        shape, dims = (
-            ((2, world // 2), ("replica", "shard")) if setup.hybrid else ((world,), ("x",))
-        )
-        mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=dims)
-        model = model_of(setup)
-        wrap = partial(fully_shard, mesh=mesh, **dict(setup.wrap))
-        if setup.own:
-            wrap(model.head)
-        wrap(model)
-        for module in model.modules():
-            if setup.divide and hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(setup.divide)
-                module.set_force_sum_reduction_for_comms(True)  # all that gloo can do
+        model, tp = wrapped(setup, world)
+        more = {} if tp is None else {"vocab_parallel": tp}
         steps, total = batches(setup)
-        denominator = total / (setup.divide or world)
-        part = slice(rank * B // world, (rank + 1) * B // world)
+        ranks = world if tp is None else world // tp.size()
+        denominator = total / (setup.divide or ranks)
+        part = part_of(rank if tp is None else rank // tp.size(), ranks)
         for step, (ids, labels) in enumerate(steps):
             model.set_requires_gradient_sync(step == len(steps) - 1)
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                run(setup, model, ids[part], labels[part], denominator).backward()
-        counts = {event.key: event.count for event in profiler.key_averages()}
+            with count_collectives() as count:
+                run(setup, model, ids[part], labels[part], denominator, **more).backward()
         # The trunk is the root's: one gather, one scatter.
-        budget = (counts.get(GATHERS, 0) - 1, counts.get(SCATTERS, 0) - 1)
+        budget = (count["all_gather"] - 1, count["reduce_scatter"] - 1)
         grads = {
             name: p.grad.full_tensor().numpy()
             for name, p in model.named_parameters()
@@ -110,24 +197,24 @@ def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
         }
         found.append((grads, budget))
         with torch.no_grad():  # evaluation: the same loss, nothing left behind
-            before = run(setup, model, ids[part], labels[part], denominator)
-            after = run(setup, model, ids[part], labels[part], denominator)
+            before = run(setup, model, ids[part], labels[part], denominator, **more)
+            after = run(setup, model, ids[part], labels[part], denominator, **more)
         assert torch.equal(before, after)
     return found
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    """Every setup, on two ranks or (hybrid) four: one start of each."""
+    """Every setup, on two ranks or four: one start of each."""
     results: dict[str, list[Any]] = {}
     for world in (2, 4):
-        names = [name for name, setup in SETUPS.items() if setup.hybrid == (world == 4)]
+        names = [name for name, setup in SETUPS.items() if setup.world == world]
         for name, *ranks in zip(names, *launch(world, on_rank, names), strict=True):
             results[name] = ranks
     return results
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", HELD)
 def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
     """A12, SPEC 6 (TRL: relative error 1.0): all gradients, on every rank, the mean over ranks
     included. Catches: a gradient that is never reduced, reduced twice, or not divided."""
@@ -140,6 +227,19 @@ def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
             # Without an oracle of a whole model: the row's bound in norm, of float32 noise.
             measured = check("A9", got, want.numpy(), metrics=("rho / u",), quantity=parameter)
             assert not failures(measured)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_head_gradients_have_the_bits_of_each_rank_alone(found: Any, name: str) -> None:
+    """A12, A1, SPEC 6: the mean over ranks of what each computes, where the reduction is exact: of
+    two numbers, in float64, in float32 for what is bf16."""
+    setup = SETUPS[name]
+    dtype = torch.bfloat16 if setup.policy == "bf16" else torch.float32
+    expected = mean_over_ranks(setup, setup.world, dtype)
+    for grads, _ in found[name]:
+        assert grads.keys() == expected.keys()
+        for parameter in ("head.weight", *(["head.bias"] if "bias" in setup.model else [])):
+            assert not failures(check("A1", grads[parameter], expected[parameter].numpy()))
 
 
 @pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.budget])
@@ -161,7 +261,7 @@ def defect(rank: int, world: int) -> float:
     fully_shard(model.head, mesh=mesh)
     fully_shard(model, mesh=mesh)
     ids, labels = batch(SETUPS["own"], 0)
-    part = slice(rank * B // world, (rank + 1) * B // world)
+    part = part_of(rank, world)
     denominator = float((labels != -100).sum()) / world
     hidden = model(ids[part])
     head = model.head.weight.full_tensor()
@@ -176,31 +276,74 @@ def test_the_comparison_sees_a_gradient_that_is_not_reduced() -> None:
         assert error > 0.1
 
 
-def others(rank: int, world: int) -> tuple[Any, str]:
-    """A head under DDP, whose own forward is never called; a DTensor that nobody keeps."""
+REPLICATED = {
+    "DDP": Setup(model=("bias",)),
+    "DDP, tied": Setup(model=("tied",)),
+    "DDP, NLLHead, inside": Setup(model=("inside",), road="NLLHead"),
+    "DDP, per token, four chunks": Setup(function="chunked_logprobs", chunk=12),
+    "DDP, audit": Setup(audit=True),
+    "FSDP1, NLLHead": Setup(model=("inside", "bias"), road="NLLHead"),
+}
+
+
+def others(rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Under DDP, the head's own forward not called; under FSDP1, which has no head to read."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    found = {}
+    for name, setup in REPLICATED.items():
+        model, (steps, total) = model_of(setup), batches(setup)
+        if name.startswith("FSDP1"):
+            how = {"device_id": torch.device("cpu"), "use_orig_params": True}
+            model.head = FSDP(model.head, **how)
+            outer = FSDP(model, **how)
+        else:
+            outer = torch.nn.parallel.DistributedDataParallel(model)
+        (ids, labels), part = steps[0], part_of(rank, world)
+        loss = partial(loss_of, setup, labels[part], total / world)
+        out = outer(ids[part], loss)
+        (out if "inside" in setup.model else loss(out, model.head)).backward()
+        whole = (
+            FSDP.summon_full_params(outer, with_grads=True) if "FSDP1" in name else nullcontext()
+        )
+        with whole:
+            found[name] = {
+                key.replace("_fsdp_wrapped_module.", ""): p.grad.clone().numpy()
+                for key, p in model.named_parameters()
+            }
+    return found
+
+
+def test_ddp_and_fsdp1() -> None:
+    """A12, SPEC 6: DDP's hooks are on the parameters, FSDP1's on the module."""
+    for rank in launch(2, others):
+        for name, setup in REPLICATED.items():
+            expected = gradients_of_one_process(setup)
+            assert rank[name].keys() == expected.keys()
+            for parameter, want in expected.items():
+                got = rank[name][parameter]
+                measured = check("A9", got, want.numpy(), metrics=("rho / u",), quantity=parameter)
+                assert not failures(measured), name
+        exact = mean_over_ranks(REPLICATED["DDP, audit"], 2, torch.float32)["head.weight"].numpy()
+        assert not failures(check("A1", rank["DDP, audit"]["head.weight"], exact))
+
+
+def alone(rank: int, world: int) -> list[str]:
+    """A DTensor that nobody keeps."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from xentlib.torch import chunked_nll
+    from xentlib.torch import chunked_nll, gather_head
 
-    setup = SETUPS["own, bias"]
-    model = torch.nn.parallel.DistributedDataParallel(model_of(setup))
-    steps, total = batches(setup)
-    part = slice(rank * B // world, (rank + 1) * B // world)
-    hidden = model(steps[0][0][part])
-    loss_of(setup, steps[0][1][part], total / world, hidden, model.module.head).backward()
     mesh = torch.distributed.init_device_mesh("cpu", (world,))
     head = distribute_tensor(torch.randn(10, 4), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="`weight` must be a plain tensor, a param"):
+        gather_head(head).__enter__()
     with pytest.raises(ValueError, match="`weight` must be a plain tensor, a param") as caught:
         chunked_nll(torch.randn(3, 4), head, torch.arange(3))
-    return {n: p.grad.numpy() for n, p in model.module.named_parameters()}, str(caught.value)
+    return [str(caught.value)]
 
 
-def test_ddp_needs_nothing_and_a_lone_dtensor_is_refused() -> None:
-    """A12, SPEC 6: DDP's hooks are on the parameters; a DTensor alone does not say where its
-    gradient goes."""
-    expected = gradients_of_one_process(SETUPS["own, bias"])
-    for gradients, said in launch(2, others):
-        for name, want in expected.items():
-            measured = check("A9", gradients[name], want.numpy(), metrics=("rho / u",))
-            assert not failures(measured), name
+def test_a_lone_dtensor_is_refused() -> None:
+    """It does not say where its gradient goes."""
+    for (said,) in launch(2, alone):
         assert "(Shard(dim=0),)" in said

@@ -19,39 +19,77 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.torch
 
-from wrapped import Setup, gradients_of_one_process  # noqa: E402
+from wrapped import Zero, gradients_of_one_process, mean_over_ranks  # noqa: E402
 
-SETUPS: dict[str, tuple[Setup, int]] = {
-    "stage 1": (Setup(model=("bias",)), 1),
-    "stage 2": (Setup(model=("bias",)), 2),
-    "stage 3": (Setup(), 3),
-    "stage 3, bias": (Setup(model=("bias",)), 3),
-    "stage 3, many chunks": (Setup(chunk=8), 3),
-    "stage 3, rank without tokens": (Setup(idle=True), 3),
-    "stage 3, per token": (Setup(function="chunked_logprobs", chunk=8), 3),
-    "stage 3, inside": (Setup(model=("inside", "bias")), 3),
-    "stage 3, inside, per token": (Setup(model=("inside",), function="chunked_logprobs"), 3),
-    "stage 3, tied": (Setup(model=("tied",)), 3),
-    "stage 3, tied, inside": (Setup(model=("tied", "inside")), 3),
-    "stage 3, frozen trunk": (Setup(frozen=True), 3),
-    "stage 3, three micro-batches": (Setup(steps=3), 3),
-    "stage 3, checkpoint": (Setup(checkpoint=True), 3),
-    "stage 3, checkpoint, per token": (Setup(checkpoint=True, function="chunked_logprobs"), 3),
+HELD = {
+    "stage 1": Zero(model=("bias",), stage=1),
+    "stage 1, NLLHead": Zero(road="NLLHead", stage=1),
+    "stage 2": Zero(model=("bias",), stage=2),
+    "stage 3": Zero(),
+    "stage 3, bias": Zero(model=("bias",)),
+    "stage 3, many chunks": Zero(chunk=8),
+    "stage 3, rank without tokens": Zero(idle=True),
+    "stage 3, per token": Zero(function="chunked_logprobs", chunk=8),
+    "stage 3, inside": Zero(model=("inside", "bias")),
+    "stage 3, inside, per token": Zero(model=("inside",), function="chunked_logprobs"),
+    "stage 3, tied": Zero(model=("tied",)),
+    "stage 3, tied, inside": Zero(model=("tied", "inside")),
+    "stage 3, frozen trunk": Zero(frozen=True),
+    "stage 3, three micro-batches": Zero(steps=3),
+    "stage 3, NLLHead": Zero(road="NLLHead", model=("bias",)),
+    "stage 3, NLLHead, per token": Zero(road="NLLHead", function="chunked_logprobs"),
+    "stage 3, NLLHead, inside, tied": Zero(road="NLLHead", model=("tied", "inside")),
+    "stage 3, NLLHead, frozen trunk": Zero(road="NLLHead", frozen=True),
+    "stage 3, gathered": Zero(road="gather_head", model=("bias",)),
+    "stage 3, gathered, per token": Zero(road="gather_head", function="chunked_logprobs"),
+    "stage 3, gathered, inside, tied": Zero(road="gather_head", model=("tied", "inside")),
+    "stage 3, gathered, frozen trunk": Zero(road="gather_head", frozen=True),
+    "stage 3, gathered, three micro-batches": Zero(road="gather_head", steps=3),
+    "stage 3, gathered, checkpoint": Zero(road="gather_head", checkpoint=True),
+    "stage 3, checkpoint": Zero(checkpoint=True),
+    "stage 3, checkpoint, per token": Zero(checkpoint=True, function="chunked_logprobs"),
+    "stage 3, offload": Zero(offload=True, model=("bias",)),
+    "stage 1, four ranks": Zero(stage=1, world=4),
+    "stage 2, four ranks": Zero(stage=2, world=4),
+    "stage 3, four ranks": Zero(model=("bias",), world=4),
+    "stage 3, four ranks, tied, per token": Zero(
+        model=("tied",), function="chunked_logprobs", world=4
+    ),
+    "stage 3, four ranks, NLLHead": Zero(road="NLLHead", world=4),
 }
+# Against what each rank computes for itself, the mean in float64: to the bit.
+EXACT = {
+    "audit, stage 1": Zero(audit=True, stage=1),
+    "audit, stage 2": Zero(audit=True, stage=2),
+    "audit, stage 3": Zero(audit=True, model=("bias",)),
+    "audit, stage 3, many chunks": Zero(audit=True, chunk=8),
+    "audit, stage 3, per token": Zero(audit=True, function="chunked_logprobs"),
+    "audit, stage 3, NLLHead": Zero(audit=True, road="NLLHead"),
+    "audit, stage 3, gathered": Zero(audit=True, road="gather_head"),
+}
+SETUPS = HELD | EXACT
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Every setup on two ranks: one start of both."""
-    folder = tmp_path_factory.mktemp("zero")
-    (folder / "setups").write_bytes(pickle.dumps(SETUPS))
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Every setup, on two ranks or four: one start of each."""
+    results: dict[str, list[Any]] = {}
+    for world in (2, 4):
+        setups = {name: setup for name, setup in SETUPS.items() if setup.world == world}
+        ranks = torchrun(world, tmp_path_factory.mktemp("zero"), setups)
+        results |= {name: [rank[name] for rank in ranks] for name in setups}
+    return results
+
+
+def torchrun(world: int, folder: Path, setups: dict[str, Zero]) -> list[dict[str, Any]]:
+    (folder / "setups").write_bytes(pickle.dumps(setups))
     here = Path(__file__).parent
-    program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     # DeepSpeed compiles an operator with ninja, which is beside the interpreter.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [*program, str(here / "zero_ranks.py"), str(folder)],
+        [*program, f"--nproc-per-node={world}", str(here / "zero_ranks.py"), str(folder)],
         env=environment,
         cwd=here,
         capture_output=True,
@@ -60,16 +98,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", HELD)
 def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
     """A12, SPEC 6, ANCHORS 4.7: all gradients, on every rank. Catches: a weight of no elements, a
     gradient that its parameter's hook never sees, one that is divided twice."""
-    expected = gradients_of_one_process(SETUPS[name][0])
-    for rank in found:
-        gradients, _ = rank[name]
+    expected = gradients_of_one_process(SETUPS[name])
+    for gradients, _ in found[name]:
         assert gradients.keys() == expected.keys()
         for parameter, want in expected.items():
             assert np.abs(gradients[parameter]).max() > 0
@@ -77,12 +114,23 @@ def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
             assert not failures(measured), parameter
 
 
+@pytest.mark.parametrize("name", EXACT)
+def test_head_gradients_have_the_bits_of_each_rank_alone(found: Any, name: str) -> None:
+    """A12, A1: the mean over ranks of what each computes."""
+    setup = SETUPS[name]
+    expected = mean_over_ranks(setup, setup.world, torch.float32)
+    for gradients, _ in found[name]:
+        for parameter in ("head.weight", *(["head.bias"] if "bias" in setup.model else [])):
+            assert not failures(check("A1", gradients[parameter], expected[parameter].numpy()))
+
+
 def test_gathers_do_not_count_chunks_or_tokens(found: Any) -> None:
     """A15, SPEC 6, ANCHORS 4.5, 4.6 (TRL#6696): the same on every rank, whatever it computes."""
-    counts = {name: [rank[name][1] for rank in found] for name in SETUPS}
-    for ranks in counts.values():
-        assert ranks[0] == ranks[1]
+    gathers = {name: [n for _, n in found[name]] for name in SETUPS}
+    for ranks in gathers.values():
+        assert len(set(ranks)) == 1
     for name in ("stage 3, many chunks", "stage 3, rank without tokens", "stage 3, bias"):
-        assert counts[name] == counts["stage 3"]
-    (once, _), (twice, _) = (counts[name] for name in ("stage 3", "stage 3, per token"))
-    assert sum(twice.values()) == sum(once.values()) + 1  # the head's values, for its backward
+        assert gathers[name] == gathers["stage 3"]
+    assert gathers["stage 3, gathered"] == gathers["stage 3"]
+    # The head's values, for its backward.
+    assert gathers["stage 3, per token"][0] == gathers["stage 3"][0] + 1

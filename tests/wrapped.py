@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from xentlib.torch import NLLHead
+
 V, H, B, L = 101, 16, 4, 12
 
 
@@ -44,6 +46,17 @@ class Setup:
     steps: int = 1  # micro-batches
     idle: bool = False  # rank 0 has no valid token
     chunk: int | None = None  # tokens
+    road: str = "parameter"  # to the head: read "parameter", by "NLLHead" or by "gather_head"
+    audit: bool = False
+
+
+@dataclass(frozen=True)
+class Zero(Setup):
+    """Under DeepSpeed."""
+
+    stage: int = 3
+    world: int = 2
+    offload: bool = False  # parameters and optimizer to the CPU
 
 
 def batch(setup: Setup, step: int) -> tuple[Any, Any]:
@@ -56,19 +69,41 @@ def batch(setup: Setup, step: int) -> tuple[Any, Any]:
     return ids, labels
 
 
-def loss_of(setup: Setup, labels: Any, denominator: float, hidden: Any, head: Any) -> Any:
-    """Sum over these tokens, divided by what is given."""
+def loss_of(
+    setup: Setup, labels: Any, denominator: float, hidden: Any, head: Any, **more: Any
+) -> Any:
+    """Sum over these tokens, divided by what is given; `more` are arguments of the function."""
     from xentlib import torch as ours
 
     budget = None if setup.chunk is None else setup.chunk * V * 4
-    function = getattr(ours, setup.function)
+    more["max_chunk_bytes"] = budget
+    if setup.audit:
+        more["compute_dtype"] = "float64"
+    if setup.function == "chunked_nll":
+        more["denominator"] = denominator
+
+    def result(hidden: Any) -> Any:
+        if setup.road == "NLLHead":
+            return head(hidden, labels, **more)
+        function = getattr(ours, setup.function)
+        if setup.road == "gather_head":
+            with ours.gather_head(head.weight, head.bias) as (weight, bias):
+                if setup.audit or setup.function == "chunked_logprobs":
+                    return function(hidden, weight, labels, bias=bias, **more)
+                logits = torch.nn.functional.linear(hidden, weight, bias)  # a user's own code
+                return torch.nn.functional.cross_entropy(
+                    logits.flatten(0, -2), labels.flatten(), reduction="sum"
+                )
+        # Read the head's parameters where they are: what the field's fused losses do.
+        return function(hidden, head.weight, labels, bias=head.bias, **more)
 
     def call(hidden: Any) -> Any:
-        # Read the head's parameters where they are: what the field's fused losses do.
-        more = {"bias": head.bias, "max_chunk_bytes": budget}
+        out = result(hidden)
+        if isinstance(out, torch.Tensor):
+            return out / denominator
         if setup.function == "chunked_nll":
-            return function(hidden, head.weight, labels, denominator=denominator, **more).loss
-        return -(function(hidden, head.weight, labels, **more).logprobs).sum() / denominator
+            return out.loss
+        return -out.logprobs.sum() / denominator
 
     if setup.checkpoint:
         return torch.utils.checkpoint.checkpoint(call, hidden, use_reentrant=False)
@@ -77,6 +112,9 @@ def loss_of(setup: Setup, labels: Any, denominator: float, hidden: Any, head: An
 
 def model_of(setup: Setup) -> Model:
     model = Model(**dict.fromkeys(setup.model, True))
+    if setup.road == "NLLHead":
+        per_token = setup.function == "chunked_logprobs"
+        model.head = NLLHead.from_linear(model.head, per_token=per_token)
     if setup.frozen:
         model.requires_grad_(False).head.requires_grad_(True)
     return model
@@ -95,7 +133,26 @@ def gradients_of_one_process(setup: Setup) -> dict[str, Any]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def run(setup: Setup, model: Any, ids: Any, labels: Any, denominator: float) -> Any:
-    loss = partial(loss_of, setup, labels, denominator)
+def mean_over_ranks(setup: Setup, world: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What ranks compute in `dtype`, each for its own rows, one after the other in one process; the
+    mean in float64, rounded once to float32."""
+    (ids, labels), (_, total) = batch(setup, 0), batches(setup)
+    sums: dict[str, Any] = {}
+    for rank in range(world):
+        model, rows = model_of(setup).to(dtype), part_of(rank, world)
+        run(setup, model, ids[rows], labels[rows], total / world).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                sums[name] = sums.get(name, 0) + p.grad.double() / world
+    return {name: x.float() for name, x in sums.items()}
+
+
+def part_of(rank: int, world: int) -> slice:
+    """This rank's rows of a batch."""
+    return slice(rank * B // world, (rank + 1) * B // world)
+
+
+def run(setup: Setup, model: Any, ids: Any, labels: Any, denominator: float, **more: Any) -> Any:
+    loss = partial(loss_of, setup, labels, denominator, **more)
     out = model(ids, loss)
     return out if "inside" in setup.model else loss(out, model.head)

@@ -9,21 +9,22 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_grad
-from torch.profiler import ProfilerActivity, profile
 
-from wrapped import B, Setup, batches, model_of, run
-
-GATHERS = ("c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_")
+from wrapped import Zero, batches, model_of, part_of, run
+from xentlib.torch import count_collectives
 
 
-def engine_of(setup: Setup, stage: int):
+def engine_of(setup: Zero):
+    # Small parameters are never partitioned by default.
+    zero = {"stage": setup.stage, "stage3_param_persistence_threshold": 0}
+    if setup.offload:
+        zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": setup.steps,
         "gradient_clipping": 0.0,  # the default of 1 hides errors of scale
         "zero_allow_untested_optimizer": True,
-        # Small parameters are never partitioned by default.
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": zero,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
     model = model_of(setup)
@@ -31,27 +32,26 @@ def engine_of(setup: Setup, stage: int):
     return deepspeed.initialize(model=model, config=config, model_parameters=parameters)[0]
 
 
-def measured(setup: Setup, stage: int) -> tuple[dict, dict]:
+def measured(setup: Zero) -> tuple[dict, int]:
     """Gradients of one window, and how many gathers its last micro-batch took."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    engine = engine_of(setup, stage)
+    engine = engine_of(setup)
     steps, total = batches(setup)
-    part = slice(rank * B // world, (rank + 1) * B // world)
+    part = part_of(rank, world)
     # DeepSpeed divides by the ranks and by the micro-batches.
     denominator = total / (world * setup.steps)
     for ids, labels in steps:
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with count_collectives() as count:
             loss = run(setup, engine, ids[part], labels[part], denominator)
             engine.backward(loss)
         if len(steps) > 1 and ids is not steps[-1][0]:
             engine.step()
-    counts = {event.key: event.count for event in profiler.key_averages()}
     gradients = {
         name: safe_get_full_grad(p).numpy().copy()
         for name, p in engine.module.named_parameters()
         if p.requires_grad
     }
-    if stage == 3:
+    if setup.stage == 3:
         shapes = {tuple(p.shape) for p in engine.module.parameters()}
         assert shapes == {(0,)}, f"every parameter is in pieces again; got {shapes}"
     with torch.no_grad():  # evaluation
@@ -60,14 +60,14 @@ def measured(setup: Setup, stage: int) -> tuple[dict, dict]:
         assert torch.equal(before, after)
     engine.train()
     engine.step()
-    return gradients, {name: counts.get(name, 0) for name in GATHERS}
+    return gradients, count["all_gather"]
 
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     setups = pickle.loads(Path(folder, "setups").read_bytes())
-    found = {name: measured(setup, stage) for name, (setup, stage) in setups.items()}
+    found = {name: measured(setup) for name, setup in setups.items()}
     Path(folder, f"rank{torch.distributed.get_rank()}").write_bytes(pickle.dumps(found))
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Owner", "call_with_head", "find_owner"]
+__all__ = ["Owner", "call_with_head", "copies", "find_owner"]
 
 T = TypeVar("T")
 OWNERS: Any = WeakIdKeyDictionary()  # of parameters that were asked for
@@ -84,7 +84,6 @@ def call_with_head(
         return _differentiable(found[0]) if recompute else []
 
     names, uses = vars(owner.module), owner.group._post_forward_indices
-    order = owner.group.comm_ctx.post_forward_order
     before, used = names.get("forward"), len(uses)
     names["forward"] = forward
     try:
@@ -95,12 +94,29 @@ def call_with_head(
             names["forward"] = before
     if not recompute:
         # Recorded as the last forward, it would be prefetched by the next group's backward.
+        order = owner.group.comm_ctx.post_forward_order
         if len(uses) > used and order[-1] is owner.group:
             uses.pop()
             order.pop()
         for x in _differentiable(found[0]):
             x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
     return found[0]
+
+
+def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:
+    """Whole copies, whose gradients the group takes home at the end of the backward."""
+    here = owner.group.is_unsharded
+    owner.module.unshard()
+    try:
+        whole = [None if p is None else owner.whole(p) for p in parameters]
+        found = [None if w is None else w.clone() for w in whole]
+    finally:
+        if not here:
+            owner.module.reshard()
+    for x in found:
+        if x is not None and x.requires_grad:
+            x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
+    return found
 
 
 def _differentiable(result: Any) -> list[Tensor]:

@@ -6,15 +6,17 @@ Shapes: N tokens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xentlib import head as spec
 from xentlib.checks import (
     check_group,
     check_not_whole,
@@ -31,6 +33,7 @@ __all__ = [
     "Local",
     "VocabParallel",
     "find_group",
+    "gather_head",
     "local_columns",
     "local_rows",
     "replicated",
@@ -181,30 +184,40 @@ class Local(NamedTuple):
     shard: Tensor | None  # [3] start, stop, V; on the CPU
 
 
-def local_rows(weight: Tensor, parallel: Any, layout: str) -> tuple[Tensor, Local]:
-    """This rank's rows of the head as a plain tensor, and where they belong."""
+def local_rows(
+    weight: Tensor, bias: Tensor | None, parallel: Any, layout: str
+) -> tuple[Tensor, Tensor | None, Local]:
+    """This rank's rows of the head as plain tensors, and where they belong."""
+    whole = Local("", None)
     if weight.ndim != 2:  # refused where shapes are checked
-        return weight, Local("", None)
-    dtensor = dtensor_type()
+        return weight, bias, whole
     if parallel is None:
-        if dtensor is not None and isinstance(weight, dtensor):
-            refuse_dtensor("weight", tuple(weight.placements))
-        return weight, Local("", None)
+        for name, x in (("weight", weight), ("bias", bias)):
+            if is_dtensor(x):
+                refuse_dtensor(name, tuple(x.placements))
+        return weight, bias, whole
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
-    if dtensor is not None and isinstance(weight, dtensor):
-        placements = weight.placements
-        check_placement(
-            weight.device_mesh.ndim, placements[0].is_shard(axis), axis, tuple(placements)
-        )
+    name, ranks = group.group_name, dist.get_world_size(group)
+    if is_dtensor(bias):
+        bias = local_part("bias", bias, 0)
+    if is_dtensor(weight):
         # A DTensor is cut as torch.chunk cuts: nothing to exchange.
-        whole, ranks = weight.shape[axis], dist.get_world_size(group)
-        columns = -(-whole // ranks)
-        sizes = tuple(max(0, min(columns, whole - k * columns)) for k in range(ranks))
+        classes = weight.shape[axis]
+        columns = -(-classes // ranks)
+        sizes = tuple(max(0, min(columns, classes - k * columns)) for k in range(ranks))
         shard = shard_of(sizes, dist.get_rank(group), vocab_size)
-        return weight.to_local(), Local(group.group_name, numbers_of(shard))
-    name = group.group_name
-    return weight, Local(name, shard_op(weight, False, weight.shape[axis], name, vocab_size))
+        return local_part("weight", weight, axis), bias, Local(name, numbers_of(shard))
+    shard_numbers = shard_op(weight, False, weight.shape[axis], name, vocab_size)
+    return weight, bias, Local(name, shard_numbers)
+
+
+def local_part(name: str, x: Any, axis: int) -> Tensor:
+    """Of a DTensor that is cut along the vocabulary."""
+    cut = x.device_mesh.ndim == 1 and x.placements[0].is_shard(axis)
+    check_placement(name, cut, axis, tuple(x.placements))
+    part: Tensor = x.to_local()
+    return part
 
 
 def with_whole_head(*, recompute: bool) -> Callable[[F], F]:
@@ -240,12 +253,28 @@ def with_whole_head(*, recompute: bool) -> Callable[[F], F]:
     return wrap
 
 
+@contextmanager
+def gather_head(
+    weight: Tensor, bias: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    pieces, owner = zero3.in_pieces(weight, bias), owner_of(weight)
+    if pieces:
+        weight, bias = zero3.copies(pieces, weight, bias)
+    elif owner is not None:
+        whole, bias = fsdp2.copies(owner, weight, bias)
+        assert whole is not None
+        weight = whole
+    elif is_dtensor(weight):
+        refuse_dtensor("weight", tuple(weight.placements))
+    yield weight, bias
+
+
+gather_head.__doc__ = spec.gather_head.__doc__
+
+
 def owner_of(weight: Any) -> fsdp2.Owner | None:
     """The `fully_shard` that keeps a head in pieces, if one does."""
-    dtensor = dtensor_type()
-    if dtensor is None or not isinstance(weight, dtensor):
-        return None
-    return fsdp2.find_owner(weight)
+    return fsdp2.find_owner(weight) if is_dtensor(weight) else None
 
 
 def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Local:
@@ -260,16 +289,15 @@ def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Lo
     return Local(name, shard_op(logits.detach(), True, columns, name, vocab_size))
 
 
-def dtensor_type() -> Any:
-    """DTensor, if anybody has loaded it: loading it takes a second."""
+def is_dtensor(x: Any) -> TypeGuard[Any]:
+    """Without loading what nobody has loaded: that takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else module.DTensor
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def replicated(name: str, x: Any) -> Any:
     """A DTensor that every rank has whole, as the tensor that it is; a plain one as it comes."""
-    dtensor = dtensor_type()
-    if dtensor is None or not isinstance(x, dtensor):
+    if not is_dtensor(x):
         return x
     check_replicated(name, all(p.is_replicate() for p in x.placements), tuple(x.placements))
     return x.to_local()

@@ -329,7 +329,7 @@ def chunked_logprobs(
     weight_layout: str = "VH",
 ) -> LogprobOutput:
     hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
-    weight, local = local_rows(weight, vocab_parallel, weight_layout)
+    weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
     problem = check_logprobs(
         describe(hidden),
         describe(weight),
@@ -371,7 +371,10 @@ chunked_logprobs.__doc__ = spec.chunked_logprobs.__doc__
 
 
 def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutput:
-    logprobs, entropies, lse, correct = (x.reshape(leading) for x in results[:4])
+    # Copies, not views: FSDP2 warns of views that a module's forward returns.
+    logprobs, entropies, lse, correct = (
+        x if x.shape == leading else x.reshape(leading).clone() for x in results[:4]
+    )
     return LogprobOutput(logprobs, entropies if entropy else None, lse, correct)
 
 

@@ -297,7 +297,7 @@ def chunked_nll(
     weight_layout: str = "VH",
 ) -> NLLOutput:
     hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
-    weight, local = local_rows(weight, vocab_parallel, weight_layout)
+    weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
     problem = check_nll(
         describe(hidden),
         describe(weight),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["call_with_head", "in_pieces"]
+__all__ = ["call_with_head", "copies", "in_pieces"]
 
 T = TypeVar("T")
 
@@ -59,6 +59,24 @@ def call_with_head(
     if outputs and hidden.requires_grad:
         hidden.register_hook(lambda _: after(pieces))
     return result
+
+
+def copies(pieces: list[Any], *parameters: Any) -> list[Any]:
+    """Whole copies, whose gradients go home by DeepSpeed's own hooks."""
+    _gather(pieces)
+    try:
+        found = [None if p is None else p.clone() for p in parameters]
+    finally:
+        _partition(pieces)
+
+    def prepare(_: Tensor) -> None:
+        _stand_in(pieces)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _empty(pieces))
+
+    for x in found:
+        if x is not None and x.requires_grad:
+            x.register_hook(prepare)
+    return found
 
 
 def _gather(pieces: list[Any]) -> None:

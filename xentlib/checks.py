@@ -8,7 +8,7 @@ names the argument, what was expected, what came, and the way out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 __all__ = [
@@ -16,8 +16,11 @@ __all__ = [
     "NLLProblem",
     "Operand",
     "check_axis",
+    "check_denominator_dtype",
     "check_group",
+    "check_head_options",
     "check_label_range",
+    "check_linear",
     "check_logits",
     "check_logprobs",
     "check_next_token_labels",
@@ -491,13 +494,13 @@ def check_varying(name: str, varies: bool, axis: object) -> None:
         )
 
 
-def check_placement(dimensions: int, sharded: bool, axis: int, placements: object) -> None:
+def check_placement(name: str, cut: bool, axis: int, placements: object) -> None:
     """Refuse a DTensor head that is not in pieces of its vocabulary."""
-    if dimensions != 1 or not sharded:
+    if not cut:
         raise ValueError(
-            f"`weight` must be sharded over its vocabulary, dimension {axis}, on a "
-            f"one-dimensional mesh; got {placements} on {dimensions} dimensions. Pass "
-            f"`weight.redistribute(placements=[Shard({axis})])`."
+            f"`{name}` must be sharded over its vocabulary, dimension {axis}, on a "
+            f"one-dimensional mesh; got {placements}. Pass "
+            f"`{name}.redistribute(placements=[Shard({axis})])`."
         )
 
 
@@ -518,6 +521,45 @@ def refuse_dtensor(name: str, placements: object) -> NoReturn:
         f"`vocab_parallel`; got a DTensor with {placements}, which does not say how its gradient "
         f"goes home. Pass the parameter itself, or `{name}.full_tensor(grad_placements=...)`."
     )
+
+
+def check_head_options(options: Collection[str], known: Collection[str]) -> None:
+    """Refuse keyword arguments that an `NLLHead` does not hand on."""
+    for name in options:
+        if name in known:
+            continue
+        if name in ("bias", "weight", "weight_layout"):
+            way = "The module has them: leave it out."
+        elif not known:
+            way = "Without labels no option applies: pass `labels`, or leave it out."
+        else:
+            way = f"Pass any of {', '.join(known)}."
+        raise TypeError(f"`{name}` must be an option of the head's function; got it. {way}")
+
+
+def check_linear(kind: str, plain: bool, hooked: bool) -> None:
+    """Refuse a head that is more than its weight and bias."""
+    if hooked:
+        raise TypeError(
+            f"`linear` must have no hooks, which would be lost; got a {kind} with some. Take them "
+            f"off, make the `NLLHead`, and put them on that: wrappers such as `fully_shard` too."
+        )
+    if not plain:
+        raise TypeError(
+            f"`linear` must be a plain linear layer; got a {kind}, whose weight alone is not what "
+            f"it computes. Merge an adapter into its layer first, or call `chunked_nll` with the "
+            f"weight that it stands for: base + scale * B @ A for LoRA."
+        )
+
+
+def check_denominator_dtype(denominator: Scalar) -> None:
+    """Refuse a count that a wrapper has rounded on its way into a module."""
+    if isinstance(denominator, Operand) and denominator.dtype in ("bfloat16", "float16"):
+        raise TypeError(
+            f"`denominator` must be a number, an integer or float32; got {denominator.dtype}, "
+            f"in which counts are rounded. FSDP2 casts floating tensors that a module is given "
+            f"(`cast_forward_inputs`): pass a Python number or an integer tensor."
+        )
 
 
 def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None:

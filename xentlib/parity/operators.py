@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.contract import Measurement, check, failures
-from xentlib.parity import per_token, sharded
+from xentlib.parity import heads, per_token, sharded
 from xentlib.parity.backends import GRADIENTS, Outcome, run
 from xentlib.parity.cases import (
     AUDIT,
@@ -109,7 +109,7 @@ class Findings:
 def run_operators(
     backends: tuple[str, ...], suite: str, seed: int, progress: Progress
 ) -> tuple[list[Measurement], list[Histogram]]:
-    """Measure rows A0 to A14 for the installed backends.
+    """Measure rows A0 to A15 for the installed backends.
 
     Args:
         backends: "torch", "jax" or both; rows between backends need both.
@@ -136,6 +136,7 @@ def run_operators(
         ("per-token outputs, run to run", _cases((BASE,), [seed]), per_token.repeat),
         ("per-token outputs, mutants", [build(BASE, seed)], per_token.mutants),
         ("vocabularies over ranks", [seed], sharded.sharded),
+        ("collectives", [suite], heads.heads),
     ]
     if len(backends) == 2:
         audit = _cases(AUDIT, range(seed, seed + (5 if full else 1)))

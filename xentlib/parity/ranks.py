@@ -1,5 +1,5 @@
-"""Calls over shards of a vocabulary, with real ranks: gloo processes for PyTorch, host devices of
-one process for JAX. Both are started here, for a whole list of calls at once.
+"""Real ranks: gloo processes for PyTorch, host devices of one process for JAX, started for a whole
+list of things to do; and calls over shards of a vocabulary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from xentlib.parity.problem import Problem, Upstream
 from xentlib.plan import PaddedVocab
 from xentlib.ulp import bits_unequal
 
-__all__ = ["Call", "Sharded", "run_calls", "serve"]
+__all__ = ["WORLD", "Call", "Sharded", "run_calls", "run_ranks", "serve", "start_gloo"]
 
 Array = npt.NDArray[Any]
 WORLD = 4
@@ -51,10 +52,19 @@ class Sharded(NamedTuple):
 
 def run_calls(backend: str, calls: Sequence[Call]) -> list[Sharded]:
     """Every call through ranks of `backend`."""
-    world = WORLD if backend == "torch" else 1
+    if backend == "jax":
+        return list(run_ranks(backend, "ranks", calls, 1)[0])
+    found = run_ranks(backend, "ranks", calls, WORLD)
+    return [_merged(call, [rank[k] for rank in found]) for k, call in enumerate(calls)]
+
+
+def run_ranks(
+    backend: str, room: str, items: Sequence[Any], world: int, **environment: str
+) -> list[list[Any]]:
+    """`xentlib.parity.ROOM.BACKEND_rank(folder, rank, world, items)` of each rank, a process."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "calls").write_bytes(pickle.dumps(list(calls)))
-        ranks = [_start(backend, folder, rank, world) for rank in range(world)]
+        Path(folder, "items").write_bytes(pickle.dumps(list(items)))
+        ranks = [_start(backend, room, folder, rank, world, environment) for rank in range(world)]
         try:
             said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
         finally:
@@ -64,18 +74,22 @@ def run_calls(backend: str, calls: Sequence[Call]) -> list[Sharded]:
         if wrong:  # the one that failed first says the least of lost connections
             raise RuntimeError(f"{len(wrong)} {backend} ranks failed:\n" + "\n".join(wrong))
         # Written a moment ago by the processes above.
-        found = [pickle.loads(Path(folder, f"rank{k}").read_bytes()) for k in range(world)]
-    if backend == "jax":
-        return list(found[0])
-    return [_merged(call, [rank[k] for rank in found]) for k, call in enumerate(calls)]
+        return [pickle.loads(Path(folder, f"rank{k}").read_bytes()) for k in range(world)]
 
 
-def _start(backend: str, folder: str, rank: int, world: int) -> subprocess.Popen[str]:
+def _start(
+    backend: str, room: str, folder: str, rank: int, world: int, environment: dict[str, str]
+) -> subprocess.Popen[str]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={WORLD}"
     program = "from xentlib.parity.ranks import serve; serve()"
-    command = [sys.executable, "-c", program, backend, folder, str(rank), str(world)]
+    command = [sys.executable, "-c", program, backend, room, folder, str(rank), str(world)]
+    variables = {**os.environ, "XLA_FLAGS": flags.strip(), **environment}
     return subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "XLA_FLAGS": flags.strip()}
+        command,
+        stdout=subprocess.DEVNULL,  # DeepSpeed says much; the JSON of a parity run goes there
+        stderr=subprocess.PIPE,
+        text=True,
+        env=variables,
     )
 
 
@@ -106,15 +120,20 @@ def _called(backend: str, call: Call, problem: Problem, wrap: Any = None) -> Any
 # --- what runs on a rank -------------------------------------------------------------------------
 
 
-def _torch_rank(folder: str, rank: int, world: int, calls: list[Call]) -> list[Any]:
+def start_gloo(folder: str, rank: int, world: int) -> None:
     import torch
-    from torch import distributed as dist
 
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    dist.init_process_group(
+    torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
+
+
+def torch_rank(folder: str, rank: int, world: int, calls: list[Call]) -> list[Any]:
+    from torch import distributed as dist
+
+    start_gloo(folder, rank, world)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, world + 1)}
     found: list[Any] = []
     for call in calls:
@@ -145,7 +164,7 @@ def _part(x: Array, axis: int, start: int, stop: int) -> Array:
     return np.ascontiguousarray(np.take(x, range(start, stop), axis=axis))
 
 
-def _jax_rank(folder: str, rank: int, world: int, calls: list[Call]) -> list[Any]:
+def jax_rank(folder: str, rank: int, world: int, calls: list[Call]) -> list[Any]:
     return [_jax_call(call) for call in calls]
 
 
@@ -184,8 +203,9 @@ def _jax_call(call: Call) -> Sharded:
 
 def serve() -> None:
     """Be the rank that the command line names."""
-    backend, folder, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    backend, room, folder, rank, world = sys.argv[1:]
     # Written by the process that started this one.
-    calls = pickle.loads(Path(folder, "calls").read_bytes())
-    run_rank = _torch_rank if backend == "torch" else _jax_rank
-    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(run_rank(folder, rank, world, calls)))
+    items = pickle.loads(Path(folder, "items").read_bytes())
+    work = getattr(import_module(f"xentlib.parity.{room}"), f"{backend}_rank")
+    found = work(folder, int(rank), int(world), items)
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))

@@ -1,0 +1,106 @@
+"""DeepSpeed ZeRO-3 with the head as a module: `model.head = NLLHead.from_linear(model.head)`.
+
+    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/zero3.py
+
+Two CPU ranks train a small transformer on the Python standard library's own sources. The head's own
+forward takes the labels, so that DeepSpeed's hooks gather it and take its gradient home. The first
+step's gradients are compared with those of one process that has the whole batch. Half a minute on
+two cores, and 20 s more the first time, when DeepSpeed compiles an operator with g++; needs
+`pip install 'xentlib[deepspeed,cli]'`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor, nn
+
+from xentlib.parity.text import encode_documents, read_documents, train_tokenizer
+from xentlib.torch import NLLHead, next_token_labels
+
+VOCAB, HIDDEN, LENGTH, BATCH, STEPS = 4096, 128, 128, 8, 20
+CONFIG = {
+    "train_micro_batch_size_per_gpu": BATCH // 2,
+    "gradient_clipping": 0.0,
+    # Parameters below the threshold are never partitioned: here the whole model would not be.
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,
+}
+CHUNK = 4 << 20  # bytes of logits that exist at once: 256 tokens, two chunks of a rank's batch
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        layer = nn.TransformerEncoderLayer(
+            HIDDEN, 4, 4 * HIDDEN, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor, denominator: float) -> Tensor:
+        """The loss."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        hidden = self.norm(self.blocks(self.embedding(tokens), mask=mask, is_causal=True))
+        loss: Tensor = self.head(hidden, labels, denominator=denominator).loss
+        return loss
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and labels [BATCH, LENGTH] of all ranks, rows of uneven lengths."""
+    documents = read_documents(max_bytes=2_000_000)
+    tokenizer = train_tokenizer(documents, VOCAB)
+    text = np.concatenate(encode_documents(tokenizer, documents))
+    rng = np.random.default_rng(0)
+    while True:
+        starts = rng.integers(0, text.size - LENGTH, BATCH)
+        tokens = torch.from_numpy(np.stack([text[i : i + LENGTH] for i in starts])).long()
+        labels = next_token_labels(tokens)
+        for row, length in enumerate(rng.integers(LENGTH // 4, LENGTH, BATCH)):
+            labels[row, length:] = -100
+        yield tokens, labels
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo")
+    torch.set_num_threads(1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = LanguageModel()
+    model.head = NLLHead.from_linear(model.head, max_chunk_bytes=CHUNK)
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
+
+    for step, (tokens, labels) in zip(range(STEPS), batches()):
+        # DeepSpeed takes the mean over ranks: with the valid tokens of all ranks over their number
+        # as the denominator, the gradient is that of the mean over all tokens.
+        count = int((labels != -100).sum())
+        mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+        loss = engine(tokens[mine], labels[mine], count / world)
+        engine.backward(loss)
+        if step == 0:
+            alone(tokens, labels, count).backward()
+            for (name, p), q in zip(engine.module.named_parameters(), alone.parameters()):
+                got = safe_get_full_grad(p)
+                apart = float((got - q.grad).norm() / q.grad.norm())
+                assert apart < 1e-5, f"{name}: relative distance {apart:.1e} to one process"
+                if rank == 0 and name == "head.weight":
+                    print(f"the head's gradient, relative distance to one process: {apart:.1e}")
+        engine.step()
+        dist.all_reduce(loss := loss.detach())
+        if rank == 0 and step % 5 == 4:
+            print(f"step {step + 1:3}   loss {loss / world:.3f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The head as a module, in PyTorch: a wrapper's hooks see it like any other.
+
+Shapes: V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xentlib.checks import check_denominator_dtype, check_head_options, check_linear
+from xentlib.torch.describe import describe
+from xentlib.torch.logprobs import LogprobOutput, chunked_logprobs
+from xentlib.torch.nll import NLLOutput, chunked_nll
+
+__all__ = ["NLLHead"]
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class NLLHead(nn.Linear):
+    """An `nn.Linear` [V, H] that takes labels and returns a loss.
+
+        model.lm_head = NLLHead.from_linear(model.lm_head)
+        loss = model.lm_head(hidden, labels).loss        # chunked_nll
+        logits = model.lm_head(hidden)                   # nn.Linear
+
+    Parameters and their names are `nn.Linear`'s, so that a `state_dict`, tied embeddings and
+    initialisation stay what they are. As the call is the module's own forward, the hooks of any
+    wrapper gather the head and take its gradient home (DDP, FSDP1, FSDP2, DeepSpeed).
+
+    Args:
+        in_features: H.
+        out_features: V.
+        bias: as in `nn.Linear`.
+        per_token: with labels, return the `LogprobOutput` of `chunked_logprobs` instead.
+        device: of the parameters; "meta" too.
+        dtype: of the parameters.
+        options: keyword arguments of `chunked_nll` or `chunked_logprobs`, for every call. Those of
+            a call win.
+
+    Raises:
+        TypeError: an option that the function does not have.
+
+    Numerics: those of the function; logits are `torch.nn.functional.linear`'s, to which no option
+    applies. FSDP2 with `cast_forward_inputs` (the default where `param_dtype` is set) casts every
+    floating tensor that is passed in, so that a 16-bit `denominator` is refused: pass a number.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        per_token: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._settle(per_token, options)
+
+    def _settle(self, per_token: bool, options: dict[str, Any]) -> None:
+        function = chunked_logprobs if per_token else chunked_nll
+        names = list(inspect.signature(function).parameters)
+        check_head_options(options, [x for x in names[3:] if x not in ("bias", "weight_layout")])
+        self.per_token = per_token
+        self.options = options
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, per_token: bool = False, **options: Any) -> NLLHead:
+        """The same head: its parameters are shared, so that tied ones stay tied.
+
+        Before any wrapper: `fully_shard` and `deepspeed.initialize` come after.
+
+        Raises:
+            TypeError: anything but an `nn.Linear` whose forward is `nn.Linear`'s and that has no
+                hooks: what they do would be lost. For LoRA, merge, or call `chunked_nll` with the
+                weight that the adapter stands for.
+        """
+        plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
+        plain = plain and "forward" not in vars(linear) and "weight" in linear._parameters
+        hooked = plain and any(getattr(linear, name) for name in HOOKS)
+        check_linear(type(linear).__name__, plain, hooked)
+        head = cls.__new__(cls)
+        nn.Module.__init__(head)
+        head.in_features, head.out_features = linear.in_features, linear.out_features
+        for name in ("weight", "bias"):
+            head.register_parameter(name, linear._parameters[name])
+        head._settle(per_token, options)
+        return head.train(linear.training)
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, labels: Tensor | None = None, **options: Any
+    ) -> Tensor | NLLOutput | LogprobOutput:
+        """Logits [..., V] of `hidden` [..., H]; with `labels` [...] the function's result."""
+        if labels is None:
+            check_head_options(options, [])
+            return nn.functional.linear(hidden, self.weight, self.bias)
+        options = {**self.options, **options}
+        check_denominator_dtype(describe(options.get("denominator")))
+        function = chunked_logprobs if self.per_token else chunked_nll
+        result: NLLOutput | LogprobOutput = function(
+            hidden, self.weight, labels, bias=self.bias, **options
+        )
+        return result
+
+    def extra_repr(self) -> str:
+        said = [super().extra_repr(), *(["per_token=True"] if self.per_token else [])]
+        return ", ".join(said + [f"{name}={value!r}" for name, value in self.options.items()])

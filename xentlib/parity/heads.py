@@ -1,0 +1,194 @@
+"""A15: what a call sends, wherever its head lives, counted on real ranks under real wrappers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xentlib.contract import check_budget
+from xentlib.parity.ranks import WORLD, run_ranks, start_gloo
+
+if TYPE_CHECKING:
+    from xentlib.parity.operators import Findings
+
+__all__ = ["Count", "heads", "torch_rank", "zero_rank"]
+
+N, V, H = 448, 257, 16
+CHUNKS = (1, 7, 64)
+# Heads, and the valid tokens of each rank: ranks that share a vocabulary share their tokens.
+UNEVEN = ((0, 1, N, N),)
+PAIRS = ((0, 0, N, N), (1, 1, N, N))
+SHARED = ((0,) * WORLD, (1,) * WORLD, (N,) * WORLD)
+HEADS: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
+    "torch": {
+        "plain": UNEVEN,
+        "DDP": UNEVEN,
+        "FSDP2": UNEVEN,
+        "FSDP2, recompute": UNEVEN,
+        "FSDP2, replicas": UNEVEN,
+        "FSDP2, vocabulary shard": PAIRS,
+        "vocabulary shard": SHARED,
+        "vocabulary shard, recompute": SHARED,
+    },
+    "zero": {"ZeRO-3": UNEVEN, "ZeRO-3, recompute": UNEVEN},
+}
+
+
+class Count(NamedTuple):
+    """A call whose collectives are counted."""
+
+    budget: str  # of contract.BUDGETS
+    chunks: int
+    valid: tuple[int, ...]  # tokens, of each rank
+
+    @property
+    def function(self) -> str:
+        return "chunked_logprobs" if self.budget.endswith("recompute") else "chunked_nll"
+
+    @property
+    def text(self) -> str:
+        return f"{self.function}, {self.chunks} chunks, valid tokens {self.valid}"
+
+
+def heads(findings: Findings, suite: str) -> None:
+    """Every head, in 1, 7 and 64 chunks. ZeRO-3 in the full suite, where DeepSpeed is installed: it
+    compiles an operator the first time."""
+    for backend in findings.backends:
+        if backend in HEADS:
+            _measure(findings, backend, backend)
+    if "torch" in findings.backends and suite == "full" and find_spec("deepspeed"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        # DeepSpeed looks for ninja, which is beside the interpreter.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
+        _measure(findings, "torch", "zero", PATH=path, **where)
+
+
+def _measure(findings: Findings, backend: str, kept: str, **environment: str) -> None:
+    counts = [
+        Count(budget, chunks, valid)
+        for chunks in CHUNKS
+        for budget, tokens in HEADS[kept].items()
+        for valid in tokens
+    ]
+    found = run_ranks(kept, "heads", counts, WORLD, **environment)
+    for k, count in enumerate(counts):
+        forward, backward = ([rank[k][phase] for rank in found] for phase in (0, 1))
+        findings.measurements += check_budget(
+            count.budget, forward, backward, backend=backend, case=count.text
+        )
+
+
+# --- what runs on a rank -------------------------------------------------------------------------
+
+Phases = tuple[dict[str, int], dict[str, int]]
+
+
+def torch_rank(folder: str, rank: int, world: int, counts: list[Count]) -> list[Phases]:
+    start_gloo(folder, rank, world)
+    from torch import distributed as dist
+
+    found = [_counted(count, rank, *_kept(count.budget)) for count in counts]
+    dist.destroy_process_group()
+    return found
+
+
+def zero_rank(folder: str, rank: int, world: int, counts: list[Count]) -> list[Phases]:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        # Small parameters are never partitioned by default.
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    found = []
+    for count in counts:
+        net = _net(V)
+        engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[
+            0
+        ]
+        found.append(_counted(count, rank, engine, net.head, {}, engine.backward))
+        engine.destroy()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def _net(rows: int) -> Any:
+    """A module that holds a head, and hands on what it is given."""
+    import torch
+
+    net = torch.nn.Identity()
+    torch.manual_seed(0)
+    net.head = torch.nn.Linear(H, rows, bias=False)
+    return net
+
+
+def _kept(budget: str) -> tuple[Any, Any, dict[str, Any]]:
+    """What is called before the head, the head, and arguments of the function."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    kind = budget.removesuffix(", recompute")
+    if kind == "vocabulary shard":
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rows = len(range(V)[rank::world])
+        net = _net(rows)
+        return net, net.head, {"vocab_parallel": torch.distributed.group.WORLD}
+    net = _net(V)
+    if kind == "plain":
+        return net, net.head, {}
+    if kind == "DDP":
+        return torch.nn.parallel.DistributedDataParallel(net), net.head, {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    more = {}
+    if kind == "FSDP2":
+        mesh = init_device_mesh("cpu", (WORLD,))
+    elif kind == "FSDP2, vocabulary shard":
+        mesh, tp = mesh["a"], mesh["b"]
+        piece = distribute_tensor(net.head.weight.data, tp, [Shard(0)])
+        net.head.weight = torch.nn.Parameter(piece)
+        more = {"vocab_parallel": tp}
+    fully_shard(net.head, mesh=mesh, reshard_after_forward=True)
+    return net, net.head, more
+
+
+def _counted(
+    count: Count,
+    rank: int,
+    net: Any,
+    head: Any,
+    more: dict[str, Any],
+    backward: Callable[[Any], Any] | None = None,
+) -> Phases:
+    import torch
+
+    import xentlib.torch as ours
+
+    function = getattr(ours, count.function)
+    tokens = torch.arange(N)
+    labels = torch.where(tokens < count.valid[rank], tokens % V, -100)
+    budget = -(-N // count.chunks) * V * 4
+    # Once before: the sizes of a vocabulary's shards are exchanged once for a head.
+    for _ in range(2):
+        hidden = net(torch.randn(N, H, requires_grad=True))
+        with ours.count_collectives() as forward:
+            out = function(hidden, head.weight, labels, max_chunk_bytes=budget, **more)
+            loss = out[0].sum()
+        with ours.count_collectives() as after:
+            loss.backward() if backward is None else backward(loss)
+    return forward.counts(), after.counts()
