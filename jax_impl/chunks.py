@@ -97,11 +97,15 @@ class Chunks(NamedTuple):
 
     @property
     def padded_from(self) -> jax.Array | None:
-        """The first column that is no class, where there may be one."""
-        if self.shard is None or isinstance(self.shard.padding, int):
-            return None
-        size: jax.Array = self.shard.size
-        return size
+        return padded_from(self.shard)
+
+
+def padded_from(shard: VocabShard | None) -> jax.Array | None:
+    """The first column that is no class, where there may be one."""
+    if shard is None or isinstance(shard.padding, int):
+        return None
+    size: jax.Array = shard.size
+    return size
 
 
 class Chunk(NamedTuple):
@@ -139,6 +143,11 @@ def cut(
         compute_dtype=options.compute_dtype,
         max_chunk_bytes=options.chunk_bytes,
     )
+    first = padded_from(shard)
+    if first is not None and weight is not None:
+        # dz is 0 there, but 0 * NaN is not: in d hidden, and from a softcap's derivative.
+        weight = zero_from(first, weight, 1 if options.transposed else 0)
+        bias = None if bias is None else zero_from(first, bias, 0)
     rows = max(plan.chunk_tokens, least_rows())
     order_M = jnp.argsort(~valid_N, stable=True).astype(jnp.int32)
     return Chunks(
@@ -157,6 +166,10 @@ def cut(
         plan,
         rows,
     )
+
+
+def zero_from(first: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, axis) < first, x, 0)
 
 
 def over_chunks(

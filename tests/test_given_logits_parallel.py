@@ -20,8 +20,8 @@ from test_given_logits import RUN, Call, V, hold, in_jax, in_torch, make, oracle
 from xentlib.contract import check, failures
 from xentlib.plan import PaddedVocab, VocabShard
 
-# More than any logit: a padded column that takes part in anything shows.
-PADDING = 1e3
+# In padded columns, in turn: one that takes part in anything shows.
+PADDING = (np.nan, np.inf, 1e3)
 Layout = tuple[tuple[int, int], ...]  # classes and padding of each rank
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -38,7 +38,8 @@ def laid_out(logits: Any, layout: Layout) -> tuple[Any, Any]:
     bounds = pairwise(accumulate((size for size, _ in layout), initial=0))
     parts, classes = [], []
     for (start, stop), (size, padding) in zip(bounds, layout):
-        fill = np.full((*logits.shape[:-1], padding), PADDING, logits.dtype)
+        columns = np.resize(np.array(PADDING, logits.dtype), padding)
+        fill = np.broadcast_to(columns, (*logits.shape[:-1], padding))
         parts += [logits[..., start:stop], fill]
         classes += [np.ones(size, bool), np.zeros(padding, bool)]
     return np.concatenate(parts, axis=-1), np.concatenate(classes)

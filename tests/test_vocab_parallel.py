@@ -227,33 +227,38 @@ def test_bad_calls_say_so() -> None:
 
 
 def padded(rank: int, world: int, layout: str) -> list[Any]:
-    """Both functions with a head of 80 rows on each of two ranks, of which 157 are classes."""
+    """Both functions with a head of 80 rows on each of two ranks, of which 157 are classes; entries
+    whose bits NaN, inf and 3 in the other rows change from what zeros give."""
     from xentlib import PaddedVocab
     from xentlib.torch import chunked_logprobs, chunked_nll
 
     parallel = PaddedVocab(torch.distributed.group.WORLD, V)
     problem, found = build(CASES[0], 7), []
     mine = slice(0, 80) if rank == 0 else slice(80, None)
-    extra = np.full((3 * rank, 24), 3.0, np.float32)
-    weight = np.concatenate([problem.weight[mine], extra])
-    bias = np.concatenate([problem.bias[mine], extra[:, 0]])
     for function in (chunked_nll, chunked_logprobs):
-        leaves = [torch.tensor(x, requires_grad=True) for x in (problem.hidden, weight, bias)]
-        head = leaves[1] if layout == "VH" else leaves[1].T.contiguous()
-        out = function(
-            leaves[0], head, torch.tensor(problem.labels), bias=leaves[2], vocab_parallel=parallel,
-            max_chunk_bytes=16 * 81 * 4, weight_layout=layout,
-        )  # fmt: skip
-        (out.loss if function is chunked_nll else -out.logprobs.sum()).backward()
-        grads = [leaf.grad.numpy() for leaf in leaves]
-        assert not any(g[len(g) - 3 * rank :].any() for g in grads[1:])
-        found.append([grads[0], *(g[: len(g) - 3 * rank] for g in grads[1:])])
+        both = []
+        for fill in ((0.0, 0.0, 0.0), (np.nan, np.inf, 3.0)):
+            rows = np.array(fill[: 3 * rank], np.float32)
+            weight = np.concatenate([problem.weight[mine], np.tile(rows[:, None], 24)])
+            bias = np.concatenate([problem.bias[mine], rows])
+            leaves = [torch.tensor(x, requires_grad=True) for x in (problem.hidden, weight, bias)]
+            head = leaves[1] if layout == "VH" else leaves[1].T.contiguous()
+            out = function(
+                leaves[0], head, torch.tensor(problem.labels), bias=leaves[2],
+                vocab_parallel=parallel, max_chunk_bytes=16 * 81 * 4, weight_layout=layout,
+            )  # fmt: skip
+            (out.loss if function is chunked_nll else -out.logprobs.sum()).backward()
+            grads = [leaf.grad.numpy() for leaf in leaves]
+            assert not any(g[len(g) - 3 * rank :].any() for g in grads[1:])
+            both.append([grads[0], *(g[: len(g) - 3 * rank] for g in grads[1:])])
+        found.append([*both[1], sum(map(bits_unequal, *both))])
     return found
 
 
 @pytest.mark.parametrize("layout", ["VH", "HV"])
 def test_declared_padding_is_no_class(layout: str) -> None:
-    """ANCHORS 4.9: rows past the vocabulary have logits as large as any, and no part in it."""
+    """ANCHORS 4.4, 4.9: rows past the vocabulary have logits as large as any, inf or NaN, and no
+    part in it."""
     problem = build(CASES[0], 7)
     ones = np.where(problem.valid, -1.0, 0.0).astype(np.float32)
     references = (
@@ -262,6 +267,7 @@ def test_declared_padding_is_no_class(layout: str) -> None:
     )
     for found, reference in zip(zip(*launch(2, padded, layout)), references):
         d_hidden = found[0][0]
+        assert not any(unequal for *_, unequal in found)
         assert not failures(check("A5", d_hidden, reference.d_hidden, reference.bound_hidden))
         for index, name in ((1, "weight"), (2, "bias")):
             got = np.concatenate([rank[index] for rank in found])

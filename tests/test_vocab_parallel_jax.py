@@ -102,6 +102,17 @@ def test_shards_give_the_dense_answer(kind, case, devices, rows, chunks):
         assert not any(got[name].view(np.uint32).any() for name in ("d_hidden", "logprobs"))
 
 
+@KINDS
+@pytest.mark.parametrize(("case", "rows"), [(OPTIONS, 40), (KERNEL, 53)], ids=called)
+def test_what_padding_holds_reaches_nothing(kind, case, rows):
+    """A0, ANCHORS 4.4, 4.9: NaN and inf in rows that are no classes, as zeros there. Catches: 0
+    times NaN in d hidden, or in a softcap's derivative."""
+    p, mesh = build(case, 7), mesh_of(tp=4)
+    zeros = sharded(p, kind, mesh, rows, fill=(0.0,))
+    for name, got in sharded(p, kind, mesh, rows).items():
+        assert not failures(check("A0", got, zeros[name], quantity=name))
+
+
 ROADS = {
     "no types": {"check_vma": False},
     "gradient inside": {"inside": True},
@@ -328,7 +339,8 @@ def process(rank: int, port: str, path: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
     for kind in ("nll", "logprobs"):
-        found = sharded(build(OPTIONS, 7), kind, mesh_of(tp=4), 40)
+        # No NaN: `device_put` asserts that the processes' arrays are equal.
+        found = sharded(build(OPTIONS, 7), kind, mesh_of(tp=4), 40, fill=(np.inf,))
         np.savez(f"{path}/{kind}-{rank}.npz", **found)
     jax.distributed.shutdown()
 

@@ -18,9 +18,8 @@ from xentlib.jax import chunked_logprobs, chunked_nll
 from xentlib.parity.backends import GRADIENTS
 from xentlib.parity.problem import Problem, upstream_of
 
-# In rows that are no classes: logits of this size, or gradients from them, show. A softcap would
-# make nothing of the gradients of large ones.
-PADDING, CAPPED_PADDING = 1e4, 0.5
+# In rows that are no classes, in turn: whatever they reach shows.
+PADDING = (np.nan, np.inf)
 
 
 def mesh_of(types: Any = None, **axes: int) -> Any:
@@ -30,15 +29,18 @@ def mesh_of(types: Any = None, **axes: int) -> Any:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=jax.devices()[:count])
 
 
-def padded(x: Any, axis: int, rows: int, fill: float) -> Any:
-    extra = [(0, rows - n if i == axis else 0) for i, n in enumerate(x.shape)]
-    return np.pad(x, extra, constant_values=fill)
+def padded(x: Any, axis: int, rows: int, fill: tuple[float, ...]) -> Any:
+    extra = np.resize(np.array(fill, x.dtype), rows - x.shape[axis])
+    shape = [len(extra) if i == axis else n for i, n in enumerate(x.shape)]
+    column = np.expand_dims(extra, [i for i in range(x.ndim) if i != axis])
+    return np.concatenate([x, np.broadcast_to(column, shape)], axis)
 
 
-def arguments(p: Problem, kind: str, mesh: Any, over: Any, rows: int, data: Any = None) -> tuple:
+def arguments(
+    p: Problem, kind: str, mesh: Any, over: Any, rows: int, data: Any = None, fill: Any = PADDING
+) -> tuple:
     """Leaves (hidden, weight, bias) and the rest by name, all on the mesh; and their specs."""
     axis = vocab_axis(p.options)
-    fill = CAPPED_PADDING if p.options.get("softcap") else PADDING
     leaves = (p.hidden, padded(p.weight, axis, rows, fill), padded(p.bias, 0, rows, fill))
     leaf_specs = (P(data), P(None, over) if axis else P(over), P(over))
     rest = {
@@ -91,6 +93,7 @@ def sharded(
     check_vma: bool = True,
     inside: bool = False,
     jit: bool = True,
+    fill: tuple[float, ...] = PADDING,
     wrap: Any = lambda f: f,
 ) -> dict[str, Any]:
     """Outputs and gradients by name, `rows` of the head on each device, several chunks."""
@@ -98,7 +101,7 @@ def sharded(
     ranks = math.prod(mesh.shape[name] for name in ((over,) if isinstance(over, str) else over))
     parallel = over if ranks * rows == size else PaddedVocab(over, size)
     with jax.enable_x64(audit):
-        inputs, specs = arguments(p, kind, mesh, over, ranks * rows, data)
+        inputs, specs = arguments(p, kind, mesh, over, ranks * rows, data, fill)
         body = value_over_data if data else value
         body = wrap(partial(body, kind, parallel, keywords(p, kind, rows, chunks, audit)))
         spread = partial(jax.shard_map, mesh=mesh, in_specs=specs, check_vma=check_vma)
@@ -111,7 +114,8 @@ def sharded(
     found = {name: whole(x) for name, x in (out | dict(zip(GRADIENTS, gradients))).items()}
     for name, axis in (("d_weight", vocab_axis(p.options)), ("d_bias", 0)):
         found[name], beyond = np.split(found[name], [size], axis=axis)
-        assert not np.nan_to_num(beyond).any(), name  # no class, no gradient
+        # No class, no gradient, unless a label that is none made its token NaN.
+        assert np.isnan(found["logprobs"]).any() or not beyond.any(), name
     return found
 
 

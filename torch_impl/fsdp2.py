@@ -53,6 +53,8 @@ def find_owner(parameter: Tensor) -> Owner | None:
             if any(held.sharded_param is parameter for held in group.fsdp_params):
                 OWNERS[parameter] = Owner(module, state, group)
                 return Owner(module, state, group)
+    # Not remembered: `load_state_dict(assign=True)` gives an owner to a tensor that had none, and
+    # wraps no module. Asking took 2 us where none is wrapped, 1 ms among 128 blocks of 12 tensors.
     return None
 
 

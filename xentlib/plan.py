@@ -132,8 +132,9 @@ class VocabShard:
 class PaddedVocab(NamedTuple):
     """For `vocab_parallel`: what it takes otherwise, and how many classes the shards hold in all.
 
-    Rows of the head, or columns of the logits, beyond `vocab_size` in rank order are padding: they
-    take no part in the softmax, label smoothing does not count them, their gradient is 0.
+    Rows of the head, or columns of the logits, beyond `vocab_size` in rank order are padding:
+    whatever they hold, NaN included, they take no part in the softmax, label smoothing does not
+    count them, their gradient is 0.
     """
 
     over: Any
