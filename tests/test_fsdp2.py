@@ -4,6 +4,7 @@ the whole batch.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -181,6 +182,7 @@ def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
 def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
     from xentlib.torch import count_collectives
 
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # of views, of hooks lost
     found = []
     for name in names:
         setup = SETUPS[name]

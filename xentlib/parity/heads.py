@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xentlib.contract import check_budget
+from xentlib.contract import BUDGETS, budget_entries, check_budget
 from xentlib.parity.ranks import WORLD, run_ranks, start_gloo
 
 if TYPE_CHECKING:
@@ -84,6 +84,32 @@ def _measure(findings: Findings, backend: str, kept: str, **environment: str) ->
         findings.measurements += check_budget(
             count.budget, forward, backward, backend=backend, case=count.text
         )
+        if count.chunks == 7:
+            _reject(findings, backend, count, forward, backward)
+
+
+def _reject(
+    findings: Findings, backend: str, count: Count, forward: list[Any], backward: list[Any]
+) -> None:
+    """A14: what regressed heads would have sent."""
+
+    def more(said: dict[str, int], kind: str, n: int = 1) -> dict[str, int]:
+        return {**said, kind: said.get(kind, 0) + n}
+
+    reduced = [kind for kind in BUDGETS[count.budget].backward if kind != "all_gather"]
+    wrong = {
+        "a gather in each chunk": ([more(x, "all_gather", 6) for x in forward], backward),
+        "a gather more": (forward, [more(x, "all_gather") for x in backward]),
+        "a rank of its own": ([*forward[:-1], more(forward[-1], "all_reduce")], backward),
+    }
+    if reduced:
+        gathers = [{k: n for k, n in x.items() if k not in reduced} for x in backward]
+        wrong["no reduction"] = (forward, gathers)
+        wrong["a second reduction"] = (forward, [more(x, reduced[0]) for x in backward])
+    entries = {name: budget_entries(count.budget, *said) for name, said in wrong.items()}
+    want = next(iter(entries.values()))[1]
+    got = {name: pair[0] for name, pair in entries.items()}
+    findings.reject("A15", got, want, backend=backend, quantity=f"collectives, {count.budget}")
 
 
 # --- what runs on a rank -------------------------------------------------------------------------
