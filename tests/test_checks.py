@@ -453,7 +453,7 @@ def test_both_backends_show_the_same_names():
 
 
 # Where a concept exists in one framework only: FSDP2 and ZeRO-3 keep parameters, Flax has two APIs.
-ONE_BACKEND = {"CollectiveCount", "NLLHead", "count_collectives", "gather_head"}
+ONE_BACKEND = {"NLLHead", "gather_head"}
 
 
 def shape(function: Any) -> list[tuple[str, Any, Any]]:
