@@ -15,7 +15,7 @@ from jax import lax
 
 from xentlib.jax.describe import Constants, Needs, Options
 from xentlib.jax.gemm import column_sums, contract, least_rows, round_to
-from xentlib.jax.head import as_primal, combine, vary, varying
+from xentlib.jax.head import Spread, as_primal, combine, own_piece, vary, varying
 from xentlib.jax.labels import find_targets
 from xentlib.jax.softmax import RestStats, TokenStats, rest_stats, take_target, token_stats
 from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
@@ -387,10 +387,20 @@ def add_gradients(
 
 
 def round_gradients(
-    gradients: Gradients, valid_N: jax.Array, primals: Sequence[jax.Array | None]
+    gradients: Gradients,
+    valid_N: jax.Array,
+    primals: Sequence[jax.Array | None],
+    spread: Spread | None,
 ) -> list[jax.Array | None]:
     """Each accumulator summed over the devices that share its primal, and rounded once to its
     dtype; None stands for a zero gradient. Of the primals only the types are used."""
+    if spread is not None:
+        gradients = gradients._replace(
+            weight=own_piece(gradients.weight, spread.weight)
+            if gradients.weight.size
+            else gradients.weight,
+            bias=own_piece(gradients.bias, spread.bias),
+        )
     hidden_NH = gradients.hidden
     if hidden_NH.size:
         gradients = gradients._replace(hidden=jnp.where(valid_N[:, None], hidden_NH, 0.0))

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from xentlib.checks import LogitsProblem, NLLProblem, Operand
-from xentlib.jax.head import Axis
+from xentlib.jax.head import Axis, Spread
 from xentlib.plan import VocabShard
 
 __all__ = [
+    "Arrays",
     "Constants",
     "Needs",
     "Options",
     "as_array",
     "concrete_on_cpu",
     "describe",
+    "flat",
     "need_x64",
     "prepare",
     "values_of",
@@ -82,6 +84,7 @@ class Options(NamedTuple):
     chunk_bytes: int
     transposed: bool
     axis: Axis | None = None
+    spread: Spread | None = None
 
 
 class Constants(NamedTuple):
@@ -93,6 +96,10 @@ class Constants(NamedTuple):
     temperature: jax.Array | None
     denominator: jax.Array | None
     shard: jax.Array | None = None  # [2] start and stop of this device's classes, if given
+
+
+# hidden (or logits), weight, labels, bias, and the rest
+Arrays = tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None, Constants]
 
 
 def wanted(constants: Any, *primals: Any) -> Needs:
@@ -128,24 +135,40 @@ def prepare(
     token_weights: Any = None,
     denominator: Any = None,
     shard: VocabShard | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None, Constants]:
-    """A public call's arrays as a trace takes them: flat."""
+) -> Arrays:
+    """A public call's arguments as arrays."""
     need_x64(problem.compute_dtype)
 
-    def flat(x: Any) -> Any:
-        return None if x is None else jnp.reshape(jnp.asarray(x), (-1,))
+    def array(x: Any) -> Any:
+        return None if x is None else jnp.asarray(x)
 
     return (
-        jnp.reshape(jnp.asarray(hidden), (problem.num_tokens, hidden.shape[-1])),
-        None if weight is None else jnp.asarray(weight),
-        flat(labels),
-        None if bias is None else jnp.asarray(bias),
+        jnp.asarray(hidden),
+        array(weight),
+        jnp.asarray(labels),
+        array(bias),
         Constants(
-            flat(where),
-            flat(token_weights),
+            array(where),
+            array(token_weights),
             as_array(logit_scale, 1.0, problem.compute_dtype),
-            flat(as_array(temperature, 1.0, problem.compute_dtype)),
+            as_array(temperature, 1.0, problem.compute_dtype),
             as_array(denominator, None, problem.compute_dtype),
             None if shard is None else jnp.stack([jnp.int32(shard.start), jnp.int32(shard.stop)]),
         ),
     )
+
+
+def flat(arrays: Arrays) -> Arrays:
+    """Those of `prepare` as a trace takes them: [N, H], and per token [N]."""
+    hidden, weight, labels, bias, constants = arrays
+
+    def one(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.reshape(x, (-1,))
+
+    constants = constants._replace(
+        where=one(constants.where),
+        token_weights=one(constants.token_weights),
+        temperature=one(constants.temperature),
+    )
+    hidden = jnp.reshape(hidden, (labels.size, hidden.shape[-1]))
+    return hidden, weight, jnp.reshape(labels, (-1,)), bias, constants

@@ -1,4 +1,5 @@
-"""Where the head lives, in JAX: a vocabulary's rows on this device, inside `shard_map`.
+"""Where the head lives, in JAX: a vocabulary's rows on this device, inside `shard_map`, and pieces
+over the axes that spread tokens, gathered once.
 
 Under `check_vma=True` a type says over which mesh axes a value varies; the helpers here keep those
 types right. Without it nothing varies by type, and a gradient means what it does for `lax.psum`
@@ -9,11 +10,14 @@ Shapes: N tokens.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from xentlib.checks import check_axis, check_shard, check_shards, check_varying
 from xentlib.jax.softmax import RestStats, exp_difference
@@ -21,14 +25,22 @@ from xentlib.plan import PaddedVocab, VocabShard
 
 __all__ = [
     "Axis",
+    "Placement",
+    "Spread",
     "as_primal",
     "axis_for",
     "axis_of",
     "combine",
+    "of_all_tokens",
+    "over_mesh",
+    "own_piece",
+    "place",
+    "placed",
     "shard_here",
     "upstream_of",
     "vary",
     "varying",
+    "whole_rows",
 ]
 
 T = TypeVar("T")
@@ -39,6 +51,29 @@ class Axis(NamedTuple):
 
     name: str | tuple[str, ...]
     vocab_size: int
+
+
+Axes = tuple[Any, ...]  # names of mesh axes, the slowest first
+
+
+class Spread(NamedTuple):
+    """Inside a `shard_map` of ours: axes that spread tokens, and those that cut each dimension of
+    what this device needs of the head."""
+
+    tokens: Axes
+    weight: tuple[Axes, Axes]
+    bias: tuple[Axes]
+
+
+class Placement(NamedTuple):
+    """Of a call on whole arrays: where each array's parts are on a mesh."""
+
+    mesh: Any
+    tokens: P  # of the leading dimensions
+    weight: P
+    bias: P
+    axis: Axis | None
+    spread: Spread
 
 
 def axis_of(parallel: Any, weight: Any, bias: Any, layout: str) -> Axis | None:
@@ -67,6 +102,146 @@ def axis_for(parallel: Any, columns: int, shard: VocabShard | None = None, **loc
         if value is not None:
             check_varying(argument, index <= varying(value), name)
     return Axis(name, vocab_size)
+
+
+def axes_of(entry: Any) -> Axes:
+    """Of one dimension in a PartitionSpec."""
+    return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def placed(parallel: Any, hidden: Any, weight: Any, bias: Any, layout: str) -> Placement | None:
+    """By the arrays' types, on a mesh with Explicit axes; `NLLHead` brings its own."""
+    if isinstance(parallel, Placement):
+        return parallel
+    specs = [explicit(x) for x in (hidden, weight, bias)]
+    meshes = [found[0] for found in specs if found]
+    if not meshes or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
+        return None
+    tokens, head, own = (found[1] if found else P() for found in specs)
+    tokens = P(*tokens[: jnp.ndim(hidden) - 1])
+    return place(meshes[0], tokens, head, own, jnp.shape(weight), layout, parallel)
+
+
+def explicit(x: Any) -> tuple[Any, P] | None:
+    """Mesh and spec of an array whose type says how it is sharded."""
+    if not isinstance(x, jax.Array):
+        return None
+    found = jax.typeof(x).sharding
+    named = {name for entry in found.spec for name in axes_of(entry)}
+    return (found.mesh, found.spec) if named else None
+
+
+def place(
+    mesh: Any, tokens: P, weight: P, bias: P, shape: tuple[int, ...], layout: str, parallel: Any
+) -> Placement:
+    """Axes of the vocabulary that spread no tokens, the leading ones, stay spread; pieces over
+    token axes are gathered by us, over others by the compiler before the call.
+
+    `parallel` names the axes that stay spread, or None.
+    """
+    name, classes = parallel if isinstance(parallel, PaddedVocab) else (parallel, None)
+    over = tuple(one for entry in tokens for one in axes_of(entry))
+    entries = (*weight, None, None)[:2]
+    v, h = map(axes_of, entries if layout == "VH" else entries[::-1])
+    if name is None:
+        token_axes = [i for i, one in enumerate(v) if one in over]
+        kept = v[: min(token_axes, default=len(v))]
+    else:
+        kept = axes_of(name)
+
+    def pieces(axes: Axes, kept: Axes = ()) -> Axes:
+        rest = axes[len(kept) :] if axes[: len(kept)] == kept else ()
+        return tuple(one for one in rest if one in over)
+
+    cut = (pieces(v, kept), pieces(h))
+    own = pieces(axes_of((*bias, None)[0]), kept)
+    columns = shape[0 if layout == "VH" else 1]
+    axis = None
+    if kept:
+        ranks = math.prod(mesh.shape[one] for one in kept)
+        classes = columns if classes is None else classes
+        check_shards((columns // ranks,) * ranks, classes)
+        axis = Axis(kept if len(kept) > 1 else kept[0], classes)
+    specs = ((*kept, *cut[0]) or None, cut[1] or None)
+    if layout == "HV":
+        cut, specs = cut[::-1], specs[::-1]
+    return Placement(
+        mesh, tokens, P(*specs), P((*kept, *own) or None), axis, Spread(over, cut, (own,))
+    )
+
+
+def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:
+    """`call` on each device's part of the arrays that `prepare` made; `outputs` is like its result
+    and true where there is one entry per token.
+
+    Gradients come back where the arrays were.
+    """
+    _, _, labels, bias, constants = arrays
+    leading, rows = labels.ndim, place.tokens
+    specs = (
+        P(*(*rows, *(None,) * leading)[:leading], None),
+        place.weight,
+        rows,
+        None if bias is None else place.bias,
+        jax.tree.map(lambda x: rows if x.ndim == leading else P(), constants),
+    )
+    types = dict(zip(place.mesh.axis_names, place.mesh.axis_types))
+    names = {name for name, kind in types.items() if kind is not AxisType.Manual}
+    if AxisType.Explicit in types.values():
+        arrays = jax.tree.map(
+            lambda x, spec: jax.sharding.reshard(x, NamedSharding(place.mesh, spec)), arrays, specs
+        )
+    return jax.shard_map(
+        call,
+        mesh=place.mesh,
+        in_specs=specs,
+        out_specs=jax.tree.map(lambda per_token: rows if per_token else P(), outputs),
+        axis_names=names,
+    )(*arrays)
+
+
+def whole_rows(
+    spread: Spread | None,
+    transposed: bool,
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """What this device multiplies, gathered once, before the loop."""
+    if spread is None:
+        return uncut(hidden, 1), uncut(weight, 0 if transposed else 1), bias
+
+    def gather(x: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
+        for dimension, names in enumerate(cut):
+            x = lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
+        return x
+
+    bias = None if bias is None else gather(bias, spread.bias)
+    return hidden, gather(weight, spread.weight), bias
+
+
+def uncut(x: jax.Array, dimension: int) -> jax.Array:
+    """Not cut in `dimension`, where the compiler places arrays: cut there, it would multiply the
+    pieces and sum [chunk, V] logits over devices in each iteration."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or mesh.size == 1 or AxisType.Auto not in mesh.axis_types:
+        return x
+    spec = P(*(None if i == dimension else P.UNCONSTRAINED for i in range(x.ndim)))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def own_piece(gradient: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
+    """Summed over the devices that have the other pieces."""
+    for dimension, names in enumerate(cut):
+        if names:
+            gradient = lax.psum_scatter(gradient, names, scatter_dimension=dimension, tiled=True)
+    return gradient
+
+
+def of_all_tokens(spread: Spread | None, x: T) -> T:
+    """Sums over the tokens of this device, made those of all."""
+    total: T = lax.psum(x, spread.tokens) if spread and spread.tokens else x
+    return total
 
 
 def checks_types(name: Any) -> bool:

@@ -32,9 +32,27 @@ from xentlib.jax.chunks import (
     without_power,
     zero_gradients,
 )
-from xentlib.jax.describe import Constants, Needs, Options, describe, prepare, values_of, wanted
+from xentlib.jax.describe import (
+    Constants,
+    Needs,
+    Options,
+    describe,
+    flat,
+    prepare,
+    values_of,
+    wanted,
+)
 from xentlib.jax.gemm import round_to
-from xentlib.jax.head import as_primal, axis_for, axis_of, upstream_of
+from xentlib.jax.head import (
+    Placement,
+    as_primal,
+    axis_for,
+    axis_of,
+    over_mesh,
+    placed,
+    upstream_of,
+    whole_rows,
+)
 from xentlib.jax.labels import check_labels
 from xentlib.jax.softmax import FLOOR, TokenStats, exp, rest_stats, take_target, token_stats
 from xentlib.logprobs import LogprobOutput
@@ -170,7 +188,8 @@ def logprobs_backward(
     gradients = over_chunks(chunks, body, zero_gradients(chunks, needs), terms_M)
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
-    return round_gradients(gradients, chunks.valid, (hidden, weight, bias))
+    primals = (hidden, weight, bias)
+    return round_gradients(gradients, chunks.valid, primals, options.spread)
 
 
 def cleaned(chunks: Chunks, upstream: Upstream) -> Upstream:
@@ -260,6 +279,7 @@ def _logprobs(
     bias: jax.Array | None,
     constants: Constants,
 ) -> LogprobOutput:
+    hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
     return logprobs_forward(options, hidden, weight, labels, bias, constants)[0]
 
 
@@ -267,7 +287,10 @@ def _logprobs_fwd(
     options: Options, hidden: Any, weight: Any, labels: Any, bias: Any, constants: Any
 ) -> tuple[LogprobOutput, Any]:
     needs = wanted(constants, hidden, weight, bias)
-    values = values_of((hidden, weight, labels, bias, constants))
+    hidden, weight, labels, bias, constants = values_of((hidden, weight, labels, bias, constants))
+    # The backward reads the gathered head again: it is kept rather than gathered twice.
+    hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
+    values = (hidden, weight, labels, bias, constants)
     output, kept = logprobs_forward(options, *values)
     # A residual must be an array, their tree the same whatever is wanted: the sizes say what is.
     return output, (values, kept, [jnp.zeros((int(need),)) for need in needs])
@@ -294,6 +317,21 @@ def _upstream(options: Options, cotangent: LogprobOutput) -> Upstream | None:
 
 _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
 _logprobs_jit = jax.jit(_logprobs, static_argnums=(0,))
+
+
+def shaped(result: LogprobOutput, leading: tuple[int, ...]) -> LogprobOutput:
+    return LogprobOutput(*(None if x is None else jnp.reshape(x, leading) for x in result))
+
+
+def _logprobs_anywhere(options: Options, *arrays: Any) -> LogprobOutput:
+    """On arrays with any leading dimensions, or this device's part of them."""
+    return shaped(_logprobs_jit(options, *flat(arrays)), arrays[2].shape)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _logprobs_over_mesh(options: Options, place: Placement, *arrays: Any) -> LogprobOutput:
+    outputs = LogprobOutput(True, True if options.entropy else None, True, True)
+    return over_mesh(partial(_logprobs_anywhere, options), place, arrays, outputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -341,7 +379,8 @@ def chunked_logprobs(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> LogprobOutput:
-    axis = axis_of(vocab_parallel, weight, bias, weight_layout)
+    place = placed(vocab_parallel, hidden, weight, bias, weight_layout)
+    axis = place.axis if place else axis_of(vocab_parallel, weight, bias, weight_layout)
     problem = check_logprobs(
         describe(hidden),
         describe(weight),
@@ -353,14 +392,14 @@ def chunked_logprobs(
         softcap=softcap,
         temperature=describe(temperature),
         entropy=entropy,
-        sharded=axis is not None,
+        sharded=axis is not None and place is None,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
     )
     vocab_size = problem.vocab_size if axis is None else axis.vocab_size
     check_labels(labels, where, ignore_index, vocab_size)
-    arguments = prepare(
+    arrays = prepare(
         problem,
         hidden,
         weight,
@@ -383,9 +422,11 @@ def chunked_logprobs(
         max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
         weight_layout == "HV",
         axis,
+        place.spread if place else None,
     )
-    result: LogprobOutput = _logprobs_jit(options, *arguments)
-    return LogprobOutput(*(None if x is None else jnp.reshape(x, problem.leading) for x in result))
+    if place:
+        return _logprobs_over_mesh(options, place, *arrays)
+    return _logprobs_anywhere(options, *arrays)
 
 
 chunked_logprobs.__doc__ = spec.chunked_logprobs.__doc__
@@ -418,7 +459,7 @@ def vocab_parallel_logprobs(
     if vocab_parallel is not None:
         axis = axis_for(vocab_parallel, problem.columns, shard=shard, logits=logits)
     check_labels(labels, where, ignore_index, axis.vocab_size if axis else problem.columns)
-    arguments = prepare(
+    arrays = prepare(
         problem,
         logits,
         None,
@@ -443,8 +484,8 @@ def vocab_parallel_logprobs(
         False,
         axis,
     )
-    result: LogprobOutput = _given_jit(options, arguments[0], arguments[2], arguments[4])
-    return LogprobOutput(*(None if x is None else jnp.reshape(x, problem.leading) for x in result))
+    logits, _, labels, _, constants = flat(arrays)
+    return shaped(_given_jit(options, logits, labels, constants), problem.leading)
 
 
 vocab_parallel_logprobs.__doc__ = spec.vocab_parallel_logprobs.__doc__

@@ -32,8 +32,28 @@ from xentlib.jax.chunks import (
     without_power,
     zero_gradients,
 )
-from xentlib.jax.describe import Constants, Needs, Options, describe, prepare, values_of, wanted
-from xentlib.jax.head import axis_of, upstream_of, vary, varying
+from xentlib.jax.describe import (
+    Constants,
+    Needs,
+    Options,
+    describe,
+    flat,
+    prepare,
+    values_of,
+    wanted,
+)
+from xentlib.jax.head import (
+    Placement,
+    Spread,
+    axis_of,
+    of_all_tokens,
+    over_mesh,
+    placed,
+    upstream_of,
+    vary,
+    varying,
+    whole_rows,
+)
 from xentlib.jax.labels import check_labels
 from xentlib.jax.softmax import TokenStats, exp, rest_stats, take_target
 from xentlib.nll import NLLOutput
@@ -63,14 +83,15 @@ def nll_forward(
     `hidden` is [N, H], everything else flat. The accumulators lack the upstream gradient.
     """
     compute = options.compute_dtype
+    hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
     chunks = cut(options, hidden, weight, labels, bias, constants)
-    count, valid_N = chunks.num_valid, chunks.valid
+    count, valid_N = of_all_tokens(options.spread, chunks.num_valid), chunks.valid
     if constants.token_weights is None:
         weights_N = valid_N.astype(compute)
         weight_sum = count.astype(compute)
     else:
         weights_N = jnp.where(valid_N, constants.token_weights.astype(compute), 0.0)
-        weight_sum = weights_N.sum()
+        weight_sum = of_all_tokens(options.spread, weights_N.sum())
     if constants.denominator is not None:
         divisor = constants.denominator.astype(compute)
     else:
@@ -136,11 +157,13 @@ def nll_forward(
 
     # 9. Reduce
     loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N = unpack(chunks, per_token)
+    sums = jnp.stack([(loss_N * weights_N).sum(), (z_loss_N * weights_N).sum()])
+    loss, z_loss = of_all_tokens(options.spread, sums)
     output = NLLOutput(
-        ((loss_N * weights_N).sum() / divisor).astype(options.output_dtype),
+        (loss / divisor).astype(options.output_dtype),
         count,
         weight_sum.astype(options.output_dtype),
-        ((z_loss_N * weights_N).sum() / divisor).astype(options.output_dtype),
+        (z_loss / divisor).astype(options.output_dtype),
         logprob_N.astype(options.output_dtype),
         entropy_N.astype(options.output_dtype),
         lse_N.astype(options.output_dtype),
@@ -192,12 +215,13 @@ def nll_backward(
     accumulators: Gradients,
     valid_N: jax.Array,
     primals: Sequence[jax.Array | None],
+    spread: Spread | None,
 ) -> list[jax.Array | None]:
     """Step 10. Of the primals only the types are used."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
     gradient = jnp.where(valid_N.any(), gradient, 0.0)
     multiplied = Gradients(*(x * gradient.astype(x.dtype) for x in accumulators))
-    return round_gradients(multiplied, valid_N, primals)
+    return round_gradients(multiplied, valid_N, primals, spread)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -229,12 +253,25 @@ def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput) -> tuple[An
     if isinstance(cotangent.loss, jax.custom_derivatives.SymbolicZero):
         return (None, None, None, None, None)
     upstream = upstream_of(cotangent.loss, options.axis)
-    d_hidden, d_weight, d_bias = nll_backward(upstream, gradients, valid_N, types)
+    d_hidden, d_weight, d_bias = nll_backward(upstream, gradients, valid_N, types, options.spread)
     return (d_hidden, d_weight, None, d_bias, None)
 
 
 _nll.defvjp(_nll_fwd, _nll_bwd, symbolic_zeros=True)
 _nll_jit = jax.jit(_nll, static_argnums=(0,))
+
+
+def _nll_anywhere(options: Options, *arrays: Any) -> NLLOutput:
+    """On arrays with any leading dimensions, or this device's part of them."""
+    result = _nll_jit(options, *flat(arrays))
+    leading = arrays[2].shape
+    return NLLOutput(*result[:4], *(jnp.reshape(x, leading) for x in result[4:]))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _nll_over_mesh(options: Options, place: Placement, *arrays: Any) -> NLLOutput:
+    outputs = NLLOutput(*(False,) * 4, *(True,) * 4)
+    return over_mesh(partial(_nll_anywhere, options), place, arrays, outputs)
 
 
 def chunked_nll(
@@ -259,7 +296,8 @@ def chunked_nll(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> NLLOutput:
-    axis = axis_of(vocab_parallel, weight, bias, weight_layout)
+    place = placed(vocab_parallel, hidden, weight, bias, weight_layout)
+    axis = place.axis if place else axis_of(vocab_parallel, weight, bias, weight_layout)
     problem = check_nll(
         describe(hidden),
         describe(weight),
@@ -276,14 +314,14 @@ def chunked_nll(
         reduction=reduction,
         denominator=describe(denominator),
         outputs=outputs,
-        sharded=axis is not None,
+        sharded=axis is not None and place is None,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
     )
     vocab_size = problem.vocab_size if axis is None else axis.vocab_size
     check_labels(labels, where, ignore_index, vocab_size)
-    arguments = prepare(
+    arrays = prepare(
         problem,
         hidden,
         weight,
@@ -308,10 +346,11 @@ def chunked_nll(
         max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
         weight_layout == "HV",
         axis,
+        place.spread if place else None,
     )
-    result = _nll_jit(options, *arguments)
+    result = _nll_over_mesh(options, place, *arrays) if place else _nll_anywhere(options, *arrays)
     per_token = {
-        name: jnp.reshape(getattr(result, name), problem.leading) if name in outputs else None
+        name: getattr(result, name) if name in outputs else None
         for name in ("logprobs", "entropy", "lse", "correct")
     }
     scalars = jax.tree.map(lax.stop_gradient, result[1:4])
