@@ -170,8 +170,10 @@ BUDGETS = {
     "vocabulary shard": Budget({"all_reduce": 3}),
     "vocabulary shard, recompute": Budget({"all_reduce": 2}, REDUCE),
     "FSDP2, vocabulary shard": Budget(GATHER | {"all_reduce": 3}, SCATTER),
-    # One compiled program, forward and backward.
-    "JAX, data axis": Budget(GATHER | SCATTER),
+    # One compiled program, forward and backward, in which the numbers of tokens and the losses of
+    # all devices are added up as the compiler likes.
+    "JAX, data axis": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
+    "JAX, data axis, recompute": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
 }
 
 

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from xentlib.contract import BUDGETS, budget_entries, check_budget
 from xentlib.parity.ranks import WORLD, run_ranks, start_gloo
 
@@ -36,6 +38,7 @@ HEADS: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
         "vocabulary shard, recompute": SHARED,
     },
     "zero": {"ZeRO-3": UNEVEN, "ZeRO-3, recompute": UNEVEN},
+    "jax": {"JAX, data axis": UNEVEN, "JAX, data axis, recompute": UNEVEN},
 }
 
 
@@ -56,11 +59,11 @@ class Count(NamedTuple):
 
 
 def heads(findings: Findings, suite: str) -> None:
-    """Every head, in 1, 7 and 64 chunks. ZeRO-3 in the full suite, where DeepSpeed is installed: it
-    compiles an operator the first time."""
+    """Every head, in 1 and 7 chunks; in the full suite in 64 too, and under ZeRO-3 where DeepSpeed is
+    installed, which compiles an operator the first time."""
+    chunks = CHUNKS if suite == "full" else CHUNKS[:2]
     for backend in findings.backends:
-        if backend in HEADS:
-            _measure(findings, backend, backend)
+        _measure(findings, backend, backend, chunks)
     if "torch" in findings.backends and suite == "full" and find_spec("deepspeed"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -68,17 +71,19 @@ def heads(findings: Findings, suite: str) -> None:
         # DeepSpeed looks for ninja, which is beside the interpreter.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
-        _measure(findings, "torch", "zero", PATH=path, **where)
+        _measure(findings, "torch", "zero", chunks, PATH=path, **where)
 
 
-def _measure(findings: Findings, backend: str, kept: str, **environment: str) -> None:
+def _measure(
+    findings: Findings, backend: str, kept: str, chunks: tuple[int, ...], **environment: str
+) -> None:
     counts = [
-        Count(budget, chunks, valid)
-        for chunks in CHUNKS
+        Count(budget, number, valid)
+        for number in chunks
         for budget, tokens in HEADS[kept].items()
         for valid in tokens
     ]
-    found = run_ranks(kept, "heads", counts, WORLD, **environment)
+    found = run_ranks(kept, "heads", counts, 1 if kept == "jax" else WORLD, **environment)
     for k, count in enumerate(counts):
         forward, backward = ([rank[k][phase] for rank in found] for phase in (0, 1))
         findings.measurements += check_budget(
@@ -124,6 +129,40 @@ def torch_rank(folder: str, rank: int, world: int, counts: list[Count]) -> list[
     found = [_counted(count, rank, *_kept(count.budget)) for count in counts]
     dist.destroy_process_group()
     return found
+
+
+def jax_rank(folder: str, rank: int, world: int, counts: list[Count]) -> list[Phases]:
+    return [_program(count) for count in counts]
+
+
+def _program(count: Count) -> Phases:
+    """Tokens and the head's width over one mesh axis, as arrays whose types say so."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import xentlib.jax as ours
+
+    mesh = jax.make_mesh((WORLD,), ("data",), axis_types=(AxisType.Explicit,))
+    tokens = np.arange(N)
+    labels = np.concatenate([np.where(tokens < valid, tokens % V, -100) for valid in count.valid])
+    arrays = (
+        (np.ones((WORLD * N, H), np.float32), P("data")),
+        (np.ones((V, H), np.float32), P(None, "data")),
+        (labels.astype(np.int32), P("data")),
+    )
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in arrays]
+    function = getattr(ours, count.function)
+    budget = -(-N // count.chunks) * V * 4
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return jnp.sum(function(hidden, weight, labels, max_chunk_bytes=budget)[0])
+
+    with jax.set_mesh(mesh), ours.count_collectives() as found:
+        jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1)))(*placed))
+    # What is in a loop is sent in every iteration.
+    return {}, found.counts() | ({"other": len(found.looped())} if found.looped() else {})
 
 
 def zero_rank(folder: str, rank: int, world: int, counts: list[Count]) -> list[Phases]:
