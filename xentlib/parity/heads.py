@@ -59,8 +59,8 @@ class Count(NamedTuple):
 
 
 def heads(findings: Findings, suite: str) -> None:
-    """Every head, in 1 and 7 chunks; in the full suite in 64 too, and under ZeRO-3 where DeepSpeed is
-    installed, which compiles an operator the first time."""
+    """Every head, in 1 and 7 chunks; in the full suite in 64 too, and under ZeRO-3 where DeepSpeed
+    is installed, which compiles an operator the first time."""
     chunks = CHUNKS if suite == "full" else CHUNKS[:2]
     for backend in findings.backends:
         _measure(findings, backend, backend, chunks)
