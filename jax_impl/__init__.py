@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from xentlib.jax.collectives import CollectiveCount, count_collectives
+from xentlib.jax.collectives import count_collectives
 from xentlib.jax.labels import next_token_labels
 from xentlib.jax.logprobs import LogprobOutput, chunked_logprobs, vocab_parallel_logprobs
 from xentlib.jax.nll import NLLOutput, chunked_nll
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from xentlib.jax.module import LinenNLLHead, NLLHead
 
 __all__ = [
-    "CollectiveCount",
     "LinenNLLHead",
     "LogprobOutput",
     "NLLHead",

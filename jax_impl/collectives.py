@@ -13,7 +13,7 @@ import jax
 from xentlib import collectives as spec
 from xentlib.collectives import Collective, CollectiveCount
 
-__all__ = ["CollectiveCount", "Operation", "count_collectives", "operations"]
+__all__ = ["Operation", "count_collectives", "operations"]
 
 KIND_OF = {
     "all-gather": "all_gather",
