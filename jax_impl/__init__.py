@@ -1,12 +1,20 @@
 """The loss head in JAX: `import xentlib.jax`. The definition is in `xentlib`."""
 
-from xentlib.jax.collectives import count_collectives
+from typing import TYPE_CHECKING, Any
+
+from xentlib.jax.collectives import CollectiveCount, count_collectives
 from xentlib.jax.labels import next_token_labels
 from xentlib.jax.logprobs import LogprobOutput, chunked_logprobs, vocab_parallel_logprobs
 from xentlib.jax.nll import NLLOutput, chunked_nll
 
+if TYPE_CHECKING:
+    from xentlib.jax.module import LinenNLLHead, NLLHead
+
 __all__ = [
+    "CollectiveCount",
+    "LinenNLLHead",
     "LogprobOutput",
+    "NLLHead",
     "NLLOutput",
     "chunked_logprobs",
     "chunked_nll",
@@ -14,3 +22,14 @@ __all__ = [
     "next_token_labels",
     "vocab_parallel_logprobs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The modules, which alone need Flax."""
+    if name not in ("LinenNLLHead", "NLLHead"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from xentlib.jax import module
+    except ModuleNotFoundError as missing:
+        raise ImportError(f"`{name}` needs Flax. Run: pip install 'xentlib[flax]'") from missing
+    return getattr(module, name)

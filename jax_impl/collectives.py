@@ -13,7 +13,7 @@ import jax
 from xentlib import collectives as spec
 from xentlib.collectives import Collective, CollectiveCount
 
-__all__ = ["Operation", "count_collectives", "operations"]
+__all__ = ["CollectiveCount", "Operation", "count_collectives", "operations"]
 
 KIND_OF = {
     "all-gather": "all_gather",
@@ -105,7 +105,7 @@ def count_collectives() -> Iterator[CollectiveCount]:
     before = set(client.live_executables())
     made: dict[Any, None] = {}
 
-    def note(event: str, seconds: float, **_: Any) -> None:
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
         # At the end of each compilation, which is such an event: a program goes with the function
         # it was made for, and one called under a name of its own is gone before the block ends.
         made.update(dict.fromkeys(x for x in client.live_executables() if x not in before))

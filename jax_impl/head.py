@@ -227,7 +227,8 @@ def uncut(x: jax.Array, dimension: int) -> jax.Array:
     if mesh.empty or mesh.size == 1 or AxisType.Auto not in mesh.axis_types:
         return x
     spec = P(*(None if i == dimension else P.UNCONSTRAINED for i in range(x.ndim)))
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    found: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return found
 
 
 def own_piece(gradient: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:

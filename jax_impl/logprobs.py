@@ -331,7 +331,8 @@ def _logprobs_anywhere(options: Options, *arrays: Any) -> LogprobOutput:
 @partial(jax.jit, static_argnums=(0, 1))
 def _logprobs_over_mesh(options: Options, place: Placement, *arrays: Any) -> LogprobOutput:
     outputs = LogprobOutput(True, True if options.entropy else None, True, True)
-    return over_mesh(partial(_logprobs_anywhere, options), place, arrays, outputs)
+    result: LogprobOutput = over_mesh(partial(_logprobs_anywhere, options), place, arrays, outputs)
+    return result
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -424,9 +425,12 @@ def chunked_logprobs(
         axis,
         place.spread if place else None,
     )
-    if place:
-        return _logprobs_over_mesh(options, place, *arrays)
-    return _logprobs_anywhere(options, *arrays)
+    result: LogprobOutput = (
+        _logprobs_over_mesh(options, place, *arrays)
+        if place
+        else _logprobs_anywhere(options, *arrays)
+    )
+    return result
 
 
 chunked_logprobs.__doc__ = spec.chunked_logprobs.__doc__

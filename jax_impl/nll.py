@@ -271,7 +271,8 @@ def _nll_anywhere(options: Options, *arrays: Any) -> NLLOutput:
 @partial(jax.jit, static_argnums=(0, 1))
 def _nll_over_mesh(options: Options, place: Placement, *arrays: Any) -> NLLOutput:
     outputs = NLLOutput(*(False,) * 4, *(True,) * 4)
-    return over_mesh(partial(_nll_anywhere, options), place, arrays, outputs)
+    result: NLLOutput = over_mesh(partial(_nll_anywhere, options), place, arrays, outputs)
+    return result
 
 
 def chunked_nll(

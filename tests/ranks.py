@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 import traceback
@@ -62,6 +63,8 @@ def results(ranks: list[Any], queue: Any, seconds: float) -> dict[int, Any]:
 def enter(rank: int, world: int, folder: str, queue: Any, work: Any, arguments: Any) -> None:
     import torch
 
+    # As torchrun has it: the compiler loads DeepSpeed where it is installed, which asks.
+    os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.distributed.init_process_group(

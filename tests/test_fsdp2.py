@@ -4,6 +4,7 @@ the whole batch.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,7 @@ class Sharded(Setup):
     mesh: str = "shards"  # or "replicas" of shards, or "shards, tp": a vocabulary over ranks too
     # "bf16" parameters, with reductions in float32; reductions in "fp64"; "offload" to the CPU
     policy: str = ""
+    compiled: bool = False
     budget: tuple[int, int] | None = None  # gathers and scatters of the head, of one micro-batch
 
 
@@ -110,6 +112,11 @@ HELD = {
     "own, gathered, per token": Sharded(
         road="gather_head", function="chunked_logprobs", chunk=8, budget=(1, 1)
     ),
+    "own, compiled": Sharded(compiled=True, model=("bias",)),
+    "own, compiled, per token": Sharded(compiled=True, function="chunked_logprobs"),
+    "own, NLLHead, compiled": Sharded(compiled=True, road="NLLHead"),
+    "root, compiled, inside, tied": Sharded(compiled=True, own=False, model=("inside", "tied")),
+    "own, gathered, compiled": Sharded(compiled=True, road="gather_head"),
     "own, gathered, frozen trunk": Sharded(road="gather_head", frozen=True),
     "own, gathered, three micro-batches": Sharded(road="gather_head", steps=3),
     "root, gathered, tied, pieces": Sharded(
@@ -175,21 +182,24 @@ def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
 def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
     from xentlib.torch import count_collectives
 
+    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # of views, of hooks lost
     found = []
     for name in names:
         setup = SETUPS[name]
         model, tp = wrapped(setup, world)
         more = {} if tp is None else {"vocab_parallel": tp}
+        step_of = torch.compile(run, backend="aot_eager") if setup.compiled else run
         steps, total = batches(setup)
         ranks = world if tp is None else world // tp.size()
         denominator = total / (setup.divide or ranks)
         part = part_of(rank if tp is None else rank // tp.size(), ranks)
         for step, (ids, labels) in enumerate(steps):
             model.set_requires_gradient_sync(step == len(steps) - 1)
-            with count_collectives() as count:
-                run(setup, model, ids[part], labels[part], denominator, **more).backward()
+            # The compiler leaves programs alone that a mode watches.
+            with nullcontext() if setup.compiled else count_collectives() as count:
+                step_of(setup, model, ids[part], labels[part], denominator, **more).backward()
         # The trunk is the root's: one gather, one scatter.
-        budget = (count["all_gather"] - 1, count["reduce_scatter"] - 1)
+        budget = count and (count["all_gather"] - 1, count["reduce_scatter"] - 1)
         grads = {
             name: p.grad.full_tensor().numpy()
             for name, p in model.named_parameters()

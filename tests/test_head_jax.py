@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from vocab_shards import CASES
-from xentlib.contract import check, check_budget, failures
 from xentlib.parity.backends import GRADIENTS
 from xentlib.parity.problem import Problem, build, upstream_of
 
@@ -23,10 +22,10 @@ pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
-from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from hlo import collectives, entries  # noqa: E402
+from hlo import entries  # noqa: E402
 from test_vocab_parallel_jax import hold  # noqa: E402
 from vocab_shards_jax import mesh_of, value, whole  # noqa: E402
 from xentlib.jax import chunked_nll, count_collectives  # noqa: E402
@@ -43,10 +42,10 @@ def on(mesh: Any, spec: Any, x: Any) -> Any:
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
-def inputs_of(p: Problem, kind: str, mesh: Any, tokens: Any, weight: P, bias: P = P()) -> tuple:
+def inputs_of(p: Problem, kind: str, mesh: Any, tokens: Any, weight: P, bias: Any = None) -> tuple:
     """(hidden, weight, bias) and the rest by name, tokens over `tokens`; options without arrays."""
     leaves = (
-        on(mesh, P(tokens), p.hidden), on(mesh, weight, p.weight), on(mesh, bias, p.bias)
+        on(mesh, P(tokens), p.hidden), on(mesh, weight, p.weight), on(mesh, bias or P(), p.bias)
     )  # fmt: skip
     options = dict(p.options if kind == "nll" else p.per_token_options)
     rest = {

@@ -537,6 +537,33 @@ def check_head_options(options: Collection[str], known: Collection[str]) -> None
         raise TypeError(f"`{name}` must be an option of the head's function; got it. {way}")
 
 
+def check_kept_option(name: str, value: object) -> None:
+    """Refuse what a Flax module cannot keep beside its parameters."""
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be a number, a string or a tuple to be kept by the head; got "
+            f"{type(value).__name__}. Pass it with each call."
+        ) from None
+
+
+def check_mesh_axes(named: Sequence[object], axes: Sequence[object], spread: int, of: int) -> None:
+    """Refuse names that are not of the mesh, or a spec of more dimensions than tokens have."""
+    unknown = [name for name in named if name not in axes]
+    if unknown:
+        raise ValueError(
+            f"`tokens` and `vocab_parallel` must name axes of the mesh that the arrays are on, "
+            f"{tuple(axes)}; got {unknown[0]!r}. Place the parameters on that mesh, or enter it "
+            f"with `jax.set_mesh`."
+        )
+    if spread > of:
+        raise ValueError(
+            f"`tokens` must spread at most the {of} leading dimensions of `hidden`; got a spec of "
+            f"{spread}. Leave the others out."
+        )
+
+
 def check_linear(kind: str, plain: bool, hooked: bool) -> None:
     """Refuse a head that is more than its weight and bias."""
     if hooked:

@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xentlib.contract import check_budget
+import numpy as np
+
+from xentlib.contract import BUDGETS, budget_entries, check_budget
 from xentlib.parity.ranks import WORLD, run_ranks, start_gloo
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ HEADS: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
         "vocabulary shard, recompute": SHARED,
     },
     "zero": {"ZeRO-3": UNEVEN, "ZeRO-3, recompute": UNEVEN},
+    "jax": {"JAX, data axis": UNEVEN, "JAX, data axis, recompute": UNEVEN},
 }
 
 
@@ -56,11 +59,11 @@ class Count(NamedTuple):
 
 
 def heads(findings: Findings, suite: str) -> None:
-    """Every head, in 1, 7 and 64 chunks. ZeRO-3 in the full suite, where DeepSpeed is installed: it
-    compiles an operator the first time."""
+    """Every head, in 1 and 7 chunks; in the full suite in 64 too, and under ZeRO-3 where DeepSpeed
+    is installed, which compiles an operator the first time."""
+    chunks = CHUNKS if suite == "full" else CHUNKS[:2]
     for backend in findings.backends:
-        if backend in HEADS:
-            _measure(findings, backend, backend)
+        _measure(findings, backend, backend, chunks)
     if "torch" in findings.backends and suite == "full" and find_spec("deepspeed"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -68,22 +71,50 @@ def heads(findings: Findings, suite: str) -> None:
         # DeepSpeed looks for ninja, which is beside the interpreter.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
-        _measure(findings, "torch", "zero", PATH=path, **where)
+        _measure(findings, "torch", "zero", chunks, PATH=path, **where)
 
 
-def _measure(findings: Findings, backend: str, kept: str, **environment: str) -> None:
+def _measure(
+    findings: Findings, backend: str, kept: str, chunks: tuple[int, ...], **environment: str
+) -> None:
     counts = [
-        Count(budget, chunks, valid)
-        for chunks in CHUNKS
+        Count(budget, number, valid)
+        for number in chunks
         for budget, tokens in HEADS[kept].items()
         for valid in tokens
     ]
-    found = run_ranks(kept, "heads", counts, WORLD, **environment)
+    found = run_ranks(kept, "heads", counts, 1 if kept == "jax" else WORLD, **environment)
     for k, count in enumerate(counts):
         forward, backward = ([rank[k][phase] for rank in found] for phase in (0, 1))
         findings.measurements += check_budget(
             count.budget, forward, backward, backend=backend, case=count.text
         )
+        if count.chunks == 7:
+            _reject(findings, backend, count, forward, backward)
+
+
+def _reject(
+    findings: Findings, backend: str, count: Count, forward: list[Any], backward: list[Any]
+) -> None:
+    """A14: what regressed heads would have sent."""
+
+    def more(said: dict[str, int], kind: str, n: int = 1) -> dict[str, int]:
+        return {**said, kind: said.get(kind, 0) + n}
+
+    reduced = [kind for kind in BUDGETS[count.budget].backward if kind != "all_gather"]
+    wrong = {
+        "a gather in each chunk": ([more(x, "all_gather", 6) for x in forward], backward),
+        "a gather more": (forward, [more(x, "all_gather") for x in backward]),
+        "a rank of its own": ([*forward[:-1], more(forward[-1], "all_reduce")], backward),
+    }
+    if reduced:
+        gathers = [{k: n for k, n in x.items() if k not in reduced} for x in backward]
+        wrong["no reduction"] = (forward, gathers)
+        wrong["a second reduction"] = (forward, [more(x, reduced[0]) for x in backward])
+    entries = {name: budget_entries(count.budget, *said) for name, said in wrong.items()}
+    want = next(iter(entries.values()))[1]
+    got = {name: pair[0] for name, pair in entries.items()}
+    findings.reject("A15", got, want, backend=backend, quantity=f"collectives, {count.budget}")
 
 
 # --- what runs on a rank -------------------------------------------------------------------------
@@ -98,6 +129,40 @@ def torch_rank(folder: str, rank: int, world: int, counts: list[Count]) -> list[
     found = [_counted(count, rank, *_kept(count.budget)) for count in counts]
     dist.destroy_process_group()
     return found
+
+
+def jax_rank(folder: str, rank: int, world: int, counts: list[Count]) -> list[Phases]:
+    return [_program(count) for count in counts]
+
+
+def _program(count: Count) -> Phases:
+    """Tokens and the head's width over one mesh axis, as arrays whose types say so."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import xentlib.jax as ours
+
+    mesh = jax.make_mesh((WORLD,), ("data",), axis_types=(AxisType.Explicit,))
+    tokens = np.arange(N)
+    labels = np.concatenate([np.where(tokens < valid, tokens % V, -100) for valid in count.valid])
+    arrays = (
+        (np.ones((WORLD * N, H), np.float32), P("data")),
+        (np.ones((V, H), np.float32), P(None, "data")),
+        (labels.astype(np.int32), P("data")),
+    )
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in arrays]
+    function = getattr(ours, count.function)
+    budget = -(-N // count.chunks) * V * 4
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        return jnp.sum(function(hidden, weight, labels, max_chunk_bytes=budget)[0])
+
+    with jax.set_mesh(mesh), ours.count_collectives() as found:
+        jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1)))(*placed))
+    # What is in a loop is sent in every iteration.
+    return {}, found.counts() | ({"other": len(found.looped())} if found.looped() else {})
 
 
 def zero_rank(folder: str, rank: int, world: int, counts: list[Count]) -> list[Phases]:
