@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2>/dev/null)
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadfile
 BENCH_ARGS ?=
 PARITY_ARGS ?=
 
@@ -26,7 +26,7 @@ export NO_MKDOCS_2_WARNING ?= 1
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
-	@echo 'test        the suite; PYTEST_ARGS="-k nll -x" narrows it'
+	@echo 'test        the suite, in two processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'
 	@echo 'lint        ruff, formatting, mypy strict'
 	@echo 'format      let ruff fix and format'

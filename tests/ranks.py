@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -22,45 +23,53 @@ def launch(
 
     context = torch.multiprocessing.get_context("spawn")
     queue = context.Queue()
-    port = 29500 + (os.getpid() * 7 + world) % 2000
-    ranks = [
-        context.Process(target=enter, args=(rank, world, port, queue, work, arguments))
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    found: dict[int, Any] = {}
-    end = time.monotonic() + seconds
-    try:
-        while len(found) < world:
-            try:
-                rank, value = queue.get(timeout=0.5)
-                found[rank] = value
-            except Empty:
-                died = [p.exitcode for p in ranks if p.exitcode]
-                if died or time.monotonic() > end:
-                    said = "\n".join(value for value in found.values() if isinstance(value, str))
-                    came = f"{len(found)} of {world} ranks came back in {seconds:g} s"
-                    raise Hang(f"{came}, exit codes {died}\n{said}") from None
+    # They meet in a file: a port that is free now may be taken before they listen on it.
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=enter, args=(rank, world, folder, queue, work, arguments))
+            for rank in range(world)
+        ]
         for process in ranks:
-            process.join(10)
-    finally:
-        for process in ranks:
-            process.kill()
+            process.start()
+        try:
+            found = results(ranks, queue, seconds)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
     errors = [value for value in found.values() if isinstance(value, str)]
     assert not errors, "\n".join(errors)
     return [found[rank] for rank in range(world)]
 
 
-def enter(rank: int, world: int, port: int, queue: Any, work: Any, arguments: Any) -> None:
+def results(ranks: list[Any], queue: Any, seconds: float) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    end = time.monotonic() + seconds
+    while len(found) < len(ranks):
+        try:
+            rank, value = queue.get(timeout=0.5)
+            found[rank] = value
+        except Empty:
+            died = [p.exitcode for p in ranks if p.exitcode]
+            if died or time.monotonic() > end:
+                said = "\n".join(value for value in found.values() if isinstance(value, str))
+                came = f"{len(found)} of {len(ranks)} ranks came back in {seconds:g} s"
+                raise Hang(f"{came}, exit codes {died}\n{said}") from None
+    for process in ranks:
+        process.join(10)
+    return found
+
+
+def enter(rank: int, world: int, folder: str, queue: Any, work: Any, arguments: Any) -> None:
     import torch
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     # As torchrun has it: the compiler loads DeepSpeed where it is installed, which asks.
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     try:
         queue.put((rank, work(rank, world, *arguments)))
     except Exception:  # noqa: BLE001 - whatever it is, the parent must hear of it
