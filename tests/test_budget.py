@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,9 +88,10 @@ def test_regressed_copies_are_off_the_budget() -> None:
     assert ranks[0][1][0] == {"all_gather": CHUNKS}
 
 
-def entered_by(rank: int, world: int, all_ranks: bool) -> int:
+def entered_by(rank: int, world: int, all_ranks: bool, folder: Path) -> int:
     """Whoever has no valid token does not gather."""
     head = head_of(world)
+    (folder / str(rank)).touch()
     labels = torch.arange(N) if rank else torch.full((N,), -100)
     if all_ranks or bool((labels != -100).any()):
         ours(torch.randn(N, H, requires_grad=True), head, labels).backward()
@@ -97,8 +99,11 @@ def entered_by(rank: int, world: int, all_ranks: bool) -> int:
     return rank
 
 
-def test_a_gather_that_only_some_ranks_enter_hangs() -> None:
+def test_a_gather_that_only_some_ranks_enter_hangs(tmp_path: Path) -> None:
     """TRL#6696, and that we would notice: every rank enters, with tokens or without."""
-    assert launch(2, entered_by, True, seconds=60) == [0, 1]
+    assert launch(2, entered_by, True, tmp_path, seconds=60) == [0, 1]
+    for mark in tmp_path.iterdir():
+        mark.unlink()
     with pytest.raises(Hang):
-        launch(2, entered_by, False, seconds=15)
+        launch(2, entered_by, False, tmp_path, seconds=20)
+    assert len(list(tmp_path.iterdir())) == 2  # both were there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,7 +148,8 @@ def test_bytes(found: Any) -> None:
         assert rank["DDP"][1] == V * (H + 1) * 4
 
 
-def uneven(rank: int, world: int) -> int:
+def uneven(rank: int, world: int, folder: Path) -> int:
+    (folder / str(rank)).touch()
     if rank == 0:
         torch.distributed.all_reduce(torch.ones(1))
     else:
@@ -155,7 +157,8 @@ def uneven(rank: int, world: int) -> int:
     return rank
 
 
-def test_a_collective_that_one_rank_does_not_enter_is_seen() -> None:
+def test_a_collective_that_one_rank_does_not_enter_is_seen(tmp_path: Path) -> None:
     """ANCHORS 4.6: our own tests must not wait for ever."""
-    with pytest.raises(Hang, match="0 of 2 ranks came back in 8 s"):
-        launch(2, uneven, seconds=8)
+    with pytest.raises(Hang, match="0 of 2 ranks came back in 12 s"):
+        launch(2, uneven, tmp_path, seconds=12)
+    assert len(list(tmp_path.iterdir())) == 2  # both were there
