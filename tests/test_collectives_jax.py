@@ -119,8 +119,14 @@ def test_an_exception_leaves_no_listener(x):
     count = block.__enter__()
     spread(KNOWN["psum"][0])(x)
     assert not block.__exit__(RuntimeError, RuntimeError("stop"), None)
+    del block
+    jax.clear_caches()
+    alive = jax.devices()[0].client.live_executables
+    before = len(alive())
     spread(KNOWN["all_gather"][0])(x)
     assert count.counts() == {"all_reduce": 1}
+    jax.clear_caches()
+    assert len(alive()) <= before  # a listener would have kept them
 
 
 def test_the_docstring_is_the_definition_s():
