@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -157,20 +158,33 @@ def test_shared_parameters_stay_shared():
 
 
 class Tied(nnx.Module):
-    def __init__(self):
-        self.embed = nnx.Embed(V, H, rngs=nnx.Rngs(3))
-        self.head = NLLHead.from_linear(self.embed)
+    def __init__(self, pieces=None, **told):
+        init = nnx.initializers.normal(0.2)
+        init = nnx.with_partitioning(init, pieces) if pieces else init
+        self.embed = nnx.Embed(V, H, rngs=nnx.Rngs(3), embedding_init=init)
+        self.head = NLLHead.from_linear(self.embed, **told)
 
 
-def test_tied_embeddings():
-    """A6, ISSUE 4: one parameter, whose gradient is that of both of its uses."""
-    model, ids = Tied(), jnp.arange(N, dtype=jnp.int32) % V
-    assert list(nnx.to_pure_dict(nnx.state(model))) == ["embed"]
-    assert same(model.head(HIDDEN), model.embed.attend(HIDDEN))
-    gradient = nnx.grad(lambda m: 1.3 * m.head(m.embed(ids) * 2, LABELS).loss)(model)
+@pytest.mark.parametrize("mesh", [None, {"data": 2, "tp": 2}], ids=str)
+def test_tied_embeddings(mesh):
+    """A6, ISSUE 4: one parameter, whose gradient is that of both of its uses, on a mesh in pieces
+    over both axes too."""
+    ids, told, place = jnp.arange(N, dtype=jnp.int32) % V, {}, nullcontext()
+    if mesh:
+        mesh = mesh_of(AxisType.Auto, **mesh)
+        told, place = {"pieces": ("tp", "data"), "tokens": "data"}, jax.set_mesh(mesh)
+    with place:
+        model = Tied(**told)
+        assert list(nnx.to_pure_dict(nnx.state(model))) == ["embed"]
+        assert same(model.head(HIDDEN), model.embed.attend(HIDDEN))
+        step = nnx.jit(nnx.grad(lambda m: 1.3 * m.head(m.embed(ids) * 2, LABELS).loss))
+        with count_collectives() as count:
+            gradient = step(model)
+    assert [count["reduce_scatter"], count.looped()] == [1 if mesh else 0, []]
+    model, gradient = jax.tree.map(np.asarray, (nnx.state(model), gradient))
 
     with jax.enable_x64(True):
-        table = jnp.asarray(np.asarray(model.embed.embedding[...], np.float64))
+        table = jnp.asarray(model["embed"]["embedding"][...], jnp.float64)
 
         def dense(table):
             logits = 2 * table[ids] @ table.T
@@ -179,7 +193,7 @@ def test_tied_embeddings():
             return 1.3 * jnp.where(LABELS >= 0, each, 0.0).sum() / int(PROBLEM.valid.sum())
 
         want = np.asarray(jax.grad(dense)(table))
-    got = np.asarray(gradient["embed"]["embedding"][...])
+    got = gradient["embed"]["embedding"][...]
     assert not failures(check("A6", got, want, metrics=["rho / u"]))
 
 
