@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from xentlib.jax.accumulate import accumulate_grads, token_normalized
 from xentlib.jax.collectives import count_collectives
 from xentlib.jax.labels import next_token_labels
 from xentlib.jax.logprobs import LogprobOutput, chunked_logprobs, vocab_parallel_logprobs
@@ -15,10 +16,12 @@ __all__ = [
     "LogprobOutput",
     "NLLHead",
     "NLLOutput",
+    "accumulate_grads",
     "chunked_logprobs",
     "chunked_nll",
     "count_collectives",
     "next_token_labels",
+    "token_normalized",
     "vocab_parallel_logprobs",
 ]
 

@@ -453,7 +453,9 @@ def test_both_backends_show_the_same_names():
 
 
 # Where a concept exists in one framework only: FSDP2 and ZeRO-3 keep parameters, Flax has two APIs.
-ONE_BACKEND = {"LinenNLLHead", "gather_head"}
+ONE_BACKEND = {"LinenNLLHead", "TokenNormalizer", "accumulate_grads", "gather_head"} | {
+    "token_normalized"
+}
 
 
 def shape(function: Any) -> list[tuple[str, Any, Any]]:

@@ -1,5 +1,6 @@
 """The loss head in PyTorch: `import xentlib.torch`. The definition is in `xentlib`."""
 
+from xentlib.torch.accumulate import TokenNormalizer
 from xentlib.torch.collectives import count_collectives
 from xentlib.torch.head import gather_head
 from xentlib.torch.labels import next_token_labels
@@ -11,6 +12,7 @@ __all__ = [
     "LogprobOutput",
     "NLLHead",
     "NLLOutput",
+    "TokenNormalizer",
     "chunked_logprobs",
     "chunked_nll",
     "count_collectives",

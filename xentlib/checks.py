@@ -16,6 +16,7 @@ __all__ = [
     "NLLProblem",
     "Operand",
     "check_axis",
+    "check_choice",
     "check_denominator_dtype",
     "check_group",
     "check_head_options",
@@ -23,6 +24,7 @@ __all__ = [
     "check_linear",
     "check_logits",
     "check_logprobs",
+    "check_loss_sum",
     "check_next_token_labels",
     "check_nll",
     "check_not_whole",
@@ -31,6 +33,7 @@ __all__ = [
     "check_shard",
     "check_shards",
     "check_varying",
+    "check_windows",
     "refuse_dtensor",
 ]
 
@@ -587,6 +590,63 @@ def check_denominator_dtype(denominator: Scalar) -> None:
             f"in which counts are rounded. FSDP2 casts floating tensors that a module is given "
             f"(`cast_forward_inputs`): pass a Python number or an integer tensor."
         )
+
+
+def check_windows(
+    mode: str, labels: object, where: object, token_weights: object, uneven: object
+) -> None:
+    """Validate what a window of `TokenNormalizer` counts."""
+    if mode == "precount" and labels is None:
+        raise ValueError(
+            "`labels` must be the labels of all micro-batches, after the shift; got None. Pass "
+            "`norm.window(labels=[...])`, or use mode='postscale'."
+        )
+    if mode == "postscale":
+        given = {"labels": labels, "where": where, "token_weights": token_weights}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"`{name}` must be left out in a window that counts at its end; got it. Pass "
+                    f"`num_tokens` to `window.backward`, or use mode='precount'."
+                )
+        if uneven:
+            raise ValueError(
+                "`uneven` must be False in a window that counts at its end; got True. Use "
+                "mode='precount', whose collective says how many micro-batches each rank has."
+            )
+        return
+    number = len(labels)  # type: ignore[arg-type]
+    for name, value in (("where", where), ("token_weights", token_weights)):
+        if value is not None and len(value) != number:  # type: ignore[arg-type]
+            raise ValueError(
+                f"`{name}` must have one entry for each of the {number} micro-batches; got "
+                f"{len(value)}. Pass a list like `labels`."  # type: ignore[arg-type]
+            )
+
+
+def check_loss_sum(loss: Operand, mode: str, counted: bool) -> None:
+    """Validate what `window.backward` is given."""
+    if not isinstance(loss, Operand) or loss.shape != ():
+        came = f"shape {loss.shape}" if isinstance(loss, Operand) else type(loss).__name__
+        raise ValueError(
+            f"`loss` must be one number, the sum over this rank's valid tokens; got {came}. Pass "
+            f"`loss.sum()`, or an NLLOutput of reduction='sum'."
+        )
+    if loss.dtype not in ("float32", "float64"):
+        raise TypeError(
+            f"`loss` must be float32 or float64; got {loss.dtype}, in which its factor would be "
+            f"rounded too. Take the sum of `losses.float()`."
+        )
+    if mode == "postscale" and not counted:
+        raise ValueError(
+            "`num_tokens` must be given in a window that counts at its end; got None. Pass the "
+            "weight of the micro-batch's valid tokens, or the `NLLOutput` itself."
+        )
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is not one of some words."""
+    _choice(name, value, choices)
 
 
 def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None:

@@ -1,0 +1,193 @@
+"""Token-normalised accumulation in JAX: a window in one jitted scan, or over a host loop as an
+optax transformation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xentlib import accumulate as spec
+from xentlib.accumulate import CountOverflowError, WindowStats
+from xentlib.checks import check_choice
+from xentlib.jax.head import as_primal, checks_types, vary, varying
+
+__all__ = ["TokenNormalizedState", "accumulate_grads", "token_normalized"]
+
+INT32 = 2**31 - 1
+
+
+def accumulate_grads(
+    sum_and_count_fn: Callable[[Any, Any], Any],
+    params: Any,
+    micro_batches: Any,
+    axis_name: Any = None,
+    *,
+    empty: str = "skip",
+) -> tuple[WindowStats, Any]:
+    check_choice("empty", empty, ("skip", "zero"))
+    types = axis_name is not None and checks_types(axis_name)
+    here = params
+    if types:
+        # Gradients of parameters that vary are this device's own: summed once, after the loop.
+        here = vary(params, varying(lax.axis_index(axis_name)))
+    grad_fn = jax.value_and_grad(sum_and_count_fn, has_aux=True)
+    number = jax.tree.leaves(micro_batches)[0].shape[0]
+
+    def one(carry: Any, batch: Any) -> tuple[Any, None]:
+        (loss, count), grads = grad_fn(here, batch)
+        loss_sum, total, sums = carry
+        sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
+        return (loss_sum + loss.astype(loss_sum.dtype), total + as_count(count), sums), None
+
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    (loss_type, count_type), grads_type = jax.eval_shape(grad_fn, here, first)
+    start = (
+        jnp.zeros((), wide(loss_type.dtype)),
+        jnp.zeros((), as_count(jnp.zeros((), count_type.dtype)).dtype),
+        jax.tree.map(lambda g: jnp.zeros(g.shape, wide(g.dtype)), grads_type),
+    )
+    axes = varying(here, micro_batches)
+    (loss_sum, total, sums), _ = lax.scan(one, vary(start, axes), micro_batches)
+    if types:
+        loss_sum, total = (as_primal(x, jnp.zeros(())) for x in (loss_sum, total))
+        sums = jax.tree.map(as_primal, sums, params)
+    elif axis_name is not None:
+        loss_sum, total, sums = lax.psum((loss_sum, total, sums), axis_name)
+    none = total == 0
+    scale = jnp.where(none, 0.0, 1.0 / jnp.where(none, 1, total).astype(jnp.float32))
+    grads = jax.tree.map(lambda s, p: (s * scale.astype(s.dtype)).astype(p.dtype), sums, params)
+    skipped = none if empty == "skip" else jnp.zeros_like(none)
+    stats = WindowStats(loss_sum * scale.astype(loss_sum.dtype), total, scale, number, skipped)
+    return stats, grads
+
+
+accumulate_grads.__doc__ = spec.accumulate_grads.__doc__
+
+
+def wide(dtype: Any) -> Any:
+    """Of an accumulator: never below float32."""
+    bits = jnp.finfo(dtype).bits  # type: ignore[no-untyped-call]
+    return jnp.float32 if bits < 32 else dtype
+
+
+def as_count(count: Any) -> jax.Array:
+    """int32, or float32 where tokens have weights."""
+    count = jnp.asarray(count)
+    whole = jnp.issubdtype(count.dtype, jnp.integer) or count.dtype == jnp.bool_
+    number: jax.Array = count.astype(jnp.int32 if whole else jnp.float32)
+    return number
+
+
+class TokenNormalizedState(NamedTuple):
+    """Of `token_normalized`; a pytree whose types never change, so that it can be a carry and be
+    saved.
+
+    Attributes:
+        sums: gradients of the window so far, float32.
+        num_tokens: [] of the window so far, int32, or float32 for weights.
+        micro_batches: [] int32.
+        windows: [] int32, those that have been stepped on.
+        inner: state of the optimizer.
+    """
+
+    sums: Any
+    num_tokens: jax.Array
+    micro_batches: jax.Array
+    windows: jax.Array
+    inner: Any
+
+
+def token_normalized(
+    inner: Any, empty: str = "skip", *, nonfinite: str = "keep", weighted: bool = False
+) -> Any:
+    import optax  # type: ignore[import-untyped]
+
+    check_choice("empty", empty, ("skip", "zero"))
+    check_choice("nonfinite", nonfinite, ("keep", "drop"))
+    inner = optax.with_extra_args_support(inner)
+    count_type = jnp.float32 if weighted else jnp.int32
+
+    def zeros(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(x.dtype)), tree)
+
+    def init(params: Any) -> TokenNormalizedState:
+        nothing = jnp.zeros((), jnp.int32)
+        return TokenNormalizedState(
+            zeros(params), jnp.zeros((), count_type), nothing, nothing, inner.init(params)
+        )
+
+    def update(
+        updates: Any,
+        state: TokenNormalizedState,
+        params: Any = None,
+        *,
+        token_count: Any,
+        is_last: Any,
+        **extra: Any,
+    ) -> tuple[Any, TokenNormalizedState]:
+        count = jnp.asarray(token_count)
+        if not weighted and not jnp.issubdtype(count.dtype, jnp.integer):
+            raise TypeError(
+                f"`token_count` must be an integer; got {count.dtype}. Pass the number of valid "
+                f"tokens, or token_normalized(..., weighted=True) for a sum of weights."
+            )
+        if not weighted and not isinstance(token_count, jax.core.Tracer):
+            so_far = state.num_tokens
+            seen = 0 if isinstance(so_far, jax.core.Tracer) else int(so_far)
+            if seen + int(token_count) > INT32:
+                raise CountOverflowError(
+                    f"`token_count` must leave the window's count below 2^31; got {seen} and "
+                    f"{int(token_count)} more. End the window earlier, or count weights in float32."
+                )
+        gradients = jax.tree.map(lambda g: g.astype(wide(g.dtype)), updates)
+        count = count.astype(count_type)
+        if nonfinite == "drop":
+            leaves = [jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]
+            fine = jnp.stack(leaves).all() if leaves else jnp.bool_(True)
+            gradients = jax.tree.map(lambda g: jnp.where(fine, g, 0.0), gradients)
+            count = jnp.where(fine, count, 0)
+        sums = jax.tree.map(jnp.add, state.sums, gradients)
+        total = state.num_tokens + count
+        number = state.micro_batches + 1
+
+        def step(_: Any) -> tuple[Any, TokenNormalizedState]:
+            none = total == 0
+            scale = jnp.where(none, 0.0, 1.0 / jnp.where(none, 1, total).astype(jnp.float32))
+            means = jax.tree.map(
+                lambda s, g: (s * scale.astype(s.dtype)).astype(g.dtype), sums, updates
+            )
+            new, after = inner.update(means, state.inner, params, **extra)
+            after = jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype), after, state.inner)
+            new = jax.tree.map(lambda u, g: u.astype(g.dtype), new, updates)
+            return new, fresh(after, state.windows + 1)
+
+        def fresh(after: Any, windows: jax.Array) -> TokenNormalizedState:
+            # Zeros, not sums times zero: a NaN of this window must not reach the next.
+            nothing = jnp.zeros((), jnp.int32)
+            return TokenNormalizedState(
+                zeros(state.sums), jnp.zeros((), count_type), nothing, windows, after
+            )
+
+        def wait(_: Any) -> tuple[Any, TokenNormalizedState]:
+            still = jax.tree.map(jnp.zeros_like, updates)
+            return still, TokenNormalizedState(sums, total, number, state.windows, state.inner)
+
+        def skip(_: Any) -> tuple[Any, TokenNormalizedState]:
+            still = jax.tree.map(jnp.zeros_like, updates)
+            return still, fresh(state.inner, state.windows)
+
+        last = jnp.asarray(is_last, bool)
+        stepping = jnp.logical_or(total > 0, empty == "zero")
+        which = jnp.where(last, jnp.where(stepping, 2, 1), 0)
+        result: tuple[Any, TokenNormalizedState] = lax.switch(which, (wait, skip, step), None)
+        return result
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+token_normalized.__doc__ = spec.token_normalized.__doc__

@@ -1,0 +1,329 @@
+"""Windows of `TokenNormalizer`: the algebra alone, then real wrappers on gloo ranks, against one
+process that has all tokens in one batch.
+
+Shapes: R data ranks, M micro-batches of N tokens, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranks import launch
+from xentlib.accumulate import (
+    STEPS,
+    Lifecycle,
+    WindowState,
+    WindowStateError,
+    reduction_of,
+)
+from xentlib.contract import check, failures
+
+M, N, V, H = 3, 10, 31, 8
+
+
+# --- the algebra ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "scale"),
+    [
+        ({"wrapper": "plain"}, 1),
+        ({"wrapper": "DDP", "ranks": 4}, 4),
+        ({"wrapper": "DDP", "ranks": 4, "sums": True}, 1),
+        ({"wrapper": "FSDP2", "ranks": 4}, 4),
+        ({"wrapper": "FSDP2", "ranks": 4, "divide": 0.3}, Fraction(0.3)),
+        ({"wrapper": "DeepSpeed", "ranks": 4, "steps": 3}, 12),
+        ({"wrapper": "DeepSpeed", "ranks": 4}, 4),
+        ({"wrapper": "DeepSpeed", "ranks": 4, "steps": 3, "sums": True}, 3),
+        ({"wrapper": "DDP", "ranks": 2, "steps": 5}, 10),
+    ],
+)
+def test_the_table_of_wrappers(said: dict[str, Any], scale: Fraction) -> None:
+    """SPEC 7: the factor on the token sum is this over T, exactly."""
+    assert reduction_of(**said).scale == scale
+
+
+def test_states_of_a_window() -> None:
+    """In order, and abort from anywhere."""
+    life = Lifecycle()
+    for action in ("count", "open", "backward", "backward", "seal", "finish", "read", "close"):
+        life.step(action)
+    assert life.state is WindowState.IDLE
+    for state in WindowState:
+        life.state = state
+        life.step("abort")
+        assert life.state is WindowState.IDLE
+
+
+@pytest.mark.parametrize("state", WindowState)
+def test_every_misuse_is_refused(state: WindowState) -> None:
+    """What may not be done in a state says what state it needs, what came, and the way out."""
+    for action, allowed in STEPS.items():
+        life = Lifecycle()
+        life.state = state
+        if state in allowed:
+            life.step(action)
+            continue
+        with pytest.raises(WindowStateError, match=f"`{action}` needs.* is {state.value}\\. [A-Z]"):
+            life.step(action)
+        assert life.state is state
+
+
+# --- real wrappers -------------------------------------------------------------------------------
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of SPEC 7's table."""
+
+    wrapper: str
+    world: int = 2
+    mode: str = "precount"
+    gas: int = M  # DeepSpeed's gradient_accumulation_steps
+    scaled: bool = True  # its scale_wrt_gas
+    sums: bool = False
+    divide: float | None = None
+    weights: bool = False
+    normalized: bool = False  # the head divides
+    windows: int = 2
+    empty: str = ""  # "micro-batch", "rank", "window": the first one
+
+
+CELLS = {
+    "plain": Cell("plain", world=1),
+    "plain, post-scale": Cell("plain", world=1, mode="postscale"),
+    "DDP": Cell("DDP"),
+    "DDP, four ranks": Cell("DDP", world=4),
+    "DDP, post-scale": Cell("DDP", mode="postscale"),
+    "DDP, sums": Cell("DDP", sums=True),
+    "DDP, weights": Cell("DDP", weights=True),
+    "DDP, weights, post-scale": Cell("DDP", weights=True, mode="postscale"),
+    "DDP, head divides": Cell("DDP", normalized=True),
+    "DDP, empty micro-batch": Cell("DDP", empty="micro-batch"),
+    "DDP, empty rank": Cell("DDP", empty="rank"),
+    "DDP, empty window": Cell("DDP", empty="window"),
+    "DDP, empty window, post-scale": Cell("DDP", empty="window", mode="postscale"),
+    "FSDP2": Cell("FSDP2"),
+    "FSDP2, four ranks": Cell("FSDP2", world=4),
+    "FSDP2, post-scale": Cell("FSDP2", mode="postscale"),
+    "FSDP2, divide factor": Cell("FSDP2", divide=0.5),
+    "FSDP2, empty window": Cell("FSDP2", empty="window"),
+    "HSDP": Cell("HSDP", world=4),
+    "HSDP, post-scale": Cell("HSDP", world=4, mode="postscale"),
+    **{f"ZeRO-{k}": Cell(f"ZeRO-{k}") for k in range(4)},
+    **{f"ZeRO-{k}, four ranks": Cell(f"ZeRO-{k}", world=4) for k in (1, 3)},
+    **{f"ZeRO-{k}, gas 1": Cell(f"ZeRO-{k}", gas=1) for k in range(4)},
+    **{f"ZeRO-{k}, post-scale": Cell(f"ZeRO-{k}", mode="postscale") for k in range(4)},
+    **{f"ZeRO-{k}, not by gas": Cell(f"ZeRO-{k}", scaled=False) for k in (1, 3)},
+    **{f"ZeRO-{k}, sums": Cell(f"ZeRO-{k}", sums=True) for k in (0, 1, 2)},
+    "ZeRO-2, empty rank": Cell("ZeRO-2", empty="rank"),
+}
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(H, H), torch.nn.Linear(H, V))
+
+
+def data(cell: Cell, window: int) -> tuple[Any, Any, Any]:
+    """[R, M, N, H], [R, M, N] labels and weights, of uneven numbers of valid tokens."""
+    generator = torch.Generator().manual_seed(window)
+    shape = (cell.world, M, N)
+    x = torch.randn(*shape, H, generator=generator)
+    y = torch.randint(V, shape, generator=generator)
+    share = torch.linspace(0.1, 0.8, cell.world * M).reshape(cell.world, M, 1)
+    y[torch.rand(shape, generator=generator) < share] = -100
+    if window == 0 and cell.empty:
+        which = {"micro-batch": (0, 1), "rank": (0,), "window": ()}[cell.empty]
+        y[which] = -100
+    return x, y, torch.rand(shape, generator=generator) + 0.5
+
+
+def token_losses(logits: Any, y: Any) -> Any:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
+
+
+def gradients_of_one_batch(cell: Cell, window: int) -> tuple[list[Any], float]:
+    """Sum over tokens / T, and the loss."""
+    x, y, w = data(cell, window)
+    model = net().double()
+    w = torch.where(y != -100, w.double() if cell.weights else 1.0, 0.0).flatten()
+    total = float(w.sum())
+    loss = (token_losses(model(x.double()), y) * w).sum() / (total or 1.0)
+    loss.backward()
+    return [p.grad.numpy() for p in model.parameters()], loss.item()
+
+
+def wrapped(cell: Cell) -> Any:
+    from torch import distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    if cell.wrapper == "DDP":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        if cell.sums:
+
+            def add_up(state, bucket):  # DDP reads annotations, which are text here
+                work = dist.all_reduce(bucket.buffer(), async_op=True)
+                return work.get_future().then(lambda done: done.value()[0])
+
+            model.register_comm_hook(None, add_up)
+        else:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif cell.wrapper in ("FSDP2", "HSDP"):
+        shape = (2, 2) if cell.wrapper == "HSDP" else (cell.world,)
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+        for module in (model[1], model):
+            fully_shard(module, mesh=mesh)
+            if cell.divide:
+                module.set_gradient_divide_factor(cell.divide)
+                module.set_force_sum_reduction_for_comms(True)  # all that gloo can do
+    elif cell.wrapper.startswith("ZeRO"):
+        import deepspeed
+
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed("gloo")
+        stage = int(cell.wrapper[-1])
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": cell.gas,
+            "gradient_clipping": 0.0,  # the default of 1 hides errors of scale
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+            **({"gradient_allreduce_op": "sum"} if cell.sums else {}),
+        }
+        model = deepspeed.initialize(
+            model=model, config=config, model_parameters=model.parameters()
+        )[0]
+    return model
+
+
+def stepped(cell: Cell, model: Any, skipped: bool) -> list[Any]:
+    """The gradient that is stepped on: of DeepSpeed, what a step of SGD with rate 1 changes."""
+    if not cell.wrapper.startswith("ZeRO"):
+        found = [p.grad for p in model.parameters()]
+        found = [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in found]
+        model.zero_grad()
+        return found
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    stage0 = cell.wrapper == "ZeRO-0"
+
+    def values() -> list[Any]:
+        return [
+            (p.detach() if stage0 else safe_get_full_fp32_param(p)).clone()
+            for p in model.module.parameters()
+        ]
+
+    before = values()
+    if not skipped:
+        model.step()
+    return [a - b for a, b in zip(before, values(), strict=True)]
+
+
+def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
+    from xentlib.torch import TokenNormalizer, count_collectives
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    found = []
+    for name in names:
+        cell = CELLS[name]
+        model = wrapped(cell)
+        norm = TokenNormalizer(
+            model,
+            mode=cell.mode,
+            sums=True if cell.wrapper == "DDP" and cell.sums else None,
+            scale_wrt_gas=cell.scaled,
+        )
+        scale = getattr(getattr(model, "optimizer", None), "loss_scale", None)
+        windows = 1 if cell.wrapper.startswith("ZeRO") else cell.windows
+        for k in range(windows):
+            x, y, w = (part[rank] for part in data(cell, k))
+            pre = cell.mode == "precount"
+            more = {"token_weights": list(w)} if cell.weights and pre else {}
+            with (
+                count_collectives() as count,
+                norm.window(**({"labels": list(y), **more} if pre else {})) as window,
+            ):
+                for a, b, c in window.micro_batches(list(zip(x, y, w, strict=True))):
+                    mask = torch.where(b != -100, c if cell.weights else 1.0, 0.0)
+                    loss = (token_losses(model(a), b) * mask).sum()
+                    if cell.normalized:
+                        loss = loss / window.denominator
+                    window.backward(loss, mask.sum(), normalized=cell.normalized)
+            stats = window.stats
+            grads = [g.numpy() for g in stepped(cell, model, bool(stats.skipped))]
+            mean = float(window.mean_loss())
+            assert getattr(getattr(model, "optimizer", None), "loss_scale", None) == scale
+            found.append((name, k, grads, mean, bool(stats.skipped), count.counts()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, int], list[Any]]:
+    results: dict[tuple[str, int], list[Any]] = {}
+    has_deepspeed = _has("deepspeed")
+    for world in (1, 2, 4):
+        names = [
+            name
+            for name, cell in CELLS.items()
+            if cell.world == world and (has_deepspeed or not cell.wrapper.startswith("ZeRO"))
+        ]
+        for rank in launch(world, on_rank, names):
+            for name, k, *rest in rank:
+                results.setdefault((name, k), []).append(rest)
+    return results
+
+
+def _has(name: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_window_is_one_batch(found: Any, name: str) -> None:
+    """A12, SPEC 7: absolute gradients on every rank, and the logged loss is the one stepped on.
+    Catches: means of means, local counts, a divisor or an engine's division that is overlooked."""
+    cell = CELLS[name]
+    if (name, 0) not in found:
+        pytest.skip("DeepSpeed is not installed")
+    for (which, window), ranks in found.items():
+        if which != name:
+            continue
+        want, loss = gradients_of_one_batch(cell, window)
+        for grads, mean, skipped, _ in ranks:
+            empty = cell.empty == "window" and window == 0
+            assert skipped == empty
+            for got, oracle in zip(grads, want, strict=True):
+                if empty:
+                    assert not got.any()
+                    continue
+                assert np.abs(got).max() > 0
+                # Of a whole network without an oracle of its own: the row's bound in norm.
+                assert not failures(check("A9", got, oracle, metrics=("rho / u",)))
+            assert not failures(check("A9", np.float64(mean), loss or mean, metrics=("rho / u",)))
+
+
+@pytest.mark.parametrize("name", [x for x in CELLS if CELLS[x].wrapper in ("DDP", "FSDP2")])
+def test_one_collective_a_window(found: Any, name: str) -> None:
+    """SPEC 7: the count; gradients are reduced once, in the last micro-batch."""
+    cell = CELLS[name]
+    for (which, _), ranks in found.items():
+        for *_, counts in ranks if which == name else []:
+            if cell.wrapper == "DDP":
+                assert counts["all_reduce"] == 2  # the count, and DDP's one bucket
+            else:
+                assert counts["all_reduce"] == 1
+                assert counts["reduce_scatter"] == 2  # two groups, once each

@@ -1,0 +1,309 @@
+"""Windows in JAX: `accumulate_grads` in one program, `token_normalized` over a host loop, against
+one batch that holds all tokens.
+
+Shapes: M micro-batches of N tokens, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xentlib.accumulate import CountOverflowError
+from xentlib.contract import check, failures
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+pytestmark = pytest.mark.jax
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from xentlib.jax import (  # noqa: E402
+    accumulate_grads,
+    chunked_nll,
+    count_collectives,
+    token_normalized,
+)
+
+M, N, V, H = 4, 16, 31, 8
+
+
+def data(seed: int = 0, valid: tuple[int, ...] = (16, 5, 0, 1)) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, V, (M, N)).astype(np.int32)
+    for k, n in enumerate(valid):
+        labels[k, n:] = -100
+    return {"x": rng.standard_normal((M, N, H), np.float32), "y": labels}
+
+
+def params() -> dict[str, Any]:
+    rng = np.random.default_rng(9)
+    return {
+        "trunk": rng.standard_normal((H, H), np.float32),
+        "head": rng.standard_normal((V, H), np.float32),
+    }
+
+
+def sum_and_count(p: Any, batch: Any) -> tuple[Any, Any]:
+    out = chunked_nll(batch["x"] @ p["trunk"], p["head"], batch["y"], reduction="sum")
+    return out.loss, out.num_tokens
+
+
+def of_one_batch(batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    flat = {"x": batch["x"].reshape(-1, H), "y": batch["y"].reshape(-1)}
+    count = max(int((flat["y"] >= 0).sum()), 1)
+    value, grads = jax.value_and_grad(lambda p: sum_and_count(p, flat)[0] / count)(params())
+    return value, grads
+
+
+def hold(got: Any, want: Any) -> None:
+    """A12; without an oracle of a whole network, in norm."""
+    for name in want:
+        g, w = (np.asarray(x[name]) for x in (got, want))
+        assert np.abs(g).max() > 0
+        assert not failures(check("A9", g, w, metrics=("rho / u",), quantity=name))
+
+
+# --- one program ---------------------------------------------------------------------------------
+
+
+def test_a_window_is_one_batch() -> None:
+    """A12: micro-batches of uneven counts, one without any."""
+    batch = data()
+    stats, grads = jax.jit(partial(accumulate_grads, sum_and_count))(params(), batch)
+    loss, want = of_one_batch(batch)
+    hold(grads, want)
+    assert int(stats.num_tokens) == 22
+    assert stats.num_tokens.dtype == jnp.int32
+    assert not failures(check("A9", np.asarray(stats.loss), np.asarray(loss), metrics=("rho / u",)))
+    assert stats.micro_batches == M
+    assert not bool(stats.skipped)
+
+
+@pytest.mark.parametrize("empty", ["skip", "zero"])
+def test_a_window_without_tokens(empty: str) -> None:
+    """Gradients of exactly +0."""
+    batch = data(valid=(0, 0, 0, 0))
+    stats, grads = accumulate_grads(sum_and_count, params(), batch, empty=empty)
+    assert not any(np.asarray(g).view(np.uint32).any() for g in grads.values())
+    assert float(stats.loss) == 0
+    assert bool(stats.skipped) == (empty == "skip")
+
+
+def test_weights_are_counted_in_float32() -> None:
+    """And gradients have the parameters' dtypes."""
+    batch = data() | {"w": np.random.default_rng(3).random((M, N), np.float32)}
+
+    def weighted(p: Any, b: Any) -> tuple[Any, Any]:
+        how = {"token_weights": b["w"], "reduction": "sum"}
+        out = chunked_nll((b["x"] @ p["trunk"]), p["head"].astype(jnp.float32), b["y"], **how)
+        return out.loss, out.weight_sum
+
+    low = params() | {"head": jnp.asarray(params()["head"], jnp.bfloat16)}
+    stats, grads = accumulate_grads(weighted, low, batch)
+    assert stats.num_tokens.dtype == jnp.float32
+    assert {name: g.dtype for name, g in grads.items()} == {
+        "trunk": jnp.float32,
+        "head": jnp.bfloat16,
+    }
+
+
+def mesh_of(kind: Any) -> Any:
+    return jax.make_mesh((4,), ("data",), axis_types=(kind,))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma: bool) -> None:
+    """SPEC 7: tokens over devices, some of which have none; gradients are summed once, after the
+    scan. Catches: a sum in each micro-batch, one too many, local counts."""
+    mesh, batch = mesh_of(AxisType.Auto), data(valid=(16, 5, 3, 0))
+
+    def step(p: Any, b: Any) -> Any:
+        stats, grads = accumulate_grads(sum_and_count, p, b, "data")
+        return stats._replace(micro_batches=0), grads
+
+    spread = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), P(None, "data")), out_specs=P(), check_vma=check_vma
+        )
+    )
+    with count_collectives() as count:
+        stats, grads = spread(params(), batch)
+    loss, want = of_one_batch(batch)
+    hold(grads, want)
+    assert int(stats.num_tokens) == 24
+    assert not failures(check("A9", np.asarray(stats.loss), np.asarray(loss), metrics=("rho / u",)))
+    assert not count.looped()
+    assert count.bytes("all_reduce") == 4 * (H * H + V * H + 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_global_arrays(kind: Any) -> None:
+    """SPEC 7: nothing to say under jit on arrays that are spread."""
+    mesh, batch = mesh_of(kind), data()
+    with jax.set_mesh(mesh):
+        there = NamedSharding(mesh, P(None, "data"))
+        placed = {name: jax.device_put(x, there) for name, x in batch.items()}
+        whole = jax.device_put(params(), NamedSharding(mesh, P()))
+        stats, grads = jax.jit(partial(accumulate_grads, sum_and_count))(whole, placed)
+    hold(grads, of_one_batch(batch)[1])
+    assert int(stats.num_tokens) == 22
+
+
+# --- a host loop ---------------------------------------------------------------------------------
+
+
+def micro(p: Any, batch: Any, k: int) -> tuple[Any, Any]:
+    part = {name: x[k] for name, x in batch.items()}
+    grads, count = jax.grad(sum_and_count, has_aux=True)(p, part)
+    return grads, count
+
+
+def loop(tx: Any, state: Any, batch: Any, update: Any = None) -> tuple[Any, Any]:
+    update = update or tx.update
+    for k in range(M):
+        grads, count = micro(params(), batch, k)
+        updates, state = update(grads, state, params(), token_count=count, is_last=k == M - 1)
+        if k < M - 1:
+            assert not any(np.asarray(u).any() for u in updates.values())
+    return updates, state
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_the_optimizer_sees_the_window_s_gradient(jitted: bool) -> None:
+    """A12; where MultiSteps takes the mean of means."""
+    tx, batch = token_normalized(optax.sgd(1.0)), data()
+    update = jax.jit(tx.update) if jitted else None
+    updates, state = loop(tx, tx.init(params()), batch, update)
+    hold({name: -u for name, u in updates.items()}, of_one_batch(batch)[1])
+    assert (int(state.windows), int(state.micro_batches), int(state.num_tokens)) == (1, 0, 0)
+
+
+def test_the_inner_optimizer_runs_once_a_window() -> None:
+    """Adam's step count, moments and schedule are those of windows; clipping sees the mean."""
+    inner = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(optax.linear_schedule(1, 0, 4)))
+    tx, batch = token_normalized(inner), data()
+    state = tx.init(params())
+    structure = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    straight = inner.init(params())
+    for seed in range(3):
+        batch = data(seed)
+        updates, state = loop(tx, state, batch)
+        want, straight = inner.update(of_one_batch(batch)[1], straight, params())
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == structure
+        assert int(optax.tree.get(state.inner, "mu") is not None)
+    for name in want:
+        got = np.asarray(updates[name])
+        # Adam divides by the root of a square: errors of the gradient come out as they are.
+        assert not failures(check("A9", got, np.asarray(want[name]), metrics=("rho / u",)))
+
+
+def test_a_window_without_tokens_is_skipped() -> None:
+    """No step, no NaN, the optimizer's state untouched, the next window clean."""
+    tx = token_normalized(optax.adam(0.1))
+    state = tx.init(params())
+    updates, after = loop(tx, state, data(valid=(0, 0, 0, 0)))
+    assert not any(np.asarray(u).any() for u in updates.values())
+    same = jax.tree.map(np.array_equal, after, state)
+    assert all(jax.tree.leaves(same))
+    zero = token_normalized(optax.adam(0.1), empty="zero")
+    _, after = loop(zero, zero.init(params()), data(valid=(0, 0, 0, 0)))
+    assert int(after.windows) == 1
+
+
+@pytest.mark.parametrize("nonfinite", ["keep", "drop"])
+def test_a_nan_reaches_its_own_window_alone(nonfinite: str) -> None:
+    """Reset with zeros: 0 * NaN is NaN."""
+    tx = token_normalized(optax.sgd(1.0), nonfinite=nonfinite)
+    bad, good = data(), data(1)
+    bad["x"][1] = np.nan
+    updates, state = loop(tx, tx.init(params()), bad)
+    broken = any(np.isnan(np.asarray(u)).any() for u in updates.values())
+    assert broken == (nonfinite == "keep")
+    if nonfinite == "drop":
+        kept = data()
+        kept["y"][1] = -100
+        hold({name: -u for name, u in updates.items()}, of_one_batch(kept)[1])
+    updates, _ = loop(tx, state, good)
+    hold({name: -u for name, u in updates.items()}, of_one_batch(good)[1])
+
+
+def test_a_short_window_is_flushed() -> None:
+    """By an update of zeros."""
+    tx, batch = token_normalized(optax.sgd(1.0)), data(valid=(16, 5, 0, 0))
+    state = tx.init(params())
+    for k in range(2):
+        grads, count = micro(params(), batch, k)
+        _, state = tx.update(grads, state, params(), token_count=count, is_last=False)
+    zeros = jax.tree.map(jnp.zeros_like, params())
+    updates, _ = tx.update(zeros, state, params(), token_count=0, is_last=True)
+    hold({name: -u for name, u in updates.items()}, of_one_batch(batch)[1])
+
+
+def test_in_a_chain_and_in_a_scan() -> None:
+    """Extra arguments pass through optax.chain; types that never change make it a carry."""
+    tx = optax.chain(token_normalized(optax.sgd(1.0)), optax.scale(2.0))
+    batch = data()
+
+    def body(carry: Any, k: Any) -> tuple[Any, Any]:
+        p, state = carry
+        part = jax.tree.map(lambda x: x[k], batch_there)
+        grads, count = jax.grad(sum_and_count, has_aux=True)(params(), part)
+        updates, state = tx.update(grads, state, p, token_count=count, is_last=k == M - 1)
+        return (optax.apply_updates(p, updates), state), None
+
+    batch_there = jax.tree.map(jnp.asarray, batch)
+    start = jax.tree.map(jnp.asarray, params())
+    (after, _), _ = jax.lax.scan(body, (start, tx.init(start)), jnp.arange(M))
+    moved = {name: (start[name] - after[name]) / 2 for name in start}
+    want = of_one_batch(batch)[1]
+    for name in want:  # a difference of parameters, of their rounding
+        scale = np.abs(start[name]).max() / np.abs(want[name]).max()
+        error = np.abs(moved[name] - want[name]).max() / np.abs(want[name]).max()
+        assert error < 2.0**-23 * scale
+
+
+def test_in_nnx_and_from_orbax(tmp_path: Any) -> None:
+    """`nnx.Optimizer` hands extra arguments on; the state is saved and restored by orbax."""
+    nnx = pytest.importorskip("flax.nnx")
+    ocp = pytest.importorskip("orbax.checkpoint")
+    model = nnx.Linear(H, V, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, token_normalized(optax.adam(0.1)), wrt=nnx.Param)
+    before = np.asarray(model.kernel[...])
+    batch = data()
+    for k in range(M):
+        x, y = batch["x"][k], batch["y"][k]
+
+        def loss(m: Any, x: Any = x, y: Any = y) -> Any:
+            out = chunked_nll(x, m.kernel[...], y, reduction="sum", weight_layout="HV")
+            return out.loss, out.num_tokens
+
+        grads, count = nnx.grad(loss, has_aux=True)(model)
+        optimizer.update(model, grads, token_count=count, is_last=k == M - 1)
+        assert np.array_equal(np.asarray(model.kernel[...]), before) == (k < M - 1)
+    tx = token_normalized(optax.adam(0.1))
+    _, state = loop(tx, tx.init(params()), data())
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", state)
+        saver.wait_until_finished()
+        back = saver.restore(tmp_path / "state", state)
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b) and a.dtype == b.dtype, back, state)
+    assert all(jax.tree.leaves(same))
+
+
+def test_counts_are_integers_that_fit() -> None:
+    """int32."""
+    tx = token_normalized(optax.sgd(1.0))
+    state = tx.init(params())
+    with pytest.raises(TypeError, match="`token_count` must be an integer; got float32"):
+        tx.update(params(), state, params(), token_count=1.5, is_last=False)
+    _, state = tx.update(params(), state, params(), token_count=2**31 - 1, is_last=False)
+    with pytest.raises(CountOverflowError, match=r"below 2.31; got 2147483647 and 1 more"):
+        tx.update(params(), state, params(), token_count=1, is_last=False)
+    with pytest.raises(ValueError, match="`empty` must be"):
+        token_normalized(optax.sgd(1.0), empty="raise")

@@ -1,0 +1,337 @@
+"""Windows of `TokenNormalizer` where something is wrong, missing or uneven.
+
+Shapes: N tokens of a micro-batch, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranks import launch
+from xentlib.accumulate import (
+    CountMismatchError,
+    UnsupportedWrapperError,
+    WindowState,
+    WindowStateError,
+)
+from xentlib.contract import check, failures
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from test_accumulate import H, N, V, net, token_losses  # noqa: E402
+from xentlib.torch import NLLHead, TokenNormalizer  # noqa: E402
+
+
+def normalizer(**options: Any) -> tuple[Any, Any]:
+    model = net()
+    return model, TokenNormalizer(model, **options)
+
+
+def batch_of(seed: int, valid: int = N) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(V, (N,), generator=generator)
+    y[valid:] = -100
+    return torch.randn(N, H, generator=generator), y
+
+
+def run(norm: Any, model: Any, batches: list[Any], **options: Any) -> Any:
+    return attempt(norm, model, batches, one, **options)
+
+
+def attempt(
+    norm: Any, model: Any, batches: list[Any], body: Callable[..., Any], **options: Any
+) -> Any:
+    """A window with `body` for each micro-batch, until it returns something."""
+    declared = {"labels": [y for _, y in batches]} if norm.mode == "precount" else {}
+    with norm.window(**(declared | options)) as window:
+        for x, y in window.micro_batches(batches):
+            if body(window, model, x, y):
+                break
+    return window
+
+
+def one(window: Any, model: Any, x: Any, y: Any) -> None:
+    window.backward(token_losses(model(x), y).sum(), (y != -100).sum())
+
+
+def raising(window: Any, model: Any, x: Any, y: Any) -> None:
+    one(window, model, x, y)
+    raise RuntimeError("in the middle")
+
+
+def test_an_exception_leaves_nothing_behind() -> None:
+    """Gradients dropped, the next window clean and to the bit what it would have been."""
+    model, norm = normalizer()
+    batches = [batch_of(0), batch_of(1, 3)]
+    with pytest.raises(RuntimeError, match="in the middle"):
+        attempt(norm, model, batches, raising)
+    assert all(p.grad is None for p in model.parameters())
+    window = norm.window(labels=[])
+    with pytest.raises(WindowStateError, match=r"`window.stats` needs a window that is ready"):
+        window.stats  # noqa: B018
+    run(norm, model, batches)
+    again, fresh = normalizer()
+    run(fresh, again, batches)
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+MISUSE: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "no backward": (
+        lambda *_: None,
+        WindowStateError,
+        r"`window.backward` must be called once for each micro-batch; got 0 calls",
+    ),
+    "two backwards": (
+        lambda *given: one(*given) or one(*given),
+        WindowStateError,
+        r"must be called once for each micro-batch; got 2 calls",
+    ),
+    "left early": (
+        lambda *given: one(*given) or True,
+        WindowStateError,
+        r"`leaving the window` needs a window that is sealed; got one that is open. Take all that",
+    ),
+    "a window in a window": (
+        lambda window, *_: window.norm.window(labels=[]).__enter__(),
+        WindowStateError,
+        r"`norm.window\(...\)` needs a window that is idle; got one that is open. Leave the",
+    ),
+    "losses, not their sum": (
+        lambda window, model, x, y: window.backward(token_losses(model(x), y)),
+        ValueError,
+        r"`loss` must be one number.*got shape \(10,\). Pass `loss.sum\(\)`",
+    ),
+    "bf16": (
+        lambda window, model, x, y: window.backward(token_losses(model(x), y).sum().bfloat16()),
+        TypeError,
+        r"`loss` must be float32 or float64; got bfloat16.*Take the sum of `losses.float\(\)`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_says_what_to_do(name: str) -> None:
+    """SPEC 7: and leaves the normalizer as new."""
+    body, error, said = MISUSE[name]
+    model, norm = normalizer()
+    with pytest.raises(error, match=said):
+        attempt(norm, model, [batch_of(0), batch_of(1)], body)
+    assert norm.lifecycle.state is WindowState.IDLE
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_arguments_of_a_window() -> None:
+    """Before anything is counted; and a backward after the end."""
+    model, norm = normalizer()
+    with pytest.raises(ValueError, match="`labels` must be the labels of all micro-batches"):
+        norm.window()
+    with pytest.raises(ValueError, match="`token_weights` must have one entry for each of the 1"):
+        norm.window(labels=[batch_of(0)[1]], token_weights=[])
+    with pytest.raises(ValueError, match="`mode` must be"):
+        normalizer(mode="during")
+    _, late = normalizer(mode="postscale")
+    with pytest.raises(ValueError, match="`labels` must be left out in a window that counts at"):
+        late.window(labels=[])
+    with pytest.raises(ValueError, match="`num_tokens` must be given in a window that counts at"):
+        attempt(late, model, [batch_of(0)], lambda w, m, x, y: w.backward(m(x).sum()))
+    window = run(norm, model, [batch_of(0)])
+    with pytest.raises(WindowStateError, match=r"`window.backward` needs a window that is open"):
+        window.backward(torch.zeros((), requires_grad=True))
+
+
+def test_a_count_that_is_not_what_the_loss_saw() -> None:
+    """Counting before the shift, or without the mask."""
+    model, norm = normalizer()
+    labels = [torch.zeros(N, dtype=torch.int64)]
+    with pytest.raises(CountMismatchError, match="got 10 valid tokens declared and 7 in the loss"):
+        run(norm, model, [batch_of(0, 7)], labels=labels)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_nll_output_brings_its_count() -> None:
+    """Post-scale, from the sum that `chunked_nll` returns."""
+    model, norm = normalizer(mode="postscale")
+    head = NLLHead.from_linear(model[1], reduction="sum")
+    batches = [batch_of(0), batch_of(1, 3)]
+    with norm.window() as window:
+        for x, y in window.micro_batches(batches):
+            window.backward(head(model[0](x), y))
+    assert window.stats.num_tokens == 13
+    got = [p.grad for p in model.parameters()]
+    again, fresh = normalizer()
+    run(fresh, again, batches)
+    for g, p in zip(got, again.parameters(), strict=True):
+        assert not failures(check("A9", g.numpy(), p.grad.numpy(), metrics=("rho / u",)))
+
+
+@pytest.mark.parametrize("empty", ["skip", "zero", "raise"])
+def test_a_window_without_tokens(empty: str) -> None:
+    """No NaN; gradients of exactly 0."""
+    model, norm = normalizer(empty=empty)
+    batches = [batch_of(0, 0), batch_of(1, 0)]
+    if empty == "raise":
+        with pytest.raises(ValueError, match="must hold a valid token with `empty='raise'`"):
+            run(norm, model, batches)
+        return
+    window = run(norm, model, batches)
+    assert bool(window.stats.skipped) == (empty == "skip")
+    assert window.stats.loss == 0
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+def test_a_loss_scale_and_many_tokens() -> None:
+    """fp16 with GradScaler at 1e5 tokens, and counts above 2^24, which float32 would round."""
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    norm = TokenNormalizer(model, scaler=scaler)
+    x, y = batch_of(0)
+    many = torch.zeros(2**24 + 1, dtype=torch.int8)
+    with norm.window(labels=[y, many]) as window:
+        for a, b in window.micro_batches([(x, y), (x, many)]):
+            loss = token_losses(model(a), y).sum()
+            window.backward(loss * (1.0 if b is y else 0.0))
+    assert int(window.stats.num_tokens) == 2**24 + 11
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler.unscale_(optimizer)
+    reference = net().double()
+    (token_losses(reference(x.double()), y).sum() / (2**24 + 11)).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert not failures(check("A9", p.grad.numpy(), q.grad.numpy(), metrics=("rho / u",)))
+
+
+def test_wrappers_that_cannot_be_read_are_refused() -> None:
+    """SPEC 7: never guess."""
+    model = net()
+    with pytest.raises(UnsupportedWrapperError, match=r"got DataParallel.*Use `fully_shard`"):
+        TokenNormalizer(torch.nn.DataParallel(model))
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    TokenNormalizer(model)
+    with pytest.raises(UnsupportedWrapperError, match=r"'0.weight' has a hook.*mode='precount'"):
+        TokenNormalizer(model, mode="postscale")
+    prepared = net()
+    prepared._is_accelerate_prepared = True
+    with pytest.raises(UnsupportedWrapperError, match="Pass `accelerator=accelerator`"):
+        TokenNormalizer(prepared)
+
+
+# --- two ranks: what is uneven -------------------------------------------------------------------
+
+
+def uneven(rank: int, world: int) -> dict[str, Any]:
+    from torch import distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    found: dict[str, Any] = {}
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    norm = TokenNormalizer(model)
+    mine = [batch_of(k, 10 - k) for k in range(4)][: 1 + 3 * rank]
+    window = run(norm, model, mine, uneven=True)
+    found["uneven"] = [p.grad.clone().numpy() for p in model.parameters()]
+    model.zero_grad()
+    # A rank without any.
+    run(norm, model, mine if rank else [], uneven=True, filler=batch_of(9))
+    found["none"] = [p.grad.clone().numpy() for p in model.parameters()]
+    found["micro-batches"] = window.stats.micro_batches
+    model.zero_grad()
+    # Both ranks hold the same tokens, as tensor-parallel ones do.
+    alone = dist.new_group([0]), dist.new_group([1])
+    twice = torch.nn.parallel.DistributedDataParallel(net(), process_group=alone[rank])
+    window = run(TokenNormalizer(twice, count_group=dist.group.WORLD), twice, [batch_of(0)])
+    found["copies"] = [p.grad.clone().numpy() for p in twice.parameters()]
+    assert window.stats.num_tokens == N
+    # Replicas stay the same for 50 steps.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for k in range(50):
+        batches = [batch_of(100 * k + 10 * rank + j, (3 * k + 5 * rank + j) % N) for j in range(2)]
+        run(norm, model, batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    found["replicas"] = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+    def refused(model: Any, **options: Any) -> str:
+        with pytest.raises(UnsupportedWrapperError) as caught:
+            TokenNormalizer(model, **options)
+        return str(caught.value)
+
+    hooked = torch.nn.parallel.DistributedDataParallel(net())
+
+    def own(state, bucket):  # DDP reads annotations, which are text here
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    hooked.register_comm_hook(None, own)
+    cut = net()
+    mesh = dist.init_device_mesh("cpu", (world,))
+    for module in (cut[1], cut):
+        fully_shard(module, mesh=mesh)
+    cut.set_gradient_divide_factor(3.0)
+    partly = net()
+    fully_shard(partly[1], mesh=mesh)
+    found["refused"] = {
+        "hook": refused(hooked),
+        "factors": refused(cut),
+        "inside": refused(torch.nn.Sequential(model)),
+        "partly": refused(partly),
+    }
+    return found
+
+
+def test_what_is_uneven_between_ranks() -> None:
+    """SPEC 7: numbers of micro-batches, a rank with none, copies of tokens, replicas to the bit."""
+    ranks = launch(2, uneven, seconds=120)
+
+    def want(batches: list[Any]) -> list[Any]:
+        model = net().double()
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        total = (y != -100).sum()
+        (token_losses(model(x.double()), y).sum() / total).backward()
+        return [p.grad.numpy() for p in model.parameters()]
+
+    four = [batch_of(k, 10 - k) for k in range(4)]
+    cases = {"uneven": want([four[0], *four]), "none": want(four), "copies": want([batch_of(0)])}
+    for rank in ranks:
+        for name, oracle in cases.items():
+            for got, o in zip(rank[name], oracle, strict=True):
+                assert not failures(check("A9", got, o, metrics=("rho / u",))), name
+        said = rank["refused"]
+        assert "communication hook 'own'" in said["hook"]
+        assert (
+            "gradient divide factors that differ between its modules: 3.0, None" in said["factors"]
+        )
+        assert "with a wrapper inside, at '0'" in said["inside"]
+        assert "with a wrapper inside, at '1'" in said["partly"]
+    assert np.array_equal(ranks[0]["replicas"], ranks[1]["replicas"])
+    assert [rank["micro-batches"] for rank in ranks] == [4, 4]
+
+
+def accelerated(rank: int, world: int) -> list[Any]:
+    import os
+
+    import accelerate
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    norm = TokenNormalizer(model, accelerator=accelerator)
+    before = [p.detach().clone() for p in model.parameters()]
+    run(norm, model, [batch_of(10 * rank + k, 9 - 4 * rank - k) for k in range(4)])
+    optimizer.step()
+    return [(a - b.detach()).numpy() for a, b in zip(before, model.parameters(), strict=True)]
+
+
+def test_accelerate() -> None:
+    """SPEC 7: its backward divides by its accumulation steps, its optimizer waits for its flag."""
+    pytest.importorskip("accelerate")
+    batches = [batch_of(10 * rank + k, 9 - 4 * rank - k) for rank in range(2) for k in range(4)]
+    model = net().double()
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    (token_losses(model(x.double()), y).sum() / (y != -100).sum()).backward()
+    for rank in launch(2, accelerated):
+        for got, p in zip(rank, model.parameters(), strict=True):
+            assert not failures(check("A9", got, p.grad.numpy(), metrics=("rho / u",)))

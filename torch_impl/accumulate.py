@@ -1,0 +1,321 @@
+"""Token-normalised accumulation in PyTorch: `TokenNormalizer` reads the wrapper that it is given,
+counts once in a window, and hands out micro-batches with the wrapper's flags set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xentlib import accumulate as spec
+from xentlib.accumulate import (
+    CountMismatchError,
+    Lifecycle,
+    UnsupportedWrapperError,
+    WindowState,
+    WindowStateError,
+    WindowStats,
+)
+from xentlib.checks import check_choice, check_loss_sum, check_windows
+from xentlib.torch.describe import describe
+from xentlib.torch.nll import NLLOutput
+from xentlib.torch.wrappers import read
+
+__all__ = ["TokenNormalizer", "Window"]
+
+
+class TokenNormalizer:
+    def __init__(
+        self,
+        model_or_engine: Any,
+        count_group: Any = None,
+        mode: str = "precount",
+        empty: str = "skip",
+        *,
+        accelerator: Any = None,
+        scaler: Any = None,
+        sums: bool | None = None,
+        scale_wrt_gas: bool = True,
+    ) -> None:
+        check_choice("mode", mode, spec.MODES)
+        check_choice("empty", empty, spec.EMPTY)
+        self.wrapper = read(model_or_engine, accelerator, scaler, sums, scale_wrt_gas)
+        self.mode, self.empty = mode, empty
+        self.lifecycle = Lifecycle()
+        self.group = self.wrapper.group if count_group is None else count_group
+        ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        if ranks % self.wrapper.ranks:
+            raise UnsupportedWrapperError(
+                f"`count_group` must hold every data rank as often as any other; got a group of "
+                f"{ranks} ranks for {self.wrapper.ranks} data ranks. Pass the group that gradients "
+                f"are reduced over, or one with all its tensor-parallel copies."
+            )
+        self.copies = ranks // self.wrapper.ranks
+        refusal = self.wrapper.refusal()
+        if mode == "postscale" and refusal:
+            raise UnsupportedWrapperError(
+                f"`mode` must be 'precount' here; got 'postscale', and {refusal}. "
+                f"Use mode='precount'."
+            )
+
+    def window(
+        self,
+        labels: Sequence[Tensor] | None = None,
+        *,
+        where: Sequence[Tensor] | None = None,
+        token_weights: Sequence[Tensor] | None = None,
+        ignore_index: int = -100,
+        uneven: bool = False,
+        filler: Any = None,
+    ) -> Window:
+        check_windows(self.mode, labels, where, token_weights, uneven)
+        return Window(self, labels, where, token_weights, ignore_index, uneven, filler)
+
+
+TokenNormalizer.__doc__ = spec.TokenNormalizer.__doc__
+
+
+class Window:
+    """What `TokenNormalizer.window` opens, and leaving its block finishes.
+
+    Attributes:
+        norm: the normalizer.
+        seen: number of backwards so far.
+    """
+
+    def __init__(
+        self,
+        norm: TokenNormalizer,
+        labels: Sequence[Tensor] | None,
+        where: Sequence[Tensor] | None,
+        token_weights: Sequence[Tensor] | None,
+        ignore_index: int,
+        uneven: bool,
+        filler: Any,
+    ) -> None:
+        self.norm, self.wrapper = norm, norm.wrapper
+        self.declared = None if labels is None else (labels, where, token_weights, ignore_index)
+        self.uneven, self.filler = uneven, filler
+        self.filling = False
+        self.rounds: int | None = None  # micro-batches of the rank that has most
+        self.seen = 0
+        self.device = next(self.wrapper.model.parameters()).device
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.token_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.counted = False  # whether every backward has brought its tokens
+        self.total: Tensor | None = None
+        self._stats: WindowStats | None = None
+
+    # The block
+
+    def __enter__(self) -> Window:
+        life = self.norm.lifecycle
+        if self.norm.mode == "precount":
+            life.step("count", "norm.window(...)")
+            try:
+                self._count()
+            except BaseException:
+                life.step("abort")
+                raise
+        life.step("open", "norm.window(...)")
+        self.counted = True
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        if self.norm.lifecycle.state is WindowState.IDLE:  # aborted inside the block
+            return
+        try:
+            self.norm.lifecycle.step("finish", "leaving the window")
+            self._finish()
+        except BaseException:
+            self.abort()
+            raise
+        self.norm.lifecycle.step("close")
+
+    def abort(self) -> None:
+        """Give the window up: gradients are dropped, the wrapper's flags restored."""
+        self.norm.lifecycle.step("abort")
+        self.wrapper.restore()
+        self.wrapper.zero_gradients()
+
+    # Counting
+
+    def _count(self) -> None:
+        assert self.declared is not None
+        labels, where, weights, ignore_index = self.declared
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for k, y in enumerate(labels):
+            valid = y != ignore_index
+            if where is not None:
+                valid = valid & where[k].bool()
+            one = valid if weights is None else torch.where(valid, weights[k].double(), 0.0)
+            total += one.sum().double()
+        self._reduce(total, len(labels))
+
+    def _reduce(self, total: Tensor, micro_batches: int) -> None:
+        """T on every rank, and who has how many micro-batches: one collective."""
+        group = self.norm.group
+        if group is None:
+            self.total = total
+            return
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        packed = torch.zeros(ranks + 1, dtype=torch.float64, device=self.device)
+        packed[0] = total
+        packed[1 + rank] = micro_batches
+        dist.all_reduce(packed, group=group)
+        self.total = packed[0] / self.norm.copies
+        if self.uneven:  # read by the host, who hands out micro-batches
+            self.rounds = int(packed[1:].max())
+
+    @property
+    def factor(self) -> Tensor:
+        """c of pre-count, or what finished gradients are multiplied by: D G / T; 0 where T is 0."""
+        assert self.total is not None
+        scale = float(self.wrapper.reduction.scale)
+        return torch.where(self.total > 0, scale / self.total, 0.0)
+
+    @property
+    def denominator(self) -> Tensor:
+        """T / (D G), for a loss that divides for itself, and `window.backward(loss,
+        normalized=True)`."""
+        if self.total is None:
+            raise WindowStateError(
+                "`window.denominator` must be read in a pre-count window; got one that counts at "
+                "its end. Use mode='precount'."
+            )
+        scale = float(self.wrapper.reduction.scale)
+        return torch.where(self.total > 0, self.total / scale, 1.0).float()
+
+    # Micro-batches
+
+    def micro_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Hand out each with the wrapper's flags set for it; the last one reduces.
+
+        Args:
+            batches: as many as there were labels; of any kind.
+
+        Raises:
+            WindowStateError: no call of `backward`, or several, for one of them.
+        """
+        life = self.norm.lifecycle
+        waiting = iter(batches)
+        done = object()
+        current, k = next(waiting, done), 0
+        previous = self.filler
+        while current is not done or (self.rounds is not None and k < self.rounds):
+            following = next(waiting, done) if current is not done else done
+            self.filling = current is done
+            if self.filling and previous is None:
+                raise ValueError(
+                    "`filler` must be given on a rank without a micro-batch, which takes part in "
+                    "what the others reduce; got None. Pass a batch to `norm.window(filler=...)`: "
+                    "its loss counts nothing."
+                )
+            last = following is done and (self.rounds is None or k + 1 >= self.rounds)
+            batch = previous if self.filling else current
+            if life.state is not WindowState.OPEN:
+                life.step("backward", "window.micro_batches")
+            before = self.seen
+            with self.wrapper.micro_batch(last=last):
+                yield batch
+            if self.seen != before + 1:
+                raise WindowStateError(
+                    f"`window.backward` must be called once for each micro-batch; got "
+                    f"{self.seen - before} calls for micro-batch {k}. Call it in the loop's body."
+                )
+            previous, current, k = batch, following, k + 1
+        life.step("seal", "window.micro_batches")
+
+    def backward(
+        self, loss: Tensor | NLLOutput, num_tokens: Any = None, *, normalized: bool = False
+    ) -> None:
+        """The backward of one micro-batch, as the wrapper wants it.
+
+        Args:
+            loss: [] float32 or float64, the sum over this rank's valid tokens; or an `NLLOutput` of
+                `reduction="sum"`, which brings its count.
+            num_tokens: weight of those tokens; needed where the window counts at its end, compared
+                with the labels where it has counted.
+            normalized: the loss was divided by `window.denominator`.
+        """
+        self.norm.lifecycle.step("backward", "window.backward")
+        if isinstance(loss, NLLOutput):
+            num_tokens = loss.weight_sum if num_tokens is None else num_tokens
+            loss = loss.loss
+        check_loss_sum(describe(loss), self.norm.mode, num_tokens is not None)
+        assert isinstance(loss, Tensor)
+        total = loss
+        self.seen += 1
+        if self.filling:
+            total = total * 0.0
+        own = total.detach().double()
+        if normalized:
+            self.loss_sum += own * self.denominator
+        else:
+            self.loss_sum += own
+            if self.total is not None:
+                total = total * self.factor.to(total.dtype)
+        if num_tokens is None:
+            self.counted = False
+        elif not self.filling:
+            self.token_sum += torch.as_tensor(num_tokens, device=self.device).double()
+        self.wrapper.backward(total)
+
+    # The end
+
+    def _finish(self) -> None:
+        self.wrapper.restore()
+        if self.norm.mode == "postscale":
+            self._reduce(self.token_sum, self.seen)
+            self.wrapper.scale_gradients(self.factor)
+        elif self.counted and self.declared is not None:
+            self._same_count()
+        assert self.total is not None
+        empty = self.total == 0
+        if self.norm.empty == "raise" and bool(empty):
+            raise ValueError(
+                "a window must hold a valid token with `empty='raise'`; got none on any rank. Use "
+                "empty='skip' to leave such windows out."
+            )
+        share = torch.where(empty, 0.0, self.loss_sum / torch.where(empty, 1.0, self.total))
+        skipped = empty if self.norm.empty == "skip" else torch.zeros_like(empty)
+        self._stats = WindowStats(share, self.total, self.factor, self.seen, skipped)
+
+    def _same_count(self) -> None:
+        """What was declared against what the losses saw, on this rank; read where that is free."""
+        if self.device.type != "cpu":
+            return
+        assert self.declared is not None
+        labels, where, weights, ignore_index = self.declared
+        mine = 0.0
+        for k, y in enumerate(labels):
+            valid = y != ignore_index if where is None else (y != ignore_index) & where[k].bool()
+            mine += float(valid.sum() if weights is None else weights[k].double()[valid].sum())
+        if abs(mine - float(self.token_sum)) > 1e-6 * max(mine, 1.0):
+            raise CountMismatchError(
+                f"`labels` must be those that the losses see; got {mine:g} valid tokens declared "
+                f"and {float(self.token_sum):g} in the losses. Count after the shift, with the "
+                f"mask that the loss uses."
+            )
+
+    @property
+    def stats(self) -> WindowStats:
+        if self._stats is None:
+            self.norm.lifecycle.step("read", "window.stats")
+        assert self._stats is not None
+        return self._stats
+
+    def mean_loss(self) -> Tensor:
+        """The loss that is stepped on, of all ranks: one more collective, entered by all."""
+        mean: Tensor = self.stats.loss.clone()
+        if self.norm.group is not None:
+            dist.all_reduce(mean, group=self.norm.group)
+            mean /= self.norm.copies
+        return mean

@@ -1,0 +1,306 @@
+"""Token-normalised accumulation: what a window's gradient is multiplied by, and when.
+
+A window is the micro-batches of one optimizer update. Its gradient equals that of one batch with
+all its tokens: sum over tokens / T, T the weight of the valid tokens of all micro-batches and data
+ranks, counted once. What wraps the model delivers
+
+    sum over ranks and micro-batches of (c * d loss_sum) / (D * G)
+
+D its divisor of the sum over ranks, G the engine's division in each backward. So
+
+    pre-count     c = D G / T, on the sum of each micro-batch
+    post-scale    D G / (T c0) on the final gradients, c0 what the sums were multiplied by before
+
+T = counted / m, m the copies of a token among the ranks that count: tensor-parallel ranks hold the
+same tokens. The number of micro-batches never appears.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+__all__ = [
+    "EMPTY",
+    "MODES",
+    "CountMismatchError",
+    "CountOverflowError",
+    "Lifecycle",
+    "Reduction",
+    "TokenNormalizer",
+    "UnsupportedWrapperError",
+    "WindowState",
+    "WindowStateError",
+    "WindowStats",
+    "accumulate_grads",
+    "reduction_of",
+    "token_normalized",
+]
+
+MODES = ("precount", "postscale")
+EMPTY = ("skip", "zero", "raise")
+
+
+class UnsupportedWrapperError(TypeError):
+    """A wrapper whose reduction cannot be read, or cannot be normalised in the mode asked for."""
+
+
+class WindowStateError(RuntimeError):
+    """A window's methods were called in the wrong order."""
+
+
+class CountMismatchError(ValueError):
+    """The tokens that were declared are not those that the losses saw."""
+
+
+class CountOverflowError(OverflowError):
+    """More tokens than the counter's integers hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What a wrapper does to gradients.
+
+    Attributes:
+        wrapper: its name.
+        divisor: D, of the sum over ranks.
+        engine: G, the division that its own backward makes.
+        refusal: why a finished window cannot be scaled, with the way out; empty where it can.
+    """
+
+    wrapper: str
+    divisor: Fraction = Fraction(1)
+    engine: Fraction = Fraction(1)
+    refusal: str = ""
+
+    @property
+    def scale(self) -> Fraction:
+        """D G: c is this over T."""
+        return self.divisor * self.engine
+
+
+def reduction_of(
+    wrapper: str,
+    *,
+    ranks: int = 1,
+    steps: int = 1,
+    sums: bool = False,
+    divide: float | None = None,
+    refusal: str = "",
+) -> Reduction:
+    """The table of wrappers.
+
+    Args:
+        wrapper: "plain", "DDP", "FSDP2" or "DeepSpeed".
+        ranks: R, data ranks that gradients are reduced over.
+        steps: the number that the engine's backward divides by: gradient accumulation steps of
+            Accelerate, or of DeepSpeed unless `scale_wrt_gas=False`.
+        sums: the reduction over ranks is a sum: DDP with such a hook, DeepSpeed with
+            `gradient_allreduce_op=sum`.
+        divide: FSDP2's divide factor where one is set.
+        refusal: see `Reduction`.
+    """
+    if wrapper not in ("plain", "DDP", "FSDP2", "DeepSpeed"):
+        raise ValueError(f"`wrapper` must be plain, DDP, FSDP2 or DeepSpeed; got {wrapper!r}.")
+    divisor = Fraction(1 if sums or wrapper == "plain" else ranks)
+    if divide is not None:
+        divisor = Fraction(divide)
+    return Reduction(wrapper, divisor, Fraction(steps), refusal)
+
+
+class WindowStats(NamedTuple):
+    """What a finished window was. Arrays of the backend, on its device, until somebody reads them.
+
+    Attributes:
+        loss: sum of the losses / T, the loss that is stepped on; 0 where T is 0.
+        num_tokens: T, or the weight of the tokens where they have weights.
+        scale: c, or what the final gradients were multiplied by.
+        micro_batches: number of this rank's.
+        skipped: whether T is 0 and `empty="skip"`: do not step.
+    """
+
+    loss: Any
+    num_tokens: Any
+    scale: Any
+    micro_batches: int
+    skipped: Any
+
+
+class WindowState(Enum):
+    """Of a window, in order."""
+
+    IDLE = "idle"
+    COUNTING = "counting"
+    OPEN = "open"
+    SEALED = "sealed"
+    READY = "ready"
+
+
+# What may be done, in which state, and the state after it.
+STEPS: dict[str, dict[WindowState, WindowState]] = {
+    "count": {WindowState.IDLE: WindowState.COUNTING},
+    "open": {
+        WindowState.IDLE: WindowState.OPEN,
+        WindowState.COUNTING: WindowState.OPEN,
+    },
+    "backward": {WindowState.OPEN: WindowState.OPEN},
+    "seal": {WindowState.OPEN: WindowState.SEALED},
+    "finish": {WindowState.SEALED: WindowState.READY},
+    "read": {WindowState.READY: WindowState.READY},
+    "close": {WindowState.READY: WindowState.IDLE},
+    "abort": dict.fromkeys(WindowState, WindowState.IDLE),
+}
+WAYS = {
+    "count": "Leave the window that is running first, or `abort()` it.",
+    "open": "Leave the window that is running first, or `abort()` it.",
+    "backward": "Call it inside `with norm.window(...)`, once for each micro-batch that "
+    "`window.micro_batches` hands out.",
+    "seal": "Take all that `window.micro_batches` hands out inside `with norm.window(...)`.",
+    "finish": "Take all that `window.micro_batches` hands out before the block ends.",
+    "read": "Read it after the `with` block has ended without an exception.",
+    "close": "Leave the block first.",
+}
+
+
+class Lifecycle:
+    """The state of a window: IDLE, COUNTING, OPEN, SEALED, READY."""
+
+    def __init__(self) -> None:
+        self.state = WindowState.IDLE
+
+    def step(self, action: str, said: str = "") -> None:
+        """Do `action`, or raise in the caller's words.
+
+        Raises:
+            WindowStateError: not in this state.
+        """
+        after = STEPS[action].get(self.state)
+        if after is None:
+            allowed = " or ".join(state.value for state in STEPS[action])
+            raise WindowStateError(
+                f"`{said or action}` needs a window that is {allowed}; got one that is "
+                f"{self.state.value}. {WAYS[action]}"
+            )
+        self.state = after
+
+
+class TokenNormalizer:
+    """Make the gradient of a window that of one batch with all its tokens. PyTorch.
+
+        norm = TokenNormalizer(model_or_engine)
+        with norm.window(labels=[b["labels"] for b in batches]) as window:
+            for batch in window.micro_batches(batches):
+                window.backward(model(**batch, reduction="sum").loss)
+        if not window.stats.skipped:
+            optimizer.step()                                        # DeepSpeed: engine.step()
+
+    The wrapper is read: its data ranks, what it divides by, whether its own backward divides. What
+    cannot be read is refused. `window.micro_batches` sets the flags by which a wrapper reduces in
+    the last micro-batch alone, and `window.backward` calls the backward that it wants.
+
+    Args:
+        model_or_engine: the model as it is called: plain, DDP, FSDP2, a DeepSpeed engine, or what
+            Accelerate has prepared.
+        count_group: ranks over which tokens are counted; None for those that gradients are reduced
+            over. A larger group holds each data rank's tokens several times, and is divided by
+            that number.
+        mode: "precount" counts labels before the first micro-batch and scales each loss;
+            "postscale" counts what `window.backward` is told and scales the final gradients.
+        empty: a window without valid tokens is "skip"ped (`window.stats.skipped`), stepped on with
+            gradients that are "zero", or "raise"s.
+        accelerator: the `Accelerator` that has prepared the model.
+        scaler: a `GradScaler`, whose scale is put on each loss.
+        sums: whether DDP's own communication hook adds up instead of averaging.
+        scale_wrt_gas: as in DeepSpeed's `engine.backward`.
+
+    Raises:
+        UnsupportedWrapperError: a wrapper that cannot be read, or not be scaled in this mode.
+        WindowStateError: methods of a window in the wrong order.
+        CountMismatchError: labels that are not those that the losses saw.
+
+    Numerics: counts are exact up to 2^53; the factor is rounded once, to the loss's dtype. Row A12.
+    """
+
+    def __init__(
+        self,
+        model_or_engine: Any,
+        count_group: Any = None,
+        mode: str = "precount",
+        empty: str = "skip",
+        *,
+        accelerator: Any = None,
+        scaler: Any = None,
+        sums: bool | None = None,
+        scale_wrt_gas: bool = True,
+    ) -> None:
+        raise NotImplementedError("use xentlib.torch.TokenNormalizer")
+
+
+def accumulate_grads(
+    sum_and_count_fn: Any,
+    params: Any,
+    micro_batches: Any,
+    axis_name: Any = None,
+    *,
+    empty: str = "skip",
+) -> tuple[WindowStats, Any]:
+    """The gradient of a window, in a scan over its micro-batches. JAX, inside `jit`.
+
+        def sum_and_count(params, batch):
+            hidden = trunk(params, batch)
+            out = chunked_nll(hidden, params["head"], batch["labels"], reduction="sum")
+            return out.loss, out.num_tokens
+
+        stats, grads = accumulate_grads(sum_and_count, params, micro_batches)
+
+    grads = sum over micro-batches and devices of d loss_sum / T.
+
+    Args:
+        sum_and_count_fn: (params, micro_batch) to the sum of the loss over the valid tokens and
+            their number, or their weight.
+        params: a pytree of arrays.
+        micro_batches: a pytree whose arrays have a leading dimension of micro-batches; one without
+            a valid token counts nothing.
+        axis_name: mesh axes that tokens are spread over inside `shard_map`; None on global arrays.
+            Gradients, count and loss are summed over it once, after the scan.
+        empty: with no valid token anywhere gradients are +0, and `stats.skipped` is true for
+            "skip", false for "zero".
+
+    Returns:
+        (WindowStats, gradients of the dtypes of `params`).
+
+    Numerics: sums in float32 at least, multiplied by 1 / T once at the end. Row A12.
+    """
+    raise NotImplementedError("call xentlib.jax.accumulate_grads")
+
+
+def token_normalized(
+    inner: Any, empty: str = "skip", *, nonfinite: str = "keep", weighted: bool = False
+) -> Any:
+    """An optimizer that steps once in a window, on its token-normalised gradient. JAX, optax.
+
+        tx = token_normalized(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr)))
+        updates, state = tx.update(grads_of_the_sum, state, params, token_count=n, is_last=flag)
+
+    `update` adds up gradients of loss sums and returns updates of zero, until `is_last`: then the
+    inner optimizer sees sums / T, once. It does not run in between, so that its step count,
+    schedule and moments are those of windows. Clipping inside of it clips the window's gradient.
+    An update with gradients of zero, `token_count=0` and `is_last=True` ends a window early.
+
+    Args:
+        inner: an optax transformation.
+        empty: a window without valid tokens is "skip"ped, the inner state untouched, or stepped on
+            with gradients that are "zero".
+        nonfinite: a micro-batch whose gradient holds NaN or inf is "keep"t, and shows in the step,
+            or "drop"ped with its tokens.
+        weighted: `token_count` is a sum of weights, float32.
+
+    Raises:
+        TypeError: a count that is no integer.
+        CountOverflowError: more than 2^31 - 1 tokens, where the count can be read.
+
+    Numerics: sums in float32 at least, reset to zeros and never by multiplying. Row A12.
+    """
+    raise NotImplementedError("call xentlib.jax.token_normalized")
