@@ -324,9 +324,10 @@ def others(rank: int, world: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_ddp_and_fsdp1() -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_ddp_and_fsdp1(world: int) -> None:
     """A12, SPEC 6: DDP's hooks are on the parameters, FSDP1's on the module."""
-    for rank in launch(2, others):
+    for rank in launch(world, others):
         for name, setup in REPLICATED.items():
             expected = gradients_of_one_process(setup)
             assert rank[name].keys() == expected.keys()
@@ -334,8 +335,10 @@ def test_ddp_and_fsdp1() -> None:
                 got = rank[name][parameter]
                 measured = check("A9", got, want.numpy(), metrics=("rho / u",), quantity=parameter)
                 assert not failures(measured), name
-        exact = mean_over_ranks(REPLICATED["DDP, audit"], 2, torch.float32)["head.weight"].numpy()
-        assert not failures(check("A1", rank["DDP, audit"]["head.weight"], exact))
+        if world == 2:  # a sum of two is exact before its one rounding
+            exact = mean_over_ranks(REPLICATED["DDP, audit"], 2, torch.float32)
+            want = exact["head.weight"].numpy()
+            assert not failures(check("A1", rank["DDP, audit"]["head.weight"], want))
 
 
 def alone(rank: int, world: int) -> list[str]:

@@ -131,7 +131,7 @@ def test_gradients_and_transformations():
 
 
 def test_state_and_names_are_the_layer_s():
-    """ISSUE 4: parameters, names, initial values and checkpoints are the layer's."""
+    """Parameters, names, initial values and checkpoints are the layer's."""
     layer, head = nnx.Linear(H, V, rngs=nnx.Rngs(2)), NLLHead(H, V, rngs=nnx.Rngs(2), softcap=2.0)
     assert same(nnx.state(layer), nnx.state(head))
     assert nnx.to_pure_dict(nnx.state(layer)).keys() == nnx.to_pure_dict(nnx.state(head)).keys()
@@ -148,7 +148,7 @@ def test_state_and_names_are_the_layer_s():
 
 
 def test_shared_parameters_stay_shared():
-    """ISSUE 4: the head's parameters are the layer's own. Catches: a copy."""
+    """The head's parameters are the layer's own. Catches: a copy."""
     layer = linear()
     head = NLLHead.from_linear(layer)
     assert head.kernel is layer.kernel
@@ -167,7 +167,7 @@ class Tied(nnx.Module):
 
 @pytest.mark.parametrize("mesh", [None, {"data": 2, "tp": 2}], ids=str)
 def test_tied_embeddings(mesh):
-    """A6, ISSUE 4: one parameter, whose gradient is that of both of its uses, on a mesh in pieces
+    """A6: one parameter, whose gradient is that of both of its uses, on a mesh in pieces
     over both axes too."""
     ids, told, place = jnp.arange(N, dtype=jnp.int32) % V, {}, nullcontext()
     if mesh:

@@ -5,14 +5,18 @@ Shapes: N tokens of a micro-batch, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ranks import launch
 from xentlib.accumulate import (
+    MODES,
     CountMismatchError,
     UnsupportedWrapperError,
     WindowState,
@@ -22,6 +26,8 @@ from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from test_accumulate import H, N, V, net, token_losses  # noqa: E402
 from xentlib.torch import NLLHead, TokenNormalizer  # noqa: E402
@@ -152,6 +158,47 @@ def test_a_count_that_is_not_what_the_loss_saw() -> None:
     with pytest.raises(CountMismatchError, match="got 10 valid tokens declared and 7 in the loss"):
         run(norm, model, [batch_of(0, 7)], labels=labels)
     assert all(p.grad is None for p in model.parameters())
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(cuts=st.lists(st.integers(0, 40), min_size=1, max_size=6), mode=st.sampled_from(MODES))
+def test_the_same_tokens_cut_differently(cuts: list[int], mode: str) -> None:
+    """A12: any partition of 40 tokens into micro-batches, empty ones too."""
+    parts = [batch_of(k, (7 * k + 3) % (N + 1)) for k in range(4)]
+    x, y = (torch.cat(column) for column in zip(*parts, strict=True))
+    edges = [0, *sorted(cuts), len(y)]
+    pieces = [(x[a:b], y[a:b]) for a, b in itertools.pairwise(edges)]
+    model, norm = normalizer(mode=mode)
+    window = run(norm, model, pieces)
+    reference = net().double()
+    (token_losses(reference(x.double()), y).sum() / (y != -100).sum()).backward()
+    assert int(window.stats.num_tokens) == int((y != -100).sum())
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert not failures(check("A9", p.grad.numpy(), q.grad.numpy(), metrics=("rho / u",)))
+
+
+class Reads(TorchDispatchMode):
+    """How often the host has read a number from the device."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_host_reads_nothing(mode: str) -> None:
+    """SPEC 7: statistics stay on the device until somebody asks. What a CPU may check for nothing,
+    the declared count, is left out."""
+    model, norm = normalizer(mode=mode)
+    with Reads() as reads:
+        window = run(norm, model, [batch_of(0), batch_of(1, 3)])
+        before = reads.number
+        assert float(window.stats.num_tokens) == 13
+    checked = 2 + 1 if mode == "precount" else 0  # each declared sum, and what was seen
+    assert before == checked
+    assert reads.number == before + 1
 
 
 def test_an_nll_output_brings_its_count() -> None:
