@@ -180,7 +180,9 @@ def test_tied_embeddings(mesh):
         step = nnx.jit(nnx.grad(lambda m: 1.3 * m.head(m.embed(ids) * 2, LABELS).loss))
         with count_collectives() as count:
             gradient = step(model)
-    assert [count["reduce_scatter"], count.looped()] == [1 if mesh else 0, []]
+    assert not count.looped()
+    # Of one device's half of the vocabulary: the annotation is read as [V, H].
+    assert count.bytes("reduce_scatter") == (V // 2 * H * 4 if mesh else 0)
     model, gradient = jax.tree.map(np.asarray, (nnx.state(model), gradient))
 
     with jax.enable_x64(True):
