@@ -19,6 +19,9 @@ PARITY_ARGS ?=
 # DeepSpeed compiles nothing at installation and runs on the CPU.
 export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
+# What it compiles at its first start is kept here: a lock that a killed run has left in the user's
+# cache would make every later one wait.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
