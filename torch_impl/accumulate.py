@@ -156,7 +156,7 @@ class Window:
             if where is not None:
                 valid = valid & where[k].bool()
             one = valid if weights is None else torch.where(valid, weights[k].double(), 0.0)
-            total += one.sum().double()
+            total += one.sum().double().to(self.device)  # labels may still be on the host
         self._reduce(total, len(labels))
 
     def _reduce(self, total: Tensor, micro_batches: int) -> None:

@@ -186,6 +186,7 @@ class Engine(Plain):
         engine.step = once
 
     def restore(self) -> None:
+        # Not back to counting micro-batches: `engine.step()` comes next, and is the window's.
         self.model.set_gradient_accumulation_boundary(True)
 
     def zero_gradients(self) -> None:
