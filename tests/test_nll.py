@@ -221,7 +221,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
     return build(case, draw(st.integers(0, 2**16))), draw(st.sampled_from([8, 16, 64]))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=18, deadline=None, derandomize=True)
 @given(problems())
 def test_any_problem(backend: str, drawn: tuple[Problem, int]) -> None:
     """A0, A2, A5, A6 whatever is asked for."""
