@@ -59,14 +59,23 @@ def accumulate_grads(
     elif axis_name is not None:
         loss_sum, total, sums = lax.psum((loss_sum, total, sums), axis_name)
     none = total == 0
-    scale = jnp.where(none, 0.0, 1.0 / jnp.where(none, 1, total).astype(jnp.float32))
-    grads = jax.tree.map(lambda s, p: (s * scale.astype(s.dtype)).astype(p.dtype), sums, params)
     skipped = none if empty == "skip" else jnp.zeros_like(none)
-    stats = WindowStats(loss_sum * scale.astype(loss_sum.dtype), total, scale, number, skipped)
-    return stats, grads
+    loss, grads = over((loss_sum, sums), total, (loss_sum, params))
+    scale = over(jnp.ones((), jnp.float32), total, jnp.float32(0))
+    return WindowStats(loss, total, scale, number, skipped), grads
 
 
 accumulate_grads.__doc__ = spec.accumulate_grads.__doc__
+
+
+def over(sums: Any, total: jax.Array, like: Any) -> Any:
+    """sums / T, rounded to the dtypes of `like`; 0 where T is 0."""
+
+    def one(s: jax.Array, x: Any) -> jax.Array:
+        mean = s / jnp.where(total == 0, 1, total).astype(s.dtype)
+        return jnp.where(total == 0, 0.0, mean).astype(x.dtype)
+
+    return jax.tree.map(one, sums, like)
 
 
 def wide(dtype: Any) -> Any:
@@ -156,11 +165,7 @@ def token_normalized(
         number = state.micro_batches + 1
 
         def step(_: Any) -> tuple[Any, TokenNormalizedState]:
-            none = total == 0
-            scale = jnp.where(none, 0.0, 1.0 / jnp.where(none, 1, total).astype(jnp.float32))
-            means = jax.tree.map(
-                lambda s, g: (s * scale.astype(s.dtype)).astype(g.dtype), sums, updates
-            )
+            means = over(sums, total, updates)
             new, after = inner.update(means, state.inner, params, **extra)
             after = jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype), after, state.inner)
             new = jax.tree.map(lambda u, g: u.astype(g.dtype), new, updates)

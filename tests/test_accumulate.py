@@ -126,6 +126,8 @@ CELLS = {
     **{f"ZeRO-{k}, not by gas": Cell(f"ZeRO-{k}", scaled=False) for k in (1, 3)},
     **{f"ZeRO-{k}, sums": Cell(f"ZeRO-{k}", sums=True) for k in (0, 1, 2)},
     "ZeRO-2, empty rank": Cell("ZeRO-2", empty="rank"),
+    "ZeRO-3, empty window": Cell("ZeRO-3", empty="window"),
+    "ZeRO-2, empty window, post-scale": Cell("ZeRO-2", empty="window", mode="postscale"),
 }
 
 

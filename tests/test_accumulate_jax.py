@@ -113,6 +113,25 @@ def test_weights_are_counted_in_float32() -> None:
     }
 
 
+def test_float64_stays_float64() -> None:
+    """A third is rounded in the sum's dtype, and once."""
+    with jax.enable_x64(True):
+        p = {"w": jnp.asarray([1.0, 5.0, 7.0], jnp.float64)}
+        batch = {"x": jnp.ones((1, 3), jnp.float64)}
+
+        def linear(p: Any, b: Any) -> tuple[Any, Any]:
+            return (p["w"] * b["x"]).sum(), jnp.asarray(3, jnp.int32)
+
+        stats, grads = accumulate_grads(linear, p, batch)
+        assert grads["w"].dtype == jnp.float64
+        assert np.array_equal(np.asarray(grads["w"]), np.full(3, 1 / 3))
+        assert float(stats.loss) == 13 / 3
+        tx = token_normalized(optax.sgd(1.0))
+        g = {"w": jnp.ones(3, jnp.float64)}
+        updates, _ = tx.update(g, tx.init(p), p, token_count=3, is_last=True)
+        assert np.array_equal(np.asarray(updates["w"]), np.full(3, -1 / 3))
+
+
 def mesh_of(kind: Any) -> Any:
     return jax.make_mesh((4,), ("data",), axis_types=(kind,))
 

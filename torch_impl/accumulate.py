@@ -107,6 +107,7 @@ class Window:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.token_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.counted = False  # whether every backward has brought its tokens
+        self.own: Tensor | None = None  # weight of this rank's declared tokens
         self.total: Tensor | None = None
         self._stats: WindowStats | None = None
 
@@ -157,6 +158,7 @@ class Window:
                 valid = valid & where[k].bool()
             one = valid if weights is None else torch.where(valid, weights[k].double(), 0.0)
             total += one.sum().double().to(self.device)  # labels may still be on the host
+        self.own = total
         self._reduce(total, len(labels))
 
     def _reduce(self, total: Tensor, micro_batches: int) -> None:
@@ -203,11 +205,12 @@ class Window:
 
         Raises:
             WindowStateError: no call of `backward`, or several, for one of them.
+            CountMismatchError: not as many as there were labels.
         """
         life = self.norm.lifecycle
         waiting = iter(batches)
         done = object()
-        current, k = next(waiting, done), 0
+        current, k, given = next(waiting, done), 0, 0
         previous = self.filler
         while current is not done or (self.rounds is not None and k < self.rounds):
             following = next(waiting, done) if current is not done else done
@@ -231,6 +234,12 @@ class Window:
                     f"{self.seen - before} calls for micro-batch {k}. Call it in the loop's body."
                 )
             previous, current, k = batch, following, k + 1
+            given += not self.filling
+        if self.declared is not None and given != len(self.declared[0]):
+            raise CountMismatchError(
+                f"`batches` must be as many as `labels`; got {given} micro-batches and labels of "
+                f"{len(self.declared[0])}. Pass the labels of all micro-batches of this window."
+            )
         life.step("seal", "window.micro_batches")
 
     def backward(
@@ -275,7 +284,7 @@ class Window:
         if self.norm.mode == "postscale":
             self._reduce(self.token_sum, self.seen)
             self.wrapper.scale_gradients(self.factor)
-        elif self.counted and self.declared is not None:
+        elif self.counted and self.device.type == "cpu":  # read where that is free
             self._same_count()
         assert self.total is not None
         empty = self.total == 0
@@ -289,20 +298,14 @@ class Window:
         self._stats = WindowStats(share, self.total, self.factor, self.seen, skipped)
 
     def _same_count(self) -> None:
-        """What was declared against what the losses saw, on this rank; read where that is free."""
-        if self.device.type != "cpu":
-            return
-        assert self.declared is not None
-        labels, where, weights, ignore_index = self.declared
-        mine = 0.0
-        for k, y in enumerate(labels):
-            valid = y != ignore_index if where is None else (y != ignore_index) & where[k].bool()
-            mine += float(valid.sum() if weights is None else weights[k].double()[valid].sum())
-        if abs(mine - float(self.token_sum)) > 1e-6 * max(mine, 1.0):
+        """What was declared against what the losses saw, on this rank."""
+        assert self.own is not None
+        # Weights are added up in another order.
+        if bool((self.own - self.token_sum).abs() > 1e-6 * self.own.clamp(min=1.0)):
             raise CountMismatchError(
-                f"`labels` must be those that the losses see; got {mine:g} valid tokens declared "
-                f"and {float(self.token_sum):g} in the losses. Count after the shift, with the "
-                f"mask that the loss uses."
+                f"`labels` must be those that the losses see; got {float(self.own):g} valid tokens "
+                f"declared and {float(self.token_sum):g} in the losses. Count after the shift, "
+                f"with the mask that the loss uses."
             )
 
     @property

@@ -9,6 +9,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -46,7 +47,9 @@ class Plain:
     def scale_gradients(self, factor: Tensor) -> None:
         for p in self.model.parameters():
             if p.grad is not None:
-                p.grad.mul_(factor.to(p.grad.dtype))
+                # In 16 bits the factor itself would be rounded, to 2^-9 of itself in bf16.
+                wide = torch.promote_types(p.grad.dtype, torch.float32)
+                p.grad.copy_(p.grad.to(wide) * factor.to(wide))
 
     def restore(self) -> None:
         """Flags, as they were."""
@@ -60,9 +63,7 @@ class Replicated(Plain):
 
     def __init__(self, model: Any, scaler: Any, sums: bool | None) -> None:
         super().__init__(model, scaler)
-        hooks = getattr(model, "_comm_hooks", [])
-        known = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
-        own = [hook for hook, _ in hooks if getattr(hook, "__name__", "") not in known]
+        own = _own_hooks(model)
         if own and sums is None:
             name = getattr(own[0], "__name__", repr(own[0]))
             raise UnsupportedWrapperError(
@@ -76,6 +77,21 @@ class Replicated(Plain):
 
     def micro_batch(self, *, last: bool) -> Any:
         return nullcontext() if last else self.model.no_sync()
+
+
+AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+
+
+def _own_hooks(model: Any) -> list[Any]:
+    """DDP's communication hooks, but for those of PyTorch's that are known to average."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return []
+    theirs = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    return [
+        hook
+        for hook, _ in model._comm_hooks
+        if getattr(hook, "__module__", "") != theirs or hook.__name__ not in AVERAGING
+    ]
 
 
 class Sharded(Plain):
@@ -140,6 +156,7 @@ class Engine(Plain):
                 "Leave it out."
             )
         self.scale_wrt_gas = scale_wrt_gas
+        self.before: Any = None  # the loss scale, while a finished window has its own
         self.ranks, self.group = engine.dp_world_size, engine.data_parallel_group
         kind = type(engine.optimizer).__name__
         refusal = ""
@@ -158,6 +175,7 @@ class Engine(Plain):
         )
 
     def micro_batch(self, *, last: bool) -> Any:
+        self.unscale()  # of a window that was not stepped on
         self.model.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
@@ -172,20 +190,30 @@ class Engine(Plain):
         if not hasattr(optimizer, "loss_scale"):
             super().scale_gradients(factor)
             return
+        number = float(factor)
+        if not number:  # no token, and gradients of 0
+            return
         # The optimizer divides by its loss scale in `step`.
-        before, step = optimizer.loss_scale, engine.step
-        optimizer.loss_scale = before / float(factor)
+        self.before, step = optimizer.loss_scale, engine.step
+        optimizer.loss_scale = self.before / number
 
         def once(*args: Any, **kwargs: Any) -> Any:
             try:
                 return step(*args, **kwargs)
             finally:
-                optimizer.loss_scale = before
-                del engine.step
+                self.unscale()
 
         engine.step = once
 
+    def unscale(self) -> None:
+        """The optimizer's loss scale and the engine's `step`, as they were."""
+        if self.before is not None:
+            self.model.optimizer.loss_scale = self.before
+            del self.model.step
+            self.before = None
+
     def restore(self) -> None:
+        self.unscale()
         # Not back to counting micro-batches: `engine.step()` comes next, and is the window's.
         self.model.set_gradient_accumulation_boundary(True)
 
@@ -224,6 +252,17 @@ class Accelerated(Plain):
 
 def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool) -> Plain:
     """The wrapper of a model; refused where it cannot be read."""
+    own = _own_hooks(model)
+    if sums is not None and not own:
+        raise UnsupportedWrapperError(
+            f"`sums` must be None but for DDP with a communication hook of your own; got {sums} "
+            f"for a {type(model).__name__}, whose reduction is read. Leave it out."
+        )
+    if accelerator is not None and scaler is not None:
+        raise UnsupportedWrapperError(
+            "`scaler` must be None with Accelerate, which scales losses itself; got a scaler. "
+            "Leave it out."
+        )
     inner: Plain
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner = Replicated(model, scaler, sums)
