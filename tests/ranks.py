@@ -11,6 +11,9 @@ from queue import Empty
 from typing import Any
 
 
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "xentlib.torch"]
+
+
 class Hang(AssertionError):
     """Ranks that have not come back in time, or have died."""
 
@@ -21,7 +24,9 @@ def launch(
     """`work(rank, world, *arguments)` on ranks that share a gloo group; what each returned."""
     import torch
 
-    context = torch.multiprocessing.get_context("spawn")
+    # Ranks are forked from a process that has imported what takes seconds, and done nothing else.
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     queue = context.Queue()
     # They meet in a file: a port that is free now may be taken before they listen on it.
     with tempfile.TemporaryDirectory() as folder:
@@ -65,6 +70,7 @@ def enter(rank: int, world: int, folder: str, queue: Any, work: Any, arguments: 
 
     # As torchrun has it: the compiler loads DeepSpeed where it is installed, which asks.
     os.environ["LOCAL_RANK"] = str(rank)
+    torch.manual_seed(rank)
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.distributed.init_process_group(

@@ -54,6 +54,13 @@ HELD = {
     "own, bias": Sharded(model=("bias",), budget=(1, 1)),
     "own, inside": Sharded(model=("inside",), budget=(1, 1)),
     "own, frozen trunk": Sharded(frozen=True),
+    "own, two calls": Sharded(calls=2, model=("bias",)),
+    "own, two calls, per token": Sharded(calls=2, function="chunked_logprobs"),
+    "own, two calls, frozen trunk": Sharded(calls=2, frozen=True),
+    "own, two calls, gathered": Sharded(calls=2, road="gather_head"),
+    "root, two calls, tied, pieces": Sharded(
+        calls=2, own=False, model=("tied",), wrap=(("reshard_after_forward", True),)
+    ),
     "own, checkpoint": Sharded(checkpoint=True, budget=(2, 1)),
     "own, checkpoint, per token": Sharded(checkpoint=True, function="chunked_logprobs"),
     "own, three micro-batches": Sharded(steps=3),

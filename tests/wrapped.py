@@ -5,7 +5,7 @@ Shapes: B rows of a batch, L tokens of a row, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ class Setup:
     chunk: int | None = None  # tokens
     road: str = "parameter"  # to the head: read "parameter", by "NLLHead" or by "gather_head"
     audit: bool = False
+    calls: int = 1  # of the head, each for its part of the rows, before one backward
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ def loss_of(
     """Sum over these tokens, divided by what is given; `more` are arguments of the function."""
     from xentlib import torch as ours
 
+    if setup.calls > 1:
+        parts = zip(
+            hidden.chunk(setup.calls, dim=-2), labels.chunk(setup.calls, dim=-1), strict=True
+        )
+        part = replace(setup, calls=1)
+        return sum(loss_of(part, y, denominator, x, head, **more) for x, y in parts)
     budget = None if setup.chunk is None else setup.chunk * V * 4
     more["max_chunk_bytes"] = budget
     if setup.audit:
