@@ -10,7 +10,6 @@ from collections.abc import Callable
 from queue import Empty
 from typing import Any
 
-
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "xentlib.torch"]
 
 

@@ -50,6 +50,15 @@ HELD = {
     "stage 3, gathered, inside, tied": Zero(road="gather_head", model=("tied", "inside")),
     "stage 3, gathered, frozen trunk": Zero(road="gather_head", frozen=True),
     "stage 3, gathered, three micro-batches": Zero(road="gather_head", steps=3),
+    **{
+        f"stage 3, the user gathers, {name}": Zero(road="GatheredParameters", **options)
+        for name, options in {
+            "bias": {"model": ("bias",)},
+            "per token": {"function": "chunked_logprobs"},
+            "frozen trunk": {"frozen": True},
+            "two calls, tied": {"model": ("tied",), "calls": 2},
+        }.items()
+    },
     "stage 3, gathered, checkpoint": Zero(road="gather_head", checkpoint=True),
     "stage 3, checkpoint": Zero(checkpoint=True),
     "stage 3, checkpoint, per token": Zero(checkpoint=True, function="chunked_logprobs"),

@@ -46,7 +46,9 @@ class Setup:
     steps: int = 1  # micro-batches
     idle: bool = False  # rank 0 has no valid token
     chunk: int | None = None  # tokens
-    road: str = "parameter"  # to the head: read "parameter", by "NLLHead" or by "gather_head"
+    road: str = (
+        "parameter"  # to the head: read "parameter", by "NLLHead", "gather_head" or DeepSpeed's
+    )
     audit: bool = False
     calls: int = 1  # of the head, each for its part of the rows, before one backward
 
@@ -101,6 +103,11 @@ def loss_of(
                 return torch.nn.functional.cross_entropy(
                     logits.flatten(0, -2), labels.flatten(), reduction="sum"
                 )
+        if setup.road == "GatheredParameters" and hasattr(head.weight, "ds_status"):
+            from deepspeed.runtime.zero import GatheredParameters
+
+            with GatheredParameters(list(head.parameters())):
+                return function(hidden, head.weight, labels, bias=head.bias, **more)
         # Read the head's parameters where they are: what the field's fused losses do.
         return function(hidden, head.weight, labels, bias=head.bias, **more)
 

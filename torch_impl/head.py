@@ -229,13 +229,13 @@ def with_whole_head(*, recompute: bool) -> Callable[[F], F]:
     def wrap(function: F) -> F:
         @wraps(function)
         def call(hidden: Any, weight: Any, labels: Any, *, bias: Any = None, **options: Any) -> Any:
-            pieces = zero3.in_pieces(weight, bias)
-            if pieces:
+            heads = zero3.sharded(weight, bias)
+            if heads:
 
                 def whole() -> Any:
                     return function(hidden, weight, labels, bias=bias, **options)
 
-                return zero3.call_with_head(pieces, hidden, whole, recompute=recompute)
+                return zero3.call_with_head(heads, hidden, whole, recompute=recompute)
             owner = owner_of(weight)
             if owner is None:
                 return function(hidden, weight, labels, bias=bias, **options)
@@ -257,9 +257,9 @@ def with_whole_head(*, recompute: bool) -> Callable[[F], F]:
 def gather_head(
     weight: Tensor, bias: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    pieces, owner = zero3.in_pieces(weight, bias), owner_of(weight)
-    if pieces:
-        weight, bias = zero3.copies(pieces, weight, bias)
+    heads, owner = zero3.sharded(weight, bias), owner_of(weight)
+    if heads:
+        weight, bias = zero3.copies(heads, weight, bias)
     elif owner is not None:
         whole, bias = fsdp2.copies(owner, weight, bias)
         assert whole is not None

@@ -10,29 +10,33 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["call_with_head", "copies", "in_pieces"]
+__all__ = ["call_with_head", "copies", "sharded"]
 
 T = TypeVar("T")
 
 
-def in_pieces(*parameters: Any) -> list[Any]:
-    """Those that ZeRO-3 has partitioned now, each once."""
+def sharded(*parameters: Any) -> list[Any]:
+    """Those that ZeRO-3 keeps, each once; some may be whole now, and in pieces in the backward."""
     found: list[Any] = []
     for p in parameters:
-        status = getattr(p, "ds_status", None)
-        if status is not None and status.name != "AVAILABLE" and all(p is not q for q in found):
+        if hasattr(p, "ds_status") and all(p is not q for q in found):
             found.append(p)
     return found
 
 
+def in_pieces(parameters: list[Any]) -> list[Any]:
+    return [p for p in parameters if p.ds_status.name != "AVAILABLE"]
+
+
 def call_with_head(
-    pieces: list[Any], hidden: Tensor, function: Callable[[], T], *, recompute: bool
+    heads: list[Any], hidden: Tensor, function: Callable[[], T], *, recompute: bool
 ) -> T:
-    """`function()` with the parameters gathered, once.
+    """`function()` with the parameters gathered, once, where they are in pieces.
 
     Their gradients go home by DeepSpeed's own hooks, which want a parameter of full shape. Unless
     the backward is a `recompute` it has no use for values: one number, expanded, stands for them.
     """
+    pieces = in_pieces(heads)
     # Activation checkpointing calls this again in the backward: what stands in must stay.
     standing = [p for p in pieces if p.shape == p.ds_shape]
     _gather(pieces)
@@ -47,22 +51,30 @@ def call_with_head(
         if isinstance(x, Tensor) and x.requires_grad
     ]
     before, after = (_gather, _partition) if recompute else (_stand_in, _empty)
+    borrowed: list[Any] = []  # what is in pieces when the backward comes: DeepSpeed may gather too
 
     def prepare(_: Tensor) -> None:
-        before(pieces)
+        missing = in_pieces(heads)
+        before(missing)
+        borrowed.extend(missing)
         if not hidden.requires_grad:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: after(pieces))
+            torch.autograd.Variable._execution_engine.queue_callback(give_back)
+
+    def give_back() -> None:
+        after(borrowed)
+        borrowed.clear()
 
     for x in outputs:
         x.register_hook(prepare)
     # Gradients of parameters have been accumulated by the time that those of the trunk begin.
     if outputs and hidden.requires_grad:
-        hidden.register_hook(lambda _: after(pieces))
+        hidden.register_hook(lambda _: give_back())
     return result
 
 
-def copies(pieces: list[Any], *parameters: Any) -> list[Any]:
+def copies(heads: list[Any], *parameters: Any) -> list[Any]:
     """Whole copies, whose gradients go home by DeepSpeed's own hooks."""
+    pieces = in_pieces(heads)
     _gather(pieces)
     try:
         found = [None if p is None else p.clone() for p in parameters]
@@ -70,8 +82,9 @@ def copies(pieces: list[Any], *parameters: Any) -> list[Any]:
         _partition(pieces)
 
     def prepare(_: Tensor) -> None:
-        _stand_in(pieces)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _empty(pieces))
+        missing = in_pieces(heads)
+        _stand_in(missing)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _empty(missing))
 
     for x in found:
         if x is not None and x.requires_grad:
@@ -80,7 +93,7 @@ def copies(pieces: list[Any], *parameters: Any) -> list[Any]:
 
 
 def _gather(pieces: list[Any]) -> None:
-    missing = in_pieces(*pieces)
+    missing = in_pieces(pieces)
     if missing:
         missing[0].all_gather_coalesced(missing).wait()  # one for weight and bias
 
@@ -92,10 +105,10 @@ def _partition(pieces: list[Any]) -> None:
 
 
 def _stand_in(pieces: list[Any]) -> None:
-    for p in in_pieces(*pieces):
+    for p in in_pieces(pieces):
         p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.ds_shape)
 
 
 def _empty(pieces: list[Any]) -> None:
-    for p in in_pieces(*pieces):
+    for p in in_pieces(pieces):
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
