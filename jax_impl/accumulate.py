@@ -60,7 +60,8 @@ def accumulate_grads(
         loss_sum, total, sums = lax.psum((loss_sum, total, sums), axis_name)
     none = total == 0
     skipped = none if empty == "skip" else jnp.zeros_like(none)
-    loss, grads = over((loss_sum, sums), total, (loss_sum, params))
+    grads = over(sums, total, params)
+    loss = jnp.where(none, 0.0, loss_sum / jnp.where(none, 1, total).astype(loss_sum.dtype))
     scale = over(jnp.ones((), jnp.float32), total, jnp.float32(0))
     return WindowStats(loss, total, scale, number, skipped), grads
 
@@ -72,8 +73,9 @@ def over(sums: Any, total: jax.Array, like: Any) -> Any:
     """sums / T, rounded to the dtypes of `like`; 0 where T is 0."""
 
     def one(s: jax.Array, x: Any) -> jax.Array:
-        mean = s / jnp.where(total == 0, 1, total).astype(s.dtype)
-        return jnp.where(total == 0, 0.0, mean).astype(x.dtype)
+        # 1 / T is rounded first, as in PyTorch. XLA does so on a CPU of its own accord.
+        share = jnp.ones((), s.dtype) / jnp.where(total == 0, 1, total).astype(s.dtype)
+        return jnp.where(total == 0, 0.0, s * share).astype(x.dtype)
 
     return jax.tree.map(one, sums, like)
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from measured import hold
 from ranks import launch
 from xentlib.accumulate import (
     STEPS,
@@ -23,6 +24,9 @@ from xentlib.accumulate import (
     reduction_of,
 )
 from xentlib.contract import check, failures
+from xentlib.parity import windows
+from xentlib.parity.cases import BASE, GRID
+from xentlib.parity.problem import build
 
 M, N, V, H = 3, 10, 31, 8
 
@@ -73,6 +77,23 @@ def test_every_misuse_is_refused(state: WindowState) -> None:
         with pytest.raises(WindowStateError, match=f"`{action}` needs.* is {state.value}\\. [A-Z]"):
             life.step(action)
         assert life.state is state
+
+
+# --- every road of both backends -----------------------------------------------------------------
+
+
+def test_a_problem_in_a_window(backend: str) -> None:
+    """A0, A2, A12: uneven micro-batches, one without a valid token, against the oracle of one
+    batch; A14: the mean of means, among others."""
+    hold(windows.windows, (backend,), build(BASE, 7))
+
+
+@pytest.mark.parametrize("case", [BASE, GRID[4]], ids=lambda case: case.id)
+def test_windows_have_the_same_bits_in_both_backends(case: Any) -> None:
+    """A1: in audit mode."""
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    hold(windows.audit, ("torch", "jax"), build(case, 7))
 
 
 # --- real wrappers -------------------------------------------------------------------------------
@@ -329,3 +350,27 @@ def test_one_collective_a_window(found: Any, name: str) -> None:
             else:
                 assert counts["all_reduce"] == 1
                 assert counts["reduce_scatter"] == 2  # two groups, once each
+
+
+def test_audit_mode_does_not_know_of_windows() -> None:
+    """A12, A1: a float64 head's window, rounded to float32, has the bits of one batch."""
+    from xentlib.torch import TokenNormalizer, chunked_nll
+
+    torch.manual_seed(1)
+    x, y = torch.randn(40, H, dtype=torch.float64), torch.arange(40) % V
+    y[[3, 4, 5, 20, 39]] = -100
+    head = torch.nn.Linear(H, V).double()
+    want = torch.autograd.grad(
+        chunked_nll(x, head.weight, y, bias=head.bias, compute_dtype="float64").loss,
+        tuple(head.parameters()),
+    )
+    for mode in ("precount", "postscale"):
+        head.zero_grad()
+        pieces = [(x[a:b], y[a:b]) for a, b in ((0, 3), (3, 6), (6, 39), (39, 40))]
+        declared = {"labels": [b for _, b in pieces]} if mode == "precount" else {}
+        with TokenNormalizer(head, mode=mode).window(**declared) as window:
+            for a, b in window.micro_batches(pieces):
+                how = {"bias": head.bias, "compute_dtype": "float64", "reduction": "sum"}
+                window.backward(chunked_nll(a, head.weight, b, **how))
+        for p, whole in zip(head.parameters(), want, strict=True):
+            assert not failures(check("A1", p.grad.float().numpy(), whole.float().numpy()))

@@ -60,11 +60,6 @@ def test_run_to_run(backend: str) -> None:
     hold(operators._repeat, (backend,), build(GRID[5], 7))
 
 
-def test_micro_batches(backend: str) -> None:
-    """A12; ANCHORS 15 as far as `denominator` reaches."""
-    hold(operators._accumulate, (backend,), build(BASE, 7))
-
-
 def test_every_check_rejects_its_mutants(backend: str) -> None:
     """A14 (ANCHORS 23: a check that cannot fail)."""
     hold(operators._mutants, (backend,), build(BASE, 0))

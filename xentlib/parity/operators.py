@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from xentlib.contract import Measurement, check, failures
-from xentlib.parity import heads, per_token, sharded
-from xentlib.parity.backends import GRADIENTS, Outcome, run
+from xentlib.parity import heads, per_token, sharded, windows
+from xentlib.parity.backends import Outcome, run
 from xentlib.parity.cases import (
     AUDIT,
     BASE,
@@ -127,7 +126,7 @@ def run_operators(
         ("log-probabilities of given logits", logit_sets(seed), _logits),
         ("chunk sizes", _cases(CHUNK_CASES, [seed]), _chunks),
         ("run to run", _cases((BASE, GRID[5]), [seed]), _repeat),
-        ("micro-batches", _cases((BASE, GRID[4]), seeds), _accumulate),
+        ("windows of micro-batches", _cases((BASE, GRID[4]), seeds), windows.windows),
         ("mutants", [build(BASE, seed)], _mutants),
         ("per-token outputs, fp32", _cases(grid, seeds), per_token.single),
         ("per-token outputs, bf16", _cases(low_precision(grid), seeds), per_token.low),
@@ -143,6 +142,7 @@ def run_operators(
         stages.insert(2, ("audit mode, bit for bit", audit, _audit))
         some = _cases(AUDIT[:4], [seed])
         stages.append(("per-token outputs in audit mode", some, per_token.audit))
+        stages.append(("windows in audit mode", _cases((BASE, GRID[4]), seeds), windows.audit))
     with _gate(backends):
         for name, items, measure in stages:
             progress.stage(name, len(items))
@@ -352,42 +352,6 @@ def _repeat(findings: Findings, problem: Problem) -> None:
                     case=f"{problem.text}, {text}",
                     quantity=_label(name),
                 )
-
-
-def _accumulate(findings: Findings, problem: Problem) -> None:
-    """A12: four micro-batches over the window's token count against one batch."""
-    reference = problem.reference()
-    for backend in findings.backends:
-        total = _window(backend, problem)
-        for name, got in total.items():
-            findings.check(
-                "A12",
-                got,
-                _oracle_gradient(reference, name),
-                _oracle_gradient(reference, name, "bound"),
-                backend=backend,
-                case=problem.text,
-                quantity=_label(name),
-            )
-
-
-def _window(backend: str, problem: Problem) -> dict[str, Array]:
-    """Gradients of a window of four micro-batches, summed in fp32 in their order."""
-    tokens = len(problem.labels)
-    edges = [tokens * k // 4 for k in range(5)]
-    options = {**problem.options, "denominator": float(problem.valid.sum())}
-    parts = []
-    for start, stop in pairwise(edges):
-        here = slice(start, stop)
-        micro = problem.changed(
-            hidden=problem.hidden[here], labels=problem.labels[here], options=options
-        )
-        parts.append(run(backend, micro).gradients())
-    total = {"d_hidden": np.concatenate([part["d_hidden"] for part in parts])}
-    for name in GRADIENTS[1:]:
-        if name in parts[0]:
-            total[name] = sum((part[name] for part in parts[1:]), start=parts[0][name])
-    return total
 
 
 def _mutants(findings: Findings, problem: Problem) -> None:

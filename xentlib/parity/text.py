@@ -41,6 +41,8 @@ MIN_DOCUMENT = 2  # tokens; a shorter one has nothing to predict
 class Window:
     """Tokens of one optimizer step: M micro-batches of B sequences, documents packed, ends padded.
 
+    A micro-batch may be all padding.
+
     Attributes:
         tokens: [M, B, L] int32 token ids; 0 where padded.
         segments: [M, B, L] int32 number of the document within its row, from 1; 0 where padded.
@@ -161,11 +163,12 @@ def make_windows(
     length: int = 128,
     seed: int = 0,
 ) -> list[Window]:
-    """Windows of ragged sequences, each a fixed [M, B, L].
+    """Windows of ragged sequences, [M, B, L]; the last one has half the micro-batches.
 
     Every micro-batch draws how full its rows are, from a quarter to all of L, so that their token
-    counts differ: the mean of their means is not the mean of the window. A row packs pieces of
-    documents until it is that full. A document is drawn in proportion to its tokens.
+    counts differ: the mean of their means is not the mean of the window. The second one of the
+    second window is empty. A row packs pieces of documents until it is that full. A document is
+    drawn in proportion to its tokens.
 
     Raises:
         ValueError: no document has a token to predict.
@@ -180,10 +183,13 @@ def make_windows(
     sizes = np.array([tokens.size for tokens in documents])
     shares = sizes / sizes.sum()
     windows = []
-    for _ in range(steps):
-        tokens = np.zeros((micro_batches, batch, length), np.int32)
+    for step in range(steps):
+        number = micro_batches if step < steps - 1 else max(1, micro_batches // 2)
+        tokens = np.zeros((number, batch, length), np.int32)
         segments = np.zeros_like(tokens)
-        for m in range(micro_batches):
+        for m in range(number):
+            if (step, m) == (1, 1):
+                continue
             fullness = rng.uniform(0.25, 1.0)
             for b in range(batch):
                 full = round(length * min(1.0, fullness * rng.uniform(0.8, 1.2)))

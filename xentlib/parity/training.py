@@ -1,15 +1,17 @@
 """Training as proof: a small language model in PyTorch and in JAX, from the same weights and text.
 
-Each step is a window of four micro-batches; the loss of each is its sum over the window's token
-count (`denominator=`), gradients are added up, AdamW follows. What is measured:
+Each step is a window of four micro-batches of uneven token counts, one of which is empty once; the
+last window is short. `TokenNormalizer` and `token_normalized` make each window one batch, AdamW
+follows. What is measured:
 
 * **Counts** (row A0): the valid tokens that a backend saw, against NumPy's own count.
+* **Statistics of each window** (rows A0, A9): `TokenNormalizer`'s of the PyTorch run and those of
+  `accumulate_grads` for the same hidden states, head and labels: tokens and loss.
 * **Head gradients between backends** (row A9), at every step. From the second step on the two runs
   have different weights: fp32 rounding parts them and AdamW, which divides a gradient by its own
   size, amplifies that. Head gradients of two such runs would measure their drift, not the operator.
-  So the hidden states, the head and the labels of the PyTorch run go through JAX's `chunked_nll` as
-  they are, micro-batch by micro-batch, and JAX's sum is held against the gradient that PyTorch went
-  on with.
+  So the hidden states, the head and the labels of the PyTorch run go through JAX's
+  `accumulate_grads` as they are, and its gradient is held against the one that PyTorch stepped on.
 * **Head gradients against the oracle** (row A6), at the first and the last step of each run. This
   is what there is where only one framework is installed.
 * **Curves** (row "curve"). The two runs go their own ways from the same first weights; their losses
@@ -27,8 +29,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +57,7 @@ __all__ = [
     "TrainingRun",
     "compare",
     "compare_curves",
-    "head_gradient",
+    "head_window",
     "run_training",
     "train",
 ]
@@ -91,8 +94,8 @@ class HeadStep:
     hidden: Float32  # [M, B, L, H]
     head: Float32  # [V, H]
     labels: npt.NDArray[np.int32]  # [M, B, L], shifted
-    denominator: float
-    gradient: Float32  # [V, H], of the window
+    loss: float  # of the window, a token
+    gradient: Float32  # [V, H], what was stepped on
 
 
 Observer = Callable[[HeadStep], None]
@@ -132,7 +135,7 @@ def train(
         weights: first values of the parameters; copied.
         sizes: of the model; `sizes.length` is the windows' L.
         optimizer: the same numbers for both frameworks.
-        observe: called before every update; the time it takes is not counted.
+        observe: called at every step; the time it takes is not counted.
         progress: told about every step.
 
     Raises:
@@ -197,6 +200,7 @@ def _train_torch(
     from xentlib.parity.model_torch import build
 
     model = build(sizes, weights)
+    norm = xt.TokenNormalizer(model)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=adamw.lr,
@@ -205,27 +209,26 @@ def _train_torch(
         weight_decay=adamw.weight_decay,
     )
 
-    def step_of(step: int, window: Window) -> None:
-        optimizer.zero_grad()
-        loss, count = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-        seen = []
-        for arrays in zip(window.tokens, window.segments, window.labels, strict=True):
+    def step_of(step: int, text: Window) -> None:
+        batches = []
+        for arrays in zip(text.tokens, text.segments, text.labels, strict=True):
             tokens, segments, labels = map(torch.from_numpy, arrays)
-            labels = xt.next_token_labels(labels, segment_ids=segments)
-            hidden = model(tokens, segments)
-            output = xt.chunked_nll(hidden, model.head, labels, denominator=window.total)
-            output.loss.backward()
-            loss += output.loss.detach()
-            count += output.num_tokens
-            seen.append((hidden.detach().numpy(), labels.numpy()))
+            batches.append((tokens, segments, xt.next_token_labels(labels, segment_ids=segments)))
+        optimizer.zero_grad()
+        seen = []
+        with norm.window(labels=[labels for *_, labels in batches]) as window:
+            for tokens, segments, labels in window.micro_batches(batches):
+                hidden = model(tokens, segments)
+                window.backward(xt.chunked_nll(hidden, model.head, labels, reduction="sum"))
+                seen.append((hidden.detach().numpy(), labels.numpy()))
+        loss, count = window.stats.loss.item(), int(window.stats.num_tokens)
         assert model.head.grad is not None
-        head_step = _head_step(step, seen, model.head.detach(), window, model.head.grad)
-        record(loss.item(), int(count), head_step)
+        record(loss, count, _head_step(step, seen, model.head.detach(), loss, model.head.grad))
         optimizer.step()
 
     with _one_torch_thread():
-        for step, window in enumerate(windows):
-            step_of(step, window)
+        for step, text in enumerate(windows):
+            step_of(step, text)
 
 
 def _train_jax(
@@ -240,46 +243,47 @@ def _train_jax(
     from xentlib.parity.model_jax import LanguageModel, build
 
     model = build(sizes, weights)
-    transformation = optax.adamw(
-        adamw.lr, *adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay
-    )
-    optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+    adam = optax.adamw(adamw.lr, *adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay)
+    inner = optax.chain(optax.GradientTransformation(lambda p: p, _keep), adam)
+    optimizer = nnx.Optimizer(model, xj.token_normalized(inner), wrt=nnx.Param)
 
     @nnx.jit
-    def accumulate(model: LanguageModel, window_sums: Any, arrays: Any, denominator: Any) -> Any:
+    def micro_batch(model: LanguageModel, optimizer: Any, arrays: Any, is_last: Any) -> Any:
         tokens, segments, labels = arrays
         labels = xj.next_token_labels(labels, segment_ids=segments)
 
-        def loss_of(model: LanguageModel) -> Any:
+        def loss_sum_of(model: LanguageModel) -> Any:
             hidden = model(tokens, segments)
-            output = xj.chunked_nll(hidden, model.head[...], labels, denominator=denominator)
+            output = xj.chunked_nll(hidden, model.head[...], labels, reduction="sum")
             return output.loss, (output.num_tokens, hidden)
 
-        (loss, (count, hidden)), grads = nnx.value_and_grad(loss_of, has_aux=True)(model)
-        return jax.tree.map(jnp.add, window_sums, (loss, count, grads)), (hidden, labels)
+        gradient_of = nnx.value_and_grad(loss_sum_of, has_aux=True)
+        (loss_sum, (count, hidden)), gradients = gradient_of(model)
+        optimizer.update(model, gradients, token_count=count, is_last=is_last)
+        return loss_sum, count, (hidden, labels)
 
-    @nnx.jit
-    def update(model: LanguageModel, optimizer: Any, grads: Any) -> None:
-        optimizer.update(model, grads)
-
-    zeros = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
     with jax.default_matmul_precision("highest"):
-        for step, window in enumerate(windows):
-            window_sums: Any = (jnp.zeros(()), jnp.zeros((), jnp.int32), zeros)
-            seen = []
-            for arrays in zip(window.tokens, window.segments, window.labels, strict=True):
-                window_sums, of_batch = accumulate(
-                    model, window_sums, arrays, np.float32(window.total)
-                )
-                seen.append(of_batch)
-            loss, count, grads = window_sums
-            head_step = _head_step(step, seen, model.head[...], window, grads["head"][...])
-            record(float(loss), int(count), head_step)
-            update(model, optimizer, grads)
+        for step, text in enumerate(windows):
+            head = np.asarray(model.head[...])
+            loss_sum, count, seen = 0.0, 0, []
+            micro_batches = list(zip(text.tokens, text.segments, text.labels, strict=True))
+            for m, arrays in enumerate(micro_batches):
+                last = m == len(micro_batches) - 1
+                found = micro_batch(model, optimizer, arrays, jnp.bool_(last))
+                loss_sum, count = loss_sum + float(found[0]), count + int(found[1])
+                seen.append(found[2])
+            loss = loss_sum / count
+            gradient = nnx.to_pure_dict(optimizer.opt_state.inner[0])["head"]
+            record(loss, count, _head_step(step, seen, head, loss, gradient))
+
+
+def _keep(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    """An optax transformation whose state is the gradient that it has seen last."""
+    return updates, updates
 
 
 def _head_step(
-    step: int, seen: Sequence[tuple[Any, Any]], head: Any, window: Window, gradient: Any
+    step: int, seen: Sequence[tuple[Any, Any]], head: Any, loss: float, gradient: Any
 ) -> HeadStep:
     hidden, labels = zip(*seen, strict=True)
     return HeadStep(
@@ -287,45 +291,59 @@ def _head_step(
         np.stack(hidden),
         np.asarray(head),
         np.stack(labels),
-        window.total,
+        loss,
         np.asarray(gradient),
     )
 
 
-def head_gradient(backend: str, at: HeadStep) -> Float32:
-    """The window's head gradient by `backend`'s `chunked_nll`, from the arrays of `at`."""
-    batches = list(zip(at.hidden, at.labels, strict=True))
+class HeadWindow(NamedTuple):
+    """A window of the head alone, by one backend."""
+
+    loss: float
+    num_tokens: int
+    gradient: Float32  # [V, H]
+
+
+def head_window(backend: str, at: HeadStep) -> HeadWindow:
+    """The window of `at` through `backend`'s `chunked_nll` and its accumulation."""
     if backend == "torch":
         import torch
 
         from xentlib import torch as xt
 
-        head = torch.tensor(at.head, requires_grad=True)
-        for hidden, labels in batches:
-            output = xt.chunked_nll(
-                torch.tensor(hidden), head, torch.tensor(labels), denominator=at.denominator
-            )
-            output.loss.backward()
+        head = torch.nn.Parameter(torch.tensor(at.head))
+        module = torch.nn.ParameterList([head])
+        batches = [
+            (torch.tensor(hidden), torch.tensor(labels))
+            for hidden, labels in zip(at.hidden, at.labels, strict=True)
+        ]
+        with xt.TokenNormalizer(module).window(labels=[y for _, y in batches]) as window:
+            for x, y in window.micro_batches(batches):
+                window.backward(xt.chunked_nll(x, head, y, reduction="sum"))
         assert head.grad is not None
-        return head.grad.numpy()
-    if backend == "jax":
+        stats, gradient = window.stats, head.grad.numpy()
+    elif backend == "jax":
         import jax
-        import jax.numpy as jnp
 
-        from xentlib import jax as xj
-
-        def loss_of(head: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
-            loss: jax.Array = xj.chunked_nll(hidden, head, labels, denominator=at.denominator).loss
-            return loss
-
-        gradient_of = jax.grad(loss_of)
-        head_of = jnp.array(at.head)
-        total = jnp.zeros_like(head_of)
         with jax.default_matmul_precision("highest"):
-            for hidden, labels in batches:
-                total = total + gradient_of(head_of, jnp.array(hidden), jnp.array(labels))
-        return np.asarray(total)
-    raise ValueError(f"`backend` must be 'torch' or 'jax'; got {backend!r}.")
+            stats, gradient = _head_scan()(at.head, (at.hidden, at.labels))
+    else:
+        raise ValueError(f"`backend` must be 'torch' or 'jax'; got {backend!r}.")
+    return HeadWindow(float(stats.loss), int(stats.num_tokens), np.asarray(gradient))
+
+
+@cache
+def _head_scan() -> Any:
+    """Compiled once for each number of micro-batches."""
+    import jax
+
+    from xentlib import jax as xj
+
+    def sum_and_count(head: Any, batch: Any) -> Any:
+        output = xj.chunked_nll(batch[0], head, batch[1], reduction="sum")
+        return output.loss, output.num_tokens
+
+    return jax.jit(lambda head, batches: xj.accumulate_grads(sum_and_count, head, batches))
 
 
 def compare(
@@ -376,24 +394,23 @@ def compare(
 
 
 def _against_jax(at: HeadStep, case: str) -> list[Measurement]:
-    gradient = head_gradient("jax", at)
-    return check(
-        "A9",
-        at.gradient,
-        gradient,
-        other=gradient,
-        metrics=("rho / u",),
-        backend="torch/jax",
-        case=case,
-        quantity="d weight",
-    )
+    theirs = head_window("jax", at)
+    details: dict[str, Any] = {"backend": "torch/jax", "case": case}
+    norm: dict[str, Any] = {"metrics": ("rho / u",), **details}
+    valid, gradient = int((at.labels != IGNORE_INDEX).sum()), theirs.gradient
+    return [
+        *check("A0", theirs.num_tokens, valid, quantity="tokens of a window", **details),
+        *check("A9", at.loss, theirs.loss, other=theirs.loss, quantity="loss", **norm),
+        *check("A9", at.gradient, gradient, other=gradient, quantity="d weight", **norm),
+    ]
 
 
 def _against_oracle(at: HeadStep, backend: str, case: str) -> list[Measurement]:
     gradient, bound = np.zeros(at.head.shape), np.zeros(at.head.shape)
+    total = (at.labels != IGNORE_INDEX).sum()
     for hidden, labels in zip(at.hidden, at.labels, strict=True):
         valid = labels != IGNORE_INDEX
-        part = nll_reference(hidden[valid], at.head, labels[valid], denominator=at.denominator)
+        part = nll_reference(hidden[valid], at.head, labels[valid], denominator=float(total))
         gradient += part.d_weight
         bound += part.bound_weight
     return check(
