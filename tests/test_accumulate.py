@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,7 @@ class Cell:
     normalized: bool = False  # the head divides
     windows: int = 2
     empty: str = ""  # "micro-batch", "rank", "window": the first one
+    low: str = ""  # "bf16" parameters; "fp32 sums": of their gradients, with DeepSpeed
 
 
 CELLS = {
@@ -146,9 +148,34 @@ CELLS = {
     **{f"ZeRO-{k}, post-scale": Cell(f"ZeRO-{k}", mode="postscale") for k in range(4)},
     **{f"ZeRO-{k}, not by gas": Cell(f"ZeRO-{k}", scaled=False) for k in (1, 3)},
     **{f"ZeRO-{k}, sums": Cell(f"ZeRO-{k}", sums=True) for k in (0, 1, 2)},
+    "DDP, bf16": Cell("DDP", low="bf16"),
+    "DDP, bf16, post-scale": Cell("DDP", low="bf16", mode="postscale"),
+    "FSDP2, bf16": Cell("FSDP2", low="bf16"),
+    "FSDP2, bf16, post-scale": Cell("FSDP2", low="bf16", mode="postscale"),
+    **{f"ZeRO-{k}, bf16": Cell(f"ZeRO-{k}", low="bf16") for k in range(4)},
+    **{
+        f"ZeRO-{k}, bf16, post-scale": Cell(f"ZeRO-{k}", low="bf16", mode="postscale")
+        for k in range(4)
+    },
+    **{f"ZeRO-{k}, bf16, fp32 sums": Cell(f"ZeRO-{k}", low="fp32 sums") for k in (1, 2, 3)},
+    "ZeRO-3, bf16, fp32 sums, post-scale": Cell("ZeRO-3", low="fp32 sums", mode="postscale"),
     "ZeRO-2, empty rank": Cell("ZeRO-2", empty="rank"),
     "ZeRO-3, empty window": Cell("ZeRO-3", empty="window"),
     "ZeRO-2, empty window, post-scale": Cell("ZeRO-2", empty="window", mode="postscale"),
+}
+
+
+# Rows of the table in docs/accumulation.md, and what stands for each.
+FACTORS = {
+    "plain": "plain",
+    "DDP": "DDP",
+    "DDP with a hook that adds up (`sums=True`)": "DDP, sums",
+    "FSDP2": "FSDP2",
+    "HSDP": "HSDP",
+    "FSDP2, divide factor f on all modules": "FSDP2, divide factor",
+    **{f"DeepSpeed, ZeRO-{k}": f"ZeRO-{k}" for k in range(4)},
+    "DeepSpeed, `scale_wrt_gas=False`": "ZeRO-3, not by gas",
+    "DeepSpeed, `gradient_allreduce_op=sum` (0 to 2)": "ZeRO-2, sums",
 }
 
 
@@ -175,23 +202,26 @@ def token_losses(logits: Any, y: Any) -> Any:
     return torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none")
 
 
-def gradients_of_one_batch(cell: Cell, window: int) -> tuple[list[Any], float]:
-    """Sum over tokens / T, and the loss."""
+def gradients_of_one_batch(cell: Cell, window: int, dtype: Any = None) -> tuple[list[Any], float]:
+    """Sum over tokens / T, and the loss; in float64 unless told."""
     x, y, w = data(cell, window)
-    model = net().double()
+    dtype = dtype or torch.float64
+    model = net().to(dtype)
     w = torch.where(y != -100, w.double() if cell.weights else 1.0, 0.0).flatten()
     total = float(w.sum())
-    loss = (token_losses(model(x.double()), y) * w).sum() / (total or 1.0)
+    loss = (token_losses(model(x.to(dtype)).double(), y) * w).sum() / (total or 1.0)
     loss.backward()
-    return [p.grad.numpy() for p in model.parameters()], loss.item()
+    return [p.grad.double().numpy() for p in model.parameters()], loss.item()
 
 
 def wrapped(cell: Cell) -> Any:
     from torch import distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model = net()
+    if cell.low and cell.wrapper == "DDP":
+        model.bfloat16()
     if cell.wrapper == "DDP":
         model = torch.nn.parallel.DistributedDataParallel(model)
         if cell.sums:
@@ -206,8 +236,10 @@ def wrapped(cell: Cell) -> Any:
     elif cell.wrapper in ("FSDP2", "HSDP"):
         shape = (2, 2) if cell.wrapper == "HSDP" else (cell.world,)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
+        low = torch.bfloat16 if cell.low else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
         for module in (model[1], model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
             if cell.divide:
                 module.set_gradient_divide_factor(cell.divide)
                 module.set_force_sum_reduction_for_comms(True)  # all that gloo can do
@@ -225,6 +257,8 @@ def wrapped(cell: Cell) -> Any:
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
             **({"gradient_allreduce_op": "sum"} if cell.sums else {}),
+            **({"bf16": {"enabled": True}} if cell.low else {}),
+            **({"data_types": {"grad_accum_dtype": "fp32"}} if cell.low == "fp32 sums" else {}),
         }
         model = deepspeed.initialize(
             model=model, config=config, model_parameters=model.parameters()
@@ -241,13 +275,13 @@ def stepped(cell: Cell, model: Any, skipped: bool) -> list[Any]:
         return found
     from deepspeed.utils import safe_get_full_fp32_param
 
-    stage0 = cell.wrapper == "ZeRO-0"
-
     def values() -> list[Any]:
-        return [
-            (p.detach() if stage0 else safe_get_full_fp32_param(p)).clone()
-            for p in model.module.parameters()
-        ]
+        if cell.wrapper != "ZeRO-0":
+            return [safe_get_full_fp32_param(p).clone() for p in model.module.parameters()]
+        if cell.low:
+            (group,) = model.optimizer.fp32_groups
+            return [p.detach().clone() for p in group]
+        return [p.detach().clone() for p in model.module.parameters()]
 
     before = values()
     if not skipped:
@@ -255,21 +289,40 @@ def stepped(cell: Cell, model: Any, skipped: bool) -> list[Any]:
     return [a - b for a, b in zip(before, values(), strict=True)]
 
 
+def delivered(cell: Cell, rank: int) -> list[Any]:
+    """What the wrapper makes of sums that nobody has multiplied by anything: one window."""
+    model = wrapped(cell)
+    wrapper = normalizer(cell, model).wrapper
+    x, y, _ = (part[rank] for part in data(cell, 0))
+    for m in range(M):
+        with wrapper.micro_batch(last=m == M - 1):
+            wrapper.backward(token_losses(model(x[m]), y[m]).sum())
+    wrapper.restore()
+    return [g.numpy() for g in stepped(cell, model, skipped=False)]
+
+
+def normalizer(cell: Cell, model: Any) -> Any:
+    from xentlib.torch import TokenNormalizer
+
+    return TokenNormalizer(
+        model,
+        mode=cell.mode,
+        sums=True if cell.wrapper == "DDP" and cell.sums else None,
+        scale_wrt_gas=cell.scaled,
+    )
+
+
 def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
-    from xentlib.torch import TokenNormalizer, count_collectives
+    from xentlib.torch import count_collectives
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
     found = []
     for name in names:
         cell = CELLS[name]
         model = wrapped(cell)
-        norm = TokenNormalizer(
-            model,
-            mode=cell.mode,
-            sums=True if cell.wrapper == "DDP" and cell.sums else None,
-            scale_wrt_gas=cell.scaled,
-        )
+        norm = normalizer(cell, model)
         scale = getattr(getattr(model, "optimizer", None), "loss_scale", None)
+        inputs = torch.bfloat16 if cell.low else torch.float32
         windows = 1 if cell.wrapper.startswith("ZeRO") else cell.windows
         for k in range(windows):
             x, y, w = (part[rank] for part in data(cell, k))
@@ -281,16 +334,18 @@ def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
             ):
                 for a, b, c in window.micro_batches(list(zip(x, y, w, strict=True))):
                     mask = torch.where(b != -100, c if cell.weights else 1.0, 0.0)
-                    loss = (token_losses(model(a), b) * mask).sum()
+                    logits = model(a.to(inputs)).float()
+                    loss = (token_losses(logits, b) * mask).sum()
                     if cell.normalized:
                         loss = loss / window.denominator
                     window.backward(loss, mask.sum(), normalized=cell.normalized)
             stats = window.stats
-            grads = [g.numpy() for g in stepped(cell, model, bool(stats.skipped))]
+            grads = [g.float().numpy() for g in stepped(cell, model, bool(stats.skipped))]
             mean = float(window.mean_loss())
             assert getattr(getattr(model, "optimizer", None), "loss_scale", None) == scale
             found.append((name, k, grads, mean, bool(stats.skipped), count.counts()))
-    return found
+    factors = [name for name in names if name in FACTORS.values()]
+    return [*found, *((name, "factor", delivered(CELLS[name], rank)) for name in factors)]
 
 
 @pytest.fixture(scope="module")
@@ -323,9 +378,17 @@ def test_a_window_is_one_batch(found: Any, name: str) -> None:
     if (name, 0) not in found:
         pytest.skip("DeepSpeed is not installed")
     for (which, window), ranks in found.items():
-        if which != name:
+        if which != name or window == "factor":
             continue
         want, loss = gradients_of_one_batch(cell, window)
+        if cell.low:
+            low, low_loss = gradients_of_one_batch(cell, window, torch.bfloat16)
+            for grads, mean, *_ in ranks:
+                # No further from the truth than one process in bf16, times four.
+                for got, other, oracle in zip([*grads, mean], [*low, low_loss], [*want, loss]):
+                    given = {"other": other, "metrics": ("error ratio",)}
+                    assert not failures(check("A9", got, oracle, **given))
+            continue
         for grads, mean, skipped, _ in ranks:
             empty = cell.empty == "window" and window == 0
             assert skipped == empty
@@ -339,12 +402,34 @@ def test_a_window_is_one_batch(found: Any, name: str) -> None:
             assert not failures(check("A9", np.float64(mean), loss or mean, metrics=("rho / u",)))
 
 
+@pytest.mark.parametrize("row", FACTORS)
+def test_the_documented_factor_is_the_measured_one(found: Any, row: str) -> None:
+    """SPEC 7: what a wrapper delivers of sums that are left as they are, against their sum in one
+    process; 1 over that is the factor, times 1 / T. docs/accumulation.md has it as a number."""
+    name = FACTORS[row]
+    if (name, "factor") not in found:
+        pytest.skip("DeepSpeed is not installed")
+    cell = CELLS[name]
+    x, y, _ = data(cell, 0)
+    model = net().double()
+    token_losses(model(x.double()), y).sum().backward()
+    want = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+    page = Path(__file__).parents[1] / "docs/accumulation.md"
+    (line,) = [x for x in page.read_text("utf-8").splitlines() if x.startswith(f"| {row} |")]
+    documented = float(line.split("|")[3])
+    for (grads,) in found[name, "factor"]:
+        got = np.concatenate([g.ravel() for g in grads])
+        measured = float(want @ want) / float(got @ want)
+        assert not failures(check("A9", got * documented, want, metrics=("rho / u",)))
+        assert f"{measured:.4g}" == f"{documented:.4g}"
+
+
 @pytest.mark.parametrize("name", [x for x in CELLS if CELLS[x].wrapper in ("DDP", "FSDP2")])
 def test_one_collective_a_window(found: Any, name: str) -> None:
     """SPEC 7: the count; gradients are reduced once, in the last micro-batch."""
     cell = CELLS[name]
-    for (which, _), ranks in found.items():
-        for *_, counts in ranks if which == name else []:
+    for (which, window), ranks in found.items():
+        for *_, counts in ranks if which == name and window != "factor" else []:
             if cell.wrapper == "DDP":
                 assert counts["all_reduce"] == 2  # the count, and DDP's one bucket
             else:
