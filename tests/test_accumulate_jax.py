@@ -315,6 +315,35 @@ def test_in_nnx_and_from_orbax(tmp_path: Any) -> None:
     assert all(jax.tree.leaves(same))
 
 
+def test_in_a_train_state_of_linen() -> None:
+    """`TrainState.apply_gradients` hands no extra argument on: its transformation is asked itself.
+    The state is a carry of jit, donated."""
+    train_state = pytest.importorskip("flax.training.train_state")
+    batch, start = data(), jax.tree.map(jnp.asarray, params())
+    tx = token_normalized(optax.sgd(1.0))
+    state = train_state.TrainState.create(apply_fn=sum_and_count, params=start, tx=tx)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: Any, part: Any, is_last: Any) -> Any:
+        grads, count = jax.grad(state.apply_fn, has_aux=True)(state.params, part)
+        updates, opt_state = state.tx.update(
+            grads, state.opt_state, state.params, token_count=count, is_last=is_last
+        )
+        moved = optax.apply_updates(state.params, updates)
+        return state.replace(params=moved, opt_state=opt_state, step=state.step + is_last)
+
+    for k in range(M):
+        state = step(state, jax.tree.map(lambda x: x[k], batch), jnp.bool_(k == M - 1))  # noqa: B023
+    assert int(state.step) == 1
+    _, want = of_one_batch(batch)
+    for name, old in params().items():
+        new = np.asarray(state.params[name])
+        # A difference of parameters, of their rounding.
+        scale = np.abs(old).max() / np.abs(want[name]).max()
+        error = np.abs(old - new - want[name]).max() / np.abs(want[name]).max()
+        assert error < 2.0**-22 * scale
+
+
 def test_counts_are_integers_that_fit() -> None:
     """int32."""
     tx = token_normalized(optax.sgd(1.0))

@@ -9,12 +9,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranks import launch
 from xentlib.accumulate import (
     MODES,
     CountMismatchError,
@@ -297,157 +295,115 @@ def test_wrappers_that_cannot_be_read_are_refused() -> None:
         TokenNormalizer(prepared)
 
 
-# --- two ranks: what is uneven -------------------------------------------------------------------
+# --- what a training run meets -------------------------------------------------------------------
 
 
-def uneven(rank: int, world: int) -> dict[str, Any]:
-    from torch import distributed as dist
-    from torch.distributed.fsdp import fully_shard
+def gradients(model: Any) -> list[Any]:
+    return [p.grad.clone() for p in model.parameters()]
 
-    found: dict[str, Any] = {}
-    model = torch.nn.parallel.DistributedDataParallel(net())
-    norm = TokenNormalizer(model)
-    mine = [batch_of(k, 10 - k) for k in range(4)][: 1 + 3 * rank]
-    window = run(norm, model, mine, uneven=True)
-    found["uneven"] = [p.grad.clone().numpy() for p in model.parameters()]
+
+def test_clipping_sees_the_normalised_gradient() -> None:
+    """A threshold between its norm and that of the raw sum: nothing is clipped."""
+    model, norm = normalizer()
+    run(norm, model, [batch_of(0), batch_of(1, 3)])
+    before = gradients(model)
+    size = torch.nn.utils.get_total_norm(before)
+    threshold = 2 * float(size)  # of the sum over 13 tokens: 13 times the size
+    torch.nn.utils.clip_grad_norm_(model.parameters(), threshold)
+    for p, g in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.grad, g)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
+def test_masks_are_counted_exactly(dtype: Any) -> None:
+    """bf16 ones add up to 256 and no further."""
+    model, norm = normalizer()
+    many = 1000
+    x, y = torch.randn(many, H), torch.randint(V, (many,))
+    mask = torch.ones(many, dtype=dtype)
+    mask[::10] = 0
+    masked = y.where(mask.bool(), -100)
+    with norm.window(labels=[y], where=[mask]) as window:
+        for a, b in window.micro_batches([(x, masked)]):
+            one(window, model, a, b)
+    assert int(window.stats.num_tokens) == 900
+
+
+def test_two_windows_at_once() -> None:
+    """Two models, each with its own; micro-batches in turns."""
+    pairs = [normalizer() for _ in range(2)]
+    batches = [[batch_of(0), batch_of(1, 3)], [batch_of(2, 7), batch_of(3, 2)]]
+    first, second = (
+        norm.window(labels=[y for _, y in some])
+        for (_, norm), some in zip(pairs, batches, strict=True)
+    )
+    with first, second:
+        turns = zip(first.micro_batches(batches[0]), second.micro_batches(batches[1]), strict=True)
+        for a, b in turns:
+            one(first, pairs[0][0], *a)
+            one(second, pairs[1][0], *b)
+    for (model, _), some in zip(pairs, batches, strict=True):
+        alone, norm = normalizer()
+        run(norm, alone, some)
+        assert all(map(torch.equal, gradients(model), gradients(alone)))
+
+
+def test_a_nan_stays_in_its_window() -> None:
+    """It shows in the loss and in the gradient; the next window has the bits of one before which
+    nothing was."""
+    model, norm = normalizer()
+    x, y = batch_of(0)
+    window = run(norm, model, [(x * torch.nan, y), batch_of(1)])
+    assert torch.isnan(window.stats.loss)
+    assert not window.stats.skipped
+    assert all(torch.isnan(g).any() for g in gradients(model))
     model.zero_grad()
-    # A rank without any.
-    run(norm, model, mine if rank else [], uneven=True, filler=batch_of(9))
-    found["none"] = [p.grad.clone().numpy() for p in model.parameters()]
-    found["micro-batches"] = window.stats.micro_batches
-    model.zero_grad()
-    # Both ranks hold the same tokens, as tensor-parallel ones do.
-    alone = dist.new_group([0]), dist.new_group([1])
-    twice = torch.nn.parallel.DistributedDataParallel(net(), process_group=alone[rank])
-    window = run(TokenNormalizer(twice, count_group=dist.group.WORLD), twice, [batch_of(0)])
-    found["copies"] = [p.grad.clone().numpy() for p in twice.parameters()]
-    assert window.stats.num_tokens == N
-    # Replicas stay the same for 50 steps.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for k in range(50):
-        batches = [batch_of(100 * k + 10 * rank + j, (3 * k + 5 * rank + j) % N) for j in range(2)]
-        run(norm, model, batches)
-        optimizer.step()
-        optimizer.zero_grad()
-    found["replicas"] = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
-
-    def refused(model: Any, **options: Any) -> str:
-        with pytest.raises(UnsupportedWrapperError) as caught:
-            TokenNormalizer(model, **options)
-        return str(caught.value)
-
-    hooked = torch.nn.parallel.DistributedDataParallel(net())
-
-    def own(state, bucket):  # DDP reads annotations, which are text here
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-
-    hooked.register_comm_hook(None, own)
-    cut = net()
-    mesh = dist.init_device_mesh("cpu", (world,))
-    for module in (cut[1], cut):
-        fully_shard(module, mesh=mesh)
-    cut.set_gradient_divide_factor(3.0)
-    partly = net()
-    fully_shard(partly[1], mesh=mesh)
-    found["refused"] = {
-        "hook": refused(hooked),
-        "factors": refused(cut),
-        "sums": refused(model, sums=True),
-        "inside": refused(torch.nn.Sequential(model)),
-        "partly": refused(partly),
-    }
-    return found
+    run(norm, model, [batch_of(2), batch_of(3, 4)])
+    alone, fresh = normalizer()
+    run(fresh, alone, [batch_of(2), batch_of(3, 4)])
+    assert all(map(torch.equal, gradients(model), gradients(alone)))
 
 
-def test_what_is_uneven_between_ranks() -> None:
-    """SPEC 7: numbers of micro-batches, a rank with none, copies of tokens, replicas to the bit."""
-    ranks = launch(2, uneven, seconds=120)
-
-    def want(batches: list[Any]) -> list[Any]:
-        model = net().double()
-        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        total = (y != -100).sum()
-        (token_losses(model(x.double()), y).sum() / total).backward()
-        return [p.grad.numpy() for p in model.parameters()]
-
-    four = [batch_of(k, 10 - k) for k in range(4)]
-    cases = {"uneven": want([four[0], *four]), "none": want(four), "copies": want([batch_of(0)])}
-    for rank in ranks:
-        for name, oracle in cases.items():
-            for got, o in zip(rank[name], oracle, strict=True):
-                assert not failures(check("A9", got, o, metrics=("rho / u",))), name
-        said = rank["refused"]
-        assert "communication hook 'own'" in said["hook"]
-        assert (
-            "gradient divide factors that differ between its modules: 3.0, None" in said["factors"]
-        )
-        assert "got True for a DistributedDataParallel, whose reduction is read" in said["sums"]
-        assert "with a wrapper inside, at '0'" in said["inside"]
-        assert "with a wrapper inside, at '1'" in said["partly"]
-    assert np.array_equal(ranks[0]["replicas"], ranks[1]["replicas"])
-    assert [rank["micro-batches"] for rank in ranks] == [4, 4]
-
-
-def accelerated(rank: int, world: int) -> list[Any]:
-    import os
-
-    import accelerate
-
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+def test_an_overflow_of_half_precision_is_not_stepped_on() -> None:
+    """GradScaler sees inf in the window's gradient, leaves the step out and lowers its scale; the
+    window after it is right."""
     model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    norm = TokenNormalizer(model, accelerator=accelerator)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    norm = TokenNormalizer(model, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = [p.detach().clone() for p in model.parameters()]
-    run(norm, model, [batch_of(10 * rank + k, 9 - 4 * rank - k) for k in range(4)])
-    optimizer.step()
-    return [(a - b.detach()).numpy() for a, b in zip(before, model.parameters(), strict=True)]
+    steps = 0
+    while all(map(torch.equal, before, model.parameters())):
+        run(norm, model, [(20 * batch_of(0)[0], batch_of(0)[1]), batch_of(1, 3)])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        steps += 1
+    assert 1 < steps < 20
+    alone, fresh = normalizer()
+    run(fresh, alone, [(20 * batch_of(0)[0], batch_of(0)[1]), batch_of(1, 3)])
+    # Scales are powers of two: no bit is lost.
+    for p, old, g in zip(model.parameters(), before, gradients(alone), strict=True):
+        assert torch.equal(p, old - g)
 
 
-def test_accelerate() -> None:
-    """SPEC 7: its backward divides by its accumulation steps, its optimizer waits for its flag."""
-    pytest.importorskip("accelerate")
-    batches = [batch_of(10 * rank + k, 9 - 4 * rank - k) for rank in range(2) for k in range(4)]
-    model = net().double()
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    (token_losses(model(x.double()), y).sum() / (y != -100).sum()).backward()
-    for rank in launch(2, accelerated):
-        for got, p in zip(rank, model.parameters(), strict=True):
-            assert not failures(check("A9", got, p.grad.numpy(), metrics=("rho / u",)))
+def test_an_auxiliary_loss_that_is_a_mean_over_tokens() -> None:
+    """Times the tokens of its micro-batch it is a sum, and any partition gives the same."""
+    parts = [batch_of(k, (7 * k + 3) % (N + 1)) for k in range(4)]
+    x, y = (torch.cat(column) for column in zip(*parts, strict=True))
 
+    def both(window: Any, model: Any, x: Any, y: Any) -> None:
+        logits, valid = model(x), (y != -100)
+        count = valid.sum()
+        balance = logits[valid].square().mean() if count else logits.sum() * 0.0
+        window.backward(token_losses(logits, y).sum() + 0.1 * balance * count, count)
 
-def unstepped(rank: int, world: int) -> list[float]:
-    """DeepSpeed's loss scale at the start, after a window, and in the next window's micro-batch."""
-    import os
-
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-    }
-    model = net()
-    engine = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
-    norm = TokenNormalizer(engine[0], mode="postscale")
-    scales = [float(engine[0].optimizer.loss_scale)]
-    run(norm, engine[0], [batch_of(0)])
-    scales.append(float(engine[0].optimizer.loss_scale))
-
-    def see(window: Any, model: Any, x: Any, y: Any) -> None:
-        scales.append(float(engine[0].optimizer.loss_scale))
-        one(window, model, x, y)
-
-    attempt(norm, engine[0], [batch_of(1)], see)
-    engine[0].step()
-    return [*scales, float(engine[0].optimizer.loss_scale)]
-
-
-def test_a_window_that_is_not_stepped_on_leaves_no_loss_scale() -> None:
-    """DeepSpeed multiplies the next window's losses by it."""
-    pytest.importorskip("deepspeed")
-    (scales,) = launch(1, unstepped)
-    assert scales == [1.0, N, 1.0, 1.0]
+    reference = net().double()
+    logits, valid = reference(x.double()), y != -100
+    mean = logits[valid].square().mean()
+    (token_losses(logits, y).sum() / valid.sum() + 0.1 * mean).backward()
+    for pieces in (parts, [(x, y)], [(x[:3], y[:3]), (x[3:], y[3:])]):
+        model, norm = normalizer()
+        attempt(norm, model, pieces, both)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert not failures(check("A9", p.grad.numpy(), q.grad.numpy(), metrics=("rho / u",)))

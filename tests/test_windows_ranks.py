@@ -1,0 +1,244 @@
+"""Windows of `TokenNormalizer` on real ranks: what is uneven between them, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ranks import launch
+from xentlib.accumulate import UnsupportedWrapperError
+from xentlib.contract import check, failures
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from test_accumulate import H, N, V, net, token_losses  # noqa: E402
+from test_windows import attempt, batch_of, one, run  # noqa: E402
+from xentlib.torch import TokenNormalizer, next_token_labels  # noqa: E402
+
+
+def of_one_batch(batches: list[Any]) -> list[Any]:
+    """Gradients in float64 of one process that has all tokens."""
+    model = net().double()
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    (token_losses(model(x.double()), y).sum() / (y != -100).sum()).backward()
+    return [p.grad.numpy() for p in model.parameters()]
+
+
+def hold(got: list[Any], want: list[Any], said: str = "") -> None:
+    """A12; without an oracle of a whole network, in norm."""
+    for g, o in zip(got, want, strict=True):
+        assert not failures(check("A9", g, o, metrics=("rho / u",))), said
+
+
+def refused(model: Any, **options: Any) -> str:
+    """What it says."""
+    with pytest.raises(UnsupportedWrapperError) as caught:
+        TokenNormalizer(model, **options)
+    return str(caught.value)
+
+
+def uneven(rank: int, world: int) -> dict[str, Any]:
+    from torch import distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    found: dict[str, Any] = {}
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    norm = TokenNormalizer(model)
+    mine = [batch_of(k, 10 - k) for k in range(4)][: 1 + 3 * rank]
+    window = run(norm, model, mine, uneven=True)
+    found["uneven"] = [p.grad.clone().numpy() for p in model.parameters()]
+    model.zero_grad()
+    # A rank without any.
+    run(norm, model, mine if rank else [], uneven=True, filler=batch_of(9))
+    found["none"] = [p.grad.clone().numpy() for p in model.parameters()]
+    found["micro-batches"] = window.stats.micro_batches
+    model.zero_grad()
+    # Both ranks hold the same tokens, as tensor-parallel ones do.
+    alone = dist.new_group([0]), dist.new_group([1])
+    twice = torch.nn.parallel.DistributedDataParallel(net(), process_group=alone[rank])
+    window = run(TokenNormalizer(twice, count_group=dist.group.WORLD), twice, [batch_of(0)])
+    found["copies"] = [p.grad.clone().numpy() for p in twice.parameters()]
+    assert window.stats.num_tokens == N
+    # Replicas stay the same for 50 steps.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for k in range(50):
+        batches = [batch_of(100 * k + 10 * rank + j, (3 * k + 5 * rank + j) % N) for j in range(2)]
+        run(norm, model, batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    found["replicas"] = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+    hooked = torch.nn.parallel.DistributedDataParallel(net())
+
+    def own(state, bucket):  # DDP reads annotations, which are text here
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    hooked.register_comm_hook(None, own)
+    cut = net()
+    mesh = dist.init_device_mesh("cpu", (world,))
+    for module in (cut[1], cut):
+        fully_shard(module, mesh=mesh)
+    cut.set_gradient_divide_factor(3.0)
+    partly = net()
+    fully_shard(partly[1], mesh=mesh)
+    found["refused"] = {
+        "hook": refused(hooked),
+        "factors": refused(cut),
+        "sums": refused(model, sums=True),
+        "inside": refused(torch.nn.Sequential(model)),
+        "partly": refused(partly),
+    }
+    return found
+
+
+def test_what_is_uneven_between_ranks() -> None:
+    """SPEC 7: numbers of micro-batches, a rank with none, copies of tokens, replicas to the bit."""
+    ranks = launch(2, uneven, seconds=120)
+
+    four = [batch_of(k, 10 - k) for k in range(4)]
+    cases = {
+        "uneven": of_one_batch([four[0], *four]),
+        "none": of_one_batch(four),
+        "copies": of_one_batch([batch_of(0)]),
+    }
+    for rank in ranks:
+        for name, oracle in cases.items():
+            hold(rank[name], oracle, name)
+        said = rank["refused"]
+        assert "communication hook 'own'" in said["hook"]
+        assert (
+            "gradient divide factors that differ between its modules: 3.0, None" in said["factors"]
+        )
+        assert "got True for a DistributedDataParallel, whose reduction is read" in said["sums"]
+        assert "with a wrapper inside, at '0'" in said["inside"]
+        assert "with a wrapper inside, at '1'" in said["partly"]
+    assert np.array_equal(ranks[0]["replicas"], ranks[1]["replicas"])
+    assert [rank["micro-batches"] for rank in ranks] == [4, 4]
+
+
+def accelerated(rank: int, world: int) -> list[Any]:
+    import accelerate
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    norm = TokenNormalizer(model, accelerator=accelerator)
+    before = [p.detach().clone() for p in model.parameters()]
+    run(norm, model, [batch_of(10 * rank + k, 9 - 4 * rank - k) for k in range(4)])
+    optimizer.step()
+    return [(a - b.detach()).numpy() for a, b in zip(before, model.parameters(), strict=True)]
+
+
+def test_accelerate() -> None:
+    """SPEC 7: its backward divides by its accumulation steps, its optimizer waits for its flag."""
+    pytest.importorskip("accelerate")
+    batches = [batch_of(10 * rank + k, 9 - 4 * rank - k) for rank in range(2) for k in range(4)]
+    for rank in launch(2, accelerated):
+        hold(rank, of_one_batch(batches))
+
+
+def engine_of(**changes: Any) -> Any:
+    import deepspeed
+
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed("gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        **changes,
+    }
+    model = net()
+    return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+
+
+def unstepped(rank: int, world: int) -> dict[str, Any]:
+    """DeepSpeed's loss scale at the start, after a window, and in the next window's micro-batch;
+    and what is refused."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    engine = engine_of(zero_optimization={"stage": 2})
+    norm = TokenNormalizer(engine, mode="postscale")
+    scales = [float(engine.optimizer.loss_scale)]
+    run(norm, engine, [batch_of(0)])
+    scales.append(float(engine.optimizer.loss_scale))
+
+    def see(window: Any, model: Any, x: Any, y: Any) -> None:
+        scales.append(float(engine.optimizer.loss_scale))
+        one(window, model, x, y)
+
+    attempt(norm, engine, [batch_of(1)], see)
+    engine.step()
+    scales.append(float(engine.optimizer.loss_scale))
+    low = engine_of(
+        zero_optimization={"stage": 1},
+        bf16={"enabled": True},
+        data_types={"grad_accum_dtype": "fp32"},
+    )
+    TokenNormalizer(low)
+    said = {"bf16": refused(low, mode="postscale"), "scaler": refused(engine, scaler=object())}
+    if importlib.util.find_spec("accelerate"):
+        from accelerate import Accelerator, DeepSpeedPlugin
+
+        os.environ.update(ACCELERATE_USE_DEEPSPEED="true", LOCAL_WORLD_SIZE=str(world))
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
+        plugin = accelerator.state.deepspeed_plugin
+        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        both = accelerator.prepare(model, optimizer)[0]
+        said["both"] = refused(both, accelerator=accelerator)
+    return {"scales": scales, "refused": said}
+
+
+def test_deepspeed() -> None:
+    """A loss scale that nobody has stepped on would multiply the next window's losses. SPEC 7:
+    refusals, with the way out."""
+    pytest.importorskip("deepspeed")
+    (found,) = launch(1, unstepped)
+    assert found["scales"] == [1.0, N, 1.0, 1.0]
+    said = found["refused"]
+    assert "ZeRO-1 in bf16 steps on a copy of the gradients" in said["bf16"]
+    assert said["bf16"].endswith("Use mode='precount'.")
+    assert "`scaler` must be None with DeepSpeed" in said["scaler"]
+    if "both" in said:
+        assert "steps inside its backward" in said["both"]
+        assert "Pass the engine of `deepspeed.initialize`" in said["both"]
+
+
+ROWS, LENGTH = 3, 12
+
+
+def row_batch() -> tuple[Any, Any]:
+    """[ROWS, LENGTH, H] inputs and token ids, some of them ignored."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(V, (ROWS, LENGTH), generator=generator)
+    ids[0, 2:5] = -100
+    ids[2, 7:] = -100
+    return torch.randn(ROWS, LENGTH, H, generator=generator), ids
+
+
+def sliced(rank: int, world: int) -> list[Any]:
+    """A rank's slice of every row, as context parallelism has it; a row is a micro-batch."""
+    group = torch.distributed.group.WORLD
+    x, ids = row_batch()
+    here = slice(rank * LENGTH // world, (rank + 1) * LENGTH // world)
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    labels = [next_token_labels(row[None, here], sequence_parallel=group)[0] for row in ids]
+    run(TokenNormalizer(model), model, list(zip(x[:, here], labels, strict=True)))
+    return [p.grad.numpy() for p in model.parameters()]
+
+
+def test_slices_of_context_parallel_ranks() -> None:
+    """SPEC 7: different tokens, so each counts once; labels are shifted before they are cut. The
+    last position of a slice predicts the first of the next rank's."""
+    x, ids = row_batch()
+    labels = next_token_labels(ids)
+    want = of_one_batch([(x.flatten(0, 1), labels.flatten())])
+    for rank in launch(2, sliced):
+        hold(rank, want)
