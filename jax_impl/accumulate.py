@@ -127,10 +127,9 @@ def token_normalized(
         return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(x.dtype)), tree)
 
     def init(params: Any) -> TokenNormalizedState:
-        nothing = jnp.zeros((), jnp.int32)
-        return TokenNormalizedState(
-            zeros(params), jnp.zeros((), count_type), nothing, nothing, inner.init(params)
-        )
+        # No two leaves are one array: a state is donated.
+        numbers = (jnp.zeros((), dtype) for dtype in (count_type, jnp.int32, jnp.int32))
+        return TokenNormalizedState(zeros(params), *numbers, inner.init(params))
 
     def update(
         updates: Any,
