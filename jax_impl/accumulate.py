@@ -128,8 +128,12 @@ def token_normalized(
 
     def init(params: Any) -> TokenNormalizedState:
         # No two leaves are one array: a state is donated.
-        numbers = (jnp.zeros((), dtype) for dtype in (count_type, jnp.int32, jnp.int32))
-        return TokenNormalizedState(zeros(params), *numbers, inner.init(params))
+        tokens, micro_batches, windows = (
+            jnp.zeros((), dtype) for dtype in (count_type, jnp.int32, jnp.int32)
+        )
+        return TokenNormalizedState(
+            zeros(params), tokens, micro_batches, windows, inner.init(params)
+        )
 
     def update(
         updates: Any,
