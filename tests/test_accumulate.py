@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ CELLS = {
     "FSDP2, post-scale": Cell("FSDP2", mode="postscale"),
     "FSDP2, divide factor": Cell("FSDP2", divide=0.5),
     "FSDP2, empty window": Cell("FSDP2", empty="window"),
+    "Accelerate": Cell("Accelerate"),
+    "Accelerate, post-scale": Cell("Accelerate", mode="postscale"),
     "HSDP": Cell("HSDP", world=4),
     "HSDP, post-scale": Cell("HSDP", world=4, mode="postscale"),
     **{f"ZeRO-{k}": Cell(f"ZeRO-{k}") for k in range(4)},
@@ -170,6 +173,7 @@ FACTORS = {
     "plain": "plain",
     "DDP": "DDP",
     "DDP with a hook that adds up (`sums=True`)": "DDP, sums",
+    "DDP prepared by Accelerate, s steps": "Accelerate",
     "FSDP2": "FSDP2",
     "HSDP": "HSDP",
     "FSDP2, divide factor f on all modules": "FSDP2, divide factor",
@@ -214,6 +218,13 @@ def gradients_of_one_batch(cell: Cell, window: int, dtype: Any = None) -> tuple[
     return [p.grad.double().numpy() for p in model.parameters()], loss.item()
 
 
+@cache
+def accelerator() -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True, gradient_accumulation_steps=M)
+
+
 def wrapped(cell: Cell) -> Any:
     from torch import distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -233,6 +244,8 @@ def wrapped(cell: Cell) -> Any:
             model.register_comm_hook(None, add_up)
         else:
             model.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif cell.wrapper == "Accelerate":
+        model = accelerator().prepare(model)
     elif cell.wrapper in ("FSDP2", "HSDP"):
         shape = (2, 2) if cell.wrapper == "HSDP" else (cell.world,)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
@@ -309,6 +322,7 @@ def normalizer(cell: Cell, model: Any) -> Any:
         mode=cell.mode,
         sums=True if cell.wrapper == "DDP" and cell.sums else None,
         scale_wrt_gas=cell.scaled,
+        accelerator=accelerator() if cell.wrapper == "Accelerate" else None,
     )
 
 
@@ -316,6 +330,7 @@ def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
     from xentlib.torch import count_collectives
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # Accelerate looks, and uses none
     found = []
     for name in names:
         cell = CELLS[name]
@@ -351,17 +366,19 @@ def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, int], list[Any]]:
     results: dict[tuple[str, int], list[Any]] = {}
-    has_deepspeed = _has("deepspeed")
     for world in (1, 2, 4):
         names = [
             name
             for name, cell in CELLS.items()
-            if cell.world == world and (has_deepspeed or not cell.wrapper.startswith("ZeRO"))
+            if cell.world == world and _has(NEEDS.get(cell.wrapper.partition("-")[0], "torch"))
         ]
         for rank in launch(world, on_rank, names):
             for name, k, *rest in rank:
                 results.setdefault((name, k), []).append(rest)
     return results
+
+
+NEEDS = {"ZeRO": "deepspeed", "Accelerate": "accelerate"}
 
 
 def _has(name: str) -> bool:
@@ -376,7 +393,7 @@ def test_a_window_is_one_batch(found: Any, name: str) -> None:
     Catches: means of means, local counts, a divisor or an engine's division that is overlooked."""
     cell = CELLS[name]
     if (name, 0) not in found:
-        pytest.skip("DeepSpeed is not installed")
+        pytest.skip("its package is not installed")
     for (which, window), ranks in found.items():
         if which != name or window == "factor":
             continue
@@ -408,7 +425,7 @@ def test_the_documented_factor_is_the_measured_one(found: Any, row: str) -> None
     process; 1 over that is the factor, times 1 / T. docs/accumulation.md has it as a number."""
     name = FACTORS[row]
     if (name, "factor") not in found:
-        pytest.skip("DeepSpeed is not installed")
+        pytest.skip("its package is not installed")
     cell = CELLS[name]
     x, y, _ = data(cell, 0)
     model = net().double()

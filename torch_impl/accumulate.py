@@ -72,6 +72,22 @@ class TokenNormalizer:
         uneven: bool = False,
         filler: Any = None,
     ) -> Window:
+        """The window of one optimizer update, for a `with` block.
+
+        Args:
+            labels: of all of this rank's micro-batches, after the shift, any shape each; needed in
+                pre-count, refused in post-scale, which is told by `window.backward`.
+            where: masks of the same shapes; what is 0 is not counted.
+            token_weights: of the same shapes; T is the sum over the valid tokens.
+            ignore_index: the label that is not counted.
+            uneven: ranks may hold different numbers of micro-batches: those that are done go on
+                with micro-batches that count nothing. The host reads the count once.
+            filler: a micro-batch for a rank that has none; without it the last one is repeated.
+
+        Raises:
+            ValueError: labels, masks or weights that the mode does not take, or not as many.
+            WindowStateError: another window of this normalizer is open.
+        """
         check_windows(self.mode, labels, where, token_weights, uneven)
         return Window(self, labels, where, token_weights, ignore_index, uneven, filler)
 
