@@ -211,6 +211,60 @@ def test_deepspeed() -> None:
         assert "Pass the engine of `deepspeed.initialize`" in said["both"]
 
 
+def in_half_precision(rank: int, world: int) -> list[Any]:
+    """Of each ZeRO stage: the loss scales of its windows until one is stepped on, the gradient of
+    that step, and what post-scale says."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    # DeepSpeed does not offer fp16 on CPUs; PyTorch computes in it there.
+    device = get_accelerator()
+    device.is_fp16_supported = lambda: True
+    device.supported_dtypes = lambda: [torch.float, torch.half]
+
+    def half(window: Any, model: Any, x: Any, y: Any) -> None:
+        one(window, lambda x: model(x.half()).float(), x, y)
+
+    found = []
+    for stage in (1, 2, 3):
+        engine = engine_of(
+            zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+            fp16={"enabled": True, "initial_scale_power": 22, "hysteresis": 1},
+            gradient_clipping=0.0,
+        )
+
+        def values(engine: Any = engine) -> list[Any]:
+            return [safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+
+        norm, before, scales = TokenNormalizer(engine), values(), []
+        while len(scales) < 20 and all(map(torch.equal, before, values())):
+            attempt(norm, engine, [batch_of(0), batch_of(1, 3)], half)
+            scales.append(float(engine.optimizer.loss_scale))
+            engine.step()
+        steps = [(a - b).numpy() for a, b in zip(before, values(), strict=True)]
+        found.append((scales, steps, refused(engine, mode="postscale")))
+    return found
+
+
+def test_half_precision_under_deepspeed() -> None:
+    """SPEC 7: windows whose gradient overflows are not stepped on, the scale is halved, and the
+    step that comes is right; a loss scale that moves cannot be borrowed for post-scale."""
+    pytest.importorskip("deepspeed")
+    want = of_one_batch([batch_of(0), batch_of(1, 3)])
+    reference = net().half()
+    x, y = (torch.cat(parts) for parts in zip(batch_of(0), batch_of(1, 3), strict=True))
+    (token_losses(reference(x.half()).float(), y).sum() / 13).backward()
+    alone = [p.grad.double().numpy() for p in reference.parameters()]
+    for scales, steps, said in launch(1, in_half_precision)[0]:
+        assert len(scales) > 2
+        assert scales == [2.0 ** (22 - k) for k in range(len(scales))]
+        for got, other, oracle in zip(steps, alone, want, strict=True):
+            # No further from the truth than one process in fp16, times four.
+            assert not failures(check("A9", got, oracle, other=other, metrics=("error ratio",)))
+        assert "in fp16 the loss scale is DeepSpeed's own, and moves" in said
+
+
 ROWS, LENGTH = 3, 12
 
 
