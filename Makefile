@@ -53,7 +53,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
 	@echo 'installing what the tests and the benchmark need'
-	@$(PIP) -e '.[test,bench,deepspeed]'
+	@$(PIP) -e '.[test,bench,deepspeed,hf]'
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/test.stamp
@@ -64,7 +64,7 @@ $(VENV)/dev.stamp: $(VENV)/test.stamp
 env: $(VENV)/dev.stamp
 
 env-all: $(VENV)/dev.stamp
-	@echo 'installing Hugging Face'
+	@echo 'installing every extra'
 	@$(PIP) -e '.[all]'
 
 # --- the wheel, unpacked: what mypy, the documentation and the wheel test look at -------------------------------------
@@ -133,7 +133,7 @@ bench: $(VENV)/test.stamp
 # DeepSpeed looks for ninja on the path. Its warnings of what is deprecated are for its authors.
 TORCHRUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
   $(BIN)/python -m torch.distributed.run --standalone
-ON_RANKS := examples/fsdp2.py examples/zero3.py
+ON_RANKS := examples/fsdp2.py examples/zero3.py examples/accelerate_ddp.py examples/trainer.py
 
 examples: $(VENV)/test.stamp
 	@for example in $(filter-out $(ON_RANKS),$(wildcard examples/*.py)); do \
