@@ -308,9 +308,9 @@ def delivered(cell: Cell, rank: int) -> list[Any]:
     wrapper = normalizer(cell, model).wrapper
     x, y, _ = (part[rank] for part in data(cell, 0))
     for m in range(M):
-        with wrapper.micro_batch(last=m == M - 1):
-            wrapper.backward(token_losses(model(x[m]), y[m]).sum())
-    wrapper.restore()
+        wrapper.micro_batch(last=m == M - 1)
+        wrapper.backward(token_losses(model(x[m]), y[m]).sum())
+    wrapper.finish()
     return [g.numpy() for g in stepped(cell, model, skipped=False)]
 
 

@@ -158,6 +158,84 @@ def test_a_count_that_is_not_what_the_loss_saw() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_gradients_that_are_there_are_not_scaled_again() -> None:
+    """Post-scale would divide them by its own count; pre-count adds to them."""
+    model, norm = normalizer(mode="postscale")
+    run(norm, model, [batch_of(0)])
+    with pytest.raises(WindowStateError, match=r"gradients must be None.*`zero_grad\(set_to_none"):
+        run(norm, model, [batch_of(1)])
+    first = gradients(model)
+    model.zero_grad()
+    run(norm, model, [batch_of(1)])
+    second = gradients(model)
+    model.zero_grad()
+    both = TokenNormalizer(model)
+    for seed in (0, 1):
+        run(both, model, [batch_of(seed)])
+    for p, a, b in zip(model.parameters(), first, second, strict=True):
+        assert not failures(check("A9", p.grad.numpy(), (a + b).numpy(), metrics=("rho / u",)))
+
+
+def test_a_window_is_entered_once() -> None:
+    """Its counts are of one update."""
+    model, norm = normalizer()
+    window = run(norm, model, [batch_of(0)])
+    with pytest.raises(WindowStateError, match=r"entered once.*Call `norm.window\(...\)` for each"):
+        window.__enter__()
+    assert norm.lifecycle.state is WindowState.IDLE
+
+
+def test_a_loader_may_fill_one_buffer() -> None:
+    """No batch is asked for before its turn, where the labels say which one is the last."""
+    model, norm = normalizer()
+    batches = [batch_of(k, 10 - 3 * k) for k in range(3)]
+    x, y = batch_of(9)
+
+    def loader() -> Any:
+        for a, b in batches:
+            x.copy_(a)
+            y.copy_(b)
+            yield x, y
+
+    with norm.window(labels=[b for _, b in batches]) as window:
+        for a, b in window.micro_batches(loader()):
+            one(window, model, a, b)
+    alone, fresh = normalizer()
+    run(fresh, alone, batches)
+    assert all(map(torch.equal, gradients(model), gradients(alone)))
+
+
+def test_what_is_counted_has_the_shape_of_its_labels() -> None:
+    """[N, 1] beside [N] would count N times N."""
+    model, norm = normalizer()
+    y = batch_of(0)[1]
+    column = torch.ones(N, 1)
+    for name in ("where", "token_weights"):
+        with pytest.raises(
+            ValueError, match=rf"`{name}` must have the shape of its labels, \(10,\)"
+        ):
+            run(norm, model, [batch_of(0)], **{name: [column]})
+    with pytest.raises(TypeError, match="`labels` must be a tensor for each micro-batch; got list"):
+        run(norm, model, [batch_of(0)], labels=[y.tolist()])
+
+
+def test_weights_that_cancel() -> None:
+    """Advantages: their sum may be below 0, and far below the sum of their sizes."""
+    model, norm = normalizer()
+    x, y = batch_of(0)
+    w = torch.tensor([-4.0, *[0.25] * 9])
+
+    def weighted(window: Any, model: Any, x: Any, y: Any) -> None:
+        window.backward((token_losses(model(x), y) * w).sum(), w.sum())
+
+    window = attempt(norm, model, [(x, y)], weighted, token_weights=[w])
+    assert float(window.stats.num_tokens) == -1.75
+    reference = net().double()
+    ((token_losses(reference(x.double()), y) * w.double()).sum() / -1.75).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert not failures(check("A9", p.grad.numpy(), q.grad.numpy(), metrics=("rho / u",)))
+
+
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(cuts=st.lists(st.integers(0, 40), min_size=1, max_size=6), mode=st.sampled_from(MODES))
 def test_the_same_tokens_cut_differently(cuts: list[int], mode: str) -> None:

@@ -20,7 +20,7 @@ from xentlib.accumulate import (
     WindowStateError,
     WindowStats,
 )
-from xentlib.checks import check_choice, check_loss_sum, check_windows
+from xentlib.checks import check_choice, check_counted, check_loss_sum, check_windows
 from xentlib.torch.describe import describe
 from xentlib.torch.nll import NLLOutput
 from xentlib.torch.wrappers import read
@@ -43,20 +43,29 @@ class TokenNormalizer:
     ) -> None:
         check_choice("mode", mode, spec.MODES)
         check_choice("empty", empty, spec.EMPTY)
-        self.wrapper = read(model_or_engine, accelerator, scaler, sums, scale_wrt_gas)
         self.mode, self.empty = mode, empty
         self.lifecycle = Lifecycle()
-        self.group = self.wrapper.group if count_group is None else count_group
-        ranks = 1 if self.group is None else dist.get_world_size(self.group)
-        if ranks % self.wrapper.ranks:
+        self.given = model_or_engine, accelerator, scaler, sums, scale_wrt_gas
+        self.count_group = count_group
+        self._read()
+
+    def _read(self) -> None:
+        """The wrapper as it is now: hooks, factors and accumulation steps may change."""
+        self.wrapper = read(*self.given)
+        self.group = self.wrapper.group if self.count_group is None else self.count_group
+        ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
+        data = (
+            [] if self.wrapper.group is None else dist.get_process_group_ranks(self.wrapper.group)
+        )
+        if len(ranks or [0]) % self.wrapper.ranks or not set(data) <= set(ranks):
             raise UnsupportedWrapperError(
-                f"`count_group` must hold every data rank as often as any other; got a group of "
-                f"{ranks} ranks for {self.wrapper.ranks} data ranks. Pass the group that gradients "
-                f"are reduced over, or one with all its tensor-parallel copies."
+                f"`count_group` must hold every data rank as often as any other; got ranks "
+                f"{ranks} for the data ranks {data or self.wrapper.ranks}. Pass the group that "
+                f"gradients are reduced over, or one with all its tensor-parallel copies."
             )
-        self.copies = ranks // self.wrapper.ranks
-        refusal = self.wrapper.refusal()
-        if mode == "postscale" and refusal:
+        self.copies = len(ranks or [0]) // self.wrapper.ranks
+        refusal = self.wrapper.refusal() if self.mode == "postscale" else ""
+        if refusal:
             raise UnsupportedWrapperError(
                 f"`mode` must be 'precount' here; got 'postscale', and {refusal}. "
                 f"Use mode='precount'."
@@ -89,6 +98,9 @@ class TokenNormalizer:
             WindowStateError: another window of this normalizer is open.
         """
         check_windows(self.mode, labels, where, token_weights, uneven)
+        if self.lifecycle.state is WindowState.IDLE:
+            self.wrapper.settle()
+            self._read()
         return Window(self, labels, where, token_weights, ignore_index, uneven, filler)
 
 
@@ -119,11 +131,13 @@ class Window:
         self.filling = False
         self.rounds: int | None = None  # micro-batches of the rank that has most
         self.seen = 0
-        self.device = next(self.wrapper.model.parameters()).device
+        self.device = self.wrapper.device
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.token_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.counted = False  # whether every backward has brought its tokens
         self.own: Tensor | None = None  # weight of this rank's declared tokens
+        self.size: Tensor | None = None  # the same of absolute weights
+        self.entered = False
         self.total: Tensor | None = None
         self._stats: WindowStats | None = None
 
@@ -131,6 +145,17 @@ class Window:
 
     def __enter__(self) -> Window:
         life = self.norm.lifecycle
+        if self.entered:
+            raise WindowStateError(
+                "a window must be entered once; got one that was entered before. Call "
+                "`norm.window(...)` for each update."
+            )
+        if self.norm.mode == "postscale" and self.wrapper.has_gradients():
+            raise WindowStateError(
+                "gradients must be None when a window opens that scales them at its end, or those "
+                "that are there would be scaled again; got some. Call "
+                "`zero_grad(set_to_none=True)`, or use mode='precount'."
+            )
         if self.norm.mode == "precount":
             life.step("count", "norm.window(...)")
             try:
@@ -139,7 +164,7 @@ class Window:
                 life.step("abort")
                 raise
         life.step("open", "norm.window(...)")
-        self.counted = True
+        self.entered = self.counted = True
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -168,13 +193,22 @@ class Window:
         assert self.declared is not None
         labels, where, weights, ignore_index = self.declared
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        size = torch.zeros_like(total)
         for k, y in enumerate(labels):
+            check_counted(
+                describe(y),
+                None if where is None else describe(where[k]),
+                None if weights is None else describe(weights[k]),
+            )
             valid = y != ignore_index
             if where is not None:
                 valid = valid & where[k].bool()
-            one = valid if weights is None else torch.where(valid, weights[k].double(), 0.0)
-            total += one.sum().double().to(self.device)  # labels may still be on the host
-        self.own = total
+            one = valid.long()
+            if weights is not None:
+                one = torch.where(valid, weights[k].double(), 0.0)
+            total += one.sum().to(self.device)  # labels may still be on the host
+            size += one.abs().sum().to(self.device)
+        self.own, self.size = total.clone(), size
         self._reduce(total, len(labels))
 
     def _reduce(self, total: Tensor, micro_batches: int) -> None:
@@ -197,7 +231,7 @@ class Window:
         """c of pre-count, or what finished gradients are multiplied by: D G / T; 0 where T is 0."""
         assert self.total is not None
         scale = float(self.wrapper.reduction.scale)
-        return torch.where(self.total > 0, scale / self.total, 0.0)
+        return torch.where(self.total != 0, scale / self.total, 0.0)
 
     @property
     def denominator(self) -> Tensor:
@@ -209,7 +243,7 @@ class Window:
                 "its end. Use mode='precount'."
             )
         scale = float(self.wrapper.reduction.scale)
-        return torch.where(self.total > 0, self.total / scale, 1.0).float()
+        return torch.where(self.total != 0, self.total / scale, 1.0).float()
 
     # Micro-batches
 
@@ -224,12 +258,14 @@ class Window:
             CountMismatchError: not as many as there were labels.
         """
         life = self.norm.lifecycle
+        done, declared = object(), None if self.declared is None else len(self.declared[0])
+        ends = declared if self.rounds is None else self.rounds  # None: one must look ahead
         waiting = iter(batches)
-        done = object()
-        current, k, given = next(waiting, done), 0, 0
+        current, following, k, given = next(waiting, done), done, 0, 0
         previous = self.filler
-        while current is not done or (self.rounds is not None and k < self.rounds):
-            following = next(waiting, done) if current is not done else done
+        while current is not done or (ends is not None and self.uneven and k < ends):
+            if declared is not None and current is not done and k == declared:
+                raise self._mismatch(f"more than {declared}", declared)
             self.filling = current is done
             if self.filling and previous is None:
                 raise ValueError(
@@ -237,26 +273,35 @@ class Window:
                     "what the others reduce; got None. Pass a batch to `norm.window(filler=...)`: "
                     "its loss counts nothing."
                 )
-            last = following is done and (self.rounds is None or k + 1 >= self.rounds)
+            if ends is None:
+                following = next(waiting, done)
+            last = following is done if ends is None else k + 1 >= ends
             batch = previous if self.filling else current
             if life.state is not WindowState.OPEN:
                 life.step("backward", "window.micro_batches")
             before = self.seen
-            with self.wrapper.micro_batch(last=last):
-                yield batch
+            self.wrapper.micro_batch(last=last)
+            yield batch
             if self.seen != before + 1:
                 raise WindowStateError(
                     f"`window.backward` must be called once for each micro-batch; got "
                     f"{self.seen - before} calls for micro-batch {k}. Call it in the loop's body."
                 )
-            previous, current, k = batch, following, k + 1
             given += not self.filling
-        if self.declared is not None and given != len(self.declared[0]):
-            raise CountMismatchError(
-                f"`batches` must be as many as `labels`; got {given} micro-batches and labels of "
-                f"{len(self.declared[0])}. Pass the labels of all micro-batches of this window."
-            )
+            # A loader may fill the same buffers again: no batch is asked for before its turn.
+            previous = batch
+            if ends is not None and not self.filling:
+                following = next(waiting, done)
+            current, k = following, k + 1
+        if declared is not None and given != declared:
+            raise self._mismatch(str(given), declared)
         life.step("seal", "window.micro_batches")
+
+    def _mismatch(self, given: str, declared: int) -> CountMismatchError:
+        return CountMismatchError(
+            f"`batches` must be as many as `labels`; got {given} micro-batches and labels of "
+            f"{declared}. Pass the labels of all micro-batches of this window."
+        )
 
     def backward(
         self, loss: Tensor | NLLOutput, num_tokens: Any = None, *, normalized: bool = False
@@ -296,7 +341,7 @@ class Window:
     # The end
 
     def _finish(self) -> None:
-        self.wrapper.restore()
+        self.wrapper.finish()
         if self.norm.mode == "postscale":
             self._reduce(self.token_sum, self.seen)
             self.wrapper.scale_gradients(self.factor)
@@ -316,8 +361,9 @@ class Window:
     def _same_count(self) -> None:
         """What was declared against what the losses saw, on this rank."""
         assert self.own is not None
-        # Weights are added up in another order.
-        if bool((self.own - self.token_sum).abs() > 1e-6 * self.own.clamp(min=1.0)):
+        assert self.size is not None
+        # Weights are added up in another order, in float32.
+        if bool((self.own - self.token_sum).abs() > 1e-6 * self.size.clamp(min=1.0)):
             raise CountMismatchError(
                 f"`labels` must be those that the losses see; got {float(self.own):g} valid tokens "
                 f"declared and {float(self.token_sum):g} in the losses. Count after the shift, "

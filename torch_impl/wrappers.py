@@ -6,7 +6,6 @@ FSDP2 and DeepSpeed have no public road to all of it; theirs was read in torch 2
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,18 +23,35 @@ class Plain:
     def __init__(self, model: nn.Module, scaler: Any) -> None:
         self.model: Any = model
         self.scaler = scaler
+        first = next(model.parameters(), None)
+        if first is None:
+            raise UnsupportedWrapperError(
+                f"`model` must have parameters; got a {type(model).__name__} without any. Pass the "
+                f"module that is trained."
+            )
+        self.device = first.device
         self.reduction = reduction_of("plain")
         self.ranks = 1
         self.group: dist.ProcessGroup | None = None
 
-    def micro_batch(self, *, last: bool) -> Any:
-        """A context for the forward and the backward of one."""
-        return nullcontext()
+    def settle(self) -> None:
+        """What a finished window has left until its step, if nobody has stepped."""
+
+    def micro_batch(self, *, last: bool) -> None:
+        """Flags for the forward and the backward of one."""
 
     def backward(self, loss: Tensor) -> None:
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()
+
+    def parameters(self) -> list[Any]:
+        """That gradients are put on."""
+        return list(self.model.parameters())
+
+    def has_gradients(self) -> bool:
+        """Whether some are there that post-scale would scale once more."""
+        return any(p.grad is not None for p in self.parameters())
 
     def refusal(self) -> str:
         """Why finished gradients cannot be scaled; empty where they can."""
@@ -45,14 +61,18 @@ class Plain:
         return self.reduction.refusal
 
     def scale_gradients(self, factor: Tensor) -> None:
-        for p in self.model.parameters():
+        for p in self.parameters():
             if p.grad is not None:
                 # In 16 bits the factor itself would be rounded, to 2^-9 of itself in bf16.
                 wide = torch.promote_types(p.grad.dtype, torch.float32)
                 p.grad.copy_(p.grad.to(wide) * factor.to(wide))
 
     def restore(self) -> None:
-        """Flags, as they were."""
+        """Flags, as they were: after the last micro-batch, or an exception."""
+
+    def finish(self) -> None:
+        """After the last micro-batch."""
+        self.restore()
 
     def zero_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -75,8 +95,13 @@ class Replicated(Plain):
         self.group = model.process_group
         self.reduction = reduction_of("DDP", ranks=self.ranks, sums=bool(sums))
 
-    def micro_batch(self, *, last: bool) -> Any:
-        return nullcontext() if last else self.model.no_sync()
+    def micro_batch(self, *, last: bool) -> None:
+        # As `no_sync` does, whose context would stay open where a window ends by an exception and
+        # somebody holds its iterator.
+        self.model.require_backward_grad_sync = last
+
+    def restore(self) -> None:
+        self.model.require_backward_grad_sync = True
 
 
 AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
@@ -99,13 +124,27 @@ class Sharded(Plain):
 
     def __init__(self, model: Any, scaler: Any) -> None:
         super().__init__(model, scaler)
-        groups = [group for state in _fsdp_states(model) for group in state._fsdp_param_groups]
-        held = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
+        self.groups = groups = [
+            group for state in _fsdp_states(model) for group in state._fsdp_param_groups
+        ]
+        # With `set_reshard_after_backward(False)` the model's parameters are whole by now.
+        held = {
+            id(x)
+            for group in groups
+            for p in group.fsdp_params
+            for x in (p.sharded_param, getattr(p, "_unsharded_param", None))
+        }
         loose = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if loose:
             raise UnsupportedWrapperError(
                 f"`model` must keep all its parameters in FSDP2; got {loose[0]!r} outside of it, "
                 f"which nobody reduces over the ranks. Call `fully_shard(model)` on the root."
+            )
+        if any(group._all_reduce_hook is not None for group in groups):
+            raise UnsupportedWrapperError(
+                "`model` must reduce gradients in a way that can be read; got FSDP2 with an "
+                "all-reduce hook, of which nobody can see what it does. Use a two-dimensional mesh "
+                "for replicas."
             )
         meshes = {id(group.mesh_info.mesh): group.mesh_info.mesh for group in groups}
         sizes = {mesh.size() for mesh in meshes.values()}
@@ -126,12 +165,25 @@ class Sharded(Plain):
             self.group = dist.group.WORLD
         self.reduction = reduction_of("FSDP2", ranks=self.ranks, divide=divide)
 
-    def micro_batch(self, *, last: bool) -> Any:
+    def parameters(self) -> list[Any]:
+        # Not the model's: with `set_reshard_after_backward(False)` those are whole, without .grad.
+        return [p.sharded_param for group in self.groups for p in group.fsdp_params]
+
+    def micro_batch(self, *, last: bool) -> None:
         self.model.set_requires_gradient_sync(last)
-        return nullcontext()
 
     def restore(self) -> None:
         self.model.set_requires_gradient_sync(True)
+
+    def zero_gradients(self) -> None:
+        super().zero_gradients()
+        # Those that have not been reduced yet: `zero_grad` does not see them.
+        for group in self.groups:
+            group._partial_reduce_output = None
+            for p in group.fsdp_params:
+                p.sharded_param.grad = p.unsharded_accumulated_grad = None
+                if hasattr(p, "_unsharded_param"):
+                    p.unsharded_param.grad = None
 
 
 def _fsdp_states(model: nn.Module) -> list[Any]:
@@ -156,7 +208,13 @@ class Engine(Plain):
                 "Leave it out."
             )
         self.scale_wrt_gas = scale_wrt_gas
-        self.before: Any = None  # the loss scale, while a finished window has its own
+        self.lent: dict[str, Any] | None = None  # what the engine had before a window
+        if engine.sequence_parallel_size > 1:
+            raise UnsupportedWrapperError(
+                f"`model` must have whole sequences on each rank; got DeepSpeed with sequences "
+                f"over {engine.sequence_parallel_size} ranks, which its stages divide differently. "
+                f"Count and divide yourself: `chunked_nll(..., denominator=)`."
+            )
         self.ranks, self.group = engine.dp_world_size, engine.data_parallel_group
         kind = type(engine.optimizer).__name__
         refusal = ""
@@ -174,10 +232,14 @@ class Engine(Plain):
             refusal=refusal,
         )
 
-    def micro_batch(self, *, last: bool) -> Any:
-        self.unscale()  # of a window that was not stepped on
+    def micro_batch(self, *, last: bool) -> None:
+        if self.lent is None:
+            self.lent = {"boundary": self.model._is_gradient_accumulation_boundary}
         self.model.set_gradient_accumulation_boundary(last)
-        return nullcontext()
+
+    def has_gradients(self) -> bool:
+        scaled = hasattr(self.model.optimizer, "loss_scale")
+        return not scaled and super().has_gradients()
 
     def refusal(self) -> str:
         return self.reduction.refusal
@@ -186,39 +248,57 @@ class Engine(Plain):
         self.model.backward(loss, scale_wrt_gas=self.scale_wrt_gas)
 
     def scale_gradients(self, factor: Tensor) -> None:
-        optimizer, engine = self.model.optimizer, self.model
+        optimizer = self.model.optimizer
         if not hasattr(optimizer, "loss_scale"):
             super().scale_gradients(factor)
             return
         number = float(factor)
-        if not number:  # no token, and gradients of 0
+        if number and self.lent is not None:  # else no token, and gradients of 0
+            # The optimizer divides by its loss scale in `step`.
+            self.lent["loss_scale"] = optimizer.loss_scale
+            optimizer.loss_scale /= number
+
+    def finish(self) -> None:
+        """`engine.step()` comes next and is the window's; after it all is as it was."""
+        engine = self.model
+        if self.lent is None:  # no micro-batch
             return
-        # The optimizer divides by its loss scale in `step`.
-        self.before, step = optimizer.loss_scale, engine.step
-        optimizer.loss_scale = self.before / number
+        engine.set_gradient_accumulation_boundary(True)
+        step = engine.step
+        self.lent["step"] = vars(engine).get("step")
 
         def once(*args: Any, **kwargs: Any) -> Any:
             try:
                 return step(*args, **kwargs)
             finally:
-                self.unscale()
+                self.settle()
 
         engine.step = once
 
-    def unscale(self) -> None:
-        """The optimizer's loss scale and the engine's `step`, as they were."""
-        if self.before is not None:
-            self.model.optimizer.loss_scale = self.before
-            del self.model.step
-            self.before = None
+    def settle(self) -> None:
+        engine, lent, self.lent = self.model, self.lent, None
+        if lent is None:
+            return
+        if "loss_scale" in lent:
+            engine.optimizer.loss_scale = lent["loss_scale"]
+        if lent.get("step") is not None:
+            engine.step = lent["step"]
+        elif "step" in lent:
+            del engine.step
+        engine._is_gradient_accumulation_boundary = lent["boundary"]
 
     def restore(self) -> None:
-        self.unscale()
-        # Not back to counting micro-batches: `engine.step()` comes next, and is the window's.
-        self.model.set_gradient_accumulation_boundary(True)
+        self.settle()
 
     def zero_gradients(self) -> None:
-        self.model.optimizer.zero_grad()
+        optimizer = self.model.optimizer
+        optimizer.zero_grad()
+        if getattr(optimizer, "partition_gradients", False) and hasattr(
+            optimizer, "all_grad_tensors"
+        ):  # ZeRO-2 keeps what it has not reduced yet beside the parameters
+            optimizer.all_grad_tensors.clear()
+            optimizer.averaged_gradients.clear()
+            optimizer.micro_step_id = -1
 
 
 class Accelerated(Plain):
@@ -238,9 +318,12 @@ class Accelerated(Plain):
             inner.reduction.wrapper, inner.reduction.divisor, inner.reduction.engine * steps
         )
 
-    def micro_batch(self, *, last: bool) -> Any:
+    def parameters(self) -> list[Any]:
+        return self.inner.parameters()
+
+    def micro_batch(self, *, last: bool) -> None:
         self.accelerator.gradient_state._set_sync_gradients(last)
-        return self.inner.micro_batch(last=last)
+        self.inner.micro_batch(last=last)
 
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss)
@@ -248,6 +331,13 @@ class Accelerated(Plain):
     def restore(self) -> None:
         self.accelerator.gradient_state._set_sync_gradients(True)
         self.inner.restore()
+
+    def finish(self) -> None:
+        self.accelerator.gradient_state._set_sync_gradients(True)
+        self.inner.finish()
+
+    def zero_gradients(self) -> None:
+        self.inner.zero_gradients()
 
 
 def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool) -> Plain:
@@ -279,6 +369,11 @@ def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool
         )
     else:
         for name, module in model.named_modules():
+            if _is("torch.distributed._composable.replicate", "DDP", module):
+                raise UnsupportedWrapperError(
+                    "`model` must reduce gradients in a way that can be read; got `replicate`, "
+                    "whose state is its own. Use DistributedDataParallel."
+                )
             if isinstance(module, nn.parallel.DistributedDataParallel) or _is(
                 "torch.distributed.fsdp", "FSDPModule", module
             ):

@@ -114,7 +114,8 @@ class WindowStats(NamedTuple):
     """What a finished window was. Arrays of the backend, on its device, until somebody reads them.
 
     Attributes:
-        loss: sum of the losses / T, the loss that is stepped on; 0 where T is 0.
+        loss: sum of the losses / T, 0 where T is 0. In JAX of all devices, the loss that is stepped
+            on; in PyTorch this rank's share of it (`Window.mean_loss()` adds them up).
         num_tokens: T, or the weight of the tokens where they have weights.
         scale: c, or what the final gradients were multiplied by.
         micro_batches: number of this rank's.

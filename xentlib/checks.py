@@ -17,6 +17,7 @@ __all__ = [
     "Operand",
     "check_axis",
     "check_choice",
+    "check_counted",
     "check_denominator_dtype",
     "check_group",
     "check_head_options",
@@ -621,6 +622,21 @@ def check_windows(
             raise ValueError(
                 f"`{name}` must have one entry for each of the {number} micro-batches; got "
                 f"{len(value)}. Pass a list like `labels`."  # type: ignore[arg-type]
+            )
+
+
+def check_counted(labels: Operand, where: Operand | None, weights: Operand | None) -> None:
+    """Validate what is counted of one micro-batch: nothing is broadcast."""
+    for name, given in (("labels", labels), ("where", where), ("token_weights", weights)):
+        if given is not None and not isinstance(given, Operand):
+            raise TypeError(
+                f"`{name}` must be a tensor for each micro-batch; got {type(given).__name__}. Pass "
+                f"`[torch.as_tensor(x) for x in {name}]`."
+            )
+        if given is not None and given.shape != labels.shape:
+            raise ValueError(
+                f"`{name}` must have the shape of its labels, {labels.shape}; got {given.shape}. "
+                f"Pass `{name}.expand_as(labels)`, if that is what you mean."
             )
 
 
