@@ -10,6 +10,7 @@ counted. Half a minute on two cores; needs `pip install 'xentlib[torch,cli]'`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -58,9 +59,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield tokens, labels
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+def train() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model, alone = LanguageModel(), LanguageModel()
@@ -100,6 +99,14 @@ def main() -> None:
         dist.all_reduce(loss := loss.detach())
         if rank == 0 and step % 5 == 4:
             print(f"step {step + 1:3}   loss {loss / world:.3f}", flush=True)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    train()
+    # A model that is still there keeps gloo's threads, which need Python after Python has ended.
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ two cores, and 20 s more the first time, when DeepSpeed compiles an operator wit
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 
 import deepspeed
@@ -69,9 +70,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield tokens, labels
 
 
-def main() -> None:
-    deepspeed.init_distributed("gloo")
-    torch.set_num_threads(1)
+def train() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = LanguageModel()
@@ -99,6 +98,14 @@ def main() -> None:
         dist.all_reduce(loss := loss.detach())
         if rank == 0 and step % 5 == 4:
             print(f"step {step + 1:3}   loss {loss / world:.3f}", flush=True)
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo")
+    torch.set_num_threads(1)
+    train()
+    # A model that is still there keeps gloo's threads, which need Python after Python has ended.
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 
 from xentlib import accumulate as spec
 from xentlib.accumulate import CountOverflowError, WindowStats
@@ -31,30 +32,30 @@ def accumulate_grads(
 ) -> tuple[WindowStats, Any]:
     check_choice("empty", empty, ("skip", "zero"))
     types = axis_name is not None and checks_types(axis_name)
-    here = params
-    if types:
-        # Gradients of parameters that vary are this device's own: summed once, after the loop.
-        here = vary(params, varying(lax.axis_index(axis_name)))
+    own = varying(lax.axis_index(axis_name)) if types else frozenset()
+    # Gradients of parameters that vary are this device's own: summed once, after the loop.
+    here = vary(params, own)
     grad_fn = jax.value_and_grad(sum_and_count_fn, has_aux=True)
     number = jax.tree.leaves(micro_batches)[0].shape[0]
 
     def one(carry: Any, batch: Any) -> tuple[Any, None]:
         (loss, count), grads = grad_fn(here, batch)
         loss_sum, total, sums = carry
-        sums = jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads)
-        return (loss_sum + loss.astype(loss_sum.dtype), total + as_count(count), sums), None
+        sums = jax.tree.map(add, sums, grads)
+        return (add(loss_sum, loss), add(total, as_count(count)), sums), None
 
     first = jax.tree.map(lambda x: x[0], micro_batches)
     (loss_type, count_type), grads_type = jax.eval_shape(grad_fn, here, first)
+    counted = as_count(jnp.zeros((), count_type.dtype)).dtype
     start = (
-        jnp.zeros((), wide(loss_type.dtype)),
-        jnp.zeros((), as_count(jnp.zeros((), count_type.dtype)).dtype),
-        jax.tree.map(lambda g: jnp.zeros(g.shape, wide(g.dtype)), grads_type),
+        vary(zeros_of(loss_type, wide(loss_type.dtype)), own),
+        vary(zeros_of(count_type, counted), own),
+        jax.tree.map(lambda g: zeros_of(g, wide(g.dtype)), grads_type),
     )
-    axes = varying(here, micro_batches)
-    (loss_sum, total, sums), _ = lax.scan(one, vary(start, axes), micro_batches)
+    (loss_sum, total, sums), _ = lax.scan(one, start, micro_batches)
     if types:
-        loss_sum, total = (as_primal(x, jnp.zeros(())) for x in (loss_sum, total))
+        # Over these axes alone: on others each device may hold its part of a parameter.
+        loss_sum, total = lax.psum((loss_sum, total), axis_name)
         sums = jax.tree.map(as_primal, sums, params)
     elif axis_name is not None:
         loss_sum, total, sums = lax.psum((loss_sum, total, sums), axis_name)
@@ -67,6 +68,22 @@ def accumulate_grads(
 
 
 accumulate_grads.__doc__ = spec.accumulate_grads.__doc__
+
+
+def add(a: jax.Array, x: jax.Array) -> jax.Array:
+    total: jax.Array = a + vary(x.astype(a.dtype), varying(a))
+    return total
+
+
+def zeros_of(like: Any, dtype: Any) -> Any:
+    """Of the shape that was inferred, varying and spread as that says."""
+    kind = getattr(like, "manual_axis_type", None)
+    sharding = getattr(like, "sharding", None)
+    explicit = isinstance(sharding, NamedSharding) and any(
+        kind is AxisType.Explicit for kind in sharding.mesh.axis_types
+    )
+    zeros = jnp.zeros(like.shape, dtype, device=sharding if explicit else None)
+    return vary(zeros, kind.varying if kind else frozenset())
 
 
 def over(sums: Any, total: jax.Array, like: Any) -> Any:
@@ -124,7 +141,8 @@ def token_normalized(
     count_type = jnp.float32 if weighted else jnp.int32
 
     def zeros(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(x.dtype)), tree)
+        # As the parameters are spread: a sum that one device keeps would be gathered there.
+        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype=wide(x.dtype)), tree)
 
     def init(params: Any) -> TokenNormalizedState:
         # No two leaves are one array: a state is donated.
@@ -192,7 +210,7 @@ def token_normalized(
             return still, fresh(state.inner, state.windows)
 
         last = jnp.asarray(is_last, bool)
-        stepping = jnp.logical_or(total > 0, empty == "zero")
+        stepping = jnp.logical_or(total != 0, empty == "zero")
         which = jnp.where(last, jnp.where(stepping, 2, 1), 0)
         result: tuple[Any, TokenNormalizedState] = lax.switch(which, (wait, skip, step), None)
         return result

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xentlib import PaddedVocab
 from xentlib.accumulate import CountOverflowError
 from xentlib.contract import check, failures
 
@@ -159,6 +160,66 @@ def test_inside_shard_map(check_vma: bool) -> None:
     assert not failures(check("A9", np.asarray(stats.loss), np.asarray(loss), metrics=("rho / u",)))
     assert not count.looped()
     assert count.bytes("all_reduce") == 4 * (H * H + V * H + 2)
+
+
+def over_two_axes(p: Any, batch: Any) -> tuple[Any, Any]:
+    hidden = batch["x"] @ p["trunk"]
+    how = {"reduction": "sum", "vocab_parallel": PaddedVocab("model", V)}
+    out = chunked_nll(hidden, p["head"], batch["y"], **how)
+    return out.loss, out.num_tokens
+
+
+@pytest.mark.parametrize("tokens", ["data", ("data", "model")])
+def test_a_mesh_of_two_axes(tokens: Any) -> None:
+    """Tokens over one, the vocabulary over the other, or tokens over both: what is summed is summed
+    over the axes that were named, and the count too."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    cut = tokens == "data"
+    batch, start = data(valid=(16, 5, 3, 0)), params()
+    specs = {"trunk": P(), "head": P("model") if cut else P()}
+    if cut:  # a row of padding
+        start["head"] = np.concatenate([start["head"], np.full((1, H), 3, np.float32)])
+
+    def step(p: Any, b: Any) -> Any:
+        stats, grads = accumulate_grads(over_two_axes if cut else sum_and_count, p, b, tokens)
+        return stats._replace(micro_batches=0), grads
+
+    spread = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P(None, tokens)), out_specs=(P(), specs)
+    )
+    stats, grads = jax.jit(spread)(start, batch)
+    loss, want = of_one_batch(batch)
+    hold({name: g[: len(want[name])] for name, g in grads.items()}, want)
+    assert int(stats.num_tokens) == 24
+    assert not failures(check("A9", np.asarray(stats.loss), np.asarray(loss), metrics=("rho / u",)))
+
+
+def test_parameters_on_explicit_axes() -> None:
+    """Sums are spread as the parameters are, from the start."""
+    mesh, batch = mesh_of(AxisType.Explicit), data()
+    with jax.set_mesh(mesh):
+        there = {"trunk": P("data"), "head": P(None, "data")}
+        placed = {
+            name: jax.device_put(x, NamedSharding(mesh, there[name]))
+            for name, x in params().items()
+        }
+
+        def own(p: Any, b: Any) -> tuple[Any, Any]:
+            whole = jax.tree.map(lambda x: jax.sharding.reshard(x, P()), p)
+            return sum_and_count(whole, b)
+
+        _, grads = jax.jit(partial(accumulate_grads, own))(placed, batch)
+        tx = token_normalized(optax.sgd(-1.0))
+        state = tx.init(placed)
+        assert {n: x.sharding for n, x in state.sums.items()} == {
+            n: x.sharding for n, x in placed.items()
+        }
+        step = jax.jit(tx.update)
+        updates, state = step(grads, state, placed, token_count=jnp.int32(1), is_last=False)
+        updates, state = step(grads, state, placed, token_count=jnp.int32(1), is_last=True)
+    want = of_one_batch(batch)[1]
+    hold(grads, want)
+    hold(updates, want)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.torch
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from test_accumulate import H, N, V, net, token_losses  # noqa: E402
-from xentlib.torch import NLLHead, TokenNormalizer  # noqa: E402
+from xentlib.torch import NLLHead, TokenNormalizer, chunked_nll  # noqa: E402
 
 
 def normalizer(**options: Any) -> tuple[Any, Any]:
@@ -155,6 +156,20 @@ def test_a_count_that_is_not_what_the_loss_saw() -> None:
     labels = [torch.zeros(N, dtype=torch.int64)]
     with pytest.raises(CountMismatchError, match="got 10 valid tokens declared and 7 in the loss"):
         run(norm, model, [batch_of(0, 7)], labels=labels)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_mean_is_refused() -> None:
+    """`chunked_nll`'s default; a mean of means that nothing else would show."""
+    model, norm = normalizer()
+
+    def body(window: Any, model: Any, x: Any, y: Any, **how: Any) -> None:
+        out = chunked_nll(model[0](x), model[1].weight, y, bias=model[1].bias, **how)
+        window.backward(out.loss if how else out)
+
+    for body_of in (body, partial(body, denominator=5.0)):
+        with pytest.raises(ValueError, match=r"must be a sum over tokens.*Pass reduction='sum'"):
+            attempt(norm, model, [batch_of(0)], body_of)
     assert all(p.grad is None for p in model.parameters())
 
 

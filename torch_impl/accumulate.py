@@ -319,7 +319,9 @@ class Window:
         if isinstance(loss, NLLOutput):
             num_tokens = loss.weight_sum if num_tokens is None else num_tokens
             loss = loss.loss
-        check_loss_sum(describe(loss), self.norm.mode, num_tokens is not None)
+        # What `chunked_nll` leaves at the loss, if nothing has been done to it since.
+        divided = getattr(getattr(loss, "grad_fn", None), "divided", False) and not normalized
+        check_loss_sum(describe(loss), self.norm.mode, num_tokens is not None, divided)
         assert isinstance(loss, Tensor)
         total = loss
         self.seen += 1

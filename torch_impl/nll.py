@@ -248,6 +248,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     hidden, weight, _, bias = inputs[:4]
     ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     ctx.needs = inputs[-1]
+    ctx.divided = inputs[-4] or inputs[-7] is not None  # mean, denominator: for `Window.backward`
 
 
 def _backward(

@@ -640,7 +640,7 @@ def check_counted(labels: Operand, where: Operand | None, weights: Operand | Non
             )
 
 
-def check_loss_sum(loss: Operand, mode: str, counted: bool) -> None:
+def check_loss_sum(loss: Operand, mode: str, counted: bool, divided: bool = False) -> None:
     """Validate what `window.backward` is given."""
     if not isinstance(loss, Operand) or loss.shape != ():
         came = f"shape {loss.shape}" if isinstance(loss, Operand) else type(loss).__name__
@@ -652,6 +652,12 @@ def check_loss_sum(loss: Operand, mode: str, counted: bool) -> None:
         raise TypeError(
             f"`loss` must be float32 or float64; got {loss.dtype}, in which its factor would be "
             f"rounded too. Take the sum of `losses.float()`."
+        )
+    if divided:
+        raise ValueError(
+            "`loss` must be a sum over tokens; got one that `chunked_nll` has divided. Pass "
+            "reduction='sum' to it, or `denominator=window.denominator` and then "
+            "`window.backward(loss, normalized=True)`."
         )
     if mode == "postscale" and not counted:
         raise ValueError(
