@@ -36,7 +36,7 @@ help:
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare-GEMM floor'
 	@echo 'examples    every file of examples/'
-	@echo 'env-all     the environment with every extra, Hugging Face included'
+	@echo 'env-all     the environment with every extra'
 	@echo 'clean       remove what was built, the environment included'
 
 # --- environment: one stamp a layer, redone when pyproject.toml or constraints.txt changes ----------------------------
