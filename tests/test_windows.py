@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,7 +168,7 @@ def test_a_mean_is_refused() -> None:
         out = chunked_nll(model[0](x), model[1].weight, y, bias=model[1].bias, **how)
         window.backward(out.loss if how else out)
 
-    for body_of in (body, partial(body, denominator=5.0)):
+    for body_of in (body, partial(body, denominator=5.0, reduction="sum")):
         with pytest.raises(ValueError, match=r"must be a sum over tokens.*Pass reduction='sum'"):
             attempt(norm, model, [batch_of(0)], body_of)
     assert all(p.grad is None for p in model.parameters())
@@ -249,6 +250,22 @@ def test_weights_that_cancel() -> None:
     ((token_losses(reference(x.double()), y) * w.double()).sum() / -1.75).backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert not failures(check("A9", p.grad.numpy(), q.grad.numpy(), metrics=("rho / u",)))
+
+
+def test_weights_that_cancel_are_the_same_weights() -> None:
+    """The loss adds them up in float32: an error of 2^-24 of their sizes is none of their sum."""
+    generator = torch.Generator().manual_seed(4)
+    w = torch.randn(200_000, generator=generator) * 10
+    w[-1] -= w.double().sum().float()
+    model, norm = normalizer()
+
+    def body(window: Any, model: Any, x: Any, y: Any) -> None:
+        one_by_one = np.add.accumulate(w.numpy())[-1]  # in float32, rounded each time
+        assert abs(float(one_by_one - w.double().sum())) > 1e-4
+        window.backward(model(x).sum(), torch.tensor(one_by_one))
+
+    y = torch.zeros(len(w), dtype=torch.long)
+    attempt(norm, model, [(batch_of(0)[0], y)], body, token_weights=[w])
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

@@ -315,6 +315,7 @@ def interrupted(rank: int, world: int) -> dict[str, list[Any]]:
             call, held = as_it_wants(model), []
             with pytest.raises(RuntimeError, match="in the middle"):
                 interrupt(norm, call, bad, held)
+            assert getattr(model, "require_backward_grad_sync", True)
             run(norm, call, good)
             found[f"{name}, {mode}"] = stepped(name, model)
             held.clear()
@@ -351,7 +352,6 @@ def test_an_interrupted_window_leaves_nothing_behind() -> None:
 
 def reread(rank: int, world: int) -> dict[str, Any]:
     """Wrappers that change after the normalizer is made; and such as cannot be read."""
-    from torch import distributed as dist
     from torch.distributed._composable.replicate import replicate
     from torch.distributed.fsdp import fully_shard
 
@@ -378,9 +378,26 @@ def reread(rank: int, world: int) -> dict[str, Any]:
     found["refused"] = {
         "replicate": refused(replicate(net())),
         "hook": refused(hooked),
-        "group": refused(wrapped("DDP"), count_group=dist.new_group([0])),
     }
     return found
+
+
+def crossed(rank: int, world: int) -> list[str]:
+    """Gradients over ranks 0 and 1, tokens counted over 0 and 2."""
+    from torch import distributed as dist
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    others = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = torch.nn.parallel.DistributedDataParallel(net(), process_group=pairs[rank // 2])
+    TokenNormalizer(model, count_group=dist.group.WORLD)
+    return [refused(model, count_group=others[rank % 2])]
+
+
+def test_tokens_are_counted_over_the_ranks_that_hold_them() -> None:
+    """As many ranks, but others."""
+    (said,) = launch(4, crossed)[0]
+    assert "`count_group` must hold every data rank" in said
+    assert "got ranks [0, 2] for the data ranks [0, 1]" in said
 
 
 def test_a_wrapper_is_read_for_each_window() -> None:
@@ -396,8 +413,6 @@ def test_a_wrapper_is_read_for_each_window() -> None:
         said = rank["refused"]
         assert "got `replicate`" in said["replicate"]
         assert "FSDP2 with an all-reduce hook" in said["hook"]
-    # On rank 1 the group is not even there.
-    assert "got ranks [0] for the data ranks [0, 1]" in launch(2, reread)[0]["refused"]["group"]
 
 
 ROWS, LENGTH = 3, 12
