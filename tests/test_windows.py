@@ -415,10 +415,13 @@ def gradients(model: Any) -> list[Any]:
 def test_clipping_sees_the_normalised_gradient() -> None:
     """A threshold between its norm and that of the raw sum: nothing is clipped."""
     model, norm = normalizer()
-    run(norm, model, [batch_of(0), batch_of(1, 3)])
+    batches = [batch_of(0), batch_of(1, 3)]
+    alone = net()
+    x, y = (torch.cat(column) for column in zip(*batches, strict=True))
+    (token_losses(alone(x), y).sum() / 13).backward()
+    threshold = 2 * float(torch.nn.utils.get_total_norm(gradients(alone)))  # the sum's is 13 times
+    run(norm, model, batches)
     before = gradients(model)
-    size = torch.nn.utils.get_total_norm(before)
-    threshold = 2 * float(size)  # of the sum over 13 tokens: 13 times the size
     torch.nn.utils.clip_grad_norm_(model.parameters(), threshold)
     for p, g in zip(model.parameters(), before, strict=True):
         assert torch.equal(p.grad, g)

@@ -314,6 +314,11 @@ class Window:
             num_tokens: weight of those tokens; needed where the window counts at its end, compared
                 with the labels where it has counted.
             normalized: the loss was divided by `window.denominator`.
+
+        Raises:
+            WindowStateError: the window is not open.
+            ValueError: a loss that is no sum, or without its count where that is needed.
+            TypeError: a loss of fewer than 32 bits.
         """
         self.norm.lifecycle.step("backward", "window.backward")
         if isinstance(loss, NLLOutput):

@@ -121,50 +121,40 @@ def run_window(backend: str, problem: Problem, road: str, *, audit: bool = False
     options = {**problem.options, "reduction": "sum"}
     if audit:
         options["compute_dtype"] = "float64"
-    rows, labels = micro_batches(problem)
-    leaves = {"hidden": problem.hidden, "weight": problem.weight, "bias": problem.bias}
     road_of = _torch if backend == "torch" else _jax
-    loss, count, gradients = road_of(leaves, rows, labels, problem.upstream, options, road)
+    loss, count, gradients = road_of(problem, options, road)
     named = {f"d_{name}": np.array(g) for name, g in gradients.items()}
     return Window(None if loss is None else np.array(loss), np.array(count), **named)
 
 
-def _torch(
-    leaves: dict[str, Any],
-    rows: Array,
-    labels: Array,
-    upstream: float,
-    options: dict[str, Any],
-    road: str,
-) -> tuple[Any, Any, dict[str, Any]]:
+Found = tuple[Any, Any, dict[str, Any]]  # loss, tokens, gradients
+
+
+def leaves_of(problem: Problem) -> dict[str, Any]:
+    return {"hidden": problem.hidden, "weight": problem.weight, "bias": problem.bias}
+
+
+def _torch(problem: Problem, options: dict[str, Any], road: str) -> Found:
     import torch
 
     from xentlib.torch import TokenNormalizer, chunked_nll
 
-    model = torch.nn.ParameterDict({name: torch.tensor(x) for name, x in leaves.items()})
+    leaves = {name: torch.tensor(x) for name, x in leaves_of(problem).items()}
+    model = torch.nn.ParameterDict(leaves)
     norm = TokenNormalizer(model, mode=road)
-    batches = [(torch.from_numpy(r), torch.from_numpy(y)) for r, y in zip(rows, labels)]
+    pairs = zip(*micro_batches(problem), strict=True)
+    batches = [(torch.from_numpy(r), torch.from_numpy(y)) for r, y in pairs]
     declared = [y for _, y in batches] if road == "precount" else None
-    losses = torch.zeros((), dtype=torch.float64)
     with norm.window(labels=declared) as window:
         for r, y in window.micro_batches(batches):
             hidden = model["hidden"][r.long()]
             out = chunked_nll(hidden, model["weight"], y, bias=model["bias"], **options)
-            losses += out.loss.detach().double()
-            window.backward(out.loss * upstream, out.num_tokens)
-    stats = window.stats
-    loss, count = (float(x) for x in (losses / stats.num_tokens, stats.num_tokens))
-    return loss, count, {n: p.grad.numpy() for n, p in model.items()}
+            window.backward(out.loss * problem.upstream, out.num_tokens)
+    loss, count = (float(x) for x in window.stats[:2])
+    return loss / problem.upstream, count, {n: p.grad.numpy() for n, p in model.items()}
 
 
-def _jax(
-    leaves: dict[str, Any],
-    rows: Array,
-    labels: Array,
-    upstream: float,
-    options: dict[str, Any],
-    road: str,
-) -> tuple[Any, Any, dict[str, Any]]:
+def _jax(problem: Problem, options: dict[str, Any], road: str) -> Found:
     import jax
 
     from xentlib.jax import accumulate_grads, chunked_nll, token_normalized
@@ -174,15 +164,15 @@ def _jax(
     def sum_and_count(p: Any, batch: Any) -> Any:
         r, y = batch
         out = chunked_nll(p["hidden"][r], p["weight"], y, bias=p["bias"], **options)
-        return out.loss * jnp.asarray(upstream, out.loss.dtype), out.num_tokens
+        return out.loss * jnp.asarray(problem.upstream, out.loss.dtype), out.num_tokens
 
     with jax.enable_x64("compute_dtype" in options):
-        params = {name: jnp.asarray(x) for name, x in leaves.items()}
-        batches = (jnp.asarray(rows), jnp.asarray(labels))
+        params = {name: jnp.asarray(x) for name, x in leaves_of(problem).items()}
+        rows, labels = (jnp.asarray(x) for x in micro_batches(problem))
         if road == "accumulate_grads":
             scan = jax.jit(lambda p, b: accumulate_grads(sum_and_count, p, b))
-            stats, gradients = scan(params, batches)
-            return np.array(stats.loss) / upstream, stats.num_tokens, gradients
+            stats, gradients = scan(params, (rows, labels))
+            return float(stats.loss) / problem.upstream, stats.num_tokens, gradients
         import optax  # type: ignore[import-untyped]
 
         tx = token_normalized(optax.identity())
@@ -190,7 +180,7 @@ def _jax(
         gradient_of = jax.jit(jax.grad(sum_and_count, has_aux=True))
         gradients = params
         for m in range(len(rows)):
-            gradients, count = gradient_of(params, (batches[0][m], batches[1][m]))
+            gradients, count = gradient_of(params, (rows[m], labels[m]))
             total += int(count)
             gradients, state = tx.update(
                 gradients, state, params, token_count=count, is_last=m == len(rows) - 1
