@@ -80,7 +80,7 @@ def zeros_of(like: Any, dtype: Any) -> Any:
     kind = getattr(like, "manual_axis_type", None)
     sharding = getattr(like, "sharding", None)
     explicit = isinstance(sharding, NamedSharding) and any(
-        kind is AxisType.Explicit for kind in sharding.mesh.axis_types
+        axis is AxisType.Explicit for axis in sharding.mesh.axis_types
     )
     zeros = jnp.zeros(like.shape, dtype, device=sharding if explicit else None)
     return vary(zeros, kind.varying if kind else frozenset())

@@ -219,7 +219,8 @@ class TokenNormalizer:
     Raises:
         UnsupportedWrapperError: a wrapper that cannot be read, or not be scaled in this mode.
         WindowStateError: methods of a window in the wrong order.
-        CountMismatchError: labels that are not those that the losses saw.
+        CountMismatchError: not as many micro-batches as labels; on a CPU, where reading costs
+            nothing, labels that are not those that the losses saw.
 
     Numerics: counts are exact up to 2^53; the factor is rounded once, to the loss's dtype. Row A12.
     """
@@ -295,7 +296,7 @@ def token_normalized(
         empty: a window without valid tokens is "skip"ped, the inner state untouched, or stepped on
             with gradients that are "zero".
         nonfinite: a micro-batch whose gradient holds NaN or inf is "keep"t, and shows in the step,
-            or "drop"ped with its tokens.
+            or "drop"ped with its tokens; inside `shard_map` each device sees its own gradients alone.
         weighted: `token_count` is a sum of weights, float32.
 
     Raises:
