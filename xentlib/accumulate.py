@@ -296,7 +296,8 @@ def token_normalized(
         empty: a window without valid tokens is "skip"ped, the inner state untouched, or stepped on
             with gradients that are "zero".
         nonfinite: a micro-batch whose gradient holds NaN or inf is "keep"t, and shows in the step,
-            or "drop"ped with its tokens; inside `shard_map` each device sees its own gradients alone.
+            or "drop"ped with its tokens; inside `shard_map` each device sees its own gradients
+            alone.
         weighted: `token_count` is a sum of weights, float32.
 
     Raises:
