@@ -133,8 +133,13 @@ def test_the_oracle_itself_passes(row):
     assert {m.entries for m in measured} == {1000}
 
 
+OF_BITS = [
+    row for row, held in ROWS.items() if {b.metric for b in held.bounds} == {"unequal entries"}
+]
+
+
 @pytest.mark.parametrize("mutant", ["zero", "minus", "1.001 g"])
-@pytest.mark.parametrize("row", ["A2", "A3", "A4", "A5", "A6", "A7", "A8", "A9", "A12", "A13"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in (*OF_BITS, "A14")])
 def test_a_mutant_is_rejected(row, mutant):
     """A14: 0, -g and 1.001 g fail on data whose bound is as tight as one term's."""
     oracle = round_to(np.random.default_rng(3).uniform(1, 2, 1000), "bfloat16")
@@ -183,8 +188,8 @@ def test_a_row_without_a_measure_is_refused():
 
 
 def test_rows_are_complete_and_ordered():
-    """SPEC 5: rows A0 to A14; SPEC 6: A15."""
-    assert list(ROWS) == [f"A{number}" for number in range(16)]
+    """None is missing, and tables list them by number."""
+    assert list(ROWS) == [f"A{number}" for number in range(17)]
 
 
 def test_a_budget_is_held_on_every_rank():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from xentlib import reference
-from xentlib.contract import check, failures
+from xentlib.contract import ROW_OF, check, failures
 from xentlib.interop import to_torch
 from xentlib.parity.cases import logit_sets
 from xentlib.ulp import dtype_named
@@ -178,7 +178,7 @@ def hold(call: Call, got: dict[str, Any]) -> None:
     found += check("A0", gone, np.zeros_like(gone), quantity="d logits, not valid")
     dz, exact = dz.reshape(z.shape), o.d_weight.T[: len(z)]
     if low:
-        found += check("A7", dz, exact, magnitude=np.abs(exact))
+        found += check(ROW_OF[dz.dtype.name], dz, exact, magnitude=np.abs(exact))
     else:
         # p comes from the float32 lse: its rounding, 512 u at 1e4, is in the bound, not in rho.
         metrics = ("tau", "rho / u") if np.abs(o.lse).max(initial=0.0) < 1e3 else ("tau",)
@@ -192,6 +192,7 @@ CASES: dict[str, dict[str, Any]] = {
     "leading": {"shape": (3, 4, 5), "temperature": True, "where": True},
     "nothing valid": {"ignored": 1.0},
     "bf16": {"dtype": "bfloat16", "shape": (130,), "temperature": True, "where": True},
+    "fp16": {"dtype": "float16", "shape": (130,), "temperature": True, "where": True},
     "float64": {"dtype": "float64", "temperature": True, "where": True},
     "offset": {"offset": 1e4},
     "offset below": {"offset": -1e4, "temperature": True},
@@ -224,6 +225,17 @@ def test_confident_tokens(backend: str, item: Any) -> None:
     found += check("A4", got["logprobs"], o.logprobs)
     found += check("A4", got["d_logits"][rows, labels], o.d_weight[labels, rows])
     assert not failures(found)
+
+
+def test_a_gradient_that_is_subnormal_in_fp16(backend: str) -> None:
+    """A16: of a mean over [256, 1000] logits nearly every entry is below 2^-14. Catches: a rounding
+    that takes those to 0, which left 0.1 % of them."""
+    call = make(shape=(256,), columns=1000, dtype="float16", std=1.0, ignored=0.0)
+    mean = np.full(256, 1 / 256, np.float32)
+    call = replace(call, upstream=np.stack([mean, 0 * mean, 0 * mean]))
+    dz, exact = RUN[backend](call)["d_logits"], oracle(call).d_weight.T
+    assert (np.abs(exact) < 2.0**-14).mean() > 0.99
+    assert not failures(check("A16", dz, exact, magnitude=np.abs(exact)))
 
 
 def test_a_poisoned_row_reaches_nothing(backend: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from measured import SMALL, by_id, hold
-from xentlib.contract import check, failures
+from xentlib.contract import ROW_OF, check, failures
 from xentlib.parity import per_token
 from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.cases import AUDIT, BASE, CHUNK_CASES, GRID, logit_sets, low_precision
@@ -27,9 +27,13 @@ def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     hold(per_token.single, (backend,), build(case, 7))
 
 
-@pytest.mark.parametrize("case", low_precision(tuple(SMALL)), ids=by_id)
+@pytest.mark.parametrize(
+    "case",
+    [c for dtype in ROW_OF for c in low_precision(tuple(SMALL), dtype)],
+    ids=by_id,
+)
 def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
-    """A7."""
+    """A7, A16."""
     hold(per_token.low, (backend,), build(case, 7))
 
 

@@ -214,15 +214,28 @@ def _softmax(
     )
 
 
-def _gradients(s: _Softmax, dz: Float64, bz: Float64, dz_dtype: str, upstream: float) -> _Gradients:
-    """Back through softcap, scale and temperature, and through the two GEMMs."""
+# float16 dz carries a power of two: the largest factor of a token is put into [2^10, 2^11).
+FP16_EXPONENT = 11
+
+
+def _gradients(
+    s: _Softmax, dz: Float64, bz: Float64, dz_dtype: str, upstream: float, factor: Float64
+) -> _Gradients:
+    """Back through softcap, scale and temperature, and through the two GEMMs.
+
+    `factor` [N] is what multiplies each token, the upstream gradient included.
+    """
     bz = np.abs(s.outer) * (bz * s.jacobian + np.abs(dz) * s.jacobian_error)
     dz = np.where(s.valid[:, None], dz * s.jacobian * s.outer, 0.0)
     bz = np.where(s.valid[:, None], bz, 0.0)
     dz_gemm = dz
     if dz_dtype != "float64":
         # The upstream gradient multiplies after the GEMMs, so it is no part of what is rounded.
-        dz_gemm = round_to(dz / upstream, dz_dtype) * upstream
+        power = 1.0
+        if dz_dtype == "float16":
+            largest = np.abs(np.where(s.valid, factor / upstream, 0.0)).max(initial=0.0)
+            power = float(np.ldexp(1.0, FP16_EXPONENT - int(np.frexp(largest)[1])))
+        dz_gemm = round_to(dz / upstream * power, dz_dtype) / power * upstream
     total_bz = bz + np.abs(dz)
     d_weight, bound_weight = dz_gemm.T @ s.x_NH, total_bz.T @ np.abs(s.x_NH)
     magnitude_weight = np.abs(dz_gemm).T @ np.abs(s.x_NH)
@@ -300,7 +313,7 @@ def nll_reference(
     slope_error = (2 * z_loss * (s.expected_a[:, 0] + np.abs(s.lse)))[:, None]
     bz = np.abs(slope)[:, None] * s.p_error + s.p * slope_error + 2 * uniform
     factor = (weights / divisor * upstream)[:, None]
-    gradients = _gradients(s, factor * dz, np.abs(factor) * bz, dz_dtype, upstream)
+    gradients = _gradients(s, factor * dz, np.abs(factor) * bz, dz_dtype, upstream, factor[:, 0])
     return NLLReference(
         loss=np.asarray(terms.sum()),
         num_tokens=count,
@@ -369,7 +382,8 @@ def logprobs_reference(
     bz = (np.abs(g_logprob) + np.abs(g_lse)) * s.p_error + np.abs(g_entropy) * s.p * (
         np.abs(above) * step + step + entropy_error[:, None]
     )
-    gradients = _gradients(s, dz, bz, dz_dtype, 1.0)
+    factor = sum(np.abs(g)[:, 0] for g in (g_logprob, g_entropy, g_lse))
+    gradients = _gradients(s, dz, bz, dz_dtype, 1.0, np.asarray(factor))
     return LogprobReference(
         logprobs=s.per_token(s.logprob),
         entropy=s.per_token(s.entropy),

@@ -67,11 +67,14 @@ FULL_GRID = (
 )
 
 
-def low_precision(grid: tuple[Case, ...]) -> tuple[Case, ...]:
-    """The bf16 cases of a grid: those with enough entries for a share of 99.5 %."""
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def low_precision(grid: tuple[Case, ...], dtype: str = "bfloat16") -> tuple[Case, ...]:
+    """The 16-bit cases of a grid: those with enough entries for a share of 99.5 %."""
     small = ("one-token", "one-class", "all-ignored")
     return tuple(
-        replace(case, id=f"{case.id}-bf16", dtype="bfloat16")
+        replace(case, id=f"{case.id}-{SHORT[dtype]}", dtype=dtype)
         for case in grid
         if case.id not in small
     )
@@ -79,19 +82,25 @@ def low_precision(grid: tuple[Case, ...]) -> tuple[Case, ...]:
 
 # 10.7 M entries. Most of them bf16: two float64 results on either side of a rounding boundary of
 # float32 are rare (4 of 57 M, all in sums of d weight that cancel), of bf16 65,536 times rarer.
-AUDIT = tuple(
-    Case(
-        f"audit-{index}",
-        512,
-        256,
-        2053 if index % 5 == 0 else 4099,
-        std=(0.3, 1.0, 3.0, 6.0)[index % 4],
-        dtype="float32" if index % 5 == 0 else "bfloat16",
-        options=OPTIONS if index % 2 else {},
-        layout="HV" if index % 5 == 4 else "VH",
-        **(EXTRAS if index % 2 else {}),
-    )
-    for index in range(10)
+AUDIT = (
+    *(
+        Case(
+            f"audit-{index}",
+            512,
+            256,
+            2053 if index % 5 == 0 else 4099,
+            std=(0.3, 1.0, 3.0, 6.0)[index % 4],
+            dtype="float32" if index % 5 == 0 else "bfloat16",
+            options=OPTIONS if index % 2 else {},
+            layout="HV" if index % 5 == 4 else "VH",
+            **(EXTRAS if index % 2 else {}),
+        )
+        for index in range(10)
+    ),
+    Case("audit-fp16", 512, 64, 2053, std=3.0, dtype="float16"),
+    Case("audit-fp16-options", 257, 64, 2053, dtype="float16", options=OPTIONS, **EXTRAS),
+    # Every gradient is subnormal in float16.
+    Case("audit-fp16-small", 512, 64, 2053, dtype="float16", options={"denominator": 1e5}),
 )
 
 CHUNKS = (8, 16, 24, 40, 64, 128, 200, 512)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.contract import Measurement, check, failures
+from xentlib.contract import ROW_OF, Measurement, check, failures
 from xentlib.parity import heads, per_token, sharded, windows
 from xentlib.parity.backends import Outcome, run
 from xentlib.parity.cases import (
@@ -39,7 +39,7 @@ Array = npt.NDArray[Any]
 BOTH = "torch/jax"
 GRADIENT_ROWS = {"d_hidden": "A5", "d_weight": "A6", "d_bias": "A6"}
 # Of row A9: bits alone would let one dropped row of 509 pass; its error would not.
-BF16_METRICS = ("bf16 bit-equal", "error ratio")
+BETWEEN = {"bfloat16": ("bf16 bit-equal", "error ratio"), "float16": ("error ratio",)}
 # Distances of ULP in powers of two: from exact to 2^24, where no digit is right.
 EDGES = (0.0, 0.5, *(2.0**k for k in range(25)), np.inf)
 
@@ -123,6 +123,7 @@ def run_operators(
     stages: list[tuple[str, list[Any], Callable[[Findings, Any], None]]] = [
         ("fp32 against the oracle", _cases(grid, seeds), _single),
         ("bf16 against the oracle", _cases(low_precision(grid), seeds), _low),
+        ("fp16 against the oracle", _cases(low_precision(grid, "float16"), seeds), _low),
         ("log-probabilities of given logits", logit_sets(seed), _logits),
         ("chunk sizes", _cases(CHUNK_CASES, [seed]), _chunks),
         ("run to run", _cases((BASE, GRID[5]), [seed]), _repeat),
@@ -130,6 +131,7 @@ def run_operators(
         ("mutants", [build(BASE, seed)], _mutants),
         ("per-token outputs, fp32", _cases(grid, seeds), per_token.single),
         ("per-token outputs, bf16", _cases(low_precision(grid), seeds), per_token.low),
+        ("per-token outputs, fp16", _cases(low_precision(grid, "float16"), seeds), per_token.low),
         ("per-token outputs of given logits", logit_sets(seed), per_token.logits),
         ("per-token outputs, chunk sizes", _cases(CHUNK_CASES, [seed]), per_token.chunks),
         ("per-token outputs, run to run", _cases((BASE,), [seed]), per_token.repeat),
@@ -250,8 +252,9 @@ def _exact(
 
 
 def _low(findings: Findings, problem: Problem) -> None:
-    """A7, A8 of one bf16 problem, and A9 in bits where both backends run."""
-    reference = problem.reference(dz_dtype="bfloat16")
+    """A7 or A16, and A8, of one 16-bit problem; A9 where both backends run, of bf16 in bits."""
+    dtype = problem.hidden.dtype.name
+    row, reference = ROW_OF[dtype], problem.reference(dz_dtype=dtype)
     outcomes = {backend: run(backend, problem) for backend in findings.backends}
     for backend, outcome in outcomes.items():
         details = {"backend": backend, "case": problem.text}
@@ -261,8 +264,8 @@ def _low(findings: Findings, problem: Problem) -> None:
         for name, got in outcome.gradients().items():
             magnitude = _oracle_gradient(reference, name, "magnitude")
             oracle = _oracle_gradient(reference, name)
-            findings.check("A7", got, oracle, magnitude=magnitude, quantity=_label(name), **details)
-            findings.count_ulps("A7", backend, _label(name), got, oracle)
+            findings.check(row, got, oracle, magnitude=magnitude, quantity=_label(name), **details)
+            findings.count_ulps(row, backend, _label(name), got, oracle)
     if len(outcomes) == 2:
         for name, got in outcomes["torch"].gradients().items():
             findings.check(
@@ -270,7 +273,7 @@ def _low(findings: Findings, problem: Problem) -> None:
                 got,
                 _oracle_gradient(reference, name),
                 other=getattr(outcomes["jax"], name),
-                metrics=BF16_METRICS,
+                metrics=BETWEEN[dtype],
                 backend=BOTH,
                 case=problem.text,
                 quantity=_label(name),
@@ -356,17 +359,19 @@ def _repeat(findings: Findings, problem: Problem) -> None:
 
 def _mutants(findings: Findings, problem: Problem) -> None:
     """A14: every check with a right answer and its mutants; counts those it lets pass."""
-    low = build(low_precision((BASE,))[0], 0)
-    reference, low_reference = problem.reference(), low.reference(dz_dtype="bfloat16")
+    reference = problem.reference()
+    lows = [build(low_precision((BASE,), dtype)[0], 0) for dtype in ROW_OF]
     for backend in findings.backends:
-        right, low_right = run(backend, problem), run(backend, low)
+        right = run(backend, problem)
+        for low in lows:
+            _low_mutants(findings, low, backend)
         for name in right.gradients():
 
             def pick(ref: NLLReference, name: str = name) -> Array:
                 return _oracle_gradient(ref, name)
 
             details: dict[str, Any] = {"backend": backend, "quantity": _label(name)}
-            got, low_got = getattr(right, name), getattr(low_right, name)
+            got = getattr(right, name)
             oracle, bound = pick(reference), _oracle_gradient(reference, name, "bound")
             wrong = {**array_mutants(got, oracle), **problem_mutants(problem, pick, got.dtype)}
             for row in (GRADIENT_ROWS[name], "A12"):
@@ -375,28 +380,7 @@ def _mutants(findings: Findings, problem: Problem) -> None:
                 findings.reject(row, wrong, got, **details)
             fp32 = {"other": got, "metrics": ("rho / u", "error ratio")}
             findings.reject("A9", wrong, oracle, **fp32, **details)
-            magnitude = _oracle_gradient(low_reference, name, "magnitude")
-            low_oracle = pick(low_reference)
-            low_wrong = {
-                **array_mutants(low_got, low_oracle),
-                **problem_mutants(low, pick, low_got.dtype, dz_dtype="bfloat16"),
-            }
-            findings.reject("A7", low_wrong, low_oracle, magnitude=magnitude, **details)
-            details["quantity"] = f"{_label(name)} bf16"
-            bf16 = {"other": low_got, "metrics": BF16_METRICS}
-            findings.reject("A9", low_wrong, low_oracle, **bf16, **details)
-        for row, case, outcome, truth in (
-            ("A2", problem, right, reference),
-            ("A8", low, low_right, low_reference),
-        ):
-            wrong = {
-                **array_mutants(outcome.loss, truth.loss),
-                **problem_mutants(case, lambda ref: ref.loss, np.float32),
-            }
-            scale = truth.loss_magnitude
-            findings.reject(
-                row, wrong, truth.loss, magnitude=scale, backend=backend, quantity="loss"
-            )
+        _loss_mutants(findings, "A2", problem, right, reference, backend)
         counts = {"N_total": np.asarray(problem.labels.size), "zero": np.asarray(0)}
         count = np.asarray(reference.num_tokens)
         findings.reject("A0", counts, count, backend=backend, quantity="token count")
@@ -414,3 +398,43 @@ def _mutants(findings: Findings, problem: Problem) -> None:
         findings.reject(
             "A4", wrong, reference.logprobs, backend=backend, quantity="log-probability"
         )
+
+
+def _low_mutants(findings: Findings, problem: Problem, backend: str) -> None:
+    """A14 of the rows of one 16-bit problem."""
+    dtype = problem.hidden.dtype.name
+    right, reference = run(backend, problem), problem.reference(dz_dtype=dtype)
+    for name, got in right.gradients().items():
+
+        def pick(ref: NLLReference, name: str = name) -> Array:
+            return _oracle_gradient(ref, name)
+
+        oracle, magnitude = pick(reference), _oracle_gradient(reference, name, "magnitude")
+        wrong = {
+            **array_mutants(got, oracle),
+            **problem_mutants(problem, pick, got.dtype, dz_dtype=dtype),
+        }
+        details: dict[str, Any] = {"backend": backend, "quantity": _label(name)}
+        findings.reject(ROW_OF[dtype], wrong, oracle, magnitude=magnitude, **details)
+        if dtype == "bfloat16":
+            details["quantity"] = f"{_label(name)} bf16"
+            between = {"other": got, "metrics": BETWEEN[dtype]}
+            findings.reject("A9", wrong, oracle, **between, **details)
+    _loss_mutants(findings, "A8", problem, right, reference, backend)
+
+
+def _loss_mutants(
+    findings: Findings,
+    row: str,
+    problem: Problem,
+    right: Outcome,
+    reference: NLLReference,
+    backend: str,
+) -> None:
+    """A14 of a loss."""
+    wrong = {
+        **array_mutants(right.loss, reference.loss),
+        **problem_mutants(problem, lambda ref: ref.loss, np.float32),
+    }
+    scale, quantity = reference.loss_magnitude, f"loss of {problem.hidden.dtype.name}"
+    findings.reject(row, wrong, reference.loss, magnitude=scale, backend=backend, quantity=quantity)

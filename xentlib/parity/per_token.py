@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from xentlib.contract import ROW_OF
 from xentlib.parity.backends import PerToken, run_logprobs
 from xentlib.parity.cases import chunks_of
 from xentlib.parity.mutants import array_mutants
@@ -56,14 +57,14 @@ def single(findings: Findings, problem: Problem) -> None:
 
 
 def low(findings: Findings, problem: Problem) -> None:
-    """A7 of one bf16 problem, and A9 in bits where both backends run."""
-    upstream = upstream_of(problem, SEED)
-    reference = problem.per_token_reference(upstream, dz_dtype="bfloat16")
+    """A7 or A16 of one 16-bit problem; A9 where both backends run, of bf16 in bits."""
+    upstream, dtype = upstream_of(problem, SEED), problem.hidden.dtype.name
+    reference = problem.per_token_reference(upstream, dz_dtype=dtype)
     found = {backend: run_logprobs(backend, problem, upstream) for backend in findings.backends}
     for backend, outcome in found.items():
         for name, got in outcome.gradients().items():
             findings.check(
-                "A7",
+                ROW_OF[dtype],
                 got,
                 _of(reference, name, "d"),
                 magnitude=_of(reference, name, "magnitude"),
@@ -71,7 +72,8 @@ def low(findings: Findings, problem: Problem) -> None:
                 case=problem.text,
                 quantity=_label(name),
             )
-    _between(findings, problem, reference, found, ("bf16 bit-equal", "error ratio"))
+    metrics = ("bf16 bit-equal", "error ratio") if dtype == "bfloat16" else ("error ratio",)
+    _between(findings, problem, reference, found, metrics)
 
 
 def _between(
