@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xentlib.checks import check_axis, check_shard, check_shards, check_varying
-from xentlib.jax.softmax import RestStats, exp_difference
+from xentlib.jax.softmax import RestStats, below, exp_difference
 from xentlib.plan import PaddedVocab, VocabShard
 
 __all__ = [
@@ -313,7 +313,6 @@ def combine(
     m = jnp.where(m == -jnp.inf, 0.0, m)
     top = m_local == m
     scale = jnp.where(none, 0.0, exp_difference(rest.m, m))
-    below = jnp.where(none, 0.0, rest.m - m)
     total = rest.ones + rest.s
     packed = [
         jnp.where(owned, z_y, 0.0),
@@ -321,7 +320,7 @@ def combine(
         jnp.where(top, rest.s, scale * total),
     ]
     if rest.sum_ed is not None:
-        packed.append(scale * (rest.sum_ed + below * total))
+        packed.append(scale * (rest.sum_ed + below(rest, m) * total))
     if rest.sum_d is not None:
         columns = size.astype(z_y.dtype) - owned.astype(z_y.dtype)
         packed.append(rest.sum_d + columns * (rest.m - m))

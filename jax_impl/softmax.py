@@ -14,6 +14,7 @@ from jax import lax
 __all__ = [
     "RestStats",
     "TokenStats",
+    "below",
     "exp",
     "exp_difference",
     "rest_stats",
@@ -95,7 +96,14 @@ def exp_difference(a: jax.Array, b: jax.Array) -> jax.Array:
     d = a - b
     back = d - a
     error = (a - (d - back)) - (b + back)
-    return exp(d) * (1.0 + error)
+    # A difference that overflows has no error to put back.
+    return exp(d) * jnp.where(d == -jnp.inf, 1.0, 1.0 + error)
+
+
+def below(rest: RestStats, m: jax.Array) -> jax.Array:
+    """How far the rest's own maximum is below that of all; never so far that a product with it
+    overflows before it meets its factor of 0, as classes that are masked with finfo.min did."""
+    return jnp.where(rest.ones == 0, 0.0, jnp.maximum(rest.m - m, FLOOR))
 
 
 def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int) -> TokenStats:
@@ -106,18 +114,18 @@ def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int) -> TokenStats:
     r = scale * (rest.ones + rest.s)
     t = exp(z_y - m)
     total = r + t
-    top = z_y == m
+    # A maximum that is not finite leaves nothing to compare: NaN, as log_softmax has it. A row of
+    # -inf throughout must not look like a label that has all of the probability.
+    top = (z_y == m) & ~jnp.isinf(m)
     # S without the 1 of its largest term, which would round a small remainder away (row A3).
     above_one = jnp.where(top, r, (rest.ones - 1.0) + rest.s + t)
     log_total = jnp.where(above_one < 1.0, jnp.log1p(above_one), jnp.log(total))
     logprob = jnp.where(top, -log_total, (z_y - m) - log_total)
-    lse = m + log_total
+    lse = jnp.where(jnp.isinf(m), m, m + log_total)
     p_y, p_rest = t / total, r / total
     entropy, mean_logp = jnp.zeros_like(lse), None
     if rest.sum_ed is not None:
-        rest_part = scale * (
-            rest.sum_ed + jnp.where(rest.ones == 0, 0.0, rest.m - m) * (rest.ones + rest.s)
-        )
+        rest_part = scale * (rest.sum_ed + below(rest, m) * (rest.ones + rest.s))
         own_part = jnp.where(t == 0, 0.0, t * (z_y - m))
         entropy = log_total - (rest_part + own_part) / total
     if rest.sum_d is not None:

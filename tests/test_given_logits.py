@@ -15,10 +15,13 @@ import pytest
 from xentlib import reference
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.interop import to_torch
+from xentlib.parity.backends import run
 from xentlib.parity.cases import logit_sets
+from xentlib.parity.problem import Case, build
 from xentlib.ulp import dtype_named
 
 V = 157
+FLOAT32_MIN = float(np.finfo(np.float32).min)
 VALUES = ("logprobs", "entropy", "lse", "correct")
 
 
@@ -39,17 +42,17 @@ class Call:
 def make(
     seed: int = 1, *, shape: tuple[int, ...] = (61,), columns: int = V, dtype: str = "float32",
     std: float = 3.0, offset: float = 0.0, ignored: float = 0.2, dead: int = 0,
-    temperature: bool = False, where: bool = False,
+    mask: float = -np.inf, temperature: bool = False, where: bool = False,
 ) -> Call:  # fmt: skip
-    """`dead` classes at -inf, the first token's label among them."""
+    """`dead` classes at `mask`; where that is -inf the first token's label is among them."""
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((*shape, columns)) * std + offset).astype(dtype_named(dtype))
     labels = rng.integers(0, columns - dead, shape).astype(np.int32)
     labels = np.where(rng.random(shape) < 0.3, logits[..., : columns - dead].argmax(-1), labels)
     labels = np.where(rng.random(shape) < ignored, -100, labels).astype(np.int32)
     if dead:
-        logits[..., columns - dead :] = -np.inf
-        labels[0] = columns - 1
+        logits[..., columns - dead :] = mask
+        labels[0] = columns - 1 if mask == -np.inf else labels[0]
     options: dict[str, Any] = {}
     if temperature:
         options["temperature"] = rng.uniform(0.5, 2.0, shape).astype(np.float32)
@@ -197,6 +200,8 @@ CASES: dict[str, dict[str, Any]] = {
     "offset": {"offset": 1e4},
     "offset below": {"offset": -1e4, "temperature": True},
     "classes at -inf": {"dead": 40, "ignored": 0.0},
+    "all classes but one masked": {"dead": V - 1, "mask": FLOAT32_MIN, "ignored": 0.0},
+    "masked by less": {"columns": 32_000, "dead": 31_999, "mask": -1e35, "shape": (3,)},
     "one class": {"columns": 1},
     "one token": {"shape": (1,), "ignored": 0.0},
     "no token": {"shape": (0,)},
@@ -205,8 +210,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_against_the_oracle(backend: str, case: str) -> None:
-    """A0, A2, A3, A5, A7; ANCHORS 4.1 (a gradient of its own for each token and output), 4.3, 4.4,
-    4.17. Catches: a dropped or turned term of the gradient, a temperature left out of it."""
+    """A0, A2, A3, A5, A7, A16; a gradient of its own for each token and output. Catches: a dropped
+    or turned term of the gradient, a temperature left out of it, distances to masked classes that
+    overflow before they meet a factor of 0."""
     call = make(**CASES[case])
     hold(call, RUN[backend](call))
 
@@ -225,6 +231,36 @@ def test_confident_tokens(backend: str, item: Any) -> None:
     found += check("A4", got["logprobs"], o.logprobs)
     found += check("A4", got["d_logits"][rows, labels], o.d_weight[labels, rows])
     assert not failures(found)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[-np.inf] * 5, [np.inf] + [-np.inf] * 4, [np.inf, 0.0, 1.0, 2.0, 3.0], [0.0] + [np.inf] * 4],
+    ids=["nothing", "label alone", "label above all", "others above all"],
+)
+def test_a_row_without_a_finite_maximum_is_nan(backend: str, row: list[float]) -> None:
+    """A0: as `log_softmax` has it, and never a log-probability of 0; its lse is the maximum's, as
+    `logsumexp` has it, and the row beside it is not touched."""
+    call = make(shape=(2,), columns=5, ignored=0.0)
+    call = replace(call, labels=np.array([0, 3], np.int32))
+    got = RUN[backend](replace(call, logits=np.stack([np.float32(row), call.logits[1]])))
+    for name in ("logprobs", "entropy"):
+        assert np.isnan(got[name][0]), name
+    assert got["lse"][0] == max(row)
+    assert np.isnan(got["d_logits"][0]).any()
+    want = RUN[backend](call)
+    for name in (*VALUES, "d_logits"):
+        assert not failures(check("A0", got[name][1], want[name][1], quantity=name))
+
+
+def test_the_loss_of_a_row_that_is_masked_throughout_is_nan(backend: str) -> None:
+    """A0: an evaluation must not look perfect because a mask is wrong; masked by `where`, it is not
+    seen. Catches: a log-probability of 0 for a label at -inf that is its row's maximum."""
+    problem = build(Case("masked", 4, 8, 11, ignored=0.0), 3)
+    problem = problem.changed(bias=np.full(11, -np.inf, np.float32))
+    assert np.isnan(run(backend, problem).loss)
+    nothing = run(backend, problem.changed(where=np.zeros(4, bool)))
+    assert not failures(check("A0", nothing.loss, np.float32(0)))
 
 
 def test_a_gradient_that_is_subnormal_in_fp16(backend: str) -> None:

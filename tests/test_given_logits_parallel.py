@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 
 from ranks import launch
-from test_given_logits import RUN, Call, V, hold, in_jax, in_torch, make, oracle, same
+from test_given_logits import (
+    FLOAT32_MIN,
+    RUN,
+    Call,
+    V,
+    hold,
+    in_jax,
+    in_torch,
+    make,
+    oracle,
+    same,
+)
 from xentlib.contract import check, failures
 from xentlib.plan import PaddedVocab, VocabShard
 
@@ -30,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float64": {"dtype": "float64", "temperature": True},
     "nothing valid": {"ignored": 1.0, "shape": (9,)},
     "classes at -inf": {"dead": 70, "ignored": 0.0},
+    "all classes but two masked": {"dead": V - 2, "mask": FLOAT32_MIN, "ignored": 0.0},
 }
 
 

@@ -27,7 +27,7 @@ from xentlib.checks import (
 )
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch import fsdp2, zero3
-from xentlib.torch.softmax import RestStats, exp_difference
+from xentlib.torch.softmax import RestStats, below, exp_difference
 
 __all__ = [
     "Local",
@@ -141,7 +141,6 @@ class VocabParallel:
         m = torch.where(m == -torch.inf, 0.0, m)
         top = m_local == m
         scale = torch.where(none, 0.0, exp_difference(rest.m, m))
-        below = torch.where(none, 0.0, rest.m - m)
         total = rest.ones + rest.s
         packed = [
             torch.where(owned, z_y, 0.0),
@@ -149,7 +148,7 @@ class VocabParallel:
             torch.where(top, rest.s, scale * total),
         ]
         if rest.sum_ed is not None:
-            packed.append(scale * (rest.sum_ed + below * total))
+            packed.append(scale * (rest.sum_ed + below(rest, m) * total))
         if rest.sum_d is not None:
             columns = self.shard.size - owned.to(z_y.dtype)
             packed.append(rest.sum_d + columns * (rest.m - m))

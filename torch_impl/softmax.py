@@ -14,6 +14,7 @@ __all__ = [
     "Block",
     "RestStats",
     "TokenStats",
+    "below",
     "exp_difference",
     "rest_stats",
     "take_target",
@@ -42,7 +43,7 @@ class Block:
         # has a vectorised exp (0.98 ULP at worst) that is 3 times faster still, and multiplies.
         self.onehot_BV: Tensor | None = None
         if device.type == "cpu" and dtype == torch.float32:
-            self.onehot_BV = torch.zeros(rows, vocab_size)
+            self.onehot_BV = torch.zeros(rows, vocab_size, dtype=dtype)
 
     def scaled_exp(
         self, z_BV: Tensor, y_B1: Tensor, scale_B1: Tensor | float, out_BV: Tensor
@@ -129,7 +130,14 @@ def exp_difference(a: Tensor, b: Tensor) -> Tensor:
     d = a - b
     back = d - a
     error = (a - (d - back)) - (b + back)
-    return torch.exp(d) * (1.0 + error)
+    # A difference that overflows has no error to put back.
+    return torch.exp(d) * torch.where(d == -torch.inf, 1.0, 1.0 + error)
+
+
+def below(rest: RestStats, m: Tensor) -> Tensor:
+    """How far the rest's own maximum is below that of all; never so far that a product with it
+    overflows before it meets its factor of 0, as classes that are masked with finfo.min did."""
+    return torch.where(rest.ones == 0, 0.0, (rest.m - m).clamp(min=FLOOR))
 
 
 def token_stats(z_y: Tensor, rest: RestStats, vocab_size: int) -> TokenStats:
@@ -140,18 +148,18 @@ def token_stats(z_y: Tensor, rest: RestStats, vocab_size: int) -> TokenStats:
     r = scale * (rest.ones + rest.s)
     t = torch.exp(z_y - m)
     total = r + t
-    top = z_y == m
+    # A maximum that is not finite leaves nothing to compare: NaN, as log_softmax has it. A row of
+    # -inf throughout must not look like a label that has all of the probability.
+    top = (z_y == m) & ~torch.isinf(m)
     # S without the 1 of its largest term, which would round a small remainder away (row A3).
     above_one = torch.where(top, r, (rest.ones - 1.0) + rest.s + t)
     log_total = torch.where(above_one < 1.0, torch.log1p(above_one), torch.log(total))
     logprob = torch.where(top, -log_total, (z_y - m) - log_total)
-    lse = m + log_total
+    lse = torch.where(torch.isinf(m), m, m + log_total)
     p_y, p_rest = t / total, r / total
     entropy, mean_logp = torch.zeros_like(lse), None
     if rest.sum_ed is not None:
-        rest_part = scale * (
-            rest.sum_ed + torch.where(rest.ones == 0, 0.0, rest.m - m) * (rest.ones + rest.s)
-        )
+        rest_part = scale * (rest.sum_ed + below(rest, m) * (rest.ones + rest.s))
         own_part = torch.where(t == 0, 0.0, t * (z_y - m))
         entropy = log_total - (rest_part + own_part) / total
     if rest.sum_d is not None:
