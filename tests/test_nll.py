@@ -24,6 +24,7 @@ from xentlib.parity.cases import (
     BASE,
     CHUNK_CASES,
     GRID,
+    NARROW,
     OPTIONS,
     logit_sets,
     low_precision,
@@ -49,6 +50,11 @@ def test_fp16_against_the_oracle(backend: str, case: Case) -> None:
     hold(operators._low, (backend,), build(case, 7))
 
 
+def test_many_tokens_of_a_narrow_head(backend: str) -> None:
+    """A6 at H = 1 and 32,771 tokens. Catches: products that add one token after the other."""
+    hold(operators._single, (backend,), build(NARROW, 7))
+
+
 @pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
 def test_given_logits(backend: str, item: Any) -> None:
     """A3, A4: also probabilities of 1 - 1e-30, and logits that share an offset of 1e6."""
@@ -71,7 +77,7 @@ def test_every_check_rejects_its_mutants(backend: str) -> None:
     hold(operators._mutants, (backend,), build(BASE, 0))
 
 
-@pytest.mark.parametrize("case", [AUDIT[k] for k in (0, 3, 9, 10, 11, 12)], ids=by_id)
+@pytest.mark.parametrize("case", [AUDIT[k] for k in (0, 3, 9, 10, 11, 12, 13)], ids=by_id)
 def test_audit_mode_bit_for_bit(case: Case) -> None:
     """A1, A9 at a tenth of the parity run's size."""
     pytest.importorskip("torch")

@@ -167,11 +167,12 @@ class Walk:
             z_BV.mul_(self.scale)
         derivative = None
         if self.softcap is not None:
-            z_BV.div_(self.softcap).tanh_()
+            z_BV.div_(self.softcap)
             if jacobian:
-                one = torch.ones((), dtype=z_BV.dtype, device=z_BV.device)
-                derivative = torch.addcmul(one, z_BV, z_BV, value=-1)
-            z_BV.mul_(self.softcap)
+                # sech^2. 1 - tanh^2 cancels where the cap saturates: at a cap of 0.7 and logits of
+                # standard deviation 32 it has no digit left.
+                derivative = torch.cosh(z_BV).square_().reciprocal_()
+            z_BV.tanh_().mul_(self.softcap)
         if temperature_B is not None:
             z_BV.div_(temperature_B[:, None])
         return derivative
@@ -318,8 +319,10 @@ class GradientSums:
             z_BV.masked_fill_(~tokens.valid[rows.places, None], 0.0)
             dz_y_B = torch.where(tokens.valid[rows.places], dz_y_B, 0.0)
         if self.needs[2] and self.walk.local_size:
-            self.bias.add_(z_BV.sum(0))
-            add_rows_(self.bias, y_B, dz_y_B)
+            # A block's sums first: one after the other, 6,250 terms of one label err by 30 u.
+            part_V = z_BV.sum(0)
+            add_rows_(part_V, y_B, dz_y_B)
+            self.bias.add_(part_V)
         self.dz_y_T[rows.span] = dz_y_B.to(self.walk.gemm_dtype)
         if self.store != self.walk.gemm_dtype:
             z_BV.copy_(z_BV.to(self.walk.gemm_dtype))

@@ -18,6 +18,9 @@ __all__ = ["add_rows_", "addmm_", "gemm_precision", "mm", "operand", "storage_dt
 
 LOW = (torch.bfloat16, torch.float16)
 SCRATCH_BYTES = 8 << 20
+# MKL adds the terms of a product this narrow one after the other: of 100,000 tokens at H = 8 the
+# error of d weight was 76 u of its norm, at H = 1 218 u; 1024 tokens at a time it is 9 u.
+NARROW, NARROW_DEPTH = 16, 1024
 
 
 def storage_dtype(
@@ -71,6 +74,14 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """acc += a @ b in the dtype of `acc`; the first product of an accumulator writes it."""
+    depth = a.shape[1]
+    if acc.device.type == "cpu" and min(acc.shape) < NARROW and depth > NARROW_DEPTH:
+        for start in range(0, depth, NARROW_DEPTH):
+            part = slice(start, start + NARROW_DEPTH)
+            product = torch.empty_like(acc)
+            mm(a[:, part], b[part], product)
+            acc.copy_(product) if first and start == 0 else acc.add_(product)
+        return
     if first:
         mm(a, b, acc)
     elif by_onednn(a, b, acc):

@@ -20,6 +20,7 @@ __all__ = [
     "CHUNK_CASES",
     "FULL_GRID",
     "GRID",
+    "NARROW",
     "chunks_of",
     "logit_sets",
     "low_precision",
@@ -51,10 +52,15 @@ GRID = (
     Case("all-ignored", 64, 32, 257, std=1.0, ignored=1.0),
     Case("one-token", 1, 32, 257, std=1.0, ignored=0.0),
     Case("one-class", 64, 32, 1, std=1.0, ignored=0.0),
+    # Half of the logits are so far into the cap that 1 - tanh^2 has no digit left.
+    Case("saturated", 61, 64, 1009, std=9.0, options={"softcap": 0.7}),
     Case("large", 1024, 256, 8192, std=1.0),
 )
+# Sums over many tokens, in a product so narrow that a library may not cut it into blocks.
+NARROW = Case("narrow", 32_771, 1, 101)
 FULL_GRID = (
     *GRID,
+    NARROW,
     *(
         Case(f"{name}-{std:g}", tokens, hidden, vocab, std=std, confident=0.3)
         for std in (0.3, 1.0, 3.0, 6.0)
@@ -99,6 +105,7 @@ AUDIT = (
     ),
     Case("audit-fp16", 512, 64, 2053, std=3.0, dtype="float16"),
     Case("audit-fp16-options", 257, 64, 2053, dtype="float16", options=OPTIONS, **EXTRAS),
+    Case("audit-saturated", 64, 64, 2053, std=32.0, options={"softcap": 0.7}),
     # Every gradient is subnormal in float16.
     Case("audit-fp16-small", 512, 64, 2053, dtype="float16", options={"denominator": 1e5}),
 )
