@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from xentlib.checks import NLLProblem, Operand
 from xentlib.plan import default_chunk_bytes
@@ -20,7 +21,9 @@ __all__ = [
     "differentiated_once",
     "dtype_name",
     "not_differentiable",
+    "not_forward_mode",
     "prepare",
+    "same_tokens",
     "wanted",
 ]
 
@@ -36,11 +39,26 @@ def describe(x: Any) -> Any:
     return x
 
 
+def same_tokens(source: Tensor, *per_token: Any) -> None:
+    """Under the compiler, sizes that it does not know are those of `source` [..., columns] where
+    nothing says otherwise, and are compared when it runs; what differs, the checks refuse."""
+    if not torch.compiler.is_compiling():
+        return
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # loads sympy, 0.8 s
+
+    for x in per_token:
+        if isinstance(x, Tensor) and x.ndim == source.ndim - 1:
+            for a, b in zip(x.shape, source.shape):
+                if guard_or_true(a == b):
+                    torch._check(a == b)
+
+
 def autocast_dtype(x: Tensor) -> str | None:
     """Name of the dtype that an autocast region asks GEMMs of `x` to take, if one is active."""
-    if not torch.is_autocast_enabled(x.device.type):
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
-    return dtype_name(torch.get_autocast_dtype(x.device.type))
+    return dtype_name(torch.get_autocast_dtype(kind))
 
 
 def as_tensor(value: Any, neutral: float | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -50,6 +68,22 @@ def as_tensor(value: Any, neutral: float | None, like: Tensor, dtype: torch.dtyp
     if value is None or value == neutral:
         return None
     return torch.tensor(float(value), dtype=dtype, device=like.device)
+
+
+def not_forward_mode(function: str, *inputs: Any) -> None:
+    """Refuse tangents, which an operator without a rule for them drops without a word. A compiler
+    does not see all of them, and takes a refusal for a reason to ask again in eager."""
+    if forward_ad._current_level < 0:
+        return
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if torch.compiler.is_compiling() or any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise RuntimeError(
+            f"`{function}` must be differentiated in reverse mode; got an input with a tangent "
+            f"(`torch.func.jvp`, `jacfwd`, dual tensors), whose derivative it does not compute. "
+            f"Use `backward` or `torch.autograd.grad`, or full logits."
+        )
 
 
 def not_differentiable(**constants: Any) -> None:

@@ -23,7 +23,9 @@ from xentlib.torch.describe import (
     describe,
     differentiated_once,
     not_differentiable,
+    not_forward_mode,
     prepare,
+    same_tokens,
 )
 from xentlib.torch.head import local_columns, local_rows, replicated, with_whole_head
 from xentlib.torch.labels import Tokens
@@ -330,6 +332,7 @@ def chunked_logprobs(
 ) -> LogprobOutput:
     hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
     weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
+    same_tokens(hidden, labels, where, temperature)
     problem = check_logprobs(
         describe(hidden),
         describe(weight),
@@ -347,6 +350,7 @@ def chunked_logprobs(
         autocast_dtype=autocast_dtype(hidden),
         sharded=vocab_parallel is not None,
     )
+    not_forward_mode("chunked_logprobs", hidden, weight, bias, logit_scale, temperature)
     not_differentiable(logit_scale=logit_scale, temperature=temperature)
     call = prepare(
         problem,
@@ -390,6 +394,7 @@ def vocab_parallel_logprobs(
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
 ) -> LogprobOutput:
+    same_tokens(logits, labels, where, temperature)
     problem = check_logits(
         describe(logits),
         describe(labels),
@@ -401,6 +406,7 @@ def vocab_parallel_logprobs(
         vocab_parallel=vocab_parallel,
         shard=shard,
     )
+    not_forward_mode("vocab_parallel_logprobs", logits, temperature)
     not_differentiable(temperature=temperature)
     flat = logits.reshape(problem.num_tokens, problem.columns)
     local = local_columns(flat, vocab_parallel, shard)

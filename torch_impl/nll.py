@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib import nll as spec
 from xentlib.checks import check_nll
@@ -24,7 +25,9 @@ from xentlib.torch.describe import (
     describe,
     differentiated_once,
     not_differentiable,
+    not_forward_mode,
     prepare,
+    same_tokens,
     wanted,
 )
 from xentlib.torch.head import local_rows, replicated, with_whole_head
@@ -180,7 +183,8 @@ def nll_backward(
     """Step 10. `reuse` scales the accumulators themselves: the graph is not walked again."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
     gradient = torch.where(valid_N.any(), gradient, 0.0).to(accumulators[0].dtype)
-    # Times 1 changes nothing and costs a pass over d weight; the value is free to read on CPU.
+    # Times 1 changes nothing and costs a pass over d weight; the value is free to read on CPU, and
+    # without `reuse` there may be none.
     one = reuse and gradient.device.type == "cpu" and gradient.item() == 1.0
     results: list[Tensor | None] = [None, None, None]
     for slot, (accumulator, dtype) in enumerate(zip(accumulators, dtypes, strict=True)):
@@ -258,7 +262,7 @@ def _backward(
     if gradient is None:
         return (None,) * 23
     *accumulators, valid_N = ctx.saved_tensors
-    reuse = not (torch.compiler.is_compiling() or keeps_graph())
+    reuse = in_eager(gradient) and not keeps_graph()
     d_hidden, d_weight, d_bias = nll_backward(
         gradient, Gradients(*accumulators), valid_N, ctx.dtypes, ctx.needs, reuse=reuse
     )
@@ -266,6 +270,18 @@ def _backward(
 
 
 nll_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def in_eager(x: Tensor) -> bool:
+    """Whether `x` holds numbers: no compiler, tracer, fake tensor or batch stands in for them."""
+    functorch = torch._C._functorch
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and _get_current_dispatch_mode() is None
+        and not functorch.is_functorch_wrapped_tensor(x)
+        and not functorch.is_legacy_batchedtensor(x)  # is_grads_batched
+    )
 
 
 def keeps_graph() -> bool:
@@ -299,6 +315,7 @@ def chunked_nll(
 ) -> NLLOutput:
     hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
     weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
+    same_tokens(hidden, labels, where, token_weights, temperature)
     problem = check_nll(
         describe(hidden),
         describe(weight),
@@ -320,6 +337,9 @@ def chunked_nll(
         weight_layout=weight_layout,
         autocast_dtype=autocast_dtype(hidden),
         sharded=vocab_parallel is not None,
+    )
+    not_forward_mode(
+        "chunked_nll", hidden, weight, bias, token_weights, logit_scale, temperature, denominator
     )
     not_differentiable(
         token_weights=token_weights,
