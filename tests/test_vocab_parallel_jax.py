@@ -22,8 +22,11 @@ from hlo import collectives, entries, trip_counts
 from vocab_shards import CASES, V, held, same_on_all_ranks
 from xentlib import PaddedVocab, plan
 from xentlib.contract import check, failures
+from xentlib.parity import sharded as parity_shards
 from xentlib.parity.backends import GRADIENTS, run, run_logprobs
+from xentlib.parity.operators import Findings
 from xentlib.parity.problem import Case, Problem, build, upstream_of
+from xentlib.parity.ranks import run_calls
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
@@ -228,6 +231,15 @@ def test_audit_mode_does_not_know_of_shards(kind, case, devices, rows):
 
 # ---------------------------------------------------------------------------------
 # The compiled program
+
+
+def test_chunks_do_not_show_over_shards():
+    """A10, of the parity run's calls."""
+    calls = parity_shards.chunked_calls("jax", 7)
+    findings = Findings(("jax",))
+    parity_shards.chunked(findings, "jax", calls, run_calls("jax", calls))
+    assert findings.measurements
+    assert not failures(findings.measurements)
 
 
 @KINDS

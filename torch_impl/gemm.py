@@ -98,7 +98,9 @@ def by_onednn(a: Tensor, b: Tensor, out: Tensor) -> bool:
     MKL takes AVX2 kernels on processors that are not Intel's: 90 ms at [512, 512] x [512, 32000] on
     an EPYC with AVX-512 where oneDNN needs 42 ms. Where bfloat16 units are asked for, `torch.mm`
     goes to oneDNN by itself. The operator falls to a reference kernel, 2000 times slower, where `b`
-    has gaps between its rows, and copies an `a` that has: too much if it is as large as a chunk.
+    has gaps between its rows, and copies an `a` that has, as dz of a vocabulary shard is, or that
+    is turned: too much if it is as large as a chunk. How many rows there are must not decide for dz
+    that is not turned: rows of d hidden would have other bits in other chunks (row A10).
     """
     mkldnn: Any = torch.backends.mkldnn
     return (
@@ -109,7 +111,7 @@ def by_onednn(a: Tensor, b: Tensor, out: Tensor) -> bool:
         and bool(mkldnn.enabled)
         and mkldnn.matmul.fp32_precision != "bf16"
         and (b.is_contiguous() or b.T.is_contiguous())
-        and (a.is_contiguous() or a.shape[1] < max(out.shape))
+        and (a.is_contiguous() or (a.stride(0) == 1 and a.shape[1] < max(out.shape)))
     )
 
 

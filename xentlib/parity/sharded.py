@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.parity.backends import run, run_logprobs
-from xentlib.parity.cases import EXTRAS, OPTIONS, logit_sets
+from xentlib.parity.cases import EXTRAS, OPTIONS, chunks_of, logit_sets
 from xentlib.parity.mutants import array_mutants
 from xentlib.parity.problem import Case, Problem, Upstream, build, logits_problem, upstream_of
 from xentlib.parity.ranks import Call, Sharded, run_calls
@@ -16,13 +16,15 @@ from xentlib.parity.ranks import Call, Sharded, run_calls
 if TYPE_CHECKING:
     from xentlib.parity.operators import Findings
 
-__all__ = ["calls_for", "sharded", "splits"]
+__all__ = ["calls_for", "chunked", "chunked_calls", "sharded", "splits"]
 
 Array = npt.NDArray[Any]
 SEED = 7
 EVEN = Case("shards", 257, 64, 1008, std=3.0, confident=0.3)
 UNEVEN = Case("shards-options", 257, 64, 1009, std=3.0, options=OPTIONS, **EXTRAS)
 LOW = Case("shards-bf16", 257, 64, 1009, std=3.0, dtype="bfloat16", layout="HV")
+# A shard of 251 rows is shorter than one chunk of its tokens, and longer than several.
+CHUNKED = Case("shards-chunks", 256, 32, 1003, ignored=0.0)
 GRADIENT_ROWS = {"d_hidden": "A13", "d_weight": "A6", "d_bias": "A6"}
 
 
@@ -54,12 +56,44 @@ def calls_for(seed: int, audit: bool) -> list[Call]:
     return found
 
 
+def chunked_calls(backend: str, seed: int) -> list[Call]:
+    """Both functions of a head over four shards, in one chunk first and then in several."""
+    problem = build(CHUNKED, seed)
+    return [
+        Call(function, problem, splits(CHUNKED.vocab)[3], upstream, False, chunk)
+        for function, upstream in (
+            ("chunked_nll", None),
+            ("chunked_logprobs", upstream_of(problem, SEED)),
+        )
+        for chunk in (None, *chunks_of(backend)[::2])
+    ]
+
+
+def chunked(findings: Findings, backend: str, calls: list[Call], found: list[Sharded]) -> None:
+    """A10 of calls from `chunked_calls`."""
+    whole: dict[str, Any] = {}
+    for call, result in zip(calls, found, strict=True):
+        one = whole.setdefault(call.function, result.outcome)
+        for name in ("logprobs", "entropy", "lse", "correct", "d_hidden"):
+            findings.check(
+                "A10",
+                getattr(result.outcome, name),
+                getattr(one, name),
+                backend=backend,
+                case=f"{_text(call)}, chunks of {call.chunk_tokens}",
+                quantity=f"{name.replace('_', ' ')} over shards",
+            )
+
+
 def sharded(findings: Findings, seed: int) -> None:
-    """A13 of each backend; A1 of one against the other, and of shards against no shards."""
+    """A10 and A13 of each backend; A1 of one against the other, and of shards against no shards."""
     calls, exact = calls_for(seed, False), calls_for(seed, True)
     audits = {}
     for backend in findings.backends:
-        found = run_calls(backend, [*calls, *exact])
+        cut = chunked_calls(backend, seed)
+        found = run_calls(backend, [*cut, *calls, *exact])
+        chunked(findings, backend, cut, found[: len(cut)])
+        found = found[len(cut) :]
         for call, result in zip(calls, found):
             _measure(findings, backend, call, result)
         _mutants(findings, backend, calls[0], found[0])
