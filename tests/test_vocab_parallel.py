@@ -121,6 +121,7 @@ def counted(
 
     group = torch.distributed.group.WORLD
     weight = torch.nn.Parameter(torch.randn(V // world, 24))
+    torch.manual_seed(0)
     found = []
     for chunks in (1, 8, 64):
         for valid in (0, 1, 512):
@@ -144,13 +145,11 @@ def counted(
 
 @pytest.mark.parametrize("function", ["chunked_nll", "chunked_logprobs"])
 def test_collectives_do_not_count_chunks_or_tokens(function: str) -> None:
-    """SPEC 6, A15, ANCHORS 4.5, 4.6: one MAX, one packed SUM, one SUM of d hidden; one exchange of
-    the shards' sizes for a head, once."""
+    """A15: one MAX, one packed SUM, one SUM of d hidden, in the first call of a head too."""
     for found in launch(2, counted, function):
         expected = (3, 0) if function == "chunked_nll" else (2, 1)
-        for index, (chunks, valid, forward, backward, zero) in enumerate(found):
-            first = index == 0  # the sizes are exchanged with the first call
-            assert (forward - first, backward) == expected, (chunks, valid)
+        for chunks, valid, forward, backward, zero in found:
+            assert (forward, backward) == expected, (chunks, valid)
             assert zero, "no valid token, no gradient"
 
 
@@ -176,11 +175,16 @@ def variants(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
         plan.EXCHANGE_FLOPS["cpu"], plan.CPU_BLOCK_BYTES = least, block
         hidden = torch.tensor(problem.hidden, requires_grad=True)
         weight = torch.tensor(problem.weight[rows], requires_grad=True)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            out = chunked_nll(
+
+        def call(hidden: Any = hidden, weight: Any = weight) -> Any:
+            return chunked_nll(
                 hidden, weight, torch.tensor(problem.labels), vocab_parallel=group,
                 max_chunk_bytes=16 * 80 * 4, outputs=("logprobs", "entropy"), **options,
             )  # fmt: skip
+
+        call()  # shards of two sizes are learnt
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            out = call()
         out.loss.backward()
         counts = {e.key: e.count for e in profiler.key_averages()}
         gemms = ("aten::mm", "aten::addmm_", "mkldnn::_linear_pointwise")
@@ -205,8 +209,9 @@ def test_statistics_in_every_chunk_spare_a_gemm(softcap: float | None) -> None:
         for got, expected in zip(each[0], once[0], strict=True):
             assert bits_unequal(got, expected) == 0
         chunks = 4  # of 16 tokens; 61 less those ignored
-        assert once[1:] == (2 + 2, 4 * chunks)  # sizes and d hidden too
-        assert each[1:] == (once[1:] if softcap else (2 * chunks + 2, 3 * chunks))
+        # d hidden too; and the product of 4 rows whose sums ranks compare
+        assert once[1:] == (2 + 1, 4 * chunks + 1)
+        assert each[1:] == (once[1:] if softcap else (2 * chunks + 1, 3 * chunks + 1))
 
 
 def refusals(rank: int, world: int) -> list[str]:
@@ -214,8 +219,9 @@ def refusals(rank: int, world: int) -> list[str]:
 
     group = torch.distributed.group.WORLD
     mesh = torch.distributed.init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    hidden, weight = torch.randn(8, 4), torch.randn(10, 4)
-    labels = torch.full((8,), 20)
+    weight = torch.randn(10, 4)
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(8, 4), torch.full((8,), 20)
     said = []
     for parallel in (group, mesh, "tp"):
         try:
@@ -236,6 +242,134 @@ def test_bad_calls_say_so() -> None:
         assert "`vocab_parallel` must be a one-dimensional DeviceMesh; got 2" in mesh
         assert "`vocab_parallel` must be a ProcessGroup" in name
         assert same == "True"
+
+
+# What ranks must have alike, by the argument that differs on rank 1, and what every rank says.
+SAME = "must be the same on every rank of `vocab_parallel`; got ranks that differ"
+DIFFERENT = {
+    "labels": ("labels", f"`labels` {SAME}. Gather the tokens"),
+    "which labels count": ("where", f"`labels` {SAME}"),
+    "slices of the sequence": ("hidden", f"`labels` {SAME}. Gather the tokens"),
+    "hidden": ("hidden", f"`hidden` {SAME}. Gather the tokens"),
+    "temperature": ("temperature", f"`temperature` {SAME}"),
+    "temperatures": ("temperature", f"`temperature` {SAME}"),
+    "token_weights": ("token_weights", f"`token_weights` {SAME}"),
+    "z_loss": ("z_loss", f"`z_loss` {SAME}"),
+    "label_smoothing": ("label_smoothing", f"`label_smoothing` {SAME}"),
+    "softcap": ("softcap", f"`softcap` {SAME}"),
+    "logit_scale": ("logit_scale", f"`logit_scale` {SAME}"),
+    "denominator": ("denominator", f"`denominator` {SAME}"),
+    "gradient": ("gradient", "`hidden` must require grad on every rank of `vocab_parallel`, or on"),
+    "whole head": ("weight", "must come with this rank's part of 157 classes; got all of them on"),
+    "whole kernel": ("weight", "must come with this rank's part of 157 classes; got all of them"),
+    "label": ("labels", r"`labels` must lie in [0, 157) or equal `ignore_index` (-100); got 157"),
+}
+
+
+def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]]]:
+    """Each of DIFFERENT, through the functions that take it; and what may differ."""
+    from xentlib.torch import chunked_logprobs, chunked_nll, ranks
+
+    group, problem = torch.distributed.group.WORLD, build(CASES[0], 7)
+    every = {"vocab_parallel": group, "max_chunk_bytes": 16 * 80 * 4}
+    hidden, whole = torch.tensor(problem.hidden), torch.tensor(problem.weight)
+    labels = torch.tensor(problem.labels)
+    mine = whole[:79] if rank == 0 else whole[79:]
+    chunked_nll(hidden, mine, labels, **every)  # the shards are learnt
+    if not reading:
+        ranks.free_to_read = lambda x: False
+    tokens = torch.linspace(0.5, 2.0, len(labels))
+    differ: dict[str, dict[str, Any]] = {
+        "labels": {"labels": labels.roll(rank)},
+        "which labels count": {"where": torch.arange(len(labels)) != 3 + 4 * rank},
+        "slices of the sequence": {
+            "hidden": hidden[30 * rank : 30 * rank + 30],
+            "labels": labels[30 * rank : 30 * rank + 30],
+        },
+        "hidden": {"hidden": hidden.roll(rank, 0)},
+        "temperature": {"temperature": 0.7 + 0.1 * rank},
+        "temperatures": {"temperature": tokens.roll(20 * rank)},
+        "token_weights": {"token_weights": tokens.roll(20 * rank)},
+        "z_loss": {"z_loss": 1e-4 * (1 + rank)},
+        "label_smoothing": {"label_smoothing": 0.1 + 0.1 * rank},
+        "softcap": {"softcap": 5.0 + rank},
+        "logit_scale": {"logit_scale": torch.tensor(1.0 + rank / 16)},
+        "denominator": {"denominator": 40 + rank},
+        "gradient": {"hidden": hidden.clone().requires_grad_(rank == 0)},
+        "whole head": {"weight": whole},
+        "whole kernel": {"weight": whole.T.contiguous(), "weight_layout": "HV"},
+        "label": {"labels": torch.where(torch.arange(len(labels)) == 5, 157, labels)},
+    }
+    said = []
+    assert differ.keys() == DIFFERENT.keys()
+    nll_alone = ("token_weights", "z_loss", "label_smoothing", "denominator", "gradient")
+    if not reading:
+        del differ["gradient"]  # one rank would wait for the other's sum of d hidden
+    for name, options in differ.items():
+        arguments = {"hidden": hidden, "weight": mine, "labels": labels} | every | options
+        found: list[Any] = []
+        for function in (chunked_nll, chunked_logprobs)[: 1 if name in nll_alone else 2]:
+            try:
+                out = function(**arguments)
+                found.append(bool(out[0].isnan().any()))
+            except ValueError as error:
+                found.append(str(error))
+        said.append((name, found))
+    return said
+
+
+@pytest.mark.parametrize("reading", [True, False], ids=["read", "not read"])
+def test_what_differs_between_ranks_is_refused(reading: bool) -> None:
+    """Where the numbers may be read every rank raises the same, else every rank has NaN. Catches: a
+    gather forgotten under sequence parallelism, labels of another batch, the whole head on every
+    rank (its loss + log P), options of another run."""
+    for said in launch(2, differing, reading):
+        for name, found in said:
+            for one in found:
+                # A new head is read everywhere, labels are where they are on a CPU.
+                if reading or name in ("whole head", "whole kernel", "label"):
+                    assert DIFFERENT[name][1] in one, (name, one)
+                else:
+                    assert one is True, (name, one)
+
+
+def not_differing(rank: int, world: int) -> list[float]:
+    """What may differ: roundings, what is in rows that do not count, objects that were built anew
+    on one rank alone, heads of one size here and of other sizes there."""
+    from xentlib.torch import chunked_nll
+
+    group, problem = torch.distributed.group.WORLD, build(CASES[0], 7)
+    hidden, whole = torch.tensor(problem.hidden), torch.tensor(problem.weight)
+    labels, rows = torch.tensor(problem.labels), torch.tensor(problem.labels)[:, None]
+    want = chunked_nll(hidden, whole, labels).loss
+
+    def off(
+        size: int,
+        *,
+        fresh: bool = False,
+        hidden: Any = hidden,
+        whole: Any = whole,
+        want: Any = want,
+    ) -> float:
+        mine = whole[:size] if rank == 0 else whole[size:]
+        weight = torch.nn.Parameter(mine.clone()) if fresh else mine
+        loss = chunked_nll(hidden, weight, labels, vocab_parallel=group).loss
+        return float((loss - want).abs())
+
+    junk = torch.where(rows == -100, torch.full_like(hidden, 1e3 * rank), hidden)
+    low = hidden.bfloat16().float() if rank else hidden
+    found = [off(79), off(79, fresh=rank == 0), off(79, hidden=junk), off(100), off(79), off(157)]
+    longer = torch.cat([whole, whole[:3] / 2])  # rank 0 has as many rows of it
+    found += [off(79, whole=longer, want=chunked_nll(hidden, longer, labels).loss), off(79)]
+    return [*found, off(79, hidden=low) > 0]
+
+
+def test_what_may_differ_between_ranks() -> None:
+    """A13. Catches: an exchange of sizes that one rank makes alone, because its parameter is new;
+    numbers of tokens that do not count."""
+    for *same, rounded in launch(2, not_differing):
+        assert max(same) < 2.0**-20
+        assert rounded
 
 
 def padded(rank: int, world: int, layout: str) -> list[Any]:

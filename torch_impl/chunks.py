@@ -15,8 +15,8 @@ from torch import Tensor
 from xentlib.plan import block_bytes, block_tokens, pad_rows, plan_chunks
 from xentlib.torch.describe import HeadCall, dtype_name
 from xentlib.torch.gemm import add_rows_, addmm_, gemm_precision, mm, operand, storage_dtype
-from xentlib.torch.head import vocab_parallel_of
-from xentlib.torch.labels import select_tokens
+from xentlib.torch.labels import check_labels, select_tokens
+from xentlib.torch.ranks import Agreement, VocabParallel, vocab_parallel_of
 from xentlib.torch.softmax import Block, RestStats, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = [
@@ -66,10 +66,12 @@ class Walk:
 
     def __init__(self, call: HeadCall) -> None:
         hidden, compute_dtype = call.hidden, call.compute_dtype
+        self.labels, self.ignore_index = call.labels, call.ignore_index
         self.hidden, self.transposed = hidden, call.transposed
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
-        self.parallel = vocab_parallel_of(call.group, call.shard)
+        rows = call.weight.shape[call.transposed]
+        self.parallel = vocab_parallel_of(call.group, call.shard, rows, self.like)
         shard = None if self.parallel is None else self.parallel.shard
         # Rows beyond those of the shard are padding.
         weight_VH = (call.weight.T if call.transposed else call.weight)[: shard and shard.size]
@@ -96,6 +98,17 @@ class Walk:
         rows = pad_rows(self.plan.chunk_tokens) if self.tokens.computed else 0
         self.logits_TV = torch.empty(rows, self.width, **self.like)
         self.filled = False
+
+    def agree(self) -> None:
+        """Before a forward over shards: what every rank must have alike."""
+        if self.parallel is None or self.parallel.agreed:
+            return
+        rows = self.operand_VH[:: max(1, (self.local_size - 1) // 2)][:3]
+        agreement = begin(self.parallel, rows, self.labels, self.tokens.valid)
+        agreement.tokens("hidden", self.hidden, self.tokens.valid)
+        agreement.close("logit_scale", self.scale)
+        agreement.per_token("temperature", self.temperature, self.hidden.shape[0])
+        agreement.exact("softcap", self.softcap or 0.0)
 
     def chunks(self) -> Iterator[Chunk]:
         for start, stop in self.plan.bounds():
@@ -200,8 +213,9 @@ class Given:
         group: str,
     ) -> None:
         self.logits, self.temperature, self.compute_dtype = logits, temperature, compute_dtype
+        self.labels, self.ignore_index = labels, ignore_index
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
-        self.parallel = vocab_parallel_of(group, shard)
+        self.parallel = vocab_parallel_of(group, shard, logits.shape[1], self.like)
         part = None if self.parallel is None else self.parallel.shard
         self.local_size = logits.shape[1] if part is None else part.size
         self.vocab_size = self.local_size if part is None else part.vocab_size
@@ -210,6 +224,13 @@ class Given:
         self.block_rows = block_tokens(
             min(chunk_bytes, block_bytes(logits.device.type)), self.width, compute_dtype.itemsize
         )
+
+    def agree(self) -> None:
+        """As in `Walk`."""
+        if self.parallel is not None and not self.parallel.agreed:
+            rows = self.logits[:3, : self.local_size]
+            agreement = begin(self.parallel, rows, self.labels, self.tokens.valid)
+            agreement.per_token("temperature", self.temperature, self.logits.shape[0])
 
     def blocks(self, *, diff: bool = True) -> Iterator[tuple[Rows, Block]]:
         tokens, device = self.tokens, self.logits.device
@@ -237,6 +258,12 @@ class Given:
         for rows, block in self.blocks():
             sums.add(rows, block)
         return sums.finish()
+
+
+def begin(parallel: VocabParallel, rows: Tensor, labels: Tensor, valid: Tensor) -> Agreement:
+    parallel.of_rows(rows)
+    parallel.agreement.labels(labels.long(), valid)
+    return parallel.agreement
 
 
 class StatSums:
@@ -274,6 +301,8 @@ class StatSums:
             if chunk is not None:
                 owned = owned[tokens.places(chunk.start, chunk.start + chunk.size)]
             z_y, rest = parallel.combine(z_y, owned, rest)
+            walk = self.walk
+            check_labels(walk.labels, tokens.bad, walk.ignore_index, walk.vocab_size)
         return token_stats(z_y, rest, self.walk.vocab_size)
 
 

@@ -18,7 +18,7 @@ from xentlib.plan import VocabShard
 from xentlib.torch.describe import describe
 from xentlib.torch.head import find_group
 
-__all__ = ["Tokens", "next_token_labels", "select_tokens"]
+__all__ = ["Tokens", "check_labels", "next_token_labels", "select_tokens"]
 
 
 def next_token_labels(
@@ -104,6 +104,12 @@ class Tokens(NamedTuple):
         return torch.where(self.valid, values, 0.0)
 
 
+def check_labels(labels: Tensor, bad: Tensor, ignore_index: int, vocab_size: int) -> None:
+    """Refuse a label outside the vocabulary where it can be read without a device sync."""
+    if labels.device.type == "cpu" and bad.any():
+        check_label_range(int(labels[bad][0]), vocab_size, ignore_index)
+
+
 def select_tokens(
     labels: Tensor,
     where: Tensor | None,
@@ -111,7 +117,8 @@ def select_tokens(
     vocab_size: int,
     shard: VocabShard | None,
 ) -> Tokens:
-    """A shard's columns are counted from its start; a target elsewhere is in the spare column."""
+    """A shard's columns are counted from its start; a target elsewhere is in the spare column. Its
+    labels are checked once all ranks are known to have the same."""
     labels = labels.long()
     valid_N = labels != ignore_index
     if where is not None:
@@ -119,8 +126,8 @@ def select_tokens(
     in_range_N = (labels >= 0) & (labels < vocab_size)
     bad_N = valid_N & ~in_range_N
     packed = labels.device.type == "cpu"
-    if packed and bad_N.any():
-        check_label_range(int(labels[bad_N][0]), vocab_size, ignore_index)
+    if shard is None:
+        check_labels(labels, bad_N, ignore_index, vocab_size)
     rows_M = valid_N.nonzero()[:, 0] if packed else None
     if rows_M is not None and rows_M.shape[0] == labels.shape[0]:
         rows_M = None

@@ -28,7 +28,7 @@ from xentlib.torch.describe import (
     same_tokens,
 )
 from xentlib.torch.head import local_columns, local_rows, replicated, with_whole_head
-from xentlib.torch.labels import Tokens
+from xentlib.torch.ranks import numbers_of, over_shards
 from xentlib.torch.softmax import FLOOR, Block, TokenStats, take_target
 
 __all__ = [
@@ -51,20 +51,23 @@ class Residuals(NamedTuple):
     entropy: Tensor
 
 
-def logprobs_forward(
-    call: HeadCall, entropy: bool, output_dtype: torch.dtype
-) -> tuple[LogprobOutput, Residuals]:
+Forward = tuple[LogprobOutput, Residuals, Tensor]  # the shard as all ranks know it, or nothing
+
+
+def logprobs_forward(call: HeadCall, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 1 to 5."""
     walk = Walk(call)
-    return outputs_of(walk.stats(entropy=entropy, smoothing=False), walk.tokens, output_dtype)
+    walk.agree()
+    stats = walk.stats(entropy=entropy, smoothing=False)
+    return outputs_of(stats, walk, output_dtype)
 
 
-def outputs_of(
-    stats: TokenStats, tokens: Tokens, output_dtype: torch.dtype
-) -> tuple[LogprobOutput, Residuals]:
+def outputs_of(stats: TokenStats, walk: Walk | Given, output_dtype: torch.dtype) -> Forward:
+    tokens, parallel = walk.tokens, walk.parallel
     per_token_5N = tokens.clean(
         torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
     )
+    shard = tokens.labels.new_empty(0) if parallel is None else numbers_of(parallel.shard)
     residuals = Residuals(*per_token_5N[:4])
     output = LogprobOutput(
         residuals.logprob.to(output_dtype, copy=True),
@@ -72,7 +75,7 @@ def outputs_of(
         residuals.lse.to(output_dtype, copy=True),
         per_token_5N[4] > 0,
     )
-    return output, residuals
+    return output, residuals, shard
 
 
 def logprobs_backward(
@@ -138,28 +141,31 @@ def dlogits_(rows: Rows, g_3B: Tensor, kept: Residuals, block: Block, *, entropy
     "xentlib::logprobs_forward",
     mutates_args=(),
     schema=f"({HEAD_SCHEMA}, bool entropy, ScalarType output_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def logprobs_op(*arguments: Any) -> tuple[Tensor, ...]:
-    """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N]."""
+    """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N], shard
+    [3] or nothing."""
     call, rest = HeadCall(*arguments[:15]), arguments[15:]
     with torch.autocast(call.hidden.device.type, enabled=False):
-        output, residuals = logprobs_forward(call, *rest)
-    return (*output, torch.stack(residuals))
+        output, residuals, shard = over_shards(lambda: logprobs_forward(call, *rest))
+    return (*output, torch.stack(residuals), shard)
 
 
 @logprobs_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     call, output_dtype = HeadCall(*arguments[:15]), arguments[-1]
-    return fake_outputs(call.hidden, output_dtype, call.compute_dtype)
+    return fake_outputs(call.hidden, output_dtype, call.compute_dtype, call.shard)
 
 
 def fake_outputs(
-    like: Tensor, output_dtype: torch.dtype, compute_dtype: torch.dtype
+    like: Tensor, output_dtype: torch.dtype, compute_dtype: torch.dtype, shard: Tensor | None
 ) -> tuple[Tensor, ...]:
     dtypes = [output_dtype] * 3 + [torch.bool]
     outputs = [like.new_empty(like.shape[0], dtype=dtype) for dtype in dtypes]
-    return (*outputs, like.new_empty(4, like.shape[0], dtype=compute_dtype))
+    residuals = like.new_empty(4, like.shape[0], dtype=compute_dtype)
+    none = like.new_empty(0, dtype=torch.int64)
+    return (*outputs, residuals, none if shard is None else torch.empty_like(shard))
 
 
 @torch.library.custom_op(
@@ -197,7 +203,8 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
-    ctx.save_for_backward(*inputs[:8], output[4])
+    shard = None if inputs[7] is None else output[5]
+    ctx.save_for_backward(*inputs[:7], shard, output[4])
     ctx.rest = inputs[8:15]
 
 
@@ -215,11 +222,10 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
 logprobs_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def given_forward(
-    given: Given, entropy: bool, output_dtype: torch.dtype
-) -> tuple[LogprobOutput, Residuals]:
+def given_forward(given: Given, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 3 to 5 for logits that are there."""
-    return outputs_of(given.stats(entropy=entropy), given.tokens, output_dtype)
+    given.agree()
+    return outputs_of(given.stats(entropy=entropy), given, output_dtype)
 
 
 def given_backward(
@@ -259,17 +265,19 @@ GIVEN_SCHEMA = (
     "xentlib::given_forward",
     mutates_args=(),
     schema=f"({GIVEN_SCHEMA}, bool entropy, ScalarType output_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def given_op(*arguments: Any) -> tuple[Tensor, ...]:
-    """`given_forward` as one operator, opaque to the compiler: outputs, residuals [4, N]."""
-    output, residuals = given_forward(Given(*arguments[:9]), *arguments[9:])
-    return (*output, torch.stack(residuals))
+    """`given_forward` as one operator, opaque to the compiler; returns what `logprobs_op` does."""
+    output, residuals, shard = over_shards(
+        lambda: given_forward(Given(*arguments[:9]), *arguments[9:])
+    )
+    return (*output, torch.stack(residuals), shard)
 
 
 @given_op.register_fake
 def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return fake_outputs(logits, arguments[-1], arguments[5])
+    return fake_outputs(logits, arguments[-1], arguments[5], arguments[3])
 
 
 @torch.library.custom_op(
@@ -297,7 +305,8 @@ def _(*arguments: Any) -> Tensor:
 def _given_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
-    ctx.save_for_backward(*inputs[:5], output[4])
+    shard = None if inputs[4] is None else output[5]
+    ctx.save_for_backward(*inputs[:4], shard, output[4])
     ctx.rest = inputs[5:9]
 
 

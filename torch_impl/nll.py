@@ -31,6 +31,7 @@ from xentlib.torch.describe import (
     wanted,
 )
 from xentlib.torch.head import local_rows, replicated, with_whole_head
+from xentlib.torch.ranks import over_shards
 from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
@@ -70,6 +71,14 @@ def nll_forward(
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
 
+    walk.agree()
+    if walk.parallel is not None:
+        agreement = walk.parallel.agreement
+        agreement.exact("label_smoothing", label_smoothing)
+        agreement.exact("z_loss", z_loss)
+        agreement.exact("gradient", float(needs[0]))
+        agreement.per_token("token_weights", token_weights, num_tokens)
+        agreement.close("denominator", divisor)
     sums = GradientSums(walk, needs, call.weight.shape[call.transposed])
     asked = {"entropy": entropy, "smoothing": label_smoothing > 0}
     uniform = label_smoothing / walk.vocab_size
@@ -216,7 +225,7 @@ def nll_op(*arguments: Any) -> tuple[Tensor, ...]:
     """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
     call, rest = HeadCall(*arguments[:15]), arguments[15:]
     with torch.autocast(call.hidden.device.type, enabled=False):
-        output, gradients, valid_N = nll_forward(call, *rest)
+        output, gradients, valid_N = over_shards(lambda: nll_forward(call, *rest))
     return (*output, *gradients, valid_N)
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "LogitsProblem",
     "NLLProblem",
     "Operand",
+    "check_agreement",
     "check_axis",
     "check_choice",
     "check_counted",
@@ -28,11 +29,11 @@ __all__ = [
     "check_loss_sum",
     "check_next_token_labels",
     "check_nll",
-    "check_not_whole",
     "check_placement",
     "check_replicated",
     "check_shard",
     "check_shards",
+    "check_tiles",
     "check_varying",
     "check_windows",
     "refuse_dtensor",
@@ -376,12 +377,41 @@ def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def check_not_whole(sizes: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
-    """Refuse logits that are the same on every rank: (sum, least, largest) of each one's first
-    row say so, where no number of classes was declared. Rows of one value prove nothing."""
-    first, (_, least, largest) = rows[0], rows[0]
-    if len(sizes) > 1 and least != largest and all(row == first for row in rows):
-        check_shards(sizes, sizes[0])
+def check_tiles(shards: Sequence[tuple[int, int]], vocab_size: int) -> None:
+    """Refuse declared shards, (start, stop) of each rank, that do not give every class to one."""
+    if len(shards) > 1 and all(shard == (0, vocab_size) for shard in shards):
+        check_shards([vocab_size] * len(shards), vocab_size)
+    end = 0
+    for start, stop in sorted(shard for shard in shards if shard[0] < shard[1]):
+        if start != end:
+            break
+        end = stop
+    else:
+        if end == vocab_size:
+            return
+    raise ValueError(
+        f"`shard` must give each of {vocab_size} classes to one rank of `vocab_parallel`; got "
+        f"classes {', '.join(f'{start} to {stop}' for start, stop in shards)}. Pass "
+        f"`VocabShard(start, stop, {vocab_size})` of this rank's own columns."
+    )
+
+
+def check_agreement(names: Sequence[str]) -> None:
+    """Refuse arguments that differ between the ranks that a vocabulary is spread over."""
+    if not names:
+        return
+    name = names[0]
+    what = {
+        "gradient": "`hidden` must require grad on every rank of `vocab_parallel`, or on none",
+        "shard": "`shard` must be passed on every rank of `vocab_parallel`, or on none",
+    }.get(name, f"`{name}` must be the same on every rank of `vocab_parallel`")
+    way = "Pass the same to all."
+    if name in ("labels", "hidden", "temperature", "token_weights"):
+        way = (
+            "Gather the tokens before the call where each rank has a part of them (sequence "
+            "parallelism)."
+        )
+    raise ValueError(f"{what}; got ranks that differ. {way}")
 
 
 def check_shard(shard: Any, columns: int) -> None:

@@ -1,0 +1,283 @@
+"""A vocabulary over the ranks of a process group: whose classes are where, what all ranks must have
+alike, and the sums over them.
+
+Which classes are a rank's own follows from the number of rows of every rank. Those numbers travel
+with the statistics of each call, so that no rank ever waits for an exchange that another one, which
+remembers, does not make. Until they have come a rank goes by what it remembers, or by shards of one
+size; if that was wrong, all ranks learn it from the same numbers, and begin again together.
+
+Shapes: N tokens, R ranks, E numbers that must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xentlib.checks import check_agreement, check_shards, check_tiles
+from xentlib.plan import VocabShard, shard_of
+from xentlib.torch.softmax import RestStats, below, exp_difference
+
+__all__ = ["Agreement", "VocabParallel", "over_shards", "undeclared", "vocab_parallel_of"]
+
+T = TypeVar("T")
+
+# By process group: the shard of so many rows, as all ranks last knew it.
+KNOWN: Any = WeakIdKeyDictionary()
+# Sums with random signs, each in units of the root of its sum of squares: those of other tokens
+# differ by about 1.4, those of one tensor in two roundings of bfloat16 by 0.004.
+SIGNS, SIGNED_TOLERANCE = 4, 0.1
+# Of plain sums and of numbers that each rank computes for itself.
+TOLERANCE = 1e-5
+
+
+class Resplit(Exception):
+    """The shards are not those that this call went by. Never leaves `over_shards`."""
+
+
+def over_shards(call: Callable[[], T]) -> T:
+    """`call()`, again if it found out that it went by wrong shards, which it knows then."""
+    try:
+        return call()
+    except Resplit:
+        return call()
+
+
+def undeclared(vocab_size: int | None) -> Tensor:
+    """What an operator takes for a shard that follows from the rows of all ranks."""
+    return torch.tensor([-1, -1, -1 if vocab_size is None else vocab_size], device="cpu")
+
+
+def numbers_of(shard: VocabShard) -> Tensor:
+    """What an operator takes for a shard that is declared."""
+    return torch.tensor([shard.start, shard.stop, shard.vocab_size], device="cpu")
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """From its name, which is what an operator may take."""
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    found: dist.ProcessGroup = resolve(name)
+    return found
+
+
+def free_to_read(x: Tensor) -> bool:
+    """Whether the host may look at numbers without waiting for a device."""
+    return x.device.type == "cpu"
+
+
+class Agreement:
+    """Numbers by name that every rank must have alike, and by how much they may differ."""
+
+    def __init__(self, like: dict[str, Any]) -> None:
+        self.like = like
+        self.names: list[str] = []
+        self.values: list[Tensor] = []  # [] or [some] each
+        self.tolerances: list[Tensor] = []
+
+    def exact(self, name: str, value: float | Tensor) -> None:
+        value = torch.as_tensor(value, **self.like)
+        self._add(name, value, torch.zeros_like(value))
+
+    def close(self, name: str, value: Tensor | None) -> None:
+        """A number that each rank has computed for itself; None is 1."""
+        x = torch.ones((), **self.like) if value is None else value.detach().to(**self.like)
+        x = torch.nan_to_num(x)
+        self._add(name, x, TOLERANCE * x.abs())
+
+    def per_token(self, name: str, value: Tensor | None, count: int) -> None:
+        """One number for all of `count` tokens or for each, computed by each rank; None is 1."""
+        x = torch.ones((), **self.like) if value is None else value.detach().to(**self.like)
+        x = torch.nan_to_num(x).expand(count)
+        signed = (_signs(count, x, SIGNS) * x).sum(1)
+        self._add(name, x.sum(), TOLERANCE * x.abs().sum())
+        self._add(name, signed, (SIGNED_TOLERANCE * x.norm()).expand(SIGNS))
+
+    def labels(self, labels: Tensor, valid: Tensor) -> None:
+        """Their hash, and which tokens count."""
+        mixed = torch.where(valid, labels, -1) * 0x9E3779B1 + _mix(labels.shape[0], labels)
+        mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
+        # 24 bits, which float32 holds exactly.
+        self.exact("labels", ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum() & 0xFFFFFF)
+
+    def tokens(self, name: str, x_NH: Tensor, valid: Tensor) -> None:
+        """Rows of the valid tokens."""
+        x_NH = x_NH.detach()
+        signs_SN = torch.where(valid, _signs(x_NH.shape[0], x_NH, SIGNS), 0)
+        sums_SH = torch.nan_to_num((signs_SN @ x_NH).to(**self.like))
+        across_H = _signs(x_NH.shape[1], sums_SH)[0]
+        self._add(name, (sums_SH * across_H).sum(1), SIGNED_TOLERANCE * sums_SH.norm(dim=1))
+
+    def _add(self, name: str, value: Tensor, tolerance: Tensor) -> None:
+        self.names += [name] * value.numel()
+        self.values.append(value.reshape(-1))
+        self.tolerances.append(tolerance.reshape(-1))
+
+    def packed(self) -> Tensor:
+        """[3 E]: their maximum over the ranks says whether they agree."""
+        if not self.names:
+            return torch.zeros(0, **self.like)
+        values = torch.cat(self.values)
+        return torch.cat([values, -values, *self.tolerances])
+
+    @staticmethod
+    def broken(largest: Tensor) -> Tensor:
+        """[E] of the maximum over the ranks: those that do not agree."""
+        high, low, tolerance = largest.view(3, -1)
+        return high + low > tolerance
+
+
+def _mix(count: int, like: Tensor) -> Tensor:
+    index = torch.arange(count, dtype=torch.int64, device=like.device)
+    return (index * 0x85EBCA77) ^ ((index * 0xC2B2AE3D) >> 13)
+
+
+def _signs(count: int, like: Tensor, number: int = 1) -> Tensor:
+    """[number, count] of 1 and -1."""
+    bits = _mix(count, like) >> torch.arange(7, 7 + number, device=like.device)[:, None]
+    return (1 - 2 * (bits & 1)).to(like.dtype)
+
+
+class VocabParallel:
+    """The collectives of a call: one MAX, one packed SUM, one SUM of d hidden. What all ranks must
+    have alike, and the sizes of their shards, travel with the first MAX."""
+
+    def __init__(self, group: str, numbers: Tensor, rows: int, like: dict[str, Any]) -> None:
+        self.group, self.rows = group_named(group), rows
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        start, stop, vocab_size = numbers.tolist()
+        self.declared = start >= 0
+        self.vocab_size = None if vocab_size < 0 else vocab_size
+        known = KNOWN.setdefault(self.group, {}).get((rows, self.vocab_size))
+        self.confirmed = known is not None
+        if self.declared:
+            self.shard = VocabShard(start, stop, vocab_size)
+        elif known is not None:
+            self.shard = known
+        else:
+            start = self.rank * rows
+            total = max(1, self.ranks * rows) if self.vocab_size is None else self.vocab_size
+            start, stop = min(start, total), min(start + rows, total)
+            self.shard = VocabShard(start, stop, total, rows - (stop - start))
+        self.agreement = Agreement(like)
+        self.agreed = self.ranks == 1
+        self.wrong: Tensor | None = None
+
+    def of_rows(self, some: Tensor) -> None:
+        """Some of this rank's rows [any, any], of a head or of logits: alike on every rank, they
+        are the whole vocabulary's. Before all other numbers."""
+        x = torch.nan_to_num(some.detach().to(**self.agreement.like))
+        if not x.numel():
+            x = x.new_zeros(1, 1)
+        for number in (x.sum(), x.amin(), x.amax()):
+            self.agreement.exact("rows", number)
+
+    def sent(self) -> Tensor:
+        """What travels with the first MAX: [3 E] that must agree, [3 R] sizes, whether known."""
+        shard, agreement = self.shard, self.agreement
+        agreement.exact("shard", float(self.declared))
+        agreement.exact("vocab", float(shard.vocab_size))
+        ours = torch.zeros(3 * self.ranks + 1, dtype=torch.float64)
+        ours[self.rank : -1 : self.ranks] = torch.tensor([self.rows, shard.start, shard.stop])
+        ours[-1] = float(self.confirmed or self.declared)
+        return torch.cat([agreement.packed(), ours.to(**agreement.like)])
+
+    def received(self, largest: Tensor) -> Tensor:
+        """Whether ranks disagree, of the maximum over them.
+
+        Where the numbers are read every rank raises, or none: on a CPU, where that is free, and for
+        shards that no rank has confirmed.
+        """
+        names = self.agreement.names
+        broken_E = Agreement.broken(largest[: 3 * len(names)])
+        sizes_3R = largest[3 * len(names) : -1].view(3, -1)
+        whole, torn = self._whole(broken_E, sizes_3R[0]), self._torn(sizes_3R)
+        counts = [k for k, name in enumerate(names) if name != "rows"]
+        wrong = broken_E[counts[0] : counts[-1] + 1].any() | whole | torn
+        if not free_to_read(largest) and (self.confirmed or self.declared or bool(largest[-1] > 0)):
+            return wrong
+        if bool(wrong):
+            self._refuse(broken_E.tolist(), bool(whole), sizes_3R.long().tolist())
+        if not self.declared:
+            KNOWN[self.group][self.rows, self.vocab_size] = self.shard
+        return wrong
+
+    def _whole(self, broken_E: Tensor, rows_R: Tensor) -> Tensor:
+        """Whether each rank has the same rows, which say something, and so those of all classes; or
+        as many rows as there are classes. Declared shards say themselves what they are."""
+        if self.declared:
+            return broken_E.new_zeros(())
+        (least,), (largest,) = self.agreement.values[1], self.agreement.values[2]
+        alike = ~broken_E[:3].any() & (least < largest) & (rows_R == rows_R[0]).all()
+        return alike | (rows_R == self.shard.vocab_size).all()
+
+    def _torn(self, sizes_3R: Tensor) -> Tensor:
+        """Whether a class is on no rank, or on several."""
+        _, start_R, stop_R = sizes_3R
+        size_R = stop_R - start_R
+        order_R = torch.argsort(start_R + 0.5 * (size_R > 0))
+        start_R, size_R = start_R[order_R], size_R[order_R]
+        before_R = size_R.cumsum(0) - size_R
+        torn = ((before_R != start_R) & (size_R > 0)).any()
+        return torn | (size_R.sum() != self.shard.vocab_size)
+
+    def _refuse(self, broken: list[bool], whole: bool, sizes: list[list[int]]) -> None:
+        """Raise for what differs; go again where only the sizes were guessed wrongly."""
+        names = [name for name, bad in zip(self.agreement.names, broken, strict=True) if bad]
+        check_agreement([name for name in names if name not in ("rows", "vocab")])
+        rows, start, stop = sizes
+        if self.declared:
+            check_tiles(list(zip(start, stop, strict=True)), self.shard.vocab_size)
+        if whole:
+            check_shards(rows, rows[0])
+        shard = shard_of(tuple(rows), self.rank, self.vocab_size)
+        KNOWN[self.group][self.rows, self.vocab_size] = shard
+        raise Resplit
+
+    def combine(self, z_y: Tensor, owned: Tensor, rest: RestStats) -> tuple[Tensor, RestStats]:
+        """Target's logit and statistics of the rest over all shards: [N] each, on every rank."""
+        none = rest.ones == 0
+        m_local = torch.where(none, -torch.inf, rest.m)
+        count = m_local.shape[0]
+        m = m_local.clone() if self.agreed else torch.cat([m_local, self.sent()])
+        dist.all_reduce(m, dist.ReduceOp.MAX, group=self.group)
+        if not self.agreed:
+            self.agreed, self.wrong = True, self.received(m[count:])
+        m = m[:count]
+        m = torch.where(m == -torch.inf, 0.0, m)
+        top = m_local == m
+        scale = torch.where(none, 0.0, exp_difference(rest.m, m))
+        total = rest.ones + rest.s
+        packed = [
+            torch.where(owned, z_y, 0.0),
+            torch.where(top, rest.ones, 0.0),
+            torch.where(top, rest.s, scale * total),
+        ]
+        if rest.sum_ed is not None:
+            packed.append(scale * (rest.sum_ed + below(rest, m) * total))
+        if rest.sum_d is not None:
+            columns = self.shard.size - owned.to(z_y.dtype)
+            packed.append(rest.sum_d + columns * (rest.m - m))
+        sums = torch.stack(packed)
+        dist.all_reduce(sums, group=self.group)
+        z_y, ones, s, *more = sums
+        sum_ed = more.pop(0) if rest.sum_ed is not None else None
+        sum_d = more.pop(0) if rest.sum_d is not None else None
+        if self.wrong is not None:
+            z_y = torch.where(self.wrong, torch.nan, z_y)
+        return z_y, RestStats(m, ones, s, sum_ed, sum_d)
+
+    def start_sum(self, x: Tensor) -> Any:
+        """Work to wait for."""
+        return dist.all_reduce(x, group=self.group, async_op=True)
+
+
+def vocab_parallel_of(
+    group: str, numbers: Tensor | None, rows: int, like: dict[str, Any]
+) -> VocabParallel | None:
+    """From what an operator may take as arguments; None without a group."""
+    return None if numbers is None else VocabParallel(group, numbers, rows, like)
