@@ -26,51 +26,85 @@ def next_token_labels(
     *,
     segment_ids: jax.Array | None = None,
     cu_seqlens: jax.Array | None = None,
+    position_ids: jax.Array | None = None,
+    shift: int = 1,
     ignore_index: int = -100,
     sequence_parallel: Any = None,
 ) -> jax.Array:
-    check_next_token_labels(
-        describe(labels), describe(segment_ids), describe(cu_seqlens), ignore_index
+    shift = check_next_token_labels(
+        describe(labels),
+        describe(segment_ids),
+        describe(cu_seqlens),
+        describe(position_ids),
+        shift,
+        ignore_index,
     )
     length = labels.shape[-1]
-    rows = [jnp.asarray(x) for x in (labels, segment_ids) if x is not None]
+    rows = [jnp.asarray(x) for x in (labels, segment_ids, position_ids) if x is not None]
+    ignored = np.asarray(ignore_index, rows[0].dtype)
     if sequence_parallel is None:
-        after = [jnp.full_like(x[..., :1], v) for x, v in zip(rows, (ignore_index, 0))]
+        columns = min(shift, length)
+        after = [jnp.zeros_like(x[..., :columns]) for x in rows]
+        after[0] = jnp.full_like(after[0], ignored)
         start: jax.Array | int = 0
     else:
-        after, start = next_slice(rows, ignore_index, sequence_parallel)
-    shifted, *segments = (
-        jnp.concatenate([x[..., 1:], column], axis=-1) for x, column in zip(rows, after)
-    )
-    if segments:
-        shifted = jnp.where(segments[0] == rows[1], shifted, ignore_index)
+        after, start = next_columns(rows, shift, ignored, sequence_parallel)
+        columns = after[0].shape[-1]
+    tokens, *packing = (jnp.concatenate(both, axis=-1) for both in zip(rows, after))
+    shifted = tokens[..., columns:]
+    begins = None  # whether a document does, at each token of this slice and of the columns
+    for x in packing:
+        before = jnp.concatenate([x[..., :1], x[..., :-1]], axis=-1)
+        step = 0 if position_ids is None else 1
+        begins = (x < before) | (x - step != before)  # 0 - 1 is 255 in uint8
     if cu_seqlens is not None:
-        last = jnp.asarray(cu_seqlens).astype(jnp.int32) - 1 - start
-        # Ends outside of this slice are dropped; a negative index would count from its end.
-        last = jnp.where(last < 0, length, last)
-        shifted = shifted.at[..., last].set(ignore_index, mode="drop")
+        # Offsets before this slice fall on its first token; those behind are dropped.
+        offsets = jnp.maximum(jnp.asarray(cu_seqlens).astype(jnp.int32) - start, 0)
+        begins = jnp.zeros(length + columns, bool).at[offsets].set(True, mode="drop")
+    if begins is not None:
+        shifted = jnp.where(any_of_next(begins, columns), ignored, shifted)
     return shifted
 
 
-def next_slice(
-    rows: list[jax.Array], ignore_index: int, axis: Any
-) -> tuple[list[jax.Array], jax.Array]:
-    """First column of the next slice, of each of `rows`; where this slice starts.
+def any_of_next(begins: jax.Array, columns: int) -> jax.Array:
+    """Whether a document begins at any of the `columns` tokens behind each, by doubling. A running
+    count would make the compiler gather whole rows where an Auto axis spreads them."""
+    seen = 1
+    while seen < columns:
+        step = min(seen, columns - seen)
+        begins = begins[..., :-step] | begins[..., step:]
+        seen += step
+    return begins[..., 1:]
 
-    One collective permute of one column.
+
+def next_columns(
+    rows: list[jax.Array], shift: int, ignored: Any, axis: Any
+) -> tuple[list[jax.Array], jax.Array]:
+    """The columns behind this slice, of each of `rows`, as many as `shift` asks for and the whole
+    row has; where this slice starts.
+
+    One collective: a permute of the next slice's first columns, or, where those of several slices
+    are needed, an all-gather of all.
     """
     try:
         size = lax.axis_size(axis)
     except (NameError, TypeError):
         check_axis(axis, "sequence_parallel")
-    rank = lax.axis_index(axis)
-    # The widest integer holds all bits of the others, so that one array takes both columns.
+    length = rows[0].shape[-1]
+    columns = min(shift, size * length)
+    start = lax.axis_index(axis) * length
+    # The widest integer holds all bits of the others, so that one array takes all rows.
     wide = max((x.dtype for x in rows), key=lambda dtype: dtype.itemsize)
-    mine = jnp.stack([x[..., :1].astype(wide) for x in rows])
-    theirs = lax.ppermute(mine, axis, [(r + 1, r) for r in range(size - 1)])
-    label, *segments = (c.astype(x.dtype) for c, x in zip(theirs, rows))
-    label = jnp.where(rank == size - 1, ignore_index, label)
-    return [label, *segments], rank * rows[0].shape[-1]
+    mine = jnp.stack([x.astype(wide) for x in rows])
+    if columns <= length:
+        theirs = lax.ppermute(mine[..., :columns], axis, [(r + 1, r) for r in range(size - 1)])
+    else:
+        whole = lax.all_gather(mine, axis, axis=mine.ndim - 1, tiled=True)
+        whole = jnp.pad(whole, [(0, 0)] * (mine.ndim - 1) + [(0, columns)])
+        theirs = lax.dynamic_slice_in_dim(whole, start + length, columns, axis=-1)
+    label, *packing = (c.astype(x.dtype) for c, x in zip(theirs, rows))
+    behind = start + length + np.arange(columns, dtype=start.dtype) >= size * length
+    return [jnp.where(behind, ignored, label), *packing], start
 
 
 next_token_labels.__doc__ = spec.next_token_labels.__doc__

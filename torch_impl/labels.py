@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from xentlib import labels as spec
 from xentlib.checks import check_label_range, check_next_token_labels
@@ -26,54 +27,84 @@ def next_token_labels(
     *,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    shift: int = 1,
     ignore_index: int = -100,
     sequence_parallel: Any = None,
 ) -> Tensor:
-    check_next_token_labels(
-        describe(labels), describe(segment_ids), describe(cu_seqlens), ignore_index
+    shift = check_next_token_labels(
+        describe(labels),
+        describe(segment_ids),
+        describe(cu_seqlens),
+        describe(position_ids),
+        shift,
+        ignore_index,
     )
     length = labels.shape[-1]
-    rows = [labels] if segment_ids is None else [labels, segment_ids]
+    # PyTorch has few operators for uint16 and uint32: no order, sum, clamp or gather.
+    rows = [x.long() for x in (labels, segment_ids, position_ids) if x is not None]
     if sequence_parallel is None:
-        after = [torch.full_like(x[..., :1], v) for x, v in zip(rows, (ignore_index, 0))]
+        columns = min(shift, length)
+        after = [torch.full_like(x[..., :columns], ignore_index) for x in rows]
         start: Tensor | int = 0
     else:
-        after, start = next_slice(rows, ignore_index, sequence_parallel)
-    shifted, *segments = (
-        torch.cat([x[..., 1:], column[..., :length]], dim=-1) for x, column in zip(rows, after)
-    )
-    if segment_ids is not None:
-        shifted = torch.where(segments[0] == segment_ids, shifted, ignore_index)
+        columns = shift
+        after, start = next_columns(rows, columns, ignore_index, sequence_parallel)
+    mine, theirs = rows[0][..., columns:], after[0][..., max(columns - length, 0) :]
+    shifted = torch.cat([mine, theirs], dim=-1)
+    packing = [torch.cat(both, dim=-1) for both in zip(rows[1:], after[1:])]
+    begins = None  # whether a document does, at each token of this slice and of the columns
+    if packing:
+        step = 0 if position_ids is None else 1
+        begins = packing[0].diff(dim=-1, prepend=packing[0][..., :1]) != step
     if cu_seqlens is not None:
-        last = cu_seqlens.to(labels.device, torch.int64) - 1 - start
-        # Ends outside of this slice, and of an empty first document, fall into one column more.
-        ends = torch.zeros(length + 1, dtype=torch.bool, device=labels.device)
-        ends[last.clamp(-1, length)] = True
-        shifted = torch.where(ends[:-1], ignore_index, shifted)
-    return shifted
+        # Offsets before this slice fall on its first token, those behind into a spare column.
+        offsets = cu_seqlens.to(labels.device, torch.int64) - start
+        marks = offsets.new_zeros(length + columns + 1, dtype=torch.bool)
+        begins = marks.scatter(0, offsets.clamp(0, length + columns), True)[:-1]
+    if begins is not None:
+        shifted = torch.where(any_of_next(begins, columns), ignore_index, shifted)
+    return shifted.to(labels.dtype)
 
 
-def next_slice(rows: list[Tensor], ignore_index: int, parallel: Any) -> tuple[list[Tensor], Tensor]:
-    """First column of the next slice that has one, of each of `rows`; where this slice starts.
+def any_of_next(begins: Tensor, columns: int) -> Tensor:
+    """Whether a document begins at any of the `columns` tokens behind each, by doubling."""
+    seen = 1
+    while seen < columns:
+        step = min(seen, columns - seen)
+        begins = begins[..., :-step] | begins[..., step:]
+        seen += step
+    return begins[..., 1:]
 
-    One all-gather of a length and one column, whatever they hold. No value is read on the host.
+
+def next_columns(
+    rows: list[Tensor], columns: int, ignore_index: int, parallel: Any
+) -> tuple[list[Tensor], Tensor]:
+    """The `columns` behind this slice, of each of `rows`; where this slice starts.
+
+    One all-gather of a length and the first columns of each slice, whatever they hold: those behind
+    this slice may lie in several. No value is read on the host.
     """
     group = find_group(parallel, "sequence_parallel")
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     *leading, length = rows[0].shape
-    mine = rows[0].new_zeros(1 + len(rows) * math.prod(leading), dtype=torch.int64)
-    mine[0] = length
-    if length:
-        mine[1:] = torch.cat([x[..., 0].flatten().long() for x in rows])
-    # Behind the last slice: one column of `ignore_index`, so that there always is a next one.
-    slices = mine.new_full((world + 1, mine.numel()), ignore_index)
-    slices[world, 0] = 1
+    lanes = len(rows) * math.prod(leading)
+    first = torch.stack(rows)[..., :columns]
+    first = pad(first, (0, columns - first.shape[-1]))
+    mine = torch.cat([first.new_full((1,), length), first.flatten()])
+    slices = mine.new_empty((world, mine.numel()))
     # PyTorch 2.13 warns of all_gather_into_tensor.
-    dist.all_gather(list(slices[:world]), mine, group=group)
-    lengths, later = slices[:, 0], slices[rank + 1 :]
-    follows = (later[:, 0] > 0).int().argmax(dim=0, keepdim=True)
-    columns = later.index_select(0, follows)[0, 1:].view(len(rows), *leading, 1)
-    return [c.to(x.dtype) for c, x in zip(columns, rows)], lengths[:rank].sum()
+    dist.all_gather(list(slices), mine, group=group)
+    lengths = slices[:, 0]
+    ends = lengths.cumsum(0)
+    place = ends[rank] + torch.arange(columns, device=ends.device)
+    owner = torch.searchsorted(ends, place, right=True)  # `world` behind the last slice
+    inside = owner < world
+    owner = owner.clamp(max=world - 1)
+    column = torch.where(inside, place - (ends - lengths)[owner], 0)
+    found = slices[:, 1:].view(world, lanes, columns)[owner, :, column]
+    found = torch.where(inside, found.T, ignore_index)
+    return list(found.view(len(rows), *leading, columns)), ends[rank] - length
 
 
 next_token_labels.__doc__ = spec.next_token_labels.__doc__

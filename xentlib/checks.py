@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
 __all__ = [
@@ -90,6 +91,32 @@ def _floating(name: str, operand: Operand) -> None:
             f"`{name}` must be floating point ({', '.join(FLOATS)}); got {operand.dtype}. "
             f"Cast it before the call."
         )
+
+
+def _integers(name: str, operand: object, way_out: str) -> None:
+    rule, came = "integers", getattr(operand, "dtype", None)
+    if not isinstance(operand, Operand):
+        rule, came = "an array of integers", type(operand).__name__
+        way_out = "Make it an array of the backend first."
+    elif came == "uint64":
+        rule, way_out = "integers of any dtype but uint64", "Cast it to int64."
+    if came not in INTEGERS:
+        raise TypeError(f"`{name}` must be {rule}; got {came}. {way_out}")
+
+
+def _ignore_index(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"`ignore_index` must be an integer; got {value!r}. Pass the label that marks tokens "
+            f"without a loss, -100 by convention."
+        )
+
+
+def holds(dtype: str, value: int) -> bool:
+    """Whether an integer dtype has this value."""
+    signed = dtype[0] != "u"
+    top = 1 << int(dtype.lstrip("uint")) - signed
+    return (-top if signed else 0) <= value < top
 
 
 def _per_token(
@@ -203,11 +230,7 @@ def _check_tokens(
         raise ValueError(f"`{name}` must have shape {shape}; got {source.shape}. Pass {what}.")
     _floating(name, source)
     leading = source.shape[:-1]
-    if labels.dtype not in INTEGERS:
-        raise TypeError(
-            f"`labels` must be integers; got {labels.dtype}. Pass class indices, not "
-            f"one-hot rows or masks."
-        )
+    _integers("labels", labels, "Pass class indices, not one-hot rows or masks.")
     _per_token("labels", labels, leading, name)
     _device("labels", labels, source, name)
     if where is not None:
@@ -218,11 +241,7 @@ def _check_tokens(
             )
         _per_token("where", where, leading, name)
         _device("where", where, source, name)
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(
-            f"`ignore_index` must be an integer; got {ignore_index!r}. Pass the label that marks "
-            f"tokens without a loss, -100 by convention."
-        )
+    _ignore_index(ignore_index)
     return leading
 
 
@@ -713,48 +732,53 @@ def check_next_token_labels(
     labels: Operand,
     segment_ids: Operand | None,
     cu_seqlens: Operand | None,
-    ignore_index: object,
-) -> None:
-    """Validate one call of `next_token_labels`."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(
-            f"`ignore_index` must be an integer; got {ignore_index!r}. Pass -100 by convention."
-        )
-    if labels.dtype not in INTEGERS:
-        raise TypeError(f"`labels` must be integers; got {labels.dtype}. Pass token ids.")
-    bits = int(labels.dtype.lstrip("uint"))
-    low, high = (
-        (0, 2**bits - 1) if labels.dtype[0] == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    )
-    if not low <= ignore_index <= high:
+    position_ids: Operand | None,
+    shift: Any,
+    ignore_index: int,
+) -> int:
+    """Validate one call of `next_token_labels`; return its shift as Python's integer."""
+    _integers("labels", labels, "Pass token ids.")
+    _ignore_index(ignore_index)
+    if not holds(labels.dtype, ignore_index):
+        wide = "int32 or int64" if holds("int32", ignore_index) else "int64"
         raise TypeError(
             f"`labels` must have a dtype that can hold `ignore_index` ({ignore_index}); "
-            f"got {labels.dtype}. Cast it to int32 or int64."
+            f"got {labels.dtype}. Cast it to {wide}."
         )
     if len(labels.shape) < 1:
         raise ValueError(
             "`labels` must have shape (..., tokens); got (). Pass at least one dimension of tokens."
         )
-    if segment_ids is not None and cu_seqlens is not None:
-        raise ValueError(
-            "`segment_ids` and `cu_seqlens` say the same thing; got both. Pass one of them."
+    if isinstance(shift, bool) or not isinstance(shift, Integral):
+        raise TypeError(
+            f"`shift` must be an integer; got {shift!r}. Pass how many tokens ahead the target is."
         )
-    if segment_ids is not None:
-        if segment_ids.dtype not in INTEGERS:
-            raise TypeError(
-                f"`segment_ids` must be integers; got {segment_ids.dtype}. Number the packed "
-                f"documents."
-            )
-        if segment_ids.shape != labels.shape:
+    if shift < 1:
+        raise ValueError(
+            f"`shift` must be at least 1; got {shift}. Labels that are aligned already, with the "
+            f"tokens that predict them, need no call: pass them to the loss as they are."
+        )
+    packing = {
+        "segment_ids": (segment_ids, "Number the packed documents."),
+        "cu_seqlens": (cu_seqlens, "Pass token offsets."),
+        "position_ids": (position_ids, "Pass each token's place in its document."),
+    }
+    given = [name for name, (operand, _) in packing.items() if operand is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"`segment_ids`, `cu_seqlens` and `position_ids` say the same thing; got "
+            f"{' and '.join(f'`{name}`' for name in given)}. Pass one of them."
+        )
+    for name in given:
+        _integers(name, *packing[name])
+    for name, operand in (("segment_ids", segment_ids), ("position_ids", position_ids)):
+        if operand is not None and operand.shape != labels.shape:
+            axes = " Where tokens have places on several axes, pass `segment_ids` instead."
             raise ValueError(
-                f"`segment_ids` must have the shape of `labels` {labels.shape}; got "
-                f"{segment_ids.shape}. Broadcast it first."
+                f"`{name}` must have the shape of `labels` {labels.shape}; got {operand.shape}. "
+                f"Broadcast it first.{axes if name == 'position_ids' else ''}"
             )
     if cu_seqlens is not None:
-        if cu_seqlens.dtype not in INTEGERS:
-            raise TypeError(
-                f"`cu_seqlens` must be integers; got {cu_seqlens.dtype}. Pass token offsets."
-            )
         if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
             raise ValueError(
                 f"`cu_seqlens` must have shape (documents + 1,); got {cu_seqlens.shape}. Pass the "
@@ -763,5 +787,6 @@ def check_next_token_labels(
         if math.prod(labels.shape[:-1]) != 1:
             raise ValueError(
                 f"`labels` must be one packed row, (tokens,) or (1, tokens), with `cu_seqlens`; "
-                f"got {labels.shape}. Pass `segment_ids` for a batch of rows."
+                f"got {labels.shape}. Pass `segment_ids` or `position_ids` for a batch of rows."
             )
+    return int(shift)
