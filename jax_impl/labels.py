@@ -13,7 +13,13 @@ import numpy as np
 from jax import lax
 
 from xentlib import labels as spec
-from xentlib.checks import check_axis, check_label_range, check_next_token_labels
+from xentlib.checks import (
+    check_axis,
+    check_label_range,
+    check_narrowed,
+    check_next_token_labels,
+    holds,
+)
 from xentlib.jax.describe import Constants, Options, concrete_on_cpu, describe
 from xentlib.jax.head import shard_here
 from xentlib.plan import VocabShard
@@ -39,8 +45,10 @@ def next_token_labels(
         shift,
         ignore_index,
     )
+    ids = {"labels": labels, "segment_ids": segment_ids, "position_ids": position_ids}
+    check_kept(labels, ignore_index, ids)
     length = labels.shape[-1]
-    rows = [jnp.asarray(x) for x in (labels, segment_ids, position_ids) if x is not None]
+    rows = [jnp.asarray(x) for x in ids.values() if x is not None]
     ignored = np.asarray(ignore_index, rows[0].dtype)
     if sequence_parallel is None:
         columns = min(shift, length)
@@ -110,14 +118,27 @@ def next_columns(
 next_token_labels.__doc__ = spec.next_token_labels.__doc__
 
 
+def check_kept(labels: Any, ignore_index: int, ids: dict[str, Any]) -> None:
+    """Refuse numbers that JAX would make others of: without 64-bit types it keeps 32 bits."""
+    kept = jax.dtypes.canonicalize_dtype(labels.dtype)
+    if holds(str(labels.dtype), ignore_index) and not holds(str(kept), ignore_index):
+        check_narrowed("ignore_index", ignore_index, str(kept))
+    for name, x in ids.items():
+        if isinstance(x, np.ndarray):
+            kept = jax.dtypes.canonicalize_dtype(x.dtype)
+            lost = x[x.astype(kept) != x]
+            if lost.size:
+                check_narrowed(name, int(lost[0]), str(kept))
+
+
 def widen_labels(labels: Any) -> Any:
     """Labels in a dtype that holds `ignore_index` and V, so that 156 in uint8 is never -100."""
     return labels.astype(np.int32) if labels.dtype.itemsize < 4 else labels
 
 
 def valid_tokens(labels: Any, where: Any, ignore_index: int) -> Any:
-    unsigned = labels.dtype.kind == "u" and ignore_index < 0
-    mask = labels == labels if unsigned else labels != ignore_index
+    held = holds(str(labels.dtype), ignore_index)
+    mask = labels != np.asarray(ignore_index, labels.dtype) if held else labels == labels
     return mask if where is None else mask & where
 
 
@@ -142,6 +163,7 @@ def find_targets(
 
 def check_labels(labels: Any, where: Any, ignore_index: int, vocab_size: int) -> None:
     """Refuse a label outside the vocabulary, where values can be read."""
+    check_kept(labels, ignore_index, {})
     if not concrete_on_cpu(labels, where):
         return
     labels = widen_labels(np.asarray(labels))

@@ -28,6 +28,7 @@ __all__ = [
     "check_logits",
     "check_logprobs",
     "check_loss_sum",
+    "check_narrowed",
     "check_next_token_labels",
     "check_nll",
     "check_placement",
@@ -37,6 +38,7 @@ __all__ = [
     "check_tiles",
     "check_varying",
     "check_windows",
+    "holds",
     "refuse_dtensor",
 ]
 
@@ -109,6 +111,11 @@ def _ignore_index(value: object) -> None:
         raise TypeError(
             f"`ignore_index` must be an integer; got {value!r}. Pass the label that marks tokens "
             f"without a loss, -100 by convention."
+        )
+    if not holds("int64", value):
+        raise ValueError(
+            f"`ignore_index` must fit 64 bits; got {value}, which no label can be. Pass -100 by "
+            f"convention."
         )
 
 
@@ -725,6 +732,14 @@ def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None
     raise ValueError(
         f"`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); "
         f"got {offender}. Mask that token with `where`, or set its label to `ignore_index`."
+    )
+
+
+def check_narrowed(name: str, value: int, dtype: str) -> NoReturn:
+    """Refuse integers of which JAX would drop the upper half without a word."""
+    raise ValueError(
+        f"`{name}` must fit {dtype}, in which a JAX without 64-bit types keeps int64; got {value}. "
+        f"Wrap the call in `with jax.enable_x64(True):`."
     )
 
 

@@ -53,7 +53,8 @@ def next_token_labels(
         TypeError: not integers (uint64 is refused too), a dtype that cannot hold `ignore_index`,
             or no process group.
         ValueError: a shift below 1, shapes that do not belong together, two descriptions of the
-            packing, a mesh of several dimensions, or a mesh axis that is not there.
+            packing, a mesh of several dimensions, a mesh axis that is not there, or a NumPy array's
+            64-bit numbers that a JAX without 64-bit types would change.
 
     Numerics: integers only (contract row A0).
     """
