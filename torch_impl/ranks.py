@@ -213,7 +213,8 @@ class VocabParallel:
             return broken_E.new_zeros(())
         (least,), (largest,) = self.agreement.values[1], self.agreement.values[2]
         alike = ~broken_E[:3].any() & (least < largest) & (rows_R == rows_R[0]).all()
-        return alike | (rows_R == self.shard.vocab_size).all()
+        whole: Tensor = alike | (rows_R == self.shard.vocab_size).all()
+        return whole
 
     def _torn(self, sizes_3R: Tensor) -> Tensor:
         """Whether a class is on no rank, or on several."""

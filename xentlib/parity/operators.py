@@ -417,9 +417,8 @@ def _low_mutants(findings: Findings, problem: Problem, backend: str) -> None:
         details: dict[str, Any] = {"backend": backend, "quantity": _label(name)}
         findings.reject(ROW_OF[dtype], wrong, oracle, magnitude=magnitude, **details)
         if dtype == "bfloat16":
-            details["quantity"] = f"{_label(name)} bf16"
-            between = {"other": got, "metrics": BETWEEN[dtype]}
-            findings.reject("A9", wrong, oracle, **between, **details)
+            details |= {"quantity": f"{_label(name)} bf16", "other": got}
+            findings.reject("A9", wrong, oracle, metrics=BETWEEN[dtype], **details)
     _loss_mutants(findings, "A8", problem, right, reference, backend)
 
 
