@@ -128,7 +128,8 @@ class Agreement:
     def broken(largest: Tensor) -> Tensor:
         """[E] of the maximum over the ranks: those that do not agree."""
         high, low, tolerance = largest.view(3, -1)
-        return high + low > tolerance
+        broken: Tensor = high + low > tolerance
+        return broken
 
 
 def _mix(count: int, like: Tensor) -> Tensor:
@@ -223,8 +224,8 @@ class VocabParallel:
         order_R = torch.argsort(start_R + 0.5 * (size_R > 0))
         start_R, size_R = start_R[order_R], size_R[order_R]
         before_R = size_R.cumsum(0) - size_R
-        torn = ((before_R != start_R) & (size_R > 0)).any()
-        return torn | (size_R.sum() != self.shard.vocab_size)
+        torn: Tensor = ((before_R != start_R) & (size_R > 0)).any()
+        return torn.logical_or(size_R.sum() != self.shard.vocab_size)
 
     def _refuse(self, broken: list[bool], whole: bool, sizes: list[list[int]]) -> None:
         """Raise for what differs; go again where only the sizes were guessed wrongly."""
