@@ -15,7 +15,16 @@ from jax import lax
 
 from xentlib.jax.describe import Constants, Needs, Options
 from xentlib.jax.gemm import column_sums, contract, least_rows, round_to
-from xentlib.jax.head import Spread, as_primal, combine, own_piece, vary, varying
+from xentlib.jax.head import (
+    Alike,
+    Spread,
+    alike,
+    as_primal,
+    combine,
+    own_piece,
+    vary,
+    varying,
+)
 from xentlib.jax.labels import find_targets
 from xentlib.jax.softmax import (
     RestStats,
@@ -83,6 +92,7 @@ class Chunks(NamedTuple):
     order: jax.Array  # [M] the token of each packed row
     owned: jax.Array | None  # [N] the label is on this device; None: they all are
     shard: VocabShard | None
+    alike: Alike | None  # what devices with other shards must have too
     plan: ChunkPlan
     chunk: int
 
@@ -141,7 +151,24 @@ def cut(
     """
     num_tokens, hidden_size = hidden.shape
     columns = hidden_size if weight is None else weight.shape[1 if options.transposed else 0]
+    given = labels
     labels, valid_N, bad_N, owned_N, shard = find_targets(options, labels, constants, columns)
+    same = None
+    if options.axis is not None:
+        if weight is None:
+            some = hidden[:3]
+        else:
+            every = slice(None, None, max(1, columns // 2))
+            some = weight[:, every] if options.transposed else weight[every]
+        same = alike(
+            options.axis,
+            given,
+            valid_N,
+            constants.temperature,
+            None if weight is None else hidden,
+            None if constants.shard is not None else some,
+            options.compute_dtype,
+        )
     plan = plan_chunks(
         num_tokens,
         columns,
@@ -170,6 +197,7 @@ def cut(
         jnp.pad(order_M, (0, -num_tokens % rows)),
         owned_N,
         shard,
+        same,
         plan,
         rows,
     )
@@ -237,7 +265,8 @@ def stats_of(chunks: Chunks, rows: jax.Array, z_y: jax.Array, rest: RestStats) -
     if chunks.options.axis is not None:
         assert chunks.shard is not None
         assert chunks.owned is not None
-        z_y, rest = combine(chunks.options.axis, z_y, chunks.owned[rows], chunks.shard.size, rest)
+        owned, size = chunks.owned[rows], chunks.shard.size
+        z_y, rest = combine(chunks.options.axis, z_y, owned, size, rest, chunks.alike)
     return token_stats(z_y, rest, chunks.vocab_size)
 
 

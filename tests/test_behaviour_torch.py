@@ -6,6 +6,8 @@ Shapes: N tokens, V vocabulary, H hidden width.
 from __future__ import annotations
 
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from xentlib.interop import to_torch  # noqa: E402
-from xentlib.torch import chunked_nll, chunks  # noqa: E402
+from xentlib.torch import chunked_nll, chunks, gemm  # noqa: E402
 from xentlib.torch import nll as torch_nll  # noqa: E402
 
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")
@@ -485,6 +487,63 @@ def test_float32_stays_float32(monkeypatch, precision):
     # Not every CPU rounds when it may: the setting is looked at as well as the bits.
     assert set(seen) == {"ieee"}
     assert all(same(a, b) for a, b in zip(want, got))
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_threads_do_not_leave_the_process_at_another_precision(monkeypatch, precision):
+    """A11. Eight threads, products of float32 and, as where there is AMX, of bfloat16: each has its
+    own bits, and the process its own setting. Catches: a switch that each thread gives back as it
+    found it (31 of 150 rounds ended at "bf16")."""
+    monkeypatch.setattr(gemm, "has_amx", lambda: True)
+    both = [tensors(Case("threads", 64, 32, 300, dtype=d)) for d in ("float32", "bfloat16")]
+    want = [gradients(leaves, p.upstream) for leaves, p in both]
+    settings, rounds = torch.backends.mkldnn.matmul, 10
+    before, interval = torch.get_float32_matmul_precision(), sys.getswitchinterval()
+    torch.set_float32_matmul_precision(precision)
+    sys.setswitchinterval(1e-6)
+    try:
+        found = settings.fp32_precision
+        with ThreadPoolExecutor(8) as pool:
+
+            def work(k):
+                leaves, p = both[k % 2]
+                return [gradients(leaves, p.upstream) for _ in range(rounds)]
+
+            results = list(pool.map(work, range(8)))
+        assert settings.fp32_precision == found
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        sys.setswitchinterval(interval)
+        torch.set_float32_matmul_precision(before)
+    for k, every in enumerate(results):
+        for got in every:
+            assert all(same(a, b) for a, b in zip(want[k % 2], got))
+
+
+def test_precision_is_left_alone_where_it_does_not_matter(monkeypatch):
+    """Nothing is switched where the process asks for float32 already, for float64, or for bfloat16
+    without AMX."""
+    written = []
+
+    class Settings:
+        fp32_precision = property(lambda self: "none", lambda self, value: written.append(value))
+
+    monkeypatch.setattr(torch.backends.mkldnn, "matmul", Settings())
+    monkeypatch.setattr(gemm, "has_amx", lambda: False)
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        with gemm.gemm_precision(dtype, cpu):
+            pass
+    assert not written
+    monkeypatch.setattr(gemm, "has_amx", lambda: True)
+    # Two threads: the first to come is the first to go.
+    first, second = (gemm.gemm_precision(torch.bfloat16, cpu) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert written == ["bf16"]
+    second.__exit__(None, None, None)
+    assert written == ["bf16", "none"]
 
 
 def test_hidden_float32_with_weight_bfloat16():

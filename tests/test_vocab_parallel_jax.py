@@ -36,7 +36,8 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from vocab_shards_jax import arguments, keywords, mesh_of, sharded, value, whole  # noqa: E402
-from xentlib.jax import chunked_nll  # noqa: E402
+from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
+from xentlib.jax.head import vary  # noqa: E402
 
 N, H = 221, 24
 PLAIN, OPTIONS, KERNEL, LOW, NOTHING = (replace(case, tokens=N) for case in CASES)
@@ -446,6 +447,78 @@ def test_a_whole_head_on_every_device_is_refused():
         chunked_nll(
             jnp.ones((8, 4)), jnp.ones((20, 4)), jnp.zeros(8, jnp.int32), vocab_parallel="tp"
         )
+
+
+# What devices must have alike, as device 1 gets it: where its arrays are, and what is done to them.
+DIFFERENT = {
+    "slices of the sequence": (P("tp"), lambda x, y, t, rank: (x, y, t)),
+    "labels": (P(), lambda x, y, t, rank: (x, (y + rank) % 20, t)),
+    "which labels count": (P(), lambda x, y, t, rank: (x, jnp.where(y == rank, -100, y), t)),
+    "hidden": (P(), lambda x, y, t, rank: (jnp.roll(x, rank, 0), y, t)),
+    "temperature": (P(), lambda x, y, t, rank: (x, y, t + 0.1 * rank.astype(t.dtype))),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_differs_between_devices_is_nan(kind, check_vma):
+    """A13. Catches: a gather forgotten under sequence parallelism, labels of another batch. What
+    was gathered, and varies by type, or was rounded once more, is right."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = jax.random.normal(keys[0], (64, 16)), jax.random.normal(keys[1], (20, 16))
+    y, t = jax.random.randint(keys[2], (64,), 0, 20), jnp.linspace(0.5, 2.0, 64)
+    mesh = mesh_of(AxisType.Auto, tp=2)
+
+    def of(change, spec):
+        def call(x, w, y, t):
+            x, y, t = change(x, y, t, jax.lax.axis_index("tp"))
+            options = {"temperature": t, "vocab_parallel": "tp"}
+            if kind == "nll":
+                value = chunked_nll(x, w, y, **options).loss
+            else:
+                value = -chunked_logprobs(x, w, y, **options).logprobs.mean()
+            return vary(value[None], frozenset({"tp"} if check_vma else ()))
+
+        specs = (spec, P("tp"), spec, spec)
+        run = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=check_vma)
+        first, second = jax.jit(run)(x, w, y, t)
+        assert first == second or np.isnan([first, second]).all()
+        return float(first)
+
+    for name, (spec, change) in DIFFERENT.items():
+        assert np.isnan(of(change, spec)), name
+
+    def gathered(x, y, t, rank):
+        return (jax.lax.all_gather(one, "tp", tiled=True) for one in (x, y, t))
+
+    def rounded(x, y, t, rank):
+        return jnp.where(rank == 0, x, x.astype(jnp.bfloat16).astype(x.dtype)), y, t
+
+    dense = chunked_nll(x, w, y, temperature=t).loss
+    scale = np.float64(1.0)
+    assert not failures(check("A2", of(gathered, P("tp")), np.float64(dense), magnitude=scale))
+    assert np.isfinite(of(rounded, P()))
+
+
+def test_the_same_rows_on_every_device_are_no_shards():
+    """A13: without types their number may be right for two vocabularies as one; NaN, where log 2
+    would be added."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = jax.random.normal(keys[0], (8, 4)), jax.random.normal(keys[1], (20, 4))
+    y = jnp.arange(8)
+
+    def loss(w, layout):
+        def call(x, w, y):
+            return chunked_nll(x, w, y, vocab_parallel="tp", weight_layout=layout).loss
+
+        mesh = mesh_of(AxisType.Auto, tp=2)
+        run = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return float(run(x, w, y))
+
+    assert np.isnan(loss(w, "VH"))
+    assert np.isnan(loss(w.T, "HV"))
+    # Rows of one value, as a head of zeros has, prove nothing.
+    assert np.isfinite(loss(jnp.zeros_like(w), "VH"))
 
 
 @KINDS

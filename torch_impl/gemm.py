@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Condition
 from typing import Any
 
 import torch
@@ -35,31 +36,71 @@ def operand(x: Tensor, gemm_dtype: torch.dtype, compute_dtype: torch.dtype) -> T
     return x.to(gemm_dtype).to(storage_dtype(gemm_dtype, compute_dtype, x.device))
 
 
+class Precision:
+    """A process-wide switch of float32 products, held by any number of threads that want the same
+    and given back, as it was, by the last of them."""
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.wanted, self.holders = "", 0
+        self.before: str | None = None  # what to give back; None where nothing was switched
+
+    @contextmanager
+    def hold(self, settings: Any, wanted: str) -> Iterator[None]:
+        with self.changed:
+            while self.holders and self.wanted != wanted:
+                self.changed.wait()
+            if not self.holders:
+                found = settings.fp32_precision
+                same = found == wanted or (wanted == "ieee" and found == "none")
+                self.wanted, self.before = wanted, None if same else found
+                if not same:
+                    settings.fp32_precision = wanted
+            self.holders += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.holders -= 1
+                if not self.holders and self.before is not None:
+                    settings.fp32_precision = self.before
+                self.changed.notify_all()
+
+
+PRECISION = {"cpu": Precision(), "cuda": Precision()}
+
+
 @contextmanager
 def gemm_precision(gemm_dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """float32 GEMMs in float32, whatever the process has chosen for its own; of bfloat16 values on
-    the CPU's bfloat16 units.
+    """float32 products in float32, whatever the process has chosen for its own; of bfloat16 values
+    on the CPU's AMX units.
 
     `torch.set_float32_matmul_precision("high")`, usual in training scripts, would round float32
-    operands to 10 bits on CUDA, "medium" to 7 on CPU. Of bfloat16 values, that rounding changes
-    none: oneDNN takes AMX where there is any and its float32 kernels elsewhere, accumulates in
-    float32 (relative error 1.6e-7 against float64), and is 2.3 times as fast as MKL at [1024, 512]
-    x [512, 32000]. The switch is process-wide; it is restored on the way out.
+    operands to 10 bits on CUDA, "medium" to 7 on CPU. Of bfloat16 values that rounding changes
+    none: oneDNN takes AMX and accumulates in float32 (relative error 1.6e-7 against float64). On
+    a CPU without AMX the switch changes neither bits nor time, and is left alone; products that it
+    does not touch leave it alone everywhere. It is process-wide: float32 products that another
+    thread of the process makes meanwhile on AMX are rounded to bfloat16.
     """
-    if device.type == "cpu":
-        settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    elif device.type == "cuda":
-        settings = torch.backends.cuda.matmul
-    else:
+    kind = device.type
+    if (
+        kind not in PRECISION
+        or gemm_dtype == torch.float64
+        or (kind == "cuda" and gemm_dtype in LOW)
+    ):
         yield
         return
-    before = settings.fp32_precision
-    on_cpu_units = device.type == "cpu" and gemm_dtype == torch.bfloat16
-    settings.fp32_precision = "bf16" if on_cpu_units else "ieee"
-    try:
+    settings: Any = torch.backends.cuda.matmul
+    if kind == "cpu":
+        settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    on_amx = kind == "cpu" and gemm_dtype == torch.bfloat16 and has_amx()
+    with PRECISION[kind].hold(settings, "bf16" if on_amx else "ieee"):
         yield
-    finally:
-        settings.fp32_precision = before
+
+
+def has_amx() -> bool:
+    ask = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return ask is not None and bool(ask())
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -96,8 +137,8 @@ def by_onednn(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether a float32 product goes to oneDNN instead of MKL.
 
     MKL takes AVX2 kernels on processors that are not Intel's: 90 ms at [512, 512] x [512, 32000] on
-    an EPYC with AVX-512 where oneDNN needs 42 ms. Where bfloat16 units are asked for, `torch.mm`
-    goes to oneDNN by itself. The operator falls to a reference kernel, 2000 times slower, where `b`
+    an EPYC with AVX-512 where oneDNN needs 42 ms. Where AMX is asked for, `torch.mm` goes to oneDNN
+    by itself. The operator falls to a reference kernel, 2000 times slower, where `b`
     has gaps between its rows, and copies an `a` that has, as dz of a vocabulary shard is, or that
     is turned: too much if it is as large as a chunk. How many rows there are must not decide for dz
     that is not turned: rows of d hidden would have other bits in other chunks (row A10).
