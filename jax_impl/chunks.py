@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.describe import Constants, Needs, Options
+from xentlib.jax.describe import Constants, Needs, Options, with_arrays
 from xentlib.jax.gemm import column_sums, contract, least_rows, round_to
 from xentlib.jax.head import (
     Alike,
@@ -149,6 +149,7 @@ def cut(
 
     `hidden` is [N, H], everything else flat. Without a `weight` it is the logits.
     """
+    options = with_arrays(options, constants)
     num_tokens, hidden_size = hidden.shape
     columns = hidden_size if weight is None else weight.shape[1 if options.transposed else 0]
     given = labels
@@ -301,7 +302,7 @@ def shape_logits(
     z_TV: jax.Array,
     bias_V: jax.Array | None,
     logit_scale: jax.Array | None,
-    softcap: float | None,
+    softcap: float | jax.Array | None,
     temperature_T: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Bias, scale, softcap and temperature (step 2), and the softcap's derivative."""

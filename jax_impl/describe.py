@@ -20,11 +20,13 @@ __all__ = [
     "as_array",
     "concrete_on_cpu",
     "describe",
+    "fixed",
     "flat",
     "need_x64",
     "prepare",
     "values_of",
     "wanted",
+    "with_arrays",
 ]
 
 Needs = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
@@ -32,7 +34,7 @@ Needs = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
 
 def describe(x: Any) -> Any:
     """`Operand` of an array; anything else as it is, for the check to accept or refuse."""
-    if not isinstance(x, (jax.Array, np.ndarray)):
+    if not is_array(x):
         return x
     device = None
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
@@ -43,7 +45,7 @@ def describe(x: Any) -> Any:
 
 def as_array(value: Any, neutral: float | None, dtype: str) -> jax.Array | None:
     """A 0-d or per-token array; None where the value changes nothing."""
-    if isinstance(value, (jax.Array, np.ndarray)):
+    if is_array(value):
         return jnp.asarray(value)
     return None if value is None or value == neutral else jnp.asarray(value, dtype=dtype)
 
@@ -70,12 +72,12 @@ def need_x64(compute_dtype: str) -> None:
 
 
 class Options(NamedTuple):
-    """What a trace depends on; hashable."""
+    """What a trace depends on; hashable, until a trace puts arrays in place of numbers."""
 
     ignore_index: int
-    softcap: float | None
+    softcap: Any  # a number; None without one, and until the trace where it is an array
     label_smoothing: float
-    z_loss: float
+    z_loss: Any  # a number, 0 until the trace where it is an array
     mean: bool
     entropy: bool
     gemm_dtype: str
@@ -96,6 +98,24 @@ class Constants(NamedTuple):
     temperature: jax.Array | None
     denominator: jax.Array | None
     shard: jax.Array | None = None  # [2] start and stop of this device's classes, if given
+    softcap: jax.Array | None = None  # where it is no number, so that none is compiled for each
+    z_loss: jax.Array | None = None
+
+
+def with_arrays(options: Options, constants: Constants) -> Options:
+    """Options of a trace, in the compute dtype."""
+    found = {name: getattr(constants, name) for name in ("softcap", "z_loss")}
+    given = {k: x.astype(options.compute_dtype) for k, x in found.items() if x is not None}
+    return options._replace(**given)
+
+
+def fixed(value: Any) -> Any:
+    """A number that a trace may depend on; None for an array."""
+    return None if value is None or is_array(value) else float(value)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
 
 
 # hidden (or logits), weight, labels, bias, and the rest
@@ -135,6 +155,8 @@ def prepare(
     token_weights: Any = None,
     denominator: Any = None,
     shard: VocabShard | None = None,
+    softcap: Any = None,
+    z_loss: Any = None,
 ) -> Arrays:
     """A public call's arguments as arrays."""
     need_x64(problem.compute_dtype)
@@ -154,6 +176,8 @@ def prepare(
             as_array(temperature, 1.0, problem.compute_dtype),
             as_array(denominator, None, problem.compute_dtype),
             None if shard is None else jnp.stack([jnp.int32(shard.start), jnp.int32(shard.stop)]),
+            jnp.asarray(softcap) if is_array(softcap) else None,
+            jnp.asarray(z_loss) if is_array(z_loss) else None,
         ),
     )
 

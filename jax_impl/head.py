@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xentlib.checks import check_axis, check_shard, check_shards, check_varying
+from xentlib.checks import check_axis, check_shard, check_shards, check_varying, plain
 from xentlib.jax.softmax import RestStats, below, exp_difference
 from xentlib.plan import PaddedVocab, VocabShard
 
@@ -90,6 +90,7 @@ def axis_of(parallel: Any, weight: Any, bias: Any, layout: str) -> Axis | None:
 def axis_for(parallel: Any, columns: int, shard: VocabShard | None = None, **local: Any) -> Axis:
     """Of `vocab_parallel`, with `columns` on each device. `local` must differ between them."""
     name, vocab_size = parallel if isinstance(parallel, PaddedVocab) else (parallel, None)
+    vocab_size = plain(vocab_size)
     if shard is not None:
         check_shard(shard, columns)
         vocab_size = shard.vocab_size
@@ -322,7 +323,8 @@ class Alike(NamedTuple):
         if self.rows is not None:
             high, low = jnp.reshape(largest[3 * count :], (2, 3))
             wrong |= (high + low == 0).all() & (high[1] < high[2])
-        return wrong
+        found: jax.Array = wrong
+        return found
 
 
 # Sums with random signs, each in units of the root of its sum of squares: those of other tokens

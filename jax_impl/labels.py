@@ -15,16 +15,18 @@ from jax import lax
 from xentlib import labels as spec
 from xentlib.checks import (
     check_axis,
+    check_divisor,
     check_label_range,
     check_narrowed,
     check_next_token_labels,
     holds,
+    plain,
 )
 from xentlib.jax.describe import Constants, Options, concrete_on_cpu, describe
 from xentlib.jax.head import shard_here
 from xentlib.plan import VocabShard
 
-__all__ = ["check_labels", "find_targets", "next_token_labels"]
+__all__ = ["check_division", "check_labels", "find_targets", "next_token_labels"]
 
 
 def next_token_labels(
@@ -37,6 +39,7 @@ def next_token_labels(
     ignore_index: int = -100,
     sequence_parallel: Any = None,
 ) -> jax.Array:
+    ignore_index = plain(ignore_index)
     shift = check_next_token_labels(
         describe(labels),
         describe(segment_ids),
@@ -159,6 +162,21 @@ def find_targets(
         return labels, valid_N, bad_N, None, None
     owned_N = (labels >= shard.start) & (labels < shard.stop)
     return jnp.where(owned_N, labels - shard.start, columns), valid_N, bad_N, owned_N, shard
+
+
+def check_division(
+    labels: Any, where: Any, ignore_index: int, weights: Any, denominator: Any
+) -> None:
+    """Refuse a denominator of 0 for tokens that count, where values can be read."""
+    if denominator is None or not concrete_on_cpu(labels, where, weights, denominator):
+        return
+    valid = valid_tokens(
+        widen_labels(np.asarray(labels)), None if where is None else np.asarray(where), ignore_index
+    )
+    count = valid if weights is None else np.asarray(weights).astype(np.float64)[valid]
+    divisor = float(np.asarray(denominator))
+    if valid.any() and divisor <= 0 and (divisor < 0 or count.sum() != 0):
+        check_divisor(divisor)
 
 
 def check_labels(labels: Any, where: Any, ignore_index: int, vocab_size: int) -> None:

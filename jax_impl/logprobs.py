@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib import logprobs as spec
-from xentlib.checks import check_logits, check_logprobs
+from xentlib.checks import check_logits, check_logprobs, plain
 from xentlib.jax.chunks import (
     Chunk,
     Chunks,
@@ -37,6 +37,7 @@ from xentlib.jax.describe import (
     Needs,
     Options,
     describe,
+    fixed,
     flat,
     prepare,
     values_of,
@@ -372,7 +373,7 @@ def chunked_logprobs(
     where: jax.Array | None = None,
     ignore_index: int = -100,
     logit_scale: float | jax.Array = 1.0,
-    softcap: float | None = None,
+    softcap: float | jax.Array | None = None,
     temperature: float | jax.Array = 1.0,
     entropy: bool = False,
     vocab_parallel: Any = None,
@@ -380,6 +381,9 @@ def chunked_logprobs(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> LogprobOutput:
+    ignore_index, logit_scale, softcap, temperature, max_chunk_bytes = map(
+        plain, (ignore_index, logit_scale, softcap, temperature, max_chunk_bytes)
+    )
     place = placed(vocab_parallel, hidden, weight, bias, weight_layout)
     axis = place.axis if place else axis_of(vocab_parallel, weight, bias, weight_layout)
     problem = check_logprobs(
@@ -390,7 +394,7 @@ def chunked_logprobs(
         where=describe(where),
         ignore_index=ignore_index,
         logit_scale=describe(logit_scale),
-        softcap=softcap,
+        softcap=describe(softcap),
         temperature=describe(temperature),
         entropy=entropy,
         sharded=axis is not None and place is None,
@@ -409,10 +413,11 @@ def chunked_logprobs(
         where=where,
         logit_scale=logit_scale,
         temperature=temperature,
+        softcap=softcap,
     )
     options = Options(
         ignore_index,
-        None if softcap is None else float(softcap),
+        fixed(softcap),
         0.0,
         0.0,
         False,
@@ -448,6 +453,9 @@ def vocab_parallel_logprobs(
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
 ) -> LogprobOutput:
+    ignore_index, temperature, max_chunk_bytes = map(
+        plain, (ignore_index, temperature, max_chunk_bytes)
+    )
     problem = check_logits(
         describe(logits),
         describe(labels),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib import nll as spec
-from xentlib.checks import check_nll
+from xentlib.checks import check_nll, plain
 from xentlib.jax.chunks import (
     Chunk,
     Gradients,
@@ -37,6 +37,7 @@ from xentlib.jax.describe import (
     Needs,
     Options,
     describe,
+    fixed,
     flat,
     prepare,
     values_of,
@@ -54,7 +55,7 @@ from xentlib.jax.head import (
     varying,
     whole_rows,
 )
-from xentlib.jax.labels import check_labels
+from xentlib.jax.labels import check_division, check_labels
 from xentlib.jax.softmax import TokenStats, exp, rest_stats, take_target
 from xentlib.nll import NLLOutput
 from xentlib.plan import default_chunk_bytes, exchanges_per_chunk
@@ -85,6 +86,7 @@ def nll_forward(
     compute = options.compute_dtype
     hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
     chunks = cut(options, hidden, weight, labels, bias, constants)
+    options = chunks.options
     count, valid_N = of_all_tokens(options.spread, chunks.num_valid), chunks.valid
     if constants.token_weights is None:
         weights_N = valid_N.astype(compute)
@@ -179,14 +181,19 @@ def per_token_values(stats: TokenStats, options: Options) -> jax.Array:
 
 
 def token_loss(
-    stats: TokenStats, label_smoothing: float, z_loss: float
+    stats: TokenStats, label_smoothing: float, z_loss: float | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Per token: the loss, and the part of it that z-loss contributes."""
     nll = -stats.logprob
     if stats.mean_logp is not None:
         nll = (1.0 - label_smoothing) * nll - label_smoothing * stats.mean_logp
-    z_term = z_loss * stats.lse * stats.lse if z_loss else jnp.zeros_like(nll)
+    z_term = jnp.zeros_like(nll) if is_zero(z_loss) else z_loss * stats.lse * stats.lse
     return nll + z_term, z_term
+
+
+def is_zero(z_loss: float | jax.Array) -> bool:
+    """Whether a trace knows it."""
+    return not isinstance(z_loss, jax.Array) and z_loss == 0
 
 
 def dlogits(
@@ -201,7 +208,7 @@ def dlogits(
     column, and the target's own dz."""
     label_smoothing, z_loss = options.label_smoothing, options.z_loss
     uniform = label_smoothing / vocab_size
-    extra = 2.0 * z_loss * stats.lse if z_loss else jnp.zeros_like(stats.lse)
+    extra = jnp.zeros_like(stats.lse) if is_zero(z_loss) else 2.0 * z_loss * stats.lse
     dz_TV = exp(z_TV - stats.lse[:, None]) * (factor_T * (1.0 + extra))[:, None]
     if uniform:
         dz_TV = jnp.where(target_TV, 0.0, dz_TV - (factor_T * uniform)[:, None])
@@ -285,10 +292,10 @@ def chunked_nll(
     token_weights: jax.Array | None = None,
     ignore_index: int = -100,
     logit_scale: float | jax.Array = 1.0,
-    softcap: float | None = None,
+    softcap: float | jax.Array | None = None,
     temperature: float | jax.Array = 1.0,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    z_loss: float | jax.Array = 0.0,
     reduction: str = "mean",
     denominator: float | jax.Array | None = None,
     outputs: Sequence[str] = (),
@@ -297,6 +304,11 @@ def chunked_nll(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> NLLOutput:
+    ignore_index, logit_scale, softcap, temperature, label_smoothing, z_loss, denominator = map(
+        plain,
+        (ignore_index, logit_scale, softcap, temperature, label_smoothing, z_loss, denominator),
+    )
+    max_chunk_bytes = plain(max_chunk_bytes)
     place = placed(vocab_parallel, hidden, weight, bias, weight_layout)
     axis = place.axis if place else axis_of(vocab_parallel, weight, bias, weight_layout)
     problem = check_nll(
@@ -308,10 +320,10 @@ def chunked_nll(
         token_weights=describe(token_weights),
         ignore_index=ignore_index,
         logit_scale=describe(logit_scale),
-        softcap=softcap,
+        softcap=describe(softcap),
         temperature=describe(temperature),
         label_smoothing=label_smoothing,
-        z_loss=z_loss,
+        z_loss=describe(z_loss),
         reduction=reduction,
         denominator=describe(denominator),
         outputs=outputs,
@@ -322,6 +334,7 @@ def chunked_nll(
     )
     vocab_size = problem.vocab_size if axis is None else axis.vocab_size
     check_labels(labels, where, ignore_index, vocab_size)
+    check_division(labels, where, ignore_index, token_weights, denominator)
     arrays = prepare(
         problem,
         hidden,
@@ -333,12 +346,14 @@ def chunked_nll(
         temperature=temperature,
         token_weights=token_weights,
         denominator=denominator,
+        softcap=softcap,
+        z_loss=z_loss,
     )
     options = Options(
         ignore_index,
-        None if softcap is None else float(softcap),
+        fixed(softcap),
         float(label_smoothing),
-        float(z_loss),
+        fixed(z_loss) or 0.0,
         reduction == "mean",
         "entropy" in outputs,
         problem.gemm_dtype,

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.jax
 import jax.numpy as jnp  # noqa: E402
 
 from xentlib.interop import to_jax  # noqa: E402
-from xentlib.jax import chunked_nll  # noqa: E402
+from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
 
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")
 N, H, V = 221, 24, 157
@@ -438,3 +438,51 @@ def test_invalid_rows_reach_nothing(poison):
     want, got = step(*leaves), step(hidden, *leaves[1:])
     assert same(want, got)
     assert not np.asarray(got[1][0])[~p.valid].view(np.uint32).any()
+
+
+# ---------------------------------------------------------------------------------
+# Numbers that are arrays
+
+
+def test_no_program_for_each_softcap_or_z_loss():
+    """Arrays without dimensions, as schedules give them: one compilation for all values, the
+    numbers' values within A2 and A5, and no gradient that is dropped."""
+    leaves, p = arrays()
+    programs = []
+
+    def step(softcap, z_loss):
+        programs.append(None)
+        loss = partial(scaled, p.upstream, softcap=softcap, z_loss=z_loss)
+        return jax.value_and_grad(loss, (0, 1, 2))(*leaves)
+
+    compiled = jax.jit(step)
+    for softcap, z_loss in ((5.0, 1e-3), (3.0, 0.0), (7.5, 1e-2)):
+        loss, (d_hidden, d_weight, d_bias) = compiled(jnp.float32(softcap), jnp.float32(z_loss))
+        changed = p.changed(options={"softcap": softcap, "z_loss": float(np.float32(z_loss))})
+        o = changed.reference()
+        scale = abs(p.upstream) * o.loss_magnitude
+        assert not failures(check("A2", np.asarray(loss), o.loss * p.upstream, magnitude=scale))
+        held_to_contract(changed, {"hidden": d_hidden, "weight": d_weight, "bias": d_bias})
+    assert len(programs) == 1
+    assert same(nll(*leaves, softcap=np.float32(5)), nll(*leaves, softcap=5.0))
+    for name in ("softcap", "z_loss"):
+        with pytest.raises(ValueError, match=f"`{name}` must be a constant; got an array that is"):
+            jax.grad(lambda x, name=name: nll(*leaves, **{name: x}).loss)(jnp.float32(2.0))
+
+
+def test_arrays_of_numbers_under_vmap_and_per_token_outputs():
+    """A vector of softcaps is a batch of calls; `chunked_logprobs` takes one too."""
+    leaves, _ = arrays()
+    caps = jnp.array([3.0, 5.0], jnp.float32)
+    many = jax.vmap(lambda cap: nll(*leaves, softcap=cap).loss)(caps)
+    one = jnp.stack([nll(*leaves, softcap=float(cap)).loss for cap in caps])
+    exact = np.asarray(one, np.float64)
+    found = check("A2", np.asarray(many), exact, magnitude=exact)
+    hidden, weight, bias, labels = leaves
+    per_token = [
+        chunked_logprobs(hidden, weight, labels, bias=bias, softcap=cap).logprobs
+        for cap in (caps[0], 3.0)
+    ]
+    got, exact = (np.asarray(x, np.float64) for x in per_token)
+    found += check("A2", got, exact, magnitude=np.maximum(np.abs(exact), 1.0))
+    assert not failures(found)

@@ -245,3 +245,47 @@ def test_any_problem(backend: str, drawn: tuple[Problem, int]) -> None:
     # rho of a handful of entries is one rounding's luck; tau is not.
     taus = [m for m in gradients(problem, backend, chunk_tokens=chunk) if m.metric == "tau"]
     assert not failures(taus)
+
+
+NUMBERS = {
+    "denominator": np.int64(37),
+    "temperature": np.float32(0.7),
+    "z_loss": np.float64(1e-3),
+    "softcap": np.float32(5),
+    "label_smoothing": np.float16(0.125),
+    "logit_scale": np.float32(2),
+    "ignore_index": np.int64(-100),
+}
+
+
+def test_a_number_of_numpy_is_a_number(backend: str) -> None:
+    """A0: the same bits, also of an array without dimensions. Catches: types taken for numbers by
+    their name."""
+    problem = build(Case("numbers", 24, 8, 31), 3)
+    want = run(backend, problem.changed(options={k: x.item() for k, x in NUMBERS.items()}))
+    arrays: dict[str, Any] = dict(NUMBERS)
+    for name, dtype in (
+        ("denominator", "int32"),
+        ("temperature", "float32"),
+        ("softcap", "float32"),
+    ):
+        arrays[name] = np.asarray(NUMBERS[name], dtype)
+    for numbers in (NUMBERS, arrays) if backend == "torch" else (NUMBERS,):  # arrays are JAX's own
+        got = run(backend, problem.changed(options=numbers))
+        for name, value in want._asdict().items():
+            assert not failures(check("A0", getattr(got, name), value, quantity=name)), name
+
+
+@pytest.mark.parametrize(
+    "zero", [0, 0.0, np.int64(0), np.float32(0), np.zeros((), "float32")], ids=repr
+)
+def test_a_denominator_of_nothing(backend: str, zero: Any) -> None:
+    """A0: 0 with no valid token gives 0, whatever kind of number it is: a window that is masked
+    throughout must not end a training. With valid tokens it is refused."""
+    problem = build(Case("nothing", 16, 8, 31, ignored=1.0), 3)
+    got = run(backend, problem.changed(options={"denominator": zero}))
+    for value in (got.loss, *got.gradients().values()):
+        assert not failures(check("A0", value, np.zeros_like(value)))
+    some = problem.changed(labels=np.arange(16, dtype=np.int32), options={"denominator": zero})
+    with pytest.raises(ValueError, match="`denominator` must be positive where a token is valid"):
+        run(backend, some)

@@ -147,7 +147,7 @@ def prepare(
     where: Tensor | None,
     ignore_index: int,
     logit_scale: Any,
-    softcap: float | None,
+    softcap: Any,
     temperature: Any,
     max_chunk_bytes: int | None,
     weight_layout: str,

@@ -17,6 +17,7 @@ from xentlib.checks import (
     check_placement,
     check_replicated,
     check_shard,
+    plain,
     refuse_dtensor,
 )
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
@@ -50,7 +51,7 @@ def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup
 def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
     """The group, and the number of classes where it was declared."""
     if isinstance(parallel, PaddedVocab):
-        return find_group(parallel.over), parallel.vocab_size
+        return find_group(parallel.over), plain(parallel.vocab_size)
     return find_group(parallel), None
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from xentlib import labels as spec
-from xentlib.checks import check_label_range, check_next_token_labels
+from xentlib.checks import check_label_range, check_next_token_labels, plain
 from xentlib.plan import VocabShard
 from xentlib.torch.describe import describe
 from xentlib.torch.head import find_group
@@ -32,6 +32,7 @@ def next_token_labels(
     ignore_index: int = -100,
     sequence_parallel: Any = None,
 ) -> Tensor:
+    ignore_index = plain(ignore_index)
     shift = check_next_token_labels(
         describe(labels),
         describe(segment_ids),

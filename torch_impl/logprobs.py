@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xentlib import logprobs as spec
-from xentlib.checks import check_logits, check_logprobs
+from xentlib.checks import check_logits, check_logprobs, plain
 from xentlib.logprobs import LogprobOutput
 from xentlib.plan import VocabShard, default_chunk_bytes
 from xentlib.torch.chunks import Given, GradientSums, Rows, Walk, power_of_two
@@ -331,7 +331,7 @@ def chunked_logprobs(
     where: Tensor | None = None,
     ignore_index: int = -100,
     logit_scale: float | Tensor = 1.0,
-    softcap: float | None = None,
+    softcap: float | Tensor | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     vocab_parallel: Any = None,
@@ -339,6 +339,9 @@ def chunked_logprobs(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> LogprobOutput:
+    ignore_index, logit_scale, softcap, temperature, max_chunk_bytes = map(
+        plain, (ignore_index, logit_scale, softcap, temperature, max_chunk_bytes)
+    )
     hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
     weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
     same_tokens(hidden, labels, where, temperature)
@@ -350,7 +353,7 @@ def chunked_logprobs(
         where=describe(where),
         ignore_index=ignore_index,
         logit_scale=describe(logit_scale),
-        softcap=softcap,
+        softcap=describe(softcap),
         temperature=describe(temperature),
         entropy=entropy,
         compute_dtype=compute_dtype,
@@ -359,8 +362,9 @@ def chunked_logprobs(
         autocast_dtype=autocast_dtype(hidden),
         sharded=vocab_parallel is not None,
     )
-    not_forward_mode("chunked_logprobs", hidden, weight, bias, logit_scale, temperature)
-    not_differentiable(logit_scale=logit_scale, temperature=temperature)
+    constants = {"logit_scale": logit_scale, "softcap": softcap, "temperature": temperature}
+    not_forward_mode("chunked_logprobs", hidden, weight, bias, *constants.values())
+    not_differentiable(**constants)
     call = prepare(
         problem,
         hidden,
@@ -403,6 +407,9 @@ def vocab_parallel_logprobs(
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
 ) -> LogprobOutput:
+    ignore_index, temperature, max_chunk_bytes = map(
+        plain, (ignore_index, temperature, max_chunk_bytes)
+    )
     same_tokens(logits, labels, where, temperature)
     problem = check_logits(
         describe(logits),

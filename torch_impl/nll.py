@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib import nll as spec
-from xentlib.checks import check_nll
+from xentlib.checks import check_divisor, check_nll, plain
 from xentlib.nll import NLLOutput
 from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.chunks import Gradients, GradientSums, Walk, power_of_two
@@ -31,7 +31,7 @@ from xentlib.torch.describe import (
     wanted,
 )
 from xentlib.torch.head import local_rows, replicated, with_whole_head
-from xentlib.torch.ranks import over_shards
+from xentlib.torch.ranks import free_to_read, over_shards
 from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
@@ -122,7 +122,9 @@ def nll_forward(
         sums.add(chunk)  # 8. Gradient GEMMs
     gradients = sums.finish(exponent)
 
-    # 9. Reduce
+    # 9. Reduce. What is 0 was divided by 1 above, unless it has tokens.
+    if denominator is not None and free_to_read(total_valid) and total_valid and divisor <= 0:
+        check_divisor(float(divisor))
     loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N = tokens.clean(per_token_6N)
     output = NLLOutput(
         ((loss_N * weights_N).sum() / divisor).to(output_dtype),
@@ -310,10 +312,10 @@ def chunked_nll(
     token_weights: Tensor | None = None,
     ignore_index: int = -100,
     logit_scale: float | Tensor = 1.0,
-    softcap: float | None = None,
+    softcap: float | Tensor | None = None,
     temperature: float | Tensor = 1.0,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    z_loss: float | Tensor = 0.0,
     reduction: str = "mean",
     denominator: float | Tensor | None = None,
     outputs: Sequence[str] = (),
@@ -322,6 +324,11 @@ def chunked_nll(
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
 ) -> NLLOutput:
+    ignore_index, logit_scale, softcap, temperature, label_smoothing, z_loss, denominator = map(
+        plain,
+        (ignore_index, logit_scale, softcap, temperature, label_smoothing, z_loss, denominator),
+    )
+    max_chunk_bytes = plain(max_chunk_bytes)
     hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
     weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
     same_tokens(hidden, labels, where, token_weights, temperature)
@@ -334,10 +341,10 @@ def chunked_nll(
         token_weights=describe(token_weights),
         ignore_index=ignore_index,
         logit_scale=describe(logit_scale),
-        softcap=softcap,
+        softcap=describe(softcap),
         temperature=describe(temperature),
         label_smoothing=label_smoothing,
-        z_loss=z_loss,
+        z_loss=describe(z_loss),
         reduction=reduction,
         denominator=describe(denominator),
         outputs=outputs,
@@ -347,15 +354,16 @@ def chunked_nll(
         autocast_dtype=autocast_dtype(hidden),
         sharded=vocab_parallel is not None,
     )
-    not_forward_mode(
-        "chunked_nll", hidden, weight, bias, token_weights, logit_scale, temperature, denominator
-    )
-    not_differentiable(
-        token_weights=token_weights,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        denominator=denominator,
-    )
+    constants = {
+        "token_weights": token_weights,
+        "logit_scale": logit_scale,
+        "softcap": softcap,
+        "temperature": temperature,
+        "z_loss": z_loss,
+        "denominator": denominator,
+    }
+    not_forward_mode("chunked_nll", hidden, weight, bias, *constants.values())
+    not_differentiable(**constants)
     call = prepare(
         problem,
         hidden,

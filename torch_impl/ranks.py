@@ -23,7 +23,15 @@ from xentlib.checks import check_agreement, check_shards, check_tiles
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.softmax import RestStats, below, exp_difference
 
-__all__ = ["Agreement", "VocabParallel", "over_shards", "undeclared", "vocab_parallel_of"]
+__all__ = [
+    "Agreement",
+    "VocabParallel",
+    "free_to_read",
+    "numbers_of",
+    "over_shards",
+    "undeclared",
+    "vocab_parallel_of",
+]
 
 T = TypeVar("T")
 

@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+
 __all__ = [
     "LogitsProblem",
     "NLLProblem",
@@ -21,6 +23,7 @@ __all__ = [
     "check_choice",
     "check_counted",
     "check_denominator_dtype",
+    "check_divisor",
     "check_group",
     "check_head_options",
     "check_label_range",
@@ -39,6 +42,7 @@ __all__ = [
     "check_varying",
     "check_windows",
     "holds",
+    "plain",
     "refuse_dtensor",
 ]
 
@@ -81,6 +85,12 @@ class LogitsProblem(NamedTuple):
 
 
 Scalar = float | int | Operand | None
+
+
+def plain(value: Any) -> Any:
+    """Python's number for one of NumPy's; anything else as it is."""
+    alone = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
+    return value.item() if alone else value
 
 
 def _names(items: Sequence[str]) -> str:
@@ -262,10 +272,10 @@ def check_nll(
     token_weights: Operand | None,
     ignore_index: object,
     logit_scale: Scalar,
-    softcap: object,
+    softcap: Scalar,
     temperature: Scalar,
     label_smoothing: object,
-    z_loss: object,
+    z_loss: Scalar,
     reduction: object,
     denominator: Scalar,
     outputs: object,
@@ -304,13 +314,14 @@ def check_nll(
         leading,
         positive=True,
     )
-    _scalar("denominator", denominator, "a positive number or a 0-d array", (), positive=True)
+    if denominator is not None:
+        _scalar("denominator", denominator, "a number >= 0 or a 0-d array", (), least=0)
     if softcap is not None:
-        _number("softcap", softcap, "None or a positive number", ok=_positive(softcap))
+        rule = "None, a positive number or a 0-d array"
+        _scalar("softcap", softcap, rule, (), positive=True)
     smoothing_ok = isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
     _number("label_smoothing", label_smoothing, "a number in [0, 1]", ok=smoothing_ok)
-    z_loss_ok = isinstance(z_loss, (int, float)) and 0 <= z_loss < math.inf
-    _number("z_loss", z_loss, "a number >= 0", ok=z_loss_ok)
+    _scalar("z_loss", z_loss, "a number >= 0 or a 0-d array", (), least=0)
     _choice("reduction", reduction, REDUCTIONS)
     check_outputs(outputs)
     check_budget(max_chunk_bytes)
@@ -443,7 +454,7 @@ def check_agreement(names: Sequence[str]) -> None:
 def check_shard(shard: Any, columns: int) -> None:
     """Refuse a `shard=` that does not describe `columns` columns of logits."""
     start, stop, vocab_size, padding = shard.start, shard.stop, shard.vocab_size, shard.padding
-    numbers = [x for x in (start, stop, vocab_size, padding) if isinstance(x, int)]
+    numbers = [x for x in (start, stop, vocab_size, padding) if isinstance(x, Integral)]
     if len(numbers) < 4:  # made from an axis index: nothing to read
         return
     if not (0 <= start <= stop <= vocab_size and padding >= 0):
@@ -465,10 +476,14 @@ def _flag(name: str, value: object) -> None:
 
 
 def _scalar(
-    name: str, value: Scalar, rule: str, leading: tuple[int, ...], *, positive: bool
+    name: str,
+    value: Scalar,
+    rule: str,
+    leading: tuple[int, ...],
+    *,
+    positive: bool = False,
+    least: float = -math.inf,
 ) -> None:
-    if value is None and name == "denominator":
-        return
     if isinstance(value, Operand):
         if value.shape not in ((), leading):
             raise ValueError(
@@ -481,7 +496,7 @@ def _scalar(
             )
         return
     # No math.isfinite: the compiler traces numbers that it keeps symbolic through this.
-    finite = isinstance(value, (int, float)) and -math.inf < value < math.inf
+    finite = isinstance(value, (int, float)) and least <= value < math.inf and value > -math.inf
     _number(name, value, rule, ok=finite and (_positive(value) or not positive))
 
 
@@ -725,6 +740,14 @@ def check_loss_sum(loss: Operand, mode: str, counted: bool, divided: bool = Fals
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse what is not one of some words."""
     _choice(name, value, choices)
+
+
+def check_divisor(value: float) -> NoReturn:
+    """Refuse to divide the losses of some tokens by nothing."""
+    raise ValueError(
+        f"`denominator` must be positive where a token is valid; got {value:g}. Pass the number of "
+        f"the window's valid tokens, counted with the mask that this call uses."
+    )
 
 
 def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None:

@@ -48,7 +48,7 @@ def chunked_logprobs(
     where: Any = None,
     ignore_index: int = -100,
     logit_scale: Any = 1.0,
-    softcap: float | None = None,
+    softcap: Any = None,
     temperature: Any = 1.0,
     entropy: bool = False,
     vocab_parallel: Any = None,
@@ -83,7 +83,7 @@ def chunked_logprobs(
         where: [...] bool or None; False takes a token out.
         ignore_index: label of tokens to leave out.
         logit_scale: number or 0-d array that multiplies the logits.
-        softcap: positive number or None.
+        softcap: positive number, 0-d array (in PyTorch read by the host), or None.
         temperature: positive number, 0-d array, or [...] one per token.
         entropy: compute the entropy too. Not asked for, it costs nothing.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name

@@ -60,10 +60,10 @@ def chunked_nll(
     token_weights: Any = None,
     ignore_index: int = -100,
     logit_scale: Any = 1.0,
-    softcap: float | None = None,
+    softcap: Any = None,
     temperature: Any = 1.0,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    z_loss: Any = 0.0,
     reduction: str = "mean",
     denominator: Any = None,
     outputs: Sequence[str] = (),
@@ -101,13 +101,15 @@ def chunked_nll(
         token_weights: [...] floating point or None; may be negative (advantages).
         ignore_index: label of tokens without a loss.
         logit_scale: number or 0-d array that multiplies the logits.
-        softcap: positive number or None.
+        softcap: positive number, 0-d array (in PyTorch read by the host), or None.
         temperature: positive number, 0-d array, or [...] one per token.
         label_smoothing: eps in [0, 1], torch and optax convention: eps / V on every class.
-        z_loss: coefficient >= 0 of lse^2.
+        z_loss: coefficient >= 0 of lse^2, a number or a 0-d array (in PyTorch read by the host).
         reduction: "mean" over the weights of the valid tokens, or "sum".
         denominator: number or 0-d array; if given the loss is the sum divided by it, whatever
             `reduction` says. Pass the token count of the whole window to accumulate micro-batches.
+            0 where no token is valid gives 0; with valid tokens it raises wherever it can be read
+            without a device sync, and gives inf elsewhere.
         outputs: any of "logprobs", "entropy", "lse", "correct": per token, without gradient, 0
             (False) for tokens that are not valid.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xentlib.checks import check_plan_arguments, check_shards
+from xentlib.checks import check_plan_arguments, check_shards, plain
 
 __all__ = [
     "ChunkPlan",
@@ -189,6 +189,9 @@ def plan_chunks(
     Raises:
         ValueError: a size or budget out of range, or an unknown dtype name.
     """
+    num_tokens, vocab_size, hidden_size, max_chunk_bytes = map(
+        plain, (num_tokens, vocab_size, hidden_size, max_chunk_bytes)
+    )
     check_plan_arguments(num_tokens, vocab_size, hidden_size, dtype, compute_dtype, max_chunk_bytes)
     compute = compute_dtype or ("float64" if dtype == "float64" else "float32")
     itemsize = ITEMSIZE[compute]
