@@ -19,6 +19,7 @@ from ranks import launch
 from test_given_logits import (
     FLOAT32_MIN,
     RUN,
+    VALUES,
     Call,
     V,
     hold,
@@ -421,3 +422,81 @@ def test_a_label_in_padding_never_looks_plausible(label: int) -> None:
     assert np.isnan(got["d_logits"][7, classes]).any()
     others = np.arange(61) != 7
     same({k: x[others] for k, x in got.items()}, {k: x[others] for k, x in want.items()}, "A0")
+
+
+# --- DTensors ------------------------------------------------------------------------------------
+
+
+def dtensors(rank: int, world: int) -> list[Any]:
+    """Gradient and values of DTensor logits, by how they are placed and what is said of them; the
+    sentence where they are refused."""
+    import torch
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from xentlib.torch import vocab_parallel_logprobs
+
+    flat = torch.distributed.init_device_mesh("cpu", (world,))
+    grid = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pair = torch.distributed.new_group([0, 1])
+    call = make(shape=(3, 7))
+    labels, given = torch.tensor(call.labels), torch.tensor(call.upstream)
+    found: dict[str, Any] = {}
+
+    def run(name: str, mesh: Any, placements: Any, labels: Any = labels, **how: Any) -> None:
+        whole = torch.tensor(call.logits)
+        logits = distribute_tensor(whole, mesh, placements).requires_grad_()
+        try:
+            out = vocab_parallel_logprobs(logits, labels, entropy=True, **how)
+            torch.autograd.backward(list(out[:3]), list(given))
+        except ValueError as error:
+            found[name] = str(error)
+            return
+        assert logits.grad.placements == logits.placements
+        found[name] = dict(zip(VALUES, (x.detach().numpy() for x in out)))
+        found[name]["d_logits"] = logits.grad.full_tensor().numpy()
+
+    run("alone", flat, [Shard(2)])
+    run("from the end", flat, [Shard(-1)])
+    run("with the mesh", flat, [Shard(-1)], vocab_parallel=flat)
+    run("with the group", flat, [Shard(-1)], vocab_parallel=torch.distributed.group.WORLD)
+    run("replicated", flat, [Replicate()])
+    run("replicated labels", flat, [Shard(-1)], distribute_tensor(labels, flat, [Replicate()]))
+    run("of a grid", grid["tp"], [Shard(-1)])
+    run("replicated over the group", flat, [Replicate()], vocab_parallel=flat)
+    run("tokens", flat, [Shard(0)])
+    run("tokens over the group", flat, [Shard(0)], vocab_parallel=flat)
+    run("a grid", grid, [Replicate(), Shard(-1)])
+    run("other ranks", flat, [Shard(-1)], vocab_parallel=pair if rank < 2 else grid["tp"])
+    run("sliced labels", flat, [Shard(-1)], distribute_tensor(labels, flat, [Shard(0)]))
+
+    def compiled(x: Any) -> Any:
+        return vocab_parallel_logprobs(x, labels).logprobs.sum()
+
+    logits = distribute_tensor(torch.tensor(call.logits), flat, [Shard(-1)]).requires_grad_()
+    fast = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    got, want = (torch.autograd.grad(f(logits), logits)[0].to_local() for f in (fast, compiled))
+    assert torch.equal(got, want)
+    return [found]
+
+
+@pytest.mark.torch
+def test_dtensors() -> None:
+    """A13: sharded over its classes a DTensor needs no other argument, as torchtitan passes one;
+    V no multiple of the ranks. Otherwise the sentence says what to pass."""
+    pytest.importorskip("torch")
+    call = make(shape=(3, 7))
+    said = {
+        "replicated over the group": "must be a DTensor sharded over its classes, the last dimens",
+        "tokens": "of whole rows, where each rank has tokens of its own",
+        "tokens over the group": "`logits.to_local()`",
+        "a grid": r"with `vocab_parallel=mesh['name']`",
+        "other ranks": "must hold the ranks of the mesh that `logits` is on, [0, 1, 2, 3]; got [",
+        "sliced labels": "`labels` must be whole on every rank",
+    }
+    for (found,) in launch(4, dtensors):
+        for name, value in found.items():
+            if name in said:
+                assert said[name] in value, (name, value)
+            else:
+                assert isinstance(value, dict), (name, value)
+                hold(call, value)

@@ -14,8 +14,10 @@ from torch import Tensor
 from xentlib import head as spec
 from xentlib.checks import (
     check_group,
+    check_logits_placement,
     check_placement,
     check_replicated,
+    check_same_ranks,
     check_shard,
     plain,
     refuse_dtensor,
@@ -29,6 +31,7 @@ __all__ = [
     "find_group",
     "gather_head",
     "local_columns",
+    "local_logits",
     "local_rows",
     "replicated",
     "with_whole_head",
@@ -80,13 +83,36 @@ def local_rows(
     if is_dtensor(bias):
         bias = local_part("bias", bias, 0)
     if is_dtensor(weight):
-        # A DTensor is cut as torch.chunk cuts: nothing to exchange.
-        classes = weight.shape[axis]
-        columns = -(-classes // ranks)
-        sizes = tuple(max(0, min(columns, classes - k * columns)) for k in range(ranks))
-        shard = shard_of(sizes, dist.get_rank(group), vocab_size)
+        shard = shard_of(chunked(weight.shape[axis], ranks), dist.get_rank(group), vocab_size)
         return local_part("weight", weight, axis), bias, Local(name, numbers_of(shard))
     return weight, bias, Local(name, undeclared(vocab_size))
+
+
+def chunked(classes: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of a DTensor's shards, which is cut as torch.chunk cuts."""
+    columns = -(-classes // ranks)
+    return tuple(max(0, min(columns, classes - k * columns)) for k in range(ranks))
+
+
+def local_logits(
+    logits: Any, parallel: Any, shard: VocabShard | None
+) -> tuple[Tensor, Any, VocabShard | None]:
+    """This rank's columns as a plain tensor, what they are spread over, and which they are: a
+    DTensor says so itself."""
+    if not is_dtensor(logits):
+        return logits, parallel, shard
+    mesh, placements = logits.device_mesh, tuple(logits.placements)
+    if parallel is None and all(p.is_replicate() for p in placements):
+        return logits.to_local(), None, shard
+    first, last = placements[0], logits.ndim - 1
+    cut = mesh.ndim == 1 and type(first).__name__ == "Shard" and first.dim % logits.ndim == last
+    check_logits_placement(cut, placements)
+    group, vocab_size = unpadded(mesh if parallel is None else parallel)
+    ranks = [dist.get_process_group_ranks(g) for g in (group, mesh.get_group())]
+    check_same_ranks(*ranks)
+    if shard is None:
+        shard = shard_of(chunked(logits.shape[-1], len(ranks[0])), dist.get_rank(group), vocab_size)
+    return logits.to_local(), group, shard
 
 
 def local_part(name: str, x: Any, axis: int) -> Tensor:

@@ -27,7 +27,13 @@ from xentlib.torch.describe import (
     prepare,
     same_tokens,
 )
-from xentlib.torch.head import local_columns, local_rows, replicated, with_whole_head
+from xentlib.torch.head import (
+    local_columns,
+    local_logits,
+    local_rows,
+    replicated,
+    with_whole_head,
+)
 from xentlib.torch.ranks import numbers_of, over_shards
 from xentlib.torch.softmax import FLOOR, Block, TokenStats, take_target
 
@@ -410,6 +416,8 @@ def vocab_parallel_logprobs(
     ignore_index, temperature, max_chunk_bytes = map(
         plain, (ignore_index, temperature, max_chunk_bytes)
     )
+    logits, vocab_parallel, shard = local_logits(logits, vocab_parallel, shard)
+    labels = replicated("labels", labels)
     same_tokens(logits, labels, where, temperature)
     problem = check_logits(
         describe(logits),

@@ -29,6 +29,7 @@ __all__ = [
     "check_label_range",
     "check_linear",
     "check_logits",
+    "check_logits_placement",
     "check_logprobs",
     "check_loss_sum",
     "check_narrowed",
@@ -36,6 +37,7 @@ __all__ = [
     "check_nll",
     "check_placement",
     "check_replicated",
+    "check_same_ranks",
     "check_shard",
     "check_shards",
     "check_tiles",
@@ -576,6 +578,27 @@ def check_placement(name: str, cut: bool, axis: int, placements: object) -> None
             f"`{name}` must be sharded over its vocabulary, dimension {axis}, on a "
             f"one-dimensional mesh; got {placements}. Pass "
             f"`{name}.redistribute(placements=[Shard({axis})])`."
+        )
+
+
+def check_logits_placement(cut: bool, placements: object) -> None:
+    """Refuse DTensor logits that are neither whole nor in columns."""
+    if not cut:
+        raise ValueError(
+            f"`logits` must be a DTensor sharded over its classes, the last dimension, on a "
+            f"one-dimensional mesh, or a plain tensor; got placements {placements}. Pass "
+            f"`logits.to_local()`: of whole rows, where each rank has tokens of its own or all "
+            f"have the same, with this rank's labels and without `vocab_parallel`; of columns on a "
+            f"mesh of several dimensions, with `vocab_parallel=mesh['name']`."
+        )
+
+
+def check_same_ranks(group: Sequence[int], mesh: Sequence[int]) -> None:
+    """Refuse a DTensor on a mesh of other ranks than the group that is named."""
+    if list(group) != list(mesh):
+        raise ValueError(
+            f"`vocab_parallel` must hold the ranks of the mesh that `logits` is on, {list(mesh)}; "
+            f"got {list(group)}. Leave it out: the DTensor says over which ranks it is sharded."
         )
 
 

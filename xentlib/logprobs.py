@@ -145,7 +145,9 @@ def vocab_parallel_logprobs(
 
     Args:
         logits: [..., C] this rank's columns, in rank order; float16, bfloat16, float32, float64.
-            C may differ from rank to rank, and may be 0.
+            C may differ from rank to rank, and may be 0. In PyTorch also a DTensor that is sharded
+            over its last dimension on a one-dimensional mesh, which needs no other argument, or one
+            that every rank has whole.
         labels: [...] integers of any dtype but uint64, ids of the whole vocabulary.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
             of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last columns are
