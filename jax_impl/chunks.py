@@ -27,6 +27,7 @@ from xentlib.jax.head import (
 )
 from xentlib.jax.labels import find_targets
 from xentlib.jax.softmax import (
+    Labelled,
     RestStats,
     TokenStats,
     exp,
@@ -37,6 +38,7 @@ from xentlib.jax.softmax import (
 from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
 
 __all__ = [
+    "Asked",
     "Chunk",
     "Chunks",
     "Gradients",
@@ -46,8 +48,11 @@ __all__ = [
     "cut",
     "fp16_exponent",
     "from_bits",
+    "labelled_at",
     "only_chunk",
     "over_chunks",
+    "own_weights",
+    "rest_of",
     "round_gradients",
     "rows_of",
     "scaled",
@@ -62,6 +67,14 @@ __all__ = [
 FP16_EXPONENT = 11
 
 T = TypeVar("T")
+
+
+class Asked(NamedTuple):
+    """Statistics of a call beside those that every call needs."""
+
+    entropy: bool = False
+    smoothing: bool = False
+    predicted: bool = False
 
 
 class Gradients(NamedTuple):
@@ -86,6 +99,7 @@ class Chunks(NamedTuple):
     bias: jax.Array | None  # [V], compute dtype
     # [N] int32; 0 if not valid or not in the vocabulary, past the last column if elsewhere
     labels: jax.Array
+    targets: jax.Array  # [N] int32, their classes: the column of a whole vocabulary
     valid: jax.Array  # [N]
     bad: jax.Array  # [N] valid, and the label lies outside the vocabulary
     num_valid: jax.Array  # []
@@ -153,7 +167,9 @@ def cut(
     num_tokens, hidden_size = hidden.shape
     columns = hidden_size if weight is None else weight.shape[1 if options.transposed else 0]
     given = labels
-    labels, valid_N, bad_N, owned_N, shard = find_targets(options, labels, constants, columns)
+    labels, targets_N, valid_N, bad_N, owned_N, shard = find_targets(
+        options, labels, constants, columns
+    )
     same = None
     if options.axis is not None:
         if weight is None:
@@ -192,6 +208,7 @@ def cut(
         None if weight is None else weight.astype(options.gemm_dtype),
         None if bias is None else bias.astype(options.compute_dtype),
         labels,
+        targets_N,
         valid_N,
         bad_N,
         valid_N.sum(dtype=jnp.int32),
@@ -242,33 +259,63 @@ def only_chunk(chunks: Chunks) -> Chunk | None:
     return _logits(chunks, jnp.zeros((), jnp.int32)) if whole else None
 
 
-def all_stats(
-    chunks: Chunks, *, entropy: bool, smoothing: bool, only: Chunk | None = None
-) -> TokenStats:
+def all_stats(chunks: Chunks, asked: Asked, *, only: Chunk | None = None) -> TokenStats:
     """Steps 2 to 5 over all shards of a vocabulary: packed rows [M] of all tokens, on every
     device."""
 
     def body(chunk: Chunk, packed: jax.Array) -> jax.Array:
         z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
-        rest = rest_stats(z_TV, target_TV, entropy=entropy, smoothing=smoothing)
+        rest = rest_of(chunks, asked, z_TV, target_TV)
         values = jnp.stack([z_y, *(x for x in rest if x is not None)])
         return lax.dynamic_update_slice_in_dim(packed, values, chunk.start, axis=1)
 
-    packed = jnp.zeros((4 + entropy + smoothing, chunks.order.size), chunks.options.compute_dtype)
+    packed = jnp.zeros((4 + sum(asked), chunks.order.size), chunks.options.compute_dtype)
     z_y, m, ones, s, *more = over_chunks(chunks, body, packed, only=only)
-    sum_ed = more.pop(0) if entropy else None
-    rest = RestStats(m, ones, s, sum_ed, more.pop(0) if smoothing else None)
+    found = iter(more)
+    rest = RestStats(m, ones, s, *(next(found) if wanted else None for wanted in asked))
     return stats_of(chunks, chunks.order, z_y, rest)
+
+
+def rest_of(chunks: Chunks, asked: Asked, z_TV: jax.Array, target_TV: jax.Array) -> RestStats:
+    """Step 4."""
+    return rest_stats(z_TV, target_TV, **asked._asdict(), class_weights_V=own_weights(chunks))
+
+
+def own_weights(chunks: Chunks) -> jax.Array | None:
+    """Class weights of this device's columns, 0 where one is no class."""
+    weights = chunks.constants.class_weights
+    if weights is None:
+        return None
+    weights = weights.astype(chunks.options.compute_dtype)
+    if chunks.shard is None:
+        return weights
+    padded = jnp.pad(weights, (0, chunks.columns))
+    own: jax.Array = lax.dynamic_slice(padded, (chunks.shard.start,), (chunks.columns,))
+    return jnp.where(jnp.arange(chunks.columns) < chunks.shard.size, own, 0.0)
+
+
+def labelled_at(chunks: Chunks, rows: jax.Array | slice) -> Labelled:
+    """Of some tokens."""
+    target, weights = chunks.targets[rows], chunks.constants.class_weights
+    if weights is None:
+        return Labelled(target, 1.0, float(chunks.vocab_size))
+    weights = weights.astype(chunks.options.compute_dtype)
+    return Labelled(target, weights[target], weights.sum())
 
 
 def stats_of(chunks: Chunks, rows: jax.Array, z_y: jax.Array, rest: RestStats) -> TokenStats:
     """Step 5 for some tokens, over all shards if there are several."""
+    labelled = labelled_at(chunks, rows)
     if chunks.options.axis is not None:
         assert chunks.shard is not None
         assert chunks.owned is not None
-        owned, size = chunks.owned[rows], chunks.shard.size
-        z_y, rest = combine(chunks.options.axis, z_y, owned, size, rest, chunks.alike)
-    return token_stats(z_y, rest, chunks.vocab_size)
+        owned, shard, own = chunks.owned[rows], chunks.shard, own_weights(chunks)
+        total = shard.size.astype(z_y.dtype) if own is None else own.sum()
+        others = total - labelled.weight * owned.astype(z_y.dtype)
+        z_y, rest = combine(
+            chunks.options.axis, z_y, owned, shard.start, rest, others, chunks.alike
+        )
+    return token_stats(z_y, rest, chunks.vocab_size, labelled)
 
 
 def _logits(chunks: Chunks, index: jax.Array) -> Chunk:

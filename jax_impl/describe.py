@@ -87,6 +87,7 @@ class Options(NamedTuple):
     transposed: bool
     axis: Axis | None = None
     spread: Spread | None = None
+    predicted: bool = False
 
 
 class Constants(NamedTuple):
@@ -100,6 +101,7 @@ class Constants(NamedTuple):
     shard: jax.Array | None = None  # [2] start and stop of this device's classes, if given
     softcap: jax.Array | None = None  # where it is no number, so that none is compiled for each
     z_loss: jax.Array | None = None
+    class_weights: jax.Array | None = None  # [V]
 
 
 def with_arrays(options: Options, constants: Constants) -> Options:
@@ -157,6 +159,7 @@ def prepare(
     shard: VocabShard | None = None,
     softcap: Any = None,
     z_loss: Any = None,
+    class_weights: Any = None,
 ) -> Arrays:
     """A public call's arguments as arrays."""
     need_x64(problem.compute_dtype)
@@ -178,6 +181,7 @@ def prepare(
             None if shard is None else jnp.stack([jnp.int32(shard.start), jnp.int32(shard.stop)]),
             jnp.asarray(softcap) if is_array(softcap) else None,
             jnp.asarray(z_loss) if is_array(z_loss) else None,
+            array(class_weights),
         ),
     )
 

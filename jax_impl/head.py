@@ -187,7 +187,9 @@ def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:
         place.weight,
         rows,
         None if bias is None else place.bias,
-        jax.tree.map(lambda x: rows if x.ndim == leading else P(), constants),
+        jax.tree.map(lambda x: rows if x.ndim == leading else P(), constants)._replace(
+            class_weights=None if constants.class_weights is None else P()
+        ),
     )
     types = dict(zip(place.mesh.axis_names, place.mesh.axis_types))
     names = {name for name, kind in types.items() if kind is not AxisType.Manual}
@@ -387,14 +389,16 @@ def combine(
     axis: Axis,
     z_y: jax.Array,
     owned: jax.Array,
-    size: jax.Array,
+    start: jax.Array,
     rest: RestStats,
+    weights: jax.Array,
     alike: Alike | None,
 ) -> tuple[jax.Array, RestStats]:
     """Target's logit and statistics of the rest over all shards, with one MAX and one packed SUM.
     NaN where devices disagree on what they must have `alike`.
 
-    `size` is the number of this shard's classes.
+    `start` is this shard's first class; `weights` that of the rest's classes, for label smoothing:
+    their number without any.
     """
     none = rest.ones == 0
     m_local = jnp.where(none, -jnp.inf, rest.m)
@@ -415,10 +419,16 @@ def combine(
     if rest.sum_ed is not None:
         packed.append(scale * (rest.sum_ed + below(rest, m) * total))
     if rest.sum_d is not None:
-        columns = size.astype(z_y.dtype) - owned.astype(z_y.dtype)
-        packed.append(rest.sum_d + columns * (rest.m - m))
+        packed.append(rest.sum_d + weights * (rest.m - m))
+    if rest.top is not None:
+        mine = jnp.where(top & ~none, rest.top + start.astype(m.dtype), jnp.inf)
+        rank = jnp.arange(lax.axis_size(axis.name))[:, None]
+        here = rank == lax.axis_index(axis.name)
+        packed += list(jnp.where(here, mine[None, :], 0.0))
     z_y, ones, s, *more = lax.psum(jnp.stack(packed), axis.name)
     if alike is not None:
         z_y = jnp.where(alike.broken(largest), jnp.nan, z_y)
     sum_ed = more.pop(0) if rest.sum_ed is not None else None
-    return z_y, RestStats(m, ones, s, sum_ed, more.pop(0) if rest.sum_d is not None else None)
+    sum_d = more.pop(0) if rest.sum_d is not None else None
+    first = jnp.stack(more).min(axis=0) if more else None
+    return z_y, RestStats(m, ones, s, sum_ed, sum_d, first)

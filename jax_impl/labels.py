@@ -147,9 +147,10 @@ def valid_tokens(labels: Any, where: Any, ignore_index: int) -> Any:
 
 def find_targets(
     options: Options, labels: jax.Array, constants: Constants, columns: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, VocabShard | None]:
-    """Columns of the labels (the last plus one if on another device), which tokens are valid, which
-    of them have a label outside the vocabulary, which labels are here, and this device's shard."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, VocabShard | None]:
+    """Columns of the labels (the last plus one if on another device) and their classes, which
+    tokens are valid, which of them have a label outside the vocabulary, which labels are here, and
+    this device's shard."""
     labels = widen_labels(labels)
     valid_N = valid_tokens(labels, constants.where, options.ignore_index)
     shard = None
@@ -159,9 +160,10 @@ def find_targets(
     bad_N = valid_N & ~in_range_N
     labels = jnp.where(valid_N & in_range_N, labels, 0).astype(jnp.int32)
     if shard is None:
-        return labels, valid_N, bad_N, None, None
+        return labels, labels, valid_N, bad_N, None, None
     owned_N = (labels >= shard.start) & (labels < shard.stop)
-    return jnp.where(owned_N, labels - shard.start, columns), valid_N, bad_N, owned_N, shard
+    column_N = jnp.where(owned_N, labels - shard.start, columns)
+    return column_N, labels, valid_N, bad_N, owned_N, shard
 
 
 def check_division(

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib import logprobs as spec
-from xentlib.checks import check_logits, check_logprobs, plain
+from xentlib.checks import check_logits, check_logprobs, check_reduced, plain
 from xentlib.jax.chunks import (
+    Asked,
     Chunk,
     Chunks,
     Gradients,
@@ -25,9 +26,11 @@ from xentlib.jax.chunks import (
     fp16_exponent,
     from_bits,
     over_chunks,
+    rest_of,
     round_gradients,
     rows_of,
     scaled,
+    stats_of,
     unpack,
     without_power,
     zero_gradients,
@@ -55,7 +58,7 @@ from xentlib.jax.head import (
     whole_rows,
 )
 from xentlib.jax.labels import check_labels
-from xentlib.jax.softmax import FLOOR, TokenStats, exp, rest_stats, take_target, token_stats
+from xentlib.jax.softmax import FLOOR, TokenStats, exp, take_target
 from xentlib.logprobs import LogprobOutput
 from xentlib.plan import VocabShard, default_chunk_bytes
 
@@ -102,6 +105,8 @@ class Terms(NamedTuple):
     lse: jax.Array
     own_lse: jax.Array
     entropy: EntropyTerms | None
+    uniform: jax.Array | None  # label smoothing's, in every column
+    own_uniform: jax.Array | None  # what the target has of it
 
 
 def logprobs_forward(
@@ -123,33 +128,40 @@ def logprobs_forward(
 
 def forward_of(chunks: Chunks) -> tuple[LogprobOutput, Kept]:
     """Steps 2 to 5."""
-    options = chunks.options
+    options, eps = chunks.options, chunks.options.label_smoothing
+    asked = Asked(options.entropy, eps > 0)
 
-    def body(chunk: Chunk, packed_5M: jax.Array) -> jax.Array:
+    def body(chunk: Chunk, packed_6M: jax.Array) -> jax.Array:
         # 3. to 5. Softmax without the target column, then the target
         z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1)
-        rest = rest_stats(z_TV, target_TV, entropy=options.entropy, smoothing=False)
-        values = kept_values(token_stats(z_y, rest, chunks.vocab_size))
-        return lax.dynamic_update_slice_in_dim(packed_5M, values, chunk.start, axis=1)
+        rest = rest_of(chunks, asked, z_TV, target_TV)
+        values = kept_values(stats_of(chunks, chunk.rows_T, z_y, rest), eps)
+        return lax.dynamic_update_slice_in_dim(packed_6M, values, chunk.start, axis=1)
 
     if options.axis is None:
-        packed_5M = jnp.zeros((5, chunks.order.size), options.compute_dtype)
-        packed_5M = over_chunks(chunks, body, packed_5M)
+        packed_6M = jnp.zeros((6, chunks.order.size), options.compute_dtype)
+        packed_6M = over_chunks(chunks, body, packed_6M)
     else:
-        packed_5M = kept_values(all_stats(chunks, entropy=options.entropy, smoothing=False))
-    return outputs_of(unpack(chunks, packed_5M), options.entropy, options.output_dtype)
+        packed_6M = kept_values(all_stats(chunks, asked), eps)
+    return outputs_of(unpack(chunks, packed_6M), options.entropy, options.output_dtype)
 
 
-def kept_values(stats: TokenStats) -> jax.Array:
-    return jnp.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
+def kept_values(stats: TokenStats, label_smoothing: float) -> jax.Array:
+    """[6, tokens]: lse, 1 - p_y, log-probability, entropy, correct, smoothed log-likelihood."""
+    smoothed = stats.logprob
+    if stats.mean_logp is not None:
+        smoothed = (1.0 - label_smoothing) * smoothed + label_smoothing * stats.mean_logp
+    return jnp.stack(
+        (stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct, smoothed)
+    )
 
 
 def outputs_of(
-    values_5N: jax.Array, entropy: bool, output_dtype: str
+    values_6N: jax.Array, entropy: bool, output_dtype: str
 ) -> tuple[LogprobOutput, Kept]:
-    lse_N, p_rest_N, logprob_N, entropy_N, correct_N = values_5N
+    lse_N, p_rest_N, logprob_N, entropy_N, correct_N, smoothed_N = values_6N
     output = LogprobOutput(
-        logprob_N.astype(output_dtype),
+        smoothed_N.astype(output_dtype),
         entropy_N.astype(output_dtype) if entropy else None,
         lse_N.astype(output_dtype),
         correct_N > 0,
@@ -177,7 +189,8 @@ def logprobs_backward(
         sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
         exponent = fp16_exponent(sizes.sum(axis=0))
         given = jax.tree.map(lambda g: jnp.ldexp(g, exponent), given)
-    terms_N = terms_of(kept, jax.tree.map(partial(scaled, chunks), given))
+    given = jax.tree.map(partial(scaled, chunks), given)
+    terms_N = terms_of(kept, given, options.label_smoothing, chunks.vocab_size)
     terms_M = jax.tree.map(lambda x: jnp.pad(x[chunks.order], (0, 1)), terms_N)
 
     def body(chunk: Chunk, gradients: Gradients) -> Gradients:
@@ -203,7 +216,7 @@ def cleaned(chunks: Chunks, upstream: Upstream) -> Upstream:
     return found
 
 
-def terms_of(kept: Kept, upstream: Upstream) -> Terms:
+def terms_of(kept: Kept, upstream: Upstream, eps: float, vocab_size: int) -> Terms:
     """Products alone; the loop over chunks adds them.
 
     Where one program has a product and its sum together XLA contracts them, or another product of
@@ -221,7 +234,11 @@ def terms_of(kept: Kept, upstream: Upstream) -> Terms:
         entropy = EntropyTerms(
             upstream.entropy, upstream.entropy * kept.entropy, p_y * (upstream.entropy * above)
         )
-    return Terms(kept.lse, logprob, logprob * kept.p_rest, lse, lse * p_y, entropy)
+    uniform = own_uniform = None
+    if eps:
+        uniform, own_uniform = logprob * (eps / vocab_size), logprob * (eps / vocab_size - eps)
+    own = logprob * kept.p_rest
+    return Terms(kept.lse, logprob, own, lse, lse * p_y, entropy, uniform, own_uniform)
 
 
 def dlogits(z_TV: jax.Array, terms_T: Terms) -> tuple[jax.Array, jax.Array]:
@@ -232,11 +249,16 @@ def dlogits(z_TV: jax.Array, terms_T: Terms) -> tuple[jax.Array, jax.Array]:
     dz_y_T = terms_T.own_logprob + terms_T.own_lse
     entropy = terms_T.entropy
     if entropy is None:
-        return exp(log_p_TV) * slope_T[:, None], dz_y_T
-    slope_T = slope_T - entropy.rest
-    # The floor: p = 0 times a log p of -inf must be 0.
-    slope_TV = slope_T[:, None] - entropy.slope[:, None] * jnp.maximum(log_p_TV, FLOOR)
-    return exp(log_p_TV) * slope_TV, dz_y_T - entropy.own
+        dz_TV = exp(log_p_TV) * slope_T[:, None]
+    else:
+        slope_T = slope_T - entropy.rest
+        # The floor: p = 0 times a log p of -inf must be 0.
+        slope_TV = slope_T[:, None] - entropy.slope[:, None] * jnp.maximum(log_p_TV, FLOOR)
+        dz_TV, dz_y_T = exp(log_p_TV) * slope_TV, dz_y_T - entropy.own
+    if terms_T.uniform is not None:
+        assert terms_T.own_uniform is not None
+        dz_TV, dz_y_T = dz_TV + terms_T.uniform[:, None], dz_y_T + terms_T.own_uniform
+    return dz_TV, dz_y_T
 
 
 def given_forward(
@@ -257,7 +279,8 @@ def given_backward(
     """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
     chunks = cut(options, logits, None, labels, None, constants)
     given = jax.tree.map(partial(scaled, chunks), cleaned(chunks, upstream))
-    terms_M = jax.tree.map(lambda x: jnp.pad(x[chunks.order], (0, 1)), terms_of(kept, given))
+    terms_N = terms_of(kept, given, options.label_smoothing, chunks.vocab_size)
+    terms_M = jax.tree.map(lambda x: jnp.pad(x[chunks.order], (0, 1)), terms_N)
 
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
         _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
@@ -377,6 +400,7 @@ def chunked_logprobs(
     temperature: float | jax.Array = 1.0,
     entropy: bool = False,
     vocab_parallel: Any = None,
+    reduce_hidden_grad: bool = True,
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
@@ -384,6 +408,7 @@ def chunked_logprobs(
     ignore_index, logit_scale, softcap, temperature, max_chunk_bytes = map(
         plain, (ignore_index, logit_scale, softcap, temperature, max_chunk_bytes)
     )
+    check_reduced(reduce_hidden_grad)
     place = placed(vocab_parallel, hidden, weight, bias, weight_layout)
     axis = place.axis if place else axis_of(vocab_parallel, weight, bias, weight_layout)
     problem = check_logprobs(
@@ -398,6 +423,7 @@ def chunked_logprobs(
         temperature=describe(temperature),
         entropy=entropy,
         sharded=axis is not None and place is None,
+        reduce_hidden_grad=reduce_hidden_grad,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
@@ -449,12 +475,13 @@ def vocab_parallel_logprobs(
     where: jax.Array | None = None,
     ignore_index: int = -100,
     temperature: float | jax.Array = 1.0,
+    label_smoothing: float = 0.0,
     entropy: bool = False,
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
 ) -> LogprobOutput:
-    ignore_index, temperature, max_chunk_bytes = map(
-        plain, (ignore_index, temperature, max_chunk_bytes)
+    ignore_index, temperature, label_smoothing, max_chunk_bytes = map(
+        plain, (ignore_index, temperature, label_smoothing, max_chunk_bytes)
     )
     problem = check_logits(
         describe(logits),
@@ -462,6 +489,7 @@ def vocab_parallel_logprobs(
         where=describe(where),
         ignore_index=ignore_index,
         temperature=describe(temperature),
+        label_smoothing=label_smoothing,
         entropy=entropy,
         max_chunk_bytes=max_chunk_bytes,
         vocab_parallel=vocab_parallel,
@@ -485,7 +513,7 @@ def vocab_parallel_logprobs(
     options = Options(
         ignore_index,
         None,
-        0.0,
+        float(label_smoothing),
         0.0,
         False,
         entropy,

@@ -14,16 +14,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib import nll as spec
-from xentlib.checks import check_nll, plain
+from xentlib.checks import OUTPUTS, check_nll, check_reduced, plain
 from xentlib.jax.chunks import (
+    Asked,
     Chunk,
+    Chunks,
     Gradients,
     add_gradients,
     all_stats,
     cut,
     fp16_exponent,
+    labelled_at,
     only_chunk,
     over_chunks,
+    own_weights,
+    rest_of,
     round_gradients,
     rows_of,
     scaled,
@@ -56,7 +61,7 @@ from xentlib.jax.head import (
     whole_rows,
 )
 from xentlib.jax.labels import check_division, check_labels
-from xentlib.jax.softmax import TokenStats, exp, rest_stats, take_target
+from xentlib.jax.softmax import TokenStats, exp, take_target
 from xentlib.nll import NLLOutput
 from xentlib.plan import default_chunk_bytes, exchanges_per_chunk
 
@@ -66,7 +71,7 @@ __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
 class Carry(NamedTuple):
     """What the loop over chunks accumulates."""
 
-    per_token: jax.Array  # rows: loss, its z-loss part, logprob, entropy, lse, correct
+    per_token: jax.Array  # rows: those of `per_token_values`
     gradients: Gradients
 
 
@@ -88,12 +93,13 @@ def nll_forward(
     chunks = cut(options, hidden, weight, labels, bias, constants)
     options = chunks.options
     count, valid_N = of_all_tokens(options.spread, chunks.num_valid), chunks.valid
-    if constants.token_weights is None:
-        weights_N = valid_N.astype(compute)
-        weight_sum = count.astype(compute)
-    else:
+    everywhere = labelled_at(chunks, slice(None))
+    weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
+    if constants.token_weights is not None:
         weights_N = jnp.where(valid_N, constants.token_weights.astype(compute), 0.0)
-        weight_sum = of_all_tokens(options.spread, weights_N.sum())
+    if constants.token_weights is not None or constants.class_weights is not None:
+        counted_N = jnp.where(valid_N, weights_N * everywhere.weight, 0.0)
+        weight_sum = of_all_tokens(options.spread, counted_N.sum())
     if constants.denominator is not None:
         divisor = constants.denominator.astype(compute)
     else:
@@ -108,28 +114,27 @@ def nll_forward(
         factor_N = jnp.ldexp(factor_N, exponent)
     factor_N = scaled(chunks, factor_N)
 
-    entropy, smoothing = options.entropy, options.label_smoothing > 0
-    carry = Carry(jnp.zeros((6, chunks.order.size), compute), zero_gradients(chunks, needs))
+    asked = Asked(options.entropy, options.label_smoothing > 0, options.predicted)
+    carry = Carry(jnp.zeros((7, chunks.order.size), compute), zero_gradients(chunks, needs))
 
     def differentiated(
         chunk: Chunk, z_TV: jax.Array, target_TV: jax.Array, stats: TokenStats, sums: Gradients
     ) -> Gradients:
         # 6. to 8. dz and the gradients
         factor_T = factor_N[chunk.rows_T]
-        dz_TV, dz_y_T = dlogits(z_TV, target_TV, stats, factor_T, options, chunks.vocab_size)
+        dz_TV, dz_y_T = dlogits(z_TV, target_TV, stats, factor_T, chunks, chunk.rows_T)
         return add_gradients(chunks, chunk, needs, sums, dz_TV, dz_y_T)
 
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
         z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
-        rest = rest_stats(z_TV, target_TV, entropy=entropy, smoothing=smoothing)
+        rest = rest_of(chunks, asked, z_TV, target_TV)
         stats = stats_of(chunks, chunk.rows_T, z_y, rest)
-        rows_6M = lax.dynamic_update_slice_in_dim(
-            carry.per_token, per_token_values(stats, options), chunk.start, axis=1
-        )
+        values_7T = per_token_values(stats, chunks, chunk.rows_T)
+        rows_7M = lax.dynamic_update_slice_in_dim(carry.per_token, values_7T, chunk.start, axis=1)
         if not any(needs):
-            return carry._replace(per_token=rows_6M)
-        return Carry(rows_6M, differentiated(chunk, z_TV, target_TV, stats, carry.gradients))
+            return carry._replace(per_token=rows_7M)
+        return Carry(rows_7M, differentiated(chunk, z_TV, target_TV, stats, carry.gradients))
 
     # Statistics over shards come before gradients: in each chunk, or in all of them. The logits are
     # then computed again, unless one chunk holds them all.
@@ -143,8 +148,9 @@ def nll_forward(
         per_token, gradients = over_chunks(chunks, body, carry, factor_N, exchange=each)
     else:
         only = only_chunk(chunks)
-        stats_M = all_stats(chunks, entropy=entropy, smoothing=smoothing, only=only)
-        per_token, gradients = per_token_values(stats_M, options), carry.gradients
+        stats_M = all_stats(chunks, asked, only=only)
+        per_token = per_token_values(stats_M, chunks, chunks.order)
+        gradients = carry.gradients
         stats_M = jax.tree.map(lambda x: jnp.pad(x, (0, 1)), stats_M)
 
         def again(chunk: Chunk, sums: Gradients) -> Gradients:
@@ -158,7 +164,10 @@ def nll_forward(
         gradients = without_power(gradients, exponent, compute)
 
     # 9. Reduce
-    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N = unpack(chunks, per_token)
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(
+        chunks, per_token
+    )
+    predicted_N = jnp.where(valid_N & ~chunks.bad, predicted_N, -1.0)
     sums = jnp.stack([(loss_N * weights_N).sum(), (z_loss_N * weights_N).sum()])
     loss, z_loss = of_all_tokens(options.spread, sums)
     output = NLLOutput(
@@ -170,23 +179,27 @@ def nll_forward(
         entropy_N.astype(options.output_dtype),
         lse_N.astype(options.output_dtype),
         correct_N > 0,
+        predicted_N.astype(jnp.int32),
     )
     return output, gradients, valid_N
 
 
-def per_token_values(stats: TokenStats, options: Options) -> jax.Array:
-    """[6, tokens]: loss, its z-loss part, logprob, entropy, lse, correct."""
-    loss, z_term = token_loss(stats, options.label_smoothing, options.z_loss)
-    return jnp.stack((loss, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct))
+def per_token_values(stats: TokenStats, chunks: Chunks, rows: jax.Array) -> jax.Array:
+    """[7, tokens]: loss, its z-loss part, logprob, entropy, lse, correct, predicted."""
+    loss, z_term = token_loss(stats, chunks, rows)
+    predicted = jnp.zeros_like(loss) if stats.predicted is None else stats.predicted
+    values = (loss, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct, predicted)
+    return jnp.stack(values)
 
 
-def token_loss(
-    stats: TokenStats, label_smoothing: float, z_loss: float | jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def token_loss(stats: TokenStats, chunks: Chunks, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Per token: the loss, and the part of it that z-loss contributes."""
+    eps, z_loss = chunks.options.label_smoothing, chunks.options.z_loss
     nll = -stats.logprob
+    if chunks.constants.class_weights is not None:
+        nll = nll * labelled_at(chunks, rows).weight
     if stats.mean_logp is not None:
-        nll = (1.0 - label_smoothing) * nll - label_smoothing * stats.mean_logp
+        nll = (1.0 - eps) * nll - eps * stats.mean_logp
     z_term = jnp.zeros_like(nll) if is_zero(z_loss) else z_loss * stats.lse * stats.lse
     return nll + z_term, z_term
 
@@ -201,20 +214,28 @@ def dlogits(
     target_TV: jax.Array,
     stats: TokenStats,
     factor_T: jax.Array,
-    options: Options,
-    vocab_size: int,
+    chunks: Chunks,
+    rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Step 6: from logits with -inf in the target column, dz times the factor with 0 in that
     column, and the target's own dz."""
-    label_smoothing, z_loss = options.label_smoothing, options.z_loss
-    uniform = label_smoothing / vocab_size
+    eps, z_loss = chunks.options.label_smoothing, chunks.options.z_loss
+    uniform = eps / chunks.vocab_size
     extra = jnp.zeros_like(stats.lse) if is_zero(z_loss) else 2.0 * z_loss * stats.lse
-    dz_TV = exp(z_TV - stats.lse[:, None]) * (factor_T * (1.0 + extra))[:, None]
+    slope: jax.Array = 1.0 + extra
+    left: jax.Array | float = eps - uniform
+    if chunks.constants.class_weights is not None:
+        labelled = labelled_at(chunks, rows)
+        slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
+        left = uniform * (labelled.total - labelled.weight)
+    dz_TV = exp(z_TV - stats.lse[:, None]) * (factor_T * slope)[:, None]
     if uniform:
-        dz_TV = jnp.where(target_TV, 0.0, dz_TV - (factor_T * uniform)[:, None])
+        own_V = own_weights(chunks)
+        share_TV = (factor_T * uniform)[:, None]
+        share_TV = share_TV if own_V is None else share_TV * own_V[None, :]
+        dz_TV = jnp.where(target_TV, 0.0, dz_TV - share_TV)
     # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without options.
-    target = extra + (label_smoothing - uniform) - (1.0 + extra) * stats.p_rest
-    return dz_TV, factor_T * target
+    return dz_TV, factor_T * (extra + left - slope * stats.p_rest)
 
 
 def nll_backward(
@@ -277,7 +298,7 @@ def _nll_anywhere(options: Options, *arrays: Any) -> NLLOutput:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _nll_over_mesh(options: Options, place: Placement, *arrays: Any) -> NLLOutput:
-    outputs = NLLOutput(*(False,) * 4, *(True,) * 4)
+    outputs = NLLOutput(*(False,) * 4, *(True,) * 5)
     result: NLLOutput = over_mesh(partial(_nll_anywhere, options), place, arrays, outputs)
     return result
 
@@ -290,6 +311,7 @@ def chunked_nll(
     bias: jax.Array | None = None,
     where: jax.Array | None = None,
     token_weights: jax.Array | None = None,
+    class_weights: jax.Array | None = None,
     ignore_index: int = -100,
     logit_scale: float | jax.Array = 1.0,
     softcap: float | jax.Array | None = None,
@@ -300,6 +322,7 @@ def chunked_nll(
     denominator: float | jax.Array | None = None,
     outputs: Sequence[str] = (),
     vocab_parallel: Any = None,
+    reduce_hidden_grad: bool = True,
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
@@ -309,6 +332,7 @@ def chunked_nll(
         (ignore_index, logit_scale, softcap, temperature, label_smoothing, z_loss, denominator),
     )
     max_chunk_bytes = plain(max_chunk_bytes)
+    check_reduced(reduce_hidden_grad)
     place = placed(vocab_parallel, hidden, weight, bias, weight_layout)
     axis = place.axis if place else axis_of(vocab_parallel, weight, bias, weight_layout)
     problem = check_nll(
@@ -318,6 +342,7 @@ def chunked_nll(
         bias=describe(bias),
         where=describe(where),
         token_weights=describe(token_weights),
+        class_weights=describe(class_weights),
         ignore_index=ignore_index,
         logit_scale=describe(logit_scale),
         softcap=describe(softcap),
@@ -328,6 +353,8 @@ def chunked_nll(
         denominator=describe(denominator),
         outputs=outputs,
         sharded=axis is not None and place is None,
+        classes=None if axis is None else axis.vocab_size,
+        reduce_hidden_grad=reduce_hidden_grad,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
@@ -348,6 +375,7 @@ def chunked_nll(
         denominator=denominator,
         softcap=softcap,
         z_loss=z_loss,
+        class_weights=class_weights,
     )
     options = Options(
         ignore_index,
@@ -363,12 +391,10 @@ def chunked_nll(
         weight_layout == "HV",
         axis,
         place.spread if place else None,
+        "predicted" in outputs,
     )
     result = _nll_over_mesh(options, place, *arrays) if place else _nll_anywhere(options, *arrays)
-    per_token = {
-        name: getattr(result, name) if name in outputs else None
-        for name in ("logprobs", "entropy", "lse", "correct")
-    }
+    per_token = {name: getattr(result, name) if name in outputs else None for name in OUTPUTS}
     scalars = jax.tree.map(lax.stop_gradient, result[1:4])
     return NLLOutput(result.loss, *scalars, **jax.tree.map(lax.stop_gradient, per_token))
 

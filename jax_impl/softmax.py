@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 __all__ = [
+    "Labelled",
     "RestStats",
     "TokenStats",
     "below",
@@ -41,7 +42,8 @@ class RestStats(NamedTuple):
     ones: jax.Array  # how many exp(d) are 1; 0 where there is no column, or none above -inf
     s: jax.Array  # sum of the exp(d) below 1
     sum_ed: jax.Array | None  # sum of exp(d) * d: entropy
-    sum_d: jax.Array | None  # sum of d: label smoothing
+    sum_d: jax.Array | None  # sum of d, or of w d with class weights: label smoothing
+    top: jax.Array | None = None  # column of the largest, the first of several; exact to 2^24
 
 
 class TokenStats(NamedTuple):
@@ -52,8 +54,17 @@ class TokenStats(NamedTuple):
     p_y: jax.Array
     p_rest: jax.Array  # 1 - p_y, from r / S: no cancellation for confident tokens
     entropy: jax.Array  # 0 where it was not asked for
-    mean_logp: jax.Array | None  # mean over the vocabulary of z - lse
+    mean_logp: jax.Array | None  # mean over the vocabulary of z - lse, or of w (z - lse)
     correct: jax.Array  # 1 or 0
+    predicted: jax.Array | None = None  # the class of the largest logit, the first of several
+
+
+class Labelled(NamedTuple):
+    """What step 5 needs to know of each token's label."""
+
+    target: jax.Array  # its class
+    weight: jax.Array | float  # of that class
+    total: jax.Array | float  # weight of all classes
 
 
 def take_target(
@@ -73,19 +84,31 @@ def take_target(
 
 
 def rest_stats(
-    z_TV: jax.Array, target_TV: jax.Array, *, entropy: bool, smoothing: bool
+    z_TV: jax.Array,
+    target_TV: jax.Array,
+    *,
+    entropy: bool,
+    smoothing: bool,
+    predicted: bool = False,
+    class_weights_V: jax.Array | None = None,
 ) -> RestStats:
     """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
+    top = z_TV.argmax(axis=1).astype(z_TV.dtype) if predicted else None
     m = z_TV.max(axis=1, keepdims=True)
     m = jnp.where(m == -jnp.inf, 0.0, m)  # no other column, or none above -inf
     d_TV = z_TV - m
     e_TV = exp(d_TV)
-    sum_d = jnp.where(target_TV, 0.0, d_TV).sum(axis=1) if smoothing else None
+    sum_d = None
+    if smoothing:
+        rest_TV = jnp.where(target_TV, 0.0, d_TV)
+        if class_weights_V is not None:
+            rest_TV = rest_TV * class_weights_V[None, :]
+        sum_d = rest_TV.sum(axis=1)
     sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if entropy else None
     # Two sums one after the other, so that the fractions can take the place of e.
     everything, e_TV = lax.optimization_barrier((e_TV.sum(axis=1), e_TV))
     s = (e_TV - jnp.floor(e_TV)).sum(axis=1)
-    return RestStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d)
+    return RestStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d, top)
 
 
 def exp_difference(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -106,7 +129,7 @@ def below(rest: RestStats, m: jax.Array) -> jax.Array:
     return jnp.where(rest.ones == 0, 0.0, jnp.maximum(rest.m - m, FLOOR))
 
 
-def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int) -> TokenStats:
+def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int, labelled: Labelled) -> TokenStats:
     """Step 5, on vectors of one entry per token."""
     m_rest = jnp.where(rest.ones == 0, -jnp.inf, rest.m)
     m = jnp.maximum(z_y, m_rest)
@@ -129,7 +152,13 @@ def token_stats(z_y: jax.Array, rest: RestStats, vocab_size: int) -> TokenStats:
         own_part = jnp.where(t == 0, 0.0, t * (z_y - m))
         entropy = log_total - (rest_part + own_part) / total
     if rest.sum_d is not None:
-        mean_logp = (rest.sum_d + (vocab_size - 1) * (rest.m - lse) + logprob) / vocab_size
-    return TokenStats(
-        lse, logprob, p_y, p_rest, entropy, mean_logp, (z_y > m_rest).astype(lse.dtype)
-    )
+        others = labelled.total - labelled.weight
+        own = labelled.weight * logprob
+        mean_logp = (rest.sum_d + others * (rest.m - lse) + own) / vocab_size
+    predicted = None
+    if rest.top is not None:
+        target = labelled.target.astype(lse.dtype)
+        predicted = jnp.where(z_y == m_rest, jnp.minimum(target, rest.top), rest.top)
+        predicted = jnp.where(z_y > m_rest, target, predicted)
+    correct = (z_y > m_rest).astype(lse.dtype)
+    return TokenStats(lse, logprob, p_y, p_rest, entropy, mean_logp, correct, predicted)

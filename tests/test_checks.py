@@ -23,7 +23,7 @@ from xentlib.interop import to_jax, to_torch
 N, V, H = 6, 11, 4
 WIDE = {"hidden": np.zeros((4096, 768), np.float32), "labels": np.zeros(4096, np.int32)}
 FLOATS = "float16, bfloat16, float32, float64"
-OUTPUTS = "'logprobs', 'entropy', 'lse', 'correct'"
+OUTPUTS = "'logprobs', 'entropy', 'lse', 'correct', 'predicted'"
 OTHER_HEAD = "Pass the head that belongs to these hidden states."
 RESHAPE = "Reshape it, or flatten `hidden` to match."
 

@@ -42,7 +42,7 @@ class Call:
 def make(
     seed: int = 1, *, shape: tuple[int, ...] = (61,), columns: int = V, dtype: str = "float32",
     std: float = 3.0, offset: float = 0.0, ignored: float = 0.2, dead: int = 0,
-    mask: float = -np.inf, temperature: bool = False, where: bool = False,
+    mask: float = -np.inf, temperature: bool = False, where: bool = False, smoothing: float = 0.0,
 ) -> Call:  # fmt: skip
     """`dead` classes at `mask`; where that is -inf the first token's label is among them."""
     rng = np.random.default_rng(seed)
@@ -58,8 +58,15 @@ def make(
         options["temperature"] = rng.uniform(0.5, 2.0, shape).astype(np.float32)
     if where:
         options["where"] = rng.random(shape) < 0.8
+    if smoothing:
+        options["label_smoothing"] = smoothing
     upstream = rng.standard_normal((3, *shape)).astype(np.float32)
     return Call(logits, labels, upstream, options)
+
+
+def crossed(value: Any, to: Any) -> Any:
+    """A copy of an array; a number as it is."""
+    return to(value.copy()) if isinstance(value, np.ndarray) else value
 
 
 def in_torch(call: Call, *, logits: Any = None, **more: Any) -> dict[str, Any]:
@@ -68,7 +75,7 @@ def in_torch(call: Call, *, logits: Any = None, **more: Any) -> dict[str, Any]:
     from xentlib.torch import vocab_parallel_logprobs
 
     x = to_torch(call.logits if logits is None else logits, copy=True).requires_grad_()
-    options = {name: to_torch(value, copy=True) for name, value in call.options.items()}
+    options = {name: crossed(value, to_torch) for name, value in call.options.items()}
     labels = to_torch(call.labels, copy=True)
     out = vocab_parallel_logprobs(x, labels, **({"entropy": True} | options | more))
     given = [torch.tensor(g, dtype=y.dtype) for g, y in zip(call.upstream, out) if y is not None]
@@ -90,11 +97,13 @@ def in_jax(call: Call, *, logits: Any = None, spread: Any = None, **more: Any) -
     with jax.enable_x64(logits.dtype == np.float64):
 
         def plain(x: Any, labels: Any, options: Any, **inside: Any) -> Any:
-            options = {"entropy": True} | options | more | inside
+            options = {"entropy": True} | static | options | more | inside
             return vocab_parallel_logprobs(x, labels, **options)
 
         function = plain if spread is None else spread(plain)
-        options = {name: jnp.asarray(value) for name, value in call.options.items()}
+        options = dict(call.options)
+        static = {name: options.pop(name) for name in ("label_smoothing",) if name in options}
+        options = {name: jnp.asarray(value) for name, value in options.items()}
         labels = jnp.asarray(call.labels)
 
         def used(x: Any) -> Any:
@@ -139,7 +148,7 @@ def oracle(call: Call) -> reference.LogprobReference:
         call.labels.reshape(-1),
         bias=np.where(dead, -np.inf, 0.0),
         **dict(zip(("d_logprobs", "d_entropy", "d_lse"), call.upstream.reshape(3, -1))),
-        **{name: value.reshape(-1) for name, value in call.options.items()},
+        **{name: crossed(value, np.ravel) for name, value in call.options.items()},
     )  # fmt: skip
 
 
@@ -201,6 +210,9 @@ CASES: dict[str, dict[str, Any]] = {
     "offset below": {"offset": -1e4, "temperature": True},
     "classes at -inf": {"dead": 40, "ignored": 0.0},
     "all classes but one masked": {"dead": V - 1, "mask": FLOAT32_MIN, "ignored": 0.0},
+    "smoothed": {"smoothing": 0.1, "shape": (4, 30), "temperature": True, "where": True},
+    "smoothed, bf16": {"smoothing": 0.3, "dtype": "bfloat16", "shape": (130,)},
+    "smoothed altogether": {"smoothing": 1.0, "ignored": 0.0},
     "masked by less": {"columns": 32_000, "dead": 31_999, "mask": -1e35, "shape": (3,)},
     "one class": {"columns": 1},
     "one token": {"shape": (1,), "ignored": 0.0},
@@ -372,7 +384,7 @@ def test_torch_operators_pass_opcheck() -> None:
 
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
     x, y, g = torch.randn(9, 5, requires_grad=True), torch.arange(9) % 5, torch.randn(9)
-    given = (y, y > 0, g.abs() + 1, None, -100, torch.float32, 64, "")
+    given = (y, y > 0, g.abs() + 1, None, -100, torch.float32, 64, "", 0.1)
     forward = (x, *given, True, torch.float32)
     torch.library.opcheck(logprobs.given_op, forward, test_utils=names)
     kept = logprobs.given_op(*forward)[4].detach()

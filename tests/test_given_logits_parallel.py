@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float64": {"dtype": "float64", "temperature": True},
     "nothing valid": {"ignored": 1.0, "shape": (9,)},
     "classes at -inf": {"dead": 70, "ignored": 0.0},
+    "smoothed": {"smoothing": 0.2, "temperature": True},
     "all classes but two masked": {"dead": V - 2, "mask": FLOAT32_MIN, "ignored": 0.0},
 }
 

@@ -280,7 +280,7 @@ def test_torch_operators_pass_opcheck() -> None:
     x, w = torch.randn(9, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     y = torch.arange(9) % 5
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    rest = (-100, None, torch.float32, torch.float32, 64, False, "")
+    rest = (-100, None, torch.float32, torch.float32, 64, False, "", True)
     forward = (x, w, y, *[None] * 5, *rest, True, torch.float32)
     torch.library.opcheck(logprobs.logprobs_op, forward, test_utils=names)
     kept = logprobs.logprobs_op(*forward)[4].detach()

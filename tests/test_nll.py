@@ -30,6 +30,7 @@ from xentlib.parity.cases import (
     low_precision,
 )
 from xentlib.parity.problem import Case, Problem, build, logits_problem
+from xentlib.parity.ranks import Call, run_calls
 
 
 @pytest.mark.parametrize("case", SMALL, ids=by_id)
@@ -289,3 +290,22 @@ def test_a_denominator_of_nothing(backend: str, zero: Any) -> None:
     some = problem.changed(labels=np.arange(16, dtype=np.int32), options={"denominator": zero})
     with pytest.raises(ValueError, match="`denominator` must be positive where a token is valid"):
         run(backend, some)
+
+
+def test_the_first_of_several_largest_is_predicted(backend: str) -> None:
+    """A0: ties go to the first class, whichever of them the label is, over shards too, one of whose
+    ends lies between them; -1 where a token does not count. Catches: the target, which is taken out
+    of the softmax, always first or always last among its equals."""
+    logits = np.zeros((7, 16), np.float32)
+    for row, tied in enumerate(([3, 9], [3, 9], [0, 15], [0, 15], [7, 8], range(16), [5])):
+        logits[row, list(tied)] = 1.0
+    labels = np.array([3, 9, 15, 2, 8, 6, -100], np.int32)
+    problem = logits_problem(logits, labels, "ties")
+    expected = np.array([3, 3, 0, 0, 7, 0, -1])
+    outcomes = [run(backend, problem)]
+    outcomes += [run(backend, problem, outputs=("predicted",), gradient=False)]
+    calls = [Call("chunked_nll", problem, sizes) for sizes in ((8, 8), (4, 4, 4, 4))]
+    outcomes += [result.outcome for result in run_calls(backend, calls)]
+    for outcome in outcomes:
+        assert not failures(check("A0", outcome.predicted, expected))
+        assert outcome.correct is None or not outcome.correct[:6].any()

@@ -38,6 +38,8 @@ OPTIONS = {
     "smoothing": {"label_smoothing": 0.2},
     "smoothing 1": {"label_smoothing": 1.0},
     "z_loss": {"z_loss": 0.1},
+    "class weights": {"class_weights": True},
+    "class weights, smoothing": {"class_weights": True, "label_smoothing": 0.3, "z_loss": 0.1},
     "all": ALL,
     "all, HV": ALL | {"weight_layout": "HV"},
 }
@@ -47,11 +49,11 @@ def problem(
     name: str, *, tokens=4, hidden=3, vocab=5, extras=True, std=1.5, ignored=0.3
 ) -> Problem:
     options = dict(OPTIONS[name])
-    layout = options.pop("weight_layout", "VH")
+    layout, weighted = options.pop("weight_layout", "VH"), options.pop("class_weights", False)
     case = Case(
         name, tokens, hidden, vocab, std=std, ignored=ignored, confident=0.5, where=extras,
         token_weights=extras, token_temperature=extras and "temperature" not in options,
-        layout=layout, dtype="float64", options=options,
+        layout=layout, dtype="float64", options=options, class_weights=weighted,
     )  # fmt: skip
     made = build(case, 11)
     return made if made.valid.any() else made.changed(labels=np.arange(tokens) % vocab)
@@ -93,11 +95,17 @@ def mp_values(p: Problem, hidden, weight_VH, bias) -> dict:
         z = [x / t for x in s]
         lse = log(fsum(exp(x) for x in z))
         logprob = z[label] - lse
-        nll = -(1 - eps) * logprob - eps / len(z) * fsum(x - lse for x in z)
+        c = (
+            [mpf(1)] * len(z)
+            if p.class_weights is None
+            else [mpf(float(x)) for x in p.class_weights]
+        )
+        smooth = fsum(w * (x - lse) for w, x in zip(c, z))
+        nll = -(1 - eps) * c[label] * logprob - eps / len(z) * smooth
         factor = mpf(1 if p.token_weights is None else float(p.token_weights[n]))
         total += factor * (nll + coefficient * lse**2)
         z_total += factor * coefficient * lse**2
-        weight_sum += factor
+        weight_sum += factor * c[label]
         rows["logprobs"].append(logprob)
         rows["entropy"].append(-fsum(exp(x - lse) * (x - lse) for x in z))
         rows["lse"].append(lse)
@@ -201,14 +209,16 @@ def torch_full_logits(p: Problem):
         z = o["softcap"] * torch.tanh(z / o["softcap"])
     z = z / torch.as_tensor(o.get("temperature", 1.0), dtype=z.dtype).reshape(-1, 1)
     labels = torch.tensor(np.where(p.valid, p.labels, -100), dtype=torch.int64)
+    classes = None if p.class_weights is None else torch.tensor(p.class_weights).double()
     nll = torch.nn.functional.cross_entropy(
-        z, labels, reduction="none", label_smoothing=o.get("label_smoothing", 0.0)
+        z, labels, classes, reduction="none", label_smoothing=o.get("label_smoothing", 0.0)
     )
     nll = nll + o.get("z_loss", 0.0) * torch.logsumexp(z, 1) ** 2
     valid = torch.tensor(p.valid)
     weights = torch.ones(len(valid)) if p.token_weights is None else torch.tensor(p.token_weights)
     weights = torch.where(valid, weights.double(), 0.0)
-    divisor = o.get("denominator", 1.0 if o.get("reduction") == "sum" else weights.sum())
+    counted = weights if classes is None else weights * classes[labels.clamp(min=0)]
+    divisor = o.get("denominator", 1.0 if o.get("reduction") == "sum" else counted.sum())
     loss = (weights * nll).sum() / divisor
     loss.backward(torch.tensor(p.upstream, dtype=torch.float64))
     return loss.item(), [leaf.grad.numpy() for leaf in leaves]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -476,6 +477,104 @@ def test_d_hidden_is_summed_once_with_sequence_parallelism() -> None:
     for sliced, d_hidden in launch(2, sequence_parallel):
         assert sliced
         assert not failures(check("A5", d_hidden, reference.d_hidden, reference.bound_hidden))
+
+
+class Region(torch.autograd.Function):
+    """Megatron's regions before the head: the identity, or a gather of the sequence, whose backward
+    adds up what the ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, gather: bool) -> Any:
+        ctx.gather = gather
+        if not gather:
+            return x.clone()
+        parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
+        total = gradient.clone()
+        torch.distributed.all_reduce(total)
+        if ctx.gather:
+            world = torch.distributed.get_world_size()
+            total = total.chunk(world)[torch.distributed.get_rank()]
+        return total, None
+
+
+def regions(rank: int, world: int, function: str) -> list[Any]:
+    """d hidden through each kind of model, and where it is summed twice or never."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    import xentlib.torch
+
+    call, group = getattr(xentlib.torch, function), torch.distributed.group.WORLD
+    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    problem = build(replace(CASES[0], tokens=60), 7)
+    labels, whole = torch.tensor(problem.labels), torch.tensor(problem.hidden)
+    mine = slice(0, 79) if rank == 0 else slice(79, None)
+    weight, bias = torch.tensor(problem.weight[mine]), torch.tensor(problem.bias[mine])
+
+    def d_of(leaf: Any, hidden: Any, **options: Any) -> Any:
+        out = call(
+            hidden, weight, labels, bias=bias, vocab_parallel=group, max_chunk_bytes=16 * 80 * 4,
+            **options,
+        )  # fmt: skip
+        loss = out.loss if function == "chunked_nll" else -out.logprobs.sum() / (labels >= 0).sum()
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return gradient.numpy()
+
+    own = {"reduce_hidden_grad": False}
+    copied, sliced = whole.clone().requires_grad_(), whole.chunk(world)[rank].clone()
+    sliced.requires_grad_()
+
+    def titan(*grad_placements: Any) -> Any:
+        spread = DTensor.from_local(sliced, mesh, [Shard(0)])
+        gathered = spread.redistribute(placements=[Replicate()])
+        return gathered.to_local(grad_placements=grad_placements) if grad_placements else gathered
+
+    return [
+        d_of(copied, copied),
+        d_of(copied, Region.apply(copied, False), **own),
+        d_of(sliced, Region.apply(sliced, True), **own),
+        d_of(sliced, titan()),
+        d_of(sliced, titan(Partial()), **own),
+        d_of(copied, Region.apply(copied, False)),  # summed twice
+        d_of(copied, copied, **own),  # never
+    ]
+
+
+@pytest.mark.parametrize("function", ["chunked_nll", "chunked_logprobs"])
+def test_the_sum_of_d_hidden_is_made_once(function: str) -> None:
+    """A5, for models without a region before the head, Megatron's with a copy, with sequence
+    parallelism, torchtitan's with a DTensor that takes a slice and with one that adds parts up.
+    The docs' table says which of them wants `reduce_hidden_grad=False`."""
+    problem = build(replace(CASES[0], tokens=60), 7)
+    ones = np.where(problem.valid, -1.0 / problem.valid.sum(), 0.0).astype(np.float32)
+    reference: Any = problem.changed(upstream=1.0).reference()
+    if function == "chunked_logprobs":
+        reference = problem.per_token_reference(Upstream(ones, None, None))
+    exact, bound = reference.d_hidden, reference.bound_hidden
+    for rank, found in enumerate(launch(2, regions, function)):
+        part = slice(30 * rank, 30 * rank + 30)
+        for k, got in enumerate(found):
+            where = part if k in (2, 3, 4) else slice(None)
+            wrong = failures(check("A5", got, exact[where], bound[where]))
+            assert bool(wrong) == (k > 4), (k, wrong)
+
+
+def test_the_sum_is_left_out_over_shards_alone() -> None:
+    """Without shards there is none, and in JAX the types say whether there is one."""
+    from xentlib.torch import chunked_logprobs, chunked_nll
+
+    hidden, weight, labels = torch.randn(4, 3), torch.randn(5, 3), torch.arange(4)
+    for function in (chunked_nll, chunked_logprobs):
+        with pytest.raises(
+            ValueError, match="`reduce_hidden_grad` must be True without `vocab_par"
+        ):
+            function(hidden, weight, labels, reduce_hidden_grad=False)
+        with pytest.raises(TypeError, match="`reduce_hidden_grad` must be True or False; got 0"):
+            function(hidden, weight, labels, reduce_hidden_grad=0)
 
 
 def dtensor(rank: int, world: int) -> list[Any]:

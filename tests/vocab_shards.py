@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ from xentlib.parity.problem import Case
 from xentlib.ulp import bits_unequal
 
 V = 157
+PLAIN = Case("plain", 61, 24, V, confident=0.3)
 CASES = (
-    Case("plain", 61, 24, V, confident=0.3),
+    PLAIN,
     Case("options", 61, 24, V, std=3.0, options=OPTIONS, **EXTRAS),
     Case("kernel", 37, 24, V, layout="HV", options={"z_loss": 1e-3}),
     Case("bf16", 61, 24, V, dtype="bfloat16"),
     Case("nothing", 16, 24, V, ignored=1.0),
+    replace(PLAIN, id="class-weights", class_weights=True, options={"label_smoothing": 0.1}),
 )
+COUNTS = ("num_tokens", "correct", "predicted", "weight_sum")
 VALUES = ("loss", "z_loss", "logprobs", "entropy", "lse")
 
 
@@ -39,7 +43,7 @@ def held(name: str, got: Any, dense: Any, reference: Any, *, low: bool, world: i
     if dense is None:
         assert got is None
         return
-    if name in ("num_tokens", "correct", "weight_sum") or (world == 1 and name in VALUES):
+    if name in COUNTS or (world == 1 and name in VALUES):
         assert not failures(check("A0", np.asarray(got), np.asarray(dense), quantity=name))
     elif name in VALUES:
         exact = np.asarray(getattr(reference, name))

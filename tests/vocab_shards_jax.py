@@ -48,10 +48,12 @@ def arguments(
         "where": p.where,
         "temperature": p.options.get("temperature"),
         "token_weights": p.token_weights if kind == "nll" else None,
+        "class_weights": p.class_weights if kind == "nll" else None,
         "upstream": np.float32(p.upstream) if kind == "nll" else np.stack(upstream_of(p, 5)),
     }
     rest = {name: x for name, x in rest.items() if x is not None}
     specs = {name: P(*(None,) * (x.ndim - 1), data) if x.ndim else P() for name, x in rest.items()}
+    specs |= {"class_weights": P()} if "class_weights" in rest else {}
     trees = ((leaves, rest), (leaf_specs, specs))
     return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), *trees), trees[1]
 

@@ -17,15 +17,28 @@ from xentlib.torch.describe import HeadCall, dtype_name
 from xentlib.torch.gemm import add_rows_, addmm_, gemm_precision, mm, operand, storage_dtype
 from xentlib.torch.labels import check_labels, select_tokens
 from xentlib.torch.ranks import Agreement, VocabParallel, vocab_parallel_of
-from xentlib.torch.softmax import Block, RestStats, TokenStats, rest_stats, take_target, token_stats
+from xentlib.torch.softmax import (
+    Block,
+    Labelled,
+    RestStats,
+    TokenStats,
+    rest_stats,
+    take_target,
+    token_stats,
+)
 
 __all__ = [
+    "GIVEN",
+    "GIVEN_SCHEMA",
+    "Asked",
     "Chunk",
     "Given",
+    "GivenCall",
     "GradientSums",
     "Gradients",
     "Rows",
     "Walk",
+    "labelled_at",
     "power_of_two",
 ]
 
@@ -64,9 +77,10 @@ class Rows(NamedTuple):
 class Walk:
     """Steps 1 and 2: logits of one chunk after the other, in one buffer."""
 
-    def __init__(self, call: HeadCall) -> None:
+    def __init__(self, call: HeadCall, class_weights: Tensor | None = None) -> None:
         hidden, compute_dtype = call.hidden, call.compute_dtype
         self.labels, self.ignore_index = call.labels, call.ignore_index
+        self.reduce_hidden = call.reduce_hidden
         self.hidden, self.transposed = hidden, call.transposed
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
@@ -80,6 +94,15 @@ class Walk:
         self.tokens = select_tokens(
             call.labels, call.where, call.ignore_index, self.vocab_size, shard
         )
+        # Of all classes, and of those here
+        self.class_weights: Tensor | None = None
+        self.own_weights: Tensor | None = None
+        if class_weights is not None:
+            self.class_weights = class_weights.to(compute_dtype)
+            if self.parallel is None:
+                self.own_weights = self.class_weights
+            else:
+                self.own_weights = self.parallel.own_part(self.class_weights)
         # A shard's logits have a spare column, at -inf, for targets that other ranks hold.
         self.width = self.local_size + (shard is not None)
         self.plan = plan_chunks(
@@ -109,6 +132,7 @@ class Walk:
         agreement.close("logit_scale", self.scale)
         agreement.per_token("temperature", self.temperature, self.hidden.shape[0])
         agreement.exact("softcap", self.softcap or 0.0)
+        agreement.exact("reduce_hidden_grad", float(self.reduce_hidden))
 
     def chunks(self) -> Iterator[Chunk]:
         for start, stop in self.plan.bounds():
@@ -151,18 +175,18 @@ class Walk:
             y_B1 = self.tokens.labels[index, None]
             yield Rows(span, index, z_BV, y_B1, temperature_B, derivative_BV, fresh)
 
-    def stats(self, *, entropy: bool, smoothing: bool) -> TokenStats:
+    def stats(self, asked: Asked) -> TokenStats:
         """Steps 1 to 5 for all N tokens. A single chunk keeps its logits for the next walk, unless
         that needs a softcap's derivative."""
-        sums = StatSums(self, entropy=entropy, smoothing=smoothing)
+        sums = StatSums(self, asked)
         for chunk in self.chunks():
             self.add_stats(chunk, sums)
         self.filled = self.plan.num_chunks == 1 and self.softcap is None
         return sums.finish()
 
-    def chunk_stats(self, chunk: Chunk, *, entropy: bool, smoothing: bool) -> TokenStats:
+    def chunk_stats(self, chunk: Chunk, asked: Asked) -> TokenStats:
         """Steps 3 to 5 for the tokens of one chunk, whose logits stay."""
-        sums = StatSums(self, entropy=entropy, smoothing=smoothing, chunk=chunk)
+        sums = StatSums(self, asked, chunk)
         self.add_stats(chunk, sums)
         return sums.finish()
 
@@ -197,32 +221,52 @@ class Walk:
         return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
 
 
+class GivenCall(NamedTuple):
+    """What the operators of given logits take, as `GIVEN_SCHEMA` says; flat, but for [N, C]."""
+
+    logits: Tensor
+    labels: Tensor
+    where: Tensor | None
+    temperature: Tensor | None
+    shard: Tensor | None  # as in `HeadCall`
+    ignore_index: int
+    compute_dtype: torch.dtype
+    chunk_bytes: int
+    group: str
+    label_smoothing: float
+
+
+GIVEN_SCHEMA = (
+    "Tensor logits, Tensor labels, Tensor? where, Tensor? temperature, Tensor? shard, "
+    "SymInt ignore_index, ScalarType compute_dtype, SymInt chunk_bytes, str group, "
+    "float label_smoothing"
+)
+GIVEN = len(GivenCall._fields)
+
+
 class Given:
     """Steps 1 and 2 where the logits are there already: blocks of rows, copied out of them."""
 
-    def __init__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        where: Tensor | None,
-        temperature: Tensor | None,
-        shard: Tensor | None,
-        ignore_index: int,
-        compute_dtype: torch.dtype,
-        chunk_bytes: int,
-        group: str,
-    ) -> None:
-        self.logits, self.temperature, self.compute_dtype = logits, temperature, compute_dtype
-        self.labels, self.ignore_index = labels, ignore_index
+    def __init__(self, call: GivenCall) -> None:
+        logits, compute_dtype = call.logits, call.compute_dtype
+        self.logits, self.temperature, self.compute_dtype = logits, call.temperature, compute_dtype
+        self.labels, self.ignore_index = call.labels, call.ignore_index
+        self.label_smoothing = call.label_smoothing
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
-        self.parallel = vocab_parallel_of(group, shard, logits.shape[1], self.like)
+        self.parallel = vocab_parallel_of(call.group, call.shard, logits.shape[1], self.like)
         part = None if self.parallel is None else self.parallel.shard
         self.local_size = logits.shape[1] if part is None else part.size
         self.vocab_size = self.local_size if part is None else part.vocab_size
-        self.tokens = select_tokens(labels, where, ignore_index, self.vocab_size, part)
+        self.tokens = select_tokens(
+            call.labels, call.where, call.ignore_index, self.vocab_size, part
+        )
+        self.class_weights: Tensor | None = None  # which a head alone takes
+        self.own_weights: Tensor | None = None
         self.width = self.local_size + (part is not None)
         self.block_rows = block_tokens(
-            min(chunk_bytes, block_bytes(logits.device.type)), self.width, compute_dtype.itemsize
+            min(call.chunk_bytes, block_bytes(logits.device.type)),
+            self.width,
+            compute_dtype.itemsize,
         )
 
     def agree(self) -> None:
@@ -231,6 +275,7 @@ class Given:
             rows = self.logits[:3, : self.local_size]
             agreement = begin(self.parallel, rows, self.labels, self.tokens.valid)
             agreement.per_token("temperature", self.temperature, self.logits.shape[0])
+            agreement.exact("label_smoothing", self.label_smoothing)
 
     def blocks(self, *, diff: bool = True) -> Iterator[tuple[Rows, Block]]:
         tokens, device = self.tokens, self.logits.device
@@ -253,8 +298,8 @@ class Given:
             y_B1 = tokens.labels[places, None]
             yield Rows(slice(start, stop), places, z_BV, y_B1, temperature_B, None, True), block
 
-    def stats(self, *, entropy: bool) -> TokenStats:
-        sums = StatSums(self, entropy=entropy, smoothing=False)
+    def stats(self, asked: Asked) -> TokenStats:
+        sums = StatSums(self, asked)
         for rows, block in self.blocks():
             sums.add(rows, block)
         return sums.finish()
@@ -266,16 +311,22 @@ def begin(parallel: VocabParallel, rows: Tensor, labels: Tensor, valid: Tensor) 
     return parallel.agreement
 
 
+class Asked(NamedTuple):
+    """Statistics of a call beside those that every call needs."""
+
+    entropy: bool = False
+    smoothing: bool = False
+    predicted: bool = False
+
+
 class StatSums:
     """Steps 3 to 5 for all N tokens, or those of a chunk, with one MAX and one packed SUM over a
     vocabulary's shards."""
 
-    def __init__(
-        self, walk: Walk | Given, *, entropy: bool, smoothing: bool, chunk: Chunk | None = None
-    ) -> None:
-        self.walk, self.entropy, self.smoothing, self.chunk = walk, entropy, smoothing, chunk
+    def __init__(self, walk: Walk | Given, asked: Asked, chunk: Chunk | None = None) -> None:
+        self.walk, self.asked, self.chunk = walk, asked, chunk
         count = walk.tokens.valid.shape[0] if chunk is None else chunk.size
-        self.found = torch.zeros(4 + entropy + smoothing, count, **walk.like)
+        self.found = torch.zeros(4 + sum(asked), count, **walk.like)
 
     def add(self, rows: Rows, block: Block) -> None:
         z_y = take_target(rows.z_BV, rows.y_B1)
@@ -283,27 +334,44 @@ class StatSums:
             rows.z_BV,
             rows.y_B1,
             block,
-            entropy=self.entropy,
-            smoothing=self.smoothing,
+            **self.asked._asdict(),
             columns=self.walk.local_size,
+            class_weights_V=self.walk.own_weights,
         )
         places = rows.places if self.chunk is None else rows.span
         self.found[:, places] = torch.stack([z_y, *(x for x in rest if x is not None)])
 
     def finish(self) -> TokenStats:
         z_y, m, ones, s, *more = self.found
-        sum_ed = more.pop(0) if self.entropy else None
-        rest = RestStats(m, ones, s, sum_ed, more.pop(0) if self.smoothing else None)
-        tokens, chunk, parallel = self.walk.tokens, self.chunk, self.walk.parallel
+        found = iter(more)
+        rest = RestStats(m, ones, s, *(next(found) if wanted else None for wanted in self.asked))
+        walk, chunk, parallel = self.walk, self.chunk, self.walk.parallel
+        tokens = walk.tokens
+        places: slice | Tensor = slice(None)
+        if chunk is not None:
+            places = tokens.places(chunk.start, chunk.start + chunk.size)
+        labelled = labelled_at(walk, places)
         if parallel is not None:
-            owned = tokens.owned
-            assert owned is not None
-            if chunk is not None:
-                owned = owned[tokens.places(chunk.start, chunk.start + chunk.size)]
-            z_y, rest = parallel.combine(z_y, owned, rest)
-            walk = self.walk
+            assert tokens.owned is not None
+            owned = tokens.owned[places]
+            own: Tensor | float = float(walk.local_size)
+            if walk.own_weights is not None:
+                own = walk.own_weights.sum()
+            others = own - labelled.weight * owned.to(z_y.dtype)
+            z_y, rest = parallel.combine(z_y, owned, rest, others)
             check_labels(walk.labels, tokens.bad, walk.ignore_index, walk.vocab_size)
-        return token_stats(z_y, rest, self.walk.vocab_size)
+        return token_stats(z_y, rest, walk.vocab_size, labelled)
+
+
+def labelled_at(walk: Walk | Given, places: slice | Tensor) -> Labelled:
+    """Of some tokens."""
+    target = walk.tokens.targets[places]
+    if walk.class_weights is None:
+        return Labelled(target, 1.0, float(walk.vocab_size))
+    # Never out of bounds, also while the shards are guessed.
+    last = walk.class_weights.shape[0] - 1
+    weight = walk.class_weights[target.clamp(max=last)]
+    return Labelled(target, weight, walk.class_weights.sum())
 
 
 class Gradients(NamedTuple):
@@ -393,7 +461,8 @@ class GradientSums:
 
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""
-        if self.needs[0] and self.walk.parallel is not None and self.summing is None:
+        wanted = self.needs[0] and self.walk.reduce_hidden
+        if wanted and self.walk.parallel is not None and self.summing is None:
             self.summing = self.walk.parallel.start_sum(self.hidden)
 
     def finish(self, exponent: Tensor | None) -> Gradients:

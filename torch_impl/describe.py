@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from xentlib.plan import default_chunk_bytes
 from xentlib.torch.head import Local
 
 __all__ = [
+    "CALL",
     "HEAD_SCHEMA",
     "HeadCall",
     "as_tensor",
@@ -20,6 +22,7 @@ __all__ = [
     "describe",
     "differentiated_once",
     "dtype_name",
+    "gradients_by_name",
     "not_differentiable",
     "not_forward_mode",
     "prepare",
@@ -126,14 +129,16 @@ class HeadCall(NamedTuple):
     chunk_bytes: int
     transposed: bool
     group: str  # "" without vocabulary shards
+    reduce_hidden: bool  # d hidden is summed over the shards
 
 
 HEAD_SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? where, "
     "Tensor? logit_scale, Tensor? temperature, Tensor? shard, SymInt ignore_index, "
     "float? softcap, ScalarType gemm_dtype, ScalarType compute_dtype, SymInt chunk_bytes, "
-    "bool transposed, str group"
+    "bool transposed, str group, bool reduce_hidden"
 )
+CALL = len(HeadCall._fields)  # arguments of an operator before its own
 
 
 def prepare(
@@ -151,6 +156,7 @@ def prepare(
     temperature: Any,
     max_chunk_bytes: int | None,
     weight_layout: str,
+    reduce_hidden: bool,
 ) -> HeadCall:
     """A public call's arguments as an operator takes them."""
     gemm, compute = (getattr(torch, x) for x in (problem.gemm_dtype, problem.compute_dtype))
@@ -171,7 +177,15 @@ def prepare(
         max_chunk_bytes or default_chunk_bytes(hidden.device.type),
         weight_layout == "HV",
         local.group,
+        reduce_hidden,
     )
+
+
+def gradients_by_name(
+    fields: Sequence[str], **gradients: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Of an operator with arguments of these names; None for the others."""
+    return tuple(gradients.get(name) for name in fields)
 
 
 def wanted(*leaves: Tensor | None) -> list[bool]:

@@ -116,6 +116,7 @@ class Tokens(NamedTuple):
     costs no device sync; elsewhere every token is, the rest masked."""
 
     labels: Tensor  # [N] int64, the target's column; 0 where a label is no class
+    targets: Tensor  # [N] int64, its class: the column of a whole vocabulary
     owned: Tensor | None  # [N] the column is on this rank; None: they all are
     valid: Tensor  # [N]
     bad: Tensor  # [N] valid, with a label outside the vocabulary; never on CPU
@@ -163,9 +164,9 @@ def select_tokens(
     rows_M = valid_N.nonzero()[:, 0] if packed else None
     if rows_M is not None and rows_M.shape[0] == labels.shape[0]:
         rows_M = None
-    labels = torch.where(valid_N & in_range_N, labels, 0)
+    targets_N = labels = torch.where(valid_N & in_range_N, labels, 0)
     owned_N = None
     if shard is not None:
         owned_N = (labels >= shard.start) & (labels < shard.stop)
         labels = torch.where(owned_N, labels - shard.start, shard.size)
-    return Tokens(labels, owned_N, valid_N, bad_N, rows_M, packed)
+    return Tokens(labels, targets_N, owned_N, valid_N, bad_N, rows_M, packed)

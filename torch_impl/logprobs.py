@@ -14,14 +14,26 @@ from xentlib import logprobs as spec
 from xentlib.checks import check_logits, check_logprobs, plain
 from xentlib.logprobs import LogprobOutput
 from xentlib.plan import VocabShard, default_chunk_bytes
-from xentlib.torch.chunks import Given, GradientSums, Rows, Walk, power_of_two
+from xentlib.torch.chunks import (
+    GIVEN,
+    GIVEN_SCHEMA,
+    Asked,
+    Given,
+    GivenCall,
+    GradientSums,
+    Rows,
+    Walk,
+    power_of_two,
+)
 from xentlib.torch.describe import (
+    CALL,
     HEAD_SCHEMA,
     HeadCall,
     as_tensor,
     autocast_dtype,
     describe,
     differentiated_once,
+    gradients_by_name,
     not_differentiable,
     not_forward_mode,
     prepare,
@@ -64,19 +76,25 @@ def logprobs_forward(call: HeadCall, entropy: bool, output_dtype: torch.dtype) -
     """Steps 1 to 5."""
     walk = Walk(call)
     walk.agree()
-    stats = walk.stats(entropy=entropy, smoothing=False)
+    stats = walk.stats(Asked(entropy))
     return outputs_of(stats, walk, output_dtype)
 
 
-def outputs_of(stats: TokenStats, walk: Walk | Given, output_dtype: torch.dtype) -> Forward:
+def outputs_of(
+    stats: TokenStats, walk: Walk | Given, output_dtype: torch.dtype, label_smoothing: float = 0.0
+) -> Forward:
     tokens, parallel = walk.tokens, walk.parallel
     per_token_5N = tokens.clean(
         torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
     )
     shard = tokens.labels.new_empty(0) if parallel is None else numbers_of(parallel.shard)
     residuals = Residuals(*per_token_5N[:4])
+    logprob = residuals.logprob
+    if stats.mean_logp is not None:
+        logprob = (1.0 - label_smoothing) * logprob + label_smoothing * stats.mean_logp
+        logprob = tokens.clean(logprob)
     output = LogprobOutput(
-        residuals.logprob.to(output_dtype, copy=True),
+        logprob.to(output_dtype, copy=True),
         residuals.entropy.to(output_dtype, copy=True),
         residuals.lse.to(output_dtype, copy=True),
         per_token_5N[4] > 0,
@@ -152,7 +170,7 @@ def dlogits_(rows: Rows, g_3B: Tensor, kept: Residuals, block: Block, *, entropy
 def logprobs_op(*arguments: Any) -> tuple[Tensor, ...]:
     """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N], shard
     [3] or nothing."""
-    call, rest = HeadCall(*arguments[:15]), arguments[15:]
+    call, rest = HeadCall(*arguments[:CALL]), arguments[CALL:]
     with torch.autocast(call.hidden.device.type, enabled=False):
         output, residuals, shard = over_shards(lambda: logprobs_forward(call, *rest))
     return (*output, torch.stack(residuals), shard)
@@ -160,7 +178,7 @@ def logprobs_op(*arguments: Any) -> tuple[Tensor, ...]:
 
 @logprobs_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, output_dtype = HeadCall(*arguments[:15]), arguments[-1]
+    call, output_dtype = HeadCall(*arguments[:CALL]), arguments[-1]
     return fake_outputs(call.hidden, output_dtype, call.compute_dtype, call.shard)
 
 
@@ -195,7 +213,7 @@ def logprobs_backward_op(
 
 @logprobs_backward_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, needs = HeadCall(*arguments[4:-1]), arguments[-1]
+    call, needs = HeadCall(*arguments[-1 - CALL : -1]), arguments[-1]
     hidden, weight = call.hidden, call.weight
     vocab_size = weight.shape[1 if call.transposed else 0]
     like_bias = hidden if call.bias is None else call.bias
@@ -206,23 +224,36 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep(ctx: Any, call: Any, output: tuple[Tensor, ...]) -> None:
+    """What a backward needs: the call, with the shard that its forward knew, and residuals."""
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
-    shard = None if inputs[7] is None else output[5]
-    ctx.save_for_backward(*inputs[:7], shard, output[4])
-    ctx.rest = inputs[8:15]
+    *_, residuals, shard = output
+    call = call._replace(shard=None if call.shard is None else shard)
+    tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    ctx.save_for_backward(residuals, *tensors.values())
+    ctx.tensors, ctx.call = list(tensors), call._replace(**dict.fromkeys(tensors))
+
+
+def _kept(ctx: Any) -> tuple[Any, Tensor]:
+    residuals, *tensors = ctx.saved_tensors
+    return ctx.call._replace(**dict(zip(ctx.tensors, tensors, strict=True))), residuals
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _keep(ctx, HeadCall(*inputs[:CALL]), output)
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     differentiated_once("chunked_logprobs", "log_softmax")
+    fields = (*HeadCall._fields, "entropy", "output_dtype")
     if all(gradient is None for gradient in gradients[:3]):
-        return (None,) * 17
-    *arrays, residuals = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[k] for k in (0, 1, 3)]
-    found = logprobs_backward_op(*gradients[:3], residuals, *arrays, *ctx.rest, needs)
+        return gradients_by_name(fields)
+    call, residuals = _kept(ctx)
+    needs = [ctx.needs_input_grad[fields.index(name)] for name in ("hidden", "weight", "bias")]
+    found = logprobs_backward_op(*gradients[:3], residuals, *call, needs)
     d_hidden, d_weight, d_bias = (g if need else None for g, need in zip(found, needs))
-    return (d_hidden, d_weight, None, d_bias, *[None] * 13)
+    return gradients_by_name(fields, hidden=d_hidden, weight=d_weight, bias=d_bias)
 
 
 logprobs_op.register_autograd(_backward, setup_context=_setup_context)
@@ -231,7 +262,8 @@ logprobs_op.register_autograd(_backward, setup_context=_setup_context)
 def given_forward(given: Given, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 3 to 5 for logits that are there."""
     given.agree()
-    return outputs_of(given.stats(entropy=entropy), given, output_dtype)
+    stats = given.stats(Asked(entropy, given.label_smoothing > 0))
+    return outputs_of(stats, given, output_dtype, given.label_smoothing)
 
 
 def given_backward(
@@ -247,6 +279,7 @@ def given_backward(
     whole = tokens.computed == logits.shape[0]
     d_logits = torch.empty_like(logits) if whole else torch.zeros_like(logits)
     d_logits[:, size:] = 0.0
+    eps = given.label_smoothing
     for rows, block in given.blocks(diff=d_entropy is not None):
         take_target(rows.z_BV, rows.y_B1)
         g_3B = g_3N[:, rows.places]
@@ -254,17 +287,15 @@ def given_backward(
             g_3B = g_3B / rows.temperature_B
         kept = Residuals(*(x[rows.places] for x in residuals))
         dz_y_B = dlogits_(rows, g_3B, kept, block, entropy=d_entropy is not None)
+        if eps:
+            uniform_B = g_3B[0] * (eps / given.vocab_size)
+            rows.z_BV.add_(uniform_B[:, None])
+            dz_y_B = dz_y_B + (uniform_B - eps * g_3B[0])
         rows.z_BV.scatter_(1, rows.y_B1, dz_y_B[:, None])  # the spare column, if not its own
         if not tokens.packed:
             rows.z_BV.masked_fill_(~tokens.valid[rows.places, None], 0.0)
         d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
     return d_logits
-
-
-GIVEN_SCHEMA = (
-    "Tensor logits, Tensor labels, Tensor? where, Tensor? temperature, Tensor? shard, "
-    "SymInt ignore_index, ScalarType compute_dtype, SymInt chunk_bytes, str group"
-)
 
 
 @torch.library.custom_op(
@@ -275,15 +306,15 @@ GIVEN_SCHEMA = (
 )
 def given_op(*arguments: Any) -> tuple[Tensor, ...]:
     """`given_forward` as one operator, opaque to the compiler; returns what `logprobs_op` does."""
-    output, residuals, shard = over_shards(
-        lambda: given_forward(Given(*arguments[:9]), *arguments[9:])
-    )
+    call, rest = GivenCall(*arguments[:GIVEN]), arguments[GIVEN:]
+    output, residuals, shard = over_shards(lambda: given_forward(Given(call), *rest))
     return (*output, torch.stack(residuals), shard)
 
 
 @given_op.register_fake
-def _(logits: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return fake_outputs(logits, arguments[-1], arguments[5], arguments[3])
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    call, output_dtype = GivenCall(*arguments[:GIVEN]), arguments[-1]
+    return fake_outputs(call.logits, output_dtype, call.compute_dtype, call.shard)
 
 
 @torch.library.custom_op(
@@ -300,28 +331,27 @@ def given_backward_op(
     *arguments: Any,
 ) -> Tensor:
     """`given_backward` as one operator, opaque to the compiler."""
-    return given_backward(d_logprobs, d_entropy, d_lse, Residuals(*residuals), Given(*arguments))
+    given = Given(GivenCall(*arguments))
+    return given_backward(d_logprobs, d_entropy, d_lse, Residuals(*residuals), given)
 
 
 @given_backward_op.register_fake
 def _(*arguments: Any) -> Tensor:
-    return torch.empty_like(arguments[4])
+    return torch.empty_like(GivenCall(*arguments[-GIVEN:]).logits)
 
 
 def _given_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[3:])
-    shard = None if inputs[4] is None else output[5]
-    ctx.save_for_backward(*inputs[:4], shard, output[4])
-    ctx.rest = inputs[5:9]
+    _keep(ctx, GivenCall(*inputs[:GIVEN]), output)
 
 
 def _given_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     differentiated_once("vocab_parallel_logprobs", "log_softmax")
+    fields = (*GivenCall._fields, "entropy", "output_dtype")
     if all(gradient is None for gradient in gradients[:3]):
-        return (None,) * 11
-    *arrays, residuals = ctx.saved_tensors
-    return (given_backward_op(*gradients[:3], residuals, *arrays, *ctx.rest), *[None] * 10)
+        return gradients_by_name(fields)
+    call, residuals = _kept(ctx)
+    d_logits = given_backward_op(*gradients[:3], residuals, *call)
+    return gradients_by_name(fields, logits=d_logits)
 
 
 given_op.register_autograd(_given_backward, setup_context=_given_context)
@@ -341,6 +371,7 @@ def chunked_logprobs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     vocab_parallel: Any = None,
+    reduce_hidden_grad: bool = True,
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
@@ -367,6 +398,7 @@ def chunked_logprobs(
         weight_layout=weight_layout,
         autocast_dtype=autocast_dtype(hidden),
         sharded=vocab_parallel is not None,
+        reduce_hidden_grad=reduce_hidden_grad,
     )
     constants = {"logit_scale": logit_scale, "softcap": softcap, "temperature": temperature}
     not_forward_mode("chunked_logprobs", hidden, weight, bias, *constants.values())
@@ -385,6 +417,7 @@ def chunked_logprobs(
         temperature=temperature,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
+        reduce_hidden=reduce_hidden_grad,
     )
     results = logprobs_op(*call, entropy, getattr(torch, problem.output_dtype))
     return shaped(results, problem.leading, entropy)
@@ -409,12 +442,13 @@ def vocab_parallel_logprobs(
     where: Tensor | None = None,
     ignore_index: int = -100,
     temperature: float | Tensor = 1.0,
+    label_smoothing: float = 0.0,
     entropy: bool = False,
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
 ) -> LogprobOutput:
-    ignore_index, temperature, max_chunk_bytes = map(
-        plain, (ignore_index, temperature, max_chunk_bytes)
+    ignore_index, temperature, label_smoothing, max_chunk_bytes = map(
+        plain, (ignore_index, temperature, label_smoothing, max_chunk_bytes)
     )
     logits, vocab_parallel, shard = local_logits(logits, vocab_parallel, shard)
     labels = replicated("labels", labels)
@@ -425,6 +459,7 @@ def vocab_parallel_logprobs(
         where=describe(where),
         ignore_index=ignore_index,
         temperature=describe(temperature),
+        label_smoothing=label_smoothing,
         entropy=entropy,
         max_chunk_bytes=max_chunk_bytes,
         vocab_parallel=vocab_parallel,
@@ -446,6 +481,7 @@ def vocab_parallel_logprobs(
         compute,
         max_chunk_bytes or default_chunk_bytes(logits.device.type),
         local.group,
+        float(label_smoothing),
         entropy,
         getattr(torch, problem.output_dtype),
     )

@@ -6,24 +6,33 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib import nll as spec
-from xentlib.checks import check_divisor, check_nll, plain
+from xentlib.checks import OUTPUTS, check_divisor, check_nll, plain
 from xentlib.nll import NLLOutput
 from xentlib.plan import exchanges_per_chunk
-from xentlib.torch.chunks import Gradients, GradientSums, Walk, power_of_two
+from xentlib.torch.chunks import (
+    Asked,
+    Gradients,
+    GradientSums,
+    Walk,
+    labelled_at,
+    power_of_two,
+)
 from xentlib.torch.describe import (
+    CALL,
     HEAD_SCHEMA,
     HeadCall,
     as_tensor,
     autocast_dtype,
     describe,
     differentiated_once,
+    gradients_by_name,
     not_differentiable,
     not_forward_mode,
     prepare,
@@ -32,37 +41,60 @@ from xentlib.torch.describe import (
 )
 from xentlib.torch.head import local_rows, replicated, with_whole_head
 from xentlib.torch.ranks import free_to_read, over_shards
-from xentlib.torch.softmax import Block, TokenStats, rest_stats, take_target, token_stats
+from xentlib.torch.softmax import (
+    Block,
+    Labelled,
+    TokenStats,
+    rest_stats,
+    take_target,
+    token_stats,
+)
 
 __all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
 
 
-def nll_forward(
-    call: HeadCall,
-    token_weights: Tensor | None,
-    denominator: Tensor | None,
-    label_smoothing: float,
-    z_loss: float,
-    mean: bool,
-    entropy: bool,
-    output_dtype: torch.dtype,
-    needs: list[bool],
-) -> tuple[NLLOutput, Gradients, Tensor]:
+class Loss(NamedTuple):
+    """What the operator of a loss takes beside a `HeadCall`, as `LOSS_SCHEMA` says."""
+
+    token_weights: Tensor | None
+    class_weights: Tensor | None
+    denominator: Tensor | None
+    label_smoothing: float
+    z_loss: float
+    mean: bool
+    entropy: bool
+    predicted: bool
+    output_dtype: torch.dtype
+    needs: list[bool]  # gradients of hidden, weight, bias
+
+
+LOSS_SCHEMA = (
+    "Tensor? token_weights, Tensor? class_weights, Tensor? denominator, float label_smoothing, "
+    "float z_loss, bool mean, bool entropy, bool predicted, ScalarType output_dtype, bool[] needs"
+)
+FIELDS = (*HeadCall._fields, *Loss._fields)
+
+
+def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput, Gradients, Tensor]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
-    walk = Walk(call)
+    walk = Walk(call, loss.class_weights)
     tokens, compute_dtype, like = walk.tokens, walk.compute_dtype, walk.like
     num_tokens = call.hidden.shape[0]
-    valid_N = tokens.valid
-    ones_N = torch.ones(num_tokens, **like)
-    weights_N = ones_N if token_weights is None else token_weights.to(compute_dtype)
+    valid_N, needs = tokens.valid, loss.needs
+    everywhere = labelled_at(walk, slice(None))
+    weights_N = torch.ones(num_tokens, **like)
+    if loss.token_weights is not None:
+        weights_N = loss.token_weights.to(compute_dtype)
     weights_N = torch.where(valid_N, weights_N, 0.0)
     total_valid = valid_N.sum()
-    weight_sum = total_valid.to(compute_dtype) if token_weights is None else weights_N.sum()
-    if denominator is not None:
-        divisor = denominator.to(compute_dtype)
+    weight_sum = total_valid.to(compute_dtype)
+    if loss.token_weights is not None or loss.class_weights is not None:
+        weight_sum = torch.where(valid_N, weights_N * everywhere.weight, 0.0).sum()
+    if loss.denominator is not None:
+        divisor = loss.denominator.to(compute_dtype)
     else:
-        divisor = weight_sum if mean else torch.ones((), **like)
+        divisor = weight_sum if loss.mean else torch.ones((), **like)
     # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
     divisor = torch.where((total_valid == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
     factor_N = weights_N * (1.0 / divisor)
@@ -74,16 +106,17 @@ def nll_forward(
     walk.agree()
     if walk.parallel is not None:
         agreement = walk.parallel.agreement
-        agreement.exact("label_smoothing", label_smoothing)
-        agreement.exact("z_loss", z_loss)
+        agreement.exact("label_smoothing", loss.label_smoothing)
+        agreement.exact("z_loss", loss.z_loss)
         agreement.exact("gradient", float(needs[0]))
-        agreement.per_token("token_weights", token_weights, num_tokens)
+        agreement.per_token("token_weights", loss.token_weights, num_tokens)
+        total = None if loss.class_weights is None else everywhere.total
+        agreement.close("class_weights", total)
         agreement.close("denominator", divisor)
     sums = GradientSums(walk, needs, call.weight.shape[call.transposed])
-    asked = {"entropy": entropy, "smoothing": label_smoothing > 0}
-    uniform = label_smoothing / walk.vocab_size
-    # Rows: loss, its z-loss part, logprob, entropy, lse, correct. One write a block.
-    per_token_6N = torch.zeros(6, num_tokens, **like)
+    asked = Asked(loss.entropy, loss.label_smoothing > 0, loss.predicted)
+    # Rows: loss, its z-loss part, logprob, entropy, lse, correct, predicted. One write a block.
+    per_token_7N = torch.zeros(7, num_tokens, **like)
     whole: TokenStats | None = None
     # Statistics over shards come before gradients: in all of the chunks, or in each as they come.
     each = False
@@ -91,17 +124,18 @@ def nll_forward(
         each = any(needs) and walk.softcap is None
         each = each and exchanges_per_chunk(walk.plan, call.hidden.device.type)
         if not each:
-            whole = walk.stats(**asked)
-            per_token_6N = values_of(whole, label_smoothing, z_loss)
+            whole = walk.stats(asked)
+            per_token_7N = values_of(whole, everywhere, loss)
     for chunk in walk.chunks() if whole is None or any(needs) else ():  # 2. Logits
         if each:
-            of_chunk = walk.chunk_stats(chunk, **asked)
+            of_chunk = walk.chunk_stats(chunk, asked)
             places = tokens.places(chunk.start, chunk.start + chunk.size)
-            per_token_6N[:, places] = values_of(of_chunk, label_smoothing, z_loss)
+            per_token_7N[:, places] = values_of(of_chunk, labelled_at(walk, places), loss)
         block = walk.block()
         for rows in walk.blocks(chunk, jacobian=any(needs), fresh=not each):
             # 3. to 5. Softmax without the target column, then the target
             z_BV, y_B1 = rows.z_BV, rows.y_B1
+            labelled = labelled_at(walk, rows.places)
             if rows.fresh:
                 z_y = take_target(z_BV, y_B1)
             if whole is not None:
@@ -109,23 +143,29 @@ def nll_forward(
             elif each:
                 stats = at_rows(of_chunk, rows.span)
             else:
-                stats = token_stats(z_y, rest_stats(z_BV, y_B1, block, **asked), walk.vocab_size)
-                per_token_6N[:, rows.places] = values_of(stats, label_smoothing, z_loss)
+                rest = rest_stats(
+                    z_BV, y_B1, block, **asked._asdict(), class_weights_V=walk.own_weights
+                )
+                stats = token_stats(z_y, rest, walk.vocab_size, labelled)
+                per_token_7N[:, rows.places] = values_of(stats, labelled, loss)
             if any(needs):
                 # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
                 factor_B = walk.scaled(factor_N[rows.places], rows)
-                dz_y_B = dlogits_(
-                    z_BV, y_B1, stats, factor_B, block, label_smoothing, uniform, z_loss
-                )
+                dz_y_B = dlogits_(z_BV, y_B1, stats, factor_B, block, labelled, loss, walk)
                 sums.block(rows, dz_y_B)
         del block
         sums.add(chunk)  # 8. Gradient GEMMs
     gradients = sums.finish(exponent)
 
     # 9. Reduce. What is 0 was divided by 1 above, unless it has tokens.
-    if denominator is not None and free_to_read(total_valid) and total_valid and divisor <= 0:
+    checked = loss.denominator is not None and free_to_read(total_valid)
+    if checked and total_valid and divisor <= 0:
         check_divisor(float(divisor))
-    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N = tokens.clean(per_token_6N)
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = tokens.clean(
+        per_token_7N
+    )
+    predicted_N = torch.where(valid_N & ~tokens.bad, predicted_N, -1.0)
+    output_dtype = loss.output_dtype
     output = NLLOutput(
         ((loss_N * weights_N).sum() / divisor).to(output_dtype),
         total_valid,
@@ -135,14 +175,17 @@ def nll_forward(
         entropy_N.to(output_dtype, copy=True),
         lse_N.to(output_dtype, copy=True),
         correct_N > 0,
+        predicted_N.long(),
     )
     return output, gradients, valid_N
 
 
-def values_of(stats: TokenStats, label_smoothing: float, z_loss: float) -> Tensor:
-    """[6, tokens]: loss, its z-loss part, logprob, entropy, lse, correct."""
-    loss, z_term = token_loss(stats, label_smoothing, z_loss)
-    return torch.stack((loss, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct))
+def values_of(stats: TokenStats, labelled: Labelled, loss: Loss) -> Tensor:
+    """[7, tokens]: loss, its z-loss part, logprob, entropy, lse, correct, predicted."""
+    total, z_term = token_loss(stats, labelled, loss)
+    predicted = torch.zeros_like(total) if stats.predicted is None else stats.predicted
+    values = (total, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct, predicted)
+    return torch.stack(values)
 
 
 def at_rows(stats: TokenStats, index: slice | Tensor) -> TokenStats:
@@ -150,12 +193,16 @@ def at_rows(stats: TokenStats, index: slice | Tensor) -> TokenStats:
     return TokenStats(*found)
 
 
-def token_loss(stats: TokenStats, label_smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
+def token_loss(stats: TokenStats, labelled: Labelled, loss: Loss) -> tuple[Tensor, Tensor]:
     """Per token: the loss, and the part of it that z-loss contributes."""
     nll = -stats.logprob
+    if loss.class_weights is not None:
+        nll = nll * labelled.weight
     if stats.mean_logp is not None:
-        nll = (1.0 - label_smoothing) * nll - label_smoothing * stats.mean_logp
-    z_term = z_loss * stats.lse * stats.lse if z_loss else torch.zeros_like(nll)
+        nll = (1.0 - loss.label_smoothing) * nll - loss.label_smoothing * stats.mean_logp
+    z_term = torch.zeros_like(nll)
+    if loss.z_loss:
+        z_term = loss.z_loss * stats.lse * stats.lse
     return nll + z_term, z_term
 
 
@@ -165,21 +212,31 @@ def dlogits_(
     stats: TokenStats,
     factor_B: Tensor,
     block: Block,
-    label_smoothing: float,
-    uniform: float,
-    z_loss: float,
+    labelled: Labelled,
+    loss: Loss,
+    walk: Walk,
 ) -> Tensor:
     """Step 6: logits with -inf in the target column become dz times the factor, 0 in that column;
     the target's own dz is returned."""
-    extra = 2.0 * z_loss * stats.lse if z_loss else torch.zeros_like(stats.lse)
+    eps, uniform = loss.label_smoothing, loss.label_smoothing / walk.vocab_size
+    extra = torch.zeros_like(stats.lse)
+    if loss.z_loss:
+        extra = 2.0 * loss.z_loss * stats.lse
+    slope: Tensor = 1.0 + extra
+    left: Tensor | float = eps - uniform
+    if loss.class_weights is not None:
+        slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
+        left = uniform * (labelled.total - labelled.weight)
     z_BV.sub_(stats.lse[:, None])
-    block.scaled_exp(z_BV, y_B1, (factor_B * (1.0 + extra))[:, None], z_BV)
+    block.scaled_exp(z_BV, y_B1, (factor_B * slope)[:, None], z_BV)
     if uniform:
-        z_BV.sub_((factor_B * uniform)[:, None])
+        if walk.own_weights is None:
+            z_BV.sub_((factor_B * uniform)[:, None])
+        else:
+            z_BV[:, : walk.local_size].addr_(factor_B, walk.own_weights, alpha=-uniform)
         z_BV.scatter_(1, y_B1, 0.0)
     # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without options.
-    target = extra + (label_smoothing - uniform) - (1.0 + extra) * stats.p_rest
-    return factor_B * target
+    return factor_B * (extra + left - slope * stats.p_rest)
 
 
 def nll_backward(
@@ -212,29 +269,24 @@ def nll_backward(
     return results
 
 
-LOSS_SCHEMA = (
-    "Tensor? token_weights, Tensor? denominator, float label_smoothing, float z_loss, bool mean, "
-    "bool entropy, ScalarType output_dtype, bool[] needs"
-)
-
-
 @torch.library.custom_op(
     "xentlib::nll_forward",
     mutates_args=(),
-    schema=f"({HEAD_SCHEMA}, {LOSS_SCHEMA}) -> ({', '.join(['Tensor'] * 12)})",
+    schema=f"({HEAD_SCHEMA}, {LOSS_SCHEMA}) -> ({', '.join(['Tensor'] * 13)})",
 )
 def nll_op(*arguments: Any) -> tuple[Tensor, ...]:
     """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
-    call, rest = HeadCall(*arguments[:15]), arguments[15:]
+    call, loss = HeadCall(*arguments[:CALL]), Loss(*arguments[CALL:])
     with torch.autocast(call.hidden.device.type, enabled=False):
-        output, gradients, valid_N = over_shards(lambda: nll_forward(call, *rest))
+        output, gradients, valid_N = over_shards(lambda: nll_forward(call, loss))
     return (*output, *gradients, valid_N)
 
 
 @nll_op.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, output_dtype, needs = HeadCall(*arguments[:15]), arguments[-2], arguments[-1]
+    call, loss = HeadCall(*arguments[:CALL]), Loss(*arguments[CALL:])
     hidden, weight, compute_dtype = call.hidden, call.weight, call.compute_dtype
+    output_dtype, needs = loss.output_dtype, loss.needs
     num_tokens, hidden_size = hidden.shape
     vocab_size = weight.shape[1 if call.transposed else 0]
     scalar = hidden.new_empty((), dtype=output_dtype)
@@ -249,6 +301,7 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
         torch.empty_like(token),
         torch.empty_like(token),
         hidden.new_empty(num_tokens, dtype=torch.bool),
+        hidden.new_empty(num_tokens, dtype=torch.int64),
         hidden.new_empty((num_tokens if need_hidden else 0, hidden_size), dtype=compute_dtype),
         hidden.new_empty(weight.shape if need_weight else (0, 0), dtype=compute_dtype),
         hidden.new_empty(vocab_size if need_bias else 0, dtype=compute_dtype),
@@ -260,10 +313,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[-4:])
-    hidden, weight, _, bias = inputs[:4]
-    ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-    ctx.needs = inputs[-1]
-    ctx.divided = inputs[-4] or inputs[-7] is not None  # mean, denominator: for `Window.backward`
+    call, loss = HeadCall(*inputs[:CALL]), Loss(*inputs[CALL:])
+    bias_dtype = None if call.bias is None else call.bias.dtype
+    ctx.dtypes = (call.hidden.dtype, call.weight.dtype, bias_dtype)
+    ctx.needs = loss.needs
+    ctx.divided = loss.mean or loss.denominator is not None  # for `Window.backward`
 
 
 def _backward(
@@ -271,13 +325,13 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     differentiated_once("chunked_nll", "F.cross_entropy")
     if gradient is None:
-        return (None,) * 23
+        return gradients_by_name(FIELDS)
     *accumulators, valid_N = ctx.saved_tensors
     reuse = in_eager(gradient) and not keeps_graph()
     d_hidden, d_weight, d_bias = nll_backward(
         gradient, Gradients(*accumulators), valid_N, ctx.dtypes, ctx.needs, reuse=reuse
     )
-    return (d_hidden, d_weight, None, d_bias, *[None] * 19)
+    return gradients_by_name(FIELDS, hidden=d_hidden, weight=d_weight, bias=d_bias)
 
 
 nll_op.register_autograd(_backward, setup_context=_setup_context)
@@ -310,6 +364,7 @@ def chunked_nll(
     bias: Tensor | None = None,
     where: Tensor | None = None,
     token_weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
     ignore_index: int = -100,
     logit_scale: float | Tensor = 1.0,
     softcap: float | Tensor | None = None,
@@ -320,6 +375,7 @@ def chunked_nll(
     denominator: float | Tensor | None = None,
     outputs: Sequence[str] = (),
     vocab_parallel: Any = None,
+    reduce_hidden_grad: bool = True,
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
@@ -339,6 +395,7 @@ def chunked_nll(
         bias=describe(bias),
         where=describe(where),
         token_weights=describe(token_weights),
+        class_weights=describe(class_weights),
         ignore_index=ignore_index,
         logit_scale=describe(logit_scale),
         softcap=describe(softcap),
@@ -353,9 +410,11 @@ def chunked_nll(
         weight_layout=weight_layout,
         autocast_dtype=autocast_dtype(hidden),
         sharded=vocab_parallel is not None,
+        reduce_hidden_grad=reduce_hidden_grad,
     )
     constants = {
         "token_weights": token_weights,
+        "class_weights": class_weights,
         "logit_scale": logit_scale,
         "softcap": softcap,
         "temperature": temperature,
@@ -378,22 +437,25 @@ def chunked_nll(
         temperature=temperature,
         max_chunk_bytes=max_chunk_bytes,
         weight_layout=weight_layout,
+        reduce_hidden=reduce_hidden_grad,
     )
     results = nll_op(
         *call,
         None if token_weights is None else token_weights.reshape(-1),
+        class_weights,
         as_tensor(denominator, None, hidden, call.compute_dtype),
         float(label_smoothing),
         float(z_loss),
         reduction == "mean",
         "entropy" in outputs,
+        "predicted" in outputs,
         getattr(torch, problem.output_dtype),
         wanted(hidden, weight, bias),
     )
     loss, num_tokens, weight_sum, z_term = results[:4]
     per_token = {
         name: value.reshape(problem.leading) if name in outputs else None
-        for name, value in zip(("logprobs", "entropy", "lse", "correct"), results[4:8], strict=True)
+        for name, value in zip(OUTPUTS, results[4:9], strict=True)
     }
     return NLLOutput(loss, num_tokens, weight_sum, z_term, **per_token)
 

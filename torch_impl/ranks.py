@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xentlib.checks import check_agreement, check_shards, check_tiles
+from xentlib.checks import check_agreement, check_class_weights, check_shards, check_tiles
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.softmax import RestStats, below, exp_difference
 
@@ -91,9 +91,9 @@ class Agreement:
         value = torch.as_tensor(value, **self.like)
         self._add(name, value, torch.zeros_like(value))
 
-    def close(self, name: str, value: Tensor | None) -> None:
+    def close(self, name: str, value: Tensor | float | None) -> None:
         """A number that each rank has computed for itself; None is 1."""
-        x = torch.ones((), **self.like) if value is None else value.detach().to(**self.like)
+        x = torch.as_tensor(1.0 if value is None else value).detach().to(**self.like)
         x = torch.nan_to_num(x)
         self._add(name, x, TOLERANCE * x.abs())
 
@@ -185,6 +185,14 @@ class VocabParallel:
         for number in (x.sum(), x.amin(), x.amax()):
             self.agreement.exact("rows", number)
 
+    def own_part(self, weights: Tensor) -> Tensor:
+        """Of [V] numbers; of shards that are guessed, as many of any."""
+        shard = self.shard
+        if self.declared or self.confirmed:
+            check_class_weights(weights.shape[0], shard.vocab_size)
+        own = weights[shard.start : shard.stop]
+        return own if own.shape[0] == shard.size else weights.new_ones(shard.size)
+
     def sent(self) -> Tensor:
         """What travels with the first MAX: [3 E] that must agree, [3 R] sizes, whether known."""
         shard, agreement = self.shard, self.agreement
@@ -248,8 +256,13 @@ class VocabParallel:
         KNOWN[self.group][self.rows, self.vocab_size] = shard
         raise Resplit
 
-    def combine(self, z_y: Tensor, owned: Tensor, rest: RestStats) -> tuple[Tensor, RestStats]:
-        """Target's logit and statistics of the rest over all shards: [N] each, on every rank."""
+    def combine(
+        self, z_y: Tensor, owned: Tensor, rest: RestStats, weights: Tensor | float
+    ) -> tuple[Tensor, RestStats]:
+        """Target's logit and statistics of the rest over all shards: [N] each, on every rank.
+
+        `weights` is that of the rest's classes, for label smoothing: their number without any.
+        """
         none = rest.ones == 0
         m_local = torch.where(none, -torch.inf, rest.m)
         count = m_local.shape[0]
@@ -270,16 +283,20 @@ class VocabParallel:
         if rest.sum_ed is not None:
             packed.append(scale * (rest.sum_ed + below(rest, m) * total))
         if rest.sum_d is not None:
-            columns = self.shard.size - owned.to(z_y.dtype)
-            packed.append(rest.sum_d + columns * (rest.m - m))
+            packed.append(rest.sum_d + weights * (rest.m - m))
+        if rest.top is not None:
+            tops = torch.zeros(self.ranks, count, dtype=m.dtype, device=m.device)
+            tops[self.rank] = torch.where(top & ~none, rest.top + self.shard.start, torch.inf)
+            packed += tops
         sums = torch.stack(packed)
         dist.all_reduce(sums, group=self.group)
         z_y, ones, s, *more = sums
         sum_ed = more.pop(0) if rest.sum_ed is not None else None
         sum_d = more.pop(0) if rest.sum_d is not None else None
+        first = torch.stack(more).amin(0) if more else None
         if self.wrong is not None:
             z_y = torch.where(self.wrong, torch.nan, z_y)
-        return z_y, RestStats(m, ones, s, sum_ed, sum_d)
+        return z_y, RestStats(m, ones, s, sum_ed, sum_d, first)
 
     def start_sum(self, x: Tensor) -> Any:
         """Work to wait for."""

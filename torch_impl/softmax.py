@@ -12,6 +12,7 @@ from torch import Tensor
 
 __all__ = [
     "Block",
+    "Labelled",
     "RestStats",
     "TokenStats",
     "below",
@@ -74,7 +75,8 @@ class RestStats(NamedTuple):
     ones: Tensor  # how many exp(d) are 1; 0 where there is no column, or none above -inf
     s: Tensor  # sum of the exp(d) below 1
     sum_ed: Tensor | None  # sum of exp(d) * d: entropy
-    sum_d: Tensor | None  # sum of d: label smoothing
+    sum_d: Tensor | None  # sum of d, or of w d with class weights: label smoothing
+    top: Tensor | None = None  # column of the largest, the first of several; exact to 2^24
 
 
 class TokenStats(NamedTuple):
@@ -85,8 +87,17 @@ class TokenStats(NamedTuple):
     p_y: Tensor
     p_rest: Tensor  # 1 - p_y, from r / S: no cancellation for confident tokens
     entropy: Tensor  # 0 where it was not asked for
-    mean_logp: Tensor | None  # mean over the vocabulary of z - lse
+    mean_logp: Tensor | None  # mean over the vocabulary of z - lse, or of w (z - lse)
     correct: Tensor  # 1 or 0
+    predicted: Tensor | None = None  # the class of the largest logit, the first of several
+
+
+class Labelled(NamedTuple):
+    """What step 5 needs to know of each token's label."""
+
+    target: Tensor  # its class
+    weight: Tensor | float  # of that class
+    total: Tensor | float  # weight of all classes
 
 
 def take_target(z_BV: Tensor, y_B1: Tensor) -> Tensor:
@@ -104,22 +115,37 @@ def rest_stats(
     entropy: bool,
     smoothing: bool,
     columns: int | None = None,
+    class_weights_V: Tensor | None = None,
+    predicted: bool = False,
 ) -> RestStats:
     """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact.
 
     `columns` of the logits are classes, all by default; others are at -inf.
     """
-    m = z_BV.amax(1, keepdim=True)
+    top = None
+    if predicted:
+        m, top = z_BV.max(1, keepdim=True)
+        top = top[:, 0].to(z_BV.dtype)
+    else:
+        m = z_BV.amax(1, keepdim=True)
     m = torch.where(m == -torch.inf, 0.0, m)  # no other column, or none above -inf
     d_BV = block.diff_BV[: z_BV.shape[0]]
     torch.sub(z_BV, m, out=d_BV)
-    sum_d = d_BV.scatter(1, y_B1, 0.0)[:, :columns].sum(1) if smoothing else None
+    sum_d = sum_of_rest(d_BV, y_B1, columns, class_weights_V) if smoothing else None
     e_BV = torch.empty_like(d_BV) if entropy else d_BV
     block.scaled_exp(d_BV, y_B1, 1.0, e_BV)
     sum_ed = d_BV.clamp_(min=FLOOR).mul_(e_BV).sum(1) if entropy else None
     everything = e_BV.sum(1)
     s = e_BV.frac_().sum(1)
-    return RestStats(m[:, 0], (everything - s).round_(), s, sum_ed, sum_d)
+    return RestStats(m[:, 0], (everything - s).round_(), s, sum_ed, sum_d, top)
+
+
+def sum_of_rest(
+    d_BV: Tensor, y_B1: Tensor, columns: int | None, class_weights_V: Tensor | None
+) -> Tensor:
+    """Over the classes other than the target, each times its weight."""
+    rest_BV = d_BV.scatter(1, y_B1, 0.0)[:, :columns]
+    return (rest_BV if class_weights_V is None else rest_BV * class_weights_V).sum(1)
 
 
 def exp_difference(a: Tensor, b: Tensor) -> Tensor:
@@ -140,7 +166,7 @@ def below(rest: RestStats, m: Tensor) -> Tensor:
     return torch.where(rest.ones == 0, 0.0, (rest.m - m).clamp(min=FLOOR))
 
 
-def token_stats(z_y: Tensor, rest: RestStats, vocab_size: int) -> TokenStats:
+def token_stats(z_y: Tensor, rest: RestStats, vocab_size: int, labelled: Labelled) -> TokenStats:
     """Step 5, on vectors of one entry per token."""
     m_rest = torch.where(rest.ones == 0, -torch.inf, rest.m)
     m = torch.maximum(z_y, m_rest)
@@ -163,5 +189,13 @@ def token_stats(z_y: Tensor, rest: RestStats, vocab_size: int) -> TokenStats:
         own_part = torch.where(t == 0, 0.0, t * (z_y - m))
         entropy = log_total - (rest_part + own_part) / total
     if rest.sum_d is not None:
-        mean_logp = (rest.sum_d + (vocab_size - 1) * (rest.m - lse) + logprob) / vocab_size
-    return TokenStats(lse, logprob, p_y, p_rest, entropy, mean_logp, (z_y > m_rest).to(lse.dtype))
+        others = labelled.total - labelled.weight
+        own = labelled.weight * logprob
+        mean_logp = (rest.sum_d + others * (rest.m - lse) + own) / vocab_size
+    predicted = None
+    if rest.top is not None:
+        target = labelled.target.to(lse.dtype)
+        predicted = torch.where(z_y == m_rest, torch.minimum(target, rest.top), rest.top)
+        predicted = torch.where(z_y > m_rest, target, predicted)
+    correct = (z_y > m_rest).to(lse.dtype)
+    return TokenStats(lse, logprob, p_y, p_rest, entropy, mean_logp, correct, predicted)

@@ -21,6 +21,7 @@ __all__ = [
     "check_agreement",
     "check_axis",
     "check_choice",
+    "check_class_weights",
     "check_counted",
     "check_denominator_dtype",
     "check_divisor",
@@ -36,6 +37,7 @@ __all__ = [
     "check_next_token_labels",
     "check_nll",
     "check_placement",
+    "check_reduced",
     "check_replicated",
     "check_same_ranks",
     "check_shard",
@@ -51,7 +53,7 @@ __all__ = [
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # uint64 has ids that no signed index can hold.
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
-OUTPUTS = ("logprobs", "entropy", "lse", "correct")
+OUTPUTS = ("logprobs", "entropy", "lse", "correct", "predicted")
 REDUCTIONS = ("mean", "sum")
 LAYOUTS = ("VH", "HV")
 
@@ -272,6 +274,7 @@ def check_nll(
     bias: Operand | None,
     where: Operand | None,
     token_weights: Operand | None,
+    class_weights: Operand | None,
     ignore_index: object,
     logit_scale: Scalar,
     softcap: Scalar,
@@ -286,11 +289,14 @@ def check_nll(
     weight_layout: str,
     autocast_dtype: str | None = None,
     sharded: bool = False,
+    reduce_hidden_grad: object = True,
+    classes: int | None = None,
 ) -> NLLProblem:
     """Validate one call of `chunked_nll` and say in which dtypes it runs.
 
     `autocast_dtype` is the GEMM dtype that an autocast region asks for, if one is active;
-    `sharded` says that the head is one rank's rows, of which there may be none.
+    `sharded` says that the head is one rank's rows, of which there may be none, of `classes` in
+    all where that is known.
     """
     leading = _check_tokens(hidden, labels, where, ignore_index)
     _floating("weight", weight)
@@ -308,6 +314,18 @@ def check_nll(
         _floating("token_weights", token_weights)
         _per_token("token_weights", token_weights, leading)
         _device("token_weights", token_weights, hidden)
+    if class_weights is not None:
+        _floating("class_weights", class_weights)
+        total = classes if sharded else vocab_size
+        shape = class_weights.shape
+        check_class_weights(shape[0] if len(shape) == 1 else -1, total)
+        _device("class_weights", class_weights, hidden)
+    _flag("reduce_hidden_grad", reduce_hidden_grad)
+    if not reduce_hidden_grad and not sharded:
+        raise ValueError(
+            "`reduce_hidden_grad` must be True without `vocab_parallel`; got False, which leaves "
+            "the sum over vocabulary shards to the model. Leave it out."
+        )
     _scalar("logit_scale", logit_scale, "a finite number or a 0-d array", (), positive=False)
     _scalar(
         "temperature",
@@ -321,8 +339,7 @@ def check_nll(
     if softcap is not None:
         rule = "None, a positive number or a 0-d array"
         _scalar("softcap", softcap, rule, (), positive=True)
-    smoothing_ok = isinstance(label_smoothing, (int, float)) and 0 <= label_smoothing <= 1
-    _number("label_smoothing", label_smoothing, "a number in [0, 1]", ok=smoothing_ok)
+    _smoothing(label_smoothing)
     _scalar("z_loss", z_loss, "a number >= 0 or a 0-d array", (), least=0)
     _choice("reduction", reduction, REDUCTIONS)
     check_outputs(outputs)
@@ -331,6 +348,26 @@ def check_nll(
     return NLLProblem(
         leading, math.prod(leading), vocab_size, hidden.shape[-1], gemm, compute, output
     )
+
+
+def check_reduced(reduce_hidden_grad: object) -> None:
+    """Refuse what JAX's types would not let a gradient be."""
+    if reduce_hidden_grad is False:
+        raise ValueError(
+            "`reduce_hidden_grad` must be True in JAX, where the type of `hidden` says whether its "
+            "gradient is summed over the axis; got False. Leave it out, or pass hidden states that "
+            "vary over the axis (`jax.lax.pcast`)."
+        )
+
+
+def check_class_weights(length: int, vocab_size: int | None) -> None:
+    """Refuse class weights, of one dimension or -1, that are not those of the whole vocabulary."""
+    if length < 0 or vocab_size not in (None, length):
+        came = "another number of dimensions" if length < 0 else f"({length},)"
+        raise ValueError(
+            f"`class_weights` must have shape ({vocab_size or 'vocab'},), one entry for each class "
+            f"of the whole vocabulary, on every rank; got {came}. Pass all of them."
+        )
 
 
 def check_logprobs(
@@ -348,6 +385,7 @@ def check_logprobs(
         weight,
         labels,
         token_weights=None,
+        class_weights=None,
         label_smoothing=0.0,
         z_loss=0.0,
         reduction="sum",
@@ -364,6 +402,7 @@ def check_logits(
     where: Operand | None,
     ignore_index: object,
     temperature: Scalar,
+    label_smoothing: object,
     entropy: object,
     max_chunk_bytes: object,
     vocab_parallel: object,
@@ -378,6 +417,7 @@ def check_logits(
         leading,
         positive=True,
     )
+    _smoothing(label_smoothing)
     _flag("entropy", entropy)
     check_budget(max_chunk_bytes)
     columns = logits.shape[-1]
@@ -500,6 +540,11 @@ def _scalar(
     # No math.isfinite: the compiler traces numbers that it keeps symbolic through this.
     finite = isinstance(value, (int, float)) and least <= value < math.inf and value > -math.inf
     _number(name, value, rule, ok=finite and (_positive(value) or not positive))
+
+
+def _smoothing(value: object) -> None:
+    ok = isinstance(value, (int, float)) and 0 <= value <= 1
+    _number("label_smoothing", value, "a number in [0, 1]", ok=ok)
 
 
 def check_outputs(outputs: object) -> None:

@@ -52,6 +52,7 @@ def chunked_logprobs(
     temperature: Any = 1.0,
     entropy: bool = False,
     vocab_parallel: Any = None,
+    reduce_hidden_grad: bool = True,
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
@@ -91,8 +92,14 @@ def chunked_logprobs(
             `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of
             any sizes, none included, and a DTensor sharded on the vocabulary if you like.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
-            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden; in PyTorch
-            the shards' sizes are exchanged when a head is first seen.
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
+            must be the same travel with the MAX: where ranks differ every one of them raises, or
+            has NaN where reading them would be a device sync (and in JAX).
+        reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
+            False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
+            before the head adds the parts up (Megatron's copy to the tensor-parallel region, a
+            gather of the sequence whose backward is a reduce-scatter): that region would multiply a
+            sum by the number of ranks. Each part is rounded to the dtype of `hidden` first.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
             everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
         max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
@@ -126,6 +133,7 @@ def vocab_parallel_logprobs(
     where: Any = None,
     ignore_index: int = -100,
     temperature: Any = 1.0,
+    label_smoothing: float = 0.0,
     entropy: bool = False,
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
@@ -155,12 +163,14 @@ def vocab_parallel_logprobs(
         where: [...] bool or None; False takes a token out.
         ignore_index: label of tokens to leave out.
         temperature: positive number, 0-d array, or [...] one per token.
+        label_smoothing: eps in [0, 1]. `logprobs` is then the smoothed log-likelihood, whose
+            negative is the loss of torch, optax and `chunked_nll`,
+            (1 - eps) * logprob + (eps / V) * sum_v (z_v - lse).
         entropy: compute the entropy too. Not asked for, it costs nothing.
         max_chunk_bytes: budget of the float32 copy of some rows; None for the default of the
             device.
-        shard: the classes of this rank's columns, on every rank or on none. Without it ranks
-            exchange their numbers of columns in every call, one more collective (in JAX all ranks
-            have as many, and there is nothing to exchange).
+        shard: the classes of this rank's columns, on every rank or on none; every class on one
+            rank. Without it they follow from the numbers of columns, which travel with the MAX.
 
     Returns:
         LogprobOutput, float32 (float64 for float64 logits), never below.

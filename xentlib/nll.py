@@ -32,12 +32,15 @@ class NLLOutput(NamedTuple):
     Attributes:
         loss: [] the reduced loss, float32 (float64 for float64 inputs).
         num_tokens: [] number of valid tokens, int64 in torch, int32 in JAX.
-        weight_sum: [] sum of the weights of the valid tokens; `num_tokens` where there are none.
+        weight_sum: [] sum of the weights of the valid tokens, each times its label's class weight;
+            `num_tokens` where there are none.
         z_loss: [] the part of `loss` that z-loss contributes.
         logprobs: [...] log-probability of each label, or None if not asked for.
         entropy: [...] entropy of each token's distribution in nats, or None.
         lse: [...] log-sum-exp of each token's logits, or None.
         correct: [...] bool, the label's logit is the largest and no other equals it, or None.
+        predicted: [...] the class of the largest logit, the first of several, -1 for tokens that
+            are not valid; int64 in torch, int32 in JAX; or None.
     """
 
     loss: Any
@@ -48,6 +51,7 @@ class NLLOutput(NamedTuple):
     entropy: Any = None
     lse: Any = None
     correct: Any = None
+    predicted: Any = None
 
 
 def chunked_nll(
@@ -58,6 +62,7 @@ def chunked_nll(
     bias: Any = None,
     where: Any = None,
     token_weights: Any = None,
+    class_weights: Any = None,
     ignore_index: int = -100,
     logit_scale: Any = 1.0,
     softcap: Any = None,
@@ -68,6 +73,7 @@ def chunked_nll(
     denominator: Any = None,
     outputs: Sequence[str] = (),
     vocab_parallel: Any = None,
+    reduce_hidden_grad: bool = True,
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
     weight_layout: str = "VH",
@@ -78,8 +84,10 @@ def chunked_nll(
         s = softcap * tanh(logit_scale * x / softcap)      (logit_scale * x without a softcap)
         z = s / temperature
         lse = log sum_v exp(z_v),   logprob = z_y - lse
-        nll = -(1 - eps) * logprob - (eps / V) * sum_v (z_v - lse)
+        nll = -(1 - eps) * c_y * logprob - (eps / V) * sum_v c_v (z_v - lse)
         loss = sum over valid tokens of token_weight * (nll + z_loss * lse^2) / denominator
+
+    with class weights c, 1 where there are none.
 
     A token is valid where its label is not `ignore_index` and `where`, if given, is true. Tokens
     that are not valid are taken out before any arithmetic: inf or NaN there reaches nothing and
@@ -99,26 +107,37 @@ def chunked_nll(
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
         token_weights: [...] floating point or None; may be negative (advantages).
+        class_weights: [V] floating point or None, c in the equations: `weight=` of torch's
+            `cross_entropy`, label smoothing included. Of the whole vocabulary, on every rank.
         ignore_index: label of tokens without a loss.
         logit_scale: number or 0-d array that multiplies the logits.
         softcap: positive number, 0-d array (in PyTorch read by the host), or None.
         temperature: positive number, 0-d array, or [...] one per token.
-        label_smoothing: eps in [0, 1], torch and optax convention: eps / V on every class.
+        label_smoothing: eps in [0, 1], torch and optax convention: eps / V on every class, times
+            its class weight.
         z_loss: coefficient >= 0 of lse^2, a number or a 0-d array (in PyTorch read by the host).
-        reduction: "mean" over the weights of the valid tokens, or "sum".
+        reduction: "mean" over the weights of the valid tokens (each times its label's class
+            weight, as in torch), or "sum".
         denominator: number or 0-d array; if given the loss is the sum divided by it, whatever
             `reduction` says. Pass the token count of the whole window to accumulate micro-batches.
             0 where no token is valid gives 0; with valid tokens it raises wherever it can be read
             without a device sync, and gives inf elsewhere.
-        outputs: any of "logprobs", "entropy", "lse", "correct": per token, without gradient, 0
-            (False) for tokens that are not valid.
+        outputs: any of "logprobs", "entropy", "lse", "correct", "predicted": per token, without
+            gradient, 0 (False, -1) for tokens that are not valid. "predicted" costs vocabulary
+            shards one number more a token and rank.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
             of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding.
             `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of
             any sizes, none included, and a DTensor sharded on the vocabulary if you like.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
-            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden; in PyTorch
-            the shards' sizes are exchanged when a head is first seen.
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
+            must be the same travel with the MAX: where ranks differ every one of them raises, or
+            has NaN where reading them would be a device sync (and in JAX).
+        reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
+            False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
+            before the head adds the parts up (Megatron's copy to the tensor-parallel region, a
+            gather of the sequence whose backward is a reduce-scatter): that region would multiply a
+            sum by the number of ranks. Each part is rounded to the dtype of `hidden` first.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
             everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
         max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.

@@ -28,7 +28,8 @@ Float64 = NDArray[np.float64]
 
 class NLLReference(NamedTuple):
     """Values and gradients in float64. `bound_*` are the running error bounds in units of u;
-    `*magnitude*` are sums of the absolute terms, the scale on which a sum is cancelled."""
+    `*magnitude*` are sums of the absolute terms, the scale on which a sum is cancelled; `margin` is
+    by how much the largest logit is larger than any other, in units of the larger one."""
 
     loss: Float64
     num_tokens: int
@@ -38,6 +39,8 @@ class NLLReference(NamedTuple):
     entropy: Float64
     lse: Float64
     correct: NDArray[np.bool_]
+    predicted: NDArray[np.int64]
+    margin: Float64
     d_hidden: Float64
     d_weight: Float64
     d_bias: Float64
@@ -98,6 +101,21 @@ class _Softmax(NamedTuple):
         rest = np.where(self.onehot == 1, -np.inf, self.z).max(axis=1)
         found: NDArray[np.bool_] = (self.z_y > rest) & self.valid
         return found
+
+    @property
+    def predicted(self) -> NDArray[np.int64]:
+        """The first of the largest, -1 for tokens that are not valid."""
+        return np.where(self.valid, self.z.argmax(axis=1), -1).reshape(self.leading)
+
+    @property
+    def margin(self) -> Float64:
+        if self.z.shape[1] < 2:
+            return np.full(self.leading, np.inf)
+        second, first = np.partition(self.z, -2, axis=1)[:, -2:].T
+        with np.errstate(invalid="ignore"):
+            size = np.maximum(np.maximum(np.abs(first), np.abs(second)), 1e-300)
+            gap: Float64 = (first - second) / size
+        return gap.reshape(self.leading)
 
     @property
     def p_error(self) -> Float64:
@@ -264,6 +282,7 @@ def nll_reference(
     bias: Any = None,
     where: Any = None,
     token_weights: Any = None,
+    class_weights: Any = None,
     ignore_index: int = -100,
     logit_scale: Any = 1.0,
     softcap: float | None = None,
@@ -289,16 +308,18 @@ def nll_reference(
     )  # fmt: skip
     num_tokens, vocab_size = s.z.shape
     rows, y_N = np.arange(num_tokens), s.onehot.argmax(axis=1)
+    c_V = np.ones(vocab_size) if class_weights is None else _f64(class_weights)
+    c_y, total = c_V[y_N], c_V.sum()
     smooth = np.zeros(num_tokens)
     if label_smoothing:
         with np.errstate(invalid="ignore"):
-            smooth = (s.z - s.lse[:, None]).mean(axis=1)
-    nll = -(1 - label_smoothing) * s.logprob - label_smoothing * smooth
+            smooth = ((s.z - s.lse[:, None]) * c_V).mean(axis=1)
+    nll = -(1 - label_smoothing) * c_y * s.logprob - label_smoothing * smooth
     z_term = z_loss * s.lse * s.lse
     weights = np.ones(num_tokens) if token_weights is None else _f64(token_weights).reshape(-1)
     weights = np.where(s.valid, weights, 0.0)
     count = int(s.valid.sum())
-    weight_sum = weights.sum()
+    weight_sum = (weights * c_y).sum()
     if denominator is not None:
         divisor = float(_f64(denominator))
     else:
@@ -310,12 +331,14 @@ def nll_reference(
         return np.where(s.valid, value, 0.0)
 
     terms = masked(weights * (nll + z_term)) / divisor
-    slope = 1 + 2 * z_loss * s.lse
     uniform = label_smoothing / vocab_size
-    dz = s.p * slope[:, None] - uniform
-    dz[rows, y_N] = 2 * z_loss * s.lse + label_smoothing - uniform - slope * s.p_rest
-    slope_error = (2 * z_loss * (s.expected_a[:, 0] + np.abs(s.lse)))[:, None]
-    bz = np.abs(slope)[:, None] * s.p_error + s.p * slope_error + 2 * uniform
+    slope = (1 - label_smoothing) * c_y + uniform * total + 2 * z_loss * s.lse
+    dz = s.p * slope[:, None] - uniform * c_V
+    dz[rows, y_N] = 2 * z_loss * s.lse + uniform * (total - c_y) - slope * s.p_rest
+    slope_error = 2 * z_loss * (s.expected_a[:, 0] + np.abs(s.lse))
+    if class_weights is not None:
+        slope_error = slope_error + 3 * np.abs(slope)
+    bz = np.abs(slope)[:, None] * s.p_error + s.p * slope_error[:, None] + 2 * uniform * c_V
     factor = (weights / divisor * upstream)[:, None]
     gradients = _gradients(s, factor * dz, np.abs(factor) * bz, dz_dtype, upstream, factor[:, 0])
     return NLLReference(
@@ -327,6 +350,8 @@ def nll_reference(
         entropy=s.per_token(s.entropy),
         lse=s.per_token(s.lse),
         correct=s.correct.reshape(s.leading),
+        predicted=s.predicted,
+        margin=s.margin,
         loss_magnitude=np.asarray(np.abs(terms).sum()),
         **gradients._asdict(),
     )
@@ -346,6 +371,7 @@ def logprobs_reference(
     d_logprobs: Any = 0.0,
     d_entropy: Any = 0.0,
     d_lse: Any = 0.0,
+    label_smoothing: float = 0.0,
     dz_dtype: str = "float64",
     weight_layout: str = "VH",
 ) -> LogprobReference:
@@ -360,6 +386,7 @@ def logprobs_reference(
         d_logprobs: upstream gradient of the log-probabilities, a number or one for each token.
         d_entropy: the same of the entropies.
         d_lse: the same of the log-sum-exps.
+        label_smoothing: of `vocab_parallel_logprobs`.
         dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5).
     """
     s = _softmax(
@@ -381,15 +408,23 @@ def logprobs_reference(
     dz[rows, y_N] = g_logprob[:, 0] * s.p_rest + p_y * (
         g_lse[:, 0] - g_entropy[:, 0] * above[rows, y_N]
     )
+    logprob, uniform = s.logprob, label_smoothing / s.z.shape[1]
+    if label_smoothing:
+        with np.errstate(invalid="ignore"):
+            smooth = (s.z - s.lse[:, None]).mean(axis=1)
+        logprob = (1 - label_smoothing) * logprob + label_smoothing * smooth
+        dz += g_logprob * uniform
+        dz[rows, y_N] -= g_logprob[:, 0] * label_smoothing
     step = s.a + s.expected_a + s.distance + np.abs(s.lse)[:, None] + 2
     entropy_error = (s.p * step * (s.distance + 1)).sum(axis=1) + np.abs(s.log_total) + s.entropy
     bz = (np.abs(g_logprob) + np.abs(g_lse)) * s.p_error + np.abs(g_entropy) * s.p * (
         np.abs(above) * step + step + entropy_error[:, None]
     )
+    bz += 2 * np.abs(g_logprob) * (uniform + label_smoothing * s.onehot)
     factor = sum(np.abs(g)[:, 0] for g in (g_logprob, g_entropy, g_lse))
     gradients = _gradients(s, dz, bz, dz_dtype, 1.0, np.asarray(factor))
     return LogprobReference(
-        logprobs=s.per_token(s.logprob),
+        logprobs=s.per_token(logprob),
         entropy=s.per_token(s.entropy),
         lse=s.per_token(s.lse),
         correct=s.correct.reshape(s.leading),

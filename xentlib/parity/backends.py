@@ -37,6 +37,7 @@ class Outcome(NamedTuple):
     entropy: Array | None
     lse: Array | None
     correct: Array | None
+    predicted: Array | None
     d_hidden: Array | None = None
     d_weight: Array | None = None
     d_bias: Array | None = None
@@ -248,13 +249,16 @@ def _run_torch(problem: Problem, keywords: dict[str, Any], gradient: bool) -> Ou
         bias=leaves[2],
         where=cross(problem.where),
         token_weights=cross(problem.token_weights),
+        class_weights=cross(problem.class_weights),
         **{name: cross(value) for name, value in keywords.items()},
     )
     grads: list[Any] = [None, None, None]
     if gradient:
         result.loss.backward(torch.tensor(problem.upstream, dtype=result.loss.dtype))
         grads = [None if leaf is None else leaf.grad for leaf in leaves]
-    return _outcome([None if x is None else x.detach() for x in result], grads)
+    return _outcome(
+        {k: None if x is None else x.detach() for k, x in result._asdict().items()}, grads
+    )
 
 
 def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool, wrap: Wrap) -> Outcome:
@@ -274,6 +278,7 @@ def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool, wrap: W
         constants = {name: cross(value) for name, value in keywords.items()}
         labels = cross(problem.labels)
         where, token_weights = cross(problem.where), cross(problem.token_weights)
+        class_weights = cross(problem.class_weights)
 
         def loss(hidden: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
             result = chunked_nll(
@@ -283,6 +288,7 @@ def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool, wrap: W
                 bias=bias,
                 where=where,
                 token_weights=token_weights,
+                class_weights=class_weights,
                 **constants,
             )
             return result.loss, result
@@ -295,7 +301,8 @@ def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool, wrap: W
             grads = pull(jax.numpy.asarray(problem.upstream, value.dtype))
         else:
             _, result = call(*leaves)
-        return _outcome(_gathered([*result], wrap), _gathered([*grads], wrap))
+        values = dict(zip(result._fields, _gathered([*result], wrap), strict=True))
+        return _outcome(values, _gathered([*grads], wrap))
 
 
 def _gathered(values: list[Any], wrap: Wrap) -> list[Any]:
@@ -310,5 +317,9 @@ def _crossed(values: list[Any]) -> list[Any]:
     return [None if x is None else np.array(to_numpy(x)) for x in values]
 
 
-def _outcome(values: list[Any], grads: list[Any]) -> Outcome:
-    return Outcome(*_crossed([*values, *grads]))
+def _outcome(values: dict[str, Any], grads: list[Any]) -> Outcome:
+    names = Outcome._fields[: -len(GRADIENTS)]
+    found = Outcome(*_crossed([*(values[name] for name in names), *grads]))
+    if found.predicted is None:
+        return found
+    return found._replace(predicted=found.predicted.astype(np.int64))  # int32 in JAX

@@ -52,6 +52,15 @@ GRID = (
     Case("all-ignored", 64, 32, 257, std=1.0, ignored=1.0),
     Case("one-token", 1, 32, 257, std=1.0, ignored=0.0),
     Case("one-class", 64, 32, 1, std=1.0, ignored=0.0),
+    Case(
+        "class-weights",
+        131,
+        48,
+        1009,
+        class_weights=True,
+        token_weights=True,
+        options={"label_smoothing": 0.1, "z_loss": 1e-3},
+    ),
     # Half of the logits are so far into the cap that 1 - tanh^2 has no digit left.
     Case("saturated", 61, 64, 1009, std=9.0, options={"softcap": 0.7}),
     Case("large", 1024, 256, 8192, std=1.0),
@@ -105,6 +114,15 @@ AUDIT = (
     ),
     Case("audit-fp16", 512, 64, 2053, std=3.0, dtype="float16"),
     Case("audit-fp16-options", 257, 64, 2053, dtype="float16", options=OPTIONS, **EXTRAS),
+    Case(
+        "audit-class-weights",
+        256,
+        64,
+        2053,
+        class_weights=True,
+        dtype="bfloat16",
+        options={"label_smoothing": 0.2},
+    ),
     Case("audit-saturated", 64, 64, 2053, std=32.0, options={"softcap": 0.7}),
     # Every gradient is subnormal in float16.
     Case("audit-fp16-small", 512, 64, 2053, dtype="float16", options={"denominator": 1e5}),

@@ -227,6 +227,10 @@ def _exact(
         **details,
     )
     findings.check("A0", outcome.correct, reference.correct, quantity="correct", **details)
+    sure = ~(reference.margin < 2.0**-16)  # closer logits are equal in float32, or the other way
+    assert outcome.predicted is not None
+    predicted = np.where(sure, outcome.predicted, 0), np.where(sure, reference.predicted, 0)
+    findings.check("A0", *predicted, quantity="predicted", **details)
     rows = outcome.gradients()["d_hidden"][~problem.valid]
     findings.check("A0", rows, np.zeros_like(rows), quantity="d hidden of invalid rows", **details)
     per_token = [getattr(outcome, name) for name in ("logprobs", "entropy", "lse")]
@@ -316,7 +320,7 @@ def _logits(findings: Findings, item: tuple[str, Array, Array]) -> None:
 
 def _chunks(findings: Findings, problem: Problem) -> None:
     """A10: per-token outputs and d hidden under chunks of 8 rows and more."""
-    names = ("logprobs", "entropy", "lse", "correct", "d_hidden")
+    names = ("logprobs", "entropy", "lse", "correct", "predicted", "d_hidden")
     for backend in findings.backends:
         whole = run(backend, problem)
         for chunk in chunks_of(backend):

@@ -22,7 +22,7 @@ from xentlib.ulp import dtype_named
 __all__ = ["Case", "Problem", "Upstream", "build", "logits_problem", "upstream_of"]
 
 Array = npt.NDArray[Any]
-ARRAY_ARGUMENTS = ("bias", "where", "token_weights")
+ARRAY_ARGUMENTS = ("bias", "where", "token_weights", "class_weights")
 LOSS_OPTIONS = ("label_smoothing", "z_loss", "reduction", "denominator")
 
 
@@ -48,6 +48,7 @@ class Case:
     bias: bool = True
     where: bool = False
     token_weights: bool = False
+    class_weights: bool = False
     token_temperature: bool = False
     layout: str = "VH"
     dtype: str = "float32"
@@ -73,6 +74,7 @@ class Problem:
     bias: Array | None = None
     where: Array | None = None
     token_weights: Array | None = None
+    class_weights: Array | None = None
     options: dict[str, Any] = field(default_factory=dict)
     upstream: float = 1.0
     text: str = ""
@@ -88,6 +90,7 @@ class Problem:
             bias=self.bias,
             where=self.where,
             token_weights=self.token_weights,
+            class_weights=self.class_weights,
             upstream=self.upstream,
             dz_dtype=dz_dtype,
             **self.options,
@@ -147,10 +150,13 @@ def build(case: Case, seed: int) -> Problem:
         bias if case.bias else None,
         rng.random(case.tokens) < 0.8 if case.where else None,
         rng.standard_normal(case.tokens).astype(np.float32) + 1.5 if case.token_weights else None,
-        options,
+        options=options,
         # A float32, so that both backends and the oracle multiply by the same number.
-        float(np.float32(rng.choice([-1, 1]) * rng.uniform(0.3, 3.0))),
-        case.text,
+        upstream=float(np.float32(rng.choice([-1, 1]) * rng.uniform(0.3, 3.0))),
+        text=case.text,
+        class_weights=rng.uniform(0.1, 2.0, case.vocab).astype(np.float32)
+        if case.class_weights
+        else None,
     )
 
 
