@@ -293,7 +293,7 @@ def _nll_anywhere(options: Options, *arrays: Any) -> NLLOutput:
     """On arrays with any leading dimensions, or this device's part of them."""
     result = _nll_jit(options, *flat(arrays))
     leading = arrays[2].shape
-    return NLLOutput(*result[:4], *(jnp.reshape(x, leading) for x in result[4:]))
+    return NLLOutput(*result[:4], *(jnp.reshape(x, leading) for x in result[4:9]))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -395,6 +395,10 @@ def chunked_nll(
     )
     result = _nll_over_mesh(options, place, *arrays) if place else _nll_anywhere(options, *arrays)
     per_token = {name: getattr(result, name) if name in outputs else None for name in OUTPUTS}
+    divisor = arrays[-1].denominator
+    if divisor is None and reduction == "mean":
+        divisor = result.weight_sum
+    per_token["denominator"] = divisor
     scalars = jax.tree.map(lax.stop_gradient, result[1:4])
     return NLLOutput(result.loss, *scalars, **jax.tree.map(lax.stop_gradient, per_token))
 

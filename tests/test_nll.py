@@ -8,6 +8,7 @@ of the definition keeps away; its docstring names the line whose removal it catc
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,37 @@ def test_nothing_to_do(backend: str) -> None:
     assert outcome.loss == 0
     for got in outcome.gradients().values():
         assert not failures(check("A0", got, np.zeros_like(got)))
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_an_output_says_what_it_was_divided_by(backend: str, traced: bool) -> None:
+    """Nothing for a sum, and through a compiler too: `TokenNormalizer` refuses the others by it."""
+    rng = np.random.default_rng(0)
+    hidden, weight = (rng.standard_normal((n, 8), np.float32) for n in (5, 7))
+    labels, weights = np.array([3, -100, 6, 0, 2]), np.float32([0.5, 8, 1, 2, 0.25])
+    ours = __import__(f"xentlib.{backend}", fromlist=["_"])
+    array, trace = np.asarray, lambda call: call
+    if backend == "torch":
+        import torch
+
+        array = torch.tensor
+        trace = partial(torch.compile, backend="aot_eager") if traced else trace
+    elif traced:
+        import jax
+
+        trace = jax.jit
+    arrays = [array(x) for x in (hidden, weight, labels)]
+
+    def divided(**how: Any) -> Any:
+        out = trace(lambda *given: ours.chunked_nll(*given, **how))(*arrays)
+        return None if out.denominator is None else float(out.denominator)
+
+    assert divided() == 4
+    assert divided(token_weights=array(weights)) == 3.75
+    assert divided(reduction="sum") is None
+    for reduction in ("sum", "mean"):
+        assert divided(denominator=9, reduction=reduction) == 9
+        assert divided(denominator=array(2.5), reduction=reduction) == 2.5
 
 
 @pytest.mark.parametrize("infinite", [1, 16])

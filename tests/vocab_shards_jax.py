@@ -64,7 +64,9 @@ def value(kind: str, parallel: Any, options: dict, leaves: tuple, rest: dict) ->
     inputs, upstream = (*leaves[:2], rest.pop("labels")), rest.pop("upstream")
     if kind == "nll":
         out = chunked_nll(*inputs, outputs=OUTPUTS, **rest, **options)
-        return upstream * out.loss, out._asdict()
+        values = out._asdict()
+        del values["denominator"]  # the weights' sum once more
+        return upstream * out.loss, values
     out = chunked_logprobs(*inputs, entropy=True, **rest, **options)
     return sum((g.astype(x.dtype) * x).sum() for g, x in zip(upstream, out)), out._asdict()
 

@@ -279,7 +279,7 @@ def nll_op(*arguments: Any) -> tuple[Tensor, ...]:
     call, loss = HeadCall(*arguments[:CALL]), Loss(*arguments[CALL:])
     with torch.autocast(call.hidden.device.type, enabled=False):
         output, gradients, valid_N = over_shards(lambda: nll_forward(call, loss))
-    return (*output, *gradients, valid_N)
+    return (*output[:9], *gradients, valid_N)
 
 
 @nll_op.register_fake
@@ -439,11 +439,12 @@ def chunked_nll(
         weight_layout=weight_layout,
         reduce_hidden=reduce_hidden_grad,
     )
+    divisor = as_tensor(denominator, None, hidden, call.compute_dtype)
     results = nll_op(
         *call,
         None if token_weights is None else token_weights.reshape(-1),
         class_weights,
-        as_tensor(denominator, None, hidden, call.compute_dtype),
+        divisor,
         float(label_smoothing),
         float(z_loss),
         reduction == "mean",
@@ -457,7 +458,9 @@ def chunked_nll(
         name: value.reshape(problem.leading) if name in outputs else None
         for name, value in zip(OUTPUTS, results[4:9], strict=True)
     }
-    return NLLOutput(loss, num_tokens, weight_sum, z_term, **per_token)
+    if divisor is None and reduction == "mean":
+        divisor = weight_sum
+    return NLLOutput(loss, num_tokens, weight_sum, z_term, **per_token, denominator=divisor)
 
 
 chunked_nll.__doc__ = spec.chunked_nll.__doc__

@@ -41,6 +41,8 @@ class NLLOutput(NamedTuple):
         correct: [...] bool, the label's logit is the largest and no other equals it, or None.
         predicted: [...] the class of the largest logit, the first of several, -1 for tokens that
             are not valid; int64 in torch, int32 in JAX; or None.
+        denominator: [] what the sum was divided by: `weight_sum` for a mean, or the argument; None
+            for a sum. `TokenNormalizer` takes sums, and looks here.
     """
 
     loss: Any
@@ -52,6 +54,7 @@ class NLLOutput(NamedTuple):
     lse: Any = None
     correct: Any = None
     predicted: Any = None
+    denominator: Any = None
 
 
 def chunked_nll(
