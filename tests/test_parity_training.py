@@ -317,7 +317,8 @@ def forget_ignored(xt):
     def change(window):
         right, labels = window.backward, window.declared[0]
         window.declared = ([y.clamp(min=0) for y in labels], *window.declared[1:])
-        window.backward = lambda out: right(out.loss)  # nobody compares the counts
+        # The same in each loss, so that the counts agree.
+        window.backward = lambda out: right(out.loss, labels[window.seen].numel())
 
     return with_window(xt, change)
 

@@ -30,7 +30,13 @@ pytestmark = pytest.mark.torch
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from test_accumulate import H, N, V, net, token_losses  # noqa: E402
-from xentlib.torch import NLLHead, TokenNormalizer, chunked_nll  # noqa: E402
+from xentlib.torch import (  # noqa: E402
+    NLLHead,
+    NLLOutput,
+    TokenNormalizer,
+    accumulate,
+    chunked_nll,
+)
 
 
 def normalizer(**options: Any) -> tuple[Any, Any]:
@@ -116,7 +122,7 @@ MISUSE: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "bf16": (
         lambda window, model, x, y: window.backward(token_losses(model(x), y).sum().bfloat16()),
         TypeError,
-        r"`loss` must be float32 or float64; got bfloat16.*Take the sum of `losses.float\(\)`",
+        r"`loss` must be float32 or float64; got bfloat16.*Add up the losses in float32",
     ),
 }
 
@@ -144,8 +150,9 @@ def test_arguments_of_a_window() -> None:
     _, late = normalizer(mode="postscale")
     with pytest.raises(ValueError, match="`labels` must be left out in a window that counts at"):
         late.window(labels=[])
-    with pytest.raises(ValueError, match="`num_tokens` must be given in a window that counts at"):
-        attempt(late, model, [batch_of(0)], lambda w, m, x, y: w.backward(m(x).sum()))
+    for some in (late, norm):
+        with pytest.raises(ValueError, match=r"`num_tokens` must be given with a loss that is no"):
+            attempt(some, model, [batch_of(0)], lambda w, m, x, y: w.backward(m(x).sum()))
     window = run(norm, model, [batch_of(0)])
     with pytest.raises(WindowStateError, match=r"`window.backward` needs a window that is open"):
         window.backward(torch.zeros((), requires_grad=True))
@@ -160,18 +167,214 @@ def test_a_count_that_is_not_what_the_loss_saw() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_mean_is_refused() -> None:
-    """`chunked_nll`'s default; a mean of means that nothing else would show."""
+def saying(loss: float, count: Any) -> Callable[..., None]:
+    """A backward of a loss of that value, with that count."""
+
+    def body(window: Any, model: Any, x: Any, y: Any) -> None:
+        window.backward(model(x).sum() * 0.0 + loss, count)
+
+    return body
+
+
+def test_tokens_are_compared_exactly() -> None:
+    """One of three million, and beyond what float32 holds; weights as their sums are rounded."""
+    model, norm = normalizer()
+    many = torch.zeros(3_000_000, dtype=torch.int8)
+    x, _ = batch_of(0)
+    with pytest.raises(CountMismatchError, match=r"got 3000000 valid.*declared and 2999999 in the"):
+        attempt(norm, model, [(x, many)], saying(1.0, 2_999_999))
+    attempt(norm, model, [(x, many)], saying(1.0, 3_000_000))
+    most = torch.zeros(2**24 + 1, dtype=torch.int8)
+
+    def counted(window: Any, model: Any, x: Any, y: Any, number: int = 2**24 + 1) -> None:
+        sums = torch.tensor(number), torch.tensor(float(number)), torch.zeros(())
+        window.backward(NLLOutput(model(x).sum(), *sums))
+
+    attempt(norm, model, [(x, most)], counted)
+    with pytest.raises(CountMismatchError, match="16777217 valid tokens declared and 16777216 in"):
+        attempt(norm, model, [(x, most)], partial(counted, number=2**24))
+    tiny = {"token_weights": [torch.full((10,), 1e-9)]}
+    y = torch.zeros(10, dtype=torch.int64)
+    attempt(norm, model, [(x, y)], saying(1.0, 1e-8), **tiny)
+    with pytest.raises(CountMismatchError):
+        attempt(norm, model, [(x, y)], saying(1.0, 0.9e-8), **tiny)
+
+
+@pytest.mark.parametrize(("dtype", "label", "ignored"), [("uint8", 156, -100), ("int8", -100, 156)])
+def test_labels_of_8_bits_are_compared_as_numbers(dtype: str, label: int, ignored: int) -> None:
+    """156 and -100 are the same 8 bits."""
+    model, norm = normalizer()
+    y = torch.tensor([label, 3, 5], dtype=getattr(torch, dtype))
+    window = attempt(norm, model, [(batch_of(0)[0], y)], saying(1.0, 3), ignore_index=ignored)
+    assert int(window.stats.num_tokens) == 3
+
+
+IMPOSSIBLE: dict[str, tuple[Any, type[Exception], str]] = {
+    "none": (
+        saying(2.5, 0),
+        ValueError,
+        r"number of tokens that the loss is the sum.*got 0 and.*2.5",
+    ),
+    "negative": (saying(2.5, -3), ValueError, "`num_tokens` must be the number.*0 or more; got -3"),
+    "a row": (
+        saying(2.5, torch.ones(4)),
+        ValueError,
+        r"`num_tokens` must be one number.*got shape \(4,\). Add it up",
+    ),
+    "NaN": (saying(2.5, float("nan")), ValueError, "`num_tokens` must be finite; got nan"),
+    "16 bits": (
+        saying(2.5, torch.tensor(257, dtype=torch.bfloat16)),
+        TypeError,
+        "`num_tokens` must be a number, an integer or float32; got bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_counts_that_a_loss_cannot_have(name: str, mode: str) -> None:
+    """Whatever reading a number costs nothing, as on a CPU, or its type says."""
+    body, error, said = IMPOSSIBLE[name]
+    model, norm = normalizer(mode=mode)
+    with pytest.raises(error, match=said):
+        attempt(norm, model, [batch_of(0)], body)
+    with pytest.raises(
+        TypeError, match=r"`labels` must be integers; got bool. Pass the labels, not"
+    ):
+        TokenNormalizer(model).window(labels=[batch_of(0)[1] > 3]).__enter__()
+
+
+def mean_of(model: Any, x: Any, y: Any, **how: Any) -> Any:
+    return chunked_nll(model[0](x), model[1].weight, y, bias=model[1].bias, **how)
+
+
+def compiled(model: Any, x: Any, y: Any) -> Any:
+    return torch.compile(mean_of, backend="aot_eager")(model, x, y)
+
+
+def checkpointed(model: Any, x: Any, y: Any) -> Any:
+    def loss(hidden: Any) -> Any:
+        return chunked_nll(hidden, model[1].weight, y, bias=model[1].bias).loss
+
+    return torch.utils.checkpoint.checkpoint(loss, model[0](x), use_reentrant=True)
+
+
+MEANS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "the output": lambda *given: (mean_of(*given),),
+    "another denominator": lambda *given: (mean_of(*given, denominator=5.0, reduction="sum"),),
+    "changed": lambda *given: (changed(mean_of(*given)),),
+    "compiled": lambda *given: (compiled(*given),),
+    "compiled, changed": lambda *given: (changed(compiled(*given)),),
+    "its loss": lambda *given: (mean_of(*given).loss, N),
+    "its loss alone": lambda *given: (mean_of(*given).loss,),
+    "its loss, changed": lambda *given: (mean_of(*given).loss + 0.0,),
+    "compiled, its loss": lambda *given: (compiled(*given).loss,),
+    "checkpointed": lambda *given: (checkpointed(*given),),
+}
+
+
+def changed(out: Any) -> Any:
+    return out._replace(loss=out.loss + 0.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_refused(name: str, mode: str) -> None:
+    """`chunked_nll`'s default; a mean of means that nothing else would show. An `NLLOutput` says
+    so, whatever its loss has gone through; a bare loss of which nobody knows has to say what it is
+    the sum of."""
+    model, norm = normalizer(mode=mode)
+
+    def body(window: Any, *given: Any) -> None:
+        window.backward(*MEANS[name](*given))
+
+    said = r"must be a sum over tokens.*Pass reduction='sum'|`num_tokens` must be given with a loss"
+    with pytest.raises(ValueError, match=said):
+        attempt(norm, model, [batch_of(0)], body)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_loss_that_is_said_to_be_divided() -> None:
+    """By `window.denominator`, and nothing else: the output says by what."""
+    model, norm = normalizer()
+    batches = [batch_of(0), batch_of(1, 3)]
+
+    def divided(
+        window: Any, model: Any, x: Any, y: Any, by: float | None = 1.0, **how: Any
+    ) -> None:
+        if by is not None:
+            how["denominator"] = window.denominator * by
+        window.backward(mean_of(model, x, y, **how), normalized=True)
+
+    attempt(norm, model, batches, divided)
+    got = gradients(model)
+    model.zero_grad()
+    run(norm, model, batches)
+    for g, p in zip(got, model.parameters(), strict=True):
+        assert not failures(check("A9", g.numpy(), p.grad.numpy(), metrics=("rho / u",)))
+    for wrong in (
+        partial(divided, by=2.0),
+        partial(divided, by=None),
+        partial(divided, by=None, reduction="sum"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"must have been divided by `window.denominator` with"
+        ):
+            attempt(norm, model, batches, wrong)
+
+
+def test_a_denominator_that_nobody_reads_shows(monkeypatch: Any) -> None:
+    """NaN, where reading it would be a wait."""
+    monkeypatch.setattr(accumulate, "known", lambda x: None)
     model, norm = normalizer()
 
-    def body(window: Any, model: Any, x: Any, y: Any, **how: Any) -> None:
-        out = chunked_nll(model[0](x), model[1].weight, y, bias=model[1].bias, **how)
-        window.backward(out.loss if how else out)
+    def wrong(window: Any, model: Any, x: Any, y: Any) -> None:
+        window.backward(mean_of(model, x, y), normalized=True)
 
-    for body_of in (body, partial(body, denominator=5.0, reduction="sum")):
-        with pytest.raises(ValueError, match=r"must be a sum over tokens.*Pass reduction='sum'"):
-            attempt(norm, model, [batch_of(0)], body_of)
-    assert all(p.grad is None for p in model.parameters())
+    window = attempt(norm, model, [batch_of(0), batch_of(1, 3)], wrong)
+    assert torch.isnan(window.stats.loss)
+    assert all(torch.isnan(g).all() for g in gradients(model))
+
+
+def test_a_bare_loss_that_is_a_sum() -> None:
+    """With its count, compiled or not."""
+    model, norm = normalizer()
+    batches = [batch_of(0), batch_of(1, 3)]
+    run(norm, model, batches)
+    want = gradients(model)
+    for through in (mean_of, torch.compile(mean_of, backend="aot_eager")):
+        for bare in (True, False):
+            model.zero_grad()
+
+            def body(window: Any, *given: Any, through: Any = through, bare: bool = bare) -> None:
+                out = through(*given, reduction="sum")
+                assert out.denominator is None
+                window.backward(*((out.loss, out.num_tokens) if bare else (out,)))
+
+            attempt(norm, model, batches, body)
+            for g, w in zip(gradients(model), want, strict=True):
+                assert not failures(check("A9", g.numpy(), w.numpy(), metrics=("rho / u",)))
+
+
+def test_an_exception_takes_out_the_window_s_gradients_alone() -> None:
+    """Those from before are what they were, to the bit; a parameter without any has none again."""
+    model, norm = normalizer()
+    model[0].weight.grad = torch.randn(H, H)
+    before = model[0].weight.grad.clone()
+    batches = [batch_of(0), batch_of(1)]
+    with pytest.raises(RuntimeError, match="in the middle"):
+        attempt(norm, model, batches, raising)
+    assert torch.equal(model[0].weight.grad, before)
+    assert [p.grad is None for p in model.parameters()] == [False, True, True, True]
+    with pytest.raises(CountMismatchError):  # at the end, after all backwards
+        run(norm, model, batches, labels=[batches[0][1], batches[0][1][:3]])
+    assert torch.equal(model[0].weight.grad, before)
+    run(norm, model, batches)
+    window = model[0].weight.grad - before
+    model.zero_grad()
+    run(norm, model, batches)
+    error = (window - model[0].weight.grad).abs() / before.abs().clamp(min=1.0)
+    assert error.max() < 2.0**-23  # a difference, of its rounding
 
 
 def test_gradients_that_are_there_are_not_scaled_again() -> None:
@@ -296,17 +499,27 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_host_reads_nothing(mode: str) -> None:
-    """SPEC 7: statistics stay on the device until somebody asks. What a CPU may check for nothing,
-    the declared count, is left out."""
+def test_the_host_reads_nothing(mode: str, monkeypatch: Any) -> None:
+    """Statistics stay on the device until somebody asks: but for what is `known` on a CPU, and
+    checked there."""
+    monkeypatch.setattr(accumulate, "known", lambda x: None)
     model, norm = normalizer(mode=mode)
+    head = NLLHead.from_linear(model[1])
+    x, y = batch_of(2, 7)
     with Reads() as reads:
         window = run(norm, model, [batch_of(0), batch_of(1, 3)])
         before = reads.number
         assert float(window.stats.num_tokens) == 13
-    checked = 1 if mode == "precount" else 0
-    assert before == checked
-    assert reads.number == before + 1
+    assert (before, reads.number) == (0, 1)
+    if mode == "precount":
+        with norm.window(labels=[y]) as window:
+            for _ in window.micro_batches([None]):
+                out = head(model[0](x), y, denominator=window.denominator)
+                with Reads() as reads:  # not those of `chunked_nll` and its backward
+                    window.backward(
+                        out._replace(loss=out.loss.detach().requires_grad_()), None, normalized=True
+                    )
+        assert reads.number == 0
 
 
 def test_an_nll_output_brings_its_count() -> None:
@@ -350,7 +563,7 @@ def test_a_loss_scale_and_many_tokens() -> None:
     with norm.window(labels=[y, many]) as window:
         for a, b in window.micro_batches([(x, y), (x, many)]):
             loss = token_losses(model(a), y).sum()
-            window.backward(loss * (1.0 if b is y else 0.0))
+            window.backward(loss * (1.0 if b is y else 0.0), (b != -100).sum())
     assert int(window.stats.num_tokens) == 2**24 + 11
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler.unscale_(optimizer)
@@ -361,17 +574,13 @@ def test_a_loss_scale_and_many_tokens() -> None:
 
 
 def test_as_many_batches_as_labels() -> None:
-    """Even where no loss says how many tokens it saw."""
+    """What is said is their number, whatever their tokens."""
     model, norm = normalizer()
     batches = [batch_of(0), batch_of(1)]
     labels = [y for _, y in batches]
     for handed in ([*batches, batch_of(2)], batches[:1]):
         with pytest.raises(CountMismatchError, match=r"as many as `labels`.*labels of 2"):
-            attempt(norm, model, handed, silent, labels=labels)
-
-
-def silent(window: Any, model: Any, x: Any, y: Any) -> None:
-    window.backward(token_losses(model(x), y).sum())
+            run(norm, model, handed, labels=labels)
 
 
 def test_the_factor_of_a_low_precision_gradient_is_not_rounded() -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ranks import launch
-from xentlib.accumulate import UnsupportedWrapperError
+from xentlib.accumulate import UnsupportedWrapperError, WindowStateError
 from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from test_accumulate import H, N, V, net, token_losses  # noqa: E402
-from test_windows import attempt, batch_of, one, run  # noqa: E402
-from xentlib.torch import TokenNormalizer, next_token_labels  # noqa: E402
+from test_windows import attempt, batch_of, one, raising, run  # noqa: E402
+from xentlib.torch import NLLHead, TokenNormalizer, next_token_labels  # noqa: E402
 
 
 def of_one_batch(batches: list[Any]) -> list[Any]:
@@ -53,8 +54,14 @@ def uneven(rank: int, world: int) -> dict[str, Any]:
     window = run(norm, model, mine, uneven=True)
     found["uneven"] = [p.grad.clone().numpy() for p in model.parameters()]
     model.zero_grad()
-    # A rank without any.
-    run(norm, model, mine if rank else [], uneven=True, filler=batch_of(9))
+    # A rank without any, whose filler is what memory held.
+    run(
+        norm,
+        model,
+        mine if rank else [],
+        uneven=True,
+        filler=(batch_of(9)[0] * torch.nan, batch_of(9)[1]),
+    )
     found["none"] = [p.grad.clone().numpy() for p in model.parameters()]
     found["micro-batches"] = window.stats.micro_batches
     model.zero_grad()
@@ -130,20 +137,35 @@ def accelerated(rank: int, world: int) -> list[Any]:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     norm = TokenNormalizer(model, accelerator=accelerator)
     before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        attempt(norm, model, [batch_of(0), batch_of(1)], raising)
+    assert all((p.grad == 1).all() for p in model.parameters())
+    optimizer.zero_grad()
     run(norm, model, [batch_of(10 * rank + k, 9 - 4 * rank - k) for k in range(4)])
     optimizer.step()
-    return [(a - b.detach()).numpy() for a, b in zip(before, model.parameters(), strict=True)]
+    steps = [(a - b.detach()).numpy() for a, b in zip(before, model.parameters(), strict=True)]
+    # FSDP2, whose gradients are not where the model's parameters are.
+    sharded = wrapped("FSDP2")
+    with pytest.raises(RuntimeError, match="in the middle"):
+        attempt(TokenNormalizer(sharded, accelerator=accelerator), sharded, window_of(1), raising)
+    run(TokenNormalizer(sharded, accelerator=accelerator), sharded, window_of(rank))
+    return [steps, stepped("FSDP2", sharded)]
 
 
 def test_accelerate() -> None:
-    """SPEC 7: its backward divides by its accumulation steps, its optimizer waits for its flag."""
+    """SPEC 7: its backward divides by its accumulation steps, its optimizer waits for its flag.
+    Gradients from before an interrupted window are what they were."""
     pytest.importorskip("accelerate")
     batches = [batch_of(10 * rank + k, 9 - 4 * rank - k) for rank in range(2) for k in range(4)]
-    for rank in launch(2, accelerated):
-        hold(rank, of_one_batch(batches))
+    rest = [b for rank in range(2) for b in window_of(rank)]
+    for steps, sharded in launch(2, accelerated):
+        hold(steps, of_one_batch(batches))
+        hold(sharded, of_one_batch(rest))
 
 
-def engine_of(**changes: Any) -> Any:
+def engine_of(model: Any = None, **changes: Any) -> Any:
     import deepspeed
 
     if not deepspeed.comm.is_initialized():
@@ -154,19 +176,24 @@ def engine_of(**changes: Any) -> Any:
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
         **changes,
     }
-    model = net()
+    model = model or net()
     return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
 
 
 def unstepped(rank: int, world: int) -> dict[str, Any]:
     """DeepSpeed's loss scale at the start, after a window, and in the next window's micro-batch;
-    and what is refused."""
+    and what is refused: the next window before a step too."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
     engine = engine_of(zero_optimization={"stage": 2})
     norm = TokenNormalizer(engine, mode="postscale")
     scales = [float(engine.optimizer.loss_scale)]
-    run(norm, engine, [batch_of(0)])
+    run(norm, engine, [batch_of(0, 0)])  # no token: nobody steps
+    window = run(norm, engine, [batch_of(0)])
     scales.append(float(engine.optimizer.loss_scale))
+    with pytest.raises(WindowStateError, match=r"`engine.step\(\)` must come before the next"):
+        run(norm, engine, [batch_of(1)])
+    assert float(engine.optimizer.loss_scale) == N  # for the step that comes after all
+    window.abort()
 
     def see(window: Any, model: Any, x: Any, y: Any) -> None:
         scales.append(float(engine.optimizer.loss_scale))
@@ -181,7 +208,10 @@ def unstepped(rank: int, world: int) -> dict[str, Any]:
         data_types={"grad_accum_dtype": "fp32"},
     )
     TokenNormalizer(low)
-    said = {"bf16": refused(low, mode="postscale"), "scaler": refused(engine, scaler=object())}
+    said = {
+        "bf16": refused(low, mode="postscale"),
+        "scaler": refused(engine, scaler=object()),
+    }
     if importlib.util.find_spec("accelerate"):
         from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -275,8 +305,9 @@ def wrapped(name: str) -> Any:
         zero = {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0}
         return engine_of(zero_optimization=zero, gradient_clipping=0.0)
     model = net()
-    if name == "DDP":
-        return torch.nn.parallel.DistributedDataParallel(model)
+    if name.startswith("DDP"):
+        views = name.endswith("views")
+        return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=views)
     low = torch.bfloat16 if name.endswith("bf16") else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
     for module in (model[1], model):
@@ -344,10 +375,61 @@ def test_an_interrupted_window_leaves_nothing_behind() -> None:
     want = of_one_batch(good)
     for rank in launch(2, interrupted):
         for name, grads in rank.items():
-            for got, oracle in zip(grads, want, strict=True):
-                apart = np.linalg.norm(got - oracle) / np.linalg.norm(oracle)
-                # What is left behind is 0.5 away; bf16 rounds, and a step is a difference.
-                assert apart < (2.0**-6 if "bf16" in name else 1e-5), name
+            near(name, grads, want)
+
+
+def near(name: str, grads: list[Any], want: list[Any]) -> None:
+    """What is left behind is 0.5 away; bf16 rounds, and a step is a difference."""
+    for got, oracle in zip(grads, want, strict=True):
+        apart = np.linalg.norm(got - oracle) / np.linalg.norm(oracle)
+        assert apart < (2.0**-6 if "bf16" in name else 1e-5), name
+
+
+def window_of(rank: int) -> list[Any]:
+    """Three micro-batches of a rank."""
+    return [batch_of(10 * rank + k, 9 - 3 * k - rank) for k in range(3)]
+
+
+KEPT = ("DDP", "DDP, views", "FSDP2", "FSDP2, whole", "FSDP2, bf16", "FSDP2, not reduced")
+
+
+def with_gradients(rank: int, world: int) -> dict[str, Any]:
+    """Gradients from before a window that is interrupted, after it, and after one that is not."""
+    found: dict[str, Any] = {}
+    for name in KEPT:
+        model = wrapped(name)
+        norm = TokenNormalizer(model)
+        wrapper, call = norm.wrapper, as_it_wants(model)
+        late = name.endswith("not reduced")
+        wrapper.micro_batch(last=not late)
+        x, y = batch_of(90 + rank)
+        (token_losses(call(x), y).sum() / N).backward()
+        wrapper.restore()
+        before = [(id(x), place, g.clone()) for x, place, g in wrapper.gradients()]
+        with pytest.raises(RuntimeError, match="in the middle"):
+            interrupt(norm, call, window_of(rank), [])
+        after = [(id(x), place, g) for x, place, g in wrapper.gradients()]
+        assert [x[:2] for x in before] == [x[:2] for x in after], name
+        assert all(torch.equal(x[2], y[2]) for x, y in zip(before, after, strict=True)), name
+        run(norm, call, window_of(rank))
+        found[name] = stepped(name, model)
+        if late:
+            wrapper.micro_batch(last=False)
+            call(x).sum().backward()
+            model.zero_grad()
+            with pytest.raises(WindowStateError, match="gradients must be None when a window"):
+                TokenNormalizer(model, mode="postscale").window().__enter__()
+    return found
+
+
+def test_gradients_from_before_an_interrupted_window_are_kept() -> None:
+    """To the bit, those that FSDP2 has not reduced yet too; and a window adds to them."""
+    rest = of_one_batch([b for r in range(2) for b in window_of(r)])
+    first = of_one_batch([batch_of(90 + r) for r in range(2)])
+    want = [a + b for a, b in zip(first, rest, strict=True)]
+    for rank in launch(2, with_gradients):
+        for name, grads in rank.items():
+            near(name, grads, want)
 
 
 def reread(rank: int, world: int) -> dict[str, Any]:
@@ -413,6 +495,39 @@ def test_a_wrapper_is_read_for_each_window() -> None:
         said = rank["refused"]
         assert "got `replicate`" in said["replicate"]
         assert "FSDP2 with an all-reduce hook" in said["hook"]
+
+
+def means(rank: int, world: int) -> dict[str, Any]:
+    """What a window says to the mean and to the sum that a wrapped model's own forward returns."""
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    x, y = batch_of(rank)
+    found = {}
+    for name in ("DDP", "FSDP2", "ZeRO-3"):
+        head = NLLHead(H, V)
+        if name == "DDP":
+            model = torch.nn.parallel.DistributedDataParallel(head, static_graph=True)
+        elif name == "FSDP2":
+            model = fully_shard(head)
+        else:
+            model = engine_of(head, zero_optimization={"stage": 3})
+        norm = TokenNormalizer(model)
+
+        def body(window: Any, model: Any, x: Any, y: Any, how: str = "sum") -> None:
+            window.backward(model(x, y, reduction=how))
+
+        with pytest.raises(ValueError, match="got one that `chunked_nll` has divided"):
+            attempt(norm, model, [(x, y)], partial(body, how="mean"))
+        found[name] = int(attempt(norm, model, [(x, y)], body).stats.num_tokens)
+    return found
+
+
+def test_an_output_that_a_wrapper_hands_on_says_what_it_is() -> None:
+    """DDP, FSDP2 and DeepSpeed take outputs apart and put them together again."""
+    pytest.importorskip("deepspeed")
+    for rank in launch(2, means):
+        assert rank == dict.fromkeys(("DDP", "FSDP2", "ZeRO-3"), 2 * N)
 
 
 ROWS, LENGTH = 3, 12

@@ -5,7 +5,8 @@ counts once in a window, and hands out micro-batches with the wrapper's flags se
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,57 @@ from xentlib.accumulate import (
     WindowStateError,
     WindowStats,
 )
-from xentlib.checks import check_choice, check_counted, check_loss_sum, check_windows
+from xentlib.checks import (
+    check_choice,
+    check_counted,
+    check_denominator_of_window,
+    check_loss_sum,
+    check_token_count,
+    check_windows,
+    plain,
+)
 from xentlib.torch.describe import describe
 from xentlib.torch.nll import NLLOutput
 from xentlib.torch.wrappers import read
 
-__all__ = ["TokenNormalizer", "Window"]
+__all__ = ["TokenNormalizer", "Window", "known", "told"]
+
+
+DIVIDES = (
+    "Pass reduction='sum' to it, or `denominator=window.denominator` and then "
+    "`window.backward(loss, normalized=True)`."
+)
+
+
+class Told(NamedTuple):
+    """A micro-batch's loss, as it was given."""
+
+    loss: Any
+    weight: Any  # of its valid tokens
+    denominator: Tensor | None = None  # of a loss that `chunked_nll` has divided
+
+
+def told(loss: Any, num_tokens: Any) -> Told:
+    num_tokens = plain(num_tokens)
+    if isinstance(num_tokens, (int, float)):  # exactly
+        kind = torch.float64 if isinstance(num_tokens, float) else torch.int64
+        num_tokens = torch.tensor(num_tokens, dtype=kind)
+    elif num_tokens is not None:
+        num_tokens = torch.as_tensor(num_tokens)
+    if not isinstance(loss, NLLOutput):
+        return Told(loss, num_tokens)
+    if num_tokens is None:
+        # The number itself where tokens have no weights: their sum is rounded beyond 2^24.
+        number, weight = loss.num_tokens, loss.weight_sum
+        whole = weight == number.to(weight.dtype)
+        num_tokens = torch.where(whole, number.double(), weight.double())
+    return Told(loss.loss, num_tokens, loss.denominator)
+
+
+def known(x: Any) -> Any:
+    """A number, where reading it costs nothing, or None."""
+    there = type(x) is Tensor and x.device.type == "cpu" and x.numel() == 1
+    return x.detach().item() if there else None
 
 
 class TokenNormalizer:
@@ -45,6 +91,7 @@ class TokenNormalizer:
         check_choice("empty", empty, spec.EMPTY)
         self.mode, self.empty = mode, empty
         self.lifecycle = Lifecycle()
+        self.finished: Tensor | None = None  # T of the last window
         self.given = model_or_engine, accelerator, scaler, sums, scale_wrt_gas
         self.count_group = count_group
         self._read()
@@ -95,10 +142,18 @@ class TokenNormalizer:
 
         Raises:
             ValueError: labels, masks or weights that the mode does not take, or not as many.
-            WindowStateError: another window of this normalizer is open.
+            WindowStateError: another window of this normalizer is open; or DeepSpeed has not
+                stepped on the last one.
         """
         check_windows(self.mode, labels, where, token_weights, uneven)
         if self.lifecycle.state is WindowState.IDLE:
+            # One without tokens has gradients of 0, and nobody steps on it.
+            if self.wrapper.unstepped and self.finished is not None and bool(self.finished != 0):
+                raise WindowStateError(
+                    "`engine.step()` must come before the next window, whose gradients DeepSpeed "
+                    "would add to those that are there, and drop with them if it fails; got none. "
+                    "Call it, or `abort()` of the last window to drop its gradients."
+                )
             self.wrapper.settle()
             self._read()
         return Window(self, labels, where, token_weights, ignore_index, uneven, filler)
@@ -134,9 +189,9 @@ class Window:
         self.device = self.wrapper.device
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.token_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.counted = False  # whether every backward has brought its tokens
         self.own: Tensor | None = None  # weight of this rank's declared tokens
         self.size: Tensor | None = None  # the same of absolute weights
+        self.held: list[tuple[Any, str, Tensor]] = []  # gradients from before the window
         self.entered = False
         self.total: Tensor | None = None
         self._stats: WindowStats | None = None
@@ -150,7 +205,8 @@ class Window:
                 "a window must be entered once; got one that was entered before. Call "
                 "`norm.window(...)` for each update."
             )
-        if self.norm.mode == "postscale" and self.wrapper.has_gradients():
+        before = self.wrapper.gradients() if life.state is WindowState.IDLE else []
+        if self.norm.mode == "postscale" and before:
             raise WindowStateError(
                 "gradients must be None when a window opens that scales them at its end, or those "
                 "that are there would be scaled again; got some. Call "
@@ -164,7 +220,8 @@ class Window:
                 life.step("abort")
                 raise
         life.step("open", "norm.window(...)")
-        self.entered = self.counted = True
+        self.held = [(x, name, g.clone()) for x, name, g in before]
+        self.entered = True
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -180,12 +237,17 @@ class Window:
             self.abort()
             raise
         self.norm.lifecycle.step("close")
+        self.held, self.norm.finished = [], self.total
 
     def abort(self) -> None:
-        """Give the window up: gradients are dropped, the wrapper's flags restored."""
+        """Give the window up: its gradients are dropped, those from before it put back, the
+        wrapper's flags restored. After the window has ended all gradients are dropped."""
         self.norm.lifecycle.step("abort")
         self.wrapper.restore()
         self.wrapper.zero_gradients()
+        for x, name, gradient in self.held:
+            setattr(x, name, gradient)
+        self.held = []
 
     # Counting
 
@@ -200,7 +262,7 @@ class Window:
                 None if where is None else describe(where[k]),
                 None if weights is None else describe(weights[k]),
             )
-            valid = y != ignore_index
+            valid = y.long() != ignore_index  # in 8 bits -100 is 156
             if where is not None:
                 valid = valid & where[k].bool()
             one = valid.long()
@@ -309,41 +371,56 @@ class Window:
         """The backward of one micro-batch, as the wrapper wants it.
 
         Args:
-            loss: [] float32 or float64, the sum over this rank's valid tokens; or an `NLLOutput` of
-                `reduction="sum"`, which brings its count.
-            num_tokens: weight of those tokens; needed where the window counts at its end, compared
-                with the labels where it has counted.
+            loss: an `NLLOutput` of `reduction="sum"`, which brings its count and says whether it
+                was divided; or [] float32 or float64, the sum over this rank's valid tokens.
+            num_tokens: weight of those tokens, a number, an integer or float32. An `NLLOutput` has
+                its own; any other loss needs it.
             normalized: the loss was divided by `window.denominator`.
 
         Raises:
             WindowStateError: the window is not open.
-            ValueError: a loss that is no sum, or without its count where that is needed.
-            TypeError: a loss of fewer than 32 bits.
+            ValueError: a loss that `chunked_nll` has divided, by anything but `window.denominator`
+                where that is said; a loss without its count; on a CPU a count that its loss cannot
+                have. Of other losses nobody can see whether they are sums.
+            TypeError: a loss or a count of fewer than 32 bits.
         """
         self.norm.lifecycle.step("backward", "window.backward")
-        if isinstance(loss, NLLOutput):
-            num_tokens = loss.weight_sum if num_tokens is None else num_tokens
-            loss = loss.loss
-        # What `chunked_nll` leaves at the loss, if nothing has been done to it since.
-        divided = getattr(getattr(loss, "grad_fn", None), "divided", False) and not normalized
-        check_loss_sum(describe(loss), self.norm.mode, num_tokens is not None, divided)
-        assert isinstance(loss, Tensor)
-        total = loss
+        given = told(loss, num_tokens)
+        total = given.loss
+        # What `chunked_nll` leaves at a bare loss, if nothing has been done to it since.
+        divided = getattr(getattr(total, "grad_fn", None), "divided", False)
+        divided = not normalized and (divided or given.denominator is not None)
+        check_loss_sum(describe(total), divided, instead=DIVIDES)
+        weighted = self.declared is None or self.declared[2] is not None
+        value = None if self.filling else known(total)
+        check_token_count(
+            "num_tokens", describe(given.weight), known(given.weight), weighted, value
+        )
         self.seen += 1
-        if self.filling:
-            total = total * 0.0
+        if normalized and isinstance(loss, NLLOutput):
+            total = total * self._as_declared(given.denominator).to(total.dtype)
         own = total.detach().double()
+        if self.filling:  # whatever it is, NaN too
+            own = own.new_zeros(())
+            given = given._replace(weight=own)
+        fine = torch.zeros((), dtype=torch.bool, device=self.device) if self.filling else None
         if normalized:
             self.loss_sum += own * self.denominator
         else:
             self.loss_sum += own
             if self.total is not None:
                 total = total * self.factor.to(total.dtype)
-        if num_tokens is None:
-            self.counted = False
-        elif not self.filling:
-            self.token_sum += torch.as_tensor(num_tokens, device=self.device).double()
-        self.wrapper.backward(total)
+        self.token_sum += given.weight.to(self.device)
+        with nullcontext() if fine is None else self.wrapper.gradients_if(fine):
+            self.wrapper.backward(total)
+
+    def _as_declared(self, denominator: Tensor | None) -> Tensor:
+        """1 where a loss was divided by `window.denominator`; else the error, or NaN where reading
+        costs something."""
+        ours = self.denominator
+        same = ours == (0.0 if denominator is None else denominator.to(ours.device))
+        check_denominator_of_window(known(same) is not False)
+        return torch.where(same, 1.0, torch.nan)
 
     # The end
 
@@ -352,7 +429,7 @@ class Window:
         if self.norm.mode == "postscale":
             self._reduce(self.token_sum, self.seen)
             self.wrapper.scale_gradients(self.factor)
-        elif self.counted and self.device.type == "cpu":  # read where that is free
+        else:
             self._same_count()
         assert self.total is not None
         empty = self.total == 0
@@ -366,15 +443,20 @@ class Window:
         self._stats = WindowStats(share, self.total, self.factor, self.seen, skipped)
 
     def _same_count(self) -> None:
-        """What was declared against what the losses saw, on this rank."""
-        assert self.own is not None
-        assert self.size is not None
-        # Weights are added up in another order, in float32.
-        if bool((self.own - self.token_sum).abs() > 1e-6 * self.size.clamp(min=1.0)):
+        """What was declared against what the losses saw, on this rank, where reading costs nothing.
+
+        Numbers of tokens are the same exactly; weights are added up in another order, in float32.
+        """
+        declared, seen, size = known(self.own), known(self.token_sum), known(self.size)
+        if declared is None:
+            return
+        assert self.declared is not None
+        apart = 0.0 if self.declared[2] is None else 1e-6 * size
+        if not abs(declared - seen) <= apart:
             raise CountMismatchError(
-                f"`labels` must be those that the losses see; got {float(self.own):g} valid tokens "
-                f"declared and {float(self.token_sum):g} in the losses. Count after the shift, "
-                f"with the mask that the loss uses."
+                f"`labels` must be those that the losses see; got {declared:.15g} valid tokens "
+                f"declared and {seen:.15g} in the losses. Count after the shift, with the mask "
+                f"that the loss uses."
             )
 
     @property

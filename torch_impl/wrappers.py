@@ -6,6 +6,8 @@ FSDP2 and DeepSpeed have no public road to all of it; theirs was read in torch 2
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,8 @@ class Plain:
         self.ranks = 1
         self.group: dist.ProcessGroup | None = None
 
+    unstepped = False  # whether a finished window has gradients in it that only a step takes out
+
     def settle(self) -> None:
         """What a finished window has left until its step, if nobody has stepped."""
 
@@ -49,9 +53,43 @@ class Plain:
         """That gradients are put on."""
         return list(self.model.parameters())
 
-    def has_gradients(self) -> bool:
-        """Whether some are there that post-scale would scale once more."""
-        return any(p.grad is not None for p in self.parameters())
+    def leaves(self) -> list[Any]:
+        """That a backward reaches."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    @contextmanager
+    def gradients_if(self, fine: Tensor) -> Iterator[None]:
+        """A backward whose gradients are zeros where it is not `fine`, a bool [] on the device.
+
+        What it communicates is what it always does. Not a factor of 0 on the loss: of what is NaN
+        in the graph it would make NaN.
+        """
+
+        def hook(gradient: Tensor) -> Tensor:
+            if gradient.is_sparse:  # of an embedding
+                return torch.sparse_coo_tensor(
+                    gradient._indices(),
+                    hook(gradient._values()),
+                    gradient.shape,
+                    check_invariants=False,
+                )
+            return torch.where(fine.to(gradient.device), gradient, torch.zeros_like(gradient))
+
+        handles = [p.register_hook(hook) for p in self.leaves()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def places(self) -> list[tuple[Any, str]]:
+        """Where gradients are kept: objects, and the names of their attributes."""
+        return [(p, "grad") for p in self.parameters()]
+
+    def gradients(self) -> list[tuple[Any, str, Tensor]]:
+        """Those that are there."""
+        found = [(*place, getattr(*place, None)) for place in self.places()]
+        return [(x, name, g) for x, name, g in found if g is not None]
 
     def refusal(self) -> str:
         """Why finished gradients cannot be scaled; empty where they can."""
@@ -75,7 +113,8 @@ class Plain:
         self.restore()
 
     def zero_gradients(self) -> None:
-        self.model.zero_grad(set_to_none=True)
+        for x, name, _ in self.gradients():
+            setattr(x, name, None)
 
 
 class Replicated(Plain):
@@ -169,21 +208,29 @@ class Sharded(Plain):
         # Not the model's: with `set_reshard_after_backward(False)` those are whole, without .grad.
         return [p.sharded_param for group in self.groups for p in group.fsdp_params]
 
+    def leaves(self) -> list[Any]:
+        whole = [p for _, p in self._whole()]
+        return [p for p in whole if p.requires_grad]
+
+    def _whole(self) -> list[tuple[Any, Any]]:
+        """FSDP2's parameters that have been gathered once, with what was gathered."""
+        held = [p for group in self.groups for p in group.fsdp_params]
+        return [(p, p._unsharded_param) for p in held if hasattr(p, "_unsharded_param")]
+
+    def places(self) -> list[tuple[Any, str]]:
+        # Those that have not been reduced yet, too: `zero_grad` does not see them.
+        return [
+            *super().places(),
+            *((group, "_partial_reduce_output") for group in self.groups),
+            *((p, "unsharded_accumulated_grad") for p, _ in self._whole()),
+            *((whole, "grad") for _, whole in self._whole()),
+        ]
+
     def micro_batch(self, *, last: bool) -> None:
         self.model.set_requires_gradient_sync(last)
 
     def restore(self) -> None:
         self.model.set_requires_gradient_sync(True)
-
-    def zero_gradients(self) -> None:
-        super().zero_gradients()
-        # Those that have not been reduced yet: `zero_grad` does not see them.
-        for group in self.groups:
-            group._partial_reduce_output = None
-            for p in group.fsdp_params:
-                p.sharded_param.grad = p.unsharded_accumulated_grad = None
-                if hasattr(p, "_unsharded_param"):
-                    p.unsharded_param.grad = None
 
 
 def _fsdp_states(model: nn.Module) -> list[Any]:
@@ -237,9 +284,13 @@ class Engine(Plain):
             self.lent = {"boundary": self.model._is_gradient_accumulation_boundary}
         self.model.set_gradient_accumulation_boundary(last)
 
-    def has_gradients(self) -> bool:
-        scaled = hasattr(self.model.optimizer, "loss_scale")
-        return not scaled and super().has_gradients()
+    @property
+    def unstepped(self) -> bool:  # type: ignore[override]
+        return self.lent is not None and "step" in self.lent
+
+    def gradients(self) -> list[tuple[Any, str, Tensor]]:
+        # ZeRO keeps them in its own buffers, and scales them by its loss scale alone.
+        return [] if hasattr(self.model.optimizer, "loss_scale") else super().gradients()
 
     def refusal(self) -> str:
         return self.reduction.refusal
@@ -321,6 +372,12 @@ class Accelerated(Plain):
     def parameters(self) -> list[Any]:
         return self.inner.parameters()
 
+    def leaves(self) -> list[Any]:
+        return self.inner.leaves()
+
+    def places(self) -> list[tuple[Any, str]]:
+        return self.inner.places()
+
     def micro_batch(self, *, last: bool) -> None:
         self.accelerator.gradient_state._set_sync_gradients(last)
         self.inner.micro_batch(last=last)
@@ -335,9 +392,6 @@ class Accelerated(Plain):
     def finish(self) -> None:
         self.accelerator.gradient_state._set_sync_gradients(True)
         self.inner.finish()
-
-    def zero_gradients(self) -> None:
-        self.inner.zero_gradients()
 
 
 def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool) -> Plain:

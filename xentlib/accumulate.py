@@ -193,13 +193,18 @@ class TokenNormalizer:
         norm = TokenNormalizer(model_or_engine)
         with norm.window(labels=[b["labels"] for b in batches]) as window:
             for batch in window.micro_batches(batches):
-                window.backward(model(**batch, reduction="sum").loss)
+                window.backward(chunked_nll(model(batch), head, batch["labels"], reduction="sum"))
         if not window.stats.skipped:
             optimizer.step()                                        # DeepSpeed: engine.step()
+        optimizer.zero_grad()
 
     The wrapper is read: its data ranks, what it divides by, whether its own backward divides. What
     cannot be read is refused. `window.micro_batches` sets the flags by which a wrapper reduces in
     the last micro-batch alone, and `window.backward` calls the backward that it wants.
+
+    Gradients from before the window stay: pre-count adds to them (and holds a copy until the window
+    ends), and an exception in the block takes out the window's alone. Post-scale wants none
+    there. DeepSpeed's cannot be put back, so that the last window must have been stepped on.
 
     Args:
         model_or_engine: the model as it is called: plain, DDP, FSDP2, a DeepSpeed engine, or what
@@ -220,7 +225,8 @@ class TokenNormalizer:
         UnsupportedWrapperError: a wrapper that cannot be read, or not be scaled in this mode.
         WindowStateError: methods of a window in the wrong order.
         CountMismatchError: not as many micro-batches as labels; on a CPU, where reading costs
-            nothing, labels that are not those that the losses saw.
+            nothing, labels that are not those that the losses saw: numbers of tokens exactly, sums
+            of weights to 1e-6 of the sum of their sizes.
 
     Numerics: counts are exact up to 2^53; the factor is rounded once, to the loss's dtype. Row A12.
     """

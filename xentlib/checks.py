@@ -24,6 +24,7 @@ __all__ = [
     "check_class_weights",
     "check_counted",
     "check_denominator_dtype",
+    "check_denominator_of_window",
     "check_divisor",
     "check_group",
     "check_head_options",
@@ -43,6 +44,7 @@ __all__ = [
     "check_shard",
     "check_shards",
     "check_tiles",
+    "check_token_count",
     "check_varying",
     "check_windows",
     "holds",
@@ -766,6 +768,10 @@ def check_windows(
 
 def check_counted(labels: Operand, where: Operand | None, weights: Operand | None) -> None:
     """Validate what is counted of one micro-batch: nothing is broadcast."""
+    if isinstance(labels, Operand) and labels.dtype not in INTEGERS:
+        raise TypeError(
+            f"`labels` must be integers; got {labels.dtype}. Pass the labels, not a mask of them."
+        )
     for name, given in (("labels", labels), ("where", where), ("token_weights", weights)):
         if given is not None and not isinstance(given, Operand):
             raise TypeError(
@@ -779,8 +785,8 @@ def check_counted(labels: Operand, where: Operand | None, weights: Operand | Non
             )
 
 
-def check_loss_sum(loss: Operand, mode: str, counted: bool, divided: bool = False) -> None:
-    """Validate what `window.backward` is given."""
+def check_loss_sum(loss: object, divided: bool, instead: str) -> None:
+    """Validate a loss that a window adds up; `instead` is the way out for one that is no sum."""
     if not isinstance(loss, Operand) or loss.shape != ():
         came = f"shape {loss.shape}" if isinstance(loss, Operand) else type(loss).__name__
         raise ValueError(
@@ -789,19 +795,66 @@ def check_loss_sum(loss: Operand, mode: str, counted: bool, divided: bool = Fals
         )
     if loss.dtype not in ("float32", "float64"):
         raise TypeError(
-            f"`loss` must be float32 or float64; got {loss.dtype}, in which its factor would be "
-            f"rounded too. Take the sum of `losses.float()`."
+            f"`loss` must be float32 or float64; got {loss.dtype}, in which a sum is rounded, and "
+            f"its factor too. Add up the losses in float32."
         )
     if divided:
         raise ValueError(
-            "`loss` must be a sum over tokens; got one that `chunked_nll` has divided. Pass "
-            "reduction='sum' to it, or `denominator=window.denominator` and then "
-            "`window.backward(loss, normalized=True)`."
+            f"`loss` must be a sum over tokens; got one that `chunked_nll` has divided. {instead}"
         )
-    if mode == "postscale" and not counted:
+
+
+def check_denominator_of_window(same: bool) -> None:
+    """Refuse a loss that was divided by something else than it is said to be."""
+    if not same:
         raise ValueError(
-            "`num_tokens` must be given in a window that counts at its end; got None. Pass the "
-            "weight of the micro-batch's valid tokens, or the `NLLOutput` itself."
+            "`loss` must have been divided by `window.denominator` with normalized=True; got one "
+            "that was not. Pass `denominator=window.denominator` to `chunked_nll`, or its sum "
+            "without `normalized`."
+        )
+
+
+def check_token_count(
+    name: str, count: object, value: object, weighted: bool, loss: object = None
+) -> None:
+    """Validate the tokens of one micro-batch, integers unless they may be `weighted`.
+
+    `value` and `loss` are None where reading them costs something.
+    """
+    if count is None:
+        raise ValueError(
+            f"`{name}` must be given with a loss that is no `NLLOutput`; got None. Pass the "
+            f"`NLLOutput` itself, which brings its count and says whether it is a sum, or the "
+            f"weight of the valid tokens."
+        )
+    if not isinstance(count, Operand) or count.shape != ():
+        came = f"shape {count.shape}" if isinstance(count, Operand) else type(count).__name__
+        raise ValueError(
+            f"`{name}` must be one number, the weight of the valid tokens; got {came}. Add it up."
+        )
+    integer = count.dtype in (*INTEGERS, "uint64")
+    if not integer and count.dtype not in ("float32", "float64"):
+        raise TypeError(
+            f"`{name}` must be a number, an integer or float32; got {count.dtype}. Add up the mask "
+            f"as integers, or weights in float32."
+        )
+    if not isinstance(value, (int, float)):
+        return
+    if not -math.inf < value < math.inf:
+        raise ValueError(
+            f"`{name}` must be finite; got {value}. Look for NaN in what it is the sum of."
+        )
+    if weighted and not integer:
+        return
+    if value < 0:
+        raise ValueError(
+            f"`{name}` must be the number of valid tokens, 0 or more; got {value}. Count the "
+            f"labels that the loss sees."
+        )
+    if value == 0 and isinstance(loss, float) and loss != 0 and math.isfinite(loss):
+        raise ValueError(
+            f"`{name}` must be the number of tokens that the loss is the sum of; got 0 and a loss "
+            f"of {loss:g}. Count the labels that the loss sees."
         )
 
 
