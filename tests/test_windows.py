@@ -498,12 +498,12 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_host_reads_nothing(mode: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("mode", "nonfinite"), [*((m, "keep") for m in MODES), (MODES[0], "drop")])
+def test_the_host_reads_nothing(mode: str, nonfinite: str, monkeypatch: Any) -> None:
     """Statistics stay on the device until somebody asks: but for what is `known` on a CPU, and
     checked there."""
     monkeypatch.setattr(accumulate, "known", lambda x: None)
-    model, norm = normalizer(mode=mode)
+    model, norm = normalizer(mode=mode, nonfinite=nonfinite)
     head = NLLHead.from_linear(model[1])
     x, y = batch_of(2, 7)
     with Reads() as reads:
@@ -511,7 +511,7 @@ def test_the_host_reads_nothing(mode: str, monkeypatch: Any) -> None:
         before = reads.number
         assert float(window.stats.num_tokens) == 13
     assert (before, reads.number) == (0, 1)
-    if mode == "precount":
+    if mode == "precount" and nonfinite == "keep":
         with norm.window(labels=[y]) as window:
             for _ in window.micro_batches([None]):
                 out = head(model[0](x), y, denominator=window.denominator)
@@ -684,6 +684,107 @@ def test_a_nan_stays_in_its_window() -> None:
     alone, fresh = normalizer()
     run(fresh, alone, [batch_of(2), batch_of(3, 4)])
     assert all(map(torch.equal, gradients(model), gradients(alone)))
+
+
+def spoilt(batch: Any) -> Any:
+    """NaN and inf in its inputs: 0 times its graph would be NaN."""
+    x, y = batch[0].clone(), batch[1]
+    x[0, 0], x[1, 1] = torch.inf, torch.nan
+    return x, y
+
+
+@pytest.mark.parametrize("through", ["full logits", "NLLHead"])
+def test_a_micro_batch_that_is_nan_is_dropped(through: str) -> None:
+    """With its tokens: gradients, T and loss are those of the others, and with nothing to drop the
+    bits are those of a window that keeps."""
+    batches = [batch_of(0), batch_of(1, 7), batch_of(2, 3)]
+    model, norm = normalizer(nonfinite="drop")
+    head = NLLHead.from_linear(model[1], reduction="sum")
+
+    def body(window: Any, model: Any, x: Any, y: Any) -> None:
+        if through == "NLLHead":
+            window.backward(head(model[0](x), y))
+        else:
+            one(window, model, x, y)
+
+    window = attempt(norm, model, [batches[0], spoilt(batches[1]), batches[2]], body)
+    kept, fresh = normalizer()
+    other = run(fresh, kept, [batches[0], batches[2]])
+    assert [int(x) for x in (window.stats.num_tokens, window.stats.dropped)] == [13, 1]
+    assert (window.stats.micro_batches, int(other.stats.dropped)) == (3, 0)
+    assert float(window.stats.scale) == 1 / 13
+    pairs = zip([*gradients(model), window.stats.loss], [*gradients(kept), other.stats.loss])
+    for got, want in pairs:
+        assert not failures(check("A9", got.numpy(), want.numpy(), metrics=("rho / u",)))
+    w = torch.rand(N, generator=torch.Generator().manual_seed(1))
+
+    def weighted(window: Any, model: Any, x: Any, y: Any) -> None:
+        mask = torch.where(y != -100, w, 0.0)
+        window.backward((token_losses(model(x), y) * mask).sum(), mask.sum())
+
+    for weights, each in (({}, one), ({"token_weights": [w] * 3}, weighted)):
+        for n, m in ((norm, model), (fresh, kept)):
+            m.zero_grad()
+            attempt(n, m, batches, each, **weights)
+        assert all(map(torch.equal, gradients(model), gradients(kept)))
+
+
+def test_a_window_of_nothing_but_nan_is_skipped() -> None:
+    """T is 0 then; weights that cancel do not leave a rounding error of it."""
+    model, norm = normalizer(nonfinite="drop")
+    w = [torch.tensor([0.1, 0.2, -0.3, *[0.7] * 7]), torch.tensor([0.3, *[-1e-3] * 9])]
+    batches = [spoilt(batch_of(0)), spoilt(batch_of(1))]
+
+    def weighted(window: Any, model: Any, x: Any, y: Any) -> None:
+        which = w[window.seen]
+        window.backward((token_losses(model(x), y) * which).sum(), which.sum())
+
+    window = attempt(norm, model, batches, weighted, token_weights=w)
+    assert bool(window.stats.skipped)
+    assert (float(window.stats.num_tokens), float(window.stats.loss)) == (0.0, 0.0)
+    assert not any(g.any() for g in gradients(model))
+    model.zero_grad()
+    _, raises = normalizer(nonfinite="drop", empty="raise")
+    with pytest.raises(ValueError, match="must hold a valid token"):
+        attempt(raises, model, batches, weighted, token_weights=w)
+
+
+def test_what_cannot_drop_says_so() -> None:
+    """By name, before anything is counted."""
+    model = net()
+    with pytest.raises(ValueError, match="`nonfinite` must be one of 'keep', 'drop'; got 'skip'"):
+        TokenNormalizer(model, nonfinite="skip")
+    with pytest.raises(
+        ValueError, match=r"`mode` must be 'precount' with nonfinite='drop'.*postsca"
+    ):
+        TokenNormalizer(model, nonfinite="drop", mode="postscale")
+    norm = TokenNormalizer(model, nonfinite="drop")
+    model[0].weight.grad = torch.ones(H, H)
+    with pytest.raises(WindowStateError, match="gradients must be None when a window opens that"):
+        run(norm, model, [batch_of(0)])
+    model.zero_grad()
+    model[1].weight.main_grad = torch.zeros(V, H)
+    with pytest.raises(
+        UnsupportedWrapperError, match=r"'1.weight' are added up in its `main_grad`"
+    ):
+        TokenNormalizer(model, nonfinite="drop")
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(UnsupportedWrapperError, match=r"hook.*Use nonfinite='keep'"):
+        TokenNormalizer(model, nonfinite="drop")
+    TokenNormalizer(model)
+
+
+def test_an_embedding_with_sparse_gradients_drops_too() -> None:
+    """Its gradient is no array."""
+    embedding = torch.nn.Embedding(V, H, sparse=True)
+    ids = torch.arange(4)
+    norm = TokenNormalizer(embedding, nonfinite="drop")
+    with norm.window(labels=[ids, ids]) as window:
+        for k in window.micro_batches([1.0, torch.nan]):
+            window.backward((embedding(ids) * k).sum(), 4)
+    want = torch.zeros(V, H)
+    want[:4] = 0.25
+    assert torch.equal(embedding.weight.grad.to_dense(), want)
 
 
 def test_an_overflow_of_half_precision_is_not_stepped_on() -> None:

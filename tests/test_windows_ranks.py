@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from test_accumulate import H, N, V, net, token_losses  # noqa: E402
-from test_windows import attempt, batch_of, one, raising, run  # noqa: E402
+from test_windows import attempt, batch_of, one, raising, run, spoilt  # noqa: E402
 from xentlib.torch import NLLHead, TokenNormalizer, next_token_labels  # noqa: E402
 
 
@@ -55,13 +55,7 @@ def uneven(rank: int, world: int) -> dict[str, Any]:
     found["uneven"] = [p.grad.clone().numpy() for p in model.parameters()]
     model.zero_grad()
     # A rank without any, whose filler is what memory held.
-    run(
-        norm,
-        model,
-        mine if rank else [],
-        uneven=True,
-        filler=(batch_of(9)[0] * torch.nan, batch_of(9)[1]),
-    )
+    run(norm, model, mine if rank else [], uneven=True, filler=spoilt(batch_of(9)))
     found["none"] = [p.grad.clone().numpy() for p in model.parameters()]
     found["micro-batches"] = window.stats.micro_batches
     model.zero_grad()
@@ -150,7 +144,8 @@ def accelerated(rank: int, world: int) -> list[Any]:
     sharded = wrapped("FSDP2")
     with pytest.raises(RuntimeError, match="in the middle"):
         attempt(TokenNormalizer(sharded, accelerator=accelerator), sharded, window_of(1), raising)
-    run(TokenNormalizer(sharded, accelerator=accelerator), sharded, window_of(rank))
+    norm = TokenNormalizer(sharded, accelerator=accelerator, nonfinite="drop")
+    run(norm, sharded, window_of(rank, 1))
     return [steps, stepped("FSDP2", sharded)]
 
 
@@ -159,7 +154,7 @@ def test_accelerate() -> None:
     Gradients from before an interrupted window are what they were."""
     pytest.importorskip("accelerate")
     batches = [batch_of(10 * rank + k, 9 - 4 * rank - k) for rank in range(2) for k in range(4)]
-    rest = [b for rank in range(2) for b in window_of(rank)]
+    rest = [b for rank in range(2) for k, b in enumerate(window_of(rank)) if k != 1]
     for steps, sharded in launch(2, accelerated):
         hold(steps, of_one_batch(batches))
         hold(sharded, of_one_batch(rest))
@@ -210,6 +205,7 @@ def unstepped(rank: int, world: int) -> dict[str, Any]:
     TokenNormalizer(low)
     said = {
         "bf16": refused(low, mode="postscale"),
+        "drop": refused(low, nonfinite="drop"),
         "scaler": refused(engine, scaler=object()),
     }
     if importlib.util.find_spec("accelerate"):
@@ -235,6 +231,8 @@ def test_deepspeed() -> None:
     said = found["refused"]
     assert "ZeRO-1 in bf16 steps on a copy of the gradients" in said["bf16"]
     assert said["bf16"].endswith("Use mode='precount'.")
+    assert "`nonfinite` must be 'keep' here" in said["drop"]
+    assert "which scaling does not reach. Use nonfinite='keep'." in said["drop"]
     assert "`scaler` must be None with DeepSpeed" in said["scaler"]
     if "both" in said:
         assert "steps inside its backward" in said["both"]
@@ -385,9 +383,103 @@ def near(name: str, grads: list[Any], want: list[Any]) -> None:
         assert apart < (2.0**-6 if "bf16" in name else 1e-5), name
 
 
-def window_of(rank: int) -> list[Any]:
-    """Three micro-batches of a rank."""
-    return [batch_of(10 * rank + k, 9 - 3 * k - rank) for k in range(3)]
+def window_of(rank: int, bad: int | None = None) -> list[Any]:
+    """Three micro-batches of a rank, of which one is spoilt on the first rank."""
+    batches = [batch_of(10 * rank + k, 9 - 3 * k - rank) for k in range(3)]
+    if bad is not None and rank == 0:
+        batches[bad] = spoilt(batches[bad])
+    return batches
+
+
+def with_nan(rank: int, world: int) -> dict[str, Any]:
+    """Of each wrapper: gradients, tokens, loss and number dropped, where a micro-batch is NaN on
+    one rank; one of those that are not reduced yet, or the last. Then windows where all are."""
+    from xentlib.torch import count_collectives
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
+    found: dict[str, Any] = {}
+    for name in WRAPPERS:
+        for bad in (1, 2):
+            model = wrapped(name)
+            norm = TokenNormalizer(model, nonfinite="drop")
+            with count_collectives() as count:
+                window = run(norm, as_it_wants(model), window_of(rank, bad))
+            numbers = [float(x) for x in (*window.stats[:2], window.stats.dropped)]
+            grads = stepped(name, model)
+            found[f"{name}, {bad}"] = grads, numbers, float(window.mean_loss()), count.counts()
+        model = wrapped(name)
+        norm = TokenNormalizer(model, nonfinite="drop")
+        nothing = [spoilt(batch) if rank else batch for batch in window_of(rank)]
+        window = run(norm, as_it_wants(model), nothing)
+        assert bool(window.stats.skipped)
+        assert (int(window.stats.dropped), int(window.stats.num_tokens)) == (3, 0)
+        if not name.startswith("ZeRO"):
+            assert not any(g.any() for g in stepped(name, model))
+            norm.wrapper.zero_gradients()  # as an optimizer does, which holds all parameters
+        run(norm, as_it_wants(model), window_of(rank))
+        found[f"{name}, after"] = stepped(name, model), None, None, None
+    return found
+
+
+def test_ranks_drop_together() -> None:
+    """A micro-batch that is NaN on one rank counts on none: gradients, T and the loss are those of
+    the others, and every rank sends the same. Catches: 0 * NaN, a T with the dropped tokens."""
+    pytest.importorskip("deepspeed")
+    ranks = launch(2, with_nan, seconds=400)
+    for name in ranks[0]:
+        bad = {"1": 1, "2": 2}.get(name[-1])
+        rest = [b for r in range(2) for k, b in enumerate(window_of(r)) if k != bad]
+        tokens, want = sum(int((y != -100).sum()) for _, y in rest), of_one_batch(rest)
+        for rank in ranks:
+            grads, numbers, mean, counts = rank[name]
+            near(name, grads, want)
+            if numbers is None:
+                continue
+            x, y = (torch.cat(parts) for parts in zip(*rest, strict=True))
+            loss = token_losses(net().double()(x.double()), y).sum().item() / tokens
+            assert numbers[1:] == [tokens, 1.0]
+            apart = abs(mean - loss)
+            assert apart < (2.0**-6 if "bf16" in name else 1e-5) * loss, name
+            assert counts == ranks[0][name][3]
+        if name.startswith("DDP") and counts:
+            assert counts["all_reduce"] == 5  # the count, three decisions, DDP's one bucket
+
+
+def uneven_with_nan(rank: int, world: int) -> dict[str, Any]:
+    from torch import distributed as dist
+
+    model = torch.nn.parallel.DistributedDataParallel(net())
+    norm = TokenNormalizer(model, nonfinite="drop")
+    mine = [batch_of(k, 10 - k) for k in range(4)][: 2 + 2 * rank]
+    with pytest.raises(ValueError, match=r"`uneven` must be True with nonfinite.*got 2 to 4"):
+        run(norm, model, mine)
+    # The last of two is NaN, and is repeated until the other rank has done: that decides nothing.
+    if rank == 0:
+        mine[1] = spoilt(mine[1])
+    window = run(norm, model, mine, uneven=True)
+    found = {"uneven": [p.grad.clone().numpy() for p in model.parameters()]}
+    assert (int(window.stats.dropped), int(window.stats.num_tokens)) == (1, 10 + 10 + 8 + 7)
+    # Both ranks hold the same tokens.
+    alone = dist.new_group([0]), dist.new_group([1])
+    twice = torch.nn.parallel.DistributedDataParallel(net(), process_group=alone[rank])
+    norm = TokenNormalizer(twice, count_group=dist.group.WORLD, nonfinite="drop")
+    batches = [batch_of(0), batch_of(1, 4)]
+    window = run(norm, twice, [batches[0], spoilt(batches[1]) if rank else batches[1]])
+    found["copies"] = [p.grad.clone().numpy() for p in twice.parameters()]
+    assert window.stats.num_tokens == N
+    return found
+
+
+def test_ranks_drop_together_where_they_are_uneven() -> None:
+    """Each decision is a collective; repeated micro-batches and copies of tokens count as ever."""
+    four = [batch_of(k, 10 - k) for k in range(4)]
+    cases = {
+        "uneven": of_one_batch([four[0], four[0], four[2], four[3]]),
+        "copies": of_one_batch([four[0]]),
+    }
+    for rank in launch(2, uneven_with_nan):
+        for name, oracle in cases.items():
+            hold(rank[name], oracle, name)
 
 
 KEPT = ("DDP", "DDP, views", "FSDP2", "FSDP2, whole", "FSDP2, bf16", "FSDP2, not reduced")

@@ -26,6 +26,8 @@ from xentlib.checks import (
     check_counted,
     check_denominator_of_window,
     check_loss_sum,
+    check_nonfinite,
+    check_rounds,
     check_token_count,
     check_windows,
     plain,
@@ -86,10 +88,12 @@ class TokenNormalizer:
         scaler: Any = None,
         sums: bool | None = None,
         scale_wrt_gas: bool = True,
+        nonfinite: str = "keep",
     ) -> None:
         check_choice("mode", mode, spec.MODES)
         check_choice("empty", empty, spec.EMPTY)
-        self.mode, self.empty = mode, empty
+        check_nonfinite(nonfinite, mode)
+        self.mode, self.empty, self.nonfinite = mode, empty, nonfinite
         self.lifecycle = Lifecycle()
         self.finished: Tensor | None = None  # T of the last window
         self.given = model_or_engine, accelerator, scaler, sums, scale_wrt_gas
@@ -111,12 +115,21 @@ class TokenNormalizer:
                 f"gradients are reduced over, or one with all its tensor-parallel copies."
             )
         self.copies = len(ranks or [0]) // self.wrapper.ranks
-        refusal = self.wrapper.refusal() if self.mode == "postscale" else ""
-        if refusal:
+        refusal = self.wrapper.refusal() if self.scales_at_the_end else ""
+        if refusal and self.mode == "postscale":
             raise UnsupportedWrapperError(
                 f"`mode` must be 'precount' here; got 'postscale', and {refusal}. "
                 f"Use mode='precount'."
             )
+        if refusal:
+            raise UnsupportedWrapperError(
+                f"`nonfinite` must be 'keep' here; got 'drop', which scales finished gradients to "
+                f"the tokens that are left, and {refusal}. Use nonfinite='keep'."
+            )
+
+    @property
+    def scales_at_the_end(self) -> bool:
+        return self.mode == "postscale" or self.nonfinite == "drop"
 
     def window(
         self,
@@ -191,6 +204,8 @@ class Window:
         self.token_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.own: Tensor | None = None  # weight of this rank's declared tokens
         self.size: Tensor | None = None  # the same of absolute weights
+        self.kept = torch.zeros_like(self.token_sum)  # of all ranks, without what was dropped
+        self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         self.held: list[tuple[Any, str, Tensor]] = []  # gradients from before the window
         self.entered = False
         self.total: Tensor | None = None
@@ -206,11 +221,11 @@ class Window:
                 "`norm.window(...)` for each update."
             )
         before = self.wrapper.gradients() if life.state is WindowState.IDLE else []
-        if self.norm.mode == "postscale" and before:
+        if self.norm.scales_at_the_end and before:
             raise WindowStateError(
                 "gradients must be None when a window opens that scales them at its end, or those "
                 "that are there would be scaled again; got some. Call "
-                "`zero_grad(set_to_none=True)`, or use mode='precount'."
+                "`zero_grad(set_to_none=True)`, or use mode='precount' and nonfinite='keep'."
             )
         if self.norm.mode == "precount":
             life.step("count", "norm.window(...)")
@@ -287,6 +302,8 @@ class Window:
         self.total = packed[0] / self.norm.copies
         if self.uneven:  # read by the host, who hands out micro-batches
             self.rounds = int(packed[1:].max())
+        elif self.norm.nonfinite == "drop":  # each takes a collective
+            check_rounds(packed[1:].int().tolist())
 
     @property
     def factor(self) -> Tensor:
@@ -403,7 +420,12 @@ class Window:
         if self.filling:  # whatever it is, NaN too
             own = own.new_zeros(())
             given = given._replace(weight=own)
-        fine = torch.zeros((), dtype=torch.bool, device=self.device) if self.filling else None
+        fine: Tensor | None = None
+        if self.norm.nonfinite == "drop":
+            fine = self._agree(own, given.weight)
+            own = torch.where(fine, own, 0.0)
+        if self.filling:
+            fine = torch.zeros((), dtype=torch.bool, device=self.device)
         if normalized:
             self.loss_sum += own * self.denominator
         else:
@@ -413,6 +435,17 @@ class Window:
         self.token_sum += given.weight.to(self.device)
         with nullcontext() if fine is None else self.wrapper.gradients_if(fine):
             self.wrapper.backward(total)
+
+    def _agree(self, own: Tensor, weight: Tensor) -> Tensor:
+        """Whether this micro-batch's loss is finite on all ranks. All take part and all drop it:
+        its graph may reach over ranks, by attention or experts."""
+        packed = torch.stack([(~own.isfinite()).double(), weight.to(self.device).double()])
+        if self.norm.group is not None:
+            dist.all_reduce(packed, group=self.norm.group)
+        fine = packed[0] == 0
+        self.kept += torch.where(fine, packed[1], 0.0)
+        self.dropped += ~fine
+        return fine
 
     def _as_declared(self, denominator: Tensor | None) -> Tensor:
         """1 where a loss was divided by `window.denominator`; else the error, or NaN where reading
@@ -432,6 +465,12 @@ class Window:
         else:
             self._same_count()
         assert self.total is not None
+        if self.norm.nonfinite == "drop":
+            before = self.total
+            # The same number, to the bit, where nothing was dropped.
+            self.total = torch.where(self.dropped > 0, self.kept / self.norm.copies, before)
+            left = torch.where(self.total != 0, before / self.total, 0.0)
+            self.wrapper.scale_gradients(left)
         empty = self.total == 0
         if self.norm.empty == "raise" and bool(empty):
             raise ValueError(
@@ -440,7 +479,7 @@ class Window:
             )
         share = torch.where(empty, 0.0, self.loss_sum / torch.where(empty, 1.0, self.total))
         skipped = empty if self.norm.empty == "skip" else torch.zeros_like(empty)
-        self._stats = WindowStats(share, self.total, self.factor, self.seen, skipped)
+        self._stats = WindowStats(share, self.total, self.factor, self.seen, skipped, self.dropped)
 
     def _same_count(self) -> None:
         """What was declared against what the losses saw, on this rank, where reading costs nothing.

@@ -96,6 +96,8 @@ class Plain:
         for name, p in self.model.named_parameters():
             if getattr(p, "_post_accumulate_grad_hooks", None):
                 return f"{name!r} has a hook that runs in the backward, a step perhaps"
+            if getattr(p, "main_grad", None) is not None:
+                return f"gradients of {name!r} are added up in its `main_grad`, beside autograd"
         return self.reduction.refusal
 
     def scale_gradients(self, factor: Tensor) -> None:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "EMPTY",
     "MODES",
+    "NONFINITE",
     "CountMismatchError",
     "CountOverflowError",
     "Lifecycle",
@@ -41,6 +42,7 @@ __all__ = [
 
 MODES = ("precount", "postscale")
 EMPTY = ("skip", "zero", "raise")
+NONFINITE = ("keep", "drop")
 
 
 class UnsupportedWrapperError(TypeError):
@@ -120,6 +122,7 @@ class WindowStats(NamedTuple):
         scale: c, or what the final gradients were multiplied by.
         micro_batches: number of this rank's.
         skipped: whether T is 0 and `empty="skip"`: do not step.
+        dropped: number of micro-batches that `nonfinite="drop"` has left out.
     """
 
     loss: Any
@@ -127,6 +130,7 @@ class WindowStats(NamedTuple):
     scale: Any
     micro_batches: int
     skipped: Any
+    dropped: Any = 0
 
 
 class WindowState(Enum):
@@ -203,8 +207,9 @@ class TokenNormalizer:
     the last micro-batch alone, and `window.backward` calls the backward that it wants.
 
     Gradients from before the window stay: pre-count adds to them (and holds a copy until the window
-    ends), and an exception in the block takes out the window's alone. Post-scale wants none
-    there. DeepSpeed's cannot be put back, so that the last window must have been stepped on.
+    ends), and an exception in the block takes out the window's alone. Whatever scales finished
+    gradients wants none there. DeepSpeed's cannot be put back, so that the last window must have
+    been stepped on.
 
     Args:
         model_or_engine: the model as it is called: plain, DDP, FSDP2, a DeepSpeed engine, or what
@@ -220,6 +225,12 @@ class TokenNormalizer:
         scaler: a `GradScaler`, whose scale is put on each loss.
         sums: whether DDP's own communication hook adds up instead of averaging.
         scale_wrt_gas: as in DeepSpeed's `engine.backward`.
+        nonfinite: a micro-batch whose loss is NaN or inf on any rank is "keep"t, and shows in the
+            gradient, or "drop"ped by all ranks with its tokens (`window.stats.dropped`). Dropping
+            is for pre-count and takes what post-scale takes: finished gradients are scaled to the
+            tokens that are left. One more collective of two numbers in each micro-batch, a pass
+            over its gradients, and on several ranks one reading of how many micro-batches each
+            has. A gradient that is NaN of a finite loss stays.
 
     Raises:
         UnsupportedWrapperError: a wrapper that cannot be read, or not be scaled in this mode.
@@ -242,6 +253,7 @@ class TokenNormalizer:
         scaler: Any = None,
         sums: bool | None = None,
         scale_wrt_gas: bool = True,
+        nonfinite: str = "keep",
     ) -> None:
         raise NotImplementedError("use xentlib.torch.TokenNormalizer")
 

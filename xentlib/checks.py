@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from xentlib.accumulate import NONFINITE
+
 __all__ = [
     "LogitsProblem",
     "NLLProblem",
@@ -37,9 +39,11 @@ __all__ = [
     "check_narrowed",
     "check_next_token_labels",
     "check_nll",
+    "check_nonfinite",
     "check_placement",
     "check_reduced",
     "check_replicated",
+    "check_rounds",
     "check_same_ranks",
     "check_shard",
     "check_shards",
@@ -855,6 +859,26 @@ def check_token_count(
         raise ValueError(
             f"`{name}` must be the number of tokens that the loss is the sum of; got 0 and a loss "
             f"of {loss:g}. Count the labels that the loss sees."
+        )
+
+
+def check_nonfinite(nonfinite: object, mode: str) -> None:
+    """Validate what a window does with a micro-batch that is NaN or inf."""
+    _choice("nonfinite", nonfinite, NONFINITE)
+    if nonfinite == "drop" and mode != "precount":
+        raise ValueError(
+            f"`mode` must be 'precount' with nonfinite='drop', whose collective says that all "
+            f"ranks have as many micro-batches to decide on; got {mode!r}. Use mode='precount'."
+        )
+
+
+def check_rounds(numbers: Sequence[int]) -> None:
+    """Refuse ranks that would wait for each other."""
+    if min(numbers) != max(numbers):
+        raise ValueError(
+            f"`uneven` must be True with nonfinite='drop', which all ranks decide together in each "
+            f"micro-batch, where they have different numbers; got {min(numbers)} to "
+            f"{max(numbers)}. Pass `norm.window(..., uneven=True)`."
         )
 
 
