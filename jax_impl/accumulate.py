@@ -9,17 +9,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from xentlib import accumulate as spec
-from xentlib.accumulate import CountOverflowError, WindowStats
-from xentlib.checks import check_choice
+from xentlib.accumulate import WindowStats
+from xentlib.checks import (
+    check_choice,
+    check_integer_count,
+    check_token_count,
+    check_window_count,
+)
+from xentlib.jax.describe import concrete_on_cpu, describe
 from xentlib.jax.head import as_primal, checks_types, vary, varying
 
 __all__ = ["TokenNormalizedState", "accumulate_grads", "token_normalized"]
-
-INT32 = 2**31 - 1
 
 
 def accumulate_grads(
@@ -29,8 +34,10 @@ def accumulate_grads(
     axis_name: Any = None,
     *,
     empty: str = "skip",
+    nonfinite: str = "keep",
 ) -> tuple[WindowStats, Any]:
     check_choice("empty", empty, ("skip", "zero"))
+    check_choice("nonfinite", nonfinite, spec.NONFINITE)
     types = axis_name is not None and checks_types(axis_name)
     own = varying(lax.axis_index(axis_name)) if types else frozenset()
     # Gradients of parameters that vary are this device's own: summed once, after the loop.
@@ -40,19 +47,23 @@ def accumulate_grads(
 
     def one(carry: Any, batch: Any) -> tuple[Any, None]:
         (loss, count), grads = grad_fn(here, batch)
-        loss_sum, total, sums = carry
+        loss_sum, total, sums, dropped = carry
+        if nonfinite == "drop":
+            fine = all_finite(loss, grads)
+            loss, count, grads = kept((loss, count, grads), fine)
+            dropped = dropped + (~fine).astype(jnp.int32)
         sums = jax.tree.map(add, sums, grads)
-        return (add(loss_sum, loss), add(total, as_count(count)), sums), None
+        return (add(loss_sum, loss), counted(total, count), sums, dropped), None
 
     first = jax.tree.map(lambda x: x[0], micro_batches)
     (loss_type, count_type), grads_type = jax.eval_shape(grad_fn, here, first)
-    counted = as_count(jnp.zeros((), count_type.dtype)).dtype
     start = (
         vary(zeros_of(loss_type, wide(loss_type.dtype)), own),
-        vary(zeros_of(count_type, counted), own),
+        vary(zeros_of(count_type, as_count(jnp.zeros((), count_type.dtype)).dtype), own),
         jax.tree.map(lambda g: zeros_of(g, wide(g.dtype)), grads_type),
+        jnp.zeros((), jnp.int32),
     )
-    (loss_sum, total, sums), _ = lax.scan(one, start, micro_batches)
+    (loss_sum, total, sums, dropped), _ = lax.scan(one, start, micro_batches)
     if types:
         # Over these axes alone: on others each device may hold its part of a parameter.
         loss_sum, total = lax.psum((loss_sum, total), axis_name)
@@ -64,7 +75,8 @@ def accumulate_grads(
     grads = over(sums, total, params)
     loss = jnp.where(none, 0.0, loss_sum / jnp.where(none, 1, total).astype(loss_sum.dtype))
     scale = over(jnp.ones((), jnp.float32), total, jnp.float32(0))
-    return WindowStats(loss, total, scale, number, skipped), grads
+    loss = jnp.where(jnp.isnan(scale), jnp.nan, loss)
+    return WindowStats(loss, total, scale, number, skipped, dropped), grads
 
 
 accumulate_grads.__doc__ = spec.accumulate_grads.__doc__
@@ -87,11 +99,14 @@ def zeros_of(like: Any, dtype: Any) -> Any:
 
 
 def over(sums: Any, total: jax.Array, like: Any) -> Any:
-    """sums / T, rounded to the dtypes of `like`; 0 where T is 0."""
+    """sums / T, rounded to the dtypes of `like`; 0 where T is 0, NaN where it is no count."""
+    whole = jnp.issubdtype(total.dtype, jnp.integer)
 
     def one(s: jax.Array, x: Any) -> jax.Array:
         # 1 / T is rounded first, as in PyTorch. XLA does so on a CPU of its own accord.
         share = jnp.ones((), s.dtype) / jnp.where(total == 0, 1, total).astype(s.dtype)
+        if whole:
+            share = jnp.where(total < 0, jnp.nan, share)
         return jnp.where(total == 0, 0.0, s * share).astype(x.dtype)
 
     return jax.tree.map(one, sums, like)
@@ -109,6 +124,39 @@ def as_count(count: Any) -> jax.Array:
     whole = jnp.issubdtype(count.dtype, jnp.integer) or count.dtype == jnp.bool_
     number: jax.Array = count.astype(jnp.int32 if whole else jnp.float32)
     return number
+
+
+def counted(total: jax.Array, count: Any) -> jax.Array:
+    """The window's count with one more; of integers -1 for good where it is below 0 or too large:
+    a traced number cannot be refused, and `over` makes NaN of it."""
+    count = jnp.asarray(count)
+    added = as_count(count).astype(total.dtype)
+    after: jax.Array = total + added
+    if not jnp.issubdtype(total.dtype, jnp.integer):
+        return after
+    lost = added.astype(count.dtype) != count
+    return jnp.where((total < 0) | (added < 0) | (after < 0) | lost, -1, after)
+
+
+def known(x: Any) -> Any:
+    """A number that can be read without waiting, or None."""
+    return np.asarray(x).item() if concrete_on_cpu(x) and not np.ndim(x) else None
+
+
+def all_finite(*trees: Any) -> jax.Array:
+    """Whether there is neither NaN nor inf, on any device of the `shard_map` around: where one
+    drops a micro-batch, all do."""
+    leaves = [jnp.isfinite(x).all() for x in jax.tree.leaves(trees)]
+    fine = jnp.stack(leaves).all() if leaves else jnp.bool_(True)
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if axes and checks_types(axes):
+        axes = tuple(sorted(varying(fine), key=str))
+    return lax.pmin(fine.astype(jnp.int32), axes) == 1 if axes else fine
+
+
+def kept(tree: Any, fine: jax.Array) -> Any:
+    """Zeros where it is not `fine`."""
+    return jax.tree.map(lambda x: jnp.where(fine, x, jnp.zeros_like(x)), tree)
 
 
 class TokenNormalizedState(NamedTuple):
@@ -136,7 +184,7 @@ def token_normalized(
     import optax  # type: ignore[import-untyped]
 
     check_choice("empty", empty, ("skip", "zero"))
-    check_choice("nonfinite", nonfinite, ("keep", "drop"))
+    check_choice("nonfinite", nonfinite, spec.NONFINITE)
     inner = optax.with_extra_args_support(inner)
     count_type = jnp.float32 if weighted else jnp.int32
 
@@ -162,36 +210,36 @@ def token_normalized(
         is_last: Any,
         **extra: Any,
     ) -> tuple[Any, TokenNormalizedState]:
-        count = jnp.asarray(token_count)
-        if not weighted and not jnp.issubdtype(count.dtype, jnp.integer):
-            raise TypeError(
-                f"`token_count` must be an integer; got {count.dtype}. Pass the number of valid "
-                f"tokens, or token_normalized(..., weighted=True) for a sum of weights."
-            )
-        if not weighted and not isinstance(token_count, jax.core.Tracer):
-            so_far = state.num_tokens
-            seen = 0 if isinstance(so_far, jax.core.Tracer) else int(so_far)
-            if seen + int(token_count) > INT32:
-                raise CountOverflowError(
-                    f"`token_count` must leave the window's count below 2^31; got {seen} and "
-                    f"{int(token_count)} more. End the window earlier, or count weights in float32."
-                )
-        gradients = jax.tree.map(lambda g: g.astype(wide(g.dtype)), updates)
-        count = count.astype(count_type)
+        given = token_count if isinstance(token_count, jax.Array) else np.asarray(token_count)
+        if not weighted:
+            check_integer_count("token_count", describe(given))
+        check_token_count("token_count", describe(given), known(given), weighted)
+        if not weighted:
+            check_window_count(known(state.num_tokens), known(given))
+        count = jnp.asarray(given)
         if nonfinite == "drop":
-            leaves = [jnp.isfinite(g).all() for g in jax.tree.leaves(gradients)]
-            fine = jnp.stack(leaves).all() if leaves else jnp.bool_(True)
-            gradients = jax.tree.map(lambda g: jnp.where(fine, g, 0.0), gradients)
-            count = jnp.where(fine, count, 0)
-        sums = jax.tree.map(jnp.add, state.sums, gradients)
-        total = state.num_tokens + count
+            fine = all_finite(updates)
+            updates, count = kept((updates, count), fine)
+        sums = jax.tree.map(add, state.sums, updates)
+        total = counted(state.num_tokens, count)
         number = state.micro_batches + 1
 
+        def stepped(sums: Any) -> tuple[Any, Any]:
+            # Means in the sums' own dtypes: in bf16 they would lose what the window has added up.
+            result: tuple[Any, Any] = inner.update(
+                over(sums, total, sums), state.inner, params, **extra
+            )
+            return result
+
+        # As the step returns them: parameters' dtypes for one optimizer, float32 for another.
+        types, _ = jax.eval_shape(stepped, sums)
+
+        def still() -> Any:
+            return jax.tree.map(lambda x: zeros_of(x, x.dtype), types)
+
         def step(_: Any) -> tuple[Any, TokenNormalizedState]:
-            means = over(sums, total, updates)
-            new, after = inner.update(means, state.inner, params, **extra)
+            new, after = stepped(sums)
             after = jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype), after, state.inner)
-            new = jax.tree.map(lambda u, g: u.astype(g.dtype), new, updates)
             return new, fresh(after, state.windows + 1)
 
         def fresh(after: Any, windows: jax.Array) -> TokenNormalizedState:
@@ -202,12 +250,10 @@ def token_normalized(
             )
 
         def wait(_: Any) -> tuple[Any, TokenNormalizedState]:
-            still = jax.tree.map(jnp.zeros_like, updates)
-            return still, TokenNormalizedState(sums, total, number, state.windows, state.inner)
+            return still(), TokenNormalizedState(sums, total, number, state.windows, state.inner)
 
         def skip(_: Any) -> tuple[Any, TokenNormalizedState]:
-            still = jax.tree.map(jnp.zeros_like, updates)
-            return still, fresh(state.inner, state.windows)
+            return still(), fresh(state.inner, state.windows)
 
         last = jnp.asarray(is_last, bool)
         stepping = jnp.logical_or(total != 0, empty == "zero")

@@ -313,6 +313,58 @@ def test_a_nan_reaches_its_own_window_alone(nonfinite: str) -> None:
     hold({name: -u for name, u in updates.items()}, of_one_batch(good)[1])
 
 
+@pytest.mark.parametrize("jitted", [True, False])
+def test_the_inner_optimizer_sees_the_sums_as_they_are(jitted: bool) -> None:
+    """Gradients of bfloat16, whose window mean of 1 + 2^-8 is 1 there: means arrive in float32, and
+    updates leave in the dtypes that the inner optimizer gives them, zeros too."""
+    seen: list[Any] = []
+
+    def keep(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        seen.append(updates["wide"].dtype)
+        return {"wide": updates["wide"], "low": updates["low"].astype(jnp.bfloat16)}, updates
+
+    inner = optax.GradientTransformation(lambda p: p, keep)
+    tx = token_normalized(inner)
+    start = {"wide": jnp.zeros(3), "low": jnp.zeros(3)}
+    update = jax.jit(tx.update, donate_argnums=1) if jitted else tx.update
+    state = tx.init(start)
+    types = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    number = 256 if jitted else 2
+    for tokens in (1, 0):
+        for k in range(number):
+            last = k == number - 1
+            g = jnp.full(3, 2.0 if last else 1.0, jnp.bfloat16)
+            grads = {"wide": g, "low": g}
+            updates, state = update(grads, state, start, token_count=tokens, is_last=last)
+            assert {n: u.dtype for n, u in updates.items()} == {
+                "wide": jnp.float32,
+                "low": jnp.bfloat16,
+            }
+            assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == types
+        if tokens:
+            assert np.array_equal(np.asarray(updates["wide"]), np.full(3, 1 + 1 / number))
+    assert set(seen) == {jnp.dtype(jnp.float32)}
+
+
+def test_low_precision_gradients_in_a_scan() -> None:
+    """A carry of float32 parameters, gradients of bfloat16; and parameters of bfloat16, which
+    `apply_updates` keeps as they are."""
+    for low in (jnp.float32, jnp.bfloat16):
+        tx = token_normalized(optax.adamw(0.1))
+        start = jnp.zeros(3, low)
+
+        def body(carry: Any, k: Any, tx: Any = tx) -> tuple[Any, Any]:
+            p, state = carry
+            g = jnp.full(3, 1.0, jnp.bfloat16)
+            updates, state = tx.update(g, state, p, token_count=k, is_last=k == 3)
+            return (optax.apply_updates(p, updates), state), None
+
+        (after, state), _ = jax.lax.scan(body, (start, tx.init(start)), jnp.arange(8) % 4)
+        assert after.dtype == low
+        assert int(state.windows) == 2
+        assert np.asarray(after, np.float32).all()
+
+
 def test_a_short_window_is_flushed() -> None:
     """By an update of zeros."""
     tx, batch = token_normalized(optax.sgd(1.0)), data(valid=(16, 5, 0, 0))
@@ -405,11 +457,146 @@ def test_in_a_train_state_of_linen() -> None:
         assert error < 2.0**-22 * scale
 
 
+def test_counts_that_are_none() -> None:
+    """Below 0, or more than int32 holds: refused where they can be read; NaN, and in that window
+    alone, where they are traced."""
+    tx = token_normalized(optax.sgd(-1.0))
+    state = tx.init(params())
+    with pytest.raises(ValueError, match=r"`token_count` must be the number of.*got -3. Count"):
+        tx.update(params(), state, params(), token_count=-3, is_last=True)
+    with pytest.raises(ValueError, match=r"`token_count` must be one number.*got shape \(2,\)"):
+        tx.update(params(), state, params(), token_count=np.array([1, 2]), is_last=True)
+    update = jax.jit(tx.update)
+    grads = jax.tree.map(jnp.ones_like, params())
+    for counts in (
+        (-3, 5),
+        (5, -3),
+        (-3, 3),
+        (2**31 - 1, 1, 7),
+        (2**31 - 1, 2**31 - 1, 4),
+        (np.uint32(2**31), 1),
+    ):
+        for k, n in enumerate(counts):
+            count = jnp.asarray(n, getattr(n, "dtype", jnp.int32))
+            last = k == len(counts) - 1
+            updates, state = update(grads, state, params(), token_count=count, is_last=last)
+        assert all(np.isnan(np.asarray(u)).all() for u in updates.values()), counts
+        updates, state = update(
+            grads, state, params(), token_count=jnp.int32(2**31 - 1), is_last=False
+        )
+        updates, state = update(grads, state, params(), token_count=jnp.int32(0), is_last=True)
+        assert all((np.asarray(u) == 2.0 / (2**31 - 1)).all() for u in updates.values())
+
+
+def test_more_tokens_in_a_scan_than_int32_holds() -> None:
+    """A number that wraps around would be a denominator like any other."""
+
+    def many(p: Any, batch: Any) -> tuple[Any, Any]:
+        return (p["trunk"] * batch).sum(), jnp.int32(2**30)
+
+    def whole(p: Any, b: Any) -> Any:
+        return accumulate_grads(many, p, b)
+
+    for number in (1, 2, 5):
+        stats, grads = jax.jit(whole)(params(), jnp.ones((number, H, H)))
+        wrong = number > 1
+        assert np.isnan(np.asarray(grads["trunk"])).all() == wrong
+        assert bool(jnp.isnan(stats.loss)) == wrong
+
+
+# --- NaN, over devices ---------------------------------------------------------------------------
+
+
+def broken() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A window with NaN in a token of its second micro-batch, and the window without that."""
+    bad, kept = data(valid=(16, 7, 3, 0)), data(valid=(16, 7, 3, 0))
+    bad["x"][1, 2] = np.nan
+    kept["y"][1] = -100
+    return bad, kept
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_drop_together_in_a_scan(check_vma: bool) -> None:
+    """The micro-batch that is NaN on one of four devices counts on none, and the window is that of
+    the others; no other collective is in the loop."""
+    mesh, (bad, good) = mesh_of(AxisType.Auto), broken()
+
+    def step(p: Any, b: Any) -> Any:
+        stats, grads = accumulate_grads(sum_and_count, p, b, "data", nonfinite="drop")
+        return stats._replace(micro_batches=0), grads
+
+    spread = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P(None, "data")), out_specs=P(), check_vma=check_vma
+    )
+    with count_collectives() as count:
+        stats, grads = jax.jit(spread)(params(), bad)
+    loss, want = of_one_batch(good)
+    hold(grads, want)
+    assert (int(stats.num_tokens), int(stats.dropped)) == (19, 1)
+    assert not failures(check("A9", np.asarray(stats.loss), np.asarray(loss), metrics=("rho / u",)))
+    assert len(count.looped()) == 1
+
+
+def test_a_scan_keeps_what_is_nan_unless_told() -> None:
+    """And drops alone, on global arrays."""
+    bad, good = broken()
+    stats, grads = jax.jit(partial(accumulate_grads, sum_and_count))(params(), bad)
+    assert int(stats.dropped) == 0
+    assert np.isnan(np.asarray(grads["head"])).any()
+    drop = partial(accumulate_grads, sum_and_count, nonfinite="drop")
+    stats, grads = jax.jit(drop)(params(), bad)
+    hold(grads, of_one_batch(good)[1])
+    assert (int(stats.num_tokens), int(stats.dropped)) == (19, 1)
+
+    def steep(p: Any, x: Any) -> tuple[Any, Any]:  # of 0 at 0, where its slope is infinite
+        return jnp.sqrt(p * x), jnp.int32(1)
+
+    xs = jnp.asarray([1.0, 0.0, 4.0])
+    stats, slope = accumulate_grads(steep, jnp.float32(1.0), xs, nonfinite="drop")
+    assert (float(slope), int(stats.num_tokens), float(stats.loss)) == (0.75, 2, 1.5)
+
+    def lost(p: Any, x: Any) -> tuple[Any, Any]:  # with a slope all the same
+        return p * x + jnp.where(x == 0, jnp.nan, 0.0), jnp.int32(1)
+
+    stats, slope = accumulate_grads(lost, jnp.float32(1.0), xs, nonfinite="drop")
+    assert (float(slope), int(stats.num_tokens), float(stats.loss)) == (2.5, 2, 2.5)
+    with pytest.raises(ValueError, match="`nonfinite` must be one of 'keep', 'drop'; got 'skip'"):
+        accumulate_grads(sum_and_count, params(), bad, nonfinite="skip")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_drop_together_in_an_optimizer(check_vma: bool) -> None:
+    """Pieces of a parameter, of which one has a gradient that is NaN: the counts, and the steps, of
+    all devices stay the same."""
+    mesh = mesh_of(AxisType.Auto)
+    tx = token_normalized(optax.sgd(-1.0), nonfinite="drop")
+    grads = np.ones((3, 8), np.float32)
+    grads[1, 5] = np.nan
+
+    def steps(p: Any, g: Any) -> Any:
+        state = tx.init(p)
+        for k in range(3):
+            updates, state = tx.update(
+                g[k], state, p, token_count=jnp.int32((4, 1, 4)[k]), is_last=jnp.bool_(k == 2)
+            )
+        return updates
+
+    spread = jax.shard_map(
+        steps,
+        mesh=mesh,
+        in_specs=(P("data"), P(None, "data")),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+    updates = jax.jit(spread)(jnp.zeros(8), grads)
+    assert np.array_equal(np.asarray(updates), np.full(8, 2 / 8))
+
+
 def test_counts_are_integers_that_fit() -> None:
     """int32."""
     tx = token_normalized(optax.sgd(1.0))
     state = tx.init(params())
-    with pytest.raises(TypeError, match="`token_count` must be an integer; got float32"):
+    with pytest.raises(TypeError, match="`token_count` must be an integer; got float64"):
         tx.update(params(), state, params(), token_count=1.5, is_last=False)
     _, state = tx.update(params(), state, params(), token_count=2**31 - 1, is_last=False)
     with pytest.raises(CountOverflowError, match=r"below 2.31; got 2147483647 and 1 more"):

@@ -265,6 +265,7 @@ def accumulate_grads(
     axis_name: Any = None,
     *,
     empty: str = "skip",
+    nonfinite: str = "keep",
 ) -> tuple[WindowStats, Any]:
     """The gradient of a window, in a scan over its micro-batches. JAX, inside `jit`.
 
@@ -287,11 +288,15 @@ def accumulate_grads(
             Gradients, count and loss are summed over it once, after the scan.
         empty: with no valid token anywhere gradients are +0, and `stats.skipped` is true for
             "skip", false for "zero".
+        nonfinite: a micro-batch whose loss or gradient holds NaN or inf is "keep"t, and shows, or
+            "drop"ped with its tokens (`stats.dropped`). All devices of the `shard_map` around
+            decide together, with one number in each micro-batch.
 
     Returns:
         (WindowStats, gradients of the dtypes of `params`).
 
-    Numerics: sums in float32 at least, multiplied by 1 / T once at the end. Row A12.
+    Numerics: sums in float32 at least, multiplied by 1 / T once at the end; NaN where int32 does
+    not hold T. Row A12.
     """
     raise NotImplementedError("call xentlib.jax.accumulate_grads")
 
@@ -314,14 +319,18 @@ def token_normalized(
         empty: a window without valid tokens is "skip"ped, the inner state untouched, or stepped on
             with gradients that are "zero".
         nonfinite: a micro-batch whose gradient holds NaN or inf is "keep"t, and shows in the step,
-            or "drop"ped with its tokens; inside `shard_map` each device sees its own gradients
-            alone.
+            or "drop"ped with its tokens. Inside `shard_map` all devices decide together, with one
+            number in each `update`.
         weighted: `token_count` is a sum of weights, float32.
 
     Raises:
         TypeError: a count that is no integer.
-        CountOverflowError: more than 2^31 - 1 tokens, where the count can be read.
+        ValueError: a count that is not one number, or below 0, where it can be read.
+        CountOverflowError: more than 2^31 - 1 tokens, where the count can be read. A count that
+            cannot be read, below 0 or too large, makes the window's gradient NaN.
 
-    Numerics: sums in float32 at least, reset to zeros and never by multiplying. Row A12.
+    Numerics: sums in float32 at least, reset to zeros and never by multiplying. The inner optimizer
+    sees their means in that dtype, whatever that of the gradients, and updates leave in the dtypes
+    that it gives them. Row A12.
     """
     raise NotImplementedError("call xentlib.jax.token_normalized")

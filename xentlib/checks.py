@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from xentlib.accumulate import NONFINITE
+from xentlib.accumulate import NONFINITE, CountOverflowError
 
 __all__ = [
     "LogitsProblem",
@@ -30,6 +30,7 @@ __all__ = [
     "check_divisor",
     "check_group",
     "check_head_options",
+    "check_integer_count",
     "check_label_range",
     "check_linear",
     "check_logits",
@@ -50,6 +51,7 @@ __all__ = [
     "check_tiles",
     "check_token_count",
     "check_varying",
+    "check_window_count",
     "check_windows",
     "holds",
     "plain",
@@ -62,6 +64,7 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 OUTPUTS = ("logprobs", "entropy", "lse", "correct", "predicted")
 REDUCTIONS = ("mean", "sum")
 LAYOUTS = ("VH", "HV")
+INT32 = 2**31 - 1
 
 
 class Operand(NamedTuple):
@@ -862,6 +865,15 @@ def check_token_count(
         )
 
 
+def check_integer_count(name: str, count: Operand) -> None:
+    """Refuse a sum of weights where tokens are counted in int32."""
+    if count.dtype not in (*INTEGERS, "uint64"):
+        raise TypeError(
+            f"`{name}` must be an integer; got {count.dtype}. Pass the number of valid tokens, or "
+            f"token_normalized(..., weighted=True) for a sum of weights."
+        )
+
+
 def check_nonfinite(nonfinite: object, mode: str) -> None:
     """Validate what a window does with a micro-batch that is NaN or inf."""
     _choice("nonfinite", nonfinite, NONFINITE)
@@ -879,6 +891,16 @@ def check_rounds(numbers: Sequence[int]) -> None:
             f"`uneven` must be True with nonfinite='drop', which all ranks decide together in each "
             f"micro-batch, where they have different numbers; got {min(numbers)} to "
             f"{max(numbers)}. Pass `norm.window(..., uneven=True)`."
+        )
+
+
+def check_window_count(so_far: object, more: object) -> None:
+    """Refuse a count that int32 does not hold, where it can be read."""
+    seen = so_far if isinstance(so_far, int) else 0
+    if isinstance(more, int) and seen + more > INT32:
+        raise CountOverflowError(
+            f"`token_count` must leave the window's count below 2^31; got {seen} and {more} more. "
+            f"End the window earlier, or count weights in float32."
         )
 
 
