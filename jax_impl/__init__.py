@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from xentlib.jax.accumulate import accumulate_grads, token_normalized
 from xentlib.jax.collectives import count_collectives
+from xentlib.jax.evaluation import Evaluation
 from xentlib.jax.labels import next_token_labels
 from xentlib.jax.logprobs import LogprobOutput, chunked_logprobs, vocab_parallel_logprobs
 from xentlib.jax.nll import NLLOutput, chunked_nll
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from xentlib.jax.module import LinenNLLHead, NLLHead
 
 __all__ = [
+    "Evaluation",
     "LinenNLLHead",
     "LogprobOutput",
     "NLLHead",

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xentlib import evaluation as evaluation_spec
 from xentlib import labels as labels_spec
 from xentlib import logprobs as logprobs_spec
 from xentlib import nll as nll_spec
@@ -456,6 +457,17 @@ def test_both_backends_show_the_same_names():
 ONE_BACKEND = {"LinenNLLHead", "TokenNormalizer", "accumulate_grads", "gather_head"} | {
     "token_normalized"
 }
+
+
+def test_an_evaluation_has_the_methods_of_its_definition(backend: str) -> None:
+    """Signatures are written once, in the spec, which does not compute."""
+    ours = __import__(f"xentlib.{backend}", fromlist=["_"]).Evaluation
+    for name in ("add", "mean_loss"):
+        definition = getattr(evaluation_spec.Evaluation, name)
+        assert shape(getattr(ours, name)) == shape(definition)
+        with pytest.raises(NotImplementedError, match=r"xentlib\.torch\.Evaluation"):
+            definition(None, None)
+    assert ours.__doc__ == evaluation_spec.Evaluation.__doc__
 
 
 def shape(function: Any) -> list[tuple[str, Any, Any]]:

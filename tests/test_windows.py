@@ -6,6 +6,7 @@ Shapes: N tokens of a micro-batch, V vocabulary, H hidden width.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from test_accumulate import H, N, V, net, token_losses  # noqa: E402
 from xentlib.torch import (  # noqa: E402
+    Evaluation,
     NLLHead,
     NLLOutput,
     TokenNormalizer,
@@ -619,6 +621,58 @@ def test_wrappers_that_cannot_be_read_are_refused() -> None:
 
 def gradients(model: Any) -> list[Any]:
     return [p.grad.clone() for p in model.parameters()]
+
+
+def test_an_evaluation_is_one_batch() -> None:
+    """torchtitan#4167: batches of uneven counts, one without a token, under whatever keeps no
+    graph; in float64, where a hundred million float32 tokens would lose the last batches."""
+    model, _ = normalizer()
+    head = NLLHead.from_linear(model[1], reduction="sum")
+    batches = [batch_of(0), batch_of(1, 3), batch_of(2, 0)]
+    x, y = (torch.cat(column) for column in zip(*batches, strict=True))
+    want = torch.nn.functional.cross_entropy(net().double()(x.double()), y).item()
+    for around in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        evaluation = Evaluation()
+        for k, (x, y) in enumerate(batches):
+            with around() if k < 2 else torch.no_grad():
+                evaluation = evaluation.add(head(model[0](x), y))
+        loss = evaluation.mean_loss()
+        assert not failures(check("A9", loss.numpy(), want, metrics=("rho / u",)))
+        assert (loss.dtype, loss.shape, loss.requires_grad) == (torch.float64, (), False)
+        assert float(evaluation.mean_loss()) == float(loss)
+    many = Evaluation().add(3.0e9, 2**30)
+    for _ in range(3):
+        many.add(torch.tensor(1.0), torch.tensor(1))
+    assert float(many.mean_loss()) == (3e9 + 3) / (2**30 + 3)
+    assert torch.isnan(Evaluation().mean_loss())
+    assert torch.isnan(Evaluation().add(head(model[0](x), y)).mean_loss())  # without a token
+    assert torch.isinf(Evaluation().add(np.float32(np.inf), np.int32(3)).mean_loss())
+
+
+def test_an_evaluation_takes_sums() -> None:
+    """A mean that `chunked_nll` has taken is refused, and what else is seen to be no sum."""
+    model, _ = normalizer()
+    x, y = batch_of(0)
+    out = mean_of(model, x, y)
+    wrong: dict[str, tuple[Any, ...]] = {
+        "must be a sum over tokens; got one that `chunked_nll` has divided. Pass reduction='sum'": (
+            (out,),
+            (changed(out),),
+            (mean_of(model, x, y, denominator=7.0),),
+            (out.loss, N),
+        ),
+        "`num_tokens` must be given with a loss that is no `NLLOutput`": ((out.loss.detach(),),),
+        "must be the number of tokens that the loss is the sum of; got 0": ((2.0, 0),),
+        "must be one number, the sum over this rank's valid": (
+            (torch.ones(3), 3),
+            ([2.0], 3),
+            ({"loss": 2.0}, 3),
+        ),
+    }
+    for said, calls in wrong.items():
+        for call in calls:
+            with pytest.raises(ValueError, match=re.escape(said)):
+                Evaluation().add(*call)
 
 
 def test_clipping_sees_the_normalised_gradient() -> None:

@@ -122,6 +122,51 @@ def test_what_is_uneven_between_ranks() -> None:
     assert [rank["micro-batches"] for rank in ranks] == [4, 4]
 
 
+def evaluated(rank: int, world: int) -> dict[str, Any]:
+    from torch import distributed as dist
+
+    from xentlib.torch import Evaluation, count_collectives
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    mesh = dist.init_device_mesh("cpu", (world,))
+    model, found = net(), {}
+    for name, number in (("uneven", 3 * rank + 1), ("none", 2 * rank), ("nobody", 0)):
+        evaluation = Evaluation()
+        with torch.no_grad(), count_collectives() as count:
+            for k in range(number):
+                x, y = batch_of(10 * rank + k, 9 - k - rank)
+                evaluation.add(token_losses(model(x), y).sum(), (y != -100).sum())
+            found[name] = evaluation.mean_loss().item()
+        assert count.counts() == {"all_reduce": 1}
+    both = Evaluation().add(float(rank), rank + 1)
+    found["group"] = both.mean_loss(pairs[rank // 2]).item()
+    found["mesh"] = both.mean_loss(data_parallel=mesh).item()
+    with pytest.raises(TypeError, match="`data_parallel` must be a ProcessGroup or a one-dim"):
+        both.mean_loss(data_parallel="data")
+    return found
+
+
+def test_an_evaluation_over_ranks() -> None:
+    """torchtitan#4167: uneven numbers of batches and tokens, and a rank that has none and takes
+    part all the same; one collective, and one number on all."""
+    model = net().double()
+
+    def want(numbers: list[int]) -> float:
+        batches = [batch_of(10 * r + k, 9 - k - r) for r, n in enumerate(numbers) for k in range(n)]
+        x, y = (torch.cat(column) for column in zip(*batches, strict=True))
+        return torch.nn.functional.cross_entropy(model(x.double()), y).item()
+
+    ranks = launch(3, evaluated)
+    for name, oracle in (("uneven", want([1, 4, 7])), ("none", want([0, 2, 4]))):
+        for rank in ranks:
+            measured = check("A9", np.float64(rank[name]), oracle, metrics=("rho / u",))
+            assert not failures(measured), name
+        assert len({rank[name] for rank in ranks}) == 1
+    assert all(np.isnan(rank["nobody"]) for rank in ranks)
+    assert [rank["group"] for rank in ranks] == [1 / 3, 1 / 3, 2 / 3]
+    assert [rank["mesh"] for rank in ranks] == [0.5] * 3
+
+
 def accelerated(rank: int, world: int) -> list[Any]:
     import accelerate
 

@@ -42,7 +42,7 @@ class NLLOutput(NamedTuple):
         predicted: [...] the class of the largest logit, the first of several, -1 for tokens that
             are not valid; int64 in torch, int32 in JAX; or None.
         denominator: [] what the sum was divided by: `weight_sum` for a mean, or the argument; None
-            for a sum. `TokenNormalizer` takes sums, and looks here.
+            for a sum. `TokenNormalizer` and `Evaluation` take sums, and look here.
     """
 
     loss: Any

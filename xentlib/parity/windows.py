@@ -1,5 +1,6 @@
 """A12: a problem's tokens in a window of uneven micro-batches, one without a valid token, through
-`TokenNormalizer`, `accumulate_grads` and `token_normalized`, against the oracle of one batch.
+`TokenNormalizer`, `accumulate_grads` and `token_normalized`, against the oracle of one batch; A2:
+through `Evaluation`.
 
 Shapes: N tokens of the problem, M micro-batches of up to n tokens.
 """
@@ -19,7 +20,7 @@ from xentlib.parity.problem import Problem
 if TYPE_CHECKING:
     from xentlib.parity.operators import Findings
 
-__all__ = ["ROADS", "Window", "audit", "run_window", "windows"]
+__all__ = ["ROADS", "Window", "audit", "evaluated", "run_window", "windows"]
 
 Array = npt.NDArray[Any]
 # Where micro-batches begin, as a share of the tokens; the third one is empty.
@@ -41,9 +42,18 @@ class Window(NamedTuple):
 
 
 def windows(findings: Findings, problem: Problem) -> None:
-    """Every road of each backend."""
+    """Every road of each backend, and its evaluation."""
     reference = problem.reference()
     for backend in findings.backends:
+        findings.check(
+            "A2",
+            evaluated(backend, problem).astype(np.float32),
+            reference.loss,
+            magnitude=reference.loss_magnitude,
+            backend=backend,
+            case=problem.text,
+            quantity="loss of an evaluation",
+        )
         for road in ROADS[backend]:
             details: dict[str, Any] = {"backend": backend, "case": f"{problem.text}, {road}"}
             found = run_window(backend, problem, road)
@@ -125,6 +135,26 @@ def run_window(backend: str, problem: Problem, road: str, *, audit: bool = False
     loss, count, gradients = road_of(problem, options, road)
     named = {f"d_{name}": np.array(g) for name, g in gradients.items()}
     return Window(None if loss is None else np.array(loss), np.array(count), **named)
+
+
+def evaluated(backend: str, problem: Problem) -> Array:
+    """The mean loss of a problem's micro-batches, by `Evaluation`."""
+    options = {**problem.options, "reduction": "sum"}
+    arrays: Any = np.asarray
+    if backend == "torch":
+        from torch import tensor as arrays
+
+        from xentlib import torch as ours
+    else:
+        from xentlib import jax as ours  # type: ignore[no-redef]
+    weight, bias = arrays(problem.weight), arrays(problem.bias)
+    evaluation = ours.Evaluation()
+    for rows, labels in zip(*micro_batches(problem), strict=True):
+        hidden = arrays(problem.hidden[rows])
+        evaluation = evaluation.add(
+            ours.chunked_nll(hidden, weight, arrays(labels), bias=bias, **options)
+        )
+    return np.asarray(evaluation.mean_loss())
 
 
 Found = tuple[Any, Any, dict[str, Any]]  # loss, tokens, gradients
