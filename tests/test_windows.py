@@ -457,6 +457,26 @@ def test_weights_that_cancel() -> None:
         assert not failures(check("A9", p.grad.numpy(), q.grad.numpy(), metrics=("rho / u",)))
 
 
+def test_class_weights_are_weights_of_tokens() -> None:
+    """T is their sum over the labels, as in the mean of one batch, and not the labels' number."""
+    model, norm = normalizer()
+    batches = [batch_of(0), batch_of(1, 3)]
+    class_weights = torch.rand(V, generator=torch.Generator().manual_seed(5)) + 0.5
+
+    def body(window: Any, model: Any, x: Any, y: Any) -> None:
+        window.backward(mean_of(model, x, y, class_weights=class_weights, reduction="sum"))
+
+    with pytest.raises(CountMismatchError):
+        attempt(norm, model, batches, body)
+    weights = [class_weights[y.clamp(min=0)] for _, y in batches]
+    attempt(norm, model, batches, body, token_weights=weights)
+    one_batch = net().double()
+    x, y = (torch.cat(column) for column in zip(*batches, strict=True))
+    torch.nn.functional.cross_entropy(one_batch(x.double()), y, class_weights.double()).backward()
+    for p, q in zip(model.parameters(), one_batch.parameters(), strict=True):
+        assert not failures(check("A9", p.grad.numpy(), q.grad.numpy(), metrics=("rho / u",)))
+
+
 def test_weights_that_cancel_are_the_same_weights() -> None:
     """The loss adds them up in float32: an error of 2^-24 of their sizes is none of their sum."""
     generator = torch.Generator().manual_seed(4)
