@@ -1,7 +1,7 @@
 """Heads that FSDP2 (`fully_shard`) keeps in pieces: the wrapper's own hooks gather them and take
 their gradient home, so that its mean over ranks, divide factor, dtypes and streams are its own.
 
-There is no public road from a parameter to its group; the one here was read in torch 2.13.
+There is no public way from a parameter to its group; the one here was read in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Owner", "call_with_head", "copies", "find_owner"]
+__all__ = ["Owner", "call_with_head", "copies", "find_owner", "groups_of"]
 
 T = TypeVar("T")
 OWNERS: Any = WeakIdKeyDictionary()  # of parameters that were asked for
@@ -35,6 +35,13 @@ class Owner(NamedTuple):
         return parameter
 
 
+def groups_of(state: Any) -> list[Any]:
+    """The groups of parameters of one FSDP module. torch 2.11 has at most one, under its own name."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def find_owner(parameter: Tensor) -> Owner | None:
     """None for what no `fully_shard` keeps."""
     if parameter in OWNERS:
@@ -49,7 +56,7 @@ def find_owner(parameter: Tensor) -> Owner | None:
         state = _composable_state._get_module_state(module)
         if not isinstance(state, fsdp.FSDPState):
             continue
-        for group in state._fsdp_param_groups:
+        for group in groups_of(state):
             if any(held.sharded_param is parameter for held in group.fsdp_params):
                 OWNERS[parameter] = Owner(module, state, group)
                 return Owner(module, state, group)

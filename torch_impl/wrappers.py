@@ -1,6 +1,7 @@
 """How a wrapper reduces gradients, read from the wrapper; and what it wants done in a window.
 
-FSDP2 and DeepSpeed have no public road to all of it; theirs was read in torch 2.13 and 0.19.8.
+FSDP2 and DeepSpeed have no public way to all of it; theirs was read in torch 2.11 to 2.15 and in
+DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xentlib.accumulate import Reduction, UnsupportedWrapperError, reduction_of
+from xentlib.torch.fsdp2 import groups_of
 
 __all__ = ["Plain", "read"]
 
@@ -165,9 +167,7 @@ class Sharded(Plain):
 
     def __init__(self, model: Any, scaler: Any) -> None:
         super().__init__(model, scaler)
-        self.groups = groups = [
-            group for state in _fsdp_states(model) for group in state._fsdp_param_groups
-        ]
+        self.groups = groups = [g for state in _fsdp_states(model) for g in groups_of(state)]
         # With `set_reshard_after_backward(False)` the model's parameters are whole by now.
         held = {
             id(x)
