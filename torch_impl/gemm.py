@@ -22,6 +22,10 @@ SCRATCH_BYTES = 8 << 20
 # MKL adds the terms of a product this narrow one after the other: of 100,000 tokens at H = 8 the
 # error of d weight was 76 u of its norm, at H = 1 218 u; 1024 tokens at a time it is 9 u.
 NARROW, NARROW_DEPTH = 16, 1024
+# oneDNN 3.10, which PyTorch 2.11 holds, has other kernels for other numbers of rows: in chunks of
+# 64 tokens 91 % of the logits had other bits than in one chunk, at H = 512, V = 3000 (row A10).
+# There MKL multiplies, at half the speed on an EPYC with AVX-512.
+ONEDNN = torch.__version__ >= "2.12"
 
 
 def storage_dtype(
@@ -93,7 +97,7 @@ def gemm_precision(gemm_dtype: torch.dtype, device: torch.device) -> Iterator[No
     settings: Any = torch.backends.cuda.matmul
     if kind == "cpu":
         settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    on_amx = kind == "cpu" and gemm_dtype == torch.bfloat16 and has_amx()
+    on_amx = ONEDNN and kind == "cpu" and gemm_dtype == torch.bfloat16 and has_amx()
     with PRECISION[kind].hold(settings, "bf16" if on_amx else "ieee"):
         yield
 
@@ -145,7 +149,8 @@ def by_onednn(a: Tensor, b: Tensor, out: Tensor) -> bool:
     """
     mkldnn: Any = torch.backends.mkldnn
     return (
-        a.device.type == "cpu"
+        ONEDNN
+        and a.device.type == "cpu"
         and a.dtype == torch.float32
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
