@@ -15,6 +15,8 @@ SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2
 PYTEST_ARGS ?= -n 2 --dist loadfile
 BENCH_ARGS ?=
 PARITY_ARGS ?=
+PYTHON_OLDEST ?= python3.11
+PYTHON_NEWEST ?= python3.13
 
 # DeepSpeed compiles nothing at installation and runs on the CPU.
 export DS_BUILD_OPS ?= 0
@@ -25,12 +27,14 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
 	@echo 'test        the suite, in two processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'
+	@echo 'test-oldest the suite on the oldest versions that pyproject.toml admits; downloads 3 GB once'
+	@echo 'test-newest the same on the newest, PYTHON_NEWEST=python3.13; downloads 3 GB once'
 	@echo 'lint        ruff, formatting, mypy strict'
 	@echo 'format      let ruff fix and format'
 	@echo 'docs        the documentation, strict, in build/site'
@@ -88,6 +92,35 @@ $(WHEEL_ENV)/.stamp: $(WHEEL)/.stamp $(VENV)/test.stamp
 	@$(BIN)/python -m pip --python $(WHEEL_ENV)/bin/python install -qq --no-deps --ignore-installed dist/xentlib-*.whl
 	@touch $@
 
+# --- the ranges of pyproject.toml: their oldest and newest versions, each in an environment of its own ------------------
+
+.venv-oldest/range.stamp: PYTHON_OF_RANGE = $(PYTHON_OLDEST)
+.venv-newest/range.stamp: PYTHON_OF_RANGE = $(PYTHON_NEWEST)
+
+.venv-%/range.stamp: constraints-%.txt pyproject.toml
+	@$(PYTHON_OF_RANGE) -c '' 2>/dev/null || { echo '$(PYTHON_OF_RANGE) is needed on the path, or' \
+	  'make test-$* PYTHON_$(shell echo $* | tr a-z A-Z)=/path/to/python' >&2; exit 1; }
+	@echo 'installing the $* versions into .venv-$*: 3 GB to download, 6 GB installed, mostly CUDA' \
+	  'libraries of PyTorch'
+	@$(PYTHON_OF_RANGE) -m venv .venv-$*
+	@.venv-$*/bin/python -m pip install -qq --disable-pip-version-check -c $< \
+	  -e '.[torch,flax,deepspeed,hf,cli,test]'
+	@touch $@
+
+# NumPy 1.26 is admitted where jax is not installed.
+.venv-oldest/numpy.stamp: pyproject.toml .venv-oldest/range.stamp
+	@$(PYTHON_OLDEST) -m venv .venv-oldest/numpy
+	@.venv-oldest/numpy/bin/python -m pip install -qq --disable-pip-version-check \
+	  -e '.[test]' numpy==1.26.0 ml_dtypes==0.5.0
+	@touch $@
+
+# What no framework's version changes is left to `make test`.
+RANGE_TESTS := $(filter-out $(patsubst %,tests/test_%.py,bench cli docs parity_training plan report), \
+  $(wildcard tests/test_*.py))
+NUMPY_TESTS := $(patsubst %,tests/test_%.py,checks contract_checks interop plan reference)
+# DeepSpeed compiles for one PyTorch at a time.
+RANGE_ENV = PATH="$(CURDIR)/.venv-$(1)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/torch_extensions-$(1)"
+
 # --- what is run --------------------------------------------------------------------------------------------------------
 
 parity: $(VENV)/run.stamp
@@ -95,6 +128,13 @@ parity: $(VENV)/run.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-oldest: .venv-oldest/range.stamp .venv-oldest/numpy.stamp
+	.venv-oldest/numpy/bin/pytest $(NUMPY_TESTS)
+	$(call RANGE_ENV,oldest) .venv-oldest/bin/pytest $(RANGE_TESTS) $(PYTEST_ARGS)
+
+test-newest: .venv-newest/range.stamp
+	$(call RANGE_ENV,newest) .venv-newest/bin/pytest $(RANGE_TESTS) $(PYTEST_ARGS)
 
 test-wheel: $(WHEEL_ENV)/.stamp
 	$(eval away := $(shell mktemp -d))
@@ -142,4 +182,4 @@ examples: $(VENV)/test.stamp
 	  echo "== $$example"; $(TORCHRUN) --nproc-per-node 2 "$$example"; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
