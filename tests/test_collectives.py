@@ -51,9 +51,12 @@ def steps_of(rank: int, world: int) -> dict[str, Any]:
         else:
             dist.recv(one, 0)
 
+    # torch 2.11 has the other name alone, of which later versions warn.
+    scatter = getattr(functional, "reduce_scatter_single", functional.reduce_scatter_tensor)
+
     def compiled() -> None:  # what a compiled program calls
         functional.all_reduce(one, "sum", group) + 1
-        functional.reduce_scatter_single(torch.ones(3 * world), "sum", 0, group) + 1
+        scatter(torch.ones(3 * world), "sum", 0, group) + 1
 
     replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(H, V))
     pieces = torch.nn.Linear(H, V)
