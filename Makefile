@@ -12,7 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2>/dev/null)
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# A test that hangs where no Python runs takes its process with it, and would have it in every new one.
+PYTEST_ARGS ?= -n 2 --dist loadfile --max-worker-restart 1
 BENCH_ARGS ?=
 PARITY_ARGS ?=
 PYTHON_OLDEST ?= python3.11
@@ -21,9 +22,11 @@ PYTHON_NEWEST ?= python3.13
 # DeepSpeed compiles nothing at installation and runs on the CPU.
 export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
-# What it compiles at its first start is kept here: a lock that a killed run has left in the user's
-# cache would make every later one wait.
+# What it compiles at its first start is kept here, where tests/orphans.py removes the lock that a
+# killed run has left; every later one would wait for it.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
+# The suite and the examples end with this make, and with them all that they have started.
+export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
@@ -171,13 +174,14 @@ bench: $(VENV)/test.stamp
 	$(BIN)/xentlib bench --out build/bench $(BENCH_ARGS)
 
 # DeepSpeed looks for ninja on the path. Its warnings of what is deprecated are for its authors.
+GUARDED := $(BIN)/python -P tests/orphans.py
 TORCHRUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
-  $(BIN)/python -m torch.distributed.run --standalone
+  $(GUARDED) torch.distributed.run --standalone
 ON_RANKS := examples/fsdp2.py examples/zero3.py examples/accelerate_ddp.py examples/trainer.py
 
 examples: $(VENV)/test.stamp
 	@for example in $(filter-out $(ON_RANKS),$(wildcard examples/*.py)); do \
-	  echo "== $$example"; $(BIN)/python "$$example"; done
+	  echo "== $$example"; $(GUARDED) "$$example"; done
 	@for example in $(ON_RANKS); do \
 	  echo "== $$example"; $(TORCHRUN) --nproc-per-node 2 "$$example"; done
 

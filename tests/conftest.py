@@ -1,13 +1,17 @@
-"""Settings of the gate (SPEC 5), made before a framework is loaded, and the `backend` fixture."""
+"""Settings of the gate (SPEC 5), made before a framework is loaded, the `backend` fixture, and the
+end of all that the suite has started."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+
+from orphans import guard
 
 # Read when a framework starts, so set before any import of one. Four host devices: enough to have
 # arrays that are committed to different ones.
@@ -20,6 +24,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 ).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["DS_ACCELERATOR"] = "cpu"
+# What DeepSpeed compiles at its first start: here, as under `make`, and not in the user's cache.
+os.environ.setdefault(
+    "TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions")
+)
 
 HAS_TORCH, HAS_JAX = (importlib.util.find_spec(name) is not None for name in ("torch", "jax"))
 INSTALLED = [name for name, here in (("torch", HAS_TORCH), ("jax", HAS_JAX)) if here]
@@ -47,6 +55,11 @@ if HAS_JAX:
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # pytest-xdist's workers are among what is ended
+        guard()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from queue import Empty
 from typing import Any
+
+from orphans import remove_locks
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "xentlib.torch"]
 
@@ -23,6 +28,7 @@ def launch(
     """`work(rank, world, *arguments)` on ranks that share a gloo group; what each returned."""
     import torch
 
+    remove_locks()
     # Ranks are forked from a process that has imported what takes seconds, and done nothing else.
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -64,7 +70,16 @@ def results(ranks: list[Any], queue: Any, seconds: float) -> dict[int, Any]:
     return found
 
 
+def end_with_launcher() -> None:
+    """The process that started the forkserver, which lives for as long as a rank does."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def enter(rank: int, world: int, folder: str, queue: Any, work: Any, arguments: Any) -> None:
+    threading.Thread(target=end_with_launcher, daemon=True).start()
     import torch
 
     # As torchrun has it: the compiler loads DeepSpeed where it is installed, which asks.

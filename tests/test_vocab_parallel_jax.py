@@ -27,6 +27,7 @@ from xentlib.parity.backends import GRADIENTS, run, run_logprobs
 from xentlib.parity.operators import Findings
 from xentlib.parity.problem import Case, Problem, build, upstream_of
 from xentlib.parity.ranks import run_calls
+from xentlib.processes import end_with_parent
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
@@ -374,7 +375,7 @@ def test_two_processes(tmp_path):
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=120)[1] for rank in ranks]
+        said = [rank.communicate()[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -403,7 +404,6 @@ def test_eight_devices():
         cwd=pathlib.Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert done.stdout == "held\n", done.stderr
@@ -538,4 +538,5 @@ def test_a_label_in_the_padding(kind):
 
 
 if __name__ == "__main__":
+    end_with_parent(os.getppid())
     process(int(sys.argv[1]), *sys.argv[2:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.torch
 
+from orphans import remove_locks  # noqa: E402
 from wrapped import Zero, gradients_of_one_process, mean_over_ranks  # noqa: E402
 
 HELD = {
@@ -96,6 +98,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 def torchrun(world: int, folder: Path, setups: dict[str, Zero]) -> list[dict[str, Any]]:
+    remove_locks()
     (folder / "setups").write_bytes(pickle.dumps(setups))
     here = Path(__file__).parent
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -108,7 +111,6 @@ def torchrun(world: int, folder: Path, setups: dict[str, Zero]) -> list[dict[str
         cwd=here,
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -148,3 +150,17 @@ def test_gathers_do_not_count_chunks_or_tokens(found: Any) -> None:
     assert gathers["stage 3, gathered"] == gathers["stage 3"]
     # The head's values, for its backward.
     assert gathers["stage 3, per token"][0] == gathers["stage 3"][0] + 1
+
+
+@pytest.mark.usefixtures("found")  # which has compiled
+def test_a_lock_that_a_killed_run_has_left_is_not_waited_for(tmp_path, monkeypatch) -> None:
+    """torch's folder of extensions as it is when ranks are killed while they compile or load."""
+    built = tmp_path / "built"
+    shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], built)
+    locks = [operator / "lock" for operator in built.iterdir()]
+    assert locks
+    for lock in locks:
+        lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(built))
+    assert torchrun(2, tmp_path, {}) == [{}, {}]
+    assert not any(lock.exists() for lock in locks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 
 from wrapped import Zero, batches, model_of, part_of, run
+from xentlib.processes import end_with_parent
 from xentlib.torch import count_collectives
 
 
@@ -64,6 +66,7 @@ def measured(setup: Zero) -> tuple[dict, int]:
 
 
 def main(folder: str) -> None:
+    end_with_parent(os.getppid())  # torchrun, which does not take its ranks along when killed
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     setups = pickle.loads(Path(folder, "setups").read_bytes())

@@ -20,6 +20,7 @@ from xentlib.bench.contestant import Field
 from xentlib.bench.measure import measure
 from xentlib.bench.memory import probe
 from xentlib.bench.result import Row
+from xentlib.processes import end_with_parent
 
 __all__ = ["Request", "WorkerError", "ask", "build_field"]
 
@@ -116,4 +117,5 @@ def main(argument: str) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent(os.getppid())
     main(sys.argv[1])

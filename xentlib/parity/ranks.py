@@ -21,6 +21,7 @@ import numpy.typing as npt
 from xentlib.parity.backends import run, run_given, run_logprobs
 from xentlib.parity.problem import Problem, Upstream
 from xentlib.plan import PaddedVocab
+from xentlib.processes import end_with_parent
 from xentlib.ulp import bits_unequal
 
 __all__ = ["WORLD", "Call", "Sharded", "run_calls", "run_ranks", "serve", "start_gloo"]
@@ -82,7 +83,8 @@ def _start(
 ) -> subprocess.Popen[str]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={WORLD}"
     program = "from xentlib.parity.ranks import serve; serve()"
-    command = [sys.executable, "-c", program, backend, room, folder, str(rank), str(world)]
+    numbers = [str(number) for number in (rank, world, os.getpid())]
+    command = [sys.executable, "-c", program, backend, room, folder, *numbers]
     variables = {**os.environ, "XLA_FLAGS": flags.strip(), **environment}
     return subprocess.Popen(
         command,
@@ -203,7 +205,8 @@ def _jax_call(call: Call) -> Sharded:
 
 def serve() -> None:
     """Be the rank that the command line names."""
-    backend, room, folder, rank, world = sys.argv[1:]
+    backend, room, folder, rank, world, parent = sys.argv[1:]
+    end_with_parent(int(parent))
     # Written by the process that started this one.
     items = pickle.loads(Path(folder, "items").read_bytes())
     work = getattr(import_module(f"xentlib.parity.{room}"), f"{backend}_rank")
