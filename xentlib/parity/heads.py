@@ -248,6 +248,7 @@ def _counted(
     tokens = torch.arange(N)
     labels = torch.where(tokens < count.valid[rank], tokens % V, -100)
     budget = -(-N // count.chunks) * V * 4
+    torch.manual_seed(0)  # ranks that share a vocabulary share their tokens
     # Once before: the sizes of a vocabulary's shards are exchanged once for a head.
     for _ in range(2):
         hidden = net(torch.randn(N, H, requires_grad=True))
