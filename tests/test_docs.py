@@ -12,7 +12,7 @@ import pytest
 
 from xentlib.contract import ROWS
 from xentlib.parity.report import to_json
-from xentlib.parity.result import Measurement, ParityResult, TrainingCurve
+from xentlib.parity.result import Measurement, ParityResult, Section, TrainingCurve
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -108,7 +108,8 @@ def warned(caplog):
 def a_run(value=1.5):
     found = Measurement("A5", "torch", "N=33", "d hidden", "tau", value, 4.0, value <= 4, 2112)
     curve = TrainingCurve("jax", (9.0, 8.25), (400, 401), 1.5)
-    return ParityResult([found], [], [curve], {"jax": "0.10.2"}, 90.0)
+    section = Section("training", (found,), curves=(curve,), seconds=90.0)
+    return ParityResult([section], environment={"jax": "0.10.2"})
 
 
 def test_every_marker_on_a_page_is_a_part_and_every_part_has_a_page():

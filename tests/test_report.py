@@ -6,13 +6,14 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from xentlib.parity.page import render_page
 from xentlib.parity.plots import Series, histogram_plot, line_plot
 from xentlib.parity.report import from_json, print_table, to_json, write_report
-from xentlib.parity.result import Histogram, Measurement, ParityResult, TrainingCurve
+from xentlib.parity.result import Histogram, Measurement, ParityResult, Section, TrainingCurve
 from xentlib.parity.summary import (
     allowance_used,
     bound_text,
@@ -54,8 +55,9 @@ def measured(
 
 def a_run(*more):
     """Every kind of thing a run can hold, all of it within bounds; `more` is added."""
-    return ParityResult(
-        measurements=[
+    operators = Section(
+        "operators",
+        (
             measured(
                 "A1", 0.0, 0.0, backend="torch/jax", metric="unequal entries", entries=24_733_308
             ),
@@ -63,32 +65,51 @@ def a_run(*more):
             measured("A5", 1.25, 4.0, backend="jax"),
             measured("A5", 34.5, 64.0, metric="rho / u"),
             measured("A7", 0.9973, 0.995, at_least=True, metric="correctly rounded"),
-            *(
-                measured(
-                    "A9",
-                    30.0 + step,
-                    64.0,
-                    backend="torch/jax",
-                    case=f"training, fp32, step {step}",
-                    metric="rho / u",
-                    quantity="d weight",
-                )
-                for step in (1, 2, 3)
-            ),
-            measured("curve", 7e-6, 1e-3, backend="torch/jax", metric="relative", quantity="loss"),
-            *more,
-        ],
-        histograms=[
+        ),
+        (
             Histogram("A5", "torch", "d hidden", (0.0, 0.5, 1.0, math.inf), (9000, 17, 1)),
             Histogram("A5", "jax", "d hidden", (0.0, 0.5, 1.0, math.inf), (0, 0, 0)),
-        ],
-        curves=[
+        ),
+        seconds=140.0,
+    )
+    steps = (
+        measured(
+            "A9",
+            30.0 + step,
+            64.0,
+            backend="torch/jax",
+            case=f"training, fp32, step {step}",
+            metric="rho / u",
+            quantity="d weight",
+        )
+        for step in (1, 2, 3)
+    )
+    curve = measured("curve", 7e-6, 1e-3, backend="torch/jax", metric="relative", quantity="loss")
+    training = Section(
+        "training",
+        (*steps, curve, *more),
+        curves=(
             TrainingCurve("torch", (9.0, 8.0, 7.25), (400, 410, 399), 2.5),
             TrainingCurve("jax", (9.0, 8.000001, 7.25), (400, 410, 399), 3.5),
-        ],
-        environment={"torch": "2.13.0+cpu", "seed": "0", "text": "the standard library"},
-        seconds=200.125,
+        ),
+        seconds=60.125,
     )
+    return ParityResult(
+        sections=[operators, training],
+        planned=["operators", "training"],
+        environment={"torch": "2.13.0+cpu", "seed": "0", "text": "the standard library"},
+    )
+
+
+def failed(run, name="operators", error="RuntimeError: 2 ranks were late\nTraceback of <it>"):
+    """The same run, with a section that could not be run."""
+    run.add(Section(name, error=error, seconds=9.0))
+    return run
+
+
+def unfinished(run):
+    run.planned = [*run.planned, "more", "most"]
+    return run
 
 
 FAILURES = {
@@ -102,9 +123,24 @@ FAILURES = {
 # --- parity.json ---------------------------------------------------------------------------------
 
 
-def test_json_round_trip():
-    run = a_run(FAILURES["infinite"])
-    assert from_json(to_json(run, STATEMENTS)) == run
+@pytest.mark.parametrize("change", [lambda run: run, failed, unfinished])
+def test_json_round_trip(change):
+    run = change(a_run(FAILURES["infinite"]))
+    again = from_json(to_json(run, STATEMENTS))
+    assert again == run
+    assert (again.missing, again.failed) == (run.missing, run.failed)
+
+
+def test_json_of_a_run_before_there_were_sections():
+    """Which documentation has."""
+    document = json.loads(to_json(a_run(), STATEMENTS))
+    del document["sections"]
+    for kind in ("measurements", "histograms", "training"):
+        for entry in document[kind]:
+            del entry["section"]
+    run = from_json(json.dumps(document))
+    for name in ("measurements", "histograms", "curves", "environment", "seconds", "passed"):
+        assert getattr(run, name) == getattr(a_run(), name)
 
 
 def test_json_is_strict_with_nan_and_infinity():
@@ -131,6 +167,7 @@ def test_json_has_a_fixed_order_and_says_what_it_is():
         "verdict",
         "seconds",
         "environment",
+        "sections",
         "rows",
         "measurements",
         "histograms",
@@ -140,6 +177,38 @@ def test_json_has_a_fixed_order_and_says_what_it_is():
     assert document["environment"]["torch"] == "2.13.0+cpu"
     assert [row["id"] for row in document["rows"]] == ["A1", "A5", "A7", "A9", "A13", "curve"]
     assert document["rows"][4]["passed"] is None
+
+
+def test_json_says_what_became_of_each_section():
+    document = json.loads(to_json(unfinished(failed(a_run())), STATEMENTS))
+    assert document["passed"] is False
+    assert document["seconds"] == 69.125
+    assert [tuple(section.values()) for section in document["sections"]] == [
+        ("operators", "failed", 9.0, "RuntimeError: 2 ranks were late\nTraceback of <it>"),
+        ("training", "done", 60.125, ""),
+        ("more", "not run", 0.0, ""),
+        ("most", "not run", 0.0, ""),
+    ]
+    assert {m["section"] for m in document["measurements"]} == {"training"}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_section_has_its_place_whenever_it_was_run(order):
+    """Also one that was run again; what several have counted of one quantity is added up."""
+    edges = (0.0, 0.5, 1.0)
+
+    def found(k):
+        counted = (Histogram("A5", "torch", "d hidden", edges, (10**k, k)),)
+        return Section("abc"[k], (measured(f"A{k}", 1.0, 4.0),), counted)
+
+    run = ParityResult(planned=["a", "b", "c"])
+    run.add(Section("b", error="late"))
+    for k in order:
+        run.add(found(k))
+    assert run == ParityResult([found(0), found(1), found(2)], ["a", "b", "c"])
+    assert [m.row for m in run.measurements] == ["A0", "A1", "A2"]
+    assert run.histograms == [Histogram("A5", "torch", "d hidden", edges, (111, 3))]
+    assert run.passed
 
 
 def test_json_of_another_schema_is_refused():
@@ -210,8 +279,14 @@ def test_page_escapes_environment_statements_and_histograms():
     run = a_run()
     run.environment[HOSTILE] = HOSTILE
     run.environment["training"] = f"left out, {HOSTILE}"
-    run.histograms.append(Histogram(HOSTILE, HOSTILE, HOSTILE, (0.0, 1.0), (3,)))
-    run.curves[0] = TrainingCurve(HOSTILE, (1.0, 2.0), (3, 4), 1.0)
+    hostile = Section(
+        HOSTILE,
+        histograms=(Histogram(HOSTILE, HOSTILE, HOSTILE, (0.0, 1.0), (3,)),),
+        curves=(TrainingCurve(HOSTILE, (1.0, 2.0), (3, 4), 1.0),),
+    )
+    run.planned = [*run.planned, HOSTILE]
+    run.add(hostile)
+    run.add(Section("training", error=f"{HOSTILE}\n{HOSTILE}"))
     page = render_page(run, {**STATEMENTS, "A5": HOSTILE})
     assert "<script" not in page
     assert "alert(&quot;1&quot;)" in page
@@ -234,6 +309,26 @@ def test_a_failure_shows(failure):
     assert json.loads(to_json(bad, STATEMENTS))["passed"] is False
 
 
+def test_page_of_a_section_that_could_not_be_run():
+    page = render_page(failed(a_run()), STATEMENTS)
+    assert "✗ xentlib parity</title>" in page
+    assert "✓</span>" not in page
+    assert "<b>operators</b> RuntimeError: 2 ranks were late</summary><pre>" in page
+    assert "Traceback of &lt;it&gt;</pre>" in page
+    assert "<dt>9.0 s</dt><dd>operators, could not be run</dd>" in page
+    assert "<dt>1 min 00 s</dt><dd>training</dd>" in page
+
+
+def test_page_of_a_run_that_is_under_way():
+    page = render_page(unfinished(a_run()), STATEMENTS)
+    assert "… xentlib parity</title>" in page
+    assert "2 of 4 sections have been run; what was measured holds</h1>" in page
+    assert "<dt>not run</dt><dd>most</dd>" in page
+    assert not re.search("✓</span>|✗</span>", page)
+    short = render_page(unfinished(a_run(FAILURES["NaN"])), STATEMENTS)
+    assert "✗ xentlib parity</title>" in short
+
+
 def test_page_of_a_row_that_was_not_run():
     page = render_page(a_run(), STATEMENTS)
     assert re.search(r'<div class="row empty" id="A13">.*?not run</span></div>', page)
@@ -245,8 +340,14 @@ def test_page_of_an_empty_run_and_of_one_backend():
     assert "Nothing was measured</h1>" in empty
     assert "✓" not in empty
     run = a_run()
-    run.measurements = [m for m in run.measurements if m.backend == "torch"]
-    run.curves, run.histograms = run.curves[:1], []
+    run.add(
+        Section(
+            "operators",
+            tuple(m for m in run.measurements if m.backend == "torch"),
+            curves=tuple(run.curves[:1]),
+        )
+    )
+    run.add(Section("training"))
     page = render_page(run, STATEMENTS)
     assert "PyTorch holds all 2 rows" in page
     assert "Relative difference" not in page
@@ -372,7 +473,8 @@ def test_summary_counts_an_entry_once_and_keeps_the_worst_of_each_metric():
 
 
 def test_rows_come_in_the_order_of_the_contract():
-    run = ParityResult([measured(row, 1.0, 4.0) for row in ("curve", "A10", "A2", "A0")])
+    rows = ("curve", "A10", "A2", "A0")
+    run = ParityResult([Section("one", tuple(measured(row, 1.0, 4.0) for row in rows))])
     assert [row.id for row in summarise(run, {"A2": "", "A10": ""})] == ["A2", "A10", "A0", "curve"]
 
 
@@ -385,8 +487,19 @@ def test_every_row_of_the_contract_has_a_statement():
 
 
 def test_verdict():
-    rows = summarise(a_run(FAILURES["above"], FAILURES["below"]), STATEMENTS)
-    assert verdict(a_run(FAILURES["above"], FAILURES["below"]), rows) == "A5 and A7 fall short"
+    def of(run):
+        return verdict(run, summarise(run, STATEMENTS))
+
+    short = FAILURES["above"], FAILURES["below"]
+    assert of(a_run(*short)) == "A5 and A7 fall short"
+    assert of(failed(a_run())) == "operators could not be run; what was measured holds"
+    said = "2 of 4 sections have been run; what was measured holds"
+    assert of(unfinished(a_run())) == said
+    assert of(failed(unfinished(a_run(*short)))) == (
+        "A5 and A7 fall short; operators could not be run; 2 of 4 sections have been run"
+    )
+    nothing = failed(failed(ParityResult(planned=["operators", "training"])), "training")
+    assert of(nothing) == "Nothing was measured; operators and training could not be run"
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -439,6 +552,13 @@ def test_table_shows_a_failure(table, failure):
     assert lines[-1].startswith(f"{m.row} falls short.")
 
 
+def test_table_shows_what_could_not_be_run(table):
+    lines = table(failed(a_run())).splitlines()
+    assert "operators could not be run: RuntimeError: 2 ranks were late" in lines
+    assert lines[-1].startswith("operators could not be run; what was measured holds.")
+    assert not [line for line in lines if "Traceback" in line]
+
+
 @pytest.mark.parametrize("width", [72, 80, 99])
 def test_table_keeps_its_numbers_on_a_narrow_terminal(monkeypatch, width):
     pytest.importorskip("rich")
@@ -464,3 +584,21 @@ def test_write_report(tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["parity.html", "parity.json"]
     assert data.read_text(encoding="utf-8") == to_json(a_run(), STATEMENTS)
     assert page.read_text(encoding="utf-8") == render_page(a_run(), STATEMENTS)
+
+
+@pytest.mark.parametrize("file", ["parity.json", "parity.html"])
+def test_a_file_is_whole_at_every_moment(tmp_path, monkeypatch, file):
+    """Writing ends halfway: what was there before is there still."""
+    write_report(a_run(), tmp_path, STATEMENTS)
+    before = (tmp_path / file).read_bytes()
+
+    def half(self, text, encoding):
+        halved = text[: len(text) // 2] if file in self.name else text
+        self.write_bytes(halved.encode(encoding))
+        if halved is not text:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="no space left"):
+        write_report(failed(a_run()), tmp_path, STATEMENTS)
+    assert (tmp_path / file).read_bytes() == before

@@ -7,18 +7,27 @@ environment variables it reads at import are set.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
+import shlex
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from importlib import metadata
+from importlib import metadata, util
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xentlib
-from xentlib.parity.result import ParityResult
+from xentlib.parity.result import ParityResult, Section
+
+if TYPE_CHECKING:
+    from xentlib.parity.progress import Progress
+    from xentlib.parity.result import Planned
 
 __all__ = ["main"]
 
@@ -41,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from xentlib.bench import cli as bench
 
             return int(bench.run(args) or 0)
-        return _parity(args)
+        return _parity(args, argv)
     except _UsageError as error:
         print(f"xentlib: {error}", file=sys.stderr)
         return 2
@@ -63,7 +72,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         help="hold both backends to the accuracy contract and train the same model in each",
         description="Hold the backends to the accuracy contract, each against the float64 oracle "
         "and PyTorch against JAX, and train the same small language model in each. "
-        "Exit status 1 if any row of the contract falls short.",
+        "Exit status 1 if any row of the contract falls short or a section could not be run.",
     )
     parity.add_argument(
         "--suite",
@@ -93,6 +102,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         help="UTF-8 text to train on (default: the Python standard library's own sources)",
     )
     parity.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the sections that are in the folder, of the same run",
+    )
+    parity.add_argument(
         "--json", action="store_true", help="print the JSON to stdout instead of the table"
     )
 
@@ -120,30 +134,51 @@ def _seed(text: str) -> int:
 # --- xentlib parity ------------------------------------------------------------------------------
 
 
-def _parity(args: argparse.Namespace) -> int:
+def _parity(args: argparse.Namespace, argv: Sequence[str]) -> int:
     backends = _backends(args.backend)
     left_out = _training_left_out(backends, args.text)
     _check_paths(args.text, args.out)
     _prepare(backends)
+    environment = _environment(args, backends, left_out)
+    before = _before(args.out, environment, args.resume)
 
-    from xentlib.parity.progress import progress_on
-    from xentlib.parity.report import print_table, to_json, write_report
+    from xentlib.parity.operators import operator_sections
+    from xentlib.parity.progress import Pace, progress_on
+    from xentlib.parity.report import DATA, print_table, to_json, write_report
 
-    result = ParityResult(environment=_environment(args, backends, left_out))
-    start = time.perf_counter()
-    with progress_on(sys.stderr) as progress:
-        from xentlib.parity.operators import run_operators
+    plan = operator_sections(backends, args.suite, args.seed)
+    if not left_out:
+        from xentlib.parity.training import training_section
 
-        measurements, histograms = run_operators(backends, args.suite, args.seed, progress)
-        result.measurements += measurements
-        result.histograms += histograms
-        if not left_out:
-            from xentlib.parity.training import run_training
-
-            trained = run_training(backends, text=args.text, seed=args.seed, progress=progress)
-            result.measurements += trained.measurements
-            result.curves += trained.curves
-    result.seconds = time.perf_counter() - start
+        plan.append(training_section(backends, text=args.text, seed=args.seed))
+    result = before if args.resume and before else ParityResult(environment=environment)
+    result.planned = [part.name for part in plan]
+    done = {section.name for section in result.sections if not section.error}
+    kept = len(done)
+    pace = Pace(plan)
+    for section in result.sections:
+        if section.name in done:
+            pace.done(section.name, section.seconds)
+    try:
+        with progress_on(sys.stderr, pace) as progress:
+            for part in plan:
+                if part.name in done:
+                    continue
+                pace.begin(part.name)
+                section = _run(part, progress, pace.slowness)
+                pace.done(part.name, None if section.error else section.seconds)
+                result.add(section)
+                write_report(result, args.out)
+                kept += not section.error
+                if section.error:
+                    _note(f"{part.name} could not be run: {section.reason}")
+    except KeyboardInterrupt:
+        if not kept:
+            raise
+        again = [*argv, *(["--resume"] if "--resume" not in argv else [])]
+        _note(f"{kept} of {len(plan)} sections are kept in '{args.out / DATA}'")
+        print(f"xentlib: interrupted; go on with `xentlib {shlex.join(again)}`", file=sys.stderr)
+        return 130
 
     paths = write_report(result, args.out)
     if args.json:
@@ -152,6 +187,56 @@ def _parity(args: argparse.Namespace) -> int:
         print_table(result, sys.stdout)
     print("\n".join(map(str, paths)), file=sys.stderr if args.json else sys.stdout)
     return 0 if result.passed else 1
+
+
+def _run(part: Planned, progress: Progress, slowness: float) -> Section:
+    """What the section finds. What stops it is an error of it alone: the others are run."""
+    start = time.perf_counter()
+    try:
+        found = part.run(progress, slowness)
+    except Exception as error:  # noqa: BLE001 - hours of other sections do not hang on it
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        found = Section(part.name, error=f"{said}\n{traceback.format_exc()}")
+    return replace(found, seconds=time.perf_counter() - start)
+
+
+def _before(out: Path, environment: dict[str, str], resume: bool) -> ParityResult | None:
+    """The run that is in `out`, if this one can go on from it; with `resume` it has to."""
+    from xentlib.parity.report import DATA, from_json
+
+    path = out / DATA
+    try:
+        found = from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if not resume:
+            return None
+        raise _UsageError(
+            f"`--resume` goes on from '{path}', which is not there; run without it."
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not resume:
+            return None
+        raise _UsageError(
+            f"`--resume` goes on from '{path}', which cannot be read as a parity run; "
+            f"run without it."
+        ) from error
+    other = [
+        f"{name} {found.environment.get(name, 'none')!r} and not {environment.get(name, 'none')!r}"
+        for name in dict.fromkeys([*environment, *found.environment])
+        if name != "date" and found.environment.get(name) != environment.get(name)
+    ]
+    if not other and not resume and (found.missing or found.failed):
+        run = len(found.sections) - len(found.failed)
+        _note(
+            f"this run replaces the one in '{path}', which has {run} of {len(found.planned)} "
+            f"sections; `--resume` would have gone on from it"
+        )
+    if other and resume:
+        raise _UsageError(
+            f"`--resume` goes on with the same run, and '{path}' is of {', '.join(other)}; "
+            f"run without it."
+        )
+    return found
 
 
 def _backends(asked: str | None) -> tuple[str, ...]:
@@ -235,8 +320,9 @@ def _environment(
         "suite": args.suite,
         "backends": ", ".join(backends),
         "seed": str(args.seed),
-        "text": args.text.name if args.text else "the Python standard library",
+        "text": _text_name(args.text) if args.text else "the Python standard library",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "code": _code(),
         "python": platform.python_version(),
     }
     if left_out:
@@ -252,6 +338,22 @@ def _environment(
         if "jax" in backends and name in os.environ:
             found[name] = os.environ[name]
     return found
+
+
+def _text_name(text: Path) -> str:
+    return f"{text.name}, SHA-256 {hashlib.sha256(text.read_bytes()).hexdigest()[:12]}"
+
+
+def _code() -> str:
+    """A digest of the package's own sources."""
+    found = hashlib.sha256()
+    for package in ("xentlib", *(f"xentlib.{name}" for name in BACKENDS)):
+        spec = util.find_spec(package)  # loads no framework
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                found.update(f"{package} {path.relative_to(folder).as_posix()}\n".encode())
+                found.update(path.read_bytes())
+    return f"SHA-256 {found.hexdigest()[:12]}"
 
 
 def _note(text: str) -> None:

@@ -83,7 +83,8 @@ def _measure(
         for budget, tokens in HEADS[kept].items()
         for valid in tokens
     ]
-    found = run_ranks(kept, "heads", counts, 1 if kept == "jax" else WORLD, **environment)
+    world = 1 if kept == "jax" else WORLD
+    found = run_ranks(kept, "heads", counts, world, findings.slowness, **environment)
     for k, count in enumerate(counts):
         forward, backward = ([rank[k][phase] for rank in found] for phase in (0, 1))
         findings.measurements += check_budget(
@@ -167,6 +168,9 @@ def _program(count: Count) -> Phases:
 
 def zero_rank(folder: str, rank: int, world: int, counts: list[Count]) -> list[Phases]:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    # What DeepSpeed compiles, in a minute on busy cores: torch's own folder may hold a lock that a
+    # killed process has left, for which every later one waits.
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
     import deepspeed
     import torch
 

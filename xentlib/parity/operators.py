@@ -1,13 +1,14 @@
 """The operator part of a parity run: every row of the contract over the case grid.
 
 Each backend is held against the float64 oracle and the two against each other, through their public
-functions. One function a group of rows; `run_operators` walks them.
+functions. One function a group of rows; `operator_sections` lists them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,11 @@ from xentlib.parity.cases import (
 from xentlib.parity.mutants import array_mutants, problem_mutants
 from xentlib.parity.problem import Case, Problem, build, logits_problem
 from xentlib.parity.progress import Progress
-from xentlib.parity.result import Histogram
+from xentlib.parity.result import Histogram, Planned, Section
 from xentlib.reference import NLLReference
 from xentlib.ulp import ulp_distance
 
-__all__ = ["run_operators"]
+__all__ = ["operator_sections"]
 
 Array = npt.NDArray[Any]
 BOTH = "torch/jax"
@@ -45,10 +46,14 @@ EDGES = (0.0, 0.5, *(2.0**k for k in range(25)), np.inf)
 
 
 class Findings:
-    """What has been measured so far."""
+    """What has been measured so far.
 
-    def __init__(self, backends: tuple[str, ...]) -> None:
+    `slowness` is this machine's beside two idle cores, which time limits follow.
+    """
+
+    def __init__(self, backends: tuple[str, ...], slowness: float = 1.0) -> None:
         self.backends = backends
+        self.slowness = slowness
         self.measurements: list[Measurement] = []
         self._counts: dict[tuple[str, str, str], npt.NDArray[np.int64]] = {}
 
@@ -105,57 +110,71 @@ class Findings:
         ]
 
 
-def run_operators(
-    backends: tuple[str, ...], suite: str, seed: int, progress: Progress
-) -> tuple[list[Measurement], list[Histogram]]:
-    """Measure rows A0 to A15 for the installed backends.
+Measure = Callable[[Findings, Any], None]
+
+
+def operator_sections(backends: tuple[str, ...], suite: str, seed: int) -> list[Planned]:
+    """Sections that measure the rows of the contract for the installed backends.
 
     Args:
         backends: "torch", "jax" or both; rows between backends need both.
         suite: "quick" or "full" (more cases and three seeds).
         seed: of every array.
-        progress: told about every case.
     """
     full = suite == "full"
     grid = FULL_GRID if full else GRID
     seeds = range(seed, seed + (3 if full else 1))
-    findings = Findings(backends)
-    stages: list[tuple[str, list[Any], Callable[[Findings, Any], None]]] = [
+    stages: list[tuple[str, list[Any], Measure]] = [
         ("fp32 against the oracle", _cases(grid, seeds), _single),
         ("bf16 against the oracle", _cases(low_precision(grid), seeds), _low),
         ("fp16 against the oracle", _cases(low_precision(grid, "float16"), seeds), _low),
+        ("audit mode, bit for bit", _cases(AUDIT, range(seed, seed + (5 if full else 1))), _audit),
         ("log-probabilities of given logits", logit_sets(seed), _logits),
         ("chunk sizes", _cases(CHUNK_CASES, [seed]), _chunks),
         ("run to run", _cases((BASE, GRID[5]), [seed]), _repeat),
         ("windows of micro-batches", _cases((BASE, GRID[4]), seeds), windows.windows),
-        ("mutants", [build(BASE, seed)], _mutants),
+        ("mutants", _cases((BASE,), [seed]), _mutants),
         ("per-token outputs, fp32", _cases(grid, seeds), per_token.single),
         ("per-token outputs, bf16", _cases(low_precision(grid), seeds), per_token.low),
         ("per-token outputs, fp16", _cases(low_precision(grid, "float16"), seeds), per_token.low),
         ("per-token outputs of given logits", logit_sets(seed), per_token.logits),
         ("per-token outputs, chunk sizes", _cases(CHUNK_CASES, [seed]), per_token.chunks),
         ("per-token outputs, run to run", _cases((BASE,), [seed]), per_token.repeat),
-        ("per-token outputs, mutants", [build(BASE, seed)], per_token.mutants),
+        ("per-token outputs, mutants", _cases((BASE,), [seed]), per_token.mutants),
         ("vocabularies over ranks", [seed], sharded.sharded),
         ("collectives", [suite], heads.heads),
+        ("per-token outputs in audit mode", _cases(AUDIT[:4], [seed]), per_token.audit),
+        ("windows in audit mode", _cases((BASE, GRID[4]), seeds), windows.audit),
     ]
-    if len(backends) == 2:
-        audit = _cases(AUDIT, range(seed, seed + (5 if full else 1)))
-        stages.insert(2, ("audit mode, bit for bit", audit, _audit))
-        some = _cases(AUDIT[:4], [seed])
-        stages.append(("per-token outputs in audit mode", some, per_token.audit))
-        stages.append(("windows in audit mode", _cases((BASE, GRID[4]), seeds), windows.audit))
+    between_backends = (_audit, per_token.audit, windows.audit)
+    return [
+        Planned(name, len(items), partial(_section, backends, name, items, measure))
+        for name, items, measure in stages
+        if len(backends) == 2 or measure not in between_backends
+    ]
+
+
+def _section(
+    backends: tuple[str, ...],
+    name: str,
+    items: list[Any],
+    measure: Measure,
+    progress: Progress,
+    slowness: float,
+) -> Section:
+    findings = Findings(backends, slowness)
+    progress.stage(name, len(items))
     with _gate(backends):
-        for name, items, measure in stages:
-            progress.stage(name, len(items))
-            for item in items:
-                measure(findings, item)
-                progress.advance(getattr(item, "text", ""))
-    return findings.measurements, findings.histograms
+        for given in items:
+            item = given() if callable(given) else given
+            measure(findings, item)
+            progress.advance(getattr(item, "text", ""))
+    return Section(name, tuple(findings.measurements), tuple(findings.histograms))
 
 
-def _cases(cases: Iterable[Case], seeds: Iterable[int]) -> list[Problem]:
-    return [build(case, seed) for seed in seeds for case in cases]
+def _cases(cases: Iterable[Case], seeds: Iterable[int]) -> list[Callable[[], Problem]]:
+    """Problems that are built when their turn comes: those of the full suite fill 1.6 GiB."""
+    return [partial(build, case, seed) for seed in seeds for case in cases]
 
 
 @contextmanager

@@ -56,13 +56,13 @@ def render_page(result: ParityResult, statements: Mapping[str, str]) -> str:
     style = files("xentlib.parity").joinpath("page.css").read_text(encoding="utf-8")
     body = "\n".join(
         part
-        for section in (_header, _failures, _contract, _histograms, _training, _closing)
+        for section in (_header, _not_run, _failures, _contract, _histograms, _training, _closing)
         for part in section(result, rows)
     )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{'✓' if result.passed else '✗'} xentlib parity</title>\n"
+        f"<title>{_mark(result)[0]} xentlib parity</title>\n"
         f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
@@ -70,18 +70,26 @@ def render_page(result: ParityResult, statements: Mapping[str, str]) -> str:
 # --- verdict and environment ---------------------------------------------------------------------
 
 
+def _mark(result: ParityResult) -> tuple[str, str]:
+    """A sign and a class of the sheet: holds, does not, or is not known yet."""
+    if result.failed or not all(m.passed for m in result.measurements):
+        return "✗", " fail"
+    return ("✓", "") if result.passed else ("…", " open") if result.missing else ("✗", " fail")
+
+
 def _header(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+    mark, kind = _mark(result)
     failed = sum(not m.passed for m in result.measurements)
     total = len(result.measurements)
     counted = f"{failed:,} of {total:,} measurements" if failed else f"All {total:,} measurements"
     yield '<p class="kicker">xentlib parity</p>'
     yield (
-        f'<header class="verdict{"" if result.passed else " fail"}">'
-        f'<h1><span class="mark" aria-hidden="true">{"✓" if result.passed else "✗"}</span>'
+        f'<header class="verdict{kind}">'
+        f'<h1><span class="mark" aria-hidden="true">{mark}</span>'
         f"{escape(verdict(result, rows))}</h1>"
         f"<p>{counted} {'are outside' if failed else 'are within'} their bounds.</p></header>"
         if total
-        else f'<header class="verdict fail"><h1>{escape(verdict(result, rows))}</h1></header>'
+        else f'<header class="verdict{kind}"><h1>{escape(verdict(result, rows))}</h1></header>'
     )
     held, measured = (sum(row.passed is p for row in rows) for p in (True, False))
     audit = next((row for row in rows if row.id == "A1" and row.measurements), None)
@@ -111,6 +119,31 @@ def _header(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
             wide = ' class="long"' if len(value) > 26 else ""
             yield f"<div{wide}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
         yield "</dl></details>"
+    if result.planned:
+        took = {section.name: section for section in result.sections}
+        yield (
+            '<details class="environment"><summary><b>Sections</b>'
+            f"{len(took)} of {len(result.planned)} have been run</summary><dl>"
+        )
+        for name in result.planned:
+            section = took.get(name)
+            state = "not run" if section is None else duration(section.seconds)
+            what = f"{name}, could not be run" if section and section.error else name
+            yield f'<div class="long"><dt>{escape(state)}</dt><dd>{escape(what)}</dd></div>'
+        yield "</dl></details>"
+
+
+def _not_run(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+    """The sections that could not be run, each with all that it said."""
+    if not result.failed:
+        return
+    yield '<section class="failures"><h2>What could not be run</h2>'
+    for section in result.failed:
+        yield (
+            f"<details><summary><b>{escape(section.name)}</b> {escape(section.reason)}</summary>"
+            f"<pre>{escape(section.error)}</pre></details>"
+        )
+    yield "</section>"
 
 
 def _failures(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from xentlib.parity.backends import run, run_given, run_logprobs
 from xentlib.parity.problem import Problem, Upstream
+from xentlib.parity.summary import duration
 from xentlib.plan import PaddedVocab
 from xentlib.processes import end_with_parent
 from xentlib.ulp import bits_unequal
@@ -28,7 +30,8 @@ __all__ = ["WORLD", "Call", "Sharded", "run_calls", "run_ranks", "serve", "start
 
 Array = npt.NDArray[Any]
 WORLD = 4
-SECONDS = 300
+SECONDS = 600  # that ranks may take on two idle cores, where the longest take 30
+AFTER_FAILURE = 10  # seconds that the others have, to say what they make of it
 
 
 class Call(NamedTuple):
@@ -51,48 +54,76 @@ class Sharded(NamedTuple):
     unequal: int | None
 
 
-def run_calls(backend: str, calls: Sequence[Call]) -> list[Sharded]:
+def run_calls(backend: str, calls: Sequence[Call], slowness: float = 1.0) -> list[Sharded]:
     """Every call through ranks of `backend`."""
     if backend == "jax":
-        return list(run_ranks(backend, "ranks", calls, 1)[0])
-    found = run_ranks(backend, "ranks", calls, WORLD)
+        return list(run_ranks(backend, "ranks", calls, 1, slowness)[0])
+    found = run_ranks(backend, "ranks", calls, WORLD, slowness)
     return [_merged(call, [rank[k] for rank in found]) for k, call in enumerate(calls)]
 
 
 def run_ranks(
-    backend: str, room: str, items: Sequence[Any], world: int, **environment: str
+    backend: str,
+    room: str,
+    items: Sequence[Any],
+    world: int,
+    slowness: float = 1.0,
+    **environment: str,
 ) -> list[list[Any]]:
-    """`xentlib.parity.ROOM.BACKEND_rank(folder, rank, world, items)` of each rank, a process."""
+    """`xentlib.parity.ROOM.BACKEND_rank(folder, rank, world, items)` of each rank, a process.
+
+    Raises:
+        RuntimeError: a rank failed, or was not done in `SECONDS` times `slowness`, at least once.
+    """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "items").write_bytes(pickle.dumps(list(items)))
         ranks = [_start(backend, room, folder, rank, world, environment) for rank in range(world)]
+        limit = SECONDS * max(slowness, 1.0)
         try:
-            said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+            codes = _wait(ranks, limit)
         finally:
             for rank in ranks:
                 rank.kill()
-        wrong = [text for rank, text in zip(ranks, said, strict=True) if rank.returncode]
-        if wrong:  # the one that failed first says the least of lost connections
+                rank.wait()
+        said = [Path(folder, f"said{rank}").read_text(errors="replace") for rank in range(world)]
+        # The one that failed first says the least of lost connections.
+        wrong = [text for code, text in zip(codes, said, strict=True) if code]
+        if wrong:
             raise RuntimeError(f"{len(wrong)} {backend} ranks failed:\n" + "\n".join(wrong))
+        late = [text for code, text in zip(codes, said, strict=True) if code is None]
+        if late:
+            raise RuntimeError(
+                f"{len(late)} of {world} {backend} ranks were not done in {duration(limit)}, which "
+                f"is the limit at this machine's speed\n" + "\n".join(late)
+            )
         # Written a moment ago by the processes above.
         return [pickle.loads(Path(folder, f"rank{k}").read_bytes()) for k in range(world)]
 
 
+def _wait(ranks: list[subprocess.Popen[bytes]], limit: float) -> list[int | None]:
+    """Exit codes; None of those that run on at the limit, or after another one has failed."""
+    end = time.monotonic() + limit
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if any(codes):
+            end = min(end, time.monotonic() + AFTER_FAILURE)
+        if None not in codes or time.monotonic() > end:
+            return codes
+        time.sleep(0.1)
+
+
 def _start(
     backend: str, room: str, folder: str, rank: int, world: int, environment: dict[str, str]
-) -> subprocess.Popen[str]:
+) -> subprocess.Popen[bytes]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={WORLD}"
     program = "from xentlib.parity.ranks import serve; serve()"
     numbers = [str(number) for number in (rank, world, os.getpid())]
     command = [sys.executable, "-c", program, backend, room, folder, *numbers]
     variables = {**os.environ, "XLA_FLAGS": flags.strip(), **environment}
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,  # DeepSpeed says much; the JSON of a parity run goes there
-        stderr=subprocess.PIPE,
-        text=True,
-        env=variables,
-    )
+    # A file: a rank that fills a pipe which is not read yet would make the others wait.
+    with Path(folder, f"said{rank}").open("wb") as said:
+        # DeepSpeed says much; standard output is where the JSON of a parity run goes.
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=variables)
 
 
 def _merged(call: Call, parts: list[Any]) -> Sharded:

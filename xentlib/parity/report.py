@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from xentlib.parity.page import render_page
-from xentlib.parity.result import Histogram, Measurement, ParityResult, TrainingCurve
+from xentlib.parity.result import (
+    Histogram,
+    Measurement,
+    ParityResult,
+    Section,
+    TrainingCurve,
+)
 from xentlib.parity.summary import (
     RowSummary,
     bound_text,
@@ -23,9 +29,10 @@ from xentlib.parity.summary import (
     verdict,
 )
 
-__all__ = ["SCHEMA", "from_json", "print_table", "to_json", "write_report"]
+__all__ = ["DATA", "SCHEMA", "from_json", "print_table", "to_json", "write_report"]
 
 SCHEMA = "xentlib.parity/1"
+DATA = "parity.json"
 
 # --- parity.json: everything, in a fixed order, strict JSON --------------------------------------
 
@@ -33,20 +40,36 @@ SCHEMA = "xentlib.parity/1"
 def to_json(result: ParityResult, statements: Mapping[str, str] | None = None) -> str:
     """The run as strict JSON; NaN and infinities, which it lacks, are strings."""
     rows = summarise(result, row_statements() if statements is None else statements)
+    there = {section.name: section for section in result.sections}
+
+    def entries(kind: str) -> list[dict[str, Any]]:
+        return [
+            {"section": section.name, **asdict(entry)}
+            for section in result.sections
+            for entry in getattr(section, kind)
+        ]
+
     document = {
         "schema": SCHEMA,
         "passed": result.passed,
         "verdict": verdict(result, rows),
         "seconds": round(result.seconds, 3),
         "environment": result.environment,
+        "sections": [
+            {"name": name, "state": "not run", "seconds": 0.0, "error": ""}
+            if name not in there
+            else {"name": name, "state": "failed" if there[name].error else "done"}
+            | {"seconds": there[name].seconds, "error": there[name].error}
+            for name in dict.fromkeys([*result.planned, *there])
+        ],
         "rows": [
             {"id": row.id, "statement": row.statement, "passed": row.passed, "entries": row.entries}
             | {"worst": [asdict(m) for _, m in row.worst]}
             for row in rows
         ],
-        "measurements": [asdict(m) for m in result.measurements],
-        "histograms": [asdict(h) for h in result.histograms],
-        "training": [asdict(c) for c in result.curves],
+        "measurements": entries("measurements"),
+        "histograms": entries("histograms"),
+        "training": entries("curves"),
     }
     return json.dumps(_finite(document), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -54,26 +77,45 @@ def to_json(result: ParityResult, statements: Mapping[str, str] | None = None) -
 def from_json(text: str) -> ParityResult:
     """The run that `to_json` wrote; the summary of the rows is made anew where it is wanted."""
     document = json.loads(text)
-    if document.get("schema") != SCHEMA:
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else document
         raise ValueError(
-            f"`text` must be a parity run of schema {SCHEMA!r}; got {document.get('schema')!r}. "
+            f"`text` must be a parity run of schema {SCHEMA!r}; got {found!r}. "
             f"Write it again with `xentlib parity`."
         )
+
+    def entries(kind: str, section: str) -> Iterator[dict[str, Any]]:
+        for entry in document[kind]:
+            if entry.get("section", "") == section:
+                yield {name: value for name, value in entry.items() if name != "section"}
+
+    def section(said: dict[str, Any]) -> Section:
+        name = said["name"]
+        return Section(
+            name,
+            measurements=tuple(
+                Measurement(**{**m, "value": float(m["value"]), "bound": float(m["bound"])})
+                for m in entries("measurements", name)
+            ),
+            histograms=tuple(
+                Histogram(**{**h, "edges": _floats(h["edges"]), "counts": tuple(h["counts"])})
+                for h in entries("histograms", name)
+            ),
+            curves=tuple(
+                TrainingCurve(**{**c, "losses": _floats(c["losses"]), "tokens": tuple(c["tokens"])})
+                for c in entries("training", name)
+            ),
+            seconds=said["seconds"],
+            error=said["error"],
+        )
+
+    # Runs were one whole before they had sections.
+    whole = [{"name": "", "state": "done", "seconds": document["seconds"], "error": ""}]
+    sections = document.get("sections", whole)
     return ParityResult(
-        measurements=[
-            Measurement(**{**m, "value": float(m["value"]), "bound": float(m["bound"])})
-            for m in document["measurements"]
-        ],
-        histograms=[
-            Histogram(**{**h, "edges": _floats(h["edges"]), "counts": tuple(h["counts"])})
-            for h in document["histograms"]
-        ],
-        curves=[
-            TrainingCurve(**{**c, "losses": _floats(c["losses"]), "tokens": tuple(c["tokens"])})
-            for c in document["training"]
-        ],
+        sections=[section(said) for said in sections if said["state"] != "not run"],
+        planned=[said["name"] for said in sections],
         environment=document["environment"],
-        seconds=document["seconds"],
     )
 
 
@@ -100,12 +142,15 @@ LOG_WIDTH = 128  # columns of a table that goes to a file or a pipe
 def print_table(
     result: ParityResult, stream: TextIO, statements: Mapping[str, str] | None = None
 ) -> None:
-    """One line a row of the contract, one line a metric within it, and the verdict below."""
+    """One line a row of the contract, one line a metric within it; below them what could not be
+    run, and the verdict."""
     rows = summarise(result, row_statements() if statements is None else statements)
     try:
         _rich_table(rows, stream)
     except ModuleNotFoundError:
         _plain_table(rows, stream)
+    for section in result.failed:
+        print(f"\n{section.name} could not be run: {section.reason}", file=stream)
     taken = f"{len(result.measurements):,} measurements in {duration(result.seconds)}"
     print(f"\n{verdict(result, rows)}. {taken}.", file=stream)
 
@@ -171,11 +216,17 @@ def _plain_table(rows: list[RowSummary], stream: TextIO) -> None:
 def write_report(
     result: ParityResult, out: Path, statements: Mapping[str, str] | None = None
 ) -> tuple[Path, Path]:
-    """Write `parity.json` and `parity.html` into the folder `out`; returns their paths."""
+    """Write `parity.json` and `parity.html` into the folder `out`; returns their paths.
+
+    Each is there as a whole at every moment: the one before, or this one.
+    """
     if statements is None:
         statements = row_statements()
     out.mkdir(parents=True, exist_ok=True)
-    data, page = out / "parity.json", out / "parity.html"
-    data.write_text(to_json(result, statements), encoding="utf-8")
-    page.write_text(render_page(result, statements), encoding="utf-8")
+    texts = {DATA: to_json(result, statements), "parity.html": render_page(result, statements)}
+    for name, text in texts.items():
+        part = out / f"{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(out / name)
+    data, page = (out / name for name in texts)
     return data, page

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from xentlib.contract import Measurement
 
-__all__ = ["Histogram", "Measurement", "ParityResult", "TrainingCurve"]
+if TYPE_CHECKING:
+    from xentlib.parity.progress import Progress
+
+__all__ = ["Histogram", "Measurement", "ParityResult", "Planned", "Section", "TrainingCurve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +35,82 @@ class TrainingCurve:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """What one section of a run found, or why it could not be run."""
+
+    name: str
+    measurements: tuple[Measurement, ...] = ()
+    histograms: tuple[Histogram, ...] = ()
+    curves: tuple[TrainingCurve, ...] = ()
+    seconds: float = 0.0
+    error: str = ""  # one line that says it, then what a developer wants to see
+
+    @property
+    def reason(self) -> str:
+        return self.error.partition("\n")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A section that is to be run: `run(progress, slowness)`, the second as `Pace` has it."""
+
+    name: str
+    steps: int
+    run: Callable[[Progress, float], Section]
+
+
 @dataclass(slots=True)
 class ParityResult:
-    """A whole run. `passed` decides the exit status."""
+    """A run, as far as it has come. `passed` decides the exit status."""
 
-    measurements: list[Measurement] = field(default_factory=list)
-    histograms: list[Histogram] = field(default_factory=list)
-    curves: list[TrainingCurve] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    planned: list[str] = field(default_factory=list)  # names of all sections, in their order
     environment: dict[str, str] = field(default_factory=dict)  # versions, device, seed, suite
-    seconds: float = 0.0
+
+    def add(self, section: Section) -> None:
+        """In the place that is planned for it, whenever it was run and however often."""
+        others = [other for other in self.sections if other.name != section.name]
+        order = {name: place for place, name in enumerate(self.planned)}
+        self.sections = sorted(
+            [*others, section], key=lambda section: order.get(section.name, len(order))
+        )
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        return [m for section in self.sections for m in section.measurements]
+
+    @property
+    def histograms(self) -> list[Histogram]:
+        """One of each quantity, whatever sections have counted it."""
+        found: dict[tuple[str, str, str, tuple[float, ...]], Histogram] = {}
+        for h in (h for section in self.sections for h in section.histograms):
+            key = (h.row, h.backend, h.quantity, h.edges)
+            before = found[key].counts if key in found else (0,) * len(h.counts)
+            found[key] = replace(h, counts=tuple(a + b for a, b in zip(before, h.counts)))
+        return list(found.values())
+
+    @property
+    def curves(self) -> list[TrainingCurve]:
+        return [curve for section in self.sections for curve in section.curves]
+
+    @property
+    def seconds(self) -> float:
+        return sum(section.seconds for section in self.sections)
+
+    @property
+    def failed(self) -> list[Section]:
+        """The sections that could not be run."""
+        return [section for section in self.sections if section.error]
+
+    @property
+    def missing(self) -> list[str]:
+        """The sections that have not been run yet."""
+        there = {section.name for section in self.sections}
+        return [name for name in self.planned if name not in there]
 
     @property
     def passed(self) -> bool:
-        return bool(self.measurements) and all(m.passed for m in self.measurements)
+        found = self.measurements
+        whole = not self.failed and not self.missing
+        return whole and bool(found) and all(m.passed for m in found)

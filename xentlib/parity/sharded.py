@@ -91,7 +91,7 @@ def sharded(findings: Findings, seed: int) -> None:
     audits = {}
     for backend in findings.backends:
         cut = chunked_calls(backend, seed)
-        found = run_calls(backend, [*cut, *calls, *exact])
+        found = run_calls(backend, [*cut, *calls, *exact], findings.slowness)
         chunked(findings, backend, cut, found[: len(cut)])
         found = found[len(cut) :]
         for call, result in zip(calls, found):

@@ -188,12 +188,21 @@ def duration(seconds: float) -> str:
 
 
 def verdict(result: ParityResult, rows: list[RowSummary]) -> str:
-    """One sentence: does every row hold, and if not, which do not."""
+    """One sentence: does every row hold, and if not, which do not; and was everything run."""
     short = [row.id for row in rows if row.passed is False]
+    failed = [section.name for section in result.failed]
+    said = []
     if short:
-        return f"{_listed(short)} {'falls' if len(short) == 1 else 'fall'} short"
+        said.append(f"{_listed(short)} {'falls' if len(short) == 1 else 'fall'} short")
+    if failed:
+        said.append(f"{_listed(failed)} could not be run")
+    if result.missing:
+        run = len(result.planned) - len(result.missing)
+        said.append(f"{run} of {len(result.planned)} sections have been run")
     if not result.measurements:
-        return "Nothing was measured"
+        return "; ".join(["Nothing was measured", *said])
+    if said:
+        return "; ".join(said if short else [*said, "what was measured holds"])
     found = {name for m in result.measurements for name in m.backend.split("/")}
     who = [_NAMES[name] for name in ("torch", "jax") if name in found]
     held = sum(row.passed is True for row in rows)

@@ -39,7 +39,7 @@ import numpy.typing as npt
 from xentlib.contract import Bound, check
 from xentlib.parity.model import ModelSizes, Weights, initial_weights
 from xentlib.parity.progress import Progress, SilentProgress
-from xentlib.parity.result import Measurement, TrainingCurve
+from xentlib.parity.result import Measurement, Planned, Section, TrainingCurve
 from xentlib.parity.text import (
     IGNORE_INDEX,
     Window,
@@ -60,11 +60,13 @@ __all__ = [
     "head_window",
     "run_training",
     "train",
+    "training_section",
 ]
 
 Float32 = npt.NDArray[np.float32]
 
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
+STEPS = 40
 CURVES = Bound("relative", 1e-3)  # two fp32 runs of 40 steps part by 3e-7
 LEARNT = Bound("ratio", 0.98)  # 0.71 after 40 steps; text without a pattern gains little
 
@@ -473,7 +475,7 @@ def run_training(
     *,
     text: Path | None = None,
     seed: int = 0,
-    steps: int = 40,
+    steps: int = STEPS,
     progress: Progress | None = None,
 ) -> TrainingReport:
     """The whole training part: text, vocabulary of 8192, windows, weights, both runs, the report.
@@ -501,3 +503,13 @@ def run_training(
     progress.advance()
     weights = initial_weights(sizes, seed)
     return compare(backends, windows, weights, sizes=sizes, progress=progress)
+
+
+def training_section(backends: Sequence[str], *, text: Path | None, seed: int) -> Planned:
+    """The training part as a section of a parity run."""
+
+    def run(progress: Progress, slowness: float) -> Section:
+        found = run_training(backends, text=text, seed=seed, progress=progress)
+        return Section("training", tuple(found.measurements), curves=tuple(found.curves))
+
+    return Planned("training", STEPS, run)
