@@ -251,8 +251,9 @@ class Outline(HTMLParser):
 
 
 @pytest.mark.parametrize("failure", [None, *FAILURES])
-def test_page_is_well_formed_and_fetches_nothing(failure):
-    run = a_run(*([FAILURES[failure]] if failure else []))
+@pytest.mark.parametrize("change", [lambda run: run, failed, unfinished])
+def test_page_is_well_formed_and_fetches_nothing(failure, change):
+    run = change(a_run(*([FAILURES[failure]] if failure else [])))
     page = render_page(run, STATEMENTS)
     outline = Outline(page)
     assert outline.open == []
