@@ -422,7 +422,7 @@ def combine(
         packed.append(rest.sum_d + weights * (rest.m - m))
     if rest.top is not None:
         mine = jnp.where(top & ~none, rest.top + start.astype(m.dtype), jnp.inf)
-        rank = jnp.arange(lax.axis_size(axis.name))[:, None]
+        rank = jnp.arange(lax.axis_size(axis.name), dtype=jnp.int32)[:, None]
         here = rank == lax.axis_index(axis.name)
         packed += list(jnp.where(here, mine[None, :], 0.0))
     z_y, ones, s, *more = lax.psum(jnp.stack(packed), axis.name)

@@ -41,7 +41,7 @@ from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.jax.head import vary  # noqa: E402
 
 N, H = 221, 24
-PLAIN, OPTIONS, KERNEL, LOW, NOTHING = (replace(case, tokens=N) for case in CASES)
+PLAIN, OPTIONS, KERNEL, LOW, NOTHING, WEIGHTS = (replace(case, tokens=N) for case in CASES)
 EVEN = replace(PLAIN, id="even", vocab=156)
 AUDIT = replace(OPTIONS, id="options-bf16", dtype="bfloat16")
 KINDS = pytest.mark.parametrize("kind", ["nll", "logprobs"])
@@ -75,7 +75,7 @@ def hold(p: Problem, kind: str, got: dict[str, Any], world: int = 0) -> None:
         if name == "weight_sum" and world != 1:
             assert not failures(check("A2", x, want, quantity=name))
         else:
-            want = want.astype(x.dtype) if name in ("num_tokens", "correct") else want
+            want = want.astype(x.dtype) if name in ("num_tokens", "correct", "predicted") else want
             held(name, x, want, oracle, low=low, world=world)
 
 
@@ -92,6 +92,7 @@ GRID = (
     (KERNEL, 4, 53, True),
     (LOW, 2, 79, False),
     (NOTHING, 4, 40, True),
+    (WEIGHTS, 2, 79, True),
 )
 
 

@@ -36,7 +36,7 @@ class Owner(NamedTuple):
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The groups of parameters of one FSDP module. torch 2.11 has at most one, under its own name."""
+    """The groups of parameters of one FSDP module: torch 2.11 has one at most, by another name."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
