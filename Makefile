@@ -16,6 +16,7 @@ SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2
 PYTEST_ARGS ?= -n 2 --dist loadfile --max-worker-restart 1
 BENCH_ARGS ?=
 PARITY_ARGS ?=
+GPU_ARGS ?=
 PYTHON_OLDEST ?= python3.11
 PYTHON_NEWEST ?= python3.13
 
@@ -30,11 +31,12 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test gpu test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
 	@echo 'test        the suite, in two processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
+	@echo 'gpu         operators, contract and benchmark on a CUDA device, build/gpu/gpu.json; installs nothing'
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'
 	@echo 'test-oldest the suite on the oldest versions that pyproject.toml admits; downloads 3 GB once'
 	@echo 'test-newest the same on the newest, PYTHON_NEWEST=python3.13; downloads 3 GB once'
@@ -138,6 +140,10 @@ test-oldest: .venv-oldest/range.stamp .venv-oldest/numpy.stamp
 
 test-newest: .venv-newest/range.stamp
 	$(call RANGE_ENV,newest) .venv-newest/bin/pytest $(RANGE_TESTS) $(PYTEST_ARGS)
+
+# For an image that has PyTorch and JAX already, and no network: whatever Python is there.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) .ci/gpu.py $(GPU_ARGS)
 
 test-wheel: $(WHEEL_ENV)/.stamp
 	$(eval away := $(shell mktemp -d))

@@ -22,7 +22,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=4",
     ]
 ).strip()
-os.environ["JAX_PLATFORMS"] = "cpu"
+# Where the tests compute that are not about the CPU: `make gpu` says "cuda".
+DEVICE = os.environ.get("XENTLIB_DEVICE", "cpu")
+os.environ["JAX_PLATFORMS"] = "cpu" if DEVICE == "cpu" else f"{DEVICE},cpu"
 os.environ["DS_ACCELERATOR"] = "cpu"
 # What DeepSpeed compiles at its first start: here, as under `make`, and not in the user's cache.
 os.environ.setdefault(
@@ -49,12 +51,22 @@ if HAS_TORCH:
     torch.set_flush_denormal(True)
     # Small operators on two threads run ten times slower beside a busy process.
     torch.set_num_threads(1)
+    if DEVICE != "cpu":
+        torch.set_default_device(DEVICE)
 
 if HAS_JAX:
     import jax
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
+    if DEVICE != "cpu":
+        jax.config.update("jax_default_device", jax.devices(DEVICE)[0])
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if DEVICE != "cpu" and item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip(reason="about the CPU"))
 
 
 def pytest_configure(config):

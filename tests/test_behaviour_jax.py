@@ -320,6 +320,7 @@ def largest_buffer(text: str) -> int:
     return max(int(np.prod([int(n) for n in dims.split(",")])) for dims in shapes)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "options", [{}, {"label_smoothing": 0.1, "softcap": 5.0, "outputs": OUTPUTS}], ids=str
 )

@@ -14,6 +14,7 @@ import pytest
 
 from xentlib.contract import check, failures
 from xentlib.parity.backends import run
+from xentlib.parity.device import numpy_of, on_torch
 from xentlib.parity.problem import Case, Problem, build
 from xentlib.plan import CPU_BLOCK_BYTES, plan_chunks
 from xentlib.ulp import bits_unequal
@@ -25,7 +26,6 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from xentlib.interop import to_torch  # noqa: E402
 from xentlib.torch import chunked_nll, chunks, gemm  # noqa: E402
 from xentlib.torch import nll as torch_nll  # noqa: E402
 
@@ -44,7 +44,7 @@ def tensors(case: Case = CASE, *, dtype=None, seed=3) -> tuple[dict, Problem]:
     """Leaves hidden, weight and bias, labels, and the problem they came from."""
     p = build(case, seed)
     named = {"hidden": p.hidden, "weight": p.weight, "bias": p.bias, "labels": p.labels}
-    leaves = {k: to_torch(v, copy=True) for k, v in named.items() if v is not None}
+    leaves = {k: on_torch(v) for k, v in named.items() if v is not None}
     for name, leaf in leaves.items():
         if name != "labels":
             leaves[name] = leaf.to(dtype or leaf.dtype).requires_grad_()
@@ -53,7 +53,7 @@ def tensors(case: Case = CASE, *, dtype=None, seed=3) -> tuple[dict, Problem]:
 
 def bits(x) -> np.ndarray:
     x = x.detach().contiguous()
-    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+    return numpy_of(x.view(torch.int16) if x.dtype == torch.bfloat16 else x)
 
 
 def same(a, b) -> bool:
@@ -71,11 +71,11 @@ def gradients(leaves: dict, upstream: float, function=chunked_nll, **options) ->
 def held_to_contract(p: Problem, loss, named: dict) -> None:
     """A2, A5 and A6 for what came out of a wrapper."""
     o = p.reference()
-    found = check("A2", loss.detach().numpy(), o.loss, magnitude=o.loss_magnitude)
+    found = check("A2", numpy_of(loss), o.loss, magnitude=o.loss_magnitude)
     for name, row in (("hidden", "A5"), ("weight", "A6"), ("bias", "A6")):
         if name in named:
             oracle, bound = getattr(o, f"d_{name}"), getattr(o, f"bound_{name}")
-            found += check(row, named[name].detach().numpy(), oracle, bound, quantity=name)
+            found += check(row, numpy_of(named[name]), oracle, bound, quantity=name)
     assert failures(found) == []
 
 
@@ -145,6 +145,7 @@ def test_compiled_with_dynamic_shapes(dynamic):
     assert len(graphs) == 2
 
 
+@pytest.mark.cpu
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_compiled_raises_for_a_label_out_of_range():
@@ -184,7 +185,7 @@ def test_opcheck(needs):
 def test_autocast_with_float32_master_weights():
     """ANCHORS 4.18, A7: bf16 operands, fp32 logits and accumulators, fp32 gradients."""
     leaves, p = tensors()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         out = chunked_nll(**leaves, **CHUNKED)
     assert out.loss.dtype == torch.float32
     wanted = [leaves[name] for name in ("hidden", "weight", "bias")]
@@ -207,9 +208,9 @@ def test_grad_scaler_keeps_tiny_gradients(tokens):
     denominator = 131072.0
     case = Case("fp16", tokens, 16, 61, dtype="float16", options={"denominator": denominator})
     leaves, p = tensors(case)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**16)
     master = {k: v.detach().float().requires_grad_() for k, v in leaves.items() if k != "labels"}
-    with torch.autocast("cpu", dtype=torch.float16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.float16):
         out = chunked_nll(**master, labels=leaves["labels"], **p.options)
     scaler.scale(out.loss).backward()
     optimizer = torch.optim.SGD(master.values(), lr=1.0)
@@ -220,10 +221,10 @@ def test_grad_scaler_keeps_tiny_gradients(tokens):
         want = getattr(o, f"d_{name}")
         scale = getattr(o, f"magnitude_{name}")
         # dz has 11 bits: half an ULP of each term is 2^-11 of the sum of absolute terms.
-        assert np.all(np.abs(leaf.grad.numpy() - want) <= 2.0**-10 * scale), name
+        assert np.all(np.abs(numpy_of(leaf.grad) - want) <= 2.0**-10 * scale), name
         # Zero where the token is not valid, nowhere else.
         zero = ~p.valid[:, None] if name == "hidden" else False
-        assert np.array_equal(leaf.grad.numpy() == 0, np.broadcast_to(zero, leaf.shape))
+        assert np.array_equal(numpy_of(leaf.grad) == 0, np.broadcast_to(zero, leaf.shape))
     # By hand, the way that loses them: dz / N rounded to fp16 is 0 or has few bits left.
     lost = (o.d_bias / 64).astype(np.float16).astype(np.float64) * 64
     assert np.max(np.abs(lost - o.d_bias) / o.magnitude_bias) > 2.0**-10
@@ -446,8 +447,8 @@ def test_gradient_through_an_expanded_parent():
     (many,) = torch.autograd.grad(out.loss, parent, torch.tensor(p.upstream))
     (one,) = torch.autograd.grad(single.loss, parent, torch.tensor(p.upstream))
     o = p.changed(bias=None).reference()
-    assert failures(check("A5", many.numpy(), o.d_hidden, o.bound_hidden)) == []
-    assert failures(check("A5", one.numpy(), o.d_hidden, o.bound_hidden)) == []
+    assert failures(check("A5", numpy_of(many), o.d_hidden, o.bound_hidden)) == []
+    assert failures(check("A5", numpy_of(one), o.d_hidden, o.bound_hidden)) == []
 
 
 def test_leading_dimensions_are_free():
@@ -465,6 +466,7 @@ def test_leading_dimensions_are_free():
     assert {getattr(out, name).shape for name in OUTPUTS} == {(3, 4, 5)}
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_float32_stays_float32(monkeypatch, precision):
     """Rounding point 1: operands exact, whatever the process has chosen for its own products."""
@@ -490,6 +492,7 @@ def test_float32_stays_float32(monkeypatch, precision):
     assert all(same(a, b) for a, b in zip(want, got))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_threads_do_not_leave_the_process_at_another_precision(monkeypatch, precision):
     """A11. Eight threads, products of float32 and, as where there is AMX, of bfloat16: each has its
@@ -521,6 +524,7 @@ def test_threads_do_not_leave_the_process_at_another_precision(monkeypatch, prec
             assert all(same(a, b) for a, b in zip(want[k % 2], got))
 
 
+@pytest.mark.cpu
 def test_precision_is_left_alone_where_it_does_not_matter(monkeypatch):
     """Nothing is switched where the process asks for float32 already, for float64, or for bfloat16
     without AMX."""
@@ -551,12 +555,12 @@ def test_hidden_float32_with_weight_bfloat16():
     """ANCHORS 4.18: the wider dtype computes; each gradient comes in its input's dtype."""
     leaves, p = tensors()
     leaves["weight"] = leaves["weight"].detach().bfloat16().requires_grad_()
-    p = p.changed(weight=leaves["weight"].detach().float().numpy())
+    p = p.changed(weight=numpy_of(leaves["weight"].float()))
     loss, *got = gradients(leaves, p.upstream)
     assert [g.dtype for g in got] == [torch.float32, torch.bfloat16, torch.float32]
     held_to_contract(p, loss, {"hidden": got[0], "bias": got[2]})
     o = p.reference()
-    found = check("A7", got[1].float().numpy(), o.d_weight, magnitude=o.magnitude_weight)
+    found = check("A7", numpy_of(got[1].float()), o.d_weight, magnitude=o.magnitude_weight)
     assert failures(found) == []
 
 
@@ -596,6 +600,7 @@ def allocations(function) -> tuple[int, int]:
     return largest, peak
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "outputs": OUTPUTS}], ids=str)
 def test_memory_is_the_formula(options):
     """ANCHORS 4.16: no [N, V] buffer; peak within 5 % of the plan's terms."""

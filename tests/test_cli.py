@@ -66,8 +66,9 @@ def stage(monkeypatch):
 
         return Planned(name, 1, run)
 
-    def operator_sections(backends, suite, seed):
+    def operator_sections(backends, suite, seed, device):
         played.operators = (backends, suite, seed)
+        played.device = device
         played.variables = {k: os.environ.get(k) for k in ("XLA_FLAGS", "JAX_PLATFORMS")}
         return [planned(name) for name in played.parts if name != "training"]
 
@@ -81,7 +82,7 @@ def stage(monkeypatch):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(cli, "find_spec", lambda name: name if name in played.installed else None)
     # Set first, so that what `main` sets is undone with it.
-    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE"):
         monkeypatch.setenv(name, "")
         os.environ.pop(name)
     return played
@@ -438,7 +439,9 @@ def test_resume_of_other_code_or_versions_is_refused(stage, tmp_path, capsys, na
     (tmp_path / "out" / "parity.json").write_text(json.dumps(before), encoding="utf-8")
     capsys.readouterr()
     assert parity(tmp_path, "--resume") == 2
-    now = cli._environment(SimpleNamespace(suite="", seed=0, text=None), ("torch", "jax"), "")
+    now = cli._environment(
+        SimpleNamespace(suite="", seed=0, text=None, device="cpu"), ("torch", "jax"), ""
+    )
     assert f"is of {name} 'another' and not '{now.get(name, 'none')}'; run" in complaint(capsys)
 
 
@@ -537,6 +540,38 @@ def test_sections_have_names_of_their_own():
             "per-token outputs in audit mode",
             "windows in audit mode",
         }
+
+
+def test_on_a_device_what_needs_ranks_is_left_out():
+    from xentlib.parity.operators import operator_sections
+
+    here, there = (
+        [part.name for part in operator_sections(("torch", "jax"), "quick", 0, device)]
+        for device in ("cpu", "cuda")
+    )
+    assert [name for name in here if name not in there] == [
+        "vocabularies over ranks",
+        "collectives",
+    ]
+
+
+def test_a_device(stage, tmp_path, monkeypatch, capsys):
+    """`--device cuda`: both frameworks compute there, what cannot is named; without one, a
+    sentence."""
+    assert parity(tmp_path, "--device", "cuda") == 2
+    assert "a device that torch and jax can use" in complaint(capsys)
+    names = {"torch": "a GPU", "jax": "the GPU"}
+    monkeypatch.setattr("xentlib.parity.device.described", lambda _, backend: names[backend])
+    assert parity(tmp_path, "--device", "cuda") == 0
+    assert stage.device == "cuda"
+    assert stage.variables["JAX_PLATFORMS"] == "cuda,cpu"
+    said = written(tmp_path)["environment"]
+    assert said["device"] == "a GPU in torch, the GPU in jax"
+    assert all(said[part].startswith("left out") for part in ("ranks", "training"))
+    capsys.readouterr()
+    (tmp_path / "text").write_text("words")
+    assert parity(tmp_path, "--device", "cuda", "--text", str(tmp_path / "text")) == 2
+    assert "on the CPU alone" in complaint(capsys)
 
 
 # Of the real sections, those that take seconds.

@@ -14,9 +14,9 @@ import pytest
 
 from xentlib import reference
 from xentlib.contract import ROW_OF, check, failures
-from xentlib.interop import to_torch
 from xentlib.parity.backends import run
 from xentlib.parity.cases import logit_sets
+from xentlib.parity.device import numpy_of, on_torch
 from xentlib.parity.problem import Case, build
 from xentlib.ulp import dtype_named
 
@@ -64,26 +64,19 @@ def make(
     return Call(logits, labels, upstream, options)
 
 
-def crossed(value: Any, to: Any) -> Any:
-    """A copy of an array; a number as it is."""
-    return to(value.copy()) if isinstance(value, np.ndarray) else value
-
-
 def in_torch(call: Call, *, logits: Any = None, **more: Any) -> dict[str, Any]:
     import torch
 
     from xentlib.torch import vocab_parallel_logprobs
 
-    x = to_torch(call.logits if logits is None else logits, copy=True).requires_grad_()
-    options = {name: crossed(value, to_torch) for name, value in call.options.items()}
-    labels = to_torch(call.labels, copy=True)
+    x = on_torch(call.logits if logits is None else logits).requires_grad_()
+    options = {name: on_torch(value) for name, value in call.options.items()}
+    labels = on_torch(call.labels)
     out = vocab_parallel_logprobs(x, labels, **({"entropy": True} | options | more))
     given = [torch.tensor(g, dtype=y.dtype) for g, y in zip(call.upstream, out) if y is not None]
     torch.autograd.backward([y for y in out[:3] if y is not None], given)
-    found = {k: None if y is None else y.detach().numpy() for k, y in zip(VALUES, out)}
-    from xentlib.interop import to_numpy
-
-    return found | {"d_logits": np.array(to_numpy(x.grad))}
+    found = {k: None if y is None else numpy_of(y) for k, y in zip(VALUES, out)}
+    return found | {"d_logits": numpy_of(x.grad)}
 
 
 def in_jax(call: Call, *, logits: Any = None, spread: Any = None, **more: Any) -> dict[str, Any]:
@@ -148,7 +141,7 @@ def oracle(call: Call) -> reference.LogprobReference:
         call.labels.reshape(-1),
         bias=np.where(dead, -np.inf, 0.0),
         **dict(zip(("d_logprobs", "d_entropy", "d_lse"), call.upstream.reshape(3, -1))),
-        **{name: crossed(value, np.ravel) for name, value in call.options.items()},
+        **{k: x.ravel() if isinstance(x, np.ndarray) else x for k, x in call.options.items()},
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from xentlib.contract import ROW_OF, check, failures
 from xentlib.parity import per_token
 from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.cases import AUDIT, BASE, CHUNK_CASES, GRID, logit_sets, low_precision
+from xentlib.parity.device import numpy_of
 from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
 from xentlib.reference import logprobs_reference
 
@@ -211,7 +212,7 @@ def test_the_oracle_is_autograd() -> None:
     )
     for name, got in zip(per_token.ROWS, torch.autograd.grad(total, leaves)):
         exact = getattr(reference, name)
-        assert np.abs(got.numpy() - exact).max() <= 1e-12 * np.abs(exact).max()
+        assert np.abs(numpy_of(got) - exact).max() <= 1e-12 * np.abs(exact).max()
 
 
 def test_the_oracle_is_the_loss_oracle() -> None:

@@ -566,6 +566,7 @@ def test_entropy_that_is_not_asked_for_costs_nothing():
     assert head(*leaves, entropy=False).entropy is None
 
 
+@pytest.mark.cpu
 def test_memory_is_that_of_chunks():
     """No [N, V] buffer in the program of the gradients."""
     compiled = program((0, 1, 2)).lower().compile()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from xentlib.contract import check, failures
+from xentlib.parity.device import numpy_of
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -54,7 +55,8 @@ FUNCTIONS = [nll, logprobs, given]
 each = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 
 
-def leaves(device: str = "cpu") -> list[Any]:
+def leaves(device: Any = None) -> list[Any]:
+    device = torch.get_default_device() if device is None else device
     torch.manual_seed(0)
     hidden, weight = torch.randn(N, H), torch.randn(V, H)
     labels = torch.tensor([0, 8, -100, 3, 4, 4])
@@ -72,7 +74,7 @@ def gradients(function: Any, inputs: list[Any]) -> tuple[Any, ...]:
 def equal(got: Any, want: Any) -> None:
     """A11: the same bits."""
     for a, b in zip(got, want, strict=True):
-        assert not failures(check("A11", a.detach().numpy(), b.detach().numpy()))
+        assert not failures(check("A11", numpy_of(a), numpy_of(b)))
 
 
 @each

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 BACKENDS = ("torch", "jax")
+DEVICES = ("cpu", "cuda")
 TRAINING_NEEDS = {"torch": ("tokenizers",), "jax": ("tokenizers", "flax", "optax")}
 EXTRA_OF = {"tokenizers": "cli", "flax": "flax", "optax": "flax"}
 VERSIONS_OF = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "tokenizers")
@@ -86,6 +87,12 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         help="default: both where both are installed, else the one that is",
     )
     parity.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="cpu",
+        help="where it computes; on cuda without ranks and training (default: %(default)s)",
+    )
+    parity.add_argument(
         "--seed", type=_seed, default=0, metavar="N", help="of data and weights (default: 0)"
     )
     parity.add_argument(
@@ -136,9 +143,10 @@ def _seed(text: str) -> int:
 
 def _parity(args: argparse.Namespace, argv: Sequence[str]) -> int:
     backends = _backends(args.backend)
-    left_out = _training_left_out(backends, args.text)
+    left_out = _training_left_out(backends, args.text, args.device)
     _check_paths(args.text, args.out)
-    _prepare(backends)
+    _prepare(backends, args.device)
+    _check_device(args.device, backends)
     environment = _environment(args, backends, left_out)
     before = _before(args.out, environment, args.resume)
 
@@ -146,7 +154,7 @@ def _parity(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from xentlib.parity.progress import Pace, progress_on
     from xentlib.parity.report import DATA, print_table, to_json, write_report
 
-    plan = operator_sections(backends, args.suite, args.seed)
+    plan = operator_sections(backends, args.suite, args.seed, args.device)
     if not left_out:
         from xentlib.parity.training import training_section
 
@@ -264,8 +272,24 @@ def _backends(asked: str | None) -> tuple[str, ...]:
     return wanted
 
 
-def _training_left_out(backends: Sequence[str], text: Path | None) -> str:
+def _check_device(device: str, backends: Sequence[str]) -> None:
+    from xentlib.parity.device import missing_on
+
+    missing = missing_on(device, backends)
+    if missing:
+        raise _UsageError(
+            f"`--device {device}` needs a device that {' and '.join(missing)} can use, and there "
+            f"is none; install a build for it, name the other backend with `--backend`, or run "
+            f"without `--device`."
+        )
+
+
+def _training_left_out(backends: Sequence[str], text: Path | None, device: str) -> str:
     """Why the training part cannot be run, or nothing."""
+    if device != "cpu":
+        if text is not None:
+            raise _UsageError("`--text` is for the training part, which is run on the CPU alone.")
+        return "left out, as it is run on the CPU alone"
     needed = dict.fromkeys(name for backend in backends for name in TRAINING_NEEDS[backend])
     missing = [name for name in needed if find_spec(name) is None]
     if not missing:
@@ -299,7 +323,7 @@ def _check_paths(text: Path | None, out: Path) -> None:
         ) from error
 
 
-def _prepare(backends: Sequence[str]) -> None:
+def _prepare(backends: Sequence[str], device: str) -> None:
     """What must be in the environment before JAX is loaded."""
     if "jax" not in backends:
         return
@@ -307,8 +331,12 @@ def _prepare(backends: Sequence[str]) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_allow_excess_precision" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_allow_excess_precision=false".strip()
-    # The contract's rows are of the CPU; a GPU build would take the GPU.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if device == "cpu":  # a GPU build would take the GPU
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        return
+    os.environ.setdefault("JAX_PLATFORMS", f"{device},cpu")
+    # JAX would take three quarters of the memory at its start, and PyTorch is in the same process.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def _environment(
@@ -328,6 +356,11 @@ def _environment(
     if left_out:
         found["training"] = left_out
         del found["text"]
+    if args.device != "cpu":
+        from xentlib.parity.device import described
+
+        found["device"] = ", ".join(f"{described(args.device, b)} in {b}" for b in backends)
+        found["ranks"] = "left out, as they are run on the CPU alone"
     for name in VERSIONS_OF:
         try:
             found[name] = metadata.version(name)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.checks import OUTPUTS
-from xentlib.interop import to_jax, to_numpy, to_torch
+from xentlib.parity.device import numpy_of, on_jax, on_torch
 from xentlib.parity.problem import Problem, Upstream
 
 __all__ = ["GRADIENTS", "GivenLogits", "Outcome", "PerToken", "run", "run_given", "run_logprobs"]
@@ -171,21 +171,18 @@ def _logprobs_torch(
 
     from xentlib import torch as ours
 
-    def cross(x: Any) -> Any:
-        return to_torch(x, copy=True) if isinstance(x, np.ndarray) else x
-
-    leaves = [cross(x) for x in arrays]
+    leaves = [on_torch(x) for x in arrays]
     for leaf in leaves:
         if leaf is not None:
             leaf.requires_grad_()
-    positional, named = _arguments(leaves, cross(problem.labels))
+    positional, named = _arguments(leaves, on_torch(problem.labels))
     result = getattr(ours, function)(
         *positional,
-        where=cross(problem.where),
+        where=on_torch(problem.where),
         **named,
-        **{name: cross(value) for name, value in keywords.items()},
+        **{name: on_torch(value) for name, value in keywords.items()},
     )
-    pairs = [(x, cross(g)) for x, g in zip(result, upstream) if g is not None]
+    pairs = [(x, on_torch(g)) for x, g in zip(result, upstream) if g is not None]
     torch.autograd.backward([x for x, _ in pairs], [g.to(x.dtype) for x, g in pairs])
     values = [None if x is None else x.detach() for x in result]
     grads = [None if leaf is None else leaf.grad for leaf in leaves]
@@ -206,12 +203,7 @@ def _logprobs_jax(
 
     double = "float64" in (keywords.get("compute_dtype"), np.asarray(arrays[0]).dtype.name)
     with jax.enable_x64(double):
-
-        def cross(x: Any) -> Any:
-            if not isinstance(x, np.ndarray):
-                return x
-            # Over several devices an array must be on none in particular.
-            return to_jax(x, copy=True) if wrap is None else jax.numpy.asarray(x)
+        cross = on_jax if wrap is None else _on_none
 
         constants = {name: cross(value) for name, value in keywords.items()}
         labels, where = cross(problem.labels), cross(problem.where)
@@ -235,26 +227,23 @@ def _run_torch(problem: Problem, keywords: dict[str, Any], gradient: bool) -> Ou
 
     from xentlib.torch import chunked_nll
 
-    def cross(x: Any) -> Any:
-        return to_torch(x, copy=True) if isinstance(x, np.ndarray) else x
-
-    leaves = [cross(x) for x in (problem.hidden, problem.weight, problem.bias)]
+    leaves = [on_torch(x) for x in (problem.hidden, problem.weight, problem.bias)]
     for leaf in leaves:
         if leaf is not None:
             leaf.requires_grad_(gradient)
     result = chunked_nll(
         leaves[0],
         leaves[1],
-        cross(problem.labels),
+        on_torch(problem.labels),
         bias=leaves[2],
-        where=cross(problem.where),
-        token_weights=cross(problem.token_weights),
-        class_weights=cross(problem.class_weights),
-        **{name: cross(value) for name, value in keywords.items()},
+        where=on_torch(problem.where),
+        token_weights=on_torch(problem.token_weights),
+        class_weights=on_torch(problem.class_weights),
+        **{name: on_torch(value) for name, value in keywords.items()},
     )
     grads: list[Any] = [None, None, None]
     if gradient:
-        result.loss.backward(torch.tensor(problem.upstream, dtype=result.loss.dtype))
+        result.loss.backward(torch.full_like(result.loss, problem.upstream))
         grads = [None if leaf is None else leaf.grad for leaf in leaves]
     return _outcome(
         {k: None if x is None else x.detach() for k, x in result._asdict().items()}, grads
@@ -268,12 +257,7 @@ def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool, wrap: W
 
     double = keywords.get("compute_dtype") == "float64" or problem.hidden.dtype == np.float64
     with jax.enable_x64(double):
-
-        def cross(x: Any) -> Any:
-            if not isinstance(x, np.ndarray):
-                return x
-            # Over several devices an array must be on none in particular.
-            return to_jax(x, copy=True) if wrap is None else jax.numpy.asarray(x)
+        cross = on_jax if wrap is None else _on_none
 
         constants = {name: cross(value) for name, value in keywords.items()}
         labels = cross(problem.labels)
@@ -305,6 +289,13 @@ def _run_jax(problem: Problem, keywords: dict[str, Any], gradient: bool, wrap: W
         return _outcome(values, _gathered([*grads], wrap))
 
 
+def _on_none(x: Any) -> Any:
+    """A NumPy array in JAX, on no device in particular, as what is spread over several must be."""
+    import jax
+
+    return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
 def _gathered(values: list[Any], wrap: Wrap) -> list[Any]:
     """Off the devices that they are spread over."""
     import jax
@@ -314,7 +305,7 @@ def _gathered(values: list[Any], wrap: Wrap) -> list[Any]:
 
 
 def _crossed(values: list[Any]) -> list[Any]:
-    return [None if x is None else np.array(to_numpy(x)) for x in values]
+    return [None if x is None else numpy_of(x) for x in values]
 
 
 def _outcome(values: dict[str, Any], grads: list[Any]) -> Outcome:

@@ -27,6 +27,7 @@ from xentlib.parity.cases import (
     logit_sets,
     low_precision,
 )
+from xentlib.parity.device import on_device
 from xentlib.parity.mutants import array_mutants, problem_mutants
 from xentlib.parity.problem import Case, Problem, build, logits_problem
 from xentlib.parity.progress import Progress
@@ -113,13 +114,17 @@ class Findings:
 Measure = Callable[[Findings, Any], None]
 
 
-def operator_sections(backends: tuple[str, ...], suite: str, seed: int) -> list[Planned]:
+def operator_sections(
+    backends: tuple[str, ...], suite: str, seed: int, device: str = "cpu"
+) -> list[Planned]:
     """Sections that measure the rows of the contract for the installed backends.
 
     Args:
         backends: "torch", "jax" or both; rows between backends need both.
         suite: "quick" or "full" (more cases and three seeds).
         seed: of every array.
+        device: the default one of both frameworks. Ranks and devices of a mesh are on the CPU, and
+            their sections are left out elsewhere.
     """
     full = suite == "full"
     grid = FULL_GRID if full else GRID
@@ -147,15 +152,18 @@ def operator_sections(backends: tuple[str, ...], suite: str, seed: int) -> list[
         ("windows in audit mode", _cases((BASE, GRID[4]), seeds), windows.audit),
     ]
     between_backends = (_audit, per_token.audit, windows.audit)
+    on_ranks = (sharded.sharded, heads.heads)
     return [
-        Planned(name, len(items), partial(_section, backends, name, items, measure))
+        Planned(name, len(items), partial(_section, backends, device, name, items, measure))
         for name, items, measure in stages
-        if len(backends) == 2 or measure not in between_backends
+        if (len(backends) == 2 or measure not in between_backends)
+        and (device == "cpu" or measure not in on_ranks)
     ]
 
 
 def _section(
     backends: tuple[str, ...],
+    device: str,
     name: str,
     items: list[Any],
     measure: Measure,
@@ -164,7 +172,7 @@ def _section(
 ) -> Section:
     findings = Findings(backends, slowness)
     progress.stage(name, len(items))
-    with _gate(backends):
+    with _gate(backends), on_device(device, backends):
         for given in items:
             item = given() if callable(given) else given
             measure(findings, item)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from xentlib.parity.device import numpy_of, on_jax, on_torch
 from xentlib.parity.mutants import array_mutants
 from xentlib.parity.problem import Problem
 
@@ -140,10 +141,8 @@ def run_window(backend: str, problem: Problem, road: str, *, audit: bool = False
 def evaluated(backend: str, problem: Problem) -> Array:
     """The mean loss of a problem's micro-batches, by `Evaluation`."""
     options = {**problem.options, "reduction": "sum"}
-    arrays: Any = np.asarray
+    arrays: Any = on_torch if backend == "torch" else on_jax
     if backend == "torch":
-        from torch import tensor as arrays
-
         from xentlib import torch as ours
     else:
         from xentlib import jax as ours  # type: ignore[no-redef]
@@ -154,7 +153,7 @@ def evaluated(backend: str, problem: Problem) -> Array:
         evaluation = evaluation.add(
             ours.chunked_nll(hidden, weight, arrays(labels), bias=bias, **options)
         )
-    return np.asarray(evaluation.mean_loss())
+    return numpy_of(evaluation.mean_loss())
 
 
 Found = tuple[Any, Any, dict[str, Any]]  # loss, tokens, gradients
@@ -169,11 +168,11 @@ def _torch(problem: Problem, options: dict[str, Any], road: str) -> Found:
 
     from xentlib.torch import TokenNormalizer, chunked_nll
 
-    leaves = {name: torch.tensor(x) for name, x in leaves_of(problem).items()}
+    leaves = {name: on_torch(x) for name, x in leaves_of(problem).items()}
     model = torch.nn.ParameterDict(leaves)
     norm = TokenNormalizer(model, mode=road)
     pairs = zip(*micro_batches(problem), strict=True)
-    batches = [(torch.from_numpy(r), torch.from_numpy(y)) for r, y in pairs]
+    batches = [(on_torch(r), on_torch(y)) for r, y in pairs]
     declared = [y for _, y in batches] if road == "precount" else None
     with norm.window(labels=declared) as window:
         for r, y in window.micro_batches(batches):
@@ -181,7 +180,7 @@ def _torch(problem: Problem, options: dict[str, Any], road: str) -> Found:
             out = chunked_nll(hidden, model["weight"], y, bias=model["bias"], **options)
             window.backward(out.loss * problem.upstream, out.num_tokens)
     loss, count = (float(x) for x in window.stats[:2])
-    return loss / problem.upstream, count, {n: p.grad.numpy() for n, p in model.items()}
+    return loss / problem.upstream, count, {n: numpy_of(p.grad) for n, p in model.items()}
 
 
 def _jax(problem: Problem, options: dict[str, Any], road: str) -> Found:
@@ -197,8 +196,8 @@ def _jax(problem: Problem, options: dict[str, Any], road: str) -> Found:
         return out.loss * jnp.asarray(problem.upstream, out.loss.dtype), out.num_tokens
 
     with jax.enable_x64("compute_dtype" in options):
-        params = {name: jnp.asarray(x) for name, x in leaves_of(problem).items()}
-        rows, labels = (jnp.asarray(x) for x in micro_batches(problem))
+        params = {name: on_jax(x) for name, x in leaves_of(problem).items()}
+        rows, labels = (on_jax(x) for x in micro_batches(problem))
         if road == "accumulate_grads":
             scan = jax.jit(lambda p, b: accumulate_grads(sum_and_count, p, b))
             stats, gradients = scan(params, (rows, labels))

@@ -1,0 +1,45 @@
+"""`make gpu`, tried on the CPU: what runs on a device for ten minutes has to be right at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def gpu(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, ".ci/gpu.py", "--device", "cpu", "--out", str(out), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (out / "gpu.json").exists(), done.stderr
+    return done.returncode, json.loads((out / "gpu.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_every_part(tmp_path):
+    pytest.importorskip("matplotlib")
+    rc, found = gpu(tmp_path, "--parts", "tests", "bench", "--tests", "plan", "--cases", "tiny")
+    assert rc == 0, found
+    assert found["tests"]["counts"]["passed"] > 10
+    assert found["bench"]["bench"]["runs"]
+    # The package that ran is the one that was laid out, all three columns of it.
+    laid = {path.relative_to(tmp_path / "path") for path in (tmp_path / "path").rglob("*.py")}
+    assert {Path("xentlib/torch/nll.py"), Path("xentlib/jax/nll.py")} < laid
+
+
+def test_what_fails_is_kept(tmp_path):
+    rc, found = gpu(tmp_path, "--parts", "tests", "--tests", "no_such_module")
+    assert rc == 1
+    assert "no tests ran" in found["tests"]["output"]
+
+
+def test_what_is_late_is_stopped(tmp_path):
+    rc, found = gpu(tmp_path, "--parts", "parity", "--share", "0.02")
+    assert rc == 1
+    assert found["parity"]["late"]
+    assert found["parity"]["rc"]

@@ -1,0 +1,77 @@
+"""Where a parity run, and the tests, compute: the default device of each framework, and the way of
+NumPy arrays there and back. Frameworks are loaded on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xentlib.interop import to_jax, to_numpy, to_torch
+
+__all__ = ["described", "missing_on", "numpy_of", "on_device", "on_jax", "on_torch"]
+
+
+def on_torch(x: Any) -> Any:
+    """A NumPy array as a tensor of its own on PyTorch's default device; anything else as it is."""
+    import torch
+
+    return to_torch(x, copy=True).to(torch.get_default_device()) if isinstance(x, np.ndarray) else x
+
+
+def on_jax(x: Any) -> Any:
+    """A NumPy array as an array of its own on JAX's default device; anything else as it is."""
+    import jax
+
+    if not isinstance(x, np.ndarray):
+        return x
+    crossed = to_jax(x, copy=True)
+    chosen = jax.config.jax_default_device
+    return crossed if chosen is None else jax.device_put(crossed, chosen)
+
+
+def numpy_of(x: Any) -> npt.NDArray[Any]:
+    """A result of either framework as a NumPy array of its own, from whatever device it is on."""
+    device = getattr(x, "device", None)
+    if getattr(device, "type", "cpu") != "cpu":  # a tensor's; a JAX array is fetched by NumPy
+        x = x.cpu()
+    elif getattr(device, "platform", "cpu") != "cpu":
+        return np.array(x)
+    return np.array(to_numpy(x.detach() if hasattr(x, "detach") else x))
+
+
+@contextmanager
+def on_device(device: str, backends: Sequence[str]) -> Iterator[None]:
+    """`device` as the default of each framework; what it is anyway is left alone."""
+    with ExitStack() as stack:
+        if device != "cpu" and "torch" in backends:
+            import torch
+
+            stack.enter_context(torch.device(device))
+        if device != "cpu" and "jax" in backends:
+            import jax
+
+            stack.enter_context(jax.default_device(jax.devices(device)[0]))
+        yield
+
+
+def missing_on(device: str, backends: Sequence[str]) -> list[str]:
+    """The frameworks that see no such device."""
+    return [name for name in backends if device != "cpu" and not described(device, name)]
+
+
+def described(device: str, backend: str) -> str:
+    """What a framework calls its first such device; nothing if it has none."""
+    if backend == "torch":
+        import torch
+
+        return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    import jax
+
+    try:
+        return str(jax.devices(device)[0].device_kind)
+    except RuntimeError:
+        return ""
