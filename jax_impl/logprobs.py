@@ -285,7 +285,10 @@ def given_backward(
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
         _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
         dz_TV, dz_y_T = dlogits(z_TV, rows_of(chunks, chunk, terms_M))
-        own_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1) == chunk.y_T1
+        column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1)
+        if terms_M.uniform is not None and chunks.padded_from is not None:
+            dz_TV = jnp.where(column_TV < chunks.padded_from, dz_TV, 0.0)
+        own_TV = column_TV == chunk.y_T1
         dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), logits.dtype.name)
         rows_T = jnp.where(chunk.in_chunk_T, chunk.rows_T, logits.shape[0])
         return d_logits.at[rows_T].set(as_bits(dz_TV), mode="drop")
