@@ -35,7 +35,7 @@ from xentlib.jax.softmax import (
     take_target,
     token_stats,
 )
-from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
+from xentlib.plan import MAX_ROWS, ChunkPlan, VocabShard, plan_chunks
 
 __all__ = [
     "Asked",
@@ -187,7 +187,7 @@ def cut(
             options.compute_dtype,
         )
     plan = plan_chunks(
-        num_tokens,
+        num_tokens if isinstance(num_tokens, int) else UNKNOWN_TOKENS,
         columns,
         hidden_size,
         dtype=options.gemm_dtype,
@@ -200,7 +200,9 @@ def cut(
         weight = zero_from(first, weight, 1 if options.transposed else 0)
         bias = None if bias is None else zero_from(first, bias, 0)
     rows = max(plan.chunk_tokens, least_rows())
-    order_M = jnp.argsort(~valid_N, stable=True).astype(jnp.int32)
+    order_N = jnp.argsort(~valid_N, stable=True).astype(jnp.int32)
+    # Where N is not known, a chunk more, so that there is one for certain.
+    padding = -num_tokens % rows + (0 if isinstance(num_tokens, int) else rows)
     return Chunks(
         options,
         constants,
@@ -212,13 +214,22 @@ def cut(
         valid_N,
         bad_N,
         valid_N.sum(dtype=jnp.int32),
-        jnp.pad(order_M, (0, -num_tokens % rows)),
+        jnp.pad(order_N, (0, padding)),
         owned_N,
         shard,
         same,
         plan,
         rows,
     )
+
+
+# Of a program exported for any number of them: chunks of as many rows as there can be.
+UNKNOWN_TOKENS = 2 * MAX_ROWS
+
+
+def is_size(size: Any, number: int) -> bool:
+    """False of a size that is not known: in a program exported for any number of tokens."""
+    return isinstance(size, int) and size == number
 
 
 def zero_from(first: jax.Array, x: jax.Array, axis: int) -> jax.Array:
@@ -240,7 +251,7 @@ def over_chunks(
     """
     if not exchange:
         carry = vary(carry, varying(chunks, used))
-    if not chunks.labels.size:
+    if is_size(chunks.labels.size, 0):
         return carry
     if only is not None:
         return body(only, carry)
@@ -255,7 +266,7 @@ def over_chunks(
 
 def only_chunk(chunks: Chunks) -> Chunk | None:
     """Logits of all tokens, where one chunk holds them: they need not be computed again."""
-    whole = chunks.labels.size and chunks.order.size == chunks.chunk
+    whole = is_size(chunks.order.size, chunks.chunk) and not is_size(chunks.labels.size, 0)
     return _logits(chunks, jnp.zeros((), jnp.int32)) if whole else None
 
 

@@ -21,9 +21,14 @@ jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
+from jax import export  # noqa: E402
 
 from xentlib.interop import to_jax  # noqa: E402
-from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
+from xentlib.jax import (  # noqa: E402
+    chunked_logprobs,
+    chunked_nll,
+    vocab_parallel_logprobs,
+)
 
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")
 N, H, V = 221, 24, 157
@@ -193,6 +198,39 @@ def test_only_the_loss_has_a_gradient():
         return 1.3 * (out.lse.sum() + out.entropy.sum() + out.z_loss + out.weight_sum)
 
     assert not np.asarray(jax.grad(rest)(leaves[0])).any()
+
+
+FUNCTIONS = {
+    "nll": lambda h, w, y: nll(h, w, None, y, outputs=OUTPUTS)[:8],
+    "logprobs": lambda h, w, y: chunked_logprobs(h, w, y, entropy=True, max_chunk_bytes=BUDGET),
+    "given": lambda z, _, y: vocab_parallel_logprobs(z, y, entropy=True, max_chunk_bytes=BUDGET),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_exported_for_any_number_of_tokens(name):
+    """A10: forward and backward of one exported program with symbolic [b, t] give the bits of each
+    call by itself. Catches: a plan that needs N as a number, a chunk that N may not fill."""
+    leaves, _ = arrays()
+    x, weight = leaves[:2]
+    x = x @ weight.T if name == "given" else x
+
+    def step(x, labels):
+        def total(x):
+            out = FUNCTIONS[name](x, weight, labels)
+            return sum(x.sum() for x in out if x is not None and x.dtype == jnp.float32), out
+
+        d_x, out = jax.grad(total, has_aux=True)(x)
+        return (d_x, *out[4 if name == "nll" else 0 :])  # A10 says nothing of a mean
+
+    sizes = export.symbolic_shape("b, t")
+    exported = export.export(jax.jit(step))(
+        jax.ShapeDtypeStruct((*sizes, x.shape[1]), jnp.float32),
+        jax.ShapeDtypeStruct(sizes, jnp.int32),
+    )
+    for b, t in ((13, 17), (1, 3), (2, 32)):  # four chunks, a part of one, one
+        given = x[: b * t].reshape(b, t, -1), leaves[3][: b * t].reshape(b, t)
+        assert same(exported.call(*given), step(*given))
 
 
 # ---------------------------------------------------------------------------------

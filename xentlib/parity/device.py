@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,8 @@ def on_jax(x: Any) -> Any:
 
     if not isinstance(x, np.ndarray):
         return x
-    crossed = to_jax(x, copy=True)
-    chosen = jax.config.jax_default_device
+    crossed, config = to_jax(x, copy=True), cast(Any, jax.config)
+    chosen = config.jax_default_device
     return crossed if chosen is None else jax.device_put(crossed, chosen)
 
 
