@@ -17,6 +17,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile --max-worker-restart 1
 BENCH_ARGS ?=
 PARITY_ARGS ?=
 GPU_ARGS ?=
+FUZZ_ARGS ?=
 PYTHON_OLDEST ?= python3.11
 PYTHON_NEWEST ?= python3.13
 
@@ -31,7 +32,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test gpu test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test fuzz gpu test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -40,6 +41,7 @@ help:
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'
 	@echo 'test-oldest the suite on the oldest versions that pyproject.toml admits; downloads 3 GB once'
 	@echo 'test-newest the same on the newest, PYTHON_NEWEST=python3.13; downloads 3 GB once'
+	@echo 'fuzz        random calls against the oracle for a minute; FUZZ_ARGS="--seed 1 --cases 10000"'
 	@echo 'lint        ruff, formatting, mypy strict'
 	@echo 'format      let ruff fix and format'
 	@echo 'docs        the documentation, strict, in build/site'
@@ -133,6 +135,9 @@ parity: $(VENV)/run.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+fuzz: $(VENV)/test.stamp
+	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)
 
 test-oldest: .venv-oldest/range.stamp .venv-oldest/numpy.stamp
 	.venv-oldest/numpy/bin/pytest $(NUMPY_TESTS)

@@ -8,6 +8,7 @@ float32 code does.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import mpmath
 import numpy as np
@@ -197,22 +198,31 @@ def test_oracle_against_central_differences(name):
 
 
 def torch_full_logits(p: Problem):
-    """The head as users write it: full logits and `F.cross_entropy`."""
+    """The head as users write it: full logits and `F.cross_entropy`, its reduction too where it has
+    all that is asked for."""
     import torch
 
     o = p.options
-    leaves = [torch.tensor(x, requires_grad=True) for x in (p.hidden, p.weight, p.bias)]
-    hidden, weight, bias = leaves
+    leaves = [
+        torch.tensor(x, requires_grad=True) for x in (p.hidden, p.weight, p.bias) if x is not None
+    ]
+    hidden, weight, *bias = leaves
     weight = weight.T if o.get("weight_layout") == "HV" else weight
-    z = o.get("logit_scale", 1.0) * (hidden @ weight.T + bias)
+    z = o.get("logit_scale", 1.0) * sum(bias, hidden @ weight.T)
     if o.get("softcap") is not None:
         z = o["softcap"] * torch.tanh(z / o["softcap"])
     z = z / torch.as_tensor(o.get("temperature", 1.0), dtype=z.dtype).reshape(-1, 1)
     labels = torch.tensor(np.where(p.valid, p.labels, -100), dtype=torch.int64)
     classes = None if p.class_weights is None else torch.tensor(p.class_weights).double()
-    nll = torch.nn.functional.cross_entropy(
-        z, labels, classes, reduction="none", label_smoothing=o.get("label_smoothing", 0.0)
-    )
+    cross_entropy = partial(
+        torch.nn.functional.cross_entropy, z, labels, classes, ignore_index=-100,
+        label_smoothing=o.get("label_smoothing", 0.0),
+    )  # fmt: skip
+    if p.token_weights is None and not {"z_loss", "denominator"} & set(o):
+        loss = cross_entropy(reduction=o.get("reduction", "mean"))
+        loss.backward(torch.tensor(p.upstream, dtype=torch.float64))
+        return loss.item(), [leaf.grad.numpy() for leaf in leaves]
+    nll = cross_entropy(reduction="none")
     nll = nll + o.get("z_loss", 0.0) * torch.logsumexp(z, 1) ** 2
     valid = torch.tensor(p.valid)
     weights = torch.ones(len(valid)) if p.token_weights is None else torch.tensor(p.token_weights)

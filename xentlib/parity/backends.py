@@ -132,17 +132,21 @@ def run_given(
     *,
     audit: bool = False,
     chunk_tokens: int | None = None,
+    label_smoothing: float = 0.0,
     wrap: Wrap = None,
 ) -> GivenLogits:
     """`vocab_parallel_logprobs` of `backend` for a problem whose weight is its logits transposed,
-    in float64 where `audit`."""
+    in float64 where `audit`; they take the leading dimensions of the labels."""
     logits = np.ascontiguousarray(problem.weight.T)
+    logits = logits.reshape(*problem.labels.shape, logits.shape[1])
     keywords = {
         name: value
         for name, value in {**problem.options, **_how(problem, False, chunk_tokens)}.items()
         if name in ("ignore_index", "temperature", "vocab_parallel", "max_chunk_bytes")
     }
     keywords["entropy"] = upstream.d_entropy is not None
+    if label_smoothing:
+        keywords["label_smoothing"] = label_smoothing
     arrays = (logits.astype(np.float64) if audit else logits,)
     run_it = _logprobs_torch if backend == "torch" else _logprobs_jax
     values, gradients = run_it("vocab_parallel_logprobs", problem, arrays, keywords, upstream, wrap)
