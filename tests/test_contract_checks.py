@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from xentlib.collectives import Collective, CollectiveCount
-from xentlib.contract import ROWS, Bound, U, check, check_budget, failures, rho, tau
+from xentlib.contract import (
+    ROWS,
+    Bound,
+    U,
+    check,
+    check_budget,
+    failures,
+    rho,
+    tau,
+    worst_rounding,
+)
 from xentlib.ulp import bits_unequal, dtype_named, round_to, spacing, ulp_distance
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
@@ -167,6 +177,25 @@ def test_tau_and_rho_by_hand():
     assert rho(np.array([3.0, 4.0 + 10 * U]), np.array([3.0, 4.0])) == 2
     with np.errstate(divide="ignore"):
         assert rho(np.array([1.0]), np.array([0.0])) == np.inf
+
+
+def test_one_dz_on_the_other_side_of_a_tie_is_one_unit():
+    """A7, by hand. Catches: half an ULP of the binade below, where the result crossed a power of
+    two; a dz that cancels held to a rounding of what is left of it."""
+    exact = np.linspace(0.9, 1.0, 4097)[:-1]
+    moved = round_to(exact * (1 + 2.0**-7), "bfloat16")
+    assert (moved >= 1).any()
+    assert (moved < 1).any()
+    assert 0.5 < worst_rounding(moved, exact, exact) <= 1
+    assert worst_rounding(moved, exact, exact / 2) > 1
+    assert worst_rounding(moved, exact, exact / 2, exact * 2.0**-8 / U) <= 1
+
+
+def test_shares_are_taken_of_many_entries():
+    """A7: 101 entries cannot hold a share of 99.5 %."""
+    few, many = (np.ones(n) for n in (999, 1000))
+    names = [[m.metric for m in check("A7", x, x, magnitude=x)] for x in (few, many)]
+    assert names == [["bf16 ULP unless cancelled"], [b.metric for b in ROWS["A7"].bounds]]
 
 
 def test_a_failure_is_a_sentence():

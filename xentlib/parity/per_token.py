@@ -67,6 +67,7 @@ def low(findings: Findings, problem: Problem) -> None:
                 ROW_OF[dtype],
                 got,
                 _of(reference, name, "d"),
+                _of(reference, name, "bound"),
                 magnitude=_of(reference, name, "magnitude"),
                 backend=backend,
                 case=problem.text,
