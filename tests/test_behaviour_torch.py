@@ -534,6 +534,7 @@ def test_precision_is_left_alone_where_it_does_not_matter(monkeypatch):
         fp32_precision = property(lambda self: "none", lambda self, value: written.append(value))
 
     monkeypatch.setattr(torch.backends.mkldnn, "matmul", Settings())
+    monkeypatch.setattr(gemm, "ONEDNN", True)
     monkeypatch.setattr(gemm, "has_amx", lambda: False)
     cpu = torch.device("cpu")
     for dtype in (torch.float32, torch.bfloat16, torch.float64):

@@ -260,5 +260,6 @@ def test_a_test_that_hangs_fails_by_name_and_the_others_run(tmp_path):
 
 def test_the_suite_has_time_limits(pytestconfig):
     """First the test is failed; where that has no effect, its process is ended."""
-    assert 0 < float(pytestconfig.getini("timeout")) < pytestconfig.getini("faulthandler_timeout")
+    limit, last = (float(pytestconfig.getini(x)) for x in ("timeout", "faulthandler_timeout"))
+    assert 0 < limit < last
     assert pytestconfig.getini("faulthandler_exit_on_timeout")

@@ -848,6 +848,8 @@ def test_what_cannot_drop_says_so() -> None:
     TokenNormalizer(model)
 
 
+# torch 2.11 warns wherever a sparse tensor is made.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_an_embedding_with_sparse_gradients_drops_too() -> None:
     """Its gradient is no array."""
     embedding = torch.nn.Embedding(V, H, sparse=True)

@@ -58,7 +58,8 @@ Evaluation.__doc__ = spec.Evaluation.__doc__
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """That a group's collectives are on: an accelerator's, where it has one."""
-    kind = torch.accelerator.current_accelerator()
+    # A build for CUDA names it on a machine without, and gloo takes its tensors.
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or all(x.type != kind.type for x in group._device_types):
         return torch.device("cpu")
     return torch.device(kind.type, torch.accelerator.current_device_index())
