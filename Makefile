@@ -32,7 +32,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test fuzz gpu test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test public fuzz gpu test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -44,6 +44,7 @@ help:
 	@echo 'fuzz        random calls against the oracle for a minute; FUZZ_ARGS="--seed 1 --cases 10000"'
 	@echo 'lint        ruff, formatting, mypy strict'
 	@echo 'format      let ruff fix and format'
+	@echo 'public      copy signatures and docstrings from their definitions into both backends'
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare-GEMM floor'
 	@echo 'examples    every file of examples/'
@@ -165,6 +166,10 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory typecheck
+
+# Signatures and docstrings where an editor finds them: copies of the definitions in xentlib/.
+public:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) .ci/public.py
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .

@@ -6,8 +6,9 @@ from xentlib.jax.accumulate import accumulate_grads, token_normalized
 from xentlib.jax.collectives import count_collectives
 from xentlib.jax.evaluation import Evaluation
 from xentlib.jax.labels import next_token_labels
-from xentlib.jax.logprobs import LogprobOutput, chunked_logprobs, vocab_parallel_logprobs
-from xentlib.jax.nll import NLLOutput, chunked_nll
+from xentlib.jax.public import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+from xentlib.logprobs import LogprobOutput
+from xentlib.nll import NLLOutput
 
 if TYPE_CHECKING:
     from xentlib.jax.module import LinenNLLHead, NLLHead

@@ -36,6 +36,37 @@ def accumulate_grads(
     empty: str = "skip",
     nonfinite: str = "keep",
 ) -> tuple[WindowStats, Any]:
+    """The gradient of a window, in a scan over its micro-batches. JAX, inside `jit`.
+
+        def sum_and_count(params, batch):
+            hidden = trunk(params, batch)
+            out = chunked_nll(hidden, params["head"], batch["labels"], reduction="sum")
+            return out.loss, out.num_tokens
+
+        stats, grads = accumulate_grads(sum_and_count, params, micro_batches)
+
+    grads = sum over micro-batches and devices of d loss_sum / T.
+
+    Args:
+        sum_and_count_fn: (params, micro_batch) to the sum of the loss over the valid tokens and
+            their number, or their weight.
+        params: a pytree of arrays.
+        micro_batches: a pytree whose arrays have a leading dimension of micro-batches; one without
+            a valid token counts nothing.
+        axis_name: mesh axes that tokens are spread over inside `shard_map`; None on global arrays.
+            Gradients, count and loss are summed over it once, after the scan.
+        empty: with no valid token anywhere gradients are +0, and `stats.skipped` is true for
+            "skip", false for "zero".
+        nonfinite: a micro-batch whose loss or gradient holds NaN or inf is "keep"t, and shows, or
+            "drop"ped with its tokens (`stats.dropped`). All devices of the `shard_map` around
+            decide together, with one number in each micro-batch.
+
+    Returns:
+        (WindowStats, gradients of the dtypes of `params`).
+
+    Numerics: sums in float32 at least, multiplied by 1 / T once at the end; NaN where int32 does
+    not hold T. Row A12.
+    """
     check_choice("empty", empty, ("skip", "zero"))
     check_choice("nonfinite", nonfinite, spec.NONFINITE)
     types = axis_name is not None and checks_types(axis_name)
@@ -77,9 +108,6 @@ def accumulate_grads(
     scale = over(jnp.ones((), jnp.float32), total, jnp.float32(0))
     loss = jnp.where(jnp.isnan(scale), jnp.nan, loss)
     return WindowStats(loss, total, scale, number, skipped, dropped), grads
-
-
-accumulate_grads.__doc__ = spec.accumulate_grads.__doc__
 
 
 def add(a: jax.Array, x: jax.Array) -> jax.Array:
@@ -181,6 +209,35 @@ class TokenNormalizedState(NamedTuple):
 def token_normalized(
     inner: Any, empty: str = "skip", *, nonfinite: str = "keep", weighted: bool = False
 ) -> Any:
+    """An optimizer that steps once in a window, on its token-normalised gradient. JAX, optax.
+
+        tx = token_normalized(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr)))
+        updates, state = tx.update(grads_of_the_sum, state, params, token_count=n, is_last=flag)
+
+    `update` adds up gradients of loss sums and returns updates of zero, until `is_last`: then the
+    inner optimizer sees sums / T, once. It does not run in between, so that its step count,
+    schedule and moments are those of windows. Clipping inside of it clips the window's gradient.
+    An update with gradients of zero, `token_count=0` and `is_last=True` ends a window early.
+
+    Args:
+        inner: an optax transformation.
+        empty: a window without valid tokens is "skip"ped, the inner state untouched, or stepped on
+            with gradients that are "zero".
+        nonfinite: a micro-batch whose gradient holds NaN or inf is "keep"t, and shows in the step,
+            or "drop"ped with its tokens. Inside `shard_map` all devices decide together, with one
+            number in each `update`.
+        weighted: `token_count` is a sum of weights, float32.
+
+    Raises:
+        TypeError: a count that is no integer.
+        ValueError: a count that is not one number, or below 0, where it can be read.
+        CountOverflowError: more than 2^31 - 1 tokens, where the count can be read. A count that
+            cannot be read, below 0 or too large, makes the window's gradient NaN.
+
+    Numerics: sums in float32 at least, reset to zeros and never by multiplying. The inner optimizer
+    sees their means in that dtype, whatever that of the gradients, and updates leave in the dtypes
+    that it gives them. Row A12.
+    """
     import optax  # type: ignore[import-untyped]
 
     check_choice("empty", empty, ("skip", "zero"))
@@ -262,6 +319,3 @@ def token_normalized(
         return result
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-token_normalized.__doc__ = spec.token_normalized.__doc__

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.describe import Constants, Needs, Options, with_arrays
+from xentlib.jax.call import Constants, Options, with_arrays
+from xentlib.jax.describe import Needs
 from xentlib.jax.gemm import column_sums, contract, least_rows, round_to
 from xentlib.jax.head import (
     Alike,
@@ -25,7 +26,6 @@ from xentlib.jax.head import (
     vary,
     varying,
 )
-from xentlib.jax.labels import find_targets
 from xentlib.jax.softmax import (
     Labelled,
     RestStats,
@@ -35,6 +35,7 @@ from xentlib.jax.softmax import (
     take_target,
     token_stats,
 )
+from xentlib.jax.tokens import find_targets
 from xentlib.plan import MAX_ROWS, ChunkPlan, VocabShard, plan_chunks
 
 __all__ = [

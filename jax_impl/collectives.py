@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from xentlib import collectives as spec
 from xentlib.collectives import Collective, CollectiveCount
 
 __all__ = ["Operation", "count_collectives", "operations"]
@@ -100,6 +99,24 @@ def elements(types: str) -> list[str]:
 
 @contextmanager
 def count_collectives() -> Iterator[CollectiveCount]:
+    """Count the collectives of a step: `with count_collectives() as c: step()`.
+
+    A head should cost what contract row A15 says, however many chunks and valid tokens there are,
+    on every rank: a count that differs between ranks is a step that hangs.
+
+    In PyTorch every collective that this thread and its backward dispatch is counted, those of a
+    wrapper's hooks included, each time. A collective that another library calls inside an operator
+    of its own is not seen.
+
+    In JAX the programs that are compiled and first run within the block are read: each program's
+    collectives count once, however often it runs, and one in a loop says so. The block begins with
+    `jax.clear_caches()`, so that programs compiled before are compiled again.
+
+    Yields:
+        A `CollectiveCount`. In PyTorch it grows as the block runs, in JAX it is filled at its end.
+
+    Numerics: nothing is changed. Source: SPEC section 6.
+    """
     jax.clear_caches()
     client = jax.devices()[0].client
     before = set(client.live_executables())
@@ -122,6 +139,3 @@ def count_collectives() -> Iterator[CollectiveCount]:
             for module in program.hlo_modules()
             for x in operations(module.to_string())
         ]
-
-
-count_collectives.__doc__ = spec.count_collectives.__doc__

@@ -1,32 +1,24 @@
-"""What `xentlib.checks` may know of a JAX array, and what a trace takes for arguments."""
+"""What `xentlib.checks` may know of a JAX array, and which derivatives are wanted of it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.checks import LogitsProblem, NLLProblem, Operand
-from xentlib.jax.head import Axis, Spread
-from xentlib.plan import VocabShard
+from xentlib.checks import Operand
 
 __all__ = [
-    "Arrays",
-    "Constants",
     "Needs",
-    "Options",
     "as_array",
     "concrete_on_cpu",
     "describe",
-    "fixed",
-    "flat",
+    "is_array",
     "need_x64",
-    "prepare",
     "values_of",
     "wanted",
-    "with_arrays",
 ]
 
 Needs = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
@@ -71,57 +63,8 @@ def need_x64(compute_dtype: str) -> None:
         )
 
 
-class Options(NamedTuple):
-    """What a trace depends on; hashable, until a trace puts arrays in place of numbers."""
-
-    ignore_index: int
-    softcap: Any  # a number; None without one, and until the trace where it is an array
-    label_smoothing: float
-    z_loss: Any  # a number, 0 until the trace where it is an array
-    mean: bool
-    entropy: bool
-    gemm_dtype: str
-    compute_dtype: str
-    output_dtype: str
-    chunk_bytes: int
-    transposed: bool
-    axis: Axis | None = None
-    spread: Spread | None = None
-    predicted: bool = False
-
-
-class Constants(NamedTuple):
-    """Arrays without a gradient, flat; None where absent."""
-
-    where: jax.Array | None
-    token_weights: jax.Array | None
-    logit_scale: jax.Array | None
-    temperature: jax.Array | None
-    denominator: jax.Array | None
-    shard: jax.Array | None = None  # [2] start and stop of this device's classes, if given
-    softcap: jax.Array | None = None  # where it is no number, so that none is compiled for each
-    z_loss: jax.Array | None = None
-    class_weights: jax.Array | None = None  # [V]
-
-
-def with_arrays(options: Options, constants: Constants) -> Options:
-    """Options of a trace, in the compute dtype."""
-    found = {name: getattr(constants, name) for name in ("softcap", "z_loss")}
-    given = {k: x.astype(options.compute_dtype) for k, x in found.items() if x is not None}
-    return options._replace(**given)
-
-
-def fixed(value: Any) -> Any:
-    """A number that a trace may depend on; None for an array."""
-    return None if value is None or is_array(value) else float(value)
-
-
 def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
-
-
-# hidden (or logits), weight, labels, bias, and the rest
-Arrays = tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None, Constants]
 
 
 def wanted(constants: Any, *primals: Any) -> Needs:
@@ -142,61 +85,3 @@ def wanted(constants: Any, *primals: Any) -> Needs:
 def values_of(primals: Any) -> Any:
     """The arrays of arguments that come with `.perturbed`."""
     return jax.tree.map(lambda p: p.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))
-
-
-def prepare(
-    problem: NLLProblem | LogitsProblem,
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    bias: Any,
-    *,
-    where: Any,
-    logit_scale: Any,
-    temperature: Any,
-    token_weights: Any = None,
-    denominator: Any = None,
-    shard: VocabShard | None = None,
-    softcap: Any = None,
-    z_loss: Any = None,
-    class_weights: Any = None,
-) -> Arrays:
-    """A public call's arguments as arrays."""
-    need_x64(problem.compute_dtype)
-
-    def array(x: Any) -> Any:
-        return None if x is None else jnp.asarray(x)
-
-    return (
-        jnp.asarray(hidden),
-        array(weight),
-        jnp.asarray(labels),
-        array(bias),
-        Constants(
-            array(where),
-            array(token_weights),
-            as_array(logit_scale, 1.0, problem.compute_dtype),
-            as_array(temperature, 1.0, problem.compute_dtype),
-            as_array(denominator, None, problem.compute_dtype),
-            None if shard is None else jnp.stack([jnp.int32(shard.start), jnp.int32(shard.stop)]),
-            jnp.asarray(softcap) if is_array(softcap) else None,
-            jnp.asarray(z_loss) if is_array(z_loss) else None,
-            array(class_weights),
-        ),
-    )
-
-
-def flat(arrays: Arrays) -> Arrays:
-    """Those of `prepare` as a trace takes them: [N, H], and per token [N]."""
-    hidden, weight, labels, bias, constants = arrays
-
-    def one(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else jnp.reshape(x, (-1,))
-
-    constants = constants._replace(
-        where=one(constants.where),
-        token_weights=one(constants.token_weights),
-        temperature=one(constants.temperature),
-    )
-    hidden = jnp.reshape(hidden, (labels.size, hidden.shape[-1]))
-    return hidden, weight, jnp.reshape(labels, (-1,)), bias, constants

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib import evaluation as spec
 from xentlib.checks import check_axis, check_loss_sum, check_token_count, plain
 from xentlib.jax.accumulate import known
 from xentlib.jax.describe import describe
 from xentlib.jax.head import vary, varying
-from xentlib.jax.nll import NLLOutput
+from xentlib.nll import NLLOutput
 
 __all__ = ["Evaluation"]
 
@@ -23,6 +22,44 @@ ZEROS.flags.writeable = False
 
 
 class Evaluation(NamedTuple):
+    """The mean loss a token of any number of batches, on any number of ranks. No gradients.
+
+        evaluation = Evaluation()
+        for batch in batches:                                       # none at all, on some ranks
+            out = chunked_nll(hidden_of(batch), head, batch["labels"], reduction="sum")
+            evaluation = evaluation.add(out)
+        loss = evaluation.mean_loss()                               # on every rank
+        perplexity = exp(loss)
+
+    `add(loss, num_tokens=None)` returns the evaluation with one more batch. `loss` is an
+    `NLLOutput` of `reduction="sum"`, which brings its count and says whether it was divided; or []
+    float32 or float64, the sum over valid tokens, with `num_tokens`, their number or their weight.
+    It communicates nothing. In PyTorch it adds in place too.
+
+    `mean_loss(data_parallel=None)` is the mean over all batches of all ranks, [], the same on each,
+    NaN where there is no token at all. One collective, which every rank enters. `data_parallel`
+    says over whom: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, None for all ranks of
+    `torch.distributed`, if it is initialised; in JAX names of mesh axes inside `shard_map`, None
+    for all of them. Ranks that hold copies of others' tokens may take part, if each is there as
+    often.
+
+    It needs no model and no wrapper. Where a forward gathers parameters (FSDP2, ZeRO-3) every rank
+    has to run as many: give those that have done a batch whose labels are all ignored.
+
+    In JAX it is a pytree of two arrays, for `jit`, for a host loop, or as the carry of a scan; a
+    carry inside `shard_map(check_vma=True)` begins as `jax.lax.pcast(Evaluation(), axis,
+    to="varying")`.
+
+    Raises:
+        ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
+            its count; a count that its loss cannot have, where reading costs nothing. Of other
+            losses nobody can see whether they are sums.
+        TypeError: a loss or a count of fewer than 32 bits.
+
+    Numerics: sums in float64 in PyTorch; in JAX in float32 with what each addition has lost beside
+    it, so that the error does not grow with the number of batches. NaN and inf show.
+    """
+
     sums: Any = ZEROS  # [2] of losses and of tokens
     lost: Any = ZEROS  # [2] what adding them up has rounded away
 
@@ -61,6 +98,3 @@ class Evaluation(NamedTuple):
         loss, num_tokens = packed.sum(0)
         mean: jax.Array = loss / num_tokens
         return mean
-
-
-Evaluation.__doc__ = spec.Evaluation.__doc__

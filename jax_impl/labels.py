@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib import labels as spec
 from xentlib.checks import (
     check_axis,
     check_divisor,
@@ -22,11 +21,15 @@ from xentlib.checks import (
     holds,
     plain,
 )
-from xentlib.jax.describe import Constants, Options, concrete_on_cpu, describe
-from xentlib.jax.head import shard_here
-from xentlib.plan import VocabShard
+from xentlib.jax.describe import concrete_on_cpu, describe
 
-__all__ = ["check_division", "check_labels", "find_targets", "next_token_labels"]
+__all__ = [
+    "check_division",
+    "check_labels",
+    "next_token_labels",
+    "valid_tokens",
+    "widen_labels",
+]
 
 
 def next_token_labels(
@@ -39,6 +42,47 @@ def next_token_labels(
     ignore_index: int = -100,
     sequence_parallel: Any = None,
 ) -> jax.Array:
+    """Shift token ids so that position t carries the label it must predict, the token at t + 1.
+
+    out[..., t] = labels[..., t + shift] where t + shift exists and belongs to the same packed
+    document, `ignore_index` elsewhere. Count tokens after this shift, never before: a document of n
+    tokens has n - shift targets, or none.
+
+    Args:
+        labels: [..., L] integers, token ids or labels already masked with `ignore_index`.
+        segment_ids: [..., L] integers, the number of the document that each token belongs to. A
+            document is an unbroken run: an id that comes back after another one is a new document.
+        cu_seqlens: [documents + 1] integers, offsets of the documents of one packed row,
+            `0, len_0, len_0 + len_1, ...`; empty documents are allowed.
+        position_ids: [..., L] integers, each token's place in its document. A document begins where
+            that is not the place before plus one, wherever it starts to count; so each token of
+            left padding (1, 1, 1 or 0, 0, 0 before 0, 1, 2) is a document of its own. Places that
+            repeat or leave some out within a document (those of images, say) would cut it there:
+            pass `segment_ids` then. Of the three descriptions, one may be passed.
+        shift: how many tokens ahead the target is, an integer >= 1: 1 for the next token, 2 and
+            more for the further heads of multi-token prediction. From L on, nothing is predicted.
+        ignore_index: written where there is nothing to predict.
+        sequence_parallel: the ranks that the sequence is spread over: in PyTorch a ProcessGroup or
+            a one-dimensional DeviceMesh, in JAX the name of a mesh axis inside `shard_map`.
+            `labels`, `segment_ids` and `position_ids` are then this rank's consecutive slice of
+            those of the whole row, in rank order; in PyTorch slices may differ in length, and be
+            empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as `shift`
+            is. `shift` columns are exchanged, in one collective; they may lie in several slices (in
+            JAX all slices are gathered then). Where a rank holds two slices (zig-zag context
+            parallelism), shift before cutting instead.
+
+    Returns:
+        [..., L] of the dtype of `labels`; the input is not written to.
+
+    Raises:
+        TypeError: not integers (uint64 is refused too), a dtype that cannot hold `ignore_index`,
+            or no process group.
+        ValueError: a shift below 1, shapes that do not belong together, two descriptions of the
+            packing, a mesh of several dimensions, a mesh axis that is not there, or a NumPy array's
+            64-bit numbers that a JAX without 64-bit types would change.
+
+    Numerics: integers only (contract row A0).
+    """
     ignore_index = plain(ignore_index)
     shift = check_next_token_labels(
         describe(labels),
@@ -118,9 +162,6 @@ def next_columns(
     return [jnp.where(behind, ignored, label), *packing], start
 
 
-next_token_labels.__doc__ = spec.next_token_labels.__doc__
-
-
 def check_kept(labels: Any, ignore_index: int, ids: dict[str, Any]) -> None:
     """Refuse numbers that JAX would make others of: without 64-bit types it keeps 32 bits."""
     kept = jax.dtypes.canonicalize_dtype(labels.dtype)
@@ -143,27 +184,6 @@ def valid_tokens(labels: Any, where: Any, ignore_index: int) -> Any:
     held = holds(str(labels.dtype), ignore_index)
     mask = labels != np.asarray(ignore_index, labels.dtype) if held else labels == labels
     return mask if where is None else mask & where
-
-
-def find_targets(
-    options: Options, labels: jax.Array, constants: Constants, columns: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, VocabShard | None]:
-    """Columns of the labels (the last plus one if on another device) and their classes, which
-    tokens are valid, which of them have a label outside the vocabulary, which labels are here, and
-    this device's shard."""
-    labels = widen_labels(labels)
-    valid_N = valid_tokens(labels, constants.where, options.ignore_index)
-    shard = None
-    if options.axis is not None:
-        shard = shard_here(options.axis, columns, constants.shard)
-    in_range_N = (labels >= 0) & (labels < (columns if shard is None else shard.vocab_size))
-    bad_N = valid_N & ~in_range_N
-    labels = jnp.where(valid_N & in_range_N, labels, 0).astype(jnp.int32)
-    if shard is None:
-        return labels, labels, valid_N, bad_N, None, None
-    owned_N = (labels >= shard.start) & (labels < shard.stop)
-    column_N = jnp.where(owned_N, labels - shard.start, columns)
-    return column_N, labels, valid_N, bad_N, owned_N, shard
 
 
 def check_division(

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib import logprobs as spec
-from xentlib.checks import check_logits, check_logprobs, check_reduced, plain
+from xentlib.call import Arguments, LogitsArguments
+from xentlib.jax.call import Arrays, Constants, Options, bind, bind_logits, flat
 from xentlib.jax.chunks import (
     Asked,
     Chunk,
@@ -35,41 +35,25 @@ from xentlib.jax.chunks import (
     without_power,
     zero_gradients,
 )
-from xentlib.jax.describe import (
-    Constants,
-    Needs,
-    Options,
-    describe,
-    fixed,
-    flat,
-    prepare,
-    values_of,
-    wanted,
-)
+from xentlib.jax.describe import Needs, values_of, wanted
 from xentlib.jax.gemm import round_to
 from xentlib.jax.head import (
     Placement,
     as_primal,
-    axis_for,
-    axis_of,
     over_mesh,
-    placed,
     upstream_of,
     whole_rows,
 )
-from xentlib.jax.labels import check_labels
 from xentlib.jax.softmax import FLOOR, TokenStats, exp, take_target
 from xentlib.logprobs import LogprobOutput
-from xentlib.plan import VocabShard, default_chunk_bytes
 
 __all__ = [
-    "LogprobOutput",
-    "chunked_logprobs",
     "given_backward",
     "given_forward",
+    "given_logprobs",
+    "head_logprobs",
     "logprobs_backward",
     "logprobs_forward",
-    "vocab_parallel_logprobs",
 ]
 
 
@@ -352,7 +336,8 @@ def shaped(result: LogprobOutput, leading: tuple[int, ...]) -> LogprobOutput:
 
 def _logprobs_anywhere(options: Options, *arrays: Any) -> LogprobOutput:
     """On arrays with any leading dimensions, or this device's part of them."""
-    return shaped(_logprobs_jit(options, *flat(arrays)), arrays[2].shape)
+    given = Arrays(*arrays)
+    return shaped(_logprobs_jit(options, *flat(given)), given.labels.shape)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -390,145 +375,18 @@ _given.defvjp(_given_fwd, _given_bwd, symbolic_zeros=True)
 _given_jit = jax.jit(_given, static_argnums=(0,))
 
 
-def chunked_logprobs(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    *,
-    bias: jax.Array | None = None,
-    where: jax.Array | None = None,
-    ignore_index: int = -100,
-    logit_scale: float | jax.Array = 1.0,
-    softcap: float | jax.Array | None = None,
-    temperature: float | jax.Array = 1.0,
-    entropy: bool = False,
-    vocab_parallel: Any = None,
-    reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
-    max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> LogprobOutput:
-    ignore_index, logit_scale, softcap, temperature, max_chunk_bytes = map(
-        plain, (ignore_index, logit_scale, softcap, temperature, max_chunk_bytes)
-    )
-    check_reduced(reduce_hidden_grad)
-    place = placed(vocab_parallel, hidden, weight, bias, weight_layout)
-    axis = place.axis if place else axis_of(vocab_parallel, weight, bias, weight_layout)
-    problem = check_logprobs(
-        describe(hidden),
-        describe(weight),
-        describe(labels),
-        bias=describe(bias),
-        where=describe(where),
-        ignore_index=ignore_index,
-        logit_scale=describe(logit_scale),
-        softcap=describe(softcap),
-        temperature=describe(temperature),
-        entropy=entropy,
-        sharded=axis is not None and place is None,
-        reduce_hidden_grad=reduce_hidden_grad,
-        compute_dtype=compute_dtype,
-        max_chunk_bytes=max_chunk_bytes,
-        weight_layout=weight_layout,
-    )
-    vocab_size = problem.vocab_size if axis is None else axis.vocab_size
-    check_labels(labels, where, ignore_index, vocab_size)
-    arrays = prepare(
-        problem,
-        hidden,
-        weight,
-        labels,
-        bias,
-        where=where,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        softcap=softcap,
-    )
-    options = Options(
-        ignore_index,
-        fixed(softcap),
-        0.0,
-        0.0,
-        False,
-        entropy,
-        problem.gemm_dtype,
-        problem.compute_dtype,
-        problem.output_dtype,
-        max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
-        weight_layout == "HV",
-        axis,
-        place.spread if place else None,
-    )
-    result: LogprobOutput = (
-        _logprobs_over_mesh(options, place, *arrays)
-        if place
-        else _logprobs_anywhere(options, *arrays)
-    )
-    return result
+def head_logprobs(given: Arguments) -> LogprobOutput:
+    """`chunked_logprobs` of its arguments."""
+    options, arrays, place = bind(given)
+    if place:
+        result: LogprobOutput = _logprobs_over_mesh(options, place, *arrays)
+        return result
+    return _logprobs_anywhere(options, *arrays)
 
 
-chunked_logprobs.__doc__ = spec.chunked_logprobs.__doc__
-
-
-def vocab_parallel_logprobs(
-    logits: jax.Array,
-    labels: jax.Array,
-    *,
-    vocab_parallel: Any = None,
-    where: jax.Array | None = None,
-    ignore_index: int = -100,
-    temperature: float | jax.Array = 1.0,
-    label_smoothing: float = 0.0,
-    entropy: bool = False,
-    max_chunk_bytes: int | None = None,
-    shard: VocabShard | None = None,
-) -> LogprobOutput:
-    ignore_index, temperature, label_smoothing, max_chunk_bytes = map(
-        plain, (ignore_index, temperature, label_smoothing, max_chunk_bytes)
-    )
-    problem = check_logits(
-        describe(logits),
-        describe(labels),
-        where=describe(where),
-        ignore_index=ignore_index,
-        temperature=describe(temperature),
-        label_smoothing=label_smoothing,
-        entropy=entropy,
-        max_chunk_bytes=max_chunk_bytes,
-        vocab_parallel=vocab_parallel,
-        shard=shard,
-    )
-    axis = None
-    if vocab_parallel is not None:
-        axis = axis_for(vocab_parallel, problem.columns, shard=shard, logits=logits)
-    check_labels(labels, where, ignore_index, axis.vocab_size if axis else problem.columns)
-    arrays = prepare(
-        problem,
-        logits,
-        None,
-        labels,
-        None,
-        where=where,
-        logit_scale=1.0,
-        temperature=temperature,
-        shard=shard,
-    )
-    options = Options(
-        ignore_index,
-        None,
-        float(label_smoothing),
-        0.0,
-        False,
-        entropy,
-        str(logits.dtype),
-        problem.compute_dtype,
-        problem.output_dtype,
-        max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
-        False,
-        axis,
-    )
-    logits, _, labels, _, constants = flat(arrays)
-    return shaped(_given_jit(options, logits, labels, constants), problem.leading)
-
-
-vocab_parallel_logprobs.__doc__ = spec.vocab_parallel_logprobs.__doc__
+def given_logprobs(given: LogitsArguments) -> LogprobOutput:
+    """`vocab_parallel_logprobs` of its arguments."""
+    problem, (options, arrays, _) = bind_logits(given)
+    arrays = flat(arrays)
+    result = _given_jit(options, arrays.hidden, arrays.labels, arrays.constants)
+    return shaped(result, problem.leading)

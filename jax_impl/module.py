@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 from xentlib.checks import check_head_options, check_kept_option, check_linear, check_mesh_axes
 from xentlib.jax.head import Placement, axes_of, place
-from xentlib.jax.logprobs import LogprobOutput, chunked_logprobs
-from xentlib.jax.nll import NLLOutput, chunked_nll
+from xentlib.jax.public import chunked_logprobs, chunked_nll
+from xentlib.logprobs import LogprobOutput
+from xentlib.nll import NLLOutput
 from xentlib.plan import PaddedVocab
 
 __all__ = ["LinenNLLHead", "NLLHead"]

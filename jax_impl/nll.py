@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib import nll as spec
-from xentlib.checks import OUTPUTS, check_nll, check_reduced, plain
+from xentlib.call import Arguments
+from xentlib.checks import OUTPUTS
+from xentlib.jax.call import Arrays, Constants, Options, bind, flat
 from xentlib.jax.chunks import (
     Asked,
     Chunk,
@@ -37,35 +38,22 @@ from xentlib.jax.chunks import (
     without_power,
     zero_gradients,
 )
-from xentlib.jax.describe import (
-    Constants,
-    Needs,
-    Options,
-    describe,
-    fixed,
-    flat,
-    prepare,
-    values_of,
-    wanted,
-)
+from xentlib.jax.describe import Needs, values_of, wanted
 from xentlib.jax.head import (
     Placement,
     Spread,
-    axis_of,
     of_all_tokens,
     over_mesh,
-    placed,
     upstream_of,
     vary,
     varying,
     whole_rows,
 )
-from xentlib.jax.labels import check_division, check_labels
 from xentlib.jax.softmax import TokenStats, exp, take_target
 from xentlib.nll import NLLOutput
-from xentlib.plan import default_chunk_bytes, exchanges_per_chunk
+from xentlib.plan import exchanges_per_chunk
 
-__all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
+__all__ = ["nll", "nll_backward", "nll_forward"]
 
 
 class Carry(NamedTuple):
@@ -291,116 +279,30 @@ _nll_jit = jax.jit(_nll, static_argnums=(0,))
 
 def _nll_anywhere(options: Options, *arrays: Any) -> NLLOutput:
     """On arrays with any leading dimensions, or this device's part of them."""
-    result = _nll_jit(options, *flat(arrays))
-    leading = arrays[2].shape
-    return NLLOutput(*result[:4], *(jnp.reshape(x, leading) for x in result[4:9]))
+    given = Arrays(*arrays)
+    result: NLLOutput = _nll_jit(options, *flat(given))
+    shaped = {name: jnp.reshape(getattr(result, name), given.labels.shape) for name in OUTPUTS}
+    return result._replace(**shaped)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _nll_over_mesh(options: Options, place: Placement, *arrays: Any) -> NLLOutput:
-    outputs = NLLOutput(*(False,) * 4, *(True,) * 5)
+    outputs = NLLOutput(False, False, False, False, **dict.fromkeys(OUTPUTS, True))
     result: NLLOutput = over_mesh(partial(_nll_anywhere, options), place, arrays, outputs)
     return result
 
 
-def chunked_nll(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    *,
-    bias: jax.Array | None = None,
-    where: jax.Array | None = None,
-    token_weights: jax.Array | None = None,
-    class_weights: jax.Array | None = None,
-    ignore_index: int = -100,
-    logit_scale: float | jax.Array = 1.0,
-    softcap: float | jax.Array | None = None,
-    temperature: float | jax.Array = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float | jax.Array = 0.0,
-    reduction: str = "mean",
-    denominator: float | jax.Array | None = None,
-    outputs: Sequence[str] = (),
-    vocab_parallel: Any = None,
-    reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
-    max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> NLLOutput:
-    ignore_index, logit_scale, softcap, temperature, label_smoothing, z_loss, denominator = map(
-        plain,
-        (ignore_index, logit_scale, softcap, temperature, label_smoothing, z_loss, denominator),
+def nll(given: Arguments) -> NLLOutput:
+    """`chunked_nll` of its arguments."""
+    options, arrays, place = bind(given)
+    result: NLLOutput = (
+        _nll_over_mesh(options, place, *arrays) if place else _nll_anywhere(options, *arrays)
     )
-    max_chunk_bytes = plain(max_chunk_bytes)
-    check_reduced(reduce_hidden_grad)
-    place = placed(vocab_parallel, hidden, weight, bias, weight_layout)
-    axis = place.axis if place else axis_of(vocab_parallel, weight, bias, weight_layout)
-    problem = check_nll(
-        describe(hidden),
-        describe(weight),
-        describe(labels),
-        bias=describe(bias),
-        where=describe(where),
-        token_weights=describe(token_weights),
-        class_weights=describe(class_weights),
-        ignore_index=ignore_index,
-        logit_scale=describe(logit_scale),
-        softcap=describe(softcap),
-        temperature=describe(temperature),
-        label_smoothing=label_smoothing,
-        z_loss=describe(z_loss),
-        reduction=reduction,
-        denominator=describe(denominator),
-        outputs=outputs,
-        sharded=axis is not None and place is None,
-        classes=None if axis is None else axis.vocab_size,
-        reduce_hidden_grad=reduce_hidden_grad,
-        compute_dtype=compute_dtype,
-        max_chunk_bytes=max_chunk_bytes,
-        weight_layout=weight_layout,
-    )
-    vocab_size = problem.vocab_size if axis is None else axis.vocab_size
-    check_labels(labels, where, ignore_index, vocab_size)
-    check_division(labels, where, ignore_index, token_weights, denominator)
-    arrays = prepare(
-        problem,
-        hidden,
-        weight,
-        labels,
-        bias,
-        where=where,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        token_weights=token_weights,
-        denominator=denominator,
-        softcap=softcap,
-        z_loss=z_loss,
-        class_weights=class_weights,
-    )
-    options = Options(
-        ignore_index,
-        fixed(softcap),
-        float(label_smoothing),
-        fixed(z_loss) or 0.0,
-        reduction == "mean",
-        "entropy" in outputs,
-        problem.gemm_dtype,
-        problem.compute_dtype,
-        problem.output_dtype,
-        max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
-        weight_layout == "HV",
-        axis,
-        place.spread if place else None,
-        "predicted" in outputs,
-    )
-    result = _nll_over_mesh(options, place, *arrays) if place else _nll_anywhere(options, *arrays)
-    per_token = {name: getattr(result, name) if name in outputs else None for name in OUTPUTS}
-    divisor = arrays[-1].denominator
-    if divisor is None and reduction == "mean":
+    kept = {name: None for name in OUTPUTS if name not in given.outputs}
+    divisor = arrays.constants.denominator
+    if divisor is None and options.mean:
         divisor = result.weight_sum
-    per_token["denominator"] = divisor
-    scalars = jax.tree.map(lax.stop_gradient, result[1:4])
-    return NLLOutput(result.loss, *scalars, **jax.tree.map(lax.stop_gradient, per_token))
-
-
-chunked_nll.__doc__ = spec.chunked_nll.__doc__
+    constant: NLLOutput = jax.tree.map(
+        lax.stop_gradient, result._replace(**kept, denominator=divisor)
+    )
+    return constant._replace(loss=result.loss)

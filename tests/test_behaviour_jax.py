@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from xentlib.call import Arguments
 from xentlib.contract import check, failures
 from xentlib.parity.backends import run
 from xentlib.parity.problem import Case, Problem, build
@@ -437,6 +438,7 @@ def test_chunks_without_a_valid_token_cost_nothing():
         return original(low, high, body, carry)
 
     from xentlib.jax import nll as module
+    from xentlib.jax.call import bind, flat
 
     patch = pytest.MonkeyPatch()
     patch.setattr(module.lax, "fori_loop", counting)
@@ -444,17 +446,9 @@ def test_chunks_without_a_valid_token_cost_nothing():
         for valid in (0, 65):
             labels = jnp.where(jnp.arange(N) >= N - valid, 3, -100)  # the last ones, so far apart
             with jax.disable_jit():
-                module.nll_forward(
-                    module.Options(
-                        -100, None, 0.0, 0.0, True, False, "float32", "float32", "float32", BUDGET,
-                        False,
-                    ),
-                    (True, True, True),
-                    *leaves[:2],
-                    labels,
-                    leaves[2],
-                    module.Constants(None, None, None, None, None),
-                )  # fmt: skip
+                given = Arguments(*leaves[:2], labels, leaves[2], max_chunk_bytes=BUDGET)
+                options, arrays_of_call, _ = bind(given)
+                module.nll_forward(options, (True, True, True), *flat(arrays_of_call))
     finally:
         patch.undo()
     assert trips == [0, 2]  # all of them would be 4

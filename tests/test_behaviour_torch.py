@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from xentlib.call import Arguments
 from xentlib.contract import check, failures
 from xentlib.parity.backends import run
 from xentlib.parity.device import numpy_of, on_torch
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from xentlib.torch import chunked_nll, chunks, gemm  # noqa: E402
 from xentlib.torch import nll as torch_nll  # noqa: E402
+from xentlib.torch.call import bind  # noqa: E402
 
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")
 COMPILERS = ["aot_eager", *(["inductor"] if shutil.which("c++") or shutil.which("g++") else [])]
@@ -157,24 +159,28 @@ def test_compiled_raises_for_a_label_out_of_range():
         compiled(**leaves)
 
 
-def op_arguments(needs=(True, True, True)) -> tuple:
-    leaves, _ = tensors(Case("opcheck", 9, 5, 13))
-    return (
-        leaves["hidden"], leaves["weight"], leaves["labels"], leaves["bias"], *[None] * 4,
-        -100, None, torch.float32, torch.float32, 512, False, "", True,
-        None, torch.rand(13), None, 0.1, 0.0, True, True, True, torch.float32, list(needs),
-    )  # fmt: skip
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (False,) * 3], ids=str)
 def test_opcheck(needs):
     """SPEC 3: schema, fake kernel and autograd registration of the custom operator."""
-    arguments = list(op_arguments(needs))
-    for slot, need in zip((0, 1, 3), needs):
-        arguments[slot] = arguments[slot].detach().requires_grad_(need)
+    leaves, _ = tensors(Case("opcheck", 9, 5, 13))
+    for name, need in zip(("hidden", "weight", "bias"), needs):
+        leaves[name] = leaves[name].detach().requires_grad_(need)
+    _, _, call = bind("chunked_nll", Arguments(**leaves, max_chunk_bytes=512))
+    loss = torch_nll.Loss(
+        token_weights=None,
+        class_weights=torch.rand(13),
+        denominator=None,
+        label_smoothing=0.1,
+        z_loss=0.0,
+        mean=True,
+        entropy=True,
+        predicted=True,
+        output_dtype=torch.float32,
+        needs=list(needs),
+    )
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    result = torch.library.opcheck(torch_nll.nll_op, tuple(arguments), test_utils=names)
+    result = torch.library.opcheck(torch_nll.nll_op.op, (*call, *loss), test_utils=names)
     assert set(result.values()) == {"SUCCESS"}
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from xentlib import reference
+from xentlib.call import LogitsArguments
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.parity.backends import run
 from xentlib.parity.cases import logit_sets
@@ -374,16 +375,20 @@ def test_torch_operators_pass_opcheck() -> None:
     """SPEC 3: schema, registration of the gradient, fake kernels."""
     torch = pytest.importorskip("torch")
     from xentlib.torch import logprobs
+    from xentlib.torch.call import bind_logits
 
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
     x, y, g = torch.randn(9, 5, requires_grad=True), torch.arange(9) % 5, torch.randn(9)
-    given = (y, y > 0, g.abs() + 1, None, -100, torch.float32, 64, "", 0.1)
-    forward = (x, *given, True, torch.float32)
-    torch.library.opcheck(logprobs.given_op, forward, test_utils=names)
-    kept = logprobs.given_op(*forward)[4].detach()
-    torch.library.opcheck(
-        logprobs.given_backward_op, (g, g, None, kept, x.detach(), *given), test_utils=names
+    given = LogitsArguments(
+        x, y, where=y > 0, temperature=g.abs() + 1, label_smoothing=0.1, max_chunk_bytes=64
     )
+    _, _, call = bind_logits("vocab_parallel_logprobs", given)
+    forward = (*call, *logprobs.Values(True, torch.float32))
+    torch.library.opcheck(logprobs.given_op.op, forward, test_utils=names)
+    *_, kept, _ = logprobs.given_op.op(*forward)
+    pulled = logprobs.Pulled(g, g, None, kept.detach())
+    backward = (*pulled, *call._replace(logits=x.detach()))
+    torch.library.opcheck(logprobs.given_backward_op.op, backward, test_utils=names)
 
 
 @pytest.mark.jax

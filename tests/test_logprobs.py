@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from measured import CAPPED, SMALL, by_id, hold
+from xentlib.call import Arguments
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.parity import per_token
 from xentlib.parity.backends import run, run_logprobs
@@ -277,19 +278,20 @@ def test_torch_compiles_into_one_graph() -> None:
 def test_torch_operators_pass_opcheck() -> None:
     torch = pytest.importorskip("torch")
     from xentlib.torch import logprobs
+    from xentlib.torch.call import bind
 
     x, w = torch.randn(9, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     y = torch.arange(9) % 5
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    rest = (-100, None, torch.float32, torch.float32, 64, False, "", True)
-    forward = (x, w, y, *[None] * 5, *rest, True, torch.float32)
-    torch.library.opcheck(logprobs.logprobs_op, forward, test_utils=names)
-    kept = logprobs.logprobs_op(*forward)[4].detach()
+    _, _, call = bind("chunked_logprobs", Arguments(x, w, y, max_chunk_bytes=64))
+    forward = (*call, *logprobs.Values(True, torch.float32))
+    torch.library.opcheck(logprobs.logprobs_op.op, forward, test_utils=names)
+    *_, kept, _ = logprobs.logprobs_op.op(*forward)
     g = torch.randn(9)
-    backward = (
-        g, g, None, kept, x.detach(), w.detach(), y, *[None] * 5, *rest, [True, True, False]
-    )  # fmt: skip
-    torch.library.opcheck(logprobs.logprobs_backward_op, backward, test_utils=names)
+    pulled = logprobs.Pulled(g, g, None, kept.detach())
+    call = call._replace(hidden=x.detach(), weight=w.detach())
+    backward = (*pulled, *call, *logprobs.Needs([True, True, False]))
+    torch.library.opcheck(logprobs.logprobs_backward_op.op, backward, test_utils=names)
 
 
 GEMMS = {

@@ -32,8 +32,8 @@ from xentlib.checks import (
     check_windows,
     plain,
 )
+from xentlib.nll import NLLOutput
 from xentlib.torch.describe import describe
-from xentlib.torch.nll import NLLOutput
 from xentlib.torch.wrappers import read
 
 __all__ = ["TokenNormalizer", "Window", "known", "told"]
@@ -77,6 +77,56 @@ def known(x: Any) -> Any:
 
 
 class TokenNormalizer:
+    """Make the gradient of a window that of one batch with all its tokens. PyTorch.
+
+        norm = TokenNormalizer(model_or_engine)
+        with norm.window(labels=[b["labels"] for b in batches]) as window:
+            for batch in window.micro_batches(batches):
+                window.backward(chunked_nll(model(batch), head, batch["labels"], reduction="sum"))
+        if not window.stats.skipped:
+            optimizer.step()                                        # DeepSpeed: engine.step()
+        optimizer.zero_grad()
+
+    The wrapper is read: its data ranks, what it divides by, whether its own backward divides. What
+    cannot be read is refused. `window.micro_batches` sets the flags by which a wrapper reduces in
+    the last micro-batch alone, and `window.backward` calls the backward that it wants.
+
+    Gradients from before the window stay: pre-count adds to them (and holds a copy until the window
+    ends), and an exception in the block takes out the window's alone. Whatever scales finished
+    gradients wants none there. DeepSpeed's cannot be put back, so that the last window must have
+    been stepped on.
+
+    Args:
+        model_or_engine: the model as it is called: plain, DDP, FSDP2, a DeepSpeed engine, or what
+            Accelerate has prepared.
+        count_group: ranks over which tokens are counted; None for those that gradients are reduced
+            over. A larger group holds each data rank's tokens several times, and is divided by
+            that number.
+        mode: "precount" counts labels before the first micro-batch and scales each loss;
+            "postscale" counts what `window.backward` is told and scales the final gradients.
+        empty: a window without valid tokens is "skip"ped (`window.stats.skipped`), stepped on with
+            gradients that are "zero", or "raise"s.
+        accelerator: the `Accelerator` that has prepared the model.
+        scaler: a `GradScaler`, whose scale is put on each loss.
+        sums: whether DDP's own communication hook adds up instead of averaging.
+        scale_wrt_gas: as in DeepSpeed's `engine.backward`.
+        nonfinite: a micro-batch whose loss is NaN or inf on any rank is "keep"t, and shows in the
+            gradient, or "drop"ped by all ranks with its tokens (`window.stats.dropped`). Dropping
+            is for pre-count and takes what post-scale takes: finished gradients are scaled to the
+            tokens that are left. One more collective of two numbers in each micro-batch, a pass
+            over its gradients, and on several ranks one reading of how many micro-batches each
+            has. A gradient that is NaN of a finite loss stays.
+
+    Raises:
+        UnsupportedWrapperError: a wrapper that cannot be read, or not be scaled in this mode.
+        WindowStateError: methods of a window in the wrong order.
+        CountMismatchError: not as many micro-batches as labels; on a CPU, where reading costs
+            nothing, labels that are not those that the losses saw: numbers of tokens exactly, sums
+            of weights to 1e-6 of the sum of their sizes.
+
+    Numerics: counts are exact up to 2^53; the factor is rounded once, to the loss's dtype. Row A12.
+    """
+
     def __init__(
         self,
         model_or_engine: Any,
@@ -170,9 +220,6 @@ class TokenNormalizer:
             self.wrapper.settle()
             self._read()
         return Window(self, labels, where, token_weights, ignore_index, uneven, filler)
-
-
-TokenNormalizer.__doc__ = spec.TokenNormalizer.__doc__
 
 
 class Window:

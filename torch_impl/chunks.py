@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from xentlib.plan import block_bytes, block_tokens, pad_rows, plan_chunks
-from xentlib.torch.describe import HeadCall, dtype_name
+from xentlib.torch.call import GivenCall, HeadCall
+from xentlib.torch.describe import dtype_name
 from xentlib.torch.gemm import add_rows_, addmm_, gemm_precision, mm, operand, storage_dtype
 from xentlib.torch.labels import check_labels, select_tokens
 from xentlib.torch.ranks import Agreement, VocabParallel, vocab_parallel_of
@@ -28,12 +29,9 @@ from xentlib.torch.softmax import (
 )
 
 __all__ = [
-    "GIVEN",
-    "GIVEN_SCHEMA",
     "Asked",
     "Chunk",
     "Given",
-    "GivenCall",
     "GradientSums",
     "Gradients",
     "Rows",
@@ -222,29 +220,6 @@ class Walk:
         if self.scale is not None:
             factor_B = factor_B * self.scale
         return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
-
-
-class GivenCall(NamedTuple):
-    """What the operators of given logits take, as `GIVEN_SCHEMA` says; flat, but for [N, C]."""
-
-    logits: Tensor
-    labels: Tensor
-    where: Tensor | None
-    temperature: Tensor | None
-    shard: Tensor | None  # as in `HeadCall`
-    ignore_index: int
-    compute_dtype: torch.dtype
-    chunk_bytes: int
-    group: str
-    label_smoothing: float
-
-
-GIVEN_SCHEMA = (
-    "Tensor logits, Tensor labels, Tensor? where, Tensor? temperature, Tensor? shard, "
-    "SymInt ignore_index, ScalarType compute_dtype, SymInt chunk_bytes, str group, "
-    "float label_smoothing"
-)
-GIVEN = len(GivenCall._fields)
 
 
 class Given:

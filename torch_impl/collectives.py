@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xentlib import collectives as spec
 from xentlib.collectives import Collective, CollectiveCount
 
 __all__ = ["count_collectives"]
@@ -74,9 +73,24 @@ class Counter(TorchDispatchMode):
 
 @contextmanager
 def count_collectives() -> Iterator[CollectiveCount]:
+    """Count the collectives of a step: `with count_collectives() as c: step()`.
+
+    A head should cost what contract row A15 says, however many chunks and valid tokens there are,
+    on every rank: a count that differs between ranks is a step that hangs.
+
+    In PyTorch every collective that this thread and its backward dispatch is counted, those of a
+    wrapper's hooks included, each time. A collective that another library calls inside an operator
+    of its own is not seen.
+
+    In JAX the programs that are compiled and first run within the block are read: each program's
+    collectives count once, however often it runs, and one in a loop says so. The block begins with
+    `jax.clear_caches()`, so that programs compiled before are compiled again.
+
+    Yields:
+        A `CollectiveCount`. In PyTorch it grows as the block runs, in JAX it is filled at its end.
+
+    Numerics: nothing is changed. Source: SPEC section 6.
+    """
     count = CollectiveCount()
     with Counter(count):
         yield count
-
-
-count_collectives.__doc__ = spec.count_collectives.__doc__

@@ -1,31 +1,23 @@
-"""What `xentlib.checks` may know of a torch tensor, and what operators take for arguments."""
+"""What `xentlib.checks` may know of a torch tensor, and which derivatives are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from xentlib.checks import NLLProblem, Operand
-from xentlib.plan import default_chunk_bytes
-from xentlib.torch.head import Local
+from xentlib.checks import Operand
 
 __all__ = [
-    "CALL",
-    "HEAD_SCHEMA",
-    "HeadCall",
     "as_tensor",
     "autocast_dtype",
     "describe",
     "differentiated_once",
     "dtype_name",
-    "gradients_by_name",
     "not_differentiable",
     "not_forward_mode",
-    "prepare",
     "same_tokens",
     "wanted",
 ]
@@ -110,83 +102,6 @@ def differentiated_once(function: str, instead: str) -> None:
             f"whose second derivatives it does not compute. Use full logits and {instead} for "
             f"those."
         )
-
-
-class HeadCall(NamedTuple):
-    """What every operator of a head takes, as `HEAD_SCHEMA` says; flat, but for `hidden` [N, H]."""
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    bias: Tensor | None
-    where: Tensor | None
-    logit_scale: Tensor | None
-    temperature: Tensor | None
-    shard: Tensor | None  # start, stop, V of this rank's rows
-    ignore_index: int
-    softcap: float | None
-    gemm_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    chunk_bytes: int
-    transposed: bool
-    group: str  # "" without vocabulary shards
-    reduce_hidden: bool  # d hidden is summed over the shards
-
-
-HEAD_SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor labels, Tensor? bias, Tensor? where, "
-    "Tensor? logit_scale, Tensor? temperature, Tensor? shard, SymInt ignore_index, "
-    "float? softcap, ScalarType gemm_dtype, ScalarType compute_dtype, SymInt chunk_bytes, "
-    "bool transposed, str group, bool reduce_hidden"
-)
-CALL = len(HeadCall._fields)  # arguments of an operator before its own
-
-
-def prepare(
-    problem: NLLProblem,
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    local: Local,
-    *,
-    where: Tensor | None,
-    ignore_index: int,
-    logit_scale: Any,
-    softcap: Any,
-    temperature: Any,
-    max_chunk_bytes: int | None,
-    weight_layout: str,
-    reduce_hidden: bool,
-) -> HeadCall:
-    """A public call's arguments as an operator takes them."""
-    gemm, compute = (getattr(torch, x) for x in (problem.gemm_dtype, problem.compute_dtype))
-    temperatures = as_tensor(temperature, 1.0, hidden, compute)
-    return HeadCall(
-        hidden.reshape(-1, problem.hidden_size),
-        weight,
-        labels.reshape(-1),
-        bias,
-        None if where is None else where.reshape(-1),
-        as_tensor(logit_scale, 1.0, hidden, compute),
-        None if temperatures is None else temperatures.reshape(-1),
-        local.shard,
-        ignore_index,
-        None if softcap is None else float(softcap),
-        gemm,
-        compute,
-        max_chunk_bytes or default_chunk_bytes(hidden.device.type),
-        weight_layout == "HV",
-        local.group,
-        reduce_hidden,
-    )
-
-
-def gradients_by_name(
-    fields: Sequence[str], **gradients: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Of an operator with arguments of these names; None for the others."""
-    return tuple(gradients.get(name) for name in fields)
 
 
 def wanted(*leaves: Tensor | None) -> list[bool]:

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib import head as spec
+from xentlib.call import Arguments
 from xentlib.checks import (
     check_group,
     check_logits_placement,
@@ -37,7 +37,7 @@ __all__ = [
     "with_whole_head",
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 
 def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup:
@@ -123,35 +123,35 @@ def local_part(name: str, x: Any, axis: int) -> Tensor:
     return part
 
 
-def with_whole_head(*, recompute: bool) -> Callable[[F], F]:
-    """For a function of (hidden, weight, labels, *, bias, ...): the head may be in pieces.
+def with_whole_head(
+    *, recompute: bool
+) -> Callable[[Callable[[Arguments], R]], Callable[[Arguments], R]]:
+    """For a function of a head, which a wrapper may have sharded.
 
     `recompute`: its backward reads the head's values again.
     """
 
-    def wrap(function: F) -> F:
+    def wrap(function: Callable[[Arguments], R]) -> Callable[[Arguments], R]:
         @wraps(function)
-        def call(hidden: Any, weight: Any, labels: Any, *, bias: Any = None, **options: Any) -> Any:
-            heads = zero3.sharded(weight, bias)
+        def call(given: Arguments) -> R:
+            heads = zero3.sharded(given.weight, given.bias)
             if heads:
-
-                def whole() -> Any:
-                    return function(hidden, weight, labels, bias=bias, **options)
-
-                return zero3.call_with_head(heads, hidden, whole, recompute=recompute)
-            owner = owner_of(weight)
+                return zero3.call_with_head(
+                    heads, given.hidden, lambda: function(given), recompute=recompute
+                )
+            owner = owner_of(given.weight)
             if owner is None:
-                return function(hidden, weight, labels, bias=bias, **options)
+                return function(given)
             return fsdp2.call_with_head(
                 owner,
-                hidden,
-                weight,
-                bias,
-                lambda h, w, b: function(h, w, labels, bias=b, **options),
+                given.hidden,
+                given.weight,
+                given.bias,
+                lambda h, w, b: function(given._replace(hidden=h, weight=w, bias=b)),
                 recompute=recompute,
             )
 
-        return cast(F, call)
+        return call
 
     return wrap
 
@@ -160,6 +160,32 @@ def with_whole_head(*, recompute: bool) -> Callable[[F], F]:
 def gather_head(
     weight: Tensor, bias: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """A head that a wrapper keeps in pieces, whole for the length of a block. PyTorch only.
+
+        with gather_head(model.head.weight, model.head.bias) as (weight, bias):
+            logits = F.linear(hidden, weight, bias)
+
+    For code of one's own: `chunked_nll` and `chunked_logprobs` do as much themselves, without the
+    copy. The block is given whole copies of what a wrapper keeps in pieces, which are in pieces
+    again before it begins; a copy lives for as long as somebody refers to it, a backward after the
+    block included. Gradients that reach a copy go home as the wrapper sends them. Every rank must
+    enter, and one gather is all that is sent, but for the wrapper's own reduction.
+
+    Args:
+        weight: [V, H] or [H, V], a parameter: plain, under DDP, kept by FSDP2's `fully_shard` or by
+            DeepSpeed ZeRO-3; a vocabulary shard that FSDP2 cuts further comes out as the shard.
+        bias: [V] or None; the parameter that is kept beside the weight.
+
+    Yields:
+        (weight, bias), whole, in the dtype that the wrapper computes in; as they are where nobody
+        keeps them in pieces.
+
+    Raises:
+        ValueError: a DTensor that no `fully_shard` keeps.
+
+    Numerics: values are gathered as they are, or cast once where the wrapper has a policy that
+    says so. Source: SPEC section 6.
+    """
     heads, owner = zero3.sharded(weight, bias), owner_of(weight)
     if heads:
         weight, bias = zero3.copies(heads, weight, bias)
@@ -170,9 +196,6 @@ def gather_head(
     elif is_dtensor(weight):
         refuse_dtensor("weight", tuple(weight.placements))
     yield weight, bias
-
-
-gather_head.__doc__ = spec.gather_head.__doc__
 
 
 def owner_of(weight: Any) -> fsdp2.Owner | None:

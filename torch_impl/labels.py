@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xentlib import labels as spec
 from xentlib.checks import check_label_range, check_next_token_labels, plain
 from xentlib.plan import VocabShard
 from xentlib.torch.describe import describe
@@ -32,6 +31,47 @@ def next_token_labels(
     ignore_index: int = -100,
     sequence_parallel: Any = None,
 ) -> Tensor:
+    """Shift token ids so that position t carries the label it must predict, the token at t + 1.
+
+    out[..., t] = labels[..., t + shift] where t + shift exists and belongs to the same packed
+    document, `ignore_index` elsewhere. Count tokens after this shift, never before: a document of n
+    tokens has n - shift targets, or none.
+
+    Args:
+        labels: [..., L] integers, token ids or labels already masked with `ignore_index`.
+        segment_ids: [..., L] integers, the number of the document that each token belongs to. A
+            document is an unbroken run: an id that comes back after another one is a new document.
+        cu_seqlens: [documents + 1] integers, offsets of the documents of one packed row,
+            `0, len_0, len_0 + len_1, ...`; empty documents are allowed.
+        position_ids: [..., L] integers, each token's place in its document. A document begins where
+            that is not the place before plus one, wherever it starts to count; so each token of
+            left padding (1, 1, 1 or 0, 0, 0 before 0, 1, 2) is a document of its own. Places that
+            repeat or leave some out within a document (those of images, say) would cut it there:
+            pass `segment_ids` then. Of the three descriptions, one may be passed.
+        shift: how many tokens ahead the target is, an integer >= 1: 1 for the next token, 2 and
+            more for the further heads of multi-token prediction. From L on, nothing is predicted.
+        ignore_index: written where there is nothing to predict.
+        sequence_parallel: the ranks that the sequence is spread over: in PyTorch a ProcessGroup or
+            a one-dimensional DeviceMesh, in JAX the name of a mesh axis inside `shard_map`.
+            `labels`, `segment_ids` and `position_ids` are then this rank's consecutive slice of
+            those of the whole row, in rank order; in PyTorch slices may differ in length, and be
+            empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as `shift`
+            is. `shift` columns are exchanged, in one collective; they may lie in several slices (in
+            JAX all slices are gathered then). Where a rank holds two slices (zig-zag context
+            parallelism), shift before cutting instead.
+
+    Returns:
+        [..., L] of the dtype of `labels`; the input is not written to.
+
+    Raises:
+        TypeError: not integers (uint64 is refused too), a dtype that cannot hold `ignore_index`,
+            or no process group.
+        ValueError: a shift below 1, shapes that do not belong together, two descriptions of the
+            packing, a mesh of several dimensions, a mesh axis that is not there, or a NumPy array's
+            64-bit numbers that a JAX without 64-bit types would change.
+
+    Numerics: integers only (contract row A0).
+    """
     ignore_index = plain(ignore_index)
     shift = check_next_token_labels(
         describe(labels),
@@ -106,9 +146,6 @@ def next_columns(
     found = slices[:, 1:].view(world, lanes, columns)[owner, :, column]
     found = torch.where(inside, found.T, ignore_index)
     return list(found.view(len(rows), *leading, columns)), ends[rank] - length
-
-
-next_token_labels.__doc__ = spec.next_token_labels.__doc__
 
 
 class Tokens(NamedTuple):

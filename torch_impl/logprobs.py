@@ -5,58 +5,29 @@ Shapes: N tokens, V vocabulary, H hidden width, B rows of a block of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xentlib import logprobs as spec
-from xentlib.checks import check_logits, check_logprobs, plain
+from xentlib.call import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
-from xentlib.plan import VocabShard, default_chunk_bytes
-from xentlib.torch.chunks import (
-    GIVEN,
-    GIVEN_SCHEMA,
-    Asked,
-    Given,
-    GivenCall,
-    GradientSums,
-    Rows,
-    Walk,
-    power_of_two,
-)
-from xentlib.torch.describe import (
-    CALL,
-    HEAD_SCHEMA,
-    HeadCall,
-    as_tensor,
-    autocast_dtype,
-    describe,
-    differentiated_once,
-    gradients_by_name,
-    not_differentiable,
-    not_forward_mode,
-    prepare,
-    same_tokens,
-)
-from xentlib.torch.head import (
-    local_columns,
-    local_logits,
-    local_rows,
-    replicated,
-    with_whole_head,
-)
+from xentlib.torch.call import GivenCall, HeadCall, bind, bind_logits
+from xentlib.torch.chunks import Asked, Given, GradientSums, Rows, Walk, power_of_two
+from xentlib.torch.describe import differentiated_once
+from xentlib.torch.head import with_whole_head
+from xentlib.torch.operators import operator
 from xentlib.torch.ranks import numbers_of, over_shards
 from xentlib.torch.softmax import FLOOR, Block, TokenStats, take_target
 
 __all__ = [
-    "LogprobOutput",
-    "chunked_logprobs",
     "given_backward",
     "given_forward",
+    "given_logprobs",
+    "head_logprobs",
     "logprobs_backward",
     "logprobs_forward",
-    "vocab_parallel_logprobs",
 ]
 
 
@@ -69,6 +40,29 @@ class Residuals(NamedTuple):
     entropy: Tensor
 
 
+class Values(NamedTuple):
+    """What a forward operator takes beside its call."""
+
+    entropy: bool
+    output_dtype: torch.dtype
+
+
+class Pulled(NamedTuple):
+    """What a backward operator takes beside its call: upstream gradients and residuals [4, N]."""
+
+    d_logprobs: Tensor | None
+    d_entropy: Tensor | None
+    d_lse: Tensor | None
+    residuals: Tensor
+
+
+class Needs(NamedTuple):
+    """Which gradients a backward operator makes: of hidden, weight, bias."""
+
+    needs: list[bool]
+
+
+SIX = f"({', '.join(['Tensor'] * 6)})"
 Forward = tuple[LogprobOutput, Residuals, Tensor]  # the shard as all ranks know it, or nothing
 
 
@@ -103,17 +97,13 @@ def outputs_of(
 
 
 def logprobs_backward(
-    d_logprobs: Tensor | None,
-    d_entropy: Tensor | None,
-    d_lse: Tensor | None,
-    residuals: Residuals,
-    call: HeadCall,
-    needs: list[bool],
+    pulled: Pulled, call: HeadCall, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 6 to 8: d hidden, d weight and d bias in their inputs' dtypes; empty if not needed."""
     walk = Walk(call)
+    residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
 
-    g_3N = upstream(walk, d_logprobs, d_entropy, d_lse)
+    g_3N = upstream(walk, pulled)
     exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
         g_3N = torch.ldexp(g_3N, exponent)
@@ -124,7 +114,7 @@ def logprobs_backward(
             take_target(rows.z_BV, rows.y_B1)
             g_3B = walk.scaled(g_3N[:, rows.places], rows)
             kept = Residuals(*(x[rows.places] for x in residuals))
-            sums.block(rows, dlogits_(rows, g_3B, kept, block, entropy=d_entropy is not None))
+            sums.block(rows, dlogits_(rows, g_3B, kept, block, entropy=entropy))
         del block
         sums.add(chunk)
     found = sums.finish(exponent)
@@ -134,9 +124,10 @@ def logprobs_backward(
     return d_hidden, d_weight, d_bias
 
 
-def upstream(walk: Walk | Given, *gradients: Tensor | None) -> Tensor:
+def upstream(walk: Walk | Given, pulled: Pulled) -> Tensor:
     """[3, N]: gradients of log-probability, entropy and lse; 0 where there is none, or no token."""
     zeros = torch.zeros(walk.tokens.valid.shape, **walk.like)
+    gradients = (pulled.d_logprobs, pulled.d_entropy, pulled.d_lse)
     return torch.stack(
         [zeros if g is None else walk.tokens.clean(g.to(walk.compute_dtype)) for g in gradients]
     )
@@ -161,25 +152,18 @@ def dlogits_(rows: Rows, g_3B: Tensor, kept: Residuals, block: Block, *, entropy
     return target
 
 
-@torch.library.custom_op(
-    "xentlib::logprobs_forward",
-    mutates_args=(),
-    schema=f"({HEAD_SCHEMA}, bool entropy, ScalarType output_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def logprobs_op(*arguments: Any) -> tuple[Tensor, ...]:
+@operator("logprobs_forward", HeadCall, Values, returns=SIX)
+def logprobs_op(call: HeadCall, values: Values) -> tuple[Tensor, ...]:
     """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N], shard
     [3] or nothing."""
-    call, rest = HeadCall(*arguments[:CALL]), arguments[CALL:]
     with torch.autocast(call.hidden.device.type, enabled=False):
-        output, residuals, shard = over_shards(lambda: logprobs_forward(call, *rest))
+        output, residuals, shard = over_shards(lambda: logprobs_forward(call, *values))
     return (*output, torch.stack(residuals), shard)
 
 
-@logprobs_op.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, output_dtype = HeadCall(*arguments[:CALL]), arguments[-1]
-    return fake_outputs(call.hidden, output_dtype, call.compute_dtype, call.shard)
+@logprobs_op.fake
+def _(call: HeadCall, values: Values) -> tuple[Tensor, ...]:
+    return fake_outputs(call.hidden, values.output_dtype, call.compute_dtype, call.shard)
 
 
 def fake_outputs(
@@ -192,71 +176,61 @@ def fake_outputs(
     return (*outputs, residuals, none if shard is None else torch.empty_like(shard))
 
 
-@torch.library.custom_op(
-    "xentlib::logprobs_backward",
-    mutates_args=(),
-    schema="(Tensor? d_logprobs, Tensor? d_entropy, Tensor? d_lse, Tensor residuals, "
-    f"{HEAD_SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor)",
-)
+@operator("logprobs_backward", Pulled, HeadCall, Needs, returns="(Tensor, Tensor, Tensor)")
 def logprobs_backward_op(
-    d_logprobs: Tensor | None,
-    d_entropy: Tensor | None,
-    d_lse: Tensor | None,
-    residuals: Tensor,
-    *arguments: Any,
+    pulled: Pulled, call: HeadCall, needs: Needs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`logprobs_backward` as one operator, opaque to the compiler."""
-    call, needs = HeadCall(*arguments[:-1]), arguments[-1]
     with torch.autocast(call.hidden.device.type, enabled=False):
-        return logprobs_backward(d_logprobs, d_entropy, d_lse, Residuals(*residuals), call, needs)
+        return logprobs_backward(pulled, call, needs.needs)
 
 
-@logprobs_backward_op.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, needs = HeadCall(*arguments[-1 - CALL : -1]), arguments[-1]
-    hidden, weight = call.hidden, call.weight
+@logprobs_backward_op.fake
+def _(pulled: Pulled, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
+    hidden, weight, (need_hidden, need_weight, need_bias) = call.hidden, call.weight, needs.needs
     vocab_size = weight.shape[1 if call.transposed else 0]
     like_bias = hidden if call.bias is None else call.bias
     return (
-        hidden.new_empty(hidden.shape if needs[0] else (0, hidden.shape[1])),
-        weight.new_empty(weight.shape if needs[1] else (0, 0)),
-        like_bias.new_empty(vocab_size if needs[2] else 0),
+        hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
+        weight.new_empty(weight.shape if need_weight else (0, 0)),
+        like_bias.new_empty(vocab_size if need_bias else 0),
     )
 
 
-def _keep(ctx: Any, call: Any, output: tuple[Tensor, ...]) -> None:
+def _keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> None:
     """What a backward needs: the call, with the shard that its forward knew, and residuals."""
+    *outputs, residuals, shard = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[3:])
-    *_, residuals, shard = output
+    ctx.mark_non_differentiable(outputs[-1], residuals, shard)
     call = call._replace(shard=None if call.shard is None else shard)
     tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
     ctx.save_for_backward(residuals, *tensors.values())
     ctx.tensors, ctx.call = list(tensors), call._replace(**dict.fromkeys(tensors))
 
 
-def _kept(ctx: Any) -> tuple[Any, Tensor]:
+def _kept(ctx: Any, function: str, gradients: Sequence[Tensor | None]) -> tuple[Any, Pulled] | None:
+    """The call and what its backward pulls back; None if nothing is."""
+    differentiated_once(function, "log_softmax")
+    d_logprobs, d_entropy, d_lse, *_ = gradients
+    if d_logprobs is None and d_entropy is None and d_lse is None:
+        return None
     residuals, *tensors = ctx.saved_tensors
-    return ctx.call._replace(**dict(zip(ctx.tensors, tensors, strict=True))), residuals
+    call = ctx.call._replace(**dict(zip(ctx.tensors, tensors, strict=True)))
+    return call, Pulled(d_logprobs, d_entropy, d_lse, residuals)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _keep(ctx, HeadCall(*inputs[:CALL]), output)
+def _backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] | None:
+    kept = _kept(ctx, "chunked_logprobs", gradients)
+    if kept is None:
+        return None
+    call, pulled = kept
+    names = ("hidden", "weight", "bias")
+    needs = logprobs_op.needed(ctx, *names)
+    found = logprobs_backward_op.op(*pulled, *call, needs)
+    return {name: g if need else None for name, g, need in zip(names, found, needs)}
 
 
-def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    differentiated_once("chunked_logprobs", "log_softmax")
-    fields = (*HeadCall._fields, "entropy", "output_dtype")
-    if all(gradient is None for gradient in gradients[:3]):
-        return gradients_by_name(fields)
-    call, residuals = _kept(ctx)
-    needs = [ctx.needs_input_grad[fields.index(name)] for name in ("hidden", "weight", "bias")]
-    found = logprobs_backward_op(*gradients[:3], residuals, *call, needs)
-    d_hidden, d_weight, d_bias = (g if need else None for g, need in zip(found, needs))
-    return gradients_by_name(fields, hidden=d_hidden, weight=d_weight, bias=d_bias)
-
-
-logprobs_op.register_autograd(_backward, setup_context=_setup_context)
+logprobs_op.gradient(_keep, _backward)
 
 
 def given_forward(given: Given, entropy: bool, output_dtype: torch.dtype) -> Forward:
@@ -266,27 +240,22 @@ def given_forward(given: Given, entropy: bool, output_dtype: torch.dtype) -> For
     return outputs_of(stats, given, output_dtype, given.label_smoothing)
 
 
-def given_backward(
-    d_logprobs: Tensor | None,
-    d_entropy: Tensor | None,
-    d_lse: Tensor | None,
-    residuals: Residuals,
-    given: Given,
-) -> Tensor:
+def given_backward(pulled: Pulled, given: Given) -> Tensor:
     """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
-    g_3N = upstream(given, d_logprobs, d_entropy, d_lse)
+    residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
+    g_3N = upstream(given, pulled)
     tokens, logits, size = given.tokens, given.logits, given.local_size
     whole = tokens.computed == logits.shape[0]
     d_logits = torch.empty_like(logits) if whole else torch.zeros_like(logits)
     d_logits[:, size:] = 0.0
     eps = given.label_smoothing
-    for rows, block in given.blocks(diff=d_entropy is not None):
+    for rows, block in given.blocks(diff=entropy):
         take_target(rows.z_BV, rows.y_B1)
         g_3B = g_3N[:, rows.places]
         if rows.temperature_B is not None:
             g_3B = g_3B / rows.temperature_B
         kept = Residuals(*(x[rows.places] for x in residuals))
-        dz_y_B = dlogits_(rows, g_3B, kept, block, entropy=d_entropy is not None)
+        dz_y_B = dlogits_(rows, g_3B, kept, block, entropy=entropy)
         if eps:
             uniform_B = g_3B[0] * (eps / given.vocab_size)
             rows.z_BV.add_(uniform_B[:, None])
@@ -298,132 +267,53 @@ def given_backward(
     return d_logits
 
 
-@torch.library.custom_op(
-    "xentlib::given_forward",
-    mutates_args=(),
-    schema=f"({GIVEN_SCHEMA}, bool entropy, ScalarType output_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def given_op(*arguments: Any) -> tuple[Tensor, ...]:
+@operator("given_forward", GivenCall, Values, returns=SIX)
+def given_op(call: GivenCall, values: Values) -> tuple[Tensor, ...]:
     """`given_forward` as one operator, opaque to the compiler; returns what `logprobs_op` does."""
-    call, rest = GivenCall(*arguments[:GIVEN]), arguments[GIVEN:]
-    output, residuals, shard = over_shards(lambda: given_forward(Given(call), *rest))
+    output, residuals, shard = over_shards(lambda: given_forward(Given(call), *values))
     return (*output, torch.stack(residuals), shard)
 
 
-@given_op.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, output_dtype = GivenCall(*arguments[:GIVEN]), arguments[-1]
-    return fake_outputs(call.logits, output_dtype, call.compute_dtype, call.shard)
+@given_op.fake
+def _(call: GivenCall, values: Values) -> tuple[Tensor, ...]:
+    return fake_outputs(call.logits, values.output_dtype, call.compute_dtype, call.shard)
 
 
-@torch.library.custom_op(
-    "xentlib::given_backward",
-    mutates_args=(),
-    schema="(Tensor? d_logprobs, Tensor? d_entropy, Tensor? d_lse, Tensor residuals, "
-    f"{GIVEN_SCHEMA}) -> Tensor",
-)
-def given_backward_op(
-    d_logprobs: Tensor | None,
-    d_entropy: Tensor | None,
-    d_lse: Tensor | None,
-    residuals: Tensor,
-    *arguments: Any,
-) -> Tensor:
+@operator("given_backward", Pulled, GivenCall, returns="Tensor")
+def given_backward_op(pulled: Pulled, call: GivenCall) -> Tensor:
     """`given_backward` as one operator, opaque to the compiler."""
-    given = Given(GivenCall(*arguments))
-    return given_backward(d_logprobs, d_entropy, d_lse, Residuals(*residuals), given)
+    return given_backward(pulled, Given(call))
 
 
-@given_backward_op.register_fake
-def _(*arguments: Any) -> Tensor:
-    return torch.empty_like(GivenCall(*arguments[-GIVEN:]).logits)
+@given_backward_op.fake
+def _(pulled: Pulled, call: GivenCall) -> Tensor:
+    return torch.empty_like(call.logits)
 
 
-def _given_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _keep(ctx, GivenCall(*inputs[:GIVEN]), output)
+def _given_backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] | None:
+    kept = _kept(ctx, "vocab_parallel_logprobs", gradients)
+    if kept is None:
+        return None
+    call, pulled = kept
+    return {"logits": given_backward_op.op(*pulled, *call)}
 
 
-def _given_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    differentiated_once("vocab_parallel_logprobs", "log_softmax")
-    fields = (*GivenCall._fields, "entropy", "output_dtype")
-    if all(gradient is None for gradient in gradients[:3]):
-        return gradients_by_name(fields)
-    call, residuals = _kept(ctx)
-    d_logits = given_backward_op(*gradients[:3], residuals, *call)
-    return gradients_by_name(fields, logits=d_logits)
-
-
-given_op.register_autograd(_given_backward, setup_context=_given_context)
+given_op.gradient(_keep, _given_backward)
 
 
 @with_whole_head(recompute=True)
-def chunked_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    where: Tensor | None = None,
-    ignore_index: int = -100,
-    logit_scale: float | Tensor = 1.0,
-    softcap: float | Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    entropy: bool = False,
-    vocab_parallel: Any = None,
-    reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
-    max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> LogprobOutput:
-    ignore_index, logit_scale, softcap, temperature, max_chunk_bytes = map(
-        plain, (ignore_index, logit_scale, softcap, temperature, max_chunk_bytes)
-    )
-    hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
-    weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
-    same_tokens(hidden, labels, where, temperature)
-    problem = check_logprobs(
-        describe(hidden),
-        describe(weight),
-        describe(labels),
-        bias=describe(bias),
-        where=describe(where),
-        ignore_index=ignore_index,
-        logit_scale=describe(logit_scale),
-        softcap=describe(softcap),
-        temperature=describe(temperature),
-        entropy=entropy,
-        compute_dtype=compute_dtype,
-        max_chunk_bytes=max_chunk_bytes,
-        weight_layout=weight_layout,
-        autocast_dtype=autocast_dtype(hidden),
-        sharded=vocab_parallel is not None,
-        reduce_hidden_grad=reduce_hidden_grad,
-    )
-    constants = {"logit_scale": logit_scale, "softcap": softcap, "temperature": temperature}
-    not_forward_mode("chunked_logprobs", hidden, weight, bias, *constants.values())
-    not_differentiable(**constants)
-    call = prepare(
-        problem,
-        hidden,
-        weight,
-        labels,
-        bias,
-        local,
-        where=where,
-        ignore_index=ignore_index,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        max_chunk_bytes=max_chunk_bytes,
-        weight_layout=weight_layout,
-        reduce_hidden=reduce_hidden_grad,
-    )
-    results = logprobs_op(*call, entropy, getattr(torch, problem.output_dtype))
-    return shaped(results, problem.leading, entropy)
+def head_logprobs(given: Arguments) -> LogprobOutput:
+    """`chunked_logprobs` of its arguments."""
+    given, problem, call = bind("chunked_logprobs", given)
+    values = Values(given.entropy, getattr(torch, problem.output_dtype))
+    return shaped(logprobs_op.op(*call, *values), problem.leading, given.entropy)
 
 
-chunked_logprobs.__doc__ = spec.chunked_logprobs.__doc__
+def given_logprobs(given: LogitsArguments) -> LogprobOutput:
+    """`vocab_parallel_logprobs` of its arguments."""
+    given, problem, call = bind_logits("vocab_parallel_logprobs", given)
+    values = Values(given.entropy, getattr(torch, problem.output_dtype))
+    return shaped(given_op.op(*call, *values), problem.leading, given.entropy)
 
 
 def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutput:
@@ -432,60 +322,3 @@ def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutp
         x if x.shape == leading else x.reshape(leading).clone() for x in results[:4]
     )
     return LogprobOutput(logprobs, entropies if entropy else None, lse, correct)
-
-
-def vocab_parallel_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    vocab_parallel: Any = None,
-    where: Tensor | None = None,
-    ignore_index: int = -100,
-    temperature: float | Tensor = 1.0,
-    label_smoothing: float = 0.0,
-    entropy: bool = False,
-    max_chunk_bytes: int | None = None,
-    shard: VocabShard | None = None,
-) -> LogprobOutput:
-    ignore_index, temperature, label_smoothing, max_chunk_bytes = map(
-        plain, (ignore_index, temperature, label_smoothing, max_chunk_bytes)
-    )
-    logits, vocab_parallel, shard = local_logits(logits, vocab_parallel, shard)
-    labels = replicated("labels", labels)
-    same_tokens(logits, labels, where, temperature)
-    problem = check_logits(
-        describe(logits),
-        describe(labels),
-        where=describe(where),
-        ignore_index=ignore_index,
-        temperature=describe(temperature),
-        label_smoothing=label_smoothing,
-        entropy=entropy,
-        max_chunk_bytes=max_chunk_bytes,
-        vocab_parallel=vocab_parallel,
-        shard=shard,
-    )
-    not_forward_mode("vocab_parallel_logprobs", logits, temperature)
-    not_differentiable(temperature=temperature)
-    flat = logits.reshape(problem.num_tokens, problem.columns)
-    local = local_columns(flat, vocab_parallel, shard)
-    compute = getattr(torch, problem.compute_dtype)
-    temperatures = as_tensor(temperature, 1.0, logits, compute)
-    results = given_op(
-        flat,
-        labels.reshape(-1),
-        None if where is None else where.reshape(-1),
-        None if temperatures is None else temperatures.reshape(-1),
-        local.shard,
-        ignore_index,
-        compute,
-        max_chunk_bytes or default_chunk_bytes(logits.device.type),
-        local.group,
-        float(label_smoothing),
-        entropy,
-        getattr(torch, problem.output_dtype),
-    )
-    return shaped(results, problem.leading, entropy)
-
-
-vocab_parallel_logprobs.__doc__ = spec.vocab_parallel_logprobs.__doc__

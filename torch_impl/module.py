@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from xentlib.checks import check_denominator_dtype, check_head_options, check_linear
+from xentlib.logprobs import LogprobOutput
+from xentlib.nll import NLLOutput
 from xentlib.torch.describe import describe
-from xentlib.torch.logprobs import LogprobOutput, chunked_logprobs
-from xentlib.torch.nll import NLLOutput, chunked_nll
+from xentlib.torch.public import chunked_logprobs, chunked_nll
 
 __all__ = ["NLLHead"]
 

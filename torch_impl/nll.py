@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from xentlib import nll as spec
-from xentlib.checks import OUTPUTS, check_divisor, check_nll, plain
+from xentlib.call import Arguments
+from xentlib.checks import OUTPUTS, check_divisor
 from xentlib.nll import NLLOutput
 from xentlib.plan import exchanges_per_chunk
+from xentlib.torch.call import HeadCall, bind
 from xentlib.torch.chunks import (
     Asked,
     Gradients,
@@ -24,22 +25,9 @@ from xentlib.torch.chunks import (
     labelled_at,
     power_of_two,
 )
-from xentlib.torch.describe import (
-    CALL,
-    HEAD_SCHEMA,
-    HeadCall,
-    as_tensor,
-    autocast_dtype,
-    describe,
-    differentiated_once,
-    gradients_by_name,
-    not_differentiable,
-    not_forward_mode,
-    prepare,
-    same_tokens,
-    wanted,
-)
-from xentlib.torch.head import local_rows, replicated, with_whole_head
+from xentlib.torch.describe import as_tensor, differentiated_once, wanted
+from xentlib.torch.head import with_whole_head
+from xentlib.torch.operators import operator
 from xentlib.torch.ranks import free_to_read, over_shards
 from xentlib.torch.softmax import (
     Block,
@@ -50,11 +38,11 @@ from xentlib.torch.softmax import (
     token_stats,
 )
 
-__all__ = ["NLLOutput", "chunked_nll", "nll_backward", "nll_forward"]
+__all__ = ["nll", "nll_backward", "nll_forward"]
 
 
 class Loss(NamedTuple):
-    """What the operator of a loss takes beside a `HeadCall`, as `LOSS_SCHEMA` says."""
+    """What the operator of a loss takes beside a `HeadCall`."""
 
     token_weights: Tensor | None
     class_weights: Tensor | None
@@ -66,13 +54,6 @@ class Loss(NamedTuple):
     predicted: bool
     output_dtype: torch.dtype
     needs: list[bool]  # gradients of hidden, weight, bias
-
-
-LOSS_SCHEMA = (
-    "Tensor? token_weights, Tensor? class_weights, Tensor? denominator, float label_smoothing, "
-    "float z_loss, bool mean, bool entropy, bool predicted, ScalarType output_dtype, bool[] needs"
-)
-FIELDS = (*HeadCall._fields, *Loss._fields)
 
 
 def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput, Gradients, Tensor]:
@@ -269,22 +250,16 @@ def nll_backward(
     return results
 
 
-@torch.library.custom_op(
-    "xentlib::nll_forward",
-    mutates_args=(),
-    schema=f"({HEAD_SCHEMA}, {LOSS_SCHEMA}) -> ({', '.join(['Tensor'] * 13)})",
-)
-def nll_op(*arguments: Any) -> tuple[Tensor, ...]:
+@operator("nll_forward", HeadCall, Loss, returns=f"({', '.join(['Tensor'] * 13)})")
+def nll_op(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
-    call, loss = HeadCall(*arguments[:CALL]), Loss(*arguments[CALL:])
     with torch.autocast(call.hidden.device.type, enabled=False):
         output, gradients, valid_N = over_shards(lambda: nll_forward(call, loss))
     return (*output[:9], *gradients, valid_N)
 
 
-@nll_op.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, loss = HeadCall(*arguments[:CALL]), Loss(*arguments[CALL:])
+@nll_op.fake
+def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     hidden, weight, compute_dtype = call.hidden, call.weight, call.compute_dtype
     output_dtype, needs = loss.output_dtype, loss.needs
     num_tokens, hidden_size = hidden.shape
@@ -309,32 +284,33 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> None:
+    _, *constants, d_hidden, d_weight, d_bias, valid_N = output
+    kept = (d_hidden, d_weight, d_bias, valid_N)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[-4:])
-    call, loss = HeadCall(*inputs[:CALL]), Loss(*inputs[CALL:])
+    ctx.mark_non_differentiable(*constants, *kept)
+    ctx.save_for_backward(*kept)
     bias_dtype = None if call.bias is None else call.bias.dtype
     ctx.dtypes = (call.hidden.dtype, call.weight.dtype, bias_dtype)
     ctx.needs = loss.needs
-    ctx.divided = loss.mean or loss.denominator is not None  # for `Window.backward`
+    ctx.divided = loss.mean or loss.denominator is not None  # for a loss without its output
 
 
 def _backward(
     ctx: Any, gradient: Tensor | None, *others: Tensor | None
-) -> tuple[Tensor | None, ...]:
+) -> dict[str, Tensor | None] | None:
     differentiated_once("chunked_nll", "F.cross_entropy")
     if gradient is None:
-        return gradients_by_name(FIELDS)
+        return None
     *accumulators, valid_N = ctx.saved_tensors
     reuse = in_eager(gradient) and not keeps_graph()
-    d_hidden, d_weight, d_bias = nll_backward(
+    found = nll_backward(
         gradient, Gradients(*accumulators), valid_N, ctx.dtypes, ctx.needs, reuse=reuse
     )
-    return gradients_by_name(FIELDS, hidden=d_hidden, weight=d_weight, bias=d_bias)
+    return dict(zip(("hidden", "weight", "bias"), found, strict=True))
 
 
-nll_op.register_autograd(_backward, setup_context=_setup_context)
+nll_op.gradient(_setup, _backward)
 
 
 def in_eager(x: Tensor) -> bool:
@@ -356,111 +332,28 @@ def keeps_graph() -> bool:
 
 
 @with_whole_head(recompute=False)
-def chunked_nll(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    where: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    class_weights: Tensor | None = None,
-    ignore_index: int = -100,
-    logit_scale: float | Tensor = 1.0,
-    softcap: float | Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float | Tensor = 0.0,
-    reduction: str = "mean",
-    denominator: float | Tensor | None = None,
-    outputs: Sequence[str] = (),
-    vocab_parallel: Any = None,
-    reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
-    max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> NLLOutput:
-    ignore_index, logit_scale, softcap, temperature, label_smoothing, z_loss, denominator = map(
-        plain,
-        (ignore_index, logit_scale, softcap, temperature, label_smoothing, z_loss, denominator),
+def nll(given: Arguments) -> NLLOutput:
+    """`chunked_nll` of its arguments."""
+    given, problem, call = bind("chunked_nll", given)
+    divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
+    weights = given.token_weights
+    loss = Loss(
+        token_weights=None if weights is None else weights.reshape(-1),
+        class_weights=given.class_weights,
+        denominator=divisor,
+        label_smoothing=float(given.label_smoothing),
+        z_loss=float(given.z_loss),
+        mean=given.reduction == "mean",
+        entropy="entropy" in given.outputs,
+        predicted="predicted" in given.outputs,
+        output_dtype=getattr(torch, problem.output_dtype),
+        needs=wanted(given.hidden, given.weight, given.bias),
     )
-    max_chunk_bytes = plain(max_chunk_bytes)
-    hidden, labels = replicated("hidden", hidden), replicated("labels", labels)
-    weight, bias, local = local_rows(weight, bias, vocab_parallel, weight_layout)
-    same_tokens(hidden, labels, where, token_weights, temperature)
-    problem = check_nll(
-        describe(hidden),
-        describe(weight),
-        describe(labels),
-        bias=describe(bias),
-        where=describe(where),
-        token_weights=describe(token_weights),
-        class_weights=describe(class_weights),
-        ignore_index=ignore_index,
-        logit_scale=describe(logit_scale),
-        softcap=describe(softcap),
-        temperature=describe(temperature),
-        label_smoothing=label_smoothing,
-        z_loss=describe(z_loss),
-        reduction=reduction,
-        denominator=describe(denominator),
-        outputs=outputs,
-        compute_dtype=compute_dtype,
-        max_chunk_bytes=max_chunk_bytes,
-        weight_layout=weight_layout,
-        autocast_dtype=autocast_dtype(hidden),
-        sharded=vocab_parallel is not None,
-        reduce_hidden_grad=reduce_hidden_grad,
-    )
-    constants = {
-        "token_weights": token_weights,
-        "class_weights": class_weights,
-        "logit_scale": logit_scale,
-        "softcap": softcap,
-        "temperature": temperature,
-        "z_loss": z_loss,
-        "denominator": denominator,
-    }
-    not_forward_mode("chunked_nll", hidden, weight, bias, *constants.values())
-    not_differentiable(**constants)
-    call = prepare(
-        problem,
-        hidden,
-        weight,
-        labels,
-        bias,
-        local,
-        where=where,
-        ignore_index=ignore_index,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-        max_chunk_bytes=max_chunk_bytes,
-        weight_layout=weight_layout,
-        reduce_hidden=reduce_hidden_grad,
-    )
-    divisor = as_tensor(denominator, None, hidden, call.compute_dtype)
-    results = nll_op(
-        *call,
-        None if token_weights is None else token_weights.reshape(-1),
-        class_weights,
-        divisor,
-        float(label_smoothing),
-        float(z_loss),
-        reduction == "mean",
-        "entropy" in outputs,
-        "predicted" in outputs,
-        getattr(torch, problem.output_dtype),
-        wanted(hidden, weight, bias),
-    )
-    loss, num_tokens, weight_sum, z_term = results[:4]
+    total, num_tokens, weight_sum, z_term, *rest = nll_op.op(*call, *loss)
     per_token = {
-        name: value.reshape(problem.leading) if name in outputs else None
-        for name, value in zip(OUTPUTS, results[4:9], strict=True)
+        name: value.reshape(problem.leading) if name in given.outputs else None
+        for name, value in zip(OUTPUTS, rest)
     }
-    if divisor is None and reduction == "mean":
+    if divisor is None and loss.mean:
         divisor = weight_sum
-    return NLLOutput(loss, num_tokens, weight_sum, z_term, **per_token, denominator=divisor)
-
-
-chunked_nll.__doc__ = spec.chunked_nll.__doc__
+    return NLLOutput(total, num_tokens, weight_sum, z_term, **per_token, denominator=divisor)

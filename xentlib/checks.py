@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from xentlib.accumulate import NONFINITE, CountOverflowError
+from xentlib.call import Arguments, LogitsArguments
 
 __all__ = [
     "LogitsProblem",
@@ -29,17 +30,16 @@ __all__ = [
     "check_denominator_of_window",
     "check_divisor",
     "check_group",
+    "check_head",
     "check_head_options",
     "check_integer_count",
     "check_label_range",
     "check_linear",
     "check_logits",
     "check_logits_placement",
-    "check_logprobs",
     "check_loss_sum",
     "check_narrowed",
     "check_next_token_labels",
-    "check_nll",
     "check_nonfinite",
     "check_placement",
     "check_reduced",
@@ -275,85 +275,69 @@ def _check_tokens(
     return leading
 
 
-def check_nll(
-    hidden: Operand,
-    weight: Operand,
-    labels: Operand,
+def check_head(
+    call: Arguments,
     *,
-    bias: Operand | None,
-    where: Operand | None,
-    token_weights: Operand | None,
-    class_weights: Operand | None,
-    ignore_index: object,
-    logit_scale: Scalar,
-    softcap: Scalar,
-    temperature: Scalar,
-    label_smoothing: object,
-    z_loss: Scalar,
-    reduction: object,
-    denominator: Scalar,
-    outputs: object,
-    compute_dtype: object,
-    max_chunk_bytes: object,
-    weight_layout: str,
     autocast_dtype: str | None = None,
     sharded: bool = False,
-    reduce_hidden_grad: object = True,
     classes: int | None = None,
 ) -> NLLProblem:
-    """Validate one call of `chunked_nll` and say in which dtypes it runs.
+    """Validate one call of `chunked_nll` or `chunked_logprobs`, its arrays given as `Operand`, and
+    say in which dtypes it runs.
 
     `autocast_dtype` is the GEMM dtype that an autocast region asks for, if one is active;
     `sharded` says that the head is one rank's rows, of which there may be none, of `classes` in
     all where that is known.
     """
-    leading = _check_tokens(hidden, labels, where, ignore_index)
+    hidden, weight = call.hidden, call.weight
+    leading = _check_tokens(hidden, call.labels, call.where, call.ignore_index)
     _floating("weight", weight)
-    vocab_size = check_weight(weight, hidden, weight_layout, sharded=sharded)
+    vocab_size = check_weight(weight, hidden, call.weight_layout, sharded=sharded)
     _device("weight", weight, hidden)
-    if bias is not None:
-        _floating("bias", bias)
-        if bias.shape != (vocab_size,):
+    if call.bias is not None:
+        _floating("bias", call.bias)
+        if call.bias.shape != (vocab_size,):
             raise ValueError(
                 f"`bias` must have shape ({vocab_size},), one entry per row of the head; "
-                f"got {bias.shape}. Pass the bias of this head, or None."
+                f"got {call.bias.shape}. Pass the bias of this head, or None."
             )
-        _device("bias", bias, hidden)
-    if token_weights is not None:
-        _floating("token_weights", token_weights)
-        _per_token("token_weights", token_weights, leading)
-        _device("token_weights", token_weights, hidden)
-    if class_weights is not None:
-        _floating("class_weights", class_weights)
+        _device("bias", call.bias, hidden)
+    if call.token_weights is not None:
+        _floating("token_weights", call.token_weights)
+        _per_token("token_weights", call.token_weights, leading)
+        _device("token_weights", call.token_weights, hidden)
+    if call.class_weights is not None:
+        _floating("class_weights", call.class_weights)
         total = classes if sharded else vocab_size
-        shape = class_weights.shape
+        shape = call.class_weights.shape
         check_class_weights(shape[0] if len(shape) == 1 else -1, total)
-        _device("class_weights", class_weights, hidden)
-    _flag("reduce_hidden_grad", reduce_hidden_grad)
-    if not reduce_hidden_grad and not sharded:
+        _device("class_weights", call.class_weights, hidden)
+    _flag("reduce_hidden_grad", call.reduce_hidden_grad)
+    if not call.reduce_hidden_grad and not sharded:
         raise ValueError(
             "`reduce_hidden_grad` must be True without `vocab_parallel`; got False, which leaves "
             "the sum over vocabulary shards to the model. Leave it out."
         )
-    _scalar("logit_scale", logit_scale, "a finite number or a 0-d array", (), positive=False)
+    _scalar("logit_scale", call.logit_scale, "a finite number or a 0-d array", (), positive=False)
     _scalar(
         "temperature",
-        temperature,
+        call.temperature,
         "a positive number or one entry per token",
         leading,
         positive=True,
     )
-    if denominator is not None:
-        _scalar("denominator", denominator, "a number >= 0 or a 0-d array", (), least=0)
-    if softcap is not None:
+    if call.denominator is not None:
+        _scalar("denominator", call.denominator, "a number >= 0 or a 0-d array", (), least=0)
+    if call.softcap is not None:
         rule = "None, a positive number or a 0-d array"
-        _scalar("softcap", softcap, rule, (), positive=True)
-    _smoothing(label_smoothing)
-    _scalar("z_loss", z_loss, "a number >= 0 or a 0-d array", (), least=0)
-    _choice("reduction", reduction, REDUCTIONS)
-    check_outputs(outputs)
-    check_budget(max_chunk_bytes)
-    gemm, compute, output = resolve_dtypes(hidden, weight, compute_dtype, autocast_dtype)
+        _scalar("softcap", call.softcap, rule, (), positive=True)
+    _smoothing(call.label_smoothing)
+    _scalar("z_loss", call.z_loss, "a number >= 0 or a 0-d array", (), least=0)
+    _choice("reduction", call.reduction, REDUCTIONS)
+    check_outputs(call.outputs)
+    _flag("entropy", call.entropy)
+    check_budget(call.max_chunk_bytes)
+    gemm, compute, output = resolve_dtypes(hidden, weight, call.compute_dtype, autocast_dtype)
     return NLLProblem(
         leading, math.prod(leading), vocab_size, hidden.shape[-1], gemm, compute, output
     )
@@ -379,63 +363,27 @@ def check_class_weights(length: int, vocab_size: int | None) -> None:
         )
 
 
-def check_logprobs(
-    hidden: Operand,
-    weight: Operand,
-    labels: Operand,
-    *,
-    entropy: object,
-    **arguments: Any,
-) -> NLLProblem:
-    """Validate one call of `chunked_logprobs`; `arguments` are those of `chunked_nll` it has."""
-    _flag("entropy", entropy)
-    return check_nll(
-        hidden,
-        weight,
-        labels,
-        token_weights=None,
-        class_weights=None,
-        label_smoothing=0.0,
-        z_loss=0.0,
-        reduction="sum",
-        denominator=None,
-        outputs=(),
-        **arguments,
-    )
-
-
-def check_logits(
-    logits: Operand,
-    labels: Operand,
-    *,
-    where: Operand | None,
-    ignore_index: object,
-    temperature: Scalar,
-    label_smoothing: object,
-    entropy: object,
-    max_chunk_bytes: object,
-    vocab_parallel: object,
-    shard: object,
-) -> LogitsProblem:
+def check_logits(call: LogitsArguments) -> LogitsProblem:
     """Validate one call of `vocab_parallel_logprobs` and say in which dtypes it runs."""
-    leading = _check_tokens(logits, labels, where, ignore_index, "logits")
+    logits = call.logits
+    leading = _check_tokens(logits, call.labels, call.where, call.ignore_index, "logits")
     _scalar(
         "temperature",
-        temperature,
+        call.temperature,
         "a positive number or one entry per token",
         leading,
         positive=True,
     )
-    _smoothing(label_smoothing)
-    _flag("entropy", entropy)
-    check_budget(max_chunk_bytes)
+    _smoothing(call.label_smoothing)
+    _flag("entropy", call.entropy)
+    check_budget(call.max_chunk_bytes)
     columns = logits.shape[-1]
-    if vocab_parallel is None and shard is not None:
+    if call.vocab_parallel is None and call.shard is not None:
         raise ValueError(
-            f"`shard` must come with `vocab_parallel`; got {shard} without. Pass the group or the "
-            f"axis that the vocabulary is spread over."
+            f"`shard` must come with `vocab_parallel`; got {call.shard} without. Pass the group or "
+            f"the axis that the vocabulary is spread over."
         )
-    if columns < 1 and vocab_parallel is None:
+    if columns < 1 and call.vocab_parallel is None:
         raise ValueError(
             f"`logits` must have at least one column; got shape {logits.shape}. Pass "
             f"`vocab_parallel` if another rank holds the vocabulary."

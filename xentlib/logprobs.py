@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from xentlib.call import Array
 from xentlib.plan import VocabShard
 
 __all__ = ["LogprobOutput", "chunked_logprobs", "vocab_parallel_logprobs"]
@@ -40,16 +41,16 @@ class LogprobOutput(NamedTuple):
 
 
 def chunked_logprobs(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
+    hidden: Array,
+    weight: Array,
+    labels: Array,
     *,
-    bias: Any = None,
-    where: Any = None,
+    bias: Array | None = None,
+    where: Array | None = None,
     ignore_index: int = -100,
-    logit_scale: Any = 1.0,
-    softcap: Any = None,
-    temperature: Any = 1.0,
+    logit_scale: float | Array = 1.0,
+    softcap: float | Array | None = None,
+    temperature: float | Array = 1.0,
     entropy: bool = False,
     vocab_parallel: Any = None,
     reduce_hidden_grad: bool = True,
@@ -126,13 +127,13 @@ def chunked_logprobs(
 
 
 def vocab_parallel_logprobs(
-    logits: Any,
-    labels: Any,
+    logits: Array,
+    labels: Array,
     *,
     vocab_parallel: Any = None,
-    where: Any = None,
+    where: Array | None = None,
     ignore_index: int = -100,
-    temperature: Any = 1.0,
+    temperature: float | Array = 1.0,
     label_smoothing: float = 0.0,
     entropy: bool = False,
     max_chunk_bytes: int | None = None,

@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from xentlib.call import Array
+
 __all__ = ["NLLOutput", "chunked_nll"]
 
 
@@ -58,22 +60,22 @@ class NLLOutput(NamedTuple):
 
 
 def chunked_nll(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
+    hidden: Array,
+    weight: Array,
+    labels: Array,
     *,
-    bias: Any = None,
-    where: Any = None,
-    token_weights: Any = None,
-    class_weights: Any = None,
+    bias: Array | None = None,
+    where: Array | None = None,
+    token_weights: Array | None = None,
+    class_weights: Array | None = None,
     ignore_index: int = -100,
-    logit_scale: Any = 1.0,
-    softcap: Any = None,
-    temperature: Any = 1.0,
+    logit_scale: float | Array = 1.0,
+    softcap: float | Array | None = None,
+    temperature: float | Array = 1.0,
     label_smoothing: float = 0.0,
-    z_loss: Any = 0.0,
+    z_loss: float | Array = 0.0,
     reduction: str = "mean",
-    denominator: Any = None,
+    denominator: float | Array | None = None,
     outputs: Sequence[str] = (),
     vocab_parallel: Any = None,
     reduce_hidden_grad: bool = True,

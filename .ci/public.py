@@ -1,0 +1,219 @@
+"""Write what a person's editor has to find in the source: the public functions' signatures and
+docstrings in both backends, copied from their definition in `xentlib`.
+
+    python .ci/public.py            (`make public`) writes
+    python .ci/public.py --check    exit status 1 if a file is not what would be written
+
+The definition of a function of a head is a signature and a docstring (`xentlib/nll.py`,
+`xentlib/logprobs.py`). From it come `xentlib/call.py`, the arguments of a call as one object, and
+`torch_impl/public.py` and `jax_impl/public.py`, functions that make such an object and hand it on.
+Other public names stand where they are implemented; their docstring there is a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Function, file of its definition, class of its arguments, and who computes it, in both backends.
+FUNCTIONS = (
+    ("chunked_nll", "nll", "Arguments", "nll"),
+    ("chunked_logprobs", "logprobs", "Arguments", "head_logprobs"),
+    ("vocab_parallel_logprobs", "logprobs", "LogitsArguments", "given_logprobs"),
+)
+ARRAYS = {
+    "torch_impl": ("Tensor", "from torch import Tensor"),
+    "jax_impl": ("jax.Array", "import jax"),
+}
+# Of these the docstring alone is copied: name, file of the definition, files that implement it.
+DOCUMENTED = (
+    ("next_token_labels", "labels", ("torch_impl/labels.py", "jax_impl/labels.py")),
+    ("count_collectives", "collectives", ("torch_impl/collectives.py", "jax_impl/collectives.py")),
+    ("Evaluation", "evaluation", ("torch_impl/evaluation.py", "jax_impl/evaluation.py")),
+    ("gather_head", "head", ("torch_impl/head.py",)),
+    ("TokenNormalizer", "accumulate", ("torch_impl/accumulate.py",)),
+    ("accumulate_grads", "accumulate", ("jax_impl/accumulate.py",)),
+    ("token_normalized", "accumulate", ("jax_impl/accumulate.py",)),
+)
+ARRAY = re.compile(r"\bArray\b")
+WRITTEN = "Written by `make public`"
+
+
+def main() -> int:
+    """Write every file, or say which is not what it should be."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    wanted = dict(files())
+    stale = [path for path, text in wanted.items() if standing(path) != text]
+    for path in () if check else stale:
+        (ROOT / path).write_text(wanted[path], encoding="utf-8")
+    if stale:
+        print(f"{'stale, run `make public`' if check else 'written'}: {', '.join(stale)}")
+    return 1 if stale and check else 0
+
+
+def standing(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else ""
+
+
+def files() -> Iterator[tuple[str, str]]:
+    """Each file and what is to stand in it."""
+    definitions = {name: definition(spec, name) for name, spec, *_ in FUNCTIONS}
+    yield "xentlib/call.py", call_module(definitions)
+    for column in ARRAYS:
+        yield f"{column}/public.py", public_module(column, definitions)
+    texts: dict[str, str] = {}
+    for name, spec, paths in DOCUMENTED:
+        for path in paths:
+            text = texts.get(path) or standing(path)
+            texts[path] = with_docstring(text, name, docstring(spec, name))
+    yield from texts.items()
+
+
+def parsed(path: str) -> tuple[str, ast.Module]:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return text, ast.parse(text)
+
+
+def named(tree: ast.Module, name: str) -> ast.FunctionDef | ast.ClassDef:
+    """The top-level definition of a name; the last one, if some are for type checkers."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node for node in tree.body if isinstance(node, kinds) and node.name == name][-1]
+
+
+def docstring(spec: str, name: str) -> str:
+    """Its literal, quotes included, as it stands in the definition."""
+    text, tree = parsed(f"xentlib/{spec}.py")
+    found = ast.get_source_segment(text, named(tree, name).body[0])
+    assert found is not None
+    return found
+
+
+class Definition:
+    """A function's parameters as (name, annotation, default or None), and the rest of it."""
+
+    def __init__(self, spec: str, name: str) -> None:
+        _, tree = parsed(f"xentlib/{spec}.py")
+        node = named(tree, name)
+        assert isinstance(node, ast.FunctionDef)
+        assert node.returns is not None
+        self.spec, self.name, self.returns = spec, name, ast.unparse(node.returns)
+        self.docstring = docstring(spec, name)
+        given = [(arg, None) for arg in node.args.args]
+        named_only = list(zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
+        self.positional = len(given)
+        self.parameters = [
+            (arg.arg, unparsed(arg.annotation), None if default is None else unparsed(default))
+            for arg, default in [*given, *named_only]
+        ]
+
+
+def unparsed(node: ast.expr | None) -> str:
+    assert node is not None
+    return ast.unparse(node).replace("'", '"')
+
+
+def definition(spec: str, name: str) -> Definition:
+    return Definition(spec, name)
+
+
+def call_module(definitions: dict[str, Definition]) -> str:
+    """Classes with the parameters of all functions that share them, defaults beside them."""
+    text = f'''"""A call of a function of the head as one object: what the user gave, by name.
+
+{WRITTEN} from the signatures in `nll.py` and `logprobs.py`, where options are
+added. A function leaves at its default what is none of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from xentlib.plan import VocabShard
+
+__all__ = ["Arguments", "Array", "LogitsArguments"]
+
+Array = Any  # a tensor or an array of the backend
+'''
+    for kind in dict.fromkeys(kind for _, _, kind, _ in FUNCTIONS):
+        functions = [name for name, _, other, _ in FUNCTIONS if other == kind]
+        fields = {p[0]: p for name in functions for p in definitions[name].parameters}
+        by_default = sorted(fields.values(), key=lambda p: p[2] is not None)
+        lines = [f"    {n}: {t}" + ("" if d is None else f" = {d}") for n, t, d in by_default]
+        who = " and ".join(f"`{name}`" for name in functions)
+        text += f'\n\nclass {kind}(NamedTuple):\n    """Of {who}."""\n\n' + "\n".join(lines) + "\n"
+    return text
+
+
+def public_module(column: str, definitions: dict[str, Definition]) -> str:
+    """The functions, which hand on their arguments."""
+    array, import_array = ARRAYS[column]
+    package = f"xentlib.{column.removesuffix('_impl')}"
+    imports = "".join(
+        sorted(
+            f"from {module} import {names}\n"
+            for module, names in (
+                ("xentlib.call", "Arguments, LogitsArguments"),
+                ("xentlib.logprobs", "LogprobOutput"),
+                ("xentlib.nll", "NLLOutput"),
+                ("xentlib.plan", "VocabShard"),
+                (f"{package}.logprobs", "given_logprobs, head_logprobs"),
+                (f"{package}.nll", "nll"),
+            )
+        )
+    )
+    text = f'''"""The functions of the head, for people and their editors.
+
+{WRITTEN} from the definitions in `xentlib/nll.py` and `xentlib/logprobs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+{import_array}
+
+{imports}
+__all__ = [
+'''
+    text += "".join(f'    "{name}",\n' for name in sorted(definitions)) + "]\n"
+    for name, _, kind, worker in FUNCTIONS:
+        found = definitions[name]
+        lines = [
+            f"    {parameter}: {ARRAY.sub(array, annotation)}"
+            + ("," if default is None else f" = {default},")
+            for parameter, annotation, default in found.parameters
+        ]
+        lines.insert(found.positional, "    *,")
+        given = "".join(f"            {p}={p},\n" for p, _, _ in found.parameters)
+        text += f"\n\ndef {name}(\n" + "\n".join(lines) + f"\n) -> {found.returns}:\n"
+        text += f"    {found.docstring}\n"
+        text += f"    return {worker}(\n        {kind}(\n{given}        )\n    )\n"
+    return text
+
+
+def with_docstring(text: str, name: str, literal: str) -> str:
+    """The module's text with this docstring in the function or class."""
+    node, lines = named(ast.parse(text), name), text.splitlines(keepends=True)
+    first = node.body[0]
+    has = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    at = first.lineno - 1
+    if not has and isinstance(first, (ast.FunctionDef, ast.ClassDef)) and first.decorator_list:
+        at = first.decorator_list[0].lineno - 1
+    after = first.end_lineno if has else at
+    assert after is not None
+    gap = "\n" if isinstance(node, ast.ClassDef) and not has else ""
+    return "".join([*lines[:at], f"    {literal}\n{gap}", *lines[after:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The one door from a public call to a trace: place, describe, check, make arrays."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from xentlib.call import Arguments, LogitsArguments
+from xentlib.checks import LogitsProblem, check_head, check_logits, check_reduced, plain
+from xentlib.jax.describe import as_array, describe, is_array, need_x64
+from xentlib.jax.head import Axis, Placement, Spread, axis_for, axis_of, placed
+from xentlib.jax.labels import check_division, check_labels
+from xentlib.plan import default_chunk_bytes
+
+__all__ = [
+    "Arrays",
+    "Bound",
+    "Constants",
+    "Options",
+    "bind",
+    "bind_logits",
+    "flat",
+    "with_arrays",
+]
+
+
+class Options(NamedTuple):
+    """What a trace depends on; hashable, until a trace puts arrays in place of numbers."""
+
+    ignore_index: int
+    gemm_dtype: str
+    compute_dtype: str
+    output_dtype: str
+    chunk_bytes: int
+    softcap: Any = None  # a number; None without one, and until the trace where it is an array
+    label_smoothing: float = 0.0
+    z_loss: Any = 0.0  # a number, 0 until the trace where it is an array
+    mean: bool = False
+    entropy: bool = False
+    predicted: bool = False
+    transposed: bool = False
+    axis: Axis | None = None
+    spread: Spread | None = None
+
+
+class Constants(NamedTuple):
+    """Arrays without a gradient, flat; None where absent."""
+
+    where: jax.Array | None = None
+    token_weights: jax.Array | None = None
+    logit_scale: jax.Array | None = None
+    temperature: jax.Array | None = None
+    denominator: jax.Array | None = None
+    shard: jax.Array | None = None  # [2] start and stop of this device's classes, if given
+    softcap: jax.Array | None = None  # where it is no number, so that none is compiled for each
+    z_loss: jax.Array | None = None
+    class_weights: jax.Array | None = None  # [V]
+
+
+# Of these there is one for each token, or one for all.
+PER_TOKEN = ("where", "token_weights", "temperature")
+
+
+class Arrays(NamedTuple):
+    """What a trace takes beside its options."""
+
+    hidden: jax.Array  # or logits
+    weight: jax.Array | None
+    labels: jax.Array
+    bias: jax.Array | None
+    constants: Constants
+
+
+class Bound(NamedTuple):
+    """A call as a trace takes it, and where its whole arrays are on a mesh."""
+
+    options: Options
+    arrays: Arrays
+    place: Placement | None
+
+
+def bind(given: Arguments) -> Bound:
+    """A call of a head's function."""
+    given = Arguments(*map(plain, given))
+    hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
+    check_reduced(given.reduce_hidden_grad)
+    place = placed(given.vocab_parallel, hidden, weight, bias, given.weight_layout)
+    axis = place.axis if place else axis_of(given.vocab_parallel, weight, bias, given.weight_layout)
+    problem = check_head(
+        Arguments(*map(describe, given)),
+        sharded=axis is not None and place is None,
+        classes=None if axis is None else axis.vocab_size,
+    )
+    vocab_size = problem.vocab_size if axis is None else axis.vocab_size
+    check_labels(labels, given.where, given.ignore_index, vocab_size)
+    check_division(labels, given.where, given.ignore_index, given.token_weights, given.denominator)
+    need_x64(problem.compute_dtype)
+    compute = problem.compute_dtype
+    constants = Constants(
+        where=array(given.where),
+        token_weights=array(given.token_weights),
+        logit_scale=as_array(given.logit_scale, 1.0, compute),
+        temperature=as_array(given.temperature, 1.0, compute),
+        denominator=as_array(given.denominator, None, compute),
+        softcap=array(given.softcap) if is_array(given.softcap) else None,
+        z_loss=array(given.z_loss) if is_array(given.z_loss) else None,
+        class_weights=array(given.class_weights),
+    )
+    options = Options(
+        ignore_index=given.ignore_index,
+        softcap=fixed(given.softcap),
+        label_smoothing=float(given.label_smoothing),
+        z_loss=fixed(given.z_loss) or 0.0,
+        mean=given.reduction == "mean",
+        entropy=given.entropy or "entropy" in given.outputs,
+        predicted="predicted" in given.outputs,
+        gemm_dtype=problem.gemm_dtype,
+        compute_dtype=compute,
+        output_dtype=problem.output_dtype,
+        chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
+        transposed=given.weight_layout == "HV",
+        axis=axis,
+        spread=place.spread if place else None,
+    )
+    arrays = Arrays(
+        jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels), array(bias), constants
+    )
+    return Bound(options, arrays, place)
+
+
+def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
+    """The same of a function of given logits, and its sizes."""
+    given = LogitsArguments(*map(plain, given))
+    logits, labels, shard = given.logits, given.labels, given.shard
+    problem = check_logits(LogitsArguments(*map(describe, given)))
+    axis = None
+    if given.vocab_parallel is not None:
+        axis = axis_for(given.vocab_parallel, problem.columns, shard=shard, logits=logits)
+    vocab_size = axis.vocab_size if axis else problem.columns
+    check_labels(labels, given.where, given.ignore_index, vocab_size)
+    need_x64(problem.compute_dtype)
+    ends = None if shard is None else [jnp.int32(shard.start), jnp.int32(shard.stop)]
+    constants = Constants(
+        where=array(given.where),
+        temperature=as_array(given.temperature, 1.0, problem.compute_dtype),
+        shard=None if ends is None else jnp.stack(ends),
+    )
+    options = Options(
+        ignore_index=given.ignore_index,
+        label_smoothing=float(given.label_smoothing),
+        entropy=given.entropy,
+        gemm_dtype=str(logits.dtype),
+        compute_dtype=problem.compute_dtype,
+        output_dtype=problem.output_dtype,
+        chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
+        axis=axis,
+    )
+    arrays = Arrays(jnp.asarray(logits), None, jnp.asarray(labels), None, constants)
+    return problem, Bound(options, arrays, None)
+
+
+def array(x: Any) -> Any:
+    return None if x is None else jnp.asarray(x)
+
+
+def with_arrays(options: Options, constants: Constants) -> Options:
+    """Options of a trace, in the compute dtype."""
+    found = {name: getattr(constants, name) for name in ("softcap", "z_loss")}
+    given = {k: x.astype(options.compute_dtype) for k, x in found.items() if x is not None}
+    return options._replace(**given)
+
+
+def fixed(value: Any) -> Any:
+    """A number that a trace may depend on; None for an array."""
+    return None if value is None or is_array(value) else float(value)
+
+
+def flat(arrays: Arrays) -> Arrays:
+    """As a trace takes them: [N, H], and per token [N]."""
+
+    def one(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else jnp.reshape(x, (-1,))
+
+    hidden, labels, constants = arrays.hidden, arrays.labels, arrays.constants
+    return arrays._replace(
+        hidden=jnp.reshape(hidden, (labels.size, hidden.shape[-1])),
+        labels=jnp.reshape(labels, (-1,)),
+        constants=constants._replace(**{n: one(getattr(constants, n)) for n in PER_TOKEN}),
+    )

@@ -1,0 +1,98 @@
+"""What a person's editor shows of the public names, without running anything."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xentlib.call import Arguments, LogitsArguments
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = {
+    "torch": [
+        "chunked_nll",
+        "chunked_logprobs",
+        "vocab_parallel_logprobs",
+        "next_token_labels",
+        "gather_head",
+        "count_collectives",
+        "TokenNormalizer",
+        "Evaluation",
+        "NLLHead",
+    ],
+    "jax": [
+        "chunked_nll",
+        "chunked_logprobs",
+        "vocab_parallel_logprobs",
+        "next_token_labels",
+        "count_collectives",
+        "accumulate_grads",
+        "token_normalized",
+        "Evaluation",
+    ],
+}
+
+
+def test_copies_are_those_of_the_definition():
+    """`make public`: signatures, docstrings and the arguments of a call are copies."""
+    if not (ROOT / ".ci" / "public.py").exists():
+        pytest.skip("the sources are not there")
+    done = subprocess.run(
+        [sys.executable, ".ci/public.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture(scope="module")
+def laid_out(tmp_path_factory):
+    """The package as it is installed: an import hook, as of an editable install, shows nothing to
+    a tool that runs nothing."""
+    path = tmp_path_factory.mktemp("path")
+    shutil.copytree(ROOT / "xentlib", path / "xentlib")
+    for backend in NAMES:
+        shutil.copytree(ROOT / f"{backend}_impl", path / "xentlib" / backend)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [(backend, name) for backend, names in NAMES.items() for name in names]
+)
+def test_an_editor_shows_the_signature_and_the_docstring(backend, name, laid_out):
+    """jedi, which reads sources and runs none of them."""
+    jedi = pytest.importorskip("jedi")
+    package = pytest.importorskip(f"xentlib.{backend}")
+    script = jedi.Script(
+        f"from xentlib.{backend} import {name}\n{name}(",
+        project=jedi.Project(laid_out, added_sys_path=[str(laid_out)]),
+    )
+    (found,) = script.infer(2, 1)
+    public = getattr(package, name)
+    assert inspect.getdoc(public).splitlines()[0] in found.docstring()
+    signatures = [*script.get_signatures(), *found.get_signatures()]
+    shown = [[parameter.name for parameter in s.params] for s in signatures]
+    if not issubclass(type(public), type) or not hasattr(public, "_fields"):  # jedi knows no fields
+        assert list(inspect.signature(public).parameters) in shown
+
+
+def test_a_call_has_every_argument_of_its_function(backend):
+    """One field an option, the public default beside it."""
+    package = pytest.importorskip(f"xentlib.{backend}")
+    kinds = {
+        "chunked_nll": Arguments,
+        "chunked_logprobs": Arguments,
+        "vocab_parallel_logprobs": LogitsArguments,
+    }
+    for name, kind in kinds.items():
+        for parameter in inspect.signature(getattr(package, name)).parameters.values():
+            assert parameter.name in kind._fields
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                assert kind._field_defaults[parameter.name] == parameter.default

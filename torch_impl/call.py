@@ -1,0 +1,146 @@
+"""The one door from a public call to an operator: this rank's rows, checked and flat."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib.call import Arguments, LogitsArguments
+from xentlib.checks import LogitsProblem, NLLProblem, check_head, check_logits, plain
+from xentlib.plan import default_chunk_bytes
+from xentlib.torch.describe import (
+    as_tensor,
+    autocast_dtype,
+    describe,
+    not_differentiable,
+    not_forward_mode,
+    same_tokens,
+)
+from xentlib.torch.head import local_columns, local_logits, local_rows, replicated
+
+__all__ = ["GivenCall", "HeadCall", "bind", "bind_logits"]
+
+# What a gradient is computed for; every other tensor is a constant.
+LEAVES = ("hidden", "weight", "bias", "logits")
+
+
+class HeadCall(NamedTuple):
+    """What every operator of a head takes; flat, but for `hidden` [N, H] and the head."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    where: Tensor | None
+    logit_scale: Tensor | None
+    temperature: Tensor | None
+    shard: Tensor | None  # start, stop, V of this rank's rows
+    ignore_index: int
+    softcap: float | None
+    gemm_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    chunk_bytes: int
+    transposed: bool
+    group: str  # "" without vocabulary shards
+    reduce_hidden: bool  # d hidden is summed over the shards
+
+
+class GivenCall(NamedTuple):
+    """What the operators of given logits take; flat, but for `logits` [N, C]."""
+
+    logits: Tensor
+    labels: Tensor
+    where: Tensor | None
+    temperature: Tensor | None
+    shard: Tensor | None  # as in `HeadCall`
+    ignore_index: int
+    compute_dtype: torch.dtype
+    chunk_bytes: int
+    group: str
+    label_smoothing: float
+
+
+def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCall]:
+    """A call of a head's function as this rank has it, its sizes, and what an operator takes."""
+    given = Arguments(*map(plain, given))
+    weight, bias, local = local_rows(
+        given.weight, given.bias, given.vocab_parallel, given.weight_layout
+    )
+    given = given._replace(
+        hidden=replicated("hidden", given.hidden),
+        labels=replicated("labels", given.labels),
+        weight=weight,
+        bias=bias,
+    )
+    hidden, labels = given.hidden, given.labels
+    same_tokens(hidden, labels, given.where, given.token_weights, given.temperature)
+    problem = check_head(
+        Arguments(*map(describe, given)),
+        autocast_dtype=autocast_dtype(hidden),
+        sharded=given.vocab_parallel is not None,
+    )
+    check_derivatives(function, given)
+    gemm, compute = (getattr(torch, x) for x in (problem.gemm_dtype, problem.compute_dtype))
+    call = HeadCall(
+        hidden=hidden.reshape(-1, problem.hidden_size),
+        weight=weight,
+        labels=labels.reshape(-1),
+        bias=bias,
+        where=tokens(given.where),
+        logit_scale=as_tensor(given.logit_scale, 1.0, hidden, compute),
+        temperature=tokens(as_tensor(given.temperature, 1.0, hidden, compute)),
+        shard=local.shard,
+        ignore_index=given.ignore_index,
+        softcap=None if given.softcap is None else float(given.softcap),
+        gemm_dtype=gemm,
+        compute_dtype=compute,
+        chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(hidden.device.type),
+        transposed=given.weight_layout == "HV",
+        group=local.group,
+        reduce_hidden=given.reduce_hidden_grad,
+    )
+    return given, problem, call
+
+
+def bind_logits(
+    function: str, given: LogitsArguments
+) -> tuple[LogitsArguments, LogitsProblem, GivenCall]:
+    """The same of a function of given logits."""
+    given = LogitsArguments(*map(plain, given))
+    logits, parallel, shard = local_logits(given.logits, given.vocab_parallel, given.shard)
+    labels = replicated("labels", given.labels)
+    given = given._replace(logits=logits, labels=labels, vocab_parallel=parallel, shard=shard)
+    same_tokens(logits, labels, given.where, given.temperature)
+    problem = check_logits(LogitsArguments(*map(describe, given)))
+    check_derivatives(function, given)
+    compute = getattr(torch, problem.compute_dtype)
+    columns = logits.reshape(problem.num_tokens, problem.columns)
+    local = local_columns(columns, parallel, shard)
+    call = GivenCall(
+        logits=columns,
+        labels=labels.reshape(-1),
+        where=tokens(given.where),
+        temperature=tokens(as_tensor(given.temperature, 1.0, logits, compute)),
+        shard=local.shard,
+        ignore_index=given.ignore_index,
+        compute_dtype=compute,
+        chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(logits.device.type),
+        group=local.group,
+        label_smoothing=float(given.label_smoothing),
+    )
+    return given, problem, call
+
+
+def check_derivatives(function: str, given: Arguments | LogitsArguments) -> None:
+    """Refuse derivatives that would be dropped without a word: tangents, and gradients of what is
+    a constant."""
+    named: dict[str, Any] = given._asdict()
+    not_forward_mode(function, *named.values())
+    not_differentiable(**{name: x for name, x in named.items() if name not in LEAVES})
+
+
+def tokens(x: Tensor | None) -> Tensor | None:
+    """One number for each token, or one for all, in a row."""
+    return None if x is None else x.reshape(-1)

@@ -1,0 +1,90 @@
+"""Operators that a compiler does not look into, made from functions of named arguments.
+
+A function takes NamedTuples of tensors and options; its operator takes their fields one after the
+other. The schema is read from the annotations, and gradients are returned by name: no argument is
+counted by hand anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+__all__ = ["Operator", "operator"]
+
+TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    float | None: "float?",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+    list[bool]: "bool[]",
+}
+Named = dict[str, Tensor | None]
+
+
+class Operator:
+    """An operator whose arguments are the fields of `parts`, NamedTuple classes, in their order.
+
+    `op(*chain(*values))` calls it: `op` is what `torch.library.custom_op` makes.
+    """
+
+    def __init__(self, name: str, parts: Sequence[Any], returns: str, forward: Any) -> None:
+        self.parts = parts
+        self.fields = [name for part in parts for name in part._fields]
+        if len(set(self.fields)) != len(self.fields):
+            raise TypeError(f"fields of {name} must have names of their own; got {self.fields}")
+        hints = [get_type_hints(part) for part in parts]
+        arguments = [f"{TYPES[kind]} {field}" for hint in hints for field, kind in hint.items()]
+
+        def run(*values: Any) -> Any:
+            return forward(*self.split(values))
+
+        make = torch.library.custom_op(
+            f"xentlib::{name}", mutates_args=(), schema=f"({', '.join(arguments)}) -> {returns}"
+        )
+        self.op: Any = make(run)
+
+    def split(self, values: Sequence[Any]) -> list[Any]:
+        """The operator's arguments as its parts."""
+        given = iter(values)
+        return [part(*(next(given) for _ in part._fields)) for part in self.parts]
+
+    def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function(*parts)` gives the results' shapes and dtypes to a compiler."""
+        self.op.register_fake(lambda *values: function(*self.split(values)))
+        return function
+
+    def gradient(self, setup: Callable[..., None], backward: Callable[..., Named | None]) -> None:
+        """`setup(ctx, output, *parts)`, and `backward(ctx, *gradients)`: gradients of arguments by
+        name, None for no gradient at all."""
+
+        def context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            setup(ctx, output, *self.split(inputs))
+
+        def pulled(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+            found = backward(ctx, *gradients) or {}
+            return tuple(found.get(name) for name in self.fields)
+
+        self.op.register_autograd(pulled, setup_context=context)
+
+    def needed(self, ctx: Any, *names: str) -> list[bool]:
+        """In a backward: which gradients of these arguments are wanted."""
+        return [ctx.needs_input_grad[self.fields.index(name)] for name in names]
+
+
+def operator(name: str, *parts: Any, returns: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an `Operator` of `forward(*parts)`; `returns` is the schema's right side."""
+    return lambda forward: Operator(name, parts, returns, forward)
+
+
+def flat(*parts: Any) -> chain[Any]:
+    """What an operator takes for these parts."""
+    return chain(*parts)

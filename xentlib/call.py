@@ -1,0 +1,59 @@
+"""A call of a function of the head as one object: what the user gave, by name.
+
+Written by `make public` from the signatures in `nll.py` and `logprobs.py`, where options are
+added. A function leaves at its default what is none of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from xentlib.plan import VocabShard
+
+__all__ = ["Arguments", "Array", "LogitsArguments"]
+
+Array = Any  # a tensor or an array of the backend
+
+
+class Arguments(NamedTuple):
+    """Of `chunked_nll` and `chunked_logprobs`."""
+
+    hidden: Array
+    weight: Array
+    labels: Array
+    bias: Array | None = None
+    where: Array | None = None
+    token_weights: Array | None = None
+    class_weights: Array | None = None
+    ignore_index: int = -100
+    logit_scale: float | Array = 1.0
+    softcap: float | Array | None = None
+    temperature: float | Array = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float | Array = 0.0
+    reduction: str = "mean"
+    denominator: float | Array | None = None
+    outputs: Sequence[str] = ()
+    vocab_parallel: Any = None
+    reduce_hidden_grad: bool = True
+    compute_dtype: str | None = None
+    max_chunk_bytes: int | None = None
+    weight_layout: str = "VH"
+    entropy: bool = False
+
+
+class LogitsArguments(NamedTuple):
+    """Of `vocab_parallel_logprobs`."""
+
+    logits: Array
+    labels: Array
+    vocab_parallel: Any = None
+    where: Array | None = None
+    ignore_index: int = -100
+    temperature: float | Array = 1.0
+    label_smoothing: float = 0.0
+    entropy: bool = False
+    max_chunk_bytes: int | None = None
+    shard: VocabShard | None = None
