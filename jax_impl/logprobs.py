@@ -44,7 +44,7 @@ from xentlib.jax.head import (
     upstream_of,
     whole_rows,
 )
-from xentlib.jax.softmax import FLOOR, TokenStats, exp, take_target
+from xentlib.jax.softmax import FLOOR, Coefficients, TokenStats, dlogits, exp, take_target
 from xentlib.logprobs import LogprobOutput
 
 __all__ = [
@@ -180,8 +180,10 @@ def logprobs_backward(
     def body(chunk: Chunk, gradients: Gradients) -> Gradients:
         # 6. to 8. dz and the gradients
         _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
-        dz_TV, dz_y_T = dlogits(z_TV, rows_of(chunks, chunk, terms_M))
-        return add_gradients(chunks, chunk, needs, gradients, dz_TV, dz_y_T)
+        terms_T = rows_of(chunks, chunk, terms_M)
+        dz = coefficients(terms_T)
+        dz_TV = dlogits(z_TV, None, terms_T.kept_lse, dz)
+        return add_gradients(chunks, chunk, needs, gradients, dz_TV, dz.own)
 
     gradients = over_chunks(chunks, body, zero_gradients(chunks, needs), terms_M)
     if exponent is not None:
@@ -225,24 +227,17 @@ def terms_of(kept: Kept, upstream: Upstream, eps: float, vocab_size: int) -> Ter
     return Terms(kept.lse, logprob, own, lse, lse * p_y, entropy, uniform, own_uniform)
 
 
-def dlogits(z_TV: jax.Array, terms_T: Terms) -> tuple[jax.Array, jax.Array]:
-    """Step 6: from logits with -inf in the target column, dz with 0 in that column, and the
-    target's own dz."""
-    log_p_TV = z_TV - terms_T.kept_lse[:, None]
-    slope_T = terms_T.lse - terms_T.logprob
-    dz_y_T = terms_T.own_logprob + terms_T.own_lse
-    entropy = terms_T.entropy
-    if entropy is None:
-        dz_TV = exp(log_p_TV) * slope_T[:, None]
-    else:
-        slope_T = slope_T - entropy.rest
-        # The floor: p = 0 times a log p of -inf must be 0.
-        slope_TV = slope_T[:, None] - entropy.slope[:, None] * jnp.maximum(log_p_TV, FLOOR)
-        dz_TV, dz_y_T = exp(log_p_TV) * slope_TV, dz_y_T - entropy.own
+def coefficients(terms_T: Terms) -> Coefficients:
+    """Step 6, per token: the sums of the terms."""
+    alpha, beta, gamma = terms_T.lse - terms_T.logprob, None, None
+    own = terms_T.own_logprob + terms_T.own_lse
+    if terms_T.entropy is not None:
+        alpha, beta = alpha - terms_T.entropy.rest, -terms_T.entropy.slope
+        own = own - terms_T.entropy.own
     if terms_T.uniform is not None:
         assert terms_T.own_uniform is not None
-        dz_TV, dz_y_T = dz_TV + terms_T.uniform[:, None], dz_y_T + terms_T.own_uniform
-    return dz_TV, dz_y_T
+        gamma, own = -terms_T.uniform, own + terms_T.own_uniform
+    return Coefficients(alpha, beta, gamma, own)
 
 
 def given_forward(
@@ -268,12 +263,15 @@ def given_backward(
 
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
         _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
-        dz_TV, dz_y_T = dlogits(z_TV, rows_of(chunks, chunk, terms_M))
+        terms_T = rows_of(chunks, chunk, terms_M)
+        dz = coefficients(terms_T)
         column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1)
-        if terms_M.uniform is not None and chunks.padded_from is not None:
-            dz_TV = jnp.where(column_TV < chunks.padded_from, dz_TV, 0.0)
         own_TV = column_TV == chunk.y_T1
-        dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), logits.dtype.name)
+        rest_TV = ~own_TV
+        if chunks.padded_from is not None:
+            rest_TV &= column_TV < chunks.padded_from
+        dz_TV = dlogits(z_TV, rest_TV, terms_T.kept_lse, dz)
+        dz_TV = round_to(jnp.where(own_TV, dz.own[:, None], dz_TV), logits.dtype.name)
         rows_T = jnp.where(chunk.in_chunk_T, chunk.rows_T, logits.shape[0])
         return d_logits.at[rows_T].set(as_bits(dz_TV), mode="drop")
 

@@ -49,7 +49,7 @@ from xentlib.jax.head import (
     varying,
     whole_rows,
 )
-from xentlib.jax.softmax import TokenStats, exp, take_target
+from xentlib.jax.softmax import Coefficients, TokenStats, dlogits, take_target
 from xentlib.nll import NLLOutput
 from xentlib.plan import exchanges_per_chunk
 
@@ -110,8 +110,9 @@ def nll_forward(
     ) -> Gradients:
         # 6. to 8. dz and the gradients
         factor_T = factor_N[chunk.rows_T]
-        dz_TV, dz_y_T = dlogits(z_TV, target_TV, stats, factor_T, chunks, chunk.rows_T)
-        return add_gradients(chunks, chunk, needs, sums, dz_TV, dz_y_T)
+        dz = coefficients(stats, factor_T, chunks, chunk.rows_T)
+        dz_TV = dlogits(z_TV, ~target_TV, stats.lse, dz, own_weights(chunks))
+        return add_gradients(chunks, chunk, needs, sums, dz_TV, dz.own)
 
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
@@ -197,16 +198,10 @@ def is_zero(z_loss: float | jax.Array) -> bool:
     return not isinstance(z_loss, jax.Array) and z_loss == 0
 
 
-def dlogits(
-    z_TV: jax.Array,
-    target_TV: jax.Array,
-    stats: TokenStats,
-    factor_T: jax.Array,
-    chunks: Chunks,
-    rows: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Step 6: from logits with -inf in the target column, dz times the factor with 0 in that
-    column, and the target's own dz."""
+def coefficients(
+    stats: TokenStats, factor_T: jax.Array, chunks: Chunks, rows: jax.Array
+) -> Coefficients:
+    """Step 6, per token: of dz times the factor."""
     eps, z_loss = chunks.options.label_smoothing, chunks.options.z_loss
     uniform = eps / chunks.vocab_size
     extra = jnp.zeros_like(stats.lse) if is_zero(z_loss) else 2.0 * z_loss * stats.lse
@@ -216,14 +211,13 @@ def dlogits(
         labelled = labelled_at(chunks, rows)
         slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
         left = uniform * (labelled.total - labelled.weight)
-    dz_TV = exp(z_TV - stats.lse[:, None]) * (factor_T * slope)[:, None]
-    if uniform:
-        own_V = own_weights(chunks)
-        share_TV = (factor_T * uniform)[:, None]
-        share_TV = share_TV if own_V is None else share_TV * own_V[None, :]
-        dz_TV = jnp.where(target_TV, 0.0, dz_TV - share_TV)
-    # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without options.
-    return dz_TV, factor_T * (extra + left - slope * stats.p_rest)
+    return Coefficients(
+        alpha=factor_T * slope,
+        beta=None,
+        gamma=factor_T * uniform if uniform else None,
+        # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without options.
+        own=factor_T * (extra + left - slope * stats.p_rest),
+    )
 
 
 def nll_backward(

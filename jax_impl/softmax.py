@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 __all__ = [
+    "Coefficients",
     "Labelled",
     "RestStats",
     "TokenStats",
     "below",
+    "dlogits",
     "exp",
     "exp_difference",
     "rest_stats",
@@ -29,6 +31,45 @@ FLOOR = -1e4
 
 def exp(x: jax.Array) -> jax.Array:
     return lax.exp(x, accuracy=lax.AccuracyMode.HIGHEST)
+
+
+class Coefficients(NamedTuple):
+    """Of dz, per token: what a loss makes, and all that step 6 needs of it.
+
+    dz_v = p_v (alpha + beta (z_v - lse)) - gamma w_v for the rest, dz_y = own for the target.
+    """
+
+    alpha: jax.Array
+    beta: jax.Array | None  # of an entropy
+    gamma: jax.Array | None  # of label smoothing
+    own: jax.Array
+
+
+def dlogits(
+    z_TV: jax.Array,
+    rest_TV: jax.Array | None,
+    lse_T: jax.Array,
+    of: Coefficients,
+    class_weights_V: jax.Array | None = None,
+) -> jax.Array:
+    """Step 6: from logits with -inf in the target column, dz with 0 in that column.
+
+    `rest_TV` says which columns are classes other than the target, which only a gamma needs;
+    `class_weights_V` are w, 1 without.
+    """
+    log_p_TV = z_TV - lse_T[:, None]
+    slope_TV = of.alpha[:, None]
+    if of.beta is not None:
+        # The floor: p = 0 times a log p of -inf must be 0.
+        slope_TV = slope_TV + of.beta[:, None] * jnp.maximum(log_p_TV, FLOOR)
+    dz_TV = exp(log_p_TV) * slope_TV
+    if of.gamma is None:
+        return dz_TV
+    assert rest_TV is not None
+    share_TV = of.gamma[:, None]
+    if class_weights_V is not None:
+        share_TV = share_TV * class_weights_V[None, :]
+    return jnp.where(rest_TV, dz_TV - share_TV, 0.0)
 
 
 class RestStats(NamedTuple):

@@ -14,12 +14,12 @@ from torch import Tensor
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.call import GivenCall, HeadCall, bind, bind_logits
-from xentlib.torch.chunks import Asked, Given, GradientSums, Rows, Walk, power_of_two
+from xentlib.torch.chunks import Asked, Given, GradientSums, Walk, power_of_two
 from xentlib.torch.describe import differentiated_once
 from xentlib.torch.head import with_whole_head
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import numbers_of, over_shards
-from xentlib.torch.softmax import FLOOR, Block, TokenStats, take_target
+from xentlib.torch.softmax import FLOOR, Coefficients, TokenStats, dlogits_, take_target
 
 __all__ = [
     "given_backward",
@@ -114,7 +114,9 @@ def logprobs_backward(
             take_target(rows.z_BV, rows.y_B1)
             g_3B = walk.scaled(g_3N[:, rows.places], rows)
             kept = Residuals(*(x[rows.places] for x in residuals))
-            sums.block(rows, dlogits_(rows, g_3B, kept, block, entropy=entropy))
+            dz = coefficients(g_3B, kept, entropy=entropy)
+            dlogits_(rows.z_BV, rows.y_B1, kept.lse, dz, block)
+            sums.block(rows, dz.own)
         del block
         sums.add(chunk)
     found = sums.finish(exponent)
@@ -133,23 +135,21 @@ def upstream(walk: Walk | Given, pulled: Pulled) -> Tensor:
     )
 
 
-def dlogits_(rows: Rows, g_3B: Tensor, kept: Residuals, block: Block, *, entropy: bool) -> Tensor:
-    """Step 6: logits with -inf in the target column become dz, 0 in that column; the target's own
-    dz is returned."""
-    z_BV, (g_logprob, g_entropy, g_lse) = rows.z_BV, g_3B
-    z_BV.sub_(kept.lse[:, None])
-    own = g_lse
+def coefficients(
+    g_3B: Tensor, kept: Residuals, *, entropy: bool, smoothing: float = 0.0, vocab_size: int = 1
+) -> Coefficients:
+    """Step 6, per token: of dz."""
+    g_logprob, g_entropy, g_lse = g_3B
+    alpha, beta, own = g_lse - g_logprob, None, g_lse
     if entropy:
-        p_BV = block.diff_BV[: z_BV.shape[0]]
-        block.scaled_exp(z_BV, rows.y_B1, 1.0, p_BV)
-        others = g_lse - g_logprob - g_entropy * kept.entropy
-        z_BV.clamp_(min=FLOOR).mul_(-g_entropy[:, None]).add_(others[:, None]).mul_(p_BV)
+        alpha, beta = alpha - g_entropy * kept.entropy, -g_entropy
         # A label whose p is 0 has a log-probability of -inf: their product must be 0.
         own = g_lse - g_entropy * (kept.logprob.clamp(min=FLOOR) + kept.entropy)
-    else:
-        block.scaled_exp(z_BV, rows.y_B1, (g_lse - g_logprob)[:, None], z_BV)
     target: Tensor = g_logprob * kept.p_rest + torch.exp(kept.logprob) * own
-    return target
+    if not smoothing:
+        return Coefficients(alpha, beta, None, target)
+    uniform = g_logprob * (smoothing / vocab_size)
+    return Coefficients(alpha, beta, -uniform, target + (uniform - smoothing * g_logprob))
 
 
 @operator("logprobs_forward", HeadCall, Values, returns=SIX)
@@ -248,19 +248,22 @@ def given_backward(pulled: Pulled, given: Given) -> Tensor:
     whole = tokens.computed == logits.shape[0]
     d_logits = torch.empty_like(logits) if whole else torch.zeros_like(logits)
     d_logits[:, size:] = 0.0
-    eps = given.label_smoothing
     for rows, block in given.blocks(diff=entropy):
         take_target(rows.z_BV, rows.y_B1)
         g_3B = g_3N[:, rows.places]
         if rows.temperature_B is not None:
             g_3B = g_3B / rows.temperature_B
         kept = Residuals(*(x[rows.places] for x in residuals))
-        dz_y_B = dlogits_(rows, g_3B, kept, block, entropy=entropy)
-        if eps:
-            uniform_B = g_3B[0] * (eps / given.vocab_size)
-            rows.z_BV.add_(uniform_B[:, None])
-            dz_y_B = dz_y_B + (uniform_B - eps * g_3B[0])
-        rows.z_BV.scatter_(1, rows.y_B1, dz_y_B[:, None])  # the spare column, if not its own
+        dz = coefficients(
+            g_3B,
+            kept,
+            entropy=entropy,
+            smoothing=given.label_smoothing,
+            vocab_size=given.vocab_size,
+        )
+        dlogits_(rows.z_BV, rows.y_B1, kept.lse, dz, block)
+        # The target's own, or into the spare column.
+        rows.z_BV.scatter_(1, rows.y_B1, dz.own[:, None])
         if not tokens.packed:
             rows.z_BV.masked_fill_(~tokens.valid[rows.places, None], 0.0)
         d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)

@@ -30,9 +30,10 @@ from xentlib.torch.head import with_whole_head
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import free_to_read, over_shards
 from xentlib.torch.softmax import (
-    Block,
+    Coefficients,
     Labelled,
     TokenStats,
+    dlogits_,
     rest_stats,
     take_target,
     token_stats,
@@ -132,8 +133,9 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput, Gradients, Tenso
             if any(needs):
                 # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
                 factor_B = walk.scaled(factor_N[rows.places], rows)
-                dz_y_B = dlogits_(z_BV, y_B1, stats, factor_B, block, labelled, loss, walk)
-                sums.block(rows, dz_y_B)
+                dz = coefficients(stats, factor_B, labelled, loss, walk.vocab_size)
+                dlogits_(z_BV, y_B1, stats.lse, dz, block, walk.own_weights)
+                sums.block(rows, dz.own)
         del block
         sums.add(chunk)  # 8. Gradient GEMMs
     gradients = sums.finish(exponent)
@@ -187,19 +189,11 @@ def token_loss(stats: TokenStats, labelled: Labelled, loss: Loss) -> tuple[Tenso
     return nll + z_term, z_term
 
 
-def dlogits_(
-    z_BV: Tensor,
-    y_B1: Tensor,
-    stats: TokenStats,
-    factor_B: Tensor,
-    block: Block,
-    labelled: Labelled,
-    loss: Loss,
-    walk: Walk,
-) -> Tensor:
-    """Step 6: logits with -inf in the target column become dz times the factor, 0 in that column;
-    the target's own dz is returned."""
-    eps, uniform = loss.label_smoothing, loss.label_smoothing / walk.vocab_size
+def coefficients(
+    stats: TokenStats, factor_B: Tensor, labelled: Labelled, loss: Loss, vocab_size: int
+) -> Coefficients:
+    """Step 6, per token: of dz times the factor."""
+    eps, uniform = loss.label_smoothing, loss.label_smoothing / vocab_size
     extra = torch.zeros_like(stats.lse)
     if loss.z_loss:
         extra = 2.0 * loss.z_loss * stats.lse
@@ -208,16 +202,13 @@ def dlogits_(
     if loss.class_weights is not None:
         slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
         left = uniform * (labelled.total - labelled.weight)
-    z_BV.sub_(stats.lse[:, None])
-    block.scaled_exp(z_BV, y_B1, (factor_B * slope)[:, None], z_BV)
-    if uniform:
-        if walk.own_weights is None:
-            z_BV.sub_((factor_B * uniform)[:, None])
-        else:
-            z_BV[:, : walk.local_size].addr_(factor_B, walk.own_weights, alpha=-uniform)
-        z_BV.scatter_(1, y_B1, 0.0)
-    # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without options.
-    return factor_B * (extra + left - slope * stats.p_rest)
+    return Coefficients(
+        alpha=factor_B * slope,
+        beta=None,
+        gamma=factor_B * uniform if uniform else None,
+        # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without options.
+        own=factor_B * (extra + left - slope * stats.p_rest),
+    )
 
 
 def nll_backward(

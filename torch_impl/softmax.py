@@ -12,10 +12,12 @@ from torch import Tensor
 
 __all__ = [
     "Block",
+    "Coefficients",
     "Labelled",
     "RestStats",
     "TokenStats",
     "below",
+    "dlogits_",
     "exp_difference",
     "rest_stats",
     "take_target",
@@ -62,6 +64,47 @@ class Block:
             torch.ops.aten._log_softmax_backward_data.out(g_BV, z_BV, 1, z_BV.dtype, out=out_BV)
             g_BV.scatter_(1, y_B1, 0.0)
         out_BV.scatter_(1, y_B1, 0.0)
+
+
+class Coefficients(NamedTuple):
+    """Of dz, per token: what a loss makes, and all that step 6 needs of it.
+
+    dz_v = p_v (alpha + beta (z_v - lse)) - gamma w_v for the rest, dz_y = own for the target.
+    """
+
+    alpha: Tensor
+    beta: Tensor | None  # of an entropy
+    gamma: Tensor | None  # of label smoothing
+    own: Tensor
+
+
+def dlogits_(
+    z_BV: Tensor,
+    y_B1: Tensor,
+    lse_B: Tensor,
+    of: Coefficients,
+    block: Block,
+    class_weights_V: Tensor | None = None,
+) -> None:
+    """Step 6: logits with -inf in the target column become dz, 0 in that column.
+
+    `class_weights_V` are w of the first columns, 1 without.
+    """
+    z_BV.sub_(lse_B[:, None])
+    if of.beta is None:
+        block.scaled_exp(z_BV, y_B1, of.alpha[:, None], z_BV)
+    else:
+        p_BV = block.diff_BV[: z_BV.shape[0]]
+        block.scaled_exp(z_BV, y_B1, 1.0, p_BV)
+        # The floor: p = 0 times a log p of -inf must be 0.
+        z_BV.clamp_(min=FLOOR).mul_(of.beta[:, None]).add_(of.alpha[:, None]).mul_(p_BV)
+    if of.gamma is None:
+        return
+    if class_weights_V is None:
+        z_BV.sub_(of.gamma[:, None])
+    else:
+        z_BV[:, : class_weights_V.shape[0]].addr_(of.gamma, class_weights_V, alpha=-1.0)
+    z_BV.scatter_(1, y_B1, 0.0)
 
 
 class RestStats(NamedTuple):
