@@ -1,5 +1,5 @@
-"""Settings of the gate (SPEC 5), made before a framework is loaded, the `backend` fixture, and the
-end of all that the suite has started."""
+"""Settings that the contract's rows are held under (D10), made before a framework is loaded, the
+`backend` fixture, and the end of all that the suite has started."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ M, N, V, H = 3, 10, 31, 8
     ],
 )
 def test_the_table_of_wrappers(said: dict[str, Any], scale: Fraction) -> None:
-    """SPEC 7: the factor on the token sum is this over T, exactly."""
+    """D8: the factor on the token sum is this over T, exactly."""
     assert reduction_of(**said).scale == scale
 
 
@@ -106,7 +106,7 @@ pytestmark = pytest.mark.torch
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of SPEC 7's table."""
+    """A row of the table of wrappers (D8)."""
 
     wrapper: str
     world: int = 2
@@ -389,7 +389,7 @@ def _has(name: str) -> bool:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_window_is_one_batch(found: Any, name: str) -> None:
-    """A12, SPEC 7: absolute gradients on every rank, and the logged loss is the one stepped on.
+    """A12, D8, M15: absolute gradients on every rank, and the logged loss is the one stepped on.
     Catches: means of means, local counts, a divisor or an engine's division that is overlooked."""
     cell = CELLS[name]
     if (name, 0) not in found:
@@ -421,7 +421,7 @@ def test_a_window_is_one_batch(found: Any, name: str) -> None:
 
 @pytest.mark.parametrize("row", FACTORS)
 def test_the_documented_factor_is_the_measured_one(found: Any, row: str) -> None:
-    """SPEC 7: what a wrapper delivers of sums that are left as they are, against their sum in one
+    """D8: what a wrapper delivers of sums that are left as they are, against their sum in one
     process; 1 over that is the factor, times 1 / T. docs/accumulation.md has it as a number."""
     name = FACTORS[row]
     if (name, "factor") not in found:
@@ -443,7 +443,7 @@ def test_the_documented_factor_is_the_measured_one(found: Any, row: str) -> None
 
 @pytest.mark.parametrize("name", [x for x in CELLS if CELLS[x].wrapper in ("DDP", "FSDP2")])
 def test_one_collective_a_window(found: Any, name: str) -> None:
-    """SPEC 7: the count; gradients are reduced once, in the last micro-batch."""
+    """D8: the count; gradients are reduced once, in the last micro-batch."""
     cell = CELLS[name]
     for (which, window), ranks in found.items():
         for *_, counts in ranks if which == name and window != "factor" else []:

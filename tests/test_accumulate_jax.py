@@ -98,7 +98,7 @@ def test_a_window_without_tokens(empty: str) -> None:
 
 
 def test_weights_are_counted_in_float32() -> None:
-    """And gradients have the parameters' dtypes."""
+    """M20: fractions are counted as they are; and gradients have the parameters' dtypes."""
     batch = data() | {"w": np.random.default_rng(3).random((M, N), np.float32)}
 
     def weighted(p: Any, b: Any) -> tuple[Any, Any]:
@@ -140,7 +140,7 @@ def mesh_of(kind: Any) -> Any:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma: bool) -> None:
-    """SPEC 7: tokens over devices, some of which have none; gradients are summed once, after the
+    """D8: tokens over devices, some of which have none; gradients are summed once, after the
     scan. Catches: a sum in each micro-batch, one too many, local counts."""
     mesh, batch = mesh_of(AxisType.Auto), data(valid=(16, 5, 3, 0))
 
@@ -225,7 +225,7 @@ def test_parameters_on_explicit_axes() -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_global_arrays(kind: Any) -> None:
-    """SPEC 7: nothing to say under jit on arrays that are spread."""
+    """D8: nothing to say under jit on arrays that are spread."""
     mesh, batch = mesh_of(kind), data()
     with jax.set_mesh(mesh):
         there = NamedSharding(mesh, P(None, "data"))
@@ -240,7 +240,7 @@ def test_global_arrays(kind: Any) -> None:
 
 
 def test_an_evaluation_is_one_batch() -> None:
-    """In a host loop, in a scan under jit, and on global arrays; one without a token is NaN."""
+    """M26: in a host loop, in a scan under jit, on global arrays; one without a token is NaN."""
     batch = data()
     want = np.asarray(of_one_batch(batch)[0])
 
@@ -368,7 +368,7 @@ def loop(tx: Any, state: Any, batch: Any, update: Any = None) -> tuple[Any, Any]
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_the_optimizer_sees_the_window_s_gradient(jitted: bool) -> None:
-    """A12; where MultiSteps takes the mean of means."""
+    """A12, M20; where MultiSteps takes the mean of means."""
     tx, batch = token_normalized(optax.sgd(1.0)), data()
     update = jax.jit(tx.update) if jitted else None
     updates, state = loop(tx, tx.init(params()), batch, update)
@@ -377,7 +377,7 @@ def test_the_optimizer_sees_the_window_s_gradient(jitted: bool) -> None:
 
 
 def test_the_inner_optimizer_runs_once_a_window() -> None:
-    """Adam's step count, moments and schedule are those of windows; clipping sees the mean."""
+    """M20: Adam's step count, moments and schedule are those of windows; clipping sees the mean."""
     inner = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(optax.linear_schedule(1, 0, 4)))
     tx, batch = token_normalized(inner), data()
     state = tx.init(params())
@@ -410,7 +410,7 @@ def test_a_window_without_tokens_is_skipped() -> None:
 
 @pytest.mark.parametrize("nonfinite", ["keep", "drop"])
 def test_a_nan_reaches_its_own_window_alone(nonfinite: str) -> None:
-    """Reset with zeros: 0 * NaN is NaN."""
+    """M20: reset with zeros, as 0 * NaN is NaN."""
     tx = token_normalized(optax.sgd(1.0), nonfinite=nonfinite)
     bad, good = data(), data(1)
     bad["x"][1] = np.nan
@@ -478,7 +478,7 @@ def test_low_precision_gradients_in_a_scan() -> None:
 
 
 def test_a_short_window_is_flushed() -> None:
-    """By an update of zeros."""
+    """M15: by an update of zeros."""
     tx, batch = token_normalized(optax.sgd(1.0)), data(valid=(16, 5, 0, 0))
     state = tx.init(params())
     for k in range(2):
@@ -490,7 +490,7 @@ def test_a_short_window_is_flushed() -> None:
 
 
 def test_in_a_chain_and_in_a_scan() -> None:
-    """Extra arguments pass through optax.chain; types that never change make it a carry."""
+    """M20: extra arguments pass through optax.chain; types that never change make it a carry."""
     tx = optax.chain(token_normalized(optax.sgd(1.0)), optax.scale(2.0))
     batch = data()
 
@@ -513,7 +513,7 @@ def test_in_a_chain_and_in_a_scan() -> None:
 
 
 def test_in_nnx_and_from_orbax(tmp_path: Any) -> None:
-    """`nnx.Optimizer` hands extra arguments on; the state is saved and restored by orbax."""
+    """M20: `nnx.Optimizer` hands extra arguments on; the state is saved and restored by orbax."""
     nnx = pytest.importorskip("flax.nnx")
     ocp = pytest.importorskip("orbax.checkpoint")
     model = nnx.Linear(H, V, use_bias=False, rngs=nnx.Rngs(0))

@@ -82,7 +82,7 @@ NAMES = ("hidden", "weight", "bias")
 
 
 def test_jit_grad_and_value_and_grad():
-    """A5, A6, A11, ANCHORS 4.19: each road to the gradients gives the same bits."""
+    """A5, A6, A11, M19: each road to the gradients gives the same bits."""
     leaves, p = arrays()
     loss = partial(scaled, p.upstream)
     want = jax.grad(loss, argnums=(0, 1, 2))(*leaves)
@@ -94,7 +94,7 @@ def test_jit_grad_and_value_and_grad():
 
 
 def test_vmap_is_a_loop():
-    """ANCHORS 4.19: a batch of problems with unequal valid tokens, head shared; A5 and A6."""
+    """M19: a batch of problems with unequal valid tokens, head shared; A5 and A6."""
     problems = [build(Case(f"b{i}", N, H, V, ignored=i / 3), i) for i in range(4)]
     assert len({int(p.valid.sum()) for p in problems}) == 4
     weight, bias = problems[0].weight, problems[0].bias
@@ -156,7 +156,7 @@ def micro_batches(remat: bool):
 
 @pytest.mark.parametrize("remat", [False, True], ids=["saved", "remat"])
 def test_scan_over_micro_batches(remat):
-    """A12, ANCHORS 4.15: accumulation equals one batch, differentiated through the scan."""
+    """A12, M15: accumulation equals one batch, differentiated through the scan."""
     got, p = micro_batches(remat)
     o = p.reference()
     found = []
@@ -172,7 +172,7 @@ def test_checkpointed_scan_keeps_the_bits():
 
 
 def test_forward_mode_raises():
-    """SPEC 3: what is not computed is refused; JAX says so for a custom_vjp."""
+    """D12: what is not computed is refused; JAX says so for a custom_vjp."""
     leaves, _ = arrays()
     hidden, *rest = leaves
     with pytest.raises(TypeError, match="forward-mode"):
@@ -180,7 +180,7 @@ def test_forward_mode_raises():
 
 
 def test_second_pull_is_the_same():
-    """ANCHORS 4.10: a vjp may be pulled again, with another cotangent in between."""
+    """M10: a vjp may be pulled again, with another cotangent in between."""
     leaves, p = arrays()
     value, pull = jax.vjp(lambda *x: nll(*x, leaves[3]).loss, *leaves[:3])
     upstream = jnp.asarray(p.upstream, value.dtype)
@@ -191,7 +191,7 @@ def test_second_pull_is_the_same():
 
 
 def test_only_the_loss_has_a_gradient():
-    """SPEC 3: per-token outputs, counts and the z-loss part are constants."""
+    """D6: per-token outputs, counts and the z-loss part are constants."""
     leaves, _ = arrays()
 
     def rest(hidden):
@@ -240,7 +240,7 @@ def test_exported_for_any_number_of_tokens(name):
 
 @pytest.mark.parametrize("bad", [-1, V, V + 5])
 def test_label_out_of_range_under_jit(bad):
-    """ANCHORS 4.11: NaN for that token and for what sums over it, nothing plausible; the other
+    """M11: NaN for that token and for what sums over it, nothing plausible; the other
     tokens keep their bits. Eager on CPU it raises."""
     leaves, p = arrays()
     labels = leaves[3].at[7].set(bad)
@@ -262,7 +262,7 @@ def test_label_out_of_range_under_jit(bad):
 
 @pytest.mark.parametrize("name", ["token_weights", "temperature", "logit_scale", "denominator"])
 def test_constants_are_not_differentiated(name):
-    """SPEC 3: a gradient that is not computed is refused, with the way out."""
+    """D12: a gradient that is not computed is refused, with the way out."""
     leaves, _ = arrays()
     shape = () if name in ("logit_scale", "denominator") else (N,)
 
@@ -276,7 +276,7 @@ def test_constants_are_not_differentiated(name):
 
 
 def test_float64_needs_64_bit_types():
-    """SPEC 3: JAX would narrow to float32 without a word; so it is refused."""
+    """D12: JAX would narrow to float32 without a word; so it is refused."""
     leaves, p = arrays()
     with pytest.raises(ValueError, match=r"64-bit types.*jax\.enable_x64\(True\)"):
         nll(*leaves, compute_dtype="float64")
@@ -288,7 +288,7 @@ def test_float64_needs_64_bit_types():
 
 
 def test_numpy_inputs():
-    """SPEC 3: NumPy arrays come in as they are, same bits; they are not written to."""
+    """D6: NumPy arrays come in as they are, same bits; they are not written to."""
     leaves, p = arrays()
     own = [p.hidden, p.weight, p.bias, p.labels]
     before = [x.copy() for x in own]
@@ -301,7 +301,7 @@ def test_numpy_inputs():
 
 
 def test_donated_buffers():
-    """SPEC 3: donating hidden and weight to the step changes no bit of what it returns."""
+    """D6: donating hidden and weight to the step changes no bit of what it returns."""
     leaves, p = arrays()
     step = jax.grad(partial(scaled, p.upstream), argnums=(0, 1))
     want = jax.jit(step)(*leaves)
@@ -311,7 +311,7 @@ def test_donated_buffers():
 
 
 def test_leading_dimensions_are_free():
-    """SPEC 3: `[..., H]`; the same bits as the flat call."""
+    """D6: `[..., H]`; the same bits as the flat call."""
     (hidden, weight, bias, labels), _ = arrays(Case("leading", 60, H, V))
     flat = nll(hidden, weight, bias, labels, outputs=OUTPUTS)
     deep = nll(hidden.reshape(3, 4, 5, H), weight, bias, labels.reshape(3, 4, 5), outputs=OUTPUTS)
@@ -364,7 +364,7 @@ def largest_buffer(text: str) -> int:
     "options", [{}, {"label_smoothing": 0.1, "softcap": 5.0, "outputs": OUTPUTS}], ids=str
 )
 def test_memory_is_the_formula(options):
-    """ANCHORS 4.16: no [N, V] buffer in the program; temporaries within the plan's terms."""
+    """M16: no [N, V] buffer in the program; temporaries within the plan's terms."""
     tokens, width, vocab = BIG.values()
     program = compiled((0, 1, 2), **options)
     assert largest_buffer(program.as_text()) < tokens * vocab / 4
@@ -399,7 +399,7 @@ NEEDS = {
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_frozen_parts_cost_nothing(name):
-    """ANCHORS 4.18, SPEC 8: three GEMMs, two with one side frozen, one for the loss.
+    """M18, D5: three GEMMs, two with one side frozen, one for the loss.
 
     Counted in the optimised program, under both names that XLA has for one on CPU.
     """
@@ -409,7 +409,7 @@ def test_frozen_parts_cost_nothing(name):
 
 
 def test_gradients_of_frozen_calls():
-    """ANCHORS 4.18: what is not wanted changes nothing of what is: hidden and weight to the bit.
+    """M18: what is not wanted changes nothing of what is: hidden and weight to the bit.
 
     XLA may fuse the sum of d bias another way in another program, so that one is held to A6.
     """
@@ -425,7 +425,7 @@ def test_gradients_of_frozen_calls():
 
 
 def test_chunks_without_a_valid_token_cost_nothing():
-    """ANCHORS 3.9: valid tokens are packed to the front and their number bounds the loop.
+    """D5: valid tokens are packed to the front and their number bounds the loop.
 
     The trip count is read by running the program with every loop interpreted in Python.
     """
@@ -455,7 +455,7 @@ def test_chunks_without_a_valid_token_cost_nothing():
 
 
 def test_the_loop_of_the_program_is_bounded_by_a_value():
-    """ANCHORS 3.9: a `while` whose bound is data, not a constant of the trace."""
+    """D5: a `while` whose bound is data, not a constant of the trace."""
     text = str(jax.make_jaxpr(partial(nll, max_chunk_bytes=BUDGET))(*arrays()[0]))
     assert "while[" in text
     assert "scan[" not in text
@@ -463,7 +463,7 @@ def test_the_loop_of_the_program_is_bounded_by_a_value():
 
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
 def test_invalid_rows_reach_nothing(poison):
-    """A0, ANCHORS 4.4: inf and NaN in rows that are not valid; +0 gradient, other bits the same."""
+    """A0, M4: inf and NaN in rows that are not valid; +0 gradient, other bits the same."""
     leaves, p = arrays()
     hidden = jnp.where(jnp.asarray(p.valid)[:, None], leaves[0], jnp.float32(poison))
     loss = partial(scaled, p.upstream)

@@ -99,7 +99,7 @@ def quiet(name: str):
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiler", [quiet(name) for name in COMPILERS])
 def test_compiled_is_eager_to_the_bit(compiler):
-    """A11, SPEC 3: fullgraph, forward and backward; the operator is opaque to the compiler."""
+    """A11, D6: fullgraph, forward and backward; the operator is opaque to the compiler."""
     leaves, p = tensors()
 
     def step(hidden, weight, bias, labels, **options):
@@ -125,7 +125,7 @@ def test_compiled_is_eager_to_the_bit(compiler):
     ids=["automatic", "dynamic"],
 )
 def test_compiled_with_dynamic_shapes(dynamic):
-    """SPEC 3, ANCHORS 4.17: two graphs for any number of tokens, same bits as eager."""
+    """D6, M17: two graphs for any number of tokens, same bits as eager."""
     graphs = []
 
     def counting(graph, inputs):
@@ -151,7 +151,7 @@ def test_compiled_with_dynamic_shapes(dynamic):
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_compiled_raises_for_a_label_out_of_range():
-    """SPEC 2, ANCHORS 4.11: values can be read on CPU, under a compiler too."""
+    """D3, M11: values can be read on CPU, under a compiler too."""
     leaves, _ = tensors()
     leaves["labels"][5] = 157
     compiled = torch.compile(chunked_nll, fullgraph=True, backend="aot_eager")
@@ -162,7 +162,7 @@ def test_compiled_raises_for_a_label_out_of_range():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (False,) * 3], ids=str)
 def test_opcheck(needs):
-    """SPEC 3: schema, fake kernel and autograd registration of the custom operator."""
+    """D6: schema, fake kernel and autograd registration of the custom operator."""
     leaves, _ = tensors(Case("opcheck", 9, 5, 13))
     for name, need in zip(("hidden", "weight", "bias"), needs):
         leaves[name] = leaves[name].detach().requires_grad_(need)
@@ -189,7 +189,7 @@ def test_opcheck(needs):
 
 
 def test_autocast_with_float32_master_weights():
-    """ANCHORS 4.18, A7: bf16 operands, fp32 logits and accumulators, fp32 gradients."""
+    """M18, A7: bf16 operands, fp32 logits and accumulators, fp32 gradients."""
     leaves, p = tensors()
     with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         out = chunked_nll(**leaves, **CHUNKED)
@@ -210,7 +210,7 @@ def test_autocast_with_float32_master_weights():
 
 @pytest.mark.parametrize("tokens", [40])
 def test_grad_scaler_keeps_tiny_gradients(tokens):
-    """ANCHORS 4.14, 4.18: 1 / N is subnormal in fp16 for N >= 65536; the gradients survive."""
+    """M14, M18: 1 / N is subnormal in fp16 for N >= 65536; the gradients survive."""
     denominator = 131072.0
     case = Case("fp16", tokens, 16, 61, dtype="float16", options={"denominator": denominator})
     leaves, p = tensors(case)
@@ -258,7 +258,7 @@ def test_activation_checkpointing(reentrant):
 
 
 def test_second_backward_is_right_or_loud():
-    """ANCHORS 4.10: with retain_graph the same bits three times; without it, an error."""
+    """M10: with retain_graph the same bits three times; without it, an error."""
     leaves, p = tensors()
     wanted = [x for x in leaves.values() if x.requires_grad]
     upstream = torch.tensor(p.upstream)
@@ -272,7 +272,7 @@ def test_second_backward_is_right_or_loud():
 
 
 def test_second_backward_with_another_upstream():
-    """ANCHORS 4.1: the accumulators are not what the first upstream gradient left of them."""
+    """M1: the accumulators are not what the first upstream gradient left of them."""
     leaves, p = tensors()
     wanted = [x for x in leaves.values() if x.requires_grad]
     loss = chunked_nll(**leaves, **CHUNKED).loss
@@ -282,7 +282,7 @@ def test_second_backward_with_another_upstream():
 
 
 def test_double_backward_raises():
-    """SPEC 3: create_graph is refused by name, before anything is scaled in place."""
+    """D12: create_graph is refused by name, before anything is scaled in place."""
     leaves, p = tensors()
     loss = chunked_nll(**leaves).loss
     with pytest.raises(RuntimeError, match="`chunked_nll` must be differentiated once"):
@@ -290,7 +290,7 @@ def test_double_backward_raises():
 
 
 def test_the_loss_may_be_scaled_in_place():
-    """ANCHORS 4.10 (unsloth#3769): `loss *= k` on the output."""
+    """M10 (unsloth#3769): `loss *= k` on the output."""
     leaves, p = tensors()
     wanted = [x for x in leaves.values() if x.requires_grad]
     loss = chunked_nll(**leaves, **CHUNKED).loss
@@ -300,7 +300,7 @@ def test_the_loss_may_be_scaled_in_place():
 
 
 def test_inputs_are_not_written_to():
-    """ANCHORS 4.10 (SkyRL#1650): neither the values nor the version counters move."""
+    """M10 (SkyRL#1650): neither the values nor the version counters move."""
     leaves, p = tensors()
     extras = {
         "where": torch.rand(61) < 0.9,
@@ -317,7 +317,7 @@ def test_inputs_are_not_written_to():
 
 @pytest.mark.parametrize("name", ["token_weights", "temperature", "logit_scale", "denominator"])
 def test_constants_are_not_differentiated(name):
-    """SPEC 3: a gradient that is not computed is refused, not dropped; without grad it is none."""
+    """D12: a gradient that is not computed is refused, not dropped; without grad it is none."""
     leaves, _ = tensors()
     value = torch.ones(() if name in ("logit_scale", "denominator") else 61, requires_grad=True)
     with pytest.raises(ValueError, match=rf"`{name}` must be a constant.*`{name}.detach\(\)`"):
@@ -327,7 +327,7 @@ def test_constants_are_not_differentiated(name):
 
 
 def test_only_the_loss_has_a_gradient():
-    """SPEC 3: per-token outputs and counts come without one, and say so."""
+    """D6: per-token outputs and counts come without one, and say so."""
     leaves, _ = tensors()
     out = chunked_nll(**leaves, outputs=OUTPUTS)
     differentiable = [k for k, v in out._asdict().items() if v is not None and v.requires_grad]
@@ -381,7 +381,7 @@ def count_gemms(leaves: dict, upstream: float) -> tuple[int, list]:
 
 @pytest.mark.parametrize("name", NEEDS)
 def test_frozen_parts_cost_nothing(name):
-    """ANCHORS 4.18, SPEC 8: three GEMMs, two with one side frozen, one for the loss; same bits."""
+    """M18, D5: three GEMMs, two with one side frozen, one for the loss; same bits."""
     wanted, expected = NEEDS[name]
     leaves, p = tensors()
     full = dict(zip(("loss", "hidden", "weight", "bias"), count_gemms(leaves, p.upstream)[1]))
@@ -394,7 +394,7 @@ def test_frozen_parts_cost_nothing(name):
 
 
 def test_no_grad_costs_one_gemm():
-    """SPEC 3: a call that needs no gradient runs one."""
+    """D5: a call that needs no gradient runs one."""
     leaves, _ = tensors()
     with torch.no_grad(), Gemms() as seen:
         out = chunked_nll(**leaves)
@@ -424,7 +424,7 @@ def offset(x):
 @pytest.mark.parametrize("view", [transposed, strided, offset], ids=lambda view: view.__name__)
 @pytest.mark.parametrize("name", ["hidden", "weight"])
 def test_any_strides(name, view):
-    """ANCHORS 4.17: non-contiguous and transposed inputs; gradients held to A5 and A6."""
+    """M17: non-contiguous and transposed inputs; gradients held to A5 and A6."""
     leaves, p = tensors()
     leaves[name] = view(leaves[name].detach()).requires_grad_()
     assert view is offset or not leaves[name].is_contiguous()
@@ -433,7 +433,7 @@ def test_any_strides(name, view):
 
 
 def test_expanded_inputs():
-    """ANCHORS 4.17: one row of hidden, labels and temperature for every token, strides 0."""
+    """M17: one row of hidden, labels and temperature for every token, strides 0."""
     leaves, p = tensors(Case("expanded", 1, 24, 157, ignored=0.0))
     rows = p.changed(hidden=np.repeat(p.hidden, 19, 0), labels=np.repeat(p.labels, 19))
     leaves["hidden"] = leaves["hidden"].detach().expand(19, 24).requires_grad_()
@@ -445,7 +445,7 @@ def test_expanded_inputs():
 
 
 def test_gradient_through_an_expanded_parent():
-    """ANCHORS 4.17: the gradient of one expanded row is the sum over the tokens."""
+    """M17: the gradient of one expanded row is the sum over the tokens."""
     leaves, p = tensors(Case("parent", 1, 24, 157, ignored=0.0))
     parent = leaves["hidden"].detach().requires_grad_()
     out = chunked_nll(parent.expand(8, 24), leaves["weight"], leaves["labels"].expand(8))
@@ -458,7 +458,7 @@ def test_gradient_through_an_expanded_parent():
 
 
 def test_leading_dimensions_are_free():
-    """SPEC 3: `[..., H]`; the same bits as the flat call, shapes of the caller's."""
+    """D6: `[..., H]`; the same bits as the flat call, shapes of the caller's."""
     leaves, p = tensors(Case("leading", 60, 24, 157))
     want = gradients(leaves, p.upstream)
     deep = dict(leaves)
@@ -559,7 +559,7 @@ def test_precision_is_left_alone_where_it_does_not_matter(monkeypatch):
 
 
 def test_hidden_float32_with_weight_bfloat16():
-    """ANCHORS 4.18: the wider dtype computes; each gradient comes in its input's dtype."""
+    """M18: the wider dtype computes; each gradient comes in its input's dtype."""
     leaves, p = tensors()
     leaves["weight"] = leaves["weight"].detach().bfloat16().requires_grad_()
     p = p.changed(weight=numpy_of(leaves["weight"].float()))
@@ -610,7 +610,7 @@ def allocations(function) -> tuple[int, int]:
 @pytest.mark.cpu
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "outputs": OUTPUTS}], ids=str)
 def test_memory_is_the_formula(options):
-    """ANCHORS 4.16: no [N, V] buffer; peak within 5 % of the plan's terms."""
+    """M16: no [N, V] buffer; peak within 5 % of the plan's terms."""
     tokens, width, vocab = 4096, 64, 2048
     leaves, p = tensors(Case("memory", tokens, width, vocab, ignored=0.0, bias=False))
     budget = 256 * vocab * 4

@@ -1,7 +1,7 @@
 """`xentlib bench` times what it says it times. Nothing here looks at how long anything took.
 
 No contract rows: contestants are other people's code. What bounds their distance from float64 is
-what the plain framework code loses there, in the same dtype (ANCHORS 3.12).
+what the plain framework code loses there, in the same dtype (D11).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def counted(rank: int, world: int) -> list[tuple[dict[str, int], dict[str, int]]
 
 
 def test_regressed_copies_are_off_the_budget() -> None:
-    """A15, SPEC 6: a gather in each chunk, a missing reduction, a second one, a count that depends
+    """A15, D7: a gather in each chunk, a missing reduction, a second one, a count that depends
     on the rank."""
     ranks = launch(2, counted, seconds=120)
     for k, loss_of in enumerate((ours, *REGRESSED)):
@@ -100,7 +100,7 @@ def entered_by(rank: int, world: int, all_ranks: bool, folder: Path) -> int:
 
 
 def test_a_gather_that_only_some_ranks_enter_hangs(tmp_path: Path) -> None:
-    """TRL#6696, and that we would notice: every rank enters, with tokens or without."""
+    """M5 (TRL#6696), and that we would notice: every rank enters, with tokens or without."""
     assert launch(2, entered_by, True, tmp_path, seconds=60) == [0, 1]
     for mark in tmp_path.iterdir():
         mark.unlink()

@@ -319,7 +319,7 @@ def refusal(backend: str, bad: Bad) -> str:
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
 def test_bad_input_is_refused(backend, bad):
-    """STYLE 4, ANCHORS 4.11: argument, expectation, what came, way out; nothing is guessed."""
+    """D12, M11: argument, expectation, what came, way out; nothing is guessed."""
     text = refusal(backend, bad)
     if bad.message.endswith(" be "):
         assert text.startswith(bad.message)
@@ -333,7 +333,7 @@ def test_bad_input_is_refused(backend, bad):
 @pytest.mark.jax
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
 def test_both_backends_say_the_same(bad):
-    """STYLE (keras): validation that is pasted per backend drifts; this one is asked once."""
+    """D2, M27: validation that is pasted per backend drifts; this one is asked once."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     assert refusal("torch", bad) == refusal("jax", bad)
@@ -396,7 +396,7 @@ def device_refusal(backend: str, name: str) -> str:
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_devices_must_agree(backend, name):
-    """STYLE 4: an array elsewhere is refused by name, never moved without a word."""
+    """D12: an array elsewhere is refused by name, never moved without a word."""
     assert device_refusal(backend, name) == (
         f"`{name}` must be on the device of `hidden` (HERE); got THERE. "
         f"Move one of them before the call."
@@ -405,7 +405,7 @@ def test_devices_must_agree(backend, name):
 
 @pytest.mark.torch
 def test_double_backward_raises_in_torch():
-    """SPEC 3: double backward raises."""
+    """D12: double backward raises."""
     torch = pytest.importorskip("torch")
     from xentlib.torch import chunked_nll
 
@@ -417,7 +417,7 @@ def test_double_backward_raises_in_torch():
 
 @pytest.mark.jax
 def test_double_backward_raises_in_jax():
-    """SPEC 3: double backward raises; it is never a silent zero."""
+    """D12: double backward raises; it is never a silent zero."""
     jax = pytest.importorskip("jax")
     from xentlib.jax import chunked_nll
 
@@ -439,7 +439,7 @@ def test_double_backward_raises_in_jax():
 @pytest.mark.torch
 @pytest.mark.jax
 def test_both_backends_show_the_same_names():
-    """SPEC 1: `__all__`, signatures and docstrings are equal."""
+    """D2: `__all__`, signatures and docstrings are equal."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     import xentlib.jax
@@ -488,7 +488,7 @@ DEFINITIONS = {
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_signature_and_docstring_are_the_definition_s(backend, name):
-    """STYLE 2: written once, in the spec."""
+    """D2: written once, in the spec."""
     package = __import__(f"xentlib.{backend}", fromlist=["_"])
     definition = DEFINITIONS[name]
     function = getattr(package, name)
@@ -502,7 +502,7 @@ def test_signature_and_docstring_are_the_definition_s(backend, name):
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_the_definition_does_not_compute(name):
-    """SPEC 1: no dispatch layer; users name their backend."""
+    """D2: no dispatch layer; users name their backend."""
     definition = DEFINITIONS[name]
     positional = [p for p in inspect.signature(definition).parameters.values() if p.kind == 1]
     with pytest.raises(NotImplementedError, match=rf"xentlib\.torch\.{name}"):
@@ -521,7 +521,7 @@ def test_the_definition_does_not_compute(name):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_an_import_loads(package, absent):
-    """SPEC 1: `import xentlib` loads neither framework, a backend never the other one."""
+    """D2: `import xentlib` loads neither framework, a backend never the other one."""
     if package in ("xentlib.torch", "xentlib.jax"):
         pytest.importorskip(package.removeprefix("xentlib."))
     code = f"import sys, {package}; print([m for m in {absent} if m in sys.modules])"

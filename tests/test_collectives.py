@@ -162,7 +162,7 @@ def uneven(rank: int, world: int, folder: Path) -> int:
 
 
 def test_a_collective_that_one_rank_does_not_enter_is_seen(tmp_path: Path) -> None:
-    """ANCHORS 4.6: our own tests must not wait for ever."""
+    """M5: our own tests must not wait for ever."""
     with pytest.raises(Hang, match="0 of 2 ranks came back in 12 s"):
         launch(2, uneven, tmp_path, seconds=12)
     assert len(list(tmp_path.iterdir())) == 2  # both were there

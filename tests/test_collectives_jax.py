@@ -80,7 +80,7 @@ def x():
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_programs(name, x):
-    """SPEC 6: kind, bytes and loop of each; a program run twice counts once. Catches: operand bytes
+    """D7: kind, bytes and loop of each; a program run twice counts once. Catches: operand bytes
     for an all-gather, result bytes for a reduce-scatter, one operand of several."""
     body, want = KNOWN[name]
     step = spread(body)

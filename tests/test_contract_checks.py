@@ -31,7 +31,7 @@ LOOSE = ["a" + "tol", "r" + "tol", "all" + "close", "assert_" + "close", "app" +
 def values(dtype: str, count: int = 2000) -> np.ndarray:
     """Numbers of `dtype` over its whole range, powers of two among them.
 
-    Subnormals only in float16: the gate flushes denormals (SPEC 5), in NumPy's thread too.
+    Subnormals only in float16: the contract's settings flush denormals (D10), NumPy's thread too.
     """
     rng = np.random.default_rng(7)
     kind = {8: np.uint64, 4: np.uint32, 2: np.uint16}[dtype_named(dtype).itemsize]
@@ -47,7 +47,7 @@ def values(dtype: str, count: int = 2000) -> np.ndarray:
 
 
 def test_no_tolerance_without_a_row():
-    """STYLE 6: no bare tolerance under tests/; a test cites a contract row."""
+    """D10: no bare tolerance under tests/; a test cites a contract row."""
     pattern = re.compile(r"\b\w*(" + "|".join(LOOSE) + r")\b")
     found = [
         f"{path.name}:{number}: {line.strip()}"

@@ -233,7 +233,7 @@ def found() -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("name", HELD)
 def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
-    """A12, SPEC 6 (TRL: relative error 1.0): all gradients, on every rank, the mean over ranks
+    """A12, D7, M24 (TRL: relative error 1.0): all gradients, on every rank, the mean over ranks
     included. Catches: a gradient that is never reduced, reduced twice, or not divided."""
     expected = gradients_of_one_process(SETUPS[name])
     for grads, _ in found[name]:
@@ -248,7 +248,7 @@ def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", EXACT)
 def test_head_gradients_have_the_bits_of_each_rank_alone(found: Any, name: str) -> None:
-    """A12, A1, SPEC 6: the mean over ranks of what each computes, where the reduction is exact: of
+    """A12, A1, D7: the mean over ranks of what each computes, where the reduction is exact: of
     two numbers, in float64, in float32 for what is bf16."""
     setup = SETUPS[name]
     dtype = torch.bfloat16 if setup.policy == "bf16" else torch.float32
@@ -261,7 +261,7 @@ def test_head_gradients_have_the_bits_of_each_rank_alone(found: Any, name: str) 
 
 @pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.budget])
 def test_the_head_is_gathered_once(found: Any, name: str) -> None:
-    """A15, SPEC 6, ANCHORS 4.5, 4.6: whatever the chunks and the valid tokens, on every rank.
+    """A15, D7, M5, M6: whatever the chunks and the valid tokens, on every rank.
     Catches: a gather in each chunk (+49.7 % a step in TRL), one that a backward has no use for."""
     for _, budget in found[name]:
         assert budget == SETUPS[name].budget
@@ -288,7 +288,7 @@ def defect(rank: int, world: int) -> float:
 
 
 def test_the_comparison_sees_a_gradient_that_is_not_reduced() -> None:
-    """SPEC 6: the trap that TRL 1.16 falls into is far outside what the test above allows."""
+    """M24: the trap that TRL 1.16 falls into is far outside what the test above allows."""
     for error in launch(2, defect):
         assert error > 0.1
 
@@ -333,7 +333,7 @@ def others(rank: int, world: int) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ddp_and_fsdp1(world: int) -> None:
-    """A12, SPEC 6: DDP's hooks are on the parameters, FSDP1's on the module."""
+    """A12, D7: DDP's hooks are on the parameters, FSDP1's on the module."""
     for rank in launch(world, others):
         for name, setup in REPLICATED.items():
             expected = gradients_of_one_process(setup)

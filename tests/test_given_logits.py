@@ -281,7 +281,7 @@ def test_a_gradient_that_is_subnormal_in_fp16(backend: str) -> None:
 
 
 def test_a_poisoned_row_reaches_nothing(backend: str) -> None:
-    """A0, ANCHORS 4.4: inf and NaN in logits, temperatures and upstream gradients of tokens that
+    """A0, M4: inf and NaN in logits, temperatures and upstream gradients of tokens that
     are not valid. Catches: a mask that multiplies."""
     call = make(temperature=True, ignored=0.3)
     gone = ~call.valid
@@ -338,7 +338,7 @@ def test_float64_is_the_same_in_both() -> None:
 
 @pytest.mark.torch
 def test_torch_second_backward_is_right_and_double_backward_loud() -> None:
-    """ANCHORS 4.10."""
+    """M10."""
     torch = pytest.importorskip("torch")
     call = make(ignored=0.0)
     x = torch.tensor(call.logits, requires_grad=True)
@@ -353,7 +353,7 @@ def test_torch_second_backward_is_right_and_double_backward_loud() -> None:
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_torch_compiles_into_one_graph() -> None:
-    """SPEC 3: `torch.compile(fullgraph=True)`, the same bits; also of a transposed view."""
+    """D6: `torch.compile(fullgraph=True)`, the same bits; also of a transposed view."""
     torch = pytest.importorskip("torch")
     call = make(temperature=True)
     y, t = torch.tensor(call.labels), torch.tensor(call.options["temperature"])
@@ -372,7 +372,7 @@ def test_torch_compiles_into_one_graph() -> None:
 
 @pytest.mark.torch
 def test_torch_operators_pass_opcheck() -> None:
-    """SPEC 3: schema, registration of the gradient, fake kernels."""
+    """D6: schema, registration of the gradient, fake kernels."""
     torch = pytest.importorskip("torch")
     from xentlib.torch import logprobs
     from xentlib.torch.call import bind_logits
@@ -393,7 +393,7 @@ def test_torch_operators_pass_opcheck() -> None:
 
 @pytest.mark.jax
 def test_jax_transformations() -> None:
-    """SPEC 3: jit and remat have the eager bits, vmap holds the same rows; a second derivative
+    """D6: jit and remat have the eager bits, vmap holds the same rows; a second derivative
     raises."""
     jax = pytest.importorskip("jax")
     jnp = jax.numpy

@@ -68,7 +68,7 @@ SHAPES = ((4, 128, 32003), (4096, 8192), (6000, 512))
 def test_peak_is_the_formula_of_the_plan(
     backend: str, shape: tuple[int, ...], dtype: str, gradient: bool
 ) -> None:
-    """SPEC 8, ANCHORS 4.16: whatever the budget. Both ways: more is a leak, less a formula that
+    """D5, M16: whatever the budget. Both ways: more is a leak, less a formula that
     nobody needs to believe."""
     peak = {"torch": of_torch, "jax": of_jax}[backend]
     for entropy, budget in ((False, None), (True, None), (True, 1 << 20)):
@@ -107,7 +107,7 @@ def chunked_with_one_hot(tokens_a_chunk: int) -> Any:
 
 @pytest.mark.torch
 def test_no_one_hot_rows() -> None:
-    """SkyRL#1650, ANCHORS 4.16: an int64 [N, V] is 8 bytes a logit, 65 GB there. The formula holds
+    """SkyRL#1650, M16: an int64 [N, V] is 8 bytes a logit, 65 GB there. The formula holds
     for ours, and fails for the backward that makes one."""
     pytest.importorskip("torch")
     shape = (4, 128, 16000)
@@ -171,7 +171,7 @@ def entropy_in_place() -> Any:
 
 @pytest.mark.torch
 def test_saved_tensors_are_not_written_to() -> None:
-    """SkyRL#1650, ANCHORS 4.10: log-probabilities, entropy and an operator that saved the same
+    """SkyRL#1650, M10: log-probabilities, entropy and an operator that saved the same
     logits in one step. Catches: `sub_` on a saved tensor, put back or not."""
     torch = pytest.importorskip("torch")
     call = make()

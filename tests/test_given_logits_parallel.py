@@ -124,7 +124,7 @@ def on_each_rank() -> list[list[list[dict[str, Any]]]]:
 @pytest.mark.torch
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_ranks_give_the_dense_answer(on_each_rank: Any, layout: Layout) -> None:
-    """A13, ANCHORS 4.8, 4.9: every rank has the values' bits, and the gradient of its own columns.
+    """A13, M8, M9: every rank has the values' bits, and the gradient of its own columns.
     Catches: equal offsets, padding in the softmax, a shard that does not own losing gradient."""
     ranks = [found[LAYOUTS.index(layout)] for found in on_each_rank[: len(layout)]]
     ways = len(ranks[0]) // len(CASES)
@@ -225,7 +225,7 @@ SAID = (
 
 @pytest.mark.torch
 def test_what_ranks_refuse() -> None:
-    """ANCHORS 4.9, 4.11: full logits as a shard give + log P elsewhere; a label of V would match a
+    """M9, M11: full logits as a shard give + log P elsewhere; a label of V would match a
     padded column. Every rank refuses, so none waits for another."""
     pytest.importorskip("torch")
     for said in launch(2, refused):
@@ -235,7 +235,7 @@ def test_what_ranks_refuse() -> None:
 
 @pytest.mark.parametrize("logits", [(4, 10), (4, 0)])
 def test_what_needs_no_ranks_to_be_refused(backend: str, logits: tuple[int, int]) -> None:
-    """SPEC 2: a shard without its group; no columns at all; a label outside the vocabulary."""
+    """D12, M9, M11: a shard without its group; no columns; a label outside the vocabulary."""
     call = Call(np.zeros(logits, np.float32), np.full(4, 10, np.int32), np.zeros((3, 4)))
     with pytest.raises(ValueError, match=r"`shard` must come with `vocab_parallel`; got VocabSh"):
         RUN[backend](call, shard=VocabShard(0, 10, 20))
@@ -281,7 +281,7 @@ SPREAD += [("options", *way) for way in WAYS]
 @pytest.mark.jax
 @pytest.mark.parametrize(("case", "devices", "check_vma"), SPREAD)
 def test_devices_give_the_dense_answer(case: str, devices: int, check_vma: bool) -> None:
-    """A13, ANCHORS 4.19: the gradient from outside `shard_map`, with padding where V does not
+    """A13, M19: the gradient from outside `shard_map`, with padding where V does not
     divide. Catches: an upstream gradient that counts once a device, or a part of one."""
     pytest.importorskip("jax")
     call = make(**CASES[case])
@@ -298,7 +298,7 @@ def test_devices_give_the_dense_answer(case: str, devices: int, check_vma: bool)
 @pytest.mark.jax
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_shard_made_from_the_axis_index(check_vma: bool) -> None:
-    """A13, ANCHORS 4.9: padding on each device, not behind the last."""
+    """A13, M9: padding on each device, not behind the last."""
     pytest.importorskip("jax")
     call = make(columns=10)
     logits, classes = laid_out(call.logits, ((5, 3), (5, 3)))
@@ -312,7 +312,7 @@ def test_a_shard_made_from_the_axis_index(check_vma: bool) -> None:
 
 @pytest.mark.jax
 def test_two_readings_of_the_same_logits() -> None:
-    """A5, ANCHORS 4.5: labels over a second axis, whose devices share the logits. Catches: a
+    """A5, M5: labels over a second axis, whose devices share the logits. Catches: a
     gradient of one reading alone."""
     jax = pytest.importorskip("jax")
     from jax.sharding import PartitionSpec as P
@@ -348,7 +348,7 @@ COLLECTIVE = r"= (\S+|\(.*?\)) (all-reduce|all-gather|reduce-scatter|all-to-all|
 @pytest.mark.jax
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_collectives_over_an_axis(chunks: int) -> None:
-    """SPEC 6, ANCHORS 4.6, 4.19: value and gradient take two all-reduces of per-token numbers,
+    """D7, M6, M19: value and gradient take two all-reduces of per-token numbers,
     whatever the number of chunks. Catches: an all-gather of logits, a sum in the backward."""
     jax = pytest.importorskip("jax")
     from xentlib.jax import vocab_parallel_logprobs
@@ -375,7 +375,7 @@ def test_collectives_over_an_axis(chunks: int) -> None:
 @pytest.mark.jax
 @pytest.mark.parametrize("padded", [False, True])
 def test_what_an_axis_refuses(padded: bool) -> None:
-    """ANCHORS 4.9 (Megatron#7452): the whole vocabulary on each device; an axis that is none."""
+    """M9 (Megatron#7452): the whole vocabulary on each device; an axis that is none."""
     pytest.importorskip("jax")
     from jax.sharding import PartitionSpec
 
@@ -405,7 +405,7 @@ def test_what_an_axis_refuses(padded: bool) -> None:
 @pytest.mark.jax
 @pytest.mark.parametrize("label", [-1, 10, 15])
 def test_a_label_in_padding_never_looks_plausible(label: int) -> None:
-    """ANCHORS 4.9 (ml-cross-entropy#59), 4.11: where values cannot be read a label that is no class
+    """M9 (ml-cross-entropy#59), M11: where values cannot be read a label that is no class
     makes its token NaN, and no other; also one that would hit a padded column."""
     pytest.importorskip("jax")
     call = make(columns=10, ignored=0.0)

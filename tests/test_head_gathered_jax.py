@@ -107,7 +107,7 @@ def left(kind: str, name: str, jit: bool = True) -> tuple[Any, Any, list]:
 @KINDS
 @pytest.mark.parametrize("name", LEFT)
 def test_the_compiler_never_sums_logits(kind, name):
-    """A2, A5, A6, SPEC 6: one gather of the head, outside of the loop; in it nothing of [64, V]."""
+    """A2, A5, A6, D7: one gather of the head, outside of the loop; in it nothing of [64, V]."""
     p, got, sent = left(kind, name)
     hold(p, kind, {name: whole(x) for name, x in got.items() if x is not None})
     assert looped_entries(sent) < 64 * V // 2

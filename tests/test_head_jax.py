@@ -167,7 +167,7 @@ def test_the_budget_holds_whatever_is_valid(kind, chunks, valid):
 
 @KINDS
 def test_no_logits_of_all_tokens(kind):
-    """SPEC 6, ANCHORS 4.16: in the program no [N, V] on a device, no collective of [chunk, V]."""
+    """D7, M16: in the program no [N, V] on a device, no collective of [chunk, V]."""
     tokens, width, vocab, chunk = 4096, 24, 2048, 128
     mesh = mesh_of(**ONE)
 
@@ -192,7 +192,7 @@ def test_no_logits_of_all_tokens(kind):
 
 
 def test_leading_dimensions():
-    """SPEC 3: [B, L, H], each dimension over an axis of its own, and what is per token with it."""
+    """D6: [B, L, H], each dimension over an axis of its own, and what is per token with it."""
     p = build(OPTIONS, 7)
     mesh, shape = mesh_of(data=2, seq=2), (10, 22)
     spec = P("data", "seq")
@@ -232,7 +232,7 @@ ROADS = ("remat", "scan", "eager", "vmap", "inside")
 
 @pytest.mark.parametrize("road", ROADS)
 def test_each_road_to_the_gradients(road):
-    """A5, A6, SPEC 3: what JAX does around the call."""
+    """A5, A6, D6: what JAX does around the call."""
     p = build(replace(OPTIONS, options={"denominator": 97.0}), 7)
     mesh = mesh_of(**TWO)
     (leaves, rest), options = inputs_of(p, "nll", mesh, "data", P("tp", "data"), P("tp"))

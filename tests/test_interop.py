@@ -134,7 +134,7 @@ def test_64_bits_are_shared_where_they_stay_64_bits(source, target, dtype):
 @pytest.mark.parametrize("dtype", WIDE.items(), ids=lambda item: item[0])
 @pytest.mark.parametrize("source", ["torch", "numpy"])
 def test_jax_without_x64_refuses_64_bits_instead_of_narrowing(source, dtype, shape, copy):
-    """ANCHORS 4.22: from_dlpack turns 2**40 + k into k without a word."""
+    """M22: from_dlpack turns 2**40 + k into k without a word."""
     frameworks(source, "jax")
     x = build(source, patterns(dtype[1], shape))
     off = sys.modules["jax"].enable_x64(False)

@@ -199,7 +199,7 @@ def test_offsets(backend, offsets):
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (2,), (3, 0), (3, 1), (2, 3, 5), (0, 4)], ids=str)
 def test_shapes(backend, shape):
-    """ANCHORS 4.17: L = 0, L = 1, batch dimensions, none of them a special case for the caller."""
+    """M17: L = 0, L = 1, batch dimensions, none of them a special case for the caller."""
     rng = np.random.default_rng(1)
     labels = rng.integers(0, 50, shape).astype(np.int32)
     for shift in (1, 2, 7):
@@ -213,7 +213,7 @@ def test_shapes(backend, shape):
 
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
 def test_dtypes_are_kept(backend, dtype):
-    """ANCHORS 4.11: the labels' own width comes back, ids and -100 alike."""
+    """M11: the labels' own width comes back, ids and -100 alike."""
     agree(backend, np.array([1, 2, -100, 4], dtype))
 
 
@@ -239,7 +239,7 @@ def test_uint64_is_refused(backend, name):
 
 
 def test_unsigned_labels_cannot_hold_minus_100(backend):
-    """ANCHORS 4.11: -100 in uint8 would be the plausible token 156."""
+    """M11: -100 in uint8 would be the plausible token 156."""
     labels = np.array([1, 156, 3], np.uint8)
     with pytest.raises(TypeError, match=r"can hold `ignore_index` \(-100\); got uint8"):
         shifted(backend, labels)
@@ -284,13 +284,13 @@ def test_masked_labels_stay_masked(backend):
     ],
 )
 def test_bad_arguments_are_refused(backend, error, options, message):
-    """STYLE 4: one sentence each, from the one place that both backends ask."""
+    """D12: one sentence each, from the one place that both backends ask."""
     with pytest.raises(error, match=message):
         shifted(backend, np.arange(4, dtype=np.int32), **options)
 
 
 def test_a_batch_of_rows_has_no_single_packing(backend):
-    """STYLE 4: offsets describe one row; a batch takes `segment_ids`."""
+    """D12: offsets describe one row; a batch takes `segment_ids`."""
     with pytest.raises(ValueError, match="one packed row"):
         shifted(backend, np.zeros((2, 4), np.int32), cu_seqlens=np.array([0, 4], np.int32))
     with pytest.raises(TypeError, match="must be integers"):
@@ -714,7 +714,7 @@ def exchanges(rank, world):
 
 @pytest.mark.torch
 def test_ranks_exchange_their_columns_once():
-    """SPEC 6: one collective whatever the content, so nothing can hang; bad groups are named."""
+    """M5: one collective whatever the content, so nothing can hang; bad groups are named."""
     pytest.importorskip("torch")
     for rank, ((mesh, name), shifted, collectives) in enumerate(launch(2, exchanges)):
         assert "`sequence_parallel` must be a one-dimensional DeviceMesh; got 2" in mesh
@@ -859,7 +859,7 @@ def test_a_mesh_axis_exchanges_its_columns_once(options, shift):
 @pytest.mark.jax
 @pytest.mark.parametrize("axis", ["seq", {"seq"}], ids=str)
 def test_an_axis_that_is_not_bound_is_named(axis):
-    """STYLE 4: JAX's own words are of an unbound name and no argument."""
+    """D12: JAX's own words are of an unbound name and no argument."""
     pytest.importorskip("jax")
     from xentlib.jax import next_token_labels
 

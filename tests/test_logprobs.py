@@ -25,7 +25,7 @@ from xentlib.reference import logprobs_reference
 
 @pytest.mark.parametrize("case", SMALL, ids=by_id)
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
-    """A0, A5, A6; ANCHORS 4.1 (a gradient of its own for each token), 4.12."""
+    """A0, A5, A6; M1 (a gradient of its own for each token), M12, M13."""
     hold(per_token.single, (backend,), build(case, 7))
 
 
@@ -94,7 +94,7 @@ def test_the_same_values_and_gradients_as_the_loss(backend: str) -> None:
 def test_what_is_masked_reaches_nothing(
     backend: str, poison: float, valid: int, dtype: str
 ) -> None:
-    """A0, ANCHORS 4.4: also an upstream gradient that is not finite there."""
+    """A0, M4: also an upstream gradient that is not finite there."""
     clean = build(Case("masked", 64, 24, 131, ignored=0.0, dtype=dtype), 3)
     gone = np.arange(64) >= valid
     labels = np.where(gone, -100, clean.labels).astype(np.int32)
@@ -114,7 +114,7 @@ def test_what_is_masked_reaches_nothing(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_d_weight_over_many_chunks(backend: str, chunk: int, dtype: str) -> None:
-    """A6, A7; ANCHORS 4.2. Catches: an accumulator in bf16, or one that a chunk overwrites."""
+    """A6, A7; M2. Catches: an accumulator in bf16, or one that a chunk overwrites."""
     low = dtype == "bfloat16"
     problem = build(dataclasses.replace(BASE, id=f"many-{dtype}", std=3.0, dtype=dtype), 5)
     upstream = upstream_of(problem, 2)
@@ -134,7 +134,7 @@ def test_d_weight_over_many_chunks(backend: str, chunk: int, dtype: str) -> None
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 65])
 def test_any_number_of_tokens(backend: str, tokens: int) -> None:
-    """ANCHORS 4.17, N = 0 too."""
+    """M17, N = 0 too."""
     problem = build(Case("tokens", tokens, 24, 157, ignored=0.0), 3)
     upstream = upstream_of(problem, 2)
     got, reference = run_logprobs(backend, problem, upstream), problem.per_token_reference(upstream)
@@ -144,7 +144,7 @@ def test_any_number_of_tokens(backend: str, tokens: int) -> None:
 
 
 def test_classes_at_minus_infinity(backend: str) -> None:
-    """ANCHORS 4.3: classes that a bias takes out have no probability, no entropy, no gradient."""
+    """M3: classes that a bias takes out have no probability, no entropy, no gradient."""
     problem = build(Case("minus-inf", 64, 24, 17, ignored=0.0), 1)
     assert problem.bias is not None
     problem.bias[5:] = -np.inf
@@ -158,7 +158,7 @@ def test_classes_at_minus_infinity(backend: str) -> None:
 
 
 def test_a_label_at_minus_infinity(backend: str) -> None:
-    """ANCHORS 4.3: its log-probability is -inf; 0 * inf must not make the gradients NaN."""
+    """M3: its log-probability is -inf; 0 * inf must not make the gradients NaN."""
     problem = build(Case("no-label", 64, 24, 17, ignored=0.0), 1)
     assert problem.bias is not None
     problem.bias[5:] = -np.inf
@@ -175,7 +175,7 @@ def test_a_label_at_minus_infinity(backend: str) -> None:
 
 
 def test_fp16_keeps_small_gradients(backend: str) -> None:
-    """ANCHORS 4.14, 4.18: g * p is subnormal in fp16. Catches: dz without its power of two."""
+    """M14, M18: g * p is subnormal in fp16. Catches: dz without its power of two."""
     problem = build(Case("half", 128, 24, 157, std=3.0, ignored=0.0, dtype="float16"), 3)
     tiny = Upstream(*(g * np.float32(2.0**-12) for g in upstream_of(problem, 3)))
     tiny = tiny._replace(d_logprobs=0 * np.asarray(tiny.d_logprobs))  # the target's term is large
@@ -260,7 +260,7 @@ def summed(out: Any, upstream: list[Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_torch_compiles_into_one_graph() -> None:
-    """SPEC 3: `torch.compile(fullgraph=True)`, the same bits."""
+    """D6: `torch.compile(fullgraph=True)`, the same bits."""
     problem = build(SIZES, 3)
     torch, leaves, call = torch_call(problem)
     upstream = [torch.tensor(g) for g in upstream_of(problem, 1)]
@@ -306,7 +306,7 @@ GEMMS = {
 @pytest.mark.torch
 @pytest.mark.parametrize("name", GEMMS)
 def test_torch_gemm_count(name: str) -> None:
-    """SPEC 3, ANCHORS 4.18: four GEMMs, fewer where a side is frozen, one without a gradient."""
+    """D5, M18: four GEMMs, fewer where a side is frozen, one without a gradient."""
     wanted, expected = GEMMS[name]
     problem = build(SIZES, 3)
     torch, leaves, _ = torch_call(problem)
@@ -326,7 +326,7 @@ def test_torch_gemm_count(name: str) -> None:
 
 @pytest.mark.torch
 def test_torch_second_backward_is_right_and_double_backward_loud() -> None:
-    """ANCHORS 4.10: inputs and saved tensors are not written to."""
+    """M10: inputs and saved tensors are not written to."""
     problem = build(SIZES, 3)
     torch, leaves, call = torch_call(problem)
     upstream = [torch.tensor(g) for g in upstream_of(problem, 1)]

@@ -240,7 +240,7 @@ def test_chunks_do_not_show(case):
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan, 6e4])
 @pytest.mark.parametrize(("valid", "dtype"), [(0, "float32"), (40, "float32"), (40, "float16")])
 def test_what_is_masked_reaches_nothing(poison, valid, dtype):
-    """A0, ANCHORS 4: hidden states, temperatures and upstream gradients of masked tokens. Under
+    """A0, M4: hidden states, temperatures and upstream gradients of masked tokens. Under
     float16 the largest upstream gradient sets the power of two that dz carries."""
     clean = build(Case("masked", 64, H, V, ignored=0.0, token_temperature=True, dtype=dtype), 3)
     masked = np.arange(64) >= valid
@@ -371,7 +371,7 @@ def test_second_pull_is_the_same():
 
 
 def test_second_and_forward_derivatives_raise():
-    """SPEC 3: what is not computed is refused."""
+    """D12: what is not computed is refused."""
     (hidden, *rest), p = arrays()
     loss = partial(scaled, random_upstream(p))
     with pytest.raises(TypeError, match="forward-mode"):
@@ -445,7 +445,7 @@ def test_label_out_of_range_under_jit(bad):
 
 @pytest.mark.parametrize("name", ["temperature", "logit_scale"])
 def test_constants_are_not_differentiated(name):
-    """SPEC 3: a gradient that is not computed is refused, with the way out."""
+    """D12: a gradient that is not computed is refused, with the way out."""
     leaves, p = arrays()
     upstream = random_upstream(p)
 
@@ -460,7 +460,7 @@ def test_constants_are_not_differentiated(name):
 
 
 def test_float64_needs_64_bit_types():
-    """SPEC 3: JAX would narrow to float32 without a word; so it is refused."""
+    """D12: JAX would narrow to float32 without a word; so it is refused."""
     leaves, _ = arrays()
     with pytest.raises(ValueError, match=r"64-bit types.*jax\.enable_x64\(True\)"):
         head(*leaves, compute_dtype="float64")

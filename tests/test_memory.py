@@ -1,4 +1,4 @@
-"""Peak memory against the formula of the plan, within 5 % (SPEC 8, ANCHORS 4.16)."""
+"""Peak memory against the formula of the plan, within 5 % (D5, M16)."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ VARIABLES = {"params": {"kernel": jnp.asarray(PROBLEM.weight), "bias": jnp.asarr
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "outputs": ("lse",), "z_loss": 1e-3}])
 def test_the_function_s_bits(options):
-    """SPEC 3: with labels `chunked_nll`, without the layer's logits. Catches: options that are not
+    """D6: with labels `chunked_nll`, without the layer's logits. Catches: options that are not
     handed on, a call's that do not win, a bias left out."""
     want, other = plain(**options), plain(**options | {"softcap": 3.0})
     layer = linear()
@@ -214,7 +214,7 @@ def with_options(**options):
 
 
 def test_what_is_refused():
-    """STYLE: the argument, and the way out."""
+    """D12: the argument, and the way out."""
     make, head = partial(NLLHead, H, V, rngs=nnx.Rngs(0)), NLLHead.from_linear(linear())
     for new in (make, with_options):
         with pytest.raises(TypeError, match=r"`sofcap` must be an option.*softcap"):
@@ -245,7 +245,7 @@ def test_what_is_refused():
 
 
 def test_without_flax():
-    """SPEC 1: the package loads without it; the modules say what to install."""
+    """D2: the package loads without it; the modules say what to install."""
     code = (
         "import sys; sys.modules['flax'] = None\n"
         "import xentlib.jax\n"

@@ -59,7 +59,7 @@ def test_many_tokens_of_a_narrow_head(backend: str) -> None:
 
 @pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
 def test_given_logits(backend: str, item: Any) -> None:
-    """A3, A4: also probabilities of 1 - 1e-30, and logits that share an offset of 1e6."""
+    """A3, A4, M3: also probabilities of 1 - 1e-30, and logits that share an offset of 1e6."""
     hold(operators._logits, (backend,), item)
 
 
@@ -75,7 +75,7 @@ def test_run_to_run(backend: str) -> None:
 
 
 def test_every_check_rejects_its_mutants(backend: str) -> None:
-    """A14 (ANCHORS 23: a check that cannot fail)."""
+    """A14 (M23: a check that cannot fail)."""
     hold(operators._mutants, (backend,), build(BASE, 0))
 
 
@@ -124,7 +124,7 @@ def test_a_confident_token_keeps_its_loss_and_gradient(backend: str) -> None:
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan, 3e38])
 @pytest.mark.parametrize("valid", [0, 1, 40])
 def test_what_is_masked_reaches_nothing(backend: str, poison: float, valid: int) -> None:
-    """A0, ANCHORS 4. Catches: invalid rows multiplied by 0 where they must be taken out."""
+    """A0, M4. Catches: invalid rows multiplied by 0 where they must be taken out."""
     clean = build(dataclasses.replace(BASE, tokens=64, vocab=131, ignored=0.0), 3)
     labels = np.where(np.arange(64) < valid, clean.labels, -100).astype(np.int32)
     hidden = np.where((labels == -100)[:, None], np.float32(poison), clean.hidden)
@@ -138,7 +138,7 @@ def test_what_is_masked_reaches_nothing(backend: str, poison: float, valid: int)
 
 @pytest.mark.parametrize("chunks", [1, 8, 64])
 def test_d_weight_does_not_know_the_number_of_chunks(backend: str, chunks: int) -> None:
-    """A6, A7, ANCHORS 2. Catches: an accumulator of d weight in bf16."""
+    """A6, A7, M2. Catches: an accumulator of d weight in bf16."""
     for dtype in ("float32", "bfloat16"):
         case = dataclasses.replace(BASE, id=f"many-{dtype}", tokens=512, dtype=dtype, std=3.0)
         assert not failures(gradients(build(case, 5), backend, chunk_tokens=512 // chunks))
@@ -147,7 +147,7 @@ def test_d_weight_does_not_know_the_number_of_chunks(backend: str, chunks: int) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("denominator", [2.0**24 + 1, 1e5])
 def test_the_factor_comes_before_the_gemms(backend: str, dtype: str, denominator: float) -> None:
-    """ANCHORS 14: 1 / N is subnormal in fp16. Catches: dz rounded without its factor and power of
+    """M14: 1 / N is subnormal in fp16. Catches: dz rounded without its factor and power of
     two, or the factor multiplied in the 16-bit dtype after the GEMMs."""
     case = dataclasses.replace(
         BASE,
@@ -170,7 +170,7 @@ def test_the_factor_comes_before_the_gemms(backend: str, dtype: str, denominator
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 63, 65, 127, 129, 191])
 def test_the_last_chunk_counts(backend: str, tokens: int) -> None:
-    """ANCHORS 17. Catches: the ragged last chunk dropped, or its filling counted."""
+    """M17. Catches: the ragged last chunk dropped, or its filling counted."""
     case = dataclasses.replace(BASE, id="ragged", tokens=tokens, vocab=257, ignored=0.0)
     problem = build(case, 2)
     outcome, reference = run(backend, problem, chunk_tokens=64), problem.reference()
@@ -181,7 +181,7 @@ def test_the_last_chunk_counts(backend: str, tokens: int) -> None:
 
 
 def test_nothing_to_do(backend: str) -> None:
-    """A0, ANCHORS 4, 17: N = 0."""
+    """A0, M4, M17: N = 0."""
     problem = build(dataclasses.replace(BASE, tokens=8), 0)
     empty = problem.changed(hidden=problem.hidden[:0], labels=problem.labels[:0])
     outcome = run(backend, empty)
@@ -223,7 +223,7 @@ def test_an_output_says_what_it_was_divided_by(backend: str, traced: bool) -> No
 
 @pytest.mark.parametrize("infinite", [1, 16])
 def test_classes_at_minus_infinity(backend: str, infinite: int) -> None:
-    """ANCHORS 3: classes that a bias takes out have p = 0, and entropy stays finite."""
+    """M3: classes that a bias takes out have p = 0, and entropy stays finite."""
     problem = build(dataclasses.replace(BASE, id="minus-inf", tokens=64, vocab=17, ignored=0.0), 1)
     assert problem.bias is not None
     problem.bias[17 - infinite :] = -np.inf

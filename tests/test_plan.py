@@ -48,7 +48,7 @@ def test_bounds_tile_the_tokens(size, dtype, budget):
 @settings(max_examples=300, deadline=None)
 @given(size=sizes, dtype=dtypes, budget=budgets)
 def test_the_budget_is_respected(size, dtype, budget):
-    """ANCHORS 3.8, 4.16: [T, V] fits the budget unless T is already the least, 8 rows."""
+    """D5, M16: [T, V] fits the budget unless T is already the least, 8 rows."""
     plan = make(size, dtype=dtype, max_chunk_bytes=budget)
     limit = (128 << 20) if budget is None else budget
     assert plan.compute_itemsize == (8 if dtype == "float64" else 4)
@@ -69,7 +69,7 @@ def test_chunks_are_multiples_of_eight(size, budget):
 @settings(max_examples=300, deadline=None)
 @given(size=sizes, other=st.integers(0, 100_000), budget=budgets)
 def test_the_chunk_does_not_depend_on_the_tokens(size, other, budget):
-    """ANCHORS 3.8 (Unsloth): T comes from the budget and V; N only ends it early."""
+    """D5, M25 (Unsloth): T comes from the budget and V; N only ends it early."""
     plan = make(size, max_chunk_bytes=budget)
     cut = make(size | {"num_tokens": 1 << 40}, max_chunk_bytes=budget).chunk_tokens
     for tokens in (size["num_tokens"], other):
@@ -92,7 +92,7 @@ def test_a_larger_budget_never_cuts_finer(size, budget):
 @settings(max_examples=200, deadline=None)
 @given(size=sizes, budget=budgets, block=st.integers(1, 1 << 28))
 def test_blocks_lie_inside_a_chunk(size, budget, block):
-    """ANCHORS 4.16: elementwise scratch fits its bytes unless it is one row, within a chunk."""
+    """M16: elementwise scratch fits its bytes unless it is one row, within a chunk."""
     plan = make(size, max_chunk_bytes=budget)
     rows = plan.block_tokens(block)
     assert 1 <= rows <= plan.chunk_tokens
@@ -100,7 +100,7 @@ def test_blocks_lie_inside_a_chunk(size, budget, block):
 
 
 def test_a_plan_is_frozen_and_equal_by_value():
-    """SPEC 1: plans are data made once; a backend only loops over them."""
+    """D2: plans are data made once; a backend only loops over them."""
     plan = plan_chunks(1000, 501, 64, max_chunk_bytes=100_000)
     assert plan == plan_chunks(1000, 501, 64, max_chunk_bytes=100_000)
     assert hash(plan) == hash(plan_chunks(1000, 501, 64, max_chunk_bytes=100_000))
@@ -123,7 +123,7 @@ def test_a_plan_is_frozen_and_equal_by_value():
     ],
 )
 def test_what_cannot_be_cut_is_refused(arguments, options, message):
-    """STYLE 4: the argument, what was expected, what came."""
+    """D12: the argument, what was expected, what came."""
     with pytest.raises(ValueError, match=message):
         plan_chunks(*arguments, **options)
 

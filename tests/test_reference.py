@@ -74,7 +74,7 @@ def tau_bound(row: str) -> float:
 
 
 def mp_values(p: Problem, hidden, weight_VH, bias) -> dict:
-    """SPEC section 2, word for word, in mpmath; arrays are lists of mpf."""
+    """The definition of D3, in mpmath; arrays are lists of mpf."""
     o = p.options
     mpf, log, exp, fsum = mpmath.mpf, mpmath.log, mpmath.exp, mpmath.fsum
     eps, coefficient = mpf(o.get("label_smoothing", 0.0)), mpf(o.get("z_loss", 0.0))
@@ -238,7 +238,7 @@ def torch_full_logits(p: Problem):
 @pytest.mark.parametrize("std", [0.3, 3.0, 6.0])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_oracle_against_autograd(name, std):
-    """ANCHORS 4.21: the label-smoothing convention is torch's; all options through full logits.
+    """M21: the label-smoothing convention is torch's; all options through full logits.
 
     Both sides round here, hence twice the row's bound.
     """
@@ -258,7 +258,7 @@ def test_oracle_against_autograd(name, std):
 
 
 def test_invalid_rows_reach_nothing():
-    """A0, ANCHORS 4.4: inf and NaN in rows that are not valid; their gradient is +0."""
+    """A0, M4: inf and NaN in rows that are not valid; their gradient is +0."""
     p = problem("all", tokens=9)
     clean = p.reference()
     hidden = p.hidden.copy()

@@ -57,7 +57,7 @@ def results() -> dict[tuple[Any, ...], Sharded]:
 def test_shards_give_the_dense_answer(
     results: Any, world: int, sizes: tuple[int, ...], case: Case, chunk: int | None
 ) -> None:
-    """A13 (ANCHORS 4.8, 4.9): d hidden is summed once, on every rank the same bits; label
+    """A13 (M8, M9): d hidden is summed once, on every rank the same bits; label
     smoothing, z-loss, softcap, bias, temperature and entropy mean what they mean densely."""
     problem, low = build(case, 7), case.dtype == "bfloat16"
     upstream, rounding = upstream_of(problem, 5), {"dz_dtype": "bfloat16" if low else "float64"}
@@ -155,7 +155,7 @@ def test_collectives_do_not_count_chunks_or_tokens(function: str) -> None:
 
 
 def test_the_count_sees_collectives_in_every_chunk() -> None:
-    """ANCHORS 4.6: what repeats its collectives for each chunk fails the count above."""
+    """M6: what repeats its collectives for each chunk fails the count above."""
     for found in launch(2, counted, "chunked_nll", True):
         forward = {(chunks, valid): count for chunks, valid, count, *_ in found}
         assert forward[64, 512] == 64 * 2 + 1
@@ -202,7 +202,7 @@ def variants(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_statistics_in_every_chunk_spare_a_gemm(softcap: float | None) -> None:
-    """ANCHORS 3.2: the plan's choice between a fourth GEMM and two collectives a chunk changes no
+    """D7: the plan's choice between a fourth GEMM and two collectives a chunk changes no
     bit, also where a chunk is two blocks of 8 rows. Catches: statistics of other tokens, a logit
     taken out twice."""
     options = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": softcap}
@@ -404,7 +404,7 @@ def padded(rank: int, world: int, layout: str) -> list[Any]:
 
 @pytest.mark.parametrize("layout", ["VH", "HV"])
 def test_declared_padding_is_no_class(layout: str) -> None:
-    """ANCHORS 4.4, 4.9: rows past the vocabulary have logits as large as any, inf or NaN, and no
+    """M4, M9: rows past the vocabulary have logits as large as any, inf or NaN, and no
     part in it."""
     problem = build(CASES[0], 7)
     ones = np.where(problem.valid, -1.0, 0.0).astype(np.float32)
@@ -447,7 +447,7 @@ def compiled(rank: int, world: int) -> bool:
 
 
 def test_shards_compile_into_one_graph() -> None:
-    """SPEC 3: fullgraph, collectives and the exchange of sizes included; the same bits."""
+    """D6: fullgraph, collectives and the exchange of sizes included; the same bits."""
     assert all(launch(2, compiled))
 
 
@@ -472,7 +472,7 @@ def sequence_parallel(rank: int, world: int) -> list[Any]:
 
 
 def test_d_hidden_is_summed_once_with_sequence_parallelism() -> None:
-    """ANCHORS 4.9: what comes back is complete; each rank's slice of it is that rank's gradient."""
+    """M9: what comes back is complete; each rank's slice of it is that rank's gradient."""
     reference = build(CASES[0], 7).changed(upstream=1.0).reference()
     for sliced, d_hidden in launch(2, sequence_parallel):
         assert sliced
@@ -596,7 +596,7 @@ def dtensor(rank: int, world: int) -> list[Any]:
 
 
 def test_a_dtensor_head() -> None:
-    """ANCHORS 4.8: a head sharded on its vocabulary as a DTensor, V not divisible by P."""
+    """M8: a head sharded on its vocabulary as a DTensor, V not divisible by P."""
     problem = build(CASES[0], 7).changed(upstream=1.0)
     reference = problem.reference()
     for loss, d_hidden, d_weight in launch(2, dtensor):

@@ -99,7 +99,7 @@ GRID = (
 @KINDS
 @pytest.mark.parametrize(("case", "devices", "rows", "chunks"), GRID, ids=called)
 def test_shards_give_the_dense_answer(kind, case, devices, rows, chunks):
-    """A0, A2, A5, A6, A7, A13, ANCHORS 4.1, 4.4, 4.8, 4.9. Catches: d hidden summed twice or not at
+    """A0, A2, A5, A6, A7, A13, M1, M4, M8, M9. Catches: d hidden summed twice or not at
     all, a label on another device, label smoothing over one device's rows, padding that counts."""
     p = build(case, 7)
     got = sharded(p, kind, mesh_of(tp=devices), rows, chunks=chunks)
@@ -111,7 +111,7 @@ def test_shards_give_the_dense_answer(kind, case, devices, rows, chunks):
 @KINDS
 @pytest.mark.parametrize(("case", "rows"), [(OPTIONS, 40), (KERNEL, 53)], ids=called)
 def test_what_padding_holds_reaches_nothing(kind, case, rows):
-    """A0, ANCHORS 4.4, 4.9: NaN and inf in rows that are no classes, as zeros there. Catches: 0
+    """A0, M4, M9: NaN and inf in rows that are no classes, as zeros there. Catches: 0
     times NaN in d hidden, or in a softcap's derivative."""
     p, mesh = build(case, 7), mesh_of(tp=4)
     zeros = sharded(p, kind, mesh, rows, fill=(0.0,))
@@ -134,7 +134,7 @@ BOTH = [(k, road) for road in ROADS for k in ("nll", "logprobs") if (k, road) !=
 
 @pytest.mark.parametrize(("kind", "road"), BOTH)
 def test_each_road_to_the_gradients(kind, road):
-    """A2, A5, A6, SPEC 3: with and without types, inside and outside, under every kind of mesh.
+    """A2, A5, A6, D6: with and without types, inside and outside, under every kind of mesh.
     Catches: a sum that only one of them needs."""
     p, how = build(OPTIONS, 7), dict(ROADS[road])
     mesh = mesh_of(how.pop("types", None), **how.pop("mesh", {"tp": 4}))
@@ -177,7 +177,7 @@ def test_bf16_without_types_rounds_each_part(kind):
 @KINDS
 @pytest.mark.parametrize("how", [{}, {"inside": True}, {"check_vma": False}], ids=str)
 def test_tokens_over_a_second_axis(kind, how):
-    """A5, A6, ANCHORS 4.5. Catches: d weight not summed over the data, or twice; a device without
+    """A5, A6, M5. Catches: d weight not summed over the data, or twice; a device without
     a valid token that waits for another, or has a gradient."""
     p = build(replace(OPTIONS, tokens=220, options=OPTIONS.options | {"denominator": 97.0}), 7)
     p = p.changed(labels=np.where(np.arange(220) < 110, -100, p.labels).astype(np.int32))
@@ -188,7 +188,7 @@ def test_tokens_over_a_second_axis(kind, how):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["types", "no types"])
 def test_scan_over_micro_batches(check_vma):
-    """A12, ANCHORS 4.15: four micro-batches in one `lax.scan` with remat are one batch."""
+    """A12, M15: four micro-batches in one `lax.scan` with remat are one batch."""
     p = build(replace(PLAIN, tokens=220, options={"denominator": 97.0}), 7)
     mesh = mesh_of(tp=2)
     inputs, specs = arguments(p, "nll", mesh, "tp", 158)
@@ -248,7 +248,7 @@ def test_chunks_do_not_show_over_shards():
 @KINDS
 @pytest.mark.parametrize("chunks", [1, 8, 64])
 def test_collectives_and_buffers(kind, chunks):
-    """SPEC 6, ANCHORS 3.2, 4.6, 4.16: one MAX, one packed SUM, one SUM of d hidden whatever the
+    """D7, M6, M16: one MAX, one packed SUM, one SUM of d hidden whatever the
     chunks, none of them in a loop; no buffer of [N, V / P]."""
     tokens, width, columns = 4096, 24, 512
     mesh = mesh_of(tp=4)
@@ -276,7 +276,7 @@ def test_collectives_and_buffers(kind, chunks):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_d_hidden_is_summed_once_with_sequence_parallelism(check_vma):
-    """A5, ANCHORS 4.9: hidden states in slices of the sequence over the vocabulary's own axis,
+    """A5, M9: hidden states in slices of the sequence over the vocabulary's own axis,
     gathered before the head. Catches: a sum of ours on top of the one that undoes the gather."""
     p, mesh = build(replace(EVEN, tokens=220), 7), mesh_of(tp=4)
     (leaves, rest), (leaf_specs, specs) = arguments(p, "nll", mesh, "tp", 156)
@@ -300,7 +300,7 @@ def test_d_hidden_is_summed_once_with_sequence_parallelism(check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_statistics_in_every_chunk_spare_a_gemm(monkeypatch, check_vma):
-    """A2, A5, A6, ANCHORS 3.2: the plan's other choice, one MAX and one SUM in the loop and three
+    """A2, A5, A6, D7: the plan's other choice, one MAX and one SUM in the loop and three
     GEMMs. Catches: statistics of other tokens, a loss that varies by type, as many exchanges as a
     device has chunks of valid tokens."""
     monkeypatch.setitem(plan.EXCHANGE_FLOPS, "cpu", 0.0)
@@ -328,7 +328,7 @@ GSPMD = (
 
 @pytest.mark.parametrize(("kind", "axes", "types"), GSPMD, ids=str)
 def test_a_sharded_head_outside_shard_map(kind, axes, types):
-    """A2, A5, A6, SPEC 6: GSPMD given a head in pieces of its vocabulary. Catches: a compiler that
+    """A2, A5, A6, D7: GSPMD given a head in pieces of its vocabulary. Catches: a compiler that
     gathers or sums logits. With Explicit axes we place the call ourselves, but for `auto_axes`."""
     p = build(replace(EVEN, tokens=220), 7)
     mesh = mesh_of(types, **axes)
@@ -436,14 +436,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_calls_say_so(name):
-    """SPEC 6, ANCHORS 4.9: what cannot be this device's part of a vocabulary."""
+    """D12, M9: what cannot be this device's part of a vocabulary."""
     *call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         attempt(*call)
 
 
 def test_a_whole_head_on_every_device_is_refused():
-    """ANCHORS 4.9: full logits taken for a shard. Without types only their number tells."""
+    """M9: full logits taken for a shard. Without types only their number tells."""
     with pytest.raises(ValueError, match="got all of them on each of 2 ranks"):
         attempt(PaddedVocab("tp", 20), P(), P(), check_vma=False)
     with pytest.raises(ValueError, match="must be the name of a mesh axis inside `shard_map`"):
@@ -526,7 +526,7 @@ def test_the_same_rows_on_every_device_are_no_shards():
 
 @KINDS
 def test_a_label_in_the_padding(kind):
-    """A0, ANCHORS 4.9, 4.11: a label in [V, P rows) is no class: NaN, never a plausible number, and
+    """A0, M9, M11: a label in [V, P rows) is no class: NaN, never a plausible number, and
     nothing of it in the other tokens."""
     p, others = build(PLAIN, 7), np.arange(N) != 7
     labels = np.where(others, p.labels, V + 1).astype(np.int32)

@@ -131,7 +131,7 @@ MISUSE: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", MISUSE)
 def test_misuse_says_what_to_do(name: str) -> None:
-    """SPEC 7: and leaves the normalizer as new."""
+    """D8: and leaves the normalizer as new."""
     body, error, said = MISUSE[name]
     model, norm = normalizer()
     with pytest.raises(error, match=said):
@@ -576,7 +576,7 @@ def test_a_window_without_tokens(empty: str) -> None:
 
 
 def test_a_loss_scale_and_many_tokens() -> None:
-    """fp16 with GradScaler at 1e5 tokens, and counts above 2^24, which float32 would round."""
+    """M14: fp16 with GradScaler at 1e5 tokens, and counts above 2^24, which float32 would round."""
     model = net()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     norm = TokenNormalizer(model, scaler=scaler)
@@ -620,7 +620,7 @@ def test_the_factor_of_a_low_precision_gradient_is_not_rounded() -> None:
 
 
 def test_wrappers_that_cannot_be_read_are_refused() -> None:
-    """SPEC 7: never guess."""
+    """D12: what cannot be read is never guessed."""
     model = net()
     with pytest.raises(UnsupportedWrapperError, match=r"got DataParallel.*Use `fully_shard`"):
         TokenNormalizer(torch.nn.DataParallel(model))
@@ -644,8 +644,8 @@ def gradients(model: Any) -> list[Any]:
 
 
 def test_an_evaluation_is_one_batch() -> None:
-    """torchtitan#4167: batches of uneven counts, one without a token, under whatever keeps no
-    graph; in float64, where a hundred million float32 tokens would lose the last batches."""
+    """M26 (torchtitan#4167): batches of uneven counts, one without a token, under whatever keeps
+    no graph; in float64, where a hundred million float32 tokens would lose the last batches."""
     model, _ = normalizer()
     head = NLLHead.from_linear(model[1], reduction="sum")
     batches = [batch_of(0), batch_of(1, 3), batch_of(2, 0)]
@@ -712,7 +712,7 @@ def test_clipping_sees_the_normalised_gradient() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
 def test_masks_are_counted_exactly(dtype: Any) -> None:
-    """bf16 ones add up to 256 and no further."""
+    """M14: bf16 ones add up to 256 and no further."""
     model, norm = normalizer()
     many = 1000
     x, y = torch.randn(many, H), torch.randint(V, (many,))

@@ -98,7 +98,7 @@ def uneven(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_what_is_uneven_between_ranks() -> None:
-    """SPEC 7: numbers of micro-batches, a rank with none, copies of tokens, replicas to the bit."""
+    """D8: numbers of micro-batches, a rank with none, copies of tokens, replicas to the bit."""
     ranks = launch(2, uneven, seconds=120)
 
     four = [batch_of(k, 10 - k) for k in range(4)]
@@ -147,8 +147,8 @@ def evaluated(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_an_evaluation_over_ranks() -> None:
-    """torchtitan#4167: uneven numbers of batches and tokens, and a rank that has none and takes
-    part all the same; one collective, and one number on all."""
+    """M26 (torchtitan#4167): uneven numbers of batches and tokens, and a rank that has none and
+    takes part all the same; one collective, and one number on all."""
     model = net().double()
 
     def want(numbers: list[int]) -> float:
@@ -195,7 +195,7 @@ def accelerated(rank: int, world: int) -> list[Any]:
 
 
 def test_accelerate() -> None:
-    """SPEC 7: its backward divides by its accumulation steps, its optimizer waits for its flag.
+    """D8: its backward divides by its accumulation steps, its optimizer waits for its flag.
     Gradients from before an interrupted window are what they were."""
     pytest.importorskip("accelerate")
     batches = [batch_of(10 * rank + k, 9 - 4 * rank - k) for rank in range(2) for k in range(4)]
@@ -268,7 +268,7 @@ def unstepped(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_deepspeed() -> None:
-    """A loss scale that nobody has stepped on would multiply the next window's losses. SPEC 7:
+    """A loss scale that nobody has stepped on would multiply the next window's losses. D8:
     refusals, with the way out."""
     pytest.importorskip("deepspeed")
     (found,) = launch(1, unstepped)
@@ -321,7 +321,7 @@ def in_half_precision(rank: int, world: int) -> list[Any]:
 
 
 def test_half_precision_under_deepspeed() -> None:
-    """SPEC 7: windows whose gradient overflows are not stepped on, the scale is halved, and the
+    """D8: windows whose gradient overflows are not stepped on, the scale is halved, and the
     step that comes is right; a loss scale that moves cannot be borrowed for post-scale."""
     pytest.importorskip("deepspeed")
     want = of_one_batch([batch_of(0), batch_of(1, 3)])
@@ -691,7 +691,7 @@ def sliced(rank: int, world: int) -> list[Any]:
 
 
 def test_slices_of_context_parallel_ranks() -> None:
-    """SPEC 7: different tokens, so each counts once; labels are shifted before they are cut. The
+    """D8: different tokens, so each counts once; labels are shifted before they are cut. The
     last position of a slice predicts the first of the next rank's."""
     x, ids = row_batch()
     labels = next_token_labels(ids)

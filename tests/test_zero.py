@@ -119,7 +119,7 @@ def torchrun(world: int, folder: Path, setups: dict[str, Zero]) -> list[dict[str
 
 @pytest.mark.parametrize("name", HELD)
 def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
-    """A12, SPEC 6, ANCHORS 4.7: all gradients, on every rank. Catches: a weight of no elements, a
+    """A12, D7, M7: all gradients, on every rank. Catches: a weight of no elements, a
     gradient that its parameter's hook never sees, one that is divided twice."""
     expected = gradients_of_one_process(SETUPS[name])
     for gradients, _ in found[name]:
@@ -141,7 +141,7 @@ def test_head_gradients_have_the_bits_of_each_rank_alone(found: Any, name: str) 
 
 
 def test_gathers_do_not_count_chunks_or_tokens(found: Any) -> None:
-    """A15, SPEC 6, ANCHORS 4.5, 4.6 (TRL#6696): the same on every rank, whatever it computes."""
+    """A15, D7, M5, M6 (TRL#6696): the same on every rank, whatever it computes."""
     gathers = {name: [n for _, n in found[name]] for name in SETUPS}
     for ranks in gathers.values():
         assert len(set(ranks)) == 1

@@ -89,7 +89,7 @@ def count_collectives() -> Iterator[CollectiveCount]:
     Yields:
         A `CollectiveCount`. In PyTorch it grows as the block runs, in JAX it is filled at its end.
 
-    Numerics: nothing is changed. Source: SPEC section 6.
+    Numerics: nothing is changed.
     """
     count = CollectiveCount()
     with Counter(count):

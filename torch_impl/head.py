@@ -184,7 +184,7 @@ def gather_head(
         ValueError: a DTensor that no `fully_shard` keeps.
 
     Numerics: values are gathered as they are, or cast once where the wrapper has a policy that
-    says so. Source: SPEC section 6.
+    says so. Row A15 of the contract; D7 of the design.
     """
     heads, owner = zero3.sharded(weight, bias), owner_of(weight)
     if heads:

@@ -88,7 +88,7 @@ def count_collectives() -> Any:
     Yields:
         A `CollectiveCount`. In PyTorch it grows as the block runs, in JAX it is filled at its end.
 
-    Numerics: nothing is changed. Source: SPEC section 6.
+    Numerics: nothing is changed.
     """
     raise NotImplementedError(
         "call xentlib.torch.count_collectives or xentlib.jax.count_collectives"

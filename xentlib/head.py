@@ -37,6 +37,6 @@ def gather_head(weight: Any, bias: Any = None) -> Any:
         ValueError: a DTensor that no `fully_shard` keeps.
 
     Numerics: values are gathered as they are, or cast once where the wrapper has a policy that
-    says so. Source: SPEC section 6.
+    says so. Row A15 of the contract; D7 of the design.
     """
     raise NotImplementedError("call xentlib.torch.gather_head; in JAX use jax.lax.all_gather")

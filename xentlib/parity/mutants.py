@@ -1,7 +1,7 @@
 """Wrong answers that look right: row A14 demands that the check of every other row rejects them.
 
-Each is what a known bug would have returned (ANCHORS 4), made from the oracle or from the right
-answer itself; none of them needs a framework.
+Each is what a known bug would have returned (docs/failure-modes.md), made from the oracle or from
+the right answer itself; none of them needs a framework.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def repeat(findings: Findings, problem: Problem) -> None:
 
 
 def mutants(findings: Findings, problem: Problem) -> None:
-    """A14: gradients as known bugs would have returned them (ANCHORS 4.1, 4.12)."""
+    """A14: gradients as known bugs would have returned them (M1, M12)."""
     upstream = upstream_of(problem, SEED)
     reference = problem.per_token_reference(upstream)
     d_logprobs, d_entropy, d_lse = (np.asarray(g) for g in upstream)

@@ -169,7 +169,7 @@ def _scale(problem: Problem, reference: Any) -> Array:
 
 
 def _mutants(findings: Findings, backend: str, call: Call, result: Sharded) -> None:
-    """A14: what known bugs of shards return (ANCHORS 4.9) must not pass for d hidden."""
+    """A14: what known bugs of shards return (M9) must not pass for d hidden."""
     problem, got = call.problem, result.outcome.d_hidden
     reference = _reference(problem, call.upstream)
     half = problem.weight.shape[0] // 2
