@@ -98,7 +98,7 @@ def test_a_window_without_tokens(empty: str) -> None:
 
 
 def test_weights_are_counted_in_float32() -> None:
-    """M20: fractions are counted as they are; and gradients have the parameters' dtypes."""
+    """And gradients have the parameters' dtypes."""
     batch = data() | {"w": np.random.default_rng(3).random((M, N), np.float32)}
 
     def weighted(p: Any, b: Any) -> tuple[Any, Any]:
@@ -113,6 +113,34 @@ def test_weights_are_counted_in_float32() -> None:
         "trunk": jnp.float32,
         "head": jnp.bfloat16,
     }
+
+
+@pytest.mark.parametrize("through", ["accumulate_grads", "token_normalized"])
+def test_weights_that_sum_to_less_than_one(through: str) -> None:
+    """A12, M20. Catches: a denominator that is kept at 1 or above, or counted in integers."""
+    batch = data() | {"w": np.random.default_rng(3).random((M, N), np.float32) / 100}
+    total = float(np.where(batch["y"] >= 0, batch["w"], 0).sum())
+    assert 0 < total < 0.5
+
+    def weighted(p: Any, b: Any) -> tuple[Any, Any]:
+        how = {"token_weights": b["w"], "reduction": "sum"}
+        out = chunked_nll(b["x"] @ p["trunk"], p["head"], b["y"], **how)
+        return out.loss, out.weight_sum
+
+    whole = {name: x.reshape(M * N, *x.shape[2:]) for name, x in batch.items()}
+    want = jax.grad(lambda p: weighted(p, whole)[0] / total)(params())
+    if through == "accumulate_grads":
+        grads = accumulate_grads(weighted, params(), batch)[1]
+    else:
+        tx = token_normalized(optax.sgd(1.0), weighted=True)
+        state = tx.init(params())
+        for k in range(M):
+            part = {name: x[k] for name, x in batch.items()}
+            sums, count = jax.grad(weighted, has_aux=True)(params(), part)
+            last = k == M - 1
+            updates, state = tx.update(sums, state, params(), token_count=count, is_last=last)
+        grads = {name: -u for name, u in updates.items()}
+    hold(grads, want)
 
 
 def test_float64_stays_float64() -> None:
