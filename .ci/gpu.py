@@ -95,7 +95,7 @@ def versions(device: str) -> dict[str, str]:
 
 def tests(args: argparse.Namespace, out: Path) -> list[str]:
     # An image may lack the plugins that pyproject.toml sets options of.
-    plain = ["-o", "addopts=", "-W", "ignore::pytest.PytestConfigWarning", "-p", "no:cacheprovider"]
+    plain = ["-o", "addopts=", "-o", "minversion=0", "-W", "default", "-p", "no:cacheprovider"]
     workers = max(1, min(8, (os.cpu_count() or 1) // 2))
     if importlib.util.find_spec("xdist"):
         plain += ["-n", str(workers), "--dist", "load"]
