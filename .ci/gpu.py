@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--share", type=float, default=1.0, help="of each part's time")
     result.add_argument("--tests", nargs="+", default=list(TESTS), help="names of test modules")
     result.add_argument("--cases", nargs="+", default=["gpt2", "llama3-8b"], help="of the bench")
+    result.add_argument("--rounds", default="5", help="of the bench; with 1 no memory")
     result.add_argument("--suite", default="quick", help="of the parity run")
     return result
 
@@ -110,7 +111,8 @@ def parity(args: argparse.Namespace, out: Path) -> list[str]:
 
 
 def bench(args: argparse.Namespace, out: Path) -> list[str]:
-    given = ["--device", args.device, "--out", str(out / "bench"), "--rounds", "5"]
+    given = ["--device", args.device, "--out", str(out / "bench"), "--rounds", args.rounds]
+    given += ["--no-memory"] if args.rounds == "1" else []
     dtypes = ["--dtype", "bfloat16"]
     return [sys.executable, "-m", "xentlib.cli", "bench", "--case", *args.cases, *dtypes, *given]
 

@@ -23,7 +23,8 @@ def gpu(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.slow
 def test_every_part(tmp_path):
     pytest.importorskip("matplotlib")
-    rc, found = gpu(tmp_path, "--parts", "tests", "bench", "--tests", "plan", "--cases", "tiny")
+    rc, found = gpu(tmp_path, "--parts", "tests", "bench", "--tests", "plan", "--cases", "tiny",
+                    "--rounds", "1")  # fmt: skip
     assert rc == 0, found
     assert found["tests"]["counts"]["passed"] > 10
     assert found["bench"]["bench"]["runs"]
