@@ -174,7 +174,7 @@ MARKER = re.compile(r"(?m)^<!-- (\w+) -->$")
 
 
 def fill(markdown: str) -> str:
-    """`markdown` with each marker replaced by its part; a marker nobody knows is a warning."""
+    """`markdown` with each marker replaced by its part; an unknown marker is a warning."""
 
     def part(found: re.Match[str]) -> str:
         name = found[1]

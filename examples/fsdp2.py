@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
 Two CPU ranks train a small transformer on the Python standard library's own sources. The loss is
-taken outside the model's forward, where the head is a DTensor in pieces. The first step's gradients
+taken outside the model's forward, where the head is a sharded DTensor. The first step's gradients
 are compared with those of one process that has the whole batch, and the collectives of the head are
 counted. Half a minute on two cores; needs `pip install 'xentlib[torch,cli]'`.
 """

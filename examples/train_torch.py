@@ -64,7 +64,7 @@ class LanguageModel(nn.Module):
 
 
 def batches(tokens: np.ndarray, size: int, seed: int) -> Iterator[Tensor]:
-    """[size, LENGTH] pieces of the text from anywhere, without end."""
+    """[size, LENGTH] excerpts of the text, at random offsets, without end."""
     rng = np.random.default_rng(seed)
     while True:
         starts = rng.integers(0, tokens.size - LENGTH, size)

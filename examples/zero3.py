@@ -3,7 +3,7 @@
     DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/zero3.py
 
 Two CPU ranks train a small transformer on the Python standard library's own sources. The head's own
-forward takes the labels, so that DeepSpeed's hooks gather it and take its gradient home. The first
+forward takes the labels, so that DeepSpeed's hooks gather it and reduce its gradient. The first
 step's gradients are compared with those of one process that has the whole batch. Half a minute on
 two cores, and 20 s more the first time, when DeepSpeed compiles an operator with g++; needs
 `pip install 'xentlib[deepspeed,cli]'`.

@@ -39,7 +39,7 @@ def accumulate_grads(
     """The gradient of a window, in a scan over its micro-batches. JAX, inside `jit`.
 
         def sum_and_count(params, batch):
-            hidden = trunk(params, batch)
+            hidden = model(params, batch)
             out = chunked_nll(hidden, params["head"], batch["labels"], reduction="sum")
             return out.loss, out.num_tokens
 

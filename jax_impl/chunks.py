@@ -1,5 +1,5 @@
-"""What the heads share: tokens packed and cut into chunks, and steps 1, 2, 7 and 8 of `xentlib.nll`
-for one chunk.
+"""What the heads share: tokens packed and split into chunks, and steps 1, 2, 7 and 8 of
+`xentlib.nll` for one chunk.
 
 Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
 """

@@ -68,7 +68,7 @@ def is_array(x: Any) -> bool:
 
 
 def wanted(constants: Any, *primals: Any) -> Needs:
-    """Which gradients a `custom_vjp` is asked for: a frozen head or trunk costs no GEMM.
+    """Which gradients a `custom_vjp` is asked for: what is frozen costs no GEMM.
 
     With symbolic zeros its arguments come with `.perturbed`.
     """

@@ -1,9 +1,10 @@
-"""Where the head lives, in JAX: a vocabulary's rows on this device, inside `shard_map`, and pieces
-over the axes that spread tokens, gathered once.
+"""How the head is placed, in JAX: a vocabulary's rows on this device, inside `shard_map`, and
+shards over the axes that spread tokens, gathered once.
 
-Under `check_vma=True` a type says over which mesh axes a value varies; the helpers here keep those
-types right. Without it nothing varies by type, and a gradient means what it does for `lax.psum`
-there: each device has an output of its own, whose cotangents add up.
+Under `check_vma=True` JAX tracks, in the type of each value, over which mesh axes it varies; the
+helpers here keep those types right. Without it no type says that a value varies, and a gradient
+means what it does for `lax.psum` there: each device has an output of its own, whose cotangents add
+up.
 
 Shapes: N tokens, H hidden width, E numbers that must be alike, S of them for an array.
 """
@@ -60,7 +61,7 @@ Axes = tuple[Any, ...]  # names of mesh axes, the slowest first
 
 
 class Spread(NamedTuple):
-    """Inside a `shard_map` of ours: axes that spread tokens, and those that cut each dimension of
+    """Inside a `shard_map` of ours: axes that spread tokens, and those that shard each dimension of
     what this device needs of the head."""
 
     tokens: Axes
@@ -138,7 +139,7 @@ def explicit(x: Any) -> tuple[Any, P] | None:
 def place(
     mesh: Any, tokens: P, weight: P, bias: P, shape: tuple[int, ...], layout: str, parallel: Any
 ) -> Placement:
-    """Axes of the vocabulary that spread no tokens, the leading ones, stay spread; pieces over
+    """Axes of the vocabulary that spread no tokens, the leading ones, stay spread; shards over
     token axes are gathered by us, over others by the compiler before the call.
 
     `parallel` names the axes that stay spread, or None.
@@ -227,8 +228,8 @@ def whole_rows(
 
 
 def uncut(x: jax.Array, dimension: int) -> jax.Array:
-    """Not cut in `dimension`, where the compiler places arrays: cut there, it would multiply the
-    pieces and sum [chunk, V] logits over devices in each iteration."""
+    """Not sharded in `dimension`, where the compiler places arrays: sharded there, it would
+    multiply shards and sum [chunk, V] logits over devices in each iteration."""
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty or mesh.size == 1 or AxisType.Auto not in mesh.axis_types:
         return x
@@ -238,7 +239,7 @@ def uncut(x: jax.Array, dimension: int) -> jax.Array:
 
 
 def own_piece(gradient: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
-    """Summed over the devices that have the other pieces."""
+    """Summed over the devices that have the other shards."""
     for dimension, names in enumerate(cut):
         if names:
             gradient = lax.psum_scatter(gradient, names, scatter_dimension=dimension, tiled=True)

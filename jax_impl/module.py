@@ -71,7 +71,7 @@ class NLLHead(nnx.Linear):
 
     On a mesh with Explicit axes nothing needs to be said. On one with Auto axes `tokens` names
     those that tokens are spread over; the head is then gathered once before the loop over chunks
-    from where its annotation says that its pieces are, its gradient reduce-scattered once, and the
+    as its annotation shards it, its gradient reduce-scattered once, and the
     vocabulary stays spread over axes that spread no tokens. Without `tokens` and `vocab_parallel`
     the compiler has every device compute every chunk.
 
@@ -92,7 +92,7 @@ class NLLHead(nnx.Linear):
         ValueError: axes that are not of the arrays' mesh.
 
     Numerics: those of the function, on what `promote_dtype` makes of hidden, kernel and bias, as in
-    `nnx.Linear`: `dtype` is what the products take. Gradients of pieces are summed in float32 and
+    `nnx.Linear`: `dtype` is what the products take. Gradients of shards are summed in float32 and
     rounded once. Logits are `nnx.Linear`'s; no option applies to them.
     """
 
@@ -206,7 +206,7 @@ class LinenNLLHead(nn.Dense):
         logits = head.apply(variables, hidden)                    # nn.Dense
 
     Parameters, their names and their initial values are `nn.Dense`'s, with labels or without. For
-    meshes see `NLLHead`; the pieces are where `kernel_init` and `bias_init` say (annotated by
+    meshes see `NLLHead`; the shards are where `kernel_init` and `bias_init` say (annotated by
     `nn.with_partitioning` or `nn.with_logical_partitioning`), whether or not the parameters that
     come in are boxed.
 

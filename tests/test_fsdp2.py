@@ -1,4 +1,4 @@
-"""Heads that FSDP2 keeps in pieces: real `fully_shard` on gloo ranks, against one process that has
+"""Heads that FSDP2 shards: real `fully_shard` on gloo ranks, against one process that has
 the whole batch.
 """
 

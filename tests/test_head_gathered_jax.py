@@ -1,4 +1,4 @@
-"""Heads in pieces in JAX that we do not place: gathered by the user inside `shard_map`, or left to
+"""Sharded heads in JAX that we do not place: gathered by the user inside `shard_map`, or left to
 the compiler. And what a wrong way of doing it looks like to the checks.
 
 Shapes: N tokens, V vocabulary, H hidden width.

@@ -1,4 +1,4 @@
-"""Heads in pieces in JAX: gathered by the user inside `shard_map`, placed by the compiler, and
+"""Sharded heads in JAX: gathered by the user inside `shard_map`, placed by the compiler, and
 placed by us where types say where arrays are. What each sends, and that it gives the dense answer.
 
 Shapes: N tokens, V vocabulary, H hidden width.

@@ -1,4 +1,4 @@
-"""Crossing over between the frameworks: what is shared, what is copied, what is refused.
+"""Arrays between the frameworks: what is shared, what is copied, what is refused.
 
 Sharing is proved by pointers, contents are compared bit for bit. A route is (from, to); the rows of
 the tables in `xentlib.interop` are rows of data here. Each test asks for the frameworks it needs

@@ -166,9 +166,13 @@ def test_what_is_more_than_a_weight_is_refused(linear: Any, said: str) -> None:
 
 def test_options_are_checked_when_they_are_given() -> None:
     """Not when a batch arrives."""
-    with pytest.raises(TypeError, match=r"`entropy` must be an option.*Pass any of where, token_w"):
+    with pytest.raises(
+        TypeError, match=r"`entropy` is not an option of this call.*Pass any of where, token_w"
+    ):
         NLLHead(H, V, entropy=True)
-    with pytest.raises(TypeError, match=r"`weight_layout` must be an option.*leave it out"):
+    with pytest.raises(
+        TypeError, match=r"`weight_layout` is not an option of this call.*leave it out"
+    ):
         NLLHead(H, V, weight_layout="HV")
     head = NLLHead(H, V)
     hidden, labels = arrays()

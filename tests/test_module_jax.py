@@ -217,14 +217,14 @@ def test_what_is_refused():
     """D12: the argument, and the way out."""
     make, head = partial(NLLHead, H, V, rngs=nnx.Rngs(0)), NLLHead.from_linear(linear())
     for new in (make, with_options):
-        with pytest.raises(TypeError, match=r"`sofcap` must be an option.*softcap"):
+        with pytest.raises(TypeError, match=r"`sofcap` is not an option of this call.*softcap"):
             new(sofcap=1.0)
         for name in ("bias", "weight_layout"):
-            with pytest.raises(TypeError, match=rf"`{name}` must be.*leave it out"):
+            with pytest.raises(TypeError, match=rf"`{name}` is not an option.*leave it out"):
                 new(**{name: "HV"})
         with pytest.raises(TypeError, match=r"`temperature` must be.*with each call"):
             new(temperature=jnp.ones(N))
-    with pytest.raises(TypeError, match="`z_loss` must be an option"):
+    with pytest.raises(TypeError, match="`z_loss` is not an option of this call"):
         make(per_token=True, z_loss=1e-3)
     with pytest.raises(TypeError, match="pass `labels`"):
         head(HIDDEN, softcap=1.0)

@@ -1,4 +1,4 @@
-"""Heads that DeepSpeed ZeRO keeps in pieces: real `deepspeed.initialize` on gloo ranks, against one
+"""Heads that DeepSpeed ZeRO shards: real `deepspeed.initialize` on gloo ranks, against one
 process that has the whole batch."""
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class TokenNormalizer:
         """
         check_windows(self.mode, labels, where, token_weights, uneven)
         if self.lifecycle.state is WindowState.IDLE:
-            # One without tokens has gradients of 0, and nobody steps on it.
+            # A window without tokens has gradients of 0, and no step follows it.
             if self.wrapper.unstepped and self.finished is not None and bool(self.finished != 0):
                 raise WindowStateError(
                     "`engine.step()` must come before the next window, whose gradients DeepSpeed "
@@ -270,8 +270,8 @@ class Window:
         before = self.wrapper.gradients() if life.state is WindowState.IDLE else []
         if self.norm.scales_at_the_end and before:
             raise WindowStateError(
-                "gradients must be None when a window opens that scales them at its end, or those "
-                "that are there would be scaled again; got some. Call "
+                "gradients must be None when a window opens that rescales `.grad` as it closes "
+                "(mode='postscale' or nonfinite='drop'); found existing gradients. Call "
                 "`zero_grad(set_to_none=True)`, or use mode='precount' and nonfinite='keep'."
             )
         if self.norm.mode == "precount":
@@ -445,7 +445,7 @@ class Window:
             WindowStateError: the window is not open.
             ValueError: a loss that `chunked_nll` has divided, by anything but `window.denominator`
                 where that is said; a loss without its count; on a CPU a count that its loss cannot
-                have. Of other losses nobody can see whether they are sums.
+                have. Whether another loss is a sum cannot be checked.
             TypeError: a loss or a count of fewer than 32 bits.
         """
         self.norm.lifecycle.step("backward", "window.backward")

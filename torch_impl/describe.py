@@ -105,6 +105,6 @@ def differentiated_once(function: str, instead: str) -> None:
 
 
 def wanted(*leaves: Tensor | None) -> list[bool]:
-    """Which gradients are: a frozen head or trunk costs no GEMM."""
+    """Which gradients are: what is frozen costs no GEMM."""
     on = torch.is_grad_enabled()
     return [on and x is not None and x.requires_grad for x in leaves]

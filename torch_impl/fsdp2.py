@@ -1,7 +1,8 @@
-"""Heads that FSDP2 (`fully_shard`) keeps in pieces: the wrapper's own hooks gather them and take
-their gradient home, so that its mean over ranks, divide factor, dtypes and streams are its own.
+"""Heads that FSDP2 (`fully_shard`) shards: the wrapper's own hooks gather them and reduce their
+gradient, so that its mean over ranks, divide factor, dtypes and streams are FSDP2's own.
 
-There is no public way from a parameter to its group; the one here was read in torch 2.11 to 2.15.
+PyTorch has no public API from a parameter to its FSDP group; this relies on private attributes of
+torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def call_with_head(
 
 
 def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:
-    """Whole copies, whose gradients the group takes home at the end of the backward."""
+    """Whole copies, whose gradients the group reduces at the end of the backward."""
     here = owner.group.is_unsharded
     owner.module.unshard()
     try:

@@ -89,7 +89,7 @@ def local_rows(
 
 
 def chunked(classes: int, ranks: int) -> tuple[int, ...]:
-    """Sizes of a DTensor's shards, which is cut as torch.chunk cuts."""
+    """Sizes of a DTensor's shards: it is split as torch.chunk splits."""
     columns = -(-classes // ranks)
     return tuple(max(0, min(columns, classes - k * columns)) for k in range(ranks))
 
@@ -116,7 +116,7 @@ def local_logits(
 
 
 def local_part(name: str, x: Any, axis: int) -> Tensor:
-    """Of a DTensor that is cut along the vocabulary."""
+    """Of a DTensor that is sharded along the vocabulary."""
     cut = x.device_mesh.ndim == 1 and x.placements[0].is_shard(axis)
     check_placement(name, cut, axis, tuple(x.placements))
     part: Tensor = x.to_local()
@@ -160,28 +160,29 @@ def with_whole_head(
 def gather_head(
     weight: Tensor, bias: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """A head that a wrapper keeps in pieces, whole for the length of a block. PyTorch only.
+    """Gather a head that a wrapper has sharded, for the length of a block. PyTorch only.
 
         with gather_head(model.head.weight, model.head.bias) as (weight, bias):
             logits = F.linear(hidden, weight, bias)
 
     For code of one's own: `chunked_nll` and `chunked_logprobs` do as much themselves, without the
-    copy. The block is given whole copies of what a wrapper keeps in pieces, which are in pieces
-    again before it begins; a copy lives for as long as somebody refers to it, a backward after the
-    block included. Gradients that reach a copy go home as the wrapper sends them. Every rank must
-    enter, and one gather is all that is sent, but for the wrapper's own reduction.
+    copy. The block is given whole copies of sharded parameters, which are sharded again before it
+    begins; a copy lives for as long as there is a reference to it, a backward after the block
+    included. The gradient of a copy is reduced by the wrapper, as that of the parameter would be.
+    Every rank must enter. One gather is all that is sent, apart from the wrapper's own reduction.
 
     Args:
-        weight: [V, H] or [H, V], a parameter: plain, under DDP, kept by FSDP2's `fully_shard` or by
-            DeepSpeed ZeRO-3; a vocabulary shard that FSDP2 cuts further comes out as the shard.
-        bias: [V] or None; the parameter that is kept beside the weight.
+        weight: [V, H] or [H, V], a parameter: plain, under DDP, sharded by FSDP2's `fully_shard` or
+            by DeepSpeed ZeRO-3; a vocabulary shard that FSDP2 shards further is gathered to that
+            vocabulary shard.
+        bias: [V] or None; the parameter beside the weight.
 
     Yields:
-        (weight, bias), whole, in the dtype that the wrapper computes in; as they are where nobody
-        keeps them in pieces.
+        (weight, bias), whole, in the dtype that the wrapper computes in; unchanged if no wrapper
+        has sharded them.
 
     Raises:
-        ValueError: a DTensor that no `fully_shard` keeps.
+        ValueError: a DTensor that `fully_shard` has not made.
 
     Numerics: values are gathered as they are, or cast once where the wrapper has a policy that
     says so. Row A15 of the contract; D7 of the design.
@@ -199,7 +200,7 @@ def gather_head(
 
 
 def owner_of(weight: Any) -> fsdp2.Owner | None:
-    """The `fully_shard` that keeps a head in pieces, if one does."""
+    """The `fully_shard` that shards a head, if one does."""
     return fsdp2.find_owner(weight) if is_dtensor(weight) else None
 
 
@@ -215,7 +216,7 @@ def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Lo
 
 
 def is_dtensor(x: Any) -> TypeGuard[Any]:
-    """Without loading what nobody has loaded: that takes a second."""
+    """Without importing DTensor if it is not loaded yet: that takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 

@@ -31,7 +31,7 @@ class NLLHead(nn.Linear):
 
     Parameters and their names are `nn.Linear`'s, so that a `state_dict`, tied embeddings and
     initialisation stay what they are. As the call is the module's own forward, the hooks of any
-    wrapper gather the head and take its gradient home (DDP, FSDP1, FSDP2, DeepSpeed).
+    wrapper gather the head and reduce its gradient (DDP, FSDP1, FSDP2, DeepSpeed).
 
     Args:
         in_features: H.

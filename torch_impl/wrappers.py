@@ -41,7 +41,7 @@ class Plain:
     unstepped = False  # whether a finished window has gradients in it that only a step takes out
 
     def settle(self) -> None:
-        """What a finished window has left until its step, if nobody has stepped."""
+        """What a finished window has left until its step, if no step has come."""
 
     def micro_batch(self, *, last: bool) -> None:
         """Flags for the forward and the backward of one."""
@@ -131,7 +131,7 @@ class Replicated(Plain):
             name = getattr(own[0], "__name__", repr(own[0]))
             raise UnsupportedWrapperError(
                 f"`model` must reduce gradients in a way that can be read; got DDP with the "
-                f"communication hook {name!r}, of which nobody can see whether it takes the mean. "
+                f"communication hook {name!r}, which may or may not take the mean. "
                 f"Pass `sums=True` for a hook that adds up, `sums=False` for one that averages."
             )
         self.ranks = dist.get_world_size(model.process_group)
@@ -179,12 +179,13 @@ class Sharded(Plain):
         if loose:
             raise UnsupportedWrapperError(
                 f"`model` must keep all its parameters in FSDP2; got {loose[0]!r} outside of it, "
-                f"which nobody reduces over the ranks. Call `fully_shard(model)` on the root."
+                f"whose gradient is not reduced over the ranks. Call `fully_shard(model)` on the "
+                f"root."
             )
         if any(group._all_reduce_hook is not None for group in groups):
             raise UnsupportedWrapperError(
                 "`model` must reduce gradients in a way that can be read; got FSDP2 with an "
-                "all-reduce hook, of which nobody can see what it does. Use a two-dimensional mesh "
+                "all-reduce hook, whose effect on the mean is unknown. Use a two-dimensional mesh "
                 "for replicas."
             )
         meshes = {id(group.mesh_info.mesh): group.mesh_info.mesh for group in groups}
@@ -450,6 +451,6 @@ def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool
 
 
 def _is(module: str, name: str, x: Any) -> bool:
-    """Without loading what nobody has loaded."""
+    """Without importing a module that is not loaded yet."""
     found = sys.modules.get(module)
     return found is not None and isinstance(x, getattr(found, name, ()))

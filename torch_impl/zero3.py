@@ -1,5 +1,5 @@
-"""Heads that DeepSpeed ZeRO-3 keeps in pieces: of a parameter outside of its gather nothing is left
-but its name. Read in DeepSpeed 0.19.8, without which none of this runs.
+"""Heads that DeepSpeed ZeRO-3 shards: outside a gather, a ZeRO-3 parameter has no elements. This
+relies on attributes of DeepSpeed 0.19.8, without which none of it runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def sharded(*parameters: Any) -> list[Any]:
-    """Those that ZeRO-3 keeps, each once; some may be whole now, and in pieces in the backward."""
+    """Those that ZeRO-3 keeps, each once; some may be whole now, and sharded in the backward."""
     found: list[Any] = []
     for p in parameters:
         if hasattr(p, "ds_status") and all(p is not q for q in found):
@@ -31,10 +31,11 @@ def in_pieces(parameters: list[Any]) -> list[Any]:
 def call_with_head(
     heads: list[Any], hidden: Tensor, function: Callable[[], T], *, recompute: bool
 ) -> T:
-    """`function()` with the parameters gathered, once, where they are in pieces.
+    """`function()` with the parameters gathered, once, where they are sharded.
 
-    Their gradients go home by DeepSpeed's own hooks, which want a parameter of full shape. Unless
-    the backward is a `recompute` it has no use for values: one number, expanded, stands for them.
+    Their gradients are reduced by DeepSpeed's own hooks, which want a parameter of full shape.
+    Unless the backward is a `recompute` it has no use for values: one number, expanded, stands for
+    them.
     """
     pieces = in_pieces(heads)
     # Activation checkpointing calls this again in the backward: what stands in must stay.
@@ -51,7 +52,7 @@ def call_with_head(
         if isinstance(x, Tensor) and x.requires_grad
     ]
     before, after = (_gather, _partition) if recompute else (_stand_in, _empty)
-    borrowed: list[Any] = []  # what is in pieces when the backward comes: DeepSpeed may gather too
+    borrowed: list[Any] = []  # what is sharded when the backward comes: DeepSpeed may gather too
 
     def prepare(_: Tensor) -> None:
         missing = in_pieces(heads)
@@ -66,14 +67,14 @@ def call_with_head(
 
     for x in outputs:
         x.register_hook(prepare)
-    # Gradients of parameters have been accumulated by the time that those of the trunk begin.
+    # Gradients of parameters have been accumulated by the time that hidden's own is there.
     if outputs and hidden.requires_grad:
         hidden.register_hook(lambda _: give_back())
     return result
 
 
 def copies(heads: list[Any], *parameters: Any) -> list[Any]:
-    """Whole copies, whose gradients go home by DeepSpeed's own hooks."""
+    """Whole copies, whose gradients are reduced by DeepSpeed's own hooks."""
     pieces = in_pieces(heads)
     _gather(pieces)
     try:

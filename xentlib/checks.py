@@ -169,14 +169,12 @@ def _device(name: str, operand: Operand, other: Operand, source: str = "hidden")
 
 def _choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(
-            f"`{name}` must be one of {_names(choices)}; got {value!r}. Pass one of those."
-        )
+        raise ValueError(f"`{name}` must be one of {_names(choices)}; got {value!r}.")
 
 
 def _number(name: str, value: object, rule: str, *, ok: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not ok:
-        raise ValueError(f"`{name}` must be {rule}; got {value!r}. Pass such a number.")
+        raise ValueError(f"`{name}` must be {rule}; got {value!r}.")
 
 
 def _positive(value: object) -> bool:
@@ -471,7 +469,7 @@ def check_shard(shard: Any, columns: int) -> None:
 
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False; got {value!r}. Pass one of those.")
+        raise TypeError(f"`{name}` must be True or False; got {value!r}.")
 
 
 def _scalar(
@@ -574,7 +572,7 @@ def check_varying(name: str, varies: bool, axis: object) -> None:
 
 
 def check_placement(name: str, cut: bool, axis: int, placements: object) -> None:
-    """Refuse a DTensor head that is not in pieces of its vocabulary."""
+    """Refuse a DTensor head that is not sharded over its vocabulary."""
     if not cut:
         raise ValueError(
             f"`{name}` must be sharded over its vocabulary, dimension {axis}, on a "
@@ -615,11 +613,11 @@ def check_replicated(name: str, whole: bool, placements: object) -> None:
 
 
 def refuse_dtensor(name: str, placements: object) -> NoReturn:
-    """Refuse a head in pieces that nobody is known to keep."""
+    """Refuse a sharded head of which no wrapper is known that reduces its gradient."""
     raise ValueError(
         f"`{name}` must be a plain tensor, a parameter that `fully_shard` keeps, or come with "
-        f"`vocab_parallel`; got a DTensor with {placements}, which does not say how its gradient "
-        f"goes home. Pass the parameter itself, or `{name}.full_tensor(grad_placements=...)`."
+        f"`vocab_parallel`; got a DTensor with {placements}, whose gradient reduction is "
+        f"unknown. Pass the parameter itself, or `{name}.full_tensor(grad_placements=...)`."
     )
 
 
@@ -634,7 +632,7 @@ def check_head_options(options: Collection[str], known: Collection[str]) -> None
             way = "Without labels no option applies: pass `labels`, or leave it out."
         else:
             way = f"Pass any of {', '.join(known)}."
-        raise TypeError(f"`{name}` must be an option of the head's function; got it. {way}")
+        raise TypeError(f"`{name}` is not an option of this call. {way}")
 
 
 def check_kept_option(name: str, value: object) -> None:
@@ -668,8 +666,8 @@ def check_linear(kind: str, plain: bool, hooked: bool) -> None:
     """Refuse a head that is more than its weight and bias."""
     if hooked:
         raise TypeError(
-            f"`linear` must have no hooks, which would be lost; got a {kind} with some. Take them "
-            f"off, make the `NLLHead`, and put them on that: wrappers such as `fully_shard` too."
+            f"`linear` must have no hooks, which would be lost; got a {kind} with some. Convert "
+            f"it to `NLLHead` first, then register hooks and apply wrappers such as `fully_shard`."
         )
     if not plain:
         raise TypeError(
@@ -703,12 +701,12 @@ def check_windows(
         for name, value in given.items():
             if value is not None:
                 raise ValueError(
-                    f"`{name}` must be left out in a window that counts at its end; got it. Pass "
-                    f"`num_tokens` to `window.backward`, or use mode='precount'."
+                    f"`{name}` cannot be passed with mode='postscale', which counts tokens in "
+                    f"`window.backward`. Pass `num_tokens` there, or use mode='precount'."
                 )
         if uneven:
             raise ValueError(
-                "`uneven` must be False in a window that counts at its end; got True. Use "
+                "`uneven` must be False with mode='postscale'; got True. Use "
                 "mode='precount', whose collective says how many micro-batches each rank has."
             )
         return

@@ -130,7 +130,8 @@ ROWS = {
         ),
         Row(
             "A15",
-            "a head wherever it lives; 1, 7, 64 chunks; 0, 1, N valid tokens",
+            "any head placement (plain, DDP, FSDP2, ZeRO-3, sharded vocabulary, JAX mesh); "
+            "1, 7, 64 chunks; 0, 1, N valid tokens",
             "collectives of each kind against the budget, on every rank",
             (BITS,),
         ),

@@ -44,8 +44,8 @@ class Evaluation:
 
     Raises:
         ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
-            its count; a count that its loss cannot have, where reading costs nothing. Of other
-            losses nobody can see whether they are sums.
+            its count; a count that its loss cannot have, where reading costs nothing. Whether
+            another loss is a sum cannot be checked.
         TypeError: a loss or a count of fewer than 32 bits.
 
     Numerics: sums in float64 in PyTorch; in JAX in float32 with what each addition has lost beside

@@ -1,4 +1,4 @@
-"""Crossing over between PyTorch, JAX and NumPy, without a copy where that is safe.
+"""Arrays between PyTorch, JAX and NumPy, without a copy where that is safe.
 
     to_torch(x)    to_jax(x)    to_numpy(x)
 

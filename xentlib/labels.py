@@ -32,7 +32,7 @@ def next_token_labels(
         position_ids: [..., L] integers, each token's place in its document. A document begins where
             that is not the place before plus one, wherever it starts to count; so each token of
             left padding (1, 1, 1 or 0, 0, 0 before 0, 1, 2) is a document of its own. Places that
-            repeat or leave some out within a document (those of images, say) would cut it there:
+            repeat or leave some out within a document (those of images, say) would split it there:
             pass `segment_ids` then. Of the three descriptions, one may be passed.
         shift: how many tokens ahead the target is, an integer >= 1: 1 for the next token, 2 and
             more for the further heads of multi-token prediction. From L on, nothing is predicted.
@@ -44,7 +44,7 @@ def next_token_labels(
             empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as `shift`
             is. `shift` columns are exchanged, in one collective; they may lie in several slices (in
             JAX all slices are gathered then). Where a rank holds two slices (zig-zag context
-            parallelism), shift before cutting instead.
+            parallelism), shift before slicing instead.
 
     Returns:
         [..., L] of the dtype of `labels`; the input is not written to.

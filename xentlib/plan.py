@@ -1,4 +1,4 @@
-"""How work is cut: frozen integers that every backend reads and none computes again.
+"""How work is split: frozen integers that every backend reads and none computes again.
 
 Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk.
 """
@@ -172,7 +172,7 @@ def plan_chunks(
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
 ) -> ChunkPlan:
-    """Cut `num_tokens` rows of a [V, H] head into chunks whose logits fit a byte budget.
+    """Split `num_tokens` rows of a [V, H] head into chunks whose logits fit a byte budget.
 
     T = max_chunk_bytes // (V * itemsize of the compute dtype), rounded down to a multiple of 64
     (of 8 below 64), at least 8, at most 8192. One chunk when one fits. T depends on the budget and

@@ -1,1 +1,1 @@
-"""What `xentlib bench` runs: time and memory beside the bare GEMMs that nobody can do without."""
+"""What `xentlib bench` runs: time and memory beside the bare GEMMs that every loss needs."""

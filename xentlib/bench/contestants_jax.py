@@ -81,7 +81,7 @@ def product(
 
 
 class Floor:
-    """Three products nobody can do without: float32 results, dz in the input dtype.
+    """The three products that every loss needs: float32 results, dz in the input dtype.
 
     Into buffers that are already there if `reuse`.
     """

@@ -66,7 +66,7 @@ def _nothing() -> None:
 
 
 class Floor:
-    """Three products nobody can do without; into buffers that are already there if `reuse`.
+    """The three products that every loss needs; into buffers that are already there if `reuse`.
 
     float32 logits and gradients; dz in the input dtype. On CPU no `mm` returns float32 from
     bfloat16, so operands are float32 copies and oneDNN is told to use bfloat16 units for them:

@@ -30,7 +30,7 @@ def probe(field: Field) -> list[Row]:
         row = Row(contestant.name, contestant.kind)
         rows.append(row)
         if contestant.name in BARE:
-            continue  # all logits at once: nobody's aim
+            continue  # all logits at once: not what is compared
 
         def run(contestant: Any = contestant) -> Any:
             result = contestant.run()

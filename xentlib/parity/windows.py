@@ -43,7 +43,7 @@ class Window(NamedTuple):
 
 
 def windows(findings: Findings, problem: Problem) -> None:
-    """Every road of each backend, and its evaluation."""
+    """Every path of each backend, and its evaluation."""
     reference = problem.reference()
     for backend in findings.backends:
         findings.check(
