@@ -27,7 +27,7 @@ class Evaluation:
         perplexity = exp(loss)
 
     `add(loss, num_tokens=None)` returns the evaluation with one more batch. `loss` is an
-    `NLLOutput` of `reduction="sum"`, which brings its count and says whether it was divided; or []
+    `NLLOutput` of `reduction="sum"`, which has its count and says whether it was divided; or []
     float32 or float64, the sum over valid tokens, with `num_tokens`, their number or their weight.
     It communicates nothing. In PyTorch it adds in place too.
 

@@ -113,7 +113,7 @@ def reduction_of(
 
 
 class WindowStats(NamedTuple):
-    """What a finished window was. Arrays of the backend, on its device, until somebody reads them.
+    """What a finished window was. Arrays of the backend, on its device, until they are read.
 
     Attributes:
         loss: sum of the losses / T, 0 where T is 0. In JAX of all devices, the loss that is stepped
@@ -202,14 +202,15 @@ class TokenNormalizer:
             optimizer.step()                                        # DeepSpeed: engine.step()
         optimizer.zero_grad()
 
-    The wrapper is read: its data ranks, what it divides by, whether its own backward divides. What
-    cannot be read is refused. `window.micro_batches` sets the flags by which a wrapper reduces in
-    the last micro-batch alone, and `window.backward` calls the backward that it wants.
+    The data ranks, what the wrapper divides by and whether its own backward divides are read from
+    it; a wrapper that cannot be read is refused. `window.micro_batches` sets the flags by which a
+    wrapper reduces in the last micro-batch only, and `window.backward` calls the backward that the
+    wrapper needs.
 
     Gradients from before the window stay: pre-count adds to them (and holds a copy until the window
-    ends), and an exception in the block takes out the window's alone. Whatever scales finished
-    gradients wants none there. DeepSpeed's cannot be put back, so that the last window must have
-    been stepped on.
+    ends), and an exception in the block takes out only the window's. `mode="postscale"` and
+    `nonfinite="drop"` rescale `.grad` as the window closes, so it must be None when one opens.
+    DeepSpeed's gradients cannot be put back: call `engine.step()` before the next window.
 
     Args:
         model_or_engine: the model as it is called: plain, DDP, FSDP2, a DeepSpeed engine, or what

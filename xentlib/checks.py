@@ -2,7 +2,8 @@
 
 A backend describes its arrays as `Operand`s and calls one function here, so a user reads the same
 words from both. Wrong dtypes raise `TypeError`, wrong shapes and values `ValueError`; each message
-names the argument, what was expected, what came, and the way out.
+names the argument, what was expected, what came, and the way out where the expectation does not
+tell it.
 """
 
 from __future__ import annotations
@@ -777,7 +778,7 @@ def check_token_count(
     if count is None:
         raise ValueError(
             f"`{name}` must be given with a loss that is no `NLLOutput`; got None. Pass the "
-            f"`NLLOutput` itself, which brings its count and says whether it is a sum, or the "
+            f"`NLLOutput` itself, which has its count and says whether it is a sum, or the "
             f"weight of the valid tokens."
         )
     if not isinstance(count, Operand) or count.shape != ():

@@ -11,7 +11,7 @@ imported only by the function named after it; where `x` came from is looked up i
 table says so. `True`: always copy. `False`: share, or raise `ValueError` saying what is in the way.
 
 **Sharing means one memory with two owners.** JAX believes that its arrays never change, and nothing
-tells it otherwise. A write on the other side after the crossing
+tells it otherwise. A write on the other side after the conversion
 
 * shows in the JAX array;
 * may reach a computation that was dispatched before it and still runs: one matrix product came back

@@ -167,7 +167,7 @@ def make_windows(
 
     Every micro-batch draws how full its rows are, from a quarter to all of L, so that their token
     counts differ: the mean of their means is not the mean of the window. The second one of the
-    second window is empty. A row packs pieces of documents until it is that full. A document is
+    second window is empty. A row packs parts of documents until it is that full. A document is
     drawn in proportion to its tokens.
 
     Raises:
