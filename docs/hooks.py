@@ -4,8 +4,8 @@ A page holds a marker, `<!-- contract -->`, `<!-- parity -->` or `<!-- bench -->
 place the contract's rows, the committed parity run `docs/data/parity.json`, or the committed
 benchmarks `bench/results/*.md`. So none of them can say what the code does not.
 
-`python docs/hooks.py` prints the contract's table and the short one of the CPU benchmark; README.md
-holds both, and a test compares.
+`python docs/hooks.py` prints the contract's table and two short ones of the CPU benchmark.
+README.md holds all three, and a test compares.
 """
 
 from __future__ import annotations
@@ -169,6 +169,20 @@ def bench_summary() -> str:
     return table(("", "loss + gradient", *right), rows, right)
 
 
+def bench_savings() -> str:
+    """Loss + gradient of the CPU run: extra memory with full logits, and with xentlib."""
+    import json
+
+    rows = []
+    for run in json.loads((BENCH / "cpu.json").read_text(encoding="utf-8"))["runs"]:
+        found = {r["contestant"]: r for r in run["rows"] if r["kind"] == "loss + gradient"}
+        full = next(row for name, row in found.items() if name.endswith(", full logits"))
+        mib = [f"{row['peak_bytes'] / 2**20:.0f} MiB" for row in (full, found["xentlib"])]
+        rows.append((f"{run['backend']}, {run['dtype']}", *mib))
+    right = ("extra memory with full logits", "with xentlib")
+    return table(("", *right), rows, right)
+
+
 PARTS = {"contract": contract_table, "parity": parity_part, "bench": bench_part}
 MARKER = re.compile(r"(?m)^<!-- (\w+) -->$")
 
@@ -220,4 +234,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    print(contract_table(), bench_summary(), sep="\n\n")
+    print(contract_table(), bench_savings(), bench_summary(), sep="\n\n")

@@ -75,7 +75,26 @@ def test_readme_shows_both_backends():
 def test_readme_holds_the_table_of_the_contract():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert hooks.contract_table() in readme, "paste the output of `python docs/hooks.py`"
+    assert hooks.bench_savings() in readme, "paste the output of `python docs/hooks.py`"
     assert hooks.bench_summary() in readme, "paste the output of `python docs/hooks.py`"
+
+
+def test_versions_that_the_start_page_shows_are_those_of_the_constraints():
+    text = (DOCS / "start.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| .* \| (\d\S+) \| (\d\S+) \| (\d\S+) \|$", text, re.MULTILINE)
+    assert len(rows) == 8
+    for k, which in enumerate(("-oldest", "", "-newest"), 1):
+        pins = (ROOT / f"constraints{which}.txt").read_text(encoding="utf-8").splitlines()
+        for row in rows:
+            assert f"{row[0]}=={row[k]}" in pins, which
+
+
+def test_index_and_navigation_have_every_page():
+    index = (DOCS / "index.md").read_text(encoding="utf-8").partition("## Where to look")[2]
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        assert page.name == "index.md" or f"]({page.name})" in index, page.name
+        assert re.search(rf": {re.escape(page.name)}$", navigation, re.MULTILINE), page.name
 
 
 def test_table_of_the_contract_has_every_row_and_bound():
