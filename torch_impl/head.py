@@ -1,4 +1,4 @@
-"""Where the head lives, in PyTorch: the rows of a vocabulary that this rank holds."""
+"""How the head is placed, in PyTorch: the rows of a vocabulary that this rank holds."""
 
 from __future__ import annotations
 
