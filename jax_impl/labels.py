@@ -1,4 +1,4 @@
-"""Labels in JAX: next-token ones, as `xentlib.labels` defines them, and which tokens count.
+"""Labels in JAX: next-token ones, as `xentlib.labels` defines them, and which are classes.
 
 Shapes: N tokens.
 """

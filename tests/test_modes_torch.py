@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,6 +29,7 @@ from xentlib.torch import (  # noqa: E402
     next_token_labels,
     vocab_parallel_logprobs,
 )
+from xentlib.torch.operators import operator  # noqa: E402
 
 N, V, H = 6, 9, 4
 FLOAT_OPTIONS = {"temperature": 0.7}
@@ -215,3 +216,23 @@ def test_the_default_dtype_does_not_matter(
     default_dtype(dtype)
     assert torch.empty(()).dtype == dtype
     equal(run(), want)
+
+
+class One(NamedTuple):
+    x: torch.Tensor
+
+
+def test_an_operator_loses_no_argument_and_no_gradient() -> None:
+    """D6. Catches: a gradient under a misspelt name, which autograd would take for none; two
+    arguments of one name."""
+
+    @operator("test_of_gradients", One, returns="Tensor")
+    def double(one: One) -> torch.Tensor:
+        return 2 * one.x
+
+    double.gradient(lambda ctx, output, one: None, lambda ctx, g: {"y": 2 * g})
+    loss = double.op(torch.ones(2, requires_grad=True)).sum()
+    with pytest.raises(KeyError, match=r"must be of.*'x'.*got.*'y'"):
+        loss.backward()
+    with pytest.raises(TypeError, match="names of their own"):
+        operator("test_of_names", One, One, returns="Tensor")(double)

@@ -167,7 +167,7 @@ class Tied(nnx.Module):
 
 @pytest.mark.parametrize("mesh", [None, {"data": 2, "tp": 2}], ids=str)
 def test_tied_embeddings(mesh):
-    """A6: one parameter, whose gradient is that of both of its uses, on a mesh in pieces
+    """A6: one parameter, whose gradient is that of both of its uses, on a mesh, sharded
     over both axes too."""
     ids, told, place = jnp.arange(N, dtype=jnp.int32) % V, {}, nullcontext()
     if mesh:

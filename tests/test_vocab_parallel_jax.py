@@ -328,7 +328,7 @@ GSPMD = (
 
 @pytest.mark.parametrize(("kind", "axes", "types"), GSPMD, ids=str)
 def test_a_sharded_head_outside_shard_map(kind, axes, types):
-    """A2, A5, A6, D7: GSPMD given a head in pieces of its vocabulary. Catches: a compiler that
+    """A2, A5, A6, D7: GSPMD given a head sharded over its vocabulary. Catches: a compiler that
     gathers or sums logits. With Explicit axes we place the call ourselves, but for `auto_axes`."""
     p = build(replace(EVEN, tokens=220), 7)
     mesh = mesh_of(types, **axes)

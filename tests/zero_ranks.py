@@ -55,7 +55,7 @@ def measured(setup: Zero) -> tuple[dict, int]:
     }
     if setup.stage == 3:
         shapes = {tuple(p.shape) for p in engine.module.parameters()}
-        assert shapes == {(0,)}, f"every parameter is in pieces again; got {shapes}"
+        assert shapes == {(0,)}, f"every parameter is sharded again; got {shapes}"
     with torch.no_grad():  # evaluation
         engine.eval()
         before, after = (run(setup, engine, *(x[part] for x in steps[0]), 1.0) for _ in range(2))

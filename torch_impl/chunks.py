@@ -16,7 +16,7 @@ from xentlib.plan import block_bytes, block_tokens, pad_rows, plan_chunks
 from xentlib.torch.call import GivenCall, HeadCall
 from xentlib.torch.describe import dtype_name
 from xentlib.torch.gemm import add_rows_, addmm_, gemm_precision, mm, operand, storage_dtype
-from xentlib.torch.labels import check_labels, select_tokens
+from xentlib.torch.labels import check_labels
 from xentlib.torch.ranks import Agreement, VocabParallel, vocab_parallel_of
 from xentlib.torch.softmax import (
     Block,
@@ -27,6 +27,7 @@ from xentlib.torch.softmax import (
     take_target,
     token_stats,
 )
+from xentlib.torch.tokens import select_tokens
 
 __all__ = [
     "Asked",

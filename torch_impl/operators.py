@@ -8,7 +8,6 @@ counted by hand anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, get_type_hints
 
 import torch
@@ -33,7 +32,7 @@ Named = dict[str, Tensor | None]
 class Operator:
     """An operator whose arguments are the fields of `parts`, NamedTuple classes, in their order.
 
-    `op(*chain(*values))` calls it: `op` is what `torch.library.custom_op` makes.
+    `op(*first, *second)` calls it: `op` is what `torch.library.custom_op` makes.
     """
 
     def __init__(self, name: str, parts: Sequence[Any], returns: str, forward: Any) -> None:
@@ -71,6 +70,9 @@ class Operator:
 
         def pulled(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             found = backward(ctx, *gradients) or {}
+            unknown = [name for name in found if name not in self.fields]
+            if unknown:  # it would be dropped without a word
+                raise KeyError(f"gradients must be of {self.fields}; got {unknown}")
             return tuple(found.get(name) for name in self.fields)
 
         self.op.register_autograd(pulled, setup_context=context)
@@ -83,8 +85,3 @@ class Operator:
 def operator(name: str, *parts: Any, returns: str) -> Callable[[Callable[..., Any]], Operator]:
     """Make an `Operator` of `forward(*parts)`; `returns` is the schema's right side."""
     return lambda forward: Operator(name, parts, returns, forward)
-
-
-def flat(*parts: Any) -> chain[Any]:
-    """What an operator takes for these parts."""
-    return chain(*parts)

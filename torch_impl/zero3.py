@@ -24,7 +24,7 @@ def sharded(*parameters: Any) -> list[Any]:
     return found
 
 
-def in_pieces(parameters: list[Any]) -> list[Any]:
+def without_elements(parameters: list[Any]) -> list[Any]:
     return [p for p in parameters if p.ds_status.name != "AVAILABLE"]
 
 
@@ -37,14 +37,14 @@ def call_with_head(
     Unless the backward is a `recompute` it has no use for values: one number, expanded, stands for
     them.
     """
-    pieces = in_pieces(heads)
+    gathered = without_elements(heads)
     # Activation checkpointing calls this again in the backward: what stands in must stay.
-    standing = [p for p in pieces if p.shape == p.ds_shape]
-    _gather(pieces)
+    standing = [p for p in gathered if p.shape == p.ds_shape]
+    _gather(gathered)
     try:
         result = function()
     finally:
-        _partition(pieces)
+        _partition(gathered)
         _stand_in(standing)
     outputs = [
         x
@@ -55,7 +55,7 @@ def call_with_head(
     borrowed: list[Any] = []  # what is sharded when the backward comes: DeepSpeed may gather too
 
     def prepare(_: Tensor) -> None:
-        missing = in_pieces(heads)
+        missing = without_elements(heads)
         before(missing)
         borrowed.extend(missing)
         if not hidden.requires_grad:
@@ -75,15 +75,15 @@ def call_with_head(
 
 def copies(heads: list[Any], *parameters: Any) -> list[Any]:
     """Whole copies, whose gradients are reduced by DeepSpeed's own hooks."""
-    pieces = in_pieces(heads)
-    _gather(pieces)
+    gathered = without_elements(heads)
+    _gather(gathered)
     try:
         found = [None if p is None else p.clone() for p in parameters]
     finally:
-        _partition(pieces)
+        _partition(gathered)
 
     def prepare(_: Tensor) -> None:
-        missing = in_pieces(heads)
+        missing = without_elements(heads)
         _stand_in(missing)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _empty(missing))
 
@@ -93,23 +93,23 @@ def copies(heads: list[Any], *parameters: Any) -> list[Any]:
     return found
 
 
-def _gather(pieces: list[Any]) -> None:
-    missing = in_pieces(pieces)
+def _gather(parameters: list[Any]) -> None:
+    missing = without_elements(parameters)
     if missing:
         missing[0].all_gather_coalesced(missing).wait()  # one for weight and bias
 
 
-def _partition(pieces: list[Any]) -> None:
-    here = [p for p in pieces if p.ds_status.name == "AVAILABLE"]
+def _partition(parameters: list[Any]) -> None:
+    here = [p for p in parameters if p.ds_status.name == "AVAILABLE"]
     if here:
         here[0].partition(param_list=here, has_been_updated=False)
 
 
-def _stand_in(pieces: list[Any]) -> None:
-    for p in in_pieces(pieces):
+def _stand_in(parameters: list[Any]) -> None:
+    for p in without_elements(parameters):
         p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.ds_shape)
 
 
-def _empty(pieces: list[Any]) -> None:
-    for p in in_pieces(pieces):
+def _empty(parameters: list[Any]) -> None:
+    for p in without_elements(parameters):
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)

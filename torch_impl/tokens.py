@@ -1,0 +1,71 @@
+"""Step 1 in PyTorch: which tokens count, and where their labels are.
+
+Shapes: N tokens, M valid tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib.plan import VocabShard
+from xentlib.torch.labels import check_labels
+
+__all__ = ["Tokens", "select_tokens"]
+
+
+class Tokens(NamedTuple):
+    """Step 1: the tokens that count. On CPU only they are computed, since reading their number
+    costs no device sync; elsewhere every token is, the rest masked."""
+
+    labels: Tensor  # [N] int64, the target's column; 0 where a label is no class
+    targets: Tensor  # [N] int64, its class: the column of a whole vocabulary
+    owned: Tensor | None  # [N] the column is on this rank; None: they all are
+    valid: Tensor  # [N]
+    bad: Tensor  # [N] valid, with a label outside the vocabulary; never on CPU
+    rows: Tensor | None  # [M] where the computed tokens are; None if all N are
+    packed: bool
+
+    @property
+    def computed(self) -> int:
+        return self.valid.shape[0] if self.rows is None else self.rows.shape[0]
+
+    def places(self, start: int, stop: int) -> slice | Tensor:
+        """Places of the computed tokens from `start` to `stop`."""
+        return slice(start, stop) if self.rows is None else self.rows[start:stop]
+
+    def clean(self, values: Tensor) -> Tensor:
+        """Values [..., N]: NaN where the label was bad, 0 where the token is not valid."""
+        values = torch.where(self.bad, torch.nan, values)
+        return torch.where(self.valid, values, 0.0)
+
+
+def select_tokens(
+    labels: Tensor,
+    where: Tensor | None,
+    ignore_index: int,
+    vocab_size: int,
+    shard: VocabShard | None,
+) -> Tokens:
+    """A shard's columns are counted from its start; a target elsewhere is in the spare column. Its
+    labels are checked once all ranks are known to have the same."""
+    labels = labels.long()
+    valid_N = labels != ignore_index
+    if where is not None:
+        valid_N = valid_N & where
+    in_range_N = (labels >= 0) & (labels < vocab_size)
+    bad_N = valid_N & ~in_range_N
+    packed = labels.device.type == "cpu"
+    if shard is None:
+        check_labels(labels, bad_N, ignore_index, vocab_size)
+    rows_M = valid_N.nonzero()[:, 0] if packed else None
+    if rows_M is not None and rows_M.shape[0] == labels.shape[0]:
+        rows_M = None
+    targets_N = labels = torch.where(valid_N & in_range_N, labels, 0)
+    owned_N = None
+    if shard is not None:
+        owned_N = (labels >= shard.start) & (labels < shard.stop)
+        labels = torch.where(owned_N, labels - shard.start, shard.size)
+    return Tokens(labels, targets_N, owned_N, valid_N, bad_N, rows_M, packed)
