@@ -24,7 +24,7 @@ PYTHON_NEWEST ?= python3.13
 # DeepSpeed compiles nothing at installation and runs on the CPU.
 export DS_BUILD_OPS ?= 0
 export DS_ACCELERATOR ?= cpu
-# What it compiles at its first start is kept here, where tests/orphans.py removes the lock that a
+# What it compiles at its first start is kept here, where tests/helpers/orphans.py removes the lock that a
 # killed run has left; every later one would wait for it.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
 # The suite and the examples end with this make, and with them all that they have started.
@@ -190,7 +190,7 @@ bench: $(VENV)/test.stamp
 	$(BIN)/xentlib bench --out build/bench $(BENCH_ARGS)
 
 # DeepSpeed looks for ninja on the path. Its warnings of what is deprecated are for its authors.
-GUARDED := $(BIN)/python -P tests/orphans.py
+GUARDED := $(BIN)/python -P tests/helpers/orphans.py
 TORCHRUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
   $(GUARDED) torch.distributed.run --standalone
 ON_RANKS := examples/fsdp2.py examples/zero3.py examples/accelerate_ddp.py examples/trainer.py

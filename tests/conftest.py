@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from orphans import guard
+from helpers.orphans import guard
 
 # Read when a framework starts, so set before any import of one. Four host devices: enough to have
 # arrays that are committed to different ones.
@@ -34,7 +34,13 @@ os.environ.setdefault(
 HAS_TORCH, HAS_JAX = (importlib.util.find_spec(name) is not None for name in ("torch", "jax"))
 INSTALLED = [name for name, here in (("torch", HAS_TORCH), ("jax", HAS_JAX)) if here]
 
-pytest.register_assert_rewrite("measured", "vocab_shards", "vocab_shards_jax")
+pytest.register_assert_rewrite(
+    *(
+        f"helpers.{path.stem}"
+        for path in Path(__file__).parent.glob("helpers/*.py")
+        if path.stem != "orphans"
+    )
+)
 
 # optax and the benchmark's peers promote dtypes and ranks as they like: bfloat16 moments meet
 # Python scalars made float32. What these modules run of ours is run strictly elsewhere.

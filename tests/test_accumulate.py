@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from measured import hold
-from ranks import launch
+from helpers.measured import hold
+from helpers.ranks import launch
 from xentlib.accumulate import (
     STEPS,
     Lifecycle,

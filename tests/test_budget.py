@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ranks import Hang, launch
+from helpers.ranks import Hang, launch
 from xentlib.contract import check_budget, failures
 
 torch = pytest.importorskip("torch")

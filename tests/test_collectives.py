@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ranks import Hang, launch
+from helpers.ranks import Hang, launch
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranks import launch
+from helpers.ranks import launch
 from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from wrapped import (  # noqa: E402
+from helpers.wrapped import (  # noqa: E402
     Setup,
     batch,
     batches,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranks import launch
+from helpers.ranks import launch
 from test_given_logits import (
     FLOAT32_MIN,
     RUN,

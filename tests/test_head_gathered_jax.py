@@ -23,10 +23,10 @@ from jax import lax  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from hlo import entries  # noqa: E402
+from helpers.hlo import entries  # noqa: E402
+from helpers.vocab_shards_jax import mesh_of, value, value_over_data, whole  # noqa: E402
 from test_head_jax import KERNEL, KINDS, ONE, OPTIONS, TWO, H, N, V, budget, inputs_of, spent  # noqa: E402
 from test_vocab_parallel_jax import hold  # noqa: E402
-from vocab_shards_jax import mesh_of, value, value_over_data, whole  # noqa: E402
 from xentlib.jax import chunked_nll, count_collectives, head  # noqa: E402
 from xentlib.jax.collectives import operations  # noqa: E402
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vocab_shards import CASES
+from helpers.vocab_shards import CASES
 from xentlib.contract import check_budget, failures
 from xentlib.parity.backends import GRADIENTS
 from xentlib.parity.problem import Problem, build, upstream_of
@@ -26,9 +26,9 @@ from jax import lax  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from hlo import entries  # noqa: E402
+from helpers.hlo import entries  # noqa: E402
+from helpers.vocab_shards_jax import mesh_of, value, whole  # noqa: E402
 from test_vocab_parallel_jax import hold  # noqa: E402
-from vocab_shards_jax import mesh_of, value, whole  # noqa: E402
 from xentlib.jax import chunked_nll, count_collectives  # noqa: E402
 from xentlib.jax.collectives import operations  # noqa: E402
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranks import launch
+from helpers.ranks import launch
 from xentlib.interop import to_jax, to_numpy, to_torch
 from xentlib.ulp import bits_unequal
 

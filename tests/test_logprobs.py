@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from measured import CAPPED, SMALL, by_id, hold
+from helpers.measured import CAPPED, SMALL, by_id, hold
 from xentlib.call import Arguments
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.parity import per_token

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from measured import by_id
+from helpers.measured import by_id
 from xentlib import logprobs as spec
 from xentlib.contract import check, failures, rho, rounded_fraction
 from xentlib.parity.cases import CHUNK_CASES, OPTIONS, logit_sets

@@ -28,7 +28,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from vocab_shards_jax import mesh_of  # noqa: E402
+from helpers.vocab_shards_jax import mesh_of  # noqa: E402
 from xentlib.jax import (  # noqa: E402
     LinenNLLHead,
     NLLHead,

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from measured import CAPPED, SMALL, by_id, hold
+from helpers.measured import CAPPED, SMALL, by_id, hold
 from xentlib.contract import Measurement, check, failures, rho
 from xentlib.parity import operators
 from xentlib.parity.backends import run

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orphans import ENDS_WITH, MARK, remove_locks
-from ranks import launch
+from helpers.orphans import ENDS_WITH, MARK, remove_locks
+from helpers.ranks import launch
 
 HERE = Path(__file__).parent
 PROGRAM = "import sys; sys.path.insert(0, {here!r}); sys.argv[1:] = {arguments!r}\n{code}"
@@ -124,7 +124,7 @@ def test_ranks_of_a_test_end_with_its_process(tmp_path):
     """Their parent is the forkserver, which waits for them."""
     pytest.importorskip("torch")
     program = f"""
-    from ranks import launch
+    from helpers.ranks import launch
     from test_orphans import hang
     launch(2, hang, {str(tmp_path)!r})
     """
@@ -148,7 +148,7 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
 @pytest.mark.parametrize("killed", ["run", "make"])
 def test_the_guard_ends_what_is_left_of_a_run(tmp_path, killed):
     stray = SAY.format(folder=str(tmp_path)) + HANG
-    code = f"from orphans import guard\nguard()\n{STRAY}"
+    code = f"from helpers.orphans import guard\nguard()\n{STRAY}"
     with started("import time; time.sleep(3600)") as make:
         other = {ENDS_WITH: str(make.pid)}
         with started(code, stray, **other) as run:
@@ -160,7 +160,7 @@ def test_the_guard_ends_what_is_left_of_a_run(tmp_path, killed):
 
 def test_the_guard_of_one_run_leaves_another_alone(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    code = f"from orphans import guard\nguard()\n{STRAY}"
+    code = f"from helpers.orphans import guard\nguard()\n{STRAY}"
     one.mkdir()
     two.mkdir()
     with (
@@ -230,7 +230,7 @@ def test_ranks_start_without_the_locks_of_a_killed_run(tmp_path, monkeypatch):
 # --- the time limit of a test --------------------------------------------------------------------
 
 HANGING = """
-from ranks import launch
+from helpers.ranks import launch
 from test_orphans import hang
 def test_that_hangs(): launch(2, hang, {folder!r})
 def test_after_it(): pass

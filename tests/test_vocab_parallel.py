@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranks import launch
-from vocab_shards import CASES, V, held
+from helpers.ranks import launch
+from helpers.vocab_shards import CASES, V, held
 from xentlib.contract import check, failures
 from xentlib.parity import sharded
 from xentlib.parity.backends import run, run_logprobs

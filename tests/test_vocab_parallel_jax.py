@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hlo import collectives, entries, trip_counts
-from vocab_shards import CASES, V, held, same_on_all_ranks
+from helpers.hlo import collectives, entries, trip_counts
+from helpers.vocab_shards import CASES, V, held, same_on_all_ranks
 from xentlib import PaddedVocab, plan
 from xentlib.contract import check, failures
 from xentlib.parity import sharded as parity_shards
@@ -36,7 +36,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from vocab_shards_jax import arguments, keywords, mesh_of, sharded, value, whole  # noqa: E402
+from helpers.vocab_shards_jax import arguments, keywords, mesh_of, sharded, value, whole  # noqa: E402
 from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.jax.head import vary  # noqa: E402
 
@@ -390,7 +390,7 @@ def test_two_processes(tmp_path):
 
 
 EIGHT = """
-from vocab_shards_jax import mesh_of, sharded
+from helpers.vocab_shards_jax import mesh_of, sharded
 from test_vocab_parallel_jax import OPTIONS, build, hold
 for kind in ("nll", "logprobs"):
     hold(build(OPTIONS, 7), kind, sharded(build(OPTIONS, 7), kind, mesh_of(tp=8), 20))

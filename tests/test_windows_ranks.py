@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ranks import launch
+from helpers.ranks import launch
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError
 from xentlib.contract import check, failures
 

@@ -20,8 +20,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.torch
 
-from orphans import remove_locks  # noqa: E402
-from wrapped import Zero, gradients_of_one_process, mean_over_ranks  # noqa: E402
+from helpers.orphans import remove_locks  # noqa: E402
+from helpers.wrapped import Zero, gradients_of_one_process, mean_over_ranks  # noqa: E402
 
 HELD = {
     "stage 1": Zero(model=("bias",), stage=1),
@@ -100,15 +100,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def torchrun(world: int, folder: Path, setups: dict[str, Zero]) -> list[dict[str, Any]]:
     remove_locks()
     (folder / "setups").write_bytes(pickle.dumps(setups))
-    here = Path(__file__).parent
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     # DeepSpeed compiles an operator with ninja, which is beside the interpreter.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [*program, f"--nproc-per-node={world}", str(here / "zero_ranks.py"), str(folder)],
+        [*program, f"--nproc-per-node={world}", "-m", "helpers.zero_ranks", str(folder)],
         env=environment,
-        cwd=here,
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,

@@ -11,7 +11,7 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_grad
 
-from wrapped import Zero, batches, model_of, part_of, run
+from helpers.wrapped import Zero, batches, model_of, part_of, run
 from xentlib.processes import end_with_parent
 from xentlib.torch import count_collectives
 

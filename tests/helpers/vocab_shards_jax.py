@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from vocab_shards import same_on_all_ranks, vocab_axis
+from helpers.vocab_shards import same_on_all_ranks, vocab_axis
 from xentlib import PaddedVocab
 from xentlib.checks import OUTPUTS
 from xentlib.jax import chunked_logprobs, chunked_nll

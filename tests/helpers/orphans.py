@@ -1,6 +1,6 @@
 """What a killed run leaves behind: nothing that stays, nothing that the next one waits for.
 
-    python -P tests/orphans.py MODULE-OR-FILE ARGUMENTS
+    python -P tests/helpers/orphans.py MODULE-OR-FILE ARGUMENTS
 
 runs a module or a file so; the suite does it by `conftest.py`.
 """

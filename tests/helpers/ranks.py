@@ -13,7 +13,7 @@ from collections.abc import Callable
 from queue import Empty
 from typing import Any
 
-from orphans import remove_locks
+from helpers.orphans import remove_locks
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "xentlib.torch"]
 
