@@ -3,7 +3,7 @@
     python .ci/gpu.py [--device cuda] [--out build/gpu]
 
 For a machine that has PyTorch, JAX, pytest, hypothesis and mpmath, NVIDIA's images for example, and
-no network: nothing is installed, the package is laid out beside the results and put on the path.
+no network: nothing is installed, this folder is put on the path.
 Each part has a share of the time and is stopped when that is used up. What it has found is in one
 JSON, gpu.json, which is written after each part. Exit status 1 if a part fell short or could not be
 run.
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = {"xentlib": ".", "torch_impl": "torch", "jax_impl": "jax"}
 # Tests of the operators, which take a device; the others are about ranks, wrappers or the CPU.
 TESTS = ("nll", "logprobs", "given_logits", "behaviour_torch", "modes_torch")
 TESTS += ("behaviour_jax", "logprobs_jax")
@@ -43,7 +42,7 @@ def main() -> int:
     out.mkdir(parents=True)
     environment = dict(
         os.environ,
-        PYTHONPATH=str(laid_out(out / "path")),
+        PYTHONPATH=str(ROOT),
         XENTLIB_DEVICE=args.device,
         # Several processes share the device, and JAX would take three quarters of it each.
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
@@ -70,14 +69,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", default="5", help="of the bench; with 1 no memory")
     result.add_argument("--suite", default="quick", help="of the parity run")
     return result
-
-
-def laid_out(path: Path) -> Path:
-    """The package as pyproject.toml has it, its three columns in one folder."""
-    for column, place in COLUMNS.items():
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / column, path / "xentlib" / place, dirs_exist_ok=True, ignore=ignored)
-    return path
 
 
 def versions(device: str) -> dict[str, str]:

@@ -28,9 +28,6 @@ def test_every_part(tmp_path):
     assert rc == 0, found
     assert found["tests"]["counts"]["passed"] > 10
     assert found["bench"]["bench"]["runs"]
-    # The package that ran is the one that was laid out, all three columns of it.
-    laid = {path.relative_to(tmp_path / "path") for path in (tmp_path / "path").rglob("*.py")}
-    assert {Path("xentlib/torch/nll.py"), Path("xentlib/jax/nll.py")} < laid
 
 
 def test_what_fails_is_kept(tmp_path):
