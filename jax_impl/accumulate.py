@@ -22,7 +22,7 @@ from xentlib.checks import (
     check_window_count,
 )
 from xentlib.jax.describe import concrete_on_cpu, describe
-from xentlib.jax.head import as_primal, checks_types, vary, varying
+from xentlib.jax.ranks import as_primal, checks_types, vary, varying
 
 __all__ = ["TokenNormalizedState", "accumulate_grads", "token_normalized"]
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks import LogitsProblem, check_head, check_logits, check_reduced, plain
+from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.describe import as_array, describe, is_array, need_x64
-from xentlib.jax.head import Axis, Placement, Spread, axis_for, axis_of, placed
-from xentlib.jax.labels import check_division, check_labels
+from xentlib.jax.head import Placement, Spread, placed
+from xentlib.jax.ranks import Axis, axis_for, axis_of
 from xentlib.plan import default_chunk_bytes
 
 __all__ = [
@@ -81,12 +82,13 @@ class Bound(NamedTuple):
     place: Placement | None
 
 
-def bind(given: Arguments) -> Bound:
-    """A call of a head's function."""
+def bind(given: Arguments, place: Placement | None = None) -> Bound:
+    """A call of a head's function; of `NLLHead`, which knows where its arrays are."""
     given = Arguments(*map(plain, given))
     hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
     check_reduced(given.reduce_hidden_grad)
-    place = placed(given.vocab_parallel, hidden, weight, bias, given.weight_layout)
+    if place is None:
+        place = placed(given.vocab_parallel, hidden, weight, bias, given.weight_layout)
     axis = place.axis if place else axis_of(given.vocab_parallel, weight, bias, given.weight_layout)
     problem = check_head(
         Arguments(*map(describe, given)),
@@ -94,8 +96,7 @@ def bind(given: Arguments) -> Bound:
         classes=None if axis is None else axis.vocab_size,
     )
     vocab_size = problem.vocab_size if axis is None else axis.vocab_size
-    check_labels(labels, given.where, given.ignore_index, vocab_size)
-    check_division(labels, given.where, given.ignore_index, given.token_weights, given.denominator)
+    check_values(given, vocab_size)
     need_x64(problem.compute_dtype)
     compute = problem.compute_dtype
     constants = Constants(

@@ -17,7 +17,7 @@ __all__ = [
     "describe",
     "is_array",
     "need_x64",
-    "values_of",
+    "primal_values",
     "wanted",
 ]
 
@@ -82,6 +82,6 @@ def wanted(constants: Any, *primals: Any) -> Needs:
     return hidden, weight, bias
 
 
-def values_of(primals: Any) -> Any:
+def primal_values(primals: Any) -> Any:
     """The arrays of arguments that come with `.perturbed`."""
     return jax.tree.map(lambda p: p.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))

@@ -12,7 +12,7 @@ from jax import lax
 from xentlib.checks import check_axis, check_loss_sum, check_token_count, plain
 from xentlib.jax.accumulate import known
 from xentlib.jax.describe import describe
-from xentlib.jax.head import vary, varying
+from xentlib.jax.ranks import vary, varying
 from xentlib.nll import NLLOutput
 
 __all__ = ["Evaluation"]

@@ -1,7 +1,4 @@
-"""Labels in JAX: next-token ones, as `xentlib.labels` defines them, and which are classes.
-
-Shapes: N tokens.
-"""
+"""Next-token labels in JAX, as `xentlib.labels` defines them."""
 
 from __future__ import annotations
 
@@ -12,24 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks import (
-    check_axis,
-    check_divisor,
-    check_label_range,
-    check_narrowed,
-    check_next_token_labels,
-    holds,
-    plain,
-)
-from xentlib.jax.describe import concrete_on_cpu, describe
+from xentlib.checks import check_axis, check_next_token_labels, plain
+from xentlib.jax.core.tokens import check_kept
+from xentlib.jax.describe import describe
 
-__all__ = [
-    "check_division",
-    "check_labels",
-    "next_token_labels",
-    "valid_tokens",
-    "widen_labels",
-]
+__all__ = ["next_token_labels"]
 
 
 def next_token_labels(
@@ -160,54 +144,3 @@ def next_columns(
     label, *packing = (c.astype(x.dtype) for c, x in zip(theirs, rows))
     behind = start + length + np.arange(columns, dtype=start.dtype) >= size * length
     return [jnp.where(behind, ignored, label), *packing], start
-
-
-def check_kept(labels: Any, ignore_index: int, ids: dict[str, Any]) -> None:
-    """Refuse numbers that JAX would make others of: without 64-bit types it keeps 32 bits."""
-    kept = jax.dtypes.canonicalize_dtype(labels.dtype)
-    if holds(str(labels.dtype), ignore_index) and not holds(str(kept), ignore_index):
-        check_narrowed("ignore_index", ignore_index, str(kept))
-    for name, x in ids.items():
-        if isinstance(x, np.ndarray):
-            kept = jax.dtypes.canonicalize_dtype(x.dtype)
-            lost = x[x.astype(kept) != x]
-            if lost.size:
-                check_narrowed(name, int(lost[0]), str(kept))
-
-
-def widen_labels(labels: Any) -> Any:
-    """Labels in a dtype that holds `ignore_index` and V, so that 156 in uint8 is never -100."""
-    return labels.astype(np.int32) if labels.dtype.itemsize < 4 else labels
-
-
-def valid_tokens(labels: Any, where: Any, ignore_index: int) -> Any:
-    held = holds(str(labels.dtype), ignore_index)
-    mask = labels != np.asarray(ignore_index, labels.dtype) if held else labels == labels
-    return mask if where is None else mask & where
-
-
-def check_division(
-    labels: Any, where: Any, ignore_index: int, weights: Any, denominator: Any
-) -> None:
-    """Refuse a denominator of 0 for tokens that count, where values can be read."""
-    if denominator is None or not concrete_on_cpu(labels, where, weights, denominator):
-        return
-    valid = valid_tokens(
-        widen_labels(np.asarray(labels)), None if where is None else np.asarray(where), ignore_index
-    )
-    count = valid if weights is None else np.asarray(weights).astype(np.float64)[valid]
-    divisor = float(np.asarray(denominator))
-    if valid.any() and divisor <= 0 and (divisor < 0 or count.sum() != 0):
-        check_divisor(divisor)
-
-
-def check_labels(labels: Any, where: Any, ignore_index: int, vocab_size: int) -> None:
-    """Refuse a label outside the vocabulary, where values can be read."""
-    check_kept(labels, ignore_index, {})
-    if not concrete_on_cpu(labels, where):
-        return
-    labels = widen_labels(np.asarray(labels))
-    valid = valid_tokens(labels, None if where is None else np.asarray(where), ignore_index)
-    offenders = labels[valid & ((labels < 0) | (labels >= vocab_size))]
-    if offenders.size:
-        check_label_range(int(offenders[0]), vocab_size, ignore_index)

@@ -1,6 +1,6 @@
 """Per-token log-probabilities in JAX: the steps of `xentlib.logprobs`, under their numbers.
 
-Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to walk.
 """
 
 from __future__ import annotations
@@ -14,37 +14,23 @@ from jax import lax
 
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.jax.call import Arrays, Constants, Options, bind, bind_logits, flat
-from xentlib.jax.chunks import (
-    Asked,
-    Chunk,
-    Chunks,
+from xentlib.jax.core.device import as_bits, from_bits
+from xentlib.jax.core.gemm import round_to
+from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
-    all_stats,
-    as_bits,
-    cut,
-    fp16_exponent,
-    from_bits,
-    over_chunks,
-    rest_of,
+    power_of_two,
     round_gradients,
-    rows_of,
-    scaled,
-    stats_of,
-    unpack,
     without_power,
     zero_gradients,
 )
-from xentlib.jax.describe import Needs, values_of, wanted
-from xentlib.jax.gemm import round_to
-from xentlib.jax.head import (
-    Placement,
-    as_primal,
-    over_mesh,
-    upstream_of,
-    whole_rows,
-)
-from xentlib.jax.softmax import FLOOR, Coefficients, TokenStats, dlogits, exp, take_target
+from xentlib.jax.core.kernels import Asked, Coefficients
+from xentlib.jax.core.softmax import FLOOR, TokenStats, exp
+from xentlib.jax.core.stats import all_stats, stats_of
+from xentlib.jax.core.walk import Chunk, Walk, at_rows, over_chunks, scaled, unpack, walk_of
+from xentlib.jax.describe import Needs, primal_values, wanted
+from xentlib.jax.head import Placement, over_mesh, whole_rows
+from xentlib.jax.ranks import as_primal, upstream_of
 from xentlib.logprobs import LogprobOutput
 
 __all__ = [
@@ -57,7 +43,7 @@ __all__ = [
 ]
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """Per token, in the compute dtype: what the forward keeps for the backward."""
 
     lse: jax.Array
@@ -100,34 +86,33 @@ def logprobs_forward(
     labels: jax.Array,
     bias: jax.Array | None,
     constants: Constants,
-) -> tuple[LogprobOutput, Kept]:
+) -> tuple[LogprobOutput, Residuals]:
     """Per-token outputs, and what the backward needs of them.
 
     `hidden` is [N, H], everything else flat.
     """
-    chunks = cut(options, hidden, weight, labels, bias, constants)
+    walk = walk_of(options, hidden, weight, labels, bias, constants)
 
-    return forward_of(chunks)
+    return forward_of(walk)
 
 
-def forward_of(chunks: Chunks) -> tuple[LogprobOutput, Kept]:
+def forward_of(walk: Walk) -> tuple[LogprobOutput, Residuals]:
     """Steps 2 to 5."""
-    options, eps = chunks.options, chunks.options.label_smoothing
+    options, eps = walk.options, walk.options.label_smoothing
     asked = Asked(options.entropy, eps > 0)
 
     def body(chunk: Chunk, packed_6M: jax.Array) -> jax.Array:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1)
-        rest = rest_of(chunks, asked, z_TV, target_TV)
-        values = kept_values(stats_of(chunks, chunk.rows_T, z_y, rest), eps)
+        z_y, rest, _ = walk.kernels.stats(chunk.block, asked)
+        values = kept_values(stats_of(walk, chunk.rows_T, z_y, rest), eps)
         return lax.dynamic_update_slice_in_dim(packed_6M, values, chunk.start, axis=1)
 
     if options.axis is None:
-        packed_6M = jnp.zeros((6, chunks.order.size), options.compute_dtype)
-        packed_6M = over_chunks(chunks, body, packed_6M)
+        packed_6M = jnp.zeros((6, walk.order.size), options.compute_dtype)
+        packed_6M = over_chunks(walk, body, packed_6M)
     else:
-        packed_6M = kept_values(all_stats(chunks, asked), eps)
-    return outputs_of(unpack(chunks, packed_6M), options.entropy, options.output_dtype)
+        packed_6M = kept_values(all_stats(walk, asked), eps)
+    return outputs_of(unpack(walk, packed_6M), options.entropy, options.output_dtype)
 
 
 def kept_values(stats: TokenStats, label_smoothing: float) -> jax.Array:
@@ -142,7 +127,7 @@ def kept_values(stats: TokenStats, label_smoothing: float) -> jax.Array:
 
 def outputs_of(
     values_6N: jax.Array, entropy: bool, output_dtype: str
-) -> tuple[LogprobOutput, Kept]:
+) -> tuple[LogprobOutput, Residuals]:
     lse_N, p_rest_N, logprob_N, entropy_N, correct_N, smoothed_N = values_6N
     output = LogprobOutput(
         smoothed_N.astype(output_dtype),
@@ -150,13 +135,13 @@ def outputs_of(
         lse_N.astype(output_dtype),
         correct_N > 0,
     )
-    return output, Kept(lse_N, p_rest_N, logprob_N, entropy_N)
+    return output, Residuals(lse_N, p_rest_N, logprob_N, entropy_N)
 
 
 def logprobs_backward(
     options: Options,
     needs: Needs,
-    kept: Kept,
+    kept: Residuals,
     upstream: Upstream,
     hidden: jax.Array,
     weight: jax.Array,
@@ -166,43 +151,40 @@ def logprobs_backward(
 ) -> list[jax.Array | None]:
     """Gradients of `hidden`, `weight` and `bias` from logits that are computed again."""
     compute = options.compute_dtype
-    chunks = cut(options, hidden, weight, labels, bias, constants)
-    given = cleaned(chunks, upstream)
-    exponent = None
-    if options.gemm_dtype == "float16":
-        sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
-        exponent = fp16_exponent(sizes.sum(axis=0))
+    walk = walk_of(options, hidden, weight, labels, bias, constants)
+    given = clean_upstream(walk, upstream)
+    sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
+    exponent = power_of_two(options.gemm_dtype, sizes.sum(axis=0))
+    if exponent is not None:
         given = jax.tree.map(lambda g: jnp.ldexp(g, exponent), given)
-    given = jax.tree.map(partial(scaled, chunks), given)
-    terms_N = terms_of(kept, given, options.label_smoothing, chunks.vocab_size)
-    terms_M = jax.tree.map(lambda x: jnp.pad(x[chunks.order], (0, 1)), terms_N)
+    given = jax.tree.map(partial(scaled, walk), given)
+    terms_N = terms_of(kept, given, options.label_smoothing, walk.vocab_size)
+    terms_M = jax.tree.map(lambda x: jnp.pad(x[walk.order], (0, 1)), terms_N)
 
     def body(chunk: Chunk, gradients: Gradients) -> Gradients:
         # 6. to 8. dz and the gradients
-        _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
-        terms_T = rows_of(chunks, chunk, terms_M)
+        terms_T = at_rows(walk, chunk, terms_M)
         dz = coefficients(terms_T)
-        dz_TV = dlogits(z_TV, None, terms_T.kept_lse, dz)
-        return add_gradients(chunks, chunk, needs, gradients, dz_TV, dz.own)
+        return add_gradients(walk, chunk, needs, gradients, terms_T.kept_lse, dz)
 
-    gradients = over_chunks(chunks, body, zero_gradients(chunks, needs), terms_M)
+    gradients = over_chunks(walk, body, zero_gradients(walk, needs), terms_M)
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
     primals = (hidden, weight, bias)
-    return round_gradients(gradients, chunks.valid, primals, options.spread)
+    return round_gradients(gradients, walk.tokens.valid, primals, options.spread)
 
 
-def cleaned(chunks: Chunks, upstream: Upstream) -> Upstream:
+def clean_upstream(walk: Walk, upstream: Upstream) -> Upstream:
     """0 for tokens that are not valid: what follows them may have any gradient, inf included, and
     the largest sets the power of two."""
-    compute = chunks.options.compute_dtype
+    compute = walk.options.compute_dtype
     found: Upstream = jax.tree.map(
-        lambda g: jnp.where(chunks.valid, g.astype(compute), 0), upstream
+        lambda g: jnp.where(walk.tokens.valid, g.astype(compute), 0), upstream
     )
     return found
 
 
-def terms_of(kept: Kept, upstream: Upstream, eps: float, vocab_size: int) -> Terms:
+def terms_of(kept: Residuals, upstream: Upstream, eps: float, vocab_size: int) -> Terms:
     """Products alone; the loop over chunks adds them.
 
     Where one program has a product and its sum together XLA contracts them, or another product of
@@ -242,40 +224,35 @@ def coefficients(terms_T: Terms) -> Coefficients:
 
 def given_forward(
     options: Options, logits: jax.Array, labels: jax.Array, constants: Constants
-) -> tuple[LogprobOutput, Kept]:
+) -> tuple[LogprobOutput, Residuals]:
     """Steps 3 to 5 for logits [N, C] that are there."""
-    return forward_of(cut(options, logits, None, labels, None, constants))
+    return forward_of(walk_of(options, logits, None, labels, None, constants))
 
 
 def given_backward(
     options: Options,
-    kept: Kept,
+    kept: Residuals,
     upstream: Upstream,
     logits: jax.Array,
     labels: jax.Array,
     constants: Constants,
 ) -> jax.Array:
     """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
-    chunks = cut(options, logits, None, labels, None, constants)
-    given = jax.tree.map(partial(scaled, chunks), cleaned(chunks, upstream))
-    terms_N = terms_of(kept, given, options.label_smoothing, chunks.vocab_size)
-    terms_M = jax.tree.map(lambda x: jnp.pad(x[chunks.order], (0, 1)), terms_N)
+    walk = walk_of(options, logits, None, labels, None, constants)
+    given = jax.tree.map(partial(scaled, walk), clean_upstream(walk, upstream))
+    terms_N = terms_of(kept, given, options.label_smoothing, walk.vocab_size)
+    terms_M = jax.tree.map(lambda x: jnp.pad(x[walk.order], (0, 1)), terms_N)
 
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
-        _, _, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
-        terms_T = rows_of(chunks, chunk, terms_M)
+        terms_T = at_rows(walk, chunk, terms_M)
         dz = coefficients(terms_T)
-        column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1)
-        own_TV = column_TV == chunk.y_T1
-        rest_TV = ~own_TV
-        if chunks.padded_from is not None:
-            rest_TV &= column_TV < chunks.padded_from
-        dz_TV = dlogits(z_TV, rest_TV, terms_T.kept_lse, dz)
-        dz_TV = round_to(jnp.where(own_TV, dz.own[:, None], dz_TV), logits.dtype.name)
-        rows_T = jnp.where(chunk.in_chunk_T, chunk.rows_T, logits.shape[0])
+        dz_TV, dz_y_T, _ = walk.kernels.dz(chunk.block, terms_T.kept_lse, dz)
+        own_TV = lax.broadcasted_iota(jnp.int32, dz_TV.shape, 1) == chunk.block.y_T1
+        dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), logits.dtype.name)
+        rows_T = jnp.where(chunk.block.valid_T, chunk.rows_T, logits.shape[0])
         return d_logits.at[rows_T].set(as_bits(dz_TV), mode="drop")
 
-    d_logits = over_chunks(chunks, body, as_bits(jnp.zeros_like(logits)), terms_M)
+    d_logits = over_chunks(walk, body, as_bits(jnp.zeros_like(logits)), terms_M)
     return as_primal(from_bits(d_logits, logits), logits)
 
 
@@ -296,7 +273,9 @@ def _logprobs_fwd(
     options: Options, hidden: Any, weight: Any, labels: Any, bias: Any, constants: Any
 ) -> tuple[LogprobOutput, Any]:
     needs = wanted(constants, hidden, weight, bias)
-    hidden, weight, labels, bias, constants = values_of((hidden, weight, labels, bias, constants))
+    hidden, weight, labels, bias, constants = primal_values(
+        (hidden, weight, labels, bias, constants)
+    )
     # The backward reads the gathered head again: it is kept rather than gathered twice.
     hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
     values = (hidden, weight, labels, bias, constants)
@@ -356,7 +335,7 @@ def _given_fwd(
     options: Options, logits: Any, labels: Any, constants: Any
 ) -> tuple[LogprobOutput, Any]:
     wanted(constants, logits, None, None)
-    values = values_of((logits, labels, constants))
+    values = primal_values((logits, labels, constants))
     output, kept = given_forward(options, *values)
     return output, (values, kept)
 
@@ -373,9 +352,9 @@ _given.defvjp(_given_fwd, _given_bwd, symbolic_zeros=True)
 _given_jit = jax.jit(_given, static_argnums=(0,))
 
 
-def head_logprobs(given: Arguments) -> LogprobOutput:
-    """`chunked_logprobs` of its arguments."""
-    options, arrays, place = bind(given)
+def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput:
+    """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
+    options, arrays, place = bind(given, place)
     if place:
         result: LogprobOutput = _logprobs_over_mesh(options, place, *arrays)
         return result

@@ -18,8 +18,11 @@ from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from xentlib.call import Arguments
 from xentlib.checks import check_head_options, check_kept_option, check_linear, check_mesh_axes
 from xentlib.jax.head import Placement, axes_of, place
+from xentlib.jax.logprobs import head_logprobs
+from xentlib.jax.nll import nll
 from xentlib.jax.public import chunked_logprobs, chunked_nll
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
@@ -30,23 +33,31 @@ __all__ = ["LinenNLLHead", "NLLHead"]
 LAYER = frozenset(inspect.signature(nnx.Linear.__init__).parameters)
 
 
-def function_of(per_token: bool, options: Mapping[str, Any], *, kept: bool) -> Any:
-    """The head's function; refuses options that it does not have, or that a module cannot keep."""
+def check_options(per_token: bool, options: Mapping[str, Any], *, kept: bool) -> None:
+    """Refuse options that the head's function does not have, or that a module cannot keep."""
     function = chunked_logprobs if per_token else chunked_nll
     names = list(inspect.signature(function).parameters)[3:]
     own = ("bias", "weight_layout", "vocab_parallel")
     check_head_options(options, [x for x in names if x not in own])
     for name, value in options.items() if kept else ():
         check_kept_option(name, value)
-    return function
 
 
-def placement(
-    hidden: Any, kernel: Any, specs: tuple[P, P], layout: str, tokens: Any, parallel: Any
-) -> Placement | Any:
-    """What a call under a mesh takes for `vocab_parallel`."""
+def call_head(
+    module: NLLHead | LinenNLLHead, given: Arguments, specs: tuple[P, P]
+) -> NLLOutput | LogprobOutput:
+    """The head's function, under a mesh with its arrays where `specs` of kernel and bias say."""
+    place = placement(given, specs, module.tokens, module.vocab_parallel)
+    if place is None:
+        given = given._replace(vocab_parallel=module.vocab_parallel)
+    return head_logprobs(given, place) if module.per_token else nll(given, place)
+
+
+def placement(given: Arguments, specs: tuple[P, P], tokens: Any, parallel: Any) -> Placement | None:
+    """Of a call under a mesh that nobody but the module knows of."""
     if tokens is None and parallel is None:
         return None
+    hidden, kernel = given.hidden, given.weight
     spread = tokens if isinstance(tokens, P) else P(tokens)
     name = parallel.over if isinstance(parallel, PaddedVocab) else parallel
     named = [one for entry in (*spread, name) for one in axes_of(entry)]
@@ -55,8 +66,8 @@ def placement(
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     check_mesh_axes(named, list(types), len(spread), hidden.ndim - 1)
     if any(types[one] is AxisType.Manual for one in named):  # inside the user's own `shard_map`
-        return parallel
-    return place(mesh, spread, *specs, kernel.shape, layout, parallel)
+        return None
+    return place(mesh, spread, *specs, kernel.shape, given.weight_layout, parallel)
 
 
 class NLLHead(nnx.Linear):
@@ -108,7 +119,7 @@ class NLLHead(nnx.Linear):
         **arguments: Any,
     ) -> None:
         options = {name: x for name, x in arguments.items() if name not in LAYER}
-        function_of(per_token, options, kept=True)
+        check_options(per_token, options, kept=True)
         layer = {name: x for name, x in arguments.items() if name in LAYER}
         super().__init__(in_features, out_features, rngs=rngs, **layer)
         self.per_token = per_token
@@ -169,24 +180,14 @@ class NLLHead(nnx.Linear):
             query, weight = self.promote_dtype((inputs, self.kernel[...]), dtype=self.dtype)
             return jnp.dot(query, weight.T, out_sharding=out_sharding)
         options = dict(self.options) | options
-        function = function_of(self.per_token, options, kept=False)
+        check_options(self.per_token, options, kept=False)
         bias = None if self.bias is None else self.bias[...]
         hidden, kernel, bias = self.promote_dtype(
             (inputs, self.kernel[...], bias), dtype=self.dtype
         )
         specs = (annotated(self.kernel), annotated(self.bias))
-        result: NLLOutput | LogprobOutput = function(
-            hidden,
-            kernel,
-            labels,
-            bias=bias,
-            weight_layout=layout,
-            vocab_parallel=placement(
-                hidden, kernel, specs, layout, self.tokens, self.vocab_parallel
-            ),
-            **options,
-        )
-        return result
+        given = Arguments(hidden, kernel, labels, bias=bias, weight_layout=layout, **options)
+        return call_head(self, given, specs)
 
 
 def annotated(param: Any) -> P:
@@ -231,7 +232,7 @@ class LinenNLLHead(nn.Dense):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        function_of(self.per_token, self.options, kept=True)
+        check_options(self.per_token, self.options, kept=True)
         super().__post_init__()
 
     @nn.compact
@@ -244,7 +245,7 @@ class LinenNLLHead(nn.Dense):
             logits: jax.Array = super().__call__(inputs)
             return logits
         options = dict(self.options) | options
-        function = function_of(self.per_token, options, kept=False)
+        check_options(self.per_token, options, kept=False)
         shape = (jnp.shape(inputs)[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = None
@@ -255,16 +256,8 @@ class LinenNLLHead(nn.Dense):
             boxed(self.kernel_init, shape, self.param_dtype),
             boxed(self.bias_init, shape[1:], self.param_dtype),
         )
-        result: NLLOutput | LogprobOutput = function(
-            hidden,
-            kernel,
-            labels,
-            bias=bias,
-            weight_layout="HV",
-            vocab_parallel=placement(hidden, kernel, specs, "HV", self.tokens, self.vocab_parallel),
-            **options,
-        )
-        return result
+        given = Arguments(hidden, kernel, labels, bias=bias, weight_layout="HV", **options)
+        return call_head(self, given, specs)
 
 
 def boxed(init: Any, shape: tuple[int, ...], dtype: Any) -> P:

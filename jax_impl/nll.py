@@ -1,6 +1,6 @@
 """Chunked negative log-likelihood in JAX: the steps of `xentlib.nll`, under their numbers.
 
-Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to walk.
 """
 
 from __future__ import annotations
@@ -16,40 +16,30 @@ from jax import lax
 from xentlib.call import Arguments
 from xentlib.checks import OUTPUTS
 from xentlib.jax.call import Arrays, Constants, Options, bind, flat
-from xentlib.jax.chunks import (
-    Asked,
-    Chunk,
-    Chunks,
+from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
-    all_stats,
-    cut,
-    fp16_exponent,
-    labelled_at,
-    only_chunk,
-    over_chunks,
-    own_weights,
-    rest_of,
+    power_of_two,
     round_gradients,
-    rows_of,
-    scaled,
-    stats_of,
-    unpack,
     without_power,
     zero_gradients,
 )
-from xentlib.jax.describe import Needs, values_of, wanted
-from xentlib.jax.head import (
-    Placement,
-    Spread,
-    of_all_tokens,
-    over_mesh,
-    upstream_of,
-    vary,
-    varying,
-    whole_rows,
+from xentlib.jax.core.kernels import Asked, Coefficients
+from xentlib.jax.core.softmax import TokenStats
+from xentlib.jax.core.stats import all_stats, labelled_at, stats_of
+from xentlib.jax.core.walk import (
+    Chunk,
+    Walk,
+    at_rows,
+    only_chunk,
+    over_chunks,
+    scaled,
+    unpack,
+    walk_of,
 )
-from xentlib.jax.softmax import Coefficients, TokenStats, dlogits, take_target
+from xentlib.jax.describe import Needs, primal_values, wanted
+from xentlib.jax.head import Placement, Spread, of_all_tokens, over_mesh, whole_rows
+from xentlib.jax.ranks import upstream_of, vary, varying
 from xentlib.nll import NLLOutput
 from xentlib.plan import exchanges_per_chunk
 
@@ -59,7 +49,7 @@ __all__ = ["nll", "nll_backward", "nll_forward"]
 class Carry(NamedTuple):
     """What the loop over chunks accumulates."""
 
-    per_token: jax.Array  # rows: those of `per_token_values`
+    per_token: jax.Array  # rows: those of `values_of`
     gradients: Gradients
 
 
@@ -78,10 +68,10 @@ def nll_forward(
     """
     compute = options.compute_dtype
     hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
-    chunks = cut(options, hidden, weight, labels, bias, constants)
-    options = chunks.options
-    count, valid_N = of_all_tokens(options.spread, chunks.num_valid), chunks.valid
-    everywhere = labelled_at(chunks, slice(None))
+    walk = walk_of(options, hidden, weight, labels, bias, constants)
+    options = walk.options
+    count, valid_N = of_all_tokens(options.spread, walk.num_valid), walk.tokens.valid
+    everywhere = labelled_at(walk, slice(None))
     weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
     if constants.token_weights is not None:
         weights_N = jnp.where(valid_N, constants.token_weights.astype(compute), 0.0)
@@ -95,68 +85,61 @@ def nll_forward(
     # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
     divisor = jnp.where((count == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
     factor_N = weights_N * (1.0 / divisor)
-    factor_N = jnp.where(chunks.bad, jnp.nan, factor_N)
-    exponent = None
-    if options.gemm_dtype == "float16":
-        exponent = fp16_exponent(factor_N)
+    factor_N = jnp.where(walk.tokens.bad, jnp.nan, factor_N)
+    exponent = power_of_two(options.gemm_dtype, factor_N)
+    if exponent is not None:
         factor_N = jnp.ldexp(factor_N, exponent)
-    factor_N = scaled(chunks, factor_N)
+    factor_N = scaled(walk, factor_N)
 
     asked = Asked(options.entropy, options.label_smoothing > 0, options.predicted)
-    carry = Carry(jnp.zeros((7, chunks.order.size), compute), zero_gradients(chunks, needs))
+    carry = Carry(jnp.zeros((7, walk.order.size), compute), zero_gradients(walk, needs))
 
     def differentiated(
-        chunk: Chunk, z_TV: jax.Array, target_TV: jax.Array, stats: TokenStats, sums: Gradients
+        chunk: Chunk, stats: TokenStats, sums: Gradients, left: Any = None
     ) -> Gradients:
         # 6. to 8. dz and the gradients
         factor_T = factor_N[chunk.rows_T]
-        dz = coefficients(stats, factor_T, chunks, chunk.rows_T)
-        dz_TV = dlogits(z_TV, ~target_TV, stats.lse, dz, own_weights(chunks))
-        return add_gradients(chunks, chunk, needs, sums, dz_TV, dz.own)
+        dz = coefficients(stats, factor_T, walk, chunk.rows_T)
+        return add_gradients(walk, chunk, needs, sums, stats.lse, dz, left)
 
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
-        rest = rest_of(chunks, asked, z_TV, target_TV)
-        stats = stats_of(chunks, chunk.rows_T, z_y, rest)
-        values_7T = per_token_values(stats, chunks, chunk.rows_T)
+        z_y, rest, left = walk.kernels.stats(chunk.block, asked)
+        stats = stats_of(walk, chunk.rows_T, z_y, rest)
+        values_7T = values_of(stats, walk, chunk.rows_T)
         rows_7M = lax.dynamic_update_slice_in_dim(carry.per_token, values_7T, chunk.start, axis=1)
         if not any(needs):
             return carry._replace(per_token=rows_7M)
-        return Carry(rows_7M, differentiated(chunk, z_TV, target_TV, stats, carry.gradients))
+        return Carry(rows_7M, differentiated(chunk, stats, carry.gradients, left))
 
     # Statistics over shards come before gradients: in each chunk, or in all of them. The logits are
     # then computed again, unless one chunk holds them all.
     each = options.axis is not None and any(needs)
-    each = each and exchanges_per_chunk(chunks.plan, jax.default_backend())
+    each = each and exchanges_per_chunk(walk.plan, jax.default_backend())
     if options.axis is None or each:
         if options.axis is not None:
-            axes = varying(chunks, factor_N)
+            axes = varying(walk, factor_N)
             shared = axes - varying(lax.axis_index(options.axis.name))
             carry = Carry(vary(carry.per_token, shared), vary(carry.gradients, axes))
-        per_token, gradients = over_chunks(chunks, body, carry, factor_N, exchange=each)
+        per_token, gradients = over_chunks(walk, body, carry, factor_N, exchange=each)
     else:
-        only = only_chunk(chunks)
-        stats_M = all_stats(chunks, asked, only=only)
-        per_token = per_token_values(stats_M, chunks, chunks.order)
+        only = only_chunk(walk)
+        stats_M = all_stats(walk, asked, only=only)
+        per_token = values_of(stats_M, walk, walk.order)
         gradients = carry.gradients
         stats_M = jax.tree.map(lambda x: jnp.pad(x, (0, 1)), stats_M)
 
         def again(chunk: Chunk, sums: Gradients) -> Gradients:
-            _, target_TV, z_TV = take_target(chunk.z_TV, chunk.y_T1, chunks.padded_from)
-            stats = rows_of(chunks, chunk, stats_M)
-            return differentiated(chunk, z_TV, target_TV, stats, sums)
+            return differentiated(chunk, at_rows(walk, chunk, stats_M), sums)
 
         if any(needs):
-            gradients = over_chunks(chunks, again, gradients, factor_N, stats_M, only=only)
+            gradients = over_chunks(walk, again, gradients, factor_N, stats_M, only=only)
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
 
     # 9. Reduce
-    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(
-        chunks, per_token
-    )
-    predicted_N = jnp.where(valid_N & ~chunks.bad, predicted_N, -1.0)
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(walk, per_token)
+    predicted_N = jnp.where(valid_N & ~walk.tokens.bad, predicted_N, -1.0)
     sums = jnp.stack([(loss_N * weights_N).sum(), (z_loss_N * weights_N).sum()])
     loss, z_loss = of_all_tokens(options.spread, sums)
     output = NLLOutput(
@@ -173,20 +156,20 @@ def nll_forward(
     return output, gradients, valid_N
 
 
-def per_token_values(stats: TokenStats, chunks: Chunks, rows: jax.Array) -> jax.Array:
+def values_of(stats: TokenStats, walk: Walk, rows: jax.Array) -> jax.Array:
     """[7, tokens]: loss, its z-loss part, logprob, entropy, lse, correct, predicted."""
-    loss, z_term = token_loss(stats, chunks, rows)
+    loss, z_term = token_loss(stats, walk, rows)
     predicted = jnp.zeros_like(loss) if stats.predicted is None else stats.predicted
     values = (loss, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct, predicted)
     return jnp.stack(values)
 
 
-def token_loss(stats: TokenStats, chunks: Chunks, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def token_loss(stats: TokenStats, walk: Walk, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Per token: the loss, and the part of it that z-loss contributes."""
-    eps, z_loss = chunks.options.label_smoothing, chunks.options.z_loss
+    eps, z_loss = walk.options.label_smoothing, walk.options.z_loss
     nll = -stats.logprob
-    if chunks.constants.class_weights is not None:
-        nll = nll * labelled_at(chunks, rows).weight
+    if walk.constants.class_weights is not None:
+        nll = nll * labelled_at(walk, rows).weight
     if stats.mean_logp is not None:
         nll = (1.0 - eps) * nll - eps * stats.mean_logp
     z_term = jnp.zeros_like(nll) if is_zero(z_loss) else z_loss * stats.lse * stats.lse
@@ -199,16 +182,16 @@ def is_zero(z_loss: float | jax.Array) -> bool:
 
 
 def coefficients(
-    stats: TokenStats, factor_T: jax.Array, chunks: Chunks, rows: jax.Array
+    stats: TokenStats, factor_T: jax.Array, walk: Walk, rows: jax.Array
 ) -> Coefficients:
     """Step 6, per token: of dz times the factor."""
-    eps, z_loss = chunks.options.label_smoothing, chunks.options.z_loss
-    uniform = eps / chunks.vocab_size
+    eps, z_loss = walk.options.label_smoothing, walk.options.z_loss
+    uniform = eps / walk.vocab_size
     extra = jnp.zeros_like(stats.lse) if is_zero(z_loss) else 2.0 * z_loss * stats.lse
     slope: jax.Array = 1.0 + extra
     left: jax.Array | float = eps - uniform
-    if chunks.constants.class_weights is not None:
-        labelled = labelled_at(chunks, rows)
+    if walk.constants.class_weights is not None:
+        labelled = labelled_at(walk, rows)
         slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
         left = uniform * (labelled.total - labelled.weight)
     return Coefficients(
@@ -251,7 +234,7 @@ def _nll_fwd(
 ) -> tuple[NLLOutput, Any]:
     primals = (hidden, weight, bias)
     needs = wanted(constants, *primals)
-    values = values_of((hidden, weight, labels, bias, constants))
+    values = primal_values((hidden, weight, labels, bias, constants))
     output, gradients, valid_N = nll_forward(options, needs, *values)
     # A residual must be an array: an empty one carries each input's type to the backward.
     types = tuple(None if p is None else jnp.ravel(p.value)[:0] for p in primals)
@@ -286,9 +269,9 @@ def _nll_over_mesh(options: Options, place: Placement, *arrays: Any) -> NLLOutpu
     return result
 
 
-def nll(given: Arguments) -> NLLOutput:
-    """`chunked_nll` of its arguments."""
-    options, arrays, place = bind(given)
+def nll(given: Arguments, place: Placement | None = None) -> NLLOutput:
+    """`chunked_nll` of its arguments, which `NLLHead` has placed on a mesh."""
+    options, arrays, place = bind(given, place)
     result: NLLOutput = (
         _nll_over_mesh(options, place, *arrays) if place else _nll_anywhere(options, *arrays)
     )

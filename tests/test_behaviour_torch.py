@@ -27,9 +27,11 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from xentlib.torch import chunked_nll, chunks, gemm  # noqa: E402
+from xentlib.torch import chunked_nll  # noqa: E402
 from xentlib.torch import nll as torch_nll  # noqa: E402
 from xentlib.torch.call import bind  # noqa: E402
+from xentlib.torch.core import gemm, walk  # noqa: E402
+from xentlib.torch.core import gradients as sums  # noqa: E402
 
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")
 COMPILERS = ["aot_eager", *(["inductor"] if shutil.which("c++") or shutil.which("g++") else [])]
@@ -484,8 +486,9 @@ def test_float32_stays_float32(monkeypatch, precision):
         seen.append(torch.backends.mkldnn.matmul.fp32_precision)
         return torch_nll_mm(*args, **kwargs)
 
-    torch_nll_mm = chunks.mm
-    monkeypatch.setattr(chunks, "mm", mm)
+    torch_nll_mm = gemm.mm
+    monkeypatch.setattr(walk, "mm", mm)
+    monkeypatch.setattr(sums, "mm", mm)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from helpers.vocab_shards_jax import arguments, keywords, mesh_of, sharded, value, whole  # noqa: E402
 from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
-from xentlib.jax.head import vary  # noqa: E402
+from xentlib.jax.ranks import vary  # noqa: E402
 
 N, H = 221, 24
 PLAIN, OPTIONS, KERNEL, LOW, NOTHING, WEIGHTS = (replace(case, tokens=N) for case in CASES)

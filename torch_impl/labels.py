@@ -1,4 +1,4 @@
-"""Labels in PyTorch: next-token ones, as `xentlib.labels` defines them, and which are classes."""
+"""Next-token labels in PyTorch, as `xentlib.labels` defines them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xentlib.checks import check_label_range, check_next_token_labels, plain
+from xentlib.checks import check_next_token_labels, plain
 from xentlib.torch.describe import describe
 from xentlib.torch.head import find_group
 
-__all__ = ["check_labels", "next_token_labels"]
+__all__ = ["next_token_labels"]
 
 
 def next_token_labels(
@@ -142,9 +142,3 @@ def next_columns(
     found = slices[:, 1:].view(world, lanes, columns)[owner, :, column]
     found = torch.where(inside, found.T, ignore_index)
     return list(found.view(len(rows), *leading, columns)), ends[rank] - length
-
-
-def check_labels(labels: Tensor, bad: Tensor, ignore_index: int, vocab_size: int) -> None:
-    """Refuse a label outside the vocabulary where it can be read without a device sync."""
-    if labels.device.type == "cpu" and bad.any():
-        check_label_range(int(labels[bad][0]), vocab_size, ignore_index)

@@ -14,12 +14,16 @@ from torch import Tensor
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.call import GivenCall, HeadCall, bind, bind_logits
-from xentlib.torch.chunks import Asked, Given, GradientSums, Walk, power_of_two
+from xentlib.torch.core.given import Given
+from xentlib.torch.core.gradients import GradientSums, power_of_two
+from xentlib.torch.core.kernels import Asked, Coefficients
+from xentlib.torch.core.softmax import FLOOR, TokenStats
+from xentlib.torch.core.stats import all_stats, given_stats
+from xentlib.torch.core.walk import Walk
 from xentlib.torch.describe import differentiated_once
 from xentlib.torch.head import with_whole_head
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import numbers_of, over_shards
-from xentlib.torch.softmax import FLOOR, Coefficients, TokenStats, dlogits_, take_target
 
 __all__ = [
     "given_backward",
@@ -70,7 +74,7 @@ def logprobs_forward(call: HeadCall, entropy: bool, output_dtype: torch.dtype) -
     """Steps 1 to 5."""
     walk = Walk(call)
     walk.agree()
-    stats = walk.stats(Asked(entropy))
+    stats = all_stats(walk, Asked(entropy))
     return outputs_of(stats, walk, output_dtype)
 
 
@@ -103,21 +107,19 @@ def logprobs_backward(
     walk = Walk(call)
     residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
 
-    g_3N = upstream(walk, pulled)
+    g_3N = clean_upstream(walk, pulled)
     exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
         g_3N = torch.ldexp(g_3N, exponent)
     sums = GradientSums(walk, needs, call.weight.shape[call.transposed])
     for chunk in walk.chunks():
-        block = walk.block()
-        for rows in walk.blocks(chunk, jacobian=True):
-            take_target(rows.z_BV, rows.y_B1)
+        kernels = walk.kernels()
+        for rows in walk.blocks(chunk):
             g_3B = walk.scaled(g_3N[:, rows.places], rows)
             kept = Residuals(*(x[rows.places] for x in residuals))
             dz = coefficients(g_3B, kept, entropy=entropy)
-            dlogits_(rows.z_BV, rows.y_B1, kept.lse, dz, block)
-            sums.block(rows, dz.own)
-        del block
+            sums.take(rows, kernels, kept.lse, dz)
+        del kernels
         sums.add(chunk)
     found = sums.finish(exponent)
     # On CPU rows that were not computed are +0 already, elsewhere their dz was.
@@ -126,7 +128,7 @@ def logprobs_backward(
     return d_hidden, d_weight, d_bias
 
 
-def upstream(walk: Walk | Given, pulled: Pulled) -> Tensor:
+def clean_upstream(walk: Walk | Given, pulled: Pulled) -> Tensor:
     """[3, N]: gradients of log-probability, entropy and lse; 0 where there is none, or no token."""
     zeros = torch.zeros(walk.tokens.valid.shape, **walk.like)
     gradients = (pulled.d_logprobs, pulled.d_entropy, pulled.d_lse)
@@ -236,20 +238,20 @@ logprobs_op.gradient(_keep, _backward)
 def given_forward(given: Given, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 3 to 5 for logits that are there."""
     given.agree()
-    stats = given.stats(Asked(entropy, given.label_smoothing > 0))
+    stats = given_stats(given, Asked(entropy, given.label_smoothing > 0))
     return outputs_of(stats, given, output_dtype, given.label_smoothing)
 
 
 def given_backward(pulled: Pulled, given: Given) -> Tensor:
     """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
     residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
-    g_3N = upstream(given, pulled)
+    g_3N = clean_upstream(given, pulled)
     tokens, logits, size = given.tokens, given.logits, given.local_size
     whole = tokens.computed == logits.shape[0]
     d_logits = torch.empty_like(logits) if whole else torch.zeros_like(logits)
     d_logits[:, size:] = 0.0
-    for rows, block in given.blocks(diff=entropy):
-        take_target(rows.z_BV, rows.y_B1)
+    kernels = given.kernels()
+    for rows in given.blocks():
         g_3B = g_3N[:, rows.places]
         if rows.temperature_B is not None:
             g_3B = g_3B / rows.temperature_B
@@ -261,11 +263,9 @@ def given_backward(pulled: Pulled, given: Given) -> Tensor:
             smoothing=given.label_smoothing,
             vocab_size=given.vocab_size,
         )
-        dlogits_(rows.z_BV, rows.y_B1, kept.lse, dz, block)
+        dz_y_B, _ = kernels.dz(rows, kept.lse, dz)
         # The target's own, or into the spare column.
-        rows.z_BV.scatter_(1, rows.y_B1, dz.own[:, None])
-        if not tokens.packed:
-            rows.z_BV.masked_fill_(~tokens.valid[rows.places, None], 0.0)
+        rows.z_BV.scatter_(1, rows.y_B1, dz_y_B[:, None])
         d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
     return d_logits
 

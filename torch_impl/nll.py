@@ -17,27 +17,16 @@ from xentlib.checks import OUTPUTS, check_divisor
 from xentlib.nll import NLLOutput
 from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.call import HeadCall, bind
-from xentlib.torch.chunks import (
-    Asked,
-    Gradients,
-    GradientSums,
-    Walk,
-    labelled_at,
-    power_of_two,
-)
+from xentlib.torch.core.device import traits
+from xentlib.torch.core.gradients import Gradients, GradientSums, power_of_two
+from xentlib.torch.core.kernels import Asked, Coefficients
+from xentlib.torch.core.softmax import Labelled, TokenStats, token_stats
+from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
+from xentlib.torch.core.walk import Walk
 from xentlib.torch.describe import as_tensor, differentiated_once, wanted
 from xentlib.torch.head import with_whole_head
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import free_to_read, over_shards
-from xentlib.torch.softmax import (
-    Coefficients,
-    Labelled,
-    TokenStats,
-    dlogits_,
-    rest_stats,
-    take_target,
-    token_stats,
-)
 
 __all__ = ["nll", "nll_backward", "nll_forward"]
 
@@ -103,40 +92,34 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput, Gradients, Tenso
     # Statistics over shards come before gradients: in all of the chunks, or in each as they come.
     each = False
     if walk.parallel is not None:
-        each = any(needs) and walk.softcap is None
+        each = any(needs) and walk.shape.softcap is None
         each = each and exchanges_per_chunk(walk.plan, call.hidden.device.type)
         if not each:
-            whole = walk.stats(asked)
+            whole = all_stats(walk, asked)
             per_token_7N = values_of(whole, everywhere, loss)
     for chunk in walk.chunks() if whole is None or any(needs) else ():  # 2. Logits
         if each:
-            of_chunk = walk.chunk_stats(chunk, asked)
+            of_chunk = chunk_stats(walk, chunk, asked)
             places = tokens.places(chunk.start, chunk.start + chunk.size)
             per_token_7N[:, places] = values_of(of_chunk, labelled_at(walk, places), loss)
-        block = walk.block()
-        for rows in walk.blocks(chunk, jacobian=any(needs), fresh=not each):
+        kernels = walk.kernels()
+        for rows in walk.blocks(chunk, fresh=not each):
             # 3. to 5. Softmax without the target column, then the target
-            z_BV, y_B1 = rows.z_BV, rows.y_B1
             labelled = labelled_at(walk, rows.places)
-            if rows.fresh:
-                z_y = take_target(z_BV, y_B1)
             if whole is not None:
                 stats = at_rows(whole, rows.places)
             elif each:
                 stats = at_rows(of_chunk, rows.span)
             else:
-                rest = rest_stats(
-                    z_BV, y_B1, block, **asked._asdict(), class_weights_V=walk.own_weights
-                )
+                z_y, rest = kernels.stats(rows, asked, dz_follows=any(needs))
                 stats = token_stats(z_y, rest, walk.vocab_size, labelled)
                 per_token_7N[:, rows.places] = values_of(stats, labelled, loss)
             if any(needs):
                 # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
                 factor_B = walk.scaled(factor_N[rows.places], rows)
                 dz = coefficients(stats, factor_B, labelled, loss, walk.vocab_size)
-                dlogits_(z_BV, y_B1, stats.lse, dz, block, walk.own_weights)
-                sums.block(rows, dz.own)
-        del block
+                sums.take(rows, kernels, stats.lse, dz)
+        del kernels
         sums.add(chunk)  # 8. Gradient GEMMs
     gradients = sums.finish(exponent)
 
@@ -169,11 +152,6 @@ def values_of(stats: TokenStats, labelled: Labelled, loss: Loss) -> Tensor:
     predicted = torch.zeros_like(total) if stats.predicted is None else stats.predicted
     values = (total, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct, predicted)
     return torch.stack(values)
-
-
-def at_rows(stats: TokenStats, index: slice | Tensor) -> TokenStats:
-    found: list[Any] = [None if x is None else x[index] for x in stats]
-    return TokenStats(*found)
 
 
 def token_loss(stats: TokenStats, labelled: Labelled, loss: Loss) -> tuple[Tensor, Tensor]:
@@ -225,7 +203,7 @@ def nll_backward(
     gradient = torch.where(valid_N.any(), gradient, 0.0).to(accumulators[0].dtype)
     # Times 1 changes nothing and costs a pass over d weight; the value is free to read on CPU, and
     # without `reuse` there may be none.
-    one = reuse and gradient.device.type == "cpu" and gradient.item() == 1.0
+    one = reuse and traits(gradient).free_to_read and gradient.item() == 1.0
     results: list[Tensor | None] = [None, None, None]
     for slot, (accumulator, dtype) in enumerate(zip(accumulators, dtypes, strict=True)):
         if one and needs[slot] and dtype is not None:

@@ -21,11 +21,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.checks import check_agreement, check_class_weights, check_shards, check_tiles
 from xentlib.plan import VocabShard, shard_of
-from xentlib.torch.softmax import RestStats, below, exp_difference
+from xentlib.torch.core.device import traits
+from xentlib.torch.core.kernels import RestStats
+from xentlib.torch.core.softmax import below, exp_difference
 
 __all__ = [
     "Agreement",
     "VocabParallel",
+    "begin_agreement",
     "free_to_read",
     "numbers_of",
     "over_shards",
@@ -75,7 +78,7 @@ def group_named(name: str) -> dist.ProcessGroup:
 
 def free_to_read(x: Tensor) -> bool:
     """Whether the host may look at numbers without waiting for a device."""
-    return x.device.type == "cpu"
+    return traits(x).free_to_read
 
 
 class Agreement:
@@ -308,3 +311,12 @@ def vocab_parallel_of(
 ) -> VocabParallel | None:
     """From what an operator may take as arguments; None without a group."""
     return None if numbers is None else VocabParallel(group, numbers, rows, like)
+
+
+def begin_agreement(
+    parallel: VocabParallel, rows: Tensor, labels: Tensor, valid: Tensor
+) -> Agreement:
+    """What all ranks must have alike in every call: some rows, labels, which tokens count."""
+    parallel.of_rows(rows)
+    parallel.agreement.labels(labels.long(), valid)
+    return parallel.agreement

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xentlib.torch.core.device import traits
+
 __all__ = ["add_rows_", "addmm_", "gemm_precision", "mm", "operand", "storage_dtype"]
 
 LOW = (torch.bfloat16, torch.float16)
@@ -32,7 +34,7 @@ def storage_dtype(
     gemm_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
     """Dtype in which operands of `gemm_dtype` values are handed to this device's GEMM."""
-    return gemm_dtype if device.type == "cuda" else compute_dtype
+    return gemm_dtype if traits(device).wide_products else compute_dtype
 
 
 def operand(x: Tensor, gemm_dtype: torch.dtype, compute_dtype: torch.dtype) -> Tensor:
@@ -120,7 +122,7 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """acc += a @ b in the dtype of `acc`; the first product of an accumulator writes it."""
     depth = a.shape[1]
-    if acc.device.type == "cpu" and min(acc.shape) < NARROW and depth > NARROW_DEPTH:
+    if traits(acc).cpu_libraries and min(acc.shape) < NARROW and depth > NARROW_DEPTH:
         for start in range(0, depth, NARROW_DEPTH):
             part = slice(start, start + NARROW_DEPTH)
             product = torch.empty_like(acc)
@@ -150,7 +152,7 @@ def by_onednn(a: Tensor, b: Tensor, out: Tensor) -> bool:
     mkldnn: Any = torch.backends.mkldnn
     return (
         ONEDNN
-        and a.device.type == "cpu"
+        and traits(a).cpu_libraries
         and a.dtype == torch.float32
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -186,7 +188,7 @@ def add_rows_(acc: Tensor, index: Tensor, rows: Tensor) -> None:
 
     `index_put_` sorts on CUDA and is atomic on CPU; `index_add_` is the other way round.
     """
-    if acc.device.type == "cuda":
+    if traits(acc).ordered_put:
         acc.index_put_((index,), rows, accumulate=True)
     else:
         acc.index_add_(0, index, rows)

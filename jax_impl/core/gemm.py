@@ -12,21 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["column_sums", "contract", "least_rows", "round_to"]
+__all__ = ["column_sums", "contract", "round_to"]
 
 MANTISSA = {"bfloat16": (8, 7), "float16": (5, 10)}
 # float16 is normal from here on; below, its numbers are the multiples of 2^-24.
 FP16_NORMAL = 2.0**-14
-
-# Below 64 rows XLA's CPU GEMM takes another kernel for a row-major right operand, and a row's bits
-# then depend on the number of rows: up to 80 % of the entries at 8 rows, none from 64. Its row sums
-# do so below 32 rows (row A10).
-CPU_LEAST_ROWS = 64
-
-
-def least_rows() -> int:
-    """Rows that a chunk must have for the bits of each not to depend on their number."""
-    return CPU_LEAST_ROWS if jax.default_backend() == "cpu" else 1
 
 
 def contract(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, dtype: str) -> jax.Array:

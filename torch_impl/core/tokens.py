@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xentlib.checks import check_label_range
 from xentlib.plan import VocabShard
-from xentlib.torch.labels import check_labels
+from xentlib.torch.core.device import traits
 
-__all__ = ["Tokens", "select_tokens"]
+__all__ = ["Tokens", "check_labels", "select_tokens"]
 
 
 class Tokens(NamedTuple):
@@ -57,7 +58,7 @@ def select_tokens(
         valid_N = valid_N & where
     in_range_N = (labels >= 0) & (labels < vocab_size)
     bad_N = valid_N & ~in_range_N
-    packed = labels.device.type == "cpu"
+    packed = traits(labels).free_to_read
     if shard is None:
         check_labels(labels, bad_N, ignore_index, vocab_size)
     rows_M = valid_N.nonzero()[:, 0] if packed else None
@@ -69,3 +70,9 @@ def select_tokens(
         owned_N = (labels >= shard.start) & (labels < shard.stop)
         labels = torch.where(owned_N, labels - shard.start, shard.size)
     return Tokens(labels, targets_N, owned_N, valid_N, bad_N, rows_M, packed)
+
+
+def check_labels(labels: Tensor, bad: Tensor, ignore_index: int, vocab_size: int) -> None:
+    """Refuse a label outside the vocabulary where it can be read without a device sync."""
+    if traits(labels).free_to_read and bad.any():
+        check_label_range(int(labels[bad][0]), vocab_size, ignore_index)

@@ -1,0 +1,41 @@
+"""What kinds of devices differ in, as far as the steps of `xentlib.nll` have to know."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["Traits", "as_bits", "from_bits", "traits"]
+
+
+class Traits(NamedTuple):
+    """Of the backend that programs are compiled for."""
+
+    # Below 64 rows XLA's CPU GEMM takes another kernel for a row-major right operand, and a row's
+    # bits then depend on the number of rows: up to 80 % of the entries at 8 rows, none from 64. Its
+    # row sums do so below 32 rows (row A10).
+    least_rows: int
+    # It scatters floats of 16 bits in float32: two copies of all N rows, four times the bytes of
+    # their gradient, where integers of 16 bits take one.
+    scatters_wide: bool
+
+
+KINDS = {"cpu": Traits(64, True)}
+ANOTHER = Traits(1, False)
+
+
+def traits() -> Traits:
+    return KINDS.get(jax.default_backend(), ANOTHER)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """16-bit floats as integers where floats are scattered wide."""
+    low = x.dtype.itemsize == 2 and traits().scatters_wide
+    return lax.bitcast_convert_type(x, jnp.uint16) if low else x
+
+
+def from_bits(x: jax.Array, like: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, like.dtype) if x.dtype == jnp.uint16 else x

@@ -1,0 +1,103 @@
+"""Step 1 in JAX: which tokens count, and where their labels are.
+
+Shapes: N tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xentlib.call import Arguments
+from xentlib.checks import check_divisor, check_label_range, check_narrowed, holds
+from xentlib.jax.describe import concrete_on_cpu
+from xentlib.plan import VocabShard
+
+__all__ = ["Tokens", "check_kept", "check_labels", "check_values", "select_tokens"]
+
+
+class Tokens(NamedTuple):
+    """Step 1: the tokens that count."""
+
+    # [N] int32, the target's column: 0 where a label is no class, past the last column if elsewhere
+    labels: jax.Array
+    targets: jax.Array  # [N] int32, its class: the column of a whole vocabulary
+    owned: jax.Array | None  # [N] the column is on this device; None: they all are
+    valid: jax.Array  # [N]
+    bad: jax.Array  # [N] valid, with a label outside the vocabulary
+
+
+def select_tokens(
+    labels: jax.Array,
+    where: jax.Array | None,
+    ignore_index: int,
+    columns: int,
+    shard: VocabShard | None,
+) -> Tokens:
+    """A shard's columns are counted from its start; a target elsewhere is past the last of them."""
+    labels = widen_labels(labels)
+    valid_N = valid_tokens(labels, where, ignore_index)
+    in_range_N = (labels >= 0) & (labels < (columns if shard is None else shard.vocab_size))
+    bad_N = valid_N & ~in_range_N
+    labels = jnp.where(valid_N & in_range_N, labels, 0).astype(jnp.int32)
+    if shard is None:
+        return Tokens(labels, labels, None, valid_N, bad_N)
+    owned_N = (labels >= shard.start) & (labels < shard.stop)
+    column_N = jnp.where(owned_N, labels - shard.start, columns)
+    return Tokens(column_N, labels, owned_N, valid_N, bad_N)
+
+
+def check_kept(labels: Any, ignore_index: int, ids: dict[str, Any]) -> None:
+    """Refuse numbers that JAX would make others of: without 64-bit types it keeps 32 bits."""
+    kept = jax.dtypes.canonicalize_dtype(labels.dtype)
+    if holds(str(labels.dtype), ignore_index) and not holds(str(kept), ignore_index):
+        check_narrowed("ignore_index", ignore_index, str(kept))
+    for name, x in ids.items():
+        if isinstance(x, np.ndarray):
+            kept = jax.dtypes.canonicalize_dtype(x.dtype)
+            lost = x[x.astype(kept) != x]
+            if lost.size:
+                check_narrowed(name, int(lost[0]), str(kept))
+
+
+def widen_labels(labels: Any) -> Any:
+    """Labels in a dtype that holds `ignore_index` and V, so that 156 in uint8 is never -100."""
+    return labels.astype(np.int32) if labels.dtype.itemsize < 4 else labels
+
+
+def valid_tokens(labels: Any, where: Any, ignore_index: int) -> Any:
+    held = holds(str(labels.dtype), ignore_index)
+    mask = labels != np.asarray(ignore_index, labels.dtype) if held else labels == labels
+    return mask if where is None else mask & where
+
+
+def check_values(given: Arguments, vocab_size: int) -> None:
+    """Refuse a label outside the vocabulary, and a denominator of 0 for tokens that count, where
+    values can be read."""
+    labels, where, ignore_index = given.labels, given.where, given.ignore_index
+    weights, denominator = given.token_weights, given.denominator
+    check_labels(labels, where, ignore_index, vocab_size)
+    if denominator is None or not concrete_on_cpu(labels, where, weights, denominator):
+        return
+    valid = valid_tokens(
+        widen_labels(np.asarray(labels)), None if where is None else np.asarray(where), ignore_index
+    )
+    count = valid if weights is None else np.asarray(weights).astype(np.float64)[valid]
+    divisor = float(np.asarray(denominator))
+    if valid.any() and divisor <= 0 and (divisor < 0 or count.sum() != 0):
+        check_divisor(divisor)
+
+
+def check_labels(labels: Any, where: Any, ignore_index: int, vocab_size: int) -> None:
+    """Refuse a label outside the vocabulary, where values can be read."""
+    check_kept(labels, ignore_index, {})
+    if not concrete_on_cpu(labels, where):
+        return
+    labels = widen_labels(np.asarray(labels))
+    valid = valid_tokens(labels, None if where is None else np.asarray(where), ignore_index)
+    offenders = labels[valid & ((labels < 0) | (labels >= vocab_size))]
+    if offenders.size:
+        check_label_range(int(offenders[0]), vocab_size, ignore_index)

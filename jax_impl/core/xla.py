@@ -1,0 +1,122 @@
+"""Both steps of a block as XLA compiles them: on any device, in any dtype.
+
+Shapes: T rows of a chunk, V columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xentlib.jax.core.gemm import column_sums as sums_of_columns
+from xentlib.jax.core.gemm import round_to as rounded
+from xentlib.jax.core.kernels import Asked, Coefficients, RestStats, Rows, Shape
+from xentlib.jax.core.softmax import FLOOR, exp
+
+__all__ = ["XLA"]
+
+
+class Logits(NamedTuple):
+    """Of a block: -inf in the target's column, and where a column is no class."""
+
+    z_TV: jax.Array
+    taken_TV: jax.Array  # where those -inf are
+    z_y: jax.Array
+    derivative_TV: jax.Array | None  # of the softcap
+
+
+class XLA:
+    """See `kernels.Kernels`."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def stats(self, rows: Rows, asked: Asked) -> tuple[jax.Array, RestStats, Logits]:
+        """Steps 2 to 4."""
+        logits = self.prepare(rows)
+        return logits.z_y, self.rest_stats(logits, asked), logits
+
+    def dz(
+        self,
+        rows: Rows,
+        lse_T: jax.Array,
+        of: Coefficients,
+        *,
+        left: Logits | None = None,
+        round_to: str | None = None,
+        column_sums: bool = False,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Steps 6 and 7."""
+        logits = self.prepare(rows) if left is None else left
+        dz_TV, dz_y_T = self.dlogits(logits, lse_T, of), of.own
+        if logits.derivative_TV is not None:
+            dz_TV = dz_TV * logits.derivative_TV
+            own_T1 = jnp.take_along_axis(logits.derivative_TV, rows.y_T1, axis=1, mode="clip")
+            dz_y_T = dz_y_T * own_T1[:, 0]
+        dz_TV = jnp.where(rows.valid_T[:, None], dz_TV, 0.0)
+        here_T = rows.valid_T if rows.owned_T is None else rows.valid_T & rows.owned_T
+        dz_y_T = jnp.where(here_T, dz_y_T, 0.0)
+        sums_V = sums_of_columns(dz_TV, dz_TV.dtype.name) if column_sums else None
+        return dz_TV if round_to is None else rounded(dz_TV, round_to), dz_y_T, sums_V
+
+    def prepare(self, rows: Rows) -> Logits:
+        """Bias, scale, softcap and temperature; a target in column V is on another device, and none
+        is taken out."""
+        shape, z_TV, derivative_TV = self.shape, rows.z_TV, None
+        if shape.bias_V is not None:
+            z_TV = z_TV + shape.bias_V[None, :]
+        if shape.scale is not None:
+            z_TV = z_TV * shape.scale.astype(z_TV.dtype)
+        if shape.softcap is not None:
+            capped_TV = z_TV / shape.softcap
+            # sech^2. 1 - tanh^2 cancels where the cap saturates: at a cap of 0.7 and logits of
+            # standard deviation 32 it has no digit left.
+            e_TV = exp(-2.0 * jnp.abs(capped_TV))
+            derivative_TV = 4.0 * e_TV / ((1.0 + e_TV) * (1.0 + e_TV))
+            z_TV = jnp.tanh(capped_TV) * shape.softcap
+        if rows.temperature_T is not None:
+            z_TV = z_TV / rows.temperature_T[:, None]
+        column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1)
+        taken_TV = column_TV == rows.y_T1
+        if shape.padded_from is not None:
+            taken_TV |= column_TV >= shape.padded_from
+        z_y = jnp.take_along_axis(z_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
+        return Logits(jnp.where(taken_TV, -jnp.inf, z_TV), taken_TV, z_y, derivative_TV)
+
+    def rest_stats(self, logits: Logits, asked: Asked) -> RestStats:
+        """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
+        z_TV = logits.z_TV
+        top = z_TV.argmax(axis=1).astype(z_TV.dtype) if asked.predicted else None
+        m = z_TV.max(axis=1, keepdims=True)
+        m = jnp.where(m == -jnp.inf, 0.0, m)  # no other column, or none above -inf
+        d_TV = z_TV - m
+        e_TV = exp(d_TV)
+        sum_d = None
+        if asked.smoothing:
+            rest_TV = jnp.where(logits.taken_TV, 0.0, d_TV)
+            if self.shape.class_weights_V is not None:
+                rest_TV = rest_TV * self.shape.class_weights_V[None, :]
+            sum_d = rest_TV.sum(axis=1)
+        sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if asked.entropy else None
+        # Two sums one after the other, so that the fractions can take the place of e.
+        everything, e_TV = lax.optimization_barrier((e_TV.sum(axis=1), e_TV))
+        s = (e_TV - jnp.floor(e_TV)).sum(axis=1)
+        return RestStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d, top)
+
+    def dlogits(self, logits: Logits, lse_T: jax.Array, of: Coefficients) -> jax.Array:
+        """Step 6: dz, 0 in the target's column."""
+        log_p_TV = logits.z_TV - lse_T[:, None]
+        slope_TV = of.alpha[:, None]
+        if of.beta is not None:
+            # The floor: p = 0 times a log p of -inf must be 0.
+            slope_TV = slope_TV + of.beta[:, None] * jnp.maximum(log_p_TV, FLOOR)
+        dz_TV = exp(log_p_TV) * slope_TV
+        if of.gamma is None:
+            return dz_TV
+        share_TV = of.gamma[:, None]
+        if self.shape.class_weights_V is not None:
+            share_TV = share_TV * self.shape.class_weights_V[None, :]
+        return jnp.where(logits.taken_TV, 0.0, dz_TV - share_TV)

@@ -1,0 +1,32 @@
+"""What kinds of devices differ in, as far as the steps of `xentlib.nll` have to know."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Traits", "traits"]
+
+
+class Traits(NamedTuple):
+    """Of a kind of device."""
+
+    free_to_read: bool  # the host may look at numbers without waiting for the device
+    wide_products: bool  # its GEMM takes 16-bit operands and returns float32
+    ordered_put: bool  # `index_put_` adds in the order of its rows, and `index_add_` is atomic
+    cpu_libraries: bool  # MKL and oneDNN multiply, MKL takes exp
+
+
+KINDS = {
+    "cpu": Traits(True, False, False, True),
+    "cuda": Traits(False, True, True, False),
+}
+ANOTHER = Traits(False, False, False, False)
+
+
+def traits(where: Tensor | torch.device) -> Traits:
+    """Of a device, or of the one that a tensor is on."""
+    device = where.device if isinstance(where, Tensor) else where
+    return KINDS.get(device.type, ANOTHER)

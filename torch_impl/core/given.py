@@ -1,0 +1,76 @@
+"""Steps 1 and 2 of `xentlib.nll` where the logits are there already.
+
+Shapes: N tokens, C columns, B rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xentlib.plan import block_bytes, block_tokens
+from xentlib.torch.call import GivenCall
+from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
+from xentlib.torch.core.tokens import select_tokens
+from xentlib.torch.core.walk import rows_at
+from xentlib.torch.ranks import begin_agreement, vocab_parallel_of
+
+__all__ = ["Given"]
+
+
+class Given:
+    """Blocks of rows, copied out of the logits."""
+
+    def __init__(self, call: GivenCall) -> None:
+        logits, compute_dtype = call.logits, call.compute_dtype
+        self.logits, self.temperature, self.compute_dtype = logits, call.temperature, compute_dtype
+        self.labels, self.ignore_index = call.labels, call.ignore_index
+        self.label_smoothing = call.label_smoothing
+        self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
+        self.parallel = vocab_parallel_of(call.group, call.shard, logits.shape[1], self.like)
+        part = None if self.parallel is None else self.parallel.shard
+        self.local_size = logits.shape[1] if part is None else part.size
+        self.vocab_size = self.local_size if part is None else part.vocab_size
+        self.tokens = select_tokens(
+            call.labels, call.where, call.ignore_index, self.vocab_size, part
+        )
+        self.class_weights: Tensor | None = None  # which a head alone takes
+        self.own_weights: Tensor | None = None
+        self.shape = Shape(self.local_size)
+        self.width = self.local_size + (part is not None)
+        self.block_rows = block_tokens(
+            min(call.chunk_bytes, block_bytes(logits.device.type)),
+            self.width,
+            compute_dtype.itemsize,
+        )
+
+    def agree(self) -> None:
+        """As in `Walk`."""
+        if self.parallel is not None and not self.parallel.agreed:
+            rows = self.logits[:3, : self.local_size]
+            agreement = begin_agreement(self.parallel, rows, self.labels, self.tokens.valid)
+            agreement.per_token("temperature", self.temperature, self.logits.shape[0])
+            agreement.exact("label_smoothing", self.label_smoothing)
+
+    def kernels(self) -> Kernels:
+        """For all of the blocks."""
+        device, size = self.logits.device, min(self.block_rows, self.tokens.computed)
+        made = kernels_for(device, self.compute_dtype)
+        return made(size, self.width, self.compute_dtype, device, self.shape)
+
+    def blocks(self) -> Iterator[Rows]:
+        """All in one buffer; rows that do not count are 0."""
+        tokens = self.tokens
+        copied_BV = torch.empty(min(self.block_rows, tokens.computed), self.width, **self.like)
+        for start in range(0, tokens.computed, self.block_rows):
+            stop = min(start + self.block_rows, tokens.computed)
+            places = tokens.places(start, stop)
+            z_BV = copied_BV[: stop - start]
+            z_BV[:, : self.local_size] = self.logits[places, : self.local_size]
+            if not tokens.packed:
+                z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
+            z_BV[:, self.local_size :] = -torch.inf
+            yield rows_at(tokens, self.temperature, slice(start, stop), places, z_BV)

@@ -1,0 +1,130 @@
+"""Gradient accumulators and their products: steps 7 and 8 of `xentlib.nll`.
+
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a block of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
+from xentlib.torch.core.kernels import Coefficients, Kernels, Rows
+from xentlib.torch.core.walk import Chunk, Walk
+
+__all__ = ["GradientSums", "Gradients", "power_of_two"]
+
+# float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
+# p is normal down to 2^-24 and dz may still grow 32-fold.
+FP16_EXPONENT = 11
+
+
+def power_of_two(gemm_dtype: torch.dtype, factors: Tensor) -> Tensor | None:
+    """Exponent that brings float16 dz of these factors to where float16 has digits."""
+    if gemm_dtype != torch.float16:
+        return None
+    largest = factors.abs().amax() if factors.numel() else factors.sum()
+    return FP16_EXPONENT - torch.frexp(largest).exponent
+
+
+class Gradients(NamedTuple):
+    """Accumulators in the compute dtype; empty where not wanted."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+class GradientSums:
+    """d hidden, d weight and d bias out of one dz after the other."""
+
+    def __init__(self, walk: Walk, needs: list[bool], rows: int) -> None:
+        self.walk, self.needs, self.padding = walk, needs, rows - walk.local_size
+        shape = (walk.local_size, walk.hidden_size)
+        shape = shape[::-1] if walk.transposed else shape
+        num_tokens = walk.hidden.shape[0]
+        self.hidden = torch.zeros(num_tokens if needs[0] else 0, walk.hidden_size, **walk.like)
+        self.weight = torch.empty(shape if needs[1] else (0, 0), **walk.like)
+        self.bias = torch.zeros(walk.local_size if needs[2] else 0, **walk.like)
+        self.summing: Any = None
+        self.weight_VH = self.weight.T if walk.transposed else self.weight
+        self.store = storage_dtype(walk.gemm_dtype, walk.compute_dtype, walk.hidden.device)
+        self.low_TV = walk.logits_TV
+        if self.store != walk.compute_dtype and any(needs):
+            self.low_TV = torch.empty_like(walk.logits_TV, dtype=self.store)
+        self.dz_y_T = torch.empty(walk.plan.chunk_tokens, **walk.like)
+
+    def take(self, rows: Rows, kernels: Kernels, lse_B: Tensor, of: Coefficients) -> None:
+        """Steps 6 and 7 for a block: dz of the rest in place of the logits, that of the target
+        beside it, both rounded to the GEMM dtype."""
+        gemm_dtype, need_bias = self.walk.gemm_dtype, self.needs[2] and bool(self.walk.local_size)
+        # Where the GEMM takes that dtype itself, `add` rounds.
+        held = None if self.store == gemm_dtype else gemm_dtype
+        dz_y_B, part_V = kernels.dz(rows, lse_B, of, round_to=held, column_sums=need_bias)
+        if part_V is not None:
+            # A block's sums first: one after the other, 6,250 terms of one label err by 30 u.
+            add_rows_(part_V, self._columns(rows.places), dz_y_B)
+            self.bias.add_(part_V)
+        self.dz_y_T[rows.span] = dz_y_B.to(gemm_dtype)
+
+    def _columns(self, index: slice | Tensor) -> Tensor:
+        """The targets' rows of the head; 0 for those of other ranks, whose terms are 0."""
+        labels = self.walk.tokens.labels[index]
+        owned = self.walk.tokens.owned
+        return labels if owned is None else torch.where(owned[index], labels, 0)
+
+    def add(self, chunk: Chunk) -> None:
+        """Gradient GEMMs of the rest, then the target's terms: they are most of both gradients,
+        and every small term that a GEMM adds after one is rounded at its size (tau of d hidden 4.8
+        against 1.5, of d weight on real text 9.6 against 1.5)."""
+        walk, size = self.walk, chunk.size
+        if not (self.needs[0] or self.needs[1]) or not walk.local_size:
+            return
+        z_TV, x_TH, padded = chunk.z_TV, chunk.x_TH, chunk.z_TV.shape[0]
+        z_TV[size:].zero_()
+        dz_TV = z_TV if self.store == walk.compute_dtype else self.low_TV[:padded].copy_(z_TV)
+        dz_TV = dz_TV[:, : walk.local_size]
+        rows = walk.tokens.places(chunk.start, chunk.start + size)
+        dz_y_T1, y_T = self.dz_y_T[:size, None], self._columns(rows)
+        if self.needs[0]:
+            direct = isinstance(rows, slice) and padded == size
+            dx_TH = self.hidden[rows] if direct else z_TV.new_empty(padded, walk.hidden_size)
+            with gemm_precision(walk.gemm_dtype, z_TV.device):
+                mm(dz_TV, walk.operand_VH, out=dx_TH)
+            dx_TH[:size].addcmul_(dz_y_T1, walk.operand_VH[y_T].to(walk.compute_dtype))
+            if not direct:
+                self.hidden[rows] = dx_TH[:size]
+            if chunk.start + size == walk.tokens.computed:
+                self._start_sum()  # meanwhile, d weight of this chunk
+        if self.needs[1]:
+            left, right = (x_TH.T, dz_TV) if walk.transposed else (dz_TV.T, x_TH)
+            with gemm_precision(walk.gemm_dtype, z_TV.device):
+                addmm_(self.weight, left, right, first=chunk.start == 0)
+            add_rows_(self.weight_VH, y_T, dz_y_T1 * x_TH[:size].to(walk.compute_dtype))
+
+    def _start_sum(self) -> None:
+        """Once a call, on every rank, whatever it has computed."""
+        wanted = self.needs[0] and self.walk.reduce_hidden
+        if wanted and self.walk.parallel is not None and self.summing is None:
+            self.summing = self.walk.parallel.start_sum(self.hidden)
+
+    def finish(self, exponent: Tensor | None) -> Gradients:
+        """The sums, d hidden over all shards, with the power of two taken out again."""
+        if self.needs[1] and self.walk.tokens.computed == 0:
+            self.weight_VH.zero_()
+        self._start_sum()
+        if self.summing is not None:
+            self.summing.wait()
+        if self.padding:
+            corner = (0, self.padding) if self.walk.transposed else (0, 0, 0, self.padding)
+            self.weight = (
+                torch.nn.functional.pad(self.weight, corner) if self.needs[1] else self.weight
+            )
+            self.bias = torch.nn.functional.pad(self.bias, (0, self.padding * self.needs[2]))
+        found = Gradients(self.hidden, self.weight, self.bias)
+        if exponent is not None:
+            for accumulator in found:
+                accumulator.copy_(torch.ldexp(accumulator, -exponent))
+        return found

@@ -1,0 +1,153 @@
+"""The walk over a head's logits, chunk by chunk: steps 1 and 2 of `xentlib.nll`.
+
+Shapes: N tokens, V vocabulary, H hidden width, M valid tokens, T tokens of a chunk (filled up to
+whole rows of a GEMM's tile), B rows of a block of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib.plan import block_bytes, pad_rows, plan_chunks
+from xentlib.torch.call import HeadCall
+from xentlib.torch.core.gemm import gemm_precision, mm, operand
+from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
+from xentlib.torch.core.tokens import Tokens, select_tokens
+from xentlib.torch.describe import dtype_name
+from xentlib.torch.ranks import begin_agreement, vocab_parallel_of
+
+__all__ = ["Chunk", "Walk", "rows_at"]
+
+
+class Chunk(NamedTuple):
+    start: int
+    size: int
+    x_TH: Tensor  # operand of the GEMMs
+    z_TV: Tensor  # logits, and dz in their place
+
+
+class Walk:
+    """Steps 1 and 2: logits of one chunk after the other, in one buffer."""
+
+    def __init__(self, call: HeadCall, class_weights: Tensor | None = None) -> None:
+        hidden, compute_dtype = call.hidden, call.compute_dtype
+        self.labels, self.ignore_index = call.labels, call.ignore_index
+        self.reduce_hidden = call.reduce_hidden
+        self.hidden, self.transposed = hidden, call.transposed
+        self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
+        self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
+        rows = call.weight.shape[call.transposed]
+        self.parallel = vocab_parallel_of(call.group, call.shard, rows, self.like)
+        shard = None if self.parallel is None else self.parallel.shard
+        # Rows beyond those of the shard are padding.
+        weight_VH = (call.weight.T if call.transposed else call.weight)[: shard and shard.size]
+        self.local_size, self.hidden_size = weight_VH.shape
+        self.vocab_size = self.local_size if shard is None else shard.vocab_size
+        self.tokens = select_tokens(
+            call.labels, call.where, call.ignore_index, self.vocab_size, shard
+        )
+        # Of all classes, and of those here
+        self.class_weights: Tensor | None = None
+        self.own_weights: Tensor | None = None
+        if class_weights is not None:
+            self.class_weights = class_weights.to(compute_dtype)
+            if self.parallel is None:
+                self.own_weights = self.class_weights
+            else:
+                self.own_weights = self.parallel.own_part(self.class_weights)
+        # A shard's logits have a spare column, at -inf, for targets that other ranks hold.
+        self.width = self.local_size + (shard is not None)
+        self.plan = plan_chunks(
+            self.tokens.computed,
+            self.width,
+            self.hidden_size,
+            dtype=dtype_name(call.gemm_dtype),
+            compute_dtype=dtype_name(compute_dtype),
+            max_chunk_bytes=call.chunk_bytes,
+        )
+        self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
+        self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
+        self.shape = Shape(
+            columns=self.local_size,
+            bias_V=None if call.bias is None else call.bias[: self.local_size].to(compute_dtype),
+            scale=None if call.logit_scale is None else call.logit_scale.to(compute_dtype),
+            softcap=call.softcap,
+            class_weights_V=self.own_weights,
+        )
+        self.temperature = call.temperature
+        rows = pad_rows(self.plan.chunk_tokens) if self.tokens.computed else 0
+        self.logits_TV = torch.empty(rows, self.width, **self.like)
+        self.filled = False
+
+    def agree(self) -> None:
+        """Before a forward over shards: what every rank must have alike."""
+        if self.parallel is None or self.parallel.agreed:
+            return
+        rows = self.operand_VH[:: max(1, (self.local_size - 1) // 2)][:3]
+        agreement = begin_agreement(self.parallel, rows, self.labels, self.tokens.valid)
+        agreement.tokens("hidden", self.hidden, self.tokens.valid)
+        agreement.close("logit_scale", self.shape.scale)
+        agreement.per_token("temperature", self.temperature, self.hidden.shape[0])
+        agreement.exact("softcap", self.shape.softcap or 0.0)
+        agreement.exact("reduce_hidden_grad", float(self.reduce_hidden))
+
+    def chunks(self) -> Iterator[Chunk]:
+        for start, stop in self.plan.bounds():
+            rows, size = self.tokens.places(start, stop), stop - start
+            x_TH = self.hidden[rows]
+            if not self.tokens.packed:
+                x_TH = torch.where(self.tokens.valid[rows, None], x_TH, 0.0)
+            x_TH = operand(x_TH, self.gemm_dtype, self.compute_dtype).contiguous()
+            fill = pad_rows(size) - size
+            if fill:
+                x_TH = torch.cat([x_TH, x_TH.new_zeros(fill, self.hidden_size)])
+            z_TV = self.logits_TV[: size + fill]
+            if not self.filled and self.local_size:
+                with gemm_precision(self.gemm_dtype, self.hidden.device):
+                    mm(x_TH, self.operand_VH.T, out=z_TV[:, : self.local_size])
+            if not self.filled:
+                z_TV[:, self.local_size :] = -torch.inf
+            yield Chunk(start, size, x_TH, z_TV)
+
+    def kernels(self) -> Kernels:
+        """With their scratch; give them up before a GEMM, whose own takes its place."""
+        device = self.hidden.device
+        made = kernels_for(device, self.compute_dtype)
+        return made(self.block_rows, self.width, self.compute_dtype, device, self.shape)
+
+    def blocks(self, chunk: Chunk, *, fresh: bool = True) -> Iterator[Rows]:
+        """Of a chunk; not `fresh` where statistics of its logits have been made in place."""
+        for low in range(0, chunk.size, self.block_rows):
+            span = slice(low, min(low + self.block_rows, chunk.size))
+            places = self.tokens.places(chunk.start + span.start, chunk.start + span.stop)
+            z_BV, as_made = chunk.z_TV[span], fresh and not self.filled
+            yield rows_at(self.tokens, self.temperature, span, places, z_BV, fresh=as_made)
+
+    def scaled(self, factor_B: Tensor, rows: Rows) -> Tensor:
+        """Factors of dz, times d z / d x where that is one number for a token."""
+        if self.shape.scale is not None:
+            factor_B = factor_B * self.shape.scale
+        return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
+
+
+def rows_at(
+    tokens: Tokens,
+    temperature: Tensor | None,
+    span: slice,
+    places: slice | Tensor,
+    z_BV: Tensor,
+    *,
+    fresh: bool = True,
+) -> Rows:
+    """Logits of some tokens, with what is known of each."""
+    temperature_B = None
+    if temperature is not None:
+        temperature_B = temperature.expand(tokens.valid.shape[0])[places].to(z_BV.dtype)
+    valid_B = None if tokens.packed else tokens.valid[places]
+    owned_B = None if tokens.owned is None else tokens.owned[places]
+    y_B1 = tokens.labels[places, None]
+    return Rows(span, places, z_BV, y_B1, temperature_B, valid_B, owned_B, fresh)
