@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.checks import check_loss_sum, check_token_count, plain
-from xentlib.torch.accumulate import known, told
 from xentlib.torch.describe import describe
 from xentlib.torch.head import find_group
+from xentlib.torch.told import known, told
 
 __all__ = ["Evaluation"]
 

@@ -23,8 +23,8 @@ from xentlib.checks import (
     refuse_dtensor,
 )
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
-from xentlib.torch import fsdp2, zero3
 from xentlib.torch.ranks import numbers_of, undeclared
+from xentlib.torch.wrappers import deepspeed, fsdp2
 
 __all__ = [
     "Local",
@@ -134,9 +134,9 @@ def with_whole_head(
     def wrap(function: Callable[[Arguments], R]) -> Callable[[Arguments], R]:
         @wraps(function)
         def call(given: Arguments) -> R:
-            heads = zero3.sharded(given.weight, given.bias)
+            heads = deepspeed.sharded(given.weight, given.bias)
             if heads:
-                return zero3.call_with_head(
+                return deepspeed.call_with_head(
                     heads, given.hidden, lambda: function(given), recompute=recompute
                 )
             owner = owner_of(given.weight)
@@ -187,9 +187,9 @@ def gather_head(
     Numerics: values are gathered as they are, or cast once where the wrapper has a policy that
     says so. Row A15 of the contract; D7 of the design.
     """
-    heads, owner = zero3.sharded(weight, bias), owner_of(weight)
+    heads, owner = deepspeed.sharded(weight, bias), owner_of(weight)
     if heads:
-        weight, bias = zero3.copies(heads, weight, bias)
+        weight, bias = deepspeed.copies(heads, weight, bias)
     elif owner is not None:
         whole, bias = fsdp2.copies(owner, weight, bias)
         assert whole is not None

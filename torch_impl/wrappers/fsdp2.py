@@ -1,8 +1,8 @@
-"""Heads that FSDP2 (`fully_shard`) shards: the wrapper's own hooks gather them and reduce their
-gradient, so that its mean over ranks, divide factor, dtypes and streams are FSDP2's own.
+"""FSDP2 (`fully_shard`): how it gathers a head, and how it reduces gradients.
 
-PyTorch has no public API from a parameter to its FSDP group; this relies on private attributes of
-torch 2.11 to 2.15.
+A head is gathered, and its gradient reduced, by the wrapper's own hooks, so that its mean over
+ranks, divide factor, dtypes and streams are FSDP2's own. PyTorch has no public API from a parameter
+to its FSDP group; this file relies on private attributes of torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Owner", "call_with_head", "copies", "find_owner", "groups_of"]
+from xentlib.accumulate import UnsupportedWrapperError, reduction_of
+from xentlib.torch.wrappers.plain import Plain
+
+__all__ = ["Owner", "Sharded", "call_with_head", "copies", "find_owner"]
 
 T = TypeVar("T")
 OWNERS: Any = WeakIdKeyDictionary()  # of parameters that were asked for
@@ -130,3 +134,88 @@ def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:
 def _differentiable(result: Any) -> list[Tensor]:
     parts = result if isinstance(result, tuple) else (result,)
     return [x for x in parts if isinstance(x, Tensor) and x.requires_grad]
+
+
+class Sharded(Plain):
+    """FSDP2: `fully_shard`, of one dimension or with replicas."""
+
+    def __init__(self, model: Any, scaler: Any) -> None:
+        super().__init__(model, scaler)
+        self.groups = groups = [g for state in _fsdp_states(model) for g in groups_of(state)]
+        # With `set_reshard_after_backward(False)` the model's parameters are whole by now.
+        held = {
+            id(x)
+            for group in groups
+            for p in group.fsdp_params
+            for x in (p.sharded_param, getattr(p, "_unsharded_param", None))
+        }
+        loose = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+        if loose:
+            raise UnsupportedWrapperError(
+                f"`model` must keep all its parameters in FSDP2; got {loose[0]!r} outside of it, "
+                f"whose gradient is not reduced over the ranks. Call `fully_shard(model)` on the "
+                f"root."
+            )
+        if any(group._all_reduce_hook is not None for group in groups):
+            raise UnsupportedWrapperError(
+                "`model` must reduce gradients in a way that can be read; got FSDP2 with an "
+                "all-reduce hook, whose effect on the mean is unknown. Use a two-dimensional mesh "
+                "for replicas."
+            )
+        meshes = {id(group.mesh_info.mesh): group.mesh_info.mesh for group in groups}
+        sizes = {mesh.size() for mesh in meshes.values()}
+        factors = {group.gradient_divide_factor for group in groups}
+        if len(sizes) > 1 or len(factors) > 1:
+            what = "meshes" if len(sizes) > 1 else "gradient divide factors"
+            found = sorted(map(str, sizes if len(sizes) > 1 else factors))
+            raise UnsupportedWrapperError(
+                f"`model` must divide all gradients by the same number; got {what} that differ "
+                f"between its modules: {', '.join(found)}. `set_gradient_divide_factor` is not "
+                f"recursive: call it on every FSDP module, or on none."
+            )
+        (self.ranks,), (divide,) = sizes, factors
+        mesh = next(iter(meshes.values()))
+        if mesh.ndim == 1:
+            self.group = mesh.get_group()
+        elif mesh.size() == dist.get_world_size():
+            self.group = dist.group.WORLD
+        self.reduction = reduction_of("FSDP2", ranks=self.ranks, divide=divide)
+
+    def parameters(self) -> list[Any]:
+        # Not the model's: with `set_reshard_after_backward(False)` those are whole, without .grad.
+        return [p.sharded_param for group in self.groups for p in group.fsdp_params]
+
+    def leaves(self) -> list[Any]:
+        whole = [p for _, p in self._whole()]
+        return [p for p in whole if p.requires_grad]
+
+    def _whole(self) -> list[tuple[Any, Any]]:
+        """FSDP2's parameters that have been gathered once, with what was gathered."""
+        held = [p for group in self.groups for p in group.fsdp_params]
+        return [(p, p._unsharded_param) for p in held if hasattr(p, "_unsharded_param")]
+
+    def places(self) -> list[tuple[Any, str]]:
+        # Those that have not been reduced yet, too: `zero_grad` does not see them.
+        return [
+            *super().places(),
+            *((group, "_partial_reduce_output") for group in self.groups),
+            *((p, "unsharded_accumulated_grad") for p, _ in self._whole()),
+            *((whole, "grad") for _, whole in self._whole()),
+        ]
+
+    def micro_batch(self, *, last: bool) -> None:
+        self.model.set_requires_gradient_sync(last)
+
+    def restore(self) -> None:
+        self.model.set_requires_gradient_sync(True)
+
+
+def _fsdp_states(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    states: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            states[id(state)] = state
+    return list(states.values())

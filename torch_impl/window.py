@@ -1,0 +1,373 @@
+"""A window of `TokenNormalizer` in PyTorch: the micro-batches of one optimizer update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xentlib.accumulate import CountMismatchError, WindowState, WindowStateError, WindowStats
+from xentlib.checks import (
+    check_counted,
+    check_denominator_of_window,
+    check_loss_sum,
+    check_rounds,
+    check_token_count,
+)
+from xentlib.nll import NLLOutput
+from xentlib.torch.describe import describe
+from xentlib.torch.told import known, told
+
+if TYPE_CHECKING:
+    from xentlib.torch.accumulate import TokenNormalizer
+
+__all__ = ["Window"]
+
+
+DIVIDES = (
+    "Pass reduction='sum' to it, or `denominator=window.denominator` and then "
+    "`window.backward(loss, normalized=True)`."
+)
+
+
+class Window:
+    """What `TokenNormalizer.window` opens, and leaving its block finishes.
+
+    Attributes:
+        norm: the normalizer.
+        seen: number of backwards so far.
+    """
+
+    def __init__(
+        self,
+        norm: TokenNormalizer,
+        labels: Sequence[Tensor] | None,
+        where: Sequence[Tensor] | None,
+        token_weights: Sequence[Tensor] | None,
+        ignore_index: int,
+        uneven: bool,
+        filler: Any,
+    ) -> None:
+        self.norm, self.wrapper = norm, norm.wrapper
+        self.declared = None if labels is None else (labels, where, token_weights, ignore_index)
+        self.uneven, self.filler = uneven, filler
+        self.filling = False
+        self.rounds: int | None = None  # micro-batches of the rank that has most
+        self.seen = 0
+        self.device = self.wrapper.device
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.token_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.own: Tensor | None = None  # weight of this rank's declared tokens
+        self.size: Tensor | None = None  # the same of absolute weights
+        self.kept = torch.zeros_like(self.token_sum)  # of all ranks, without what was dropped
+        self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.held: list[tuple[Any, str, Tensor]] = []  # gradients from before the window
+        self.entered = False
+        self.total: Tensor | None = None
+        self._stats: WindowStats | None = None
+
+    # The block
+
+    def __enter__(self) -> Window:
+        life = self.norm.lifecycle
+        if self.entered:
+            raise WindowStateError(
+                "a window must be entered once; got one that was entered before. Call "
+                "`norm.window(...)` for each update."
+            )
+        before = self.wrapper.gradients() if life.state is WindowState.IDLE else []
+        if self.norm.scales_at_the_end and before:
+            raise WindowStateError(
+                "gradients must be None when a window opens that rescales `.grad` as it closes "
+                "(mode='postscale' or nonfinite='drop'); found existing gradients. Call "
+                "`zero_grad(set_to_none=True)`, or use mode='precount' and nonfinite='keep'."
+            )
+        if self.norm.mode == "precount":
+            life.step("count", "norm.window(...)")
+            try:
+                self._count()
+            except BaseException:
+                life.step("abort")
+                raise
+        life.step("open", "norm.window(...)")
+        self.held = [(x, name, g.clone()) for x, name, g in before]
+        self.entered = True
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        if self.norm.lifecycle.state is WindowState.IDLE:  # aborted inside the block
+            return
+        try:
+            self.norm.lifecycle.step("finish", "leaving the window")
+            self._finish()
+        except BaseException:
+            self.abort()
+            raise
+        self.norm.lifecycle.step("close")
+        self.held, self.norm.finished = [], self.total
+
+    def abort(self) -> None:
+        """Give the window up: its gradients are dropped, those from before it put back, the
+        wrapper's flags restored. After the window has ended all gradients are dropped."""
+        self.norm.lifecycle.step("abort")
+        self.wrapper.restore()
+        self.wrapper.zero_gradients()
+        for x, name, gradient in self.held:
+            setattr(x, name, gradient)
+        self.held = []
+
+    # Counting
+
+    def _count(self) -> None:
+        assert self.declared is not None
+        labels, where, weights, ignore_index = self.declared
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        size = torch.zeros_like(total)
+        for k, y in enumerate(labels):
+            check_counted(
+                describe(y),
+                None if where is None else describe(where[k]),
+                None if weights is None else describe(weights[k]),
+            )
+            valid = y.long() != ignore_index  # in 8 bits -100 is 156
+            if where is not None:
+                valid = valid & where[k].bool()
+            one = valid.long()
+            if weights is not None:
+                one = torch.where(valid, weights[k].double(), 0.0)
+            total += one.sum().to(self.device)  # labels may still be on the host
+            size += one.abs().sum().to(self.device)
+        self.own, self.size = total.clone(), size
+        self._reduce(total, len(labels))
+
+    def _reduce(self, total: Tensor, micro_batches: int) -> None:
+        """T on every rank, and who has how many micro-batches: one collective."""
+        group = self.norm.group
+        if group is None:
+            self.total = total
+            return
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        packed = torch.zeros(ranks + 1, dtype=torch.float64, device=self.device)
+        packed[0] = total
+        packed[1 + rank] = micro_batches
+        dist.all_reduce(packed, group=group)
+        self.total = packed[0] / self.norm.copies
+        if self.uneven:  # read by the host, who hands out micro-batches
+            self.rounds = int(packed[1:].max())
+        elif self.norm.nonfinite == "drop":  # each takes a collective
+            check_rounds(packed[1:].int().tolist())
+
+    @property
+    def factor(self) -> Tensor:
+        """c of pre-count, or what finished gradients are multiplied by: D G / T; 0 where T is 0."""
+        assert self.total is not None
+        scale = float(self.wrapper.reduction.scale)
+        return torch.where(self.total != 0, scale / self.total, 0.0)
+
+    @property
+    def denominator(self) -> Tensor:
+        """T / (D G), for a loss that divides for itself, and `window.backward(loss,
+        normalized=True)`."""
+        if self.total is None:
+            raise WindowStateError(
+                "`window.denominator` must be read in a pre-count window; got one that counts at "
+                "its end. Use mode='precount'."
+            )
+        scale = float(self.wrapper.reduction.scale)
+        return torch.where(self.total != 0, self.total / scale, 1.0).float()
+
+    # Micro-batches
+
+    def micro_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Hand out each with the wrapper's flags set for it; the last one reduces.
+
+        Args:
+            batches: as many as there were labels; of any kind.
+
+        Raises:
+            WindowStateError: no call of `backward`, or several, for one of them.
+            CountMismatchError: not as many as there were labels.
+        """
+        life = self.norm.lifecycle
+        done, declared = object(), None if self.declared is None else len(self.declared[0])
+        ends = declared if self.rounds is None else self.rounds  # None: one must look ahead
+        waiting = iter(batches)
+        current, following, k, given = next(waiting, done), done, 0, 0
+        previous = self.filler
+        while current is not done or (ends is not None and self.uneven and k < ends):
+            if declared is not None and current is not done and k == declared:
+                raise self._mismatch(f"more than {declared}", declared)
+            self.filling = current is done
+            if self.filling and previous is None:
+                raise ValueError(
+                    "`filler` must be given on a rank without a micro-batch, which takes part in "
+                    "what the others reduce; got None. Pass a batch to `norm.window(filler=...)`: "
+                    "its loss counts nothing."
+                )
+            if ends is None:
+                following = next(waiting, done)
+            last = following is done if ends is None else k + 1 >= ends
+            batch = previous if self.filling else current
+            if life.state is not WindowState.OPEN:
+                life.step("backward", "window.micro_batches")
+            before = self.seen
+            self.wrapper.micro_batch(last=last)
+            yield batch
+            if self.seen != before + 1:
+                raise WindowStateError(
+                    f"`window.backward` must be called once for each micro-batch; got "
+                    f"{self.seen - before} calls for micro-batch {k}. Call it in the loop's body."
+                )
+            given += not self.filling
+            # A loader may fill the same buffers again: no batch is asked for before its turn.
+            previous = batch
+            if ends is not None and not self.filling:
+                following = next(waiting, done)
+            current, k = following, k + 1
+        if declared is not None and given != declared:
+            raise self._mismatch(str(given), declared)
+        life.step("seal", "window.micro_batches")
+
+    def _mismatch(self, given: str, declared: int) -> CountMismatchError:
+        return CountMismatchError(
+            f"`batches` must be as many as `labels`; got {given} micro-batches and labels of "
+            f"{declared}. Pass the labels of all micro-batches of this window."
+        )
+
+    def backward(
+        self, loss: Tensor | NLLOutput, num_tokens: Any = None, *, normalized: bool = False
+    ) -> None:
+        """The backward of one micro-batch, as the wrapper wants it.
+
+        Args:
+            loss: an `NLLOutput` of `reduction="sum"`, which has its count and says whether it
+                was divided; or [] float32 or float64, the sum over this rank's valid tokens.
+            num_tokens: weight of those tokens, a number, an integer or float32. An `NLLOutput` has
+                its own; any other loss needs it.
+            normalized: the loss was divided by `window.denominator`.
+
+        Raises:
+            WindowStateError: the window is not open.
+            ValueError: a loss that `chunked_nll` has divided, by anything but `window.denominator`
+                where that is said; a loss without its count; on a CPU a count that its loss cannot
+                have. Whether another loss is a sum cannot be checked.
+            TypeError: a loss or a count of fewer than 32 bits.
+        """
+        self.norm.lifecycle.step("backward", "window.backward")
+        given = told(loss, num_tokens)
+        total = given.loss
+        # What `chunked_nll` leaves at a bare loss, if nothing has been done to it since.
+        divided = getattr(getattr(total, "grad_fn", None), "divided", False)
+        divided = not normalized and (divided or given.denominator is not None)
+        check_loss_sum(describe(total), divided, instead=DIVIDES)
+        weighted = self.declared is None or self.declared[2] is not None
+        value = None if self.filling else known(total)
+        check_token_count(
+            "num_tokens", describe(given.weight), known(given.weight), weighted, value
+        )
+        self.seen += 1
+        if normalized and isinstance(loss, NLLOutput):
+            total = total * self._as_declared(given.denominator).to(total.dtype)
+        own = total.detach().double()
+        if self.filling:  # whatever it is, NaN too
+            own = own.new_zeros(())
+            given = given._replace(weight=own)
+        fine: Tensor | None = None
+        if self.norm.nonfinite == "drop":
+            fine = self._agree(own, given.weight)
+            own = torch.where(fine, own, 0.0)
+        if self.filling:
+            fine = torch.zeros((), dtype=torch.bool, device=self.device)
+        if normalized:
+            self.loss_sum += own * self.denominator
+        else:
+            self.loss_sum += own
+            if self.total is not None:
+                total = total * self.factor.to(total.dtype)
+        self.token_sum += given.weight.to(self.device)
+        with nullcontext() if fine is None else self.wrapper.gradients_if(fine):
+            self.wrapper.backward(total)
+
+    def _agree(self, own: Tensor, weight: Tensor) -> Tensor:
+        """Whether this micro-batch's loss is finite on all ranks. All take part and all drop it:
+        its graph may reach over ranks, by attention or experts."""
+        packed = torch.stack([(~own.isfinite()).double(), weight.to(self.device).double()])
+        if self.norm.group is not None:
+            dist.all_reduce(packed, group=self.norm.group)
+        fine = packed[0] == 0
+        self.kept += torch.where(fine, packed[1], 0.0)
+        self.dropped += ~fine
+        return fine
+
+    def _as_declared(self, denominator: Tensor | None) -> Tensor:
+        """1 where a loss was divided by `window.denominator`; else the error, or NaN where reading
+        costs something."""
+        ours = self.denominator
+        same = ours == (0.0 if denominator is None else denominator.to(ours.device))
+        check_denominator_of_window(known(same) is not False)
+        return torch.where(same, 1.0, torch.nan)
+
+    # The end
+
+    def _finish(self) -> None:
+        self.wrapper.finish()
+        if self.norm.mode == "postscale":
+            self._reduce(self.token_sum, self.seen)
+            self.wrapper.scale_gradients(self.factor)
+        else:
+            self._same_count()
+        assert self.total is not None
+        if self.norm.nonfinite == "drop":
+            before = self.total
+            # The same number, to the bit, where nothing was dropped.
+            self.total = torch.where(self.dropped > 0, self.kept / self.norm.copies, before)
+            left = torch.where(self.total != 0, before / self.total, 0.0)
+            self.wrapper.scale_gradients(left)
+        empty = self.total == 0
+        if self.norm.empty == "raise" and bool(empty):
+            raise ValueError(
+                "a window must hold a valid token with `empty='raise'`; got none on any rank. Use "
+                "empty='skip' to leave such windows out."
+            )
+        share = torch.where(empty, 0.0, self.loss_sum / torch.where(empty, 1.0, self.total))
+        skipped = empty if self.norm.empty == "skip" else torch.zeros_like(empty)
+        self._stats = WindowStats(share, self.total, self.factor, self.seen, skipped, self.dropped)
+
+    def _same_count(self) -> None:
+        """What was declared against what the losses saw, on this rank, where reading costs nothing.
+
+        Numbers of tokens are the same exactly; weights are added up in another order, in float32.
+        """
+        declared, seen, size = known(self.own), known(self.token_sum), known(self.size)
+        if declared is None:
+            return
+        assert self.declared is not None
+        apart = 0.0 if self.declared[2] is None else 1e-6 * size
+        if not abs(declared - seen) <= apart:
+            raise CountMismatchError(
+                f"`labels` must be those that the losses see; got {declared:.15g} valid tokens "
+                f"declared and {seen:.15g} in the losses. Count after the shift, with the mask "
+                f"that the loss uses."
+            )
+
+    @property
+    def stats(self) -> WindowStats:
+        if self._stats is None:
+            self.norm.lifecycle.step("read", "window.stats")
+        assert self._stats is not None
+        return self._stats
+
+    def mean_loss(self) -> Tensor:
+        """The loss that is stepped on, of all ranks: one more collective, entered by all."""
+        mean: Tensor = self.stats.loss.clone()
+        if self.norm.group is not None:
+            dist.all_reduce(mean, group=self.norm.group)
+            mean /= self.norm.copies
+        return mean

@@ -1,0 +1,228 @@
+"""DeepSpeed: how ZeRO-3 gathers a head, and how an engine of ZeRO 0 to 3 reduces gradients.
+
+Outside a gather, a ZeRO-3 parameter has no elements. This file relies on attributes of DeepSpeed
+0.19.7 and 0.19.8 that are not public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from xentlib.accumulate import UnsupportedWrapperError, reduction_of
+from xentlib.torch.wrappers.plain import Plain
+
+__all__ = ["Engine", "call_with_head", "copies", "sharded"]
+
+T = TypeVar("T")
+
+
+def sharded(*parameters: Any) -> list[Any]:
+    """Those that ZeRO-3 keeps, each once; some may be whole now, and sharded in the backward."""
+    found: list[Any] = []
+    for p in parameters:
+        if hasattr(p, "ds_status") and all(p is not q for q in found):
+            found.append(p)
+    return found
+
+
+def without_elements(parameters: list[Any]) -> list[Any]:
+    return [p for p in parameters if p.ds_status.name != "AVAILABLE"]
+
+
+def call_with_head(
+    heads: list[Any], hidden: Tensor, function: Callable[[], T], *, recompute: bool
+) -> T:
+    """`function()` with the parameters gathered, once, where they are sharded.
+
+    Their gradients are reduced by DeepSpeed's own hooks, which want a parameter of full shape.
+    Unless the backward is a `recompute` it has no use for values: one number, expanded, stands for
+    them.
+    """
+    gathered = without_elements(heads)
+    # Activation checkpointing calls this again in the backward: what stands in must stay.
+    standing = [p for p in gathered if p.shape == p.ds_shape]
+    _gather(gathered)
+    try:
+        result = function()
+    finally:
+        _partition(gathered)
+        _stand_in(standing)
+    outputs = [
+        x
+        for x in (result if isinstance(result, tuple) else (result,))
+        if isinstance(x, Tensor) and x.requires_grad
+    ]
+    before, after = (_gather, _partition) if recompute else (_stand_in, _empty)
+    borrowed: list[Any] = []  # what is sharded when the backward comes: DeepSpeed may gather too
+
+    def prepare(_: Tensor) -> None:
+        missing = without_elements(heads)
+        before(missing)
+        borrowed.extend(missing)
+        if not hidden.requires_grad:
+            torch.autograd.Variable._execution_engine.queue_callback(give_back)
+
+    def give_back() -> None:
+        after(borrowed)
+        borrowed.clear()
+
+    for x in outputs:
+        x.register_hook(prepare)
+    # Gradients of parameters have been accumulated by the time that hidden's own is there.
+    if outputs and hidden.requires_grad:
+        hidden.register_hook(lambda _: give_back())
+    return result
+
+
+def copies(heads: list[Any], *parameters: Any) -> list[Any]:
+    """Whole copies, whose gradients are reduced by DeepSpeed's own hooks."""
+    gathered = without_elements(heads)
+    _gather(gathered)
+    try:
+        found = [None if p is None else p.clone() for p in parameters]
+    finally:
+        _partition(gathered)
+
+    def prepare(_: Tensor) -> None:
+        missing = without_elements(heads)
+        _stand_in(missing)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _empty(missing))
+
+    for x in found:
+        if x is not None and x.requires_grad:
+            x.register_hook(prepare)
+    return found
+
+
+def _gather(parameters: list[Any]) -> None:
+    missing = without_elements(parameters)
+    if missing:
+        missing[0].all_gather_coalesced(missing).wait()  # one for weight and bias
+
+
+def _partition(parameters: list[Any]) -> None:
+    here = [p for p in parameters if p.ds_status.name == "AVAILABLE"]
+    if here:
+        here[0].partition(param_list=here, has_been_updated=False)
+
+
+def _stand_in(parameters: list[Any]) -> None:
+    for p in without_elements(parameters):
+        p.data = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.ds_shape)
+
+
+def _empty(parameters: list[Any]) -> None:
+    for p in without_elements(parameters):
+        p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+
+
+class Engine(Plain):
+    """DeepSpeed, ZeRO 0 to 3."""
+
+    def __init__(self, engine: Any, scaler: Any, scale_wrt_gas: bool) -> None:
+        super().__init__(engine, scaler)
+        if scaler is not None:
+            raise UnsupportedWrapperError(
+                "`scaler` must be None with DeepSpeed, which scales losses itself; got a scaler. "
+                "Leave it out."
+            )
+        self.scale_wrt_gas = scale_wrt_gas
+        self.lent: dict[str, Any] | None = None  # what the engine had before a window
+        if engine.sequence_parallel_size > 1:
+            raise UnsupportedWrapperError(
+                f"`model` must have whole sequences on each rank; got DeepSpeed with sequences "
+                f"over {engine.sequence_parallel_size} ranks, which its stages divide differently. "
+                f"Count and divide yourself: `chunked_nll(..., denominator=)`."
+            )
+        self.ranks, self.group = engine.dp_world_size, engine.data_parallel_group
+        kind = type(engine.optimizer).__name__
+        refusal = ""
+        if kind == "BF16_Optimizer":
+            refusal = (
+                "ZeRO-1 in bf16 steps on a copy of the gradients, which scaling does not reach"
+            )
+        elif engine.fp16_enabled():
+            refusal = "in fp16 the loss scale is DeepSpeed's own, and moves"
+        self.reduction = reduction_of(
+            "DeepSpeed",
+            ranks=self.ranks,
+            steps=engine.gradient_accumulation_steps() if scale_wrt_gas else 1,
+            sums=not engine.gradient_average,
+            refusal=refusal,
+        )
+
+    def micro_batch(self, *, last: bool) -> None:
+        if self.lent is None:
+            self.lent = {"boundary": self.model._is_gradient_accumulation_boundary}
+        self.model.set_gradient_accumulation_boundary(last)
+
+    @property
+    def unstepped(self) -> bool:  # type: ignore[override]
+        return self.lent is not None and "step" in self.lent
+
+    def gradients(self) -> list[tuple[Any, str, Tensor]]:
+        # ZeRO keeps them in its own buffers, and scales them by its loss scale alone.
+        return [] if hasattr(self.model.optimizer, "loss_scale") else super().gradients()
+
+    def refusal(self) -> str:
+        return self.reduction.refusal
+
+    def backward(self, loss: Tensor) -> None:
+        self.model.backward(loss, scale_wrt_gas=self.scale_wrt_gas)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        optimizer = self.model.optimizer
+        if not hasattr(optimizer, "loss_scale"):
+            super().scale_gradients(factor)
+            return
+        number = float(factor)
+        if number and self.lent is not None:  # else no token, and gradients of 0
+            # The optimizer divides by its loss scale in `step`.
+            self.lent["loss_scale"] = optimizer.loss_scale
+            optimizer.loss_scale /= number
+
+    def finish(self) -> None:
+        """`engine.step()` comes next and is the window's; after it all is as it was."""
+        engine = self.model
+        if self.lent is None:  # no micro-batch
+            return
+        engine.set_gradient_accumulation_boundary(True)
+        step = engine.step
+        self.lent["step"] = vars(engine).get("step")
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self.settle()
+
+        engine.step = once
+
+    def settle(self) -> None:
+        engine, lent, self.lent = self.model, self.lent, None
+        if lent is None:
+            return
+        if "loss_scale" in lent:
+            engine.optimizer.loss_scale = lent["loss_scale"]
+        if lent.get("step") is not None:
+            engine.step = lent["step"]
+        elif "step" in lent:
+            del engine.step
+        engine._is_gradient_accumulation_boundary = lent["boundary"]
+
+    def restore(self) -> None:
+        self.settle()
+
+    def zero_gradients(self) -> None:
+        optimizer = self.model.optimizer
+        optimizer.zero_grad()
+        if getattr(optimizer, "partition_gradients", False) and hasattr(
+            optimizer, "all_grad_tensors"
+        ):  # ZeRO-2 keeps what it has not reduced yet beside the parameters
+            optimizer.all_grad_tensors.clear()
+            optimizer.averaged_gradients.clear()
+            optimizer.micro_step_id = -1

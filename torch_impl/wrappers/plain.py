@@ -1,0 +1,156 @@
+"""How gradients are reduced where no wrapper shards them: a model that nothing wraps, and DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xentlib.accumulate import UnsupportedWrapperError, reduction_of
+
+__all__ = ["Plain", "Replicated", "own_hooks"]
+
+
+class Plain:
+    """A model that nothing wraps; what a wrapper does differently is its class's own."""
+
+    def __init__(self, model: nn.Module, scaler: Any) -> None:
+        self.model: Any = model
+        self.scaler = scaler
+        first = next(model.parameters(), None)
+        if first is None:
+            raise UnsupportedWrapperError(
+                f"`model` must have parameters; got a {type(model).__name__} without any. Pass the "
+                f"module that is trained."
+            )
+        self.device = first.device
+        self.reduction = reduction_of("plain")
+        self.ranks = 1
+        self.group: dist.ProcessGroup | None = None
+
+    unstepped = False  # whether a finished window has gradients in it that only a step takes out
+
+    def settle(self) -> None:
+        """What a finished window has left until its step, if no step has come."""
+
+    def micro_batch(self, *, last: bool) -> None:
+        """Flags for the forward and the backward of one."""
+
+    def backward(self, loss: Tensor) -> None:
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+
+    def parameters(self) -> list[Any]:
+        """That gradients are put on."""
+        return list(self.model.parameters())
+
+    def leaves(self) -> list[Any]:
+        """That a backward reaches."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    @contextmanager
+    def gradients_if(self, fine: Tensor) -> Iterator[None]:
+        """A backward whose gradients are zeros where it is not `fine`, a bool [] on the device.
+
+        What it communicates is what it always does. Not a factor of 0 on the loss: of what is NaN
+        in the graph it would make NaN.
+        """
+
+        def hook(gradient: Tensor) -> Tensor:
+            if gradient.is_sparse:  # of an embedding
+                return torch.sparse_coo_tensor(
+                    gradient._indices(),
+                    hook(gradient._values()),
+                    gradient.shape,
+                    check_invariants=False,
+                )
+            return torch.where(fine.to(gradient.device), gradient, torch.zeros_like(gradient))
+
+        handles = [p.register_hook(hook) for p in self.leaves()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def places(self) -> list[tuple[Any, str]]:
+        """Where gradients are kept: objects, and the names of their attributes."""
+        return [(p, "grad") for p in self.parameters()]
+
+    def gradients(self) -> list[tuple[Any, str, Tensor]]:
+        """Those that are there."""
+        found = [(*place, getattr(*place, None)) for place in self.places()]
+        return [(x, name, g) for x, name, g in found if g is not None]
+
+    def refusal(self) -> str:
+        """Why finished gradients cannot be scaled; empty where they can."""
+        for name, p in self.model.named_parameters():
+            if getattr(p, "_post_accumulate_grad_hooks", None):
+                return f"{name!r} has a hook that runs in the backward, a step perhaps"
+            if getattr(p, "main_grad", None) is not None:
+                return f"gradients of {name!r} are added up in its `main_grad`, beside autograd"
+        return self.reduction.refusal
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                # In 16 bits the factor itself would be rounded, to 2^-9 of itself in bf16.
+                wide = torch.promote_types(p.grad.dtype, torch.float32)
+                p.grad.copy_(p.grad.to(wide) * factor.to(wide))
+
+    def restore(self) -> None:
+        """Flags, as they were: after the last micro-batch, or an exception."""
+
+    def finish(self) -> None:
+        """After the last micro-batch."""
+        self.restore()
+
+    def zero_gradients(self) -> None:
+        for x, name, _ in self.gradients():
+            setattr(x, name, None)
+
+
+class Replicated(Plain):
+    """DistributedDataParallel."""
+
+    def __init__(self, model: Any, scaler: Any, sums: bool | None) -> None:
+        super().__init__(model, scaler)
+        own = own_hooks(model)
+        if own and sums is None:
+            name = getattr(own[0], "__name__", repr(own[0]))
+            raise UnsupportedWrapperError(
+                f"`model` must reduce gradients in a way that can be read; got DDP with the "
+                f"communication hook {name!r}, which may or may not take the mean. "
+                f"Pass `sums=True` for a hook that adds up, `sums=False` for one that averages."
+            )
+        self.ranks = dist.get_world_size(model.process_group)
+        self.group = model.process_group
+        self.reduction = reduction_of("DDP", ranks=self.ranks, sums=bool(sums))
+
+    def micro_batch(self, *, last: bool) -> None:
+        # As `no_sync` does, whose context would stay open where a window ends by an exception and
+        # somebody holds its iterator.
+        self.model.require_backward_grad_sync = last
+
+    def restore(self) -> None:
+        self.model.require_backward_grad_sync = True
+
+
+AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+
+
+def own_hooks(model: Any) -> list[Any]:
+    """DDP's communication hooks, but for those of PyTorch's that are known to average."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return []
+    theirs = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    return [
+        hook
+        for hook, _ in model._comm_hooks
+        if getattr(hook, "__module__", "") != theirs or hook.__name__ not in AVERAGING
+    ]

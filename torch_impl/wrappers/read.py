@@ -1,0 +1,75 @@
+"""Which wrapper a model has, read from the model; a wrapper that cannot be read is refused."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from xentlib.accumulate import UnsupportedWrapperError
+from xentlib.torch.wrappers.accelerate import Accelerated
+from xentlib.torch.wrappers.deepspeed import Engine
+from xentlib.torch.wrappers.fsdp2 import Sharded
+from xentlib.torch.wrappers.plain import Plain, Replicated, own_hooks
+
+__all__ = ["read"]
+
+
+def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool) -> Plain:
+    """The wrapper of a model; refused where it cannot be read."""
+    own = own_hooks(model)
+    if sums is not None and not own:
+        raise UnsupportedWrapperError(
+            f"`sums` must be None but for DDP with a communication hook of your own; got {sums} "
+            f"for a {type(model).__name__}, whose reduction is read. Leave it out."
+        )
+    if accelerator is not None and scaler is not None:
+        raise UnsupportedWrapperError(
+            "`scaler` must be None with Accelerate, which scales losses itself; got a scaler. "
+            "Leave it out."
+        )
+    inner: Plain
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = Replicated(model, scaler, sums)
+    elif _is("deepspeed.runtime.engine", "DeepSpeedEngine", model):
+        inner = Engine(model, scaler, gas)
+    elif _is("torch.distributed.fsdp", "FSDPModule", model):
+        inner = Sharded(model, scaler)
+    elif _is("torch.distributed.fsdp", "FullyShardedDataParallel", model) or isinstance(
+        model, nn.DataParallel
+    ):
+        raise UnsupportedWrapperError(
+            f"`model` must be plain, DDP, FSDP2 (`fully_shard`) or a DeepSpeed engine; got "
+            f"{type(model).__name__}, whose division of gradients is not read. Use `fully_shard`."
+        )
+    else:
+        for name, module in model.named_modules():
+            if _is("torch.distributed._composable.replicate", "DDP", module):
+                raise UnsupportedWrapperError(
+                    "`model` must reduce gradients in a way that can be read; got `replicate`, "
+                    "whose state is its own. Use DistributedDataParallel."
+                )
+            if isinstance(module, nn.parallel.DistributedDataParallel) or _is(
+                "torch.distributed.fsdp", "FSDPModule", module
+            ):
+                raise UnsupportedWrapperError(
+                    f"`model` must be what the wrapper returned; got a {type(model).__name__} "
+                    f"with a wrapper inside, at {name!r}. Pass the wrapped module itself."
+                )
+        inner = Plain(model, scaler)
+    prepared = getattr(model, "_is_accelerate_prepared", False)
+    if accelerator is not None:
+        return Accelerated(inner, accelerator)
+    if prepared:
+        raise UnsupportedWrapperError(
+            "`accelerator` must be given for a model that Accelerate has prepared, whose backward "
+            "divides; got None. Pass `accelerator=accelerator`."
+        )
+    return inner
+
+
+def _is(module: str, name: str, x: Any) -> bool:
+    """Without importing a module that is not loaded yet."""
+    found = sys.modules.get(module)
+    return found is not None and isinstance(x, getattr(found, name, ()))
