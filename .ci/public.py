@@ -165,7 +165,8 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.logprobs", "LogprobOutput"),
                 ("xentlib.nll", "NLLOutput"),
                 ("xentlib.plan", "VocabShard"),
-                (f"{package}.logprobs", "given_logprobs, head_logprobs"),
+                (f"{package}.given", "given_logprobs"),
+                (f"{package}.logprobs", "head_logprobs"),
                 (f"{package}.nll", "nll"),
             )
         )

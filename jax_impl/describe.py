@@ -1,4 +1,4 @@
-"""What `xentlib.checks` may know of a JAX array, and which derivatives are wanted of it."""
+"""What `xentlib.checks` may know of a JAX array."""
 
 from __future__ import annotations
 
@@ -10,18 +10,7 @@ import numpy as np
 
 from xentlib.checks import Operand
 
-__all__ = [
-    "Needs",
-    "as_array",
-    "concrete_on_cpu",
-    "describe",
-    "is_array",
-    "need_x64",
-    "primal_values",
-    "wanted",
-]
-
-Needs = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
+__all__ = ["as_array", "concrete_on_cpu", "describe", "is_array", "need_x64"]
 
 
 def describe(x: Any) -> Any:
@@ -65,23 +54,3 @@ def need_x64(compute_dtype: str) -> None:
 
 def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
-
-
-def wanted(constants: Any, *primals: Any) -> Needs:
-    """Which gradients a `custom_vjp` is asked for: what is frozen costs no GEMM.
-
-    With symbolic zeros its arguments come with `.perturbed`.
-    """
-    for name, primal in constants._asdict().items():
-        if primal is not None and primal.perturbed:
-            raise ValueError(
-                f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
-                f"is not computed. Pass `jax.lax.stop_gradient({name})`."
-            )
-    hidden, weight, bias = (p is not None and bool(p.perturbed) for p in primals)
-    return hidden, weight, bias
-
-
-def primal_values(primals: Any) -> Any:
-    """The arrays of arguments that come with `.perturbed`."""
-    return jax.tree.map(lambda p: p.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))

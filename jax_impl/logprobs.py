@@ -12,10 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.call import Arguments, LogitsArguments
-from xentlib.jax.call import Arrays, Constants, Options, bind, bind_logits, flat
-from xentlib.jax.core.device import as_bits, from_bits
-from xentlib.jax.core.gemm import round_to
+from xentlib.call import Arguments
+from xentlib.jax.call import Arrays, Constants, Options, bind, flat
 from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
@@ -28,18 +26,23 @@ from xentlib.jax.core.kernels import Asked, Coefficients
 from xentlib.jax.core.softmax import FLOOR, TokenStats, exp
 from xentlib.jax.core.stats import all_stats, stats_of
 from xentlib.jax.core.walk import Chunk, Walk, at_rows, over_chunks, scaled, unpack, walk_of
-from xentlib.jax.describe import Needs, primal_values, wanted
+from xentlib.jax.derivatives import Needs, primal_values, wanted
 from xentlib.jax.head import Placement, over_mesh, whole_rows
-from xentlib.jax.ranks import as_primal, upstream_of
+from xentlib.jax.ranks import upstream_of
 from xentlib.logprobs import LogprobOutput
 
 __all__ = [
-    "given_backward",
-    "given_forward",
-    "given_logprobs",
+    "Residuals",
+    "Upstream",
+    "clean_upstream",
+    "coefficients",
+    "forward_of",
     "head_logprobs",
     "logprobs_backward",
     "logprobs_forward",
+    "shaped",
+    "terms_of",
+    "upstream_in",
 ]
 
 
@@ -222,40 +225,6 @@ def coefficients(terms_T: Terms) -> Coefficients:
     return Coefficients(alpha, beta, gamma, own)
 
 
-def given_forward(
-    options: Options, logits: jax.Array, labels: jax.Array, constants: Constants
-) -> tuple[LogprobOutput, Residuals]:
-    """Steps 3 to 5 for logits [N, C] that are there."""
-    return forward_of(walk_of(options, logits, None, labels, None, constants))
-
-
-def given_backward(
-    options: Options,
-    kept: Residuals,
-    upstream: Upstream,
-    logits: jax.Array,
-    labels: jax.Array,
-    constants: Constants,
-) -> jax.Array:
-    """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
-    walk = walk_of(options, logits, None, labels, None, constants)
-    given = jax.tree.map(partial(scaled, walk), clean_upstream(walk, upstream))
-    terms_N = terms_of(kept, given, options.label_smoothing, walk.vocab_size)
-    terms_M = jax.tree.map(lambda x: jnp.pad(x[walk.order], (0, 1)), terms_N)
-
-    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
-        terms_T = at_rows(walk, chunk, terms_M)
-        dz = coefficients(terms_T)
-        dz_TV, dz_y_T, _ = walk.kernels.dz(chunk.block, terms_T.kept_lse, dz)
-        own_TV = lax.broadcasted_iota(jnp.int32, dz_TV.shape, 1) == chunk.block.y_T1
-        dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), logits.dtype.name)
-        rows_T = jnp.where(chunk.block.valid_T, chunk.rows_T, logits.shape[0])
-        return d_logits.at[rows_T].set(as_bits(dz_TV), mode="drop")
-
-    d_logits = over_chunks(walk, body, as_bits(jnp.zeros_like(logits)), terms_M)
-    return as_primal(from_bits(d_logits, logits), logits)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(
     options: Options,
@@ -286,7 +255,7 @@ def _logprobs_fwd(
 
 def _logprobs_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, ...]:
     values, kept, markers = residuals
-    upstream = _upstream(options, cotangent)
+    upstream = upstream_in(options, cotangent)
     if upstream is None:
         return (None, None, None, None, None)
     need_hidden, need_weight, need_bias = (marker.size > 0 for marker in markers)
@@ -295,7 +264,7 @@ def _logprobs_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) ->
     return (d_hidden, d_weight, None, d_bias, None)
 
 
-def _upstream(options: Options, cotangent: LogprobOutput) -> Upstream | None:
+def upstream_in(options: Options, cotangent: LogprobOutput) -> Upstream | None:
     """Of the outputs that the loss uses; None if it uses none."""
     gradients = (cotangent.logprobs, cotangent.entropy, cotangent.lse)
     unused = jax.custom_derivatives.SymbolicZero
@@ -324,34 +293,6 @@ def _logprobs_over_mesh(options: Options, place: Placement, *arrays: Any) -> Log
     return result
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _given(
-    options: Options, logits: jax.Array, labels: jax.Array, constants: Constants
-) -> LogprobOutput:
-    return given_forward(options, logits, labels, constants)[0]
-
-
-def _given_fwd(
-    options: Options, logits: Any, labels: Any, constants: Any
-) -> tuple[LogprobOutput, Any]:
-    wanted(constants, logits, None, None)
-    values = primal_values((logits, labels, constants))
-    output, kept = given_forward(options, *values)
-    return output, (values, kept)
-
-
-def _given_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, ...]:
-    values, kept = residuals
-    upstream = _upstream(options, cotangent)
-    if upstream is None:
-        return (None, None, None)
-    return (given_backward(options, kept, upstream, *values), None, None)
-
-
-_given.defvjp(_given_fwd, _given_bwd, symbolic_zeros=True)
-_given_jit = jax.jit(_given, static_argnums=(0,))
-
-
 def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput:
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
     options, arrays, place = bind(given, place)
@@ -359,11 +300,3 @@ def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOu
         result: LogprobOutput = _logprobs_over_mesh(options, place, *arrays)
         return result
     return _logprobs_anywhere(options, *arrays)
-
-
-def given_logprobs(given: LogitsArguments) -> LogprobOutput:
-    """`vocab_parallel_logprobs` of its arguments."""
-    problem, (options, arrays, _) = bind_logits(given)
-    arrays = flat(arrays)
-    result = _given_jit(options, arrays.hidden, arrays.labels, arrays.constants)
-    return shaped(result, problem.leading)

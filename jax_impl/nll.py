@@ -37,7 +37,7 @@ from xentlib.jax.core.walk import (
     unpack,
     walk_of,
 )
-from xentlib.jax.describe import Needs, primal_values, wanted
+from xentlib.jax.derivatives import Needs, primal_values, wanted
 from xentlib.jax.head import Placement, Spread, of_all_tokens, over_mesh, whole_rows
 from xentlib.jax.ranks import upstream_of, vary, varying
 from xentlib.nll import NLLOutput

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from xentlib.call import Arguments, LogitsArguments
-from xentlib.jax.logprobs import given_logprobs, head_logprobs
+from xentlib.jax.given import given_logprobs
+from xentlib.jax.logprobs import head_logprobs
 from xentlib.jax.nll import nll
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput

@@ -10,15 +10,9 @@ from torch import Tensor
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks import LogitsProblem, NLLProblem, check_head, check_logits, plain
 from xentlib.plan import default_chunk_bytes
-from xentlib.torch.describe import (
-    as_tensor,
-    autocast_dtype,
-    describe,
-    not_differentiable,
-    not_forward_mode,
-    same_tokens,
-)
-from xentlib.torch.head import local_columns, local_logits, local_rows, replicated
+from xentlib.torch.derivatives import not_differentiable, not_forward_mode
+from xentlib.torch.describe import as_tensor, autocast_dtype, describe, same_tokens
+from xentlib.torch.shards import local_columns, local_logits, local_rows, replicated
 
 __all__ = ["GivenCall", "HeadCall", "bind", "bind_logits"]
 

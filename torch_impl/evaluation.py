@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xentlib.checks import check_loss_sum, check_token_count, plain
 from xentlib.torch.describe import describe
-from xentlib.torch.head import find_group
+from xentlib.torch.shards import find_group
 from xentlib.torch.told import known, told
 
 __all__ = ["Evaluation"]

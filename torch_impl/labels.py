@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from xentlib.checks import check_next_token_labels, plain
 from xentlib.torch.describe import describe
-from xentlib.torch.head import find_group
+from xentlib.torch.shards import find_group
 
 __all__ = ["next_token_labels"]
 

@@ -23,7 +23,8 @@ from xentlib.torch.core.kernels import Asked, Coefficients
 from xentlib.torch.core.softmax import Labelled, TokenStats, token_stats
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
 from xentlib.torch.core.walk import Walk
-from xentlib.torch.describe import as_tensor, differentiated_once, wanted
+from xentlib.torch.derivatives import differentiated_once, wanted
+from xentlib.torch.describe import as_tensor
 from xentlib.torch.head import with_whole_head
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import free_to_read, over_shards

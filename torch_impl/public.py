@@ -14,7 +14,8 @@ from xentlib.call import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.plan import VocabShard
-from xentlib.torch.logprobs import given_logprobs, head_logprobs
+from xentlib.torch.given import given_logprobs
+from xentlib.torch.logprobs import head_logprobs
 from xentlib.torch.nll import nll
 
 __all__ = [

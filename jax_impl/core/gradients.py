@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from xentlib.jax.core.gemm import contract, round_to
 from xentlib.jax.core.kernels import Coefficients
 from xentlib.jax.core.walk import Chunk, Walk
-from xentlib.jax.describe import Needs
+from xentlib.jax.derivatives import Needs
 from xentlib.jax.head import Spread, own_piece
 from xentlib.jax.ranks import as_primal
 

@@ -1,0 +1,31 @@
+"""Which derivatives are wanted, and those that are refused because they would be dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+__all__ = ["Needs", "primal_values", "wanted"]
+
+Needs = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
+
+
+def wanted(constants: Any, *primals: Any) -> Needs:
+    """Which gradients a `custom_vjp` is asked for: what is frozen costs no GEMM.
+
+    With symbolic zeros its arguments come with `.perturbed`.
+    """
+    for name, primal in constants._asdict().items():
+        if primal is not None and primal.perturbed:
+            raise ValueError(
+                f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
+                f"is not computed. Pass `jax.lax.stop_gradient({name})`."
+            )
+    hidden, weight, bias = (p is not None and bool(p.perturbed) for p in primals)
+    return hidden, weight, bias
+
+
+def primal_values(primals: Any) -> Any:
+    """The arrays of arguments that come with `.perturbed`."""
+    return jax.tree.map(lambda p: p.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))

@@ -1,0 +1,112 @@
+"""Per-token log-probabilities of given logits, in PyTorch: the steps of `xentlib.logprobs`.
+
+Shapes: N tokens, C columns of this rank, B rows of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xentlib.call import LogitsArguments
+from xentlib.logprobs import LogprobOutput
+from xentlib.torch.call import GivenCall, bind_logits
+from xentlib.torch.core.given import Given
+from xentlib.torch.core.kernels import Asked
+from xentlib.torch.core.stats import given_stats
+from xentlib.torch.logprobs import (
+    SIX,
+    Forward,
+    Pulled,
+    Residuals,
+    Values,
+    clean_upstream,
+    coefficients,
+    fake_outputs,
+    keep,
+    kept_of,
+    outputs_of,
+    shaped,
+)
+from xentlib.torch.operators import operator
+from xentlib.torch.ranks import over_shards
+
+__all__ = ["given_backward", "given_forward", "given_logprobs"]
+
+
+def given_forward(given: Given, entropy: bool, output_dtype: torch.dtype) -> Forward:
+    """Steps 3 to 5 for logits that are there."""
+    given.agree()
+    stats = given_stats(given, Asked(entropy, given.label_smoothing > 0))
+    return outputs_of(stats, given, output_dtype, given.label_smoothing)
+
+
+def given_backward(pulled: Pulled, given: Given) -> Tensor:
+    """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
+    residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
+    g_3N = clean_upstream(given, pulled)
+    tokens, logits, size = given.tokens, given.logits, given.local_size
+    whole = tokens.computed == logits.shape[0]
+    d_logits = torch.empty_like(logits) if whole else torch.zeros_like(logits)
+    d_logits[:, size:] = 0.0
+    kernels = given.kernels()
+    for rows in given.blocks():
+        g_3B = g_3N[:, rows.places]
+        if rows.temperature_B is not None:
+            g_3B = g_3B / rows.temperature_B
+        kept = Residuals(*(x[rows.places] for x in residuals))
+        dz = coefficients(
+            g_3B,
+            kept,
+            entropy=entropy,
+            smoothing=given.label_smoothing,
+            vocab_size=given.vocab_size,
+        )
+        dz_y_B, _ = kernels.dz(rows, kept.lse, dz)
+        # The target's own, or into the spare column.
+        rows.z_BV.scatter_(1, rows.y_B1, dz_y_B[:, None])
+        d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
+    return d_logits
+
+
+@operator("given_forward", GivenCall, Values, returns=SIX)
+def given_op(call: GivenCall, values: Values) -> tuple[Tensor, ...]:
+    """`given_forward` as one operator, opaque to the compiler; returns what `logprobs_op` does."""
+    output, residuals, shard = over_shards(lambda: given_forward(Given(call), *values))
+    return (*output, torch.stack(residuals), shard)
+
+
+@given_op.fake
+def _(call: GivenCall, values: Values) -> tuple[Tensor, ...]:
+    return fake_outputs(call.logits, values.output_dtype, call.compute_dtype, call.shard)
+
+
+@operator("given_backward", Pulled, GivenCall, returns="Tensor")
+def given_backward_op(pulled: Pulled, call: GivenCall) -> Tensor:
+    """`given_backward` as one operator, opaque to the compiler."""
+    return given_backward(pulled, Given(call))
+
+
+@given_backward_op.fake
+def _(pulled: Pulled, call: GivenCall) -> Tensor:
+    return torch.empty_like(call.logits)
+
+
+def _given_backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] | None:
+    kept = kept_of(ctx, "vocab_parallel_logprobs", gradients)
+    if kept is None:
+        return None
+    call, pulled = kept
+    return {"logits": given_backward_op.op(*pulled, *call)}
+
+
+given_op.gradient(keep, _given_backward)
+
+
+def given_logprobs(given: LogitsArguments) -> LogprobOutput:
+    """`vocab_parallel_logprobs` of its arguments."""
+    given, problem, call = bind_logits("vocab_parallel_logprobs", given)
+    values = Values(given.entropy, getattr(torch, problem.output_dtype))
+    return shaped(given_op.op(*call, *values), problem.leading, given.entropy)

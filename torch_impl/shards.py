@@ -1,0 +1,142 @@
+"""This rank's part of what a call was given: rows of a head, columns of logits, and the ranks
+that hold the others.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple, TypeGuard
+
+import torch.distributed as dist
+from torch import Tensor
+
+from xentlib.checks import (
+    check_group,
+    check_logits_placement,
+    check_placement,
+    check_replicated,
+    check_same_ranks,
+    check_shard,
+    plain,
+    refuse_dtensor,
+)
+from xentlib.plan import PaddedVocab, VocabShard, shard_of
+from xentlib.torch.ranks import numbers_of, undeclared
+
+__all__ = [
+    "Local",
+    "find_group",
+    "is_dtensor",
+    "local_columns",
+    "local_logits",
+    "local_rows",
+    "replicated",
+]
+
+
+def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup:
+    """The process group of a ProcessGroup or of a one-dimensional DeviceMesh."""
+    mesh_type = getattr(getattr(dist, "device_mesh", None), "DeviceMesh", ())
+    if isinstance(parallel, mesh_type) and parallel.ndim == 1:
+        parallel = parallel.get_group()
+    if not isinstance(parallel, dist.ProcessGroup):
+        check_group(parallel, name)
+    found: dist.ProcessGroup = parallel
+    return found
+
+
+def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
+    """The group, and the number of classes where it was declared."""
+    if isinstance(parallel, PaddedVocab):
+        return find_group(parallel.over), plain(parallel.vocab_size)
+    return find_group(parallel), None
+
+
+class Local(NamedTuple):
+    """Group and shard as an operator takes them; ("", None) for a whole vocabulary."""
+
+    group: str
+    shard: Tensor | None  # [3] of `numbers_of` or `undeclared`; on the CPU
+
+
+def local_rows(
+    weight: Tensor, bias: Tensor | None, parallel: Any, layout: str
+) -> tuple[Tensor, Tensor | None, Local]:
+    """This rank's rows of the head as plain tensors, and where they belong."""
+    whole = Local("", None)
+    if weight.ndim != 2:  # refused where shapes are checked
+        return weight, bias, whole
+    if parallel is None:
+        for name, x in (("weight", weight), ("bias", bias)):
+            if is_dtensor(x):
+                refuse_dtensor(name, tuple(x.placements))
+        return weight, bias, whole
+    axis = 0 if layout == "VH" else 1
+    group, vocab_size = unpadded(parallel)
+    name, ranks = group.group_name, dist.get_world_size(group)
+    if is_dtensor(bias):
+        bias = local_part("bias", bias, 0)
+    if is_dtensor(weight):
+        shard = shard_of(chunked(weight.shape[axis], ranks), dist.get_rank(group), vocab_size)
+        return local_part("weight", weight, axis), bias, Local(name, numbers_of(shard))
+    return weight, bias, Local(name, undeclared(vocab_size))
+
+
+def chunked(classes: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of a DTensor's shards: it is split as torch.chunk splits."""
+    columns = -(-classes // ranks)
+    return tuple(max(0, min(columns, classes - k * columns)) for k in range(ranks))
+
+
+def local_logits(
+    logits: Any, parallel: Any, shard: VocabShard | None
+) -> tuple[Tensor, Any, VocabShard | None]:
+    """This rank's columns as a plain tensor, what they are spread over, and which they are: a
+    DTensor says so itself."""
+    if not is_dtensor(logits):
+        return logits, parallel, shard
+    mesh, placements = logits.device_mesh, tuple(logits.placements)
+    if parallel is None and all(p.is_replicate() for p in placements):
+        return logits.to_local(), None, shard
+    first, last = placements[0], logits.ndim - 1
+    cut = mesh.ndim == 1 and type(first).__name__ == "Shard" and first.dim % logits.ndim == last
+    check_logits_placement(cut, placements)
+    group, vocab_size = unpadded(mesh if parallel is None else parallel)
+    ranks = [dist.get_process_group_ranks(g) for g in (group, mesh.get_group())]
+    check_same_ranks(*ranks)
+    if shard is None:
+        shard = shard_of(chunked(logits.shape[-1], len(ranks[0])), dist.get_rank(group), vocab_size)
+    return logits.to_local(), group, shard
+
+
+def local_part(name: str, x: Any, axis: int) -> Tensor:
+    """Of a DTensor that is sharded along the vocabulary."""
+    cut = x.device_mesh.ndim == 1 and x.placements[0].is_shard(axis)
+    check_placement(name, cut, axis, tuple(x.placements))
+    part: Tensor = x.to_local()
+    return part
+
+
+def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Local:
+    """Where this rank's columns [N, C] belong."""
+    if parallel is None:
+        return Local("", None)
+    group, vocab_size = unpadded(parallel)
+    if shard is not None:
+        check_shard(shard, logits.shape[1])
+        return Local(group.group_name, numbers_of(shard))
+    return Local(group.group_name, undeclared(vocab_size))
+
+
+def is_dtensor(x: Any) -> TypeGuard[Any]:
+    """Without importing DTensor if it is not loaded yet: that takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def replicated(name: str, x: Any) -> Any:
+    """A DTensor that every rank has whole, as the tensor that it is; a plain one as it comes."""
+    if not is_dtensor(x):
+        return x
+    check_replicated(name, all(p.is_replicate() for p in x.placements), tuple(x.placements))
+    return x.to_local()
