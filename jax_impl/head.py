@@ -21,7 +21,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xentlib.checks import check_axis, check_shard, check_shards, check_varying, plain
+from xentlib.checks.operand import plain
+from xentlib.checks.placement import check_axis, check_varying
+from xentlib.checks.shards import check_shard, check_shards
 from xentlib.jax.softmax import RestStats, below, exp_difference
 from xentlib.plan import PaddedVocab, VocabShard
 

@@ -12,15 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks import (
-    check_axis,
-    check_divisor,
-    check_label_range,
-    check_narrowed,
-    check_next_token_labels,
-    holds,
-    plain,
-)
+from xentlib.checks.labels import check_next_token_labels
+from xentlib.checks.operand import plain
+from xentlib.checks.placement import check_axis
+from xentlib.checks.tokens import check_divisor, check_label_range, check_narrowed
+from xentlib.dtypes import holds
 from xentlib.jax.describe import concrete_on_cpu, describe
 
 __all__ = [

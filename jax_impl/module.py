@@ -18,7 +18,8 @@ from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from xentlib.checks import check_head_options, check_kept_option, check_linear, check_mesh_axes
+from xentlib.checks.module import check_head_options, check_kept_option, check_linear
+from xentlib.checks.placement import check_mesh_axes
 from xentlib.jax.head import Placement, axes_of, place
 from xentlib.jax.public import chunked_logprobs, chunked_nll
 from xentlib.logprobs import LogprobOutput

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.call import Arguments
-from xentlib.checks import OUTPUTS
 from xentlib.jax.call import Arrays, Constants, Options, bind, flat
 from xentlib.jax.chunks import (
     Asked,
@@ -50,7 +49,7 @@ from xentlib.jax.head import (
     whole_rows,
 )
 from xentlib.jax.softmax import Coefficients, TokenStats, dlogits, take_target
-from xentlib.nll import NLLOutput
+from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 
 __all__ = ["nll", "nll_backward", "nll_forward"]

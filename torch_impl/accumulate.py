@@ -21,8 +21,8 @@ from xentlib.accumulate import (
     WindowStateError,
     WindowStats,
 )
-from xentlib.checks import (
-    check_choice,
+from xentlib.checks.operand import plain
+from xentlib.checks.window import (
     check_counted,
     check_denominator_of_window,
     check_loss_sum,
@@ -30,8 +30,8 @@ from xentlib.checks import (
     check_rounds,
     check_token_count,
     check_windows,
-    plain,
 )
+from xentlib.checks.words import check_choice
 from xentlib.nll import NLLOutput
 from xentlib.torch.describe import describe
 from xentlib.torch.wrappers import read

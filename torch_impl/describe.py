@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from xentlib.checks import Operand
+from xentlib.checks.operand import Operand
 
 __all__ = [
     "as_tensor",

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xentlib.checks import check_label_range, check_next_token_labels, plain
+from xentlib.checks.labels import check_next_token_labels
+from xentlib.checks.operand import plain
+from xentlib.checks.tokens import check_label_range
 from xentlib.torch.describe import describe
 from xentlib.torch.head import find_group
 

@@ -25,7 +25,10 @@ from typing import Any, NamedTuple
 
 from xentlib.call import Array
 
-__all__ = ["NLLOutput", "chunked_nll"]
+__all__ = ["OUTPUTS", "NLLOutput", "chunked_nll"]
+
+# What `outputs=` may name: the per-token fields of the result.
+OUTPUTS = ("logprobs", "entropy", "lse", "correct", "predicted")
 
 
 class NLLOutput(NamedTuple):

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xentlib.checks import check_plan_arguments, check_shards, plain
+from xentlib.checks.operand import plain
+from xentlib.checks.plan import check_plan_arguments
+from xentlib.checks.shards import check_shards
+from xentlib.dtypes import ITEMSIZE
 
 __all__ = [
     "ChunkPlan",
@@ -22,8 +25,6 @@ __all__ = [
     "plan_chunks",
     "shard_of",
 ]
-
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # A chunk's GEMM rows come out with the same bits in any chunk whose row count is a multiple of 8
 # (contract row A10). MKL on AVX-512 takes another kernel for a single left-over row: 17-row chunks
