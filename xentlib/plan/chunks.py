@@ -104,6 +104,7 @@ def plan_chunks(
     dtype: str = "float32",
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
+    least: int = 1,
 ) -> ChunkPlan:
     """Split `num_tokens` rows of a [V, H] head into chunks whose logits fit a byte budget.
 
@@ -118,6 +119,7 @@ def plan_chunks(
         dtype: name of the GEMM operands' dtype.
         compute_dtype: name of the logits' dtype; None is float32, float64 for float64 operands.
         max_chunk_bytes: budget of one [T, V] buffer in bytes; None is 64 MiB.
+        least: rows that a backend's chunk has to have whatever the budget.
 
     Raises:
         ValueError: a size or budget out of range, or an unknown dtype name.
@@ -132,5 +134,5 @@ def plan_chunks(
     rows = min(budget // (vocab_size * itemsize), MAX_ROWS)
     multiple = TILE_ROWS if rows >= TILE_ROWS else ROW_MULTIPLE
     rows = max(rows // multiple * multiple, ROW_MULTIPLE)
-    rows = min(rows, max(pad_rows(num_tokens), ROW_MULTIPLE))
+    rows = max(min(rows, max(pad_rows(num_tokens), ROW_MULTIPLE)), least)
     return ChunkPlan(num_tokens, vocab_size, hidden_size, rows, itemsize)

@@ -103,8 +103,10 @@ def given_peak_bytes(
     low_bits = ITEMSIZE[dtype] < size
     low = d_logits if low_bits else 0
     if backend == "jax":
-        plan = plan_chunks(num_tokens, columns, 1, dtype=dtype, max_chunk_bytes=budget)
-        rows = max(plan.chunk_tokens, TILE_ROWS)
+        plan = plan_chunks(
+            num_tokens, columns, 1, dtype=dtype, max_chunk_bytes=budget, least=TILE_ROWS
+        )
+        rows = plan.chunk_tokens
         chunk, whole = rows * columns * size, rows >= num_tokens
         scratch = 2 * chunk - (chunk // 2 if low_bits and not entropy else 0)
         if whole:
