@@ -9,13 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from xentlib.budgets import check_budget
 from xentlib.collectives import Collective, CollectiveCount
 from xentlib.contract import (
     ROWS,
     Bound,
     U,
     check,
-    check_budget,
     failures,
     rho,
     tau,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks.head import check_class_weights, check_weight
 from xentlib.checks.operand import Operand
-from xentlib.checks.plan import check_budget
+from xentlib.checks.plan import check_chunk_bytes
 from xentlib.checks.tokens import check_tokens
 from xentlib.checks.words import (
     check_choice,
@@ -123,7 +123,7 @@ def check_head(
     check_choice("reduction", call.reduction, REDUCTIONS)
     check_outputs(call.outputs)
     check_flag("entropy", call.entropy)
-    check_budget(call.max_chunk_bytes)
+    check_chunk_bytes(call.max_chunk_bytes)
     check_compute_dtype(call.compute_dtype, hidden, weight)
     gemm, compute, output = resolve_dtypes(
         hidden.dtype, weight.dtype, call.compute_dtype, autocast_dtype
@@ -146,7 +146,7 @@ def check_logits(call: LogitsArguments) -> LogitsProblem:
     )
     _smoothing(call.label_smoothing)
     check_flag("entropy", call.entropy)
-    check_budget(call.max_chunk_bytes)
+    check_chunk_bytes(call.max_chunk_bytes)
     columns = logits.shape[-1]
     if call.vocab_parallel is None and call.shard is not None:
         raise ValueError(

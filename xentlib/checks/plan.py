@@ -6,7 +6,7 @@ from xentlib.checks.words import check_choice, check_number
 from xentlib.dtypes import COMPUTE, FLOATS
 
 __all__ = [
-    "check_budget",
+    "check_chunk_bytes",
     "check_plan_arguments",
 ]
 
@@ -31,10 +31,10 @@ def check_plan_arguments(
     check_choice("dtype", dtype, FLOATS)
     if compute_dtype is not None:
         check_choice("compute_dtype", compute_dtype, COMPUTE)
-    check_budget(max_chunk_bytes)
+    check_chunk_bytes(max_chunk_bytes)
 
 
-def check_budget(max_chunk_bytes: object) -> None:
+def check_chunk_bytes(max_chunk_bytes: object) -> None:
     if max_chunk_bytes is None:
         return
     if (
