@@ -1,6 +1,6 @@
 """The accuracy contract: what is measured, how, and the bound, as data.
 
-u = 2^-24. o = the float64 oracle of `reference.py`. Tests, the parity run and the documentation
+u = 2^-24. o = the float64 oracle of `reference/`. Tests, the parity run and the documentation
 cite row ids, never a bare tolerance.
 """
 
