@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +22,10 @@ NAMES = {
         "next_token_labels",
         "gather_head",
         "count_collectives",
+        "CollectiveCount",
         "TokenNormalizer",
+        "Window",
+        "WindowStats",
         "Evaluation",
         "NLLHead",
     ],
@@ -30,8 +35,11 @@ NAMES = {
         "vocab_parallel_logprobs",
         "next_token_labels",
         "count_collectives",
+        "CollectiveCount",
         "accumulate_grads",
         "token_normalized",
+        "TokenNormalizedState",
+        "WindowStats",
         "Evaluation",
     ],
 }
@@ -84,3 +92,32 @@ def test_a_call_has_every_argument_of_its_function(backend):
             assert parameter.name in kind._fields
             if parameter.kind is parameter.KEYWORD_ONLY:
                 assert kind._field_defaults[parameter.name] == parameter.default
+
+
+def test_what_is_raised_is_exported(backend):
+    """An exception that a docstring names can be caught by its name in that package."""
+    package = pytest.importorskip(f"xentlib.{backend}")
+    named = set()
+    for name in package.__all__:
+        public = getattr(package, name)
+        texts = [public, *(vars(public).values() if isinstance(public, type) else ())]
+        for text in filter(None, map(inspect.getdoc, texts)):
+            named |= set(re.findall(r"^ +(\w+Error): ", text, re.MULTILINE))
+    assert {"ValueError"} < named
+    assert named - set(dir(builtins)) <= set(package.__all__)
+
+
+def test_what_a_module_raises_is_exported():
+    """Every exception of the definition, by a backend that raises it."""
+    exported = set()
+    for backend in NAMES:
+        exported |= set(pytest.importorskip(f"xentlib.{backend}").__all__)
+    own = {
+        name
+        for path in sorted((ROOT / "xentlib").glob("*.py"))
+        for name in re.findall(
+            r"^class ([A-Z]\w*(?:Error|Exception))\b", path.read_text(), re.MULTILINE
+        )
+    }
+    assert own
+    assert own <= exported

@@ -1,8 +1,15 @@
 """The loss head in PyTorch: `import xentlib.torch`. The definition is in `xentlib`."""
 
+from xentlib.accumulate import (
+    CountMismatchError,
+    UnsupportedWrapperError,
+    WindowStateError,
+    WindowStats,
+)
+from xentlib.collectives import Collective, CollectiveCount
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
-from xentlib.torch.accumulate import TokenNormalizer
+from xentlib.torch.accumulate import TokenNormalizer, Window
 from xentlib.torch.collectives import count_collectives
 from xentlib.torch.evaluation import Evaluation
 from xentlib.torch.head import gather_head
@@ -11,11 +18,18 @@ from xentlib.torch.module import NLLHead
 from xentlib.torch.public import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
 
 __all__ = [
+    "Collective",
+    "CollectiveCount",
+    "CountMismatchError",
     "Evaluation",
     "LogprobOutput",
     "NLLHead",
     "NLLOutput",
     "TokenNormalizer",
+    "UnsupportedWrapperError",
+    "Window",
+    "WindowStateError",
+    "WindowStats",
     "chunked_logprobs",
     "chunked_nll",
     "count_collectives",
