@@ -77,7 +77,7 @@ env: $(VENV)/dev.stamp
 
 env-all: $(VENV)/dev.stamp
 	@echo 'installing every extra'
-	@$(PIP) -e '.[all]'
+	@$(PIP) -e '.[all,docs,lint,test]'
 
 # --- the wheel in an environment of its own, away from the sources -----------------------------------------------------
 
