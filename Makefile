@@ -77,7 +77,7 @@ env: $(VENV)/dev.stamp
 
 env-all: $(VENV)/dev.stamp
 	@echo 'installing every extra'
-	@$(PIP) -e '.[all]'
+	@$(PIP) -e '.[all,docs,lint,test]'
 
 # --- the wheel in an environment of its own, away from the sources -----------------------------------------------------
 
@@ -119,7 +119,8 @@ $(WHEEL_ENV)/.stamp: $(SOURCES) pyproject.toml $(VENV)/test.stamp
 # What no framework's version changes is left to `make test`.
 RANGE_TESTS := $(filter-out $(patsubst %,tests/test_%.py,bench cli docs parity_training plan report), \
   $(wildcard tests/test_*.py))
-NUMPY_TESTS := $(patsubst %,tests/test_%.py,checks contract_checks interop plan reference)
+NUMPY_TESTS := $(patsubst %,tests/test_%.py,checks checks_options contract_checks interop plan \
+  public reference)
 # DeepSpeed compiles for one PyTorch at a time.
 RANGE_ENV = PATH="$(CURDIR)/.venv-$(1)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/torch_extensions-$(1)"
 

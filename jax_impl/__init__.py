@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from xentlib.jax.accumulate import accumulate_grads, token_normalized
+from xentlib.accumulate import CountOverflowError, WindowStats
+from xentlib.collectives import Collective, CollectiveCount
+from xentlib.jax.accumulate import TokenNormalizedState, accumulate_grads, token_normalized
 from xentlib.jax.collectives import count_collectives
 from xentlib.jax.evaluation import Evaluation
 from xentlib.jax.labels import next_token_labels
@@ -14,11 +16,16 @@ if TYPE_CHECKING:
     from xentlib.jax.module import LinenNLLHead, NLLHead
 
 __all__ = [
+    "Collective",
+    "CollectiveCount",
+    "CountOverflowError",
     "Evaluation",
     "LinenNLLHead",
     "LogprobOutput",
     "NLLHead",
     "NLLOutput",
+    "TokenNormalizedState",
+    "WindowStats",
     "accumulate_grads",
     "chunked_logprobs",
     "chunked_nll",

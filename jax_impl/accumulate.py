@@ -15,12 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from xentlib import accumulate as spec
 from xentlib.accumulate import WindowStats
-from xentlib.checks import (
-    check_choice,
-    check_integer_count,
-    check_token_count,
-    check_window_count,
-)
+from xentlib.checks.window import check_integer_count, check_token_count, check_window_count
+from xentlib.checks.words import check_choice
 from xentlib.jax.describe import concrete_on_cpu, describe
 from xentlib.jax.ranks import as_primal, checks_types, vary, varying
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.call import Arguments, LogitsArguments
-from xentlib.checks import LogitsProblem, check_head, check_logits, check_reduced, plain
+from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_reduced
+from xentlib.checks.operand import plain
 from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.describe import as_array, describe, is_array, need_x64
 from xentlib.jax.head import Placement, Spread, placed

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.checks import Operand
+from xentlib.checks.operand import Operand
 
 __all__ = ["as_array", "concrete_on_cpu", "describe", "is_array", "need_x64"]
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks import check_axis, check_loss_sum, check_token_count, plain
+from xentlib.checks.operand import plain
+from xentlib.checks.placement import check_axis
+from xentlib.checks.window import check_loss_sum, check_token_count
 from xentlib.jax.accumulate import known
 from xentlib.jax.describe import describe
 from xentlib.jax.ranks import vary, varying

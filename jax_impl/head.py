@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xentlib.checks import check_shards
+from xentlib.checks.shards import check_shards
 from xentlib.jax.ranks import Axis
 from xentlib.plan import PaddedVocab
 

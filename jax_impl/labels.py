@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks import check_axis, check_next_token_labels, plain
+from xentlib.checks.labels import check_next_token_labels
+from xentlib.checks.operand import plain
+from xentlib.checks.placement import check_axis
 from xentlib.jax.core.tokens import check_kept
 from xentlib.jax.describe import describe
 

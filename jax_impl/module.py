@@ -19,7 +19,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from xentlib.call import Arguments
-from xentlib.checks import check_head_options, check_kept_option, check_linear, check_mesh_axes
+from xentlib.checks.module import check_head_options, check_kept_option, check_linear
+from xentlib.checks.placement import check_mesh_axes
 from xentlib.jax.head import Placement, axes_of, place
 from xentlib.jax.logprobs import head_logprobs
 from xentlib.jax.nll import nll

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.call import Arguments
-from xentlib.checks import OUTPUTS
 from xentlib.jax.call import Arrays, Constants, Options, bind, flat
 from xentlib.jax.core.gradients import (
     Gradients,
@@ -40,7 +39,7 @@ from xentlib.jax.core.walk import (
 from xentlib.jax.derivatives import Needs, primal_values, wanted
 from xentlib.jax.head import Placement, Spread, of_all_tokens, over_mesh, whole_rows
 from xentlib.jax.ranks import upstream_of, vary, varying
-from xentlib.nll import NLLOutput
+from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 
 __all__ = ["nll", "nll_backward", "nll_forward"]

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks import check_axis, check_shard, check_shards, check_varying, plain
+from xentlib.checks.operand import plain
+from xentlib.checks.placement import check_axis, check_varying
+from xentlib.checks.shards import check_shard, check_shards
 from xentlib.jax.core.kernels import RestStats
 from xentlib.jax.core.softmax import below, exp_difference
 from xentlib.plan import PaddedVocab, VocabShard

@@ -34,6 +34,7 @@ from xentlib.contract import ROW_OF, ROWS, Measurement, U, failures
 from xentlib.parity import operators
 from xentlib.parity.backends import run, run_given, run_logprobs
 from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
+from xentlib.reference.softmax import softmax
 from xentlib.ulp import FORMATS, dtype_named, round_to, ulp_distance
 
 PERIOD = 128
@@ -308,7 +309,7 @@ def truth_of(d: Drawn, given: Problem, upstream: Upstream | None) -> Truth:
         ("ignore_index", -100), ("logit_scale", 1.0), ("softcap", None), ("temperature", 1.0),
         ("weight_layout", "VH"),
     )]  # fmt: skip
-    s = reference._softmax(p.hidden, p.weight, p.labels, p.bias, p.where, *shared)
+    s = softmax(p.hidden, p.weight, p.labels, p.bias, p.where, *shared)
     smoothing, z_loss = (p.options.get(name, 0.0) for name in ("label_smoothing", "z_loss"))
     rows, y = np.arange(d.case.tokens), s.onehot.argmax(axis=1)
     valid, alive = s.valid, s.z > LOW / 1e6

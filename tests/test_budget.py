@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from helpers.ranks import Hang, launch
-from xentlib.contract import check_budget, failures
+from xentlib.budgets import check_budget
+from xentlib.contract import failures
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -1,36 +1,20 @@
-"""Bad input, as data: one sentence each, the same from both backends; and what the packages show.
+"""Arrays that a call refuses, as data: one sentence each, the same from both backends.
 
-`MESSAGES` holds the whole text, so two backends that both match it say the same words.
+`BAD` holds the whole text, so two backends that both match it say the same words. Options are in
+test_checks_options.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import re
-import subprocess
-import sys
-from typing import Any
-
 import numpy as np
 import pytest
 
-from xentlib import evaluation as evaluation_spec
-from xentlib import labels as labels_spec
-from xentlib import logprobs as logprobs_spec
-from xentlib import nll as nll_spec
-from xentlib.interop import to_jax, to_torch
+from helpers.refusals import Bad, H, N, V, call, check_both, check_refusal, zeros
 
-N, V, H = 6, 11, 4
 WIDE = {"hidden": np.zeros((4096, 768), np.float32), "labels": np.zeros(4096, np.int32)}
 FLOATS = "float16, bfloat16, float32, float64"
-OUTPUTS = "'logprobs', 'entropy', 'lse', 'correct', 'predicted'"
 OTHER_HEAD = "Pass the head that belongs to these hidden states."
 RESHAPE = "Reshape it, or flatten `hidden` to match."
-
-
-def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return np.zeros(shape, dtype)
 
 
 def label(value: int, dtype: str) -> np.ndarray:
@@ -45,16 +29,6 @@ def outside(value: int) -> str:
         f"`labels` must lie in [0, {V}) or equal `ignore_index` (-100); got {value}. "
         f"Mask that token with `where`, or set its label to `ignore_index`."
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Bad:
-    """Arguments that differ from a good call, and what is raised."""
-
-    id: str
-    error: type[Exception]
-    changes: dict[str, Any]
-    message: str
 
 
 BAD = [
@@ -193,140 +167,13 @@ BAD = [
         }.items()
         for value in values
     ),
-    # options
-    Bad(
-        "negative budget",
-        ValueError,
-        {"max_chunk_bytes": -1},
-        "`max_chunk_bytes` must be a positive integer, the bytes of one chunk of logits; got -1. "
-        "Pass None for the default.",
-    ),
-    Bad(
-        "fractional budget",
-        ValueError,
-        {"max_chunk_bytes": 1e6},
-        "`max_chunk_bytes` must be a positive integer, the bytes of one chunk of logits; "
-        "got 1000000.0. Pass None for the default.",
-    ),
-    Bad(
-        "unknown output",
-        ValueError,
-        {"outputs": ("lse", "perplexity")},
-        f"`outputs` must hold names from {OUTPUTS}; got 'perplexity'. Leave it out.",
-    ),
-    Bad(
-        "one output as text",
-        ValueError,
-        {"outputs": "lse"},
-        f"`outputs` must be a tuple of names from {OUTPUTS}; got 'lse'. "
-        f"Pass for instance `outputs=('lse',)`.",
-    ),
-    Bad(
-        "unknown reduction",
-        ValueError,
-        {"reduction": "none"},
-        "`reduction` must be one of 'mean', 'sum'; got 'none'.",
-    ),
-    Bad(
-        "unknown layout",
-        ValueError,
-        {"weight_layout": "VD"},
-        "`weight_layout` must be one of 'VH', 'HV'; got 'VD'.",
-    ),
-    Bad(
-        "unknown compute dtype",
-        ValueError,
-        {"compute_dtype": "bfloat16"},
-        "`compute_dtype` must be one of 'float32', 'float64'; got 'bfloat16'.",
-    ),
-    Bad(
-        "float64 computed in float32",
-        ValueError,
-        {"hidden": zeros(N, H, dtype=np.float64), "compute_dtype": "float32"},
-        "`compute_dtype` must be None or 'float64' for float64 inputs; got 'float32'. "
-        "Cast the inputs to float32 instead.",
-    ),
-    Bad(
-        "softcap 0",
-        ValueError,
-        {"softcap": 0},
-        "`softcap` must be None, a positive number or a 0-d array; got 0.",
-    ),
-    Bad(
-        "softcap nan",
-        ValueError,
-        {"softcap": float("nan")},
-        "`softcap` must be None, a positive number or a 0-d array; got nan.",
-    ),
-    Bad(
-        "smoothing 1.5",
-        ValueError,
-        {"label_smoothing": 1.5},
-        "`label_smoothing` must be a number in [0, 1]; got 1.5.",
-    ),
-    Bad(
-        "negative z-loss",
-        ValueError,
-        {"z_loss": -0.1},
-        "`z_loss` must be a number >= 0 or a 0-d array; got -0.1.",
-    ),
-    Bad("temperature 0", ValueError, {"temperature": 0}, "`temperature` must be "),
-    Bad("temperature inf", ValueError, {"temperature": float("inf")}, "`temperature` must be "),
-    Bad("temperature shape", ValueError, {"temperature": zeros(5)}, "`temperature` must be "),
-    Bad(
-        "temperature of booleans",
-        TypeError,
-        {"temperature": zeros(N, dtype=np.bool_)},
-        "`temperature` must be ",
-    ),
-    Bad("scale of a vector", ValueError, {"logit_scale": zeros(V)}, "`logit_scale` must be "),
-    Bad("scale nan", ValueError, {"logit_scale": float("nan")}, "`logit_scale` must be "),
-    Bad("denominator text", ValueError, {"denominator": "mean"}, "`denominator` must be "),
-    Bad("denominator of a vector", ValueError, {"denominator": zeros(V)}, "`denominator` must be "),
 ]
-
-
-def call(backend: str, changes: dict[str, Any]) -> Any:
-    """One call; 64-bit types are on in JAX, so that no dtype is narrowed on the way in."""
-    arguments = {
-        "hidden": zeros(N, H),
-        "weight": zeros(V, H),
-        "labels": np.arange(N, dtype=np.int32),
-    }
-    arguments |= changes
-
-    def crossed(cross) -> dict[str, Any]:
-        return {k: cross(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
-
-    if backend == "torch":
-        from xentlib.torch import chunked_nll
-
-        return chunked_nll(**crossed(lambda x: to_torch(x, copy=True)))
-    import jax
-
-    from xentlib.jax import chunked_nll
-
-    with jax.enable_x64(True):
-        return chunked_nll(**crossed(lambda x: to_jax(x, copy=True)))
-
-
-def refusal(backend: str, bad: Bad) -> str:
-    with pytest.raises(bad.error) as caught:
-        call(backend, bad.changes)
-    assert caught.type is bad.error
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
 def test_bad_input_is_refused(backend, bad):
     """D12, M11: argument, expectation, what came, way out; nothing is guessed."""
-    text = refusal(backend, bad)
-    if bad.message.endswith(" be "):
-        assert text.startswith(bad.message)
-    else:
-        assert text == bad.message
-    assert "; got " in text
-    assert text.endswith(".")
+    check_refusal(backend, bad)
 
 
 @pytest.mark.torch
@@ -334,19 +181,7 @@ def test_bad_input_is_refused(backend, bad):
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
 def test_both_backends_say_the_same(bad):
     """D2, M27: validation that is pasted per backend drifts; this one is asked once."""
-    pytest.importorskip("torch")
-    pytest.importorskip("jax")
-    assert refusal("torch", bad) == refusal("jax", bad)
-
-
-@pytest.mark.jax
-def test_jax_asks_for_a_mesh_axis():
-    """PyTorch's refusals are in test_vocab_parallel.py."""
-    pytest.importorskip("jax")
-    with pytest.raises(
-        ValueError, match=r"`vocab_parallel` must be the name of a mesh axis inside"
-    ):
-        call("jax", {"vocab_parallel": "tp"})
+    check_both(bad)
 
 
 def test_the_good_call_is_good(backend):
@@ -430,100 +265,3 @@ def test_double_backward_raises_in_jax():
     with pytest.raises(Exception, match=r".") as caught:
         jax.grad(slope)(jax.random.normal(jax.random.key(0), (N, H)))
     assert isinstance(caught.value, (RuntimeError, TypeError, ValueError))
-
-
-# ---------------------------------------------------------------------------------
-# What the packages show
-
-
-@pytest.mark.torch
-@pytest.mark.jax
-def test_both_backends_show_the_same_names():
-    """D2: `__all__`, signatures and docstrings are equal."""
-    pytest.importorskip("torch")
-    pytest.importorskip("jax")
-    import xentlib.jax
-    import xentlib.torch
-
-    assert set(xentlib.torch.__all__) ^ set(xentlib.jax.__all__) == ONE_BACKEND
-    for name in (set(xentlib.torch.__all__) & set(xentlib.jax.__all__)) - {"NLLHead"}:
-        ours, theirs = getattr(xentlib.torch, name), getattr(xentlib.jax, name)
-        assert inspect.getdoc(ours) == inspect.getdoc(theirs)
-        if inspect.isfunction(ours):
-            assert shape(ours) == shape(theirs)
-
-
-# Where a concept exists in one framework only: FSDP2 and ZeRO-3 keep parameters, Flax has two APIs.
-ONE_BACKEND = {"LinenNLLHead", "TokenNormalizer", "accumulate_grads", "gather_head"} | {
-    "token_normalized"
-}
-
-
-def test_an_evaluation_has_the_methods_of_its_definition(backend: str) -> None:
-    """Signatures are written once, in the spec, which does not compute."""
-    ours = __import__(f"xentlib.{backend}", fromlist=["_"]).Evaluation
-    for name in ("add", "mean_loss"):
-        definition = getattr(evaluation_spec.Evaluation, name)
-        assert shape(getattr(ours, name)) == shape(definition)
-        with pytest.raises(NotImplementedError, match=r"xentlib\.torch\.Evaluation"):
-            definition(None, None)
-    assert ours.__doc__ == evaluation_spec.Evaluation.__doc__
-
-
-def shape(function: Any) -> list[tuple[str, Any, Any]]:
-    parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.default) for p in parameters]
-
-
-DEFINITIONS = {
-    name: getattr(module, name)
-    for module, names in (
-        (nll_spec, ["chunked_nll"]),
-        (labels_spec, ["next_token_labels"]),
-        (logprobs_spec, ["chunked_logprobs", "vocab_parallel_logprobs"]),
-    )
-    for name in names
-}
-
-
-@pytest.mark.parametrize("name", DEFINITIONS)
-def test_signature_and_docstring_are_the_definition_s(backend, name):
-    """D2: written once, in the spec."""
-    package = __import__(f"xentlib.{backend}", fromlist=["_"])
-    definition = DEFINITIONS[name]
-    function = getattr(package, name)
-    assert shape(function) == shape(definition)
-    assert function.__doc__ == definition.__doc__
-    documented = inspect.getdoc(function)
-    for parameter in inspect.signature(function).parameters:
-        assert re.search(rf"^    {parameter}: ", documented, re.MULTILINE), parameter
-    assert package.NLLOutput is nll_spec.NLLOutput
-
-
-@pytest.mark.parametrize("name", DEFINITIONS)
-def test_the_definition_does_not_compute(name):
-    """D2: no dispatch layer; users name their backend."""
-    definition = DEFINITIONS[name]
-    positional = [p for p in inspect.signature(definition).parameters.values() if p.kind == 1]
-    with pytest.raises(NotImplementedError, match=rf"xentlib\.torch\.{name}"):
-        definition(*[None] * len(positional))
-
-
-@pytest.mark.parametrize(
-    ("package", "absent"),
-    [
-        ("xentlib", ["torch", "jax", "jaxlib", "flax"]),
-        ("xentlib.interop", ["torch", "jax", "jaxlib"]),
-        ("xentlib.parity.problem", ["torch", "jax", "jaxlib"]),
-        ("xentlib.torch", ["jax", "jaxlib", "flax"]),
-        ("xentlib.jax", ["torch", "flax"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_an_import_loads(package, absent):
-    """D2: `import xentlib` loads neither framework, a backend never the other one."""
-    if package in ("xentlib.torch", "xentlib.jax"):
-        pytest.importorskip(package.removeprefix("xentlib."))
-    code = f"import sys, {package}; print([m for m in {absent} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

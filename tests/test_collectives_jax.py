@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from xentlib import collectives as spec
+from xentlib.budgets import check_budget
 from xentlib.collectives import Collective
-from xentlib.contract import check_budget, failures
+from xentlib.contract import failures
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

@@ -9,18 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from xentlib.budgets import check_budget
 from xentlib.collectives import Collective, CollectiveCount
-from xentlib.contract import (
-    ROWS,
-    Bound,
-    U,
-    check,
-    check_budget,
-    failures,
-    rho,
-    tau,
-    worst_rounding,
-)
+from xentlib.contract import ROWS, Bound, U, check, failures, rho, tau, worst_rounding
 from xentlib.ulp import bits_unequal, dtype_named, round_to, spacing, ulp_distance
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]

@@ -254,6 +254,50 @@ def warned_by(part, warned):
     return warned()[-1]
 
 
+# --- the API page ---------------------------------------------------------------------------------
+
+
+def api_headings():
+    """The names that the API page's headings print: the entry's own, or those put in its place."""
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    for entry, options in re.findall(r"^::: (\S+)\n((?: +.*\n)*)", text, re.MULTILINE):
+        given = re.search(r"heading: (.*)", options)
+        yield from given[1].split(", ") if given else [entry]
+
+
+# What a person imports from. `xentlib.nll` and its like define and do not compute.
+BACKENDS = [f"xentlib.{name}" for name in FRAMEWORKS]
+OTHERS = [f"xentlib.{name}" for name in ("plan", "interop", "contract", "budgets", "reference")]
+
+
+@pytest.mark.torch
+@pytest.mark.jax
+def test_headings_of_the_api_page_can_be_imported():
+    for package in ("torch", "jax", "flax"):
+        pytest.importorskip(package)
+    modules = {name: importlib.import_module(name) for name in ["xentlib", *BACKENDS, *OTHERS]}
+    for heading in api_headings():
+        module, _, name = heading.rpartition(".")
+        if heading not in modules:
+            assert module in modules, heading
+            assert name in modules[module].__all__, heading
+            assert getattr(modules[module], name), heading
+
+
+@pytest.mark.torch
+@pytest.mark.jax
+def test_the_api_page_has_every_public_name():
+    for package in ("torch", "jax", "flax"):
+        pytest.importorskip(package)
+    names = set(api_headings())
+    text = (DOCS / "api.md").read_text(encoding="utf-8")
+    for package in BACKENDS:
+        public = importlib.import_module(package).__all__
+        assert {f"{package}.{name}" for name in public} <= names
+        shown = re.search(rf"from {package} import \(\n([^)]*)\)", text)[1]
+        assert {name for name in re.split(r"[,\s]+", shown) if name} == set(public)
+
+
 # --- links ----------------------------------------------------------------------------------------
 
 

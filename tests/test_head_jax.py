@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from helpers.vocab_shards import CASES
-from xentlib.contract import check_budget, failures
+from xentlib.budgets import check_budget
+from xentlib.contract import failures
 from xentlib.parity.backends import GRADIENTS
 from xentlib.parity.problem import Problem, build, upstream_of
 

@@ -57,6 +57,16 @@ def test_the_budget_is_respected(size, dtype, budget):
 
 
 @settings(max_examples=300, deadline=None)
+@given(size=sizes, dtype=dtypes, budget=budgets, least=st.integers(1, 128))
+def test_a_backend_s_least_rows_are_part_of_the_plan(size, dtype, budget, least):
+    """D5: what a backend walks is what the plan says, its number of chunks too."""
+    without = make(size, dtype=dtype, max_chunk_bytes=budget)
+    plan = make(size, dtype=dtype, max_chunk_bytes=budget, least=least)
+    assert plan.chunk_tokens == max(without.chunk_tokens, least)
+    assert plan.num_chunks == -(-size["num_tokens"] // plan.chunk_tokens)
+
+
+@settings(max_examples=300, deadline=None)
 @given(size=sizes, budget=budgets)
 def test_chunks_are_multiples_of_eight(size, budget):
     """A10: row counts whose GEMM rows keep their bits; whole tiles of 64 from 64 on."""

@@ -1,5 +1,12 @@
 """The loss head in PyTorch: `import xentlib.torch`. The definition is in `xentlib`."""
 
+from xentlib.accumulate import (
+    CountMismatchError,
+    UnsupportedWrapperError,
+    WindowStateError,
+    WindowStats,
+)
+from xentlib.collectives import Collective, CollectiveCount
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.accumulate import TokenNormalizer
@@ -9,13 +16,21 @@ from xentlib.torch.head import gather_head
 from xentlib.torch.labels import next_token_labels
 from xentlib.torch.module import NLLHead
 from xentlib.torch.public import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+from xentlib.torch.window import Window
 
 __all__ = [
+    "Collective",
+    "CollectiveCount",
+    "CountMismatchError",
     "Evaluation",
     "LogprobOutput",
     "NLLHead",
     "NLLOutput",
     "TokenNormalizer",
+    "UnsupportedWrapperError",
+    "Window",
+    "WindowStateError",
+    "WindowStats",
     "chunked_logprobs",
     "chunked_nll",
     "count_collectives",

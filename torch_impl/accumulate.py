@@ -12,7 +12,8 @@ from torch import Tensor
 
 from xentlib import accumulate as spec
 from xentlib.accumulate import Lifecycle, UnsupportedWrapperError, WindowState, WindowStateError
-from xentlib.checks import check_choice, check_nonfinite, check_windows
+from xentlib.checks.window import check_nonfinite, check_windows
+from xentlib.checks.words import check_choice
 from xentlib.torch.window import Window
 from xentlib.torch.wrappers.read import read
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from xentlib.call import Arguments, LogitsArguments
-from xentlib.checks import LogitsProblem, NLLProblem, check_head, check_logits, plain
+from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_logits
+from xentlib.checks.operand import plain
 from xentlib.plan import default_chunk_bytes
 from xentlib.torch.derivatives import not_differentiable, not_forward_mode
 from xentlib.torch.describe import as_tensor, autocast_dtype, describe, same_tokens

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.checks import Operand
+from xentlib.checks.operand import Operand
 
 __all__ = ["as_tensor", "autocast_dtype", "describe", "dtype_name", "same_tokens"]
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks import check_loss_sum, check_token_count, plain
+from xentlib.checks.operand import plain
+from xentlib.checks.window import check_loss_sum, check_token_count
 from xentlib.torch.describe import describe
 from xentlib.torch.shards import find_group
 from xentlib.torch.told import known, told

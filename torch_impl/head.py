@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from xentlib.call import Arguments
-from xentlib.checks import refuse_dtensor
+from xentlib.checks.placement import refuse_dtensor
 from xentlib.torch.shards import is_dtensor
 from xentlib.torch.wrappers import deepspeed, fsdp2
 

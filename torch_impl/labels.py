@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xentlib.checks import check_next_token_labels, plain
+from xentlib.checks.labels import check_next_token_labels
+from xentlib.checks.operand import plain
 from xentlib.torch.describe import describe
 from xentlib.torch.shards import find_group
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib.call import Arguments
-from xentlib.checks import OUTPUTS, check_divisor
-from xentlib.nll import NLLOutput
+from xentlib.checks.tokens import check_divisor
+from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.call import HeadCall, bind
 from xentlib.torch.core.device import traits

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xentlib.checks import check_agreement, check_class_weights, check_shards, check_tiles
+from xentlib.checks.head import check_class_weights
+from xentlib.checks.shards import check_agreement, check_shards, check_tiles
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.kernels import RestStats

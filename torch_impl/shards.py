@@ -10,16 +10,16 @@ from typing import Any, NamedTuple, TypeGuard
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks import (
+from xentlib.checks.operand import plain
+from xentlib.checks.placement import (
     check_group,
     check_logits_placement,
     check_placement,
     check_replicated,
     check_same_ranks,
-    check_shard,
-    plain,
     refuse_dtensor,
 )
+from xentlib.checks.shards import check_shard
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.ranks import numbers_of, undeclared
 

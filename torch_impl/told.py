@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.checks import plain
+from xentlib.checks.operand import plain
 from xentlib.nll import NLLOutput
 from xentlib.torch.core.device import traits
 

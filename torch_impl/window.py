@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.accumulate import CountMismatchError, WindowState, WindowStateError, WindowStats
-from xentlib.checks import (
+from xentlib.checks.window import (
     check_counted,
     check_denominator_of_window,
     check_loss_sum,

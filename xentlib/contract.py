@@ -1,32 +1,27 @@
 """The accuracy contract: what is measured, how, and the bound, as data.
 
-u = 2^-24. o = the float64 oracle of `reference.py`. Tests, the parity run and the documentation
+u = 2^-24. o = the float64 oracle of `reference/`. Tests, the parity run and the documentation
 cite row ids, never a bare tolerance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from xentlib.collectives import KINDS
 from xentlib.ulp import FORMATS, bits_unequal, round_to, spacing, ulp_distance
 
 __all__ = [
-    "BUDGETS",
     "ROWS",
     "ROW_OF",
     "Bound",
-    "Budget",
     "Measurement",
     "Row",
     "U",
-    "budget_entries",
     "check",
-    "check_budget",
     "failures",
 ]
 
@@ -147,46 +142,6 @@ ROWS = {
             ),
         ),
     )
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Row A15: the collectives of one call, by kind, whatever its chunks and its valid tokens.
-
-    Attributes:
-        forward: number of each kind; kinds that are not named are 0.
-        backward: likewise.
-        theirs: kinds that the wrapper reduces gradients with as it sees fit, which are not counted
-            in the backward.
-    """
-
-    forward: Mapping[str, int] = field(default_factory=dict)
-    backward: Mapping[str, int] = field(default_factory=dict)
-    theirs: tuple[str, ...] = ()
-
-
-GATHER, SCATTER, REDUCE = ({kind: 1} for kind in ("all_gather", "reduce_scatter", "all_reduce"))
-REDUCTIONS = ("all_reduce", "reduce_scatter", "all_to_all", "other")
-
-# "recompute" is `chunked_logprobs`, whose backward reads the head's values again; the others are
-# `chunked_nll`, whose gradients exist after the forward.
-BUDGETS = {
-    "plain": Budget(),
-    "DDP": Budget(theirs=("all_reduce",)),
-    "FSDP2": Budget(GATHER, SCATTER),
-    "FSDP2, recompute": Budget(GATHER, GATHER | SCATTER),
-    "FSDP2, replicas": Budget(GATHER, SCATTER | REDUCE),
-    "ZeRO-3": Budget(GATHER, theirs=REDUCTIONS),
-    "ZeRO-3, recompute": Budget(GATHER, GATHER, theirs=REDUCTIONS),
-    # MAX, SUM, and the SUM of d hidden, which is there after the forward.
-    "vocabulary shard": Budget({"all_reduce": 3}),
-    "vocabulary shard, recompute": Budget({"all_reduce": 2}, REDUCE),
-    "FSDP2, vocabulary shard": Budget(GATHER | {"all_reduce": 3}, SCATTER),
-    # One compiled program, forward and backward, in which the numbers of tokens and the losses of
-    # all devices are added up as the compiler likes.
-    "JAX, data axis": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
-    "JAX, data axis, recompute": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
 }
 
 
@@ -333,41 +288,6 @@ def check(
             )
         )
     return measurements
-
-
-def budget_entries(
-    budget: str, forward: Sequence[Mapping[str, int]], backward: Sequence[Mapping[str, int]]
-) -> tuple[Any, Any]:
-    """What ranks counted (`CollectiveCount.counts()`, by rank) and what a row of `BUDGETS` allows,
-    an entry for each rank, phase and kind."""
-    allowed = BUDGETS[budget]
-
-    def numbers(said: Mapping[str, int], theirs: tuple[str, ...] = ()) -> list[int]:
-        return [said.get(kind, 0) for kind in KINDS if kind not in theirs]
-
-    got = [n for said in forward for n in numbers(said)]
-    want = numbers(allowed.forward) * len(forward)
-    for said in backward:
-        got += numbers(said, allowed.theirs)
-        want += numbers(allowed.backward, allowed.theirs)
-    return np.array(got), np.array(want)
-
-
-def check_budget(
-    budget: str,
-    forward: Sequence[Mapping[str, int]],
-    backward: Sequence[Mapping[str, int]],
-    *,
-    backend: str = "",
-    case: str = "",
-) -> list[Measurement]:
-    """Hold what ranks counted against a row of `BUDGETS`.
-
-    A rank that differs from the others is off the budget, which is the same for all.
-    """
-    got, want = budget_entries(budget, forward, backward)
-    quantity = f"collectives, {budget}"
-    return check("A15", got, want, backend=backend, case=case, quantity=quantity)
 
 
 def failures(measurements: list[Measurement]) -> list[str]:

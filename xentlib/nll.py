@@ -3,7 +3,7 @@
 The two implementations are `xentlib.torch.chunked_nll` and `xentlib.jax.chunked_nll`. Both walk
 the steps below in this order, under these numbers:
 
- 1. pack the valid tokens to the front; split them into chunks (`plan.py`)
+ 1. pack the valid tokens to the front; split them into chunks (`plan/`)
  2. logits of a chunk, operands exact, accumulated in the compute dtype; bias, scale, softcap,
     temperature in that dtype
  3. take the target column out: z_y is read, the column becomes -inf
@@ -25,7 +25,10 @@ from typing import Any, NamedTuple
 
 from xentlib.call import Array
 
-__all__ = ["NLLOutput", "chunked_nll"]
+__all__ = ["OUTPUTS", "NLLOutput", "chunked_nll"]
+
+# What `outputs=` may name: the per-token fields of the result.
+OUTPUTS = ("logprobs", "entropy", "lse", "correct", "predicted")
 
 
 class NLLOutput(NamedTuple):

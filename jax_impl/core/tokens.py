@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xentlib.call import Arguments
-from xentlib.checks import check_divisor, check_label_range, check_narrowed, holds
+from xentlib.checks.tokens import check_divisor, check_label_range, check_narrowed
+from xentlib.dtypes import holds
 from xentlib.jax.describe import concrete_on_cpu
 from xentlib.plan import VocabShard
 

@@ -121,13 +121,14 @@ def walk_of(
         dtype=options.gemm_dtype,
         compute_dtype=options.compute_dtype,
         max_chunk_bytes=options.chunk_bytes,
+        least=traits().least_rows,
     )
     first = padded_from(shard)
     if first is not None and weight is not None:
         # dz is 0 there, but 0 * NaN is not: in d hidden, and from a softcap's derivative.
         weight = zero_from(first, weight, 1 if options.transposed else 0)
         bias = None if bias is None else zero_from(first, bias, 0)
-    rows = max(plan.chunk_tokens, traits().least_rows)
+    rows = plan.chunk_tokens
     order_N = jnp.argsort(~tokens.valid, stable=True).astype(jnp.int32)
     # Where N is not known, a chunk more, so that there is one for certain.
     padding = -num_tokens % rows + (0 if isinstance(num_tokens, int) else rows)

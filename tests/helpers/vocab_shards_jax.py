@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from helpers.vocab_shards import same_on_all_ranks, vocab_axis
 from xentlib import PaddedVocab
-from xentlib.checks import OUTPUTS
 from xentlib.jax import chunked_logprobs, chunked_nll
+from xentlib.nll import OUTPUTS
 from xentlib.parity.backends import GRADIENTS
 from xentlib.parity.problem import Problem, upstream_of
 

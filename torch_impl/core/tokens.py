@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.checks import check_label_range
+from xentlib.checks.tokens import check_label_range
 from xentlib.plan import VocabShard
 from xentlib.torch.core.device import traits
 

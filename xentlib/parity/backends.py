@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.checks import OUTPUTS
+from xentlib.nll import OUTPUTS
 from xentlib.parity.device import numpy_of, on_jax, on_torch
 from xentlib.parity.problem import Problem, Upstream
 

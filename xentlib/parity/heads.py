@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xentlib.contract import BUDGETS, budget_entries, check_budget
+from xentlib.budgets import BUDGETS, budget_entries, check_budget
 from xentlib.parity.ranks import WORLD, run_ranks, start_gloo
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ HEADS: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
 class Count(NamedTuple):
     """A call whose collectives are counted."""
 
-    budget: str  # of contract.BUDGETS
+    budget: str  # of `BUDGETS`
     chunks: int
     valid: tuple[int, ...]  # tokens, of each rank
 

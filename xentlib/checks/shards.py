@@ -1,0 +1,93 @@
+"""Shards of a vocabulary: their sizes, their classes, and what all ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from xentlib.checks.words import check_number
+
+__all__ = [
+    "check_agreement",
+    "check_shard",
+    "check_shards",
+    "check_tiles",
+]
+
+
+def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
+    """Refuse shards that cannot be those of the vocabulary they claim to be."""
+    check_number(
+        "vocab_size",
+        vocab_size,
+        "an integer >= 1, the classes of all shards",
+        ok=isinstance(vocab_size, int) and vocab_size >= 1,
+    )
+    if sum(sizes) < vocab_size:
+        raise ValueError(
+            f"`vocab_parallel` must spread {vocab_size} classes over its ranks; got shards of "
+            f"{tuple(sizes)}, {sum(sizes)} in all. Pass the number of classes that they hold."
+        )
+    if len(sizes) > 1 and all(size == vocab_size for size in sizes):
+        raise ValueError(
+            f"`vocab_parallel` must come with this rank's part of {vocab_size} classes; got all of "
+            f"them on each of {len(sizes)} ranks. Pass each rank's own columns, or "
+            f"`vocab_parallel=None`."
+        )
+
+
+def check_tiles(shards: Sequence[tuple[int, int]], vocab_size: int) -> None:
+    """Refuse declared shards, (start, stop) of each rank, that do not give every class to one."""
+    if len(shards) > 1 and all(shard == (0, vocab_size) for shard in shards):
+        check_shards([vocab_size] * len(shards), vocab_size)
+    end = 0
+    for start, stop in sorted(shard for shard in shards if shard[0] < shard[1]):
+        if start != end:
+            break
+        end = stop
+    else:
+        if end == vocab_size:
+            return
+    raise ValueError(
+        f"`shard` must give each of {vocab_size} classes to one rank of `vocab_parallel`; got "
+        f"classes {', '.join(f'{start} to {stop}' for start, stop in shards)}. Pass "
+        f"`VocabShard(start, stop, {vocab_size})` of this rank's own columns."
+    )
+
+
+def check_shard(shard: Any, columns: int) -> None:
+    """Refuse a `shard=` that does not describe `columns` columns of logits."""
+    start, stop, vocab_size, padding = shard.start, shard.stop, shard.vocab_size, shard.padding
+    numbers = [x for x in (start, stop, vocab_size, padding) if isinstance(x, Integral)]
+    if len(numbers) < 4:  # made from an axis index: nothing to read
+        return
+    if not (0 <= start <= stop <= vocab_size and padding >= 0):
+        raise ValueError(
+            f"`shard` must have 0 <= start <= stop <= vocab_size and padding >= 0; got {shard}. "
+            f"Pass the classes of this rank's columns."
+        )
+    if stop - start + padding != columns:
+        raise ValueError(
+            f"`shard` must describe the {columns} columns of `logits`; got {stop - start} classes "
+            f"and {padding} of padding ({shard}). Pass this rank's columns alone, and declare "
+            f"padded ones as `VocabShard(..., padding=...)`."
+        )
+
+
+def check_agreement(names: Sequence[str]) -> None:
+    """Refuse arguments that differ between the ranks that a vocabulary is spread over."""
+    if not names:
+        return
+    name = names[0]
+    what = {
+        "gradient": "`hidden` must require grad on every rank of `vocab_parallel`, or on none",
+        "shard": "`shard` must be passed on every rank of `vocab_parallel`, or on none",
+    }.get(name, f"`{name}` must be the same on every rank of `vocab_parallel`")
+    way = "Pass the same to all."
+    if name in ("labels", "hidden", "temperature", "token_weights"):
+        way = (
+            "Gather the tokens before the call where each rank has a part of them (sequence "
+            "parallelism)."
+        )
+    raise ValueError(f"{what}; got ranks that differ. {way}")

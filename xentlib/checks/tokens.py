@@ -1,0 +1,84 @@
+"""Which tokens a call has, which of them count, and labels that no class has."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from xentlib.checks.operand import Operand
+from xentlib.checks.words import check_device, check_floating, check_integers, check_per_token
+from xentlib.dtypes import holds
+
+__all__ = [
+    "check_divisor",
+    "check_ignore_index",
+    "check_label_range",
+    "check_narrowed",
+    "check_tokens",
+]
+
+
+def check_tokens(
+    source: Operand,
+    labels: Operand,
+    where: Operand | None,
+    ignore_index: object,
+    name: str = "hidden",
+) -> tuple[int, ...]:
+    """Validate which tokens there are and which count; return the leading dimensions."""
+    states = name == "hidden"
+    if len(source.shape) < 1 or (states and source.shape[-1] < 1):
+        shape = "(..., hidden_size) with hidden_size >= 1" if states else "(..., columns)"
+        what = "the states that go into the head" if states else "one row of logits for each token"
+        raise ValueError(f"`{name}` must have shape {shape}; got {source.shape}. Pass {what}.")
+    check_floating(name, source)
+    leading = source.shape[:-1]
+    check_integers("labels", labels, "Pass class indices, not one-hot rows or masks.")
+    check_per_token("labels", labels, leading, name)
+    check_device("labels", labels, source, name)
+    if where is not None:
+        if where.dtype != "bool":
+            raise TypeError(
+                f"`where` must be boolean; got {where.dtype}. Compare it with 0, or pass weights "
+                f"as `token_weights`."
+            )
+        check_per_token("where", where, leading, name)
+        check_device("where", where, source, name)
+    check_ignore_index(ignore_index)
+    return leading
+
+
+def check_ignore_index(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"`ignore_index` must be an integer; got {value!r}. Pass the label that marks tokens "
+            f"without a loss, -100 by convention."
+        )
+    if not holds("int64", value):
+        raise ValueError(
+            f"`ignore_index` must fit 64 bits; got {value}, which no label can be. Pass -100 by "
+            f"convention."
+        )
+
+
+def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None:
+    """Raise for one valid label that lies outside the vocabulary."""
+    raise ValueError(
+        f"`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); "
+        f"got {offender}. Mask that token with `where`, or set its label to `ignore_index`."
+    )
+
+
+def check_narrowed(name: str, value: int, dtype: str) -> NoReturn:
+    """Refuse integers of which JAX would drop the upper half without a word."""
+    raise ValueError(
+        f"`{name}` must fit {dtype}, in which a JAX without 64-bit types keeps int64; got {value}. "
+        f"Wrap the call in `with jax.enable_x64(True):`."
+    )
+
+
+def check_divisor(value: float) -> NoReturn:
+    """Refuse to divide the losses of some tokens by nothing."""
+    raise ValueError(
+        f"`denominator` must be positive where a token is valid; got {value:g}. Pass the number of "
+        f"the window's valid tokens, counted with the mask that this call uses."
+    )

@@ -1,0 +1,186 @@
+"""Windows of accumulation, and evaluations: what is counted, and what is added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from xentlib.accumulate import NONFINITE, CountOverflowError
+from xentlib.checks.operand import Operand
+from xentlib.checks.words import check_choice
+from xentlib.dtypes import INT32, INTEGERS
+
+__all__ = [
+    "check_counted",
+    "check_denominator_of_window",
+    "check_integer_count",
+    "check_loss_sum",
+    "check_nonfinite",
+    "check_rounds",
+    "check_token_count",
+    "check_window_count",
+    "check_windows",
+]
+
+
+def check_windows(
+    mode: str, labels: object, where: object, token_weights: object, uneven: object
+) -> None:
+    """Validate what a window of `TokenNormalizer` counts."""
+    if mode == "precount" and labels is None:
+        raise ValueError(
+            "`labels` must be the labels of all micro-batches, after the shift; got None. Pass "
+            "`norm.window(labels=[...])`, or use mode='postscale'."
+        )
+    if mode == "postscale":
+        given = {"labels": labels, "where": where, "token_weights": token_weights}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    f"`{name}` cannot be passed with mode='postscale', which counts tokens in "
+                    f"`window.backward`. Pass `num_tokens` there, or use mode='precount'."
+                )
+        if uneven:
+            raise ValueError(
+                "`uneven` must be False with mode='postscale'; got True. Use "
+                "mode='precount', whose collective says how many micro-batches each rank has."
+            )
+        return
+    number = len(labels)  # type: ignore[arg-type]
+    for name, value in (("where", where), ("token_weights", token_weights)):
+        if value is not None and len(value) != number:  # type: ignore[arg-type]
+            raise ValueError(
+                f"`{name}` must have one entry for each of the {number} micro-batches; got "
+                f"{len(value)}. Pass a list like `labels`."  # type: ignore[arg-type]
+            )
+
+
+def check_nonfinite(nonfinite: object, mode: str) -> None:
+    """Validate what a window does with a micro-batch that is NaN or inf."""
+    check_choice("nonfinite", nonfinite, NONFINITE)
+    if nonfinite == "drop" and mode != "precount":
+        raise ValueError(
+            f"`mode` must be 'precount' with nonfinite='drop', whose collective says that all "
+            f"ranks have as many micro-batches to decide on; got {mode!r}. Use mode='precount'."
+        )
+
+
+def check_rounds(numbers: Sequence[int]) -> None:
+    """Refuse ranks that would wait for each other."""
+    if min(numbers) != max(numbers):
+        raise ValueError(
+            f"`uneven` must be True with nonfinite='drop', which all ranks decide together in each "
+            f"micro-batch, where they have different numbers; got {min(numbers)} to "
+            f"{max(numbers)}. Pass `norm.window(..., uneven=True)`."
+        )
+
+
+def check_counted(labels: Operand, where: Operand | None, weights: Operand | None) -> None:
+    """Validate what is counted of one micro-batch: nothing is broadcast."""
+    if isinstance(labels, Operand) and labels.dtype not in INTEGERS:
+        raise TypeError(
+            f"`labels` must be integers; got {labels.dtype}. Pass the labels, not a mask of them."
+        )
+    for name, given in (("labels", labels), ("where", where), ("token_weights", weights)):
+        if given is not None and not isinstance(given, Operand):
+            raise TypeError(
+                f"`{name}` must be a tensor for each micro-batch; got {type(given).__name__}. Pass "
+                f"`[torch.as_tensor(x) for x in {name}]`."
+            )
+        if given is not None and given.shape != labels.shape:
+            raise ValueError(
+                f"`{name}` must have the shape of its labels, {labels.shape}; got {given.shape}. "
+                f"Pass `{name}.expand_as(labels)`, if that is what you mean."
+            )
+
+
+def check_loss_sum(loss: object, divided: bool, instead: str) -> None:
+    """Validate a loss that a window adds up; `instead` is the way out for one that is no sum."""
+    if not isinstance(loss, Operand) or loss.shape != ():
+        came = f"shape {loss.shape}" if isinstance(loss, Operand) else type(loss).__name__
+        raise ValueError(
+            f"`loss` must be one number, the sum over this rank's valid tokens; got {came}. Pass "
+            f"`loss.sum()`, or an NLLOutput of reduction='sum'."
+        )
+    if loss.dtype not in ("float32", "float64"):
+        raise TypeError(
+            f"`loss` must be float32 or float64; got {loss.dtype}, in which a sum is rounded, and "
+            f"its factor too. Add up the losses in float32."
+        )
+    if divided:
+        raise ValueError(
+            f"`loss` must be a sum over tokens; got one that `chunked_nll` has divided. {instead}"
+        )
+
+
+def check_denominator_of_window(same: bool) -> None:
+    """Refuse a loss that was divided by something else than it is said to be."""
+    if not same:
+        raise ValueError(
+            "`loss` must have been divided by `window.denominator` with normalized=True; got one "
+            "that was not. Pass `denominator=window.denominator` to `chunked_nll`, or its sum "
+            "without `normalized`."
+        )
+
+
+def check_token_count(
+    name: str, count: object, value: object, weighted: bool, loss: object = None
+) -> None:
+    """Validate the tokens of one micro-batch, integers unless they may be `weighted`.
+
+    `value` and `loss` are None where reading them costs something.
+    """
+    if count is None:
+        raise ValueError(
+            f"`{name}` must be given with a loss that is no `NLLOutput`; got None. Pass the "
+            f"`NLLOutput` itself, which has its count and says whether it is a sum, or the "
+            f"weight of the valid tokens."
+        )
+    if not isinstance(count, Operand) or count.shape != ():
+        came = f"shape {count.shape}" if isinstance(count, Operand) else type(count).__name__
+        raise ValueError(
+            f"`{name}` must be one number, the weight of the valid tokens; got {came}. Add it up."
+        )
+    integer = count.dtype in (*INTEGERS, "uint64")
+    if not integer and count.dtype not in ("float32", "float64"):
+        raise TypeError(
+            f"`{name}` must be a number, an integer or float32; got {count.dtype}. Add up the mask "
+            f"as integers, or weights in float32."
+        )
+    if not isinstance(value, (int, float)):
+        return
+    if not -math.inf < value < math.inf:
+        raise ValueError(
+            f"`{name}` must be finite; got {value}. Look for NaN in what it is the sum of."
+        )
+    if weighted and not integer:
+        return
+    if value < 0:
+        raise ValueError(
+            f"`{name}` must be the number of valid tokens, 0 or more; got {value}. Count the "
+            f"labels that the loss sees."
+        )
+    if value == 0 and isinstance(loss, float) and loss != 0 and math.isfinite(loss):
+        raise ValueError(
+            f"`{name}` must be the number of tokens that the loss is the sum of; got 0 and a loss "
+            f"of {loss:g}. Count the labels that the loss sees."
+        )
+
+
+def check_integer_count(name: str, count: Operand) -> None:
+    """Refuse a sum of weights where tokens are counted in int32."""
+    if count.dtype not in (*INTEGERS, "uint64"):
+        raise TypeError(
+            f"`{name}` must be an integer; got {count.dtype}. Pass the number of valid tokens, or "
+            f"token_normalized(..., weighted=True) for a sum of weights."
+        )
+
+
+def check_window_count(so_far: object, more: object) -> None:
+    """Refuse a count that int32 does not hold, where it can be read."""
+    seen = so_far if isinstance(so_far, int) else 0
+    if isinstance(more, int) and seen + more > INT32:
+        raise CountOverflowError(
+            f"`token_count` must leave the window's count below 2^31; got {seen} and {more} more. "
+            f"End the window earlier, or count weights in float32."
+        )

@@ -1,0 +1,110 @@
+"""The words of a message: an argument's dtype, shape, device or value, and what it must be.
+
+Each message names the argument, what was expected, what came, and the way out where the expectation
+does not tell it. Wrong dtypes raise `TypeError`, wrong shapes and values `ValueError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from xentlib.checks.operand import Operand, Scalar
+from xentlib.dtypes import FLOATS, INTEGERS
+
+__all__ = [
+    "check_choice",
+    "check_device",
+    "check_flag",
+    "check_floating",
+    "check_integers",
+    "check_number",
+    "check_per_token",
+    "check_scalar",
+    "quoted",
+]
+
+
+def quoted(items: Sequence[str]) -> str:
+    return ", ".join(f"'{item}'" for item in items)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {quoted(choices)}; got {value!r}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False; got {value!r}.")
+
+
+def check_number(name: str, value: object, rule: str, *, ok: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not ok:
+        raise ValueError(f"`{name}` must be {rule}; got {value!r}.")
+
+
+def check_scalar(
+    name: str,
+    value: Scalar,
+    rule: str,
+    leading: tuple[int, ...],
+    *,
+    positive: bool = False,
+    least: float = -math.inf,
+) -> None:
+    if isinstance(value, Operand):
+        if value.shape not in ((), leading):
+            raise ValueError(
+                f"`{name}` must be {rule}; got shape {value.shape}. Reduce or reshape it to "
+                f"{leading or '()'}."
+            )
+        if value.dtype not in FLOATS + INTEGERS:
+            raise TypeError(
+                f"`{name}` must be {rule}; got dtype {value.dtype}. Cast it to float32."
+            )
+        return
+    # No math.isfinite: the compiler traces numbers that it keeps symbolic through this.
+    finite = isinstance(value, (int, float)) and least <= value < math.inf and value > -math.inf
+    check_number(name, value, rule, ok=finite and (_positive(value) or not positive))
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def check_floating(name: str, operand: Operand) -> None:
+    if operand.dtype not in FLOATS:
+        raise TypeError(
+            f"`{name}` must be floating point ({', '.join(FLOATS)}); got {operand.dtype}. "
+            f"Cast it before the call."
+        )
+
+
+def check_integers(name: str, operand: object, way_out: str) -> None:
+    rule, came = "integers", getattr(operand, "dtype", None)
+    if not isinstance(operand, Operand):
+        rule, came = "an array of integers", type(operand).__name__
+        way_out = "Make it an array of the backend first."
+    elif came == "uint64":
+        rule, way_out = "integers of any dtype but uint64", "Cast it to int64."
+    if came not in INTEGERS:
+        raise TypeError(f"`{name}` must be {rule}; got {came}. {way_out}")
+
+
+def check_per_token(
+    name: str, operand: Operand, leading: tuple[int, ...], source: str = "hidden"
+) -> None:
+    if operand.shape != leading:
+        raise ValueError(
+            f"`{name}` must have shape {leading}, one entry per token of `{source}`; "
+            f"got {operand.shape}. Reshape it, or flatten `{source}` to match."
+        )
+
+
+def check_device(name: str, operand: Operand, other: Operand, source: str = "hidden") -> None:
+    if None not in (operand.device, other.device) and operand.device != other.device:
+        raise ValueError(
+            f"`{name}` must be on the device of `{source}` ({other.device}); got "
+            f"{operand.device}. Move one of them before the call."
+        )

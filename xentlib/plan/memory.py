@@ -1,0 +1,124 @@
+"""Memory that a call needs, from its plan alone.
+
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from xentlib.dtypes import ITEMSIZE
+from xentlib.plan.chunks import (
+    CPU_BLOCK_BYTES,
+    TILE_ROWS,
+    ChunkPlan,
+    block_bytes,
+    block_tokens,
+    default_chunk_bytes,
+    plan_chunks,
+)
+
+__all__ = ["given_peak_bytes", "peak_bytes"]
+
+
+def peak_bytes(
+    plan: ChunkPlan,
+    *,
+    backend: str,
+    dtype: str = "float32",
+    gradient: bool = True,
+    recompute: bool = False,
+) -> int:
+    """Peak memory of one call beside its inputs, results included, on CPU.
+
+    Within 5 % of the allocator's count in torch; of the compiler's in JAX where there are several
+    chunks and one is no smaller than the float32 head. XLA needs less than this otherwise.
+
+        torch: chunk + two blocks + rows of a chunk   (+ float32 head where the operands are 16-bit)
+        JAX:   chunk + rows of a chunk                (a second chunk, dz, for gradients; with
+                                                       recompute only in 16 bits)
+        both:  + float32 d weight and d hidden        (+ their rounded copies, in JAX)
+
+    Args:
+        plan: of the call.
+        backend: "torch" or "jax".
+        dtype: name of the operands' dtype; `weight` and `hidden` alike.
+        gradient: for `hidden` and `weight`, or the loss alone.
+        recompute: `chunked_logprobs`, whose backward computes the logits again, and not
+            `chunked_nll`.
+    """
+    size = plan.compute_itemsize
+    chunk = plan.chunk_bytes
+    head, trunk = plan.vocab_size * plan.hidden_size, plan.num_tokens * plan.hidden_size
+    rows = plan.chunk_tokens * plan.hidden_size * size
+    low = ITEMSIZE[dtype] < size
+    if backend == "torch":
+        block = plan.block_tokens(CPU_BLOCK_BYTES) * plan.vocab_size * size
+        total = chunk + 2 * block + (rows + (head * size) if low else 0)
+        return total + ((head + trunk) * size + rows if gradient else 0)
+    copies = trunk * ITEMSIZE[dtype] if low else 0
+    # A loop of one chunk keeps the mask of the target column as bytes.
+    mask = chunk // size if plan.num_chunks == 1 else 0
+    if not gradient:
+        return chunk + mask + rows + copies + (rows // 2 if low else 0)
+    # Beside a chunk: its dz, or the GEMM's addend to d weight, whichever is larger.
+    dz = (chunk // 2 if low else 0) if recompute else chunk
+    total = chunk + max(dz, head * size) + mask + 2 * rows + copies + (head + trunk) * size
+    return total + (head * size + (head + trunk) * ITEMSIZE[dtype] if low else 0)
+
+
+def given_peak_bytes(
+    num_tokens: int,
+    columns: int,
+    *,
+    backend: str,
+    dtype: str = "float32",
+    max_chunk_bytes: int | None = None,
+    entropy: bool = False,
+    gradient: bool = True,
+) -> int:
+    """Peak memory of `vocab_parallel_logprobs` beside its inputs, results included, on CPU.
+
+    Scratch for a block of rows, some numbers a token, and the gradient of the logits. Keeping the
+    softmax would need float32 [N, C] more and save nothing: p = exp(z - lse) needs lse first, so
+    it costs the forward the pass that it saves the backward. Within 5 % of the allocator's count in
+    torch, of the compiler's in JAX, but for one chunk of float16, which needs up to a third less.
+
+        torch: three float32 blocks (two in float64); with entropy one more in the forward, without
+               one fewer in the backward; a 16-bit one in the backward of 16-bit logits
+        JAX:   two float32 chunks (one and a half for 16-bit logits without entropy); for 16-bit
+               logits their gradient twice, once as the integers that XLA on CPU scatters; where
+               one chunk is all, another one with entropy, and a mask of bytes
+
+    Args:
+        num_tokens: N, all valid.
+        columns: C, all of the vocabulary's.
+        backend: "torch" or "jax".
+        dtype: of the logits.
+        max_chunk_bytes: of the call.
+        entropy: of the call.
+        gradient: for the logits, or the values alone.
+    """
+    size = 8 if dtype == "float64" else 4
+    budget = default_chunk_bytes("cpu") if max_chunk_bytes is None else max_chunk_bytes
+    d_logits = num_tokens * columns * ITEMSIZE[dtype] if gradient else 0
+    low_bits = ITEMSIZE[dtype] < size
+    low = d_logits if low_bits else 0
+    if backend == "jax":
+        plan = plan_chunks(
+            num_tokens, columns, 1, dtype=dtype, max_chunk_bytes=budget, least=TILE_ROWS
+        )
+        rows = plan.chunk_tokens
+        chunk, whole = rows * columns * size, rows >= num_tokens
+        scratch = 2 * chunk - (chunk // 2 if low_bits and not entropy else 0)
+        if whole:
+            scratch += chunk // size + (chunk if entropy or low_bits else 0)
+        backward = scratch + low - (0 if whole and entropy else chunk)
+        return num_tokens * (10 * size + 20) + d_logits + max(scratch, backward)
+    rows = min(block_tokens(min(budget, block_bytes("cpu")), columns, size), num_tokens)
+    block, number = rows * columns * size, num_tokens * size
+    scratch = (3 if size == 4 else 2) * block
+    rounded = rows * columns * ITEMSIZE[dtype] if low_bits else 0
+    more = block if entropy else 0
+    forward = scratch + max((22 if entropy else 18) * number, more + 5 * number)
+    backward = scratch - (0 if entropy else block) + rounded + d_logits + 9 * number
+    # Labels as int64, and masks.
+    return 12 * num_tokens + (max(forward, backward) if gradient else forward)

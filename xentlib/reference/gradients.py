@@ -1,0 +1,62 @@
+"""From dz to the gradients of hidden states, head and bias, in float64, with their bounds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from xentlib.reference.softmax import Float64, Softmax
+from xentlib.ulp import round_to
+
+__all__ = ["Gradients", "gradients_of"]
+
+
+class Gradients(NamedTuple):
+    d_hidden: Float64
+    d_weight: Float64
+    d_bias: Float64
+    bound_hidden: Float64
+    bound_weight: Float64
+    bound_bias: Float64
+    magnitude_hidden: Float64
+    magnitude_weight: Float64
+    magnitude_bias: Float64
+
+
+# float16 dz carries a power of two: the largest factor of a token is put into [2^10, 2^11).
+FP16_EXPONENT = 11
+
+
+def gradients_of(
+    s: Softmax, dz: Float64, bz: Float64, dz_dtype: str, upstream: float, factor: Float64
+) -> Gradients:
+    """Back through softcap, scale and temperature, and through the two GEMMs.
+
+    `factor` [N] is what multiplies each token, the upstream gradient included.
+    """
+    bz = np.abs(s.outer) * (bz * s.jacobian + np.abs(dz) * s.jacobian_error)
+    dz = np.where(s.valid[:, None], dz * s.jacobian * s.outer, 0.0)
+    bz = np.where(s.valid[:, None], bz, 0.0)
+    dz_gemm = dz
+    if dz_dtype != "float64":
+        # The upstream gradient multiplies after the GEMMs, so it is no part of what is rounded.
+        power = 1.0
+        if dz_dtype == "float16":
+            largest = np.abs(np.where(s.valid, factor / upstream, 0.0)).max(initial=0.0)
+            power = float(np.ldexp(1.0, FP16_EXPONENT - int(np.frexp(largest)[1])))
+        dz_gemm = round_to(dz / upstream * power, dz_dtype) / power * upstream
+    total_bz = bz + np.abs(dz)
+    d_weight, bound_weight = dz_gemm.T @ s.x_NH, total_bz.T @ np.abs(s.x_NH)
+    magnitude_weight = np.abs(dz_gemm).T @ np.abs(s.x_NH)
+    return Gradients(
+        d_hidden=(dz_gemm @ s.w_VH).reshape(s.hidden.shape),
+        d_weight=d_weight.T if s.turned else d_weight,
+        d_bias=dz.sum(axis=0),
+        bound_hidden=(total_bz @ np.abs(s.w_VH)).reshape(s.hidden.shape),
+        bound_weight=bound_weight.T if s.turned else bound_weight,
+        bound_bias=total_bz.sum(axis=0),
+        magnitude_hidden=(np.abs(dz_gemm) @ np.abs(s.w_VH)).reshape(s.hidden.shape),
+        magnitude_weight=magnitude_weight.T if s.turned else magnitude_weight,
+        magnitude_bias=np.abs(dz).sum(axis=0),
+    )
