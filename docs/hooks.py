@@ -1,8 +1,9 @@
 """What the documentation takes from the code and from runs, put in while it is built.
 
-A page holds a marker, `<!-- contract -->`, `<!-- parity -->` or `<!-- bench -->`, and gets in its
-place the contract's rows, the committed parity run `docs/data/parity.json`, or the committed
-benchmarks `bench/results/*.md`. So none of them can say what the code does not.
+A page holds a marker, `<!-- contract -->`, `<!-- parity -->`, `<!-- bench -->`,
+`<!-- parity_options -->` or `<!-- bench_options -->`, and gets in its place the contract's rows,
+the committed parity run `docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, or
+the options of a command as its own parser has them. So none can say what the code does not.
 
 `python docs/hooks.py` prints the contract's table and two short ones of the CPU benchmark.
 README.md holds all three, and a test compares.
@@ -10,12 +11,15 @@ README.md holds all three, and a test compares.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import logging
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEEL = ROOT / "build" / "wheel"
@@ -109,6 +113,40 @@ def parity_tables(text: str) -> str:
     return "\n\n".join(parts)
 
 
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The one that prints `xentlib COMMAND --help`."""
+    from xentlib.cli import main
+
+    found: list[argparse.ArgumentParser] = []
+
+    def keep(parser: argparse.ArgumentParser) -> None:
+        found.append(parser)
+
+    kept = mock.patch.object(argparse.ArgumentParser, "print_help", keep)
+    with kept, contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    return found[0]
+
+
+def options_table(command: str) -> str:
+    """The options of `xentlib COMMAND`, from its parser: names, values, and what `--help` says."""
+    parser = parser_of(command)
+    rows = []
+    for option in parser._actions:
+        if isinstance(option, argparse._HelpAction):
+            continue
+        names = ", ".join(f"`{name}`" for name in option.option_strings)
+        values = [option.metavar or option.dest.upper()] if option.nargs != 0 else []
+        if option.choices and not option.metavar:
+            values = list(option.choices)
+        help_ = parser._get_formatter()._expand_help(option) if option.help else ""
+        if option.default and "default" not in help_:
+            given = option.default if isinstance(option.default, list) else [option.default]
+            help_ = f"{help_} (default: {' '.join(map(str, given))})".strip()
+        rows.append((names, ", ".join(f"`{value}`" for value in values), help_))
+    return table(("option", "value", "what it says"), rows)
+
+
 # --- where they go --------------------------------------------------------------------------------
 
 
@@ -183,7 +221,13 @@ def bench_savings() -> str:
     return table(("", *right), rows, right)
 
 
-PARTS = {"contract": contract_table, "parity": parity_part, "bench": bench_part}
+PARTS = {
+    "contract": contract_table,
+    "parity": parity_part,
+    "bench": bench_part,
+    "parity_options": lambda: options_table("parity"),
+    "bench_options": lambda: options_table("bench"),
+}
 MARKER = re.compile(r"(?m)^<!-- (\w+) -->$")
 
 

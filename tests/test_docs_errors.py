@@ -1,0 +1,163 @@
+"""The pages of errors and of the command line say what the package says: each message that is
+quoted is there, each that a user can meet is quoted, each option is the parser's."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+if not (DOCS / "hooks.py").is_file():
+    pytest.skip("the documentation is not beside the tests", allow_module_level=True)
+
+PAGE = (DOCS / "errors.md").read_text(encoding="utf-8")
+QUOTES = re.findall(r"^\| `` (.+?) `` \|", PAGE, re.MULTILINE)
+PACKAGES = ("xentlib", "torch_impl", "jax_impl")
+# What developers of xentlib meet, or readers of its reports; a row that nobody calls by hand.
+NOT_MET = re.compile(r"/(parity|bench|reference)/|/(contract|budgets|reference|ulp|operators)\.py")
+NOT_QUOTED = ("`wrapper` must be plain, DDP, FSDP2 or DeepSpeed",)
+OTHERS = ("AttributeError", "NotImplementedError")  # Python's own, and "call the backend's"
+
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+
+
+def template(node):
+    """Characters of a string, None for each place that is filled; None of anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [*node.value]
+    if isinstance(node, ast.JoinedStr):
+        parts = ([*x.value] if isinstance(x, ast.Constant) else [None] for x in node.values)
+        return [c for part in parts for c in part]
+    if isinstance(node, ast.BinOp) and (left := template(node.left)):  # "..." + (...)
+        return [*left, None]
+    return None
+
+
+STRINGS = [
+    found for tree in SOURCES.values() for node in ast.walk(tree) if (found := template(node))
+]
+# What may fill a place, by its first letter: "a number in [0, 1]" or, of one with places, its head.
+PHRASES = defaultdict(set)
+for found in STRINGS:
+    text = "".join(found[: found.index(None) if None in found else None])
+    if " " in text and "\n" not in text:
+        PHRASES[text[0]].add(text)
+
+
+def begins(quote, found):
+    """Whether a message made of the template begins with the quote. What fills a place has no
+    space, or is one of the package's own phrases; an ellipsis skips anything. A quote ends with
+    words that are the package's."""
+    states, seen = [(0, 0, False)], set()
+    while states:
+        i, k, own = state = states.pop()
+        if i == len(quote):
+            if own:
+                return True
+            continue
+        if state in seen:
+            continue
+        seen.add(state)
+        if quote[i] == "…":
+            states += [(i + 1, n, own) for n in range(k, len(found) + 1)]
+        elif k == len(found):
+            continue
+        elif found[k] is None:
+            states.append((i, k + 1, own))
+            states += [(i + 1, k, False)] if quote[i] != " " else []
+            for phrase in PHRASES[quote[i]]:
+                if quote.startswith(phrase, i):
+                    states.append((i + len(phrase), k + 1, True))
+                elif len(quote) - i >= 10 and phrase.startswith(quote[i:]):
+                    return True
+        elif quote[i] == found[k]:
+            states.append((i + 1, k + 1, True))
+    return False
+
+
+def literal(found):
+    """Whether it has words of its own: a quote must not match by filled places alone."""
+    return sum(c is not None for c in found) > 12
+
+
+@pytest.mark.parametrize("quote", QUOTES)
+def test_quoted_message_is_the_package_s(quote):
+    assert any(begins(quote, found) for found in STRINGS if literal(found)), quote
+
+
+def raised():
+    for name, tree in SOURCES.items():
+        if NOT_MET.search(name):
+            continue
+        for node in ast.walk(tree):
+            call = node.exc if isinstance(node, ast.Raise) else None
+            if not isinstance(call, ast.Call) or ast.unparse(call.func) in OTHERS:
+                continue
+            if call.args and (found := template(call.args[0])):
+                yield name, found
+
+
+MESSAGES = [(name, found) for name, found in raised() if literal(found)]
+
+
+def test_every_message_that_a_user_can_meet_is_quoted():
+    assert len(MESSAGES) > 80
+    missing = []
+    for name, found in MESSAGES:
+        text = "".join(c or "…" for c in found)
+        if not text.startswith(NOT_QUOTED) and not any(begins(q, found) for q in QUOTES):
+            missing.append(f"{name}: {text}")
+    assert missing == []
+
+
+def test_what_is_not_a_message_is_found_out():
+    """A quote is held to the words: another word, another argument's, or filled places alone."""
+    good = "`bias` must have shape …, one entry per row of the head"
+    assert good in QUOTES
+    for bad in (
+        good.replace("row", "column"),
+        "`weight` must have at least one vocabulary column",
+        "`bias` must have shape …, one entry for each class of the whole vocabulary, on no rank",
+        "`labels` must be nice",
+        "anything at all",
+    ):
+        assert not any(begins(bad, found) for found in STRINGS if literal(found)), bad
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def load_hooks():
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("command", ["parity", "bench"])
+def test_every_option_of_help_is_on_the_page(command, capsys):
+    from xentlib.cli import main
+
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = capsys.readouterr().out
+    page = load_hooks().fill((DOCS / "command-line.md").read_text(encoding="utf-8"))
+    part = page.partition(f"## `xentlib {command}`")[2].partition("\n## ")[0]
+    shown = re.findall(r"^\| `(--[\w-]+)` \|", part, re.MULTILINE)
+    assert shown == re.findall(r"^  (--[\w-]+)", said, re.MULTILINE)
+    for option in re.findall(r"`(--[\w-]+)[` ]", part):
+        assert option in shown, option
+    for words in re.findall(r"xentlib (?:parity|bench)((?: -[^\n`]*)?)$", part, re.MULTILINE):
+        assert set(re.findall(r"--[\w-]+", words)) <= set(shown)
