@@ -24,14 +24,25 @@ from xentlib.parity.cases import (
     AUDIT,
     BASE,
     CHUNK_CASES,
-    GRID,
     NARROW,
     OPTIONS,
+    WITH_OPTIONS,
     logit_sets,
     low_precision,
+    named,
 )
 from xentlib.parity.problem import Case, Problem, build, logits_problem
 from xentlib.parity.ranks import Call, run_calls
+
+AUDITED = (
+    "audit-0",
+    "audit-3",
+    "audit-9",
+    "audit-fp16",
+    "audit-fp16-options",
+    "audit-class-weights",
+    "audit-saturated",
+)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=by_id)
@@ -71,7 +82,7 @@ def test_chunks_do_not_show(backend: str, case: Case) -> None:
 
 def test_run_to_run(backend: str) -> None:
     """A11."""
-    hold(operators._repeat, (backend,), build(GRID[5], 7))
+    hold(operators._repeat, (backend,), build(WITH_OPTIONS, 7))
 
 
 def test_every_check_rejects_its_mutants(backend: str) -> None:
@@ -79,7 +90,7 @@ def test_every_check_rejects_its_mutants(backend: str) -> None:
     hold(operators._mutants, (backend,), build(BASE, 0))
 
 
-@pytest.mark.parametrize("case", [AUDIT[k] for k in (0, 3, 9, 10, 11, 12, 13)], ids=by_id)
+@pytest.mark.parametrize("case", named(AUDIT, *AUDITED), ids=by_id)
 def test_audit_mode_bit_for_bit(case: Case) -> None:
     """A1, A9 at a tenth of the parity run's size."""
     pytest.importorskip("torch")

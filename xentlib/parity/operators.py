@@ -21,11 +21,14 @@ from xentlib.parity.cases import (
     AUDIT,
     BASE,
     CHUNK_CASES,
+    CONFIDENT,
     FULL_GRID,
     GRID,
+    WITH_OPTIONS,
     chunks_of,
     logit_sets,
     low_precision,
+    named,
 )
 from xentlib.parity.device import on_device
 from xentlib.parity.mutants import array_mutants, problem_mutants
@@ -42,6 +45,8 @@ BOTH = "torch/jax"
 GRADIENT_ROWS = {"d_hidden": "A5", "d_weight": "A6", "d_bias": "A6"}
 # Of row A9: bits alone would let one dropped row of 509 pass; its error would not.
 BETWEEN = {"bfloat16": ("bf16 bit-equal", "error ratio"), "float16": ("error ratio",)}
+# Of audit mode, for per-token outputs: one of each standard deviation, with options and without.
+FOUR = named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3")
 # Distances of ULP in powers of two: from exact to 2^24, where no digit is right.
 EDGES = (0.0, 0.5, *(2.0**k for k in range(25)), np.inf)
 
@@ -136,8 +141,8 @@ def operator_sections(
         ("audit mode, bit for bit", _cases(AUDIT, range(seed, seed + (5 if full else 1))), _audit),
         ("log-probabilities of given logits", logit_sets(seed), _logits),
         ("chunk sizes", _cases(CHUNK_CASES, [seed]), _chunks),
-        ("run to run", _cases((BASE, GRID[5]), [seed]), _repeat),
-        ("windows of micro-batches", _cases((BASE, GRID[4]), seeds), windows.windows),
+        ("run to run", _cases((BASE, WITH_OPTIONS), [seed]), _repeat),
+        ("windows of micro-batches", _cases((BASE, CONFIDENT), seeds), windows.windows),
         ("mutants", _cases((BASE,), [seed]), _mutants),
         ("per-token outputs, fp32", _cases(grid, seeds), per_token.single),
         ("per-token outputs, bf16", _cases(low_precision(grid), seeds), per_token.low),
@@ -148,8 +153,8 @@ def operator_sections(
         ("per-token outputs, mutants", _cases((BASE,), [seed]), per_token.mutants),
         ("vocabularies over ranks", [seed], sharded.sharded),
         ("collectives", [suite], heads.heads),
-        ("per-token outputs in audit mode", _cases(AUDIT[:4], [seed]), per_token.audit),
-        ("windows in audit mode", _cases((BASE, GRID[4]), seeds), windows.audit),
+        ("per-token outputs in audit mode", _cases(FOUR, [seed]), per_token.audit),
+        ("windows in audit mode", _cases((BASE, CONFIDENT), seeds), windows.audit),
     ]
     between_backends = (_audit, per_token.audit, windows.audit)
     on_ranks = (sharded.sharded, heads.heads)

@@ -28,13 +28,13 @@ CHUNKED = Case("shards-chunks", 256, 32, 1003, ignored=0.0)
 GRADIENT_ROWS = {"d_hidden": "A13", "d_weight": "A6", "d_bias": "A6"}
 
 
-def splits(vocab: int) -> list[tuple[int, ...]]:
+def splits(vocab: int) -> dict[str, tuple[int, ...]]:
     """Sizes of 1 to 4 shards, and of 3 whose last one is empty."""
-    found = []
-    for ranks in (1, 2, 3, 4):
+    found = {}
+    for ranks, name in enumerate(("one", "two", "three", "four"), 1):
         columns = -(-vocab // ranks)
-        found.append(tuple(min(columns, vocab - k * columns) for k in range(ranks)))
-    return [*found, (*found[1], 0)]
+        found[name] = tuple(min(columns, vocab - k * columns) for k in range(ranks))
+    return {**found, "two and an empty one": (*found["two"], 0)}
 
 
 def calls_for(seed: int, audit: bool) -> list[Call]:
@@ -43,16 +43,16 @@ def calls_for(seed: int, audit: bool) -> list[Call]:
     for case, chunk in ((EVEN, None), (UNEVEN, 64), *(((LOW, 64),) if audit else ())):
         problem = build(case, seed)
         upstream = upstream_of(problem, SEED)
-        for sizes in splits(case.vocab):
+        for sizes in splits(case.vocab).values():
             if case is not UNEVEN:
                 found.append(Call("chunked_nll", problem, sizes, None, audit, chunk))
             if case is not EVEN:
                 found.append(Call("chunked_logprobs", problem, sizes, upstream, audit, chunk))
-    for text, logits, labels in logit_sets(seed)[1:3]:
-        problem = logits_problem(logits, labels, text)
-        for sizes in splits(logits.shape[1])[1:4]:
+    for text, logits, labels in logit_sets(seed, "gaps-31", "gaps-1000"):
+        problem, sizes_of = logits_problem(logits, labels, text), splits(logits.shape[1])
+        for name in ("two", "three", "four"):
             upstream = upstream_of(problem, SEED)
-            found.append(Call("vocab_parallel_logprobs", problem, sizes, upstream, audit))
+            found.append(Call("vocab_parallel_logprobs", problem, sizes_of[name], upstream, audit))
     return found
 
 
@@ -60,7 +60,7 @@ def chunked_calls(backend: str, seed: int) -> list[Call]:
     """Both functions of a head over four shards, in one chunk first and then in several."""
     problem = build(CHUNKED, seed)
     return [
-        Call(function, problem, splits(CHUNKED.vocab)[3], upstream, False, chunk)
+        Call(function, problem, splits(CHUNKED.vocab)["four"], upstream, False, chunk)
         for function, upstream in (
             ("chunked_nll", None),
             ("chunked_logprobs", upstream_of(problem, SEED)),
