@@ -31,8 +31,9 @@ import numpy as np
 from test_reference import VALUE_ULP, tau_bound, torch_full_logits, units
 from xentlib import reference
 from xentlib.contract import ROW_OF, ROWS, Measurement, U, failures
-from xentlib.parity import operators
+from xentlib.parity import findings as parity_findings
 from xentlib.parity.backends import run, run_given, run_logprobs
+from xentlib.parity.device import contract_settings
 from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
 from xentlib.reference.softmax import softmax
 from xentlib.ulp import FORMATS, dtype_named, round_to, ulp_distance
@@ -398,7 +399,7 @@ def truth_of(d: Drawn, given: Problem, upstream: Upstream | None) -> Truth:
 # --- What is held -------------------------------------------------------------------------------
 
 
-class Findings(operators.Findings):
+class Findings(parity_findings.Findings):
     """With the checks that were left out, by name."""
 
     def __init__(self, left_out: Counter[str]) -> None:
@@ -598,7 +599,7 @@ def _between(findings: Findings, d: Drawn, truth: Truth, ours: Any, theirs: Any)
         for name, got in gradients[0].items():
             if not findings.claims("entries", got.size >= 4096):
                 continue
-            metrics = {"float32": ("rho / u", "error ratio")} | operators.BETWEEN
+            metrics = parity_findings.BETWEEN
             findings.check(
                 "A9",
                 got,
@@ -890,7 +891,7 @@ def main(arguments: list[str]) -> int:
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_allow_excess_precision=false".strip()
     started = time.monotonic()
-    with operators._gate(("torch", "jax")):
+    with contract_settings(("torch", "jax")):
         report = fuzz(asked.seed, numbers, seconds=seconds, shrink=not asked.no_shrink)
     spent = time.monotonic() - started
     for name, count in sorted(report.left_out.items()):

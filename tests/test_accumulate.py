@@ -26,9 +26,9 @@ from xentlib.accumulate import (
     reduction_of,
 )
 from xentlib.contract import check, failures
-from xentlib.parity import windows
 from xentlib.parity.cases import BASE, CONFIDENT
 from xentlib.parity.problem import build
+from xentlib.parity.rows import windows
 
 M, N, V, H = 3, 10, 31, 8
 

@@ -13,10 +13,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import xentlib
-from xentlib import cli
+from xentlib import cli, processes
 from xentlib.parity import progress, ranks
 from xentlib.parity.progress import Pace, PlainProgress, SilentProgress, progress_on
 from xentlib.parity.result import Histogram, Measurement, Planned, Section, TrainingCurve
+from xentlib.parity.shards import torch_rank
 
 EVERYTHING = {"torch", "jax", "flax", "optax", "tokenizers"}
 
@@ -76,7 +77,7 @@ def stage(monkeypatch):
         played.training = (backends, text, seed)
         return planned("training")
 
-    for name, function in (("operators", operator_sections), ("training", training_section)):
+    for name, function in (("suite", operator_sections), ("training", training_section)):
         module = ModuleType(f"xentlib.parity.{name}")
         setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -526,7 +527,7 @@ def test_time_limits_follow_the_sections_that_are_done(stage, tmp_path, monkeypa
 
 def test_sections_have_names_of_their_own():
     """They are kept and gone on from by name."""
-    from xentlib.parity.operators import operator_sections
+    from xentlib.parity.suite import operator_sections
 
     for suite in ("quick", "full"):
         both, *one = (
@@ -543,7 +544,7 @@ def test_sections_have_names_of_their_own():
 
 
 def test_on_a_device_what_needs_ranks_is_left_out():
-    from xentlib.parity.operators import operator_sections
+    from xentlib.parity.suite import operator_sections
 
     here, there = (
         [part.name for part in operator_sections(("torch", "jax"), "quick", 0, device)]
@@ -578,10 +579,10 @@ def test_a_device(stage, tmp_path, monkeypatch, capsys):
 REAL = """
 import sys
 from xentlib import cli
-from xentlib.parity import operators, ranks
-real = operators.operator_sections
+from xentlib.parity import ranks, suite
+real = suite.operator_sections
 names = {names!r}
-operators.operator_sections = lambda *a: [part for part in real(*a) if part.name in names]
+suite.operator_sections = lambda *a: [part for part in real(*a) if part.name in names]
 cli._training_left_out = lambda *a: "left out here"
 ranks.SECONDS = {seconds!r}
 sys.exit(cli.main(["parity", "--out", *sys.argv[1:]]))
@@ -649,36 +650,38 @@ class Does:
 
 def test_ranks_have_longer_on_a_slower_machine(monkeypatch):
     pytest.importorskip("torch")
-    monkeypatch.setattr(ranks, "SECONDS", 0.1)
+    monkeypatch.setattr(ranks, "SECONDS", 0.001)
     with pytest.raises(
-        RuntimeError, match=r"^1 of 1 torch ranks were not done in 0\.1 s, which is"
+        RuntimeError, match=r"^1 of 1 torch ranks were not done in 0\.0 s, which is"
     ):
-        ranks.run_ranks("torch", "ranks", [], 1, 0.001)
-    assert ranks.run_ranks("torch", "ranks", [], 1, 6000.0) == [[]]
+        ranks.run_ranks("torch", torch_rank, [], 1, 0.001)
+    assert ranks.run_ranks("torch", torch_rank, [], 1, 600_000.0) == [[]]
 
 
 def test_a_rank_that_fails_is_not_waited_for_by_the_others(monkeypatch):
     """It says why; the other one would have said that it lost a connection."""
-    monkeypatch.setattr(ranks, "AFTER_FAILURE", 0.1)
-    code = "import sys, time\nif sys.argv[4] == '0': raise ValueError('here')\ntime.sleep(3600)"
+    monkeypatch.setattr(processes, "AFTER_FAILURE", 0.1)
+    code = """
+import multiprocessing, time
+if multiprocessing.current_process().name == "rank 0": raise ValueError("here")
+time.sleep(3600)"""
     with pytest.raises(RuntimeError, match=r"^1 torch ranks failed:\n(.|\n)*ValueError: here"):
-        ranks.run_ranks("torch", "ranks", [Does(code)], 2)
+        ranks.run_ranks("torch", torch_rank, [Does(code)], 2)
 
 
 def test_what_a_late_rank_has_said_is_in_the_error(monkeypatch):
     """However much that is."""
 
-    def wait(started, limit):
-        said = Path(started[0].args[5], "said0")
-        while said.stat().st_size < 10**6 + 4:
-            assert started[0].poll() is None
+    def wait(started, seconds):
+        while started[0].said.stat().st_size < 10**6 + 4:
+            assert started[0].process.exitcode is None
             time.sleep(0.05)
-        return [None]
+        return ["late"]
 
-    monkeypatch.setattr(ranks, "_wait", wait)
+    monkeypatch.setattr(processes, "_wait", wait)
     code = "import sys, time\nsys.stderr.write('x' * 10**6 + 'here')\nsys.stderr.flush()"
     with pytest.raises(RuntimeError, match=r"were not done in 10 min(.|\n)*xxxhere"):
-        ranks.run_ranks("torch", "ranks", [Does(f"{code}\ntime.sleep(3600)")], 1)
+        ranks.run_ranks("torch", torch_rank, [Does(f"{code}\ntime.sleep(3600)")], 1)
 
 
 # --- bench ---------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """`chunked_logprobs` of both backends against the oracle, row by row of the contract, and what
 PyTorch does around it.
 
-The measurements are the parity run's own (`xentlib.parity.per_token`).
+The measurements are the parity run's own (`xentlib.parity.rows.per_token`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from xentlib.call import Arguments
 from xentlib.contract import ROW_OF, check, failures
-from xentlib.parity import per_token
 from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.cases import (
     AUDIT,
@@ -28,6 +27,7 @@ from xentlib.parity.cases import (
 )
 from xentlib.parity.device import numpy_of
 from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
+from xentlib.parity.rows import per_token
 from xentlib.reference import logprobs_reference
 
 

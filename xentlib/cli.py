@@ -150,9 +150,9 @@ def _parity(args: argparse.Namespace, argv: Sequence[str]) -> int:
     environment = _environment(args, backends, left_out)
     before = _before(args.out, environment, args.resume)
 
-    from xentlib.parity.operators import operator_sections
     from xentlib.parity.progress import Pace, progress_on
     from xentlib.parity.report import DATA, print_table, to_json, write_report
+    from xentlib.parity.suite import operator_sections
 
     plan = operator_sections(backends, args.suite, args.seed, args.device)
     if not left_out:

@@ -25,6 +25,7 @@ __all__ = [
     "NARROW",
     "WITH_OPTIONS",
     "chunks_of",
+    "few_chunks_of",
     "logit_sets",
     "low_precision",
     "named",
@@ -143,12 +144,22 @@ AUDIT = (
 )
 
 CHUNKS = (8, 16, 24, 40, 64, 128, 200, 512)
+FEW_CHUNKS = (8, 24, 64, 200)
 
 
 def chunks_of(backend: str) -> tuple[int, ...]:
     """Rows of a chunk to ask for. In JAX a chunk has 64 rows at least on CPU: up to there it is one
     program, compiled once."""
-    return CHUNKS if backend == "torch" else tuple(c for c in CHUNKS if c == CHUNKS[0] or c > 64)
+    return _different(CHUNKS, backend)
+
+
+def few_chunks_of(backend: str) -> tuple[int, ...]:
+    """Half of them, for functions that walk as `chunked_nll` does."""
+    return _different(FEW_CHUNKS, backend)
+
+
+def _different(chunks: tuple[int, ...], backend: str) -> tuple[int, ...]:
+    return chunks if backend == "torch" else tuple(c for c in chunks if c == 8 or c > 64)
 
 
 CHUNK_CASES = (

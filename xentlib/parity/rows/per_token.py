@@ -1,33 +1,28 @@
-"""The rows of `chunked_logprobs`: as in `operators.py`, with a random gradient for every token and
-output."""
+"""The rows of `chunked_logprobs`: as in `nll.py`, with a random gradient for every token
+and output."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from xentlib.contract import ROW_OF
-from xentlib.parity.backends import PerToken, run_logprobs
-from xentlib.parity.cases import chunks_of
+from xentlib.parity.backends import run_logprobs
+from xentlib.parity.cases import few_chunks_of
+from xentlib.parity.findings import BETWEEN, BOTH, GRADIENT_ROWS, Findings, part_of
 from xentlib.parity.mutants import array_mutants
+from xentlib.parity.outcomes import PerToken
 from xentlib.parity.problem import Problem, Upstream, logits_problem, upstream_of
+from xentlib.parity.rows import invariance
 from xentlib.reference import LogprobReference
-
-if TYPE_CHECKING:
-    from xentlib.parity.operators import Findings
 
 __all__ = ["audit", "chunks", "logits", "low", "mutants", "repeat", "single"]
 
 Array = npt.NDArray[Any]
-ROWS = {"d_hidden": "A5", "d_weight": "A6", "d_bias": "A6"}
 SEED = 5
-
-
-def _of(reference: LogprobReference, name: str, part: str) -> Array:
-    found: Array = getattr(reference, name.replace("d_", f"{part}_", 1))
-    return found
 
 
 def _label(name: str) -> str:
@@ -51,9 +46,11 @@ def single(findings: Findings, problem: Problem) -> None:
         for name, (got, expected) in exact.items():
             findings.check("A0", got, expected, quantity=_label(name), **details)
         for name, got in outcome.gradients().items():
-            oracle, bound = _of(reference, name, "d"), _of(reference, name, "bound")
-            findings.check(ROWS[name], got, oracle, bound, quantity=_label(name), **details)
-    _between(findings, problem, reference, found, ("rho / u", "error ratio"))
+            oracle, bound = part_of(reference, name, "d"), part_of(reference, name, "bound")
+            findings.check(
+                GRADIENT_ROWS[name], got, oracle, bound, quantity=_label(name), **details
+            )
+    _between(findings, problem, reference, found, BETWEEN["float32"])
 
 
 def low(findings: Findings, problem: Problem) -> None:
@@ -66,15 +63,14 @@ def low(findings: Findings, problem: Problem) -> None:
             findings.check(
                 ROW_OF[dtype],
                 got,
-                _of(reference, name, "d"),
-                _of(reference, name, "bound"),
-                magnitude=_of(reference, name, "magnitude"),
+                part_of(reference, name, "d"),
+                part_of(reference, name, "bound"),
+                magnitude=part_of(reference, name, "magnitude"),
                 backend=backend,
                 case=problem.text,
                 quantity=_label(name),
             )
-    metrics = ("bf16 bit-equal", "error ratio") if dtype == "bfloat16" else ("error ratio",)
-    _between(findings, problem, reference, found, metrics)
+    _between(findings, problem, reference, found, BETWEEN[dtype])
 
 
 def _between(
@@ -90,10 +86,10 @@ def _between(
         findings.check(
             "A9",
             got,
-            _of(reference, name, "d"),
+            part_of(reference, name, "d"),
             other=getattr(found["jax"], name),
             metrics=metrics,
-            backend="torch/jax",
+            backend=BOTH,
             case=problem.text,
             quantity=_label(name),
         )
@@ -108,9 +104,7 @@ def audit(findings: Findings, problem: Problem) -> None:
     for name in PerToken._fields:
         got, other = getattr(ours, name), getattr(theirs, name)
         if got is not None:
-            findings.check(
-                "A1", got, other, backend="torch/jax", case=problem.text, quantity=_label(name)
-            )
+            findings.check("A1", got, other, backend=BOTH, case=problem.text, quantity=_label(name))
 
 
 def logits(findings: Findings, item: tuple[str, Array, Array]) -> None:
@@ -137,38 +131,17 @@ def logits(findings: Findings, item: tuple[str, Array, Array]) -> None:
 
 def chunks(findings: Findings, problem: Problem) -> None:
     """A10."""
-    upstream = upstream_of(problem, SEED)
-    for backend in findings.backends:
-        whole = run_logprobs(backend, problem, upstream)
-        for chunk in chunks_of(backend)[::2]:
-            outcome = run_logprobs(backend, problem, upstream, chunk_tokens=chunk)
-            for name in ("logprobs", "entropy", "lse", "correct", "d_hidden"):
-                findings.check(
-                    "A10",
-                    getattr(outcome, name),
-                    getattr(whole, name),
-                    backend=backend,
-                    case=f"{problem.text}, chunks of {chunk}",
-                    quantity=_label(name),
-                )
+    names = ("logprobs", "entropy", "lse", "correct", "d_hidden")
+    invariance.chunks(findings, problem.text, _call(problem), few_chunks_of, names, _label)
 
 
 def repeat(findings: Findings, problem: Problem) -> None:
     """A11, run to run."""
-    upstream = upstream_of(problem, SEED)
-    for backend in findings.backends:
-        first, again = (
-            run_logprobs(backend, problem, upstream, chunk_tokens=128) for _ in range(2)
-        )
-        for name in PerToken._fields:
-            findings.check(
-                "A11",
-                getattr(again, name),
-                getattr(first, name),
-                backend=backend,
-                case=f"{problem.text}, run to run",
-                quantity=_label(name),
-            )
+    invariance.repeat(findings, problem.text, _call(problem), _label)
+
+
+def _call(problem: Problem) -> partial[PerToken]:
+    return partial(run_logprobs, problem=problem, upstream=upstream_of(problem, SEED))
 
 
 def mutants(findings: Findings, problem: Problem) -> None:
@@ -190,15 +163,15 @@ def mutants(findings: Findings, problem: Problem) -> None:
     for backend in findings.backends:
         right = run_logprobs(backend, problem, upstream)
         for name, got in right.gradients().items():
-            oracle, bound = _of(reference, name, "d"), _of(reference, name, "bound")
+            oracle, bound = part_of(reference, name, "d"), part_of(reference, name, "bound")
             wrong = array_mutants(got, oracle)
             for text, changed in wrong_upstream.items():
                 other = problem.per_token_reference(changed)
-                wrong[text] = _of(other, name, "d").astype(got.dtype)
+                wrong[text] = part_of(other, name, "d").astype(got.dtype)
             other = shifted.per_token_reference(upstream)
-            wrong["labels off by one"] = _of(other, name, "d").astype(got.dtype)
+            wrong["labels off by one"] = part_of(other, name, "d").astype(got.dtype)
             findings.reject(
-                ROWS[name],
+                GRADIENT_ROWS[name],
                 wrong,
                 oracle,
                 bound,

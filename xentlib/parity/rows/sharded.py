@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from xentlib.parity.backends import run, run_logprobs
-from xentlib.parity.cases import EXTRAS, OPTIONS, chunks_of, logit_sets
+from xentlib.parity.cases import EXTRAS, OPTIONS, few_chunks_of, logit_sets
+from xentlib.parity.findings import Findings, label, part_of
 from xentlib.parity.mutants import array_mutants
 from xentlib.parity.problem import Case, Problem, Upstream, build, logits_problem, upstream_of
-from xentlib.parity.ranks import Call, Sharded, run_calls
-
-if TYPE_CHECKING:
-    from xentlib.parity.operators import Findings
+from xentlib.parity.shards import Sharded, ShardedCall, run_calls
 
 __all__ = ["calls_for", "chunked", "chunked_calls", "sharded", "splits"]
 
@@ -37,7 +35,7 @@ def splits(vocab: int) -> dict[str, tuple[int, ...]]:
     return {**found, "two and an empty one": (*found["two"], 0)}
 
 
-def calls_for(seed: int, audit: bool) -> list[Call]:
+def calls_for(seed: int, audit: bool) -> list[ShardedCall]:
     """Both functions of a head over every split, in one chunk and in several; given logits."""
     found = []
     for case, chunk in ((EVEN, None), (UNEVEN, 64), *(((LOW, 64),) if audit else ())):
@@ -45,31 +43,37 @@ def calls_for(seed: int, audit: bool) -> list[Call]:
         upstream = upstream_of(problem, SEED)
         for sizes in splits(case.vocab).values():
             if case is not UNEVEN:
-                found.append(Call("chunked_nll", problem, sizes, None, audit, chunk))
+                found.append(ShardedCall("chunked_nll", problem, sizes, None, audit, chunk))
             if case is not EVEN:
-                found.append(Call("chunked_logprobs", problem, sizes, upstream, audit, chunk))
+                found.append(
+                    ShardedCall("chunked_logprobs", problem, sizes, upstream, audit, chunk)
+                )
     for text, logits, labels in logit_sets(seed, "gaps-31", "gaps-1000"):
         problem, sizes_of = logits_problem(logits, labels, text), splits(logits.shape[1])
         for name in ("two", "three", "four"):
             upstream = upstream_of(problem, SEED)
-            found.append(Call("vocab_parallel_logprobs", problem, sizes_of[name], upstream, audit))
+            found.append(
+                ShardedCall("vocab_parallel_logprobs", problem, sizes_of[name], upstream, audit)
+            )
     return found
 
 
-def chunked_calls(backend: str, seed: int) -> list[Call]:
+def chunked_calls(backend: str, seed: int) -> list[ShardedCall]:
     """Both functions of a head over four shards, in one chunk first and then in several."""
     problem = build(CHUNKED, seed)
     return [
-        Call(function, problem, splits(CHUNKED.vocab)["four"], upstream, False, chunk)
+        ShardedCall(function, problem, splits(CHUNKED.vocab)["four"], upstream, False, chunk)
         for function, upstream in (
             ("chunked_nll", None),
             ("chunked_logprobs", upstream_of(problem, SEED)),
         )
-        for chunk in (None, *chunks_of(backend)[::2])
+        for chunk in (None, *few_chunks_of(backend))
     ]
 
 
-def chunked(findings: Findings, backend: str, calls: list[Call], found: list[Sharded]) -> None:
+def chunked(
+    findings: Findings, backend: str, calls: list[ShardedCall], found: list[Sharded]
+) -> None:
     """A10 of calls from `chunked_calls`."""
     whole: dict[str, Any] = {}
     for call, result in zip(calls, found, strict=True):
@@ -81,7 +85,7 @@ def chunked(findings: Findings, backend: str, calls: list[Call], found: list[Sha
                 getattr(one, name),
                 backend=backend,
                 case=f"{_text(call)}, chunks of {call.chunk_tokens}",
-                quantity=f"{name.replace('_', ' ')} over shards",
+                quantity=f"{label(name)} over shards",
             )
 
 
@@ -107,27 +111,27 @@ def sharded(findings: Findings, seed: int) -> None:
                 _equal(findings, backend, call, outcome, _dense(backend, call))
 
 
-def _text(call: Call) -> str:
+def _text(call: ShardedCall) -> str:
     return f"{call.function}, shards of {call.sizes}; {call.problem.text}"
 
 
-def _dense(backend: str, call: Call) -> Any:
+def _dense(backend: str, call: ShardedCall) -> Any:
     if call.upstream is None:
         return run(backend, call.problem, audit=True)
     return run_logprobs(backend, call.problem, call.upstream, audit=True)
 
 
-def _equal(findings: Findings, backend: str, call: Call, ours: Any, theirs: Any) -> None:
+def _equal(findings: Findings, backend: str, call: ShardedCall, ours: Any, theirs: Any) -> None:
     for name in ours._fields:
         got, other = getattr(ours, name), getattr(theirs, name)
         if name == "num_tokens":
             got, other = got.astype(np.int64), other.astype(np.int64)
         if got is not None:
-            label = f"{name.replace('_', ' ')} over shards"
-            findings.check("A1", got, other, backend=backend, case=_text(call), quantity=label)
+            quantity = f"{label(name)} over shards"
+            findings.check("A1", got, other, backend=backend, case=_text(call), quantity=quantity)
 
 
-def _measure(findings: Findings, backend: str, call: Call, result: Sharded) -> None:
+def _measure(findings: Findings, backend: str, call: ShardedCall, result: Sharded) -> None:
     outcome, problem = result.outcome, call.problem
     details: dict[str, Any] = {"backend": backend, "case": _text(call)}
     reference = _reference(problem, call.upstream)
@@ -149,11 +153,10 @@ def _measure(findings: Findings, backend: str, call: Call, result: Sharded) -> N
         )
         return
     for name, got in outcome.gradients().items():
-        oracle, bound = (getattr(reference, name.replace("d_", f"{x}_")) for x in ("d", "bound"))
+        oracle, bound = part_of(reference, name), part_of(reference, name, "bound")
         metrics = ("tau",) if name == "d_hidden" else None
-        label = f"{name.replace('_', ' ')} over shards"
-        row = GRADIENT_ROWS[name]
-        findings.check(row, got, oracle, bound, metrics=metrics, quantity=label, **details)
+        quantity, row = f"{label(name)} over shards", GRADIENT_ROWS[name]
+        findings.check(row, got, oracle, bound, metrics=metrics, quantity=quantity, **details)
 
 
 def _reference(problem: Problem, upstream: Upstream | None) -> Any:
@@ -168,7 +171,7 @@ def _scale(problem: Problem, reference: Any) -> Array:
     return scale
 
 
-def _mutants(findings: Findings, backend: str, call: Call, result: Sharded) -> None:
+def _mutants(findings: Findings, backend: str, call: ShardedCall, result: Sharded) -> None:
     """A14: what known bugs of shards return (M9) must not pass for d hidden."""
     problem, got = call.problem, result.outcome.d_hidden
     reference = _reference(problem, call.upstream)

@@ -1,6 +1,4 @@
-"""A12: a problem's tokens in a window of uneven micro-batches, one without a valid token, through
-`TokenNormalizer`, `accumulate_grads` and `token_normalized`, against the oracle of one batch; A2:
-through `Evaluation`.
+"""A problem's tokens in a window of uneven micro-batches, through what accumulates in each backend.
 
 Shapes: N tokens of the problem, M micro-batches of up to n tokens.
 """
@@ -9,19 +7,15 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from xentlib.parity.device import numpy_of, on_jax, on_torch
-from xentlib.parity.mutants import array_mutants
 from xentlib.parity.problem import Problem
 
-if TYPE_CHECKING:
-    from xentlib.parity.operators import Findings
-
-__all__ = ["ROADS", "Window", "audit", "evaluated", "run_window", "windows"]
+__all__ = ["ROADS", "WindowOutcome", "evaluated", "micro_batches", "run_window"]
 
 Array = npt.NDArray[Any]
 # Where micro-batches begin, as a share of the tokens; the third one is empty.
@@ -32,7 +26,7 @@ ROADS = {
 }
 
 
-class Window(NamedTuple):
+class WindowOutcome(NamedTuple):
     """What a window gives; gradients are multiplied by the problem's upstream one."""
 
     loss: Array | None
@@ -40,78 +34,6 @@ class Window(NamedTuple):
     d_hidden: Array
     d_weight: Array
     d_bias: Array
-
-
-def windows(findings: Findings, problem: Problem) -> None:
-    """Every path of each backend, and its evaluation."""
-    reference = problem.reference()
-    for backend in findings.backends:
-        findings.check(
-            "A2",
-            evaluated(backend, problem).astype(np.float32),
-            reference.loss,
-            magnitude=reference.loss_magnitude,
-            backend=backend,
-            case=problem.text,
-            quantity="loss of an evaluation",
-        )
-        for road in ROADS[backend]:
-            details: dict[str, Any] = {"backend": backend, "case": f"{problem.text}, {road}"}
-            found = run_window(backend, problem, road)
-            findings.check(
-                "A0",
-                found.num_tokens.astype(np.int64),
-                np.asarray(reference.num_tokens, np.int64),
-                quantity="tokens of a window",
-                **details,
-            )
-            if found.loss is not None:
-                findings.check(
-                    "A2",
-                    found.loss.astype(np.float32),
-                    reference.loss,
-                    magnitude=reference.loss_magnitude,
-                    quantity="loss of a window",
-                    **details,
-                )
-            for name in ("hidden", "weight", "bias"):
-                got, oracle, bound = (
-                    getattr(found, f"d_{name}"),
-                    getattr(reference, f"d_{name}"),
-                    getattr(reference, f"bound_{name}"),
-                )
-                details["quantity"] = f"d {name}"
-                findings.check("A12", got, oracle, bound, **details)
-        wrong = {**array_mutants(got, oracle), "mean of means": mean_of_means(problem)}
-        findings.reject("A12", wrong, oracle, bound, backend=backend, quantity="d bias of a window")
-
-
-def mean_of_means(problem: Problem) -> Array:
-    """d bias of the field's bug: each micro-batch's mean, divided by their number."""
-    rows, labels = micro_batches(problem)
-    parts = [
-        problem.changed(hidden=problem.hidden[r], labels=y).reference().d_bias
-        for r, y in zip(rows, labels, strict=True)
-    ]
-    mean: Array = np.mean(parts, axis=0).astype(np.float32)
-    return mean
-
-
-def audit(findings: Findings, problem: Problem) -> None:
-    """A1, A12: where each micro-batch is computed in float64 and rounded once, the sums over a
-    window are the same float32 additions in both backends, and so is the product with 1 / T."""
-    ours = run_window("torch", problem, "postscale", audit=True)
-    for road in ROADS["jax"]:
-        theirs = run_window("jax", problem, road, audit=True)
-        for name in ("d_hidden", "d_weight", "d_bias"):
-            findings.check(
-                "A1",
-                getattr(ours, name),
-                getattr(theirs, name),
-                backend="torch/jax",
-                case=f"{problem.text}, {road}",
-                quantity=f"{name.replace('_', ' ')} of a window",
-            )
 
 
 def micro_batches(problem: Problem) -> tuple[Array, Array]:
@@ -127,7 +49,7 @@ def micro_batches(problem: Problem) -> tuple[Array, Array]:
     return rows, labels
 
 
-def run_window(backend: str, problem: Problem, road: str, *, audit: bool = False) -> Window:
+def run_window(backend: str, problem: Problem, road: str, *, audit: bool = False) -> WindowOutcome:
     """The window of a problem with a bias, mean reduction and no weights, by one of `ROADS`."""
     options = {**problem.options, "reduction": "sum"}
     if audit:
@@ -135,7 +57,7 @@ def run_window(backend: str, problem: Problem, road: str, *, audit: bool = False
     road_of = _torch if backend == "torch" else _jax
     loss, count, gradients = road_of(problem, options, road)
     named = {f"d_{name}": np.array(g) for name, g in gradients.items()}
-    return Window(None if loss is None else np.array(loss), np.array(count), **named)
+    return WindowOutcome(None if loss is None else np.array(loss), np.array(count), **named)
 
 
 def evaluated(backend: str, problem: Problem) -> Array:
