@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xentlib.parity.summary import duration
+from xentlib.parity.report.numbers import duration
 from xentlib.processes import RanksFailed, RanksLate, launch
 
 __all__ = ["PRELOADED", "WORLD", "run_ranks", "start_gloo"]

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from xentlib.bench.cases import CASES, DTYPES, Case
+from xentlib.bench.cases import CASES, DTYPES, HeadSizes
 from xentlib.bench.contestant import BARE, OURS
 from xentlib.bench.environment import environment
 from xentlib.bench.report import as_markdown, environment_line, print_run, write_json
-from xentlib.bench.result import Report, Row, Run
+from xentlib.bench.result import ContestantResult, Report, Run
 from xentlib.bench.worker import Request, WorkerError, ask
 from xentlib.plan import peak_bytes, plan_chunks
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"no {' or '.join(asked)} here: pip install 'xentlib[{asked[0]}]'", file=sys.stderr)
         return 2
     report = Report(environment())
-    progress = Progress()
+    progress = StatusLine()
     try:
         for name in args.case:
             for dtype in args.dtype:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_one(
-    case: Case, dtype: str, backend: str, args: argparse.Namespace, progress: Progress
+    case: HeadSizes, dtype: str, backend: str, args: argparse.Namespace, progress: StatusLine
 ) -> Run:
     """Time, all contestants in one process; then memory, each in its own."""
     what = f"{case.name} {dtype} {backend}"
@@ -115,7 +115,7 @@ def add_memory(found: Run, args: argparse.Namespace, tick: Callable[[str], None]
         request = Request(
             "memory", found.backend, found.case, found.dtype, args.device, 0, (name,), args.seed
         )
-        probed: list[Row] = ask(request)["rows"]
+        probed: list[ContestantResult] = ask(request)["rows"]
         for probe in probed:
             row = found.row(probe.contestant, probe.kind)
             row.peak_bytes, row.resident_bytes = probe.peak_bytes, probe.resident_bytes
@@ -143,7 +143,7 @@ def write(report: Report, folder: Path) -> None:
     (folder / "bench.md").write_text(as_markdown(report, plot))
 
 
-class Progress:
+class StatusLine:
     """One line on a terminal that says what is running; silent elsewhere."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The model of `xentlib.parity.model` in PyTorch; `model_jax.py` is its twin.
+"""The model of `xentlib.parity.training.model` in PyTorch; `model_jax.py` is its twin.
 
 Shapes: B sequences, L positions, H hidden width, A attention heads, D = H / A.
 """
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xentlib.parity.model import ModelSizes, Weights, rotary_angles
+from xentlib.parity.training.model import ModelSizes, Weights, rotary_angles
 
 __all__ = ["Attention", "Block", "LanguageModel", "build"]
 

@@ -1,4 +1,4 @@
-"""The model of `xentlib.parity.model` in Flax NNX; `model_torch.py` is its twin.
+"""The model of `xentlib.parity.training.model` in Flax NNX; `model_torch.py` is its twin.
 
 Shapes: B sequences, L positions, H hidden width, A attention heads, D = H / A.
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from xentlib.parity.model import ModelSizes, Weights, rotary_angles
+from xentlib.parity.training.model import ModelSizes, Weights, rotary_angles
 
 __all__ = ["Attention", "Block", "LanguageModel", "build"]
 

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from xentlib.parity.report.numbers import number
 from xentlib.parity.result import Histogram
-from xentlib.parity.summary import number
 
-__all__ = ["Series", "histogram_plot", "histogram_reach", "line_plot"]
+__all__ = ["Series", "histogram_plot", "histogram_reach", "line_plot", "style_of"]
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+_STYLES = {"torch": "torch", "jax": "jax"}  # a backend's colour; every comparison has a third
 
 Tick = tuple[float, str]  # position in [0, 1] from the left or the bottom; label
 
@@ -28,6 +30,11 @@ class Series:
     name: str
     style: str
     values: Sequence[float]
+
+
+def style_of(backend: str) -> str:
+    """The CSS class of what is drawn of a backend, or of a comparison."""
+    return _STYLES.get(backend, "both")
 
 
 def _frame(
