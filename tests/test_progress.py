@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from xentlib.parity import progress
-from xentlib.parity.progress import Pace, PlainProgress, SilentProgress, progress_on
-from xentlib.parity.result import Planned, Section
+from xentlib.parity import pace as parity_pace
+from xentlib.parity.display import PlainProgress, progress_on
+from xentlib.parity.pace import Pace, Planned
+from xentlib.parity.progress import SilentProgress
+from xentlib.parity.result import Section
 
 
 class Terminal(io.StringIO):
@@ -54,9 +56,9 @@ def a_plan(**steps):
 def test_time_left_follows_what_this_machine_has_taken(monkeypatch):
     """Of sections that are expected to take 60, 120 and 600 s."""
     now = [1000.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(progress, "SECONDS_OF_STEP", {"one": 60.0, "two": 60.0})
-    monkeypatch.setattr(progress, "STEP_SECONDS", 100.0)
+    monkeypatch.setattr(parity_pace, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(parity_pace, "SECONDS_OF_STEP", {"one": 60.0, "two": 60.0})
+    monkeypatch.setattr(parity_pace, "STEP_SECONDS", 100.0)
     pace = Pace(a_plan(one=1, two=2, three=6))
     assert (pace.slowness, pace.left(), pace.text()) == (1.0, 780.0, "about 13 min left")
     pace.begin("one")

@@ -7,7 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 from xentlib import cli
 from xentlib.cli import available
-from xentlib.parity.result import Histogram, Measurement, Planned, Section, TrainingCurve
+from xentlib.parity.pace import Planned
+from xentlib.parity.result import Histogram, Measurement, Section, TrainingCurve
 
 EVERYTHING = {"torch", "jax", "flax", "optax", "tokenizers"}
 

@@ -24,8 +24,8 @@ from xentlib.cli.usage import note
 from xentlib.parity.result import ParityResult, Section
 
 if TYPE_CHECKING:
+    from xentlib.parity.pace import Planned
     from xentlib.parity.progress import Progress
-    from xentlib.parity.result import Planned
 
 __all__ = ["run"]
 
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     environment = environment_of(args, backends, left_out)
     before = run_before(args.out, environment, args.resume)
 
-    from xentlib.parity.progress import Pace, progress_on
+    from xentlib.parity.display import progress_on
+    from xentlib.parity.pace import Pace
     from xentlib.parity.report.document import to_json
     from xentlib.parity.report.files import DATA, write_report
     from xentlib.parity.report.table import print_table

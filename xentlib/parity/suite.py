@@ -24,9 +24,10 @@ from xentlib.parity.cases import (
 )
 from xentlib.parity.device import contract_settings, on_device
 from xentlib.parity.findings import Findings
+from xentlib.parity.pace import Planned
 from xentlib.parity.problem import Case, Problem, build
 from xentlib.parity.progress import Progress
-from xentlib.parity.result import Planned, Section
+from xentlib.parity.result import Section
 from xentlib.parity.rows import collectives, nll, nll_mutants, per_token, sharded, windows
 
 __all__ = ["operator_sections"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from xentlib.parity.pace import Planned
 from xentlib.parity.progress import Progress, SilentProgress
-from xentlib.parity.result import Planned, Section
+from xentlib.parity.result import Section
 from xentlib.parity.training.comparison import TrainingReport, compare
 from xentlib.parity.training.model import ModelSizes, initial_weights
 from xentlib.parity.training.text import encode_documents, read_documents, train_tokenizer
