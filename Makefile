@@ -47,7 +47,7 @@ help:
 	@echo 'public      copy signatures and docstrings from their definitions into both backends'
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare-GEMM floor'
-	@echo 'examples    every file of examples/'
+	@echo 'examples    every example, alone or on two ranks'
 	@echo 'env-all     the environment with every extra'
 	@echo 'clean       remove what was built, the environment included'
 
@@ -117,7 +117,8 @@ $(WHEEL_ENV)/.stamp: $(SOURCES) pyproject.toml $(VENV)/test.stamp
 	@touch $@
 
 # What no framework's version changes is left to `make test`.
-RANGE_TESTS := $(filter-out $(patsubst %,tests/test_%.py,bench cli docs docs_code docs_errors parity_training plan report), \
+RANGE_TESTS := $(filter-out $(patsubst %,tests/test_%.py,bench cli cli_resume docs docs_code docs_errors parity_text \
+  parity_training plan processes progress report report_page), \
   $(wildcard tests/test_*.py))
 NUMPY_TESTS := $(patsubst %,tests/test_%.py,checks checks_options contract_checks interop plan \
   public reference)
@@ -187,11 +188,12 @@ bench: $(VENV)/test.stamp
 GUARDED := $(BIN)/python -P tests/helpers/orphans.py
 TORCHRUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
   $(GUARDED) torch.distributed.run --standalone
+SHARED := examples/library_text.py examples/small_transformer.py
 ON_RANKS := examples/fsdp2.py examples/zero3.py examples/accelerate_ddp.py examples/trainer.py
 
 examples: $(VENV)/test.stamp
-	@for example in $(filter-out $(ON_RANKS),$(wildcard examples/*.py)); do \
-	  echo "== $$example"; $(GUARDED) "$$example"; done
+	@for example in $(filter-out $(SHARED) $(ON_RANKS),$(wildcard examples/*.py)); do \
+	  echo "== $$example"; PYTHONPATH=examples $(GUARDED) "$$example"; done
 	@for example in $(ON_RANKS); do \
 	  echo "== $$example"; $(TORCHRUN) --nproc-per-node 2 "$$example"; done
 

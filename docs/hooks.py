@@ -42,7 +42,7 @@ def table(names: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[str,
 def contract_table() -> str:
     """The rows of `xentlib.contract`: what each covers, what is measured, the bound."""
     from xentlib.contract import ROWS, Measurement
-    from xentlib.parity.summary import bound_text
+    from xentlib.parity.report.numbers import bound_text
 
     def bounds(row: Any) -> Iterator[str]:
         for b in row.bounds:
@@ -57,17 +57,9 @@ def contract_table() -> str:
 
 def parity_tables(text: str) -> str:
     """A run that `xentlib parity` wrote: verdict, rows, training, and what it was run with."""
-    from xentlib.parity.report import from_json
-    from xentlib.parity.summary import (
-        backend_name,
-        bound_text,
-        duration,
-        number,
-        row_statements,
-        summarise,
-        value_text,
-        verdict,
-    )
+    from xentlib.parity.report.document import from_json
+    from xentlib.parity.report.numbers import bound_text, duration, number, value_text
+    from xentlib.parity.report.summary import backend_name, row_statements, summarise, verdict
 
     result = from_json(text)
     rows = summarise(result, row_statements())

@@ -17,30 +17,13 @@ import copy
 import accelerate
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from small_transformer import LanguageModel
 from xentlib.torch import Evaluation, TokenNormalizer, chunked_nll, next_token_labels
 
 VOCAB, HIDDEN, LENGTH, BATCH, STEPS = 256, 64, 32, 4, 30
 ACCUMULATE = 3  # micro-batches of a window, where both ranks have as many
-
-
-class LanguageModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        layer = nn.TransformerEncoderLayer(
-            HIDDEN, 4, 4 * HIDDEN, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states."""
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        hidden: Tensor = self.norm(self.blocks(self.embedding(tokens), mask=mask, is_causal=True))
-        return hidden
 
 
 def window_of(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
@@ -64,7 +47,7 @@ def train(accelerator: accelerate.Accelerator) -> None:
     rank, world = accelerator.process_index, accelerator.num_processes
     assert world == 2, "run it under torchrun, on two ranks"
     torch.manual_seed(0)
-    model = LanguageModel()
+    model = LanguageModel(VOCAB, HIDDEN)
     alone = copy.deepcopy(model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=2e-3))
     # Used outside of the forward: DDP must not look for unused parameters, and by default does not.

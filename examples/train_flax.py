@@ -20,8 +20,8 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 
+from library_text import library_tokens
 from xentlib.jax import chunked_nll, next_token_labels
-from xentlib.parity.text import encode_documents, read_documents, train_tokenizer
 
 VOCAB, HIDDEN, HEADS, LAYERS, LENGTH = 16_384, 128, 4, 2, 128
 STEPS, BATCH = 40, 8  # 1024 tokens a step
@@ -160,12 +160,9 @@ def distance(got: jax.Array, want: np.ndarray) -> float:
 
 
 def main() -> None:
-    documents = read_documents()
-    tokenizer = train_tokenizer(documents, VOCAB)
-    tokens = np.concatenate(encode_documents(tokenizer, documents))
-    vocab = tokenizer.get_vocab_size()
-    print(f"{tokens.size:,} tokens of the standard library's sources, vocabulary {vocab:,}")
-    model = LanguageModel(vocab, nnx.Rngs(0))
+    tokens = library_tokens(VOCAB)
+    print(f"{tokens.size:,} tokens of the standard library's sources, vocabulary {VOCAB:,}")
+    model = LanguageModel(VOCAB, nnx.Rngs(0))
     train(model, tokens)
 
     batch = next(batches(tokens, COMPARED, seed=1))

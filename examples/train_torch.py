@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from xentlib.parity.text import encode_documents, read_documents, train_tokenizer
+from library_text import library_tokens
 from xentlib.torch import chunked_nll, next_token_labels
 
 VOCAB, HIDDEN, HEADS, LAYERS, LENGTH = 16_384, 128, 4, 2, 128
@@ -150,12 +150,9 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 def main() -> None:
     torch.manual_seed(0)
-    documents = read_documents()
-    tokenizer = train_tokenizer(documents, VOCAB)
-    tokens = np.concatenate(encode_documents(tokenizer, documents))
-    vocab = tokenizer.get_vocab_size()
-    print(f"{tokens.size:,} tokens of the standard library's sources, vocabulary {vocab:,}")
-    model = LanguageModel(vocab)
+    tokens = library_tokens(VOCAB)
+    print(f"{tokens.size:,} tokens of the standard library's sources, vocabulary {VOCAB:,}")
+    model = LanguageModel(VOCAB)
     train(model, tokens)
 
     batch = next(batches(tokens, COMPARED, seed=1))

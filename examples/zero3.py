@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
-from torch import Tensor, nn
+from torch import Tensor
 
-from xentlib.parity.text import encode_documents, read_documents, train_tokenizer
-from xentlib.torch import NLLHead, next_token_labels
+from library_text import library_tokens
+from small_transformer import LanguageModel, uneven_batches
+from xentlib.torch import NLLHead
 
 VOCAB, HIDDEN, LENGTH, BATCH, STEPS = 4096, 128, 128, 8, 20
 CONFIG = {
@@ -36,50 +35,25 @@ CONFIG = {
 CHUNK = 4 << 20  # bytes of logits that exist at once: 256 tokens, two chunks of a rank's batch
 
 
-class LanguageModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        layer = nn.TransformerEncoderLayer(
-            HIDDEN, 4, 4 * HIDDEN, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
-
+class WithLoss(LanguageModel):
     def forward(self, tokens: Tensor, labels: Tensor, denominator: float) -> Tensor:
-        """The loss."""
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        hidden = self.norm(self.blocks(self.embedding(tokens), mask=mask, is_causal=True))
+        """The loss, taken inside the model's forward, where the hooks of its head run."""
+        hidden = super().forward(tokens)
         loss: Tensor = self.head(hidden, labels, denominator=denominator).loss
         return loss
 
 
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and labels [BATCH, LENGTH] of all ranks, rows of uneven lengths."""
-    documents = read_documents(max_bytes=2_000_000)
-    tokenizer = train_tokenizer(documents, VOCAB)
-    text = np.concatenate(encode_documents(tokenizer, documents))
-    rng = np.random.default_rng(0)
-    while True:
-        starts = rng.integers(0, text.size - LENGTH, BATCH)
-        tokens = torch.from_numpy(np.stack([text[i : i + LENGTH] for i in starts])).long()
-        labels = next_token_labels(tokens)
-        for row, length in enumerate(rng.integers(LENGTH // 4, LENGTH, BATCH)):
-            labels[row, length:] = -100
-        yield tokens, labels
-
-
 def train() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
+    text = library_tokens(VOCAB, 2_000_000)
     torch.manual_seed(0)
-    model = LanguageModel()
+    model = WithLoss(VOCAB, HIDDEN)
     model.head = NLLHead.from_linear(model.head, max_chunk_bytes=CHUNK)
     alone = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
 
-    for step, (tokens, labels) in zip(range(STEPS), batches()):
+    for step, (tokens, labels) in zip(range(STEPS), uneven_batches(text, BATCH, LENGTH)):
         # DeepSpeed takes the mean over ranks: with the valid tokens of all ranks over their number
         # as the denominator, the gradient is that of the mean over all tokens.
         count = int((labels != -100).sum())

@@ -49,6 +49,7 @@ LENIENT = {
     "test_bench",
     "test_docs_code",
     "test_fuzz",
+    "test_parity_text",
     "test_parity_training",
 }
 

@@ -26,9 +26,9 @@ from xentlib.accumulate import (
     reduction_of,
 )
 from xentlib.contract import check, failures
-from xentlib.parity import windows
-from xentlib.parity.cases import BASE, GRID
+from xentlib.parity.cases import BASE, CONFIDENT
 from xentlib.parity.problem import build
+from xentlib.parity.rows import windows
 
 M, N, V, H = 3, 10, 31, 8
 
@@ -90,7 +90,7 @@ def test_a_problem_in_a_window(backend: str) -> None:
     hold(windows.windows, (backend,), build(BASE, 7))
 
 
-@pytest.mark.parametrize("case", [BASE, GRID[4]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [BASE, CONFIDENT], ids=lambda case: case.id)
 def test_windows_have_the_same_bits_in_both_backends(case: Any) -> None:
     """A1: in audit mode."""
     pytest.importorskip("torch")

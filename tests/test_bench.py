@@ -16,14 +16,14 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from xentlib.bench import cli
 from xentlib.bench.cases import CASES, DTYPES, make_arrays
 from xentlib.bench.contestant import BARE, FLOOR, KINDS, OURS, Contestant, Field
 from xentlib.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
 from xentlib.bench.memory import probe, resident_growth
 from xentlib.bench.plot import draw
-from xentlib.bench.result import Report, Row, Run
+from xentlib.bench.result import ContestantResult, Report, Run
 from xentlib.bench.worker import Request, WorkerError, ask
+from xentlib.cli import bench as cli
 
 TINY = CASES["tiny"]
 MIB = 1 << 20
@@ -333,10 +333,10 @@ def test_a_worker_that_fails_says_why():
 
 
 def test_a_contestant_without_numbers_is_shown_with_its_reason():
-    rows = [Row(FLOOR, k, [1.0]) for k in KINDS] + [
-        Row(OURS, k, [2.0], peak_bytes=MIB) for k in KINDS
+    rows = [ContestantResult(FLOOR, k, [1.0]) for k in KINDS] + [
+        ContestantResult(OURS, k, [2.0], peak_bytes=MIB) for k in KINDS
     ]
-    rows.append(Row("huge", "loss", failed="out of memory"))
+    rows.append(ContestantResult("huge", "loss", failed="out of memory"))
     run = Run("torch", TINY, "float32", "cpu", 2, 1, rows)
     run.pair_with_floor()
     environment = {"cpu": "c", "cores": "2", "python": "3", "date": "today"}
@@ -358,7 +358,7 @@ def test_arguments():
 
 def test_the_command_loads_no_framework():
     probe_code = (
-        "import sys, xentlib.bench.cli\n"
+        "import sys, xentlib.cli.bench\n"
         "print(*({'torch', 'jax', 'matplotlib', 'optax', 'rich'} & set(sys.modules)))"
     )
     command = [sys.executable, "-W", "error", "-c", probe_code]

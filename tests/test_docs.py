@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from xentlib.contract import ROWS
-from xentlib.parity.report import to_json
+from xentlib.parity.report.document import to_json
 from xentlib.parity.result import Measurement, ParityResult, Section, TrainingCurve
 
 ROOT = Path(__file__).resolve().parents[1]

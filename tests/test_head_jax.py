@@ -17,6 +17,7 @@ from helpers.vocab_shards import CASES
 from xentlib.budgets import check_budget
 from xentlib.contract import failures
 from xentlib.parity.backends import GRADIENTS
+from xentlib.parity.cases import named
 from xentlib.parity.problem import Problem, build, upstream_of
 
 jax = pytest.importorskip("jax")
@@ -34,7 +35,9 @@ from xentlib.jax import chunked_nll, count_collectives  # noqa: E402
 from xentlib.jax.collectives import operations  # noqa: E402
 
 N, H, V = 220, 24, 156
-OPTIONS, KERNEL, LOW = (replace(CASES[i], tokens=N, vocab=V) for i in (1, 2, 3))
+OPTIONS, KERNEL, LOW = (
+    replace(case, tokens=N, vocab=V) for case in named(CASES, "options", "kernel", "bf16")
+)
 KINDS = pytest.mark.parametrize("kind", ["nll", "logprobs"])
 TYPES = pytest.mark.parametrize("check_vma", [True, False], ids=["types", "no types"])
 ONE, TWO = {"data": 4}, {"data": 2, "tp": 2}

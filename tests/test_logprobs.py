@@ -1,7 +1,7 @@
 """`chunked_logprobs` of both backends against the oracle, row by row of the contract, and what
 PyTorch does around it.
 
-The measurements are the parity run's own (`xentlib.parity.per_token`).
+The measurements are the parity run's own (`xentlib.parity.rows.per_token`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,19 @@ import pytest
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from xentlib.call import Arguments
 from xentlib.contract import ROW_OF, check, failures
-from xentlib.parity import per_token
 from xentlib.parity.backends import run, run_logprobs
-from xentlib.parity.cases import AUDIT, BASE, CHUNK_CASES, GRID, logit_sets, low_precision
+from xentlib.parity.cases import (
+    AUDIT,
+    BASE,
+    CHUNK_CASES,
+    WITH_OPTIONS,
+    logit_sets,
+    low_precision,
+    named,
+)
 from xentlib.parity.device import numpy_of
 from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
+from xentlib.parity.rows import per_token
 from xentlib.reference import logprobs_reference
 
 
@@ -53,7 +61,7 @@ def test_chunks_do_not_show(backend: str, case: Case) -> None:
 
 def test_run_to_run(backend: str) -> None:
     """A11."""
-    hold(per_token.repeat, (backend,), build(GRID[5], 7))
+    hold(per_token.repeat, (backend,), build(WITH_OPTIONS, 7))
 
 
 def test_every_check_rejects_its_mutants(backend: str) -> None:
@@ -61,7 +69,7 @@ def test_every_check_rejects_its_mutants(backend: str) -> None:
     hold(per_token.mutants, (backend,), build(BASE, 0))
 
 
-@pytest.mark.parametrize("case", [AUDIT[0], AUDIT[3], AUDIT[9]], ids=by_id)
+@pytest.mark.parametrize("case", named(AUDIT, "audit-0", "audit-3", "audit-9"), ids=by_id)
 def test_audit_mode_bit_for_bit(case: Case) -> None:
     """A1, A9."""
     pytest.importorskip("torch")

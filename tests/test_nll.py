@@ -18,75 +18,87 @@ from hypothesis import strategies as st
 
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from xentlib.contract import Measurement, check, failures, rho
-from xentlib.parity import operators
 from xentlib.parity.backends import run
 from xentlib.parity.cases import (
     AUDIT,
     BASE,
     CHUNK_CASES,
-    GRID,
     NARROW,
     OPTIONS,
+    WITH_OPTIONS,
     logit_sets,
     low_precision,
+    named,
 )
+from xentlib.parity.findings import GRADIENT_ROWS, Findings
 from xentlib.parity.problem import Case, Problem, build, logits_problem
-from xentlib.parity.ranks import Call, run_calls
+from xentlib.parity.rows import nll, nll_mutants
+from xentlib.parity.shards import ShardedCall, run_calls
+
+AUDITED = (
+    "audit-0",
+    "audit-3",
+    "audit-9",
+    "audit-fp16",
+    "audit-fp16-options",
+    "audit-class-weights",
+    "audit-saturated",
+)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=by_id)
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     """A0, A2, A5, A6."""
-    hold(operators._single, (backend,), build(case, 7))
+    hold(nll.single, (backend,), build(case, 7))
 
 
 @pytest.mark.parametrize("case", low_precision(tuple(SMALL)), ids=by_id)
 def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
     """A7, A8."""
-    hold(operators._low, (backend,), build(case, 7))
+    hold(nll.low, (backend,), build(case, 7))
 
 
 @pytest.mark.parametrize("case", low_precision(tuple(SMALL), "float16"), ids=by_id)
 def test_fp16_against_the_oracle(backend: str, case: Case) -> None:
     """A8, A16. Catches: a rounding to float16 that takes subnormals to 0."""
-    hold(operators._low, (backend,), build(case, 7))
+    hold(nll.low, (backend,), build(case, 7))
 
 
 def test_many_tokens_of_a_narrow_head(backend: str) -> None:
     """A6 at H = 1 and 32,771 tokens. Catches: products that add one token after the other."""
-    hold(operators._single, (backend,), build(NARROW, 7))
+    hold(nll.single, (backend,), build(NARROW, 7))
 
 
 @pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
 def test_given_logits(backend: str, item: Any) -> None:
     """A3, A4, M3: also probabilities of 1 - 1e-30, and logits that share an offset of 1e6."""
-    hold(operators._logits, (backend,), item)
+    hold(nll.logits, (backend,), item)
 
 
 @pytest.mark.parametrize("case", [*CHUNK_CASES, CAPPED], ids=by_id)
 def test_chunks_do_not_show(backend: str, case: Case) -> None:
     """A10. Catches: a softcap's derivative from `torch.cosh`, whose bits follow the tail."""
-    hold(operators._chunks, (backend,), build(case, 7))
+    hold(nll.chunks, (backend,), build(case, 7))
 
 
 def test_run_to_run(backend: str) -> None:
     """A11."""
-    hold(operators._repeat, (backend,), build(GRID[5], 7))
+    hold(nll.repeat, (backend,), build(WITH_OPTIONS, 7))
 
 
 def test_every_check_rejects_its_mutants(backend: str) -> None:
     """A14 (M23: a check that cannot fail)."""
-    hold(operators._mutants, (backend,), build(BASE, 0))
+    hold(nll_mutants.mutants, (backend,), build(BASE, 0))
 
 
-@pytest.mark.parametrize("case", [AUDIT[k] for k in (0, 3, 9, 10, 11, 12, 13)], ids=by_id)
+@pytest.mark.parametrize("case", named(AUDIT, *AUDITED), ids=by_id)
 def test_audit_mode_bit_for_bit(case: Case) -> None:
     """A1, A9 at a tenth of the parity run's size."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     case = dataclasses.replace(case, vocab=997, hidden=64)
-    hold(operators._audit, ("torch", "jax"), build(case, 0))
-    hold(operators._single, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
+    hold(nll.audit, ("torch", "jax"), build(case, 0))
+    hold(nll.single, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
 
 
 def gradients(problem: Problem, backend: str, **how: Any) -> list[Measurement]:
@@ -97,7 +109,7 @@ def gradients(problem: Problem, backend: str, **how: Any) -> list[Measurement]:
     for name, got in run(backend, problem, **how).gradients().items():
         part = name.removeprefix("d_")
         measurements += check(
-            "A7" if low else operators.GRADIENT_ROWS[name],
+            "A7" if low else GRADIENT_ROWS[name],
             got,
             getattr(reference, name),
             getattr(reference, f"bound_{part}"),
@@ -271,8 +283,8 @@ def test_any_problem(backend: str, drawn: tuple[Problem, int]) -> None:
         if total < np.abs(problem.token_weights[problem.valid]).sum() / 8:
             return  # a cancelled weight sum has no digits to divide by
     reference, outcome = problem.reference(), run(backend, problem, chunk_tokens=chunk)
-    findings = operators.Findings((backend,))
-    operators._exact(findings, problem, outcome, reference, backend=backend, case=problem.text)
+    findings = Findings((backend,))
+    nll.exact(findings, problem, outcome, reference, backend=backend, case=problem.text)
     findings.check("A2", outcome.loss, reference.loss, magnitude=reference.loss_magnitude)
     assert not failures(findings.measurements)
     # rho of a handful of entries is one rounding's luck; tau is not.
@@ -336,7 +348,7 @@ def test_the_first_of_several_largest_is_predicted(backend: str) -> None:
     expected = np.array([3, 3, 0, 0, 7, 0, -1])
     outcomes = [run(backend, problem)]
     outcomes += [run(backend, problem, outputs=("predicted",), gradient=False)]
-    calls = [Call("chunked_nll", problem, sizes) for sizes in ((8, 8), (4, 4, 4, 4))]
+    calls = [ShardedCall("chunked_nll", problem, sizes) for sizes in ((8, 8), (4, 4, 4, 4))]
     outcomes += [result.outcome for result in run_calls(backend, calls)]
     for outcome in outcomes:
         assert not failures(check("A0", outcome.predicted, expected))

@@ -104,10 +104,11 @@ def test_ranks_of_a_parity_run_end_with_it(tmp_path):
     code = SAY.format(folder=str(tmp_path)) + HANG
     program = f"""
     from xentlib.parity.ranks import run_ranks
+    from xentlib.parity.shards import torch_rank
     class Hang:
         def __reduce__(self):  # read once the rank has tied itself to this process
             return exec, ({code!r},)
-    run_ranks("torch", "ranks", [Hang()], 2)
+    run_ranks("torch", torch_rank, [Hang()], 2)
     """
     with started(program) as parent:
         ranks = said(tmp_path, parent, 2)

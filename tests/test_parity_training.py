@@ -1,4 +1,4 @@
-"""The training part of the parity run: its text, its twin models, and what it must not let pass."""
+"""The training part of the parity run: what it finds, and what it must not let pass."""
 
 from __future__ import annotations
 
@@ -9,199 +9,40 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xentlib.contract import check, failures
-from xentlib.parity.model import ModelSizes, initial_weights
-from xentlib.parity.text import (
-    IGNORE_INDEX,
-    Window,
-    encode_documents,
-    make_windows,
-    read_documents,
-    train_tokenizer,
+from helpers.small_training import (
+    FAST,
+    SIZES,
+    STEPS,
+    VOCAB,
+    small_run,
+    small_windows,
 )
-from xentlib.parity.training import (
-    AdamW,
-    HeadStep,
-    TrainingRun,
+from xentlib.contract import check, failures
+from xentlib.parity.training.comparison import (
+    against_jax,
+    against_oracle,
     compare,
     compare_curves,
-    head_window,
-    run_training,
-    train,
+    counts,
 )
+from xentlib.parity.training.head import head_window
+from xentlib.parity.training.loop import TrainingRun
+from xentlib.parity.training.model import initial_weights
+from xentlib.parity.training.steps import HeadStep
+from xentlib.parity.training.windows import IGNORE_INDEX, TextWindow
 
 pytest.importorskip("tokenizers")
 
-VOCAB, LENGTH, STEPS = 400, 48, 6
-SIZES = ModelSizes(vocab=VOCAB, length=LENGTH, hidden=32, heads=2, layers=2, mlp=64)
-FAST = AdamW(lr=2e-2, weight_decay=1.0)  # six steps have to show what forty do
+
+@pytest.fixture(scope="module")
+def windows() -> list[TextWindow]:
+    return small_windows()
 
 
 @pytest.fixture(scope="module")
-def documents() -> list[str]:
-    return read_documents(max_bytes=200_000)
-
-
-@pytest.fixture(scope="module")
-def windows(documents: list[str]) -> list[Window]:
-    tokenizer = train_tokenizer(documents, VOCAB)
-    assert tokenizer.get_vocab_size() == VOCAB
-    encoded = encode_documents(tokenizer, documents)
-    return make_windows(encoded, steps=STEPS, batch=2, length=LENGTH, seed=3)
-
-
-def small_run(backend: str, windows: list[Window], **options) -> TrainingRun:
-    weights = initial_weights(SIZES, seed=3)
-    return train(backend, windows, weights, **{"sizes": SIZES, "optimizer": FAST} | options)
-
-
-@pytest.fixture(scope="module")
-def jax_run(windows: list[Window]) -> TrainingRun:
+def jax_run(windows: list[TextWindow]) -> TrainingRun:
     pytest.importorskip("flax")
     return small_run("jax", windows)
-
-
-# --- text ----------------------------------------------------------------------------------------
-
-
-def test_text_and_windows_follow_from_the_seed(documents, windows):
-    tokenizer = train_tokenizer(documents, VOCAB)
-    encoded = encode_documents(tokenizer, documents)
-    again = make_windows(encoded, steps=STEPS, batch=2, length=LENGTH, seed=3)
-    other = make_windows(encoded, steps=STEPS, batch=2, length=LENGTH, seed=4)
-    first, second, third = (np.concatenate([w.tokens for w in x]) for x in (windows, again, other))
-    assert not failures(check("A0", second, first))
-    assert failures(check("A0", third, first))
-
-
-def test_tokens_decode_to_the_text(documents):
-    tokenizer = train_tokenizer(documents, VOCAB)
-    text = documents[0][:2000] + " é 漢字\n"
-    (tokens,) = encode_documents(tokenizer, [text])
-    assert tokenizer.decode(tokens.tolist()) == text
-
-
-def test_windows_are_ragged(windows):
-    assert [w.num_tokens.index(0) for w in windows if 0 in w.num_tokens] == [1]
-    for window in windows:
-        assert window.tokens.shape == (2 if window is windows[-1] else 4, 2, LENGTH)
-        assert len(set(window.num_tokens)) > 1, "micro-batches of one size hide a mean of means"
-        padded = window.segments == 0
-        assert padded.any()
-        assert (window.labels[padded] == IGNORE_INDEX).all()
-        assert (window.labels[~padded] == window.tokens[~padded]).all()
-        # Padding comes last, and a row's documents are numbered in order.
-        assert (np.diff(padded.astype(int), axis=-1) >= 0).all()
-        steps = np.diff(window.segments, axis=-1)
-        assert np.isin(steps[window.segments[..., 1:] > 0], [0, 1]).all()
-    assert max(w.segments.max() for w in windows) > 1, "no row packs two documents"
-
-
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_numpy_counts_what_next_token_labels_leaves(backend, windows):
-    framework = pytest.importorskip("torch" if backend == "torch" else "jax.numpy")
-    if backend == "torch":
-        from xentlib.torch import next_token_labels
-    else:
-        from xentlib.jax import next_token_labels
-
-    for window in windows:
-        labels = next_token_labels(
-            framework.asarray(window.labels), segment_ids=framework.asarray(window.segments)
-        )
-        counted = (np.asarray(labels) != IGNORE_INDEX).sum(axis=(1, 2))
-        assert not failures(check("A0", counted, np.array(window.num_tokens)))
-
-
-def test_small_text_gives_a_small_vocabulary(tmp_path):
-    path = tmp_path / "small.txt"
-    path.write_text("to be or not to be\n", encoding="utf-8")
-    documents = read_documents(path)
-    tokenizer = train_tokenizer(documents)
-    assert 256 <= tokenizer.get_vocab_size() < 300
-    (window,) = make_windows(encode_documents(tokenizer, documents), steps=1, length=16)
-    assert window.total > 0
-
-
-def test_text_is_cut_between_characters(tmp_path):
-    path = tmp_path / "wide.txt"
-    path.write_text("漢字" * 10, encoding="utf-8")
-    assert read_documents(path, max_bytes=7) == ["漢字"]
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "No such file"),
-        (b"", "it is empty"),
-        (b" \n\t ", "it is empty"),
-        (b"caf\xe9 noir", "byte 3 is not UTF-8"),
-    ],
-)
-def test_text_that_cannot_be_used(tmp_path, content, reason):
-    path = tmp_path / "text"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"`text` must be .*{reason}.*Pass another file"):
-        run_training(("torch",), text=path)
-
-
-def test_text_too_short_to_predict_anything(tmp_path):
-    path = tmp_path / "short.txt"
-    path.write_text("a", encoding="utf-8")
-    with pytest.raises(ValueError, match="Pass a longer text"):
-        run_training(("torch",), text=path)
-
-
-# --- the twins -----------------------------------------------------------------------------------
-
-
-def test_models_are_twins(windows):
-    torch = pytest.importorskip("torch")
-    nnx = pytest.importorskip("flax.nnx")
-    import jax
-
-    from xentlib.parity import model_jax, model_torch
-
-    weights = initial_weights(SIZES, seed=5)
-    tokens, segments = windows[0].tokens[0], windows[0].segments[0]
-    with torch.no_grad():
-        ours = model_torch.build(SIZES, weights)(torch.asarray(tokens), torch.asarray(segments))
-    with jax.default_matmul_precision("highest"):
-        call = nnx.jit(lambda model, *arrays: model(*arrays))
-        theirs = np.asarray(call(model_jax.build(SIZES, weights), tokens, segments))
-    rho = {"metrics": ("rho / u",)}
-    assert not failures(check("A9", ours.numpy(), None, other=theirs, **rho))
-    # A token sees its own document's past: another first document leaves the second one alone.
-    b, start = np.argwhere(segments == 2)[0]
-    changed = tokens.copy()
-    changed[b, :start] = (changed[b, :start] + 1) % VOCAB
-    with torch.no_grad():
-        moved = model_torch.build(SIZES, weights)(torch.asarray(changed), torch.asarray(segments))
-    second = segments[b] == 2
-    assert not failures(
-        check("A9", moved[b, second].numpy(), None, other=ours[b, second].numpy(), **rho)
-    )
-    assert failures(
-        check("A9", moved[b, :start].numpy(), None, other=ours[b, :start].numpy(), **rho)
-    )
-
-
-def test_no_parameter_is_left_out(windows):
-    torch = pytest.importorskip("torch")
-    nnx = pytest.importorskip("flax.nnx")
-    from xentlib.parity import model_jax, model_torch
-
-    weights = initial_weights(SIZES, seed=5)
-    total = sum(value.size for value in weights.values())
-    ours = model_torch.build(SIZES, weights)
-    theirs = model_jax.build(SIZES, weights)
-    assert sum(p.numel() for p in ours.parameters()) == total
-    assert sum(p.size for _, p in nnx.to_flat_state(nnx.state(theirs, nnx.Param))) == total
-    # The given weights are copied: training writes to the model's own.
-    with torch.no_grad():
-        ours.head.zero_()
-    assert weights["head"].any()
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -231,9 +72,9 @@ def test_one_backend_alone(backend, other):
     pytest.importorskip({"torch": "torch", "jax": "flax"}[backend])
     code = f"""
 import sys
-from xentlib.parity.model import ModelSizes, initial_weights
-from xentlib.parity.text import make_windows
-from xentlib.parity.training import compare
+from xentlib.parity.training.comparison import compare
+from xentlib.parity.training.model import ModelSizes, initial_weights
+from xentlib.parity.training.windows import make_windows
 import numpy as np
 assert not {{"torch", "jax", "jaxlib", "flax", "optax"}} & set(sys.modules)
 sizes = ModelSizes(vocab=40, length=16, hidden=8, heads=2, layers=1, mlp=8)
@@ -372,7 +213,6 @@ MUTANTS = {
 def test_a_broken_operator_fails(mutant, windows, jax_run, monkeypatch):
     """The mutant lives in the PyTorch run; JAX's run and its head gradients are right."""
     xt = pytest.importorskip("xentlib.torch")
-    from xentlib.parity import training
 
     name, wrong = mutant(xt)
     monkeypatch.setattr(xt, name, wrong)
@@ -380,12 +220,12 @@ def test_a_broken_operator_fails(mutant, windows, jax_run, monkeypatch):
 
     def observe(at: HeadStep) -> None:
         if at.step == 0:
-            found.extend(training._against_jax(at, "step 1"))
-            found.extend(training._against_oracle(at, "torch", "step 1"))
+            found.extend(against_jax(at, "step 1"))
+            found.extend(against_oracle(at, "torch", "step 1"))
 
     run = small_run("torch", windows, observe=observe)
     found.append(compare_curves([run.curve, jax_run.curve], "small"))
-    found.extend(training._counts(run.curve, windows, "small"))
+    found.extend(counts(run.curve, windows, "small"))
     assert MUTANTS[mutant] <= {m.row for m in found if not m.passed}
 
 
@@ -442,7 +282,7 @@ def test_a_mutant_in_jax_fails_too(windows, monkeypatch):
     xj = pytest.importorskip("xentlib.jax")
     pytest.importorskip("torch")
     pytest.importorskip("flax")
-    from xentlib.parity import training
+    from xentlib.parity.training import head
 
     right = xj.chunked_nll
 
@@ -451,7 +291,7 @@ def test_a_mutant_in_jax_fails_too(windows, monkeypatch):
         return output._replace(loss=output.loss / 4 * 100)  # a mean, as if 100 tokens were there
 
     monkeypatch.setattr(xj, "chunked_nll", wrong)
-    monkeypatch.setattr(training, "_head_scan", training._head_scan.__wrapped__)
+    monkeypatch.setattr(head, "_head_scan", head._head_scan.__wrapped__)
     weights = initial_weights(SIZES, seed=3)
     report = compare(("torch", "jax"), windows[:3], weights, sizes=SIZES, optimizer=FAST)
     failed = {(m.row, m.backend) for m in report.measurements if not m.passed}

@@ -11,11 +11,11 @@ import pytest
 from helpers.ranks import launch
 from helpers.vocab_shards import CASES, V, held
 from xentlib.contract import check, failures
-from xentlib.parity import sharded
 from xentlib.parity.backends import run, run_logprobs
-from xentlib.parity.operators import Findings
+from xentlib.parity.findings import Findings
 from xentlib.parity.problem import Case, Upstream, build, upstream_of
-from xentlib.parity.ranks import Call, Sharded, run_calls
+from xentlib.parity.rows import sharded
+from xentlib.parity.shards import Sharded, ShardedCall, run_calls
 from xentlib.ulp import bits_unequal
 
 torch = pytest.importorskip("torch")
@@ -47,7 +47,7 @@ def results() -> dict[tuple[Any, ...], Sharded]:
                 for _, sizes in SETUPS:
                     for audit in (False, True)[: 1 + (sizes in AUDITED)]:
                         key = (case.id, function, sizes, chunk, audit)
-                        calls[key] = Call(function, problem, sizes, upstream, audit, chunk)
+                        calls[key] = ShardedCall(function, problem, sizes, upstream, audit, chunk)
     return dict(zip(calls, run_calls("torch", list(calls.values()))))
 
 

@@ -22,12 +22,12 @@ from helpers.hlo import collectives, entries, trip_counts
 from helpers.vocab_shards import CASES, V, held, same_on_all_ranks
 from xentlib import PaddedVocab, plan
 from xentlib.contract import check, failures
-from xentlib.parity import sharded as parity_shards
 from xentlib.parity.backends import GRADIENTS, run, run_logprobs
-from xentlib.parity.operators import Findings
+from xentlib.parity.findings import Findings
 from xentlib.parity.problem import Case, Problem, build, upstream_of
-from xentlib.parity.ranks import run_calls
-from xentlib.processes import end_with_parent
+from xentlib.parity.rows import sharded as parity_shards
+from xentlib.parity.shards import run_calls
+from xentlib.processes import launch
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
@@ -350,41 +350,28 @@ def test_a_sharded_head_outside_shard_map(kind, axes, types):
 # Processes, and what is refused
 
 
-def process(rank: int, port: str, path: str) -> None:
-    """One of two processes, with two of the four devices: its results in files."""
+def process(rank: int, world: int, folder: str, port: str) -> dict[str, Any]:
+    """One of two processes, with two of the four devices."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
-    for kind in ("nll", "logprobs"):
-        # No NaN: `device_put` asserts that the processes' arrays are equal.
-        found = sharded(build(OPTIONS, 7), kind, mesh_of(tp=4), 40, fill=(np.inf,))
-        np.savez(f"{path}/{kind}-{rank}.npz", **found)
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=world, process_id=rank)
+    # No NaN: `device_put` asserts that the processes' arrays are equal.
+    found = {
+        kind: sharded(build(OPTIONS, 7), kind, mesh_of(tp=4), 40, fill=(np.inf,))
+        for kind in ("nll", "logprobs")
+    }
     jax.distributed.shutdown()
+    return found
 
 
-def test_two_processes(tmp_path):
+def test_two_processes():
     """A2, A5, A6, A13: a vocabulary over the devices of two processes, the same on both."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     flags = "--xla_allow_excess_precision=false --xla_force_host_platform_device_count=2"
-    command, environment = [sys.executable, __file__], {**os.environ, "XLA_FLAGS": flags}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), port, str(tmp_path)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate()[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    ranks = launch(process, 2, port, seconds=600, environment={"XLA_FLAGS": flags})
     for kind in ("nll", "logprobs"):
-        found = [dict(np.load(tmp_path / f"{kind}-{rank}.npz")) for rank in range(2)]
+        found = [rank[kind] for rank in ranks]
         got = {name: same_on_all_ranks([x[name] for x in found]) for name in found[0]}
         hold(build(OPTIONS, 7), kind, got)
 
@@ -538,8 +525,3 @@ def test_a_label_in_the_padding(kind):
     hidden = np.where(others[:, None], got["d_hidden"], 0)
     p = p.changed(where=others, options={"denominator": float(p.valid.sum())})
     hold(p, kind, {"d_hidden": hidden, "correct": got["correct"]})
-
-
-if __name__ == "__main__":
-    end_with_parent(os.getppid())
-    process(int(sys.argv[1]), *sys.argv[2:])

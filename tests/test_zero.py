@@ -98,6 +98,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 def torchrun(world: int, folder: Path, setups: dict[str, Zero]) -> list[dict[str, Any]]:
+    # Not `launch`: users start DeepSpeed with torchrun, whose variables it reads, and what torchrun
+    # leaves behind when it is killed is among what is tested.
     remove_locks()
     (folder / "setups").write_bytes(pickle.dumps(setups))
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

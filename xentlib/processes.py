@@ -1,18 +1,28 @@
-"""Processes that end with the one that started them, however that one ends."""
+"""Processes that end with the one that started them, however that one ends; and ranks, which are
+several of them that do one thing together."""
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
+import pickle
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
-__all__ = ["end_with_parent"]
+__all__ = ["RanksError", "RanksFailed", "RanksLate", "end_with_parent", "launch"]
 
 KILL = 9  # signal.SIGKILL, a name that Windows lacks
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLL_SECONDS = 0.5
+AFTER_FAILURE = 10.0  # seconds that other ranks have, to say what they make of it
 
 
 def end_with_parent(parent: int) -> None:
@@ -37,4 +47,164 @@ def end_with_parent(parent: int) -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), KILL)
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+class RanksError(RuntimeError):
+    """Ranks that have not come back: what each has said, and how many ranks there are in all."""
+
+    def __init__(self, said: list[str], world: int) -> None:
+        super().__init__("\n".join(said))
+        self.said = said
+        self.world = world
+
+
+class RanksFailed(RanksError):
+    """They have ended without a result."""
+
+
+class RanksLate(RanksError):
+    """They were not done in time."""
+
+
+def launch(
+    work: Callable[..., Any],
+    world: int,
+    *arguments: Any,
+    seconds: float,
+    preload: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """`work(rank, world, folder, *arguments)` on ranks, each a process; what each returned.
+
+    Args:
+        work: a function that can be imported. The main module is not run again in the ranks.
+        seconds: that they may take.
+        preload: modules that take long to import. Ranks are then forked from a process that has
+            imported them and done nothing else; the first call in a process decides which. Without
+            any, or where there is no fork, each rank is a new interpreter.
+        environment: variables of the ranks beside those of this process as they are now.
+
+    The folder is there for as long as the ranks are. They can meet in a file of it: a port that is
+    free now may be taken before they listen on it.
+
+    Raises:
+        RanksFailed: ranks ended without a result; the others were given `AFTER_FAILURE` seconds.
+        RanksLate: they were not done in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "work").write_bytes(pickle.dumps((work, arguments)))
+        variables = {**os.environ, **(environment or {})}
+        context = _context(preload)
+        ranks = [_rank(context, rank, world, folder, variables) for rank in range(world)]
+        try:
+            with _no_main():
+                for rank in ranks:
+                    rank.process.start()
+            states = _wait(ranks, seconds)
+        finally:
+            for rank in ranks:
+                _end(rank.process)
+        said = [rank.said.read_text(errors="replace") for rank in ranks]
+        # The one that failed first says the least of lost connections.
+        for state, error in (("failed", RanksFailed), ("late", RanksLate)):
+            of_them = [text for found, text in zip(states, said, strict=True) if found == state]
+            if of_them:
+                raise error(of_them, world)
+        # Written a moment ago by the processes above.
+        return [pickle.loads(rank.found.read_bytes()) for rank in ranks]
+
+
+class _Rank(NamedTuple):
+    process: Any
+    said: Path  # all that it has written to standard error
+    found: Path  # what it has returned; there as a whole, or not at all
+
+
+def _context(preload: Sequence[str]) -> Any:
+    if not preload or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context
+
+
+def _rank(context: Any, rank: int, world: int, folder: str, variables: dict[str, str]) -> _Rank:
+    said, found = Path(folder, f"said{rank}"), Path(folder, f"found{rank}")
+    said.touch()
+    process = context.Process(
+        target=_enter, args=(rank, world, folder, said, found, variables), name=f"rank {rank}"
+    )
+    return _Rank(process, said, found)
+
+
+@contextmanager
+def _no_main() -> Iterator[None]:
+    """multiprocessing would import the main module in each rank: seconds, or, where it is a script
+    whose last lines have no guard, the whole program once more."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _wait(ranks: list[_Rank], seconds: float) -> list[str]:
+    """What became of each: "done", "failed" or "late"."""
+    end = time.monotonic() + seconds
+    while True:
+        # In this order: a rank may end between the two.
+        ended = [rank.process.exitcode is not None for rank in ranks]
+        done = [rank.found.exists() for rank in ranks]
+        failed = [gone and not there for gone, there in zip(ended, done, strict=True)]
+        if any(failed):
+            end = min(end, time.monotonic() + AFTER_FAILURE)
+        if all(a or b for a, b in zip(done, failed, strict=True)) or time.monotonic() > end:
+            return [
+                "done" if there else "failed" if gone else "late"
+                for there, gone in zip(done, failed, strict=True)
+            ]
+        time.sleep(0.05)
+
+
+def _end(process: Any) -> None:
+    if process.pid is not None:  # started
+        process.kill()
+        process.join()
+
+
+def _enter(
+    rank: int, world: int, folder: str, said: Path, found: Path, variables: dict[str, str]
+) -> None:
+    """Be a rank. What it raises is written to standard error by multiprocessing, which ends it."""
+    _end_with_launcher()
+    os.environ.clear()
+    os.environ.update(variables)
+    # A file: a rank that fills a pipe which is not read yet would make the others wait. DeepSpeed
+    # says much; the launcher's standard output is where the JSON of a parity run goes.
+    with said.open("wb") as errors, Path(os.devnull).open("wb") as nothing:
+        os.dup2(errors.fileno(), 2)
+        os.dup2(nothing.fileno(), 1)
+    # Written by the process that started this one.
+    work, arguments = pickle.loads(Path(folder, "work").read_bytes())
+    part = found.with_suffix(".part")
+    part.write_bytes(pickle.dumps(work(rank, world, folder, *arguments)))
+    part.replace(found)
+
+
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    if os.getppid() == launcher.pid:
+        end_with_parent(os.getppid())
+    else:  # the parent is the process that ranks are forked from, which waits for them
+        threading.Thread(target=_kill_after, args=(launcher,), daemon=True).start()
+
+
+def _kill_after(launcher: Any) -> None:
+    launcher.join()
     os.kill(os.getpid(), KILL)

@@ -7,7 +7,7 @@ from typing import Any
 
 from xentlib.contract import failures
 from xentlib.parity.cases import GRID
-from xentlib.parity.operators import Findings
+from xentlib.parity.findings import Findings
 from xentlib.parity.problem import Case
 
 SMALL = [case for case in GRID if case.id != "large"]

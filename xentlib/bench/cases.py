@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CASES", "DTYPES", "Arrays", "Case", "make_arrays"]
+__all__ = ["CASES", "DTYPES", "Arrays", "HeadSizes", "make_arrays"]
 
 DTYPES = ("float32", "bfloat16")
 
@@ -20,7 +20,7 @@ LOGIT_STD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class HeadSizes:
     """One head and one number of tokens."""
 
     name: str
@@ -29,26 +29,16 @@ class Case:
     vocab_size: int
     about: str
 
-    @property
-    def gemm_flop(self) -> int:
-        """Of one of the three products: logits, d hidden, d weight."""
-        return 2 * self.num_tokens * self.hidden_size * self.vocab_size
-
-    @property
-    def logit_bytes(self) -> int:
-        """Of the float32 logits that a chunked head never stores."""
-        return 4 * self.num_tokens * self.vocab_size
-
 
 CASES = {
     case.name: case
     for case in (
-        Case("tiny", 96, 64, 1000, "seconds for everything; says nothing about speed"),
-        Case("cpu", 2048, 512, 32_000, "what two CPU cores do in half a second"),
-        Case("gpt2", 4096, 768, 50_257, "GPT-2; a vocabulary that is a multiple of nothing"),
-        Case("gemma2-2b", 8192, 2304, 256_000, "Gemma 2 2B, the table of Cut Cross-Entropy"),
-        Case("qwen2.5-7b", 16_384, 3584, 152_064, "Qwen2.5 7B"),
-        Case("llama3-8b", 32_768, 4096, 128_256, "Llama 3 8B, the table of tokamax"),
+        HeadSizes("tiny", 96, 64, 1000, "seconds for everything; says nothing about speed"),
+        HeadSizes("cpu", 2048, 512, 32_000, "what two CPU cores do in half a second"),
+        HeadSizes("gpt2", 4096, 768, 50_257, "GPT-2; a vocabulary that is a multiple of nothing"),
+        HeadSizes("gemma2-2b", 8192, 2304, 256_000, "Gemma 2 2B, the table of Cut Cross-Entropy"),
+        HeadSizes("qwen2.5-7b", 16_384, 3584, 152_064, "Qwen2.5 7B"),
+        HeadSizes("llama3-8b", 32_768, 4096, 128_256, "Llama 3 8B, the table of tokamax"),
     )
 }
 
@@ -63,7 +53,7 @@ class Arrays:
     dtype: str
 
 
-def make_arrays(case: Case, dtype: str, seed: int = 0) -> Arrays:
+def make_arrays(case: HeadSizes, dtype: str, seed: int = 0) -> Arrays:
     """The same numbers for every contestant of either framework; every label counts."""
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")

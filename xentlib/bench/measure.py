@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from xentlib.bench.contestant import BARE, FLOOR, Contestant, Field
-from xentlib.bench.result import Row
+from xentlib.bench.result import ContestantResult
 
 __all__ = ["SLOW", "SLOW_ROUNDS", "measure", "order_of_round"]
 
@@ -30,13 +30,15 @@ def order_of_round(items: Sequence[T], index: int) -> list[T]:
     return turned[::-1] if index % 2 else turned
 
 
-def measure(field: Field, rounds: int, tick: Callable[[str], None] = lambda _: None) -> list[Row]:
+def measure(
+    field: Field, rounds: int, tick: Callable[[str], None] = lambda _: None
+) -> list[ContestantResult]:
     """One row for each contestant. `tick` hears what was just done.
 
     The clock stops when the result is there (`block_until_ready`, `torch.cuda.synchronize`);
     results are released before the next contestant starts, outside the clock.
     """
-    rows = [Row(contestant.name, contestant.kind) for contestant in field.contestants]
+    rows = [ContestantResult(contestant.name, contestant.kind) for contestant in field.contestants]
     lanes = list(zip(field.contestants, rows))
     for contestant, row in lanes:
         warm_up(field, contestant, row)
@@ -56,7 +58,7 @@ def measure(field: Field, rounds: int, tick: Callable[[str], None] = lambda _: N
     return rows
 
 
-def warm_up(field: Field, contestant: Contestant, row: Row) -> None:
+def warm_up(field: Field, contestant: Contestant, row: ContestantResult) -> None:
     """Compile, touch memory for the first time, and note the loss or why there is none."""
     try:
         for _ in range(2):
@@ -77,7 +79,7 @@ def clock(field: Field, contestant: Contestant) -> float:
     return time.perf_counter() - start
 
 
-def sits_out(row: Row, rows: Sequence[Row], index: int) -> bool:
+def sits_out(row: ContestantResult, rows: Sequence[ContestantResult], index: int) -> bool:
     if index < SLOW_ROUNDS or row.contestant == FLOOR:
         return False
     floor = next(r for r in rows if (r.contestant, r.kind) == (FLOOR, row.kind))

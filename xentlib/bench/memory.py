@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.bench.contestant import BARE, Field
-from xentlib.bench.result import Row
+from xentlib.bench.result import ContestantResult
 
 __all__ = ["probe", "resident_growth"]
 
@@ -23,11 +23,11 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # proc(5): the peak of resident memory becomes what is resident now
 
 
-def probe(field: Field) -> list[Row]:
+def probe(field: Field) -> list[ContestantResult]:
     """Peaks of every contestant of `field`; call it in a fresh process with one contestant."""
     rows = []
     for contestant in field.contestants:
-        row = Row(contestant.name, contestant.kind)
+        row = ContestantResult(contestant.name, contestant.kind)
         rows.append(row)
         if contestant.name in BARE:
             continue  # all logits at once: not what is compared

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from xentlib.bench.contestant import BARE, FLOOR, OURS, Kind
 from xentlib.bench.report import environment_line, mebibytes, milliseconds
-from xentlib.bench.result import Report, Row, Run
+from xentlib.bench.result import ContestantResult, Report, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +67,7 @@ def shown(run: Run) -> list[str]:
     return sorted(names, key=key)
 
 
-def rows_of(run: Run, kind: Kind) -> list[Row]:
+def rows_of(run: Run, kind: Kind) -> list[ContestantResult]:
     return [run.row(name, kind) for name in shown(run)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.bench.contestant import BARE, FLOOR, OURS
-from xentlib.bench.result import Report, Row, Run
+from xentlib.bench.result import ContestantResult, Report, Run
 
 __all__ = ["as_json", "as_markdown", "as_table", "environment_line", "print_run", "write_json"]
 
@@ -41,7 +41,7 @@ def columns(run: Run) -> list[str]:
     return names
 
 
-def cells(row: Row, run: Run) -> dict[str, str]:
+def cells(row: ContestantResult, run: Run) -> dict[str, str]:
     found = {"contestant": row.contestant, "computes": row.kind}
     if row.failed is not None:
         return found | {"ms": "–", "quartiles": row.failed}

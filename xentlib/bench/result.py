@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
-from xentlib.bench.cases import Case
+from xentlib.bench.cases import HeadSizes
 from xentlib.bench.contestant import FLOOR, Kind
 
-__all__ = ["Report", "Row", "Run", "Spread", "spread"]
+__all__ = ["ContestantResult", "Report", "Run", "Spread", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 @dataclass(slots=True)
-class Row:
+class ContestantResult:
     """One contestant, one kind."""
 
     contestant: str
@@ -60,12 +60,12 @@ class Run:
     """All contestants of one framework on one case and dtype: the numbers that may be compared."""
 
     backend: str
-    case: Case
+    case: HeadSizes
     dtype: str
     device: str
     threads: int | None
     rounds: int
-    rows: list[Row]
+    rows: list[ContestantResult]
 
     @property
     def title(self) -> str:
@@ -73,7 +73,7 @@ class Run:
         sizes = f"N={case.num_tokens} H={case.hidden_size} V={case.vocab_size}"
         return f"{self.backend}, {self.dtype}, {case.name} ({sizes}), {self.device}"
 
-    def row(self, contestant: str, kind: Kind) -> Row:
+    def row(self, contestant: str, kind: Kind) -> ContestantResult:
         return next(row for row in self.rows if (row.contestant, row.kind) == (contestant, kind))
 
     def pair_with_floor(self) -> None:

@@ -15,11 +15,11 @@ from subprocess import PIPE, Popen
 from tempfile import TemporaryFile
 from typing import Any, Literal
 
-from xentlib.bench.cases import Case, make_arrays
+from xentlib.bench.cases import HeadSizes, make_arrays
 from xentlib.bench.contestant import Field
 from xentlib.bench.measure import measure
 from xentlib.bench.memory import probe
-from xentlib.bench.result import Row
+from xentlib.bench.result import ContestantResult
 from xentlib.processes import end_with_parent
 
 __all__ = ["Request", "WorkerError", "ask", "build_field"]
@@ -33,7 +33,7 @@ class WorkerError(RuntimeError):
 class Request:
     task: Literal["time", "memory"]
     backend: str
-    case: Case
+    case: HeadSizes
     dtype: str
     device: str
     rounds: int = 0
@@ -65,7 +65,7 @@ def ask(request: Request, tick: Callable[[str], None] = lambda _: None) -> dict[
                 f"the {request.task} worker of {request.backend} ended with status "
                 f"{process.returncode}:\n{tail}"
             )
-    answer["rows"] = [Row(**row) for row in answer["rows"]]
+    answer["rows"] = [ContestantResult(**row) for row in answer["rows"]]
     return answer
 
 
@@ -98,7 +98,7 @@ def threads_of(backend: str) -> int | None:
 
 def main(argument: str) -> None:
     fields = json.loads(argument)
-    fields["case"] = Case(**fields["case"])
+    fields["case"] = HeadSizes(**fields["case"])
     request = Request(**fields)
 
     def say(**message: Any) -> None:

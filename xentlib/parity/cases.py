@@ -6,6 +6,7 @@ tile; 0, 20 and 100 % of the tokens ignored; confident tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,16 @@ __all__ = [
     "AUDIT",
     "BASE",
     "CHUNK_CASES",
+    "CONFIDENT",
     "FULL_GRID",
     "GRID",
     "NARROW",
+    "WITH_OPTIONS",
     "chunks_of",
+    "few_chunks_of",
     "logit_sets",
     "low_precision",
+    "named",
 ]
 
 OPTIONS: dict[str, Any] = {
@@ -36,14 +41,16 @@ EXTRAS: dict[str, Any] = {"token_temperature": True, "token_weights": True, "whe
 
 # The case that mutants are made of: mean reduction, some tokens ignored, no weights.
 BASE = Case("base", 509, 64, 1009, std=1.0)
+CONFIDENT = Case("confident", 512, 64, 2048, std=6.0, confident=0.7)
+WITH_OPTIONS = Case("options", 257, 96, 4099, std=1.0, options=OPTIONS, **EXTRAS)
 
 GRID = (
     BASE,
     Case("flat", 509, 64, 1009, std=0.3),
     Case("peaked", 509, 64, 1009, std=3.0),
     Case("sharp", 509, 64, 1009, std=6.0),
-    Case("confident", 512, 64, 2048, std=6.0, confident=0.7),
-    Case("options", 257, 96, 4099, std=1.0, options=OPTIONS, **EXTRAS),
+    CONFIDENT,
+    WITH_OPTIONS,
     Case("options-peaked", 257, 96, 4099, std=3.0, options=OPTIONS, **EXTRAS),
     Case("sum", 257, 96, 4099, std=1.0, bias=False, options={"reduction": "sum"}),
     Case("denominator", 257, 96, 4099, std=1.0, options={"denominator": 100003.0}),
@@ -80,6 +87,12 @@ FULL_GRID = (
         )
     ),
 )
+
+
+def named(cases: Iterable[Case], *ids: str) -> tuple[Case, ...]:
+    """These of the cases, in the order of the ids; KeyError where there is no such case."""
+    found = {case.id: case for case in cases}
+    return tuple(found[one] for one in ids)
 
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -131,12 +144,22 @@ AUDIT = (
 )
 
 CHUNKS = (8, 16, 24, 40, 64, 128, 200, 512)
+FEW_CHUNKS = (8, 24, 64, 200)
 
 
 def chunks_of(backend: str) -> tuple[int, ...]:
     """Rows of a chunk to ask for. In JAX a chunk has 64 rows at least on CPU: up to there it is one
     program, compiled once."""
-    return CHUNKS if backend == "torch" else tuple(c for c in CHUNKS if c == CHUNKS[0] or c > 64)
+    return _different(CHUNKS, backend)
+
+
+def few_chunks_of(backend: str) -> tuple[int, ...]:
+    """Half of them, for functions that walk as `chunked_nll` does."""
+    return _different(FEW_CHUNKS, backend)
+
+
+def _different(chunks: tuple[int, ...], backend: str) -> tuple[int, ...]:
+    return chunks if backend == "torch" else tuple(c for c in chunks if c == 8 or c > 64)
 
 
 CHUNK_CASES = (
@@ -148,10 +171,16 @@ CHUNK_CASES = (
 )
 
 
-def logit_sets(seed: int) -> list[tuple[str, npt.NDArray[np.float32], npt.NDArray[np.int64]]]:
-    """(text, logits [N, V], labels [N]): probabilities of the label from 1e-30 to 1 - 1e-30."""
+LogitSet = tuple[str, npt.NDArray[np.float32], npt.NDArray[np.int64]]
+
+
+def logit_sets(seed: int, *names: str) -> list[LogitSet]:
+    """(text, logits [N, V], labels [N]): probabilities of the label from 1e-30 to 1 - 1e-30.
+
+    Those of these names, or all. Each is drawn after the one before it: a new one comes at the end.
+    """
     rng = np.random.default_rng([seed, 4])
-    sets = []
+    sets = {}
     for vocab in (2, 31, 1000):
         gap = np.linspace(-70.0, 70.0, 281)
         logits = rng.standard_normal((gap.size, vocab))
@@ -159,8 +188,15 @@ def logit_sets(seed: int) -> list[tuple[str, npt.NDArray[np.float32], npt.NDArra
         rows = np.arange(gap.size)
         logits[rows, labels] = -np.inf
         logits[rows, labels] = logits.max(axis=1) + gap
-        sets.append((f"label's logit {-70} to {70} above the rest, V={vocab}", logits, labels))
-    for std, offset in ((1.0, 0.0), (6.0, 0.0), (3.0, 1e4), (3.0, -1e6)):
+        text = f"label's logit {-70} to {70} above the rest, V={vocab}"
+        sets[f"gaps-{vocab}"] = (text, logits.astype(np.float32), labels)
+    for name, std, offset in (
+        ("flat", 1.0, 0.0),
+        ("sharp", 6.0, 0.0),
+        ("offset", 3.0, 1e4),
+        ("far-offset", 3.0, -1e6),
+    ):
         logits = rng.standard_normal((256, 4099)) * std + offset
-        sets.append((f"std={std:g} offset={offset:g} V=4099", logits, rng.integers(0, 4099, 256)))
-    return [(text, logits.astype(np.float32), labels) for text, logits, labels in sets]
+        text = f"std={std:g} offset={offset:g} V=4099"
+        sets[name] = (text, logits.astype(np.float32), rng.integers(0, 4099, 256))
+    return [sets[name] for name in names or sets]

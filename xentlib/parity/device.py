@@ -12,7 +12,15 @@ import numpy.typing as npt
 
 from xentlib.interop import to_jax, to_numpy, to_torch
 
-__all__ = ["described", "missing_on", "numpy_of", "on_device", "on_jax", "on_torch"]
+__all__ = [
+    "contract_settings",
+    "described",
+    "missing_on",
+    "numpy_of",
+    "on_device",
+    "on_jax",
+    "on_torch",
+]
 
 
 def on_torch(x: Any) -> Any:
@@ -41,6 +49,25 @@ def numpy_of(x: Any) -> npt.NDArray[Any]:
     elif getattr(device, "platform", "cpu") != "cpu":
         return np.array(x)
     return np.array(to_numpy(x.detach() if hasattr(x, "detach") else x))
+
+
+@contextmanager
+def contract_settings(backends: Sequence[str]) -> Iterator[None]:
+    """Denormals to zero in PyTorch, as XLA has them on CPU, and one thread: small operators on two
+    threads run ten times slower beside a busy process, and row A11 says the bits are the same."""
+    if "torch" not in backends:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from xentlib.contract import Measurement
 
-if TYPE_CHECKING:
-    from xentlib.parity.progress import Progress
-
-__all__ = ["Histogram", "Measurement", "ParityResult", "Planned", "Section", "TrainingCurve"]
+__all__ = ["Histogram", "Measurement", "ParityResult", "Section", "TrainingCurve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +44,6 @@ class Section:
     @property
     def reason(self) -> str:
         return self.error.partition("\n")[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A section that is to be run: `run(progress, slowness)`, the second as `Pace` has it."""
-
-    name: str
-    steps: int
-    run: Callable[[Progress, float], Section]
 
 
 @dataclass(slots=True)

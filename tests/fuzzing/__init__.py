@@ -1,0 +1,1 @@
+"""What `make fuzz` draws, and what it holds: modules of `tests/fuzz.py`."""

@@ -1,0 +1,33 @@
+"""A training small enough for tests: six steps of a model of 400 tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from xentlib.parity.training.loop import TrainingRun, train
+from xentlib.parity.training.model import ModelSizes, initial_weights
+from xentlib.parity.training.steps import AdamW
+from xentlib.parity.training.text import encode_documents, read_documents, train_tokenizer
+from xentlib.parity.training.windows import TextWindow, make_windows
+
+VOCAB, LENGTH, STEPS = 400, 48, 6
+SIZES = ModelSizes(vocab=VOCAB, length=LENGTH, hidden=32, heads=2, layers=2, mlp=64)
+FAST = AdamW(lr=2e-2, weight_decay=1.0)  # six steps have to show what forty do
+
+
+@cache
+def small_documents() -> list[str]:
+    return read_documents(max_bytes=200_000)
+
+
+@cache
+def small_windows() -> list[TextWindow]:
+    tokenizer = train_tokenizer(small_documents(), VOCAB)
+    assert tokenizer.get_vocab_size() == VOCAB
+    encoded = encode_documents(tokenizer, small_documents())
+    return make_windows(encoded, steps=STEPS, batch=2, length=LENGTH, seed=3)
+
+
+def small_run(backend: str, windows: list[TextWindow], **options) -> TrainingRun:
+    weights = initial_weights(SIZES, seed=3)
+    return train(backend, windows, weights, **{"sizes": SIZES, "optimizer": FAST} | options)

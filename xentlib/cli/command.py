@@ -1,0 +1,114 @@
+"""Arguments of the command, and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import xentlib
+from xentlib.cli.available import BACKENDS
+from xentlib.cli.usage import UsageError
+
+__all__ = ["main"]
+
+DEVICES = ("cpu", "cuda")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0 holds, 1 falls short, 2 could not be run."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args = _parser(argv).parse_args(argv)
+        if args.command == "bench":
+            from xentlib.cli import bench
+
+            return int(bench.run(args) or 0)
+        from xentlib.cli import parity
+
+        return parity.run(args, argv)
+    except UsageError as error:
+        print(f"xentlib: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("xentlib: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="xentlib",
+        description="One language-model loss head, in PyTorch and in JAX, held to the same bits.",
+    )
+    parser.add_argument("--version", action="version", version=f"xentlib {xentlib.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    parity = commands.add_parser(
+        "parity",
+        help="hold both backends to the accuracy contract and train the same model in each",
+        description="Hold the backends to the accuracy contract, each against the float64 oracle "
+        "and PyTorch against JAX, and train the same small language model in each. "
+        "Exit status 1 if any row of the contract falls short or a section could not be run.",
+    )
+    parity.add_argument(
+        "--suite",
+        choices=("quick", "full"),
+        default="quick",
+        help="how many cases (default: %(default)s)",
+    )
+    parity.add_argument(
+        "--backend",
+        choices=(*BACKENDS, "both"),
+        help="default: both where both are installed, else the one that is",
+    )
+    parity.add_argument(
+        "--device",
+        choices=DEVICES,
+        default="cpu",
+        help="where it computes; on cuda without ranks and training (default: %(default)s)",
+    )
+    parity.add_argument(
+        "--seed", type=seed, default=0, metavar="N", help="of data and weights (default: 0)"
+    )
+    parity.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/parity"),
+        metavar="DIR",
+        help="folder for parity.json and parity.html, created if need be (default: %(default)s)",
+    )
+    parity.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text to train on (default: the Python standard library's own sources)",
+    )
+    parity.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the sections that are in the folder, of the same run",
+    )
+    parity.add_argument(
+        "--json", action="store_true", help="print the JSON to stdout instead of the table"
+    )
+
+    bench = commands.add_parser(
+        "bench", help="time and peak memory beside the bare matrix products"
+    )
+    if argv[:1] == ["bench"]:  # its arguments are its own, and loaded only when it is asked for
+        try:
+            from xentlib.cli.bench import add_arguments
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"`xentlib bench` needs {error.name}, which is not installed; "
+                f"install it with `pip install 'xentlib[bench]'`."
+            ) from error
+        add_arguments(bench)
+    return parser
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more; got {text!r}")
+    return int(text)
