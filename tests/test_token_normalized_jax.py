@@ -26,15 +26,15 @@ from helpers.mesh_jax import mesh_of  # noqa: E402
 from helpers.windows_jax import H, M, V, data, hold_tree, of_one_batch, params, sum_and_count  # noqa: E402
 from xentlib.jax import chunked_nll, token_normalized  # noqa: E402
 
+sums_of = jax.jit(jax.grad(sum_and_count, has_aux=True))  # once for all micro-batches
+
 
 def micro(p: Any, batch: Any, k: int) -> tuple[Any, Any]:
-    part = {name: x[k] for name, x in batch.items()}
-    grads, count = jax.grad(sum_and_count, has_aux=True)(p, part)
-    return grads, count
+    return sums_of(p, {name: x[k] for name, x in batch.items()})
 
 
 def loop(tx: Any, state: Any, batch: Any, update: Any = None) -> tuple[Any, Any]:
-    update = update or tx.update
+    update = update or jax.jit(tx.update)
     for k in range(M):
         grads, count = micro(params(), batch, k)
         updates, state = update(grads, state, params(), token_count=count, is_last=k == M - 1)
@@ -47,7 +47,7 @@ def loop(tx: Any, state: Any, batch: Any, update: Any = None) -> tuple[Any, Any]
 def test_the_optimizer_sees_the_window_s_gradient(jitted: bool) -> None:
     """A12, M20; where MultiSteps takes the mean of means."""
     tx, batch = token_normalized(optax.sgd(1.0)), data()
-    update = jax.jit(tx.update) if jitted else None
+    update = None if jitted else tx.update
     updates, state = loop(tx, tx.init(params()), batch, update)
     hold_tree({name: -u for name, u in updates.items()}, of_one_batch(batch)[1])
     assert (int(state.windows), int(state.micro_batches), int(state.num_tokens)) == (1, 0, 0)

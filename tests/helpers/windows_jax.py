@@ -38,11 +38,14 @@ def sum_and_count(p: Any, batch: Any) -> tuple[Any, Any]:
     return out.loss, out.num_tokens
 
 
+@jax.jit  # once for all windows of a file
+def mean_and_gradients(p: Any, batch: Any, count: Any) -> tuple[Any, Any]:
+    return jax.value_and_grad(lambda p: sum_and_count(p, batch)[0] / count)(p)
+
+
 def of_one_batch(batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     flat = {"x": batch["x"].reshape(-1, H), "y": batch["y"].reshape(-1)}
-    count = max(int((flat["y"] >= 0).sum()), 1)
-    value, grads = jax.value_and_grad(lambda p: sum_and_count(p, flat)[0] / count)(params())
-    return value, grads
+    return mean_and_gradients(params(), flat, np.float32(max((flat["y"] >= 0).sum(), 1)))
 
 
 def hold_tree(got: Any, want: Any) -> None:
