@@ -78,7 +78,7 @@ def test_ranks_give_the_dense_answer(on_each_rank: Any, layout: Layout) -> None:
         for other in results:
             same_bits(other, results[0], "A13")
         got = without_padding(results[0] | {"d_logits": d_logits}, laid_out(call.logits, layout)[1])
-        of_dense(call, got, in_torch(call))
+        of_dense(call, got, in_torch)
 
 
 def counted(rank: int, world: int) -> list[tuple[int, ...]]:

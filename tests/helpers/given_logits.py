@@ -6,6 +6,7 @@ Shapes: N tokens, V classes, C columns of a rank, padding included.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -74,37 +75,46 @@ def in_torch(call: Call, *, logits: Any = None, **more: Any) -> dict[str, Any]:
     return found | {"d_logits": numpy_of(x.grad)}
 
 
-def in_jax(call: Call, *, logits: Any = None, spread: Any = None, **more: Any) -> dict[str, Any]:
-    """`spread` is what makes the function of logits, labels and options out of the plain one."""
+@cache  # so that calls which differ in their arrays alone are one program
+def step_in_jax(spread: Any, jit: bool, options: tuple[tuple[str, Any], ...]) -> Any:
+    """Outputs and d logits, by logits, labels, options that are arrays, and upstream gradients."""
     import jax
     import jax.numpy as jnp
 
     from xentlib.jax import vocab_parallel_logprobs
 
-    logits = call.logits if logits is None else logits
-    with jax.enable_x64(logits.dtype == np.float64):
+    def plain(x: Any, labels: Any, arrays: Any, **inside: Any) -> Any:
+        return vocab_parallel_logprobs(x, labels, **(dict(options) | arrays | inside))
 
-        def plain(x: Any, labels: Any, options: Any, **inside: Any) -> Any:
-            options = {"entropy": True} | static | options | more | inside
-            return vocab_parallel_logprobs(x, labels, **options)
+    function = plain if spread is None else spread(plain)
 
-        function = plain if spread is None else spread(plain)
-        options = dict(call.options)
-        static = {name: options.pop(name) for name in ("label_smoothing",) if name in options}
-        options = {name: jnp.asarray(value) for name, value in options.items()}
-        labels = jnp.asarray(call.labels)
-
+    def step(x: Any, labels: Any, arrays: Any, upstream: Any) -> Any:
         def used(x: Any) -> Any:
-            out = function(x, labels, options)
+            out = function(x, labels, arrays)
             return out[:3], out
 
-        values, pull, out = jax.vjp(used, jnp.asarray(logits), has_aux=True)
-        (d_logits,) = pull(
-            tuple(
-                None if v is None else jnp.asarray(g, v.dtype)
-                for v, g in zip(values, call.upstream)
-            )
-        )
+        values, pull, out = jax.vjp(used, x, has_aux=True)
+        given = zip(values, upstream)
+        return out, *pull(tuple(None if v is None else jnp.asarray(g, v.dtype) for v, g in given))
+
+    return jax.jit(step) if jit else step
+
+
+def in_jax(
+    call: Call, *, logits: Any = None, spread: Any = None, jit: bool = False, **more: Any
+) -> dict[str, Any]:
+    """`spread` is what makes the function of logits, labels and options out of the plain one. One
+    program with `jit`: `shard_map` compiles each operator for itself without."""
+    import jax
+    import jax.numpy as jnp
+
+    logits = call.logits if logits is None else logits
+    with jax.enable_x64(logits.dtype == np.float64):
+        options = {"entropy": True} | call.options | more
+        arrays = {k: jnp.asarray(x) for k, x in options.items() if isinstance(x, np.ndarray)}
+        rest = tuple((k, x) for k, x in options.items() if k not in arrays)
+        step = step_in_jax(spread, jit, rest)
+        out, d_logits = step(jnp.asarray(logits), jnp.asarray(call.labels), arrays, call.upstream)
         for x in out:  # a copy on every device
             for shard in () if x is None else x.addressable_shards:
                 held = check("A13", np.asarray(shard.data), np.asarray(x), metrics=[BITS])
