@@ -120,8 +120,8 @@ $(WHEEL_ENV)/.stamp: $(SOURCES) pyproject.toml $(VENV)/test.stamp
 RANGE_TESTS := $(filter-out $(patsubst %,tests/test_%.py,bench cli cli_resume docs docs_code docs_errors parity_text \
   parity_training plan processes progress report report_page), \
   $(wildcard tests/test_*.py))
-NUMPY_TESTS := $(patsubst %,tests/test_%.py,checks checks_options contract_checks interop plan \
-  public reference)
+NUMPY_TESTS := $(patsubst %,tests/test_%.py,checks checks_options contract_checks plan public \
+  reference) $(wildcard tests/test_interop*.py)
 # DeepSpeed compiles for one PyTorch at a time.
 RANGE_ENV = PATH="$(CURDIR)/.venv-$(1)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/torch_extensions-$(1)"
 

@@ -27,8 +27,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tests of the operators, which take a device; the others are about ranks, wrappers or the CPU.
-TESTS = ("nll", "logprobs", "given_logits", "behaviour_torch", "modes_torch")
-TESTS += ("behaviour_jax", "logprobs_jax")
+TESTS = ("nll", "logprobs", "given_logits")
+TESTS += ("behaviour_torch", "compile_torch", "work_torch", "modes_torch")
+TESTS += ("behaviour_jax", "program_jax")
+TESTS += ("logprobs_jax", "logprobs_traced_jax", "logprobs_program_jax")
 PARTS = {"tests": 240, "parity": 150, "bench": 150}  # seconds of each
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy", "optax", "flax", "pytest", "hypothesis")
 TAIL = 4000  # characters of the output of a part that did not end well

@@ -51,6 +51,7 @@ LENIENT = {
     "test_fuzz",
     "test_parity_text",
     "test_parity_training",
+    "test_token_normalized_jax",
 }
 
 # NumPy 2.0 warns of a float type that is first looked at when flushing is on already.

@@ -20,7 +20,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from helpers.vocab_shards_jax import mesh_of  # noqa: E402
+from helpers.mesh_jax import mesh_of  # noqa: E402
 from xentlib.jax import count_collectives  # noqa: E402
 from xentlib.jax.collectives import operations  # noqa: E402
 

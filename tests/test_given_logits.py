@@ -1,196 +1,36 @@
 """`vocab_parallel_logprobs`, of logits that are there: both backends against the oracle, on one
-device and with the vocabulary spread over real ranks or a mesh axis.
+device.
 
-Shapes: N tokens, V classes, C columns of a rank, padding included.
+Shapes: N tokens, V classes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from xentlib import reference
+from helpers.given_logits import (
+    FLOAT32_MIN,
+    RUN,
+    VALUES,
+    Call,
+    V,
+    given_in,
+    hold_given,
+    in_jax,
+    in_torch,
+    make,
+    oracle,
+    same_bits,
+)
 from xentlib.call import LogitsArguments
-from xentlib.contract import ROW_OF, check, failures
+from xentlib.contract import check, failures
 from xentlib.parity.backends import run
 from xentlib.parity.cases import logit_sets
-from xentlib.parity.device import numpy_of, on_torch
 from xentlib.parity.problem import Case, build
-from xentlib.ulp import dtype_named
-
-V = 157
-FLOAT32_MIN = float(np.finfo(np.float32).min)
-VALUES = ("logprobs", "entropy", "lse", "correct")
-
-
-@dataclass(frozen=True)
-class Call:
-    """Arguments of a call as NumPy arrays; `upstream` are gradients of VALUES[:3]."""
-
-    logits: Any
-    labels: Any
-    upstream: Any
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def valid(self) -> Any:
-        return (self.labels != -100) & self.options.get("where", True)
-
-
-def make(
-    seed: int = 1, *, shape: tuple[int, ...] = (61,), columns: int = V, dtype: str = "float32",
-    std: float = 3.0, offset: float = 0.0, ignored: float = 0.2, dead: int = 0,
-    mask: float = -np.inf, temperature: bool = False, where: bool = False, smoothing: float = 0.0,
-) -> Call:  # fmt: skip
-    """`dead` classes at `mask`; where that is -inf the first token's label is among them."""
-    rng = np.random.default_rng(seed)
-    logits = (rng.standard_normal((*shape, columns)) * std + offset).astype(dtype_named(dtype))
-    labels = rng.integers(0, columns - dead, shape).astype(np.int32)
-    labels = np.where(rng.random(shape) < 0.3, logits[..., : columns - dead].argmax(-1), labels)
-    labels = np.where(rng.random(shape) < ignored, -100, labels).astype(np.int32)
-    if dead:
-        logits[..., columns - dead :] = mask
-        labels[0] = columns - 1 if mask == -np.inf else labels[0]
-    options: dict[str, Any] = {}
-    if temperature:
-        options["temperature"] = rng.uniform(0.5, 2.0, shape).astype(np.float32)
-    if where:
-        options["where"] = rng.random(shape) < 0.8
-    if smoothing:
-        options["label_smoothing"] = smoothing
-    upstream = rng.standard_normal((3, *shape)).astype(np.float32)
-    return Call(logits, labels, upstream, options)
-
-
-def in_torch(call: Call, *, logits: Any = None, **more: Any) -> dict[str, Any]:
-    import torch
-
-    from xentlib.torch import vocab_parallel_logprobs
-
-    x = on_torch(call.logits if logits is None else logits).requires_grad_()
-    options = {name: on_torch(value) for name, value in call.options.items()}
-    labels = on_torch(call.labels)
-    out = vocab_parallel_logprobs(x, labels, **({"entropy": True} | options | more))
-    given = [torch.tensor(g, dtype=y.dtype) for g, y in zip(call.upstream, out) if y is not None]
-    torch.autograd.backward([y for y in out[:3] if y is not None], given)
-    found = {k: None if y is None else numpy_of(y) for k, y in zip(VALUES, out)}
-    return found | {"d_logits": numpy_of(x.grad)}
-
-
-def in_jax(call: Call, *, logits: Any = None, spread: Any = None, **more: Any) -> dict[str, Any]:
-    """`spread` is what makes the function of logits, labels and options out of the plain one."""
-    import jax
-    import jax.numpy as jnp
-
-    from xentlib.jax import vocab_parallel_logprobs
-
-    logits = call.logits if logits is None else logits
-    with jax.enable_x64(logits.dtype == np.float64):
-
-        def plain(x: Any, labels: Any, options: Any, **inside: Any) -> Any:
-            options = {"entropy": True} | static | options | more | inside
-            return vocab_parallel_logprobs(x, labels, **options)
-
-        function = plain if spread is None else spread(plain)
-        options = dict(call.options)
-        static = {name: options.pop(name) for name in ("label_smoothing",) if name in options}
-        options = {name: jnp.asarray(value) for name, value in options.items()}
-        labels = jnp.asarray(call.labels)
-
-        def used(x: Any) -> Any:
-            out = function(x, labels, options)
-            return out[:3], out
-
-        values, pull, out = jax.vjp(used, jnp.asarray(logits), has_aux=True)
-        (d_logits,) = pull(
-            tuple(
-                None if v is None else jnp.asarray(g, v.dtype)
-                for v, g in zip(values, call.upstream)
-            )
-        )
-        for x in out:  # a copy on every device
-            for shard in () if x is None else x.addressable_shards:
-                held = check("A13", np.asarray(shard.data), np.asarray(x), metrics=[BITS])
-                assert not failures(held)
-        found = {name: None if x is None else np.asarray(x) for name, x in zip(VALUES, out)}
-        return found | {"d_logits": np.asarray(d_logits)}
-
-
-def ours(backend: str, **options: Any) -> Any:
-    import importlib
-
-    function = importlib.import_module(f"xentlib.{backend}").vocab_parallel_logprobs
-    return lambda x, y: [v for v in function(x, y, **options)[:3] if v is not None]
-
-
-RUN = {"torch": in_torch, "jax": in_jax}
-BITS = "unequal entries"
-
-
-def oracle(call: Call) -> reference.LogprobReference:
-    """Given logits: hidden = I and weight = logits^T, so d weight is d logits transposed. Classes
-    at -inf come as a bias, for 0 * -inf is none."""
-    flat = call.logits.reshape(-1, call.logits.shape[-1]).astype(np.float64)
-    dead = np.isneginf(flat).any(axis=0)
-    states = np.eye(len(flat), max(len(flat), 1))
-    return reference.logprobs_reference(
-        states,
-        flat.shape[1] * [[0.0]] if not len(flat) else np.where(dead, 0.0, flat).T,
-        call.labels.reshape(-1),
-        bias=np.where(dead, -np.inf, 0.0),
-        **dict(zip(("d_logprobs", "d_entropy", "d_lse"), call.upstream.reshape(3, -1))),
-        **{k: x.ravel() if isinstance(x, np.ndarray) else x for k, x in call.options.items()},
-    )  # fmt: skip
-
-
-def hold(call: Call, got: dict[str, Any]) -> None:
-    """A0, A3, A5 or A7, and the bound of A2 for values whose terms cancel, as for shards. Float64
-    is held to the same bounds with 2^-53 for u."""
-    o, low = oracle(call), call.logits.dtype.itemsize == 2
-    double = call.logits.dtype == np.float64
-    wide = np.dtype("float64" if double else "float32")
-    shape, valid = call.labels.shape, call.valid
-    z = call.logits.astype(np.float64).reshape(-1, call.logits.shape[-1])
-    z = z / np.reshape(call.options.get("temperature", 1.0), (-1, 1))
-    peak = z.max(axis=1, initial=-np.inf)
-    scale = np.maximum(np.abs(o.lse), 1.0)
-    found = check("A0", got["correct"], o.correct.reshape(shape))
-
-    def error(value: Any, exact: Any) -> Any:
-        """As it would be in float32."""
-        return exact + (value.astype(np.float64) - exact) * 2.0**29 if double else value
-
-    for name in ("logprobs", "entropy", "lse"):
-        value, exact = got[name].reshape(-1), getattr(o, name)
-        assert value.dtype == wide
-        assert got[name].shape == shape
-        sure = np.isfinite(exact)
-        value, exact, unit = value[sure], exact[sure], scale[sure]
-        found += check("A2", error(value, exact), exact, magnitude=unit, quantity=name)
-        gone = got[name][~valid]
-        found += check("A0", gone, np.zeros_like(gone), quantity=f"{name}, not valid")
-    assert not np.any(got["logprobs"] > 0)
-    near = np.maximum(np.abs(peak), o.lse - peak)
-    here = valid.reshape(-1)
-    lse = error(got["lse"].reshape(-1), o.lse)
-    found += check("A3", lse[here], o.lse[here], magnitude=near[here])
-    dz = got["d_logits"]
-    assert dz.dtype == call.logits.dtype
-    assert dz.shape == call.logits.shape
-    gone = dz[~valid]
-    found += check("A0", gone, np.zeros_like(gone), quantity="d logits, not valid")
-    dz, exact = dz.reshape(z.shape), o.d_weight.T[: len(z)]
-    if low:
-        found += check(ROW_OF[dz.dtype.name], dz, exact, magnitude=np.abs(exact))
-    else:
-        # p comes from the float32 lse: its rounding, 512 u at 1e4, is in the bound, not in rho.
-        metrics = ("tau", "rho / u") if np.abs(o.lse).max(initial=0.0) < 1e3 else ("tau",)
-        found += check("A5", error(dz, exact), exact, o.bound_weight.T[: len(z)], metrics=metrics)
-    assert not failures(found)
-
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -220,7 +60,7 @@ def test_against_the_oracle(backend: str, case: str) -> None:
     or turned term of the gradient, a temperature left out of it, distances to masked classes that
     overflow before they meet a factor of 0."""
     call = make(**CASES[case])
-    hold(call, RUN[backend](call))
+    hold_given(call, RUN[backend](call))
 
 
 @pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
@@ -292,13 +132,7 @@ def test_a_poisoned_row_reaches_nothing(backend: str) -> None:
             upstream=np.where(gone, np.float32(poison), call.upstream),
             options={"temperature": np.where(gone, np.float32(0), call.options["temperature"])},
         )
-        same(RUN[backend](dirty), RUN[backend](call), "A0")
-
-
-def same(got: dict[str, Any], want: dict[str, Any], row: str) -> None:
-    assert got.keys() == want.keys()
-    for name, value in got.items():
-        assert not failures(check(row, value, want[name], metrics=[BITS], quantity=name))
+        same_bits(RUN[backend](dirty), RUN[backend](call), "A0")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -307,7 +141,7 @@ def test_chunks_do_not_show(backend: str, dtype: str) -> None:
     call = make(shape=(221,), columns=1001, dtype=dtype, temperature=True)
     want = RUN[backend](call)
     for budget in (1, 8 * 1001 * 4, 100 * 1001 * 4, 1 << 40):
-        same(RUN[backend](call, max_chunk_bytes=budget), want, "A10")
+        same_bits(RUN[backend](call, max_chunk_bytes=budget), want, "A10")
 
 
 def test_without_entropy(backend: str) -> None:
@@ -317,8 +151,8 @@ def test_without_entropy(backend: str) -> None:
     call = replace(call, upstream=call.upstream * np.float32([[1], [0], [1]]))
     got, want = RUN[backend](call, entropy=False), RUN[backend](call)
     assert got.pop("entropy") is None
-    hold(call, got | {"entropy": want["entropy"]})
-    same({k: got[k] for k in ("logprobs", "lse", "correct")},
+    hold_given(call, got | {"entropy": want["entropy"]})
+    same_bits({k: got[k] for k in ("logprobs", "lse", "correct")},
          {k: want[k] for k in ("logprobs", "lse", "correct")}, "A10")  # fmt: skip
 
 
@@ -330,7 +164,7 @@ def test_float64_is_the_same_in_both() -> None:
     ours, theirs = (
         {k: x.astype(np.float32) for k, x in RUN[name](call).items()} for name in ("torch", "jax")
     )
-    same(ours, theirs, "A1")
+    same_bits(ours, theirs, "A1")
 
 
 # --- Around the operators ------------------------------------------------------------------------
@@ -342,7 +176,7 @@ def test_torch_second_backward_is_right_and_double_backward_loud() -> None:
     torch = pytest.importorskip("torch")
     call = make(ignored=0.0)
     x = torch.tensor(call.logits, requires_grad=True)
-    out = ours("torch", entropy=True)(x, torch.tensor(call.labels))
+    out = given_in("torch", entropy=True)(x, torch.tensor(call.labels))
     loss = sum((torch.tensor(g) * v).sum() for g, v in zip(call.upstream, out))
     first, again = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, again)
@@ -358,7 +192,7 @@ def test_torch_compiles_into_one_graph() -> None:
     call = make(temperature=True)
     y, t = torch.tensor(call.labels), torch.tensor(call.options["temperature"])
 
-    upstream, function = torch.tensor(call.upstream), ours("torch", entropy=True, temperature=t)
+    upstream, function = torch.tensor(call.upstream), given_in("torch", entropy=True, temperature=t)
 
     def step(x: Any) -> Any:
         return sum((g * v).sum() for g, v in zip(upstream, function(x.T, y)))
@@ -400,7 +234,7 @@ def test_jax_transformations() -> None:
     calls = [make(seed, shape=(221,), ignored=seed / 3) for seed in range(4)]
 
     def loss(x: Any, y: Any, g: Any) -> Any:
-        out = ours("jax", entropy=True, max_chunk_bytes=64 * V * 4)(x, y)
+        out = given_in("jax", entropy=True, max_chunk_bytes=64 * V * 4)(x, y)
         return sum((a * v).sum() for a, v in zip(g, out))
 
     batch = [jnp.stack([getattr(c, k) for c in calls]) for k in ("logits", "labels", "upstream")]
@@ -410,6 +244,6 @@ def test_jax_transformations() -> None:
         got = np.stack([other(*rows) for rows in zip(*batch)])
         assert not failures(check("A11", got, want))
     for call, got in zip(calls, np.asarray(jax.vmap(step)(*batch)), strict=True):
-        hold(call, in_jax(call) | {"d_logits": got})
+        hold_given(call, in_jax(call) | {"d_logits": got})
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         jax.grad(lambda x: step(x, *[b[1] for b in batch[1:]]).sum())(batch[0][1])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from test_given_logits import make, oracle, ours
+from helpers.given_logits import given_in, make, oracle
 from xentlib.contract import check, failures
 from xentlib.plan import given_peak_bytes
 
@@ -72,7 +72,7 @@ def test_peak_is_the_formula_of_the_plan(
     nobody needs to believe."""
     peak = {"torch": of_torch, "jax": of_jax}[backend]
     for entropy, budget in ((False, None), (True, None), (True, 1 << 20)):
-        call = ours(backend, entropy=entropy, max_chunk_bytes=budget)
+        call = given_in(backend, entropy=entropy, max_chunk_bytes=budget)
         how = {"entropy": entropy, "max_chunk_bytes": budget, "gradient": gradient}
         measured, *_ = peak(call, shape, dtype, gradient)
         assert near_plan(backend, measured, shape, dtype, **how), (how, measured)
@@ -111,7 +111,7 @@ def test_no_one_hot_rows() -> None:
     for ours, and fails for the backward that makes one."""
     pytest.importorskip("torch")
     shape = (4, 128, 16000)
-    right, *_ = of_torch(ours("torch"), shape, "float32", True)
+    right, *_ = of_torch(given_in("torch"), shape, "float32", True)
     wrong, *_ = of_torch(chunked_with_one_hot(128), shape, "float32", True)
     assert near_plan("torch", right, shape, "float32")
     assert not near_plan("torch", wrong, shape, "float32")
@@ -128,12 +128,13 @@ def test_short_sequences_pay_nothing_for_chunks() -> None:
     budget, the same for any number of tokens, and needs no more memory than log_softmax. Catches:
     a least number of chunks, and a chunked backward of one chunk, which needs more than none."""
     pytest.importorskip("torch")
-    free = ours("torch", max_chunk_bytes=1 << 40)
+    free = given_in("torch", max_chunk_bytes=1 << 40)
     shape = (1, 64, 8192)
     short, unchunked, found, plain, defect, pieces = (
         of_torch(call, size, "float32", True)
         for call, size in (
-            (ours("torch"), (1, 8, 8192)), (free, shape), (ours("torch"), shape), (dense, shape),
+            (given_in("torch"), (1, 8, 8192)), (free, shape),
+            (given_in("torch"), shape), (dense, shape),
             (chunked_with_one_hot(64), shape), (chunked_with_one_hot(16), shape),
         )
     )  # fmt: skip
@@ -182,13 +183,13 @@ def test_saved_tensors_are_not_written_to() -> None:
         leaf = torch.tensor(call.logits, requires_grad=True)
         x = leaf * 1  # what a head returns
         version, before = x._version, x.detach().clone()
-        total = (x.sin() + x.exp()).sum() + (ours("torch")(x, y)[0] * g[0]).sum()
+        total = (x.sin() + x.exp()).sum() + (given_in("torch")(x, y)[0] * g[0]).sum()
         (total + (entropy(x, y) * g[1]).sum()).backward()
         assert x._version == version
         assert torch.equal(x.detach(), before)
         return before, leaf.grad
 
-    x, got = step(lambda x, y: ours("torch", entropy=True)(x, y)[1])
+    x, got = step(lambda x, y: given_in("torch", entropy=True)(x, y)[1])
     labelled = replace(call, labels=y.numpy(), upstream=call.upstream * np.float32([[1], [1], [0]]))
     o = oracle(labelled)
     exact = o.d_weight.T + x.double().cos().numpy() + x.double().exp().numpy()

@@ -23,10 +23,10 @@ from jax import lax  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+from helpers.heads_jax import KERNEL, ONE, OPTIONS, TWO, H, N, V, budget, inputs_of, spent  # noqa: E402
 from helpers.hlo import entries  # noqa: E402
-from helpers.vocab_shards_jax import mesh_of, value, value_over_data, whole  # noqa: E402
-from test_head_jax import KERNEL, KINDS, ONE, OPTIONS, TWO, H, N, V, budget, inputs_of, spent  # noqa: E402
-from test_vocab_parallel_jax import hold  # noqa: E402
+from helpers.mesh_jax import mesh_of  # noqa: E402
+from helpers.vocab_shards_jax import KINDS, hold_shards, value, value_over_data, whole  # noqa: E402
 from xentlib.jax import chunked_nll, count_collectives, head  # noqa: E402
 from xentlib.jax.collectives import operations  # noqa: E402
 
@@ -69,7 +69,7 @@ def test_a_gather_inside_shard_map(kind, name, how):
         step = jax.value_and_grad(spread(body, out_specs=outs), has_aux=True)
     with count_collectives() as count:
         _, gradients = jax.jit(step)(*inputs)
-    hold(p, kind, {name: whole(g) for name, g in zip(GRADIENTS, gradients)})
+    hold_shards(p, kind, {name: whole(g) for name, g in zip(GRADIENTS, gradients)})
     assert spent(count, "all_gather", "reduce_scatter") == [1, 1]
     assert max(one.bytes for one in count.found) <= 4 * V * H  # a chunk's logits: 64 V
 
@@ -109,7 +109,7 @@ def left(kind: str, name: str, jit: bool = True) -> tuple[Any, Any, list]:
 def test_the_compiler_never_sums_logits(kind, name):
     """A2, A5, A6, D7: one gather of the head, outside of the loop; in it nothing of [64, V]."""
     p, got, sent = left(kind, name)
-    hold(p, kind, {name: whole(x) for name, x in got.items() if x is not None})
+    hold_shards(p, kind, {name: whole(x) for name, x in got.items() if x is not None})
     assert looped_entries(sent) < 64 * V // 2
     heads = [entries(x.types)[0] for x in sent if x.opcode == "all-gather"]
     assert [n for n in heads if n >= V * H // 4] == LEFT[name][-1]
@@ -121,7 +121,7 @@ def looped_entries(sent: list) -> int:
 
 def test_eager_arrays_on_a_mesh():
     p, got, _ = left("nll", "width", jit=False)
-    hold(p, "nll", {name: whole(x) for name, x in got.items()})
+    hold_shards(p, "nll", {name: whole(x) for name, x in got.items()})
 
 
 def test_a_mesh_that_is_the_user_s_in_part():
@@ -134,7 +134,7 @@ def test_a_mesh_that_is_the_user_s_in_part():
         in_specs=((P(), P("tp"), P("tp")), P()),
     )  # fmt: skip
     (_, out), gradients = jax.jit(jax.value_and_grad(spread, has_aux=True))(*inputs)
-    hold(p, "nll", {n: whole(x) for n, x in (out | dict(zip(GRADIENTS, gradients))).items()})
+    hold_shards(p, "nll", {n: whole(x) for n, x in (out | dict(zip(GRADIENTS, gradients))).items()})
 
 
 def test_nothing_is_constrained_without_a_mesh():

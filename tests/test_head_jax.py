@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers.vocab_shards import CASES
 from xentlib.budgets import check_budget
 from xentlib.contract import failures
 from xentlib.parity.backends import GRADIENTS
-from xentlib.parity.cases import named
-from xentlib.parity.problem import Problem, build, upstream_of
+from xentlib.parity.problem import build
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
@@ -28,65 +25,25 @@ from jax import lax  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from helpers.hlo import entries  # noqa: E402
-from helpers.vocab_shards_jax import mesh_of, value, whole  # noqa: E402
-from test_vocab_parallel_jax import hold  # noqa: E402
-from xentlib.jax import chunked_nll, count_collectives  # noqa: E402
-from xentlib.jax.collectives import operations  # noqa: E402
-
-N, H, V = 220, 24, 156
-OPTIONS, KERNEL, LOW = (
-    replace(case, tokens=N, vocab=V) for case in named(CASES, "options", "kernel", "bf16")
+from helpers.heads_jax import (  # noqa: E402
+    KERNEL,
+    LOW,
+    ONE,
+    OPTIONS,
+    TWO,
+    H,
+    N,
+    budget,
+    inputs_of,
+    on,
+    run_step,
+    spent,
 )
-KINDS = pytest.mark.parametrize("kind", ["nll", "logprobs"])
-TYPES = pytest.mark.parametrize("check_vma", [True, False], ids=["types", "no types"])
-ONE, TWO = {"data": 4}, {"data": 2, "tp": 2}
-
-
-def on(mesh: Any, spec: Any, x: Any) -> Any:
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def inputs_of(p: Problem, kind: str, mesh: Any, tokens: Any, weight: P, bias: Any = None) -> tuple:
-    """(hidden, weight, bias) and the rest by name, tokens over `tokens`; options without arrays."""
-    leaves = (
-        on(mesh, P(tokens), p.hidden), on(mesh, weight, p.weight), on(mesh, bias or P(), p.bias)
-    )  # fmt: skip
-    options = dict(p.options if kind == "nll" else p.per_token_options)
-    rest = {
-        "labels": p.labels,
-        "where": p.where,
-        "temperature": options.pop("temperature", None),
-        "token_weights": p.token_weights if kind == "nll" else None,
-        "upstream": np.float32(p.upstream) if kind == "nll" else np.stack(upstream_of(p, 5)),
-    }
-    rest = {
-        name: on(mesh, P(*(None,) * (np.ndim(x) - 1), tokens) if np.ndim(x) else P(), x)
-        for name, x in rest.items()
-        if x is not None
-    }
-    return (leaves, rest), options
-
-
-def budget(tokens: int, chunks: int) -> int:
-    """Bytes for so many chunks, of at least 64 rows."""
-    return 4 * V * max(64, -(-tokens // chunks))
-
-
-def run(step: Any, inputs: tuple) -> tuple[dict[str, Any], Any]:
-    """Outputs and gradients by name, and what the step sends."""
-    with count_collectives() as count:
-        (_, out), gradients = jax.jit(step)(*inputs)
-    for given, g in zip(inputs[0], gradients):
-        assert g.sharding.is_equivalent_to(given.sharding, g.ndim)
-    named = out | dict(zip(GRADIENTS, gradients))
-    return {name: whole(x) for name, x in named.items() if x is not None}, count
-
-
-def spent(count: Any, *kinds: str) -> list[int]:
-    assert not count.looped()
-    return [count[kind] for kind in kinds]
-
+from helpers.hlo import entries  # noqa: E402
+from helpers.mesh_jax import mesh_of  # noqa: E402
+from helpers.vocab_shards_jax import KINDS, hold_shards, value, whole  # noqa: E402
+from xentlib.jax import chunked_nll  # noqa: E402
+from xentlib.jax.collectives import operations  # noqa: E402
 
 # ---------------------------------------------------------------------------------
 # Placed by us: Explicit axes
@@ -115,8 +72,8 @@ def test_where_types_say_so(kind, name):
     p = build(OPTIONS, 7)
     inputs, options = inputs_of(p, kind, mesh_of(**axes), tokens, weight, bias)
     body = partial(value, kind, None, options | {"max_chunk_bytes": budget(N // 4, 4)})
-    got, count = run(jax.value_and_grad(body, has_aux=True), inputs)
-    hold(p, kind, got)
+    got, count = run_step(jax.value_and_grad(body, has_aux=True), inputs)
+    hold_shards(p, kind, got)
     assert spent(count, "all_gather", "reduce_scatter") == [gathers, scatters]
     assert not spent(count, "permute")[0]  # pieces in another order than they are in
 
@@ -127,8 +84,10 @@ def test_a_kernel(kind):
     p = build(KERNEL, 7)
     p = p.changed(hidden=p.hidden[:36], labels=p.labels[:36]) if len(p.labels) % 4 else p
     inputs, options = inputs_of(p, kind, mesh_of(**TWO), "data", P("data", "tp"), P("tp"))
-    got, count = run(jax.value_and_grad(partial(value, kind, None, options), has_aux=True), inputs)
-    hold(p, kind, got)
+    got, count = run_step(
+        jax.value_and_grad(partial(value, kind, None, options), has_aux=True), inputs
+    )
+    hold_shards(p, kind, got)
     assert spent(count, "all_gather", "reduce_scatter") == [1, 1]
 
 
@@ -137,8 +96,8 @@ def test_bf16_is_rounded_after_the_sum(kind):
     """A7: the reduce-scatter adds float32. Catches: parts rounded to bf16 before it."""
     p = build(LOW, 7)
     inputs, options = inputs_of(p, kind, mesh_of(**ONE), "data", P(None, "data"))
-    got, _ = run(jax.value_and_grad(partial(value, kind, None, options), has_aux=True), inputs)
-    hold(p, kind, got)
+    got, _ = run_step(jax.value_and_grad(partial(value, kind, None, options), has_aux=True), inputs)
+    hold_shards(p, kind, got)
 
 
 @pytest.mark.parametrize("valid", ["none", "one", "one device", "all"])
@@ -155,12 +114,12 @@ def test_the_budget_holds_whatever_is_valid(kind, chunks, valid):
     p = p.changed(labels=np.where(keep[valid], p.labels, -100).astype(np.int32))
     inputs, options = inputs_of(p, kind, mesh_of(**ONE), "data", P(None, "data"))
     body = partial(value, kind, None, options | {"max_chunk_bytes": 64 * 32 * 4})
-    got, count = run(jax.value_and_grad(body, has_aux=True), inputs)
+    got, count = run_step(jax.value_and_grad(body, has_aux=True), inputs)
     if valid == "none":
         assert not any(got[name].view(np.uint32).any() for name in GRADIENTS)
         assert kind != "nll" or got["loss"] == 0
     else:
-        hold(p, kind, got)
+        hold_shards(p, kind, got)
     head = 8 * 32 * 4
     assert count.bytes("all_gather") == count.bytes("reduce_scatter") == head
     # d bias; and the number of tokens, loss and z-loss, or our own sums of three outputs.
@@ -213,9 +172,9 @@ def test_leading_dimensions():
         out = chunked_nll(*leaves[:2], bias=leaves[2], outputs=("lse",), **rest, **options)
         return p.upstream * out.loss, {"lse": out.lse, "loss": out.loss}
 
-    got, count = run(jax.value_and_grad(loss, has_aux=True), (leaves, rest))
+    got, count = run_step(jax.value_and_grad(loss, has_aux=True), (leaves, rest))
     got["d_hidden"], got["lse"] = got["d_hidden"].reshape(N, H), got["lse"].reshape(N)
-    hold(p, "nll", got)
+    hold_shards(p, "nll", got)
     assert spent(count, "all_gather", "reduce_scatter") == [1, 1]
 
 
@@ -225,10 +184,10 @@ def test_weights_that_cancel():
     p = p.changed(token_weights=np.where(np.arange(N) < N // 2, 1, -1).astype(np.float32))
     p = p.changed(options={"reduction": "mean"})
     inputs, _ = inputs_of(p, "nll", mesh_of(**ONE), "data", P(None, "data"))
-    got, _ = run(jax.value_and_grad(partial(value, "nll", None, {}), has_aux=True), inputs)
+    got, _ = run_step(jax.value_and_grad(partial(value, "nll", None, {}), has_aux=True), inputs)
     assert got["weight_sum"] == 0
     gradients = {name: got[name] for name in GRADIENTS}
-    hold(p.changed(options={"reduction": "sum"}, text="cancel"), "nll", gradients)
+    hold_shards(p.changed(options={"reduction": "sum"}, text="cancel"), "nll", gradients)
 
 
 ROADS = ("remat", "scan", "eager", "vmap", "inside")
@@ -282,4 +241,4 @@ def test_each_road_to_the_gradients(road):
 
     with jax.set_mesh(mesh):
         _, gradients = wrap(jax.value_and_grad(body, has_aux=True))(leaves, rest)
-    hold(p, "nll", {name: whole(g) for name, g in zip(GRADIENTS, gradients)})
+    hold_shards(p, "nll", {name: whole(g) for name, g in zip(GRADIENTS, gradients)})

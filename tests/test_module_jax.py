@@ -16,7 +16,6 @@ import pytest
 from xentlib import PaddedVocab
 from xentlib.contract import check, failures
 from xentlib.parity.problem import Case, build
-from xentlib.ulp import bits_unequal
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
@@ -28,14 +27,9 @@ from flax import nnx  # noqa: E402
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from helpers.vocab_shards_jax import mesh_of  # noqa: E402
-from xentlib.jax import (  # noqa: E402
-    LinenNLLHead,
-    NLLHead,
-    chunked_logprobs,
-    chunked_nll,
-    count_collectives,
-)
+from helpers.leaves_jax import same  # noqa: E402
+from helpers.mesh_jax import mesh_of  # noqa: E402
+from xentlib.jax import LinenNLLHead, NLLHead, chunked_logprobs, chunked_nll, count_collectives  # noqa: E402
 
 N, H, V = 220, 24, 156
 PROBLEM = build(Case("module", N, H, V, layout="HV", confident=0.3), 3)
@@ -53,14 +47,6 @@ def filled(layer):
     layer.kernel[...] = jnp.asarray(PROBLEM.weight, layer.kernel.dtype)
     layer.bias[...] = jnp.asarray(PROBLEM.bias, layer.bias.dtype)
     return layer
-
-
-def same(a, b) -> bool:
-    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(a) == len(b) and all(
-        x.dtype == y.dtype and not bits_unequal(np.asarray(x), np.asarray(y))
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 def plain(function=chunked_nll, hidden=HIDDEN, **options):

@@ -1,32 +1,37 @@
-"""`vocab_parallel=` in JAX for tests: one problem inside `jax.shard_map`, NumPy in and out."""
+"""`vocab_parallel=` in JAX for tests: one problem inside `jax.shard_map`, NumPy in and out, and how
+it is held to the dense answer.
+
+Shapes: N tokens, V vocabulary, H hidden width.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers.vocab_shards import same_on_all_ranks, vocab_axis
+from helpers.vocab_shards import CASES, held, same_on_all_ranks, vocab_axis
 from xentlib import PaddedVocab
+from xentlib.contract import check, failures
 from xentlib.jax import chunked_logprobs, chunked_nll
 from xentlib.nll import OUTPUTS
-from xentlib.parity.backends import GRADIENTS
-from xentlib.parity.problem import Problem, upstream_of
+from xentlib.parity.backends import GRADIENTS, run, run_logprobs
+from xentlib.parity.problem import Case, Problem, upstream_of
 
 # In rows that are no classes, in turn: whatever they reach shows.
 PADDING = (np.nan, np.inf)
-
-
-def mesh_of(types: Any = None, **axes: int) -> Any:
-    """Over the first devices; Explicit axes unless told otherwise."""
-    count = math.prod(axes.values())
-    types = None if types is None else (types,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=jax.devices()[:count])
+N, H = 221, 24
+PLAIN, OPTIONS, KERNEL, LOW, NOTHING, WEIGHTS = (replace(case, tokens=N) for case in CASES)
+EVEN = replace(PLAIN, id="even", vocab=156)
+AUDIT = replace(OPTIONS, id="options-bf16", dtype="bfloat16")
+KINDS = pytest.mark.parametrize("kind", ["nll", "logprobs"])
 
 
 def padded(x: Any, axis: int, rows: int, fill: tuple[float, ...]) -> Any:
@@ -135,3 +140,39 @@ def whole(x: Any) -> Any:
     from jax.experimental.multihost_utils import process_allgather
 
     return np.array(process_allgather(x, tiled=True))
+
+
+DENSE: dict[tuple, Any] = {}
+
+
+def dense_of(p: Problem, kind: str, backend: str, *, audit: bool = False) -> Any:
+    key = (p.text, kind, backend, audit)
+    if key not in DENSE and kind == "nll":
+        DENSE[key] = run(backend, p, audit=audit)
+    elif key not in DENSE:
+        DENSE[key] = run_logprobs(backend, p, upstream_of(p, 5), audit=audit)
+    return DENSE[key]
+
+
+def oracle_of(p: Problem, kind: str) -> Any:
+    rounding = {"dz_dtype": "bfloat16" if p.hidden.dtype.itemsize == 2 else "float64"}
+    if kind == "nll":
+        return p.reference(**rounding)
+    return p.per_token_reference(upstream_of(p, 5), **rounding)
+
+
+def hold_shards(p: Problem, kind: str, got: dict[str, Any], world: int = 0) -> None:
+    """A0, A2, A5, A6, A7 for what one call gave; on one device the dense values to the bit."""
+    low, oracle = p.hidden.dtype.itemsize == 2, oracle_of(p, kind)
+    dense = dense_of(p, kind, "jax") if world == 1 else oracle
+    for name, x in got.items():
+        want = np.asarray(getattr(dense, name))
+        if name == "weight_sum" and world != 1:
+            assert not failures(check("A2", x, want, quantity=name))
+        else:
+            want = want.astype(x.dtype) if name in ("num_tokens", "correct", "predicted") else want
+            held(name, x, want, oracle, low=low, world=world)
+
+
+def called(x: Any) -> str | None:
+    return x.id if isinstance(x, Case) else None

@@ -1,0 +1,30 @@
+"""How results are held to the contract where no measurement of the parity run does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from xentlib.contract import check, failures
+
+ROWS = {"hidden": "A5", "weight": "A6", "bias": "A6"}
+
+
+def hold_in_norm(got: Iterable[Any], want: Iterable[Any], said: str = "") -> None:
+    """A12: of a whole network, whose arrays have no oracle with bounds of their own, in norm."""
+    for g, w in zip(got, want, strict=True):
+        assert not failures(check("A9", np.asarray(g), np.asarray(w), metrics=("rho / u",))), said
+
+
+def hold_gradients(oracle: Any, got: Mapping[str, Any], row: str | None = None) -> None:
+    """A5 and A6, or the row that is given, for gradients of an operator by name."""
+    found = []
+    for name, x in got.items():
+        exact, bound = getattr(oracle, f"d_{name}"), getattr(oracle, f"bound_{name}")
+        scale = getattr(oracle, f"magnitude_{name}")
+        given = np.asarray(x)
+        found += check(row or ROWS[name], given, exact, bound, magnitude=scale, quantity=name)
+    assert found
+    assert failures(found) == []

@@ -1,0 +1,130 @@
+"""`chunked_nll` under torch.compile: one graph, eager's bits, any shapes; and the operator's
+registrations.
+
+Shapes: N tokens, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from xentlib.call import Arguments
+from xentlib.parity.problem import Case
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
+from xentlib.torch import chunked_nll  # noqa: E402
+from xentlib.torch import nll as torch_nll  # noqa: E402
+from xentlib.torch.call import bind  # noqa: E402
+
+COMPILERS = ["aot_eager", *(["inductor"] if shutil.which("c++") or shutil.which("g++") else [])]
+
+
+# torch's own, met on the way; the first is in pyproject.toml too, but `-W error` comes after that.
+QUIET = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def quiet(name: str):
+    return pytest.param(name, marks=[*QUIET, *([pytest.mark.slow] if name == "inductor" else [])])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiler", [quiet(name) for name in COMPILERS])
+def test_compiled_is_eager_to_the_bit(compiler):
+    """A11, D6: fullgraph, forward and backward; the operator is opaque to the compiler."""
+    leaves, p = tensors()
+
+    def step(hidden, weight, bias, labels, **options):
+        # Something to compile on both sides of the operator, exact in any order.
+        out = chunked_nll(hidden * 2, weight, labels, bias=bias, outputs=("lse",), **options)
+        return out.loss * 0.5
+
+    compiled = torch.compile(step, fullgraph=True, backend=compiler)
+    eager = loss_and_gradients(leaves, p.upstream, step)
+    for want, got in zip(eager, loss_and_gradients(leaves, p.upstream, compiled)):
+        assert same(want, got)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize(
+    "dynamic",
+    [
+        None,  # the sizes that change become symbols
+        True,  # options too: SymFloat
+    ],
+    ids=["automatic", "dynamic"],
+)
+def test_compiled_with_dynamic_shapes(dynamic):
+    """D6, M17: two graphs for any number of tokens, same bits as eager."""
+    graphs = []
+
+    def counting(graph, inputs):
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def head(hidden, weight, labels, bias, **options):
+        return chunked_nll(hidden, weight, labels, bias=bias, **options)
+
+    compiled = torch.compile(head, fullgraph=True, dynamic=dynamic, backend=counting)
+    for tokens in (61, 17, 100, 33):
+        leaves, p = tensors(Case("dynamic", tokens, 24, 157))
+        for want, got in zip(
+            loss_and_gradients(leaves, p.upstream), loss_and_gradients(leaves, p.upstream, compiled)
+        ):
+            assert same(want, got)
+    assert len(graphs) == 2
+
+
+@pytest.mark.cpu
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_compiled_raises_for_a_label_out_of_range():
+    """D3, M11: values can be read on CPU, under a compiler too."""
+    leaves, _ = tensors()
+    leaves["labels"][5] = 157
+    compiled = torch.compile(chunked_nll, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ValueError, match=r"must lie in \[0, 157\).*got 157"):
+        compiled(**leaves)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (False,) * 3], ids=str)
+def test_opcheck(needs):
+    """D6: schema, fake kernel and autograd registration of the custom operator."""
+    leaves, _ = tensors(Case("opcheck", 9, 5, 13))
+    for name, need in zip(("hidden", "weight", "bias"), needs):
+        leaves[name] = leaves[name].detach().requires_grad_(need)
+    _, _, call = bind("chunked_nll", Arguments(**leaves, max_chunk_bytes=512))
+    loss = torch_nll.Loss(
+        token_weights=None,
+        class_weights=torch.rand(13),
+        denominator=None,
+        label_smoothing=0.1,
+        z_loss=0.0,
+        mean=True,
+        entropy=True,
+        predicted=True,
+        output_dtype=torch.float32,
+        needs=list(needs),
+    )
+    names = ("test_schema", "test_autograd_registration", "test_faketensor")
+    result = torch.library.opcheck(torch_nll.nll_op.op, (*call, *loss), test_utils=names)
+    assert set(result.values()) == {"SUCCESS"}

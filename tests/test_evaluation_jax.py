@@ -1,0 +1,132 @@
+"""`Evaluation` in JAX: the mean loss over batches of uneven counts, in a host loop, in a scan and
+over devices.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xentlib.contract import check, failures
+
+jax = pytest.importorskip("jax")
+pytestmark = pytest.mark.jax
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from helpers.mesh_jax import mesh_of  # noqa: E402
+from helpers.windows_jax import M, data, of_one_batch, params, sum_and_count  # noqa: E402
+from xentlib.jax import Evaluation, chunked_nll, count_collectives  # noqa: E402
+
+
+def test_an_evaluation_is_one_batch() -> None:
+    """M26: in a host loop, in a scan under jit, on global arrays; one without a token is NaN."""
+    batch = data()
+    want = np.asarray(of_one_batch(batch)[0])
+
+    def output(part: Any) -> Any:
+        p = params()
+        return chunked_nll(part["x"] @ p["trunk"], p["head"], part["y"], reduction="sum")
+
+    def add(evaluation: Any, part: Any) -> Any:
+        return evaluation.add(output(part))
+
+    loop, step = Evaluation(), jax.jit(add, donate_argnums=0)
+    for k in range(M):
+        loop = step(loop, {name: x[k] for name, x in batch.items()})
+
+    def scan(batch: Any) -> Any:
+        return jax.lax.scan(lambda e, x: (add(e, x), None), Evaluation(), batch)[0].mean_loss()
+
+    found = [loop.mean_loss(), jax.jit(loop.mean_loss)(), jax.jit(scan)(batch)]
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        with jax.set_mesh(mesh_of(kind, data=4)):
+            there = NamedSharding(mesh_of(kind, data=4), P(None, "data"))
+            found.append(jax.jit(scan)(jax.device_put(batch, there)))
+    for loss in found:
+        assert (loss.dtype, loss.shape) == (jnp.float32, ())
+        assert not failures(check("A9", np.asarray(loss), want, metrics=("rho / u",)))
+    assert np.isnan(Evaluation().mean_loss())
+    assert np.isnan(Evaluation().add(jnp.float32(0), 0).mean_loss())
+    assert not np.isfinite(Evaluation().add(np.float32(np.inf), 3).mean_loss())
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_an_evaluation_over_devices(check_vma: bool) -> None:
+    """Inside `shard_map`, of one axis or of two, on one of which tokens are copies; of one axis if
+    it is said."""
+    mesh = mesh_of(AxisType.Auto, data=2, model=2)
+    batch = data(valid=(16, 5, 3, 0))
+    want = np.asarray(of_one_batch(batch)[0])
+
+    def over(axes: Any, part: Any) -> Any:
+        start = Evaluation()
+        if check_vma:
+            start = jax.lax.pcast(start, "data", to="varying")
+        add = lambda e, x: (e.add(*sum_and_count(params(), x)), None)  # noqa: E731
+        return jax.lax.scan(add, start, part)[0].mean_loss(axes)
+
+    for axes in (None, "data", ("data", "model")):
+        spread = jax.shard_map(
+            partial(over, axes),
+            mesh=mesh,
+            in_specs=P(None, "data"),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        with count_collectives() as count:
+            loss = jax.jit(spread)(batch)
+        assert not failures(check("A9", np.asarray(loss), want, metrics=("rho / u",)))
+        assert (count.counts(), count.bytes("all_reduce")) == ({"all_reduce": 1}, 16)
+    with pytest.raises(ValueError, match="`data_parallel` must be the name of a mesh axis inside"):
+        Evaluation().mean_loss("data")
+
+
+def test_an_evaluation_of_many_batches_is_not_rounded_away() -> None:
+    """What each float32 sum has lost is kept: 1e5 batches are as right as one."""
+    rng = np.random.default_rng(0)
+    loss = 3e4 * rng.random(100_000, np.float32)
+    count = rng.integers(2**23, 2**24 + 3, 100_000).astype(np.int32) // 200
+    want = loss.sum(dtype=np.float64) / count.sum(dtype=np.int64)
+
+    def mean(*given: Any) -> Any:
+        add = lambda e, x: (e.add(*x), None)  # noqa: E731
+        return jax.lax.scan(add, Evaluation(), given)[0].mean_loss()
+
+    got = float(jax.jit(mean)(loss, count))
+    assert abs(got - want) < 2 * 2.0**-24 * want
+    # A large batch after a small one, and the other way round.
+    for pairs in (((3.0, 1), (2.0**30, 2**30)), ((2.0**30, 2**30), (3.0, 1))):
+        evaluation = Evaluation()
+        for pair in pairs:
+            evaluation = jax.jit(Evaluation.add)(evaluation, *map(jnp.asarray, pair))
+        exactly = np.sum(np.asarray(evaluation, np.float64), axis=0)
+        assert np.array_equal(exactly, [2**30 + 3, 2**30 + 1])
+
+
+def test_an_evaluation_takes_sums() -> None:
+    """A mean that `chunked_nll` has taken is refused, traced or not."""
+    p, x = params(), data()["x"][0]
+    y = data()["y"][0]
+
+    def add(**how: Any) -> Any:
+        return Evaluation().add(chunked_nll(x @ p["trunk"], p["head"], y, **how)).mean_loss()
+
+    for how in ({}, {"denominator": 7.0}, {"denominator": jnp.int32(7), "reduction": "sum"}):
+        for call in (add, jax.jit(partial(add, **how))):
+            with pytest.raises(
+                ValueError, match="must be a sum over tokens; got one that `chunked"
+            ):
+                call(**how) if call is add else call()
+    for given, said in (
+        ((jnp.float32(2),), "`num_tokens` must be given with a loss that is no `NLLOutput`"),
+        ((2.0, 0), "must be the number of tokens that the loss is the sum of; got 0"),
+        ((jnp.ones(3), 3), "must be one number, the sum over this rank's valid tokens"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Evaluation().add(*given)

@@ -1,0 +1,157 @@
+"""Vocabularies spread over devices: what `vocab_parallel=` refuses in JAX, and what is NaN because
+nobody can read it.
+
+Shapes: N tokens, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.vocab_shards import V
+from xentlib import PaddedVocab
+from xentlib.contract import check, failures
+from xentlib.parity.problem import build
+
+jax = pytest.importorskip("jax")
+pytestmark = pytest.mark.jax
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import AxisType  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from helpers.mesh_jax import mesh_of  # noqa: E402
+from helpers.vocab_shards_jax import KINDS, PLAIN, N, hold_shards, sharded  # noqa: E402
+from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
+from xentlib.jax.ranks import vary  # noqa: E402
+
+
+def attempt(parallel: Any, weight: Any, bias: Any, **how: Any) -> None:
+    mesh = mesh_of(AxisType.Auto, tp=2)
+    spread = jax.shard_map(
+        lambda h, w, b, y: chunked_nll(h, w, y, bias=b, vocab_parallel=parallel).loss,
+        mesh=mesh, in_specs=(P(), weight, bias, P()), out_specs=P(), **how,
+    )  # fmt: skip
+    spread(jnp.ones((8, 4)), jnp.ones((20, 4)), jnp.ones(20), jnp.zeros(8, jnp.int32))
+
+
+REFUSED = {
+    "another axis": (
+        "dp",
+        P("tp"),
+        P("tp"),
+        "must be the name of a mesh axis inside `shard_map`; got 'dp'",
+    ),
+    "whole weight": ("tp", P(), P("tp"), r"`weight` must be spread over mesh axis 'tp'"),
+    "whole bias": ("tp", P("tp"), P(), r"`bias` must be spread over mesh axis 'tp'"),
+    "too few": (PaddedVocab("tp", 21), P("tp"), P("tp"), "must spread 21 classes.*20 in all"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_calls_say_so(name):
+    """D12, M9: what cannot be this device's part of a vocabulary."""
+    *call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        attempt(*call)
+
+
+def test_a_whole_head_on_every_device_is_refused():
+    """M9: full logits taken for a shard. Without types only their number tells."""
+    with pytest.raises(ValueError, match="got all of them on each of 2 ranks"):
+        attempt(PaddedVocab("tp", 20), P(), P(), check_vma=False)
+    with pytest.raises(ValueError, match="must be the name of a mesh axis inside `shard_map`"):
+        chunked_nll(
+            jnp.ones((8, 4)), jnp.ones((20, 4)), jnp.zeros(8, jnp.int32), vocab_parallel="tp"
+        )
+
+
+# What devices must have alike, as device 1 gets it: where its arrays are, and what is done to them.
+DIFFERENT = {
+    "slices of the sequence": (P("tp"), lambda x, y, t, rank: (x, y, t)),
+    "labels": (P(), lambda x, y, t, rank: (x, (y + rank) % 20, t)),
+    "which labels count": (P(), lambda x, y, t, rank: (x, jnp.where(y == rank, -100, y), t)),
+    "hidden": (P(), lambda x, y, t, rank: (jnp.roll(x, rank, 0), y, t)),
+    "temperature": (P(), lambda x, y, t, rank: (x, y, t + 0.1 * rank.astype(t.dtype))),
+}
+
+
+@KINDS
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_differs_between_devices_is_nan(kind, check_vma):
+    """A13. Catches: a gather forgotten under sequence parallelism, labels of another batch. What
+    was gathered, and varies by type, or was rounded once more, is right."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = jax.random.normal(keys[0], (64, 16)), jax.random.normal(keys[1], (20, 16))
+    y, t = jax.random.randint(keys[2], (64,), 0, 20), jnp.linspace(0.5, 2.0, 64)
+    mesh = mesh_of(AxisType.Auto, tp=2)
+
+    def of(change, spec):
+        def call(x, w, y, t):
+            x, y, t = change(x, y, t, jax.lax.axis_index("tp"))
+            options = {"temperature": t, "vocab_parallel": "tp"}
+            if kind == "nll":
+                value = chunked_nll(x, w, y, **options).loss
+            else:
+                value = -chunked_logprobs(x, w, y, **options).logprobs.mean()
+            return vary(value[None], frozenset({"tp"} if check_vma else ()))
+
+        specs = (spec, P("tp"), spec, spec)
+        run = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=check_vma)
+        first, second = jax.jit(run)(x, w, y, t)
+        assert first == second or np.isnan([first, second]).all()
+        return float(first)
+
+    for name, (spec, change) in DIFFERENT.items():
+        assert np.isnan(of(change, spec)), name
+
+    def gathered(x, y, t, rank):
+        return (jax.lax.all_gather(one, "tp", tiled=True) for one in (x, y, t))
+
+    def rounded(x, y, t, rank):
+        return jnp.where(rank == 0, x, x.astype(jnp.bfloat16).astype(x.dtype)), y, t
+
+    dense = chunked_nll(x, w, y, temperature=t).loss
+    scale = np.float64(1.0)
+    assert not failures(check("A2", of(gathered, P("tp")), np.float64(dense), magnitude=scale))
+    assert np.isfinite(of(rounded, P()))
+
+
+def test_the_same_rows_on_every_device_are_no_shards():
+    """A13: without types their number may be right for two vocabularies as one; NaN, where log 2
+    would be added."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = jax.random.normal(keys[0], (8, 4)), jax.random.normal(keys[1], (20, 4))
+    y = jnp.arange(8)
+
+    def loss(w, layout):
+        def call(x, w, y):
+            return chunked_nll(x, w, y, vocab_parallel="tp", weight_layout=layout).loss
+
+        mesh = mesh_of(AxisType.Auto, tp=2)
+        run = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return float(run(x, w, y))
+
+    assert np.isnan(loss(w, "VH"))
+    assert np.isnan(loss(w.T, "HV"))
+    # Rows of one value, as a head of zeros has, prove nothing.
+    assert np.isfinite(loss(jnp.zeros_like(w), "VH"))
+
+
+@KINDS
+def test_a_label_in_the_padding(kind):
+    """A0, M9, M11: a label in [V, P rows) is no class: NaN, never a plausible number, and
+    nothing of it in the other tokens."""
+    p, others = build(PLAIN, 7), np.arange(N) != 7
+    labels = np.where(others, p.labels, V + 1).astype(np.int32)
+    got = sharded(p.changed(labels=labels), kind, mesh_of(tp=4), 40)
+    assert kind != "nll" or np.isnan(got["loss"])
+    assert np.isnan(got["d_hidden"][7]).all()
+    values = np.stack([got[name] for name in ("logprobs", "entropy", "lse")])
+    assert np.array_equal(np.isnan(values), np.broadcast_to(~others, values.shape))
+    hidden = np.where(others[:, None], got["d_hidden"], 0)
+    p = p.changed(where=others, options={"denominator": float(p.valid.sum())})
+    hold_shards(p, kind, {"d_hidden": hidden, "correct": got["correct"]})
