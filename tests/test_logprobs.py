@@ -26,6 +26,7 @@ from xentlib.parity.cases import (
     named,
 )
 from xentlib.parity.device import numpy_of
+from xentlib.parity.findings import GRADIENT_ROWS
 from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
 from xentlib.parity.rows import per_token
 from xentlib.reference import logprobs_reference
@@ -92,7 +93,7 @@ def test_the_same_values_and_gradients_as_the_loss(backend: str) -> None:
     for name, got in ours.gradients().items():
         bound = getattr(reference, name.replace("d_", "bound_"))
         assert not failures(
-            check(per_token.ROWS[name], got, getattr(reference, name), bound, metrics=("tau",))
+            check(GRADIENT_ROWS[name], got, getattr(reference, name), bound, metrics=("tau",))
         )
 
 
@@ -128,7 +129,7 @@ def test_d_weight_over_many_chunks(backend: str, chunk: int, dtype: str) -> None
     upstream = upstream_of(problem, 2)
     reference = problem.per_token_reference(upstream, dz_dtype="bfloat16" if low else "float64")
     got = run_logprobs(backend, problem, upstream, chunk_tokens=chunk)
-    for name, row in per_token.ROWS.items():
+    for name, row in GRADIENT_ROWS.items():
         assert not failures(
             check(
                 "A7" if low else row,
@@ -146,7 +147,7 @@ def test_any_number_of_tokens(backend: str, tokens: int) -> None:
     problem = build(Case("tokens", tokens, 24, 157, ignored=0.0), 3)
     upstream = upstream_of(problem, 2)
     got, reference = run_logprobs(backend, problem, upstream), problem.per_token_reference(upstream)
-    for name, row in per_token.ROWS.items():
+    for name, row in GRADIENT_ROWS.items():
         oracle, bound = getattr(reference, name), getattr(reference, name.replace("d_", "bound_"))
         assert not failures(check(row, getattr(got, name), oracle, bound, metrics=("tau",)))
 
@@ -219,7 +220,7 @@ def test_the_oracle_is_autograd() -> None:
         (torch.tensor(g.astype(np.float64)) * value)[torch.tensor(problem.valid)].sum()
         for g, value in zip(upstream, (*values, logits.logsumexp(1)))
     )
-    for name, got in zip(per_token.ROWS, torch.autograd.grad(total, leaves)):
+    for name, got in zip(GRADIENT_ROWS, torch.autograd.grad(total, leaves)):
         exact = getattr(reference, name)
         assert np.abs(numpy_of(got) - exact).max() <= 1e-12 * np.abs(exact).max()
 
@@ -232,7 +233,7 @@ def test_the_oracle_is_the_loss_oracle() -> None:
         problem.hidden, problem.weight, problem.labels, bias=problem.bias, d_logprobs=-1.0 / count
     )
     theirs = problem.reference()
-    for name in per_token.ROWS:
+    for name in GRADIENT_ROWS:
         exact = getattr(theirs, name)
         assert np.abs(getattr(ours, name) - exact).max() <= 1e-14 * np.abs(exact).max()
 
