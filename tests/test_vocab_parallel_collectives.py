@@ -29,11 +29,11 @@ def counted(
     """Collectives of forward and backward, by chunks and by valid tokens."""
     from torch.profiler import ProfilerActivity, profile
 
-    from xentlib import plan
     from xentlib import torch as ours
+    from xentlib.plan import shards
 
     if in_every_chunk:
-        plan.EXCHANGE_FLOPS["cpu"] = 0.0
+        shards.EXCHANGE_FLOPS["cpu"] = 0.0
 
     group = torch.distributed.group.WORLD
     weight = torch.nn.Parameter(torch.randn(V // world, 24))
@@ -81,14 +81,15 @@ def variants(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
     """One call with statistics exchanged once, and in every chunk: results, collectives, GEMMs."""
     from torch.profiler import ProfilerActivity, profile
 
-    from xentlib import plan
+    from xentlib.plan import chunks as sizes
+    from xentlib.plan import shards
     from xentlib.torch import chunked_nll
 
     group, found = torch.distributed.group.WORLD, []
     problem = build(Case("variants", 61, 24, 157, confident=0.3), 3)
     rows = slice(0, 79) if rank == 0 else slice(79, None)
-    for least, block in ((1e9, plan.CPU_BLOCK_BYTES), (0.0, 8 * 80 * 4)):
-        plan.EXCHANGE_FLOPS["cpu"], plan.CPU_BLOCK_BYTES = least, block
+    for least, block in ((1e9, sizes.CPU_BLOCK_BYTES), (0.0, 8 * 80 * 4)):
+        shards.EXCHANGE_FLOPS["cpu"], sizes.CPU_BLOCK_BYTES = least, block
         hidden = torch.tensor(problem.hidden, requires_grad=True)
         weight = torch.tensor(problem.weight[rows], requires_grad=True)
 

@@ -12,9 +12,10 @@ from functools import partial
 import pytest
 
 from helpers.vocab_shards import V
-from xentlib import PaddedVocab, plan
+from xentlib import PaddedVocab
 from xentlib.parity.backends import GRADIENTS
 from xentlib.parity.problem import build
+from xentlib.plan import shards
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
@@ -95,7 +96,7 @@ def test_statistics_in_every_chunk_spare_a_gemm(monkeypatch, check_vma):
     """A2, A5, A6, D7: the plan's other choice, one MAX and one SUM in the loop and three
     GEMMs. Catches: statistics of other tokens, a loss that varies by type, as many exchanges as a
     device has chunks of valid tokens."""
-    monkeypatch.setitem(plan.EXCHANGE_FLOPS, "cpu", 0.0)
+    monkeypatch.setitem(shards.EXCHANGE_FLOPS, "cpu", 0.0)
     jax.clear_caches()
     p, mesh = build(OPTIONS, 7), mesh_of(tp=4)
     got = sharded(p, "nll", mesh, 40, check_vma=check_vma)
