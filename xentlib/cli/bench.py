@@ -23,7 +23,12 @@ SHORT = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=[*BACKENDS, "both"], default="both")
+    parser.add_argument(
+        "--backend",
+        choices=[*BACKENDS, "both"],
+        default="both",
+        help="whose functions; both takes those that are installed (default: both)",
+    )
     parser.add_argument(
         "--case",
         nargs="+",
@@ -42,15 +47,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of hidden and weight: {', '.join(DTYPES)} (default: all)",
     )
     parser.add_argument(
-        "--rounds", type=positive, default=10, help="each runs every contestant once (default: 10)"
+        "--rounds",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="each runs every contestant once (default: 10)",
     )
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda; auto takes what the framework takes"
     )
     parser.add_argument(
-        "--out", type=Path, help="folder for bench.json, bench.md, bench.png and bench.svg"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for bench.json, bench.md, bench.png and bench.svg",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the inputs (default: 0)"
+    )
     parser.add_argument(
         "--no-memory", action="store_true", help="leave memory out: one process a contestant less"
     )
