@@ -27,9 +27,13 @@ DEVICE = os.environ.get("XENTLIB_DEVICE", "cpu")
 os.environ["JAX_PLATFORMS"] = "cpu" if DEVICE == "cpu" else f"{DEVICE},cpu"
 os.environ["DS_ACCELERATOR"] = "cpu"
 # What DeepSpeed compiles at its first start: here, as under `make`, and not in the user's cache.
-os.environ.setdefault(
-    "TORCH_EXTENSIONS_DIR", str(Path(__file__).parents[1] / "build" / "torch_extensions")
-)
+BUILD = Path(__file__).parents[1] / "build"
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(BUILD / "torch_extensions"))
+# What JAX has compiled, under a hash of the program, its options and JAX's version: tests that
+# differ in their data alone share a program, and so does the next run (57 tests of heads: 98 s of
+# CPU without, 82 s the first time, 22 s from then on).
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BUILD / "jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 HAS_TORCH, HAS_JAX = (importlib.util.find_spec(name) is not None for name in ("torch", "jax"))
 INSTALLED = [name for name, here in (("torch", HAS_TORCH), ("jax", HAS_JAX)) if here]
