@@ -120,6 +120,7 @@ def test_what_a_module_raises_is_exported():
     own = {
         name
         for path in sorted((ROOT / "xentlib").glob("*.py"))
+        if path.stem != "processes"  # the command's ranks, whose error it prints
         for name in re.findall(
             r"^class ([A-Z]\w*(?:Error|Exception))\b", path.read_text(), re.MULTILINE
         )
