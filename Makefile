@@ -32,11 +32,12 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test public fuzz gpu test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test quick public fuzz gpu test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
 	@echo 'test        the suite, in two processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
+	@echo 'quick       the first case of each test, without the slow ones: about a minute'
 	@echo 'gpu         operators, contract and benchmark on a CUDA device, build/gpu/gpu.json; installs nothing'
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'
 	@echo 'test-oldest the suite on the oldest versions that pyproject.toml admits; downloads 3 GB once'
@@ -132,6 +133,10 @@ parity: $(VENV)/run.stamp
 
 test: $(VENV)/test.stamp
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# While one works: what compiled programs build/jax_cache has are not compiled again.
+quick: $(VENV)/test.stamp
+	$(BIN)/pytest --quick $(PYTEST_ARGS)
 
 fuzz: $(VENV)/test.stamp
 	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)

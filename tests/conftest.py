@@ -81,7 +81,24 @@ if HAS_JAX:
         jax.config.update("jax_default_device", jax.devices(DEVICE)[0])
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="of each test its first case in each backend; none that is marked slow",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--quick"):
+        quick = {}
+        for item in items:
+            backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
+            if not item.get_closest_marker("slow"):
+                quick.setdefault((item.path, item.originalname, backend), item)
+        kept = {id(item) for item in quick.values()}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = quick.values()
     for item in items:
         if DEVICE != "cpu" and item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="about the CPU"))

@@ -65,12 +65,14 @@ def test_every_misuse_is_refused(state: WindowState) -> None:
 # --- every road of both backends -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_problem_in_a_window(backend: str) -> None:
     """A0, A2, A12: uneven micro-batches, one without a valid token, against the oracle of one
     batch; A14: the mean of means, among others."""
     hold(windows.windows, (backend,), build(BASE, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [BASE, CONFIDENT], ids=lambda case: case.id)
 def test_windows_have_the_same_bits_in_both_backends(case: Any) -> None:
     """A1: in audit mode."""

@@ -27,6 +27,7 @@ from helpers.windows_jax import H, M, N, V, data, hold_tree, of_one_batch, param
 from xentlib.jax import accumulate_grads, chunked_nll, count_collectives, token_normalized  # noqa: E402
 
 
+@pytest.mark.slow
 def test_a_window_is_one_batch() -> None:
     """A12: micro-batches of uneven counts, one without any."""
     batch = data()
@@ -68,6 +69,7 @@ def test_weights_are_counted_in_float32() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", ["accumulate_grads", "token_normalized"])
 def test_weights_that_sum_to_less_than_one(through: str) -> None:
     """A12, M20. Catches: a denominator that is kept at 1 or above, or counted in integers."""
@@ -134,6 +136,7 @@ def test_more_tokens_in_a_scan_than_int32_holds() -> None:
 # --- over devices --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map(check_vma: bool) -> None:
     """D8: tokens over devices, some of which have none; gradients are summed once, after the
@@ -265,6 +268,7 @@ def test_devices_drop_together_in_a_scan(check_vma: bool) -> None:
     assert len(count.looped()) == 1
 
 
+@pytest.mark.slow
 def test_a_scan_keeps_what_is_nan_unless_told() -> None:
     """And drops alone, on global arrays."""
     bad, good = broken()

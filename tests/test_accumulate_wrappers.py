@@ -19,7 +19,7 @@ from helpers.ranks import launch
 from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 from helpers.windows import H, M, N, V, net, token_losses  # noqa: E402
 

@@ -28,6 +28,7 @@ from helpers.nll_jax import nll, scaled  # noqa: E402
 from xentlib.jax import chunked_logprobs, vocab_parallel_logprobs  # noqa: E402
 
 
+@pytest.mark.slow
 def test_jit_grad_and_value_and_grad():
     """A5, A6, A11, M19: each road to the gradients gives the same bits."""
     leaves, p = arrays()
@@ -40,6 +41,7 @@ def test_jit_grad_and_value_and_grad():
     hold_gradients(p.reference(), dict(zip(NAMES, want)))
 
 
+@pytest.mark.slow
 def test_vmap_is_a_loop():
     """M19: a batch of problems with unequal valid tokens, head shared; A5 and A6."""
     problems = [build(Case(f"b{i}", N, H, V, ignored=i / 3), i) for i in range(4)]
@@ -72,6 +74,7 @@ def test_vmap_is_a_loop():
             assert not any(np.asarray(g[i]).view(np.uint32).any() for g in gradients)  # A0: +0
 
 
+@pytest.mark.slow
 def test_remat():
     """A11: the recomputed forward gives the same bits."""
     leaves, p = arrays()
@@ -131,6 +134,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_exported_for_any_number_of_tokens(name):
     """A10: forward and backward of one exported program with symbolic [b, t] give the bits of each
@@ -157,6 +161,7 @@ def test_exported_for_any_number_of_tokens(name):
         assert same(exported.call(*given), step(*given))
 
 
+@pytest.mark.slow
 def test_numpy_inputs():
     """D6: NumPy arrays come in as they are, same bits; they are not written to."""
     leaves, p = arrays()

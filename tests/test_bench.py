@@ -108,6 +108,7 @@ def allowed(eager, result):
 # --- the same computation ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_contestants_compute_the_loss_and_its_gradients(backend, dtype):
@@ -201,6 +202,7 @@ def test_rounds_turn():
     assert rounds[1] == rounds[0][::-1]
 
 
+@pytest.mark.slow
 def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
     now, calls = [0.0], []
     monkeypatch.setattr("xentlib.bench.measure.time.perf_counter", lambda: now[0])
@@ -277,6 +279,7 @@ def test_jax_counts_a_known_allocation():
     assert Program(lambda x, y: x + y, (x, x)).bytes() == x.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_of_a_contestant(backend):
     _, field = build(backend, only=(OURS, FLOOR))
@@ -297,6 +300,7 @@ def arguments(*words):
     return parser.parse_args(words)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not all(map(find_spec, EAGER)), reason="needs both frameworks")
 def test_the_command_writes_what_it_measured(tmp_path, capsys):
     args = arguments(
@@ -319,6 +323,7 @@ def test_the_command_writes_what_it_measured(tmp_path, capsys):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
 def test_a_worker_of_its_own_for_memory():

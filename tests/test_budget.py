@@ -100,6 +100,7 @@ def entered_by(rank: int, world: int, all_ranks: bool, folder: Path) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_a_gather_that_only_some_ranks_enter_hangs(tmp_path: Path) -> None:
     """M5 (TRL#6696), and that we would notice: every rank enters, with tokens or without."""
     assert launch(2, entered_by, True, tmp_path, seconds=60) == [0, 1]

@@ -184,6 +184,7 @@ def test_both_backends_say_the_same(bad):
     check_both(bad)
 
 
+@pytest.mark.slow
 def test_the_good_call_is_good(backend):
     """The table above differs from this call by what it names, so that is what is refused."""
     out = call(backend, {})
@@ -250,6 +251,7 @@ def test_double_backward_raises_in_torch():
         torch.autograd.grad(loss, hidden, torch.tensor(0.7), create_graph=True)
 
 
+@pytest.mark.slow
 @pytest.mark.jax
 def test_double_backward_raises_in_jax():
     """D12: double backward raises; it is never a silent zero."""

@@ -161,6 +161,7 @@ def uneven(rank: int, world: int, folder: Path) -> int:
     return rank
 
 
+@pytest.mark.slow
 def test_a_collective_that_one_rank_does_not_enter_is_seen(tmp_path: Path) -> None:
     """M5: our own tests must not wait for ever."""
     with pytest.raises(Hang, match="0 of 2 ranks came back in 12 s"):

@@ -73,6 +73,7 @@ def under_torchrun(tmp_path_factory):
     return dict(zip((group.blocks for group in found), printed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", parameters("torchrun"))
 def test_python_for_torchrun_prints_what_the_page_shows(group, under_torchrun):
     held(group, under_torchrun.get(group.blocks, "torchrun ended before it"))

@@ -24,6 +24,7 @@ from helpers.windows_jax import M, data, of_one_batch, params, sum_and_count  # 
 from xentlib.jax import Evaluation, chunked_nll, count_collectives  # noqa: E402
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_one_batch() -> None:
     """M26: in a host loop, in a scan under jit, on global arrays; one without a token is NaN."""
     batch = data()
@@ -109,6 +110,7 @@ def test_an_evaluation_of_many_batches_is_not_rounded_away() -> None:
         assert np.array_equal(exactly, [2**30 + 3, 2**30 + 1])
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_sums() -> None:
     """A mean that `chunked_nll` has taken is refused, traced or not."""
     p, x = params(), data()["x"][0]

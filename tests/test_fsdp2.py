@@ -231,6 +231,7 @@ def found() -> dict[str, list[Any]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HELD)
 def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
     """A12, D7, M24 (TRL: relative error 1.0): all gradients, on every rank, the mean over ranks
@@ -246,6 +247,7 @@ def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
             assert not failures(measured)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_head_gradients_have_the_bits_of_each_rank_alone(found: Any, name: str) -> None:
     """A12, A1, D7: the mean over ranks of what each computes, where the reduction is exact: of
@@ -259,6 +261,7 @@ def test_head_gradients_have_the_bits_of_each_rank_alone(found: Any, name: str) 
             assert not failures(check("A1", grads[parameter], expected[parameter].numpy()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.budget])
 def test_the_head_is_gathered_once(found: Any, name: str) -> None:
     """A15, D7, M5, M6: whatever the chunks and the valid tokens, on every rank.

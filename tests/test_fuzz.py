@@ -118,6 +118,7 @@ def test_what_is_wrong_is_found(name: str) -> None:
     assert fuzz.fuzz(SEED, [number]).failed == []
 
 
+@pytest.mark.slow
 def test_a_wrong_oracle_is_found_by_the_losses_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the backends wrong in the same way, torch and optax would say so."""
     right = problem.nll_reference

@@ -54,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_against_the_oracle(backend: str, case: str) -> None:
     """A0, A2, A3, A5, A7, A16; a gradient of its own for each token and output. Catches: a dropped
@@ -225,6 +226,7 @@ def test_torch_operators_pass_opcheck() -> None:
     torch.library.opcheck(given.given_backward_op.op, backward, test_utils=names)
 
 
+@pytest.mark.slow
 @pytest.mark.jax
 def test_jax_transformations() -> None:
     """D6: jit and remat have the eager bits, vmap holds the same rows; a second derivative

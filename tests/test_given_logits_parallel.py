@@ -65,6 +65,7 @@ def on_each_rank() -> list[list[list[dict[str, Any]]]]:
     return launch(4, on_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_ranks_give_the_dense_answer(on_each_rank: Any, layout: Layout) -> None:
@@ -112,6 +113,7 @@ def counted(rank: int, world: int) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_collectives_on_ranks() -> None:
     """One MAX and one packed SUM, with a declared shard or without; none in the backward; the same
@@ -236,6 +238,7 @@ def dtensors(rank: int, world: int) -> list[Any]:
     return [found]
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_dtensors() -> None:
     """A13: sharded over its classes a DTensor needs no other argument, as torchtitan passes one;

@@ -93,6 +93,7 @@ def test_a_shard_made_from_the_axis_index(check_vma: bool) -> None:
     of_dense(call, without_padding(got, classes), in_jax)
 
 
+@pytest.mark.slow
 @pytest.mark.jax
 def test_two_readings_of_the_same_logits() -> None:
     """A5, M5: labels over a second axis, whose devices share the logits. Catches: a

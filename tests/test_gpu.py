@@ -30,12 +30,14 @@ def test_every_part(tmp_path):
     assert found["bench"]["bench"]["runs"]
 
 
+@pytest.mark.slow
 def test_what_fails_is_kept(tmp_path):
     rc, found = gpu(tmp_path, "--parts", "tests", "--tests", "no_such_module")
     assert rc == 1
     assert "no tests ran" in found["tests"]["output"]
 
 
+@pytest.mark.slow
 def test_what_is_late_is_stopped(tmp_path):
     rc, found = gpu(tmp_path, "--parts", "parity", "--share", "0.02")
     assert rc == 1

@@ -124,6 +124,7 @@ def test_eager_arrays_on_a_mesh():
     hold_shards(p, "nll", {name: whole(x) for name, x in got.items()})
 
 
+@pytest.mark.slow
 def test_a_mesh_that_is_the_user_s_in_part():
     """A5, A6: `shard_map` over the vocabulary's axis alone, the other left to the compiler."""
     p, mesh = build(OPTIONS, 7), mesh_of(AxisType.Auto, **TWO)
@@ -233,6 +234,7 @@ def wrong(p: Any, got: dict) -> list[str]:
     return failures(check("A6", got["d_weight"], o.d_weight, o.bound_weight))
 
 
+@pytest.mark.slow
 def test_the_checks_have_teeth():
     """A14, A15: one gather and one reduction pass; a gather in the loop is off the budget, with
     right gradients; a gradient that is not reduced, or twice, is off row A6."""

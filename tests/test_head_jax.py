@@ -63,6 +63,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("name", PLACES)
 def test_where_types_say_so(kind, name):

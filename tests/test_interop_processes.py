@@ -40,6 +40,7 @@ LOADS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("needs", "statement", "unloaded"), LOADS.values(), ids=list(LOADS))
 def test_a_framework_is_loaded_only_when_its_array_is_there(needs, statement, unloaded):
     frameworks(*needs)

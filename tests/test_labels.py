@@ -27,6 +27,7 @@ def test_the_shift_by_hand(backend):
         assert shifted(backend, tokens, shift=shift).tolist() == [-100] * 4
 
 
+@pytest.mark.slow
 def test_documents_do_not_leak(backend):
     """A0: a document of n tokens has n - shift targets, whichever way the packing is told."""
     labels = np.arange(10, 17, dtype=np.int32)
@@ -218,6 +219,7 @@ def packed(draw):
     return labels, lengths, ways, options
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(packing=packed())
 @pytest.mark.parametrize("name", ["torch", "jax"])
@@ -240,6 +242,7 @@ def test_any_packing_agrees_with_the_loop(name, packing):
             assert bits_unequal(shifted(name, got, **{way: ids}), want) == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), shift=st.sampled_from([1, 2, 3, 7]))
 @pytest.mark.parametrize("name", ["torch", "jax"])

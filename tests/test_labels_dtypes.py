@@ -99,6 +99,7 @@ ALIASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize(
     ("dtype", "label", "ignore_index", "compiled"),

@@ -96,6 +96,7 @@ def exchanges(rank, world):
     return said, shifted, names
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_ranks_exchange_their_columns_once():
     """M5: one collective whatever the content, so nothing can hang; bad groups are named."""

@@ -38,6 +38,7 @@ def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     hold(per_token.single, (backend,), build(case, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [c for dtype in ROW_OF for c in low_precision(tuple(SMALL), dtype)],
@@ -80,6 +81,7 @@ def test_audit_mode_bit_for_bit(case: Case) -> None:
     hold(per_token.single, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
 
 
+@pytest.mark.slow
 def test_the_same_values_and_gradients_as_the_loss(backend: str) -> None:
     """A sum of log-probabilities is minus `chunked_nll`: per-token values bit for bit."""
     problem = build(Case("loss", 61, 24, 157, confident=0.3, options={"reduction": "sum"}), 3)
@@ -183,6 +185,7 @@ def test_a_label_at_minus_infinity(backend: str) -> None:
     assert np.abs(got.gradients()["d_bias"]).argmax() == 11
 
 
+@pytest.mark.slow
 def test_fp16_keeps_small_gradients(backend: str) -> None:
     """M14, M18: g * p is subnormal in fp16. Catches: dz without its power of two."""
     problem = build(Case("half", 128, 24, 157, std=3.0, ignored=0.0, dtype="float16"), 3)
@@ -265,6 +268,7 @@ def summed(out: Any, upstream: list[Any]) -> Any:
     return sum((x * g).sum() for x, g in zip(out, upstream))
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

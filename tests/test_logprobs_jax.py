@@ -59,6 +59,7 @@ def test_fp32_against_the_oracle(case):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", range(3), ids=["logprobs", "entropy", "lse"])
 def test_each_output_has_a_gradient_of_its_own(which):
     """A5, A6. Catches: a term that only the sum with another one hides."""
@@ -67,6 +68,7 @@ def test_each_output_has_a_gradient_of_its_own(which):
     hold_gradients(reference_of(p, upstream), run_logprobs(p, upstream, chunk=16)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", named(CASES, CASE.id, "options", "kernel-layout"), ids=by_id)
 def test_bf16_against_the_oracle(case):
     """A7. Catches: dz that XLA keeps in float32 for the GEMMs, or d weight summed in bf16."""
@@ -91,6 +93,7 @@ def test_fp16(size, std):
     assert rho(got[normal], oracle[normal]) <= 2 * 2.0**-11 / 2.0**-24
 
 
+@pytest.mark.slow
 def test_audit_mode():
     """Computed in float64 and rounded once: the oracle rounded to float32, but for ties."""
     p = build(replace(SHAPED, std=3.0), 3)

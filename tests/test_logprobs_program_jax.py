@@ -73,6 +73,7 @@ def test_frozen_parts_cost_nothing(name):
     assert dots(traced) == expected
 
 
+@pytest.mark.slow
 def test_gradients_of_frozen_calls():
     """What is not wanted changes no bit of what is, and one function may be asked for both."""
     leaves, p = arrays()

@@ -25,6 +25,7 @@ from helpers.logprobs_jax import head, reference_of, scaled_logprobs  # noqa: E4
 from xentlib.jax import chunked_logprobs  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [BUDGET, None], ids=["chunks", "one chunk"])
 def test_each_road_to_the_gradients_gives_the_same_bits(budget):
     """A5, A6, A11. Catches: a product and its sum in one program, which XLA may contract."""

@@ -100,6 +100,7 @@ print(hashlib.sha256(b"".join(x.tobytes() for x in outcome)).hexdigest())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(__import__("os"), "sched_setaffinity"), reason="Linux only")
 def test_jax_has_the_same_bits_on_one_core_and_on_all() -> None:
     """Row A11: XLA sizes its thread pool by the cores it may use, so each count needs a process."""

@@ -160,6 +160,7 @@ def test_on_meta(function: Any) -> None:
     assert [(x.shape, x.device.type) for x in found] == [((N, H), "meta"), ((V, H), "meta")]
 
 
+@pytest.mark.slow
 @each
 @pytest.mark.parametrize("tokens", ["flat", "rows"])
 def test_sizes_that_a_compiler_does_not_know(function: Any, tokens: str) -> None:

@@ -61,6 +61,7 @@ def linen(**arguments):
 VARIABLES = {"params": {"kernel": jnp.asarray(PROBLEM.weight), "bias": jnp.asarray(PROBLEM.bias)}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "outputs": ("lse",), "z_loss": 1e-3}])
 def test_the_function_s_bits(options):
     """D6: with labels `chunked_nll`, without the layer's logits. Catches: options that are not
@@ -88,6 +89,7 @@ def test_per_token():
     assert same(head.apply(VARIABLES, HIDDEN, LABELS), want)
 
 
+@pytest.mark.slow
 def test_gradients_and_transformations():
     """A5, A6, A11: `nnx.grad`, `nnx.jit`, `nnx.remat`, split and merge, Linen's `apply`."""
     head = NLLHead.from_linear(linear())
@@ -151,6 +153,7 @@ class Tied(nnx.Module):
         self.head = NLLHead.from_linear(self.embed, **told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, {"data": 2, "tp": 2}], ids=str)
 def test_tied_embeddings(mesh):
     """A6: one parameter, whose gradient is that of both of its uses, on a mesh, sharded
@@ -266,6 +269,7 @@ def on(mesh, spec, x):
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_token", [False, True], ids=["nll", "logprobs"])
 @pytest.mark.parametrize("api", ["nnx", "linen", "linen, boxed", "linen, logical"])
 @pytest.mark.parametrize("name", MESHES)

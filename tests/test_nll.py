@@ -58,12 +58,14 @@ def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
     hold(nll.low, (backend,), build(case, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", low_precision(tuple(SMALL), "float16"), ids=by_id)
 def test_fp16_against_the_oracle(backend: str, case: Case) -> None:
     """A8, A16. Catches: a rounding to float16 that takes subnormals to 0."""
     hold(nll.low, (backend,), build(case, 7))
 
 
+@pytest.mark.slow
 def test_many_tokens_of_a_narrow_head(backend: str) -> None:
     """A6 at H = 1 and 32,771 tokens. Catches: products that add one token after the other."""
     hold(nll.single, (backend,), build(NARROW, 7))
@@ -148,6 +150,7 @@ def test_what_is_masked_reaches_nothing(backend: str, poison: float, valid: int)
     assert not failures(check("A0", masked, np.zeros_like(masked)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 8, 64])
 def test_d_weight_does_not_know_the_number_of_chunks(backend: str, chunks: int) -> None:
     """A6, A7, M2. Catches: an accumulator of d weight in bf16."""
@@ -202,6 +205,7 @@ def test_nothing_to_do(backend: str) -> None:
         assert not failures(check("A0", got, np.zeros_like(got)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [True, False])
 def test_an_output_says_what_it_was_divided_by(backend: str, traced: bool) -> None:
     """Nothing for a sum, and through a compiler too: `TokenNormalizer` refuses the others by it."""
@@ -273,6 +277,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
     return build(case, draw(st.integers(0, 2**16))), draw(st.sampled_from([8, 16, 64]))
 
 
+@pytest.mark.slow
 @settings(max_examples=18, deadline=None, derandomize=True)
 @given(problems())
 def test_any_problem(backend: str, drawn: tuple[Problem, int]) -> None:

@@ -99,6 +99,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once(tmp_path, platform):
     assert done.returncode == -9
 
 
+@pytest.mark.slow
 def test_ranks_of_a_parity_run_end_with_it(tmp_path):
     pytest.importorskip("torch")
     code = SAY.format(folder=str(tmp_path)) + HANG
@@ -121,6 +122,7 @@ def hang(rank, world, folder):
     time.sleep(3600)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_test_end_with_its_process(tmp_path):
     """Their parent is the forkserver, which waits for them."""
     pytest.importorskip("torch")
@@ -238,6 +240,7 @@ def test_after_it(): pass
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_fails_by_name_and_the_others_run(tmp_path):
     """pytest-timeout under pytest-xdist, in a test that waits for ranks."""
     pytest.importorskip("torch")

@@ -48,6 +48,7 @@ def jax_run(windows: list[TextWindow]) -> TrainingRun:
 # --- the run -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_two_backends_agree(windows):
     pytest.importorskip("torch")
     pytest.importorskip("flax")
@@ -66,6 +67,7 @@ def test_the_two_backends_agree(windows):
     assert all(c.tokens == tuple(w.total for w in windows) for c in report.curves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "other"), [("torch", "jax"), ("jax", "torch")])
 def test_one_backend_alone(backend, other):
     """In a fresh process: neither framework by the import, one by the run."""
@@ -209,6 +211,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_broken_operator_fails(mutant, windows, jax_run, monkeypatch):
     """The mutant lives in the PyTorch run; JAX's run and its head gradients are right."""
@@ -278,6 +281,7 @@ def test_adam_for_adamw_parts_the_curves(windows, jax_run, monkeypatch):
     assert not compare_curves([run.curve, jax_run.curve], "small").passed
 
 
+@pytest.mark.slow
 def test_a_mutant_in_jax_fails_too(windows, monkeypatch):
     xj = pytest.importorskip("xentlib.jax")
     pytest.importorskip("torch")

@@ -99,6 +99,7 @@ def test_frozen_parts_cost_nothing(name):
     assert len(re.findall(r" dot\(|__onednn\$matmul", text)) == expected
 
 
+@pytest.mark.slow
 def test_gradients_of_frozen_calls():
     """M18: what is not wanted changes nothing of what is: hidden and weight to the bit.
 
@@ -115,6 +116,7 @@ def test_gradients_of_frozen_calls():
             assert all(same(a, b) for a, b in pairs), name
 
 
+@pytest.mark.slow
 def test_chunks_without_a_valid_token_cost_nothing():
     """D5: valid tokens are packed to the front and their number bounds the loop.
 
@@ -155,6 +157,7 @@ def test_the_loop_of_the_program_is_bounded_by_a_value():
 # --- numbers that are arrays ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_program_for_each_softcap_or_z_loss():
     """Arrays without dimensions, as schedules give them: one compilation for all values, the
     numbers' values within A2 and A5, and no gradient that is dropped."""
@@ -181,6 +184,7 @@ def test_no_program_for_each_softcap_or_z_loss():
             jax.grad(lambda x, name=name: nll(*leaves, **{name: x}).loss)(jnp.float32(2.0))
 
 
+@pytest.mark.slow
 def test_arrays_of_numbers_under_vmap_and_per_token_outputs():
     """A vector of softcaps is a batch of calls; `chunked_logprobs` takes one too."""
     leaves, _ = arrays()

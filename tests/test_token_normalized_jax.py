@@ -53,6 +53,7 @@ def test_the_optimizer_sees_the_window_s_gradient(jitted: bool) -> None:
     assert (int(state.windows), int(state.micro_batches), int(state.num_tokens)) == (1, 0, 0)
 
 
+@pytest.mark.slow
 def test_the_inner_optimizer_runs_once_a_window() -> None:
     """M20: Adam's step count, moments and schedule are those of windows; clipping sees the mean."""
     inner = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(optax.linear_schedule(1, 0, 4)))
@@ -220,6 +221,7 @@ def test_in_a_chain_and_in_a_scan() -> None:
         assert error < 2.0**-23 * scale
 
 
+@pytest.mark.slow
 def test_in_nnx_and_from_orbax(tmp_path: Any) -> None:
     """M20: `nnx.Optimizer` hands extra arguments on; the state is saved and restored by orbax."""
     nnx = pytest.importorskip("flax.nnx")

@@ -51,6 +51,7 @@ def results() -> dict[tuple[Any, ...], Sharded]:
     return dict(zip(calls, run_calls("torch", list(calls.values()))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize(("world", "sizes"), SETUPS, ids=str)
@@ -178,6 +179,7 @@ def compiled(rank: int, world: int) -> bool:
     return same
 
 
+@pytest.mark.slow
 def test_shards_compile_into_one_graph() -> None:
     """D6: fullgraph, collectives and the exchange of sizes included; the same bits."""
     assert all(launch(2, compiled))

@@ -59,6 +59,7 @@ def counted(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["chunked_nll", "chunked_logprobs"])
 def test_collectives_do_not_count_chunks_or_tokens(function: str) -> None:
     """A15: one MAX, one packed SUM, one SUM of d hidden, in the first call of a head too."""
@@ -69,6 +70,7 @@ def test_collectives_do_not_count_chunks_or_tokens(function: str) -> None:
             assert zero, "no valid token, no gradient"
 
 
+@pytest.mark.slow
 def test_the_count_sees_collectives_in_every_chunk() -> None:
     """M6: what repeats its collectives for each chunk fails the count above."""
     for found in launch(2, counted, "chunked_nll", True):

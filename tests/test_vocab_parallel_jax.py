@@ -64,6 +64,7 @@ GRID = (
 )
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize(("case", "devices", "rows", "chunks"), GRID, ids=called)
 def test_shards_give_the_dense_answer(kind, case, devices, rows, chunks):
@@ -100,6 +101,7 @@ ROADS = {
 BOTH = [(k, road) for road in ROADS for k in ("nll", "logprobs") if (k, road) != ("nll", "eager")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "road"), BOTH)
 def test_each_road_to_the_gradients(kind, road):
     """A2, A5, A6, D6: with and without types, inside and outside, under every kind of mesh.
@@ -109,6 +111,7 @@ def test_each_road_to_the_gradients(kind, road):
     hold_shards(p, kind, sharded(p, kind, mesh, 40, **how))
 
 
+@pytest.mark.slow
 @KINDS
 def test_a_gradient_inside_without_types_counts_the_devices(kind):
     """JAX's convention: each device has a loss of its own and the gradient is that of their sum.
@@ -180,6 +183,7 @@ def test_scan_over_micro_batches(check_vma):
     assert not failures(found + check("A12", d_bias[:V], o.d_bias, o.bound_bias))
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize(
     ("case", "devices", "rows"),
@@ -200,6 +204,7 @@ def test_audit_mode_does_not_know_of_shards(kind, case, devices, rows):
             assert not failures(check("A1", x, want, quantity=name, backend=backend))
 
 
+@pytest.mark.slow
 def test_chunks_do_not_show_over_shards():
     """A10, of the parity run's calls."""
     calls = parity_shards.chunked_calls("jax", 7)

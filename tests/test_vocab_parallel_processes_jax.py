@@ -36,6 +36,7 @@ def process(rank: int, world: int, folder: str, port: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_processes():
     """A2, A5, A6, A13: a vocabulary over the devices of two processes, the same on both."""
     with socket.socket() as free:
@@ -59,6 +60,7 @@ print("held")
 """
 
 
+@pytest.mark.slow
 def test_eight_devices():
     """A2, A5, A6, A13: JAX counts its host devices once, so eight need a process of their own."""
     flags = "--xla_allow_excess_precision=false --xla_force_host_platform_device_count=8"

@@ -79,6 +79,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_what_differs_between_devices_is_nan(kind, check_vma):
@@ -120,6 +121,7 @@ def test_what_differs_between_devices_is_nan(kind, check_vma):
     assert np.isfinite(of(rounded, P()))
 
 
+@pytest.mark.slow
 def test_the_same_rows_on_every_device_are_no_shards():
     """A13: without types their number may be right for two vocabularies as one; NaN, where log 2
     would be added."""

@@ -49,6 +49,7 @@ def interrupted(rank: int, world: int) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_an_interrupted_window_leaves_nothing_behind() -> None:
     """Gradients that a wrapper has not reduced yet are kept beside the parameters, in FSDP2 and
     ZeRO-2; a flag that says not to reduce must not stay."""

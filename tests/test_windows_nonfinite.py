@@ -178,6 +178,7 @@ def with_nan(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_drop_together() -> None:
     """A micro-batch that is NaN on one rank counts on none: gradients, T and the loss are those of
     the others, and every rank sends the same. Catches: 0 * NaN, a T with the dropped tokens."""

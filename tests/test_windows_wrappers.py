@@ -122,6 +122,7 @@ def unstepped(rank: int, world: int) -> dict[str, Any]:
     return {"scales": scales, "refused": said}
 
 
+@pytest.mark.slow
 def test_deepspeed() -> None:
     """A loss scale that nobody has stepped on would multiply the next window's losses. D8:
     refusals, with the way out."""
@@ -175,6 +176,7 @@ def in_half_precision(rank: int, world: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_half_precision_under_deepspeed() -> None:
     """D8: windows whose gradient overflows are not stepped on, the scale is halved, and the
     step that comes is right; a loss scale that moves cannot be borrowed for post-scale."""
@@ -225,6 +227,7 @@ def reread(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_wrapper_is_read_for_each_window() -> None:
     """Divide factors and accumulation steps may change between."""
     pytest.importorskip("deepspeed")
@@ -266,6 +269,7 @@ def means(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_an_output_that_a_wrapper_hands_on_says_what_it_is() -> None:
     """DDP, FSDP2 and DeepSpeed take outputs apart and put them together again."""
     pytest.importorskip("deepspeed")

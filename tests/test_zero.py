@@ -18,7 +18,7 @@ from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 from helpers.orphans import remove_locks  # noqa: E402
 from helpers.wrapped import Zero, gradients_of_one_process, mean_over_ranks  # noqa: E402
