@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
-WHEEL = ROOT / "build" / "wheel"
 PARITY = ROOT / "docs" / "data" / "parity.json"
 BENCH = ROOT / "bench" / "results"
 IMAGES = (".png", ".svg")
@@ -239,16 +238,9 @@ def fill(markdown: str) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Read the same package as mkdocstrings does: the unpacked wheel."""
-    if not (WHEEL / "xentlib").is_dir():
-        from mkdocs.exceptions import PluginError
-
-        raise PluginError(
-            f"{WHEEL.relative_to(ROOT).as_posix()} must hold the unpacked wheel, which the API "
-            "page is read from; it is not there. Build with `make docs`."
-        )
-    if str(WHEEL) not in sys.path:
-        sys.path.insert(0, str(WHEEL))
+    """Read the same package as mkdocstrings does: the sources beside this page."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
     return config
 
 
