@@ -1,0 +1,29 @@
+"""Where a parity run computes: without a device, on the two that every machine has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from xentlib.parity.device import on_device, on_jax
+
+
+@pytest.mark.torch
+@pytest.mark.cpu
+def test_what_a_run_makes_is_on_its_device() -> None:
+    """PyTorch's meta device has sizes and no numbers. Catches: a run that says cuda and computes
+    on the CPU."""
+    torch = pytest.importorskip("torch")
+    with on_device("meta", ["torch"]):
+        assert torch.zeros(3).device.type == "meta"
+    assert torch.zeros(3).device.type == "cpu"
+
+
+@pytest.mark.jax
+@pytest.mark.cpu
+def test_arrays_go_to_the_device_that_is_the_default() -> None:
+    """Of the four host devices, the last one."""
+    jax = pytest.importorskip("jax")
+    last = jax.devices("cpu")[-1]
+    with jax.default_device(last):
+        assert on_jax(np.zeros(3, np.float32)).devices() == {last}
