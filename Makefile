@@ -18,6 +18,7 @@ BENCH_ARGS ?=
 PARITY_ARGS ?=
 GPU_ARGS ?=
 FUZZ_ARGS ?=
+PTX_ARGS ?=
 PYTHON_OLDEST ?= python3.11
 PYTHON_NEWEST ?= python3.13
 
@@ -32,12 +33,13 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public fuzz gpu test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test quick public fuzz gpu ptx test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
 	@echo 'test        the suite, in two processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
 	@echo 'quick       the first case of each test, without the slow ones: about a minute'
+	@echo 'ptx         Triton programs compiled for GPUs that are not here; PTX_ARGS="--table FILE" writes the table'
 	@echo 'gpu         operators, contract and benchmark on a CUDA device, build/gpu/gpu.json; installs nothing'
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'
 	@echo 'test-oldest the suite on the oldest versions that pyproject.toml admits; downloads 3 GB once'
@@ -147,6 +149,10 @@ test-oldest: .venv-oldest/range.stamp .venv-oldest/numpy.stamp
 
 test-newest: .venv-newest/range.stamp
 	$(call RANGE_ENV,newest) .venv-newest/bin/pytest $(RANGE_TESTS) $(PYTEST_ARGS)
+
+# Triton's programs for sm_80, sm_90 and sm_100, without a GPU: what docs/data/kernels.json says of their code.
+ptx: $(VENV)/test.stamp
+	$(BIN)/python .ci/ptx.py --against docs/data/kernels.json $(PTX_ARGS)
 
 # For an image that has PyTorch and JAX already, and no network: whatever Python is there.
 gpu:

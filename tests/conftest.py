@@ -26,6 +26,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 DEVICE = os.environ.get("XENTLIB_DEVICE", "cpu")
 os.environ["JAX_PLATFORMS"] = "cpu" if DEVICE == "cpu" else f"{DEVICE},cpu"
 os.environ["DS_ACCELERATOR"] = "cpu"
+# Triton's programs without a GPU, in NumPy.
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
 # What DeepSpeed compiles at its first start: here, as under `make`, and not in the user's cache.
 BUILD = Path(__file__).parents[1] / "build"
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(BUILD / "torch_extensions"))

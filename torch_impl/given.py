@@ -64,10 +64,11 @@ def given_backward(pulled: Pulled, given: Given) -> Tensor:
             smoothing=given.label_smoothing,
             vocab_size=given.vocab_size,
         )
-        dz_y_B, _ = kernels.dz(rows, kept.lse, dz)
-        # The target's own, or into the spare column.
-        rows.z_BV.scatter_(1, rows.y_B1, dz_y_B[:, None])
-        d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
+        whole_rows = isinstance(rows.places, slice)
+        into_BV = d_logits[rows.places, :size] if whole_rows else None
+        kernels.dz(rows, kept.lse, dz, into_BV=into_BV, with_target=True)
+        if into_BV is None:
+            d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
     return d_logits
 
 

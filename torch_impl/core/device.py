@@ -17,13 +17,14 @@ class Traits(NamedTuple):
     wide_products: bool  # its GEMM takes 16-bit operands and returns float32
     ordered_put: bool  # `index_put_` adds in the order of its rows, and `index_add_` is atomic
     cpu_libraries: bool  # MKL and oneDNN multiply, MKL takes exp
+    aligned_rows: bool  # its GEMM is fast where rows begin at multiples of some bytes
 
 
 KINDS = {
-    "cpu": Traits(True, False, False, True),
-    "cuda": Traits(False, True, True, False),
+    "cpu": Traits(True, False, False, True, False),
+    "cuda": Traits(False, True, True, False, True),
 }
-ANOTHER = Traits(False, False, False, False)
+ANOTHER = Traits(False, False, False, False, False)
 
 
 def traits(where: Tensor | torch.device) -> Traits:

@@ -5,11 +5,14 @@ Shapes: B rows of a block, V columns.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from xentlib.torch.core.device import traits
-from xentlib.torch.core.kernels import Asked, Coefficients, RestStats, Rows, Shape
+from xentlib.torch.core.gemm import add_rows_
+from xentlib.torch.core.kernels import Asked, Coefficients, LossTerms, RestStats, Rows, Shape
 from xentlib.torch.core.softmax import FLOOR
 
 __all__ = ["Eager"]
@@ -17,6 +20,11 @@ __all__ = ["Eager"]
 
 class Eager:
     """See `kernels.Kernels`. Scratch is one [B, V] buffer, and a second for exp on CPU."""
+
+    one_pass: ClassVar[bool] = False
+    whole_chunks: ClassVar[bool] = False
+    spare_column: ClassVar[bool] = True
+    sorted_targets: ClassVar[bool] = False
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: Shape
@@ -41,7 +49,9 @@ class Eager:
         lse_B: Tensor,
         of: Coefficients,
         *,
+        into_BV: Tensor | None = None,
         round_to: torch.dtype | None = None,
+        with_target: bool = False,
         column_sums: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Steps 6 and 7."""
@@ -61,9 +71,46 @@ class Eager:
             dz_BV.masked_fill_(~rows.valid_B[:, None], 0.0)
             dz_y_B = torch.where(rows.valid_B, dz_y_B, 0.0)
         sums_V = dz_BV.sum(0) if column_sums else None
-        if round_to is not None and round_to != self.dtype:
-            dz_BV.copy_(dz_BV.to(round_to))
+        if with_target:
+            # The target's own, or into the spare column.
+            rows.z_BV.scatter_(1, rows.y_B1, dz_y_B[:, None])
+        rounded = round_to is not None and round_to != self.dtype
+        if rounded or into_BV is not None:
+            # Through new memory: `into_BV` may lie over other columns of the same rows.
+            into_BV = dz_BV if into_BV is None else into_BV
+            into_BV.copy_(dz_BV.to(round_to or into_BV.dtype))
         return dz_y_B, sums_V
+
+    def loss(
+        self,
+        rows: Rows,
+        asked: Asked,
+        terms: LossTerms,
+        *,
+        into_BV: Tensor | None = None,
+        round_to: torch.dtype | None = None,
+    ) -> None:
+        """Not `one_pass`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def add_to_hidden(dx_BH: Tensor, dz_y_B: Tensor, weight_VH: Tensor, y_B: Tensor) -> None:
+        """dx[i] += dz_y[i] weight[y[i]]; a row 0 is found for a `y` that is none, whose dz is 0."""
+        y_B = torch.where(y_B < weight_VH.shape[0], y_B, 0)
+        dx_BH.addcmul_(dz_y_B[:, None], weight_VH[y_B].to(dx_BH.dtype))
+
+    @staticmethod
+    def add_to_weight(
+        acc_VH: Tensor,
+        dz_y_B: Tensor,
+        x_BH: Tensor,
+        y_B: Tensor,
+        order_B: Tensor | None,
+        first: int,
+    ) -> None:
+        """acc[y[i]] += dz_y[i] x[i]."""
+        y_B = torch.where(y_B < acc_VH.shape[0], y_B, 0)
+        add_rows_(acc_VH, y_B, dz_y_B[:, None] * x_BH.to(acc_VH.dtype))
 
     def prepare(self, rows: Rows, *, derivative: bool) -> Tensor:
         """The product becomes logits, -inf in the target's column; returns the target's logit."""

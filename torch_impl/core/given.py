@@ -22,7 +22,7 @@ __all__ = ["Given"]
 
 
 class Given:
-    """Blocks of rows, copied out of the logits."""
+    """Blocks of rows of the logits."""
 
     def __init__(self, call: GivenCall) -> None:
         logits, compute_dtype = call.logits, call.compute_dtype
@@ -40,7 +40,8 @@ class Given:
         self.class_weights: Tensor | None = None  # which a head alone takes
         self.own_weights: Tensor | None = None
         self.shape = Shape(self.local_size)
-        self.width = self.local_size + (part is not None)
+        self.made = kernels_for(logits.device, compute_dtype)
+        self.width = self.local_size + (part is not None and self.made.spare_column)
         self.block_rows = block_tokens(
             min(call.chunk_bytes, block_bytes(logits.device.type)),
             self.width,
@@ -58,12 +59,19 @@ class Given:
     def kernels(self) -> Kernels:
         """For all of the blocks."""
         device, size = self.logits.device, min(self.block_rows, self.tokens.computed)
-        made = kernels_for(device, self.compute_dtype)
-        return made(size, self.width, self.compute_dtype, device, self.shape)
+        return self.made(size, self.width, self.compute_dtype, device, self.shape)
 
     def blocks(self) -> Iterator[Rows]:
-        """All in one buffer; rows that do not count are 0."""
+        """All in one buffer, and rows that do not count are 0; the logits themselves, where kernels
+        only read them."""
         tokens = self.tokens
+        if self.made.whole_chunks:
+            if tokens.computed:
+                places = tokens.places(0, tokens.computed)
+                z_MV = self.logits[places, : self.local_size]
+                span = slice(0, tokens.computed)
+                yield rows_at(tokens, self.temperature, span, places, z_MV, self.compute_dtype)
+            return
         copied_BV = torch.empty(min(self.block_rows, tokens.computed), self.width, **self.like)
         for start in range(0, tokens.computed, self.block_rows):
             stop = min(start + self.block_rows, tokens.computed)
@@ -73,4 +81,5 @@ class Given:
             if not tokens.packed:
                 z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
             z_BV[:, self.local_size :] = -torch.inf
-            yield rows_at(tokens, self.temperature, slice(start, stop), places, z_BV)
+            span = slice(start, stop)
+            yield rows_at(tokens, self.temperature, span, places, z_BV, self.compute_dtype)

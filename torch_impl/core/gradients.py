@@ -29,6 +29,14 @@ def power_of_two(gemm_dtype: torch.dtype, factors: Tensor) -> Tensor | None:
     return FP16_EXPONENT - torch.frexp(largest).exponent
 
 
+def order_in_chunks(walk: Walk) -> Tensor:
+    """[M]: the computed tokens of each chunk sorted by label, those of a label as they come."""
+    tokens = walk.tokens
+    y_M = tokens.labels[tokens.places(0, tokens.computed)]
+    chunk_M = torch.arange(tokens.computed, device=y_M.device) // walk.plan.chunk_tokens
+    return torch.sort(chunk_M * (walk.local_size + 1) + y_M, stable=True).indices
+
+
 class Gradients(NamedTuple):
     """Accumulators in the compute dtype; empty where not wanted."""
 
@@ -50,19 +58,34 @@ class GradientSums:
         self.bias = torch.zeros(walk.local_size if needs[2] else 0, **walk.like)
         self.summing: Any = None
         self.weight_VH = self.weight.T if walk.transposed else self.weight
-        self.store = storage_dtype(walk.gemm_dtype, walk.compute_dtype, walk.hidden.device)
-        self.low_TV = walk.logits_TV
-        if self.store != walk.compute_dtype and any(needs):
-            self.low_TV = torch.empty_like(walk.logits_TV, dtype=self.store)
+        self.dz_TV = walk.logits_TV
+        store = storage_dtype(walk.gemm_dtype, walk.compute_dtype, walk.hidden.device)
+        if store != walk.compute_dtype:
+            # dz of 16 bits lies over the last part of the row of logits that it is made from.
+            low_TL, columns = walk.buffer_TL.view(store), walk.buffer_TL.shape[1]
+            start = low_TL.shape[1] - columns
+            self.dz_TV = low_TL[:, start : start + walk.width]
         self.dz_y_T = torch.empty(walk.plan.chunk_tokens, **walk.like)
+        self.order_M: Tensor | None = None
+        if walk.made.sorted_targets and needs[1]:
+            self.order_M = order_in_chunks(walk)
+
+    def into(self, rows: Rows) -> Tensor | None:
+        """Where dz of a block goes; None: in place of its logits."""
+        return None if self.dz_TV is self.walk.logits_TV else self.dz_TV[rows.span]
 
     def take(self, rows: Rows, kernels: Kernels, lse_B: Tensor, of: Coefficients) -> None:
         """Steps 6 and 7 for a block: dz of the rest in place of the logits, that of the target
         beside it, both rounded to the GEMM dtype."""
         gemm_dtype, need_bias = self.walk.gemm_dtype, self.needs[2] and bool(self.walk.local_size)
-        # Where the GEMM takes that dtype itself, `add` rounds.
-        held = None if self.store == gemm_dtype else gemm_dtype
-        dz_y_B, part_V = kernels.dz(rows, lse_B, of, round_to=held, column_sums=need_bias)
+        dz_y_B, part_V = kernels.dz(
+            rows,
+            lse_B,
+            of,
+            into_BV=self.into(rows),
+            round_to=gemm_dtype,
+            column_sums=need_bias,
+        )
         if part_V is not None:
             # A block's sums first: one after the other, 6,250 terms of one label err by 30 u.
             add_rows_(part_V, self._columns(rows.places), dz_y_B)
@@ -83,17 +106,17 @@ class GradientSums:
         if not (self.needs[0] or self.needs[1]) or not walk.local_size:
             return
         z_TV, x_TH, padded = chunk.z_TV, chunk.x_TH, chunk.z_TV.shape[0]
-        z_TV[size:].zero_()
-        dz_TV = z_TV if self.store == walk.compute_dtype else self.low_TV[:padded].copy_(z_TV)
-        dz_TV = dz_TV[:, : walk.local_size]
+        dz_TV = self.dz_TV[:padded, : walk.local_size]
+        if padded > size:
+            dz_TV[size:].zero_()
         rows = walk.tokens.places(chunk.start, chunk.start + size)
-        dz_y_T1, y_T = self.dz_y_T[:size, None], self._columns(rows)
+        dz_y_T, y_T = self.dz_y_T[:size], walk.tokens.labels[rows]
         if self.needs[0]:
             direct = isinstance(rows, slice) and padded == size
             dx_TH = self.hidden[rows] if direct else z_TV.new_empty(padded, walk.hidden_size)
             with gemm_precision(walk.gemm_dtype, z_TV.device):
                 mm(dz_TV, walk.operand_VH, out=dx_TH)
-            dx_TH[:size].addcmul_(dz_y_T1, walk.operand_VH[y_T].to(walk.compute_dtype))
+            walk.made.add_to_hidden(dx_TH[:size], dz_y_T, walk.operand_VH, y_T)
             if not direct:
                 self.hidden[rows] = dx_TH[:size]
             if chunk.start + size == walk.tokens.computed:
@@ -102,7 +125,8 @@ class GradientSums:
             left, right = (x_TH.T, dz_TV) if walk.transposed else (dz_TV.T, x_TH)
             with gemm_precision(walk.gemm_dtype, z_TV.device):
                 addmm_(self.weight, left, right, first=chunk.start == 0)
-            add_rows_(self.weight_VH, y_T, dz_y_T1 * x_TH[:size].to(walk.compute_dtype))
+            order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
+            walk.made.add_to_weight(self.weight_VH, dz_y_T, x_TH[:size], y_T, order_T, chunk.start)
 
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""

@@ -1,21 +1,25 @@
 """The seam for kernels: what happens to a block of logits between the product that makes them and
-the products that take dz, in two calls.
+the products that take dz, in two calls, or in one where nothing stands between them.
 
 Shapes: B rows of a block, V columns of this rank, one more where a vocabulary is sharded.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "CHOICES",
     "Asked",
     "Coefficients",
     "Kernels",
+    "LossTerms",
     "RestStats",
     "Rows",
     "Shape",
@@ -84,8 +88,24 @@ class Coefficients(NamedTuple):
     own: Tensor
 
 
+class LossTerms(NamedTuple):
+    """Of `chunked_nll`, for the call that makes it whole: what it is made of, and where it goes."""
+
+    factor_B: Tensor  # of dz: weight of the token / divisor
+    label_smoothing: float
+    z_loss: float
+    weights_sum: Tensor | None  # of all classes
+    values_7B: Tensor  # written: loss, z-loss part, logprob, entropy, lse, correct, predicted
+    dz_y_B: Tensor | None  # written: dz of the target, rounded as the rest is; None: no gradient
+
+
 class Kernels(Protocol):
-    """Both calls, with the scratch that they share. Made for a chunk; given up before its GEMMs."""
+    """All calls, with the scratch that they share. Made for a chunk; given up before its GEMMs."""
+
+    one_pass: ClassVar[bool]  # has `loss`
+    whole_chunks: ClassVar[bool]  # takes a chunk's rows at once, and has no scratch of their size
+    spare_column: ClassVar[bool]  # a target of another rank needs a column of this one, at -inf
+    sorted_targets: ClassVar[bool]  # `add_to_weight` wants `order_B`
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: Shape
@@ -103,23 +123,105 @@ class Kernels(Protocol):
         lse_B: Tensor,
         of: Coefficients,
         *,
+        into_BV: Tensor | None = None,
         round_to: torch.dtype | None = None,
+        with_target: bool = False,
         column_sums: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Steps 6 and 7, of fresh rows or of what `stats` has left: dz of the rest through the
-        softcap in place of the logits, 0 in the target's column and where a row does not count,
-        rounded to `round_to`. Returns dz of the target [B], 0 where that is not of this rank or the
-        row does not count, and if asked for the sums [V] over the rows of the rest's dz; neither is
-        rounded."""
+        softcap, 0 in the target's column and where a row does not count, rounded to `round_to`; in
+        place of the logits or in `into_BV`, which may be the upper half of the same rows, in 16
+        bits. Returns dz of the target [B], 0 where that is not of this rank or the row does not
+        count, and if asked for the sums [V] over the rows of the rest's dz; neither is rounded.
+        `with_target` puts the target's, rounded, into its column as well."""
+
+    def loss(
+        self,
+        rows: Rows,
+        asked: Asked,
+        terms: LossTerms,
+        *,
+        into_BV: Tensor | None = None,
+        round_to: torch.dtype | None = None,
+    ) -> None:
+        """Steps 2 to 7 of fresh rows of a whole vocabulary, where `one_pass`; dz as `dz` has it."""
+
+    @staticmethod
+    def add_to_hidden(dx_BH: Tensor, dz_y_B: Tensor, weight_VH: Tensor, y_B: Tensor) -> None:
+        """dx[i] += dz_y[i] weight[y[i]]; nothing where `y` is no row of `weight`."""
+
+    @staticmethod
+    def add_to_weight(
+        acc_VH: Tensor,
+        dz_y_B: Tensor,
+        x_BH: Tensor,
+        y_B: Tensor,
+        order_B: Tensor | None,
+        first: int,
+    ) -> None:
+        """acc[y[i]] += dz_y[i] x[i], where `y` is a row of `acc`, in ascending order of i.
+        `order_B` is the rows sorted by `y`, numbered from `first` on, where `sorted_targets`."""
+
+
+CHOICES = ("auto", "eager", "triton")
+# Compute capability: bfloat16, and products of 16-bit operands with float32 results.
+LEAST_CAPABILITY = (8, 0)
 
 
 def runnable() -> dict[str, type[Kernels]]:
     """By name, all that can run on this machine."""
     from xentlib.torch.core.eager import Eager
 
-    return {"eager": Eager}
+    found: dict[str, type[Kernels]] = {"eager": Eager}
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices.append(torch.device("cuda"))
+    if not all(why_no_triton(device) for device in devices):
+        found["triton"] = triton_kernels()
+    return found
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> type[Kernels]:
-    """Who computes both steps on a device in this dtype."""
-    return runnable()["eager"]
+    """Who computes all steps on a device in this dtype. `XENTLIB_KERNELS` may say eager, or triton:
+    then what cannot be had is an error. float64 is always eager."""
+    from xentlib.torch.core.eager import Eager
+
+    choice = os.environ.get("XENTLIB_KERNELS", "auto")
+    if choice not in CHOICES:
+        raise ValueError(
+            f"`XENTLIB_KERNELS` must be one of {', '.join(CHOICES)}; got {choice!r}. Unset it for "
+            f"the fastest that the device can run."
+        )
+    if choice == "eager" or dtype != torch.float32 or device.type == "meta":
+        return Eager
+    if choice == "auto" and device.type != "cuda":
+        return Eager
+    why = why_no_triton(device)
+    if not why:
+        return triton_kernels()
+    if choice == "auto":
+        return Eager
+    raise RuntimeError(
+        f"`XENTLIB_KERNELS=triton` must find kernels for the device of the call; got {device}: "
+        f"{why}. Set XENTLIB_KERNELS=auto, or unset it."
+    )
+
+
+def why_no_triton(device: torch.device) -> str:
+    """Nothing, where Triton's programs run on a device."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "" if device.type == "cpu" else "Triton's interpreter runs on the CPU"
+    if device.type != "cuda":
+        return "Triton's programs run on CUDA devices, or with TRITON_INTERPRET=1 on the CPU"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < LEAST_CAPABILITY:
+        return f"compute capability 8.0 is needed, and this is {capability[0]}.{capability[1]}"
+    return ""
+
+
+def triton_kernels() -> type[Kernels]:
+    from xentlib.torch.triton.launch import Triton
+
+    return Triton

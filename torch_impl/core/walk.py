@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.plan import block_bytes, pad_rows, plan_chunks
+from xentlib.plan import block_bytes, pad_columns, pad_rows, plan_chunks
 from xentlib.torch.call import HeadCall
+from xentlib.torch.core.device import traits
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
 from xentlib.torch.core.tokens import Tokens, select_tokens
@@ -59,8 +60,9 @@ class Walk:
                 self.own_weights = self.class_weights
             else:
                 self.own_weights = self.parallel.own_part(self.class_weights)
-        # A shard's logits have a spare column, at -inf, for targets that other ranks hold.
-        self.width = self.local_size + (shard is not None)
+        self.made = kernels_for(hidden.device, compute_dtype)
+        # A shard's logits may have a spare column, at -inf, for targets that other ranks hold.
+        self.width = self.local_size + (shard is not None and self.made.spare_column)
         self.plan = plan_chunks(
             self.tokens.computed,
             self.width,
@@ -69,7 +71,9 @@ class Walk:
             compute_dtype=dtype_name(compute_dtype),
             max_chunk_bytes=call.chunk_bytes,
         )
-        self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
+        self.block_rows = self.plan.chunk_tokens
+        if not self.made.whole_chunks:
+            self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
         self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
         self.shape = Shape(
             columns=self.local_size,
@@ -80,7 +84,9 @@ class Walk:
         )
         self.temperature = call.temperature
         rows = pad_rows(self.plan.chunk_tokens) if self.tokens.computed else 0
-        self.logits_TV = torch.empty(rows, self.width, **self.like)
+        columns = pad_columns(self.width) if traits(hidden).aligned_rows else self.width
+        self.buffer_TL = torch.empty(rows, columns, **self.like)
+        self.logits_TV = self.buffer_TL[:, : self.width]
         self.filled = False
 
     def agree(self) -> None:
@@ -115,9 +121,8 @@ class Walk:
 
     def kernels(self) -> Kernels:
         """With their scratch; give them up before a GEMM, whose own takes its place."""
-        device = self.hidden.device
-        made = kernels_for(device, self.compute_dtype)
-        return made(self.block_rows, self.width, self.compute_dtype, device, self.shape)
+        rows, device = self.block_rows, self.hidden.device
+        return self.made(rows, self.width, self.compute_dtype, device, self.shape)
 
     def blocks(self, chunk: Chunk, *, fresh: bool = True) -> Iterator[Rows]:
         """Of a chunk; not `fresh` where statistics of its logits have been made in place."""
@@ -125,7 +130,8 @@ class Walk:
             span = slice(low, min(low + self.block_rows, chunk.size))
             places = self.tokens.places(chunk.start + span.start, chunk.start + span.stop)
             z_BV, as_made = chunk.z_TV[span], fresh and not self.filled
-            yield rows_at(self.tokens, self.temperature, span, places, z_BV, fresh=as_made)
+            of = (self.tokens, self.temperature, span, places, z_BV, self.compute_dtype)
+            yield rows_at(*of, fresh=as_made)
 
     def scaled(self, factor_B: Tensor, rows: Rows) -> Tensor:
         """Factors of dz, times d z / d x where that is one number for a token."""
@@ -140,13 +146,14 @@ def rows_at(
     span: slice,
     places: slice | Tensor,
     z_BV: Tensor,
+    dtype: torch.dtype,
     *,
     fresh: bool = True,
 ) -> Rows:
     """Logits of some tokens, with what is known of each."""
     temperature_B = None
     if temperature is not None:
-        temperature_B = temperature.expand(tokens.valid.shape[0])[places].to(z_BV.dtype)
+        temperature_B = temperature.expand(tokens.valid.shape[0])[places].to(dtype)
     valid_B = None if tokens.packed else tokens.valid[places]
     owned_B = None if tokens.owned is None else tokens.owned[places]
     y_B1 = tokens.labels[places, None]

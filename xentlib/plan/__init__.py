@@ -7,6 +7,7 @@ from xentlib.plan.chunks import (
     block_bytes,
     block_tokens,
     default_chunk_bytes,
+    pad_columns,
     pad_rows,
     plan_chunks,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "default_chunk_bytes",
     "exchanges_per_chunk",
     "given_peak_bytes",
+    "pad_columns",
     "pad_rows",
     "peak_bytes",
     "plan_chunks",

@@ -21,6 +21,7 @@ __all__ = [
     "block_bytes",
     "block_tokens",
     "default_chunk_bytes",
+    "pad_columns",
     "pad_rows",
     "plan_chunks",
 ]
@@ -34,6 +35,8 @@ ROW_MULTIPLE = 8
 MAX_ROWS = 8192
 # From here on a GEMM gains from whole register tiles; below, memory is what the user asked to save.
 TILE_ROWS = 64
+
+COLUMN_MULTIPLE = 64
 
 MIB = 1 << 20
 # Elementwise passes go over a block of this many bytes while it is in cache: 4 MiB stays in the L3
@@ -94,6 +97,12 @@ class ChunkPlan:
 def pad_rows(rows: int) -> int:
     """`rows` rounded up to the row multiple that keeps GEMM rows bit-equal (A10)."""
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def pad_columns(columns: int) -> int:
+    """`columns` of float32 or float64 rounded up to whole lines of 128 bytes, also of 16-bit values
+    that take their place: at V = 50,257 rows would begin where no bulk copy of a GPU may."""
+    return -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def plan_chunks(

@@ -1,0 +1,244 @@
+"""Compile every Triton program in use for GPUs that need not be here, and read what came out.
+
+    python .ci/ptx.py [--arch 80 90 100] [--only NAME ...] [--table FILE] [--against FILE]
+
+Fails if a program spills registers, divides or exponentiates approximately in float32, or reads
+logits in less than 128 bits at a time. The table has registers, and instructions a logit in each
+loop over a row, counted in the machine code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from xentlib.torch.triton import programs
+from xentlib.torch.triton.launch import (
+    HIDDEN_BLOCK,
+    SUM_COLUMNS,
+    SUM_ROWS,
+    SUM_WARPS,
+    compiled,
+    options,
+)
+
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+COLUMNS = 128_256
+POINTERS = {
+    "y_ptr": "*i64",
+    "order_ptr": "*i64",
+    "valid_ptr": "*u8",
+    "dz_ptr": "*bf16",
+    "x_ptr": "*bf16",
+    "w_ptr": "*bf16",
+}
+FLOATS = {"softcap", "label_smoothing", "z_loss"}
+STRIDES_OF_ONE = {"step_w", "step_acc"}
+# Integers that are multiples of 16 in every call: Triton compiles loads of 128 bits for those.
+ALIGNED = {"ld", "ld_dz", "ld_dx", "ld_w", "ld_x", "ld_acc", "ld_out", "ld_values"}
+
+SHAPED = ("bias_ptr", "scale_ptr", "softcap", "temperature_ptr")
+FLAGS = {
+    "ENTROPY": False,
+    "SMOOTHING": False,
+    "PREDICTED": False,
+    "TARGET": False,
+    "GRADIENT": True,
+    "IN_PLACE": True,
+    "ROUND": tl.bfloat16,
+}
+ALL = {"ENTROPY": True, "SMOOTHING": True, "PREDICTED": True}
+
+
+def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Programs and what each is given: an option that is not named is left out."""
+    loss = programs.loss_rows
+    everything = {**ALL, "with": (*SHAPED, "weights_ptr")}
+    coefficients = ("beta_ptr", "gamma_ptr")
+    of_row: dict[str, tuple[Any, dict[str, Any]]] = {
+        "loss_rows, plain": (loss, {}),
+        "loss_rows, loss alone": (loss, {"GRADIENT": False}),
+        "loss_rows, entropy": (loss, {"ENTROPY": True}),
+        "loss_rows, predicted": (loss, {"PREDICTED": True}),
+        "loss_rows, smoothing": (loss, {"SMOOTHING": True}),
+        "loss_rows, smoothing and class weights": (
+            loss, {"SMOOTHING": True, "with": ("weights_ptr",)},
+        ),
+        "loss_rows, bias": (loss, {"with": ("bias_ptr",)}),
+        "loss_rows, scale": (loss, {"with": ("scale_ptr",)}),
+        "loss_rows, softcap": (loss, {"with": ("softcap",)}),
+        "loss_rows, temperature": (loss, {"with": ("temperature_ptr",)}),
+        "loss_rows, float32": (loss, {"ROUND": tl.float32, "dz_ptr": "*fp32"}),
+        "loss_rows, float16": (loss, {"ROUND": tl.float16, "dz_ptr": "*fp16"}),
+        "loss_rows, everything": (loss, everything),
+        "stats_rows, plain": (programs.stats_rows, {}),
+        "stats_rows, entropy": (programs.stats_rows, {"ENTROPY": True}),
+        "stats_rows, everything": (programs.stats_rows, everything),
+        "stats_rows, given in bfloat16": (programs.stats_rows, {"z_ptr": "*bf16"}),
+        "dz_rows, plain": (programs.dz_rows, {}),
+        "dz_rows, entropy": (programs.dz_rows, {"with": ("beta_ptr",)}),
+        "dz_rows, everything": (
+            programs.dz_rows, {"with": (*SHAPED, *coefficients, "weights_ptr")},
+        ),
+        "dz_rows, given in bfloat16": (
+            programs.dz_rows, {"z_ptr": "*bf16", "IN_PLACE": False, "TARGET": True},
+        ),
+    }  # fmt: skip
+    found = {}
+    for name, (program, more) in of_row.items():
+        heavy = more.get("SMOOTHING", False) or "softcap" in more.get("with", ())
+        found[name] = (program, {**options(COLUMNS, heavy=heavy), **more})
+    tile = {"ROWS": SUM_ROWS, "BLOCK": SUM_COLUMNS, **compiled(SUM_WARPS)}
+    found["column_sums, plain"] = (programs.column_sums, {**tile, "with": ("bias_ptr",)})
+    found["column_sums, everything"] = (
+        programs.column_sums,
+        {**tile, "with": (*SHAPED, *coefficients, "weights_ptr")},
+    )
+    wide = {"BLOCK": HIDDEN_BLOCK, **compiled(4)}
+    found["add_to_hidden"] = (programs.add_to_hidden, wide)
+    found["add_to_weight"] = (programs.add_to_weight, wide)
+    return found
+
+
+def compile_for(arch: int, program: Any, given: dict[str, Any]) -> Any:
+    """As a call from `launch` is compiled, for a GPU of this compute capability."""
+    given = {**FLAGS, "with": (), **given}
+    optional = {*SHAPED, "weights_ptr", "beta_ptr", "gamma_ptr", "weights_sum_ptr"} - set(
+        given["with"]
+    )
+    if "weights_ptr" in given["with"]:
+        optional.discard("weights_sum_ptr")
+    signature, constants, attributes = {}, {}, {}
+    for place, name in enumerate(program.arg_names):
+        if name in optional or name in STRIDES_OF_ONE or (name.isupper() and name in given):
+            signature[name] = "constexpr"
+            constants[name] = given.get(name, 1 if name in STRIDES_OF_ONE else None)
+        elif name in FLOATS:
+            signature[name] = "fp32"
+        elif name.endswith("_ptr"):
+            signature[name] = given.get(name, POINTERS.get(name, "*fp32"))
+        else:
+            signature[name] = "i32"
+        if (name.endswith("_ptr") and name not in optional) or name in ALIGNED:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
+    names = ("num_warps", "enable_fp_fusion")
+    return triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={name: given[name] for name in names}
+    )
+
+
+def read(kernel: Any, entries: int) -> dict[str, Any]:
+    """Of a compiled program; `entries` is how many logits a thread has in each turn of a loop."""
+    ptx = kernel.asm["ptx"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = dumped(file.name, "--dump-resource-usage")
+        sass = dumped(file.name, "--dump-sass")
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "approximate": len(
+            re.findall(
+                r"div\.(?:full|approx)|ex2\.approx|lg2\.approx|rcp\.approx\.(?:ftz\.)?f32|tanh\.approx",
+                ptx,
+            )
+        ),
+        "loads": sorted(set(re.findall(r"LDG\.E(?:\.[A-Z_]+)*?\.(\d+)\b", sass)), key=int),
+        "a logit": loops(sass, entries),
+    }
+
+
+def dumped(path: str, what: str) -> str:
+    command = [str(BINARIES / "cuobjdump"), what, path]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def loops(sass: str, entries: int) -> list[float]:
+    """Instructions a logit of each loop that reads memory."""
+    code = []
+    for line in sass.splitlines():
+        found = re.match(r"\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", line)
+        if found:
+            code.append((int(found[1], 16), found[2]))
+    result = []
+    for address, text in code:
+        target = re.search(r"BRA.*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < address:
+            body = [t for a, t in code if int(target[1], 16) <= a <= address]
+            if any("LDG" in t for t in body):
+                result.append(round(len(body) / entries, 1))
+    return result
+
+
+def defects(row: dict[str, Any], *, reads_rows: bool) -> list[str]:
+    """What no program may have."""
+    found = []
+    if row["spills"]:
+        found.append(f"{row['spills']} loads and stores of spilled registers")
+    if row["approximate"]:
+        found.append(f"{row['approximate']} approximate divisions or exponentials")
+    if reads_rows and "128" not in row["loads"]:
+        found.append(f"loads of {row['loads']} bits, none of 128")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90, 100])
+    parser.add_argument("--only", nargs="+", help="variants whose name begins with one of these")
+    parser.add_argument("--table", type=Path, help="to write")
+    parser.add_argument("--against", type=Path, help="a table that must say the same")
+    args = parser.parse_args()
+    found: dict[str, Any] = {"triton": triton.__version__, "programs": {}}
+    wrong = []
+    for name, (program, given) in variants().items():
+        if args.only and not name.startswith(tuple(args.only)):
+            continue
+        for arch in args.arch:
+            start = time.monotonic()
+            entries = given["BLOCK"] * given.get("ROWS", 1) // (32 * given["num_warps"])
+            row = read(compile_for(arch, program, given), entries)
+            found["programs"].setdefault(name, {})[f"sm_{arch}"] = row
+            said = defects(row, reads_rows="rows, " in name)
+            wrong += [f"{name}, sm_{arch}: {text}" for text in said]
+            print(f"{name:38s} sm_{arch} {row} {time.monotonic() - start:.1f} s", flush=True)
+    if args.against:
+        wrong += differences(json.loads(args.against.read_text(encoding="utf-8")), found)
+    if args.table:
+        args.table.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def differences(table: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Of what was compiled from what is committed; a compiler of its own makes its own code."""
+    if table["triton"] != found["triton"]:
+        return []
+    return [
+        f"{name}, {arch}: {row}, in the table {table['programs'].get(name, {}).get(arch)}"
+        for name, rows in found["programs"].items()
+        for arch, row in rows.items()
+        if table["programs"].get(name, {}).get(arch) != row
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Triton's programs compiled for GPUs that are not here; `make ptx` compiles all of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import HAS_TORCH
+
+ROOT = Path(__file__).resolve().parents[1]
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(
+        not HAS_TORCH or importlib.util.find_spec("triton") is None,
+        reason="Triton is not installed",
+    ),
+]
+# tl.exp ends in ex2.approx and `/` in div.full, which the interpreter computes exactly.
+MUTANT = """
+import runpy, sys
+sys.argv = ["ptx.py", "--arch", "90", "--only", "loss_rows, plain"]
+import os; os.environ.pop("TRITON_INTERPRET", None)
+import triton.language as tl
+from xentlib.torch.triton import row
+row.exp = tl.exp
+runpy.run_path({path!r}, run_name="__main__")
+"""
+
+
+def compiled(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Without the interpreter, which is chosen when Triton is imported, and without its cache."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_ALWAYS_COMPILE"] = "1"
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_programs_compile_to_what_is_written_down() -> None:
+    """No spill, no approximate division or exponential, loads of 128 bits, and the registers and
+    instructions a logit of the committed table."""
+    names = ["loss_rows, plain", "loss_rows, everything", "dz_rows, given", "column_sums, plain"]
+    table = ["--against", "docs/data/kernels.json"]
+    done = compiled(".ci/ptx.py", "--arch", "90", *table, "--only", *names, "add_to_weight")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sm_90") == 5
+
+
+def test_an_approximate_exponential_is_seen() -> None:
+    done = compiled("-c", MUTANT.format(path=str(ROOT / ".ci" / "ptx.py")))
+    assert done.returncode == 1
+    assert "approximate" in done.stderr.splitlines()[-1]

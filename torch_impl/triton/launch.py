@@ -1,0 +1,209 @@
+"""The seam of `core.kernels` answered by Triton programs: a chunk's rows in one launch.
+
+Shapes: B rows (of a chunk, all of them), V columns, H hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xentlib.torch.core.kernels import (
+    Asked,
+    Coefficients,
+    LossTerms,
+    RestStats,
+    Rows,
+    Shape,
+)
+from xentlib.torch.triton import programs
+from xentlib.torch.triton.elementary import INTERPRETED
+
+__all__ = ["Triton", "options"]
+
+# 8 entries a thread are two loads of 128 bits, and at 512 threads 48 registers each; a softcap or
+# the sums of a smoothing, which are float64, would spill, and have 4.
+WARPS, THREADS_A_WARP = 16, 32
+# Of column sums: 16 rows of 128 columns are a tile of 8 KiB, read in lines of 512 bytes.
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 16, 128, 8
+HIDDEN_BLOCK = 1024
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def options(columns: int, *, heavy: bool = False) -> dict[str, Any]:
+    """Lanes of a program that reads a row of so many columns, and how it is compiled."""
+    entries = 4 if heavy else 8
+    block = min(WARPS * THREADS_A_WARP * entries, max(128, triton.next_power_of_2(columns)))
+    return {"BLOCK": block, **compiled(max(1, block // (THREADS_A_WARP * entries)))}
+
+
+def compiled(warps: int) -> dict[str, Any]:
+    """Contraction to fused multiply-adds would undo error-free transformations."""
+    return {} if INTERPRETED else {"num_warps": warps, "enable_fp_fusion": False}
+
+
+class Triton:
+    """See `kernels.Kernels`. No scratch, and the logits are read only: dz may be written anywhere
+    that `write_dz` allows."""
+
+    one_pass: ClassVar[bool] = True
+    whole_chunks: ClassVar[bool] = True
+    spare_column: ClassVar[bool] = False
+    sorted_targets: ClassVar[bool] = True
+
+    def __init__(
+        self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: Shape
+    ) -> None:
+        self.device, self.shape = device, shape
+
+    def stats(self, rows: Rows, asked: Asked, *, dz_follows: bool) -> tuple[Tensor, RestStats]:
+        """Steps 2 to 4."""
+        found = rows.z_BV.new_empty(4 + sum(asked), rows.z_BV.shape[0], dtype=torch.float32)
+        of_shape = self.shape_of(rows)
+        self.launch(
+            programs.stats_rows, rows, **of_shape, out_ptr=found, ld_out=found.stride(0),
+            ENTROPY=asked.entropy, SMOOTHING=asked.smoothing, PREDICTED=asked.predicted,
+            **self.options(smoothing=asked.smoothing),
+        )  # fmt: skip
+        z_y, m, ones, s, *more = found
+        left = iter(more)
+        return z_y, RestStats(m, ones, s, *(next(left) if wanted else None for wanted in asked))
+
+    def dz(
+        self,
+        rows: Rows,
+        lse_B: Tensor,
+        of: Coefficients,
+        *,
+        into_BV: Tensor | None = None,
+        round_to: torch.dtype | None = None,
+        with_target: bool = False,
+        column_sums: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Steps 6 and 7."""
+        sums_V = self.column_sums(rows, lse_B, of) if column_sums else None
+        into_BV = rows.z_BV if into_BV is None else into_BV
+        dz_y_B = torch.empty_like(lse_B)
+        self.launch(
+            programs.dz_rows, rows, **self.shape_of(rows), **self.written(rows, into_BV, round_to),
+            lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma, own_ptr=of.own,
+            dz_y_ptr=dz_y_B, TARGET=with_target, **self.options(smoothing=False),
+        )  # fmt: skip
+        return dz_y_B, sums_V
+
+    def loss(
+        self,
+        rows: Rows,
+        asked: Asked,
+        terms: LossTerms,
+        *,
+        into_BV: Tensor | None = None,
+        round_to: torch.dtype | None = None,
+    ) -> None:
+        """Steps 2 to 7."""
+        into: dict[str, Any] = {"dz_ptr": None, "ld_dz": 0, "ROUND": tl.float32, "IN_PLACE": False}
+        if terms.dz_y_B is not None:
+            into = self.written(rows, rows.z_BV if into_BV is None else into_BV, round_to)
+        self.launch(
+            programs.loss_rows, rows, **self.shape_of(rows), **into, factor_ptr=terms.factor_B,
+            weights_sum_ptr=terms.weights_sum, values_ptr=terms.values_7B,
+            ld_values=terms.values_7B.stride(0), dz_y_ptr=terms.dz_y_B,
+            label_smoothing=terms.label_smoothing, z_loss=terms.z_loss, ENTROPY=asked.entropy,
+            SMOOTHING=asked.smoothing, PREDICTED=asked.predicted,
+            GRADIENT=terms.dz_y_B is not None, **self.options(smoothing=asked.smoothing),
+        )  # fmt: skip
+
+    def column_sums(self, rows: Rows, lse_B: Tensor, of: Coefficients) -> Tensor:
+        """Before `dz` overwrites the logits: 4 bytes a logit more, for a gradient of the bias."""
+        count, columns = rows.z_BV.shape[0], self.shape.columns
+        sums_V = rows.z_BV.new_empty(columns, dtype=torch.float32)
+        given = self.of(rows) | self.shape_of(rows)
+        with self.on_device():
+            programs.column_sums[(triton.cdiv(columns, SUM_COLUMNS),)](
+                **given, lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma,
+                out_ptr=sums_V, T=count, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS,
+                **compiled(SUM_WARPS),
+            )  # fmt: skip
+        return sums_V
+
+    @staticmethod
+    def add_to_hidden(dx_BH: Tensor, dz_y_B: Tensor, weight_VH: Tensor, y_B: Tensor) -> None:
+        """dx[i] += dz_y[i] weight[y[i]]; nothing where `y` is no row of `weight`."""
+        rows, width = dz_y_B.shape[0], dx_BH.shape[1]
+        with device_of(dx_BH):
+            programs.add_to_hidden[(rows, triton.cdiv(width, HIDDEN_BLOCK))](
+                dx_BH, dx_BH.stride(0), dz_y_B, y_B, weight_VH, *weight_VH.stride(),
+                weight_VH.shape[0], width, BLOCK=HIDDEN_BLOCK, **compiled(4),
+            )  # fmt: skip
+
+    @staticmethod
+    def add_to_weight(
+        acc_VH: Tensor,
+        dz_y_B: Tensor,
+        x_BH: Tensor,
+        y_B: Tensor,
+        order_B: Tensor | None,
+        first: int,
+    ) -> None:
+        """acc[y[i]] += dz_y[i] x[i], a label's tokens in ascending order."""
+        rows, width = dz_y_B.shape[0], x_BH.shape[1]
+        with device_of(acc_VH):
+            programs.add_to_weight[(rows, triton.cdiv(width, HIDDEN_BLOCK))](
+                acc_VH, *acc_VH.stride(), dz_y_B, y_B, order_B, first, x_BH, x_BH.stride(0), rows,
+                acc_VH.shape[0], width, BLOCK=HIDDEN_BLOCK, **compiled(4),
+            )  # fmt: skip
+
+    # Arguments of the programs
+
+    def launch(self, program: Any, rows: Rows, **given: Any) -> None:
+        if rows.z_BV.shape[0]:
+            with self.on_device():
+                program[(rows.z_BV.shape[0],)](**self.of(rows), **given)
+
+    def options(self, *, smoothing: bool) -> dict[str, Any]:
+        return options(self.shape.columns, heavy=smoothing or self.shape.softcap is not None)
+
+    def on_device(self) -> Any:
+        return device_of(self.device)
+
+    def of(self, rows: Rows) -> dict[str, Any]:
+        valid_B = None if rows.valid_B is None else rows.valid_B.view(torch.uint8)
+        return {
+            "z_ptr": rows.z_BV,
+            "ld": rows.z_BV.stride(0),
+            "y_ptr": rows.y_B1,
+            "valid_ptr": valid_B,
+            "V": self.shape.columns,
+        }
+
+    def shape_of(self, rows: Rows) -> dict[str, Any]:
+        shape, temperature_B = self.shape, rows.temperature_B
+        return {
+            "bias_ptr": shape.bias_V,
+            "scale_ptr": shape.scale,
+            "softcap": shape.softcap,
+            "weights_ptr": shape.class_weights_V,
+            "temperature_ptr": temperature_B,
+            "ld_temperature": 0 if temperature_B is None else temperature_B.stride(0),
+        }
+
+    def written(self, rows: Rows, into_BV: Tensor, dtype: torch.dtype | None) -> dict[str, Any]:
+        same = into_BV.untyped_storage().data_ptr() == rows.z_BV.untyped_storage().data_ptr()
+        return {
+            "dz_ptr": into_BV,
+            "ld_dz": into_BV.stride(0),
+            "ROUND": DTYPES[dtype or into_BV.dtype],
+            "IN_PLACE": same,
+        }
+
+
+def device_of(where: Tensor | torch.device) -> Any:
+    """A launch goes to the current device, wherever its tensors are. NumPy, which interprets, warns
+    of infinities that a device computes without a word."""
+    device = where.device if isinstance(where, Tensor) else where
+    return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")

@@ -1,0 +1,313 @@
+"""Triton programs: one a row of logits, one a block of columns for their sums, one a token for the
+terms of its target.
+
+Shapes: T rows of a chunk, V columns, H hidden width. A pointer of None leaves its option out of the
+compiled program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from xentlib.torch.triton.elementary import round_to, two_diff
+from xentlib.torch.triton.row import (
+    dz_of,
+    scan_row,
+    shape_logits,
+    token_stats,
+    write_dz,
+    zero_row,
+)
+
+__all__ = [
+    "add_to_hidden",
+    "add_to_weight",
+    "column_sums",
+    "dz_rows",
+    "loss_rows",
+    "stats_rows",
+]
+
+
+@triton.jit
+def stats_rows(
+    z_ptr, ld, y_ptr, valid_ptr, bias_ptr, scale_ptr, softcap, temperature_ptr, ld_temperature,
+    weights_ptr, out_ptr, ld_out, V,
+    ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Steps 2 to 4: the target's logit and `kernels.RestStats`, one row of `out` [4 to 7, T] each;
+    0 for a row that does not count."""
+    row = tl.program_id(0).to(tl.int64)
+    out_ptr += row
+    counts = True
+    if valid_ptr is not None:
+        counts = tl.load(valid_ptr + row) != 0
+    if counts:
+        y = tl.load(y_ptr + row).to(tl.int32)
+        scale, temperature = 1.0, 1.0
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr)
+        if temperature_ptr is not None:
+            temperature = tl.load(temperature_ptr + row * ld_temperature)
+        row_ptr = z_ptr + row * ld
+        m, ones, s, sum_ed, sum_d, column = scan_row(
+            row_ptr, y, V, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
+            weights_ptr, ENTROPY, SMOOTHING, PREDICTED, BLOCK,
+        )  # fmt: skip
+        here = (y >= 0) & (y < V)
+        z_y = tl.load(row_ptr + y, mask=here, other=0.0)
+        z_y, _ = shape_logits(
+            z_y, y, here, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
+        )
+        tl.store(out_ptr, tl.where(here, z_y, float("-inf")))
+        tl.store(out_ptr + ld_out, m)
+        tl.store(out_ptr + 2 * ld_out, ones)
+        tl.store(out_ptr + 3 * ld_out, s)
+        out_ptr += 4 * ld_out
+        if ENTROPY:
+            tl.store(out_ptr, sum_ed)
+            out_ptr += ld_out
+        if SMOOTHING:
+            tl.store(out_ptr, sum_d.to(tl.float32))
+            out_ptr += ld_out
+        if PREDICTED:
+            tl.store(out_ptr, column.to(tl.float32))
+    else:
+        found: tl.constexpr = 4 + ENTROPY + SMOOTHING + PREDICTED
+        for k in range(found):
+            tl.store(out_ptr + k * ld_out, 0.0)
+
+
+@triton.jit
+def dz_rows(
+    z_ptr, ld, dz_ptr, ld_dz, y_ptr, valid_ptr, lse_ptr, alpha_ptr, beta_ptr, gamma_ptr, own_ptr,
+    bias_ptr, scale_ptr, softcap, temperature_ptr, ld_temperature, weights_ptr, dz_y_ptr, V,
+    TARGET: tl.constexpr, ROUND: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Steps 6 and 7 of `kernels.Coefficients`: dz of a row, and that of its target, not rounded, 0
+    where it is not of these columns."""
+    row = tl.program_id(0).to(tl.int64)
+    counts = True
+    if valid_ptr is not None:
+        counts = tl.load(valid_ptr + row) != 0
+    if counts:
+        y = tl.load(y_ptr + row).to(tl.int32)
+        scale, temperature, beta, gamma = 1.0, 1.0, 0.0, 0.0
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr)
+        if temperature_ptr is not None:
+            temperature = tl.load(temperature_ptr + row * ld_temperature)
+        if beta_ptr is not None:
+            beta = tl.load(beta_ptr + row)
+        if gamma_ptr is not None:
+            gamma = tl.load(gamma_ptr + row)
+        row_ptr = z_ptr + row * ld
+        here = (y >= 0) & (y < V)
+        own = tl.load(own_ptr + row)
+        if softcap is not None:
+            z_y = tl.load(row_ptr + y, mask=here, other=0.0)
+            _, slope = shape_logits(
+                z_y, y, here, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
+            )
+            own *= slope
+        own = tl.where(here, own, 0.0)
+        tl.store(dz_y_ptr + row, own)
+        write_dz(
+            row_ptr, dz_ptr + row * ld_dz, y, V, tl.load(lse_ptr + row), tl.load(alpha_ptr + row),
+            beta, gamma, own, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
+            weights_ptr, beta_ptr is not None, gamma_ptr is not None, TARGET, ROUND, IN_PLACE,
+            BLOCK,
+        )  # fmt: skip
+    else:
+        zero_row(dz_ptr + row * ld_dz, V, BLOCK)
+        tl.store(dz_y_ptr + row, 0.0)
+
+
+@triton.jit
+def loss_rows(
+    z_ptr, ld, dz_ptr, ld_dz, y_ptr, valid_ptr, factor_ptr, bias_ptr, scale_ptr, softcap,
+    temperature_ptr, ld_temperature, weights_ptr, weights_sum_ptr, values_ptr, ld_values, dz_y_ptr,
+    V, label_smoothing, z_loss,
+    ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr,
+    GRADIENT: tl.constexpr, ROUND: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Steps 2 to 7 of `chunked_nll`: `values` [7, T] (loss, its z-loss part, logprob, entropy, lse,
+    correct, predicted), dz of a row, and that of its target; all 0 where a row does not count."""
+    row = tl.program_id(0).to(tl.int64)
+    values_ptr += row
+    counts = True
+    if valid_ptr is not None:
+        counts = tl.load(valid_ptr + row) != 0
+    if counts:
+        y = tl.load(y_ptr + row).to(tl.int32)
+        scale, temperature = 1.0, 1.0
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr)
+        if temperature_ptr is not None:
+            temperature = tl.load(temperature_ptr + row * ld_temperature)
+        row_ptr = z_ptr + row * ld
+        # 3. and 4. The rest of the row, then its target
+        m, ones, s, sum_ed, sum_d, column = scan_row(
+            row_ptr, y, V, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
+            weights_ptr, ENTROPY, SMOOTHING, PREDICTED, BLOCK,
+        )  # fmt: skip
+        z_y = tl.load(row_ptr + y)
+        z_y, slope = shape_logits(
+            z_y, y, True, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
+        )
+        # 5. Per token
+        classes = V.to(tl.float64)
+        w_y, w_sum = 1.0, classes
+        if weights_ptr is not None:
+            w_y = tl.load(weights_ptr + y).to(tl.float64)
+            w_sum = tl.load(weights_sum_ptr).to(tl.float64)
+        lse, logprob, p_rest, entropy, mean_logp, m_rest = token_stats(
+            z_y, m, ones, s, sum_ed, sum_d, w_y, w_sum, V, ENTROPY, SMOOTHING
+        )
+        nll = -logprob
+        if weights_ptr is not None:
+            nll *= w_y
+        if SMOOTHING:
+            nll = nll - label_smoothing * nll - label_smoothing * mean_logp
+        z_term = z_loss * (lse * lse)
+        tl.store(values_ptr, (nll + z_term).to(tl.float32))
+        tl.store(values_ptr + ld_values, z_term.to(tl.float32))
+        tl.store(values_ptr + 2 * ld_values, logprob.to(tl.float32))
+        if ENTROPY:
+            tl.store(values_ptr + 3 * ld_values, entropy.to(tl.float32))
+        else:
+            tl.store(values_ptr + 3 * ld_values, 0.0)
+        tl.store(values_ptr + 4 * ld_values, lse.to(tl.float32))
+        tl.store(values_ptr + 5 * ld_values, tl.where(z_y > m_rest, 1.0, 0.0))
+        if PREDICTED:
+            tied = tl.where(z_y == m_rest, tl.minimum(y, column), column)
+            predicted = tl.where(z_y > m_rest, y, tied)
+            tl.store(values_ptr + 6 * ld_values, predicted.to(tl.float32))
+        else:
+            tl.store(values_ptr + 6 * ld_values, 0.0)
+        if GRADIENT:
+            # 6. and 7. As `nll.coefficients`, then dz
+            outer = tl.load(factor_ptr + row).to(tl.float64)
+            if scale_ptr is not None:
+                outer *= scale
+            if temperature_ptr is not None:
+                outer /= temperature
+            extra = z_loss * (2.0 * lse)
+            uniform, left, through = 0.0, 0.0, 1.0 + extra
+            if SMOOTHING:
+                uniform = label_smoothing / classes
+                left = label_smoothing - uniform
+            if weights_ptr is not None:
+                through = w_y - label_smoothing * w_y + uniform * w_sum + extra
+                left = uniform * (w_sum - w_y)
+            own = (outer * (extra + left - through * p_rest)).to(tl.float32)
+            if softcap is not None:
+                own *= slope
+            tl.store(dz_y_ptr + row, round_to(own, ROUND))
+            write_dz(
+                row_ptr, dz_ptr + row * ld_dz, y, V, lse.to(tl.float32),
+                (outer * through).to(tl.float32), 0.0, (outer * uniform).to(tl.float32), 0.0,
+                bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature, weights_ptr,
+                False, SMOOTHING, False, ROUND, IN_PLACE, BLOCK,
+            )  # fmt: skip
+    else:
+        for k in range(7):
+            tl.store(values_ptr + k * ld_values, 0.0)
+        if GRADIENT:
+            zero_row(dz_ptr + row * ld_dz, V, BLOCK)
+            tl.store(dz_y_ptr + row, 0.0)
+
+
+@triton.jit
+def column_sums(
+    z_ptr, ld, y_ptr, valid_ptr, lse_ptr, alpha_ptr, beta_ptr, gamma_ptr, bias_ptr, scale_ptr,
+    softcap, temperature_ptr, ld_temperature, weights_ptr, out_ptr, T, V,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums [V] over the rows of dz of the rest, not rounded: `ROWS` rows at a time as a tree, their
+    sums one after the other with the error of each put back."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < V
+    total, error = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, T, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        counts = rows < T
+        y = tl.load(y_ptr + rows, mask=counts, other=-1).to(tl.int32)
+        lse = tl.load(lse_ptr + rows, mask=counts, other=0.0)
+        alpha = tl.load(alpha_ptr + rows, mask=counts, other=0.0)
+        beta, gamma, scale, temperature = 0.0, 0.0, 1.0, 1.0
+        if beta_ptr is not None:
+            beta = tl.load(beta_ptr + rows, mask=counts, other=0.0)[:, None]
+        if gamma_ptr is not None:
+            gamma = tl.load(gamma_ptr + rows, mask=counts, other=0.0)[:, None]
+        if scale_ptr is not None:
+            scale = tl.load(scale_ptr)
+        if temperature_ptr is not None:
+            temperature = tl.load(temperature_ptr + rows * ld_temperature, mask=counts, other=1.0)
+            temperature = temperature[:, None]
+        if valid_ptr is not None:
+            counts = counts & (tl.load(valid_ptr + rows, mask=counts, other=0) != 0)
+        place = z_ptr + rows.to(tl.int64)[:, None] * ld + cols[None, :]
+        mask = counts[:, None] & inside[None, :]
+        z = tl.load(place, mask=mask, other=0.0)
+        dz = dz_of(
+            z, cols[None, :], inside[None, :], y[:, None], lse[:, None], alpha[:, None], beta,
+            gamma, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature, weights_ptr,
+            beta_ptr is not None, gamma_ptr is not None,
+        )  # fmt: skip
+        part = tl.sum(tl.where(mask, dz, 0.0), 0)
+        # two_diff of a sum: total - (-part)
+        total, lost = two_diff(total, -part)
+        error += lost
+    tl.store(out_ptr + cols, total + error, mask=inside)
+
+
+@triton.jit
+def add_to_hidden(
+    dx_ptr, ld_dx, dz_y_ptr, y_ptr, w_ptr, ld_w, step_w, columns, H, BLOCK: tl.constexpr
+):  # fmt: skip
+    """d hidden of a token += dz of its target times the target's row of the head."""
+    row = tl.program_id(0).to(tl.int64)
+    dz_y = tl.load(dz_y_ptr + row)
+    y = tl.load(y_ptr + row)
+    if (dz_y != 0) & (y < columns):
+        h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = h < H
+        place = dx_ptr + row * ld_dx + h
+        w = tl.load(w_ptr + y * ld_w + h * step_w, mask=mask, other=0.0).to(tl.float32)
+        tl.store(place, tl.fma(w, dz_y, tl.load(place, mask=mask, other=0.0)), mask=mask)
+
+
+@triton.jit
+def add_to_weight(
+    acc_ptr, ld_acc, step_acc, dz_y_ptr, y_ptr, order_ptr, first, x_ptr, ld_x, T, columns, H,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The target's row of d weight += dz of the target times hidden, over the tokens of a label in
+    ascending order (row A11): the program of the first of them adds all."""
+    i = tl.program_id(0)
+    token = tl.load(order_ptr + i) - first
+    y = tl.load(y_ptr + token)
+    before = y - 1
+    if i > 0:
+        before = tl.load(y_ptr + tl.load(order_ptr + i - 1) - first)
+    if (before != y) & (y < columns):
+        h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = h < H
+        total, error = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        last = i
+        same = y
+        while same == y:
+            token = tl.load(order_ptr + last) - first
+            dz_y = tl.load(dz_y_ptr + token)
+            if dz_y != 0:
+                x = tl.load(x_ptr + token * ld_x + h, mask=mask, other=0.0).to(tl.float32)
+                total, lost = two_diff(total, -dz_y * x)
+                error += lost
+            last += 1
+            same = y - 1
+            if last < T:
+                same = tl.load(y_ptr + tl.load(order_ptr + last) - first)
+        place = acc_ptr + y * ld_acc + h * step_acc
+        tl.store(place, tl.load(place, mask=mask, other=0.0) + (total + error), mask=mask)
