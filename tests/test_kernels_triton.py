@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 from conftest import HAS_TORCH
-from helpers.kernel_blocks import B, Block, V, draw
 from xentlib.contract import check, failures
-from xentlib.reference import nll_reference
 
 if not HAS_TORCH:
     pytest.skip("PyTorch is not installed", allow_module_level=True)
 
 import torch
 
-from xentlib.torch.core.kernels import Asked, LossTerms, Rows, Shape, runnable
+from xentlib.torch.core.kernels import runnable
 
 if "triton" not in runnable():
     pytest.skip("Triton is not installed, or finds no GPU", allow_module_level=True)
@@ -27,6 +25,7 @@ if "triton" not in runnable():
 import triton
 import triton.language as tl
 
+from helpers.kernel_losses import LOSSES, Terms, drawn, held, loss_of, oracle
 from xentlib.torch.triton import elementary
 from xentlib.torch.triton.launch import Triton
 
@@ -112,118 +111,19 @@ def test_rounding_has_the_bits_of_ml_dtypes() -> None:
 # --- the loss in one pass -------------------------------------------------------------------------
 
 
-class Terms:
-    """What a loss is made of beside its block."""
-
-    def __init__(self, smoothing: float, z_loss: float, *, weights: bool) -> None:
-        rng = np.random.default_rng(7)
-        self.smoothing, self.z_loss = smoothing, z_loss
-        self.token_weights = (0.5 + rng.random(B)).astype(np.float32)
-        self.weights = (0.5 + rng.random(V)).astype(np.float32) if weights else None
-
-
-def loss_of(
-    block: Block, terms: Terms, dtype: torch.dtype, *, beside: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Values [7, B], and dz of all columns. 16-bit dz lies over its logits, or `beside` them."""
-
-    def tensor(x: Any) -> Any:
-        return None if x is None else torch.tensor(x)
-
-    buffer_BL = torch.full((B, 320), torch.nan)
-    z_BV = buffer_BL[:, :V].copy_(tensor(block.product))
-    into_BV = None
-    if beside:
-        into_BV = torch.full((B, V), torch.nan, dtype=dtype)
-    elif dtype != torch.float32:
-        into_BV = buffer_BL.view(dtype)[:, 320 : 320 + V]
-    weights = tensor(terms.weights)
-    shape = Shape(V, tensor(block.bias), tensor(block.scale), block.softcap, weights)
-    every, labels = slice(0, B), tensor(block.labels)
-    temperature, valid = tensor(block.temperature), tensor(block.valid)
-    rows = Rows(every, every, z_BV, labels[:, None], temperature, valid, None)
-    values, dz_y = torch.full((7, B), torch.nan), torch.full((B,), torch.nan)
-    Triton(B, V, torch.float32, torch.device("cpu"), shape).loss(
-        rows,
-        Asked(entropy=True, smoothing=terms.smoothing > 0, predicted=True),
-        LossTerms(
-            tensor(terms.token_weights),
-            terms.smoothing,
-            terms.z_loss,
-            None if weights is None else weights.sum(),
-            values,
-            dz_y,
-        ),
-        into_BV=into_BV,
-        round_to=dtype,
-    )
-    dz = (z_BV if into_BV is None else into_BV).float()
-    assert not dz[torch.arange(B), labels].any()
-    dz[torch.arange(B), labels] = dz_y
-    return values.numpy(), dz.numpy()
-
-
-LOSSES = {
-    "plain": ({}, Terms(0.0, 0.0, weights=False)),
-    "smoothed": ({}, Terms(0.1, 1e-3, weights=False)),
-    "class weights": ({}, Terms(0.2, 1e-3, weights=True)),
-    "weights alone": ({}, Terms(0.0, 0.0, weights=True)),
-    "softcap": ({"softcap": 8.0, "scale": 0.7}, Terms(0.0, 1e-4, weights=False)),
-    "everything": (
-        {"bias": True, "scale": 1.3, "softcap": 30.0, "temperature": True},
-        Terms(0.1, 1e-3, weights=True),
-    ),
-}
-
-
 @pytest.mark.parametrize(("options", "terms"), LOSSES.values(), ids=LOSSES)
-def test_the_loss_in_one_pass(options: Any, terms: Terms) -> None:
-    """A0, A2 to A6: values and dz of `chunked_nll`. Catches: a statistic dropped, the target's
-    column left in the sum, a mask ignored, class weights without their sum."""
-    block = draw(8, **options)
-    block.product[2, 1::2] = -30.0  # the oracle's bound knows no masked class here
+def test_the_loss_in_one_pass(monkeypatch: pytest.MonkeyPatch, options: Any, terms: Terms) -> None:
+    """A0, A2 to A5: values and dz of `chunked_nll`, in four blocks of columns and a column."""
+    monkeypatch.setattr("xentlib.torch.triton.launch.INTERPRETED_BLOCK", 64)
+    block = drawn(8, options)
+    reference = oracle(block, terms)
     values, dz = loss_of(block, terms, torch.float32)
-    known = block.options()
-    reference = nll_reference(
-        np.eye(B, dtype=np.float32),
-        block.product.T,
-        block.labels,
-        where=block.valid,
-        token_weights=terms.token_weights,
-        class_weights=terms.weights,
-        label_smoothing=terms.smoothing,
-        z_loss=terms.z_loss,
-        reduction="sum",
-        **known,
-    )
-
-    def held(values: np.ndarray, dz: np.ndarray) -> list[Any]:
-        count = block.valid
-        total, z_term, logprob, entropy, lse, correct, predicted = (x[count] for x in values)
-        weighted = (total.astype(np.float64) * terms.token_weights[count]).sum()
-        z_terms = (z_term.astype(np.float64) * terms.token_weights[count]).sum()
-        scale = np.maximum(np.abs(reference.lse[count]), 1.0)
-        measured = check("A2", weighted, reference.loss, magnitude=reference.loss_magnitude)
-        measured += check("A2", z_terms, reference.z_loss, magnitude=reference.loss_magnitude)
-        measured += check("A3", lse, reference.lse[count], magnitude=scale)
-        if block.as_given:
-            measured += check("A4", logprob, reference.logprobs[count])
-        measured += check("A0", correct > 0, reference.correct[count])
-        clear = reference.margin[count] > 1e-6
-        found = predicted.astype(np.int64)[clear]
-        measured += check("A0", found, reference.predicted[count][clear])
-        gap = np.abs(entropy - reference.entropy[count])
-        assert gap.max() < 1e-5
-        return measured + check("A5", dz, reference.d_weight.T, reference.bound_weight.T)
-
-    assert not failures(held(values, dz))
-    assert not dz[~block.valid].any()
-    assert not values[:, ~block.valid].any()
+    assert not failures(held(block, terms, reference, (values, dz)))
     for row in (0, 4):
         wrong = values.copy()
         wrong[row] *= 1.00001
-        assert failures(held(wrong, dz))
-    assert failures(held(values, 1.001 * dz))
+        assert failures(held(block, terms, reference, (wrong, dz)))
+    assert failures(held(block, terms, reference, (values, 1.001 * dz)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -231,7 +131,7 @@ def test_the_loss_in_one_pass(options: Any, terms: Terms) -> None:
 def test_dz_over_its_own_logits(name: str, dtype: torch.dtype) -> None:
     """A0: rounded once, in the upper half of the row, whatever a block has overwritten."""
     options, terms = LOSSES[name]
-    block = draw(9, **options)
+    block = drawn(9, options)
     values, exact = loss_of(block, terms, torch.float32)
     rounded = torch.tensor(exact).to(dtype).float().numpy()
     for beside in (False, True):

@@ -29,6 +29,7 @@ __all__ = ["Triton", "options"]
 # 8 entries a thread are two loads of 128 bits, and at 512 threads 48 registers each; a softcap or
 # the sums of a smoothing, which are float64, would spill, and have 4.
 WARPS, THREADS_A_WARP = 16, 32
+INTERPRETED_BLOCK = 256  # so that short rows have several blocks too
 # Of column sums: 16 rows of 128 columns are a tile of 8 KiB, read in lines of 512 bytes.
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 16, 128, 8
 HIDDEN_BLOCK = 1024
@@ -38,7 +39,8 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 def options(columns: int, *, heavy: bool = False) -> dict[str, Any]:
     """Lanes of a program that reads a row of so many columns, and how it is compiled."""
     entries = 4 if heavy else 8
-    block = min(WARPS * THREADS_A_WARP * entries, max(128, triton.next_power_of_2(columns)))
+    largest = INTERPRETED_BLOCK if INTERPRETED else WARPS * THREADS_A_WARP * entries
+    block = min(largest, max(128, triton.next_power_of_2(columns)))
     return {"BLOCK": block, **compiled(max(1, block // (THREADS_A_WARP * entries)))}
 
 
