@@ -1,0 +1,88 @@
+"""The contract with Triton's programs, interpreted: a choice of the parity run's cases, of few
+tokens, as a program takes some 10 ms a row. `xentlib parity --kernels triton` has all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from conftest import HAS_TORCH
+from helpers.measured import CAPPED, SMALL, by_id, hold
+from xentlib.parity.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
+from xentlib.parity.problem import Case, build
+from xentlib.parity.rows import nll, per_token, windows
+
+if not HAS_TORCH:
+    pytest.skip("PyTorch is not installed", allow_module_level=True)
+
+from xentlib.torch.core.kernels import runnable
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(
+        "triton" not in runnable(), reason="Triton is not installed, or finds no GPU"
+    ),
+]
+ONE_PASS = {"base", "options", "confident", "class-weights", "saturated", "kernel-layout"}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XENTLIB_KERNELS", "triton")
+
+
+def few(case: Case, tokens: int = 19) -> Case:
+    """Without a bias, whose gradient takes the statistics apart from dz, where `ONE_PASS`."""
+    bias = case.bias and case.id not in ONE_PASS
+    return replace(case, tokens=min(case.tokens, tokens), vocab=min(case.vocab, 2050), bias=bias)
+
+
+CASES = [few(case) for case in SMALL if case.id not in ("flat", "sharp", "denominator")]
+LOW = low_precision((few(BASE), few(WITH_OPTIONS)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=by_id)
+def test_fp32(case: Case) -> None:
+    """A0, A2, A5, A6."""
+    hold(nll.single, ("torch",), build(case, 7))
+
+
+@pytest.mark.parametrize("case", LOW, ids=by_id)
+def test_bf16(case: Case) -> None:
+    """A7, A8."""
+    hold(nll.low, ("torch",), build(case, 7))
+    hold(per_token.low, ("torch",), build(case, 7))
+
+
+@pytest.mark.parametrize("case", [few(BASE), few(WITH_OPTIONS)], ids=by_id)
+def test_per_token(case: Case) -> None:
+    """A0, A5, A6 of log-probabilities."""
+    hold(per_token.single, ("torch",), build(case, 7))
+
+
+@pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
+@pytest.mark.parametrize("measure", [nll.logits, per_token.logits])
+def test_given_logits(measure: Callable[..., None], item: Any) -> None:
+    """A3, A4: every 16th row."""
+    text, logits, labels = item
+    hold(measure, ("torch",), (text, logits[::16].copy(), labels[::16].copy()))
+
+
+@pytest.mark.parametrize("measure", [nll.chunks, per_token.chunks])
+def test_chunks_do_not_show(measure: Callable[..., None]) -> None:
+    """A10."""
+    hold(measure, ("torch",), build(replace(CAPPED, tokens=21), 7))
+
+
+@pytest.mark.parametrize("measure", [nll.repeat, per_token.repeat])
+def test_run_to_run(measure: Callable[..., None]) -> None:
+    """A11, with labels that several tokens share."""
+    hold(measure, ("torch",), build(replace(few(WITH_OPTIONS), vocab=23, bias=True), 7))
+
+
+def test_windows() -> None:
+    """A12."""
+    hold(windows.windows, ("torch",), build(replace(few(CONFIDENT), bias=True), 7))
