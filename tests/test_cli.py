@@ -244,3 +244,18 @@ def test_bench_without_its_packages(monkeypatch, capsys):
         "xentlib: `xentlib bench` needs rich, which is not installed; "
         "install it with `pip install 'xentlib[bench]'`."
     )
+
+
+def test_kernels_are_chosen_for_the_whole_process(stage, tmp_path, monkeypatch, capsys):
+    for name in ("XENTLIB_KERNELS", "TRITON_INTERPRET"):
+        monkeypatch.setenv(name, "")  # put back at the end, whatever the command sets
+    assert parity(tmp_path, "--kernels", "eager") == 0
+    assert os.environ["XENTLIB_KERNELS"] == "eager"
+    assert written(tmp_path)["environment"]["kernels"] == "eager"
+    capsys.readouterr()
+    assert parity(tmp_path, "--kernels", "eager", "--backend", "jax") == 2
+    assert "`--kernels eager` is of PyTorch" in complaint(capsys)
+    monkeypatch.setattr("xentlib.cli.available.find_spec", lambda name: name != "triton" or None)
+    assert parity(tmp_path, "--kernels", "triton") == 2
+    assert "needs Triton, which is not installed" in complaint(capsys)
+    monkeypatch.undo()

@@ -143,7 +143,9 @@ def test_resume_of_other_code_or_versions_is_refused(stage, tmp_path, capsys, na
     capsys.readouterr()
     assert parity(tmp_path, "--resume") == 2
     now = environment.environment_of(
-        SimpleNamespace(suite="", seed=0, text=None, device="cpu"), ("torch", "jax"), ""
+        SimpleNamespace(suite="", seed=0, text=None, device="cpu", kernels="auto"),
+        ("torch", "jax"),
+        "",
     )
     assert f"is of {name} 'another' and not '{now.get(name, 'none')}'; run" in complaint(capsys)
 

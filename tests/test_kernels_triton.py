@@ -17,7 +17,8 @@ if not HAS_TORCH:
 
 import torch
 
-from xentlib.torch.core.kernels import runnable
+from xentlib.torch.core.eager import Eager
+from xentlib.torch.core.kernels import kernels_for, runnable
 
 if "triton" not in runnable():
     pytest.skip("Triton is not installed, or finds no GPU", allow_module_level=True)
@@ -174,3 +175,46 @@ def test_terms_of_the_targets(*, transposed: bool) -> None:
     term = torch.where(here, dz_y, 0.0).double()[:, None] * head[y.clamp(max=columns - 1)].double()
     exact, size = before + term, before.abs() + term.abs()
     assert not failures(check("A5", dx.numpy(), exact.numpy(), size.numpy()))
+
+
+# --- who computes ---------------------------------------------------------------------------------
+
+
+def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton on the CPU only where it is asked for, and never in float64; a wrong name, and a
+    device that it cannot have, are errors."""
+    cpu, chosen = torch.device("cpu"), kernels_for
+    monkeypatch.delenv("XENTLIB_KERNELS", raising=False)
+    assert chosen(cpu, torch.float32) is Eager
+    monkeypatch.setenv("XENTLIB_KERNELS", "triton")
+    assert chosen(cpu, torch.float32) is Triton
+    assert chosen(cpu, torch.float64) is Eager
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        RuntimeError, match=r"`XENTLIB_KERNELS=triton` must find .* got cpu: Triton's"
+    ):
+        chosen(cpu, torch.float32)
+    monkeypatch.setenv("XENTLIB_KERNELS", "pallas")
+    with pytest.raises(ValueError, match="must be one of auto, eager, triton; got 'pallas'"):
+        chosen(cpu, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "found"),
+    [
+        ((8, 0), None, Triton),
+        ((9, 0), None, Triton),
+        ((7, 5), None, Eager),
+        ((6, 0), "6.4", Triton),
+    ],
+)
+def test_the_choice_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: Any, hip: Any, found: Any
+) -> None:
+    """Ampere or newer; AMD's devices have numbers of their own and are not refused."""
+    monkeypatch.delenv("XENTLIB_KERNELS", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert kernels_for(torch.device("cuda"), torch.float32) is found
+    assert kernels_for(torch.device("cuda"), torch.float64) is Eager

@@ -14,8 +14,9 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from xentlib.kernels import chosen
+
 __all__ = [
-    "CHOICES",
     "Asked",
     "Coefficients",
     "Kernels",
@@ -163,7 +164,6 @@ class Kernels(Protocol):
         `order_B` is the rows sorted by `y`, numbered from `first` on, where `sorted_targets`."""
 
 
-CHOICES = ("auto", "eager", "triton")
 # Compute capability: bfloat16, and products of 16-bit operands with float32 results.
 LEAST_CAPABILITY = (8, 0)
 
@@ -186,12 +186,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> type[Kernels]:
     then what cannot be had is an error. float64 is always eager."""
     from xentlib.torch.core.eager import Eager
 
-    choice = os.environ.get("XENTLIB_KERNELS", "auto")
-    if choice not in CHOICES:
-        raise ValueError(
-            f"`XENTLIB_KERNELS` must be one of {', '.join(CHOICES)}; got {choice!r}. Unset it for "
-            f"the fastest that the device can run."
-        )
+    choice = chosen()
     if choice == "eager" or dtype != torch.float32 or device.type == "meta":
         return Eager
     if choice == "auto" and device.type != "cuda":

@@ -8,11 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from xentlib.cli.usage import UsageError, note
+from xentlib.kernels import VARIABLE
 
 __all__ = [
     "BACKENDS",
     "backends_for",
     "check_device",
+    "check_kernels",
     "check_paths",
     "prepare",
     "training_left_out",
@@ -60,8 +62,32 @@ def check_device(device: str, backends: Sequence[str]) -> None:
         )
 
 
-def training_left_out(backends: Sequence[str], text: Path | None, device: str) -> str:
+def check_kernels(kernels: str, device: str, backends: Sequence[str]) -> None:
+    """Chosen for the process and what it starts, before PyTorch is loaded."""
+    if kernels == "auto":
+        return
+    if "torch" not in backends:
+        raise UsageError(
+            f"`--kernels {kernels}` is of PyTorch; leave it out with `--backend {backends[0]}`."
+        )
+    if kernels == "triton" and find_spec("triton") is None:
+        raise UsageError(
+            "`--kernels triton` needs Triton, which is not installed; install it with "
+            "`pip install triton`."
+        )
+    os.environ[VARIABLE] = kernels
+    if kernels == "triton" and device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def training_left_out(
+    backends: Sequence[str], text: Path | None, device: str, kernels: str = "auto"
+) -> str:
     """Why the training part cannot be run, or nothing."""
+    if kernels == "triton" and device == "cpu":
+        if text is not None:
+            raise UsageError("`--text` is for the training part; leave out `--kernels triton`.")
+        return "left out, as interpreted programs would take hours"
     if device != "cpu":
         if text is not None:
             raise UsageError("`--text` is for the training part, which is run on the CPU alone.")

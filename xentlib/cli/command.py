@@ -10,6 +10,7 @@ from pathlib import Path
 import xentlib
 from xentlib.cli.available import BACKENDS
 from xentlib.cli.usage import UsageError
+from xentlib.kernels import CHOICES
 
 __all__ = ["main"]
 
@@ -67,6 +68,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         choices=DEVICES,
         default="cpu",
         help="where it computes; on cuda without ranks and training (default: %(default)s)",
+    )
+    parity.add_argument(
+        "--kernels",
+        choices=CHOICES,
+        default="auto",
+        help="of PyTorch: its eager operators, or Triton's programs, interpreted on the CPU, "
+        "without training (default: %(default)s)",
     )
     parity.add_argument(
         "--seed", type=seed, default=0, metavar="N", help="of data and weights (default: 0)"

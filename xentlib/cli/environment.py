@@ -16,7 +16,17 @@ from xentlib.cli.available import BACKENDS
 
 __all__ = ["code_digest", "environment_of"]
 
-VERSIONS_OF = ("torch", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes", "tokenizers")
+VERSIONS_OF = (
+    "torch",
+    "triton",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "numpy",
+    "ml_dtypes",
+    "tokenizers",
+)
 
 
 def environment_of(
@@ -41,6 +51,8 @@ def environment_of(
 
         found["device"] = ", ".join(f"{described(args.device, b)} in {b}" for b in backends)
         found["ranks"] = "left out, as they are run on the CPU alone"
+    if args.kernels != "auto":
+        found["kernels"] = args.kernels
     for name in VERSIONS_OF:
         try:
             found[name] = metadata.version(name)

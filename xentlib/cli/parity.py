@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from xentlib.cli.available import (
     backends_for,
     check_device,
+    check_kernels,
     check_paths,
     prepare,
     training_left_out,
@@ -32,7 +33,8 @@ __all__ = ["run"]
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     backends = backends_for(args.backend)
-    left_out = training_left_out(backends, args.text, args.device)
+    check_kernels(args.kernels, args.device, backends)
+    left_out = training_left_out(backends, args.text, args.device, args.kernels)
     check_paths(args.text, args.out)
     prepare(backends, args.device)
     check_device(args.device, backends)
