@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from xentlib.checks.operand import Operand
+from xentlib.torch.core.device import onto
 
 __all__ = ["as_tensor", "autocast_dtype", "describe", "dtype_name", "same_tokens"]
 
@@ -47,9 +48,13 @@ def autocast_dtype(x: Tensor) -> str | None:
 
 
 def as_tensor(value: Any, neutral: float | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A 0-d or per-token tensor for an operator; None where the value changes nothing."""
+    """A 0-d or per-token tensor for an operator; None where the value changes nothing.
+
+    No device is waited for: `torch.tensor` would copy a number there from pageable memory and wait
+    for the stream, and could not be captured in a CUDA graph.
+    """
     if isinstance(value, Tensor):
-        return value.to(like.device)
+        return onto(value, like.device)
     if value is None or value == neutral:
         return None
-    return torch.tensor(float(value), dtype=dtype, device=like.device)
+    return torch.full((), float(value), dtype=dtype, device=like.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xentlib.checks.operand import plain
 from xentlib.checks.window import check_loss_sum, check_token_count
+from xentlib.torch.core.device import onto
 from xentlib.torch.describe import describe
 from xentlib.torch.shards import find_group
 from xentlib.torch.told import known, told
@@ -71,7 +72,7 @@ class Evaluation:
         value, count = known(given.loss), known(given.weight)
         check_token_count("num_tokens", describe(given.weight), count, True, value)
         device = given.loss.device if self.sums is None else self.sums.device
-        pair = [x.detach().to(device).double() for x in (given.loss, given.weight)]
+        pair = [onto(x.detach(), device).double() for x in (given.loss, given.weight)]
         # Not in place: what `torch.inference_mode` has made cannot be written to outside of it.
         self.sums = torch.stack(pair) + (0.0 if self.sums is None else self.sums)
         return self

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from xentlib.checks.labels import check_next_token_labels
 from xentlib.checks.operand import plain
+from xentlib.torch.core.device import onto
 from xentlib.torch.describe import describe
 from xentlib.torch.shards import find_group
 
@@ -97,7 +98,7 @@ def next_token_labels(
         begins = packing[0].diff(dim=-1, prepend=packing[0][..., :1]) != step
     if cu_seqlens is not None:
         # Offsets before this slice fall on its first token, those behind into a spare column.
-        offsets = cu_seqlens.to(labels.device, torch.int64) - start
+        offsets = onto(cu_seqlens, labels.device).long() - start
         marks = offsets.new_zeros(length + columns + 1, dtype=torch.bool)
         begins = marks.scatter(0, offsets.clamp(0, length + columns), True)[:-1]
     if begins is not None:

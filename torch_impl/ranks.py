@@ -92,13 +92,12 @@ class Agreement:
         self.tolerances: list[Tensor] = []
 
     def exact(self, name: str, value: float | Tensor) -> None:
-        value = torch.as_tensor(value, **self.like)
+        value = self._tensor(value)
         self._add(name, value, torch.zeros_like(value))
 
     def close(self, name: str, value: Tensor | float | None) -> None:
         """A number that each rank has computed for itself; None is 1."""
-        x = torch.as_tensor(1.0 if value is None else value).detach().to(**self.like)
-        x = torch.nan_to_num(x)
+        x = torch.nan_to_num(self._tensor(1.0 if value is None else value))
         self._add(name, x, TOLERANCE * x.abs())
 
     def per_token(self, name: str, value: Tensor | None, count: int) -> None:
@@ -123,6 +122,11 @@ class Agreement:
         sums_SH = torch.nan_to_num((signs_SN @ x_NH).to(**self.like))
         across_H = _signs(x_NH.shape[1], sums_SH)[0]
         self._add(name, (sums_SH * across_H).sum(1), SIGNED_TOLERANCE * sums_SH.norm(dim=1))
+
+    def _tensor(self, value: float | Tensor) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().to(**self.like)
+        return torch.full((), value, **self.like)
 
     def _add(self, name: str, value: Tensor, tolerance: Tensor) -> None:
         self.names += [name] * value.numel()
@@ -202,10 +206,11 @@ class VocabParallel:
         shard, agreement = self.shard, self.agreement
         agreement.exact("shard", float(self.declared))
         agreement.exact("vocab", float(shard.vocab_size))
-        ours = torch.zeros(3 * self.ranks + 1, dtype=torch.float64)
-        ours[self.rank : -1 : self.ranks] = torch.tensor([self.rows, shard.start, shard.stop])
+        ours = torch.zeros(3 * self.ranks + 1, **agreement.like)
+        for k, number in enumerate((self.rows, shard.start, shard.stop)):
+            ours[k * self.ranks + self.rank] = number
         ours[-1] = float(self.confirmed or self.declared)
-        return torch.cat([agreement.packed(), ours.to(**agreement.like)])
+        return torch.cat([agreement.packed(), ours])
 
     def received(self, largest: Tensor) -> Tensor:
         """Whether ranks disagree, of the maximum over them.

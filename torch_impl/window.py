@@ -19,6 +19,7 @@ from xentlib.checks.window import (
     check_token_count,
 )
 from xentlib.nll import NLLOutput
+from xentlib.torch.core.device import onto
 from xentlib.torch.describe import describe
 from xentlib.torch.told import known, told
 
@@ -142,8 +143,9 @@ class Window:
             one = valid.long()
             if weights is not None:
                 one = torch.where(valid, weights[k].double(), 0.0)
-            total += one.sum().to(self.device)  # labels may still be on the host
-            size += one.abs().sum().to(self.device)
+            # Labels may still be on the host.
+            total += onto(one.sum(), self.device)
+            size += onto(one.abs().sum(), self.device)
         self.own, self.size = total.clone(), size
         self._reduce(total, len(labels))
 
@@ -291,14 +293,14 @@ class Window:
             self.loss_sum += own
             if self.total is not None:
                 total = total * self.factor.to(total.dtype)
-        self.token_sum += given.weight.to(self.device)
+        self.token_sum += onto(given.weight, self.device)
         with nullcontext() if fine is None else self.wrapper.gradients_if(fine):
             self.wrapper.backward(total)
 
     def _agree(self, own: Tensor, weight: Tensor) -> Tensor:
         """Whether this micro-batch's loss is finite on all ranks. All take part and all drop it:
         its graph may reach over ranks, by attention or experts."""
-        packed = torch.stack([(~own.isfinite()).double(), weight.to(self.device).double()])
+        packed = torch.stack([(~own.isfinite()).double(), onto(weight, self.device).double()])
         if self.norm.group is not None:
             dist.all_reduce(packed, group=self.norm.group)
         fine = packed[0] == 0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Traits", "traits"]
+__all__ = ["Traits", "onto", "traits"]
 
 
 class Traits(NamedTuple):
@@ -18,16 +18,28 @@ class Traits(NamedTuple):
     ordered_put: bool  # `index_put_` adds in the order of its rows, and `index_add_` is atomic
     cpu_libraries: bool  # MKL and oneDNN multiply, MKL takes exp
     aligned_rows: bool  # its GEMM is fast where rows begin at multiples of some bytes
+    takes_copies: bool  # a copy from the host's pageable memory is staged, and need not be awaited
 
 
 KINDS = {
-    "cpu": Traits(True, False, False, True, False),
-    "cuda": Traits(False, True, True, False, True),
+    "cpu": Traits(True, False, False, True, False, False),
+    "cuda": Traits(False, True, True, False, True, True),
 }
-ANOTHER = Traits(False, False, False, False, False)
+ANOTHER = Traits(False, False, False, False, False, False)
 
 
 def traits(where: Tensor | torch.device) -> Traits:
     """Of a device, or of the one that a tensor is on."""
     device = where.device if isinstance(where, Tensor) else where
     return KINDS.get(device.type, ANOTHER)
+
+
+def onto(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on a device, without waiting for the device where `x` is on the host.
+
+    The copy of a copy: pageable memory is read before the call returns, where a caller's pinned
+    memory is read later, and may hold something else by then.
+    """
+    if x.device.type == "cpu" and traits(device).takes_copies:
+        return x.clone().to(device, non_blocking=True)
+    return x.to(device)
