@@ -75,6 +75,8 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
         Arguments(*map(describe, given)),
         autocast_dtype=autocast_dtype(hidden),
         sharded=given.vocab_parallel is not None,
+        # Shards meet once a chunk, and there must be as many on all ranks whatever their labels.
+        labels_on_host=given.vocab_parallel is None,
     )
     check_derivatives(function, given)
     gemm, compute = (getattr(torch, x) for x in (problem.gemm_dtype, problem.compute_dtype))
@@ -108,7 +110,8 @@ def bind_logits(
     labels = replicated("labels", given.labels)
     given = given._replace(logits=logits, labels=labels, vocab_parallel=parallel, shard=shard)
     same_tokens(logits, labels, given.where, given.temperature)
-    problem = check_logits(LogitsArguments(*map(describe, given)))
+    whole = given.vocab_parallel is None
+    problem = check_logits(LogitsArguments(*map(describe, given)), labels_on_host=whole)
     check_derivatives(function, given)
     compute = getattr(torch, problem.compute_dtype)
     columns = logits.reshape(problem.num_tokens, problem.columns)

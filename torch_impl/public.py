@@ -74,7 +74,9 @@ def chunked_nll(
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
             differ from that of `hidden`.
-        labels: [...] integers of any dtype but uint64.
+        labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
+            be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
+            number of valid tokens is known there without a device sync, and only they are computed.
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
         token_weights: [...] floating point or None; may be negative (advantages).
@@ -203,7 +205,9 @@ def chunked_logprobs(
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
             differ from that of `hidden`.
-        labels: [...] integers of any dtype but uint64.
+        labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
+            be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
+            number of valid tokens is known there without a device sync, and only they are computed.
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
         ignore_index: label of tokens to leave out.
@@ -298,7 +302,8 @@ def vocab_parallel_logprobs(
             C may differ from rank to rank, and may be 0. In PyTorch also a DTensor that is sharded
             over its last dimension on a one-dimensional mesh, which needs no other argument, or one
             that every rank has whole.
-        labels: [...] integers of any dtype but uint64, ids of the whole vocabulary.
+        labels: [...] integers of any dtype but uint64, ids of the whole vocabulary. On the CPU in
+            PyTorch as for `chunked_logprobs`.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
             of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last columns are
             padding. None: `logits` has all columns.

@@ -111,7 +111,9 @@ def chunked_nll(
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
             differ from that of `hidden`.
-        labels: [...] integers of any dtype but uint64.
+        labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
+            be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
+            number of valid tokens is known there without a device sync, and only they are computed.
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
         token_weights: [...] floating point or None; may be negative (advantages).

@@ -35,7 +35,7 @@ class Given:
         self.local_size = logits.shape[1] if part is None else part.size
         self.vocab_size = self.local_size if part is None else part.vocab_size
         self.tokens = select_tokens(
-            call.labels, call.where, call.ignore_index, self.vocab_size, part
+            call.labels, call.where, call.ignore_index, self.vocab_size, part, logits.device
         )
         self.class_weights: Tensor | None = None  # which a head alone takes
         self.own_weights: Tensor | None = None

@@ -18,14 +18,14 @@ __all__ = ["Tokens", "check_labels", "select_tokens"]
 
 
 class Tokens(NamedTuple):
-    """Step 1: the tokens that count. On CPU only they are computed, since reading their number
-    costs no device sync; elsewhere every token is, the rest masked."""
+    """Step 1: the tokens that count. Of labels on the CPU only they are computed, since reading
+    their number costs no device sync; elsewhere every token is, the rest masked."""
 
     labels: Tensor  # [N] int64, the target's column; 0 where a label is no class
     targets: Tensor  # [N] int64, its class: the column of a whole vocabulary
     owned: Tensor | None  # [N] the column is on this rank; None: they all are
     valid: Tensor  # [N]
-    bad: Tensor  # [N] valid, with a label outside the vocabulary; never on CPU
+    bad: Tensor  # [N] valid, with a label outside the vocabulary; never of labels on the CPU
     rows: Tensor | None  # [M] where the computed tokens are; None if all N are
     packed: bool
 
@@ -49,9 +49,10 @@ def select_tokens(
     ignore_index: int,
     vocab_size: int,
     shard: VocabShard | None,
+    device: torch.device,
 ) -> Tokens:
-    """A shard's columns are counted from its start; a target elsewhere is in the spare column. Its
-    labels are checked once all ranks are known to have the same."""
+    """Of a call on `device`. A shard's columns are counted from its start; a target elsewhere is in
+    the spare column. Its labels are checked once all ranks are known to have the same."""
     labels = labels.long()
     valid_N = labels != ignore_index
     if where is not None:
@@ -64,12 +65,27 @@ def select_tokens(
     rows_M = valid_N.nonzero()[:, 0] if packed else None
     if rows_M is not None and rows_M.shape[0] == labels.shape[0]:
         rows_M = None
+    if packed and not traits(device).free_to_read:  # never over shards
+        return sent(labels, valid_N, rows_M, device)
     targets_N = labels = torch.where(valid_N & in_range_N, labels, 0)
     owned_N = None
     if shard is not None:
         owned_N = (labels >= shard.start) & (labels < shard.stop)
         labels = torch.where(owned_N, labels - shard.start, shard.size)
     return Tokens(labels, targets_N, owned_N, valid_N, bad_N, rows_M, packed)
+
+
+def sent(labels: Tensor, valid: Tensor, rows: Tensor | None, device: torch.device) -> Tokens:
+    """What the host has found, in one copy that nobody waits for."""
+    parts = [torch.where(valid, labels, -1), *(() if rows is None else (rows,))]
+    sizes = [x.shape[0] for x in parts]
+    # Pinned, as pageable memory beyond a staging buffer would be waited for.
+    packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    torch.cat(parts, out=packed)
+    labels, *more = packed.to(device, non_blocking=traits(device).takes_copies).split(sizes)
+    valid, targets = labels >= 0, labels.clamp(min=0)
+    found = more[0] if more else None
+    return Tokens(targets, targets, None, valid, torch.zeros_like(valid), found, True)
 
 
 def check_labels(labels: Tensor, bad: Tensor, ignore_index: int, vocab_size: int) -> None:

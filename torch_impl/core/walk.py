@@ -49,7 +49,7 @@ class Walk:
         self.local_size, self.hidden_size = weight_VH.shape
         self.vocab_size = self.local_size if shard is None else shard.vocab_size
         self.tokens = select_tokens(
-            call.labels, call.where, call.ignore_index, self.vocab_size, shard
+            call.labels, call.where, call.ignore_index, self.vocab_size, shard, hidden.device
         )
         # Of all classes, and of those here
         self.class_weights: Tensor | None = None

@@ -66,16 +66,19 @@ def check_head(
     autocast_dtype: str | None = None,
     sharded: bool = False,
     classes: int | None = None,
+    labels_on_host: bool = False,
 ) -> NLLProblem:
     """Validate one call of `chunked_nll` or `chunked_logprobs`, its arrays given as `Operand`, and
     say in which dtypes it runs.
 
     `autocast_dtype` is the GEMM dtype that an autocast region asks for, if one is active;
     `sharded` says that the head is one rank's rows, of which there may be none, of `classes` in
-    all where that is known.
+    all where that is known; `labels_on_host` that labels and mask may be on the CPU.
     """
     hidden, weight = call.hidden, call.weight
-    leading = check_tokens(hidden, call.labels, call.where, call.ignore_index)
+    leading = check_tokens(
+        hidden, call.labels, call.where, call.ignore_index, on_host=labels_on_host
+    )
     check_floating("weight", weight)
     vocab_size = check_weight(weight, hidden, call.weight_layout, sharded=sharded)
     check_device("weight", weight, hidden)
@@ -133,10 +136,12 @@ def check_head(
     )
 
 
-def check_logits(call: LogitsArguments) -> LogitsProblem:
+def check_logits(call: LogitsArguments, *, labels_on_host: bool = False) -> LogitsProblem:
     """Validate one call of `vocab_parallel_logprobs` and say in which dtypes it runs."""
     logits = call.logits
-    leading = check_tokens(logits, call.labels, call.where, call.ignore_index, "logits")
+    leading = check_tokens(
+        logits, call.labels, call.where, call.ignore_index, "logits", on_host=labels_on_host
+    )
     check_scalar(
         "temperature",
         call.temperature,

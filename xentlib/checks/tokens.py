@@ -23,8 +23,13 @@ def check_tokens(
     where: Operand | None,
     ignore_index: object,
     name: str = "hidden",
+    *,
+    on_host: bool = False,
 ) -> tuple[int, ...]:
-    """Validate which tokens there are and which count; return the leading dimensions."""
+    """Validate which tokens there are and which count; return the leading dimensions.
+
+    `on_host`: labels and mask may be on the CPU, together, wherever `source` is.
+    """
     states = name == "hidden"
     if len(source.shape) < 1 or (states and source.shape[-1] < 1):
         shape = "(..., hidden_size) with hidden_size >= 1" if states else "(..., columns)"
@@ -34,7 +39,9 @@ def check_tokens(
     leading = source.shape[:-1]
     check_integers("labels", labels, "Pass class indices, not one-hot rows or masks.")
     check_per_token("labels", labels, leading, name)
-    check_device("labels", labels, source, name)
+    apart = on_host and labels.device == "cpu" != source.device
+    if not apart:
+        check_device("labels", labels, source, name)
     if where is not None:
         if where.dtype != "bool":
             raise TypeError(
@@ -42,7 +49,8 @@ def check_tokens(
                 f"as `token_weights`."
             )
         check_per_token("where", where, leading, name)
-        check_device("where", where, source, name)
+        beside, beside_name = (labels, "labels") if apart else (source, name)
+        check_device("where", where, beside, beside_name)
     check_ignore_index(ignore_index)
     return leading
 

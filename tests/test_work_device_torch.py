@@ -1,0 +1,143 @@
+"""What a call on a GPU computes, launches and keeps, counted on meta tensors that take its way.
+
+Shapes: N tokens, M valid tokens, V vocabulary, H hidden width, T tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from torch import Tensor  # noqa: E402
+
+from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
+from helpers.on_meta import OnDevice, as_on_a_gpu  # noqa: E402
+from xentlib.plan import pad_rows  # noqa: E402
+from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs  # noqa: E402
+from xentlib.torch.core import tokens, walk  # noqa: E402
+
+BF16, BOOL, INT = torch.bfloat16, torch.bool, torch.int64
+
+
+def there(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+
+# --- tokens that are not valid -------------------------------------------------------------------
+
+N, H, V = 100, 16, 131
+CHUNKS = {"max_chunk_bytes": 16 * V * 4}
+HOST = {"none": (), "few": (3, 50, 99), "most": range(5, 100), "all": range(N)}
+
+
+def head(labels: Tensor, **options: Any) -> dict[str, Any]:
+    return {"hidden": there(N, H, grad=True), "weight": there(V, H, grad=True)} | {
+        "labels": labels,
+        **CHUNKS,
+        **options,
+    }
+
+
+def logit_rows(seen: OnDevice) -> int:
+    """Rows of all products that make logits."""
+    found = [x for x in seen.launches if "mm" in x.name and x.written[0].shape[-1] == V]
+    return sum(x.written[0].shape[0] for x in found if x.read[0].shape[-1] == H)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["labels", "where"])
+@pytest.mark.parametrize("valid", HOST)
+def test_of_labels_on_the_host_only_valid_tokens_are_computed(valid: str, masked: bool) -> None:
+    """D5: their number is free to read there. What the host has found is one copy."""
+    keep = torch.zeros(N, dtype=BOOL)
+    keep[list(HOST[valid])] = True
+    labels = torch.where(keep | masked, 7, -100)
+    call = head(labels, where=keep if masked else None)
+    expected = pad_rows(len(HOST[valid]))
+    with as_on_a_gpu() as seen:
+        chunked_nll(**call).loss.backward()
+    assert (logit_rows(seen), seen.copies) == (expected, 1)
+    with as_on_a_gpu() as seen:
+        chunked_logprobs(**call).logprobs.sum().backward()
+    assert (logit_rows(seen), seen.copies) == (2 * expected, 2)
+    on_device = {
+        k: x.to("meta") if k in ("labels", "where") and x is not None else x
+        for k, x in call.items()
+    }
+    with as_on_a_gpu() as seen:
+        chunked_nll(**on_device).loss.backward()
+    assert (logit_rows(seen), seen.copies) == (pad_rows(N), 0)
+
+
+@pytest.mark.parametrize("valid", HOST)
+def test_of_labels_on_the_host_only_valid_logits_are_read(valid: str) -> None:
+    labels = torch.full((N,), -100)
+    labels[list(HOST[valid])] = 7
+    logits = there(N, V, grad=True)
+    with as_on_a_gpu() as seen:
+        vocab_parallel_logprobs(logits, labels).logprobs.sum().backward()
+    shapes = [x.written[0].shape for x in seen.launches if x.name == "exp"]
+    count = len(HOST[valid])
+    assert [x for x in shapes if len(x) == 2] == [(count, V)] * 2 * (count > 0)
+
+
+@pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
+def test_what_the_host_sends_is_what_it_would_compute_with(monkeypatch: Any, function: Any) -> None:
+    """The same bits as where labels and hidden states are on one device."""
+    leaves, p = tensors()
+    leaves["labels"][::3], leaves["labels"][1] = -100, 0
+
+    def total(**named: Any) -> Tensor:
+        out = function(**named)
+        return out.loss if function is chunked_nll else (out.logprobs * out.lse).sum()
+
+    want = loss_and_gradients(leaves, p.upstream, total)
+    calls = []
+
+    def select(labels: Tensor, where: Any, ignore: int, vocab: int, *rest: Any) -> tokens.Tokens:
+        plain = tokens.select_tokens(labels, where, ignore, vocab, *rest)
+        calls.append(tokens.sent(labels.long(), plain.valid, plain.rows, labels.device))
+        return calls[-1]
+
+    monkeypatch.setattr(walk, "select_tokens", select)
+    got = loss_and_gradients(leaves, p.upstream, total)
+    assert calls
+    assert all(same(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_a_label_on_the_host_that_is_no_class_is_named() -> None:
+    """M11: as on a CPU, where it is NaN if its label is on the device."""
+    labels = torch.full((N,), 7)
+    labels[3] = V
+    with pytest.raises(ValueError, match=f"got {V}"), as_on_a_gpu():
+        chunked_nll(**head(labels))
+
+
+@pytest.mark.parametrize("valid", HOST)
+def test_labels_on_the_host_under_a_compiler(valid: str) -> None:
+    """Its tensors have no numbers either: results are where hidden states are."""
+    labels = torch.full((N,), -100)
+    labels[list(HOST[valid])] = 7
+    call = head(labels)
+    loss, tokens, _, _, logprobs, *_ = chunked_nll(**call, outputs=("logprobs",))
+    loss.backward()
+    other = chunked_logprobs(**call).logprobs
+    other.sum().backward()
+    assert {x.device.type for x in (loss, tokens, logprobs, other)} == {"meta"}
+
+
+@pytest.mark.parametrize("function", [chunked_nll, vocab_parallel_logprobs])
+def test_labels_and_mask_are_together(function: Any) -> None:
+    """D12."""
+    states = (there(N, H), there(V, H)) if function is chunked_nll else (there(N, V),)
+    name = "`hidden`" if function is chunked_nll else "`logits`"
+    with pytest.raises(ValueError, match="`where` must be on the device of `labels`"):
+        function(*states, torch.zeros(N, dtype=INT), where=there(N, dtype=BOOL))
+    with pytest.raises(ValueError, match=f"`where` must be on the device of {name}"):
+        function(*states, there(N, dtype=INT), where=torch.ones(N, dtype=BOOL))
+    here = [torch.zeros(x.shape) for x in states]
+    with pytest.raises(ValueError, match=f"`labels` must be on the device of {name}"):
+        function(*here, there(N, dtype=INT))
