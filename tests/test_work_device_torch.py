@@ -5,6 +5,7 @@ Shapes: N tokens, M valid tokens, V vocabulary, H hidden width, T tokens of a ch
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,8 +18,14 @@ from torch import Tensor  # noqa: E402
 from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from helpers.on_meta import OnDevice, as_on_a_gpu  # noqa: E402
 from xentlib.plan import pad_rows  # noqa: E402
-from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs  # noqa: E402
-from xentlib.torch.core import tokens, walk  # noqa: E402
+from xentlib.torch import (  # noqa: E402
+    chunked_logprobs,
+    chunked_nll,
+    nll,
+    vocab_parallel_logprobs,
+)
+from xentlib.torch.core import device, tokens, walk  # noqa: E402
+from xentlib.torch.nll import nll_op  # noqa: E402
 
 BF16, BOOL, INT = torch.bfloat16, torch.bool, torch.int64
 
@@ -141,3 +148,93 @@ def test_labels_and_mask_are_together(function: Any) -> None:
     here = [torch.zeros(x.shape) for x in states]
     with pytest.raises(ValueError, match=f"`labels` must be on the device of {name}"):
         function(*here, there(N, dtype=INT))
+
+
+# --- the sum of d weight -------------------------------------------------------------------------
+
+LAYOUTS = ("VH", "HV")
+FUNCTIONS = {
+    "nll": lambda **call: chunked_nll(**call).loss,
+    "logprobs": lambda **call: chunked_logprobs(**call).logprobs.sum(),
+}
+
+
+def placed(layout: str, dtype: torch.dtype = BF16) -> dict[str, Any]:
+    """A head whose number of entries no other tensor has, chunks included."""
+    weight = there(*((V, 57) if layout == "VH" else (57, V)), dtype=dtype, grad=True)
+    hidden, labels = there(N, 57, dtype=dtype, grad=True), there(N, dtype=INT)
+    call = {"hidden": hidden, "weight": weight, "labels": labels}
+    return call | {"weight_layout": layout, "max_chunk_bytes": 16 * V * 4}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_rows_are_added_to_a_sum_without_gaps(function: str, layout: str) -> None:
+    """D5. Catches: an `index_put_` into a transposed view, which copies the whole sum twice."""
+    call = placed(layout)
+    with as_on_a_gpu() as seen:
+        FUNCTIONS[function](**call).backward()
+    sums = [x.written[0] for x in seen.launches if x.name == "index_put_"]
+    sums = [x for x in sums if x.entries == V * 57]
+    assert len(sums) == 7
+    assert all(x.dense for x in sums)
+    assert call["weight"].grad.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_backward_passes_over_d_weight_once(dtype: str, layout: str, retain: bool) -> None:
+    """D5: scaled, rounded and turned in one: 6 bytes an entry of 16 bits, 8 of 32."""
+    call = placed(layout, getattr(torch, dtype))
+    with as_on_a_gpu() as seen:
+        loss = chunked_nll(**call).loss
+        before = len(seen.launches)
+        loss.backward(retain_graph=retain)
+    passes = [x for x in seen.launches[before:] if V * 57 in [b.entries for b in x.written]]
+    moved = [sum(b.bytes for b in (*x.read, *x.written) if b.entries > 1) for x in passes]
+    assert moved == [V * 57 * (4 + getattr(torch, dtype).itemsize)]
+    assert call["weight"].grad.is_contiguous()
+    assert call["weight"].grad.dtype == call["weight"].dtype
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_compiler_is_told_the_strides_of_the_sum(monkeypatch: Any, layout: str) -> None:
+    """Inductor asserts them of an operator's results."""
+    found: list[list[Any]] = []
+
+    def keep(*arguments: Any) -> None:
+        found.append([(x.shape, x.stride(), x.dtype) for x in nll_op.op(*arguments)])
+        raise InterruptedError
+
+    class Stop:
+        op = staticmethod(keep)
+
+    monkeypatch.setattr(nll, "nll_op", Stop)
+    monkeypatch.setitem(device.KINDS, "meta", device.KINDS["cuda"])
+    for mode in (as_on_a_gpu, nullcontext):  # without a mode, what stands in for the operator
+        with pytest.raises(InterruptedError), mode():
+            chunked_nll(**placed(layout))
+    assert found[0] == found[1]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_way_of_a_gpu_has_a_cpu_s_bits(monkeypatch: Any, dtype: str, function: str) -> None:
+    """A5, A6, A7: walked with numbers, of labels that differ, whose rows need no order."""
+    torch.manual_seed(3)
+    hidden, weight = torch.randn(64, 57), 0.3 * torch.randn(57, V)
+    call = {"hidden": hidden.to(getattr(torch, dtype)).requires_grad_()}
+    call |= {"labels": torch.randperm(V)[:64], "max_chunk_bytes": 16 * V * 4}
+    found = []
+    for layout in LAYOUTS:
+        w = weight.T.contiguous() if layout == "VH" else weight.clone()
+        call["weight"] = w.to(getattr(torch, dtype)).requires_grad_()
+        if layout == "HV":
+            gpu = device.KINDS["cpu"]._replace(free_to_read=False, ordered_put=True)
+            monkeypatch.setitem(device.KINDS, "cpu", gpu)
+        loss = FUNCTIONS[function](**call, weight_layout=layout)
+        dx, dw = torch.autograd.grad(loss, [call["hidden"], call["weight"]], torch.tensor(-0.37))
+        found.append((loss, dx, dw if layout == "VH" else dw.T))
+    assert all(same(a, b) for a, b in zip(*found, strict=True))

@@ -15,7 +15,7 @@ from xentlib.call import Arguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.call import HeadCall, bind
 from xentlib.torch.core.given import Given
-from xentlib.torch.core.gradients import GradientSums, power_of_two
+from xentlib.torch.core.gradients import GradientSums, power_of_two, rounded
 from xentlib.torch.core.kernels import Asked, Coefficients
 from xentlib.torch.core.softmax import FLOOR, TokenStats
 from xentlib.torch.core.stats import all_stats
@@ -133,7 +133,9 @@ def logprobs_backward(
     found = sums.finish(exponent)
     # On CPU rows that were not computed are +0 already, elsewhere their dz was.
     inputs = (call.hidden, call.weight, call.hidden if call.bias is None else call.bias)
-    d_hidden, d_weight, d_bias = (x.to(like.dtype) for x, like in zip(found, inputs, strict=True))
+    d_hidden, d_weight, d_bias = (
+        rounded(x, like.dtype) for x, like in zip(found, inputs, strict=True)
+    )
     return d_hidden, d_weight, d_bias
 
 

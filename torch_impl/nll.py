@@ -18,7 +18,7 @@ from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.call import HeadCall, bind
 from xentlib.torch.core.device import traits
-from xentlib.torch.core.gradients import Gradients, GradientSums, power_of_two
+from xentlib.torch.core.gradients import Gradients, GradientSums, power_of_two, turned
 from xentlib.torch.core.kernels import Asked, Coefficients, LossTerms
 from xentlib.torch.core.softmax import Labelled, TokenStats, token_stats
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
@@ -221,26 +221,39 @@ def nll_backward(
     dtypes: Sequence[torch.dtype | None],
     needs: Sequence[bool],
     *,
+    eager: bool,
     reuse: bool,
 ) -> list[Tensor | None]:
-    """Step 10. `reuse` scales the accumulators themselves: the graph is not walked again."""
+    """Step 10. `reuse` scales the accumulators themselves: the graph is not walked again. Not
+    `eager`: something stands in for the numbers."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
     gradient = torch.where(valid_N.any(), gradient, 0.0).to(accumulators[0].dtype)
+    on_cpu = traits(gradient).free_to_read
     # Times 1 changes nothing and costs a pass over d weight; the value is free to read on CPU, and
     # without `reuse` there may be none.
-    one = reuse and traits(gradient).free_to_read and gradient.item() == 1.0
+    one = reuse and on_cpu and gradient.item() == 1.0
     results: list[Tensor | None] = [None, None, None]
     for slot, (accumulator, dtype) in enumerate(zip(accumulators, dtypes, strict=True)):
         if one and needs[slot] and dtype is not None:
             results[slot] = accumulator.to(dtype)
         elif needs[slot] and dtype is not None:
-            scaled = accumulator.mul_(gradient) if reuse else accumulator * gradient
+            same = accumulator.dtype == dtype and accumulator.is_contiguous()
+            if reuse and (on_cpu or same):
+                scaled = accumulator.mul_(gradient)
+            elif eager and not on_cpu:
+                # A GPU multiplies in float32, rounds and turns in one pass: 6 bytes an entry of d
+                # weight in bfloat16 where scaling the sum and then rounding it moves 14.
+                scaled = torch.empty(accumulator.shape, dtype=dtype, device=accumulator.device)
+                torch.mul(accumulator, gradient, out=scaled)
+            else:
+                scaled = accumulator * gradient
             if slot == 0:
+                # By selection: 0 times an inf is NaN, times a negative number -0.
                 mask_N1 = ~valid_N[:, None]
                 scaled = (
-                    scaled.masked_fill_(mask_N1, 0.0) if reuse else scaled.masked_fill(mask_N1, 0.0)
+                    scaled.masked_fill_(mask_N1, 0.0) if eager else scaled.masked_fill(mask_N1, 0.0)
                 )
-            results[slot] = scaled.to(dtype)
+            results[slot] = scaled.to(dtype).contiguous()
     return results
 
 
@@ -261,6 +274,10 @@ def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     scalar = hidden.new_empty((), dtype=output_dtype)
     token = hidden.new_empty(num_tokens, dtype=output_dtype)
     need_hidden, need_weight, need_bias = needs
+    again = call.transposed and not turned(call.transposed, hidden.device)
+    shape = (weight.shape[::-1] if again else weight.shape) if need_weight else (0, 0)
+    d_weight = hidden.new_empty(shape, dtype=compute_dtype)
+    d_weight = d_weight.T if again else d_weight
     return (
         scalar,
         hidden.new_empty((), dtype=torch.int64),
@@ -272,7 +289,7 @@ def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
         hidden.new_empty(num_tokens, dtype=torch.bool),
         hidden.new_empty(num_tokens, dtype=torch.int64),
         hidden.new_empty((num_tokens if need_hidden else 0, hidden_size), dtype=compute_dtype),
-        hidden.new_empty(weight.shape if need_weight else (0, 0), dtype=compute_dtype),
+        d_weight,
         hidden.new_empty(vocab_size if need_bias else 0, dtype=compute_dtype),
         hidden.new_empty(num_tokens, dtype=torch.bool),
     )
@@ -297,9 +314,15 @@ def _backward(
     if gradient is None:
         return None
     *accumulators, valid_N = ctx.saved_tensors
-    reuse = in_eager(gradient) and not keeps_graph()
+    eager = in_eager(gradient)
     found = nll_backward(
-        gradient, Gradients(*accumulators), valid_N, ctx.dtypes, ctx.needs, reuse=reuse
+        gradient,
+        Gradients(*accumulators),
+        valid_N,
+        ctx.dtypes,
+        ctx.needs,
+        eager=eager,
+        reuse=eager and not keeps_graph(),
     )
     return dict(zip(("hidden", "weight", "bias"), found, strict=True))
 

@@ -36,6 +36,7 @@ class Buffer(NamedTuple):
     shape: tuple[int, ...]
     entries: int
     bytes: int
+    dense: bool  # without gaps
 
 
 class Launch(NamedTuple):
@@ -115,7 +116,10 @@ def tensors(tree: Any) -> list[Any]:
 
 
 def sizes(of: list[Any]) -> list[Buffer]:
-    return [Buffer(tuple(x.shape), x.numel(), x.numel() * x.element_size()) for x in of]
+    return [
+        Buffer(tuple(x.shape), x.numel(), x.numel() * x.element_size(), x.is_contiguous())
+        for x in of
+    ]
 
 
 def picks_by_number(name: str, args: Any) -> bool:

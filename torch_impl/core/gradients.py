@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from xentlib.torch.core.device import traits
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
 from xentlib.torch.core.kernels import Coefficients, Kernels, Rows
 from xentlib.torch.core.walk import Chunk, Walk
 
-__all__ = ["GradientSums", "Gradients", "power_of_two"]
+__all__ = ["GradientSums", "Gradients", "power_of_two", "rounded", "turned"]
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.
@@ -37,6 +38,16 @@ def order_in_chunks(walk: Walk) -> Tensor:
     return torch.sort(chunk_M * (walk.local_size + 1) + y_M, stable=True).indices
 
 
+def turned(transposed: bool, device: torch.device) -> bool:
+    """Whether d weight of an [H, V] head is summed in that layout, not in [V, H].
+
+    CUDA's `index_put_`, which adds the targets' rows, copies a sum with gaps there and back: at
+    Llama-3's head 8.4 GB a chunk, which take as long as three quarters of a product. There the sum
+    is [V, H] and the gradient is turned once, as it is rounded.
+    """
+    return transposed and not traits(device).ordered_put
+
+
 class Gradients(NamedTuple):
     """Accumulators in the compute dtype; empty where not wanted."""
 
@@ -45,19 +56,27 @@ class Gradients(NamedTuple):
     bias: Tensor
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In this dtype and without gaps, in one pass; itself where nothing changes."""
+    if x.is_contiguous():
+        return x.to(dtype)
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+
+
 class GradientSums:
     """d hidden, d weight and d bias out of one dz after the other."""
 
     def __init__(self, walk: Walk, needs: list[bool], rows: int) -> None:
         self.walk, self.needs, self.padding = walk, needs, rows - walk.local_size
+        self.turned = turned(walk.transposed, walk.hidden.device)
         shape = (walk.local_size, walk.hidden_size)
-        shape = shape[::-1] if walk.transposed else shape
+        shape = shape[::-1] if self.turned else shape
         num_tokens = walk.hidden.shape[0]
         self.hidden = torch.zeros(num_tokens if needs[0] else 0, walk.hidden_size, **walk.like)
         self.weight = torch.empty(shape if needs[1] else (0, 0), **walk.like)
         self.bias = torch.zeros(walk.local_size if needs[2] else 0, **walk.like)
         self.summing: Any = None
-        self.weight_VH = self.weight.T if walk.transposed else self.weight
+        self.weight_VH = self.weight.T if self.turned else self.weight
         self.dz_TV = walk.logits_TV
         store = storage_dtype(walk.gemm_dtype, walk.compute_dtype, walk.hidden.device)
         if store != walk.compute_dtype:
@@ -122,7 +141,7 @@ class GradientSums:
             if chunk.start + size == walk.tokens.computed:
                 self._start_sum()  # meanwhile, d weight of this chunk
         if self.needs[1]:
-            left, right = (x_TH.T, dz_TV) if walk.transposed else (dz_TV.T, x_TH)
+            left, right = (x_TH.T, dz_TV) if self.turned else (dz_TV.T, x_TH)
             with gemm_precision(walk.gemm_dtype, z_TV.device):
                 addmm_(self.weight, left, right, first=chunk.start == 0)
             order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
@@ -142,12 +161,13 @@ class GradientSums:
         if self.summing is not None:
             self.summing.wait()
         if self.padding:
-            corner = (0, self.padding) if self.walk.transposed else (0, 0, 0, self.padding)
+            corner = (0, self.padding) if self.turned else (0, 0, 0, self.padding)
             self.weight = (
                 torch.nn.functional.pad(self.weight, corner) if self.needs[1] else self.weight
             )
             self.bias = torch.nn.functional.pad(self.bias, (0, self.padding * self.needs[2]))
-        found = Gradients(self.hidden, self.weight, self.bias)
+        again = self.walk.transposed and not self.turned
+        found = Gradients(self.hidden, self.weight.T if again else self.weight, self.bias)
         if exponent is not None:
             for accumulator in found:
                 accumulator.copy_(torch.ldexp(accumulator, -exponent))
