@@ -15,7 +15,7 @@ from xentlib.call import Arguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.call import HeadCall, bind
 from xentlib.torch.core.given import Given
-from xentlib.torch.core.gradients import GradientSums, power_of_two, rounded
+from xentlib.torch.core.gradients import Gradients, GradientSums, power_of_two, rounded
 from xentlib.torch.core.kernels import Asked, Coefficients
 from xentlib.torch.core.softmax import FLOOR, TokenStats
 from xentlib.torch.core.stats import all_stats
@@ -113,6 +113,18 @@ def logprobs_backward(
     pulled: Pulled, call: HeadCall, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 6 to 8: d hidden, d weight and d bias in their inputs' dtypes; empty if not needed."""
+    found = gradient_sums(pulled, call, needs)
+    # On CPU rows that were not computed are +0 already, elsewhere their dz was.
+    inputs = (call.hidden, call.weight, call.hidden if call.bias is None else call.bias)
+    d_hidden, d_weight, d_bias = (
+        rounded(x, like.dtype) for x, like in zip(found, inputs, strict=True)
+    )
+    return d_hidden, d_weight, d_bias
+
+
+def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradients:
+    """The same before they are rounded. The chunk is given up with the walk, before there are
+    gradients beside their sums."""
     walk = Walk(call)
     residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
 
@@ -130,13 +142,7 @@ def logprobs_backward(
             sums.take(rows, kernels, kept.lse, dz)
         del kernels
         sums.add(chunk)
-    found = sums.finish(exponent)
-    # On CPU rows that were not computed are +0 already, elsewhere their dz was.
-    inputs = (call.hidden, call.weight, call.hidden if call.bias is None else call.bias)
-    d_hidden, d_weight, d_bias = (
-        rounded(x, like.dtype) for x, like in zip(found, inputs, strict=True)
-    )
-    return d_hidden, d_weight, d_bias
+    return sums.finish(exponent)
 
 
 def clean_upstream(walk: Walk | Given, pulled: Pulled) -> Tensor:

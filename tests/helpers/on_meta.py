@@ -46,7 +46,7 @@ class Launch(NamedTuple):
 
 
 class OnDevice(TorchDispatchMode):
-    """Refuses whatever waits; keeps the launches, and the most bytes that were alive at once.
+    """Refuses whatever waits; keeps the launches, and the most bytes of its own alive at once.
     Looks into the package's own operators, and stays active in a backward."""
 
     def __init__(self) -> None:
@@ -70,6 +70,8 @@ class OnDevice(TorchDispatchMode):
         there = [x for x in given if x.is_meta]
         if there and READING & set(func.tags) and not picks_by_number(name, args):
             raise Waits(f"{func} reads numbers of the device")
+        for x in given:
+            self.keep(x, own=False)
         result = func(*args, **kwargs)
         made = tensors(result)
         there += [x for x in made if x.is_meta]
@@ -83,7 +85,7 @@ class OnDevice(TorchDispatchMode):
                 raise Waits(f"{func} copies from the host, and waits")
             self.copies += 1
         for x in made:
-            self.keep(x)
+            self.keep(x, own=True)
         aliases = [x.alias_info for x in func._schema.returns]
         if name not in EMPTY and not any(x is not None and not x.is_write for x in aliases):
             over = name in ("copy_", "fill_", "zero_")
@@ -97,9 +99,10 @@ class OnDevice(TorchDispatchMode):
         found = self.launches
         return [x for x in found if any(b.entries >= entries for b in (*x.read, *x.written))]
 
-    def keep(self, x: Any) -> None:
+    def keep(self, x: Any, *, own: bool) -> None:
+        """Count memory once, and not that of the caller."""
         storage = x.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage._cdata, storage.nbytes() * own
         if x.is_meta and key not in self.storages:
             self.storages.add(key)
             self.live += size
