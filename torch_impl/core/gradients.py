@@ -91,7 +91,9 @@ class GradientSums:
 
     def into(self, rows: Rows) -> Tensor | None:
         """Where dz of a block goes; None: in place of its logits."""
-        return None if self.dz_TV is self.walk.logits_TV else self.dz_TV[rows.span]
+        if self.dz_TV is self.walk.logits_TV:
+            return None
+        return self.dz_TV[rows.span, : self.walk.local_size]
 
     def take(self, rows: Rows, kernels: Kernels, lse_B: Tensor, of: Coefficients) -> None:
         """Steps 6 and 7 for a block: dz of the rest in place of the logits, that of the target
