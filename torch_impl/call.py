@@ -10,7 +10,6 @@ from torch import Tensor
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_logits
 from xentlib.checks.operand import plain
-from xentlib.plan import default_chunk_bytes
 from xentlib.torch.derivatives import not_differentiable, not_forward_mode
 from xentlib.torch.describe import as_tensor, autocast_dtype, describe, same_tokens
 from xentlib.torch.shards import local_columns, local_logits, local_rows, replicated
@@ -36,7 +35,7 @@ class HeadCall(NamedTuple):
     softcap: float | None
     gemm_dtype: torch.dtype
     compute_dtype: torch.dtype
-    chunk_bytes: int
+    chunk_bytes: int  # 0: what the device's memory allows
     transposed: bool
     group: str  # "" without vocabulary shards
     reduce_hidden: bool  # d hidden is summed over the shards
@@ -93,7 +92,7 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
         softcap=None if given.softcap is None else float(given.softcap),
         gemm_dtype=gemm,
         compute_dtype=compute,
-        chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(hidden.device.type),
+        chunk_bytes=given.max_chunk_bytes or 0,
         transposed=given.weight_layout == "HV",
         group=local.group,
         reduce_hidden=given.reduce_hidden_grad,
@@ -124,7 +123,7 @@ def bind_logits(
         shard=local.shard,
         ignore_index=given.ignore_index,
         compute_dtype=compute,
-        chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(logits.device.type),
+        chunk_bytes=given.max_chunk_bytes or 0,
         group=local.group,
         label_smoothing=float(given.label_smoothing),
     )

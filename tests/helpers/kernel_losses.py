@@ -47,7 +47,7 @@ def loss_of(
     temperature, valid = tensor(block.temperature), tensor(block.valid)
     rows = Rows(every, every, z_BV, labels[:, None], temperature, valid, None)
     values, dz_y = torch.full((7, B), torch.nan), torch.full((B,), torch.nan)
-    Triton(B, V, torch.float32, torch.device("cpu"), shape).loss(
+    Triton(B, V, torch.float32, torch.get_default_device(), shape).loss(
         rows,
         Asked(entropy=True, smoothing=terms.smoothing > 0, predicted=True),
         LossTerms(
@@ -64,7 +64,7 @@ def loss_of(
     dz = (z_BV if into_BV is None else into_BV).float()
     assert not dz[torch.arange(B), labels].any()
     dz[torch.arange(B), labels] = dz_y
-    return values.numpy(), dz.numpy()
+    return values.cpu().numpy(), dz.cpu().numpy()
 
 
 LOSSES = {

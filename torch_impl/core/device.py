@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Traits", "onto", "traits"]
+from xentlib.plan import default_chunk_bytes
+
+__all__ = ["Traits", "chunk_bytes", "onto", "traits"]
 
 
 class Traits(NamedTuple):
@@ -32,6 +34,14 @@ def traits(where: Tensor | torch.device) -> Traits:
     """Of a device, or of the one that a tensor is on."""
     device = where.device if isinstance(where, Tensor) else where
     return KINDS.get(device.type, ANOTHER)
+
+
+def chunk_bytes(asked: int, device: torch.device) -> int:
+    """Of a chunk's logits: what was asked for, or what the device's memory allows."""
+    memory = 0
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return asked or default_chunk_bytes(device.type, memory)
 
 
 def onto(x: Tensor, device: torch.device) -> Tensor:

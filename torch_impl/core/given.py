@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xentlib.plan import block_bytes, block_tokens
 from xentlib.torch.call import GivenCall
+from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
 from xentlib.torch.core.tokens import select_tokens
 from xentlib.torch.core.walk import rows_at
@@ -43,7 +44,7 @@ class Given:
         self.made = kernels_for(logits.device, compute_dtype)
         self.width = self.local_size + (part is not None and self.made.spare_column)
         self.block_rows = block_tokens(
-            min(call.chunk_bytes, block_bytes(logits.device.type)),
+            min(chunk_bytes(call.chunk_bytes, logits.device), block_bytes(logits.device.type)),
             self.width,
             compute_dtype.itemsize,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xentlib.plan import block_bytes, pad_columns, pad_rows, plan_chunks
 from xentlib.torch.call import HeadCall
-from xentlib.torch.core.device import traits
+from xentlib.torch.core.device import chunk_bytes, traits
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
 from xentlib.torch.core.tokens import Tokens, select_tokens
@@ -69,7 +69,7 @@ class Walk:
             self.hidden_size,
             dtype=dtype_name(call.gemm_dtype),
             compute_dtype=dtype_name(compute_dtype),
-            max_chunk_bytes=call.chunk_bytes,
+            max_chunk_bytes=chunk_bytes(call.chunk_bytes, hidden.device),
         )
         self.block_rows = self.plan.chunk_tokens
         if not self.made.whole_chunks:

@@ -39,21 +39,30 @@ TILE_ROWS = 64
 COLUMN_MULTIPLE = 64
 
 MIB = 1 << 20
+# Memory of an accelerator from which a chunk has these bytes: cards of 80 GB, of 40 GB.
+MEMORY_CLASSES = ((72 * 1024 * MIB, 2048 * MIB), (36 * 1024 * MIB, 1024 * MIB))
 # Elementwise passes go over a block of this many bytes while it is in cache: 4 MiB stays in the L3
 # of a CPU at few calls a chunk, 64 MiB keeps a GPU's launches few.
 CPU_BLOCK_BYTES = 4 * MIB
 GPU_BLOCK_BYTES = 64 * MIB
 
 
-def default_chunk_bytes(platform: str) -> int:
+def default_chunk_bytes(platform: str, memory: int = 0) -> int:
     """Bytes for the [T, V] logits of one chunk where the caller named none.
 
     CPU: 64 MiB is 512 tokens at V=32,000, where the chunk GEMMs run at the rate of the whole ones
-    (256 tokens cost 15 % more in fp32 on two cores, 1024 gain nothing). Accelerators: 1 GiB is 2048
-    tokens at V=128,256, where reading and writing the fp32 dW buffer once a chunk costs a tenth of
-    its GEMM.
+    (256 tokens cost 15 % more in fp32 on two cores, 1024 gain nothing). Accelerators: by the class
+    of their memory, not by what is free, so that a run can be repeated on any card of the class:
+    2 GiB from 72 GiB on, 1 GiB from 36 GiB on and where the memory is not known, 512 MiB below.
+    At V=128,256 1 GiB is 2048 tokens. The float32 sum of d weight is read and written once a
+    chunk: a tenth of the GEMMs then, half of that at 2 GiB (a model: 790 TFLOP/s, 4.3 TB/s).
     """
-    return 64 * MIB if platform == "cpu" else 1024 * MIB
+    if platform == "cpu":
+        return 64 * MIB
+    for least, budget in MEMORY_CLASSES:
+        if memory >= least:
+            return budget
+    return 1024 * MIB if memory == 0 else 512 * MIB
 
 
 def block_bytes(platform: str) -> int:
