@@ -65,7 +65,7 @@ class Walk:
         self.width = self.local_size + (shard is not None and self.made.spare_column)
         self.plan = plan_chunks(
             self.tokens.computed,
-            self.width,
+            max(1, self.width),  # a rank may have none
             self.hidden_size,
             dtype=dtype_name(call.gemm_dtype),
             compute_dtype=dtype_name(compute_dtype),
@@ -115,7 +115,7 @@ class Walk:
             if not self.filled and self.local_size:
                 with gemm_precision(self.gemm_dtype, self.hidden.device):
                     mm(x_TH, self.operand_VH.T, out=z_TV[:, : self.local_size])
-            if not self.filled:
+            if not self.filled and self.width > self.local_size:
                 z_TV[:, self.local_size :] = -torch.inf
             yield Chunk(start, size, x_TH, z_TV)
 

@@ -1,0 +1,162 @@
+"""What Triton's programs launch and move for a chunk on a GPU, counted on meta tensors, where the
+programs are written down and not run.
+
+Shapes: T tokens of a chunk, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conftest import HAS_TORCH
+
+if not HAS_TORCH:
+    pytest.skip("PyTorch is not installed", allow_module_level=True)
+
+import torch
+
+from helpers.on_meta import OnDevice, as_on_a_gpu
+from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+from xentlib.torch.core import given, walk
+from xentlib.torch.core.kernels import runnable
+
+if "triton" not in runnable():
+    pytest.skip("Triton is not installed, or finds no GPU", allow_module_level=True)
+
+from xentlib.torch.triton import launch
+
+pytestmark = pytest.mark.torch
+T, V, H = 64, 257, 40
+PRODUCTS = ("mm", "addmm")
+
+
+class Programs:
+    """Stands for `triton.programs`: `name[grid](**arguments)` is kept."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        class Program:
+            def __getitem__(_, grid: tuple[int, ...]) -> Callable[..., None]:
+                def called(*args: Any, **named: Any) -> None:
+                    self.calls.append((name, named | {"grid": grid, "args": args}))
+
+                return called
+
+        return Program()
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
+    kept = Programs()
+    monkeypatch.setattr(launch, "programs", kept)
+    for module in (walk, given):
+        monkeypatch.setattr(module, "kernels_for", lambda *_: launch.Triton)
+    return kept
+
+
+def counted(
+    programs: Programs,
+    chunks: int,
+    function: Any = chunked_nll,
+    *,
+    bias: bool = False,
+    **options: Any,
+) -> tuple[OnDevice, list[str]]:
+    """A call of so many chunks, and its backward."""
+
+    def there(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+
+    programs.calls.clear()
+    labels = there(chunks * T, dtype=torch.int64, grad=False)
+    options |= {"bias": there(V)} if bias else {}
+    with as_on_a_gpu() as seen:
+        out = function(
+            there(chunks * T, H), there(V, H), labels, max_chunk_bytes=T * V * 4, **options
+        )
+        (out.loss if function is chunked_nll else out.logprobs.sum()).backward()
+    return seen, [name for name, _ in programs.calls]
+
+
+def a_chunk_more(programs: Programs, *args: Any, **options: Any) -> tuple[int, list[str]]:
+    """Launches, and programs, of a third chunk."""
+    few, names = counted(programs, 2, *args, **options)
+    more, all_names = counted(programs, 3, *args, **options)
+    extra = len(more.launches) - len(few.launches) + len(all_names) - len(names)
+    for name in names:
+        all_names.remove(name)
+    return extra, all_names
+
+
+OPTIONS: dict[str, Any] = {
+    "plain": {},
+    "z_loss, smoothing": {"z_loss": 1e-3, "label_smoothing": 0.1},
+    "softcap, temperature": {"softcap": 30.0, "temperature": 0.7, "logit_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_chunk_is_few_launches(programs: Programs, options: Any) -> None:
+    """D5: three products, and below 12 launches in all."""
+    extra, names = a_chunk_more(programs, **options)
+    assert names == ["loss_rows", "add_to_hidden", "add_to_weight"]
+    assert extra < 12
+
+
+def test_logits_are_read_twice_and_written_once(programs: Programs) -> None:
+    """D5: 10 bytes a logit beside the products. Catches: another pass over the chunk, a chunk of
+    dz beside that of the logits."""
+    seen, _ = counted(programs, 3)
+    passes = [x.name for x in seen.touching(T * V) if x.name not in PRODUCTS]
+    assert passes == []
+    of_rows = [named for name, named in programs.calls if name == "loss_rows"]
+    assert len(of_rows) == 3
+    for named in of_rows:
+        z, dz = named["z_ptr"], named["dz_ptr"]
+        assert (z.dtype, dz.dtype, tuple(dz.shape)) == (torch.float32, torch.bfloat16, (T, V))
+        assert named["IN_PLACE"]
+        row = z.stride(0) * 4
+        assert dz.stride(0) * 2 == row
+        start = dz.storage_offset() * 2 - z.storage_offset() * 4
+        assert 2 * V <= start <= row - 2 * V
+        assert row % 256 == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "bias", "expected"),
+    [
+        (chunked_nll, True, ["stats_rows", "column_sums", "dz_rows"]),
+        (chunked_logprobs, False, ["stats_rows", "dz_rows"]),
+    ],
+)
+def test_what_else_a_chunk_is(programs: Programs, function: Any, bias: bool, expected: Any) -> None:
+    """A gradient of the bias reads the logits once more; log-probabilities read them once in each
+    direction."""
+    _, names = a_chunk_more(programs, function, bias=bias)
+    assert sorted(names) == sorted([*expected, "add_to_hidden", "add_to_weight"])
+
+
+def test_without_gradients_logits_are_read_once(programs: Programs) -> None:
+    with torch.no_grad(), as_on_a_gpu():
+        hidden = torch.empty(2 * T, H, device="meta", dtype=torch.bfloat16)
+        head = torch.empty(V, H, device="meta", dtype=torch.bfloat16)
+        labels = torch.empty(2 * T, device="meta", dtype=torch.int64)
+        chunked_nll(hidden, head, labels, max_chunk_bytes=T * V * 4)
+    assert [name for name, _ in programs.calls] == ["loss_rows"] * 2
+    assert not any(named["GRADIENT"] for _, named in programs.calls)
+
+
+def test_given_logits_are_not_copied(programs: Programs) -> None:
+    logits = torch.empty(T, V, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.empty(T, device="meta", dtype=torch.int64)
+    with as_on_a_gpu() as seen:
+        vocab_parallel_logprobs(logits, labels).logprobs.sum().backward()
+    assert [x.name for x in seen.touching(T * V)] == []
+    (_, stats), (_, dz) = programs.calls
+    assert stats["z_ptr"].untyped_storage()._cdata == logits.untyped_storage()._cdata
+    assert (dz["TARGET"], dz["dz_ptr"].dtype) == (True, torch.bfloat16)
