@@ -17,7 +17,7 @@ from torch import Tensor  # noqa: E402
 
 from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from helpers.on_meta import OnDevice, as_on_a_gpu  # noqa: E402
-from xentlib.plan import pad_rows  # noqa: E402
+from xentlib.plan import pad_rows, peak_bytes, plan_chunks  # noqa: E402
 from xentlib.torch import (  # noqa: E402
     chunked_logprobs,
     chunked_nll,
@@ -238,3 +238,43 @@ def test_the_way_of_a_gpu_has_a_cpu_s_bits(monkeypatch: Any, dtype: str, functio
         dx, dw = torch.autograd.grad(loss, [call["hidden"], call["weight"]], torch.tensor(-0.37))
         found.append((loss, dx, dw if layout == "VH" else dw.T))
     assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+# Llama-3 8B's head, GPT-2's at another width: tokens, H, V, tokens of a chunk.
+MEMORY = (
+    (1024, 4096, 128_256, 512),
+    (4096, 4096, 128_256, 2048),
+    (8200, 4096, 128_256, 8192),
+    (2048, 2048, 50_257, 1024),
+)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("size", MEMORY, ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_peak_is_the_formula_of_the_plan(
+    function: str, size: tuple[int, ...], dtype: str, gradient: bool
+) -> None:
+    """D5, M16, within 5 % both ways, eager: as the allocator would count it, block by block."""
+    count, width, vocab, chunk = size
+    kind, budget = getattr(torch, dtype), chunk * vocab * 4
+    hidden = there(count, width, dtype=kind, grad=gradient)
+    weight = there(vocab, width, dtype=kind, grad=gradient)
+    call = {"hidden": hidden, "weight": weight, "labels": there(count, dtype=INT)}
+    with as_on_a_gpu() as seen:
+        loss = FUNCTIONS[function](**call, max_chunk_bytes=budget)
+        if gradient:
+            loss.backward()
+    plan = plan_chunks(count, vocab, width, dtype=dtype, max_chunk_bytes=budget)
+    expected = peak_bytes(
+        plan,
+        backend="torch",
+        dtype=dtype,
+        gradient=gradient,
+        recompute=function == "logprobs",
+        platform="cuda",
+    )
+    assert abs(seen.peak / expected - 1) <= 0.05, f"{seen.peak} bytes, the plan says {expected}"

@@ -13,6 +13,7 @@ from xentlib.plan.chunks import (
     block_bytes,
     block_tokens,
     default_chunk_bytes,
+    pad_columns,
     plan_chunks,
 )
 
@@ -26,8 +27,10 @@ def peak_bytes(
     dtype: str = "float32",
     gradient: bool = True,
     recompute: bool = False,
+    platform: str = "cpu",
+    kernels: bool = False,
 ) -> int:
-    """Peak memory of one call beside its inputs, results included, on CPU.
+    """Peak memory of one call beside its inputs, results included.
 
     Within 5 % of the allocator's count in torch; of the compiler's in JAX where there are several
     chunks and one is no smaller than the float32 head. XLA needs less than this otherwise.
@@ -37,6 +40,12 @@ def peak_bytes(
                                                        recompute only in 16 bits)
         both:  + float32 d weight and d hidden        (+ their rounded copies, in JAX)
 
+    On a GPU, PyTorch, with V rounded up to a multiple of 64 in the chunk; dz of 16 bits takes the
+    place of the logits. The larger of what stands at once, within 5 % where all tokens are valid:
+
+        in the walk: chunk + rows of a chunk + scratch + float32 d weight and d hidden
+        at the end:  float32 d weight and d hidden + their rounded copies, of 16 bits
+
     Args:
         plan: of the call.
         backend: "torch" or "jax".
@@ -44,7 +53,11 @@ def peak_bytes(
         gradient: for `hidden` and `weight`, or the loss alone.
         recompute: `chunked_logprobs`, whose backward computes the logits again, and not
             `chunked_nll`.
+        platform: "cpu", or "cuda".
+        kernels: on CUDA, Triton's are used, which need no scratch.
     """
+    if platform != "cpu" and backend == "torch":
+        return _torch_on_gpu(plan, dtype, gradient, recompute, kernels)
     size = plan.compute_itemsize
     chunk = plan.chunk_bytes
     head, trunk = plan.vocab_size * plan.hidden_size, plan.num_tokens * plan.hidden_size
@@ -63,6 +76,24 @@ def peak_bytes(
     dz = (chunk // 2 if low else 0) if recompute else chunk
     total = chunk + max(dz, head * size) + mask + 2 * rows + copies + (head + trunk) * size
     return total + (head * size + (head + trunk) * ITEMSIZE[dtype] if low else 0)
+
+
+def _torch_on_gpu(
+    plan: ChunkPlan, dtype: str, gradient: bool, recompute: bool, kernels: bool
+) -> int:
+    size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
+    low = narrow < size
+    rows = plan.chunk_tokens * plan.hidden_size
+    walk = plan.chunk_tokens * pad_columns(plan.vocab_size) * size + rows * narrow
+    block = plan.block_tokens(block_bytes("cuda")) * plan.vocab_size * size
+    if not gradient:
+        return walk + (0 if kernels else block)
+    # Of statistics, which a backward has, and dz of 16 bits; or of the rows that targets add.
+    softmax = (0 if recompute else block) + (block // 2 if low else 0)
+    scratch = max(softmax, rows * size * (2 if low else 1))
+    entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
+    walk += entries * size + (0 if kernels else scratch)
+    return max(walk, entries * (size + narrow) if low else 0)
 
 
 def given_peak_bytes(
