@@ -17,6 +17,7 @@ from xentlib.jax.call import Arrays, Constants, Options, bind, flat
 from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
+    own_columns,
     power_of_two,
     round_gradients,
     without_power,
@@ -173,6 +174,7 @@ def logprobs_backward(
     gradients = over_chunks(walk, body, zero_gradients(walk, needs), terms_M)
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
+    gradients = own_columns(walk, gradients)
     primals = (hidden, weight, bias)
     return round_gradients(gradients, walk.tokens.valid, primals, options.spread)
 

@@ -18,6 +18,7 @@ from xentlib.jax.call import Arrays, Constants, Options, bind, flat
 from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
+    own_columns,
     power_of_two,
     round_gradients,
     without_power,
@@ -135,6 +136,7 @@ def nll_forward(
             gradients = over_chunks(walk, again, gradients, factor_N, stats_M, only=only)
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
+    gradients = own_columns(walk, gradients)
 
     # 9. Reduce
     loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(walk, per_token)

@@ -20,11 +20,24 @@ class Traits(NamedTuple):
     least_rows: int
     # It scatters floats of 16 bits in float32: two copies of all N rows, four times the bytes of
     # their gradient, where integers of 16 bits take one.
-    scatters_wide: bool
+    scatters_wide: bool = False
+    # exp(z - m) is an array of its own, which both of its sums read and whose memory the second one
+    # takes. Elsewhere a sum makes it on the way: as an array it cost a GPU 22 bytes a logit, not
+    # 14, and half a GB at Llama-3's head.
+    stores_exp: bool = False
+    # A scatter adds one label's terms one after the other; a GPU's atomic additions come in any
+    # order, and other bits with it (row A11).
+    adds_in_order: bool = True
+    # Columns of a head, zeros included, that its products take as they are. XLA pads any others in
+    # each chunk: a copy of the head and two of float32 d weight.
+    column_multiple: int = 1
 
 
-KINDS = {"cpu": Traits(64, True)}
-ANOTHER = Traits(1, False)
+KINDS = {
+    "cpu": Traits(least_rows=64, scatters_wide=True, stores_exp=True),
+    "gpu": Traits(least_rows=1, adds_in_order=False, column_multiple=8),
+}
+ANOTHER = Traits(least_rows=1)
 
 
 def traits() -> Traits:

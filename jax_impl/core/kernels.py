@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     scale: jax.Array | None = None
     softcap: float | jax.Array | None = None
     class_weights_V: jax.Array | None = None  # 0 where a column is no class
-    padded_from: jax.Array | None = None  # the first column that is no class; None: all are
+    padded_from: jax.Array | int | None = None  # the first column that is no class; None: all are
 
 
 class Asked(NamedTuple):

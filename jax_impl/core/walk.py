@@ -31,7 +31,8 @@ class Walk(NamedTuple):
     options: Options
     constants: Constants
     hidden: jax.Array  # [N, H]; the logits, if they are given
-    operand: jax.Array | None  # the head in the GEMM dtype
+    operand: jax.Array | None  # the head in the GEMM dtype, with `column_multiple`'s zeros
+    columns: int  # of this device, without those
     tokens: Tokens
     num_valid: jax.Array  # []
     order: jax.Array  # [M] the token of each packed row
@@ -45,12 +46,6 @@ class Walk(NamedTuple):
     def axes(self) -> tuple[int, int]:
         """Of the head: V, H."""
         return (1, 0) if self.options.transposed else (0, 1)
-
-    @property
-    def columns(self) -> int:
-        return int(
-            self.hidden.shape[1] if self.operand is None else self.operand.shape[self.axes[0]]
-        )
 
     @property
     def vocab_size(self) -> int:
@@ -123,11 +118,18 @@ def walk_of(
         max_chunk_bytes=options.chunk_bytes,
         least=traits().least_rows,
     )
-    first = padded_from(shard)
+    first: Any = padded_from(shard)
     if first is not None and weight is not None:
         # dz is 0 there, but 0 * NaN is not: in d hidden, and from a softcap's derivative.
         weight = zero_from(first, weight, 1 if options.transposed else 0)
         bias = None if bias is None else zero_from(first, bias, 0)
+    more = 0 if weight is None else -columns % traits().column_multiple
+    if weight is not None:
+        weight = weight.astype(options.gemm_dtype)
+    if more and weight is not None:
+        first = columns if first is None else first
+        weight = jnp.pad(weight, [(0, 0), (0, more)][:: 1 if options.transposed else -1])
+        bias = None if bias is None else jnp.pad(bias, (0, more))
     rows = plan.chunk_tokens
     order_N = jnp.argsort(~tokens.valid, stable=True).astype(jnp.int32)
     # Where N is not known, a chunk more, so that there is one for certain.
@@ -136,14 +138,15 @@ def walk_of(
         bias_V=None if bias is None else bias.astype(options.compute_dtype),
         scale=constants.logit_scale,
         softcap=options.softcap,
-        class_weights_V=own_weights(options, constants.class_weights, shard, columns),
+        class_weights_V=own_weights(options, constants.class_weights, shard, columns + more),
         padded_from=first,
     )
     return Walk(
         options,
         constants,
         hidden,
-        None if weight is None else weight.astype(options.gemm_dtype),
+        weight,
+        columns,
         tokens,
         tokens.valid.sum(dtype=jnp.int32),
         jnp.pad(order_N, (0, padding)),
@@ -163,7 +166,7 @@ def own_weights(
         return None
     weights = weights.astype(options.compute_dtype)
     if shard is None:
-        return weights
+        return jnp.pad(weights, (0, columns - weights.size))
     padded = jnp.pad(weights, (0, columns))
     own: jax.Array = lax.dynamic_slice(padded, (shard.start,), (columns,))
     return jnp.where(jnp.arange(columns) < shard.size, own, 0.0)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xentlib.jax.core.device import traits
 from xentlib.jax.core.gemm import column_sums as sums_of_columns
 from xentlib.jax.core.gemm import round_to as rounded
 from xentlib.jax.core.kernels import Asked, Coefficients, RestStats, Rows, Shape
@@ -101,8 +102,10 @@ class XLA:
                 rest_TV = rest_TV * self.shape.class_weights_V[None, :]
             sum_d = rest_TV.sum(axis=1)
         sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if asked.entropy else None
-        # Two sums one after the other, so that the fractions can take the place of e.
-        everything, e_TV = lax.optimization_barrier((e_TV.sum(axis=1), e_TV))
+        everything = e_TV.sum(axis=1)
+        if traits().stores_exp:
+            # Two sums one after the other, so that the fractions can take the place of e.
+            everything, e_TV = lax.optimization_barrier((everything, e_TV))
         s = (e_TV - jnp.floor(e_TV)).sum(axis=1)
         return RestStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d, top)
 
