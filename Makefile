@@ -33,7 +33,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public fuzz gpu ptx test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test quick public fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -41,6 +41,7 @@ help:
 	@echo 'quick       the first case of each test, without the slow ones: about a minute'
 	@echo 'ptx         Triton programs compiled for GPUs that are not here; PTX_ARGS="--table FILE" writes the table'
 	@echo 'gpu         operators, contract and benchmark on a CUDA device, build/gpu/gpu.json; installs nothing'
+	@echo 'hlo         programs of JAX compiled for an H200 without one, and what is in them; downloads 130 MB once'
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'
 	@echo 'test-oldest the suite on the oldest versions that pyproject.toml admits; downloads 3 GB once'
 	@echo 'test-newest the same on the newest, PYTHON_NEWEST=python3.13; downloads 3 GB once'
@@ -95,6 +96,23 @@ $(WHEEL_ENV)/.stamp: $(SOURCES) pyproject.toml $(VENV)/test.stamp
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(WHEEL_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
 	@$(BIN)/python -m pip --python $(WHEEL_ENV)/bin/python install -qq --no-deps --ignore-installed dist/xentlib-*.whl
+	@touch $@
+
+# --- JAX's compiler for CUDA, which needs no device and none of NVIDIA's libraries: two wheels of 130 MB, 430 MB installed
+
+HLO_ENV := .venv-hlo
+JAXLIB := $(shell sed -n 's/^jaxlib==//p' constraints.txt)
+
+# The rest is borrowed from $(VENV), with what it borrows itself.
+$(HLO_ENV)/hlo.stamp: constraints.txt $(VENV)/test.stamp
+	@echo 'installing the compiler of JAX $(JAXLIB) for CUDA into $(HLO_ENV)'
+	@rm -rf $(HLO_ENV)
+	@$(BIN)/python -m venv $(HLO_ENV)
+	@$(HLO_ENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	  jax-cuda13-plugin==$(JAXLIB) jax-cuda13-pjrt==$(JAXLIB)
+	@purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	  echo "import site; site.addsitedir('$$($(BIN)/python -c "$$purelib")')" \
+	  > "$$($(HLO_ENV)/bin/python -c "$$purelib")/borrowed.pth"
 	@touch $@
 
 # --- the ranges of pyproject.toml: their oldest and newest versions, each in an environment of its own ------------------
@@ -158,6 +176,9 @@ ptx: $(VENV)/test.stamp
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) .ci/gpu.py $(GPU_ARGS)
 
+hlo: $(HLO_ENV)/hlo.stamp
+	$(HLO_ENV)/bin/python -m pytest -m hlo tests/test_hlo_jax.py
+
 test-wheel: $(WHEEL_ENV)/.stamp
 	$(eval away := $(shell mktemp -d))
 	@trap 'rm -rf $(away)' EXIT; cd $(away); \
@@ -209,4 +230,4 @@ examples: $(VENV)/test.stamp
 	  echo "== $$example"; $(TORCHRUN) --nproc-per-node 2 "$$example"; done
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest $(HLO_ENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

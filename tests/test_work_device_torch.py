@@ -275,6 +275,6 @@ def test_peak_is_the_formula_of_the_plan(
         dtype=dtype,
         gradient=gradient,
         recompute=function == "logprobs",
-        platform="cuda",
+        platform="gpu",
     )
     assert abs(seen.peak / expected - 1) <= 0.05, f"{seen.peak} bytes, the plan says {expected}"

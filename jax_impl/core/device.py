@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xentlib.plan import GPU_COLUMN_MULTIPLE
+
 __all__ = ["Traits", "as_bits", "from_bits", "traits"]
 
 
@@ -35,7 +37,7 @@ class Traits(NamedTuple):
 
 KINDS = {
     "cpu": Traits(least_rows=64, scatters_wide=True, stores_exp=True),
-    "gpu": Traits(least_rows=1, adds_in_order=False, column_multiple=8),
+    "gpu": Traits(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
 }
 ANOTHER = Traits(least_rows=1)
 

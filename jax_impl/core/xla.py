@@ -51,6 +51,10 @@ class XLA:
         column_sums: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Steps 6 and 7."""
+        if self.shape.softcap is not None and not traits().stores_exp:
+            # Made again from the product: as arrays, the capped logits and the cap's derivative
+            # cost a GPU 26 bytes a logit, not 22, and another half of a chunk.
+            left, rows = None, rows._replace(z_TV=lax.optimization_barrier(rows.z_TV))
         logits = self.prepare(rows) if left is None else left
         dz_TV, dz_y_T = self.dlogits(logits, lse_T, of), of.own
         if logits.derivative_TV is not None:

@@ -2,6 +2,7 @@
 
 from xentlib.plan.chunks import (
     CPU_BLOCK_BYTES,
+    GPU_COLUMN_MULTIPLE,
     MAX_ROWS,
     ChunkPlan,
     block_bytes,
@@ -16,6 +17,7 @@ from xentlib.plan.shards import PaddedVocab, VocabShard, exchanges_per_chunk, sh
 
 __all__ = [
     "CPU_BLOCK_BYTES",
+    "GPU_COLUMN_MULTIPLE",
     "MAX_ROWS",
     "ChunkPlan",
     "PaddedVocab",

@@ -14,6 +14,7 @@ from xentlib.dtypes import ITEMSIZE
 
 __all__ = [
     "CPU_BLOCK_BYTES",
+    "GPU_COLUMN_MULTIPLE",
     "MAX_ROWS",
     "ROW_MULTIPLE",
     "TILE_ROWS",
@@ -45,6 +46,9 @@ MEMORY_CLASSES = ((72 * 1024 * MIB, 2048 * MIB), (36 * 1024 * MIB, 1024 * MIB))
 # of a CPU at few calls a chunk, 64 MiB keeps a GPU's launches few.
 CPU_BLOCK_BYTES = 4 * MIB
 GPU_BLOCK_BYTES = 64 * MIB
+# Columns of a head that a GPU's products take as they are: rows of 16-bit logits then begin at
+# multiples of 16 bytes, which is what TMA loads.
+GPU_COLUMN_MULTIPLE = 8
 
 
 def default_chunk_bytes(platform: str, memory: int = 0) -> int:

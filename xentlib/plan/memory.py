@@ -8,6 +8,8 @@ from __future__ import annotations
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.chunks import (
     CPU_BLOCK_BYTES,
+    GPU_COLUMN_MULTIPLE,
+    MIB,
     TILE_ROWS,
     ChunkPlan,
     block_bytes,
@@ -19,6 +21,9 @@ from xentlib.plan.chunks import (
 
 __all__ = ["given_peak_bytes", "peak_bytes"]
 
+# Of cuBLAS, as XLA gives it to each product.
+WORKSPACE = 32 * MIB
+
 
 def peak_bytes(
     plan: ChunkPlan,
@@ -28,7 +33,7 @@ def peak_bytes(
     gradient: bool = True,
     recompute: bool = False,
     platform: str = "cpu",
-    kernels: bool = False,
+    kernels: bool = True,
 ) -> int:
     """Peak memory of one call beside its inputs, results included.
 
@@ -46,6 +51,11 @@ def peak_bytes(
         in the walk: chunk + rows of a chunk + scratch + float32 d weight and d hidden
         at the end:  float32 d weight and d hidden + their rounded copies, of 16 bits
 
+    On a GPU, in JAX within 7 % of the compiler's count for an H200: a chunk, its dz in the dtype of
+    the operands, float32 d weight and d hidden, their rounded copies less what of the chunk fits
+    into that of d weight, rows of a chunk, and cuBLAS's workspace; a copy of the head where V is no
+    multiple of 8.
+
     Args:
         plan: of the call.
         backend: "torch" or "jax".
@@ -53,11 +63,13 @@ def peak_bytes(
         gradient: for `hidden` and `weight`, or the loss alone.
         recompute: `chunked_logprobs`, whose backward computes the logits again, and not
             `chunked_nll`.
-        platform: "cpu", or "cuda".
-        kernels: on CUDA, Triton's are used, which need no scratch.
+        platform: "cpu", or "gpu".
+        kernels: on a GPU in PyTorch, Triton's programs, which need no scratch, and not eager.
     """
-    if platform != "cpu" and backend == "torch":
-        return _torch_on_gpu(plan, dtype, gradient, recompute, kernels)
+    if platform != "cpu":
+        if backend == "torch":
+            return _torch_on_gpu(plan, dtype, gradient, recompute, kernels)
+        return _jax_on_gpu(plan, dtype, gradient)
     size = plan.compute_itemsize
     chunk = plan.chunk_bytes
     head, trunk = plan.vocab_size * plan.hidden_size, plan.num_tokens * plan.hidden_size
@@ -94,6 +106,24 @@ def _torch_on_gpu(
     entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
     walk += entries * size + (0 if kernels else scratch)
     return max(walk, entries * (size + narrow) if low else 0)
+
+
+def _jax_on_gpu(plan: ChunkPlan, dtype: str, gradient: bool) -> int:
+    size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
+    more = -plan.vocab_size % GPU_COLUMN_MULTIPLE
+    columns = plan.vocab_size + more
+    head, trunk = columns * plan.hidden_size, plan.num_tokens * plan.hidden_size
+    chunk, rows = plan.chunk_tokens * columns, plan.chunk_tokens * plan.hidden_size
+    filled = head * narrow if more else 0
+    if not gradient:
+        return chunk * size + rows * narrow + filled + WORKSPACE
+    d_weight = head * narrow if more or narrow < size else 0
+    d_hidden = trunk * narrow if narrow < size else 0
+    # Where d weight will be is room for an array of the loop: for the largest that fits.
+    scratch = (chunk * size, chunk * narrow, rows * size)
+    shared = max((x for x in scratch if x <= d_weight), default=0)
+    total = chunk * (size + narrow) + rows * (narrow + 2 * size) + (head + trunk) * size
+    return total + filled + d_weight + d_hidden - shared + WORKSPACE
 
 
 def given_peak_bytes(

@@ -1,0 +1,193 @@
+"""Programs compiled for an H200 without one, from the wheels of JAX's CUDA plugin; and what is read
+in them: the loop over chunks, its products, and the bytes that everything else moves.
+
+XLA's autotuning needs the device, so it is off, and each product is one of cuBLAS.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+from jax._src import xla_bridge
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 20 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+ITEMSIZE = {
+    "f64": 8,
+    "f32": 4,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "u16": 2,
+    "s8": 1,
+    "pred": 1,
+}
+
+BLOCK = re.compile(r"^(?:ENTRY )?%(\S+) .*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+LINE = re.compile(r"^ +(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(.*)$", re.MULTILINE)
+ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+NOISE = re.compile(r"/\*.*?\*/|\{[\d,]*(?::[^}]*)?\}(?=[,)\s])")  # tuple positions, layouts
+# What only passes an array on.
+ALIASES = ("bitcast", "get-tuple-element", "parameter", "tuple", "constant")
+# What reads some rows or entries of an array.
+PICKS = ("gather", "dynamic-slice", "slice")
+# What writes some rows of one.
+UPDATES = ("scatter", "dynamic-update-slice")
+
+
+class Array(NamedTuple):
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return ITEMSIZE[self.dtype] * math.prod(self.dims)
+
+
+class Instruction(NamedTuple):
+    name: str
+    results: tuple[Array, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str  # attributes
+
+    @property
+    def result(self) -> Array:
+        return self.results[0]
+
+    @property
+    def called(self) -> str | None:
+        found = re.search(r"calls=%([\w.\-]+)", self.rest)
+        return found and found[1]
+
+    @property
+    def product(self) -> bool:
+        return "__cublas" in self.rest
+
+
+@contextmanager
+def a_gpu_is_there() -> Iterator[None]:
+    """What asks for the default backend is told "gpu", as it is where one is. Its programs are not
+    kept on disk: only the device itself could read them."""
+    patch = pytest.MonkeyPatch()
+    known = xla_bridge.canonicalize_platform
+
+    def canonical(platform: str) -> str:
+        return "cuda" if platform in ("gpu", "cuda") else known(platform)
+
+    jax.clear_caches()
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    patch.setattr(xla_bridge, "canonicalize_platform", canonical)
+    patch.setattr(jax, "default_backend", lambda: "gpu")
+    try:
+        yield
+    finally:
+        patch.undo()
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+
+
+def compiled_for_h200(function: Callable[..., Any], *arguments: tuple[tuple[int, ...], Any]) -> Any:
+    """A function of arrays of these shapes and dtypes."""
+    with a_gpu_is_there():
+        device = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+        here = NamedSharding(topologies.make_mesh(device, (1,), ("d",)), PartitionSpec())
+        shapes = [jax.ShapeDtypeStruct(s, dtype, sharding=here) for s, dtype in arguments]
+        return jax.jit(function).lower(*shapes).compile(compiler_options=OPTIONS)
+
+
+class Program:
+    """The text of a compiled program."""
+
+    def __init__(self, text: str) -> None:
+        text = re.sub(r", (metadata|backend_config)=.*", "", NOISE.sub("", text))
+        self.blocks = {name: parsed(block) for name, block in BLOCK.findall(text)}
+        everything = [x for block in self.blocks.values() for x in block]
+        names = [re.search(r"body=%([\w.\-]+)", x.rest) for x in everything if x.opcode == "while"]
+        self.loops = [self.blocks[name[1]] for name in names if name]
+
+    def inner(self, block: list[Instruction]) -> list[Instruction]:
+        """Instructions of a block, with those of its fusions."""
+        called = [self.blocks[x.called] for x in block if x.called]
+        return [*block, *(x for one in called for x in one)]
+
+    def moved(self, block: list[Instruction], dims: set[tuple[int, ...]]) -> int:
+        """Bytes of arrays of these shapes that a block's instructions read whole or write, beside
+        its products."""
+        known = {x.name: x for x in block}
+        total = 0
+        for one in block:
+            if one.opcode in ALIASES or one.product:
+                continue
+            if not self.updates(one):
+                total += sum(x.bytes for x in one.results if x.dims in dims)
+            for position, name in enumerate(one.operands):
+                array = known[name].result
+                if array.dims in dims and not self.picks(one, position):
+                    total += array.bytes
+        return total
+
+    def updates(self, one: Instruction) -> bool:
+        """Whether an instruction writes some rows of its first operand, in place."""
+        return (self.blocks[one.called][-1] if one.called else one).opcode in UPDATES
+
+    def picks(self, one: Instruction, position: int) -> bool:
+        """Whether an instruction takes single entries of an operand."""
+        if one.called is None:
+            return one.opcode in PICKS
+        block = self.blocks[one.called]
+        (name,) = (x.name for x in block if x.opcode == "parameter" and x.rest == str(position))
+        users = [x for x in block if name in x.operands]
+        return all(x.opcode in PICKS + UPDATES and x.operands[0] == name for x in users)
+
+
+def parsed(block: str) -> list[Instruction]:
+    found = []
+    for name, types, opcode, operands, rest in LINE.findall(block):
+        arrays = tuple(
+            Array(dtype, tuple(int(n) for n in dims.split(",") if n))
+            for dtype, dims in ARRAY.findall(types)
+        )
+        if opcode == "parameter":  # its number stands where others have operands
+            found.append(Instruction(name, arrays, opcode, (), operands))
+        else:
+            names = tuple(re.findall(r"%([\w.\-]+)", operands))
+            found.append(Instruction(name, arrays, opcode, names, rest))
+    return found

@@ -1,0 +1,251 @@
+"""The program that XLA makes of a head for an H200, compiled without one: its products, what is
+done to d weight, the bytes of its elementwise passes, and its memory. `make hlo` runs it.
+
+Shapes: T rows of a chunk, V columns (filled up to a multiple of 8), H width.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+
+from xentlib.plan import (
+    GPU_COLUMN_MULTIPLE,
+    ChunkPlan,
+    default_chunk_bytes,
+    peak_bytes,
+    plan_chunks,
+)
+
+jax = pytest.importorskip("jax")
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.hlo,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None,
+        reason="the wheels of JAX's CUDA plugin are not installed; `make hlo` has them",
+    ),
+]
+
+import jax.numpy as jnp  # noqa: E402
+
+from helpers.gpu_hlo import Instruction, Program, compiled_for_h200  # noqa: E402
+from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
+from xentlib.jax.core.gradients import LABEL_GROUP  # noqa: E402
+
+
+class Head(NamedTuple):
+    vocab: int
+    layout: str = "VH"
+    dtype: str = "bfloat16"
+    tokens: int = 8192
+    hidden: int = 4096
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def plan(self) -> ChunkPlan:
+        given = dict(self.options).get("max_chunk_bytes")
+        return plan_chunks(
+            self.tokens,
+            self.vocab,
+            self.hidden,
+            dtype=self.dtype,
+            max_chunk_bytes=given or default_chunk_bytes("gpu"),
+        )
+
+    @property
+    def columns(self) -> int:
+        return self.vocab + -self.vocab % GPU_COLUMN_MULTIPLE
+
+    @property
+    def logits(self) -> tuple[int, int]:
+        return self.plan.chunk_tokens, self.columns
+
+    @property
+    def weight(self) -> tuple[int, int]:
+        shape = self.columns, self.hidden
+        return shape if self.layout == "VH" else shape[::-1]
+
+    @property
+    def text(self) -> str:
+        return " ".join(str(x) for x in (*self[:5], *(f"{k}={v}" for k, v in self.options)))
+
+
+PLAIN = [Head(vocab, layout) for vocab in (128_256, 50_257) for layout in ("VH", "HV")]
+WIDE = [Head(50_257, dtype="float32"), Head(50_257, "HV", "float16")]
+heads = pytest.mark.parametrize("head", [*PLAIN, *WIDE], ids=lambda head: head.text)
+
+
+@cache
+def compiled(head: Head, kind: str) -> Any:
+    options = dict(head.options)
+    biased = options.pop("bias", False)
+
+    def loss(hidden, weight, labels, bias=None):
+        given = {"bias": bias, "weight_layout": head.layout, **options}
+        if kind.startswith("nll"):
+            return chunked_nll(hidden, weight, labels, **given).loss
+        return chunked_logprobs(hidden, weight, labels, **given).logprobs.sum()
+
+    wanted = (0, 1, 3) if biased else (0, 1)
+    step = loss if kind.endswith("values") else jax.value_and_grad(loss, wanted)
+    shape = (head.vocab, head.hidden) if head.layout == "VH" else (head.hidden, head.vocab)
+    dtype = jnp.dtype(head.dtype)
+    return compiled_for_h200(
+        step,
+        ((head.tokens, head.hidden), dtype),
+        (shape, dtype),
+        ((head.tokens,), jnp.dtype(jnp.int32)),
+        *([((head.vocab,), dtype)] if biased else []),
+    )
+
+
+def program(head: Head, kind: str) -> Program:
+    return Program(compiled(head, kind).as_text())
+
+
+def products(head: Head, loop: list[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
+    """Those with the head's columns on a side or in the result; and the others."""
+    known = {x.name: x.result.dims for x in loop}
+    large, small = [], []
+    for one in loop:
+        if one.product:
+            sides = [one.result.dims, *(known[name] for name in one.operands)]
+            (large if any(head.columns in dims for dims in sides) else small).append(one)
+    return large, small
+
+
+def check_loop(head: Head, made: Program, loop: list[Instruction], number: int) -> None:
+    """Of the head's products, with what is around them."""
+    known = {x.name: x.result for x in loop}
+    large, small = products(head, loop)
+    assert len(large) == number
+    for one in large:
+        assert one.result.dtype == "f32"
+        assert {known[name].dtype for name in one.operands[:2]} == {
+            {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[head.dtype]
+        }
+    (logits,) = (x for x in large if x.result.dims == head.logits)
+    assert not re_used(logits)
+    # Nothing is done to a whole head or chunk that does not come out of a product or go into one.
+    least = min(head.weight[0], head.weight[1], head.logits[0]) * head.vocab // 2
+    moves = ("copy", "copy-start", "pad", "slice", "transpose", "concatenate")
+    assert not [
+        (x.opcode, x.result.dims)
+        for x in made.inner(loop)
+        if x.opcode in moves and math.prod(x.result.dims) >= least
+    ]
+    if number == 1:
+        assert not small
+        return
+    # d weight: added to by a product in place, then by scatters of the targets' terms.
+    (d_weight,) = (x for x in large if x.result.dims == head.weight)
+    assert re_used(d_weight)
+    assert made.moved(loop, {head.weight}) == 0
+    assert len(small) == -(-head.logits[0] // LABEL_GROUP)
+    work = sum(2 * x.result.dims[0] * x.result.dims[1] * LABEL_GROUP for x in small)
+    assert work <= 0.01 * 3 * 2 * math.prod(head.logits) * head.hidden
+
+
+def re_used(one: Instruction) -> bool:
+    return "output_to_operand_aliasing={{0}: (2," in one.rest
+
+
+def bytes_a_logit(head: Head, made: Program, loop: list[Instruction]) -> float:
+    return made.moved(loop, {head.logits}) / math.prod(head.logits)
+
+
+@heads
+def test_nll_and_gradients(head: Head) -> None:
+    """D5, M18: three products a chunk, from operands in their own dtype to float32; d weight in
+    place; 14 bytes a logit (max 4, both sums 4, dz 4 + 2), or 16 where dz is float32. Catches: an
+    array of exp(z - m) (22), a head or d weight that is padded in each chunk."""
+    made = program(head, "nll")
+    (loop,) = made.loops
+    check_loop(head, made, loop, 3)
+    assert bytes_a_logit(head, made, loop) == (16 if head.dtype == "float32" else 14)
+
+
+@pytest.mark.parametrize("head", PLAIN, ids=lambda head: head.text)
+def test_logprobs_and_gradients(head: Head) -> None:
+    """D5: four products a chunk; 8 bytes a logit forwards and 6 backwards."""
+    made = program(head, "logprobs")
+    first, second = made.loops
+    check_loop(head, made, first, 1)
+    check_loop(head, made, second, 3)
+    assert bytes_a_logit(head, made, first) == 8
+    assert bytes_a_logit(head, made, second) == 6
+
+
+@pytest.mark.parametrize("kind", ["nll values", "logprobs values"])
+def test_values_alone(kind: str) -> None:
+    made = program(PLAIN[0], kind)
+    (loop,) = made.loops
+    check_loop(PLAIN[0], made, loop, 1)
+    assert bytes_a_logit(PLAIN[0], made, loop) == 8
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [(("label_smoothing", 0.1), 14), (("outputs", ("predicted", "entropy")), 14),
+     (("softcap", 30.0), 22), (("bias", True), 18)],
+    ids=str,
+)  # fmt: skip
+def test_options(option: tuple[str, Any], expected: int) -> None:
+    """What they cost. Catches: a softcap whose derivative is kept for dz (26)."""
+    head = PLAIN[0]._replace(options=(option,))
+    made = program(head, "nll")
+    (loop,) = made.loops
+    if option[0] != "bias":  # which has thin products of float32 dz
+        check_loop(head, made, loop, 3)
+    assert bytes_a_logit(head, made, loop) == expected
+
+
+def test_each_label_once_in_a_scatter() -> None:
+    """A11: a GPU adds with atomics, in any order, unless no column comes twice."""
+    for head in PLAIN:
+        for kind in ("nll", "logprobs"):
+            scatters = [
+                x
+                for block in program(head, kind).blocks.values()
+                for x in block
+                if x.opcode == "scatter" and x.result.dims == head.weight
+            ]
+            assert len(scatters) == -(-head.logits[0] // LABEL_GROUP)
+            assert all("unique_indices=true" in x.rest for x in scatters)
+
+
+MEMORY = [
+    *PLAIN,
+    *WIDE,
+    Head(128_256, tokens=2000),
+    Head(128_256, tokens=32_768, options=(("max_chunk_bytes", 2**32),)),
+    Head(256_000, hidden=2304),
+    Head(32_000, hidden=2048),
+]
+
+
+@pytest.mark.parametrize("kind", ["nll", "logprobs", "nll values"])
+@pytest.mark.parametrize("head", MEMORY, ids=lambda head: head.text)
+def test_memory_is_the_formula(head: Head, kind: str) -> None:
+    """M16: within 7 % of `plan.peak_bytes`; no array of N times V entries."""
+    if head.plan.num_chunks > 1:
+        everything = [x for block in program(head, kind).blocks.values() for x in block]
+        assert max(math.prod(a.dims) for x in everything for a in x.results) < (
+            head.tokens * head.vocab
+        )
+    found = compiled(head, kind).memory_analysis()
+    total = found.temp_size_in_bytes + found.output_size_in_bytes
+    expected = peak_bytes(
+        head.plan,
+        backend="jax",
+        dtype=head.dtype,
+        gradient=kind in ("nll", "logprobs"),
+        recompute=kind == "logprobs",
+        platform="gpu",
+    )
+    assert 0.93 * total <= expected <= 1.07 * total
