@@ -1,0 +1,109 @@
+"""Programs of JAX's functions lowered for devices that are not there: GPUs and TPUs, alone and with
+the vocabulary over four of them.
+
+Shapes: N tokens, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+
+jax = pytest.importorskip("jax")
+pytestmark = [pytest.mark.jax, pytest.mark.cpu]
+
+import jax.numpy as jnp  # noqa: E402
+from jax import export  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from helpers.mesh_jax import mesh_of  # noqa: E402
+from xentlib.jax import chunked_logprobs, chunked_nll, vocab_parallel_logprobs  # noqa: E402
+
+N, H, V = 200, 24, 156
+ROWS = 64  # of a chunk: four of them
+OPTIONS = {"softcap": 20.0, "temperature": 1.3}
+
+
+def nll(hidden, weight, labels, **how):
+    return chunked_nll(hidden, weight, labels, z_loss=1e-3, label_smoothing=0.1, **how).loss
+
+
+def logprobs(hidden, weight, labels, **how):
+    out = chunked_logprobs(hidden, weight, labels, entropy=True, **how)
+    return (out.logprobs - out.entropy).sum()
+
+
+def given(hidden, weight, labels, **how):
+    logits = hidden @ weight.T
+    return vocab_parallel_logprobs(logits, labels, **how).logprobs.sum()
+
+
+def over_the_vocabulary(loss):
+    mesh, specs = mesh_of(tp=4), (P(), P("tp"), P())
+
+    def step(*arrays, **how):
+        part = partial(loss, vocab_parallel="tp", **how)
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())(*arrays)
+
+    return step, [NamedSharding(mesh, spec) for spec in specs]
+
+
+# A function, its options, whether the head is over four devices, and the products of its program:
+# of the head, without those of [T, T] that put a label's tokens together on a GPU.
+CALLS = {
+    "nll": (nll, OPTIONS, False, 3),
+    "logprobs": (logprobs, OPTIONS, False, 4),
+    "given logits": (given, {}, False, 3),
+    "nll over shards": (nll, {}, True, 4),
+    "logprobs over shards": (logprobs, {}, True, 4),
+}
+
+
+@pytest.fixture(params=["cuda", "tpu"])
+def platform(request, monkeypatch):
+    """Decisions are those of the platform too, as where it is there."""
+    there = {"cuda": "gpu", "tpu": "tpu"}[request.param]
+    monkeypatch.setattr(jax, "default_backend", lambda: there)
+    jax.clear_caches()
+    yield request.param
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_lowers_for_devices_that_are_not_there(name, platform):
+    """Values and gradients in bf16, with one program for the loop; nothing of a CPU's in it."""
+    loss, options, shards, products = CALLS[name]
+    whole = V // 4 if shards else V
+    options = options | {"max_chunk_bytes": ROWS * whole * 4}
+    places = (None,) * 3
+    if shards:
+        loss, places = over_the_vocabulary(loss)
+
+    def step(hidden, weight, labels):
+        return jax.value_and_grad(loss, (0, 1))(hidden, weight, labels, **options)
+
+    shapes = (((N, H), jnp.bfloat16), ((V, H), jnp.bfloat16), ((N,), jnp.int32))
+    arguments = [
+        jax.ShapeDtypeStruct(*shape, sharding=place)
+        for shape, place in zip(shapes, places, strict=True)
+    ]
+    exported = export.export(jax.jit(step), platforms=[platform])(*arguments)
+    assert exported.platforms == (platform,)
+    assert exported.nr_devices == (4 if shards else 1)
+    text = exported.mlir_module()
+    assert "stablehlo.while" in text
+    operands = re.findall(r"stablehlo\.dot_general.* : \((.*?)\) -> tensor<(.*?)>", text)
+    columns = whole + (-whole % 8 if platform == "cuda" and name != "given logits" else 0)
+    of_the_head = [
+        (sides, result)
+        for sides, result in operands
+        if re.search(rf"\b{columns}\b", f"{sides} {result}".replace("x", " "))
+    ]
+    assert len(of_the_head) == products
+    if name != "given logits":
+        assert all("f32" in result and "f32" not in sides for sides, result in of_the_head)
+    targets = set(re.findall(r"custom_call @(\w+)", text))
+    assert targets <= {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
