@@ -1,9 +1,10 @@
 """What the documentation takes from the code and from runs, put in while it is built.
 
-A page holds a marker, `<!-- contract -->`, `<!-- parity -->`, `<!-- bench -->`,
+A page holds a marker, `<!-- contract -->`, `<!-- parity -->`, `<!-- bench -->`, `<!-- kernels -->`,
 `<!-- parity_options -->` or `<!-- bench_options -->`, and gets in its place the contract's rows,
-the committed parity run `docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, or
-the options of a command as its own parser has them. So none can say what the code does not.
+the committed parity run `docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, the
+machine code that `docs/data/kernels.json` describes, or the options of a command as its own parser
+has them. So none can say what the code does not.
 
 `python docs/hooks.py` prints the contract's table and two short ones of the CPU benchmark.
 README.md holds all three, and a test compares.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import re
 import sys
@@ -23,6 +25,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PARITY = ROOT / "docs" / "data" / "parity.json"
+KERNELS = ROOT / "docs" / "data" / "kernels.json"
 BENCH = ROOT / "bench" / "results"
 IMAGES = (".png", ".svg")
 
@@ -175,8 +178,6 @@ def bench_part() -> str:
 
 def bench_summary() -> str:
     """Loss + gradient of the CPU run: time over the floor, extra memory, distance of the loss."""
-    import json
-
     rows = []
     for run in json.loads((BENCH / "cpu.json").read_text(encoding="utf-8"))["runs"]:
         found = [row for row in run["rows"] if row["kind"] == "loss + gradient" and row["time"]]
@@ -200,8 +201,6 @@ def bench_summary() -> str:
 
 def bench_savings() -> str:
     """Loss + gradient of the CPU run: extra memory with full logits, and with xentlib."""
-    import json
-
     rows = []
     for run in json.loads((BENCH / "cpu.json").read_text(encoding="utf-8"))["runs"]:
         found = {r["contestant"]: r for r in run["rows"] if r["kind"] == "loss + gradient"}
@@ -212,10 +211,27 @@ def bench_savings() -> str:
     return table(("", *right), rows, right)
 
 
+def kernels_part() -> str:
+    """What `make ptx` has read in the code of each Triton program."""
+    found = json.loads(KERNELS.read_text(encoding="utf-8"))
+    arches = list(next(iter(found["programs"].values())))
+
+    def said(row: Any) -> str:
+        a_logit = " + ".join(f"{x:.0f}" for x in row["a logit"])
+        return f"{row['registers']} registers" + (f", {a_logit}" if a_logit else "")
+
+    rows = [
+        (f"`{name.partition(', ')[0]}`", name.partition(", ")[2], *(said(of[x]) for x in arches))
+        for name, of in found["programs"].items()
+    ]
+    return f"{table(('program', 'of', *arches), rows)}\n\nTriton {found['triton']}."
+
+
 PARTS = {
     "contract": contract_table,
     "parity": parity_part,
     "bench": bench_part,
+    "kernels": kernels_part,
     "parity_options": lambda: options_table("parity"),
     "bench_options": lambda: options_table("bench"),
 }
