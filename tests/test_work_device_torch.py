@@ -279,3 +279,56 @@ def test_peak_is_the_formula_of_the_plan(
         kernels=False,
     )
     assert abs(seen.peak / expected - 1) <= 0.05, f"{seen.peak} bytes, the plan says {expected}"
+
+
+# --- launches and bytes of eager -----------------------------------------------------------------
+
+# At most, by what is asked: launches a chunk of 4 blocks, of them those that touch a block's
+# logits, and the bytes that those move for each logit beside the products. Ten bytes is the least:
+# float32 logits read twice, dz of 16 bits written once.
+EAGER: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "gradients": ({}, (371, 70, 86)),
+    "the loss alone": ({"gradient": False}, (281, 40, 44)),
+    "float32": ({"dtype": torch.float32}, (357, 62, 76)),
+    "everything": (
+        {"label_smoothing": 0.1, "softcap": 30.0, "temperature": 0.7, "outputs": ("entropy",)},
+        (567, 150, 234),
+    ),
+    "log-probabilities": ({"function": chunked_logprobs}, (168, 78, 86)),
+}
+PARTS = ("gather", "scatter_", "index")  # which touch one entry of a row
+
+
+def work_of_a_chunk(options: dict[str, Any]) -> tuple[int, int, float]:
+    """What one more chunk adds."""
+    options = {"function": chunked_nll, "gradient": True, "dtype": BF16} | options
+    function, gradient, dtype = (options.pop(x) for x in ("function", "gradient", "dtype"))
+    width, vocab, chunk = 64, 128_256, 512
+    options["max_chunk_bytes"] = chunk * vocab * 4
+    found = []
+    for chunks in (2, 3):
+        hidden = there(chunks * chunk, width, dtype=dtype, grad=gradient)
+        weight = there(vocab, width, dtype=dtype, grad=gradient)
+        with as_on_a_gpu() as seen:
+            out = function(hidden, weight, there(hidden.shape[0], dtype=INT), **options)
+            if gradient:
+                (out.loss if function is chunked_nll else out.logprobs.sum()).backward()
+        big = [x for x in seen.touching(64 * vocab) if "mm" not in x.name]
+        logits = [
+            b.bytes
+            for x in big
+            if x.name not in PARTS
+            for b in (*x.read, *x.written)
+            if b.shape[-1:] == (vocab,)
+        ]
+        found.append((len(seen.launches), len(big), sum(logits) / chunk / vocab))
+    less, more = found
+    return more[0] - less[0], more[1] - less[1], more[2] - less[2]
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_launches_and_bytes_of_a_chunk(name: str) -> None:
+    """M16: eager, at Llama-3's vocabulary. Catches: one more pass over the logits."""
+    options, bounds = EAGER[name]
+    found = work_of_a_chunk(options)
+    assert all(a <= b for a, b in zip(found, bounds, strict=True)), found
