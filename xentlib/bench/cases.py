@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CASES", "DTYPES", "Arrays", "HeadSizes", "make_arrays"]
+__all__ = ["CASES", "DTYPES", "SUITES", "Arrays", "HeadSizes", "Suite", "make_arrays"]
 
 DTYPES = ("float32", "bfloat16")
 
@@ -21,25 +21,71 @@ LOGIT_STD = 2.0
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """One head and one number of tokens."""
+    """One head, with the options of its model, and one number of tokens."""
 
     name: str
     num_tokens: int
     hidden_size: int
     vocab_size: int
     about: str
+    softcap: float | None = None
 
 
+# Real heads. What the models' weights have: padded vocabularies, where they are padded.
+REAL = (
+    HeadSizes("gpt2", 4096, 768, 50_257, "GPT-2; a vocabulary that is a multiple of nothing"),
+    HeadSizes("qwen3-0.6b", 8192, 1024, 151_936, "Qwen3 0.6B"),
+    HeadSizes("qwen3-8b", 8192, 4096, 151_936, "Qwen3 8B"),
+    HeadSizes("llama3-8b", 32_768, 4096, 128_256, "Llama 3 8B, the table of tokamax"),
+    HeadSizes("gemma2-2b", 8192, 2304, 256_000, "Gemma 2 2B, the table of CCE; softcap", 30.0),
+    HeadSizes("gemma3-27b", 8192, 5376, 262_208, "Gemma 3 27B"),
+    HeadSizes("gpt-oss", 8192, 2880, 201_088, "GPT-OSS 20B and 120B"),
+)
+
+
+def scaled_down(head: HeadSizes) -> HeadSizes:
+    """An eighth of the width and of the vocabulary, and tokens for more than one chunk of logits.
+
+    That keeps the shape of the head, and makes the softmax weigh eight times as much beside the
+    matrix products as it does in the real one.
+    """
+    sizes = 1024, head.hidden_size // 8, head.vocab_size // 8
+    about = f"an eighth of {head.name} in width and vocabulary, for CPUs"
+    return HeadSizes(f"{head.name}/8", *sizes, about, head.softcap)
+
+
+SMALL = tuple(scaled_down(head) for head in REAL if head.name != "gpt2")
 CASES = {
     case.name: case
     for case in (
         HeadSizes("tiny", 96, 64, 1000, "seconds for everything; says nothing about speed"),
         HeadSizes("cpu", 2048, 512, 32_000, "what two CPU cores do in half a second"),
-        HeadSizes("gpt2", 4096, 768, 50_257, "GPT-2; a vocabulary that is a multiple of nothing"),
-        HeadSizes("gemma2-2b", 8192, 2304, 256_000, "Gemma 2 2B, the table of Cut Cross-Entropy"),
-        HeadSizes("qwen2.5-7b", 16_384, 3584, 152_064, "Qwen2.5 7B"),
-        HeadSizes("llama3-8b", 32_768, 4096, 128_256, "Llama 3 8B, the table of tokamax"),
+        *SMALL,
+        *REAL,
     )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """What `--suite` runs."""
+
+    cases: tuple[str, ...]
+    every_kind: tuple[str, ...]  # cases that compute all there is; the others loss + gradient
+    dtypes: tuple[str, ...]
+    rounds: int
+    about: str
+
+
+def names(heads: tuple[HeadSizes, ...]) -> tuple[str, ...]:
+    return tuple(head.name for head in heads)
+
+
+SUITES = {
+    "cpu": Suite(
+        names(SMALL), ("llama3-8b/8",), DTYPES, 3, "an eighth of each head: 8 minutes, two cores"
+    ),
+    "gpu": Suite(names(REAL), names(REAL), ("bfloat16",), 10, "the heads themselves"),
 }
 
 
@@ -50,7 +96,9 @@ class Arrays:
     hidden_NH: np.ndarray[Any, np.dtype[np.float32]]
     weight_VH: np.ndarray[Any, np.dtype[np.float32]]
     labels_N: np.ndarray[Any, np.dtype[np.int64]]
+    upstream_N: np.ndarray[Any, np.dtype[np.float32]]  # of each token's log-probability
     dtype: str
+    softcap: float | None
 
 
 def make_arrays(case: HeadSizes, dtype: str, seed: int = 0) -> Arrays:
@@ -62,9 +110,10 @@ def make_arrays(case: HeadSizes, dtype: str, seed: int = 0) -> Arrays:
     weight_VH = rng.standard_normal((case.vocab_size, case.hidden_size), np.float32)
     weight_VH *= np.float32(LOGIT_STD / case.hidden_size**0.5)
     labels_N = rng.integers(0, case.vocab_size, case.num_tokens)
+    upstream_N = rng.standard_normal(case.num_tokens, np.float32)
     if dtype == "bfloat16":
         import ml_dtypes
 
         hidden_NH = hidden_NH.astype(ml_dtypes.bfloat16).astype(np.float32)
         weight_VH = weight_VH.astype(ml_dtypes.bfloat16).astype(np.float32)
-    return Arrays(hidden_NH, weight_VH, labels_N, dtype)
+    return Arrays(hidden_NH, weight_VH, labels_N, upstream_N, dtype, case.softcap)

@@ -5,9 +5,8 @@ Shapes: N tokens, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cached_property, partial
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -17,39 +16,48 @@ import numpy as np
 from jax import lax
 
 from xentlib.bench.cases import Arrays
-from xentlib.bench.contestant import BARE, OURS, REUSED, Contestant, Field
-from xentlib.jax import chunked_nll
+from xentlib.bench.contestant import (
+    ALL,
+    PER_TOKEN,
+    REUSED,
+    TRAINING,
+    Contestant,
+    Field,
+    Kind,
+    Peer,
+    Wanted,
+    contestants_of,
+    floors,
+)
+from xentlib.bench.peers_jax import peers
 
 __all__ = ["build"]
 
-Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-Inputs = tuple[jax.Array, jax.Array, jax.Array]
+Inputs = tuple[jax.Array, ...]
 
 
-def build(arrays: Arrays, device: str = "auto", only: Collection[str] | None = None) -> Field:
-    """The field; `only` names the contestants that are wanted, None wants all."""
+def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Field:
+    """The field of JAX."""
     where = jax.devices()[0] if device == "auto" else jax.devices(device)[0]
     dtype = np.float32 if arrays.dtype == "float32" else ml_dtypes.bfloat16
     inputs = (
         jax.device_put(arrays.hidden_NH.astype(dtype), where),
         jax.device_put(arrays.weight_VH.astype(dtype), where),
         jax.device_put(arrays.labels_N.astype(np.int32), where),
+        jax.device_put(arrays.upstream_N, where),
     )
-    contestants: list[Contestant] = []
-    for name in BARE:
-        if only is None or name in only:
-            floor = Floor(inputs[0], inputs[1], reuse=name == REUSED)
-            contestants += [
-                Contestant(name, "loss", floor.loss),
-                Contestant(name, "loss + gradient", floor.loss_and_gradient),
-            ]
-    for name, loss in losses().items():
-        if only is None or name in only:
-            value, both = Program(value_of(loss), inputs), Program(gradient_of(loss), inputs)
-            contestants += [
-                Contestant(name, "loss", value.run, value.bytes),
-                Contestant(name, "loss + gradient", both.run, both.bytes),
-            ]
+
+    def floor(name: str) -> Floor:
+        return Floor(inputs[0], inputs[1], reuse=name == REUSED)
+
+    def make(peer: Peer, kind: Kind) -> Contestant:
+        program = Program(function_of(peer, kind, arrays.softcap), inputs)
+        return Contestant(peer.name, kind, program.run, program.bytes)
+
+    contestants = [
+        *floors(wanted, floor),
+        *contestants_of(peers(), wanted, where.platform, arrays.softcap, make),
+    ]
     return Field(
         tuple(contestants),
         "cpu" if where.platform == "cpu" else where.device_kind,
@@ -115,45 +123,31 @@ class Floor:
         return z_NV, dx_NH, self._product(2, dz_NV, self.hidden_NH, 0, 0)
 
 
-# --- the others ---------------------------------------------------------------------------------
+# --- the peers ----------------------------------------------------------------------------------
 
 
-def losses() -> dict[str, Loss]:
-    """Everyone's mean loss over the tokens, by name."""
-    found: dict[str, Loss] = {OURS: ours}
-    if find_spec("optax") is not None:
-        found["optax, full logits"] = full_logits
-    return found
+def function_of(peer: Peer, kind: Kind, softcap: float | None) -> Callable[..., Any]:
+    """What is compiled: of hidden, weight, labels and the upstream gradient of each token."""
 
+    def value(x_NH: jax.Array, w_VH: jax.Array, y_N: jax.Array, _: jax.Array) -> Any:
+        return (peer.run(x_NH, w_VH, y_N, softcap, "mean"),)
 
-def ours(hidden_NH: jax.Array, weight_VH: jax.Array, labels_N: jax.Array) -> jax.Array:
-    loss: jax.Array = chunked_nll(hidden_NH, weight_VH, labels_N).loss
-    return loss
+    def value_and_gradient(x_NH: jax.Array, w_VH: jax.Array, y_N: jax.Array, _: jax.Array) -> Any:
+        loss, gradients = jax.value_and_grad(
+            lambda x, w: peer.run(x, w, y_N, softcap, "mean"), argnums=(0, 1)
+        )(x_NH, w_VH)
+        return (loss, *gradients)
 
+    def per_token(x_NH: jax.Array, w_VH: jax.Array, y_N: jax.Array, upstream_N: jax.Array) -> Any:
+        nll_N, pull = jax.vjp(lambda x, w: peer.run(x, w, y_N, softcap, "none"), x_NH, w_VH)
+        return (nll_N, *pull(upstream_N.astype(nll_N.dtype)))
 
-def full_logits(hidden_NH: jax.Array, weight_VH: jax.Array, labels_N: jax.Array) -> jax.Array:
-    import optax  # type: ignore[import-untyped]
-
-    z_NV = jnp.einsum(
-        "nh,vh->nv",
-        hidden_NH,
-        weight_VH,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(z_NV, labels_N))
-
-
-def value_of(loss: Loss) -> Callable[..., tuple[jax.Array, ...]]:
-    return lambda *inputs: (loss(*inputs),)
-
-
-def gradient_of(loss: Loss) -> Callable[..., tuple[jax.Array, ...]]:
-    def value_and_gradient(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-        value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(*inputs)
-        return (value, *gradients)
-
-    return value_and_gradient
+    functions: dict[Kind, Callable[..., Any]] = {
+        "loss": value,
+        TRAINING: value_and_gradient,
+        PER_TOKEN: per_token,
+    }
+    return functions[kind]
 
 
 class Program:

@@ -7,47 +7,59 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from xentlib.bench.cases import Arrays
-from xentlib.bench.contestant import BARE, OURS, REUSED, Contestant, Field
-from xentlib.torch import chunked_nll
+from xentlib.bench.contestant import (
+    ALL,
+    PER_TOKEN,
+    REUSED,
+    TRAINING,
+    Contestant,
+    Field,
+    Kind,
+    Peer,
+    Wanted,
+    contestants_of,
+    floors,
+)
+from xentlib.bench.peers_torch import peers
 
 __all__ = ["build"]
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-# As documented: in bfloat16 only "auto" accumulates in float32, the others in bfloat16.
-POLICIES = ("auto", "accurate", "balanced", "compact")
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def build(arrays: Arrays, device: str = "auto", only: Collection[str] | None = None) -> Field:
-    """The field; `only` names the contestants that are wanted, None wants all."""
+def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Field:
+    """The field of PyTorch."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, arrays.dtype)
-    hidden_NH = torch.from_numpy(arrays.hidden_NH).to(device, dtype)
-    weight_VH = torch.from_numpy(arrays.weight_VH).to(device, dtype)
-    labels_N = torch.from_numpy(arrays.labels_N).to(device)
-    contestants: list[Contestant] = []
-    for name in BARE:
-        if only is None or name in only:
-            floor = Floor(hidden_NH, weight_VH, reuse=name == REUSED)
-            contestants += [
-                Contestant(name, "loss", floor.loss),
-                Contestant(name, "loss + gradient", floor.loss_and_gradient),
-            ]
-    for name, loss in losses(dtype).items():
-        if only is None or name in only:
-            contestants += both_kinds(name, loss, hidden_NH, weight_VH, labels_N)
-    on_cuda = torch.device(device).type == "cuda"
+    inputs = (
+        torch.from_numpy(arrays.hidden_NH).to(device, dtype),
+        torch.from_numpy(arrays.weight_VH).to(device, dtype),
+        torch.from_numpy(arrays.labels_N).to(device),
+        torch.from_numpy(arrays.upstream_N).to(device),
+    )
+    kind_of_device = torch.device(device).type
+
+    def floor(name: str) -> Floor:
+        return Floor(inputs[0], inputs[1], reuse=name == REUSED)
+
+    def make(peer: Peer, kind: Kind) -> Contestant:
+        return contestant(peer, kind, inputs, arrays.softcap)
+
+    contestants = [
+        *floors(wanted, floor),
+        *contestants_of(peers(dtype), wanted, kind_of_device, arrays.softcap, make),
+    ]
+    on_cuda = kind_of_device == "cuda"
     wait = torch.cuda.synchronize if on_cuda else _nothing
     return Field(
         tuple(contestants),
@@ -120,61 +132,32 @@ def cpu_bf16_units() -> Iterator[None]:
         settings.fp32_precision = before
 
 
-# --- the others ---------------------------------------------------------------------------------
+# --- the peers ----------------------------------------------------------------------------------
 
 
-def losses(dtype: torch.dtype) -> dict[str, Loss]:
-    """Everyone's mean loss over the tokens, by name."""
-    found: dict[str, Loss] = {OURS: ours, "eager, full logits": eager}
-    if dtype != torch.float32:
-        found["eager, float32 logits"] = eager_upcast
-    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if options is not None and hasattr(F, "linear_cross_entropy"):
-        for policy in POLICIES:
-            found[f"F.linear_cross_entropy {policy}"] = fused(options(acc_policy=policy))
-    return found
-
-
-def ours(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
-    loss: Tensor = chunked_nll(hidden_NH, weight_VH, labels_N).loss
-    return loss
-
-
-def eager(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden_NH, weight_VH), labels_N)
-
-
-def eager_upcast(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
-    """The usual training script: logits rounded to bfloat16 by the head, upcast by the loss."""
-    return F.cross_entropy(F.linear(hidden_NH, weight_VH).float(), labels_N)
-
-
-def fused(options: Any) -> Loss:
-    def loss(hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor) -> Tensor:
-        value: Tensor = F.linear_cross_entropy(hidden_NH, weight_VH, labels_N, options=options)
-        return value
-
-    return loss
-
-
-def both_kinds(
-    name: str, loss: Loss, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor
-) -> list[Contestant]:
+def contestant(peer: Peer, kind: Kind, inputs: Inputs, softcap: float | None) -> Contestant:
+    hidden_NH, weight_VH, labels_N, upstream_N = inputs
     # Leaves of this contestant's own: no gradient is ever accumulated, so nothing is shared.
     leaves = hidden_NH.detach().requires_grad_(), weight_VH.detach().requires_grad_()
 
     def value() -> tuple[Tensor]:
         with torch.no_grad():
-            return (loss(hidden_NH, weight_VH, labels_N),)
+            return (peer.run(hidden_NH, weight_VH, labels_N, softcap, "mean"),)
 
     def value_and_gradient() -> tuple[Tensor, ...]:
-        out = loss(*leaves, labels_N)
+        out = peer.run(*leaves, labels_N, softcap, "mean")
         return (out.detach(), *torch.autograd.grad(out, leaves))
 
-    return [
-        Contestant(name, "loss", value),
-        Contestant(name, "loss + gradient", value_and_gradient),
-    ]
+    def per_token() -> tuple[Tensor, ...]:
+        out_N = peer.run(*leaves, labels_N, softcap, "none")
+        return (out_N.detach(), *torch.autograd.grad(out_N, leaves, upstream_N.to(out_N.dtype)))
+
+    runs: dict[Kind, Callable[[], tuple[Tensor, ...]]] = {
+        "loss": value,
+        TRAINING: value_and_gradient,
+        PER_TOKEN: per_token,
+    }
+    return Contestant(peer.name, kind, runs[kind])
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import xentlib
 
 __all__ = ["environment"]
 
-PACKAGES = ("numpy", "torch", "jax", "jaxlib", "optax")
+PACKAGES = ("numpy", "torch", "triton", "jax", "jaxlib", "optax")
+PEERS = ("liger-kernel", "cut-cross-entropy", "trl", "quack-kernels", "tokamax")
 CPUINFO = Path("/proc/cpuinfo")
 # What decides the speed of a GEMM on x86.
 UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
@@ -29,7 +30,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "xentlib": xentlib.__version__,
     }
-    for package in PACKAGES:
+    for package in PACKAGES + PEERS:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

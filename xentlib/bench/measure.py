@@ -10,7 +10,7 @@ from typing import TypeVar
 from xentlib.bench.contestant import BARE, FLOOR, Contestant, Field
 from xentlib.bench.result import ContestantResult
 
-__all__ = ["SLOW", "SLOW_ROUNDS", "measure", "order_of_round"]
+__all__ = ["SLOW", "SLOW_ROUNDS", "add_peaks", "measure", "order_of_round", "why"]
 
 # Who needs this many times the floor is known well enough after a few rounds.
 SLOW = 6.0
@@ -60,15 +60,35 @@ def measure(
 
 def warm_up(field: Field, contestant: Contestant, row: ContestantResult) -> None:
     """Compile, touch memory for the first time, and note the loss or why there is none."""
+    row.failed = contestant.excuse
+    if row.failed is not None:
+        return
     try:
         for _ in range(2):
             result = contestant.run()
             field.ready(result)
             if contestant.name not in BARE:
-                row.loss = float(result[0])
+                row.loss = float(result[0].mean())
             del result
-    except (MemoryError, RuntimeError) as error:  # both frameworks: out of memory, not supported
-        row.failed = str(error).strip().partition("\n")[0] or type(error).__name__
+    except Exception as error:  # noqa: BLE001 - other people's code, and memory runs out
+        row.failed = why(error)
+
+
+def why(error: Exception) -> str:
+    """What a table can show of it."""
+    said = str(error).strip().partition("\n")[0]
+    return f"raised {type(error).__name__}" + (f": {said}" if said else "")
+
+
+def add_peaks(field: Field, rows: Sequence[ContestantResult]) -> None:
+    """Memory as the framework counts it, of whoever ran; in any process, as it counts its own."""
+    for contestant, row in zip(field.contestants, rows):
+        if row.failed is not None or contestant.name in BARE:
+            continue  # the bare GEMMs hold all logits at once: not what is compared
+        if contestant.compiled_bytes is not None:
+            row.peak_bytes = contestant.compiled_bytes()
+        elif field.peak_bytes is not None:
+            row.peak_bytes = field.peak_bytes(contestant.run)
 
 
 def clock(field: Field, contestant: Contestant) -> float:

@@ -1,8 +1,8 @@
-"""Memory: by how many bytes one call makes its process grow.
+"""Resident memory: by how many bytes one call makes its process grow.
 
-Two measures stand side by side. The framework's own (torch: every tensor the allocator hands out;
-JAX: what the compiler sets aside) is exact but blind to what GEMM libraries take for themselves.
-The growth of resident memory misses nothing, and is taken in a process of the contestant's own.
+The framework's own count (`measure.add_peaks`; torch: every tensor the allocator hands out; JAX:
+what the compiler sets aside) is exact but blind to what GEMM libraries take for themselves. The
+growth of resident memory misses nothing, and is taken in a process of the contestant's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xentlib.bench.contestant import BARE, Field
+from xentlib.bench.contestant import Contestant, Field
+from xentlib.bench.measure import why
 from xentlib.bench.result import ContestantResult
 
 __all__ = ["probe", "resident_growth"]
@@ -24,29 +25,22 @@ RESET_PEAK = "5"  # proc(5): the peak of resident memory becomes what is residen
 
 
 def probe(field: Field) -> list[ContestantResult]:
-    """Peaks of every contestant of `field`; call it in a fresh process with one contestant."""
+    """Growth for every contestant of `field`; call it in a fresh process with one contestant."""
     rows = []
     for contestant in field.contestants:
         row = ContestantResult(contestant.name, contestant.kind)
         rows.append(row)
-        if contestant.name in BARE:
-            continue  # all logits at once: not what is compared
 
-        def run(contestant: Any = contestant) -> Any:
+        def run(contestant: Contestant = contestant) -> Any:
             result = contestant.run()
             field.ready(result)
             return result
 
         try:
             run()
-            if field.device == "cpu":
-                row.resident_bytes = resident_growth(run)
-            if contestant.compiled_bytes is not None:
-                row.peak_bytes = contestant.compiled_bytes()
-            elif field.peak_bytes is not None:
-                row.peak_bytes = field.peak_bytes(run)
-        except (MemoryError, RuntimeError) as error:
-            row.failed = str(error).strip().partition("\n")[0] or type(error).__name__
+            row.resident_bytes = resident_growth(run)
+        except Exception as error:  # noqa: BLE001 - as in `measure`
+            row.failed = why(error)
     return rows
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from xentlib.bench.contestant import BARE, FLOOR, OURS
+from xentlib.bench.contestant import BARE, FLOOR, KINDS, OURS, Kind
 from xentlib.bench.result import ContestantResult, Report, Run
 
 __all__ = ["as_json", "as_markdown", "as_table", "environment_line", "print_run", "write_json"]
 
 MIB = 1 << 20
 LEFT = ("contestant", "computes", "quartiles")
-WIDE = 150  # columns, where no terminal says
+WIDE = 190  # columns, where no terminal says
 
 
 def milliseconds(seconds: float) -> str:
@@ -52,10 +52,9 @@ def cells(row: ContestantResult, run: Run) -> dict[str, str]:
         found["x floor"] = f"{ratio.median:.2f}"
         if row.contestant != FLOOR:
             found["quartiles"] = f"{ratio.low:.2f}–{ratio.high:.2f}"
-    ours = run.row(OURS, row.kind).loss if row.contestant != OURS else None
-    if ours and row.loss is not None:
-        # Speed bought with rounded logits shows here; ours is right to float32 (row A8).
-        found["loss off by"] = f"{abs(row.loss - ours) / abs(ours):.0e}"
+    off = loss_off(row, run)
+    if off is not None:
+        found["loss off by"] = f"{off:.0e}"
     return found | {
         "peak MiB": mebibytes(row.peak_bytes),
         "resident MiB": mebibytes(row.resident_bytes),
@@ -63,10 +62,18 @@ def cells(row: ContestantResult, run: Run) -> dict[str, str]:
     }
 
 
+def loss_off(row: ContestantResult, run: Run) -> float | None:
+    """Speed bought with rounded logits shows here; ours is right to float32 (row A8)."""
+    ours = run.row(OURS, row.kind).loss
+    if row.contestant == OURS or row.loss is None or not ours:
+        return None
+    return abs(row.loss - ours) / abs(ours)
+
+
 def as_table(run: Run) -> tuple[list[str], list[list[str]]]:
     """Head and body; loss + gradient first, that being what training pays for."""
     names = columns(run)
-    rows = sorted(run.rows, key=lambda row: row.kind == "loss")
+    rows = sorted(run.rows, key=lambda row: KINDS.index(row.kind))
     found = [cells(row, run) for row in rows]
     return names, [[row.get(name, "") for name in names] for row in found]
 
@@ -118,42 +125,93 @@ def environment_line(report: Report) -> str:
 # --- files --------------------------------------------------------------------------------------
 
 LEGEND = (
-    "Time: median over the rounds of one run, in each of which every contestant ran once; x floor: "
-    "median of the ratios to the bare GEMMs of the same round, with its quartiles. Memory: extra "
-    "bytes at the peak of one call, results included; peak as the allocator (torch) or the "
-    "compiler (JAX) counts, resident as a fresh process grows, plan by the formula of "
-    "`xentlib.plan`. Bare GEMMs have float32 results for both dtypes, new ones in every call as "
-    "everybody's gradients are; with old buffers they skip the first touch of that memory. Loss "
-    "off by: relative distance from xentlib's loss."
+    "Every contestant ran once in each round. A cell: time, as the median of the ratios to the "
+    "bare GEMMs of the same round, with its quartiles; then extra memory at the peak of one call, "
+    "results included, as the allocator (torch) or the compiler (JAX) counts it, for xentlib "
+    "beside what `xentlib.plan` predicts. The bare GEMMs, whose cell has their time, have float32 "
+    "results for both dtypes, new ones in every call as everybody's gradients are; with old "
+    "buffers they skip the first touch of that memory. Loss off by: the largest relative distance "
+    "from xentlib's loss."
 )
 
 
 def as_markdown(report: Report, plot: str | None = None) -> str:
     lines = [environment_line(report) + ".", "", LEGEND, ""]
     if plot is not None:
-        lines += [f"![Time over the floor and peak memory]({plot})", ""]
-    for run in report.runs:
-        names, rows = as_table(run)
-        align = ["---" if name in LEFT else "---:" for name in names]
-        lines += [f"**{run.title}**", "", markdown_row(names), markdown_row(align)]
-        for row in rows:
-            shown = [f"**{cell}**" if cell and row[0] == OURS else cell for cell in row]
-            lines.append(markdown_row(shown))
-        lines.append("")
+        lines += [f"![Time over the floor and extra memory]({plot})", ""]
+    for runs in alike(report):
+        for kind in KINDS:
+            lines += pivot(runs, kind)
     return "\n".join(lines)
 
 
+def alike(report: Report) -> list[list[Run]]:
+    """Runs that differ in the case alone, side by side in one table."""
+    found: dict[tuple[str, str, str], list[Run]] = {}
+    for run in report.runs:
+        found.setdefault((run.backend, run.dtype, run.device), []).append(run)
+    return list(found.values())
+
+
+def pivot(runs: Sequence[Run], kind: Kind) -> list[str]:
+    """One kind: a row for each contestant, a column for each case."""
+    runs = [run for run in runs if any(row.kind == kind for row in run.rows)]
+    if not runs:
+        return []
+    one = runs[0]
+    names = ["contestant", *(sizes(run) for run in runs), "loss off by"]
+    lines = [f"**{one.backend}, {one.dtype}, {kind}, {one.device}**", ""]
+    lines += [markdown_row(names), markdown_row(["---", *["---:"] * len(runs), "---:"])]
+    for name in dict.fromkeys(row.contestant for row in one.rows):
+        rows = [run.row(name, kind) for run in runs]
+        off = [loss_off(row, run) for row, run in zip(rows, runs)]
+        known = [value for value in off if value is not None]
+        shown = [name, *map(cell, rows), f"{max(known):.0e}" if known else ""]
+        lines.append(
+            markdown_row([f"**{text}**" if text and name == OURS else text for text in shown])
+        )
+    return [*lines, ""]
+
+
+def sizes(run: Run) -> str:
+    case = run.case
+    softcap = "" if case.softcap is None else f", softcap {case.softcap:g}"
+    numbers = f"N={case.num_tokens} H={case.hidden_size} V={case.vocab_size}{softcap}"
+    return f"{case.name}<br>{numbers}"
+
+
+def cell(row: ContestantResult) -> str:
+    if row.failed is not None:
+        return row.failed
+    if row.time is None or row.ratio is None:
+        return ""
+    if row.contestant == FLOOR:
+        return f"{milliseconds(row.time.median)} ms"
+    ratio = row.ratio
+    text = f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
+    if row.peak_bytes is not None:
+        text += f"<br>{mebibytes(row.peak_bytes)} MiB"
+    if row.plan_bytes is not None:
+        text += f" of {mebibytes(row.plan_bytes)}"
+    return text
+
+
 def markdown_row(row: list[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+    return "| " + " | ".join(text.replace("|", "\\|") for text in row) + " |"
 
 
 def as_json(report: Report) -> dict[str, Any]:
     found = asdict(report)
-    found["schema"] = 1
+    found["schema"] = 2
     for run, entry in zip(report.runs, found["runs"]):
         for row, row_entry in zip(run.rows, entry["rows"]):
-            row_entry["time"] = asdict(row.time) if row.time is not None else None
-            row_entry["ratio"] = asdict(row.ratio) if row.ratio is not None else None
+            floor = run.row(FLOOR, row.kind).time
+            row_entry |= {
+                "ms_median": None if row.time is None else 1e3 * row.time.median,
+                "ms_iqr": None if row.time is None else 1e3 * (row.time.high - row.time.low),
+                "floor_ms": None if floor is None else 1e3 * floor.median,
+                "ratio": None if row.ratio is None else asdict(row.ratio),
+            }
     return found
 
 

@@ -16,8 +16,8 @@ from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from xentlib.bench.cases import HeadSizes, make_arrays
-from xentlib.bench.contestant import Field
-from xentlib.bench.measure import measure
+from xentlib.bench.contestant import KINDS, Field, Kind, Wanted
+from xentlib.bench.measure import add_peaks, measure
 from xentlib.bench.memory import probe
 from xentlib.bench.result import ContestantResult
 from xentlib.processes import end_with_parent
@@ -31,13 +31,15 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    task: Literal["time", "memory"]
+    task: Literal["time", "resident"]
     backend: str
     case: HeadSizes
     dtype: str
     device: str
     rounds: int = 0
     only: tuple[str, ...] | None = None  # contestants; None is all
+    kinds: tuple[Kind, ...] = KINDS
+    memory: bool = True  # the framework's count of it
     seed: int = 0
 
 
@@ -78,13 +80,14 @@ def messages(process: Popen[str]) -> Iterator[dict[str, Any]]:
 
 def build_field(request: Request) -> Field:
     arrays = make_arrays(request.case, request.dtype, request.seed)
+    wanted = Wanted(request.only, request.kinds)
     if request.backend == "torch":
         from xentlib.bench import contestants_torch
 
-        return contestants_torch.build(arrays, request.device, request.only)
+        return contestants_torch.build(arrays, request.device, wanted)
     from xentlib.bench import contestants_jax
 
-    return contestants_jax.build(arrays, request.device, request.only)
+    return contestants_jax.build(arrays, request.device, wanted)
 
 
 def threads_of(backend: str) -> int | None:
@@ -99,6 +102,7 @@ def threads_of(backend: str) -> int | None:
 def main(argument: str) -> None:
     fields = json.loads(argument)
     fields["case"] = HeadSizes(**fields["case"])
+    fields["kinds"] = tuple(fields["kinds"])
     request = Request(**fields)
 
     def say(**message: Any) -> None:
@@ -107,6 +111,9 @@ def main(argument: str) -> None:
     field = build_field(request)
     if request.task == "time":
         rows = measure(field, request.rounds, lambda done: say(tick=done))
+        if request.memory:
+            say(tick="memory")
+            add_peaks(field, rows)
     else:
         rows = probe(field)
     say(

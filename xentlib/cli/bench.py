@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-from xentlib.bench.cases import CASES, DTYPES, HeadSizes
-from xentlib.bench.contestant import BARE, OURS
+from xentlib.bench.cases import CASES, DTYPES, SUITES, HeadSizes, Suite
+from xentlib.bench.contestant import BARE, KINDS, OURS, PER_TOKEN, TRAINING, Kind
 from xentlib.bench.environment import environment
 from xentlib.bench.report import as_markdown, environment_line, print_run, write_json
-from xentlib.bench.result import ContestantResult, Report, Run
+from xentlib.bench.result import Report, Run
 from xentlib.bench.worker import Request, WorkerError, ask
 from xentlib.plan import peak_bytes, plan_chunks
 
@@ -30,26 +32,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose functions; both takes those that are installed (default: both)",
     )
     parser.add_argument(
+        "--suite",
+        choices=SUITES,
+        help="several shapes at once, with dtypes, kinds and rounds that suit them: "
+        + "; ".join(f"{name} ({suite.about})" for name, suite in SUITES.items()),
+    )
+    parser.add_argument(
         "--case",
         nargs="+",
-        default=["cpu"],
         choices=sorted(CASES),
         metavar="NAME",
-        help="shapes: " + "; ".join(f"{c.name} ({c.about})" for c in CASES.values()),
+        help="shapes: "
+        + "; ".join(f"{c.name} ({c.about})" for c in CASES.values())
+        + " (default: cpu)",
     )
     parser.add_argument(
         "--dtype",
         nargs="+",
-        default=list(DTYPES),
         choices=DTYPES,
         type=lambda name: SHORT.get(name, name),
         metavar="DTYPE",
         help=f"of hidden and weight: {', '.join(DTYPES)} (default: all)",
     )
     parser.add_argument(
+        "--kind",
+        nargs="+",
+        choices=KINDS,
+        metavar="KIND",
+        help=f"what is computed: {', '.join(KINDS)} (default: all)",
+    )
+    parser.add_argument(
         "--rounds",
         type=positive,
-        default=10,
         metavar="N",
         help="each runs every contestant once (default: 10)",
     )
@@ -65,8 +79,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the inputs (default: 0)"
     )
+    parser.add_argument("--no-memory", action="store_true", help="leave memory out")
     parser.add_argument(
-        "--no-memory", action="store_true", help="leave memory out: one process a contestant less"
+        "--resident",
+        action="store_true",
+        help="growth of resident memory as well: one more process a contestant",
     )
 
 
@@ -87,13 +104,12 @@ def run(args: argparse.Namespace) -> int:
     report = Report(environment())
     progress = StatusLine()
     try:
-        for name in args.case:
-            for dtype in args.dtype:
-                for backend in backends:
-                    found = run_one(CASES[name], dtype, backend, args, progress)
-                    progress.clear()
-                    print_run(found)
-                    report.runs.append(found)
+        for job in jobs(args):
+            for backend in backends:
+                found = run_one(job, backend, args, progress)
+                progress.clear()
+                print_run(found)
+                report.runs.append(found)
     except WorkerError as error:
         progress.clear()
         print(error, file=sys.stderr)
@@ -104,43 +120,72 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_one(
-    case: HeadSizes, dtype: str, backend: str, args: argparse.Namespace, progress: StatusLine
-) -> Run:
-    """Time, all contestants in one process; then memory, each in its own."""
-    what = f"{case.name} {dtype} {backend}"
-    request = Request("time", backend, case, dtype, args.device, args.rounds, None, args.seed)
-    answer = ask(request, lambda done: progress.show(f"{what}: {done}"))
-    found = Run(
-        backend, case, dtype, answer["device"], answer["threads"], args.rounds, answer["rows"]
-    )
-    found.pair_with_floor()
-    if not args.no_memory:
-        add_memory(found, args, lambda done: progress.show(f"{what}: memory of {done}"))
+class Job(NamedTuple):
+    case: HeadSizes
+    dtype: str
+    kinds: tuple[Kind, ...]
+    rounds: int
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    """What is asked for; a suite decides what is not."""
+    suite = SUITES[args.suite] if args.suite else Suite(("cpu",), ("cpu",), DTYPES, 10, "")
+    cases = tuple(args.case or suite.cases)
+    found = []
+    for dtype in args.dtype or suite.dtypes:
+        for name in cases:
+            whole = args.case or name in suite.every_kind
+            kinds = tuple(args.kind or (KINDS if whole else (TRAINING,)))
+            found.append(Job(CASES[name], dtype, kinds, args.rounds or suite.rounds))
     return found
 
 
-def add_memory(found: Run, args: argparse.Namespace, tick: Callable[[str], None]) -> None:
-    names = [row.contestant for row in found.rows if row.failed is None]
-    for name in dict.fromkeys(names):
-        if name in BARE:
-            continue
-        tick(name)
-        request = Request(
-            "memory", found.backend, found.case, found.dtype, args.device, 0, (name,), args.seed
-        )
-        probed: list[ContestantResult] = ask(request)["rows"]
-        for probe in probed:
-            row = found.row(probe.contestant, probe.kind)
-            row.peak_bytes, row.resident_bytes = probe.peak_bytes, probe.resident_bytes
-            if name == OURS and found.device == "cpu":  # the formula is of the CPU's paths
-                row.plan_bytes = planned(found, gradient=row.kind != "loss")
+def run_one(job: Job, backend: str, args: argparse.Namespace, progress: StatusLine) -> Run:
+    """All contestants in one process; then resident memory, each in its own."""
+    case, dtype, kinds, rounds = job
+    what = f"{case.name} {dtype} {backend}"
+    request = Request(
+        "time",
+        backend,
+        case,
+        dtype,
+        args.device,
+        rounds,
+        None,
+        kinds,
+        not args.no_memory,
+        args.seed,
+    )
+    answer = ask(request, lambda done: progress.show(f"{what}: {done}"))
+    found = Run(backend, case, dtype, answer["device"], answer["threads"], rounds, answer["rows"])
+    found.pair_with_floor()
+    if found.device == "cpu":  # the formula is of the CPU's paths
+        for kind in kinds:
+            found.row(OURS, kind).plan_bytes = planned(found, kind)
+    if args.resident:
+        add_resident(found, request, lambda done: progress.show(f"{what}: resident, {done}"))
+    return found
 
 
-def planned(found: Run, *, gradient: bool) -> int:
+def add_resident(found: Run, request: Request, tick: Callable[[str], None]) -> None:
+    for row in found.rows:
+        if row.failed is None and row.contestant not in BARE:
+            tick(f"{row.contestant}, {row.kind}")
+            one = replace(request, task="resident", only=(row.contestant,), kinds=(row.kind,))
+            (probed,) = ask(one)["rows"]
+            row.resident_bytes = probed.resident_bytes
+
+
+def planned(found: Run, kind: Kind) -> int:
     case = found.case
     plan = plan_chunks(case.num_tokens, case.vocab_size, case.hidden_size, dtype=found.dtype)
-    return peak_bytes(plan, backend=found.backend, dtype=found.dtype, gradient=gradient)
+    return peak_bytes(
+        plan,
+        backend=found.backend,
+        dtype=found.dtype,
+        gradient=kind != "loss",
+        recompute=kind == PER_TOKEN,
+    )
 
 
 def write(report: Report, folder: Path) -> None:
