@@ -242,7 +242,7 @@ def test_bench_without_its_packages(monkeypatch, capsys):
     assert cli.main(["bench"]) == 2
     assert complaint(capsys) == (
         "xentlib: `xentlib bench` needs rich, which is not installed; "
-        "install it with `pip install 'xentlib[bench]'`."
+        "install it with `pip install 'xentlib[plot]'`."
     )
 
 

@@ -198,7 +198,7 @@ def write(report: Report, folder: Path) -> None:
         save(report, folder)
         plot = "bench.svg"
     else:
-        print("no plot: pip install 'xentlib[bench]' for matplotlib", file=sys.stderr)
+        print("no plot: pip install 'xentlib[plot]' for matplotlib", file=sys.stderr)
     (folder / "bench.md").write_text(as_markdown(report, plot))
 
 

@@ -110,7 +110,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         except ModuleNotFoundError as error:
             raise UsageError(
                 f"`xentlib bench` needs {error.name}, which is not installed; "
-                f"install it with `pip install 'xentlib[bench]'`."
+                f"install it with `pip install 'xentlib[plot]'`."
             ) from error
         add_arguments(bench)
     return parser

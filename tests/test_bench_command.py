@@ -1,0 +1,196 @@
+"""What `xentlib bench` runs, in which order, and what it writes. No time is looked at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from xentlib.bench.cases import CASES, DTYPES, SUITES
+from xentlib.bench.contestant import (
+    FLOOR,
+    KINDS,
+    OURS,
+    PER_TOKEN,
+    TRAINING,
+    Contestant,
+    Field,
+)
+from xentlib.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
+from xentlib.bench.plot import draw
+from xentlib.bench.result import ContestantResult, Report, Run
+from xentlib.bench.worker import Request, WorkerError, ask
+from xentlib.cli import bench as cli
+
+TINY = CASES["tiny"]
+MIB = 1 << 20
+FRAMEWORKS = ("torch", "jax")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """In the processes that are started; see `test_bench.py`."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+# --- rounds -----------------------------------------------------------------------------------
+
+
+def test_rounds_turn():
+    rounds = [order_of_round("abc", index) for index in range(6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
+    assert sorted(order[0] for order in rounds) == list("aabbcc")
+    assert rounds[1] == rounds[0][::-1]
+
+
+@pytest.mark.slow
+def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
+    now, calls = [0.0], []
+    monkeypatch.setattr("xentlib.bench.measure.time.perf_counter", lambda: now[0])
+
+    def contestant(name, seconds):
+        def run():
+            if seconds is None:
+                raise MemoryError("64 GiB\nand a stack")
+            now[0] += seconds
+            calls.append(name)
+            return (np.float64(1),)
+
+        excuse = "needs CUDA" if name == "absent" else None
+        return Contestant(name, "loss", run, excuse=excuse)
+
+    speeds = {FLOOR: 1.0, OURS: 1.5, "slow": 1.1 * SLOW, "too big": None, "absent": 1.0}
+    contestants = tuple(contestant(*item) for item in speeds.items())
+    field = Field(contestants, "cpu", lambda: None, lambda result: None, None)
+    rounds = SLOW_ROUNDS + 4
+    rows = {row.contestant: row for row in measure(field, rounds)}
+    assert [len(rows[name].seconds) for name in speeds] == [rounds, rounds, SLOW_ROUNDS, 0, 0]
+    assert rows["too big"].failed == "raised MemoryError: 64 GiB"
+    assert rows["absent"].failed == "needs CUDA"
+    assert "absent" not in calls
+    assert rows[OURS].loss == 1.0
+    run = Run("torch", TINY, "float32", "cpu", 2, rounds, list(rows.values()))
+    run.pair_with_floor()
+    assert rows[OURS].ratio.median == rows[OURS].time.median == 1.5
+    assert rows[FLOOR].ratio.median == 1
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(find_spec, FRAMEWORKS)), reason="needs both frameworks")
+def test_the_command_writes_what_it_measured(tmp_path, capsys):
+    args = arguments("--case", "tiny", "--dtype", "fp32", "--rounds", "2", "--out", str(tmp_path))
+    assert cli.run(args) == 0
+    assert OURS in capsys.readouterr().out
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert [run["backend"] for run in written["runs"]] == list(FRAMEWORKS)
+    assert {"cpu", "cores", "python", "torch", "jax", "date"} <= set(written["environment"])
+    for run in written["runs"]:
+        rows = {(row["contestant"], row["kind"]): row for row in run["rows"]}
+        assert all(len(row["seconds"]) == 2 for row in rows.values() if row["failed"] is None)
+        assert all(row["ratio"]["median"] == 1 for key, row in rows.items() if key[0] == FLOOR)
+        assert rows[OURS, "loss"]["loss"] == rows[OURS, TRAINING]["loss"]
+        ours, floor = rows[OURS, TRAINING], rows[FLOOR, TRAINING]
+        assert ours["floor_ms"] == floor["ms_median"] > 0
+        assert ours["peak_bytes"] > 0 < ours["plan_bytes"]
+    markdown = (tmp_path / "bench.md").read_text()
+    assert markdown.count("**xentlib**") == 2 * len(KINDS)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "bench.json", "bench.md", "bench.png", "bench.svg"
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
+def test_a_worker_of_its_own_for_resident_memory():
+    kinds = (TRAINING, "loss")
+    answer = ask(Request("resident", "torch", TINY, "float32", "cpu", only=(OURS,), kinds=kinds))
+    assert [(row.contestant, row.kind) for row in answer["rows"]] == [(OURS, k) for k in kinds]
+    assert [row.failed for row in answer["rows"]] == [None, None]
+
+
+def test_a_worker_that_fails_says_why():
+    with pytest.raises(WorkerError, match=r"ended with status 1:[\s\S]*int8"):
+        ask(Request("time", "torch", TINY, "int8", "cpu"))
+
+
+def test_a_contestant_without_numbers_is_shown_with_its_reason():
+    rows = [ContestantResult(FLOOR, k, [1.0]) for k in KINDS] + [
+        ContestantResult(OURS, k, [2.0], peak_bytes=MIB, plan_bytes=2 * MIB) for k in KINDS
+    ]
+    rows.append(ContestantResult("huge", TRAINING, failed="out of memory"))
+    rows.append(ContestantResult("huge", PER_TOKEN, failed="has no loss per token"))
+    rows.append(ContestantResult("huge", "loss", [3.0]))
+    run = Run("torch", TINY, "float32", "cpu", 2, 1, rows)
+    run.pair_with_floor()
+    report = Report({"cpu": "c", "cores": "2", "python": "3", "date": "today"}, [run])
+    text = cli.as_markdown(report)
+    for line in (
+        "| bare GEMMs | 1000 ms |  |",
+        "| **xentlib** | **2.00 (2.00–2.00)<br>1.00 MiB of 2.00** |  |",
+        "| huge | out of memory |  |",
+        "| huge | has no loss per token |  |",
+        "| huge | 3.00 (3.00–3.00) |  |",
+    ):
+        assert f"\n{line}\n" in text
+    pytest.importorskip("matplotlib")
+    (panel,) = draw(report).axes
+    ((line,),) = ([line for line in panel.lines if line.get_label() == OURS],)
+    assert (line.get_xdata()[0], line.get_ydata()[0]) == (1, 2)
+
+
+def test_arguments():
+    args = arguments("--dtype", "bf16", "float32", "--case", "cpu", "tiny")
+    assert (args.dtype, args.case) == (["bfloat16", "float32"], ["cpu", "tiny"])
+    with pytest.raises(SystemExit):
+        arguments("--rounds", "0")
+
+
+def test_what_is_asked_for():
+    (one, two) = cli.jobs(arguments())
+    assert one == (CASES["cpu"], "float32", KINDS, 10)
+    assert two == (CASES["cpu"], "bfloat16", KINDS, 10)
+    found = cli.jobs(arguments("--suite", "cpu"))
+    assert [job.case.name for job in found] == [*SUITES["cpu"].cases] * len(DTYPES)
+    every = {job.case.name for job in found if job.kinds == KINDS}
+    assert every == set(SUITES["cpu"].every_kind)
+    assert {job.kinds for job in found} == {KINDS, (TRAINING,)}
+    assert {job.rounds for job in found} == {SUITES["cpu"].rounds}
+    given = ("--suite", "gpu", "--kind", "loss", "--rounds", "1", "--dtype", "fp32")
+    found = cli.jobs(arguments(*given))
+    assert {job[1:] for job in found} == {("float32", ("loss",), 1)}
+    assert {job.case.softcap for job in found} == {None, 30.0}
+
+
+def test_scaled_heads_have_the_shape_of_the_real_ones():
+    for name in SUITES["cpu"].cases:
+        small, real = CASES[name], CASES[name.removesuffix("/8")]
+        assert (small.softcap, real.hidden_size, real.vocab_size) == (
+            real.softcap,
+            8 * small.hidden_size,
+            8 * small.vocab_size,
+        )
+
+
+def test_the_command_loads_no_framework():
+    probe_code = (
+        "import sys, xentlib.cli.bench\n"
+        "print(*({'torch', 'jax', 'matplotlib', 'optax', 'rich'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-W", "error", "-c", probe_code]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert loaded.split() == []
