@@ -49,6 +49,9 @@ def ask(request: Request, tick: Callable[[str], None] = lambda _: None) -> dict[
     environment = {
         # Memory is asked for when it is needed, so that the frameworks can take turns on a device.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        # Threads that spin while they wait hold the core that the last one of them needs, where
+        # another process has the other: 2.8 s instead of 0.34 at N=1024, H=512, V=16,032.
+        "OMP_WAIT_POLICY": "passive",
         **os.environ,
     }
     answer: dict[str, Any] | None = None
