@@ -23,11 +23,16 @@ def gpu(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.slow
 def test_every_part(tmp_path):
     pytest.importorskip("matplotlib")
-    rc, found = gpu(tmp_path, "--parts", "tests", "bench", "--tests", "plan", "--cases", "tiny",
-                    "--rounds", "1")  # fmt: skip
+    rc, found = gpu(tmp_path, "--parts", "first", "probe", "tests", "bench", "--first", "plan",
+                    "--tests", "plan", "--cases", "tiny", "--rounds", "1", "--tiny",
+                    "--share", "2")  # fmt: skip
     assert rc == 0, found
+    assert found["first"]["counts"]["passed"] > 10
     assert found["tests"]["counts"]["passed"] > 10
     assert found["bench"]["bench"]["runs"]
+    rows = found["probe"]["probe"]["heads"]
+    assert {row["kernels"] for row in rows} >= {"eager"}
+    assert all(row["predicted_bytes"] > 0 for row in rows)
 
 
 @pytest.mark.slow
