@@ -42,7 +42,7 @@ def draw(report: Report) -> Figure:
 
     columns = alike(report)
     cases = list(dict.fromkeys(run.case.name for run in report.runs))
-    names = sorted({name for run in report.runs for name in points(run)}, key=lambda n: n != OURS)
+    names = list(dict.fromkeys(name for run in report.runs for name in points(run)))
     with mpl.rc_context({"font.size": 8, "font.family": "sans-serif", "svg.hashsalt": "xentlib"}):
         legend_rows = -(-len(names) // max(1, len(columns)))
         height = HIGH * len(cases) + 0.22 * legend_rows + 0.6
@@ -86,9 +86,11 @@ def draw_run(axes: Axes, run: Run | None, names: list[str]) -> None:
     if run is None:
         axes.set_axis_off()
         return
-    for name, (memory, ratio) in points(run).items():
+    found = points(run)
+    widest = 1.15 * max((memory for memory, _ in found.values()), default=1)
+    labelled: list[float] = []
+    for name, (memory, ratio) in found.items():
         place = names.index(name)
-        beyond = ratio > FARTHEST
         axes.plot(
             memory,
             min(ratio, FARTHEST),
@@ -99,14 +101,14 @@ def draw_run(axes: Axes, run: Run | None, names: list[str]) -> None:
             label=name,
             zorder=3 if name == OURS else 2,
         )
-        if beyond:
-            axes.annotate(
-                f"{ratio:.1f}", (memory, FARTHEST), xytext=(5, -3), textcoords="offset points"
-            )
+        if ratio > FARTHEST:
+            above = sum(abs(memory - other) < 0.2 * widest for other in labelled)
+            down = (5, -3 - 9 * above)
+            axes.annotate(f"{ratio:.1f}", (memory, FARTHEST), down, textcoords="offset points")
+            labelled.append(memory)
     axes.axhline(1, color=INK, linewidth=0.8, zorder=1)
-    axes.set_ylim(0, None)
-    axes.set_xlim(0, None)
-    axes.margins(x=0.12, y=0.12)
+    axes.set_xlim(0, widest)
+    axes.set_ylim(0, 1.1 * min(max((ratio for _, ratio in found.values()), default=1), FARTHEST))
     axes.set_title(f"{run.backend}, {run.dtype}: {run.case.name}", fontsize=8, loc="left")
     axes.grid(color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)

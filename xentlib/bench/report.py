@@ -216,4 +216,6 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def write_json(report: Report, path: Path) -> None:
-    path.write_text(json.dumps(as_json(report), indent=1) + "\n")
+    """A line for each contestant."""
+    text = json.dumps(as_json(report))
+    path.write_text(text.replace('{"contestant"', '\n{"contestant"') + "\n")

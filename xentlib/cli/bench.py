@@ -110,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
                 progress.clear()
                 print_run(found)
                 report.runs.append(found)
+                if args.out is not None:  # a suite that is stopped leaves what it has
+                    args.out.mkdir(parents=True, exist_ok=True)
+                    write_json(report, args.out / "bench.json")
     except WorkerError as error:
         progress.clear()
         print(error, file=sys.stderr)
@@ -189,8 +192,6 @@ def planned(found: Run, kind: Kind) -> int:
 
 
 def write(report: Report, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(report, folder / "bench.json")
     plot = None
     if find_spec("matplotlib") is not None:
         from xentlib.bench.plot import save
