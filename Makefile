@@ -51,7 +51,7 @@ help:
 	@echo 'format      let ruff fix and format'
 	@echo 'public      copy signatures and docstrings from their definitions into both backends'
 	@echo 'docs        the documentation, strict, in build/site'
-	@echo 'bench       time and memory beside the bare GEMMs and other libraries: 8 minutes'
+	@echo 'bench       time and memory beside the bare GEMMs and other libraries: about ten minutes'
 	@echo 'examples    every example, alone or on two ranks'
 	@echo 'env-all     the environment with every extra'
 	@echo 'clean       remove what was built, the environment included'

@@ -83,7 +83,7 @@ def names(heads: tuple[HeadSizes, ...]) -> tuple[str, ...]:
 
 SUITES = {
     "cpu": Suite(
-        names(SMALL), ("llama3-8b/8",), DTYPES, 3, "an eighth of each head: 8 minutes, two cores"
+        names(SMALL), ("llama3-8b/8",), DTYPES, 3, "an eighth of each head, for two cores"
     ),
     "gpu": Suite(names(REAL), names(REAL), ("bfloat16",), 10, "the heads themselves"),
 }

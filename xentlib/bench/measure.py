@@ -12,9 +12,11 @@ from xentlib.bench.result import ContestantResult
 
 __all__ = ["SLOW", "SLOW_ROUNDS", "add_peaks", "measure", "order_of_round", "why"]
 
-# Who needs this many times the floor is known well enough after a few rounds.
-SLOW = 6.0
-SLOW_ROUNDS = 3
+# Who needs this many times the floor is known well enough after one round.
+SLOW = 3.0
+SLOW_ROUNDS = 1
+# A first call that took this many seconds is not made again to warm up.
+LONG = 0.5
 
 T = TypeVar("T")
 
@@ -65,11 +67,14 @@ def warm_up(field: Field, contestant: Contestant, row: ContestantResult) -> None
         return
     try:
         for _ in range(2):
+            start = time.perf_counter()
             result = contestant.run()
             field.ready(result)
             if contestant.name not in BARE:
                 row.loss = float(result[0].mean())
             del result
+            if time.perf_counter() - start > LONG:
+                break
     except Exception as error:  # noqa: BLE001 - other people's code, and memory runs out
         row.failed = why(error)
 
