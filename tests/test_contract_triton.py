@@ -18,6 +18,9 @@ from xentlib.parity.rows import nll, per_token, windows
 if not HAS_TORCH:
     pytest.skip("PyTorch is not installed", allow_module_level=True)
 
+import torch
+
+from xentlib.torch import chunked_nll, vocab_parallel_logprobs
 from xentlib.torch.core.kernels import runnable
 
 pytestmark = [
@@ -86,3 +89,38 @@ def test_run_to_run(measure: Callable[..., None]) -> None:
 def test_windows() -> None:
     """A12."""
     hold(windows.windows, ("torch",), build(replace(few(CONFIDENT), bias=True), 7))
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, every other entry of some memory; in two dimensions turned as well."""
+    turned = x.mT if x.ndim == 2 else x
+    wide = torch.zeros(*turned.shape, 2, dtype=x.dtype, device=x.device)
+    wide[..., 0] = turned
+    return wide[..., 0].mT if x.ndim == 2 else wide[..., 0]
+
+
+def test_any_strides() -> None:
+    """A0: arguments that are views of others, in every position that has rows or columns."""
+    torch.manual_seed(1)
+    dense = {
+        "hidden": torch.randn(9, 24),
+        "weight": torch.randn(131, 24),
+        "labels": torch.randint(0, 131, (9,)),
+        "bias": torch.randn(131),
+        "class_weights": torch.rand(131) + 0.5,
+        "token_weights": torch.rand(9),
+        "temperature": torch.rand(9) + 0.5,
+        "where": torch.rand(9) > 0.3,
+    }
+    logits = {"logits": torch.randn(9, 131), "labels": dense["labels"]}
+    found = []
+    for view in (torch.Tensor.clone, strided):
+        call = {name: view(x) for name, x in dense.items()}
+        rows = {name: view(x) for name, x in logits.items()}
+        for x in (call["hidden"], call["weight"], rows["logits"]):
+            x.requires_grad_()
+        loss = chunked_nll(**call, label_smoothing=0.1).loss
+        loss = loss + vocab_parallel_logprobs(**rows).logprobs.sum()
+        leaves = [call["hidden"], call["weight"], rows["logits"]]
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

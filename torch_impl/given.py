@@ -64,8 +64,9 @@ def given_backward(pulled: Pulled, given: Given) -> Tensor:
             smoothing=given.label_smoothing,
             vocab_size=given.vocab_size,
         )
-        whole_rows = isinstance(rows.places, slice)
-        into_BV = d_logits[rows.places, :size] if whole_rows else None
+        # A gradient has the strides of its logits, which may be those of a transposed view.
+        direct = isinstance(rows.places, slice) and d_logits.stride(1) == 1
+        into_BV = d_logits[rows.places, :size] if direct else None
         kernels.dz(rows, kept.lse, dz, into_BV=into_BV, with_target=True)
         if into_BV is None:
             d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)

@@ -70,6 +70,7 @@ class Given:
             if tokens.computed:
                 places = tokens.places(0, tokens.computed)
                 z_MV = self.logits[places, : self.local_size]
+                z_MV = z_MV if z_MV.stride(1) == 1 else z_MV.contiguous()
                 span = slice(0, tokens.computed)
                 yield rows_at(tokens, self.temperature, span, places, z_MV, self.compute_dtype)
             return

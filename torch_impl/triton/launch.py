@@ -61,7 +61,12 @@ class Triton:
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: Shape
     ) -> None:
-        self.device, self.shape = device, shape
+        bias_V, weights_V = shape.bias_V, shape.class_weights_V
+        self.device = device
+        self.shape = shape._replace(
+            bias_V=None if bias_V is None else bias_V.contiguous(),
+            class_weights_V=None if weights_V is None else weights_V.contiguous(),
+        )
 
     def stats(self, rows: Rows, asked: Asked, *, dz_follows: bool) -> tuple[Tensor, RestStats]:
         """Steps 2 to 4."""
@@ -174,6 +179,7 @@ class Triton:
         return device_of(self.device)
 
     def of(self, rows: Rows) -> dict[str, Any]:
+        assert rows.z_BV.stride(1) == 1 or self.shape.columns <= 1, "programs read dense rows"
         valid_B = None if rows.valid_B is None else rows.valid_B.view(torch.uint8)
         return {
             "z_ptr": rows.z_BV,
