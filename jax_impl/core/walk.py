@@ -204,6 +204,18 @@ def over_chunks(
         return carry
     if only is not None:
         return body(only, carry)
+    one = is_size(walk.order.size, walk.chunk_rows) and not exchange
+    if one and walk.operand is not None and walk.constants.class_weights is None:
+        # Its sums begin within the branch: the product itself is d weight, where a loop adds one
+        # to zeros, both in memory that nothing has touched before. With class weights XLA would
+        # contract a sum whose product it takes out of a loop: other bits than in two chunks (A10).
+        def whole() -> T:
+            return body(
+                _logits(walk, jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, carry)
+            )
+
+        found: T = lax.cond(walk.num_valid > 0, whole, lambda: carry)
+        return found
     trips: Any = (walk.num_valid + walk.chunk_rows - 1) // walk.chunk_rows
     if exchange:
         trips = walk.order.size // walk.chunk_rows
