@@ -225,7 +225,7 @@ MEMORY = [
     Head(128_256, tokens=2000),
     Head(128_256, tokens=32_768, options=(("max_chunk_bytes", 2**32),)),
     Head(256_000, hidden=2304),
-    Head(32_000, hidden=2048),
+    Head(32_000, tokens=32_768, hidden=2048),
 ]
 
 
