@@ -130,7 +130,7 @@ def walk_of(
         first = columns if first is None else first
         weight = jnp.pad(weight, [(0, 0), (0, more)][:: 1 if options.transposed else -1])
         bias = None if bias is None else jnp.pad(bias, (0, more))
-    rows = plan.chunk_tokens
+    rows = plan.even_tokens if isinstance(num_tokens, int) else plan.chunk_tokens
     order_N = jnp.argsort(~tokens.valid, stable=True).astype(jnp.int32)
     # Where N is not known, a chunk more, so that there is one for certain.
     padding = -num_tokens % rows + (0 if isinstance(num_tokens, int) else rows)

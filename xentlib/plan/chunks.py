@@ -93,6 +93,15 @@ class ChunkPlan:
         return -(-self.num_tokens // self.chunk_tokens)
 
     @property
+    def even_tokens(self) -> int:
+        """Rows of a chunk where a program computes all of its chunks whole, as XLA's loops do: no
+        more than `chunk_tokens`, in as many chunks. 1024 tokens in chunks of 832 are 1664 rows, in
+        two of 512 they are 1024."""
+        rows = -(-self.num_tokens // max(1, self.num_chunks))
+        multiple = TILE_ROWS if self.chunk_tokens >= TILE_ROWS else ROW_MULTIPLE
+        return min(self.chunk_tokens, max(-(-rows // multiple), 1) * multiple)
+
+    @property
     def chunk_bytes(self) -> int:
         return self.chunk_tokens * self.vocab_size * self.compute_itemsize
 

@@ -71,9 +71,10 @@ def peak_bytes(
             return _torch_on_gpu(plan, dtype, gradient, recompute, kernels)
         return _jax_on_gpu(plan, dtype, gradient)
     size = plan.compute_itemsize
-    chunk = plan.chunk_bytes
+    tokens = plan.chunk_tokens if backend == "torch" else plan.even_tokens
+    chunk = tokens * plan.vocab_size * size
     head, trunk = plan.vocab_size * plan.hidden_size, plan.num_tokens * plan.hidden_size
-    rows = plan.chunk_tokens * plan.hidden_size * size
+    rows = tokens * plan.hidden_size * size
     low = ITEMSIZE[dtype] < size
     if backend == "torch":
         block = plan.block_tokens(CPU_BLOCK_BYTES) * plan.vocab_size * size
@@ -113,7 +114,7 @@ def _jax_on_gpu(plan: ChunkPlan, dtype: str, gradient: bool) -> int:
     more = -plan.vocab_size % GPU_COLUMN_MULTIPLE
     columns = plan.vocab_size + more
     head, trunk = columns * plan.hidden_size, plan.num_tokens * plan.hidden_size
-    chunk, rows = plan.chunk_tokens * columns, plan.chunk_tokens * plan.hidden_size
+    chunk, rows = plan.even_tokens * columns, plan.even_tokens * plan.hidden_size
     filled = head * narrow if more else 0
     if not gradient:
         return chunk * size + rows * narrow + filled + WORKSPACE
