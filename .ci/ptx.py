@@ -51,7 +51,7 @@ POINTERS = {
 FLOATS = {"softcap", "label_smoothing", "z_loss"}
 STRIDES_OF_ONE = {"step_w", "step_acc"}
 # Integers that are multiples of 16 in every call: Triton compiles loads of 128 bits for those.
-ALIGNED = {"ld", "ld_dz", "ld_dx", "ld_w", "ld_x", "ld_acc", "ld_out", "ld_values"}
+ALIGNED = {"ld", "ld_dz", "ld_dx", "ld_w", "ld_x", "ld_acc"}
 
 SHAPED = ("bias_ptr", "scale_ptr", "softcap", "temperature_ptr")
 FLAGS = {
@@ -69,11 +69,14 @@ ALL = {"ENTROPY": True, "SMOOTHING": True, "PREDICTED": True}
 def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Programs and what each is given: an option that is not named is left out."""
     loss = programs.loss_rows
-    everything = {**ALL, "with": (*SHAPED, "weights_ptr")}
+    everything = {**ALL, "with": (*SHAPED, "weights_ptr", "z_loss")}
     coefficients = ("beta_ptr", "gamma_ptr")
     of_row: dict[str, tuple[Any, dict[str, Any]]] = {
         "loss_rows, plain": (loss, {}),
+        "loss_rows, V a multiple of nothing": (loss, {"odd": True}),
+        "loss_rows, one class": (loss, {"one": True}),
         "loss_rows, loss alone": (loss, {"GRADIENT": False}),
+        "loss_rows, z-loss": (loss, {"with": ("z_loss",)}),
         "loss_rows, entropy": (loss, {"ENTROPY": True}),
         "loss_rows, predicted": (loss, {"PREDICTED": True}),
         "loss_rows, smoothing": (loss, {"SMOOTHING": True}),
@@ -119,14 +122,16 @@ def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
 def compile_for(arch: int, program: Any, given: dict[str, Any]) -> Any:
     """As a call from `launch` is compiled, for a GPU of this compute capability."""
     given = {**FLAGS, "with": (), **given}
-    optional = {*SHAPED, "weights_ptr", "beta_ptr", "gamma_ptr", "weights_sum_ptr"} - set(
+    optional = {*SHAPED, "weights_ptr", "beta_ptr", "gamma_ptr", "weights_sum_ptr", "z_loss"} - set(
         given["with"]
     )
     if "weights_ptr" in given["with"]:
         optional.discard("weights_sum_ptr")
     signature, constants, attributes = {}, {}, {}
     for place, name in enumerate(program.arg_names):
-        if name in optional or name in STRIDES_OF_ONE or (name.isupper() and name in given):
+        if name == "V" and given.get("one"):
+            signature[name], constants[name] = "constexpr", 1
+        elif name in optional or name in STRIDES_OF_ONE or (name.isupper() and name in given):
             signature[name] = "constexpr"
             constants[name] = given.get(name, 1 if name in STRIDES_OF_ONE else None)
         elif name in FLOATS:
@@ -135,7 +140,9 @@ def compile_for(arch: int, program: Any, given: dict[str, Any]) -> Any:
             signature[name] = given.get(name, POINTERS.get(name, "*fp32"))
         else:
             signature[name] = "i32"
-        if (name.endswith("_ptr") and name not in optional) or name in ALIGNED:
+        pointer = name.endswith("_ptr") and name not in optional
+        whole = name == "V" and not (given.get("odd") or given.get("one"))
+        if pointer or whole or name in ALIGNED:
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
     names = ("num_warps", "enable_fp_fusion")
@@ -217,7 +224,7 @@ def main() -> int:
             entries = given["BLOCK"] * given.get("ROWS", 1) // (32 * given["num_warps"])
             row = read(compile_for(arch, program, given), entries)
             found["programs"].setdefault(name, {})[f"sm_{arch}"] = row
-            said = defects(row, reads_rows="rows, " in name)
+            said = defects(row, reads_rows="rows, " in name and not given.get("one"))
             wrong += [f"{name}, sm_{arch}: {text}" for text in said]
             print(f"{name:38s} sm_{arch} {row} {time.monotonic() - start:.1f} s", flush=True)
     if args.against:

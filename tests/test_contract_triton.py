@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conftest import HAS_TORCH
@@ -124,3 +125,43 @@ def test_any_strides() -> None:
         leaves = [call["hidden"], call["weight"], rows["logits"]]
         found.append([loss, *torch.autograd.grad(loss, leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+EXTREME: dict[str, tuple[float, dict[str, Any]]] = {
+    "-inf": (-np.inf, {}),
+    "inf": (np.inf, {}),
+    "nan": (np.nan, {}),
+    "finfo.min": (torch.finfo(torch.float32).min, {}),
+    "finfo.min, temperature": (torch.finfo(torch.float32).min, {"temperature": 0.5}),
+    "-inf, smoothed": (-np.inf, {"label_smoothing": 0.1}),
+}
+
+
+@pytest.mark.parametrize(("value", "options"), EXTREME.values(), ids=EXTREME)
+@pytest.mark.parametrize("at", ["all", "the label", "another", "several"])
+def test_extremes_are_those_of_eager(
+    monkeypatch: pytest.MonkeyPatch, at: str, value: float, options: Any
+) -> None:
+    """A0: what is finite, infinite or NaN, of every output and gradient; the numbers to 1e-5."""
+    torch.manual_seed(2)
+    labels = torch.tensor([3, 0, 16])
+    bias = torch.zeros(17)
+    places = {"all": range(17), "the label": (3,), "another": (7,), "several": (7, 8, 9)}
+    bias[list(places[at])] = value
+    found = []
+    for kernels in ("eager", "triton"):
+        monkeypatch.setenv("XENTLIB_KERNELS", kernels)
+        torch.manual_seed(4)
+        hidden, weight = torch.randn(3, 8).requires_grad_(), torch.randn(17, 8).requires_grad_()
+        every = ("logprobs", "entropy", "lse", "correct", "predicted")
+        out = chunked_nll(hidden, weight, labels, bias=bias, outputs=every, **options)
+        leaf = (hidden @ weight.T + bias).detach().requires_grad_()
+        rows = vocab_parallel_logprobs(leaf, labels, entropy=True, **options)
+        made = [out.loss, out.z_loss, out.logprobs, out.entropy, out.lse, rows.logprobs, rows.lse]
+        made += torch.autograd.grad(out.loss, (hidden, weight))
+        made += torch.autograd.grad(rows.logprobs.sum(), leaf)
+        found.append([x.detach().double().nan_to_num(1e300, 2e300, -2e300) for x in made])
+        counts = [out.predicted] if not torch.isnan(out.loss) else []
+        found[-1] += [x.double() for x in (out.correct, *counts)]
+    for eager, triton in zip(*found, strict=True):
+        assert ((eager - triton).abs() <= 1e-5 * eager.abs().clamp(min=1)).all()

@@ -17,6 +17,7 @@ if not HAS_TORCH:
 
 import torch
 
+from xentlib.torch.core import kernels
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.kernels import kernels_for, runnable
 
@@ -45,6 +46,8 @@ def unary(x_ptr, out_ptr, N: tl.constexpr, WHAT: tl.constexpr):
         _, y = elementary.tanh_and_slope(x)
     elif WHAT == "over 3":
         y = elementary.divide(x, 3.0, 1.0 / 3.0)
+    elif WHAT == "over 0.3":
+        y = elementary.divide(x, 0.3, 1.0 / 0.3)
     else:
         y = elementary.round_to(x, tl.bfloat16)
     tl.store(out_ptr + tl.arange(0, N), y)
@@ -100,9 +103,13 @@ def test_functions_at_their_ends() -> None:
     assert computed("over 3", x)[4:6].tolist() == [np.inf, -np.inf]
 
 
-def test_division_has_the_bits_of_a_division() -> None:
+@pytest.mark.parametrize("divisor", [3.0, 0.3])
+def test_division_has_the_bits_of_a_division(divisor: float) -> None:
+    """Also of what a mask of finfo.min becomes below 1."""
     x = np.random.default_rng(1).standard_normal(1 << 16).astype(np.float32)
-    assert (computed("over 3", x) == x / np.float32(3)).all()
+    x[:4] = -3.4028235e38, 3.4028235e38, -np.inf, np.inf
+    with np.errstate(over="ignore"):
+        assert (computed(f"over {divisor:g}", x) == x / np.float32(divisor)).all()
 
 
 def test_rounding_has_the_bits_of_ml_dtypes() -> None:
@@ -188,6 +195,7 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton on the CPU only where it is asked for, and never in float64; a wrong name, and a
     device that it cannot have, are errors."""
     cpu, chosen = torch.device("cpu"), kernels_for
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delenv("XENTLIB_KERNELS", raising=False)
     assert chosen(cpu, torch.float32) is Eager
     monkeypatch.setenv("XENTLIB_KERNELS", "triton")
@@ -220,5 +228,31 @@ def test_the_choice_on_a_gpu(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(kernels, "trial", lambda _: "")
     assert kernels_for(torch.device("cuda"), torch.float32) is found
     assert kernels_for(torch.device("cuda"), torch.float64) is Eager
+
+
+def test_a_gpu_that_nothing_compiles_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images without a C compiler, or whose home cannot be written, compute with eager operators
+    and say so."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(kernels, "trial", lambda _: "RuntimeError: no C compiler")
+    monkeypatch.delenv("XENTLIB_KERNELS", raising=False)
+    with pytest.warns(UserWarning, match="eager operators compute, .* no C compiler"):
+        assert kernels_for(torch.device("cuda"), torch.float32) is Eager
+    monkeypatch.setenv("XENTLIB_KERNELS", "triton")
+    with pytest.raises(RuntimeError, match="got cuda: RuntimeError: no C compiler"):
+        kernels_for(torch.device("cuda"), torch.float32)
+
+
+def test_a_first_program_is_tried() -> None:
+    """On meta there is no memory to compute in."""
+    assert (
+        kernels.trial(torch.get_default_device()),
+        kernels.trial(torch.device("meta")) != "",
+    ) == (
+        "",
+        True,
+    )

@@ -30,11 +30,9 @@ def power_of_two(gemm_dtype: torch.dtype, factors: Tensor) -> Tensor | None:
     return FP16_EXPONENT - torch.frexp(largest).exponent
 
 
-def order_in_chunks(walk: Walk) -> Tensor:
+def order_in_chunks(walk: Walk, y_M: Tensor) -> Tensor:
     """[M]: the computed tokens of each chunk sorted by label, those of a label as they come."""
-    tokens = walk.tokens
-    y_M = tokens.labels[tokens.places(0, tokens.computed)]
-    chunk_M = torch.arange(tokens.computed, device=y_M.device) // walk.plan.chunk_tokens
+    chunk_M = torch.arange(y_M.shape[0], device=y_M.device) // walk.plan.chunk_tokens
     return torch.sort(chunk_M * (walk.local_size + 1) + y_M, stable=True).indices
 
 
@@ -85,9 +83,15 @@ class GradientSums:
             start = low_TL.shape[1] - columns
             self.dz_TV = low_TL[:, start : start + walk.width]
         self.dz_y_T = torch.empty(walk.plan.chunk_tokens, **walk.like)
+        places = walk.tokens.places(0, walk.tokens.computed)
+        self.targets_M = walk.tokens.labels[places]
         self.order_M: Tensor | None = None
-        if walk.made.sorted_targets and needs[1]:
-            self.order_M = order_in_chunks(walk)
+        if walk.made.sorted_targets:
+            # A token that is masked has no target: of many, one program would walk over all.
+            valid_M = walk.tokens.valid[places]
+            self.targets_M = torch.where(valid_M, self.targets_M, walk.local_size)
+            if needs[1]:
+                self.order_M = order_in_chunks(walk, self.targets_M)
 
     def into(self, rows: Rows) -> Tensor | None:
         """Where dz of a block goes; None: in place of its logits."""
@@ -131,7 +135,7 @@ class GradientSums:
         if padded > size:
             dz_TV[size:].zero_()
         rows = walk.tokens.places(chunk.start, chunk.start + size)
-        dz_y_T, y_T = self.dz_y_T[:size], walk.tokens.labels[rows]
+        dz_y_T, y_T = self.dz_y_T[:size], self.targets_M[chunk.start : chunk.start + size]
         if self.needs[0]:
             direct = isinstance(rows, slice) and padded == size
             dx_TH = self.hidden[rows] if direct else z_TV.new_empty(padded, walk.hidden_size)

@@ -6,8 +6,10 @@ Shapes: B rows of a block, V columns of this rank, one more where a vocabulary i
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -192,6 +194,14 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> type[Kernels]:
     if choice == "auto" and device.type != "cuda":
         return Eager
     why = why_no_triton(device)
+    if not why and device.type == "cuda":
+        why = trial(device)
+        if why and choice == "auto":
+            warnings.warn(
+                f"Triton's programs cannot run on {device}, and eager operators compute, which are "
+                f"slower: {why}. XENTLIB_KERNELS=eager chooses them without this warning.",
+                stacklevel=2,
+            )
     if not why:
         return triton_kernels()
     if choice == "auto":
@@ -213,6 +223,19 @@ def why_no_triton(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < LEAST_CAPABILITY:
         return f"compute capability 8.0 is needed, and this is {capability[0]}.{capability[1]}"
+    return ""
+
+
+@functools.cache
+def trial(device: torch.device) -> str:
+    """Nothing, where a first program runs: it needs a C compiler and a folder for what is compiled,
+    which images without either lack."""
+    try:
+        made = triton_kernels()
+        one = torch.ones(1, 1, device=device)
+        made.add_to_hidden(one.clone(), one[0], one, one[0].long() - 1)
+    except Exception as error:  # noqa: BLE001 - of a driver, a compiler, a file system
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
 
 

@@ -59,12 +59,12 @@ def exp(x):
 
 @triton.jit
 def divide(x, divisor, inverse):
-    """x / divisor from `inverse` = 1 / divisor rounded, corrected by its remainder; x itself may be
-    infinite."""
+    """x / divisor from `inverse` = 1 / divisor rounded, corrected by its remainder, unless that has
+    left the range: x may be infinite, or a mask of finfo.min whose quotient is."""
     quotient = x * inverse
     remainder = tl.fma(-quotient, divisor, x)
     corrected = tl.fma(remainder, inverse, quotient)
-    return tl.where(remainder == remainder, corrected, quotient)
+    return tl.where(tl.abs(remainder) < float("inf"), corrected, quotient)
 
 
 @triton.jit

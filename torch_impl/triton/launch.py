@@ -120,7 +120,8 @@ class Triton:
             programs.loss_rows, rows, **self.shape_of(rows), **into, factor_ptr=terms.factor_B,
             weights_sum_ptr=terms.weights_sum, values_ptr=terms.values_7B,
             ld_values=terms.values_7B.stride(0), dz_y_ptr=terms.dz_y_B,
-            label_smoothing=terms.label_smoothing, z_loss=terms.z_loss, ENTROPY=asked.entropy,
+            label_smoothing=terms.label_smoothing, z_loss=terms.z_loss or None,
+            ENTROPY=asked.entropy,
             SMOOTHING=asked.smoothing, PREDICTED=asked.predicted,
             GRADIENT=terms.dz_y_B is not None, **self.options(smoothing=asked.smoothing),
         )  # fmt: skip

@@ -29,8 +29,11 @@ __all__ = [
     "stats_rows",
 ]
 
+# Numbers of tokens, for which nothing is compiled again.
+VARYING = ["ld_out", "ld_values", "T", "first"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=VARYING)
 def stats_rows(
     z_ptr, ld, y_ptr, valid_ptr, bias_ptr, scale_ptr, softcap, temperature_ptr, ld_temperature,
     weights_ptr, out_ptr, ld_out, V,
@@ -124,7 +127,7 @@ def dz_rows(
         tl.store(dz_y_ptr + row, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def loss_rows(
     z_ptr, ld, dz_ptr, ld_dz, y_ptr, valid_ptr, factor_ptr, bias_ptr, scale_ptr, softcap,
     temperature_ptr, ld_temperature, weights_ptr, weights_sum_ptr, values_ptr, ld_values, dz_y_ptr,
@@ -157,7 +160,7 @@ def loss_rows(
             z_y, y, True, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
         )
         # 5. Per token
-        classes = V.to(tl.float64)
+        classes = tl.full([], 0.0, tl.float64) + V  # a V of 1 is no tensor
         w_y, w_sum = 1.0, classes
         if weights_ptr is not None:
             w_y = tl.load(weights_ptr + y).to(tl.float64)
@@ -169,17 +172,23 @@ def loss_rows(
         if weights_ptr is not None:
             nll *= w_y
         if SMOOTHING:
-            nll = nll - label_smoothing * nll - label_smoothing * mean_logp
-        z_term = z_loss * (lse * lse)
-        tl.store(values_ptr, (nll + z_term).to(tl.float32))
-        tl.store(values_ptr + ld_values, z_term.to(tl.float32))
+            kept = tl.full([], 1.0, tl.float64) - label_smoothing
+            nll = kept * nll - label_smoothing * mean_logp
+        if z_loss is not None:
+            z_term = z_loss * (lse * lse)
+            tl.store(values_ptr, (nll + z_term).to(tl.float32))
+            tl.store(values_ptr + ld_values, z_term.to(tl.float32))
+        else:
+            tl.store(values_ptr, nll.to(tl.float32))
+            tl.store(values_ptr + ld_values, 0.0)
         tl.store(values_ptr + 2 * ld_values, logprob.to(tl.float32))
         if ENTROPY:
             tl.store(values_ptr + 3 * ld_values, entropy.to(tl.float32))
         else:
             tl.store(values_ptr + 3 * ld_values, 0.0)
         tl.store(values_ptr + 4 * ld_values, lse.to(tl.float32))
-        tl.store(values_ptr + 5 * ld_values, tl.where(z_y > m_rest, 1.0, 0.0))
+        correct = (z_y > m_rest) & (lse == lse)
+        tl.store(values_ptr + 5 * ld_values, tl.where(correct, 1.0, 0.0))
         if PREDICTED:
             tied = tl.where(z_y == m_rest, tl.minimum(y, column), column)
             predicted = tl.where(z_y > m_rest, y, tied)
@@ -193,7 +202,9 @@ def loss_rows(
                 outer *= scale
             if temperature_ptr is not None:
                 outer /= temperature
-            extra = z_loss * (2.0 * lse)
+            extra = tl.full([], 0.0, tl.float64)
+            if z_loss is not None:
+                extra = z_loss * (2.0 * lse)
             uniform, left, through = 0.0, 0.0, 1.0 + extra
             if SMOOTHING:
                 uniform = label_smoothing / classes
@@ -219,7 +230,7 @@ def loss_rows(
             tl.store(dz_y_ptr + row, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def column_sums(
     z_ptr, ld, y_ptr, valid_ptr, lse_ptr, alpha_ptr, beta_ptr, gamma_ptr, bias_ptr, scale_ptr,
     softcap, temperature_ptr, ld_temperature, weights_ptr, out_ptr, T, V,
@@ -275,11 +286,11 @@ def add_to_hidden(
         h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = h < H
         place = dx_ptr + row * ld_dx + h
-        w = tl.load(w_ptr + y * ld_w + h * step_w, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + y * ld_w + h.to(tl.int64) * step_w, mask=mask, other=0.0).to(tl.float32)
         tl.store(place, tl.fma(w, dz_y, tl.load(place, mask=mask, other=0.0)), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def add_to_weight(
     acc_ptr, ld_acc, step_acc, dz_y_ptr, y_ptr, order_ptr, first, x_ptr, ld_x, T, columns, H,
     BLOCK: tl.constexpr,
@@ -309,5 +320,5 @@ def add_to_weight(
             same = y - 1
             if last < T:
                 same = tl.load(y_ptr + tl.load(order_ptr + last) - first)
-        place = acc_ptr + y * ld_acc + h * step_acc
+        place = acc_ptr + y * ld_acc + h.to(tl.int64) * step_acc
         tl.store(place, tl.load(place, mask=mask, other=0.0) + (total + error), mask=mask)

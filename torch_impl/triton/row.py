@@ -73,7 +73,8 @@ def scan_step(z, cols, m, s, sum_ed, top, ENTROPY: tl.constexpr, PREDICTED: tl.c
         moved = e * (sum_ed + bounded * (1.0 + s))
         sum_ed = tl.where(higher, moved, sum_ed + e * bounded)
     if PREDICTED:
-        top = tl.where(higher, cols, top)
+        first = (s == -1.0) & (z == m)  # a lane's first, where that is finfo.min
+        top = tl.where(higher | first, cols, top)
     s = tl.where(higher, s * e + e, s + e)
     return tl.maximum(m, z), s, sum_ed, top
 
@@ -135,6 +136,7 @@ def scan_row(
     d, f = difference_exp(m, highest)
     ones = tl.sum(at_top.to(tl.float32), 0)
     row_s = tl.sum(tl.where(at_top, s, (1.0 + s) * f), 0)
+    row_s = tl.where(highest == float("inf"), float("nan"), row_s)  # as log_softmax has it
     row_ed = 0.0
     if ENTROPY:
         moved = f * (sum_ed + tl.maximum(d, FLOOR) * (1.0 + s))
@@ -223,8 +225,9 @@ def write_dz(
     still be in L2. `own` is written to the target's column where `TARGET`, 0 where not.
 
     In place dz lies over the logits themselves or, of 16 bits, over the upper half of their row:
-    block j writes from byte 2 V + 2 j BLOCK on, blocks that are still to be read end at
-    4 j BLOCK <= 2 V + 2 j BLOCK, and a block is read whole before any of it is written.
+    where rows of logits are L >= V apart, block j writes from byte 2 L + 2 j BLOCK on, blocks that
+    are still to be read end at 4 j BLOCK <= 2 L + 2 j BLOCK, and a block is read whole before any
+    of it is written.
     """
     lanes = tl.arange(0, BLOCK)
     whole = V // BLOCK
@@ -265,7 +268,10 @@ def stored(dz, dz_ptr, ROUND: tl.constexpr):
 
 @triton.jit
 def zero_row(dz_ptr, V, BLOCK: tl.constexpr):
-    lanes = tl.arange(0, BLOCK)
-    for start in range(0, V, BLOCK):
-        cols = start + lanes
-        tl.store(dz_ptr + cols, tl.zeros([BLOCK], dz_ptr.dtype.element_ty), mask=cols < V)
+    cols = tl.arange(0, BLOCK)
+    nothing = tl.zeros([BLOCK], dz_ptr.dtype.element_ty)
+    whole = V // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        tl.store(dz_ptr + start + cols, nothing)
+    if whole < V:
+        tl.store(dz_ptr + whole + cols, nothing, mask=whole + cols < V)
