@@ -20,7 +20,7 @@ pytestmark = [
         reason="Triton is not installed",
     ),
 ]
-# tl.exp ends in ex2.approx and `/` in div.full, which the interpreter computes exactly.
+# `tl.exp` compiles to an instruction of 22 bits; the interpreter computes it exactly.
 MUTANT = """
 import runpy, sys
 sys.argv = ["ptx.py", "--arch", "90", "--only", "loss_rows, plain"]
