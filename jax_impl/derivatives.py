@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-__all__ = ["Needs", "primal_values", "wanted"]
+__all__ = ["Needs", "differentiated_once", "primal_values", "wanted"]
 
 Needs = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
 
@@ -24,6 +24,21 @@ def wanted(constants: Any, *primals: Any) -> Needs:
             )
     hidden, weight, bias = (p is not None and bool(p.perturbed) for p in primals)
     return hidden, weight, bias
+
+
+@jax.custom_jvp
+def differentiated_once(values: Any) -> Any:
+    """The values, whose own derivative is refused. A loop refuses it by itself; one chunk without a
+    loop would give whatever its steps, roundings and clamps included, have as derivatives."""
+    return values
+
+
+@differentiated_once.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise RuntimeError(
+        "`xentlib.jax` must be differentiated once; got a derivative of its gradient, which it "
+        "does not compute. Use full logits for those."
+    )
 
 
 def primal_values(primals: Any) -> Any:

@@ -267,3 +267,5 @@ def test_double_backward_raises_in_jax():
     with pytest.raises(Exception, match=r".") as caught:
         jax.grad(slope)(jax.random.normal(jax.random.key(0), (N, H)))
     assert isinstance(caught.value, (RuntimeError, TypeError, ValueError))
+    with pytest.raises(RuntimeError, match="must be differentiated once"):
+        jax.hessian(lambda h: chunked_nll(h, weight, labels).loss)(jax.numpy.ones((N, H)))

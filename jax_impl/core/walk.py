@@ -17,6 +17,7 @@ from xentlib.jax.core.device import traits
 from xentlib.jax.core.gemm import contract
 from xentlib.jax.core.kernels import Kernels, Rows, Shape, kernels_for
 from xentlib.jax.core.tokens import Tokens, select_tokens
+from xentlib.jax.derivatives import differentiated_once
 from xentlib.jax.ranks import Alike, alike, shard_here, vary, varying
 from xentlib.plan import MAX_ROWS, ChunkPlan, VocabShard, plan_chunks
 
@@ -214,7 +215,7 @@ def over_chunks(
                 _logits(walk, jnp.zeros((), jnp.int32)), jax.tree.map(jnp.zeros_like, carry)
             )
 
-        found: T = lax.cond(walk.num_valid > 0, whole, lambda: carry)
+        found: T = differentiated_once(lax.cond(walk.num_valid > 0, whole, lambda: carry))
         return found
     trips: Any = (walk.num_valid + walk.chunk_rows - 1) // walk.chunk_rows
     if exchange:
