@@ -28,8 +28,9 @@ def wanted(constants: Any, *primals: Any) -> Needs:
 
 @jax.custom_jvp
 def differentiated_once(values: Any) -> Any:
-    """The values, whose own derivative is refused. A loop refuses it by itself; one chunk without a
-    loop would give whatever its steps, roundings and clamps included, have as derivatives."""
+    """The values, whose own derivative is refused. A loop refuses it backwards by itself, in other
+    words; forwards, and of one chunk without a loop, it would be whatever the steps, roundings and
+    clamps included, have as derivatives."""
     return values
 
 

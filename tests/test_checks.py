@@ -267,5 +267,8 @@ def test_double_backward_raises_in_jax():
     with pytest.raises(Exception, match=r".") as caught:
         jax.grad(slope)(jax.random.normal(jax.random.key(0), (N, H)))
     assert isinstance(caught.value, (RuntimeError, TypeError, ValueError))
-    with pytest.raises(RuntimeError, match="must be differentiated once"):
-        jax.hessian(lambda h: chunked_nll(h, weight, labels).loss)(jax.numpy.ones((N, H)))
+    for budget in (None, 8 * V * 4):  # one chunk, and a loop
+        with pytest.raises(RuntimeError, match="must be differentiated once"):
+            jax.hessian(lambda h, b=budget: chunked_nll(h, weight, labels, max_chunk_bytes=b).loss)(
+                jax.numpy.ones((N, H))
+            )

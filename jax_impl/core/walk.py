@@ -204,7 +204,8 @@ def over_chunks(
     if is_size(walk.tokens.labels.size, 0):
         return carry
     if only is not None:
-        return body(only, carry)
+        last: T = differentiated_once(body(only, carry))
+        return last
     one = is_size(walk.order.size, walk.chunk_rows) and not exchange
     if one and walk.operand is not None and walk.constants.class_weights is None:
         # Its sums begin within the branch: the product itself is d weight, where a loop adds one
@@ -220,8 +221,8 @@ def over_chunks(
     trips: Any = (walk.num_valid + walk.chunk_rows - 1) // walk.chunk_rows
     if exchange:
         trips = walk.order.size // walk.chunk_rows
-    result: T = lax.fori_loop(
-        0, trips, lambda index, carry: body(_logits(walk, index), carry), carry
+    result: T = differentiated_once(
+        lax.fori_loop(0, trips, lambda index, carry: body(_logits(walk, index), carry), carry)
     )
     return result
 
