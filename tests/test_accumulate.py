@@ -98,10 +98,10 @@ def test_audit_mode_does_not_know_of_windows() -> None:
     )
     for mode in ("precount", "postscale"):
         head.zero_grad()
-        pieces = [(x[a:b], y[a:b]) for a, b in ((0, 3), (3, 6), (6, 39), (39, 40))]
-        declared = {"labels": [b for _, b in pieces]} if mode == "precount" else {}
+        batches = [(x[a:b], y[a:b]) for a, b in ((0, 3), (3, 6), (6, 39), (39, 40))]
+        declared = {"labels": [b for _, b in batches]} if mode == "precount" else {}
         with TokenNormalizer(head, mode=mode).window(**declared) as window:
-            for a, b in window.micro_batches(pieces):
+            for a, b in window.micro_batches(batches):
                 how = {"bias": head.bias, "compute_dtype": "float64", "reduction": "sum"}
                 window.backward(chunked_nll(a, head.weight, b, **how))
         for p, whole in zip(head.parameters(), want, strict=True):

@@ -19,7 +19,7 @@ from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.call import HeadCall, bind
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.gradients import Gradients, GradientSums, power_of_two, turned
-from xentlib.torch.core.kernels import Asked, Coefficients, LossTerms
+from xentlib.torch.core.kernels import Asked, Coefficients, LossTerms, OnePass
 from xentlib.torch.core.softmax import Labelled, TokenStats, token_stats
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
 from xentlib.torch.core.walk import Walk
@@ -99,7 +99,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput, Gradients, Tenso
             whole = all_stats(walk, asked)
             per_token_7N = values_of(whole, everywhere, loss)
     # A gradient of the bias sums dz over rows before it is rounded: statistics come first.
-    one_pass = walk.made.one_pass and walk.parallel is None and not needs[2]
+    at_once = walk.parallel is None and not needs[2]
     for chunk in walk.chunks() if whole is None or any(needs) else ():  # 2. Logits
         if each:
             of_chunk = chunk_stats(walk, chunk, asked)
@@ -108,7 +108,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput, Gradients, Tenso
         kernels = walk.kernels()
         for rows in walk.blocks(chunk, fresh=not each):
             # 3. to 5. Softmax without the target column, then the target
-            if one_pass:
+            if at_once and isinstance(kernels, OnePass):
                 # 3. to 7. at once
                 direct = isinstance(rows.places, slice)
                 size = rows.z_BV.shape[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.gemm import add_rows_
-from xentlib.torch.core.kernels import Asked, Coefficients, LossTerms, RestStats, Rows, Shape
+from xentlib.torch.core.kernels import Asked, Coefficients, RestStats, Rows, Shape
 from xentlib.torch.core.softmax import FLOOR
 
 __all__ = ["Eager"]
@@ -21,7 +21,6 @@ __all__ = ["Eager"]
 class Eager:
     """See `kernels.Kernels`. Scratch is one [B, V] buffer, and a second for exp on CPU."""
 
-    one_pass: ClassVar[bool] = False
     whole_chunks: ClassVar[bool] = False
     spare_column: ClassVar[bool] = True
     sorted_targets: ClassVar[bool] = False
@@ -80,18 +79,6 @@ class Eager:
             into_BV = dz_BV if into_BV is None else into_BV
             into_BV.copy_(dz_BV.to(round_to or into_BV.dtype))
         return dz_y_B, sums_V
-
-    def loss(
-        self,
-        rows: Rows,
-        asked: Asked,
-        terms: LossTerms,
-        *,
-        into_BV: Tensor | None = None,
-        round_to: torch.dtype | None = None,
-    ) -> None:
-        """Not `one_pass`."""
-        raise NotImplementedError
 
     @staticmethod
     def add_to_hidden(dx_BH: Tensor, dz_y_B: Tensor, weight_VH: Tensor, y_B: Tensor) -> None:

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ __all__ = [
     "Coefficients",
     "Kernels",
     "LossTerms",
+    "OnePass",
     "RestStats",
     "Rows",
     "Shape",
@@ -105,7 +106,6 @@ class LossTerms(NamedTuple):
 class Kernels(Protocol):
     """All calls, with the scratch that they share. Made for a chunk; given up before its GEMMs."""
 
-    one_pass: ClassVar[bool]  # has `loss`
     whole_chunks: ClassVar[bool]  # takes a chunk's rows at once, and has no scratch of their size
     spare_column: ClassVar[bool]  # a target of another rank needs a column of this one, at -inf
     sorted_targets: ClassVar[bool]  # `add_to_weight` wants `order_B`
@@ -138,17 +138,6 @@ class Kernels(Protocol):
         count, and if asked for the sums [V] over the rows of the rest's dz; neither is rounded.
         `with_target` puts the target's, rounded, into its column as well."""
 
-    def loss(
-        self,
-        rows: Rows,
-        asked: Asked,
-        terms: LossTerms,
-        *,
-        into_BV: Tensor | None = None,
-        round_to: torch.dtype | None = None,
-    ) -> None:
-        """Steps 2 to 7 of fresh rows of a whole vocabulary, where `one_pass`; dz as `dz` has it."""
-
     @staticmethod
     def add_to_hidden(dx_BH: Tensor, dz_y_B: Tensor, weight_VH: Tensor, y_B: Tensor) -> None:
         """dx[i] += dz_y[i] weight[y[i]]; nothing where `y` is no row of `weight`."""
@@ -164,6 +153,22 @@ class Kernels(Protocol):
     ) -> None:
         """acc[y[i]] += dz_y[i] x[i], where `y` is a row of `acc`, in ascending order of i.
         `order_B` is the rows sorted by `y`, numbered from `first` on, where `sorted_targets`."""
+
+
+@runtime_checkable
+class OnePass(Kernels, Protocol):
+    """With both calls, and what `chunked_nll` makes between them, as one."""
+
+    def loss(
+        self,
+        rows: Rows,
+        asked: Asked,
+        terms: LossTerms,
+        *,
+        into_BV: Tensor | None = None,
+        round_to: torch.dtype | None = None,
+    ) -> None:
+        """Steps 2 to 7 of fresh rows of a whole vocabulary; dz as `dz` has it."""
 
 
 # Compute capability: bfloat16, and products of 16-bit operands with float32 results.

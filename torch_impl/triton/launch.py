@@ -50,10 +50,9 @@ def compiled(warps: int) -> dict[str, Any]:
 
 
 class Triton:
-    """See `kernels.Kernels`. No scratch, and the logits are read only: dz may be written anywhere
+    """See `kernels.OnePass`. No scratch, and the logits are read only: dz may be written anywhere
     that `write_dz` allows."""
 
-    one_pass: ClassVar[bool] = True
     whole_chunks: ClassVar[bool] = True
     spare_column: ClassVar[bool] = False
     sorted_targets: ClassVar[bool] = True

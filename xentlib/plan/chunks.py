@@ -141,7 +141,8 @@ def plan_chunks(
 
     T = max_chunk_bytes // (V * itemsize of the compute dtype), rounded down to a multiple of 64
     (of 8 below 64), at least 8, at most 8192. One chunk when one fits. T depends on the budget and
-    on V alone, never on N nor on free memory, so a run can be repeated elsewhere.
+    on V alone, never on N nor on free memory, so a run can be repeated elsewhere. JAX's loops,
+    which compute every chunk whole, take `even_tokens` where N is known.
 
     Args:
         num_tokens: N >= 0, rows of `hidden` with the leading dimensions flattened.
