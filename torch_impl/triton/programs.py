@@ -33,6 +33,17 @@ __all__ = [
 VARYING = ["ld_out", "ld_values", "T", "first"]
 
 
+@triton.jit
+def of_row(row, y_ptr, scale_ptr, temperature_ptr, ld_temperature):
+    """The target's column, the logit scale and the temperature; 1 where there is none."""
+    scale, temperature = 1.0, 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row * ld_temperature)
+    return tl.load(y_ptr + row).to(tl.int32), scale, temperature
+
+
 @triton.jit(do_not_specialize=VARYING)
 def stats_rows(
     z_ptr, ld, y_ptr, valid_ptr, bias_ptr, scale_ptr, softcap, temperature_ptr, ld_temperature,
@@ -47,12 +58,7 @@ def stats_rows(
     if valid_ptr is not None:
         counts = tl.load(valid_ptr + row) != 0
     if counts:
-        y = tl.load(y_ptr + row).to(tl.int32)
-        scale, temperature = 1.0, 1.0
-        if scale_ptr is not None:
-            scale = tl.load(scale_ptr)
-        if temperature_ptr is not None:
-            temperature = tl.load(temperature_ptr + row * ld_temperature)
+        y, scale, temperature = of_row(row, y_ptr, scale_ptr, temperature_ptr, ld_temperature)
         row_ptr = z_ptr + row * ld
         m, ones, s, sum_ed, sum_d, column = scan_row(
             row_ptr, y, V, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
@@ -95,12 +101,8 @@ def dz_rows(
     if valid_ptr is not None:
         counts = tl.load(valid_ptr + row) != 0
     if counts:
-        y = tl.load(y_ptr + row).to(tl.int32)
-        scale, temperature, beta, gamma = 1.0, 1.0, 0.0, 0.0
-        if scale_ptr is not None:
-            scale = tl.load(scale_ptr)
-        if temperature_ptr is not None:
-            temperature = tl.load(temperature_ptr + row * ld_temperature)
+        y, scale, temperature = of_row(row, y_ptr, scale_ptr, temperature_ptr, ld_temperature)
+        beta, gamma = 0.0, 0.0
         if beta_ptr is not None:
             beta = tl.load(beta_ptr + row)
         if gamma_ptr is not None:
@@ -143,12 +145,7 @@ def loss_rows(
     if valid_ptr is not None:
         counts = tl.load(valid_ptr + row) != 0
     if counts:
-        y = tl.load(y_ptr + row).to(tl.int32)
-        scale, temperature = 1.0, 1.0
-        if scale_ptr is not None:
-            scale = tl.load(scale_ptr)
-        if temperature_ptr is not None:
-            temperature = tl.load(temperature_ptr + row * ld_temperature)
+        y, scale, temperature = of_row(row, y_ptr, scale_ptr, temperature_ptr, ld_temperature)
         row_ptr = z_ptr + row * ld
         # 3. and 4. The rest of the row, then its target
         m, ones, s, sum_ed, sum_d, column = scan_row(
