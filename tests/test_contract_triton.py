@@ -13,9 +13,12 @@ import pytest
 from conftest import HAS_TORCH
 from helpers.held import hold_in_norm
 from helpers.measured import CAPPED, SMALL, by_id, hold
+from helpers.vocab_shards import held
+from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
-from xentlib.parity.problem import Case, build
+from xentlib.parity.problem import Case, build, upstream_of
 from xentlib.parity.rows import nll, per_token, windows
+from xentlib.parity.shards import ShardedCall, run_calls
 
 if not HAS_TORCH:
     pytest.skip("PyTorch is not installed", allow_module_level=True)
@@ -91,6 +94,27 @@ def test_run_to_run(measure: Callable[..., None]) -> None:
 def test_windows() -> None:
     """A12."""
     hold(windows.windows, ("torch",), build(replace(few(CONFIDENT), bias=True), 7))
+
+
+def test_shards_with_an_empty_one() -> None:
+    """A0, A5, A6, A13: both functions over ranks, of which one has no class."""
+    case = Case("shards", 11, 8, 37, bias=True, options={"z_loss": 1e-3})
+    problem = build(case, 7)
+    upstream, sizes = upstream_of(problem, 5), (19, 18, 0)
+    for name, reference, dense, calls in (
+        ("chunked_nll", problem.reference(), run("torch", problem), None),
+        (
+            "chunked_logprobs",
+            problem.per_token_reference(upstream),
+            run_logprobs("torch", problem, upstream),
+            upstream,
+        ),
+    ):
+        (found,) = run_calls("torch", [ShardedCall(name, problem, sizes, calls, False, 8)])
+        assert found.unequal == 0
+        for field in dense._fields:
+            whole = getattr(dense, field)
+            held(field, getattr(found.outcome, field), whole, reference, low=False, world=3)
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,9 @@ def test_division_has_the_bits_of_a_division(divisor: float) -> None:
 
 def test_rounding_has_the_bits_of_ml_dtypes() -> None:
     x = np.random.default_rng(2).integers(0, 1 << 32, 1 << 16, np.uint32).view(np.float32)
-    x = x[np.isfinite(x)][: 1 << 15]
+    x = x[np.isfinite(x)][: 1 << 15].copy()
+    ties = x.view(np.uint32)[::2]
+    ties[:] = (ties & 0xFFFF0000) | 0x8000  # half-way between two
     with np.errstate(over="ignore"):
         want = x.astype(ml_dtypes.bfloat16).astype(np.float32)
     assert (computed("bf16", x) == want).all()

@@ -158,3 +158,19 @@ def test_shards_from_their_sizes():
         shard_of((4, 4, 4), 0, 13)
     with pytest.raises(ValueError, match=r"this rank's part of 4 classes; got all of them on each"):
         shard_of((4, 4, 4), 0, 4)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 832, 833, 1024, 1665, 8192])
+@pytest.mark.parametrize("budget", [1000, 1 << 20, 64 << 20])
+def test_even_chunks_are_as_many_and_waste_little(tokens: int, budget: int) -> None:
+    """D5: no more rows than a chunk may have, all tokens, and less than a tile more in each."""
+    plan = plan_chunks(tokens, 18_992, 128, max_chunk_bytes=budget)
+    rows = plan.even_tokens * plan.num_chunks
+    assert plan.even_tokens <= plan.chunk_tokens
+    assert tokens <= rows < tokens + 64 * plan.num_chunks
+
+
+def test_even_chunks_of_a_known_case() -> None:
+    """Two chunks of 832 rows, the second of which would be computed whole."""
+    plan = plan_chunks(1024, 18_992, 128)
+    assert (plan.chunk_tokens, plan.num_chunks, plan.even_tokens) == (832, 2, 512)

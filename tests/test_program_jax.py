@@ -201,3 +201,26 @@ def test_arrays_of_numbers_under_vmap_and_per_token_outputs():
     got, exact = (np.asarray(x, np.float64) for x in per_token)
     found += check("A2", got, exact, magnitude=np.maximum(np.abs(exact), 1.0))
     assert not failures(found)
+
+
+def test_a_loop_computes_few_rows_in_vain():
+    """D5: 200 tokens in chunks of at most 192 are two of 128. Catches: a last chunk of 8 tokens
+    that is computed as 192."""
+    leaves = abstract(tokens=200, vocab=97, hidden=24)
+    step = jax.jit(lambda *leaves: nll(*leaves, max_chunk_bytes=192 * 97 * 4).loss)
+    text = step.lower(*leaves).as_text()
+    rows = {int(n) for n in re.findall(r"stablehlo.dot_general.*-> tensor<(\d+)x97xf32>", text)}
+    assert rows == {128}
+
+
+def test_one_chunk_needs_no_loop():
+    """D5: d weight is the product itself. A loop would add it to zeros, both in new memory: 76 MB of
+    temporaries, not 9, at 64 tokens of 32,000 classes."""
+
+    def program(tokens):
+        step = jax.grad(lambda *leaves: nll(*leaves, max_chunk_bytes=64 * 97 * 4).loss, (0, 1))
+        leaves = abstract(tokens=tokens, vocab=97, hidden=24)
+        return jax.jit(step).lower(*leaves).as_text()
+
+    assert "stablehlo.while" in program(65)
+    assert "stablehlo.while" not in program(64)
