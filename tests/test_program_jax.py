@@ -214,8 +214,8 @@ def test_a_loop_computes_few_rows_in_vain():
 
 
 def test_one_chunk_needs_no_loop():
-    """D5: d weight is the product itself. A loop would add it to zeros, both in new memory: 76 MB of
-    temporaries, not 9, at 64 tokens of 32,000 classes."""
+    """D5: d weight is the product itself. A loop would add it to zeros, both in new memory: 76 MB
+    of temporaries, not 9, at 64 tokens of 32,000 classes."""
 
     def program(tokens):
         step = jax.grad(lambda *leaves: nll(*leaves, max_chunk_bytes=64 * 97 * 4).loss, (0, 1))
