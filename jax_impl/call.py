@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_reduced
 from xentlib.checks.operand import plain
+from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.describe import as_array, describe, is_array, need_x64
 from xentlib.jax.head import Placement, Spread, placed
@@ -100,6 +101,9 @@ def bind(given: Arguments, place: Placement | None = None) -> Bound:
     check_values(given, vocab_size)
     need_x64(problem.compute_dtype)
     compute = problem.compute_dtype
+    # Over shards a second chunk may cost an exchange or a GEMM.
+    row_bytes = 0 if axis is not None else problem.vocab_size * ITEMSIZE[compute]
+    chunk_bytes = default_chunk_bytes(jax.default_backend(), row_bytes=row_bytes)
     constants = Constants(
         where=array(given.where),
         token_weights=array(given.token_weights),
@@ -121,7 +125,7 @@ def bind(given: Arguments, place: Placement | None = None) -> Bound:
         gemm_dtype=problem.gemm_dtype,
         compute_dtype=compute,
         output_dtype=problem.output_dtype,
-        chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
+        chunk_bytes=given.max_chunk_bytes or chunk_bytes,
         transposed=given.weight_layout == "HV",
         axis=axis,
         spread=place.spread if place else None,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xentlib import ChunkPlan, plan_chunks
-from xentlib.plan import exchanges_per_chunk, pad_rows, shard_of
+from xentlib.plan import default_chunk_bytes, exchanges_per_chunk, pad_rows, shard_of
 
 sizes = st.fixed_dictionaries(
     {
@@ -172,5 +172,14 @@ def test_even_chunks_are_as_many_and_waste_little(tokens: int, budget: int) -> N
 
 def test_even_chunks_of_a_known_case() -> None:
     """Two chunks of 832 rows, the second of which would be computed whole."""
-    plan = plan_chunks(1024, 18_992, 128)
+    plan = plan_chunks(1024, 18_992, 128, max_chunk_bytes=64 << 20)
     assert (plan.chunk_tokens, plan.num_chunks, plan.even_tokens) == (832, 2, 512)
+
+
+def test_a_default_chunk_is_512_rows_within_8_and_64_mib() -> None:
+    """D5: on a CPU; larger chunks of a small vocabulary are new memory and nothing else."""
+    rows = {vocab: plan_chunks(4096, vocab, 64).chunk_tokens for vocab in (1000, 4096, 32_768)}
+    assert rows == {1000: 2048, 4096: 512, 32_768: 512}
+    assert plan_chunks(4096, 128_000, 64).chunk_tokens == 128
+    assert default_chunk_bytes("cpu") == default_chunk_bytes("cpu", row_bytes=1 << 20) == 64 << 20
+    assert default_chunk_bytes("gpu", row_bytes=4) == 1 << 30

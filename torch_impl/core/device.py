@@ -36,12 +36,12 @@ def traits(where: Tensor | torch.device) -> Traits:
     return KINDS.get(device.type, ANOTHER)
 
 
-def chunk_bytes(asked: int, device: torch.device) -> int:
+def chunk_bytes(asked: int, device: torch.device, row_bytes: int = 0) -> int:
     """Of a chunk's logits: what was asked for, or what the device's memory allows."""
     memory = 0
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-    return asked or default_chunk_bytes(device.type, memory)
+    return asked or default_chunk_bytes(device.type, memory=memory, row_bytes=row_bytes)
 
 
 def onto(x: Tensor, device: torch.device) -> Tensor:

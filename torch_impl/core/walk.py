@@ -63,13 +63,15 @@ class Walk:
         self.made = kernels_for(hidden.device, compute_dtype)
         # A shard's logits may have a spare column, at -inf, for targets that other ranks hold.
         self.width = self.local_size + (shard is not None and self.made.spare_column)
+        # Over shards a second chunk may cost an exchange or a GEMM.
+        row_bytes = 0 if shard is not None else self.width * compute_dtype.itemsize
         self.plan = plan_chunks(
             self.tokens.computed,
             max(1, self.width),  # a rank may have none
             self.hidden_size,
             dtype=dtype_name(call.gemm_dtype),
             compute_dtype=dtype_name(compute_dtype),
-            max_chunk_bytes=chunk_bytes(call.chunk_bytes, hidden.device),
+            max_chunk_bytes=chunk_bytes(call.chunk_bytes, hidden.device, row_bytes),
         )
         self.block_rows = self.plan.chunk_tokens
         if not self.made.whole_chunks:

@@ -79,12 +79,14 @@ def peak_bytes(
     if backend == "torch":
         block = plan.block_tokens(CPU_BLOCK_BYTES) * plan.vocab_size * size
         total = chunk + 2 * block + (rows + (head * size) if low else 0)
+        # dz of 16 bits, a block of it, which a second computation has room for.
+        total += block // 2 if low and gradient and not recompute else 0
         return total + ((head + trunk) * size + rows if gradient else 0)
     copies = trunk * ITEMSIZE[dtype] if low else 0
     # A loop of one chunk keeps the mask of the target column as bytes.
     mask = chunk // size if plan.num_chunks == 1 else 0
     if not gradient:
-        return chunk + mask + rows + copies + (rows // 2 if low else 0)
+        return chunk + mask + rows + copies + (rows * 3 // 2 if low else 0)
     # Beside a chunk: its dz, or the GEMM's addend to d weight, whichever is larger.
     dz = (chunk // 2 if low else 0) if recompute else chunk
     total = chunk + max(dz, head * size) + mask + 2 * rows + copies + (head + trunk) * size
