@@ -133,20 +133,20 @@ def parity(args: argparse.Namespace, out: Path) -> list[str]:
     """Both backends; in PyTorch the eager operators."""
     given = ["--device", args.device, "--suite", args.suite, "--out", str(out / "parity")]
     given += ["--kernels", "eager"]
-    return [sys.executable, "-m", "xentlib.cli", "parity", *given]
+    return [sys.executable, "-m", "xentlib", "parity", *given]
 
 
 def parity_triton(args: argparse.Namespace, out: Path) -> list[str]:
     given = ["--device", args.device, "--suite", args.suite, "--out", str(out / "parity-triton")]
     given += ["--kernels", "triton", "--backend", "torch"]
-    return [sys.executable, "-m", "xentlib.cli", "parity", *given]
+    return [sys.executable, "-m", "xentlib", "parity", *given]
 
 
 def bench(args: argparse.Namespace, out: Path) -> list[str]:
     given = ["--device", args.device, "--out", str(out / "bench"), "--rounds", args.rounds]
     given += ["--no-memory"] if args.rounds == "1" else []
     dtypes = ["--dtype", "bfloat16"]
-    return [sys.executable, "-m", "xentlib.cli", "bench", "--case", *args.cases, *dtypes, *given]
+    return [sys.executable, "-m", "xentlib", "bench", "--case", *args.cases, *dtypes, *given]
 
 
 def run(command: list[str], environment: dict[str, str], seconds: float) -> dict[str, Any]:

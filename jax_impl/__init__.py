@@ -2,6 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
+try:
+    import jax  # noqa: F401
+except ModuleNotFoundError as missing:
+    from xentlib.checks.installed import refuse_missing
+
+    refuse_missing(missing, "jax", "JAX")
+
 from xentlib.accumulate import CountOverflowError, WindowStats
 from xentlib.collectives import Collective, CollectiveCount
 from xentlib.jax.accumulate import TokenNormalizedState, accumulate_grads, token_normalized

@@ -216,6 +216,22 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"xentlib {xentlib.__version__}\n"
 
 
+def test_python_runs_the_package_as_the_command():
+    """`python -m xentlib`, where the command is not on the path."""
+    for arguments, status, said in (
+        (["--version"], 0, f"xentlib {xentlib.__version__}\n"),
+        (["parity", "--out", os.devnull + "/x"], 2, "xentlib: `--out` must be a folder"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "xentlib", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status
+        assert (done.stdout + done.stderr).startswith(said)
+
+
 # --- bench ---------------------------------------------------------------------------------------
 
 

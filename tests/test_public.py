@@ -231,3 +231,36 @@ def test_what_an_import_loads(package, absent):
     code = f"import sys, {package}; print([m for m in {absent} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+BLOCKED = """
+import sys
+sys.modules[{blocked!r}] = None
+try:
+    import xentlib.{backend}
+except ModuleNotFoundError as error:
+    print(error.name, error, sep=": ")
+"""
+
+
+@pytest.mark.parametrize(("backend", "framework"), [("torch", "PyTorch"), ("jax", "JAX")])
+def test_an_import_without_the_framework_names_the_extra(backend, framework):
+    done = run(BLOCKED.format(blocked=backend, backend=backend))
+    assert done == (
+        f"{backend}: `xentlib.{backend}` needs {framework}, which is not installed. Run: pip "
+        f"install 'xentlib[{backend}]'\n"
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_what_an_installed_framework_lacks_is_its_own_to_say(backend):
+    pytest.importorskip(backend)
+    needed = {"torch": "torch._tensor", "jax": "jax._src"}[backend]
+    done = run(BLOCKED.format(blocked=needed, backend=backend))
+    assert done.startswith(f"{needed}: ")
+    assert "xentlib[" not in done
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout

@@ -1,5 +1,12 @@
 """The loss head in PyTorch: `import xentlib.torch`. The definition is in `xentlib`."""
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as missing:
+    from xentlib.checks.installed import refuse_missing
+
+    refuse_missing(missing, "torch", "PyTorch")
+
 from xentlib.accumulate import (
     CountMismatchError,
     UnsupportedWrapperError,

@@ -1,0 +1,10 @@
+"""`python -m xentlib`: the command where it is not on the path."""
+
+from __future__ import annotations
+
+import sys
+
+from xentlib.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
