@@ -11,7 +11,13 @@ from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_logits
 from xentlib.checks.operand import plain
 from xentlib.torch.derivatives import not_differentiable, not_forward_mode
-from xentlib.torch.describe import as_tensor, autocast_dtype, describe, same_tokens
+from xentlib.torch.describe import (
+    as_tensor,
+    autocast_dtype,
+    describe,
+    only_tensors,
+    same_tokens,
+)
 from xentlib.torch.shards import local_columns, local_logits, local_rows, replicated
 
 __all__ = ["GivenCall", "HeadCall", "bind", "bind_logits"]
@@ -104,6 +110,7 @@ def bind_logits(
     function: str, given: LogitsArguments
 ) -> tuple[LogitsArguments, LogitsProblem, GivenCall]:
     """The same of a function of given logits."""
+    only_tensors(**given._asdict())
     given = LogitsArguments(*map(plain, given))
     logits, parallel, shard = local_logits(given.logits, given.vocab_parallel, given.shard)
     labels = replicated("labels", given.labels)

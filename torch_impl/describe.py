@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xentlib.checks.arrays import refuse_array
 from xentlib.checks.operand import Operand
 from xentlib.torch.core.device import onto
 
-__all__ = ["as_tensor", "autocast_dtype", "describe", "dtype_name", "same_tokens"]
+__all__ = ["as_tensor", "autocast_dtype", "describe", "dtype_name", "only_tensors", "same_tokens"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -22,6 +23,13 @@ def describe(x: Any) -> Any:
     if isinstance(x, Tensor):
         return Operand(tuple(x.shape), dtype_name(x.dtype), str(x.device))
     return x
+
+
+def only_tensors(**arguments: Any) -> None:
+    """Refuse arrays of another framework, lists, and whatever else has to be a tensor."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            refuse_array(name, value)
 
 
 def same_tokens(source: Tensor, *per_token: Any) -> None:

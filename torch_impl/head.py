@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xentlib.call import Arguments
 from xentlib.checks.placement import refuse_dtensor
+from xentlib.torch.describe import only_tensors
 from xentlib.torch.shards import is_dtensor
 from xentlib.torch.wrappers import deepspeed, fsdp2
 
@@ -30,6 +31,7 @@ def with_whole_head(
     def wrap(function: Callable[[Arguments], R]) -> Callable[[Arguments], R]:
         @wraps(function)
         def call(given: Arguments) -> R:
+            only_tensors(**given._asdict())
             heads = deepspeed.sharded(given.weight, given.bias)
             if heads:
                 return deepspeed.call_with_head(

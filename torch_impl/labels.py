@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from xentlib.checks.labels import check_next_token_labels
 from xentlib.checks.operand import plain
 from xentlib.torch.core.device import onto
-from xentlib.torch.describe import describe
+from xentlib.torch.describe import describe, only_tensors
 from xentlib.torch.shards import find_group
 
 __all__ = ["next_token_labels"]
@@ -70,6 +70,9 @@ def next_token_labels(
 
     Numerics: integers only (contract row A0).
     """
+    only_tensors(
+        labels=labels, segment_ids=segment_ids, cu_seqlens=cu_seqlens, position_ids=position_ids
+    )
     ignore_index = plain(ignore_index)
     shift = check_next_token_labels(
         describe(labels),
