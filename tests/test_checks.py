@@ -14,6 +14,10 @@ from helpers.refusals import Bad, H, N, V, call, check_both, check_refusal, zero
 WIDE = {"hidden": np.zeros((4096, 768), np.float32), "labels": np.zeros(4096, np.int32)}
 FLOATS = "float16, bfloat16, float32, float64"
 OTHER_HEAD = "Pass the head that belongs to these hidden states."
+QUANTISED = (
+    "A quantised head is its integers times scales: pass what its own method dequantises it to, "
+    "or leave the head out of the quantisation."
+)
 RESHAPE = "Reshape it, or flatten `hidden` to match."
 
 
@@ -116,7 +120,13 @@ BAD = [
         "integer weight",
         TypeError,
         {"weight": zeros(V, H, dtype=np.int8)},
-        f"`weight` must be floating point ({FLOATS}); got int8. Cast it before the call.",
+        f"`weight` must be floating point ({FLOATS}); got int8. {QUANTISED}",
+    ),
+    Bad(
+        "packed weight",
+        TypeError,
+        {"weight": zeros(V * H // 2, 1, dtype=np.uint8)},
+        f"`weight` must be floating point ({FLOATS}); got uint8. {QUANTISED}",
     ),
     Bad(
         "boolean bias",

@@ -75,9 +75,14 @@ def _positive(value: object) -> bool:
 
 def check_floating(name: str, operand: Operand) -> None:
     if operand.dtype not in FLOATS:
+        # Integers of a quantised head, cast to floats, are a head without its scales.
+        quantised = (
+            "A quantised head is its integers times scales: pass what its own method dequantises "
+            "it to, or leave the head out of the quantisation."
+        )
         raise TypeError(
             f"`{name}` must be floating point ({', '.join(FLOATS)}); got {operand.dtype}. "
-            f"Cast it before the call."
+            f"{quantised if name == 'weight' else 'Cast it before the call.'}"
         )
 
 
