@@ -148,6 +148,12 @@ def hooked() -> Any:
     return linear
 
 
+def of_package(module: str, name: str, base: Any = nn.Module) -> Any:
+    """A layer as a package that is not installed here has it."""
+    said = {"__module__": module, "forward": lambda self, hidden: hidden}
+    return type(name, (base,), said)(*[H, V][: 2 * (base is nn.Linear)])
+
+
 @pytest.mark.parametrize(
     ("linear", "said"),
     [
@@ -156,6 +162,15 @@ def hooked() -> Any:
         (parametrizations.weight_norm(nn.Linear(H, V)), "whose weight alone"),
         (hooked(), "`linear` must have no hooks, which would be lost; got a Linear with some"),
         (None, "got a NoneType"),
+        (
+            of_package("peft.tuners.lora", "Linear"),
+            "of peft, whose adapters .* its `weight`",
+        ),
+        (of_package("peft.utils", "ModulesToSaveWrapper"), "of peft, which .* before PEFT wraps"),
+        (
+            of_package("bitsandbytes.nn", "Linear4bit", nn.Linear),
+            "of bitsandbytes, whose .* own",
+        ),
     ],
 )
 def test_what_is_more_than_a_weight_is_refused(linear: Any, said: str) -> None:

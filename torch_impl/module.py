@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xentlib.checks.module import check_denominator_dtype, check_head_options, check_linear
+from xentlib.checks.module import (
+    check_denominator_dtype,
+    check_head_options,
+    check_linear,
+    check_parallel_style,
+)
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.describe import describe
@@ -44,7 +49,8 @@ class NLLHead(nn.Linear):
             a call win.
 
     Raises:
-        TypeError: an option that the function does not have.
+        TypeError: an option that the function does not have; `ColwiseParallel` and what else hands
+            on the first argument alone.
 
     Numerics: those of the function; logits are `torch.nn.functional.linear`'s, to which no option
     applies. FSDP2 with `cast_forward_inputs` (the default where `param_dtype` is set) casts every
@@ -86,7 +92,8 @@ class NLLHead(nn.Linear):
         plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
         plain = plain and "forward" not in vars(linear) and "weight" in linear._parameters
         hooked = plain and any(getattr(linear, name) for name in HOOKS)
-        check_linear(type(linear).__name__, plain, hooked)
+        kind = type(linear)
+        check_linear(kind.__name__, plain, hooked, kind.__module__.partition(".")[0])
         head = cls.__new__(cls)
         nn.Module.__init__(head)
         head.in_features, head.out_features = linear.in_features, linear.out_features
@@ -109,6 +116,11 @@ class NLLHead(nn.Linear):
             hidden, self.weight, labels, bias=self.bias, **options
         )
         return result
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """As of any module; a style of tensor parallelism, which drops labels, is refused."""
+        check_parallel_style(getattr(hook, "__module__", ""))
+        return super().register_forward_pre_hook(hook, **options)
 
     def extra_repr(self) -> str:
         said = [super().extra_repr(), *(["per_token=True"] if self.per_token else [])]

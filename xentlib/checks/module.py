@@ -11,21 +11,53 @@ __all__ = [
     "check_head_options",
     "check_kept_option",
     "check_linear",
+    "check_parallel_style",
 ]
 
 
-def check_linear(kind: str, plain: bool, hooked: bool) -> None:
-    """Refuse a head that is more than its weight and bias."""
+# Layers of other packages, by package or by name: what is lost, and what to do with the head.
+ELSEWHERE = {
+    "peft": "whose adapters would be lost. Leave the head out of `target_modules`, merge them "
+    "first (`merge_and_unload`), or call `chunked_nll` with this layer as its `weight`.",
+    "ModulesToSaveWrapper": "which holds the head twice, frozen and trained. Convert the head to "
+    "`NLLHead` before PEFT wraps the model.",
+    "bitsandbytes": "whose weight is quantised. Leave the head out of the quantisation "
+    "(`llm_int8_skip_modules` in transformers), or call `chunked_nll` with the weight that its own "
+    "method dequantises it to.",
+}
+
+
+def check_linear(kind: str, plain: bool, hooked: bool, package: str = "") -> None:
+    """Refuse a head that is more than its weight and bias; `package` is where its class is from."""
     if hooked:
         raise TypeError(
             f"`linear` must have no hooks, which would be lost; got a {kind} with some. Convert "
             f"it to `NLLHead` first, then register hooks and apply wrappers such as `fully_shard`."
         )
     if not plain:
+        known = ELSEWHERE.get(kind) or ELSEWHERE.get(package)
+        if known:
+            kind = f"{kind} of {package}"
         raise TypeError(
-            f"`linear` must be a plain linear layer; got a {kind}, whose weight alone is not what "
-            f"it computes. Merge an adapter into its layer first, or call `chunked_nll` with the "
-            f"weight that it stands for: base + scale * B @ A for LoRA."
+            f"`linear` must be a plain linear layer; got a {kind}, "
+            + (
+                known
+                or "whose weight alone is not what it computes. Merge an adapter into its layer "
+                "first, or call `chunked_nll` with the weight that it stands for: base + scale * "
+                "B @ A for LoRA."
+            )
+        )
+
+
+def check_parallel_style(hook: str) -> None:
+    """Refuse a hook of `distribute_module`, by the module that it is from: it hands on the first
+    argument alone, so that labels would be dropped and logits come back."""
+    if hook == "torch.distributed.tensor._api":
+        raise TypeError(
+            "`NLLHead` must be called with its labels; got a parallel style such as "
+            "`ColwiseParallel`, which hands on the first argument alone. Leave the head out of "
+            "the plan, or keep the `nn.Linear` in it and call `chunked_nll(hidden, head.weight, "
+            "labels, bias=head.bias, vocab_parallel=mesh)`."
         )
 
 
