@@ -80,14 +80,50 @@ BAD = [
     Bad(
         "labels too short",
         ValueError,
-        {"labels": zeros(5, dtype=np.int32)},
-        f"`labels` must have shape (6,), one entry per token of `hidden`; got (5,). {RESHAPE}",
+        {"labels": zeros(4, dtype=np.int32)},
+        f"`labels` must have shape (6,), one entry per token of `hidden`; got (4,). {RESHAPE}",
     ),
     Bad(
         "labels not flat",
         ValueError,
         {"labels": zeros(2, 3, dtype=np.int32)},
         f"`labels` must have shape (6,), one entry per token of `hidden`; got (2, 3). {RESHAPE}",
+    ),
+    Bad(
+        "labels sliced for the next token",
+        ValueError,
+        {"hidden": zeros(2, 3, H), "labels": zeros(2, 2, dtype=np.int32)},
+        "`labels` must have shape (2, 3), one entry per token of `hidden`; got (2, 2), one column "
+        "fewer, as after `labels[:, 1:]`. Slice `hidden[:, :-1]` too, or pass the whole of "
+        "`hidden` with `next_token_labels` of the whole labels.",
+    ),
+    Bad(
+        "hidden sliced for the next token",
+        ValueError,
+        {"labels": zeros(7, dtype=np.int32)},
+        "`labels` must have shape (6,), one entry per token of `hidden`; got (7,), one column "
+        "more, as after `hidden[:-1]`. Slice `labels[1:]` too, or pass the whole of `hidden` with "
+        "`next_token_labels` of the whole labels.",
+    ),
+    Bad(
+        "labels of another batch",
+        ValueError,
+        {"hidden": zeros(2, 3, H), "labels": zeros(1, 2, dtype=np.int32)},
+        f"`labels` must have shape (2, 3), one entry per token of `hidden`; got (1, 2). {RESHAPE}",
+    ),
+    Bad(
+        "where of the next tokens",
+        ValueError,
+        {"where": zeros(5, dtype=np.bool_)},
+        "`where` must have shape (6,), one entry per token of `hidden`; got (5,), one column "
+        "fewer, as after `where[1:]`. Add a last column, for the token that predicts nothing.",
+    ),
+    Bad(
+        "where of all tokens",
+        ValueError,
+        {"where": zeros(7, dtype=np.bool_)},
+        "`where` must have shape (6,), one entry per token of `hidden`; got (7,), one column "
+        "more, as after `hidden[:-1]`. Slice `where[1:]` too, as the labels are.",
     ),
     Bad(
         "bias of the trunk",

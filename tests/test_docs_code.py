@@ -79,6 +79,16 @@ def test_python_for_torchrun_prints_what_the_page_shows(group, under_torchrun):
     held(group, under_torchrun.get(group.blocks, "torchrun ended before it"))
 
 
+def test_each_call_in_the_table_of_columns_is_run():
+    """docs/logprobs.md: which column is which token, here and in trainers."""
+    page = PAGES["docs/logprobs.md"]
+    calls = re.findall(r"`([^`|]*chunked_logprobs\([^`|]*)` \|$", page, re.MULTILINE)
+    run = [line for group in groups("page", page) for line in group.code.splitlines()]
+    assert len(calls) == 10
+    for call in calls:
+        assert f"out = {call}" in run
+
+
 def test_every_way_to_run_is_in_use():
     assert {group.how for group in GROUPS.values()} == set(RUN)
 

@@ -101,10 +101,35 @@ def check_per_token(
     name: str, operand: Operand, leading: tuple[int, ...], source: str = "hidden"
 ) -> None:
     if operand.shape != leading:
+        check_off_by_one(name, operand.shape, leading, source)
         raise ValueError(
             f"`{name}` must have shape {leading}, one entry per token of `{source}`; "
             f"got {operand.shape}. Reshape it, or flatten `{source}` to match."
         )
+
+
+def check_off_by_one(
+    name: str, shape: tuple[int, ...], leading: tuple[int, ...], source: str
+) -> None:
+    """Refuse a shift that one side of a call has made by slicing, and the other has not."""
+    if not shape or shape[:-1] != leading[:-1] or abs(shape[-1] - leading[-1]) != 1:
+        return
+    before = ":, " * (len(leading) - 1)
+    mine, theirs = f"`{name}[{before}1:]`", f"`{source}[{before}:-1]`"
+    fewer = shape[-1] < leading[-1]
+    if name == "labels":
+        way_out = (
+            f"Slice {theirs if fewer else mine} too, or pass the whole of `{source}` with "
+            f"`next_token_labels` of the whole labels."
+        )
+    elif fewer:
+        way_out = "Add a last column, for the token that predicts nothing."
+    else:
+        way_out = f"Slice {mine} too, as the labels are."
+    raise ValueError(
+        f"`{name}` must have shape {leading}, one entry per token of `{source}`; got {shape}, one "
+        f"column {'fewer' if fewer else 'more'}, as after {mine if fewer else theirs}. {way_out}"
+    )
 
 
 def check_device(name: str, operand: Operand, other: Operand, source: str = "hidden") -> None:
