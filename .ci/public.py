@@ -26,9 +26,10 @@ FUNCTIONS = (
     ("chunked_logprobs", "logprobs", "Arguments", "head_logprobs"),
     ("vocab_parallel_logprobs", "logprobs", "LogitsArguments", "given_logprobs"),
 )
+# What stands for an array, and for a head, which may be a module; and where they come from.
 ARRAYS = {
-    "torch_impl": ("Tensor", "from torch import Tensor"),
-    "jax_impl": ("jax.Array", "import jax"),
+    "torch_impl": ("Tensor", "Tensor | nn.Module", "from torch import Tensor, nn"),
+    "jax_impl": ("jax.Array", "Any", "import jax"),
 }
 # Of these the docstring alone is copied: name, file of the definition, files that implement it.
 DOCUMENTED = (
@@ -40,7 +41,7 @@ DOCUMENTED = (
     ("accumulate_grads", "accumulate", ("jax_impl/accumulate.py",)),
     ("token_normalized", "accumulate", ("jax_impl/accumulate.py",)),
 )
-ARRAY = re.compile(r"\bArray\b")
+ARRAY, HEAD = re.compile(r"\bArray\b"), re.compile(r"\bHead\b")
 WRITTEN = "Written by `make public`"
 
 
@@ -139,9 +140,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
 
-__all__ = ["Arguments", "Array", "LogitsArguments"]
+__all__ = ["Arguments", "Array", "Head", "LogitsArguments"]
 
 Array = Any  # a tensor or an array of the backend
+Head = Any  # an array, or a module of the backend that stands for one
 '''
     for kind in dict.fromkeys(kind for _, _, kind, _ in FUNCTIONS):
         functions = [name for name, _, other, _ in FUNCTIONS if other == kind]
@@ -155,7 +157,7 @@ Array = Any  # a tensor or an array of the backend
 
 def public_module(column: str, definitions: dict[str, Definition]) -> str:
     """The functions, which hand on their arguments."""
-    array, import_array = ARRAYS[column]
+    array, head, import_array = ARRAYS[column]
     package = f"xentlib.{column.removesuffix('_impl')}"
     imports = "".join(
         sorted(
@@ -190,7 +192,7 @@ __all__ = [
     for name, _, kind, worker in FUNCTIONS:
         found = definitions[name]
         lines = [
-            f"    {parameter}: {ARRAY.sub(array, annotation)}"
+            f"    {parameter}: {HEAD.sub(head, ARRAY.sub(array, annotation))}"
             + ("," if default is None else f" = {default},")
             for parameter, annotation, default in found.parameters
         ]

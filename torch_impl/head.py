@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from xentlib.call import Arguments
 from xentlib.checks.placement import refuse_dtensor
 from xentlib.torch.describe import only_tensors
+from xentlib.torch.heads import with_parameters
 from xentlib.torch.shards import is_dtensor
 from xentlib.torch.wrappers import deepspeed, fsdp2
 
@@ -31,7 +32,11 @@ def with_whole_head(
     def wrap(function: Callable[[Arguments], R]) -> Callable[[Arguments], R]:
         @wraps(function)
         def call(given: Arguments) -> R:
-            only_tensors(**given._asdict())
+            named = given._asdict()
+            if isinstance(given.weight, nn.Module):
+                del named["weight"]
+            only_tensors(**named)
+            given = with_parameters(given)
             heads = deepspeed.sharded(given.weight, given.bias)
             if heads:
                 return deepspeed.call_with_head(

@@ -57,6 +57,8 @@ class NLLHead(nn.Linear):
     floating tensor that is passed in, so that a 16-bit `denominator` is refused: pass a number.
     """
 
+    multiplies = True  # as a head that is passed on: its weight and bias, and nothing else
+
     def __init__(
         self,
         in_features: int,

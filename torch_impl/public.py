@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
@@ -27,7 +27,7 @@ __all__ = [
 
 def chunked_nll(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Module,
     labels: Tensor,
     *,
     bias: Tensor | None = None,
@@ -73,7 +73,9 @@ def chunked_nll(
     Args:
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
-            differ from that of `hidden`.
+            differ from that of `hidden`. Or the module that it is the weight of, with its bias: in
+            PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, or PEFT's LoRA on one, whose
+            adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
         labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
             be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
             number of valid tokens is known there without a device sync, and only they are computed.
@@ -167,7 +169,7 @@ def chunked_nll(
 
 def chunked_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Module,
     labels: Tensor,
     *,
     bias: Tensor | None = None,
@@ -204,7 +206,9 @@ def chunked_logprobs(
     Args:
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
-            differ from that of `hidden`.
+            differ from that of `hidden`. Or the module that it is the weight of, with its bias: in
+            PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, or PEFT's LoRA on one, whose
+            adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
         labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
             be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
             number of valid tokens is known there without a device sync, and only they are computed.

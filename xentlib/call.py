@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
 
-__all__ = ["Arguments", "Array", "LogitsArguments"]
+__all__ = ["Arguments", "Array", "Head", "LogitsArguments"]
 
 Array = Any  # a tensor or an array of the backend
+Head = Any  # an array, or a module of the backend that stands for one
 
 
 class Arguments(NamedTuple):
     """Of `chunked_nll` and `chunked_logprobs`."""
 
     hidden: Array
-    weight: Array
+    weight: Head
     labels: Array
     bias: Array | None = None
     where: Array | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xentlib.call import Array
+from xentlib.call import Array, Head
 from xentlib.plan import VocabShard
 
 __all__ = ["LogprobOutput", "chunked_logprobs", "vocab_parallel_logprobs"]
@@ -42,7 +42,7 @@ class LogprobOutput(NamedTuple):
 
 def chunked_logprobs(
     hidden: Array,
-    weight: Array,
+    weight: Head,
     labels: Array,
     *,
     bias: Array | None = None,
@@ -79,7 +79,9 @@ def chunked_logprobs(
     Args:
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
-            differ from that of `hidden`.
+            differ from that of `hidden`. Or the module that it is the weight of, with its bias: in
+            PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, or PEFT's LoRA on one, whose
+            adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
         labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
             be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
             number of valid tokens is known there without a device sync, and only they are computed.

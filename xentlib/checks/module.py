@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NoReturn
 
 from xentlib.checks.operand import Operand, Scalar
 
 __all__ = [
+    "check_beside_module",
     "check_denominator_dtype",
     "check_head_options",
     "check_kept_option",
     "check_linear",
     "check_parallel_style",
+    "refuse_module",
 ]
 
 
@@ -59,6 +62,28 @@ def check_parallel_style(hook: str) -> None:
             "the plan, or keep the `nn.Linear` in it and call `chunked_nll(hidden, head.weight, "
             "labels, bias=head.bias, vocab_parallel=mesh)`."
         )
+
+
+def check_beside_module(kind: str, two_biases: bool, layout: str) -> None:
+    """Refuse what a module that is given as the head has itself."""
+    if two_biases:
+        raise ValueError(
+            f"`bias` must be None where `weight` is a module with one; got a {kind} and a bias. "
+            f"Leave it out, or pass the module's weight."
+        )
+    if layout != "VH":
+        raise ValueError(
+            f"`weight_layout` must be left out where `weight` is a module, which knows its own; "
+            f"got {layout!r} with a {kind}. Leave it out."
+        )
+
+
+def refuse_module(came: str, way: str) -> NoReturn:
+    """Refuse a module that is no head, or more than one."""
+    raise TypeError(
+        f"`weight` must be a head, or a module that multiplies with one and does nothing else; got "
+        f"{came}. {way}"
+    )
 
 
 def check_head_options(options: Collection[str], known: Collection[str]) -> None:

@@ -1,0 +1,65 @@
+"""A tiny Llama of `transformers`, patched or not: its step, and what its tensors were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from xentlib.contract import check, failures
+
+V, ROWS, LENGTH = 97, 4, 12
+CHUNK = 8 * V * 4  # bytes of 8 tokens' logits
+
+
+def llama(*, dtype: torch.dtype = torch.float32, **config: Any) -> LlamaForCausalLM:
+    """The same parameters each time."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=V, **sizes, **heads, **config))
+    return made.to(dtype)  # type: ignore[no-any-return]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Labels of uneven numbers in the rows."""
+    ids = torch.randint(3, V, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :9], labels[1, 5:] = -100, -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(model: Any, of: Any = None, **more: Any) -> dict[str, torch.Tensor]:
+    """Loss and gradients of all parameters, under their names in `of`, the model itself else."""
+    named = of if of is not None else model
+    named.zero_grad()
+    loss = model(**{**batch(), **more}).loss
+    loss.backward()
+    found = {name: p.grad for name, p in named.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **{k: g.clone() for k, g in found.items()}}
+
+
+def held(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """All of it, by the contract's distance of two implementations."""
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        measured = check("A9", got[name], x, metrics=("rho / u",), quantity=name)
+        assert not failures(measured)
+
+
+class Logits(TorchDispatchMode):
+    """How many results have [.., V] of as many rows as the batch has tokens, or nearly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.ndim and x.shape[-1] == V:
+                self.seen += x.numel() >= ROWS * (LENGTH - 1) * V
+        return out

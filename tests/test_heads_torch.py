@@ -1,0 +1,167 @@
+"""A head that is given as a module, in PyTorch: what it computes, or a refusal by name."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+# PEFT asks transformers for what has another name now.
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+from torch import nn  # noqa: E402
+from torch.nn.utils import parametrize  # noqa: E402
+
+from helpers.patched import CHUNK, batch, held, llama, step  # noqa: E402
+from xentlib.torch import NLLHead, chunked_logprobs, chunked_nll  # noqa: E402
+
+N, H, V = 20, 8, 31
+
+
+def inputs():
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(N, H, generator=g, requires_grad=True)
+    return x, torch.randint(V, (N,), generator=g)
+
+
+def gradients(function, module, *, bias=None, weight=None) -> dict[str, torch.Tensor]:
+    x, y = inputs()
+    out = function(x, module if weight is None else weight, y, bias=bias)
+    value = out.loss if function is chunked_nll else out.logprobs.sum()
+    value.backward()
+    named = {k: p.grad for k, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    return {"loss": value.detach(), "hidden": x.grad, **{k: g.clone() for k, g in named.items()}}
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def halved():
+    head = nn.Linear(H, V, bias=False)
+    parametrize.register_parametrization(head, "weight", Twice())
+    return head
+
+
+MODULES = {
+    "Linear": lambda: nn.Linear(H, V, bias=False),
+    "Linear, bias": lambda: nn.Linear(H, V),
+    "Embedding": lambda: nn.Embedding(V, H),
+    "NLLHead": lambda: NLLHead(H, V),
+    "parametrised": halved,
+}
+
+
+@pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_its_weight_and_bias(name, function) -> None:
+    torch.manual_seed(0)
+    module = MODULES[name]()
+    bias = getattr(module, "bias", None)
+    want = gradients(function, module, weight=module.weight, bias=bias)
+    got = gradients(function, module)
+    assert got.keys() == want.keys()
+    for key, x in want.items():
+        assert torch.equal(got[key], x), key
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def replaced():
+    head = nn.Linear(H, V)
+    head.forward = lambda x: 2 * nn.Linear.forward(head, x)
+    return head
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Scaled(H, V), replaced, lambda: nn.Sequential(nn.Linear(H, V))]
+)
+def test_more_than_a_head_is_refused(make) -> None:
+    """Catches: a weight taken from a module that does something else with it."""
+    x, y = inputs()
+    with pytest.raises(
+        TypeError, match="`weight` must be a head, or a module that multiplies with"
+    ):
+        chunked_nll(x, make(), y)
+
+
+def test_what_a_module_has_itself_is_refused() -> None:
+    x, y = inputs()
+    with pytest.raises(ValueError, match="`bias` must be None where `weight` is a module with one"):
+        chunked_nll(x, nn.Linear(H, V), y, bias=torch.zeros(V))
+    with pytest.raises(ValueError, match="`weight_layout` must be left out where `weight` is a"):
+        chunked_nll(x, nn.Linear(H, V), y, weight_layout="HV")
+
+
+def lora(**options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    model = llama()
+    if options.get("lora_bias"):  # which PEFT wants a bias for
+        model.lm_head = nn.Linear(32, model.config.vocab_size)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["lm_head"], "lora_alpha": 32, "use_rslora": True},
+        {"target_modules": ["lm_head"], "lora_bias": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "use_dora": True},
+    ],
+    ids=["head", "head, rslora", "head, bias", "head saved", "attention, DoRA"],
+)
+def test_adapters_of_peft(options) -> None:
+    """Catches: an adapter whose base alone is computed: another loss, and no gradients of it."""
+    from xentlib.torch.integrations.transformers import patch
+
+    want = step(lora(**options))
+    assert any("lora_" in name or "modules_to_save" in name for name in want)
+    held(step(patch(lora(**options), max_chunk_bytes=CHUNK)), want)
+    model = lora(**options)
+    hidden = model.get_base_model().model(batch()["input_ids"]).last_hidden_state
+    target = nn.functional.pad(batch()["labels"][:, 1:], (0, 1), value=-100)
+    loss = chunked_nll(hidden, model.get_base_model().lm_head, target).loss
+    held({"loss": loss.detach()}, {"loss": want["loss"]})
+
+
+@pytest.mark.parametrize(
+    ("options", "came"),
+    [
+        ({"target_modules": ["lm_head"], "use_dora": True}, "DoraLinearVariant"),
+        ({"target_modules": ["q_proj"], "target_parameters": ["lm_head.weight"]}, "ParamWrapper"),
+    ],
+    ids=["DoRA", "parameter"],
+)
+def test_other_adapters_are_refused_by_name(options, came) -> None:
+    from xentlib.torch.integrations.transformers import patch
+
+    with pytest.raises(TypeError, match=f"got .*{came}"):
+        patch(lora(**options))
+
+
+def test_merged_and_disabled_adapters() -> None:
+    model = lora(target_modules=["lm_head"]).eval()
+    head = model.get_base_model().lm_head
+    x = torch.randn(N, 32)
+    y = inputs()[1]
+
+    def loss():
+        return chunked_nll(x, head, y).loss.detach()
+
+    def full():
+        return nn.functional.cross_entropy(head(x), y).detach()
+
+    with model.disable_adapter():
+        held({"loss": loss()}, {"loss": full()})
+    before = loss()
+    head.merge()
+    held({"loss": loss()}, {"loss": full()})
+    held({"loss": loss()}, {"loss": before})
