@@ -247,12 +247,13 @@ def api_headings():
 # What a person imports from. `xentlib.nll` and its like define and do not compute.
 BACKENDS = [f"xentlib.{name}" for name in FRAMEWORKS]
 OTHERS = [f"xentlib.{name}" for name in ("plan", "interop", "contract", "budgets", "reference")]
+OTHERS.append("xentlib.torch.integrations.transformers")
 
 
 @pytest.mark.torch
 @pytest.mark.jax
 def test_headings_of_the_api_page_can_be_imported():
-    for package in ("torch", "jax", "flax"):
+    for package in ("torch", "jax", "flax", "transformers"):
         pytest.importorskip(package)
     modules = {name: importlib.import_module(name) for name in ["xentlib", *BACKENDS, *OTHERS]}
     for heading in api_headings():

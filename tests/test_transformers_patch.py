@@ -1,0 +1,236 @@
+"""`patch`: a model of `transformers` whose loss makes no logits, and is otherwise what it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from helpers.patched import CHUNK, LENGTH, ROWS, Logits, V, batch, held, llama, step  # noqa: E402
+from xentlib.torch import chunked_nll  # noqa: E402
+from xentlib.torch.integrations.transformers import (  # noqa: E402
+    UnmadeLogits,
+    UnmadeLogitsError,
+    patch,
+    unpatch,
+)
+
+
+def patched(**options):
+    return patch(llama(), **options)
+
+
+def test_a_patched_model_makes_no_logits() -> None:
+    """Catches: logits that are made and thrown away."""
+    with Logits() as before:
+        want = step(llama())
+    with Logits() as after:
+        got = step(patched(max_chunk_bytes=CHUNK))
+    held(got, want)
+    assert before.seen
+    assert not after.seen
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_items_in_batch": torch.tensor(50)},
+        {"attention_mask": (batch()["input_ids"] % 7 != 0).long()},
+        {"shift_labels": batch()["labels"].roll(3, 1)},
+        {"logits_to_keep": LENGTH},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_arguments_of_the_model_mean_what_they_did(more) -> None:
+    held(step(patched(), **more), step(llama(), **more))
+
+
+def small_gemma():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=V, final_logit_softcapping=0.3, **sizes, **heads)
+    )
+
+
+def small_mixtral():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = MixtralConfig(vocab_size=V, output_router_logits=True, **sizes, **heads)
+    return MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [small_gemma, small_mixtral])
+def test_caps_and_auxiliary_losses_stay(make) -> None:
+    """Catches: a soft cap that is forgotten, a router's loss that is lost with the model's own."""
+    held(step(patch(make())), step(make()))
+
+
+def test_copies_pickles_and_checkpoints(tmp_path) -> None:
+    """Catches: a copy whose forward is the first model's."""
+    want, model = step(llama()), patched()
+    other = copy.deepcopy(model)
+    held(step(other), want)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    held(step(model), want)
+    assert step(other)["loss"] != want["loss"]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    held(step(torch.load(file, weights_only=False)), want)
+    model.save_pretrained(tmp_path)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    held(step(AutoModelForCausalLM.from_pretrained(tmp_path)), want)
+
+
+def test_calls_without_labels_are_unchanged() -> None:
+    ids, model, plain = batch()["input_ids"], patched().eval(), llama().eval()
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+    generated = [m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, plain)]
+    assert torch.equal(*generated)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_training_without_labels_warns_once() -> None:
+    """What `Trainer` does with a label smoother: all logits, without a word."""
+    model = patched().train()
+    with pytest.warns(UserWarning, match="was called without labels while it is trained"):
+        model(batch()["input_ids"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(batch()["input_ids"])
+
+
+def test_checkpointing_compiling_and_bf16() -> None:
+    want = step(llama())
+    model = patched().train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its name changes with transformers 6
+        model.gradient_checkpointing_enable()
+    held(step(model), want)
+    model = patched()
+    held(step(torch.compile(model, fullgraph=True), of=model), want)
+    low = step(patch(llama(dtype=torch.bfloat16)))
+    assert low["loss"].dtype == torch.float32
+    assert abs(low["loss"] - want["loss"]) < 2**-8 * want["loss"]
+
+
+def test_in_place_of_logits() -> None:
+    """In evaluation; tokens that are masked too."""
+    model = patched(in_place_of_logits=lambda logits: logits.topk(3).indices)
+    logits = llama().eval()(batch()["input_ids"]).logits
+    out = model.eval()(**batch())
+    assert torch.equal(out.logits, logits.topk(3).indices)
+    assert isinstance(model.train()(**batch()).logits, UnmadeLogits)
+    assert torch.equal(model(**batch()).logits.make(), logits.float())
+    loss, found = model.eval()(**batch(), return_dict=False)[:2]
+    assert torch.equal(found, out.logits)
+    assert loss == out.loss
+
+
+def test_options_of_the_loss() -> None:
+    model, plain = patched(label_smoothing=0.1, z_loss=1e-3), llama()
+    labels = torch.nn.functional.pad(batch()["labels"][:, 1:], (0, 1), value=-100)
+    hidden = plain.model(batch()["input_ids"]).last_hidden_state
+    want = chunked_nll(hidden, plain.lm_head, labels, label_smoothing=0.1, z_loss=1e-3).loss
+    assert step(model)["loss"] == want
+    with pytest.raises(TypeError, match="`patch` must have options among"):
+        patched(softcap=30.0)
+
+
+def test_a_vocabulary_that_the_model_cuts() -> None:
+    """Rows of padding are no classes."""
+    logits = patched()(**batch()).logits
+    plain = llama()(batch()["input_ids"]).logits
+    target = batch()["labels"].clamp(max=79)
+    got = torch.nn.functional.cross_entropy(logits[..., :80].transpose(1, 2), target)
+    want = torch.nn.functional.cross_entropy(plain[..., :80].transpose(1, 2), target)
+    held({"loss": got.detach()}, {"loss": want.detach()})
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda z: z + 1,
+        lambda z: z * torch.ones(()),
+        lambda z: z.softmax(-1),
+        lambda z: torch.softmax(z, -1),
+        lambda z: z[..., 3],
+        lambda z: z[..., 3:],
+        lambda z: z.view(-1),
+        lambda z: z.flatten(),
+        lambda z: z.tanh().tanh(),
+        lambda z: torch.nn.functional.cross_entropy(z, torch.zeros(ROWS, LENGTH, V)),
+        lambda z: torch.nn.functional.kl_div(torch.zeros(3), z),
+    ],
+)
+def test_what_logits_alone_can_do_raises(misuse) -> None:
+    logits = patched()(**batch()).logits
+    assert logits.shape == (ROWS, LENGTH, V)
+    assert len(logits) == ROWS
+    with pytest.raises((UnmadeLogitsError, TypeError)):
+        misuse(logits)
+
+
+def test_patched_twice_unpatched_and_refused() -> None:
+    model, kind = llama(), type(llama())
+    patch(model)
+    assert type(model) is not kind
+    assert type(model).__name__ == kind.__name__
+    with pytest.raises(ValueError, match="`model` must be patched once"):
+        patch(model)
+    assert type(unpatch(model)) is kind
+    assert type(model.lm_head) is torch.nn.Linear
+    held(step(model), step(llama()))
+    with pytest.raises(ValueError, match="`model` must be patched; got a LlamaForCausalLM"):
+        unpatch(model)
+    for other in (torch.nn.Linear(2, 2), GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))):
+        with pytest.raises(TypeError, match="`model` must be a model of `transformers` with a"):
+            patch(other)
+    model.forward = model.forward
+    with pytest.raises(TypeError, match="whose forward was replaced"):
+        patch(model)
+
+
+def test_trainer_counts_after_the_shift_whatever_the_class_is_called() -> None:
+    """`Trainer` asks the class's name for its loss: of a GPT2LMHeadModel it counts the first column
+    of labels too."""
+    model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=V))
+    assert model.loss_type is None
+    assert patch(model).loss_type == "ForCausalLM"
+
+
+def test_a_forward_without_its_head_is_refused() -> None:
+    """As when PEFT has put an adapter around a head that was patched before."""
+    model = patched()
+    model.lm_head = torch.nn.Linear(32, V)
+    with pytest.raises(RuntimeError, match="a patched model must compute its loss from the head"):
+        model(**batch())
+
+
+def test_spread_over_devices() -> None:
+    """Accelerate puts a forward of its own on every module of a `device_map`."""
+    from accelerate import dispatch_model
+
+    places = {"model": "cpu", "lm_head": "cpu"}
+    held(step(patch(dispatch_model(llama(), places, force_hooks=True))), step(llama()))

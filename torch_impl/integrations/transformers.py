@@ -1,0 +1,231 @@
+"""Causal language models of `transformers`: their loss without logits, the rest unchanged."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import cache, wraps
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from xentlib.torch.heads import parameters_of
+from xentlib.torch.integrations.unmade import UnmadeLogits, UnmadeLogitsError
+
+__all__ = ["UnmadeLogits", "UnmadeLogitsError", "patch", "unpatch"]
+
+OPTIONS = ("compute_dtype", "label_smoothing", "max_chunk_bytes", "z_loss")
+
+
+def patch(
+    model: nn.Module,
+    *,
+    in_place_of_logits: Callable[[Tensor], Tensor] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Let a model of `transformers` compute its loss without logits; in place.
+
+        patch(model)
+        Trainer(model, arguments, train_dataset=data).train()
+
+    A call with `labels` runs the model's own forward and its own loss function, with an
+    `UnmadeLogits` where the head's logits would be: slices, factors and soft caps on the way are
+    recorded, and `cross_entropy` of it is `chunked_nll`. Whatever else a model does to its logits
+    raises. Auxiliary losses, shifts of labels and `num_items_in_batch` are the model's own. Calls
+    without `labels`, `generate` among them, are unchanged, and so are `state_dict`,
+    `save_pretrained` and the name of the class.
+
+    Args:
+        model: of any causal LM class that has a head in `get_output_embeddings()`, or of an
+            image-text-to-text class; in PEFT's model, or in a wrapper that has it as `.module`.
+            Patch after `get_peft_model` and before `accelerator.prepare`.
+        in_place_of_logits: in evaluation the output's `logits` are what this makes of the logits
+            [T, V] of some tokens at a time, for instance `lambda logits: logits.argmax(-1)`: [T]
+            or [T, ...], for `compute_metrics`. None leaves the `UnmadeLogits`.
+        options: `label_smoothing`, `z_loss`, `compute_dtype` or `max_chunk_bytes` of `chunked_nll`.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: no such model, a head that is more than a weight and a bias (quantised, say, or
+            an adapter that is not LoRA), an option of no use here.
+        ValueError: the model is patched already.
+        RuntimeError: in a call, the forward has not used the head that it names, or no loss came.
+
+    Numerics: the loss and the gradients are those of `chunked_nll`: of float32 logits, where the
+    model's own are rounded to its dtype first. With no valid label the loss is 0, not NaN.
+    """
+    inner, head = parts(model)
+    if hasattr(type(inner), "unpatched"):
+        raise ValueError(
+            f"`model` must be patched once; got a {type(inner).__name__} that is patched. Call "
+            f"`unpatch` first, or leave it as it is."
+        )
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise TypeError(
+            f"`patch` must have options among {', '.join(OPTIONS)}; got {unknown[0]!r}. Whatever "
+            f"else the loss depends on is the model's."
+        )
+    kinds: list[Any] = [type(head), type(inner)]
+    become(head, head_class(kinds[0]))
+    become(inner, model_class(kinds[1]))
+    inner._unmade = (in_place_of_logits, options)
+    # Trainer counts a batch's tokens after the shift if it knows the model's loss, by its name.
+    names = inspect.unwrap(type(inner).unpatched.forward).__code__.co_names
+    if inner.loss_type is None and "loss_function" in names:
+        inner.loss_type = "ForCausalLM"
+    return model
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Take `patch` back; the model is returned. Raises ValueError where nothing is patched."""
+    inner, head = parts(model)
+    if not hasattr(type(inner), "unpatched"):
+        raise ValueError(
+            f"`model` must be patched; got a {type(inner).__name__} that is not. Leave it as it is."
+        )
+    for module in (head, inner):
+        if hasattr(type(module), "unpatched"):
+            become(module, type(module).unpatched)
+    del inner._unmade
+    return model
+
+
+def parts(model: Any) -> tuple[Any, Any]:
+    """The model of `transformers` in a model, and its head."""
+    inner = model
+    while not is_pretrained(inner):
+        found = getattr(inner, "get_base_model", None)
+        inside = found() if found is not None else getattr(inner, "module", None)
+        if inside is None or inside is inner:
+            refuse(f"a {type(model).__name__}")
+        inner = inside
+    kind = type(inner).__name__
+    head = inner.get_output_embeddings()
+    if head is None:
+        refuse(f"a {kind}, whose `get_output_embeddings()` is None")
+    if "labels" not in inspect.signature(type(inner).forward).parameters:
+        refuse(f"a {kind}, whose forward takes no `labels`")
+    if "forward" in vars(inner) and "_old_forward" not in vars(inner):
+        refuse(f"a {kind} whose forward was replaced, by `accelerator.prepare` perhaps")
+    parameters_of(head)  # or the reason why not
+    return inner, head
+
+
+def is_pretrained(model: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def refuse(came: str) -> NoReturn:
+    raise TypeError(
+        f"`model` must be a model of `transformers` with a language-model head and labels; got "
+        f"{came}. Patch it before anything else replaces its forward, or call `chunked_nll` with "
+        f"its hidden states."
+    )
+
+
+def become(module: Any, kind: Any) -> None:
+    """Another class for a module, as `fully_shard` does it: copies, pickles and tied parameters
+    are right by themselves, which a function on the instance would break."""
+    module.__class__ = kind
+    if "_old_forward" in vars(module):  # of a model that Accelerate has spread over devices
+        module._old_forward = MethodType(kind.forward, module)
+
+
+def restore(kind: Any, make: str) -> Any:
+    """An empty module of a patched class, for `copy` and `pickle`, which find no such name."""
+    patched = {"head": head_class, "model": model_class}[make](kind)
+    return patched.__new__(patched)
+
+
+def same_name(kind: Any, make: str, members: dict[str, Any]) -> Any:
+    """A class that is called like its base: configurations and checkpoints carry the name."""
+
+    def __reduce_ex__(self: Any, protocol: int) -> Any:
+        return restore, (kind, make), vars(self)
+
+    about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    own = {"unpatched": kind, "__reduce_ex__": __reduce_ex__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**about, **own, **members})
+
+
+@cache
+def head_class(kind: Any) -> Any:
+    """A head that makes no logits while its model asks for none."""
+
+    def __call__(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Before any hook of the module: a wrapper's would gather what `chunked_nll` gathers.
+        asked = vars(self).get("unmade")
+        if asked is None:
+            return super(patched, self).__call__(hidden, *args, **kwargs)
+        asked["calls"] += 1
+        weight = parameters_of(self)[0]
+        dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        return UnmadeLogits(hidden, self, weight.shape[0], dtype, asked["options"])
+
+    patched = same_name(kind, "head", {"__call__": __call__, "multiplies": True})
+    return patched
+
+
+@cache
+def model_class(kind: Any) -> Any:
+    """A model whose forward makes no logits where it is given labels."""
+    place = list(inspect.signature(kind.forward).parameters).index("labels") - 1
+
+    @wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = args[place] if len(args) > place else kwargs.get("labels")
+        if labels is None:
+            if self.training and torch.is_grad_enabled():
+                warn_of_logits(self)
+            return kind.forward(self, *args, **kwargs)
+        in_place_of_logits, options = self._unmade
+        head = self.get_output_embeddings()
+        asked = {"calls": 0, "options": options}
+        head.unmade = asked
+        try:
+            out = kind.forward(self, *args, **kwargs)
+        finally:
+            head.unmade = None
+        loss = out["loss"] if isinstance(out, dict) else out[0]
+        if not asked["calls"] or not isinstance(loss, Tensor):
+            came = "no loss" if asked["calls"] else "the logits of another"
+            raise RuntimeError(
+                f"a patched model must compute its loss from the head that "
+                f"`get_output_embeddings()` names; got {came} from {kind.__name__}. Patch it after "
+                f"`get_peft_model`, or call `unpatch(model)`."
+            )
+        return without_logits(out, None if self.training else in_place_of_logits)
+
+    return same_name(kind, "model", {"forward": forward})
+
+
+def without_logits(out: Any, function: Callable[[Tensor], Tensor] | None) -> Any:
+    """The output with what a function makes of its logits; in training with its unmade logits."""
+    if function is None:
+        return out
+    items = out.items() if isinstance(out, dict) else enumerate(out)
+    made: dict[Any, Any] = {
+        k: x.reduced(function) if isinstance(x, UnmadeLogits) else x for k, x in items
+    }
+    return type(out)(**made) if isinstance(out, dict) else tuple(made.values())
+
+
+def warn_of_logits(model: Any) -> None:
+    if vars(model).get("_warned_of_logits"):
+        return
+    model._warned_of_logits = True
+    warnings.warn(
+        f"{type(model).__name__} is patched but was called without labels while it is trained, and "
+        f"makes all logits. Pass `labels` to the model. `Trainer` does not with a "
+        f"`label_smoothing_factor` (use `patch(model, label_smoothing=...)`) or a "
+        f"`compute_loss_func`.",
+        stacklevel=3,
+    )
