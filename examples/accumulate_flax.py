@@ -18,7 +18,7 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 
-from xentlib.jax import chunked_nll, next_token_labels, token_normalized
+from xentlib.jax import NLLOutput, chunked_nll, next_token_labels, token_normalized
 
 VOCAB, HIDDEN, HEADS, LENGTH, BATCH = 256, 64, 4, 32, 4
 ACCUMULATE, NUMBER = 4, 82  # micro-batches of a window, and of all: 20 windows and one of two
@@ -65,14 +65,14 @@ def micro_step(
     labels: jax.Array,
     is_last: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    def loss_sum(model: LanguageModel) -> tuple[jax.Array, jax.Array]:
+    def loss_sum(model: LanguageModel) -> tuple[jax.Array, NLLOutput]:
         kernel = model.head.kernel[...]
         out = chunked_nll(model(tokens), kernel, labels, reduction="sum", weight_layout="HV")
-        return out.loss, out.num_tokens
+        return out.loss, out
 
-    (loss, count), grads = nnx.value_and_grad(loss_sum, has_aux=True)(model)
-    optimizer.update(model, grads, token_count=count, is_last=is_last)
-    return loss, count
+    (loss, out), grads = nnx.value_and_grad(loss_sum, has_aux=True)(model)
+    optimizer.update(model, grads, token_count=out, is_last=is_last)  # a mean is refused
+    return loss, out.num_tokens
 
 
 @nnx.jit

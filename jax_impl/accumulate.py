@@ -5,6 +5,7 @@ optax transformation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,10 @@ from xentlib import accumulate as spec
 from xentlib.accumulate import WindowStats
 from xentlib.checks.window import check_integer_count, check_token_count, check_window_count
 from xentlib.checks.words import check_choice
-from xentlib.jax.describe import concrete_on_cpu, describe
+from xentlib.jax.describe import describe
 from xentlib.jax.ranks import as_primal, checks_types, vary, varying
+from xentlib.jax.told import count_told, known, told
+from xentlib.nll import NLLOutput
 
 __all__ = ["TokenNormalizedState", "accumulate_grads", "token_normalized"]
 
@@ -34,18 +37,18 @@ def accumulate_grads(
 ) -> tuple[WindowStats, Any]:
     """The gradient of a window, in a scan over its micro-batches. JAX, inside `jit`.
 
-        def sum_and_count(params, batch):
+        def loss_sum(params, batch):
             hidden = model(params, batch)
-            out = chunked_nll(hidden, params["head"], batch["labels"], reduction="sum")
-            return out.loss, out.num_tokens
+            return chunked_nll(hidden, params["head"], batch["labels"], reduction="sum")
 
-        stats, grads = accumulate_grads(sum_and_count, params, micro_batches)
+        stats, grads = accumulate_grads(loss_sum, params, micro_batches)
 
     grads = sum over micro-batches and devices of d loss_sum / T.
 
     Args:
-        sum_and_count_fn: (params, micro_batch) to the sum of the loss over the valid tokens and
-            their number, or their weight.
+        sum_and_count_fn: (params, micro_batch) to an `NLLOutput` of `reduction="sum"`, which has
+            its count and says whether it was divided; or to a pair: [] float32 or float64, the sum
+            of a loss over the valid tokens, and their number or their weight.
         params: a pytree of arrays.
         micro_batches: a pytree whose arrays have a leading dimension of micro-batches; one without
             a valid token counts nothing.
@@ -60,8 +63,14 @@ def accumulate_grads(
     Returns:
         (WindowStats, gradients of the dtypes of `params`).
 
-    Numerics: sums in float32 at least, multiplied by 1 / T once at the end; NaN where int32 does
-    not hold T. Row A12.
+    Raises:
+        ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
+            its count. Whether another loss is a sum cannot be checked.
+        TypeError: a loss or a count of fewer than 32 bits.
+
+    Numerics: sums in float32 at least, multiplied by 1 / T once at the end. T of an `NLLOutput`, or
+    of weights, is added up in float32 with what each addition has lost beside it; T of integers is
+    int32, NaN where that does not hold it. Row A12.
     """
     check_choice("empty", empty, ("skip", "zero"))
     check_choice("nonfinite", nonfinite, spec.NONFINITE)
@@ -69,28 +78,36 @@ def accumulate_grads(
     own = varying(lax.axis_index(axis_name)) if types else frozenset()
     # Gradients of parameters that vary are this device's own: summed once, after the loop.
     here = vary(params, own)
-    grad_fn = jax.value_and_grad(sum_and_count_fn, has_aux=True)
+    grad_fn = jax.value_and_grad(partial(loss_and_count, sum_and_count_fn), has_aux=True)
     number = jax.tree.leaves(micro_batches)[0].shape[0]
 
     def one(carry: Any, batch: Any) -> tuple[Any, None]:
         (loss, count), grads = grad_fn(here, batch)
-        loss_sum, total, sums, dropped = carry
+        loss_sum, total, lost, sums, dropped = carry
         if nonfinite == "drop":
             fine = all_finite(loss, grads)
             loss, count, grads = kept((loss, count, grads), fine)
             dropped = dropped + (~fine).astype(jnp.int32)
         sums = jax.tree.map(add, sums, grads)
-        return (add(loss_sum, loss), counted(total, count), sums, dropped), None
+        if jnp.issubdtype(total.dtype, jnp.integer):
+            total = counted(total, count)
+        else:  # of weights, or the float32 of a number: beyond 2^24 each addition is rounded
+            total, more = two_sum(total, vary(as_count(count), varying(total)))
+            lost = lost + more
+        return (add(loss_sum, loss), total, lost, sums, dropped), None
 
     first = jax.tree.map(lambda x: x[0], micro_batches)
     (loss_type, count_type), grads_type = jax.eval_shape(grad_fn, here, first)
+    count_dtype = as_count(jnp.zeros((), count_type.dtype)).dtype
     start = (
         vary(zeros_of(loss_type, wide(loss_type.dtype)), own),
-        vary(zeros_of(count_type, as_count(jnp.zeros((), count_type.dtype)).dtype), own),
+        vary(zeros_of(count_type, count_dtype), own),
+        vary(zeros_of(count_type, jnp.float32), own),
         jax.tree.map(lambda g: zeros_of(g, wide(g.dtype)), grads_type),
         jnp.zeros((), jnp.int32),
     )
-    (loss_sum, total, sums, dropped), _ = lax.scan(one, start, micro_batches)
+    (loss_sum, total, lost, sums, dropped), _ = lax.scan(one, start, micro_batches)
+    total = total + lost.astype(total.dtype)
     if types:
         # Over these axes alone: on others each device may hold its part of a parameter.
         loss_sum, total = lax.psum((loss_sum, total), axis_name)
@@ -104,6 +121,20 @@ def accumulate_grads(
     scale = over(jnp.ones((), jnp.float32), total, jnp.float32(0))
     loss = jnp.where(jnp.isnan(scale), jnp.nan, loss)
     return WindowStats(loss, total, scale, number, skipped, dropped), grads
+
+
+def loss_and_count(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[Any, Any]:
+    """What a user's function returns, as `jax.value_and_grad` takes it: a sum and its count."""
+    given = function(params, batch)
+    pair = isinstance(given, (tuple, list)) and not isinstance(given, NLLOutput) and len(given) == 2
+    return told(*given) if pair else told(given)
+
+
+def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """a + b, and exactly what that has rounded away (Knuth)."""
+    total = a + b
+    more = total - a
+    return total, (a - (total - more)) + (b - more)
 
 
 def add(a: jax.Array, x: jax.Array) -> jax.Array:
@@ -162,11 +193,6 @@ def counted(total: jax.Array, count: Any) -> jax.Array:
     return jnp.where((total < 0) | (added < 0) | (after < 0) | lost, -1, after)
 
 
-def known(x: Any) -> Any:
-    """A number that can be read without waiting, or None."""
-    return np.asarray(x).item() if concrete_on_cpu(x) and not np.ndim(x) else None
-
-
 def all_finite(*trees: Any) -> jax.Array:
     """Whether there is neither NaN nor inf, on any device of the `shard_map` around: where one
     drops a micro-batch, all do."""
@@ -208,7 +234,10 @@ def token_normalized(
     """An optimizer that steps once in a window, on its token-normalised gradient. JAX, optax.
 
         tx = token_normalized(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr)))
-        updates, state = tx.update(grads_of_the_sum, state, params, token_count=n, is_last=flag)
+        updates, state = tx.update(grads_of_the_sum, state, params, token_count=out, is_last=flag)
+
+    `token_count` is the `NLLOutput` whose loss was differentiated, which has its count and says
+    whether it was divided; or a count.
 
     `update` adds up gradients of loss sums and returns updates of zero, until `is_last`: then the
     inner optimizer sees sums / T, once. It does not run in between, so that its step count,
@@ -222,13 +251,15 @@ def token_normalized(
         nonfinite: a micro-batch whose gradient holds NaN or inf is "keep"t, and shows in the step,
             or "drop"ped with its tokens. Inside `shard_map` all devices decide together, with one
             number in each `update`.
-        weighted: `token_count` is a sum of weights, float32.
+        weighted: the weights of tokens are counted, float32.
 
     Raises:
-        TypeError: a count that is no integer.
-        ValueError: a count that is not one number, or below 0, where it can be read.
+        TypeError: a count that is no integer; an `NLLOutput` with weights, where they are not
+            counted and can be read.
+        ValueError: a loss that `chunked_nll` has divided; a count that is not one number, or below
+            0, where it can be read.
         CountOverflowError: more than 2^31 - 1 tokens, where the count can be read. A count that
-            cannot be read, below 0 or too large, makes the window's gradient NaN.
+            cannot be read, below 0, too large or of weights, makes the window's gradient NaN.
 
     Numerics: sums in float32 at least, reset to zeros and never by multiplying. The inner optimizer
     sees their means in that dtype, whatever that of the gradients, and updates leave in the dtypes
@@ -263,7 +294,8 @@ def token_normalized(
         is_last: Any,
         **extra: Any,
     ) -> tuple[Any, TokenNormalizedState]:
-        given = token_count if isinstance(token_count, jax.Array) else np.asarray(token_count)
+        given = count_told(token_count, weighted)
+        given = given if isinstance(given, jax.Array) else np.asarray(given)
         if not weighted:
             check_integer_count("token_count", describe(given))
         check_token_count("token_count", describe(given), known(given), weighted)

@@ -9,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks.operand import plain
 from xentlib.checks.placement import check_axis
-from xentlib.checks.window import check_loss_sum, check_token_count
-from xentlib.jax.accumulate import known
-from xentlib.jax.describe import describe
+from xentlib.jax.accumulate import two_sum
 from xentlib.jax.ranks import vary, varying
-from xentlib.nll import NLLOutput
+from xentlib.jax.told import told
 
 __all__ = ["Evaluation"]
 
@@ -66,22 +63,9 @@ class Evaluation(NamedTuple):
     lost: Any = ZEROS  # [2] what adding them up has rounded away
 
     def add(self, loss: Any, num_tokens: Any = None) -> Evaluation:
-        denominator = None
-        if isinstance(loss, NLLOutput):
-            num_tokens = loss.weight_sum if num_tokens is None else num_tokens
-            loss, denominator = loss.loss, loss.denominator
-        if isinstance(plain(loss), (int, float)):
-            loss = np.asarray(loss, np.float64)
-        if num_tokens is not None and not isinstance(num_tokens, jax.Array):
-            num_tokens = np.asarray(num_tokens)
-        check_loss_sum(describe(loss), denominator is not None, "Pass reduction='sum' to it.")
-        value, count = known(loss), None if num_tokens is None else known(num_tokens)
-        check_token_count("num_tokens", describe(num_tokens), count, True, value)
+        loss, num_tokens = told(loss, num_tokens)
         pair = jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in (loss, num_tokens)])
-        sums = self.sums + pair
-        # Exactly what that sum has lost (Knuth's two-sum).
-        more = sums - self.sums
-        lost = (self.sums - (sums - more)) + (pair - more)
+        sums, lost = two_sum(self.sums, pair)
         return Evaluation(sums, self.lost + lost)
 
     def mean_loss(self, data_parallel: Any = None) -> jax.Array:

@@ -270,18 +270,18 @@ def accumulate_grads(
 ) -> tuple[WindowStats, Any]:
     """The gradient of a window, in a scan over its micro-batches. JAX, inside `jit`.
 
-        def sum_and_count(params, batch):
+        def loss_sum(params, batch):
             hidden = model(params, batch)
-            out = chunked_nll(hidden, params["head"], batch["labels"], reduction="sum")
-            return out.loss, out.num_tokens
+            return chunked_nll(hidden, params["head"], batch["labels"], reduction="sum")
 
-        stats, grads = accumulate_grads(sum_and_count, params, micro_batches)
+        stats, grads = accumulate_grads(loss_sum, params, micro_batches)
 
     grads = sum over micro-batches and devices of d loss_sum / T.
 
     Args:
-        sum_and_count_fn: (params, micro_batch) to the sum of the loss over the valid tokens and
-            their number, or their weight.
+        sum_and_count_fn: (params, micro_batch) to an `NLLOutput` of `reduction="sum"`, which has
+            its count and says whether it was divided; or to a pair: [] float32 or float64, the sum
+            of a loss over the valid tokens, and their number or their weight.
         params: a pytree of arrays.
         micro_batches: a pytree whose arrays have a leading dimension of micro-batches; one without
             a valid token counts nothing.
@@ -296,8 +296,14 @@ def accumulate_grads(
     Returns:
         (WindowStats, gradients of the dtypes of `params`).
 
-    Numerics: sums in float32 at least, multiplied by 1 / T once at the end; NaN where int32 does
-    not hold T. Row A12.
+    Raises:
+        ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
+            its count. Whether another loss is a sum cannot be checked.
+        TypeError: a loss or a count of fewer than 32 bits.
+
+    Numerics: sums in float32 at least, multiplied by 1 / T once at the end. T of an `NLLOutput`, or
+    of weights, is added up in float32 with what each addition has lost beside it; T of integers is
+    int32, NaN where that does not hold it. Row A12.
     """
     raise NotImplementedError("call xentlib.jax.accumulate_grads")
 
@@ -308,7 +314,10 @@ def token_normalized(
     """An optimizer that steps once in a window, on its token-normalised gradient. JAX, optax.
 
         tx = token_normalized(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(lr)))
-        updates, state = tx.update(grads_of_the_sum, state, params, token_count=n, is_last=flag)
+        updates, state = tx.update(grads_of_the_sum, state, params, token_count=out, is_last=flag)
+
+    `token_count` is the `NLLOutput` whose loss was differentiated, which has its count and says
+    whether it was divided; or a count.
 
     `update` adds up gradients of loss sums and returns updates of zero, until `is_last`: then the
     inner optimizer sees sums / T, once. It does not run in between, so that its step count,
@@ -322,13 +331,15 @@ def token_normalized(
         nonfinite: a micro-batch whose gradient holds NaN or inf is "keep"t, and shows in the step,
             or "drop"ped with its tokens. Inside `shard_map` all devices decide together, with one
             number in each `update`.
-        weighted: `token_count` is a sum of weights, float32.
+        weighted: the weights of tokens are counted, float32.
 
     Raises:
-        TypeError: a count that is no integer.
-        ValueError: a count that is not one number, or below 0, where it can be read.
+        TypeError: a count that is no integer; an `NLLOutput` with weights, where they are not
+            counted and can be read.
+        ValueError: a loss that `chunked_nll` has divided; a count that is not one number, or below
+            0, where it can be read.
         CountOverflowError: more than 2^31 - 1 tokens, where the count can be read. A count that
-            cannot be read, below 0 or too large, makes the window's gradient NaN.
+            cannot be read, below 0, too large or of weights, makes the window's gradient NaN.
 
     Numerics: sums in float32 at least, reset to zeros and never by multiplying. The inner optimizer
     sees their means in that dtype, whatever that of the gradients, and updates leave in the dtypes
