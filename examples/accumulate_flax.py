@@ -66,8 +66,7 @@ def micro_step(
     is_last: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     def loss_sum(model: LanguageModel) -> tuple[jax.Array, NLLOutput]:
-        kernel = model.head.kernel[...]
-        out = chunked_nll(model(tokens), kernel, labels, reduction="sum", weight_layout="HV")
+        out = chunked_nll(model(tokens), model.head, labels, reduction="sum")
         return out.loss, out
 
     (loss, out), grads = nnx.value_and_grad(loss_sum, has_aux=True)(model)

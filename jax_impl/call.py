@@ -12,8 +12,9 @@ from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_r
 from xentlib.checks.operand import plain
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.core.tokens import check_labels, check_values
-from xentlib.jax.describe import as_array, describe, is_array, need_x64
+from xentlib.jax.describe import as_array, describe, is_array, need_x64, only_arrays
 from xentlib.jax.head import Placement, Spread, placed
+from xentlib.jax.heads import head_of, unwrapped
 from xentlib.jax.ranks import Axis, axis_for, axis_of
 from xentlib.plan import default_chunk_bytes
 
@@ -86,7 +87,15 @@ class Bound(NamedTuple):
 
 def bind(given: Arguments, place: Placement | None = None) -> Bound:
     """A call of a head's function; of `NLLHead`, which knows where its arrays are."""
-    given = Arguments(*map(plain, given))
+    given = Arguments(*map(unwrapped, map(plain, given)))
+    only_arrays(
+        {"hidden": given.hidden, "labels": given.labels},
+        bias=given.bias,
+        where=given.where,
+        token_weights=given.token_weights,
+        class_weights=given.class_weights,
+    )
+    given = head_of(given)
     hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
     check_reduced(given.reduce_hidden_grad)
     if place is None:
@@ -138,7 +147,8 @@ def bind(given: Arguments, place: Placement | None = None) -> Bound:
 
 def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
     """The same of a function of given logits, and its sizes."""
-    given = LogitsArguments(*map(plain, given))
+    given = LogitsArguments(*map(unwrapped, map(plain, given)))
+    only_arrays({"logits": given.logits, "labels": given.labels}, where=given.where)
     logits, labels, shard = given.logits, given.labels, given.shard
     problem = check_logits(LogitsArguments(*map(describe, given)))
     axis = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,16 @@ import numpy as np
 
 from xentlib.checks.operand import Operand
 
-__all__ = ["as_array", "concrete_on_cpu", "describe", "is_array", "need_x64"]
+__all__ = [
+    "as_array",
+    "concrete_on_cpu",
+    "describe",
+    "framework_of",
+    "is_array",
+    "need_x64",
+    "only_arrays",
+    "refuse_array",
+]
 
 
 def describe(x: Any) -> Any:
@@ -54,3 +63,29 @@ def need_x64(compute_dtype: str) -> None:
 
 def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
+
+
+def only_arrays(required: dict[str, Any], **optional: Any) -> None:
+    """Refuse tensors of PyTorch, lists, and whatever else is no array."""
+    given = required | {name: x for name, x in optional.items() if x is not None}
+    for name, value in given.items():
+        if not is_array(value):
+            refuse_array(name, value)
+
+
+def refuse_array(name: str, value: Any) -> NoReturn:
+    came = type(value).__name__
+    if framework_of(type(value)) == "torch":
+        came, way_out = f"torch.{came}", f"Pass `xentlib.interop.to_jax({name})`."
+    elif isinstance(value, (list, tuple)):
+        join = "stack" if value and is_array(value[0]) else "asarray"
+        way_out = f"Pass `jnp.{join}({name})`."
+    else:
+        way_out = "Pass an array of numbers."
+    raise TypeError(f"`{name}` must be a JAX or NumPy array; got {came}. {way_out}")
+
+
+def framework_of(x: Any) -> str:
+    """The package that a class or a function is from."""
+    package: str = x.__module__.partition(".")[0]
+    return package

@@ -1,0 +1,163 @@
+"""A head that is given as a module, in JAX: the arrays that it multiplies with.
+
+Flax and Equinox are never imported here: what is not loaded has no modules to pass.
+Shapes: V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from xentlib.call import Arguments
+from xentlib.checks.module import check_beside_module, refuse_module
+from xentlib.jax.describe import framework_of, is_array, refuse_array
+
+__all__ = ["head_of", "unwrapped"]
+
+OURS = (("xentlib.jax.module", "NLLHead"), ("xentlib.jax.module", "LinenNLLHead"))
+ADAPTERS = (("flax.nnx", "LoRA"), ("flax.nnx", "LoRALinear"))
+BOXES = (("flax.nnx", "Variable", "get_value"), ("flax.core.meta", "AxisMetadata", "unbox"))
+ARRAY = "the array that it multiplies with, [V, H], or [H, V] with `weight_layout='HV'`"
+
+
+class Layer(NamedTuple):
+    """A class whose weight and bias are all that it computes with."""
+
+    package: str
+    name: str
+    weight: str
+    layout: str
+    methods: tuple[str, ...] = ("__call__",)  # one of them multiplies
+
+
+LAYERS = (
+    Layer("flax.nnx", "Linear", "kernel", "HV"),
+    Layer("flax.nnx", "Embed", "embedding", "VH", ("__call__", "attend")),
+    Layer("flax.linen", "Dense", "kernel", "HV"),
+    Layer("flax.linen", "Embed", "embedding", "VH", ("__call__", "attend")),
+    Layer("equinox.nn", "Linear", "weight", "VH"),
+    Layer("equinox.nn", "Embedding", "weight", "VH"),
+)
+
+
+def head_of(given: Arguments) -> Arguments:
+    """The call with a module's arrays in place of the module, in the dtypes that it casts to."""
+    module = given.weight
+    if is_array(module):
+        return given
+    layer = next((x for x in LAYERS if isinstance(module, loaded(x.package, x.name))), None)
+    if layer is None or not is_plain(module, layer):
+        refuse(module)
+    kind = type(module).__name__
+    options = ("options", "tokens", "vocab_parallel") if isinstance(module, both(OURS)) else ()
+    if any(getattr(module, x) for x in options):
+        refuse_module(
+            f"a {kind} with options of its own, which would be lost",
+            "Call it with the labels, `head(hidden, labels)`.",
+        )
+    own = getattr(module, "dot_general", None)
+    if own not in (None, jax.lax.dot_general) or getattr(module, "dot_general_cls", None):
+        refuse_module(
+            f"a {kind} with a `dot_general` of its own, which may quantise",
+            f"Leave that out, or pass {ARRAY}.",
+        )
+    weight, bias = parameters(module, layer, given.hidden)
+    if not is_array(weight):
+        came = "nothing yet" if weight is None else f"a {type(weight).__name__}, no array"
+        refuse_module(
+            f"a {kind} whose `{layer.weight}` is {came}",
+            f"Pass {ARRAY}; of a quantised layer what its own method dequantises it to.",
+        )
+    layout = getattr(module, "weight_layout", layer.layout)
+    agreed = given.weight_layout == layout
+    two = bias is not None and given.bias is not None
+    check_beside_module(kind, two, "VH" if agreed else given.weight_layout)
+    hidden, weight, bias = cast(module, layer, given.hidden, weight, bias)
+    bias = given.bias if bias is None else bias
+    return given._replace(hidden=hidden, weight=weight, bias=bias, weight_layout=layout)
+
+
+def parameters(module: Any, layer: Layer, hidden: Any) -> tuple[Any, Any]:
+    """Weight and bias, or None."""
+    if layer.package != "flax.linen":
+        return tuple(unwrapped(getattr(module, x, None)) for x in (layer.weight, "bias"))
+    kind = type(module).__name__
+    if module.scope is None:
+        refuse_module(
+            f"an unbound {kind}, which has no parameters",
+            "Pass `model.bind(variables).head`, or the array, "
+            "`variables['params']['head']['kernel']` with `weight_layout='HV'`.",
+        )
+    if layer.weight == "embedding":
+        return unwrapped(module.embedding), None
+    if module.is_initializing() and not module.has_variable("params", "kernel"):
+        module(jnp.zeros((1, hidden.shape[-1]), hidden.dtype))  # its own forward makes them
+    names = ("kernel", "bias") if module.use_bias else ("kernel",)
+    weight, *bias = (unwrapped(module.get_variable("params", name)) for name in names)
+    return weight, (bias[0] if bias else None)
+
+
+def cast(module: Any, layer: Layer, *arrays: Any) -> tuple[Any, Any, Any]:
+    """Hidden states, weight and bias in the layer's own `dtype`, by its own function. Without one
+    a layer takes their common dtype, as the call itself does."""
+    promote = getattr(module, "promote_dtype", None)
+    if promote is None or (module.dtype is None and framework_of(promote) == "flax"):
+        return arrays
+    operands = arrays if layer.weight == "kernel" else arrays[:2]
+    operands = operands if layer.package == "flax.linen" else (operands,)
+    hidden, weight, *bias = promote(*operands, dtype=module.dtype)
+    return hidden, weight, (bias[0] if bias else None)
+
+
+def unwrapped(x: Any) -> Any:
+    """The array in an NNX variable, or in a box of Linen's that says how it is sharded."""
+    for package, name, method in BOXES:
+        if isinstance(x, loaded(package, name)):
+            return getattr(x, method)()
+    return x
+
+
+def is_plain(module: Any, layer: Layer) -> bool:
+    """Whether its class multiplies as the layer does, or is ours."""
+    kinds = (*loaded(layer.package, layer.name), *both(OURS))
+    return any(
+        all(getattr(type(module), x) is getattr(kind, x, None) for x in layer.methods)
+        for kind in kinds
+    )
+
+
+def loaded(package: str, name: str) -> tuple[type, ...]:
+    """A class of a package, if that is loaded."""
+    found = getattr(sys.modules.get(package), name, None)
+    return () if found is None else (found,)
+
+
+def both(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
+    return tuple(kind for package, name in names for kind in loaded(package, name))
+
+
+def refuse(given: Any) -> NoReturn:
+    """In the words for what it is: an array of another kind, parameters by name, or a module."""
+    package, kind = framework_of(type(given)), type(given).__name__
+    if isinstance(given, (list, tuple, int, float, type(None))) or kind == "Tensor":
+        refuse_array("weight", given)
+    if isinstance(given, both(ADAPTERS)):
+        refuse_module(
+            f"a {kind} of NNX, whose adapters would be lost",
+            "Pass the kernel that it stands for, `kernel[...] + lora_a[...] @ lora_b[...]`, with "
+            "`weight_layout='HV'`.",
+        )
+    if hasattr(given, "keys"):
+        refuse_module(
+            f"a {kind}",
+            "Pass an array of it, such as `weight['kernel']` with `weight_layout='HV'`, and "
+            "`bias=weight['bias']`.",
+        )
+    refuse_module(
+        f"{package}'s {kind}, whose forward is its own",
+        f"Pass a linear or an embedding layer of NNX, Linen (bound) or Equinox, or {ARRAY}.",
+    )
