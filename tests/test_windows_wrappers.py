@@ -33,8 +33,20 @@ from helpers.windows import (  # noqa: E402
     run_window,
     token_losses,
 )
-from helpers.windows_ranks import engine_of, refused, stepped, window_of, wrapped  # noqa: E402
+from helpers.windows_ranks import (  # noqa: E402
+    INNER,
+    NONE_RAN,
+    apart,
+    engine_of,
+    near,
+    refused,
+    stepped,
+    unchecked,
+    window_of,
+    wrapped,
+)
 from xentlib.torch import NLLHead, TokenNormalizer  # noqa: E402
+from xentlib.torch.wrappers.plain import Plain  # noqa: E402
 
 
 def accelerated(rank: int, world: int) -> list[Any]:
@@ -217,6 +229,21 @@ def reread(rank: int, world: int) -> dict[str, Any]:
     found["ZeRO-1"] = stepped("ZeRO-1", engine)
     # The engine is as it was: three micro-batches by its own count, of which none steps here.
     found["engine"] = engine._is_gradient_accumulation_boundary, "step" in vars(engine)
+    # The module inside of an engine: ZeRO-3 misses the engine's forward.
+    engine = wrapped("ZeRO-3")
+    hooks = len(engine._forward_pre_hooks)
+    with pytest.raises(WindowStateError) as caught:
+        attempt(TokenNormalizer(engine), engine, mine, INNER)
+    found["inner"] = str(caught.value)
+    assert len(engine._forward_pre_hooks) == hooks
+    with unchecked(Plain, "check_forward"):
+        engine = wrapped("ZeRO-3")
+        attempt(TokenNormalizer(engine), engine, mine, INNER)
+    found["unseen"] = stepped("ZeRO-3", engine)
+    for name in ("ZeRO-1 inner", "ZeRO-2 inner"):
+        engine = wrapped(name[:6])
+        attempt(TokenNormalizer(engine), engine, mine, INNER)
+        found[name] = stepped(name[:6], engine)
     hooked = net()
     fully_shard(hooked)
     hooked.set_all_reduce_hook(lambda x: None)
@@ -229,7 +256,8 @@ def reread(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_wrapper_is_read_for_each_window() -> None:
-    """Divide factors and accumulation steps may change between."""
+    """Divide factors and accumulation steps may change between. Each backward of ZeRO-3 follows a
+    forward of the engine, or is refused; ZeRO-1 and 2 are right without."""
     pytest.importorskip("deepspeed")
     good = [batch_of(10 * rank + k, 9 - 3 * k - rank) for rank in range(2) for k in range(3)]
     want = of_one_batch(good)
@@ -238,6 +266,10 @@ def test_a_wrapper_is_read_for_each_window() -> None:
         for got, oracle in zip(rank["ZeRO-1"], want, strict=True):
             assert np.linalg.norm(got - oracle) < 1e-5 * np.linalg.norm(oracle)
         assert rank["engine"] == (None, False)
+        assert NONE_RAN.format("DeepSpeedEngine") in rank["inner"]
+        assert apart(rank["unseen"], want) > 0.01
+        for name in ("ZeRO-1 inner", "ZeRO-2 inner"):
+            near(name, rank[name], want)
         said = rank["refused"]
         assert "got `replicate`" in said["replicate"]
         assert "FSDP2 with an all-reduce hook" in said["hook"]

@@ -61,10 +61,14 @@ class TokenNormalizer:
             tokens that are left. One more collective of two numbers in each micro-batch, a pass
             over its gradients, and on several ranks one reading of how many micro-batches each
             has. A gradient that is NaN of a finite loss stays.
+        alone: on several ranks, that nobody reduces the gradients of a plain model, and its T is
+            that of this rank's tokens. Without it, or a `count_group`, one is refused there.
 
     Raises:
-        UnsupportedWrapperError: a wrapper that cannot be read, or not be scaled in this mode.
-        WindowStateError: methods of a window in the wrong order.
+        UnsupportedWrapperError: a wrapper that cannot be read, or not be scaled in this mode; a
+            plain model on several ranks.
+        WindowStateError: methods of a window in the wrong order; the module inside of a wrapper
+            called in place of the wrapper.
         CountMismatchError: not as many micro-batches as labels; on a CPU, where reading costs
             nothing, labels that are not those that the losses saw: numbers of tokens exactly, sums
             of weights to 1e-6 of the sum of their sizes.
@@ -84,6 +88,7 @@ class TokenNormalizer:
         sums: bool | None = None,
         scale_wrt_gas: bool = True,
         nonfinite: str = "keep",
+        alone: bool = False,
     ) -> None:
         check_choice("mode", mode, spec.MODES)
         check_choice("empty", empty, spec.EMPTY)
@@ -92,12 +97,13 @@ class TokenNormalizer:
         self.lifecycle = Lifecycle()
         self.finished: Tensor | None = None  # T of the last window
         self.given = model_or_engine, accelerator, scaler, sums, scale_wrt_gas
-        self.count_group = count_group
+        self.count_group, self.alone = count_group, alone
         self._read()
 
     def _read(self) -> None:
         """The wrapper as it is now: hooks, factors and accumulation steps may change."""
         self.wrapper = read(*self.given)
+        self._check_alone()
         self.group = self.wrapper.group if self.count_group is None else self.count_group
         ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
         data = (
@@ -120,6 +126,30 @@ class TokenNormalizer:
             raise UnsupportedWrapperError(
                 f"`nonfinite` must be 'keep' here; got 'drop', which scales finished gradients to "
                 f"the tokens that are left, and {refusal}. Use nonfinite='keep'."
+            )
+
+    def _check_alone(self) -> None:
+        """Refuse a model that seems to be alone on several ranks, and one that only is said to."""
+        plain, ranks = self.wrapper.reduction.wrapper == "plain", 1
+        if dist.is_available() and dist.is_initialized():
+            ranks = dist.get_world_size()
+        name = type(self.given[0]).__name__
+        if self.alone and not plain:
+            raise UnsupportedWrapperError(
+                f"`alone` must be False for a {name}, which reduces gradients over ranks; got "
+                f"True. Leave it out."
+            )
+        if self.alone and self.count_group is not None:
+            raise UnsupportedWrapperError(
+                "`alone` must be False with `count_group`, over whose ranks gradients are reduced; "
+                "got True. Leave one of them out."
+            )
+        if plain and ranks > 1 and not self.alone and self.count_group is None:
+            raise UnsupportedWrapperError(
+                f"`model` must be the object that reduces gradients over the {ranks} ranks; got a "
+                f"{name} that nothing wraps. Pass the DDP, FSDP2 or DeepSpeed object that is "
+                f"called, `count_group` if you reduce its gradients yourself, or `alone=True` if "
+                f"nobody does."
             )
 
     @property

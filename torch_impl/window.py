@@ -256,7 +256,7 @@ class Window:
             normalized: the loss was divided by `window.denominator`.
 
         Raises:
-            WindowStateError: the window is not open.
+            WindowStateError: the window is not open; or the wrapper's own forward has not run.
             ValueError: a loss that `chunked_nll` has divided, by anything but `window.denominator`
                 where that is said; a loss without its count; on a CPU a count that its loss cannot
                 have. Whether another loss is a sum cannot be checked.
@@ -274,6 +274,7 @@ class Window:
         check_token_count(
             "num_tokens", describe(given.weight), known(given.weight), weighted, value
         )
+        self.wrapper.check_forward()
         self.seen += 1
         if normalized and isinstance(loss, NLLOutput):
             total = total * self._as_declared(given.denominator).to(total.dtype)

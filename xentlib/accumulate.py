@@ -232,10 +232,14 @@ class TokenNormalizer:
             tokens that are left. One more collective of two numbers in each micro-batch, a pass
             over its gradients, and on several ranks one reading of how many micro-batches each
             has. A gradient that is NaN of a finite loss stays.
+        alone: on several ranks, that nobody reduces the gradients of a plain model, and its T is
+            that of this rank's tokens. Without it, or a `count_group`, one is refused there.
 
     Raises:
-        UnsupportedWrapperError: a wrapper that cannot be read, or not be scaled in this mode.
-        WindowStateError: methods of a window in the wrong order.
+        UnsupportedWrapperError: a wrapper that cannot be read, or not be scaled in this mode; a
+            plain model on several ranks.
+        WindowStateError: methods of a window in the wrong order; the module inside of a wrapper
+            called in place of the wrapper.
         CountMismatchError: not as many micro-batches as labels; on a CPU, where reading costs
             nothing, labels that are not those that the losses saw: numbers of tokens exactly, sums
             of weights to 1e-6 of the sum of their sizes.
@@ -255,6 +259,7 @@ class TokenNormalizer:
         sums: bool | None = None,
         scale_wrt_gas: bool = True,
         nonfinite: str = "keep",
+        alone: bool = False,
     ) -> None:
         raise NotImplementedError("use xentlib.torch.TokenNormalizer")
 

@@ -4,13 +4,15 @@ refuse.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from helpers.windows import batch_of, net, one, spoilt
+from helpers.windows import batch_of, net, of_one_batch, one, spoilt
 from xentlib.accumulate import UnsupportedWrapperError
 from xentlib.torch import TokenNormalizer
 
@@ -101,3 +103,38 @@ def window_of(rank: int, bad: int | None = None) -> list[Any]:
     if bad is not None and rank == 0:
         batches[bad] = spoilt(batches[bad])
     return batches
+
+
+def calling(call: Callable[[Any], Any]) -> Callable[..., None]:
+    """A micro-batch that calls `call(model)`."""
+    return lambda window, model, x, y: one(window, call(model), x, y)
+
+
+INNER = calling(lambda model: model.module)
+NONE_RAN = "must come after a forward of the {} itself, which prepares how gradients are reduced"
+
+
+@contextmanager
+def unchecked(cls: Any, name: str) -> Iterator[None]:
+    """Without a check of this name."""
+    kept = getattr(cls, name)
+    setattr(cls, name, lambda self: None)
+    try:
+        yield
+    finally:
+        setattr(cls, name, kept)
+
+
+def apart(grads: list[Any], want: list[Any]) -> float:
+    """The largest distance of a parameter's gradient, relative."""
+    pairs = zip(grads, want, strict=True)
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+
+
+def numbers(model: Any) -> list[Any]:
+    return [p.grad.clone().numpy() for p in model.parameters()]
+
+
+def everything() -> list[Any]:
+    """The gradient of one process that has two ranks' windows."""
+    return of_one_batch([batch for rank in range(2) for batch in window_of(rank)])

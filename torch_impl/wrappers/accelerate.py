@@ -8,18 +8,17 @@ from torch import Tensor
 
 from xentlib.accumulate import Reduction, UnsupportedWrapperError
 from xentlib.torch.wrappers.deepspeed import Engine
-from xentlib.torch.wrappers.plain import Plain
+from xentlib.torch.wrappers.plain import Around, Plain
 
 __all__ = ["Accelerated"]
 
 
-class Accelerated(Plain):
+class Accelerated(Around):
     """What Accelerate has prepared: its backward divides, and its optimizer steps at its flag."""
 
     def __init__(self, inner: Plain, accelerator: Any) -> None:
-        super().__init__(inner.model, None)
-        self.inner, self.accelerator = inner, accelerator
-        self.ranks, self.group = inner.ranks, inner.group
+        super().__init__(inner)
+        self.accelerator = accelerator
         if isinstance(inner, Engine):
             raise UnsupportedWrapperError(
                 "`model` must not be DeepSpeed's under Accelerate, which steps inside its "
@@ -30,26 +29,17 @@ class Accelerated(Plain):
             inner.reduction.wrapper, inner.reduction.divisor, inner.reduction.engine * steps
         )
 
-    def parameters(self) -> list[Any]:
-        return self.inner.parameters()
-
-    def leaves(self) -> list[Any]:
-        return self.inner.leaves()
-
-    def places(self) -> list[tuple[Any, str]]:
-        return self.inner.places()
-
     def micro_batch(self, *, last: bool) -> None:
         self.accelerator.gradient_state._set_sync_gradients(last)
-        self.inner.micro_batch(last=last)
+        super().micro_batch(last=last)
 
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss)
 
     def restore(self) -> None:
         self.accelerator.gradient_state._set_sync_gradients(True)
-        self.inner.restore()
+        super().restore()
 
     def finish(self) -> None:
         self.accelerator.gradient_state._set_sync_gradients(True)
-        self.inner.finish()
+        super().finish()

@@ -159,6 +159,10 @@ class Engine(Plain):
         if self.lent is None:
             self.lent = {"boundary": self.model._is_gradient_accumulation_boundary}
         self.model.set_gradient_accumulation_boundary(last)
+        # Of ZeRO-3 the engine's forward begins each backward's bookkeeping; called without it, the
+        # gradient was 0.93 off. ZeRO 0 to 2 are right without.
+        if self.model.zero_optimization_partition_weights():
+            self.await_forward()
 
     @property
     def unstepped(self) -> bool:  # type: ignore[override]
@@ -203,6 +207,7 @@ class Engine(Plain):
         engine.step = once
 
     def settle(self) -> None:
+        self.forget_forward()
         engine, lent, self.lent = self.model, self.lent, None
         if lent is None:
             return

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xentlib.accumulate import UnsupportedWrapperError, reduction_of
+from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
 from xentlib.torch.wrappers.plain import Plain
 
 __all__ = ["Owner", "Sharded", "call_with_head", "copies", "find_owner"]
@@ -139,6 +139,8 @@ def _differentiable(result: Any) -> list[Tensor]:
 class Sharded(Plain):
     """FSDP2: `fully_shard`, of one dimension or with replicas."""
 
+    reduced = False  # whether a micro-batch has come that reduces
+
     def __init__(self, model: Any, scaler: Any) -> None:
         super().__init__(model, scaler)
         self.groups = groups = [g for state in _fsdp_states(model) for g in groups_of(state)]
@@ -196,15 +198,35 @@ class Sharded(Plain):
 
     def places(self) -> list[tuple[Any, str]]:
         # Those that have not been reduced yet, too: `zero_grad` does not see them.
+        return [*super().places(), *self._unreduced()]
+
+    def _unreduced(self) -> list[tuple[Any, str]]:
         return [
-            *super().places(),
             *((group, "_partial_reduce_output") for group in self.groups),
             *((p, "unsharded_accumulated_grad") for p, _ in self._whole()),
             *((whole, "grad") for _, whole in self._whole()),
         ]
 
     def micro_batch(self, *, last: bool) -> None:
+        self.reduced = last
         self.model.set_requires_gradient_sync(last)
+
+    def finish(self) -> None:
+        super().finish()
+        self.check_reduced()
+
+    def check_reduced(self) -> None:
+        """Refuse gradients that nobody has reduced, at the end of a window."""
+        # What is gathered already can be used without the forward of its FSDP module, whose hooks
+        # reduce: past it a gradient stays where it is. Which forwards have run does not tell, since
+        # modules that are sharded one by one are right when they are called one by one.
+        if self.reduced and any(getattr(*at, None) is not None for at in self._unreduced()):
+            raise WindowStateError(
+                "`window.backward` must come after a forward of each module that `fully_shard` was "
+                "called on, which reduces its gradients; got gradients that are not reduced at the "
+                "end of the window. Call the model that `TokenNormalizer` was given, not "
+                "`.forward` or a module inside of it."
+            )
 
     def restore(self) -> None:
         self.model.set_requires_gradient_sync(True)

@@ -1,4 +1,5 @@
-"""How gradients are reduced where no wrapper shards them: a model that nothing wraps, and DDP."""
+"""How gradients are reduced where no wrapper shards them: a model that nothing wraps, and DDP; and
+what stands around a wrapper."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xentlib.accumulate import UnsupportedWrapperError, reduction_of
+from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
 
-__all__ = ["Plain", "Replicated", "own_hooks"]
+__all__ = ["Around", "Plain", "Replicated", "own_hooks"]
 
 
 class Plain:
@@ -39,6 +40,45 @@ class Plain:
 
     def micro_batch(self, *, last: bool) -> None:
         """Flags for the forward and the backward of one."""
+
+    awaited: Any = None  # handle of the hook that sees the wrapper's forward
+    forwarded = False
+
+    def await_forward(self) -> None:
+        """From here to `check_forward` the wrapper's own forward has to run.
+
+        A forward pre-hook sees it, which is there for this time alone: nothing of it is saved or
+        copied with the model. DDP counts its forwards in C++ and shows the number to nobody;
+        `require_forward_param_sync`, which it writes in each, says no more about one that
+        synchronises when another follows without gradients, as a reference model's in RL. The hook
+        runs under `torch.compile` of the wrapper, of the module inside and of a function around
+        both, however late it comes, and costs no graph there (2.13: as many as without it).
+        """
+        self.forget_forward()
+        self.forwarded = False
+        self.awaited = self.model.register_forward_pre_hook(self._see_forward)
+
+    def _see_forward(self, model: Any, inputs: Any) -> None:
+        # One without gradients, or inside `no_sync`, prepares nothing.
+        if torch.is_grad_enabled() and getattr(model, "require_backward_grad_sync", True):
+            self.forwarded = True
+
+    def check_forward(self) -> None:
+        """Before a backward: refuse one that would not be reduced."""
+        awaited = self.awaited is not None
+        self.forget_forward()
+        if awaited and not self.forwarded:
+            raise WindowStateError(
+                f"`window.backward` must come after a forward of the {type(self.model).__name__} "
+                f"itself, which prepares how gradients are reduced; got none with gradients in "
+                f"this micro-batch. Call the object that `TokenNormalizer` was given, not the "
+                f"module inside of it, and no `no_sync`."
+            )
+
+    def forget_forward(self) -> None:
+        if self.awaited is not None:
+            self.awaited.remove()
+        self.awaited = None
 
     def backward(self, loss: Tensor) -> None:
         if self.scaler is not None:
@@ -136,9 +176,42 @@ class Replicated(Plain):
         # As `no_sync` does, whose context would stay open where a window ends by an exception and
         # somebody holds its iterator.
         self.model.require_backward_grad_sync = last
+        if last:  # The others are not reduced, whoever runs the forward.
+            self.await_forward()
 
     def restore(self) -> None:
+        self.forget_forward()
         self.model.require_backward_grad_sync = True
+
+
+class Around(Plain):
+    """What stands around a wrapper, with a backward of its own."""
+
+    def __init__(self, inner: Plain) -> None:
+        super().__init__(inner.model, None)
+        self.inner, self.reduction = inner, inner.reduction
+        self.ranks, self.group = inner.ranks, inner.group
+
+    def parameters(self) -> list[Any]:
+        return self.inner.parameters()
+
+    def leaves(self) -> list[Any]:
+        return self.inner.leaves()
+
+    def places(self) -> list[tuple[Any, str]]:
+        return self.inner.places()
+
+    def micro_batch(self, *, last: bool) -> None:
+        self.inner.micro_batch(last=last)
+
+    def check_forward(self) -> None:
+        self.inner.check_forward()
+
+    def restore(self) -> None:
+        self.inner.restore()
+
+    def finish(self) -> None:
+        self.inner.finish()
 
 
 AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
