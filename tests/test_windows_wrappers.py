@@ -37,6 +37,7 @@ from helpers.windows_ranks import (  # noqa: E402
     INNER,
     NONE_RAN,
     apart,
+    calling,
     engine_of,
     near,
     refused,
@@ -229,12 +230,16 @@ def reread(rank: int, world: int) -> dict[str, Any]:
     found["ZeRO-1"] = stepped("ZeRO-1", engine)
     # The engine is as it was: three micro-batches by its own count, of which none steps here.
     found["engine"] = engine._is_gradient_accumulation_boundary, "step" in vars(engine)
-    # The module inside of an engine: ZeRO-3 misses the engine's forward.
+    # The module inside of an engine: ZeRO-3 misses the engine's forward, also in the first
+    # micro-batch alone.
     engine = wrapped("ZeRO-3")
-    hooks = len(engine._forward_pre_hooks)
-    with pytest.raises(WindowStateError) as caught:
-        attempt(TokenNormalizer(engine), engine, mine, INNER)
-    found["inner"] = str(caught.value)
+    hooks, turns = len(engine._forward_pre_hooks), iter([engine.module, engine, engine])
+    for body in (INNER, calling(lambda _: next(turns))):
+        with pytest.raises(WindowStateError) as caught:
+            attempt(TokenNormalizer(engine), engine, mine, body)
+        found["inner"] = str(caught.value)
+    with pytest.raises(ZeroDivisionError):
+        attempt(TokenNormalizer(engine), engine, mine, lambda *_: 1 / 0)
     assert len(engine._forward_pre_hooks) == hooks
     with unchecked(Plain, "check_forward"):
         engine = wrapped("ZeRO-3")
