@@ -214,7 +214,7 @@ class TokenNormalizer:
 
     Args:
         model_or_engine: the model as it is called: plain, DDP, FSDP2, a DeepSpeed engine, or what
-            Accelerate has prepared.
+            Accelerate has prepared or Lightning Fabric set up.
         count_group: ranks over which tokens are counted; None for those that gradients are reduced
             over. A larger group holds each data rank's tokens several times, and is divided by
             that number.

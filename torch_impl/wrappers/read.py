@@ -10,6 +10,7 @@ from torch import nn
 from xentlib.accumulate import UnsupportedWrapperError
 from xentlib.torch.wrappers.accelerate import Accelerated
 from xentlib.torch.wrappers.deepspeed import Engine
+from xentlib.torch.wrappers.fabric import Fabricated, inside_fabric
 from xentlib.torch.wrappers.fsdp2 import Sharded
 from xentlib.torch.wrappers.plain import Plain, Replicated, own_hooks
 
@@ -18,6 +19,14 @@ __all__ = ["read"]
 
 def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool) -> Plain:
     """The wrapper of a model; refused where it cannot be read."""
+    inside = inside_fabric(model)
+    if inside is not None:
+        if scaler is not None:
+            raise UnsupportedWrapperError(
+                "`scaler` must be None with Fabric, whose precision scales losses itself; got a "
+                "scaler. Leave it out."
+            )
+        return Fabricated(read(inside, accelerator, None, sums, gas), model)
     own = own_hooks(model)
     if sums is not None and not own:
         raise UnsupportedWrapperError(
