@@ -257,7 +257,7 @@ def test_what_an_installed_framework_lacks_is_its_own_to_say(backend):
     pytest.importorskip(backend)
     needed = {"torch": "torch._tensor", "jax": "jax._src"}[backend]
     done = run(BLOCKED.format(blocked=needed, backend=backend))
-    assert done.startswith(f"{needed}: ")
+    assert done.startswith(needed)
     assert "xentlib[" not in done
 
 
