@@ -33,7 +33,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test quick public classes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -50,6 +50,7 @@ help:
 	@echo 'lint        ruff, formatting, mypy strict'
 	@echo 'format      let ruff fix and format'
 	@echo 'public      copy signatures and docstrings from their definitions into both backends'
+	@echo 'classes     what becomes of each causal LM class of transformers, for the documentation'
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare GEMMs and other libraries: about ten minutes'
 	@echo 'examples    every example, alone or on two ranks'
@@ -204,6 +205,10 @@ lint: $(VENV)/dev.stamp
 # Signatures and docstrings where an editor finds them: copies of the definitions in xentlib/.
 public:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) .ci/public.py
+
+# Of the installed transformers, as the suite holds them.
+classes: $(VENV)/test.stamp
+	$(BIN)/python .ci/causal_lm.py
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .

@@ -1,10 +1,11 @@
 """What the documentation takes from the code and from runs, put in while it is built.
 
 A page holds a marker, `<!-- contract -->`, `<!-- parity -->`, `<!-- bench -->`, `<!-- kernels -->`,
-`<!-- parity_options -->` or `<!-- bench_options -->`, and gets in its place the contract's rows,
-the committed parity run `docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, the
-machine code that `docs/data/kernels.json` describes, or the options of a command as its own parser
-has them. So none can say what the code does not.
+`<!-- causal_lm -->`, `<!-- parity_options -->` or `<!-- bench_options -->`, and gets in its place
+the contract's rows, the committed parity run `docs/data/parity.json`, the committed benchmarks
+`bench/results/*.md`, the machine code that `docs/data/kernels.json` describes, the classes of
+transformers in `docs/data/causal_lm.json`, or the options of a command as its own parser has them.
+So none can say what the code does not.
 
 `python docs/hooks.py` prints the contract's table and two short ones of the CPU benchmark.
 README.md holds all three, and a test compares.
@@ -26,6 +27,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 PARITY = ROOT / "docs" / "data" / "parity.json"
 KERNELS = ROOT / "docs" / "data" / "kernels.json"
+CAUSAL_LM = ROOT / "docs" / "data" / "causal_lm.json"
 BENCH = ROOT / "bench" / "results"
 SHOWN = "cpu"
 IMAGES = (".png", ".svg")
@@ -234,11 +236,36 @@ def kernels_part() -> str:
     return f"{table(('program', 'of', *arches), rows)}\n\nTriton {found['triton']}."
 
 
+def causal_lm_part() -> str:
+    """What `make classes` has written of transformers: how many, who is refused, who is patched."""
+    data = json.loads(CAUSAL_LM.read_text(encoding="utf-8"))
+
+    def counts(classes: dict[str, Any]) -> str:
+        refused = sum(entry["refused"] is not None for entry in classes.values())
+        return f"{len(classes) - refused} are patched, {refused} refused"
+
+    classes = {**data["causal"], **data["images"]}
+    refused = [(f"`{x}`", entry["refused"]) for x, entry in classes.items() if entry["refused"]]
+    patched = [
+        (f"`{x}`", ", ".join(f"`{name}`" for name in entry["types"]))
+        for x, entry in classes.items()
+        if not entry["refused"]
+    ]
+    numbers = (
+        f"Of the {len(data['causal'])} causal LM classes of transformers {data['transformers']}, "
+        f"{counts(data['causal'])}; of {len(data['images'])} that take images too, on text alone, "
+        f"{counts(data['images'])}."
+    )
+    tables = table(("refused", "why"), refused), table(("patched", "model types"), patched)
+    return "\n\n".join((numbers, *tables))
+
+
 PARTS = {
     "contract": contract_table,
     "parity": parity_part,
     "bench": bench_part,
     "kernels": kernels_part,
+    "causal_lm": causal_lm_part,
     "parity_options": lambda: options_table("parity"),
     "bench_options": lambda: options_table("bench"),
 }

@@ -216,6 +216,31 @@ def test_parity_page_refuses_another_schema(tmp_path, monkeypatch):
         hooks.parity_part()
 
 
+@pytest.mark.torch
+def test_classes_of_transformers_are_those_that_are_installed():
+    """Each with the result that `test_transformers_classes.py` holds it to; and all on the page."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from helpers.tiny_models import CLASSES, IMAGES, refusal_of
+
+    def said(kind):
+        return {(name, x, e["refused"]) for name, e in data[kind].items() for x in e["types"]}
+
+    def held(tried):
+        refusal = refusal_of(tried)
+        return refusal and refusal["why"]
+
+    data = json.loads(hooks.CAUSAL_LM.read_text(encoding="utf-8"))
+    assert data["transformers"] == transformers.__version__, "run `make classes`"
+    assert said("causal") == {(name, x, held(x)) for x, name in CLASSES.items()}
+    assert said("images") == {(name, x, held(name)) for name, x in IMAGES.items()}
+    rows = [line for line in hooks.causal_lm_part().splitlines() if line.startswith("| `")]
+    entries = {**data["causal"], **data["images"]}
+    assert sorted(row.split("`")[1] for row in rows) == sorted(entries)
+    for name, entry in entries.items():
+        assert not entry["refused"] or f"| `{name}` | {entry['refused']} |" in rows
+
+
 def test_bench_page_is_the_committed_tables_with_their_plots(tmp_path, monkeypatch, warned):
     monkeypatch.setattr(hooks, "ROOT", tmp_path)
     monkeypatch.setattr(hooks, "BENCH", tmp_path / "results")
