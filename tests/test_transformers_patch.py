@@ -234,3 +234,33 @@ def test_spread_over_devices() -> None:
 
     places = {"model": "cpu", "lm_head": "cpu"}
     held(step(patch(dispatch_model(llama(), places, force_hooks=True))), step(llama()))
+
+
+def evaluated(model, folder, metrics):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{key: x[k] for key, x in batch().items()} for k in range(ROWS)]
+    arguments = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    trainer = Trainer(model, arguments, eval_dataset=rows, compute_metrics=metrics)
+    return trainer.evaluate()
+
+
+def test_evaluation_of_trainer(tmp_path) -> None:
+    """The loss alone, metrics of what is made of the logits, and the sentence without it."""
+
+    def accuracy(found):
+        right = found.predictions[:, :-1] == found.label_ids[:, 1:]
+        return {"accuracy": float(right[found.label_ids[:, 1:] != -100].mean())}
+
+    want = evaluated(llama(), tmp_path, lambda found: {"shape": found.predictions.shape})
+    assert want["eval_shape"] == (ROWS, LENGTH, V)
+    alone = evaluated(patched(), tmp_path, None)
+    predicted = patched(in_place_of_logits=lambda logits: logits.argmax(-1))
+    found = evaluated(predicted, tmp_path, accuracy)
+    assert 0 <= found["eval_accuracy"] <= 1
+    for got in (alone, found):
+        held({"loss": torch.tensor(got["eval_loss"])}, {"loss": torch.tensor(want["eval_loss"])})
+    with pytest.raises(TypeError, match="UnmadeLogits"):
+        evaluated(patched(), tmp_path, accuracy)

@@ -44,7 +44,7 @@ class OfClasses(TorchDispatchMode):
     def __init__(self, model: Any) -> None:
         super().__init__()
         # Of a vocabulary that is padded, the classes that the loss is over.
-        self.classes = {V, getattr(model.config, "unpadded_vocab_size", V)}
+        self.classes = {V, getattr(model.config.get_text_config(), "unpadded_vocab_size", V)}
         known = {tuple(p.shape) for p in model.parameters()}
         known |= {(n, *shape[1:]) for n in self.classes for shape in known if shape[:1] == (V,)}
         self.known = known | {shape[::-1] for shape in known}
