@@ -204,6 +204,11 @@ def test_patched_twice_unpatched_and_refused() -> None:
     held(step(model), step(llama()))
     with pytest.raises(ValueError, match="`model` must be patched; got a LlamaForCausalLM"):
         unpatch(model)
+    patch(model)
+    model.__class__ = type("FSDPLlamaForCausalLM", (type(model),), {})  # as `fully_shard` does it
+    with pytest.raises(ValueError, match="`model` must have the class that `patch` gave it"):
+        unpatch(model)
+    model = llama()
     for other in (torch.nn.Linear(2, 2), GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))):
         with pytest.raises(TypeError, match="`model` must be a model of `transformers` with a"):
             patch(other)

@@ -83,15 +83,27 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> nn.Module:
-    """Take `patch` back; the model is returned. Raises ValueError where nothing is patched."""
+    """Take `patch` back, before any wrapper; returns the model.
+
+    Raises:
+        ValueError: nothing is patched, or a wrapper such as `fully_shard` has given the patched
+            model or its head another class since.
+    """
     inner, head = parts(model)
     if not hasattr(type(inner), "unpatched"):
         raise ValueError(
             f"`model` must be patched; got a {type(inner).__name__} that is not. Leave it as it is."
         )
-    for module in (head, inner):
-        if hasattr(type(module), "unpatched"):
-            become(module, type(module).unpatched)
+    patched = [x for x in (head, inner) if hasattr(type(x), "unpatched")]
+    for module in patched:
+        if "unpatched" not in vars(type(module)):
+            raise ValueError(
+                f"`model` must have the class that `patch` gave it; got a "
+                f"{type(module).__name__} that was wrapped since, by `fully_shard` perhaps. Call "
+                f"`unpatch` before the wrapper."
+            )
+    for module in patched:
+        become(module, type(module).unpatched)
     del inner._unmade
     return model
 
