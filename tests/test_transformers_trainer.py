@@ -1,0 +1,58 @@
+"""A patched model in `Trainer`: the gradient of a step is that of one batch with all its tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from helpers.patched import ROWS, V, batch, held, llama, step  # noqa: E402
+from xentlib.torch.integrations.transformers import patch  # noqa: E402
+
+
+def gpt2():
+    """Of a class whose name does not tell `Trainer` that its loss shifts the labels."""
+    torch.manual_seed(0)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": V}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **off))
+
+
+class Gradients(TrainerCallback):
+    def on_pre_optimizer_step(self, *args, model, **kwargs) -> None:
+        self.found = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_step_of_trainer(make, accumulate, tmp_path) -> None:
+    """Rows of 2 to 11 tokens, whose first column has a label. Catches: means of means, and a number
+    of tokens that counts the first column."""
+    rows = [{key: x[k] for key, x in batch().items()} for k in range(ROWS)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        per_device_train_batch_size=ROWS // accumulate,
+        gradient_accumulation_steps=accumulate,
+        max_steps=1,
+        optim="sgd",
+        max_grad_norm=0,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    callback = Gradients()
+    Trainer(patch(make()), arguments, train_dataset=rows, callbacks=[callback]).train()
+    want = step(make())
+    del want["loss"]
+    held(callback.found, want)
