@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -87,6 +89,31 @@ def test_more_than_a_head_is_refused(make) -> None:
         TypeError, match="`weight` must be a head, or a module that multiplies with"
     ):
         chunked_nll(x, make(), y)
+
+
+def user_hook(module, args):
+    return (args[0] * 2,)
+
+
+def test_hooks_that_would_not_run_are_refused() -> None:
+    """Catches: a weight that `weight_norm` makes in a hook, and would be that of the last step."""
+    from xentlib.torch.integrations.transformers import patch
+
+    x, y = inputs()
+    normed = nn.utils.weight_norm(nn.Linear(H, V))
+    with pytest.raises(TypeError, match=r"with the forward hook torch\.nn\.utils\.weight_norm"):
+        chunked_nll(x, normed, y)
+    model = patch(llama())
+    handle = model.lm_head.register_forward_pre_hook(user_hook)
+    with pytest.raises(TypeError, match=r"with the forward hook test_heads_torch\.user_hook"):
+        model(**batch())
+    handle.remove()
+    model.lm_head.register_forward_hook(partial(print, end=""))
+    with pytest.raises(TypeError, match=r"with the forward hook builtins\.print"):
+        model(**batch())
+    table = nn.Embedding(V, H)
+    table.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    assert chunked_nll(x, table, y).loss.isfinite()
 
 
 def test_what_a_module_has_itself_is_refused() -> None:

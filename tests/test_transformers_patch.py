@@ -199,8 +199,11 @@ def test_patched_twice_unpatched_and_refused() -> None:
     assert type(model).__name__ == kind.__name__
     with pytest.raises(ValueError, match="`model` must be patched once"):
         patch(model)
+    step(model)
     assert type(unpatch(model)) is kind
     assert type(model.lm_head) is torch.nn.Linear
+    assert vars(model).keys() == vars(llama()).keys()
+    assert vars(model.lm_head).keys() == vars(llama().lm_head).keys()
     held(step(model), step(llama()))
     with pytest.raises(ValueError, match="`model` must be patched; got a LlamaForCausalLM"):
         unpatch(model)
@@ -223,6 +226,7 @@ def test_trainer_counts_after_the_shift_whatever_the_class_is_called() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=V))
     assert model.loss_type is None
     assert patch(model).loss_type == "ForCausalLM"
+    assert unpatch(model).loss_type is None
 
 
 def test_a_forward_without_its_head_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from xentlib.call import Arguments
 from xentlib.checks.placement import refuse_dtensor
 from xentlib.torch.describe import only_tensors
-from xentlib.torch.heads import with_parameters
+from xentlib.torch.heads import head_of
 from xentlib.torch.shards import is_dtensor
 from xentlib.torch.wrappers import deepspeed, fsdp2
 
@@ -36,7 +36,7 @@ def with_whole_head(
             if isinstance(given.weight, nn.Module):
                 del named["weight"]
             only_tensors(**named)
-            given = with_parameters(given)
+            given = head_of(given)
             heads = deepspeed.sharded(given.weight, given.bias)
             if heads:
                 return deepspeed.call_with_head(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, wraps
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -14,10 +14,21 @@ from torch import Tensor, nn
 
 from xentlib.torch.heads import parameters_of
 from xentlib.torch.integrations.unmade import UnmadeLogits, UnmadeLogitsError
+from xentlib.torch.wrappers.accelerate import keeps_forward, set_class
 
 __all__ = ["UnmadeLogits", "UnmadeLogitsError", "patch", "unpatch"]
 
 OPTIONS = ("compute_dtype", "label_smoothing", "max_chunk_bytes", "z_loss")
+
+
+@dataclass
+class Patch:
+    """What a patched model remembers."""
+
+    in_place_of_logits: Callable[[Tensor], Tensor] | None
+    options: dict[str, Any]  # of `chunked_nll`
+    loss_type: str | None  # before the patch
+    warned: bool = False
 
 
 def patch(
@@ -72,11 +83,13 @@ def patch(
             f"else the loss depends on is the model's."
         )
     kinds: list[Any] = [type(head), type(inner)]
-    become(head, head_class(kinds[0]))
-    become(inner, model_class(kinds[1]))
-    inner._unmade = (in_place_of_logits, options)
+    # The class, as `fully_shard` does it: copies, pickles and tied parameters are right by
+    # themselves, which a function on the instance would break.
+    set_class(head, head_class(kinds[0]))
+    set_class(inner, model_class(kinds[1]))
+    inner._xentlib = Patch(in_place_of_logits, options, inner.loss_type)
     # Trainer counts a batch's tokens after the shift if it knows the model's loss, by its name.
-    names = inspect.unwrap(type(inner).unpatched.forward).__code__.co_names
+    names = inspect.unwrap(kinds[1].forward).__code__.co_names
     if inner.loss_type is None and "loss_function" in names:
         inner.loss_type = "ForCausalLM"
     return model
@@ -103,8 +116,10 @@ def unpatch(model: nn.Module) -> nn.Module:
                 f"`unpatch` before the wrapper."
             )
     for module in patched:
-        become(module, type(module).unpatched)
-    del inner._unmade
+        set_class(module, type(module).unpatched)
+    inner.loss_type = inner._xentlib.loss_type
+    del inner._xentlib
+    vars(head).pop("unmade", None)
     return model
 
 
@@ -123,7 +138,7 @@ def parts(model: Any) -> tuple[Any, Any]:
         refuse(f"a {kind}, whose `get_output_embeddings()` is None")
     if "labels" not in inspect.signature(type(inner).forward).parameters:
         refuse(f"a {kind}, whose forward takes no `labels`")
-    if "forward" in vars(inner) and "_old_forward" not in vars(inner):
+    if "forward" in vars(inner) and not keeps_forward(inner):
         refuse(f"a {kind} whose forward was replaced, by `accelerator.prepare` perhaps")
     parameters_of(head)  # or the reason why not
     return inner, head
@@ -141,14 +156,6 @@ def refuse(came: str) -> NoReturn:
         f"{came}. Patch it before anything else replaces its forward, or call `chunked_nll` with "
         f"its hidden states."
     )
-
-
-def become(module: Any, kind: Any) -> None:
-    """Another class for a module, as `fully_shard` does it: copies, pickles and tied parameters
-    are right by themselves, which a function on the instance would break."""
-    module.__class__ = kind
-    if "_old_forward" in vars(module):  # of a model that Accelerate has spread over devices
-        module._old_forward = MethodType(kind.forward, module)
 
 
 def restore(kind: Any, make: str) -> Any:
@@ -198,9 +205,8 @@ def model_class(kind: Any) -> Any:
             if self.training and torch.is_grad_enabled():
                 warn_of_logits(self)
             return kind.forward(self, *args, **kwargs)
-        in_place_of_logits, options = self._unmade
-        head = self.get_output_embeddings()
-        asked = {"calls": 0, "options": options}
+        head, kept = self.get_output_embeddings(), self._xentlib
+        asked = {"calls": 0, "options": kept.options}
         head.unmade = asked
         try:
             out = kind.forward(self, *args, **kwargs)
@@ -212,9 +218,10 @@ def model_class(kind: Any) -> Any:
             raise RuntimeError(
                 f"a patched model must compute its loss from the head that "
                 f"`get_output_embeddings()` names; got {came} from {kind.__name__}. Patch it after "
-                f"`get_peft_model`, or call `unpatch(model)`."
+                f"what replaces the head (`get_peft_model`, `resize_token_embeddings`), or call "
+                f"`unpatch(model)`."
             )
-        return without_logits(out, None if self.training else in_place_of_logits)
+        return without_logits(out, None if self.training else kept.in_place_of_logits)
 
     return same_name(kind, "model", {"forward": forward})
 
@@ -231,9 +238,9 @@ def without_logits(out: Any, function: Callable[[Tensor], Tensor] | None) -> Any
 
 
 def warn_of_logits(model: Any) -> None:
-    if vars(model).get("_warned_of_logits"):
+    if model._xentlib.warned:
         return
-    model._warned_of_logits = True
+    model._xentlib.warned = True
     warnings.warn(
         f"{type(model).__name__} is patched but was called without labels while it is trained, and "
         f"makes all logits. Pass `labels` to the model. `Trainer` does not with a "

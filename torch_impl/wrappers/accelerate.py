@@ -1,16 +1,33 @@
-"""Accelerate: what it does to gradients beside the wrapper that it has prepared."""
+"""Accelerate: what it does to gradients beside the wrapper that it has prepared, and to the forward
+of what it spreads over devices."""
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from xentlib.accumulate import Reduction, UnsupportedWrapperError
 from xentlib.torch.wrappers.deepspeed import Engine
 from xentlib.torch.wrappers.plain import Around, Plain
 
-__all__ = ["Accelerated"]
+__all__ = ["Accelerated", "keeps_forward", "set_class"]
+
+# Where a module that `dispatch_model` has given a forward of its own keeps the one that it calls.
+KEPT = "_old_forward"
+
+
+def keeps_forward(module: nn.Module) -> bool:
+    """Whether the forward on a module is Accelerate's, which calls that of its class."""
+    return KEPT in vars(module)
+
+
+def set_class(module: Any, kind: Any) -> None:
+    """Another class for a module, whose forward Accelerate then calls, too."""
+    module.__class__ = kind
+    if keeps_forward(module):
+        setattr(module, KEPT, MethodType(kind.forward, module))
 
 
 class Accelerated(Around):

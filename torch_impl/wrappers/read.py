@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from xentlib.torch.wrappers.accelerate import Accelerated
 from xentlib.torch.wrappers.deepspeed import Engine
 from xentlib.torch.wrappers.fabric import Fabricated, inside_fabric
 from xentlib.torch.wrappers.fsdp2 import Sharded
+from xentlib.torch.wrappers.loaded import is_a
 from xentlib.torch.wrappers.plain import Plain, Replicated, own_hooks
 
 __all__ = ["read"]
@@ -41,11 +41,11 @@ def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool
     inner: Plain
     if isinstance(model, nn.parallel.DistributedDataParallel):
         inner = Replicated(model, scaler, sums)
-    elif _is("deepspeed.runtime.engine", "DeepSpeedEngine", model):
+    elif is_a("deepspeed.runtime.engine", "DeepSpeedEngine", model):
         inner = Engine(model, scaler, gas)
-    elif _is("torch.distributed.fsdp", "FSDPModule", model):
+    elif is_a("torch.distributed.fsdp", "FSDPModule", model):
         inner = Sharded(model, scaler)
-    elif _is("torch.distributed.fsdp", "FullyShardedDataParallel", model) or isinstance(
+    elif is_a("torch.distributed.fsdp", "FullyShardedDataParallel", model) or isinstance(
         model, nn.DataParallel
     ):
         raise UnsupportedWrapperError(
@@ -54,12 +54,12 @@ def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool
         )
     else:
         for name, module in model.named_modules():
-            if _is("torch.distributed._composable.replicate", "DDP", module):
+            if is_a("torch.distributed._composable.replicate", "DDP", module):
                 raise UnsupportedWrapperError(
                     "`model` must reduce gradients in a way that can be read; got `replicate`, "
                     "whose state is its own. Use DistributedDataParallel."
                 )
-            if isinstance(module, nn.parallel.DistributedDataParallel) or _is(
+            if isinstance(module, nn.parallel.DistributedDataParallel) or is_a(
                 "torch.distributed.fsdp", "FSDPModule", module
             ):
                 raise UnsupportedWrapperError(
@@ -76,9 +76,3 @@ def read(model: Any, accelerator: Any, scaler: Any, sums: bool | None, gas: bool
             "divides; got None. Pass `accelerator=accelerator`."
         )
     return inner
-
-
-def _is(module: str, name: str, x: Any) -> bool:
-    """Without importing a module that is not loaded yet."""
-    found = sys.modules.get(module)
-    return found is not None and isinstance(x, getattr(found, name, ()))
