@@ -71,7 +71,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/test.stamp: $(VENV)/run.stamp
 	@echo 'installing what the tests need'
-	@$(PIP) -e '.[test,plot,deepspeed,hf]'
+	@$(PIP) -e '.[test,plot,deepspeed,trainers]'
 	@touch $@
 
 $(VENV)/bench.stamp: $(VENV)/test.stamp
@@ -90,14 +90,15 @@ env-all: $(VENV)/dev.stamp
 	@echo 'installing every extra'
 	@$(PIP) -e '.[all,docs,lint,test]'
 
-# --- the wheel in an environment of its own, away from the sources -----------------------------------------------------
+# --- the wheel, made of the source archive, in an environment of its own, away from the sources -------------------------
 
 WHEEL_ENV := build/wheel-env
 
 # The installed packages of $(VENV) are borrowed by path; its editable xentlib is not, as a .pth is not read through a .pth.
 $(WHEEL_ENV)/.stamp: $(SOURCES) pyproject.toml $(VENV)/test.stamp
-	@rm -rf build/lib build/bdist.* dist $(WHEEL_ENV)
-	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation -w dist .
+	@rm -rf build/lib build/bdist.* dist *.egg-info $(WHEEL_ENV)
+	@$(BIN)/python -c 'import setuptools.build_meta as b; b.build_sdist("dist")' > /dev/null
+	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation -w dist dist/xentlib-*.tar.gz
 	@rm -rf build/lib build/bdist.*
 	@$(BIN)/python -m venv --without-pip $(WHEEL_ENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \

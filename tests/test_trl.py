@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("trl", reason="TRL is in the extra `bench`")
+pytest.importorskip("trl", reason="TRL is in the extra `trainers`")
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
 from datasets import Dataset  # noqa: E402
