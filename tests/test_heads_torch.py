@@ -160,6 +160,27 @@ def test_adapters_of_peft(options) -> None:
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}],
+    ids=["LoRA", "saved"],
+)
+def test_adapters_that_are_switched_off(options) -> None:
+    """A trainer's reference model: the head as it was before the adapters were trained."""
+    model = lora(**options)
+    head = model.get_base_model().lm_head
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.0 + p.requires_grad)
+    x, y = torch.randn(5, 32, generator=torch.Generator().manual_seed(3)), torch.arange(5)
+    with model.disable_adapter():
+        want = nn.functional.cross_entropy(head(x), y)
+        got = chunked_nll(x, head, y).loss
+    held({"loss": got.detach()}, {"loss": want.detach()})
+    with pytest.raises(AssertionError):
+        held({"loss": chunked_nll(x, head, y).loss.detach()}, {"loss": want.detach()})
+
+
+@pytest.mark.parametrize(
     ("options", "came"),
     [
         ({"target_modules": ["lm_head"], "use_dora": True}, "DoraLinearVariant"),

@@ -237,12 +237,35 @@ def test_a_forward_without_its_head_is_refused() -> None:
         model(**batch())
 
 
+class Twice(GPT2LMHeadModel):
+    """Two losses of one head, as in the prediction of several tokens at once."""
+
+    def forward(self, input_ids, labels):
+        out = super().forward(input_ids=input_ids, labels=labels)
+        more = super().forward(input_ids=input_ids.flip(1), labels=labels)
+        out.loss = out.loss + more.loss
+        return out
+
+
+def test_a_head_with_two_losses() -> None:
+    def twice():
+        torch.manual_seed(0)
+        return Twice(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=V))
+
+    with Logits() as logits:
+        got = step(patch(twice().eval(), max_chunk_bytes=CHUNK))
+    held(got, step(twice().eval()))
+    assert not logits.seen
+
+
 def test_spread_over_devices() -> None:
     """Accelerate puts a forward of its own on every module of a `device_map`."""
     from accelerate import dispatch_model
 
     places = {"model": "cpu", "lm_head": "cpu"}
-    held(step(patch(dispatch_model(llama(), places, force_hooks=True))), step(llama()))
+    model = patch(dispatch_model(llama(), places, force_hooks=True))
+    held(step(model), step(llama()))
+    assert isinstance(model(**batch()).logits, UnmadeLogits)
 
 
 def evaluated(model, folder, metrics):
