@@ -161,7 +161,10 @@ def test_adapters_of_peft(options) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}],
+    [
+        {"target_modules": ["lm_head"]},
+        {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
+    ],
     ids=["LoRA", "saved"],
 )
 def test_adapters_that_are_switched_off(options) -> None:
