@@ -33,7 +33,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public classes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test quick public classes recipes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -51,6 +51,7 @@ help:
 	@echo 'format      let ruff fix and format'
 	@echo 'public      copy signatures and docstrings from their definitions into both backends'
 	@echo 'classes     what becomes of each causal LM class of transformers, for the documentation'
+	@echo 'recipes     peak memory of each example with and without xentlib, for the documentation'
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare GEMMs and other libraries: about ten minutes'
 	@echo 'examples    every example, alone or on two ranks'
@@ -211,6 +212,10 @@ public:
 classes: $(VENV)/test.stamp
 	$(BIN)/python .ci/causal_lm.py
 
+# Peak memory of each file of examples/ that marks its lines, and its distance to full logits.
+recipes: $(VENV)/test.stamp
+	$(BIN)/python .ci/recipes.py $(RECIPES)
+
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -233,7 +238,7 @@ GUARDED := $(BIN)/python -P tests/helpers/orphans.py
 TORCHRUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
   $(GUARDED) torch.distributed.run --standalone
 SHARED := examples/library_text.py examples/small_transformer.py
-ON_RANKS := examples/fsdp2.py examples/zero3.py examples/accelerate_ddp.py examples/trainer.py
+ON_RANKS := $(shell grep -l 'torchrun --nproc-per-node 2' examples/*.py)
 
 examples: $(VENV)/test.stamp
 	@for example in $(filter-out $(SHARED) $(ON_RANKS),$(wildcard examples/*.py)); do \

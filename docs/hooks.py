@@ -1,11 +1,12 @@
 """What the documentation takes from the code and from runs, put in while it is built.
 
 A page holds a marker, `<!-- contract -->`, `<!-- parity -->`, `<!-- bench -->`, `<!-- kernels -->`,
-`<!-- causal_lm -->`, `<!-- parity_options -->` or `<!-- bench_options -->`, and gets in its place
-the contract's rows, the committed parity run `docs/data/parity.json`, the committed benchmarks
-`bench/results/*.md`, the machine code that `docs/data/kernels.json` describes, the classes of
-transformers in `docs/data/causal_lm.json`, or the options of a command as its own parser has them.
-So none can say what the code does not.
+`<!-- causal_lm -->`, `<!-- recipe NAME -->`, `<!-- recipes -->`, `<!-- parity_options -->` or
+`<!-- bench_options -->`, and gets in its place the contract's rows, the committed parity run
+`docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, the machine code that
+`docs/data/kernels.json` describes, the classes of transformers in `docs/data/causal_lm.json`, a
+file of `examples/` with what `docs/data/recipes.json` says of it, or all of those, or the options
+of a command as its own parser has them. So none can say what the code does not.
 
 `python docs/hooks.py` prints the contract's table and two short ones of the CPU benchmark.
 README.md holds all three, and a test compares.
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PARITY = ROOT / "docs" / "data" / "parity.json"
 KERNELS = ROOT / "docs" / "data" / "kernels.json"
 CAUSAL_LM = ROOT / "docs" / "data" / "causal_lm.json"
+RECIPES = ROOT / "docs" / "data" / "recipes.json"
+EXAMPLES = ROOT / "examples"
 BENCH = ROOT / "bench" / "results"
 SHOWN = "cpu"
 IMAGES = (".png", ".svg")
@@ -260,16 +263,74 @@ def causal_lm_part() -> str:
     return "\n\n".join((numbers, *tables))
 
 
+def recipe_numbers(name: str) -> dict[str, str]:
+    """What `make recipes` has measured of `examples/NAME.py`."""
+    found = json.loads(RECIPES.read_text(encoding="utf-8"))
+    one = found["recipes"][name]
+    return {
+        "sizes": f"{found['vocab']:,} classes and rows of {found['length']} tokens",
+        "ours": f"{one['peak_bytes'] / 2**20:,.0f} MiB",
+        "full": f"{one['peak_bytes_full_logits'] / 2**20:,.0f} MiB",
+        "distance": f"{one['distance']:.0e}",
+    }
+
+
+def marked(name: str) -> list[int]:
+    """The lines of `examples/NAME.py` that adopting xentlib adds or changes."""
+    lines = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    return [k for k, line in enumerate(lines, 1) if line.endswith("# xentlib")]
+
+
+def recipe_part(name: str) -> str:
+    """A file of `examples/`, its marked lines highlighted, and what was measured of it."""
+    said = recipe_numbers(name)
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").rstrip()
+    lines = " ".join(map(str, marked(name)))
+    return (
+        f"[Download `{name}.py`](examples/{name}.py). With {said['sizes']}, a process of it takes "
+        f"{said['ours']} at its peak, and {said['full']} with all logits (`--full-logits`). Its "
+        f"gradients are within {said['distance']} of those of full logits, relative.\n\n"
+        f'```python title="examples/{name}.py" hl_lines="{lines}"\n{text}\n```'
+    )
+
+
+def recipes_part() -> str:
+    """All of them, with the page that explains each."""
+    rows = []
+    for name in json.loads(RECIPES.read_text(encoding="utf-8"))["recipes"]:
+        said = recipe_numbers(name)
+        pages = sorted((ROOT / "docs").glob("*.md"))
+        page = next(
+            (p for p in pages if f"<!-- recipe {name} -->" in p.read_text(encoding="utf-8")), None
+        )
+        if page is None:
+            return missing(f"a page with `<!-- recipe {name} -->`", "Write one.")
+        title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        rows.append(
+            (
+                f"[{title}]({page.name}#recipe)",
+                f"[`{name}.py`](examples/{name}.py)",
+                str(len(marked(name))),
+                said["ours"],
+                said["full"],
+                said["distance"],
+            )
+        )
+    right = ("lines", "peak memory", "with all logits", "distance")
+    return table(("page", "file", *right), rows, right)
+
+
 PARTS = {
     "contract": contract_table,
     "parity": parity_part,
     "bench": bench_part,
     "kernels": kernels_part,
     "causal_lm": causal_lm_part,
+    "recipes": recipes_part,
     "parity_options": lambda: options_table("parity"),
     "bench_options": lambda: options_table("bench"),
 }
-MARKER = re.compile(r"(?m)^<!-- (\w+) -->$")
+MARKER = re.compile(r"(?m)^<!-- (\w+)(?: (\w+))? -->$")
 
 
 def fill(markdown: str) -> str:
@@ -277,6 +338,8 @@ def fill(markdown: str) -> str:
 
     def part(found: re.Match[str]) -> str:
         name = found[1]
+        if name == "recipe" and found[2]:
+            return recipe_part(found[2])
         if name in PARTS:
             return PARTS[name]()
         return missing(f"a part named {name!r}", f"The parts are {', '.join(PARTS)}.")
@@ -295,14 +358,13 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The benchmark's plots lie outside of docs/."""
+    """The benchmark's plots and the examples lie outside of docs/."""
     from mkdocs.structure.files import File
 
-    for image in sorted(BENCH.glob("*")):
-        if image.suffix in IMAGES:
-            files.append(
-                File.generated(config, f"bench-results/{image.name}", abs_src_path=str(image))
-            )
+    images = [path for path in BENCH.glob("*") if path.suffix in IMAGES]
+    for folder, paths in (("bench-results", images), ("examples", EXAMPLES.glob("*.py"))):
+        for path in sorted(paths):
+            files.append(File.generated(config, f"{folder}/{path.name}", abs_src_path=str(path)))
     return files
 
 

@@ -1,30 +1,31 @@
-"""DeepSpeed ZeRO-3 with the head as a module: `model.head = NLLHead.from_linear(model.head)`.
+"""DeepSpeed ZeRO-3 with the head as a module of its own: `NLLHead`, no logits.
 
     DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/zero3.py
 
-Two CPU ranks train a small transformer on the Python standard library's own sources. The head's own
-forward takes the labels, so that DeepSpeed's hooks gather it and reduce its gradient. The first
-step's gradients are compared with those of one process that has the whole batch. Half a minute on
-two cores, and 20 s more the first time, when DeepSpeed compiles an operator with g++; needs
-`pip install 'xentlib[deepspeed,cli]'`.
+Two CPU ranks train a small transformer on rows of uneven lengths. The head's own forward takes the
+labels, so that DeepSpeed's hooks gather it and reduce its gradient. The gradients of the first step
+are compared with those of one process that has the whole batch and all logits. A quarter of a
+minute on two cores, and 20 s more the first time, when DeepSpeed compiles an operator with g++;
+needs `pip install 'xentlib[deepspeed]'`. Lines marked `# xentlib` are those to add or to change;
+`--full-logits` trains without them.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed.utils import safe_get_full_grad
-from torch import Tensor
+from torch import Tensor, nn
 
-from library_text import library_tokens
-from small_transformer import LanguageModel, uneven_batches
-from xentlib.torch import NLLHead
+from xentlib.torch import NLLHead  # xentlib
 
-VOCAB, HIDDEN, LENGTH, BATCH, STEPS = 4096, 128, 128, 8, 20
+HIDDEN, BATCH = 64, 4  # rows of all ranks
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH // 2,
     "gradient_clipping": 0.0,
@@ -32,56 +33,84 @@ CONFIG = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "zero_allow_untested_optimizer": True,
 }
-CHUNK = 4 << 20  # bytes of logits that exist at once: 256 tokens, two chunks of a rank's batch
 
 
-class WithLoss(LanguageModel):
-    def forward(self, tokens: Tensor, labels: Tensor, denominator: float) -> Tensor:
-        """The loss, taken inside the model's forward, where the hooks of its head run."""
-        hidden = super().forward(tokens)
-        loss: Tensor = self.head(hidden, labels, denominator=denominator).loss
-        return loss
+class LanguageModel(nn.Module):
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, HIDDEN)
+        layer = nn.TransformerEncoderLayer(
+            HIDDEN, 4, 4 * HIDDEN, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(HIDDEN, vocab, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor, count: float) -> Tensor:
+        """The sum of the losses of valid tokens, over a count."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        hidden = self.blocks(self.embedding(tokens), mask=mask, is_causal=True)
+        if isinstance(self.head, NLLHead):  # xentlib
+            return self.head(hidden, labels, denominator=count).loss  # xentlib
+        logits = self.head(hidden).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum") / count
 
 
-def train() -> None:
+def batch(step: int, vocab: int, length: int) -> tuple[Tensor, Tensor]:
+    """Tokens that go up by 3, and labels [BATCH, length] that are -100 past a row's end."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(vocab, (BATCH, 1), generator=generator)
+    tokens = (start + 3 * torch.arange(length + 1)) % vocab
+    ends = torch.randint(length // 4, length, (BATCH, 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:].masked_fill(torch.arange(length) >= ends, -100)
+
+
+def distance(model: nn.Module, alone: LanguageModel, tokens: Tensor, labels: Tensor) -> float:
+    """Of all gradients, relative, to those of one process with the whole batch and all logits."""
+    alone(tokens, labels, int((labels != -100).sum())).backward()
+    got = torch.cat([safe_get_full_grad(p).flatten() for p in model.parameters()])
+    want = torch.cat([p.grad.flatten() for p in alone.parameters()])
+    return float((got - want).norm() / want.norm())
+
+
+def train(options: argparse.Namespace) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    text = library_tokens(VOCAB, 2_000_000)
     torch.manual_seed(0)
-    model = WithLoss(VOCAB, HIDDEN)
-    model.head = NLLHead.from_linear(model.head, max_chunk_bytes=CHUNK)
+    model = LanguageModel(options.vocab)
     alone = copy.deepcopy(model)
+    if not options.full_logits:
+        model.head = NLLHead.from_linear(model.head)  # xentlib
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
 
-    for step, (tokens, labels) in zip(range(STEPS), uneven_batches(text, BATCH, LENGTH)):
-        # DeepSpeed takes the mean over ranks: with the valid tokens of all ranks over their number
-        # as the denominator, the gradient is that of the mean over all tokens.
-        count = int((labels != -100).sum())
+    for step in range(options.steps):
+        tokens, labels = batch(step, options.vocab, options.length)
+        # DeepSpeed takes the mean over ranks: over the valid tokens of all ranks, divided by their
+        # number, the gradient is that of the mean over all tokens.
+        count = int((labels != -100).sum()) / world
         mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
-        loss = engine(tokens[mine], labels[mine], count / world)
+        loss = engine(tokens[mine], labels[mine], count)
         engine.backward(loss)
-        if step == 0:
-            alone(tokens, labels, count).backward()
-            for (name, p), q in zip(engine.module.named_parameters(), alone.parameters()):
-                got = safe_get_full_grad(p)
-                apart = float((got - q.grad).norm() / q.grad.norm())
-                assert apart < 1e-5, f"{name}: relative distance {apart:.1e} to one process"
-                if rank == 0 and name == "head.weight":
-                    print(f"the head's gradient, relative distance to one process: {apart:.1e}")
+        if step == 0 and not (options.full_logits or options.skip_comparison):
+            apart = distance(engine.module, alone, tokens, labels)
+            assert apart < 1e-5, f"relative distance {apart:.1e} to full logits"
+            if rank == 0:
+                print(f"relative distance of the gradients to full logits: {apart:.1e}")
         engine.step()
         dist.all_reduce(loss := loss.detach())
         if rank == 0 and step % 5 == 4:
             print(f"step {step + 1:3}   loss {loss / world:.3f}", flush=True)
 
 
-def main() -> None:
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--full-logits", action="store_true")
+    parser.add_argument("--skip-comparison", action="store_true")  # which makes all logits
+    parser.add_argument("--vocab", type=int, default=512)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=20)
     deepspeed.init_distributed("gloo")
     torch.set_num_threads(1)
-    train()
+    train(parser.parse_args())
     # A model that is still there keeps gloo's threads, which need Python after Python has ended.
     gc.collect()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -185,7 +185,24 @@ def test_every_marker_on_a_page_is_a_part_and_every_part_has_a_page():
     markers = [
         m for page in DOCS.glob("*.md") for m in hooks.MARKER.findall(page.read_text("utf-8"))
     ]
-    assert sorted(markers) == sorted(hooks.PARTS)
+    assert sorted(name for name, of in markers if not of) == sorted(hooks.PARTS)
+    assert sorted(of for name, of in markers if of) == sorted(recipes())
+
+
+def recipes():
+    """Files of examples/ with lines that are marked as those to add or to change."""
+    return [path.stem for path in (ROOT / "examples").glob("*.py") if hooks.marked(path.stem)]
+
+
+def test_recipes_are_measured_and_their_lines_are_marked():
+    """`make recipes` knows each, and what each is said to save is more than the logits."""
+    found = json.loads(hooks.RECIPES.read_text(encoding="utf-8"))
+    assert sorted(found["recipes"]) == sorted(recipes())
+    for name, one in found["recipes"].items():
+        assert one["distance"] < 1e-6, name
+        saved = one["peak_bytes_full_logits"] - one["peak_bytes"]
+        assert saved > found["vocab"] * found["length"] * 4, name
+    assert 'hl_lines="' in hooks.fill(f"<!-- recipe {recipes()[0]} -->")
 
 
 def test_marker_that_nobody_knows_warns(warned):
