@@ -305,10 +305,10 @@ def recipes_part() -> str:
         )
         if page is None:
             return missing(f"a page with `<!-- recipe {name} -->`", "Write one.")
-        title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        doc = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").removeprefix('"""')
         rows.append(
             (
-                f"[{title}]({page.name}#recipe)",
+                f"[{doc.partition(':')[0]}]({page.name}#recipe)",
                 f"[`{name}.py`](examples/{name}.py)",
                 str(len(marked(name))),
                 said["ours"],
@@ -317,7 +317,7 @@ def recipes_part() -> str:
             )
         )
     right = ("lines", "peak memory", "with all logits", "distance")
-    return table(("page", "file", *right), rows, right)
+    return table(("trainer", "file", *right), rows, right)
 
 
 PARTS = {
