@@ -1,0 +1,279 @@
+"""torchtitan: its loss without logits, wherever the head is kept.
+
+Shapes: B rows, L tokens of a row, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xentlib.checks.module import check_head_options
+from xentlib.torch.heads import parameters_of
+from xentlib.torch.public import chunked_nll
+from xentlib.torch.shards import is_dtensor
+from xentlib.torch.wrappers.fsdp2 import Owner, divisors, find_owner
+
+__all__ = ["HeadLoss", "loss_config"]
+
+OPTIONS = (
+    *("label_smoothing", "z_loss", "compute_dtype", "max_chunk_bytes", "softcap", "logit_scale"),
+    *("ignore_index", "vocab_parallel", "reduce_hidden_grad"),
+)
+UNUSED = frozenset(["positions"])  # what torchtitan's own cross-entropy is given and ignores
+
+
+class HeadLoss:
+    """A loss of the hidden states and the head, with the signature of torchtitan's losses.
+
+        loss_fn = HeadLoss()
+        loss_fn.set_lm_head(model.lm_head)
+        loss, _ = loss_fn(hidden, labels, global_valid_tokens)
+        loss.backward()
+
+        loss = sum over valid tokens of nll / global_valid_tokens
+
+    The labels are those of the columns they stand in, shifted by torchtitan's data loader. A head
+    that is sharded over the vocabulary, by `ColwiseParallel` or by torchtitan's own plans, is found
+    out from its DTensor, under FSDP2 too, and its ranks are the `vocab_parallel` of `chunked_nll`.
+    Hidden states that are a DTensor are gathered over that mesh, as the head's style would do.
+    Ranks of data parallelism are not divided by: their gradients are to be summed, so call
+    `set_gradient_divide_factor(1.0)` on each FSDP module, as torchtitan does.
+
+    Args:
+        options: those of `chunked_nll`: `label_smoothing`, `z_loss`, `compute_dtype`,
+            `max_chunk_bytes`, `softcap`, `logit_scale`, `ignore_index`; `vocab_parallel` and
+            `reduce_hidden_grad` for shards that are plain tensors, or whose region before the head
+            adds up gradients.
+
+    Raises:
+        TypeError: an option that it does not have.
+
+    Numerics: those of `chunked_nll`, of float32 logits, where torchtitan's are rounded to the dtype
+    of the model first.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        check_head_options(options, OPTIONS)
+        self.options = options
+        self.lm_head: nn.Module | None = None
+        self.owner: Owner | None = None
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        """The model's head, after it was parallelised; the last pipeline stage's."""
+        weight, _ = weight_of(lm_head)  # or the reason why not
+        self.lm_head = lm_head
+        self.owner = owner_of(weight)
+
+    def __call__(
+        self,
+        pred: Tensor,
+        labels: Tensor,
+        global_valid_tokens: Tensor | float | None = None,
+        **loss_inputs: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and no metrics.
+
+        Args:
+            pred: [B, L, H] hidden states after the last norm; a tensor, or a DTensor on the mesh of
+                the head's shards.
+            labels: [B, L] with -100 on tokens to leave out.
+            global_valid_tokens: 0-d, of all ranks and micro-batches of the step; None for a sum.
+
+        Raises:
+            ValueError: no head, logits for hidden states, a DTensor on more than one mesh axis, or
+                FSDP2 that divides gradients.
+            TypeError: another input of the loss, which would have no effect.
+        """
+        if self.lm_head is None:
+            raise ValueError(
+                "`HeadLoss` must know the head; got a call before `set_lm_head`. Call "
+                "`loss_fn.set_lm_head(model.lm_head)` once the model is parallelised."
+            )
+        unknown = sorted(set(loss_inputs) - UNUSED)
+        if unknown:
+            raise TypeError(
+                f"`HeadLoss` must be given nothing but hidden states, labels and the number of "
+                f"tokens; got {unknown[0]!r}, which would have no effect. Leave it out, or keep "
+                f"torchtitan's loss."
+            )
+        weight, bias = weight_of(self.lm_head)
+        if pred.shape[-1] != weight.shape[-1]:
+            raise ValueError(
+                f"`pred` must be hidden states (..., {weight.shape[-1]}), before the head; got "
+                f"{tuple(pred.shape)}. Set `model._skip_lm_head = True`, or let the model return "
+                f"what its last norm returns."
+            )
+        options = {"vocab_parallel": vocab_mesh(weight), **self.options}
+        # After the model's forward FSDP2 may have left the head whole, which has no owner.
+        self.owner = owner_of(weight) or self.owner
+        check_summed(self.owner)
+        if global_valid_tokens is not None:
+            options["denominator"] = global_valid_tokens
+        else:
+            options["reduction"] = "sum"
+        loss: Tensor = chunked_nll(gathered(pred), weight, labels, bias=bias, **options).loss
+        return loss, {}
+
+
+def weight_of(head: Any) -> tuple[Tensor, Tensor | None]:
+    """Of a linear layer; torchtitan gives one a forward that places its inputs and outputs."""
+    if not isinstance(head, nn.Module):
+        raise TypeError(
+            f"`lm_head` must be the head as a module; got a {type(head).__name__}. Pass "
+            f"`model.lm_head`, on which wrappers keep the parameters."
+        )
+    placed = getattr(vars(head).get("forward"), "__module__", "").startswith("torchtitan.")
+    if placed and isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        return head.weight, head.bias
+    weight, bias, lora = parameters_of(head)
+    if lora is not None:
+        raise TypeError(
+            f"`lm_head` must be a weight and a bias; got a {type(head).__name__} with adapters. "
+            f"Leave the head out of the adapter's `target_modules`."
+        )
+    return weight, bias
+
+
+def owner_of(weight: Tensor) -> Owner | None:
+    return find_owner(weight) if is_dtensor(weight) else None
+
+
+def vocab_mesh(weight: Tensor) -> Any:
+    """The mesh that a head's rows are spread over, FSDP2's own dimensions left out; or None."""
+    owner = owner_of(weight)
+    whole = weight if owner is None else owner.whole(weight)
+    return whole.device_mesh if is_dtensor(whole) else None
+
+
+def check_summed(owner: Owner | None) -> None:
+    found = set() if owner is None else divisors(owner) - {1.0}
+    if found and torch.is_grad_enabled():
+        by = "the number of ranks" if None in found else f"{found.pop():g}"
+        raise ValueError(
+            f"`HeadLoss` must have its gradients summed over the ranks, as it divides by the "
+            f"tokens of all of them; got FSDP2 that divides by {by}. Call "
+            f"`set_gradient_divide_factor(1.0)` on every FSDP module, as it is not recursive."
+        )
+
+
+def gathered(hidden: Tensor) -> Tensor:
+    """A sequence that is spread over the head's mesh, on each of its ranks; its gradient is the
+    rank's slice of the whole one."""
+    if not is_dtensor(hidden):
+        return hidden
+    from torch.distributed.tensor import Replicate
+
+    if hidden.device_mesh.ndim != 1:
+        raise ValueError(
+            f"`pred` must be a plain tensor, or a DTensor on the mesh of the head's shards alone; "
+            f"got one with placements {hidden.placements}. Use torchtitan's `spmd_backend` "
+            f"'spmd_types' or 'partial_dtensor'."
+        )
+    whole: Tensor = hidden.redistribute(placements=[Replicate()])
+    return whole
+
+
+def loss_config(
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    compute_dtype: str | None = None,
+    max_chunk_bytes: int | None = None,
+) -> Any:
+    """What builds `HeadLoss` in torchtitan: its trainer's `loss`.
+
+        config = llama3_debugmodel()
+        config.loss = loss_config()
+
+    torchtitan's trainer then skips the head in the model's forward and hands it to the loss, as for
+    its own chunked loss: on the last pipeline stage, in validation, on any mesh. The fields can be
+    set on its command line, `--loss.z_loss 1e-4`.
+
+    Args:
+        label_smoothing: as in `chunked_nll`, like the others.
+        z_loss: factor of the mean of lse^2.
+        compute_dtype: "float64" for the audit mode.
+        max_chunk_bytes: budget of the logits of one chunk.
+
+    Returns:
+        A `BaseLoss.Config` of torchtitan.
+
+    Raises:
+        ImportError: no torchtitan, or one without `ChunkedLossWrapper` (it came with 0.3).
+    """
+    return loss_class().Config(
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        compute_dtype=compute_dtype,
+        max_chunk_bytes=max_chunk_bytes,
+    )
+
+
+@cache
+def loss_class() -> Any:
+    """`HeadLoss` as a component of torchtitan."""
+    try:
+        theirs: Any = import_module("torchtitan.components.loss")
+        base = theirs.ChunkedLossWrapper
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            "`loss_config` must find `ChunkedLossWrapper` of torchtitan 0.3 or newer; got none. "
+            "Run: pip install 'torchtitan>=0.3'"
+        ) from error
+    spmd: Any = import_module("spmd_types")
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(base.Config):  # type: ignore[misc, name-defined]
+        num_chunks: int = 1  # `max_chunk_bytes` decides
+        label_smoothing: float = 0.0
+        z_loss: float = 0.0
+        compute_dtype: str | None = None
+        max_chunk_bytes: int | None = None
+
+    class ChunkedNLL(HeadLoss, base):  # type: ignore[misc, valid-type]
+        def __init__(self, config: Any, *, compile_config: Any = None) -> None:
+            # Nothing to compile: the operator's own kernels are what runs.
+            if config.num_chunks != 1 or type(config.loss_fn) is not theirs.CrossEntropyLoss.Config:
+                raise ValueError(
+                    f"`loss` must be cross-entropy whose chunks `max_chunk_bytes` sizes; got "
+                    f"num_chunks={config.num_chunks} and {type(config.loss_fn).__qualname__}. "
+                    f"Leave both out, or keep torchtitan's `ChunkedLossWrapper`."
+                )
+            names = ("label_smoothing", "z_loss", "compute_dtype", "max_chunk_bytes")
+            HeadLoss.__init__(self, **{name: getattr(config, name) for name in names})
+
+        def __call__(
+            self,
+            pred: Tensor,
+            labels: Tensor,
+            global_valid_tokens: Any = None,
+            **loss_inputs: Any,
+        ) -> Any:
+            checking = spmd.is_type_checking()
+            self.options = {**self.options, **local_shards()}
+            with spmd.no_typecheck():
+                loss, metrics = super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
+                if checking:
+                    spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
+            return loss, metrics
+
+    ChunkedNLL.Config = Config
+    Config._owner = ChunkedNLL
+    return ChunkedNLL
+
+
+def local_shards() -> dict[str, Any]:
+    """Under torchtitan's `spmd_types`, where rows of the head are plain tensors: their ranks, and
+    that its region before the head adds up the gradients of the hidden states."""
+    place: Any = sys.modules["torchtitan.distributed.spmd_types"]
+    if place.spmd_mesh_size("tp") == 1:
+        return {}
+    group = place.current_spmd_mesh().get_group("tp")
+    return {"vocab_parallel": group, "reduce_hidden_grad": False}
