@@ -26,12 +26,13 @@ SETUPS = (
     "sequence parallel",
     "tensor parallel",
     "sequence parallel, FSDP2",
+    "sequence parallel, FSDP2, pieces",
     "FSDP2",
-    "FSDP2, tied",
+    "FSDP2, tied, pieces",
     "pipeline",
     "sharded rows",
 )
-OF_RANKS = ("FSDP2", "FSDP2, tied")  # where each rank has a batch of its own
+OF_RANKS = ("FSDP2", "FSDP2, tied, pieces")  # where each rank has a batch of its own
 
 
 def one_process(tied=False):
@@ -52,15 +53,20 @@ def on_rank(rank, world):
 
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("fsdp", "tp"))
     found = {}
-    for name in SETUPS[:5]:
+    for name in SETUPS[:6]:
         model = titan.Decoder(tied="tied" in name)
         mine = titan.batches()
         if "parallel" in name:
             titan.parallel(model, mesh["tp"], sequence="sequence" in name)
             if "FSDP2" in name:
-                titan.shard(model, mesh["fsdp"])
+                titan.shard(model, mesh["fsdp"], pieces="pieces" in name)
         else:
-            titan.shard(model, init_device_mesh("cpu", (world,)), tied="tied" in name)
+            titan.shard(
+                model,
+                init_device_mesh("cpu", (world,)),
+                tied="tied" in name,
+                pieces="pieces" in name,
+            )
             mine = mine[rank : rank + 1]
         found[name] = titan.step(model, mine)
     found["pipeline"] = titan.pipeline(rank)

@@ -113,12 +113,20 @@ def parallel(model: Any, mesh: Any, *, sequence: bool) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def shard(model: Any, mesh: Any, *, tied: bool = False, divide: float | None = 1.0) -> None:
-    """FSDP2 that sums: the last norm and the head, with a tied embedding, in one group."""
+def shard(
+    model: Any,
+    mesh: Any,
+    *,
+    tied: bool = False,
+    pieces: bool = False,
+    divide: float | None = 1.0,
+) -> None:
+    """FSDP2 that sums: the last norm and the head, with a tied embedding, in one group, which with
+    `pieces` is in pieces again when the loss is taken."""
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     group = [model.norm, model.lm_head, *([model.embedding] if tied else [])]
-    fully_shard(group, mesh=mesh, reshard_after_forward=tied)
+    fully_shard(group, mesh=mesh, reshard_after_forward=pieces)
     fully_shard(model, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -141,15 +149,21 @@ def head_loss(model: Any, **options: Any) -> HeadLoss:
     return loss_fn
 
 
+def hooks_of(model: Any) -> list[Any]:
+    return [[*m._forward_pre_hooks, *m._forward_hooks] for m in model.modules()]
+
+
 def step(model: Any, mine: list[tuple[Any, Any]], **options: Any) -> tuple[float, dict[str, Any]]:
     """Loss of some micro-batches and the gradients that they leave."""
     loss_fn, total = head_loss(model, **options), 0.0
     named = dict(model.named_parameters())
+    before = hooks_of(model)
     for ids, labels in mine:
         loss, metrics = loss_fn(model(ids), labels, TOKENS, positions=None)
         assert metrics == {}
         loss.backward()
         total += loss.item()
+        assert hooks_of(model) == before
     return total, gradients(named)
 
 

@@ -8,11 +8,13 @@ to its FSDP group; this file relies on private attributes of torch 2.11 to 2.15.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
@@ -106,7 +108,8 @@ def call_with_head(
     before, used = names.get("forward"), len(uses)
     names["forward"] = forward
     try:
-        owner.module(hidden)
+        with without_styles(owner.module):
+            owner.module(hidden)
     finally:
         del names["forward"]
         if before is not None:
@@ -120,6 +123,24 @@ def call_with_head(
         for x in _differentiable(found[0]):
             x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
     return found[0]
+
+
+@contextmanager
+def without_styles(module: Any) -> Iterator[None]:
+    """Without the hooks of tensor parallelism, `ColwiseParallel`'s or of a norm in the same group
+    `SequenceParallel`'s: they place inputs and outputs of the module's own forward."""
+    hooks = () if is_compiling() else (module._forward_pre_hooks, module._forward_hooks)
+    before = [dict(x) for x in hooks]
+    for kept, all_of in zip(hooks, before, strict=True):
+        for key, hook in all_of.items():
+            if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+                del kept[key]
+    try:
+        yield
+    finally:
+        for kept, all_of in zip(hooks, before, strict=True):
+            kept.clear()  # in the order that they had
+            kept.update(all_of)
 
 
 def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:
