@@ -1,0 +1,162 @@
+"""Log-probabilities under the signatures of verl, SkyRL, NeMo-RL and open-instruct.
+
+Each function stands in for theirs of the same name, and returns float32, 0 where the label is -100.
+None of them writes to the logits that it is given.
+
+Shapes: B rows, L tokens of a row, H hidden width, V vocabulary, C columns or rows of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from xentlib.torch.labels import next_token_labels
+from xentlib.torch.public import chunked_logprobs, vocab_parallel_logprobs
+
+__all__ = [
+    "FusedLinearForPPO",
+    "from_parallel_hidden_to_logprobs",
+    "from_parallel_logits_to_logprobs",
+    "linear_cross_entropy",
+    "log_softmax_and_gather",
+    "logprobs_from_logits",
+]
+
+
+class FusedLinearForPPO(nn.Module):
+    """verl's (`verl.utils.experimental.torch_functional`): of hidden states and the head."""
+
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
+        """`chunk_size` and `impl_backend` choose what is chosen here by itself."""
+        super().__init__()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        vocab_weights: Tensor,
+        input_ids: Tensor,
+        temperature: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [...] of hidden states [..., H] and ids [...]; verl has
+        rolled the ids already. The entropy, which verl rounds to the dtype of the logits, is
+        float32, and its gradient flows."""
+        out = chunked_logprobs(
+            hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True
+        )
+        return out.logprobs, out.entropy
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """verl's (`verl.utils.kernel.linear_cross_entropy`): log-probabilities and entropies [N].
+
+    With a group `weight` [C, H] is this rank's rows, and d hidden this rank's part, which
+    Megatron's gather of the sequence adds up in its backward. Of any width, and on any device.
+    """
+    check("reduction", reduction, "none", "Reduce the result.")
+    out = chunked_logprobs(
+        hidden.flatten(0, -2),
+        weight,
+        labels.flatten(),
+        temperature=temperature,
+        entropy=True,
+        vocab_parallel=dist_process_group,
+        reduce_hidden_grad=dist_process_group is None,
+    )
+    return out.logprobs, out.entropy
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """verl's and SkyRL's: [...] of logits [..., V], which are kept until the backward.
+
+    `inplace_backward` has no effect: the gradient is a tensor of its own.
+    """
+    found: Tensor = vocab_parallel_logprobs(logits, labels).logprobs
+    return found
+
+
+def log_softmax_and_gather(logits: Tensor, index: Tensor) -> Tensor:
+    """open-instruct's (`open_instruct.model_utils`): [...] of logits [..., V]."""
+    return logprobs_from_logits(logits, index)
+
+
+def from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    inference_only: bool = False,
+    cp_group: Any = None,
+    chunk_size: int | None = None,
+    sampling_params: Any = None,
+    *,
+    shift_targets: bool = True,
+) -> Tensor:
+    """NeMo-RL's and SkyRL's: [B, L - 1] of logits [B, L or more, C] and targets [B, L], unshifted.
+
+    `chunk_size` and `inference_only` have no effect. `shift_targets=False`, NeMo-RL's for diffusion
+    models, gives [B, L].
+    """
+    check("vocab_end_index", vocab_end_index, vocab_start_index + vocab_parallel_logits.shape[-1])
+    check("cp_group", 1 if cp_group is None else dist.get_world_size(cp_group), 1)
+    kept = (getattr(sampling_params, "top_k", None) or -1, getattr(sampling_params, "top_p", 1.0))
+    check("sampling_params", kept, (-1, 1.0), "Keep NeMo-RL's function for top-k and top-p.")
+    labels, end = labelled(target, vocab_parallel_logits, shift_targets)
+    out = vocab_parallel_logprobs(vocab_parallel_logits, labels, vocab_parallel=tp_group)
+    found: Tensor = out.logprobs[:, :end]
+    return found
+
+
+def from_parallel_hidden_to_logprobs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Any,
+    inference_only: bool = False,
+    cp_group: Any = None,
+    chunk_size: int | None = None,
+    temperature: float = 1.0,
+    fused_backend: str = "torch",
+) -> Tensor:
+    """SkyRL's: [B, L - 1] of hidden states [B, L or more, H], this rank's rows [C, H] and targets.
+
+    d hidden is this rank's part, which Megatron's gather of the sequence adds up in its backward.
+    `chunk_size`, `inference_only` and `fused_backend` have no effect.
+    """
+    check("vocab_end_index", vocab_end_index, vocab_start_index + lm_head_weight.shape[0])
+    check("cp_group", 1 if cp_group is None else dist.get_world_size(cp_group), 1)
+    labels, end = labelled(target, hidden, True)
+    out = chunked_logprobs(
+        hidden,
+        lm_head_weight,
+        labels,
+        temperature=temperature,
+        vocab_parallel=tp_group,
+        reduce_hidden_grad=tp_group is None,
+    )
+    found: Tensor = out.logprobs[:, :end]
+    return found
+
+
+def labelled(target: Tensor, of: Tensor, shift: bool) -> tuple[Tensor, int]:
+    """The label of each column, -100 on the last one and on padding, and the columns to keep."""
+    labels = next_token_labels(target) if shift else target
+    return pad(labels, (0, of.shape[1] - target.shape[1]), value=-100), target.shape[1] - shift
+
+
+def check(name: str, came: Any, expected: Any, way: str = "Keep the framework's function.") -> None:
+    if came != expected:
+        raise ValueError(f"`{name}` must amount to {expected!r} here; got {came!r}. {way}")
