@@ -289,7 +289,8 @@ def api_headings():
 # What a person imports from. `xentlib.nll` and its like define and do not compute.
 BACKENDS = [f"xentlib.{name}" for name in FRAMEWORKS]
 OTHERS = [f"xentlib.{name}" for name in ("plan", "interop", "contract", "budgets", "reference")]
-OTHERS += [f"xentlib.torch.integrations.{name}" for name in ("transformers", "trl")]
+INTEGRATED = ("torchtitan", "transformers", "trl")
+OTHERS += [f"xentlib.torch.integrations.{name}" for name in INTEGRATED]
 
 
 @pytest.mark.torch
