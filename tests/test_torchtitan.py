@@ -27,6 +27,7 @@ SETUPS = (
     "tensor parallel",
     "sequence parallel, FSDP2",
     "sequence parallel, FSDP2, pieces",
+    "tensor parallel, FSDP2, head alone",
     "FSDP2",
     "FSDP2, tied, pieces",
     "pipeline",
@@ -53,13 +54,14 @@ def on_rank(rank, world):
 
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("fsdp", "tp"))
     found = {}
-    for name in SETUPS[:6]:
+    for name in SETUPS[:7]:
         model = titan.Decoder(tied="tied" in name)
         mine = titan.batches()
         if "parallel" in name:
             titan.parallel(model, mesh["tp"], sequence="sequence" in name)
             if "FSDP2" in name:
-                titan.shard(model, mesh["fsdp"], pieces="pieces" in name)
+                alone = "alone" in name
+                titan.shard(model, mesh["fsdp"], pieces="pieces" in name, alone=alone)
         else:
             titan.shard(
                 model,

@@ -119,13 +119,16 @@ def shard(
     *,
     tied: bool = False,
     pieces: bool = False,
+    alone: bool = False,
     divide: float | None = 1.0,
 ) -> None:
     """FSDP2 that sums: the last norm and the head, with a tied embedding, in one group, which with
-    `pieces` is in pieces again when the loss is taken."""
+    `pieces` is in pieces again when the loss is taken; or the head `alone`."""
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
-    group = [model.norm, model.lm_head, *([model.embedding] if tied else [])]
+    group = [model.lm_head]
+    if not alone:
+        group = [model.norm, *group, *([model.embedding] if tied else [])]
     fully_shard(group, mesh=mesh, reshard_after_forward=pieces)
     fully_shard(model, mesh=mesh)
     for module in model.modules():
@@ -178,8 +181,8 @@ def pipeline(rank: int) -> tuple[float, dict[str, Any]]:
         del model.layers["0"]
     loss_fn = head_loss(model) if rank else None
 
-    def scalar(pred: Any, labels: Any, **loss_kwargs: Any) -> Any:
-        return loss_fn(pred, labels, **loss_kwargs)[0]  # type: ignore[misc]
+    def scalar(pred: Any, labels: Any) -> Any:
+        return loss_fn(pred, labels, TOKENS)[0]  # type: ignore[misc]
 
     stage = PipelineStage(model, rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, BATCHES, loss_fn=scalar, scale_grads=False)
@@ -188,8 +191,7 @@ def pipeline(rank: int) -> tuple[float, dict[str, Any]]:
     if rank == 0:
         schedule.step(ids)
     else:
-        kwargs = {"global_valid_tokens": TOKENS}
-        schedule.step(target=labels, losses=losses, loss_kwargs=kwargs)
+        schedule.step(target=labels, losses=losses)
     total = float(sum(x.item() for x in losses))
     return total, gradients(dict(model.named_parameters()))
 

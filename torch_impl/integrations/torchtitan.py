@@ -148,7 +148,7 @@ def owner_of(weight: Tensor) -> Owner | None:
 def vocab_mesh(weight: Tensor) -> Any:
     """The mesh that a head's rows are spread over, FSDP2's own dimensions left out; or None."""
     owner = owner_of(weight)
-    whole = weight if owner is None else owner.whole(weight)
+    whole = weight if owner is None else owner.kind(weight)
     return whole.device_mesh if is_dtensor(whole) else None
 
 

@@ -41,6 +41,12 @@ class Owner(NamedTuple):
                 return found
         return parameter
 
+    def kind(self, parameter: Tensor) -> Tensor | None:
+        """The same, before a first gather too: of its placement, as its values may be gone."""
+        if not all(hasattr(held, "_unsharded_param") for held in self.group.fsdp_params):
+            self.module.unshard()
+        return self.whole(parameter)
+
 
 def groups_of(state: Any) -> list[Any]:
     """The groups of parameters of one FSDP module: torch 2.11 has one at most, by another name."""
