@@ -16,14 +16,19 @@ from jax.sharding import AxisType, NamedSharding
 
 from xentlib import accumulate as spec
 from xentlib.accumulate import WindowStats
-from xentlib.checks.window import check_integer_count, check_token_count, check_window_count
+from xentlib.checks.window import (
+    check_count_of_all,
+    check_integer_count,
+    check_token_count,
+    check_window_count,
+)
 from xentlib.checks.words import check_choice
 from xentlib.jax.describe import describe
 from xentlib.jax.ranks import as_primal, checks_types, vary, varying
 from xentlib.jax.told import count_told, known, told
 from xentlib.nll import NLLOutput
 
-__all__ = ["TokenNormalizedState", "accumulate_grads", "token_normalized"]
+__all__ = ["TokenNormalizedState", "accumulate_grads", "is_token_normalized", "token_normalized"]
 
 
 def accumulate_grads(
@@ -257,7 +262,7 @@ def token_normalized(
         TypeError: a count that is no integer; an `NLLOutput` with weights, where they are not
             counted and can be read.
         ValueError: a loss that `chunked_nll` has divided; a count that is not one number, or below
-            0, where it can be read.
+            0, where it can be read; inside `shard_map` with types the count of one device.
         CountOverflowError: more than 2^31 - 1 tokens, where the count can be read. A count that
             cannot be read, below 0, too large or of weights, makes the window's gradient NaN.
 
@@ -302,6 +307,8 @@ def token_normalized(
         if not weighted:
             check_window_count(known(state.num_tokens), known(given))
         count = jnp.asarray(given)
+        own = varying(count) - varying(state.num_tokens)
+        check_count_of_all(sorted(map(str, own)))
         if nonfinite == "drop":
             fine = all_finite(updates)
             updates, count = kept((updates, count), fine)
@@ -346,4 +353,10 @@ def token_normalized(
         result: tuple[Any, TokenNormalizedState] = lax.switch(which, (wait, skip, step), None)
         return result
 
+    update.is_token_normalized = True  # type: ignore[attr-defined]
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def is_token_normalized(tx: Any) -> bool:
+    """Whether `token_normalized` has made it. optax's own take no notice of a `token_count`."""
+    return getattr(tx.update, "is_token_normalized", False)

@@ -41,6 +41,8 @@ def count_told(given: Any, weighted: bool) -> Any:
     -1 where that is traced.
     """
     if not isinstance(given, NLLOutput):
+        if given is None:
+            check_token_count("token_count", None, None, weighted)
         return given
     check_loss_sum(describe(given.loss), given.denominator is not None, SUM)
     number, weight = jnp.asarray(given.num_tokens), jnp.asarray(given.weight_sum)

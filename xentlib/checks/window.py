@@ -11,6 +11,7 @@ from xentlib.checks.words import check_choice
 from xentlib.dtypes import INT32, INTEGERS
 
 __all__ = [
+    "check_count_of_all",
     "check_counted",
     "check_denominator_of_window",
     "check_integer_count",
@@ -18,6 +19,7 @@ __all__ = [
     "check_nonfinite",
     "check_rounds",
     "check_token_count",
+    "check_token_normalized",
     "check_window_count",
     "check_windows",
 ]
@@ -183,4 +185,24 @@ def check_window_count(so_far: object, more: object) -> None:
         raise CountOverflowError(
             f"`token_count` must leave the window's count below 2^31; got {seen} and {more} more. "
             f"End the window earlier, or count weights in float32."
+        )
+
+
+def check_count_of_all(axes: Sequence[str]) -> None:
+    """Refuse the count of one device of a `shard_map`, by the mesh axes over which it varies."""
+    if axes:
+        over = axes[0] if len(axes) == 1 else tuple(axes)
+        raise ValueError(
+            f"`token_count` must be the count of all devices; got one that varies over {over!r}, "
+            f"each device's own. Pass `jax.lax.psum(out.num_tokens, {over!r})` of the sum's output."
+        )
+
+
+def check_token_normalized(made: bool) -> None:
+    """Refuse an optimizer that would take no notice of a count."""
+    if not made:
+        raise TypeError(
+            "`tx` must be token-normalised; got another optimizer, which takes no notice of a "
+            "`token_count` and would step on the sum. Make the state with `TrainState.create`, or "
+            "pass `tx=token_normalized(tx)`."
         )
