@@ -291,6 +291,7 @@ BACKENDS = [f"xentlib.{name}" for name in FRAMEWORKS]
 OTHERS = [f"xentlib.{name}" for name in ("plan", "interop", "contract", "budgets", "reference")]
 INTEGRATED = ("torchtitan", "transformers", "trl")
 OTHERS += [f"xentlib.torch.integrations.{name}" for name in INTEGRATED]
+OTHERS += [f"xentlib.jax.integrations.{name}" for name in ("flax", "maxtext", "tunix")]
 
 
 @pytest.mark.torch
