@@ -290,8 +290,13 @@ def tunix_step(loss: Any, kind: Any, head: str) -> Any:
     [("w", "one device"), ("w", "Auto"), ("tied", "Auto"), ("layer", "one device")],
 )
 def test_tunix_s_loss_is_its_own(head: str, kind: str) -> None:
-    """With uneven masks; on a mesh no collective in a loop."""
-    hold(tunix_step(loss_fn, KINDS[kind], head), tunix_step(default_loss, None, head))
+    """With uneven masks; on a mesh no collective in a loop, and the gradient where the head is."""
+    got = tunix_step(loss_fn, KINDS[kind], head)
+    hold(got, tunix_step(default_loss, None, head))
+    if KINDS[kind] is not None:  # placed, as a direct call's gradient is not
+        module, name = ("lm_head", "w") if head == "w" else ("embedder", "input_embedding")
+        spread = NamedSharding(mesh_for(KINDS[kind]), PLACE[name])
+        assert got["grads"][module][name].sharding.is_equivalent_to(spread, 2)
 
 
 def test_tunix_s_loss_makes_no_logits() -> None:

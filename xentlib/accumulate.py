@@ -342,7 +342,7 @@ def token_normalized(
         TypeError: a count that is no integer; an `NLLOutput` with weights, where they are not
             counted and can be read.
         ValueError: a loss that `chunked_nll` has divided; a count that is not one number, or below
-            0, where it can be read.
+            0, where it can be read; inside `shard_map` with types the count of one device.
         CountOverflowError: more than 2^31 - 1 tokens, where the count can be read. A count that
             cannot be read, below 0, too large or of weights, makes the window's gradient NaN.
 
