@@ -8,24 +8,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 
-from transformers import (  # noqa: E402
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from helpers.patched import ROWS, V, batch, held, llama, step  # noqa: E402
+from helpers.patched import ROWS, batch, gpt2, held, llama, step  # noqa: E402
 from xentlib.torch.integrations.transformers import patch  # noqa: E402
-
-
-def gpt2():
-    """Of a class whose name does not tell `Trainer` that its loss shifts the labels."""
-    torch.manual_seed(0)
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": V}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **off))
 
 
 class Gradients(TrainerCallback):

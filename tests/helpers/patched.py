@@ -1,4 +1,4 @@
-"""A tiny Llama of `transformers`, patched or not: its step, and what its tensors were."""
+"""A tiny Llama and GPT-2 of `transformers`, patched or not: a step, and what its tensors were."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from xentlib.contract import check, failures
 
@@ -22,6 +22,14 @@ def llama(*, dtype: torch.dtype = torch.float32, **config: Any) -> LlamaForCausa
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     made = LlamaForCausalLM(LlamaConfig(vocab_size=V, **sizes, **heads, **config))
     return made.to(dtype)  # type: ignore[no-any-return]
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """Of a class whose name does not tell `Trainer` that its loss shifts the labels; tied."""
+    torch.manual_seed(0)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": V}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=1, eos_token_id=2))
 
 
 def batch() -> dict[str, torch.Tensor]:
