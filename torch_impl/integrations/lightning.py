@@ -1,0 +1,219 @@
+"""Lightning's `Trainer` with automatic optimisation: gradients of the mean over a step's tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xentlib.accumulate import UnsupportedWrapperError
+from xentlib.checks.window import check_loss_sum, check_token_count
+from xentlib.nll import NLLOutput
+from xentlib.torch.core.device import onto
+from xentlib.torch.describe import describe
+from xentlib.torch.told import known, told
+from xentlib.torch.wrappers.fsdp2 import Sharded
+from xentlib.torch.wrappers.loaded import is_a
+from xentlib.torch.wrappers.read import read
+
+__all__ = ["TokenMean"]
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+BEFORE_US = ("on_after_backward", "on_before_optimizer_step")
+
+
+def base() -> Any:
+    """`Callback` of the package that is in use, under either of its two names."""
+    loaded = [name for name in PACKAGES if name in sys.modules]
+    for name in [*loaded, *PACKAGES]:
+        try:
+            return import_module(name).Callback
+        except ImportError:
+            continue
+    raise ImportError(
+        "`xentlib.torch.integrations.lightning` must find Lightning; got neither `lightning` nor "
+        "`pytorch_lightning`. Run: pip install lightning"
+    )
+
+
+class TokenMean(base()):  # type: ignore[misc]
+    """Let a step of Lightning be on the mean over all its tokens. A callback.
+
+        class Model(LightningModule):
+            def training_step(self, batch, index):
+                tokens, labels = batch
+                return chunked_nll(self(tokens), self.head, labels, reduction="sum")
+
+        Trainer(accumulate_grad_batches=4, strategy="ddp", callbacks=[TokenMean()]).fit(...)
+
+    Lightning takes the mean of the means of `accumulate_grad_batches` micro-batches, and of ranks,
+    which is something else as soon as their numbers of tokens differ. With this callback
+    `training_step` returns the sum, and before the optimizer's step, and before
+    Lightning clips, finished gradients are multiplied by
+
+        accumulate_grad_batches * (what the strategy divides by) * t / T
+
+    T is the number of tokens in all micro-batches of all ranks, so an epoch's last step may have
+    fewer of them. Sums are divided by t, the T of the step before for each micro-batch and rank, so
+    that the loss that Lightning shows is of the size of a mean, and gradients do not overflow.
+
+    Of single devices, DDP and `ModelParallelStrategy` (FSDP2), with any precision; what
+    scales the loss has undone it by then.
+
+    `training_step` may also return a dict with `loss`, a sum, and `num_tokens`, of other losses;
+    whether such a loss is a sum cannot be checked. Its other entries stay.
+
+    Attributes:
+        num_tokens: T of the last step, [] float64.
+        mean_loss: of the last step, over all ranks and micro-batches, [] float64.
+
+    Raises:
+        ValueError: `training_step` returns a loss that was divided, or one without its number of
+            tokens.
+        UnsupportedWrapperError: a strategy that cannot be read or made up for, manual optimisation,
+            an order of callbacks in which another one sees gradients that are not scaled yet.
+
+    Numerics: one collective of two numbers a step, one more before the first; counts are exact up
+    to 2^53; gradients are rounded once more. With no valid token in a step its gradients are 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_tokens: Tensor | None = None
+        self.mean_loss: Tensor | None = None
+        self.undo: Callable[[], Any] | None = None
+
+    # Lightning's hooks
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.check_order(trainer, pl_module)
+        self.wrapper = strategy_of(trainer, pl_module)
+        self.typical: Tensor | None = None  # t
+        self.start_over()
+        own, step = vars(pl_module), pl_module.training_step
+        before = {key: own[key] for key in ("training_step",) if key in own}  # compiled, perhaps
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            return self.told_of(step(*args, **kwargs))
+
+        pl_module.training_step = training_step
+        self.undo = lambda: (own.pop("training_step"), own.update(before))
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if isinstance(self.wrapper, Sharded):
+            self.wrapper.reduced = True
+            self.wrapper.check_reduced()
+        self.summed(self.seen)
+        tokens, loss = self.seen
+        divided = trainer.accumulate_grad_batches * float(self.wrapper.reduction.scale)
+        assert self.typical is not None
+        some = tokens != 0
+        share = torch.where(some, tokens, 1.0)
+        self.wrapper.scale_gradients(torch.where(some, divided * self.typical / share, 0.0))
+        self.num_tokens, self.mean_loss = tokens, torch.where(some, loss / share, 0.0)
+        self.typical = torch.where(some, tokens.abs() / divided, self.typical)
+        self.start_over()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.undo is not None:
+            self.undo()
+        self.undo = None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
+
+    # What they do
+
+    def check_order(self, trainer: Any, module: Any) -> None:
+        own = base()
+        for callback in trainer.callbacks[: trainer.callbacks.index(self)]:
+            if isinstance(callback, TokenMean):
+                refuse("`TokenMean` must be among the callbacks once; got two. Leave one out.")
+            for hook in BEFORE_US:
+                if getattr(type(callback), hook) is not getattr(own, hook):
+                    refuse(
+                        f"`TokenMean` must come before callbacks that read or clip gradients; got "
+                        f"{type(callback).__name__} with `{hook}` before it. Put `TokenMean()` "
+                        f"first in `Trainer(callbacks=[...])`."
+                    )
+        if not module.automatic_optimization:
+            refuse(
+                f"`automatic_optimization` must be True with `TokenMean`; got a "
+                f"{type(module).__name__} that steps by hand. Use `TokenNormalizer` there."
+            )
+
+    def start_over(self) -> None:
+        self.seen = torch.zeros(2, dtype=torch.float64, device=self.wrapper.device)
+
+    def summed(self, numbers: Tensor) -> None:
+        """Over the ranks that gradients are reduced over."""
+        if self.wrapper.group is not None:
+            dist.all_reduce(numbers, group=self.wrapper.group)
+
+    def told_of(self, out: Any) -> dict[str, Any]:
+        """What Lightning is given for what `training_step` has returned."""
+        more = {}
+        if isinstance(out, NLLOutput):
+            given = told(out, None)
+        elif isinstance(out, Mapping):
+            more = dict(out)
+            loss = more.pop("loss", None)
+            given = told(loss, more.pop("num_tokens", None))
+        else:
+            given = told(out, None)
+        loss, weight = given.loss, given.weight
+        divided = getattr(getattr(loss, "grad_fn", None), "divided", False)
+        divided = divided or given.denominator is not None
+        check_loss_sum(describe(loss), divided, "Pass reduction='sum' to it.")
+        if weight is None:
+            raise ValueError(
+                "`training_step` must return the sum of the losses with its number of tokens under "
+                "`TokenMean`; got a loss alone, perhaps a mean. Return the output of "
+                "`chunked_nll(..., reduction='sum')` itself, or {'loss': sum, 'num_tokens': n}."
+            )
+        check_token_count("num_tokens", describe(weight), known(weight), True, known(loss))
+        own = torch.stack([onto(weight, self.wrapper.device).double(), loss.detach().double()])
+        self.seen += own
+        if self.typical is None:  # of the first micro-batch of each rank
+            first = own.clone()
+            self.summed(first)
+            self.typical = (first[0].abs() / self.wrapper.ranks).clamp(min=1.0)
+        return {**more, "loss": loss / self.typical.to(loss.dtype), "num_tokens": weight}
+
+
+def refuse(why: str) -> None:
+    raise UnsupportedWrapperError(why)
+
+
+def strategy_of(trainer: Any, module: Any) -> Any:
+    """How a strategy reduces gradients."""
+    strategy = trainer.strategy
+    name, model = type(strategy).__name__, strategy.model
+    if strategy.handles_gradient_accumulation:
+        refuse(
+            f"the strategy must let gradients be scaled before the step; got {name}, which steps "
+            f"by itself. Use DDPStrategy or ModelParallelStrategy."
+        )
+    mesh = getattr(strategy, "device_mesh", None)
+    if mesh is not None and mesh["tensor_parallel"].size() > 1:
+        refuse(
+            f"`tensor_parallel_size` must be 1 with `TokenMean`; got "
+            f"{mesh['tensor_parallel'].size()}. Use `TokenNormalizer` with manual optimisation."
+        )
+    # `configure_model` has called `fully_shard`, on the module or inside of it.
+    inside = any(is_a("torch.distributed.fsdp", "FSDPModule", x) for x in module.modules())
+    wrapper = Sharded(module, None) if inside else read(model, None, None, None, True)
+    if wrapper.reduction.wrapper == "plain" and trainer.world_size > 1:
+        refuse(
+            f"the strategy must reduce gradients over the {trainer.world_size} ranks in a way that "
+            f"can be read; got {name} and a module that nothing wraps. Use DDPStrategy, or call "
+            f"`fully_shard` in `configure_model`."
+        )
+    if wrapper.refusal():
+        refuse(f"gradients must be scaled before the step, and {wrapper.refusal()}.")
+    return wrapper
