@@ -8,9 +8,8 @@ step's gradient that of the mean over all its tokens. The first step's gradient 
 that of one process that has all logits of the whole batch. Ten seconds on two cores; needs
 `pip install 'xentlib[torch]' lightning`.
 
-`--full-logits` trains with all logits and Lightning's mean of means instead. With `--vocab 65536
---length 512 --steps 1` and without a comparison, whose logits would be the largest, see what each
-takes.
+`--full-logits` trains with all logits and Lightning's mean of means. `--vocab 65536 --length 512
+--steps 1` shows what each takes, without the comparison, whose logits would be the largest.
 """
 
 from __future__ import annotations

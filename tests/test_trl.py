@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,12 +12,24 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
 from datasets import Dataset  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from trl import (  # noqa: E402
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.trainer import utils  # noqa: E402
 
 from helpers.patched import V, held, llama  # noqa: E402
 from xentlib.torch import chunked_logprobs  # noqa: E402
 from xentlib.torch.integrations import trl  # noqa: E402
+from xentlib.torch.integrations.transformers import patch  # noqa: E402
 
 COMMON = {
     "use_cpu": True,
@@ -51,14 +65,46 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w2")
 
 
-def sft(folder, **options):
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %} w3 {% generation %}"
+    "{{ m['content'] | trim }} w2{% endgeneration %}{% else %} w4{{ m['content'] }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def sft(folder, *, chat=False, patched=False, **options):
     data = [
         {"input_ids": rows(k, 6 + k), "completion_mask": [0] * 3 + [1] * (3 + k)} for k in range(4)
     ]
-    arguments = SFTConfig(str(folder), **COMMON, max_length=None, **options)
-    model = llama()
+    if chat:
+        data = [{"messages": turns(k)} for k in range(4)]
+    known = tokenizer()
+    known.chat_template = CHAT
+    told = {"max_length": None, "completion_only_loss": not chat}  # else the mask is not read
+    arguments = SFTConfig(str(folder), **{**COMMON, **told, **options})
+    model = patch(llama()) if patched else llama()
     trainer = SFTTrainer(
-        model, arguments, train_dataset=Dataset.from_list(data), processing_class=tokenizer()
+        model, arguments, train_dataset=Dataset.from_list(data), processing_class=known
+    )
+    return trainer, model
+
+
+def turns(seed: int) -> list[dict[str, str]]:
+    said = {"user": words(seed, 4), "assistant": words(9 + seed, 3 + seed)}
+    return [{"role": role, "content": text} for role, text in said.items()]
+
+
+def kto(folder, **options):
+    data = [
+        {"prompt": words(k, 4), "completion": words(9 + k, 3 + k), "label": k % 2 == 0}
+        for k in range(4)
+    ]
+    trainer = KTOTrainer(
+        model := llama(),
+        ref_model=llama(),
+        args=KTOConfig(str(folder), **COMMON, **options),
+        train_dataset=Dataset.from_list(data),
+        processing_class=tokenizer(),
     )
     return trainer, model
 
@@ -80,19 +126,21 @@ def dpo(folder, **options):
     return trainer, model
 
 
-def grpo(folder, **options):
+def online(kind, config, folder, **options):
     data = [{"prompt": words(k, 4)} for k in range(4)]
     sizes = {"num_generations": 2, "max_completion_length": 5, "temperature": 0.7}
-    arguments = GRPOConfig(str(folder), **COMMON, **sizes, **options)
-    model = llama()
-    trainer = GRPOTrainer(
-        model,
+    trainer = kind(
+        model := llama(),
         reward_funcs=lambda completions, **_: [float(sum(map(ord, x)) % 97) for x in completions],
-        args=arguments,
+        args=config(str(folder), **COMMON, **sizes, **options),
         train_dataset=Dataset.from_list(data),
         processing_class=tokenizer(),
     )
     return trainer, model
+
+
+grpo = partial(online, GRPOTrainer, GRPOConfig)
+rloo = partial(online, RLOOTrainer, RLOOConfig)
 
 
 class Gradients(TrainerCallback):
@@ -118,8 +166,14 @@ CASES = {
     "SFT": (sft, {}),
     "SFT, padding-free": (sft, {"padding_free": True}),
     "SFT, dft": (sft, {"loss_type": "dft"}),
+    "SFT, packed": (sft, {"packing": True, "max_length": 16}),
+    "SFT, wrapped": (sft, {"packing": True, "packing_strategy": "wrapped", "max_length": 7}),
+    "SFT, assistant": (sft, {"chat": True, "assistant_only_loss": True}),
+    "SFT, whole rows": (sft, {"completion_only_loss": False}),
     "DPO": (dpo, {}),
+    "KTO": (kto, {}),
     "GRPO": (grpo, {"beta": 0.0}),
+    "RLOO": (rloo, {"beta": 0.0}),
 }
 
 
@@ -142,6 +196,32 @@ def test_a_step_is_that_of_trl(name, tmp_path, monkeypatch) -> None:
     assert also.keys() == logged.keys()
     for key, x in logged.items():  # rounded for the log
         assert abs(also[key] - x) <= 2**-10 * abs(x), key
+
+
+def test_a_patched_model_is_warned_of(tmp_path, monkeypatch) -> None:
+    """TRL calls its own head past the patch: that of the block, or TRL's."""
+    want, _ = trained(sft, tmp_path)
+    with pytest.warns(UserWarning, match="is patched, and trl has put a forward of its own"):
+        got, _ = trained(sft, tmp_path, patched=True)
+    assert all(torch.equal(got[name], x) for name, x in want.items())
+    calls = []
+    monkeypatch.setattr(
+        trl, "chunked_logprobs", lambda *a, **k: calls.append(1) or chunked_logprobs(*a, **k)
+    )
+    with trl.use():
+        got, _ = trained(sft, tmp_path, patched=True)
+    assert calls
+    held(got, want)
+
+
+def test_what_trl_says_of_liger(tmp_path) -> None:
+    """Its loss is refused by TRL; its layers need its package, and leave the head alone."""
+    with pytest.raises(ValueError, match="which this trainer patches with a fused LM head"):
+        sft(
+            tmp_path,
+            use_liger_kernel=True,
+            liger_kernel_config={"fused_linear_cross_entropy": True},
+        )
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -223,7 +223,13 @@ def model_class(kind: Any) -> Any:
             )
         return without_logits(out, None if self.training else kept.in_place_of_logits)
 
-    return same_name(kind, "model", {"forward": forward})
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if name == "forward":
+            warn_of_forward(self, value)
+        super(patched, self).__setattr__(name, value)
+
+    patched = same_name(kind, "model", {"forward": forward, "__setattr__": __setattr__})
+    return patched
 
 
 def without_logits(out: Any, function: Callable[[Tensor], Tensor] | None) -> Any:
@@ -235,6 +241,19 @@ def without_logits(out: Any, function: Callable[[Tensor], Tensor] | None) -> Any
         k: x.reduced(function) if isinstance(x, UnmadeLogits) else x for k, x in items
     }
     return type(out)(**made) if isinstance(out, dict) else tuple(made.values())
+
+
+def warn_of_forward(model: Any, forward: Any) -> None:
+    """Of a package that replaces the forward by one with a loss of its own."""
+    names = getattr(getattr(forward, "__func__", forward), "__globals__", {})
+    package = str(names.get("__name__")).partition(".")[0]
+    if package in ("trl", "liger_kernel"):
+        warnings.warn(
+            f"{type(model).__name__} is patched, and {package} has put a forward of its own in "
+            f"place of the patched one, whose loss is {package}'s. Call `unpatch` first, and for "
+            f"TRL's trainers use `with xentlib.torch.integrations.trl.use():`.",
+            stacklevel=3,
+        )
 
 
 def warn_of_logits(model: Any) -> None:
