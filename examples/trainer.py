@@ -7,11 +7,16 @@ micro-batches and a last one of two. The patched model computes its loss without
 step has added to the parameters is compared with a step of one process on the mean over all
 the window's tokens, and so is the loss that Trainer logs. Ten seconds on two cores; needs
 `pip install 'xentlib[hf]'`.
+
+`--full-logits` leaves the model as it is. `--vocab 65536 --length 512 --steps 1` shows what each
+takes, without the comparison, whose logits would be the largest.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import resource
 import tempfile
 
 import torch
@@ -25,27 +30,27 @@ from transformers import (
     TrainingArguments,
 )
 
-from xentlib.torch.integrations.transformers import patch
+from xentlib.torch.integrations.transformers import patch  # xentlib
 
-VOCAB, LENGTH, ROWS, RATE = 256, 64, 128, 0.5
-WORLD, BATCH, ACCUMULATE = 2, 2, 3
-WINDOW = WORLD * BATCH * ACCUMULATE  # rows: ten windows of 12 and a last one of 8
-CONFIG = LlamaConfig(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-)
+WORLD, BATCH, ACCUMULATE, RATE = 2, 2, 3, 0.5
+WINDOW = WORLD * BATCH * ACCUMULATE  # rows of a step; the last of several has 8
+COMPARED = 2**27  # bytes of logits at most, of the comparison
 
 
-def rows() -> list[dict[str, Tensor]]:
-    """Tokens that go up by 3, and labels that are -100 after the first 4 to LENGTH of them."""
+def small(vocab: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab, num_attention_heads=4, **sizes))
+
+
+def rows(options: argparse.Namespace) -> list[dict[str, Tensor]]:
+    """Tokens that go up by 3, and labels that are -100 after the first 4 or more of them."""
     generator = torch.Generator().manual_seed(0)
-    place = torch.arange(LENGTH)
-    ids = (torch.randint(VOCAB, (ROWS, 1), generator=generator) + 3 * place) % VOCAB
+    number, place = options.steps * WINDOW - 4 * (options.steps > 1), torch.arange(options.length)
+    ids = torch.randint(options.vocab, (number, 1), generator=generator) + 3 * place
+    ids %= options.vocab
     # Few long rows and many short ones.
-    lengths = 4 + (LENGTH - 4) * torch.rand(ROWS, 1, generator=generator) ** 3
+    lengths = 4 + (options.length - 4) * torch.rand(number, 1, generator=generator) ** 3
     labels = torch.where(place < lengths, ids, -100)
     return [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)]
 
@@ -67,7 +72,7 @@ def change(
 ) -> tuple[Tensor, float]:
     """A step of one process on the mean of the batches' means, with the logits and the loss of
     transformers: what it adds to the parameters, and the loss."""
-    alone = LlamaForCausalLM(CONFIG)
+    alone = small(len(start["lm_head.weight"]))
     alone.load_state_dict(start)
     total = 0.0
     for batch in batches:
@@ -79,9 +84,16 @@ def change(
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    model = patch(LlamaForCausalLM(CONFIG))  # the line to add
-    data, snapshots = rows(), Snapshots()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--full-logits", action="store_true", help="the model as it is")
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--length", type=int, default=64, help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=11)
+    options = parser.parse_args()
+    model = small(options.vocab)
+    if not options.full_logits:
+        patch(model)  # xentlib
+    data, snapshots = rows(options), Snapshots()
 
     arguments = TrainingArguments(
         output_dir=tempfile.gettempdir(),  # nothing is saved
@@ -104,9 +116,14 @@ def main() -> None:
     assert arguments.world_size == WORLD, "run it under torchrun, on two ranks"
     trainer.train()
 
-    windows = [data[i : i + WINDOW] for i in range(0, ROWS, WINDOW)]
+    windows = [data[i : i + WINDOW] for i in range(0, len(data), WINDOW)]
     assert len(snapshots.taken) == len(windows) + 1
     lead = trainer.is_world_process_zero()
+    if lead:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        print(f"{options.steps} steps, peak memory of rank 0: {peak:.0f} MiB")
+    if options.full_logits or WINDOW * options.length * options.vocab * 4 > COMPARED:
+        return
     if lead:
         print("each step's relative distance to that of one process")
     steps = zip(windows, itertools.pairwise(snapshots.taken), trainer.state.log_history)
