@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import types
 import warnings
 
 import pytest
@@ -256,6 +257,20 @@ def test_a_head_with_two_losses() -> None:
         got = step(patch(twice().eval(), max_chunk_bytes=CHUNK))
     held(got, step(twice().eval()))
     assert not logits.seen
+
+
+def test_a_package_that_puts_a_forward_of_its_own_is_warned_of() -> None:
+    """What Liger's loss does, whose package is not needed for it; a forward that calls the patched
+    one, as Accelerate's under mixed precision, is none of them."""
+    model = patched()
+    here = type(model).forward
+    theirs = types.FunctionType((lambda self: None).__code__, {"__name__": "liger_kernel.llama"})
+    with pytest.warns(UserWarning, match="is patched, and liger_kernel has put a forward"):
+        model.forward = types.MethodType(theirs, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.forward = types.MethodType(here, model)
+    held(step(model), step(llama()))
 
 
 def test_spread_over_devices() -> None:
