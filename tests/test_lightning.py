@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,16 @@ def on_rank(rank: int, world: int) -> dict[str, Any]:
             trained(rank, *args)
         return str(caught.value)
 
+    def stand_in(**strategy: Any) -> str:
+        """Of strategies that Lightning has on GPUs alone, or on more ranks."""
+        from xentlib.torch.integrations.lightning import strategy_of
+
+        options = {"handles_gradient_accumulation": False, "model": None, **strategy}
+        trainer = SimpleNamespace(strategy=SimpleNamespace(**options), world_size=world)
+        with pytest.raises(UnsupportedWrapperError) as caught:
+            strategy_of(trainer, net())
+        return str(caught.value)
+
     low = lightning.plugins.MixedPrecision("16-mixed", "cpu")
     refused = UnsupportedWrapperError
     return {
@@ -148,6 +159,10 @@ def on_rank(rank: int, world: int) -> dict[str, Any]:
             "got Reads with `on_after_backward` before it": said(refused, "late"),
             "a module that nothing wraps": said(refused, "nothing sharded", sharding()),
             "got gradients that are not reduced": said(WindowStateError, "hooks past", sharding()),
+            "which steps by itself": stand_in(handles_gradient_accumulation=True),
+            "`tensor_parallel_size` must be 1 with `TokenMean`; got 2": stand_in(
+                device_mesh={"tensor_parallel": SimpleNamespace(size=lambda: 2)}
+            ),
             "must return a Tensor, a dict": said(Exception, "none"),  # Lightning's own
         },
     }
