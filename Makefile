@@ -237,12 +237,11 @@ bench: $(VENV)/bench.stamp
 GUARDED := $(BIN)/python -P tests/helpers/orphans.py
 TORCHRUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
   $(GUARDED) torch.distributed.run --standalone
-SHARED := examples/library_text.py examples/small_transformer.py
 ON_RANKS := $(shell grep -l 'torchrun --nproc-per-node 2' examples/*.py)
 
 examples: $(VENV)/test.stamp
-	@for example in $(filter-out $(SHARED) $(ON_RANKS),$(wildcard examples/*.py)); do \
-	  echo "== $$example"; PYTHONPATH=examples $(GUARDED) "$$example"; done
+	@for example in $(filter-out $(ON_RANKS),$(wildcard examples/*.py)); do \
+	  echo "== $$example"; $(GUARDED) "$$example"; done
 	@for example in $(ON_RANKS); do \
 	  echo "== $$example"; $(TORCHRUN) --nproc-per-node 2 "$$example"; done
 
