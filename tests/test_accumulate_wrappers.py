@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.accelerated import start_over
 from helpers.ranks import launch
 from xentlib.contract import check, failures
 
@@ -85,6 +86,9 @@ CELLS = {
     "ZeRO-2, empty rank": Cell("ZeRO-2", empty="rank"),
     "ZeRO-3, empty window": Cell("ZeRO-3", empty="window"),
     "ZeRO-2, empty window, post-scale": Cell("ZeRO-2", empty="window", mode="postscale"),
+    # Last: from here on Accelerate takes the CPU for an accelerator.
+    "Accelerate, FSDP2": Cell("Accelerate, FSDP2"),
+    "Accelerate, FSDP2, post-scale": Cell("Accelerate, FSDP2", mode="postscale"),
 }
 
 
@@ -130,10 +134,16 @@ def gradients_of_one_batch(cell: Cell, window: int, dtype: Any = None) -> tuple[
 
 
 @cache
-def accelerator() -> Any:
-    from accelerate import Accelerator
+def accelerator(wrapper: str) -> Any:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    return Accelerator(cpu=True, gradient_accumulation_steps=M)
+    if wrapper == "Accelerate":
+        return Accelerator(cpu=True, gradient_accumulation_steps=M)
+    start_over(cpu_alone=False)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
+    )
+    return Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=M)
 
 
 def wrapped(cell: Cell) -> Any:
@@ -155,8 +165,13 @@ def wrapped(cell: Cell) -> Any:
             model.register_comm_hook(None, add_up)
         else:
             model.register_comm_hook(None, default_hooks.allreduce_hook)
-    elif cell.wrapper == "Accelerate":
-        model = accelerator().prepare(model)
+    elif cell.wrapper.startswith("Accelerate"):
+        made = accelerator(cell.wrapper)
+        if cell.wrapper == "Accelerate":
+            return made.prepare(model)
+        # FSDP2 wants the optimizer too, whose parameters it replaces.
+        model, _ = made.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        assert type(model).__name__.startswith("FSDP")
     elif cell.wrapper in ("FSDP2", "HSDP"):
         shape = (2, 2) if cell.wrapper == "HSDP" else (cell.world,)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])
@@ -233,7 +248,7 @@ def normalizer(cell: Cell, model: Any) -> Any:
         mode=cell.mode,
         sums=True if cell.wrapper == "DDP" and cell.sums else None,
         scale_wrt_gas=cell.scaled,
-        accelerator=accelerator() if cell.wrapper == "Accelerate" else None,
+        accelerator=accelerator(cell.wrapper) if "Accelerate" in cell.wrapper else None,
     )
 
 
@@ -242,7 +257,8 @@ def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), DS_ACCELERATOR="cpu")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # Accelerate looks, and uses none
-    found = []
+    factors = [name for name in names if name in FACTORS.values()]
+    found: list[Any] = [(name, "factor", delivered(CELLS[name], rank)) for name in factors]
     for name in names:
         cell = CELLS[name]
         model = wrapped(cell)
@@ -270,8 +286,7 @@ def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
             mean = float(window.mean_loss())
             assert getattr(getattr(model, "optimizer", None), "loss_scale", None) == scale
             found.append((name, k, grads, mean, bool(stats.skipped), count.counts()))
-    factors = [name for name in names if name in FACTORS.values()]
-    return [*found, *((name, "factor", delivered(CELLS[name], rank)) for name in factors)]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +304,7 @@ def found() -> dict[tuple[str, int], list[Any]]:
     return results
 
 
-NEEDS = {"ZeRO": "deepspeed", "Accelerate": "accelerate"}
+NEEDS = {"ZeRO": "deepspeed", "Accelerate": "accelerate", "Accelerate, FSDP2": "accelerate"}
 
 
 def _has(name: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from helpers.accelerated import start_over
 from helpers.patched import LENGTH, V, gpt2, llama
 from xentlib.torch.integrations.transformers import patch
 
@@ -74,23 +75,6 @@ def wrapping(wrapper: str) -> dict[str, Any]:
     return {"deepspeed": {"zero_optimization": zero, "gradient_clipping": 0.0, **own, **auto}}
 
 
-def start_over(wrapper: str) -> None:
-    """Accelerate keeps what it has found of a process; here each case is a user's process."""
-    from accelerate import DistributedType
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
-    for name in [x for x in os.environ if x.startswith(("ACCELERATE_USE", "FSDP_"))]:
-        del os.environ[name]
-    if wrapper != "DDP":
-        # Accelerate 1.15 has FSDP2 and DeepSpeed on accelerators alone: let it take the CPU for
-        # one. Everything else of it is as on a GPU.
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        found = "gloo", DistributedType.MULTI_GPU
-        PartialState._prepare_backend = lambda *args, **kwargs: found
-
-
 def whole(model: Any) -> dict[str, Tensor]:
     """Its parameters, gathered where they are sharded."""
     found = {}
@@ -127,7 +111,7 @@ class TwoSteps(Trainer):
 
 
 def trained(case: Case) -> Found:
-    start_over(case.wrapper)
+    start_over(cpu_alone=case.wrapper == "DDP")
     steps = Steps()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
