@@ -19,6 +19,7 @@ from xentlib.accumulate import WindowStats
 from xentlib.checks.window import (
     check_count_of_all,
     check_integer_count,
+    check_outermost,
     check_token_count,
     check_window_count,
 )
@@ -286,9 +287,10 @@ def token_normalized(
         tokens, micro_batches, windows = (
             jnp.zeros((), dtype) for dtype in (count_type, jnp.int32, jnp.int32)
         )
-        return TokenNormalizedState(
-            zeros(params), tokens, micro_batches, windows, inner.init(params)
-        )
+        state = inner.init(params)
+        kinds = jax.tree.leaves(state, is_leaf=is_state)
+        check_outermost(any(map(is_state, kinds)))
+        return TokenNormalizedState(zeros(params), tokens, micro_batches, windows, state)
 
     def update(
         updates: Any,
@@ -355,6 +357,10 @@ def token_normalized(
 
     update.is_token_normalized = True  # type: ignore[attr-defined]
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def is_state(x: Any) -> bool:
+    return isinstance(x, TokenNormalizedState)
 
 
 def is_token_normalized(tx: Any) -> bool:

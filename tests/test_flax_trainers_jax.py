@@ -184,6 +184,9 @@ def test_an_optimizer_that_takes_no_notice_of_a_count_is_refused() -> None:
     state = TrainState(**fields, opt_state=plain.opt_state)
     with pytest.raises(TypeError, match="`tx` must be token-normalised; got another optimizer"):
         state.apply_gradients(grads=grads, token_count=out)
+    inside = optax.chain(optax.clip(1.0), token_normalized(optax.sgd(1.0)))
+    with pytest.raises(TypeError, match="must be around the whole optimizer; got one inside"):
+        state_of(params(), inside)
 
 
 @pytest.mark.parametrize("how", ["output", "count"])

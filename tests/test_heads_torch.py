@@ -73,6 +73,11 @@ class Scaled(nn.Linear):
         return super().forward(x) * 2
 
 
+class Called(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
 def replaced():
     head = nn.Linear(H, V)
     head.forward = lambda x: 2 * nn.Linear.forward(head, x)
@@ -80,7 +85,8 @@ def replaced():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Scaled(H, V), replaced, lambda: nn.Sequential(nn.Linear(H, V))]
+    "make",
+    [lambda: Scaled(H, V), lambda: Called(H, V), replaced, lambda: nn.Sequential(nn.Linear(H, V))],
 )
 def test_more_than_a_head_is_refused(make) -> None:
     """Catches: a weight taken from a module that does something else with it."""

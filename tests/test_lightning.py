@@ -31,11 +31,11 @@ def mine(rank: int) -> list[Any]:
     return [batch_of(10 * rank + k, (9, 2, 0, 5, 3)[k] - rank * (k != 2)) for k in range(BATCHES)]
 
 
-def wanted() -> list[tuple[list[Any], float, int]]:
+def wanted(left_out: int = 0) -> list[tuple[list[Any], float, int]]:
     """Of each step what one process has on one batch: gradients, loss and number of tokens."""
     model, found = net().double(), []
     optimizer = torch.optim.SGD(model.parameters(), RATE)
-    for first in range(0, BATCHES, ACCUMULATE):
+    for first in range(left_out * ACCUMULATE, BATCHES, ACCUMULATE):
         parts = [x for r in range(WORLD) for x in mine(r)[first : first + ACCUMULATE]]
         x, y = (torch.cat(part) for part in zip(*parts, strict=True))
         number = (y != -100).sum()
@@ -68,8 +68,19 @@ def trained(rank: int, how: str = "sum", strategy: Any = None, **options: Any) -
                 # The head has to be in the group of what is called.
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
-        def training_step(self, batch: Any, index: int) -> Any:
+        def validation_step(self, batch: Any, index: int) -> Any:
+            self.training_step(batch)
+
+        def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+            if how == "left out" and index < ACCUMULATE:
+                closure()
+            else:
+                super().optimizer_step(epoch, index, optimizer, closure)
+
+        def training_step(self, batch: Any) -> Any:
             x, y = batch
+            if how == "nothing":
+                return None
             if how == "hooks past":
                 self.net.unshard()
                 x = self.net[1].forward(self.net[0].forward(x))
@@ -96,7 +107,9 @@ def trained(rank: int, how: str = "sum", strategy: Any = None, **options: Any) -
             pass
 
     module = Module()
-    callbacks = {"none": [], "two": [mean, TokenMean()], "late": [Reads(), mean]}
+    late = lightning.callbacks.LambdaCallback(on_before_optimizer_step=lambda *_: None)
+    two = {"two": [mean, TokenMean()], "late": [late, mean], "reads": [mean, Reads()]}
+    callbacks = {"none": [], **two}
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=WORLD,
@@ -109,9 +122,11 @@ def trained(rank: int, how: str = "sum", strategy: Any = None, **options: Any) -
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **({"val_check_interval": 1, "num_sanity_val_steps": 0} if how == "validates" else {}),
         **options,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(mine(rank), batch_size=None))
+    batches = torch.utils.data.DataLoader(mine(rank), batch_size=None)
+    trainer.fit(module, batches, batches if how == "validates" else None)
     assert "training_step" not in vars(module)
     return module.found
 
@@ -147,6 +162,8 @@ def on_rank(rank: int, world: int) -> dict[str, Any]:
     return {
         "sum": trained(rank),
         "dict": trained(rank, "dict"),
+        "validates": trained(rank, "validates"),
+        "left out": trained(rank, "left out"),
         "FSDP2": trained(rank, strategy=sharding()),
         "clipped": trained(rank, gradient_clip_val=CLIP),
         "fp16": trained(rank, plugins=low),
@@ -156,7 +173,9 @@ def on_rank(rank: int, world: int) -> dict[str, Any]:
             "got a loss alone, perhaps a mean": said(ValueError, "loss alone"),
             "got a Module that steps by hand": said(refused, "manual"),
             "got two": said(refused, "two"),
-            "got Reads with `on_after_backward` before it": said(refused, "late"),
+            "got LambdaCallback with `on_before_optimizer_step` before it": said(refused, "late"),
+            "got Reads with `on_after_backward`, which runs before": said(refused, "reads"),
+            "in every micro-batch of a window; got None": said(ValueError, "nothing"),
             "a module that nothing wraps": said(refused, "nothing sharded", sharding()),
             "got gradients that are not reduced": said(WindowStateError, "hooks past", sharding()),
             "which steps by itself": stand_in(handles_gradient_accumulation=True),
@@ -173,12 +192,13 @@ def found() -> list[dict[str, Any]]:
     return launch(WORLD, on_rank)
 
 
-@pytest.mark.parametrize("name", ["sum", "dict", "FSDP2", "fp16"])
+@pytest.mark.parametrize("name", ["sum", "dict", "FSDP2", "fp16", "validates", "left out"])
 def test_each_step_is_that_of_one_batch(found: list[dict[str, Any]], name: str) -> None:
     """Three steps, of 26, 8 and 5 tokens, the last one of half as many micro-batches. Catches: the
     mean of means, a division by two micro-batches where there was one."""
     for rank in found:
-        for (got, loss, number), (want, mean, tokens) in zip(rank[name], wanted(), strict=True):
+        steps = wanted(left_out=int(name == "left out"))
+        for (got, loss, number), (want, mean, tokens) in zip(rank[name], steps, strict=True):
             assert number == tokens
             if name == "fp16":
                 near("bf16", got, want)

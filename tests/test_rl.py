@@ -144,14 +144,16 @@ def test_a_vocabulary_over_ranks() -> None:
 def test_what_they_do_and_we_do_not_is_refused() -> None:
     hidden, weight, ids = problem()
     logits = (hidden @ weight.T).detach()
-    with pytest.raises(ValueError, match="`reduction` must amount to 'none' here; got 'mean'"):
+    with pytest.raises(ValueError, match="`reduction` must be 'none' here; got 'mean'"):
         rl.linear_cross_entropy(hidden, weight, ids, 1.0, "mean")
-    with pytest.raises(ValueError, match="`vocab_end_index` must amount to 101 here; got 202"):
+    with pytest.raises(ValueError, match="`vocab_end_index` must be 101 here; got 202"):
         rl.from_parallel_logits_to_logprobs(logits, ids, 0, 2 * V, None)
-    with pytest.raises(ValueError, match="`vocab_end_index` must amount to 111 here; got 101"):
+    with pytest.raises(ValueError, match="`vocab_end_index` must be 111 here; got 101"):
         rl.from_parallel_hidden_to_logprobs(hidden, weight, ids, 10, V, None)
     for kept in ({"top_k": 5, "top_p": 1.0}, {"top_k": None, "top_p": 0.9}):
-        with pytest.raises(ValueError, match=r"`sampling_params` must amount to .* Keep NeMo-RL's"):
+        with pytest.raises(
+            ValueError, match=r"of `sampling_params` must be .* Keep the framework's"
+        ):
             rl.from_parallel_logits_to_logprobs(
                 logits, ids, 0, V, None, sampling_params=SimpleNamespace(**kept)
             )

@@ -173,6 +173,9 @@ def test_a_vocabulary_that_the_model_cuts() -> None:
     "misuse",
     [
         lambda z: z + 1,
+        lambda z: -z,
+        lambda z: z > 0,
+        lambda z: torch.cat([z, z]),
         lambda z: z * torch.ones(()),
         lambda z: z.softmax(-1),
         lambda z: torch.softmax(z, -1),
@@ -189,7 +192,7 @@ def test_what_logits_alone_can_do_raises(misuse) -> None:
     logits = patched()(**batch()).logits
     assert logits.shape == (ROWS, LENGTH, V)
     assert len(logits) == ROWS
-    with pytest.raises((UnmadeLogitsError, TypeError)):
+    with pytest.raises(UnmadeLogitsError, match="logits that are not made must only be"):
         misuse(logits)
 
 
@@ -235,6 +238,21 @@ def test_a_forward_without_its_head_is_refused() -> None:
     model = patched()
     model.lm_head = torch.nn.Linear(32, V)
     with pytest.raises(RuntimeError, match="a patched model must compute its loss from the head"):
+        model(**batch())
+
+
+def test_several_devices_in_one_process_are_refused() -> None:
+    """Of `nn.DataParallel`, whose replicas have no parameters and whose outputs are gathered."""
+    replica = patched()._replicate_for_data_parallel()
+    with pytest.raises(RuntimeError, match=r"in a process for each device; got nn\.DataParallel"):
+        replica(**batch())
+
+
+def test_what_stands_in_place_of_logits_has_to_be_a_tensor() -> None:
+    with pytest.raises(TypeError, match="`in_place_of_logits` must be a function of logits"):
+        patched(in_place_of_logits=True)
+    model = patched(in_place_of_logits=lambda z: z.topk(5)).eval()
+    with pytest.raises(TypeError, match=r"must make a tensor .* got topk"), torch.no_grad():
         model(**batch())
 
 

@@ -233,6 +233,9 @@ def test_the_mean_logit(bias) -> None:
     with trl.use():
         found = utils._ChunkedLogProbFunction.apply(*call)
     held({"mean": found[3]}, {"mean": want[3]})
+    with trl.use(), torch.autocast("cpu", torch.bfloat16):  # `bf16=True`, TRL's default
+        found = utils._ChunkedLogProbFunction.apply(*call)
+    held({"mean": found[3]}, {"mean": want[3]})
 
 
 @pytest.mark.parametrize(("softcap", "more"), [(3.0, "mean_logits"), (None, "log_sum_sq_probs")])

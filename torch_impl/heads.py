@@ -53,7 +53,9 @@ def is_linear(module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear):
         return False
     replaced = "forward" in vars(module) and not keeps_forward(module)
-    plain = type(module).forward is nn.Linear.forward and not replaced
+    kind = type(module)
+    own = kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Module.__call__
+    plain = not (own or replaced)
     return plain or getattr(type(module), "multiplies", False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError
 from xentlib.checks.window import check_loss_sum, check_token_count
-from xentlib.nll import NLLOutput
 from xentlib.torch.core.device import onto
 from xentlib.torch.describe import describe
 from xentlib.torch.told import known, told
@@ -24,7 +24,6 @@ from xentlib.torch.wrappers.read import read
 __all__ = ["TokenMean"]
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-BEFORE_US = ("on_after_backward", "on_before_optimizer_step")
 
 
 def base() -> Any:
@@ -87,6 +86,8 @@ class TokenMean(base()):  # type: ignore[misc]
         self.num_tokens: Tensor | None = None
         self.mean_loss: Tensor | None = None
         self.undo: Callable[[], Any] | None = None
+        self.latest: Tensor  # of the last micro-batch: tokens and loss
+        self.seen: Tensor  # of the window so far
 
     # Lightning's hooks
 
@@ -98,11 +99,19 @@ class TokenMean(base()):  # type: ignore[misc]
         own, step = vars(pl_module), pl_module.training_step
         before = {key: own[key] for key in ("training_step",) if key in own}  # compiled, perhaps
 
+        @wraps(step)  # Lightning reads its arguments
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            return self.told_of(step(*args, **kwargs))
+            out = step(*args, **kwargs)
+            # A validation step may be a call of the training step.
+            return self.told_of(out) if trainer.training else out
 
         pl_module.training_step = training_step
         self.undo = lambda: (own.pop("training_step"), own.update(before))
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """After a window's first `training_step`. What was seen before that was never stepped on:
+        a module's `optimizer_step` may leave steps out."""
+        self.seen = self.latest.clone()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if isinstance(self.wrapper, Sharded):
@@ -131,16 +140,28 @@ class TokenMean(base()):  # type: ignore[misc]
 
     def check_order(self, trainer: Any, module: Any) -> None:
         own = base()
-        for callback in trainer.callbacks[: trainer.callbacks.index(self)]:
-            if isinstance(callback, TokenMean):
+
+        def has(x: Any, hook: str) -> bool:
+            plain = getattr(own if isinstance(x, own) else module_base(x), hook)
+            return getattr(getattr(x, hook), "__func__", None) is not plain
+
+        place = trainer.callbacks.index(self)
+        for k, callback in enumerate(trainer.callbacks):
+            if k < place and isinstance(callback, TokenMean):
                 refuse("`TokenMean` must be among the callbacks once; got two. Leave one out.")
-            for hook in BEFORE_US:
-                if getattr(type(callback), hook) is not getattr(own, hook):
-                    refuse(
-                        f"`TokenMean` must come before callbacks that read or clip gradients; got "
-                        f"{type(callback).__name__} with `{hook}` before it. Put `TokenMean()` "
-                        f"first in `Trainer(callbacks=[...])`."
-                    )
+            if k < place and has(callback, "on_before_optimizer_step"):
+                refuse(
+                    f"`TokenMean` must come before callbacks that read or clip gradients; got "
+                    f"{type(callback).__name__} with `on_before_optimizer_step` before it. Put "
+                    f"`TokenMean()` first in `Trainer(callbacks=[...])`."
+                )
+        for x in (*trainer.callbacks, module):
+            if has(x, "on_after_backward"):
+                refuse(
+                    f"gradients must be read or clipped in `on_before_optimizer_step`, where "
+                    f"`TokenMean` has scaled them; got {type(x).__name__} with "
+                    f"`on_after_backward`, which runs before."
+                )
         if not module.automatic_optimization:
             refuse(
                 f"`automatic_optimization` must be True with `TokenMean`; got a "
@@ -149,6 +170,7 @@ class TokenMean(base()):  # type: ignore[misc]
 
     def start_over(self) -> None:
         self.seen = torch.zeros(2, dtype=torch.float64, device=self.wrapper.device)
+        self.latest = self.seen.clone()
 
     def summed(self, numbers: Tensor) -> None:
         """Over the ranks that gradients are reduced over."""
@@ -158,9 +180,13 @@ class TokenMean(base()):  # type: ignore[misc]
     def told_of(self, out: Any) -> dict[str, Any]:
         """What Lightning is given for what `training_step` has returned."""
         more = {}
-        if isinstance(out, NLLOutput):
-            given = told(out, None)
-        elif isinstance(out, Mapping):
+        if out is None:
+            raise ValueError(
+                "`training_step` must return a loss under `TokenMean`, in every micro-batch of a "
+                "window; got None. To leave one out return a sum of 0 that has a gradient, with "
+                "`num_tokens` 0."
+            )
+        if isinstance(out, Mapping):
             more = dict(out)
             loss = more.pop("loss", None)
             given = told(loss, more.pop("num_tokens", None))
@@ -177,13 +203,20 @@ class TokenMean(base()):  # type: ignore[misc]
                 "`chunked_nll(..., reduction='sum')` itself, or {'loss': sum, 'num_tokens': n}."
             )
         check_token_count("num_tokens", describe(weight), known(weight), True, known(loss))
-        own = torch.stack([onto(weight, self.wrapper.device).double(), loss.detach().double()])
-        self.seen += own
+        self.latest = torch.stack(
+            [onto(weight, self.wrapper.device).double(), loss.detach().double()]
+        )
+        self.seen += self.latest
         if self.typical is None:  # of the first micro-batch of each rank
-            first = own.clone()
+            first = self.latest.clone()
             self.summed(first)
             self.typical = (first[0].abs() / self.wrapper.ranks).clamp(min=1.0)
         return {**more, "loss": loss / self.typical.to(loss.dtype), "num_tokens": weight}
+
+
+def module_base(module: Any) -> Any:
+    """`LightningModule` of the package that a module is of."""
+    return next(x for x in type(module).__mro__ if x.__name__ == "LightningModule")
 
 
 def refuse(why: str) -> None:

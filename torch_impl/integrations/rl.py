@@ -63,7 +63,7 @@ def linear_cross_entropy(
     With a group `weight` [C, H] is this rank's rows, and d hidden this rank's part, which
     Megatron's gather of the sequence adds up in its backward. Of any width, and on any device.
     """
-    check("reduction", reduction, "none", "Reduce the result.")
+    check("`reduction`", reduction, "none", "Reduce the result.")
     out = chunked_logprobs(
         hidden.flatten(0, -2),
         weight,
@@ -108,10 +108,11 @@ def from_parallel_logits_to_logprobs(
     `chunk_size` and `inference_only` have no effect. `shift_targets=False`, NeMo-RL's for diffusion
     models, gives [B, L].
     """
-    check("vocab_end_index", vocab_end_index, vocab_start_index + vocab_parallel_logits.shape[-1])
-    check("cp_group", 1 if cp_group is None else dist.get_world_size(cp_group), 1)
-    kept = (getattr(sampling_params, "top_k", None) or -1, getattr(sampling_params, "top_p", 1.0))
-    check("sampling_params", kept, (-1, 1.0), "Keep NeMo-RL's function for top-k and top-p.")
+    check("`vocab_end_index`", vocab_end_index, vocab_start_index + vocab_parallel_logits.shape[-1])
+    check("the size of `cp_group`", 1 if cp_group is None else dist.get_world_size(cp_group), 1)
+    if sampling_params is not None:  # NeMo-RL's own, which has both
+        kept = (sampling_params.top_k or -1, sampling_params.top_p or 1.0)
+        check("top-k and top-p of `sampling_params`", kept, (-1, 1.0))
     labels, end = labelled(target, vocab_parallel_logits, shift_targets)
     out = vocab_parallel_logprobs(vocab_parallel_logits, labels, vocab_parallel=tp_group)
     found: Tensor = out.logprobs[:, :end]
@@ -136,8 +137,8 @@ def from_parallel_hidden_to_logprobs(
     d hidden is this rank's part, which Megatron's gather of the sequence adds up in its backward.
     `chunk_size`, `inference_only` and `fused_backend` have no effect.
     """
-    check("vocab_end_index", vocab_end_index, vocab_start_index + lm_head_weight.shape[0])
-    check("cp_group", 1 if cp_group is None else dist.get_world_size(cp_group), 1)
+    check("`vocab_end_index`", vocab_end_index, vocab_start_index + lm_head_weight.shape[0])
+    check("the size of `cp_group`", 1 if cp_group is None else dist.get_world_size(cp_group), 1)
     labels, end = labelled(target, hidden, True)
     out = chunked_logprobs(
         hidden,
@@ -159,4 +160,4 @@ def labelled(target: Tensor, of: Tensor, shift: bool) -> tuple[Tensor, int]:
 
 def check(name: str, came: Any, expected: Any, way: str = "Keep the framework's function.") -> None:
     if came != expected:
-        raise ValueError(f"`{name}` must amount to {expected!r} here; got {came!r}. {way}")
+        raise ValueError(f"{name} must be {expected!r} here; got {came!r}. {way}")

@@ -82,6 +82,11 @@ def patch(
             f"`patch` must have options among {', '.join(OPTIONS)}; got {unknown[0]!r}. Whatever "
             f"else the loss depends on is the model's."
         )
+    if not (in_place_of_logits is None or callable(in_place_of_logits)):
+        raise TypeError(
+            f"`in_place_of_logits` must be a function of logits [T, V], or None; got "
+            f"{in_place_of_logits!r}. Pass `lambda logits: logits.argmax(-1)`, for instance."
+        )
     kinds: list[Any] = [type(head), type(inner)]
     # The class, as `fully_shard` does it: copies, pickles and tied parameters are right by
     # themselves, which a function on the instance would break.
@@ -205,6 +210,12 @@ def model_class(kind: Any) -> Any:
             if self.training and torch.is_grad_enabled():
                 warn_of_logits(self)
             return kind.forward(self, *args, **kwargs)
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "a patched model must run in a process for each device; got nn.DataParallel, which "
+                "`Trainer` takes where one process sees several GPUs. Start it by `torchrun "
+                "--nproc-per-node N`, or call `unpatch(model)`."
+            )
         head, kept = self.get_output_embeddings(), self._xentlib
         asked = {"calls": 0, "options": kept.options}
         head.unmade = asked

@@ -81,7 +81,8 @@ def use() -> Iterator[None]:
             correct = out.correct if "is_top1" in outputs else None
             mean = None
             if "mean_logits" in outputs:
-                with torch.no_grad():  # of linear logits, those of the mean class
+                # Of linear logits, those of the mean class; float32 under autocast too, as TRL's.
+                with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
                     mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
                     mean += 0.0 if bias is None else bias.mean(dtype=torch.float32)
                     mean *= logit_scale / temperature

@@ -213,7 +213,7 @@ class UnmadeLogits:
             if "label_smoothing" in call:
                 self.refuse("label smoothing from the loss and from `patch`")
             call["label_smoothing"] = label_smoothing
-        hidden = self.hidden.to(next(self.head.parameters()).device)
+        hidden = self.hidden.to(parameters_of(self.head)[0].device)
         call |= {"hidden": hidden, "labels": target.to(hidden.device), "ignore_index": ignore_index}
         with made_by(self.head):
             if reduction == "none":
@@ -248,7 +248,16 @@ class UnmadeLogits:
         budget = chunk_bytes(0, self.device, self.num_classes * 4)
         rows = self.hidden.reshape(-1, self.hidden.shape[-1])
         parts = rows.split(block_tokens(budget, self.num_classes, 4))
-        found = torch.cat([function(self.made_of(part)) for part in parts])
+        made = [function(self.made_of(part)) for part in parts]
+        for x, part in zip(made, parts, strict=True):
+            if not isinstance(x, Tensor) or x.shape[:1] != part.shape[:1]:
+                came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(
+                    f"`in_place_of_logits` must make a tensor [T, ...] of logits [T, V]; got "
+                    f"{came} for T = {len(part)}. Return `logits.argmax(-1)` for instance, or "
+                    f"`logits.topk(5).indices`."
+                )
+        found = torch.cat(made)
         return found.reshape(*self.hidden.shape[:-1], *found.shape[1:])
 
     # Everything else
@@ -261,20 +270,32 @@ class UnmadeLogits:
         given = args or (options.pop("input", None),)
         if isinstance(given[0], cls) and name in FUNCTIONS:
             return getattr(given[0], name)(*given[1:], **options)
-        ours = next(x for x in (*given, *options.values()) if isinstance(x, cls))
-        return ours.refuse(f"`torch`'s {name}")
+        return refuse_logits(f"`torch`'s {name}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python itself looks for
             raise AttributeError(name)
         self.refuse(f"`{name}`")
 
+    def other(self, x: Any) -> NoReturn:
+        self.refuse(f"arithmetic or a comparison with a {type(x).__name__}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __pow__ = __matmul__ = other
+    __lt__ = __le__ = __gt__ = __ge__ = other
+
+    def __neg__(self) -> NoReturn:
+        self.refuse("a minus sign")
+
     def refuse(self, what: str) -> NoReturn:
-        raise UnmadeLogitsError(
-            f"logits that are not made must only be sliced, flattened, scaled, capped and handed "
-            f"to `cross_entropy`; got {what}. Call `.make()` for all logits, pass "
-            f"`in_place_of_logits` to `patch`, or `unpatch` the model."
-        )
+        refuse_logits(what)
+
+
+def refuse_logits(what: str) -> NoReturn:
+    raise UnmadeLogitsError(
+        f"logits that are not made must only be sliced, flattened, scaled, capped and handed "
+        f"to `cross_entropy`; got {what}. Call `.make()` for all logits, pass "
+        f"`in_place_of_logits` to `patch`, or `unpatch` the model."
+    )
 
 
 ARITHMETIC = ("cross_entropy", "tanh", "mul", "div", "true_divide")

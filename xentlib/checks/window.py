@@ -17,6 +17,7 @@ __all__ = [
     "check_integer_count",
     "check_loss_sum",
     "check_nonfinite",
+    "check_outermost",
     "check_rounds",
     "check_token_count",
     "check_token_normalized",
@@ -195,6 +196,16 @@ def check_count_of_all(axes: Sequence[str]) -> None:
         raise ValueError(
             f"`token_count` must be the count of all devices; got one that varies over {over!r}, "
             f"each device's own. Pass `jax.lax.psum(out.num_tokens, {over!r})` of the sum's output."
+        )
+
+
+def check_outermost(nested: bool) -> None:
+    """Refuse an optimizer that has `token_normalized` inside of it: it would be told no count."""
+    if nested:
+        raise TypeError(
+            "`token_normalized` must be around the whole optimizer; got one inside of another "
+            "transformation, which hands on no `token_count`. Pass `token_normalized(optax.chain("
+            "...))`, with options of `token_normalized` there."
         )
 
 
