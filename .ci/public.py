@@ -137,6 +137,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xentlib.options import ComputeDtype, OutputName, Reduction, WeightLayout
+
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
 
@@ -166,6 +168,7 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.call", "Arguments, LogitsArguments"),
                 ("xentlib.logprobs", "LogprobOutput"),
                 ("xentlib.nll", "NLLOutput"),
+                ("xentlib.options", "ComputeDtype, OutputName, Reduction, WeightLayout"),
                 ("xentlib.plan", "VocabShard"),
                 (f"{package}.given", "given_logprobs"),
                 (f"{package}.logprobs", "head_logprobs"),
@@ -198,7 +201,9 @@ __all__ = [
         ]
         lines.insert(found.positional, "    *,")
         given = "".join(f"            {p}={p},\n" for p, _, _ in found.parameters)
-        text += f"\n\ndef {name}(\n" + "\n".join(lines) + f"\n) -> {found.returns}:\n"
+        text += (
+            f"\n\ndef {name}(\n" + "\n".join(lines) + f"\n) -> {ARRAY.sub(array, found.returns)}:\n"
+        )
         text += f"    {found.docstring}\n"
         text += f"    return {worker}(\n        {kind}(\n{given}        )\n    )\n"
     return text

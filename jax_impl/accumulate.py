@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
-from xentlib import accumulate as spec
 from xentlib.accumulate import WindowStats
 from xentlib.checks.window import (
     check_count_of_all,
@@ -28,6 +27,7 @@ from xentlib.jax.describe import describe
 from xentlib.jax.ranks import as_primal, checks_types, vary, varying
 from xentlib.jax.told import count_told, known, told
 from xentlib.nll import NLLOutput
+from xentlib.options import NONFINITE, NonFinite
 
 __all__ = ["TokenNormalizedState", "accumulate_grads", "is_token_normalized", "token_normalized"]
 
@@ -38,8 +38,8 @@ def accumulate_grads(
     micro_batches: Any,
     axis_name: Any = None,
     *,
-    empty: str = "skip",
-    nonfinite: str = "keep",
+    empty: Literal["skip", "zero"] = "skip",
+    nonfinite: NonFinite = "keep",
 ) -> tuple[WindowStats, Any]:
     """The gradient of a window, in a scan over its micro-batches. JAX, inside `jit`.
 
@@ -79,7 +79,7 @@ def accumulate_grads(
     int32, NaN where that does not hold it. Row A12.
     """
     check_choice("empty", empty, ("skip", "zero"))
-    check_choice("nonfinite", nonfinite, spec.NONFINITE)
+    check_choice("nonfinite", nonfinite, NONFINITE)
     types = axis_name is not None and checks_types(axis_name)
     own = varying(lax.axis_index(axis_name)) if types else frozenset()
     # Gradients of parameters that vary are this device's own: summed once, after the loop.
@@ -235,7 +235,11 @@ class TokenNormalizedState(NamedTuple):
 
 
 def token_normalized(
-    inner: Any, empty: str = "skip", *, nonfinite: str = "keep", weighted: bool = False
+    inner: Any,
+    empty: Literal["skip", "zero"] = "skip",
+    *,
+    nonfinite: NonFinite = "keep",
+    weighted: bool = False,
 ) -> Any:
     """An optimizer that steps once in a window, on its token-normalised gradient. JAX, optax.
 
@@ -274,7 +278,7 @@ def token_normalized(
     import optax  # type: ignore[import-untyped]
 
     check_choice("empty", empty, ("skip", "zero"))
-    check_choice("nonfinite", nonfinite, spec.NONFINITE)
+    check_choice("nonfinite", nonfinite, NONFINITE)
     inner = optax.with_extra_args_support(inner)
     count_type = jnp.float32 if weighted else jnp.int32
 

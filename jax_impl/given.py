@@ -36,7 +36,7 @@ __all__ = ["given_backward", "given_forward", "given_logprobs"]
 
 def given_forward(
     options: Options, logits: jax.Array, labels: jax.Array, constants: Constants
-) -> tuple[LogprobOutput, Residuals]:
+) -> tuple[LogprobOutput[Any], Residuals]:
     """Steps 3 to 5 for logits [N, C] that are there."""
     return forward_of(walk_of(options, logits, None, labels, None, constants))
 
@@ -71,20 +71,20 @@ def given_backward(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _given(
     options: Options, logits: jax.Array, labels: jax.Array, constants: Constants
-) -> LogprobOutput:
+) -> LogprobOutput[Any]:
     return given_forward(options, logits, labels, constants)[0]
 
 
 def _given_fwd(
     options: Options, logits: Any, labels: Any, constants: Any
-) -> tuple[LogprobOutput, Any]:
+) -> tuple[LogprobOutput[Any], Any]:
     wanted(constants, logits, None, None)
     values = primal_values((logits, labels, constants))
     output, kept = given_forward(options, *values)
     return output, (values, kept)
 
 
-def _given_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, ...]:
+def _given_bwd(options: Options, residuals: Any, cotangent: LogprobOutput[Any]) -> tuple[Any, ...]:
     values, kept = residuals
     upstream = upstream_in(options, cotangent)
     if upstream is None:
@@ -96,7 +96,7 @@ _given.defvjp(_given_fwd, _given_bwd, symbolic_zeros=True)
 _given_jit = jax.jit(_given, static_argnums=(0,))
 
 
-def given_logprobs(given: LogitsArguments) -> LogprobOutput:
+def given_logprobs(given: LogitsArguments) -> LogprobOutput[Any]:
     """`vocab_parallel_logprobs` of its arguments."""
     problem, (options, arrays, _) = bind_logits(given)
     arrays = flat(arrays)

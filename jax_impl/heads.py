@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from xentlib.call import Arguments
 from xentlib.checks.module import check_beside_module, refuse_module
 from xentlib.jax.describe import framework_of, is_array, refuse_array
+from xentlib.options import WeightLayout
 
 __all__ = ["head_of", "unwrapped"]
 
@@ -31,7 +32,7 @@ class Layer(NamedTuple):
     package: str
     name: str
     weight: str
-    layout: str
+    layout: WeightLayout
     methods: tuple[str, ...] = ("__call__",)  # one of them multiplies
 
 
@@ -73,7 +74,7 @@ def head_of(given: Arguments) -> Arguments:
             f"a {kind} whose `{layer.weight}` is {came}",
             f"Pass {ARRAY}; of a quantised layer what its own method dequantises it to.",
         )
-    layout = getattr(module, "weight_layout", layer.layout)
+    layout: WeightLayout = getattr(module, "weight_layout", layer.layout)
     agreed = given.weight_layout == layout
     two = bias is not None and given.bias is not None
     check_beside_module(kind, two, "VH" if agreed else given.weight_layout)

@@ -90,7 +90,7 @@ def logprobs_forward(
     labels: jax.Array,
     bias: jax.Array | None,
     constants: Constants,
-) -> tuple[LogprobOutput, Residuals]:
+) -> tuple[LogprobOutput[Any], Residuals]:
     """Per-token outputs, and what the backward needs of them.
 
     `hidden` is [N, H], everything else flat.
@@ -100,7 +100,7 @@ def logprobs_forward(
     return forward_of(walk)
 
 
-def forward_of(walk: Walk) -> tuple[LogprobOutput, Residuals]:
+def forward_of(walk: Walk) -> tuple[LogprobOutput[Any], Residuals]:
     """Steps 2 to 5."""
     options, eps = walk.options, walk.options.label_smoothing
     asked = Asked(options.entropy, eps > 0)
@@ -131,7 +131,7 @@ def kept_values(stats: TokenStats, label_smoothing: float) -> jax.Array:
 
 def outputs_of(
     values_6N: jax.Array, entropy: bool, output_dtype: str
-) -> tuple[LogprobOutput, Residuals]:
+) -> tuple[LogprobOutput[Any], Residuals]:
     lse_N, p_rest_N, logprob_N, entropy_N, correct_N, smoothed_N = values_6N
     output = LogprobOutput(
         smoothed_N.astype(output_dtype),
@@ -235,14 +235,14 @@ def _logprobs(
     labels: jax.Array,
     bias: jax.Array | None,
     constants: Constants,
-) -> LogprobOutput:
+) -> LogprobOutput[Any]:
     hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
     return logprobs_forward(options, hidden, weight, labels, bias, constants)[0]
 
 
 def _logprobs_fwd(
     options: Options, hidden: Any, weight: Any, labels: Any, bias: Any, constants: Any
-) -> tuple[LogprobOutput, Any]:
+) -> tuple[LogprobOutput[Any], Any]:
     needs = wanted(constants, hidden, weight, bias)
     hidden, weight, labels, bias, constants = primal_values(
         (hidden, weight, labels, bias, constants)
@@ -255,7 +255,9 @@ def _logprobs_fwd(
     return output, (values, kept, [jnp.zeros((int(need),)) for need in needs])
 
 
-def _logprobs_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) -> tuple[Any, ...]:
+def _logprobs_bwd(
+    options: Options, residuals: Any, cotangent: LogprobOutput[Any]
+) -> tuple[Any, ...]:
     values, kept, markers = residuals
     upstream = upstream_in(options, cotangent)
     if upstream is None:
@@ -266,7 +268,7 @@ def _logprobs_bwd(options: Options, residuals: Any, cotangent: LogprobOutput) ->
     return (d_hidden, d_weight, None, d_bias, None)
 
 
-def upstream_in(options: Options, cotangent: LogprobOutput) -> Upstream | None:
+def upstream_in(options: Options, cotangent: LogprobOutput[Any]) -> Upstream | None:
     """Of the outputs that the loss uses; None if it uses none."""
     gradients = (cotangent.logprobs, cotangent.entropy, cotangent.lse)
     unused = jax.custom_derivatives.SymbolicZero
@@ -278,27 +280,29 @@ _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
 _logprobs_jit = jax.jit(_logprobs, static_argnums=(0,))
 
 
-def shaped(result: LogprobOutput, leading: tuple[int, ...]) -> LogprobOutput:
+def shaped(result: LogprobOutput[Any], leading: tuple[int, ...]) -> LogprobOutput[Any]:
     return LogprobOutput(*(None if x is None else jnp.reshape(x, leading) for x in result))
 
 
-def _logprobs_anywhere(options: Options, *arrays: Any) -> LogprobOutput:
+def _logprobs_anywhere(options: Options, *arrays: Any) -> LogprobOutput[Any]:
     """On arrays with any leading dimensions, or this device's part of them."""
     given = Arrays(*arrays)
     return shaped(_logprobs_jit(options, *flat(given)), given.labels.shape)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _logprobs_over_mesh(options: Options, place: Placement, *arrays: Any) -> LogprobOutput:
+def _logprobs_over_mesh(options: Options, place: Placement, *arrays: Any) -> LogprobOutput[Any]:
     outputs = LogprobOutput(True, True if options.entropy else None, True, True)
-    result: LogprobOutput = over_mesh(partial(_logprobs_anywhere, options), place, arrays, outputs)
+    result: LogprobOutput[Any] = over_mesh(
+        partial(_logprobs_anywhere, options), place, arrays, outputs
+    )
     return result
 
 
-def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput:
+def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
     options, arrays, place = bind(given, place)
     if place:
-        result: LogprobOutput = _logprobs_over_mesh(options, place, *arrays)
+        result: LogprobOutput[Any] = _logprobs_over_mesh(options, place, *arrays)
         return result
     return _logprobs_anywhere(options, *arrays)

@@ -27,6 +27,7 @@ from xentlib.jax.nll import nll
 from xentlib.jax.public import chunked_logprobs, chunked_nll
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
+from xentlib.options import WeightLayout
 from xentlib.plan import PaddedVocab
 
 __all__ = ["LinenNLLHead", "NLLHead"]
@@ -46,7 +47,7 @@ def check_options(per_token: bool, options: Mapping[str, Any], *, kept: bool) ->
 
 def call_head(
     module: NLLHead | LinenNLLHead, given: Arguments, specs: tuple[P, P]
-) -> NLLOutput | LogprobOutput:
+) -> NLLOutput[jax.Array] | LogprobOutput[jax.Array]:
     """The head's function, under a mesh with its arrays where `specs` of kernel and bias say."""
     place = placement(given, specs, module.tokens, module.vocab_parallel)
     if place is None:
@@ -127,7 +128,7 @@ class NLLHead(nnx.Linear):
         self.tokens = nnx.static(tokens)
         self.vocab_parallel = nnx.static(vocab_parallel)
         self.options = nnx.static(tuple(options.items()))
-        self.weight_layout = "HV"
+        self.weight_layout: WeightLayout = "HV"
 
     @classmethod
     def from_linear(cls, linear: Any, **arguments: Any) -> NLLHead:
@@ -170,7 +171,7 @@ class NLLHead(nnx.Linear):
 
     def __call__(  # type: ignore[override]
         self, inputs: Any, labels: Any = None, out_sharding: Any = None, **options: Any
-    ) -> jax.Array | NLLOutput | LogprobOutput:
+    ) -> jax.Array | NLLOutput[jax.Array] | LogprobOutput[jax.Array]:
         """Logits [..., V] of `inputs` [..., H]; with `labels` [...] the function's result."""
         layout = self.weight_layout
         if labels is None:
@@ -239,7 +240,7 @@ class LinenNLLHead(nn.Dense):
     @nn.compact
     def __call__(
         self, inputs: Any, labels: Any = None, **options: Any
-    ) -> jax.Array | NLLOutput | LogprobOutput:
+    ) -> jax.Array | NLLOutput[jax.Array] | LogprobOutput[jax.Array]:
         """Logits [..., V] of `inputs` [..., H]; with `labels` [...] the function's result."""
         if labels is None:
             check_head_options(options, [])

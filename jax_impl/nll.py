@@ -61,7 +61,7 @@ def nll_forward(
     labels: jax.Array,
     bias: jax.Array | None,
     constants: Constants,
-) -> tuple[NLLOutput, Gradients, jax.Array]:
+) -> tuple[NLLOutput[Any], Gradients, jax.Array]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N].
 
     `hidden` is [N, H], everything else flat. The accumulators lack the upstream gradient.
@@ -226,13 +226,13 @@ def _nll(
     labels: jax.Array,
     bias: jax.Array | None,
     constants: Constants,
-) -> NLLOutput:
+) -> NLLOutput[Any]:
     return nll_forward(options, (False, False, False), hidden, weight, labels, bias, constants)[0]
 
 
 def _nll_fwd(
     options: Options, hidden: Any, weight: Any, labels: Any, bias: Any, constants: Any
-) -> tuple[NLLOutput, Any]:
+) -> tuple[NLLOutput[Any], Any]:
     primals = (hidden, weight, bias)
     needs = wanted(constants, *primals)
     values = primal_values((hidden, weight, labels, bias, constants))
@@ -242,7 +242,7 @@ def _nll_fwd(
     return output, (gradients, valid_N, types)
 
 
-def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput) -> tuple[Any, ...]:
+def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput[Any]) -> tuple[Any, ...]:
     gradients, valid_N, types = residuals
     if isinstance(cotangent.loss, jax.custom_derivatives.SymbolicZero):
         return (None, None, None, None, None)
@@ -255,32 +255,32 @@ _nll.defvjp(_nll_fwd, _nll_bwd, symbolic_zeros=True)
 _nll_jit = jax.jit(_nll, static_argnums=(0,))
 
 
-def _nll_anywhere(options: Options, *arrays: Any) -> NLLOutput:
+def _nll_anywhere(options: Options, *arrays: Any) -> NLLOutput[Any]:
     """On arrays with any leading dimensions, or this device's part of them."""
     given = Arrays(*arrays)
-    result: NLLOutput = _nll_jit(options, *flat(given))
+    result: NLLOutput[Any] = _nll_jit(options, *flat(given))
     shaped = {name: jnp.reshape(getattr(result, name), given.labels.shape) for name in OUTPUTS}
     return result._replace(**shaped)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _nll_over_mesh(options: Options, place: Placement, *arrays: Any) -> NLLOutput:
+def _nll_over_mesh(options: Options, place: Placement, *arrays: Any) -> NLLOutput[Any]:
     outputs = NLLOutput(False, False, False, False, **dict.fromkeys(OUTPUTS, True))
-    result: NLLOutput = over_mesh(partial(_nll_anywhere, options), place, arrays, outputs)
+    result: NLLOutput[Any] = over_mesh(partial(_nll_anywhere, options), place, arrays, outputs)
     return result
 
 
-def nll(given: Arguments, place: Placement | None = None) -> NLLOutput:
+def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of its arguments, which `NLLHead` has placed on a mesh."""
     options, arrays, place = bind(given, place)
-    result: NLLOutput = (
+    result: NLLOutput[Any] = (
         _nll_over_mesh(options, place, *arrays) if place else _nll_anywhere(options, *arrays)
     )
     kept = {name: None for name in OUTPUTS if name not in given.outputs}
     divisor = arrays.constants.denominator
     if divisor is None and options.mean:
         divisor = result.weight_sum
-    constant: NLLOutput = jax.tree.map(
+    constant: NLLOutput[Any] = jax.tree.map(
         lax.stop_gradient, result._replace(**kept, denominator=divisor)
     )
     return constant._replace(loss=result.loss)

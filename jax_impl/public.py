@@ -16,6 +16,7 @@ from xentlib.jax.logprobs import head_logprobs
 from xentlib.jax.nll import nll
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
+from xentlib.options import ComputeDtype, OutputName, Reduction, WeightLayout
 from xentlib.plan import VocabShard
 
 __all__ = [
@@ -40,15 +41,15 @@ def chunked_nll(
     temperature: float | jax.Array = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float | jax.Array = 0.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     denominator: float | jax.Array | None = None,
-    outputs: Sequence[str] = (),
+    outputs: Sequence[OutputName] = (),
     vocab_parallel: Any = None,
     reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
+    compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> NLLOutput:
+    weight_layout: WeightLayout = "VH",
+) -> NLLOutput[jax.Array]:
     """Negative log-likelihood of a language-model head, without ever storing the logits.
 
         x = hidden @ weight.T + bias
@@ -181,10 +182,10 @@ def chunked_logprobs(
     entropy: bool = False,
     vocab_parallel: Any = None,
     reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
+    compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> LogprobOutput:
+    weight_layout: WeightLayout = "VH",
+) -> LogprobOutput[jax.Array]:
     """Log-probability of each label, and entropy, from hidden states; the logits are never stored.
 
         x = hidden @ weight.T + bias
@@ -287,7 +288,7 @@ def vocab_parallel_logprobs(
     entropy: bool = False,
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
-) -> LogprobOutput:
+) -> LogprobOutput[jax.Array]:
     """Log-probability of each label, and entropy, from logits that are there, spread over ranks.
 
         z = logits / temperature      (this rank's columns of them)

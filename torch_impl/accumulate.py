@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib import accumulate as spec
 from xentlib.accumulate import Lifecycle, UnsupportedWrapperError, WindowState, WindowStateError
 from xentlib.checks.window import check_nonfinite, check_windows
 from xentlib.checks.words import check_choice
+from xentlib.options import EMPTY, MODES, Empty, Mode, NonFinite
 from xentlib.torch.window import Window
 from xentlib.torch.wrappers.read import read
 
@@ -80,18 +80,18 @@ class TokenNormalizer:
         self,
         model_or_engine: Any,
         count_group: Any = None,
-        mode: str = "precount",
-        empty: str = "skip",
+        mode: Mode = "precount",
+        empty: Empty = "skip",
         *,
         accelerator: Any = None,
         scaler: Any = None,
         sums: bool | None = None,
         scale_wrt_gas: bool = True,
-        nonfinite: str = "keep",
+        nonfinite: NonFinite = "keep",
         alone: bool = False,
     ) -> None:
-        check_choice("mode", mode, spec.MODES)
-        check_choice("empty", empty, spec.EMPTY)
+        check_choice("mode", mode, MODES)
+        check_choice("empty", empty, EMPTY)
         check_nonfinite(nonfinite, mode)
         self.mode, self.empty, self.nonfinite = mode, empty, nonfinite
         self.lifecycle = Lifecycle()

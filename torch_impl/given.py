@@ -107,7 +107,7 @@ def _given_backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | N
 given_op.gradient(keep, _given_backward)
 
 
-def given_logprobs(given: LogitsArguments) -> LogprobOutput:
+def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` of its arguments."""
     given, problem, call = bind_logits("vocab_parallel_logprobs", given)
     values = Values(given.entropy, getattr(torch, problem.output_dtype))

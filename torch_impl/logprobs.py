@@ -76,7 +76,9 @@ class Needs(NamedTuple):
 
 
 SIX = f"({', '.join(['Tensor'] * 6)})"
-Forward = tuple[LogprobOutput, Residuals, Tensor]  # the shard as all ranks know it, or nothing
+Forward = tuple[
+    LogprobOutput[Tensor], Residuals, Tensor
+]  # the shard as all ranks know it, or nothing
 
 
 def logprobs_forward(call: HeadCall, entropy: bool, output_dtype: torch.dtype) -> Forward:
@@ -255,14 +257,14 @@ logprobs_op.gradient(keep, _backward)
 
 
 @with_whole_head(recompute=True)
-def head_logprobs(given: Arguments) -> LogprobOutput:
+def head_logprobs(given: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
     given, problem, call = bind("chunked_logprobs", given)
     values = Values(given.entropy, getattr(torch, problem.output_dtype))
     return shaped(logprobs_op.op(*call, *values), problem.leading, given.entropy)
 
 
-def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutput:
+def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutput[Tensor]:
     # Copies, not views: FSDP2 warns of views that a module's forward returns.
     logprobs, entropies, lse, correct = (
         x if x.shape == leading else x.reshape(leading).clone() for x in results[:4]

@@ -106,7 +106,7 @@ class NLLHead(nn.Linear):
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, labels: Tensor | None = None, **options: Any
-    ) -> Tensor | NLLOutput | LogprobOutput:
+    ) -> Tensor | NLLOutput[Tensor] | LogprobOutput[Tensor]:
         """Logits [..., V] of `hidden` [..., H]; with `labels` [...] the function's result."""
         if labels is None:
             check_head_options(options, [])
@@ -114,7 +114,7 @@ class NLLHead(nn.Linear):
         options = {**self.options, **options}
         check_denominator_dtype(describe(options.get("denominator")))
         function = chunked_logprobs if self.per_token else chunked_nll
-        result: NLLOutput | LogprobOutput = function(
+        result: NLLOutput[Tensor] | LogprobOutput[Tensor] = function(
             hidden, self.weight, labels, bias=self.bias, **options
         )
         return result

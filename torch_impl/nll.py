@@ -47,7 +47,7 @@ class Loss(NamedTuple):
     needs: list[bool]  # gradients of hidden, weight, bias
 
 
-def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput, Gradients, Tensor]:
+def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradients, Tensor]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
     walk = Walk(call, loss.class_weights)
@@ -349,7 +349,7 @@ def keeps_graph() -> bool:
 
 
 @with_whole_head(recompute=False)
-def nll(given: Arguments) -> NLLOutput:
+def nll(given: Arguments) -> NLLOutput[Tensor]:
     """`chunked_nll` of its arguments."""
     given, problem, call = bind("chunked_nll", given)
     divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)

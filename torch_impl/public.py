@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
+from xentlib.options import ComputeDtype, OutputName, Reduction, WeightLayout
 from xentlib.plan import VocabShard
 from xentlib.torch.given import given_logprobs
 from xentlib.torch.logprobs import head_logprobs
@@ -40,15 +41,15 @@ def chunked_nll(
     temperature: float | Tensor = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float | Tensor = 0.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     denominator: float | Tensor | None = None,
-    outputs: Sequence[str] = (),
+    outputs: Sequence[OutputName] = (),
     vocab_parallel: Any = None,
     reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
+    compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> NLLOutput:
+    weight_layout: WeightLayout = "VH",
+) -> NLLOutput[Tensor]:
     """Negative log-likelihood of a language-model head, without ever storing the logits.
 
         x = hidden @ weight.T + bias
@@ -181,10 +182,10 @@ def chunked_logprobs(
     entropy: bool = False,
     vocab_parallel: Any = None,
     reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
+    compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> LogprobOutput:
+    weight_layout: WeightLayout = "VH",
+) -> LogprobOutput[Tensor]:
     """Log-probability of each label, and entropy, from hidden states; the logits are never stored.
 
         x = hidden @ weight.T + bias
@@ -287,7 +288,7 @@ def vocab_parallel_logprobs(
     entropy: bool = False,
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
-) -> LogprobOutput:
+) -> LogprobOutput[Tensor]:
     """Log-probability of each label, and entropy, from logits that are there, spread over ranks.
 
         z = logits / temperature      (this rank's columns of them)

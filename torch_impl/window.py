@@ -244,7 +244,7 @@ class Window:
         )
 
     def backward(
-        self, loss: Tensor | NLLOutput, num_tokens: Any = None, *, normalized: bool = False
+        self, loss: Tensor | NLLOutput[Tensor], num_tokens: Any = None, *, normalized: bool = False
     ) -> None:
         """The backward of one micro-batch, as the wrapper wants it.
 

@@ -20,7 +20,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from xentlib.options import EMPTY, MODES, NONFINITE, Empty, Mode, NonFinite
 
 __all__ = [
     "EMPTY",
@@ -39,10 +41,6 @@ __all__ = [
     "reduction_of",
     "token_normalized",
 ]
-
-MODES = ("precount", "postscale")
-EMPTY = ("skip", "zero", "raise")
-NONFINITE = ("keep", "drop")
 
 
 class UnsupportedWrapperError(TypeError):
@@ -251,14 +249,14 @@ class TokenNormalizer:
         self,
         model_or_engine: Any,
         count_group: Any = None,
-        mode: str = "precount",
-        empty: str = "skip",
+        mode: Mode = "precount",
+        empty: Empty = "skip",
         *,
         accelerator: Any = None,
         scaler: Any = None,
         sums: bool | None = None,
         scale_wrt_gas: bool = True,
-        nonfinite: str = "keep",
+        nonfinite: NonFinite = "keep",
         alone: bool = False,
     ) -> None:
         raise NotImplementedError("use xentlib.torch.TokenNormalizer")
@@ -270,8 +268,8 @@ def accumulate_grads(
     micro_batches: Any,
     axis_name: Any = None,
     *,
-    empty: str = "skip",
-    nonfinite: str = "keep",
+    empty: Literal["skip", "zero"] = "skip",
+    nonfinite: NonFinite = "keep",
 ) -> tuple[WindowStats, Any]:
     """The gradient of a window, in a scan over its micro-batches. JAX, inside `jit`.
 
@@ -314,7 +312,11 @@ def accumulate_grads(
 
 
 def token_normalized(
-    inner: Any, empty: str = "skip", *, nonfinite: str = "keep", weighted: bool = False
+    inner: Any,
+    empty: Literal["skip", "zero"] = "skip",
+    *,
+    nonfinite: NonFinite = "keep",
+    weighted: bool = False,
 ) -> Any:
     """An optimizer that steps once in a window, on its token-normalised gradient. JAX, optax.
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xentlib.options import ComputeDtype, OutputName, Reduction, WeightLayout
+
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
 
@@ -34,14 +36,14 @@ class Arguments(NamedTuple):
     temperature: float | Array = 1.0
     label_smoothing: float = 0.0
     z_loss: float | Array = 0.0
-    reduction: str = "mean"
+    reduction: Reduction = "mean"
     denominator: float | Array | None = None
-    outputs: Sequence[str] = ()
+    outputs: Sequence[OutputName] = ()
     vocab_parallel: Any = None
     reduce_hidden_grad: bool = True
-    compute_dtype: str | None = None
+    compute_dtype: ComputeDtype | None = None
     max_chunk_bytes: int | None = None
-    weight_layout: str = "VH"
+    weight_layout: WeightLayout = "VH"
     entropy: bool = False
 
 

@@ -15,15 +15,19 @@ Where the logits are given there are no GEMMs: steps 3 to 6, and dz rounded once
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from xentlib.call import Array, Head
+from xentlib.options import ComputeDtype, WeightLayout
 from xentlib.plan import VocabShard
 
 __all__ = ["LogprobOutput", "chunked_logprobs", "vocab_parallel_logprobs"]
 
 
-class LogprobOutput(NamedTuple):
+A = TypeVar("A")  # a tensor or an array of the backend
+
+
+class LogprobOutput(NamedTuple, Generic[A]):
     """Result of the functions here; a pytree in JAX. All but `correct` carry gradients.
 
     Attributes:
@@ -34,10 +38,10 @@ class LogprobOutput(NamedTuple):
         correct: [...] bool, the label's logit is the largest and no other equals it.
     """
 
-    logprobs: Any
-    entropy: Any
-    lse: Any
-    correct: Any
+    logprobs: A
+    entropy: A | Any
+    lse: A
+    correct: A
 
 
 def chunked_logprobs(
@@ -54,10 +58,10 @@ def chunked_logprobs(
     entropy: bool = False,
     vocab_parallel: Any = None,
     reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
+    compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> LogprobOutput:
+    weight_layout: WeightLayout = "VH",
+) -> LogprobOutput[Array]:
     """Log-probability of each label, and entropy, from hidden states; the logits are never stored.
 
         x = hidden @ weight.T + bias
@@ -142,7 +146,7 @@ def vocab_parallel_logprobs(
     entropy: bool = False,
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
-) -> LogprobOutput:
+) -> LogprobOutput[Array]:
     """Log-probability of each label, and entropy, from logits that are there, spread over ranks.
 
         z = logits / temperature      (this rank's columns of them)

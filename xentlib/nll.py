@@ -21,17 +21,17 @@ the steps below in this order, under these numbers:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from xentlib.call import Array, Head
+from xentlib.options import OUTPUTS, ComputeDtype, OutputName, Reduction, WeightLayout
 
 __all__ = ["OUTPUTS", "NLLOutput", "chunked_nll"]
 
-# What `outputs=` may name: the per-token fields of the result.
-OUTPUTS = ("logprobs", "entropy", "lse", "correct", "predicted")
+A = TypeVar("A")  # a tensor or an array of the backend
 
 
-class NLLOutput(NamedTuple):
+class NLLOutput(NamedTuple, Generic[A]):
     """Result of `chunked_nll`; a pytree in JAX. Only `loss` carries a gradient.
 
     Attributes:
@@ -50,16 +50,17 @@ class NLLOutput(NamedTuple):
             for a sum. `TokenNormalizer` and `Evaluation` take sums, and look here.
     """
 
-    loss: Any
-    num_tokens: Any
-    weight_sum: Any
-    z_loss: Any
-    logprobs: Any = None
-    entropy: Any = None
-    lse: Any = None
-    correct: Any = None
-    predicted: Any = None
-    denominator: Any = None
+    loss: A
+    num_tokens: A
+    weight_sum: A
+    z_loss: A
+    # None where they were not asked for, which a type checker need not hear of each time.
+    logprobs: A | Any = None
+    entropy: A | Any = None
+    lse: A | Any = None
+    correct: A | Any = None
+    predicted: A | Any = None
+    denominator: A | Any = None
 
 
 def chunked_nll(
@@ -77,15 +78,15 @@ def chunked_nll(
     temperature: float | Array = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float | Array = 0.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     denominator: float | Array | None = None,
-    outputs: Sequence[str] = (),
+    outputs: Sequence[OutputName] = (),
     vocab_parallel: Any = None,
     reduce_hidden_grad: bool = True,
-    compute_dtype: str | None = None,
+    compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
-    weight_layout: str = "VH",
-) -> NLLOutput:
+    weight_layout: WeightLayout = "VH",
+) -> NLLOutput[Array]:
     """Negative log-likelihood of a language-model head, without ever storing the logits.
 
         x = hidden @ weight.T + bias

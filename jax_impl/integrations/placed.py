@@ -15,7 +15,7 @@ from xentlib.nll import NLLOutput
 __all__ = ["placed_nll"]
 
 
-def placed_nll(given: Arguments, mesh: Any, tokens: Any, weight: Any) -> NLLOutput:
+def placed_nll(given: Arguments, mesh: Any, tokens: Any, weight: Any) -> NLLOutput[Any]:
     """`chunked_nll` where `tokens` and `weight` say which axes of the mesh spread the leading
     dimensions of the hidden states and the head.
 

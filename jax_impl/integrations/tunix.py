@@ -13,6 +13,7 @@ from jax.interpreters import pxla
 from xentlib.call import Arguments
 from xentlib.checks.module import refuse_module
 from xentlib.jax.integrations.placed import placed_nll
+from xentlib.options import WeightLayout
 
 __all__ = ["loss_fn"]
 
@@ -78,7 +79,7 @@ def entered() -> Any:
     return mesh
 
 
-def head_of_model(model: Any, hidden: Any, shardings: Any) -> tuple[Any, Any, str, Any]:
+def head_of_model(model: Any, hidden: Any, shardings: Any) -> tuple[Any, Any, WeightLayout, Any]:
     """Hidden states and head in the dtype of their product, its layout, and the axes that spread
     it; None where nothing says so."""
     module = getattr(model, "lm_head", None)
@@ -93,6 +94,7 @@ def head_of_model(model: Any, hidden: Any, shardings: Any) -> tuple[Any, Any, st
     if param is None:
         return hidden, module, "VH", None  # a layer of NNX, which says how it multiplies
     weight, dtype = param[...], getattr(module, "dtype", hidden.dtype)
-    layout, name = ("VH", "emb_vd") if tied else ("HV", "emb_dv")
+    layout: WeightLayout = "VH" if tied else "HV"
+    name = "emb_vd" if tied else "emb_dv"
     spec = getattr(shardings, name, None)
     return hidden.astype(dtype), weight.astype(dtype), layout, spec

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +200,7 @@ class UnmadeLogits:
         size_average: None = None,
         ignore_index: int = -100,
         reduce: None = None,
-        reduction: str = "mean",
+        reduction: Literal["mean", "sum", "none"] = "mean",
         label_smoothing: Number = 0.0,
     ) -> Tensor:
         """`torch.nn.functional.cross_entropy` of them; 0, not NaN, where no target is valid."""

@@ -20,11 +20,10 @@ from xentlib.checks.words import (
     check_scalar,
     quoted,
 )
-from xentlib.dtypes import COMPUTE, resolve_dtypes
-from xentlib.nll import OUTPUTS
+from xentlib.dtypes import resolve_dtypes
+from xentlib.options import COMPUTE, OUTPUTS, REDUCTIONS
 
 __all__ = [
-    "REDUCTIONS",
     "LogitsProblem",
     "NLLProblem",
     "check_compute_dtype",
@@ -55,9 +54,6 @@ class LogitsProblem(NamedTuple):
     columns: int
     compute_dtype: str
     output_dtype: str
-
-
-REDUCTIONS = ("mean", "sum")
 
 
 def check_head(

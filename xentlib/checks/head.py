@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from xentlib.checks.operand import Operand
 from xentlib.checks.words import check_choice
+from xentlib.options import LAYOUTS
 
 __all__ = [
-    "LAYOUTS",
     "check_class_weights",
     "check_weight",
 ]
-
-LAYOUTS = ("VH", "HV")
 
 
 def check_weight(weight: Operand, hidden: Operand, layout: str, *, sharded: bool = False) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from xentlib.checks.words import check_choice, check_number
-from xentlib.dtypes import COMPUTE, FLOATS
+from xentlib.dtypes import FLOATS
+from xentlib.options import COMPUTE
 
 __all__ = [
     "check_chunk_bytes",

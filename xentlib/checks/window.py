@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from xentlib.accumulate import NONFINITE, CountOverflowError
+from xentlib.accumulate import CountOverflowError
 from xentlib.checks.operand import Operand
 from xentlib.checks.words import check_choice
 from xentlib.dtypes import INT32, INTEGERS
+from xentlib.options import NONFINITE
 
 __all__ = [
     "check_count_of_all",

@@ -184,7 +184,7 @@ def planned(found: Run, kind: Kind) -> int:
     plan = plan_chunks(case.num_tokens, case.vocab_size, case.hidden_size, dtype=found.dtype)
     return peak_bytes(
         plan,
-        backend=found.backend,
+        backend="jax" if found.backend == "jax" else "torch",
         dtype=found.dtype,
         gradient=kind != "loss",
         recompute=kind == PER_TOKEN,

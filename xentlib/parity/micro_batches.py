@@ -92,7 +92,7 @@ def _torch(problem: Problem, options: dict[str, Any], road: str) -> Found:
 
     leaves = {name: on_torch(x) for name, x in leaves_of(problem).items()}
     model = torch.nn.ParameterDict(leaves)
-    norm = TokenNormalizer(model, mode=road)
+    norm = TokenNormalizer(model, mode="precount" if road == "precount" else "postscale")
     pairs = zip(*micro_batches(problem), strict=True)
     batches = [(on_torch(r), on_torch(y)) for r, y in pairs]
     declared = [y for _, y in batches] if road == "precount" else None

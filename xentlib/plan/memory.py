@@ -5,6 +5,8 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.chunks import (
     CPU_BLOCK_BYTES,
@@ -28,11 +30,11 @@ WORKSPACE = 32 * MIB
 def peak_bytes(
     plan: ChunkPlan,
     *,
-    backend: str,
+    backend: Literal["torch", "jax"],
     dtype: str = "float32",
     gradient: bool = True,
     recompute: bool = False,
-    platform: str = "cpu",
+    platform: Literal["cpu", "gpu"] = "cpu",
     kernels: bool = True,
 ) -> int:
     """Peak memory of one call beside its inputs, results included.
@@ -133,7 +135,7 @@ def given_peak_bytes(
     num_tokens: int,
     columns: int,
     *,
-    backend: str,
+    backend: Literal["torch", "jax"],
     dtype: str = "float32",
     max_chunk_bytes: int | None = None,
     entropy: bool = False,
