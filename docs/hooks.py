@@ -1,12 +1,13 @@
 """What the documentation takes from the code and from runs, put in while it is built.
 
 A page holds a marker, `<!-- contract -->`, `<!-- parity -->`, `<!-- bench -->`, `<!-- kernels -->`,
-`<!-- causal_lm -->`, `<!-- recipe NAME -->`, `<!-- recipes -->`, `<!-- parity_options -->` or
-`<!-- bench_options -->`, and gets in its place the contract's rows, the committed parity run
-`docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, the machine code that
-`docs/data/kernels.json` describes, the classes of transformers in `docs/data/causal_lm.json`, a
-file of `examples/` with what `docs/data/recipes.json` says of it, or all of those, or the options
-of a command as its own parser has them. So none can say what the code does not.
+`<!-- causal_lm -->`, `<!-- recipe NAME -->`, `<!-- recipes -->`, `<!-- parity_options -->`, `<!--
+bench_options -->` or `<!-- doctor_options -->`, and gets in its place the contract's rows, the
+committed parity run `docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, the
+machine code that `docs/data/kernels.json` describes, the classes of transformers in
+`docs/data/causal_lm.json`, a file of `examples/` with what `docs/data/recipes.json` says of it, or
+all of those, or the options of a command as its own parser has them. So none can say what the code
+does not.
 
 `python docs/hooks.py` prints the contract's table and two short ones of the CPU benchmark.
 README.md holds all three, and a test compares.
@@ -329,6 +330,7 @@ PARTS = {
     "recipes": recipes_part,
     "parity_options": lambda: options_table("parity"),
     "bench_options": lambda: options_table("bench"),
+    "doctor_options": lambda: options_table("doctor"),
 }
 MARKER = re.compile(r"(?m)^<!-- (\w+)(?: (\w+))? -->$")
 

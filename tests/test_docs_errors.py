@@ -146,7 +146,7 @@ def load_hooks():
     return module
 
 
-@pytest.mark.parametrize("command", ["parity", "bench"])
+@pytest.mark.parametrize("command", ["parity", "bench", "doctor"])
 def test_every_option_of_help_is_on_the_page(command, capsys):
     from xentlib.cli import main
 
@@ -159,5 +159,7 @@ def test_every_option_of_help_is_on_the_page(command, capsys):
     assert shown == re.findall(r"^  (--[\w-]+)", said, re.MULTILINE)
     for option in re.findall(r"`(--[\w-]+)[` ]", part):
         assert option in shown, option
-    for words in re.findall(r"xentlib (?:parity|bench)((?: -[^\n`]*)?)$", part, re.MULTILINE):
+    for words in re.findall(
+        r"xentlib (?:parity|bench|doctor)((?: -[^\n`]*)?)$", part, re.MULTILINE
+    ):
         assert set(re.findall(r"--[\w-]+", words)) <= set(shown)

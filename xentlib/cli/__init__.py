@@ -1,4 +1,4 @@
-"""The `xentlib` command: `parity`, which shows the backends to be the same, and `bench`.
+"""The `xentlib` command: `parity`, which shows the backends to be the same, `bench`, and `doctor`.
 
 Nothing heavy is imported before the arguments are understood, and no framework before the
 environment variables it reads at import are set.

@@ -136,6 +136,7 @@ def prepare(backends: Sequence[str], device: str) -> None:
     if device == "cpu":  # a GPU build would take the GPU
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         return
-    os.environ.setdefault("JAX_PLATFORMS", f"{device},cpu")
+    if device != "auto":  # which is what JAX finds
+        os.environ.setdefault("JAX_PLATFORMS", f"{device},cpu")
     # JAX would take three quarters of the memory at its start, and PyTorch is in the same process.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -22,6 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         args = _parser(argv).parse_args(argv)
+        if args.command == "doctor":
+            from xentlib.cli import doctor
+
+            return doctor.run(args)
         if args.command == "bench":
             from xentlib.cli import bench
 
@@ -100,6 +104,17 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parity.add_argument(
         "--json", action="store_true", help="print the JSON to stdout instead of the table"
     )
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what of this environment is usable, what is not, and what to install",
+        description="Look at backends, versions, kernels, trainers and devices, and measure a few "
+        "rows of the contract. Exit status 1 if something that is installed cannot be used.",
+    )
+    if argv[:1] == ["doctor"]:
+        from xentlib.cli.doctor import add_arguments as add_doctor_arguments
+
+        add_doctor_arguments(doctor)
 
     bench = commands.add_parser(
         "bench", help="time and peak memory beside the bare matrix products"

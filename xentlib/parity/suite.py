@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from xentlib.contract import ROW_OF
 from xentlib.parity.cases import (
     AUDIT,
     BASE,
@@ -30,7 +31,7 @@ from xentlib.parity.progress import Progress
 from xentlib.parity.result import Section
 from xentlib.parity.rows import collectives, nll, nll_mutants, per_token, sharded, windows
 
-__all__ = ["operator_sections"]
+__all__ = ["few_sections", "operator_sections"]
 
 Measure = Callable[[Findings, Any], None]
 # Of audit mode, for per-token outputs: one of each standard deviation, with options and without.
@@ -76,6 +77,29 @@ def operator_sections(
         ("per-token outputs in audit mode", _problems(FOUR, [seed]), per_token.audit),
         ("windows in audit mode", _problems((BASE, CONFIDENT), seeds), windows.audit),
     ]
+    return _planned(sections, backends, device)
+
+
+def few_sections(backends: tuple[str, ...], device: str = "cpu") -> list[Planned]:
+    """One small problem for each of the rows that a user's device decides on: what `xentlib doctor`
+    measures. Sizes, ranks, windows and mutants are left to `xentlib parity`."""
+    low = [case for dtype in ROW_OF for case in low_precision((BASE,), dtype)]
+    audit = named(AUDIT, "audit-fp16-options")
+    sections: list[tuple[str, list[Any], Measure]] = [
+        ("fp32 against the oracle", _problems((BASE,), [0]), nll.single),
+        ("16 bits against the oracle", _problems(low, [0]), nll.low),
+        ("log-probabilities of given logits", logit_sets(0, "gaps-31"), nll.logits),
+        ("per-token outputs, fp32", _problems((BASE,), [0]), per_token.single),
+        ("run to run", _problems((BASE,), [0]), nll.repeat),
+        ("audit mode, bit for bit", _problems(audit, [0]), nll.audit),
+    ]
+    return _planned(sections, backends, device)
+
+
+def _planned(
+    sections: list[tuple[str, list[Any], Measure]], backends: tuple[str, ...], device: str
+) -> list[Planned]:
+    """Those that can be run with these backends on this device."""
     between_backends = (nll.audit, per_token.audit, windows.audit)
     on_ranks = (sharded.sharded, collectives.collectives)
     return [

@@ -1,0 +1,1 @@
+"""What `xentlib doctor` looks at: packages, backends, kernels, rows of the contract, a model."""

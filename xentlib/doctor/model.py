@@ -1,0 +1,203 @@
+"""What the head of a model needs, and what `patch` makes of its class, from its configuration.
+
+Nothing is downloaded, no weight is read, and no code of the model's own is run: with transformers
+the class is built on the meta device, without it the numbers of the file are all there is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xentlib.doctor.finding import Finding
+from xentlib.doctor.packages import there
+from xentlib.dtypes import FLOATS, ITEMSIZE
+
+__all__ = ["ConfigError", "Head", "findings", "read_config"]
+
+# What a configuration calls a soft cap of its logits, and a factor: some multiply, some divide.
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
+SCALES = (
+    *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
+    "logits_mup_width_multiplier",
+)
+# `patch` takes these classes, and their first call with labels raises.
+FAIL_IN_A_CALL = {
+    "ProphetNetForCausalLM": "its loss is the log-softmax of two streams at once",
+}
+GIB = 2**30
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be read."""
+
+
+class Head(NamedTuple):
+    """V, H and what stands behind the product."""
+
+    vocab: int
+    hidden: int
+    tied: bool | None  # None: the file does not say
+    dtype: str
+    options: dict[str, Any]  # of the configuration: soft caps and factors
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """`config.json`, or the one in a folder."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no JSON"
+        raise ConfigError(
+            f"`--model` must be a folder with a config.json, or such a file; got '{path}': {why}. "
+            f"Download the model's config.json first."
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"`--model` must be a configuration of transformers, a JSON object; got '{file}', "
+            f"which holds a {type(found).__name__}."
+        )
+    return found
+
+
+def findings(config: dict[str, Any], tokens: int, platform: str) -> list[Finding]:
+    """The head, its memory for so many tokens, and `patch`."""
+    built = None
+    if there("transformers") and there("torch"):
+        head, built, patched = _built(config)
+    else:
+        head, patched = None, None
+    head = head or _of_file(config)
+    if patched is None:
+        said = "not tried, as it needs PyTorch and transformers"
+        patched = Finding("model", "patch", "absent", said, "pip install 'xentlib[hf]'")
+    if head is None:
+        said = "the configuration names no `vocab_size` and `hidden_size`"
+        cure = "pass the config.json of a causal language model"
+        return [Finding("model", "head", "bad", said, cure), patched]
+    kind = type(built).__name__ if built is not None else _architecture(config)
+    return [_head(kind, head), *_memory(head, tokens, platform), patched]
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    named = config.get("architectures") or [config.get("model_type", "a model")]
+    return str(named[0])
+
+
+def _of_file(config: dict[str, Any]) -> Head | None:
+    """From the numbers of the file; an inner configuration of the text where there is one."""
+    text: dict[str, Any] = next(
+        (config[k] for k in ("text_config", "llm_config") if isinstance(config.get(k), dict)), {}
+    )
+    said = {**config, **text}
+    vocab = said.get("vocab_size")
+    hidden = said.get("hidden_size", said.get("n_embd", said.get("d_model")))
+    if not isinstance(vocab, int) or not isinstance(hidden, int):
+        return None
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    return Head(vocab, hidden, tied, _dtype(said), _options(said))
+
+
+def _dtype(said: dict[str, Any]) -> str:
+    named = str(said.get("dtype") or said.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return named if named in FLOATS else "bfloat16"
+
+
+def _options(said: dict[str, Any]) -> dict[str, Any]:
+    """Those that do something: none where a factor is 1 or a cap is not set."""
+    found = {name: said.get(name) for name in (*SOFTCAPS, *SCALES)}
+    return {name: x for name, x in found.items() if x not in (None, False, 0, 1)}
+
+
+def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
+    """The class of the configuration, on the meta device, and what `patch` says of it."""
+    import torch
+    import transformers
+    from transformers import AutoConfig
+
+    from xentlib.torch.integrations.transformers import patch
+
+    name = _architecture(config)
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        said = f"transformers {transformers.__version__} has no class {name}"
+        if config.get("auto_map"):
+            said += "; code of the model's own is not run"
+        cure = "name the class in `architectures` of the config.json, or call `chunked_nll`"
+        return None, None, Finding("model", "patch", "bad", said, cure)
+    try:
+        rest = {k: x for k, x in config.items() if k not in ("model_type", "auto_map")}
+        made = AutoConfig.for_model(config.get("model_type", ""), **rest)
+        if not isinstance(made, kind.config_class):
+            made = made.get_text_config()
+        with torch.device("meta"):
+            model = kind(made)
+    except Exception as error:  # noqa: BLE001 - whatever a class makes of its configuration
+        said = f"{name} cannot be built: {type(error).__name__}: {error}".partition("\n")[0]
+        cure = "compare the config.json with the installed version of transformers"
+        return None, None, Finding("model", "patch", "bad", said, cure)
+    text = made.get_text_config()
+    said_of_it = {**vars(made), **vars(text)}
+    output = model.get_output_embeddings()
+    head = None
+    if output is not None and getattr(output, "weight", None) is not None:
+        rows, width = output.weight.shape
+        tied = output.weight is model.get_input_embeddings().weight
+        head = Head(rows, width, tied, _dtype(said_of_it), _options(said_of_it))
+    try:
+        patch(model)
+    except (TypeError, ValueError) as error:
+        cure = "docs/transformers.md has every class; `chunked_nll` takes its hidden states"
+        return head, model, Finding("model", "patch", "bad", f"refused: {error}", cure)
+    said = f"takes {name} of transformers {transformers.__version__}"
+    if name in FAIL_IN_A_CALL:
+        said = f"refused in the first step: {FAIL_IN_A_CALL[name]}"
+        cure = "call `chunked_nll` with its hidden states"
+        return head, model, Finding("model", "patch", "bad", said, cure)
+    said += "; its loss is computed without logits, a softcap and factors as the model has them"
+    return head, model, Finding("model", "patch", "ok", said)
+
+
+def _head(kind: str, head: Head) -> Finding:
+    tied = {True: "tied to the embedding", False: "not tied", None: "tied or not is not said"}
+    said = f"{kind}: V = {head.vocab:,}, H = {head.hidden:,}, {tied[head.tied]}, {head.dtype}"
+    if not head.options:
+        return Finding("model", "head", "ok", f"{said}; no softcap, no factor on the logits")
+    given = ", ".join(f"{name}={x}" for name, x in head.options.items())
+    cure = (
+        "`patch` takes them as the model has them. For `chunked_nll` a soft cap is `softcap=`, a "
+        "factor `logit_scale=`, or 1 / it where the model's forward divides by it"
+    )
+    return Finding("model", "head", "note", f"{said}; {given}", cure)
+
+
+def _memory(head: Head, tokens: int, platform: str) -> list[Finding]:
+    """Full logits beside what a call needs, in both backends."""
+    from xentlib.plan import plan_chunks
+    from xentlib.plan.chunks import default_chunk_bytes
+    from xentlib.plan.memory import peak_bytes
+
+    budget = None if platform == "cpu" else default_chunk_bytes("cuda")
+    plan = plan_chunks(tokens, head.vocab, head.hidden, dtype=head.dtype, max_chunk_bytes=budget)
+    logits = tokens * head.vocab
+    full = (
+        f"{logits * ITEMSIZE[head.dtype] / GIB:.2f} GiB in {head.dtype}, "
+        f"{logits * 4 / GIB:.2f} GiB in float32, and as much again for their gradient"
+    )
+    found = [Finding("model", "full logits", "ok", f"{tokens:,} tokens: {full}")]
+    for backend in ("torch", "jax"):
+        need = peak_bytes(
+            plan,
+            backend=backend,
+            dtype=head.dtype,
+            platform="cpu" if platform == "cpu" else "gpu",
+        )
+        where = "the CPU" if platform == "cpu" else "a GPU"
+        said = (
+            f"{need / GIB:.2f} GiB beside its inputs, gradients of hidden and weight included, in "
+            f"{plan.num_chunks} chunks on {where}"
+        )
+        found.append(Finding("model", f"chunked_nll in {backend}", "ok", said))
+    return found
