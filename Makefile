@@ -33,7 +33,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public classes recipes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all clean
+.PHONY: help parity test quick public classes recipes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -55,6 +55,7 @@ help:
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare GEMMs and other libraries: about ten minutes'
 	@echo 'examples    every example, alone or on two ranks'
+	@echo 'advisories  known vulnerabilities of the pins; needs a database of advisories on the network'
 	@echo 'env-all     the environment with every extra'
 	@echo 'clean       remove what was built, the environment included'
 
@@ -91,16 +92,14 @@ env-all: $(VENV)/dev.stamp
 	@echo 'installing every extra'
 	@$(PIP) -e '.[all,docs,lint,test]'
 
-# --- the wheel, made of the source archive, in an environment of its own, away from the sources -------------------------
+# --- the wheel, made of the source archive, twice to the same bytes, in an environment of its own, away from the sources --
 
 WHEEL_ENV := build/wheel-env
 
 # The installed packages of $(VENV) are borrowed by path; its editable xentlib is not, as a .pth is not read through a .pth.
 $(WHEEL_ENV)/.stamp: $(SOURCES) pyproject.toml $(VENV)/test.stamp
-	@rm -rf build/lib build/bdist.* dist *.egg-info $(WHEEL_ENV)
-	@$(BIN)/python -c 'import setuptools.build_meta as b; b.build_sdist("dist")' > /dev/null
-	@$(BIN)/python -m pip wheel -qq --no-deps --no-build-isolation -w dist dist/xentlib-*.tar.gz
-	@rm -rf build/lib build/bdist.*
+	@rm -rf $(WHEEL_ENV)
+	@$(BIN)/python .ci/build.py --check
 	@$(BIN)/python -m venv --without-pip $(WHEEL_ENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($(WHEEL_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
@@ -203,6 +202,12 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory typecheck
+
+# Of the packages that `make` installs. Not part of .ci/run: what it finds changes without a change here.
+advisories: $(BIN)/python
+	@$(BIN)/python -m venv build/pip-audit
+	@build/pip-audit/bin/python -m pip install -qq --disable-pip-version-check pip-audit
+	build/pip-audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt
 
 # Signatures and docstrings where an editor finds them: copies of the definitions in xentlib/.
 public:

@@ -9,4 +9,4 @@ from xentlib.plan import ChunkPlan, PaddedVocab, VocabShard, plan_chunks
 
 __all__ = ["ChunkPlan", "NLLOutput", "PaddedVocab", "VocabShard", "__version__", "plan_chunks"]
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -1,0 +1,87 @@
+"""What is built of the sources: the text of the package page, and archives of settled bytes. That
+they are the same twice, and that the wheel is whole, `make check-wheel` says."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import xentlib
+
+ROOT = Path(__file__).resolve().parents[1]
+if not (ROOT / "setup.py").is_file():
+    pytest.skip("the sources are not there", allow_module_level=True)
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+setup, build = load(ROOT / "setup.py"), load(ROOT / ".ci" / "build.py")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+
+def test_the_package_page_has_no_link_that_depends_on_a_place():
+    plain = setup.package_page(README, None)
+    assert [x for x in LINK.findall(plain) if not x.startswith(("http", "#"))] == []
+    assert "split" not in LINK.findall(plain)
+    linked = setup.package_page(README, "https://example.org/x")
+    targets = [x for x in LINK.findall(README) if not x.startswith(("http", "#"))]
+    assert targets
+    for target in targets:
+        assert f"](https://example.org/x/blob/HEAD/{target})" in linked
+    assert "<!--" not in plain
+
+
+def test_code_on_the_package_page_is_that_of_the_readme():
+    """And nothing of what the suite runs around it."""
+    blocks = re.compile(r"(?ms)^```.*?^```$")
+    shown = blocks.findall(setup.package_page(README, None))
+    assert shown == blocks.findall(README)
+    assert setup.package_page("```python\nx[0](a)\n```\n[b](c)\n", None) == (
+        "```python\nx[0](a)\n```\nb\n"
+    )
+
+
+def test_the_changelog_begins_with_this_version():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[([\d.]+)\]", changelog, re.MULTILINE)[0] == xentlib.__version__
+
+
+def test_pythons_that_are_run_are_classified():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pythons = [x.rpartition(" ")[2] for x in project["classifiers"] if " :: Python :: 3." in x]
+    assert pythons == ["3.11", "3.12", "3.13"]
+    assert project["requires-python"] == f">={pythons[0]}"
+
+
+def archive(path, date, mode, names):
+    with tarfile.open(path, "w:gz") as made:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.mtime, member.mode, member.uname, member.size = date, mode, "someone", 2
+            made.addfile(member, io.BytesIO(b"ab"))
+
+
+def test_an_archive_has_one_date_and_no_owner(tmp_path):
+    one, other = tmp_path / "one.tar.gz", tmp_path / "other.tar.gz"
+    archive(one, 1.5e9, 0o644, ["x/b", "x/a"])
+    archive(other, 1.6e9, 0o664, ["x/a", "x/b"])
+    assert one.read_bytes() != other.read_bytes()
+    for path in (one, other):
+        build.settle(path, 1_700_000_000)
+    assert one.read_bytes() == other.read_bytes()
+    with tarfile.open(one) as settled:
+        for member in settled.getmembers():
+            assert (member.mtime, member.mode, member.uname) == (1_700_000_000, 0o644, "")
+            assert settled.extractfile(member).read() == b"ab"
