@@ -25,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NOT_SOURCES = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", "*.pyc", ".*_cache")
 NOT_SOURCES += (".hypothesis", "shared")
+# In an archive the backends lie in the package. These are the names that a checkout has them by.
+LINKS = {"torch_impl": "xentlib/torch", "jax_impl": "xentlib/jax"}
 YEAR_1980 = 315_619_200  # a wheel is a zip, which knows no earlier one
 
 
@@ -80,12 +82,19 @@ def build(dist: Path, epoch: int, *, umask: int, other_dates: bool = False) -> d
 
 
 def settle(archive: Path, epoch: int) -> None:
-    """The same archive with members in order, one date, plain rights and nobody's name."""
+    """The same archive with members in order, one date, plain rights and nobody's name, and links
+    that make it a checkout for the suite."""
     written = io.BytesIO()
     with tarfile.open(archive) as before, tarfile.open(fileobj=written, mode="w") as after:
-        for member in sorted(before.getmembers(), key=lambda x: x.name):
+        members = before.getmembers()
+        folder = members[0].name.partition("/")[0]
+        for name, target in LINKS.items():
+            link = tarfile.TarInfo(f"{folder}/{name}")
+            link.type, link.linkname = tarfile.SYMTYPE, target
+            members += [link] if any(f"{folder}/{target}" == x.name for x in members) else []
+        for member in sorted(members, key=lambda x: x.name):
             member.mtime, member.uid, member.gid, member.uname, member.gname = epoch, 0, 0, "", ""
-            member.mode = 0o755 if member.isdir() else 0o644
+            member.mode = 0o644 if member.isfile() else 0o755
             member.pax_headers = {}
             after.addfile(member, before.extractfile(member) if member.isfile() else None)
     with archive.open("wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=epoch) as packed:
