@@ -30,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from xentlib.cli import bench
 
             return int(bench.run(args) or 0)
+        if args.command == "audit":
+            from xentlib.cli import audit
+
+            return audit.run(args)
         from xentlib.cli import parity
 
         return parity.run(args, argv)
@@ -128,6 +132,18 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
                 f"install it with `pip install 'xentlib[plot]'`."
             ) from error
         add_arguments(bench)
+
+    audit = commands.add_parser(
+        "audit",
+        help="hold a step of yours against the float64 oracle, and name what is wrong with it",
+        description="Import a function that returns a loss and the head's gradients, hold it "
+        "against the float64 oracle, and name the defect if there is one. Exit status 1 if "
+        "anything is wrong.",
+    )
+    if argv[:1] == ["audit"]:
+        from xentlib.cli.audit import add_arguments as of_audit
+
+        of_audit(audit)
     return parser
 
 

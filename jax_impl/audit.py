@@ -1,0 +1,151 @@
+"""What a step of JAX returns, as numbers that `xentlib.audit` holds against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xentlib.audit.called import Step, arguments, kind_of, numbers, of_function, returned
+from xentlib.audit.problem import Array, Options, Problem
+from xentlib.audit.reading import Numbers
+from xentlib.audit.report import Report
+from xentlib.audit.verdict import judge, oracle_of
+from xentlib.checks.audit import check_ranks
+
+__all__ = ["Head", "audit"]
+
+
+class Head(NamedTuple):
+    """[V, H] and [V], or None: a pytree, whose gradient is a `Head` too."""
+
+    weight: Any
+    bias: Any
+
+
+def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any) -> Report:
+    """Hold a step against the float64 oracle, and name what is wrong with it.
+
+        def step(head, micro_batches):              # Head(weight, bias); a list of dicts of arrays
+            ...
+            return loss, d_head                     # as from jax.value_and_grad
+
+        report = audit(step)
+        assert report.passed, report
+
+    The gradient of the head is a `Head`, a dict with "weight" (or "kernel") and "bias", or the
+    weight's alone, [V, H] or [H, V]; those of the micro-batches' hidden states may follow.
+
+    Args:
+        step: the function. Each micro-batch has "hidden" [B, L, H], "input_ids", "labels" (not
+            shifted, -100 where masked), "targets" (shifted), "loss_mask", "attention_mask",
+            "segment_ids" and "position_ids", [B, L] each. Use those that your trainer has.
+        kind: "step"; "loss", a function of (hidden [N, H], weight [V, H], labels [N]) that returns
+            a mean; "logprobs", one that returns a log-probability for each label, or (logprobs,
+            entropy). None: "step" for two arguments, "loss" for three.
+        ranks: devices over which the step spreads the rows of a micro-batch, in their order: B is
+            then a multiple of it.
+        options: what the step applies, fields of `xentlib.audit.Options`: bias, softcap,
+            logit_scale, temperature, label_smoothing, z_loss, documents.
+
+    Raises:
+        TypeError: no function, or one of other arguments.
+        ValueError: an unknown kind or option, or a result that cannot be compared.
+
+    Numerics: float32 inputs; right is what holds rho / u of row A9 against the oracle.
+    """
+    kind = kind_of(step, kind)
+    said = Options(**options)
+    said.check(kind)
+    check_ranks(ranks, jax.device_count())
+    if kind != "step":
+        return _of_function(step, kind, said)
+    oracle = oracle_of(kind, said, ranks)
+    return judge("jax", oracle, _of_step(step, oracle.problem))
+
+
+def _of_step(step: Step, problem: Problem) -> Numbers:
+    bias = None if problem.bias is None else _array(problem.bias)
+    head = Head(_array(problem.weight), bias)
+    batches = [
+        {name: _array(x) for name, x in problem.micro_batch(slice(None), m).items()}
+        for m in range(problem.micro_batches)
+    ]
+    found = returned(step(head, batches))
+    d_hiddens = found.d_hiddens
+    if d_hiddens is not None and not isinstance(d_hiddens, (tuple, list)):
+        found = found._replace(d_hiddens=[*d_hiddens])
+    every = [
+        numbers(problem, found, lambda x, r=rank: _of_rank(x, r, problem.ranks), problem.weight)
+        for rank in range(problem.ranks)
+    ]
+    columns = [None if column[0] is None else np.stack(column) for column in zip(*every)]
+    loss, weight, d_bias, hidden = columns
+    if hidden is not None:  # every rank has read the rows of all
+        ranks, m = problem.ranks, problem.micro_batches
+        b, *rest = problem.hidden.shape[2:]
+        hidden = hidden[0].reshape(m, ranks, b, *rest).swapaxes(0, 1)
+    assert weight is not None
+    return Numbers(loss, weight, d_bias, hidden)
+
+
+def _of_rank(x: Any, rank: int, ranks: int) -> Array:
+    """What a device holds of an array that all hold whole: where nothing has reduced it these are
+    different numbers, which JAX cannot tell."""
+    if ranks > 1 and isinstance(x, jax.Array) and x.is_fully_replicated:
+        shards = sorted(x.addressable_shards, key=lambda shard: shard.device.id)
+        if len(shards) == ranks:
+            return np.asarray(shards[rank].data)
+    return np.asarray(x)
+
+
+def _of_function(function: Step, kind: str, said: Options) -> Report:
+    problem = oracle_of(kind, said).problem
+    labels = _array(problem.targets.reshape(-1))
+    hidden = _array(problem.hidden.reshape(labels.size, -1))
+    bias = None if problem.bias is None else _array(problem.bias)
+
+    def called(hidden: Any, weight: Any, bias: Any) -> Any:
+        leaves = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+        positional, named = arguments(function, leaves, said)
+        result = function(*positional, **named)
+        return of_function(kind, result, said, labels.size).values
+
+    values, pull = jax.vjp(called, hidden, _array(problem.weight), bias)
+    options = said
+    if kind == "logprobs":
+        options = Options(**{**_fields(said), "entropy": len(values) == 2})
+    oracle = oracle_of(kind, options)
+    problem = oracle.problem
+    given: tuple[Any, ...] = (np.float32(problem.upstream),)
+    if kind == "logprobs":
+        given = (problem.d_logprobs, problem.d_entropy)
+    gradients = pull(tuple(jnp.asarray(g, x.dtype).reshape(x.shape) for x, g in zip(values, given)))
+    scale = 1.0 if kind == "logprobs" else problem.upstream
+    d_hidden, d_weight, d_bias = (
+        None if g is None else np.asarray(g, np.float64) / scale for g in gradients
+    )
+    assert d_weight is not None
+    assert d_hidden is not None
+    found = np.stack([np.asarray(x, np.float64).reshape(-1) for x in values])
+    return judge(
+        "jax",
+        oracle,
+        Numbers(
+            found[None] if kind == "logprobs" else found[0],
+            d_weight[None],
+            None if d_bias is None else d_bias[None],
+            d_hidden.reshape(problem.hidden.shape),
+        ),
+    )
+
+
+def _array(x: Array) -> jax.Array:
+    """Integers in 32 bits, as JAX has them without being told otherwise."""
+    return jnp.asarray(x.astype(np.int32) if x.dtype == np.int64 else x)
+
+
+def _fields(options: Options) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in Options.__dataclass_fields__}

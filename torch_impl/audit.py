@@ -1,0 +1,147 @@
+"""What a step of PyTorch returns, as numbers that `xentlib.audit` holds against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xentlib.audit.called import Step, arguments, kind_of, numbers, of_function, returned
+from xentlib.audit.problem import Array, Options, Problem
+from xentlib.audit.reading import Numbers
+from xentlib.audit.report import Report
+from xentlib.audit.verdict import judge, oracle_of
+
+__all__ = ["audit"]
+
+
+def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
+    """Hold a step against the float64 oracle, and name what is wrong with it.
+
+        def step(head, micro_batches):              # nn.Linear; a list of dicts of tensors
+            ...                                     # backward, no optimizer step
+            return loss                             # of all micro-batches and ranks, or None
+
+        report = audit(step)
+        assert report.passed, report
+
+    The gradients are read from `head.weight.grad`, or returned: `(loss, d_weight)`, `(loss,
+    {"weight": ..., "bias": ...})`. The head may be wrapped inside (DDP, `fully_shard`). Where
+    `torch.distributed` is initialised every rank calls this, has micro-batches of its own, and gets
+    the same report.
+
+    Args:
+        step: the function. Each micro-batch has "hidden" [B, L, H], "input_ids", "labels" (not
+            shifted, -100 where masked), "targets" (shifted), "loss_mask", "attention_mask",
+            "segment_ids" and "position_ids", [B, L] each. Use those that your trainer has.
+        kind: "step"; "loss", a function of (hidden [N, H], weight [V, H], labels [N]) that returns
+            a mean; "logprobs", one that returns a log-probability for each label, or (logprobs,
+            entropy). None: "step" for two arguments, "loss" for three.
+        options: what the step applies, fields of `xentlib.audit.Options`: bias, softcap,
+            logit_scale, temperature, label_smoothing, z_loss, documents.
+
+    Raises:
+        TypeError: no function, or one of other arguments.
+        ValueError: an unknown kind or option, or a result that cannot be compared.
+
+    Numerics: float32 inputs; right is what holds rho / u of row A9 against the oracle.
+    """
+    kind = kind_of(step, kind)
+    said = Options(**options)
+    said.check(kind)
+    if kind != "step":
+        return _of_function(step, kind, said)
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    oracle = oracle_of(kind, said, world)
+    rank = dist.get_rank() if world > 1 else 0
+    mine = _of_step(step, oracle.problem, rank)
+    every: list[Any] = [mine]
+    if world > 1:
+        every = [None] * world
+        dist.all_gather_object(every, mine)
+    return judge("torch", oracle, _stacked(every))
+
+
+def _of_step(step: Step, problem: Problem, rank: int) -> Numbers:
+    vocab, width = problem.weight.shape
+    head = nn.Linear(width, vocab, bias=problem.bias is not None)
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor(problem.weight))
+        if problem.bias is not None:
+            head.bias.copy_(torch.tensor(problem.bias))
+    batches = []
+    for m in range(problem.micro_batches):
+        batch = {name: torch.tensor(x) for name, x in problem.micro_batch(rank, m).items()}
+        batch["hidden"].requires_grad_()
+        batches.append(batch)
+    hiddens = [batch["hidden"] for batch in batches]
+    found = returned(step(head, batches))
+    if found.d_weight is None:
+        bias = None if problem.bias is None else head.bias
+        d_bias = None if bias is None else torch.zeros(vocab) if bias.grad is None else bias.grad
+        found = found._replace(
+            d_weight=head.weight.grad, d_bias=d_bias, d_hiddens=[x.grad for x in hiddens]
+        )
+    return numbers(problem, found, _numpy, _numpy(head.weight))
+
+
+def _stacked(every: list[Numbers]) -> Numbers:
+    """[R, ...] of each; None of what some rank has not given."""
+    columns = [
+        None if any(x is None for x in column) else np.stack(column) for column in zip(*every)
+    ]
+    return Numbers(*columns)
+
+
+def _of_function(function: Step, kind: str, said: Options) -> Report:
+    problem = oracle_of(kind, said).problem
+    width = problem.weight.shape[1]
+    hidden = torch.tensor(problem.hidden.reshape(-1, width), requires_grad=True)
+    weight = torch.tensor(problem.weight, requires_grad=True)
+    bias = None
+    if problem.bias is not None:
+        bias = torch.tensor(problem.bias, requires_grad=True)
+    labels = torch.tensor(problem.targets.reshape(-1))
+    leaves = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+    positional, named = arguments(function, leaves, said)
+    result = function(*positional, **named)
+    found = of_function(kind, result, said, labels.numel())
+    oracle = oracle_of(kind, found.options)
+    problem = oracle.problem
+    given: tuple[Any, ...] = (np.float32(problem.upstream),)
+    if kind == "logprobs":
+        given = (problem.d_logprobs, problem.d_entropy)
+    there = [(x, g) for x, g in zip(found.values, given) if x.requires_grad]
+    torch.autograd.backward(
+        [x for x, _ in there],
+        [torch.tensor(g, dtype=x.dtype).reshape(x.shape) for x, g in there],
+    )
+    scale = 1.0 if kind == "logprobs" else problem.upstream
+
+    def gradient(x: Tensor) -> Array:
+        return np.zeros(x.shape) if x.grad is None else _numpy(x.grad).astype(np.float64) / scale
+
+    values = np.stack([_numpy(x).reshape(-1) for x in found.values])
+    return judge(
+        "torch",
+        oracle,
+        Numbers(
+            values[None] if kind == "logprobs" else values[0],
+            gradient(weight)[None],
+            None if bias is None else gradient(bias)[None],
+            gradient(hidden).reshape(problem.hidden.shape),
+        ),
+    )
+
+
+def _numpy(x: Any) -> Array:
+    if isinstance(x, Tensor):
+        x = x.detach()
+        if hasattr(x, "full_tensor"):
+            x = x.full_tensor()
+        x = x.cpu()
+        return (x if x.dtype == torch.float64 else x.float()).numpy().copy()
+    return np.asarray(x)

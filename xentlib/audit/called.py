@@ -1,0 +1,164 @@
+"""How a step is called, and what is read from what it returns; the same for both backends."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xentlib.audit.problem import Array, Options, Problem
+from xentlib.audit.reading import Numbers
+from xentlib.checks.audit import (
+    check_gradient,
+    check_gradients_there,
+    check_one_number,
+    check_per_token_values,
+    check_step,
+    check_unchanged,
+)
+
+__all__ = ["Returned", "arguments", "kind_of", "numbers", "of_function", "returned"]
+
+Step = Callable[..., Any]
+ToNumPy = Callable[[Any], Array]
+
+
+class Returned(NamedTuple):
+    """Of a step, as its framework has it; None of what it did not return."""
+
+    loss: Any
+    d_weight: Any = None
+    d_bias: Any = None
+    d_hiddens: Any = None
+
+
+def kind_of(step: Step, kind: str | None) -> str:
+    """What is asked for, or what the arguments tell: two for a step, three or more for a loss."""
+    required = _required(step)
+    if kind is None:
+        kind = "step" if required is None or len(required) == 2 else "loss"
+    check_step(step, kind, required)
+    return kind
+
+
+def arguments(function: Step, given: dict[str, Any], options: Options) -> tuple[Any, Any]:
+    """Positional and named arguments for a function of hidden states, head and labels: by name if
+    its names are these, in this order if not. Options that it names are passed too."""
+    given = {name: x for name, x in given.items() if x is not None}
+    names = _names(function)
+    told = {**options.of_logits, **options.of_loss}
+    named = {name: told[name] for name in names if name in told}
+    required = _required(function) or []
+    if required and set(required) <= {*given, *told}:
+        return (), {**{name: x for name, x in given.items() if name in names}, **named}
+    return tuple(given.values()), named
+
+
+def _names(function: Step) -> list[str]:
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _required(function: Step) -> list[str] | None:
+    """Names of the arguments that must be given; None where nobody can tell."""
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if any(p.kind is p.VAR_POSITIONAL for p in found):
+        return None
+    return [p.name for p in found if p.default is p.empty and p.kind in kinds]
+
+
+def returned(result: Any) -> Returned:
+    """Loss alone, or with gradients: (loss, of the head) or (loss, of the head, of the hidden
+    states). The head's are its weight's, (weight's, bias's), or have names."""
+    if hasattr(result, "loss"):
+        return Returned(result.loss)
+    if not isinstance(result, (tuple, list)):
+        return Returned(result)
+    loss, *gradients = result
+    if not gradients:
+        return Returned(loss)
+    head = gradients[0]
+    weight, bias = head, None
+    if isinstance(head, Mapping):
+        weight, bias = head.get("weight", head.get("kernel")), head.get("bias")
+    elif hasattr(head, "weight"):
+        weight, bias = head.weight, getattr(head, "bias", None)
+    elif isinstance(head, (tuple, list)):
+        weight, bias = head[0], head[1] if len(head) > 1 else None
+    return Returned(loss, weight, bias, gradients[1] if len(gradients) > 1 else None)
+
+
+def numbers(problem: Problem, found: Returned, to_numpy: ToNumPy, before: Array) -> Numbers:
+    """Of one rank, without the leading [R]; the shapes are checked.
+
+    Args:
+        before: the head's weight after the step, to see whether the step has changed it.
+    """
+    if found.d_weight is None:
+        check_unchanged(problem.weight, before)
+    check_gradients_there(found.d_weight)
+    weight = to_numpy(found.d_weight)
+    vocab, width = problem.weight.shape
+    if weight.shape == (width, vocab):  # a Flax kernel
+        weight = weight.T
+    check_gradient("weight", weight.shape, (vocab, width))
+    bias = None
+    if problem.bias is not None and found.d_bias is not None:
+        bias = to_numpy(found.d_bias)
+        check_gradient("bias", bias.shape, (vocab,))
+    loss = None
+    if found.loss is not None:
+        value = to_numpy(found.loss)
+        check_one_number(value.size)
+        loss = value.reshape(())
+    hidden = None
+    if found.d_hiddens is not None and all(x is not None for x in found.d_hiddens):
+        each = [to_numpy(x) for x in found.d_hiddens]
+        for x in each:
+            check_gradient("hidden", x.shape, each[0].shape)
+        hidden = np.stack(each)
+    return Numbers(loss, weight, bias, hidden)
+
+
+class Outputs(NamedTuple):
+    """What a function returned that is to be differentiated, and the gradient of each; and the
+    numbers of the values."""
+
+    values: tuple[Any, ...]
+    options: Options
+
+
+def of_function(kind: str, result: Any, options: Options, tokens: int) -> Outputs:
+    """The loss, or log-probabilities and entropies where they are there."""
+    if kind == "loss":
+        if hasattr(result, "loss"):
+            result = result.loss
+        elif isinstance(result, (tuple, list)):
+            result = result[0]
+        check_one_number(int(np.prod(np.shape(result), dtype=int)))
+        return Outputs((result,), options)
+    if isinstance(result, Mapping):
+        found = [result.get("logprobs"), result.get("entropy")]
+    elif hasattr(result, "logprobs"):
+        found = [result.logprobs, getattr(result, "entropy", None)]
+    elif isinstance(result, (tuple, list)):
+        found = [*result[:2]]
+    else:
+        found = [result]
+    there = tuple(x for x in found if x is not None)
+    check_per_token_values([tuple(np.shape(x)) for x in there], tokens)
+    with_entropy = len(there) == 2
+    return Outputs(there, Options(**{**_fields(options), "entropy": with_entropy}))
+
+
+def _fields(options: Options) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in Options.__dataclass_fields__}

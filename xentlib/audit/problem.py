@@ -1,0 +1,226 @@
+"""The problem that is put to a step: tokens, documents, masks, hidden states and a head, as NumPy.
+
+Shapes: R ranks, M micro-batches of each, B rows, L tokens a row, H hidden width, V vocabulary.
+Arrays of tokens are [R, M, B, L]. Every count that a mean could wrongly be made of differs: the
+micro-batches', the ranks', the rows', those before the shift and those without the mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from xentlib.checks.words import check_choice, check_flag, check_number
+
+__all__ = ["IGNORE", "KINDS", "Array", "Options", "Problem", "build", "next_labels"]
+
+Array = npt.NDArray[Any]
+
+KINDS = ("step", "loss", "logprobs")
+IGNORE = -100
+# V * H is more than the tokens of four ranks, so that no two weightings of tokens give one
+# gradient of the head.
+MICRO_BATCHES, ROWS, LENGTH, HIDDEN, VOCAB = 3, 2, 13, 24, 43
+FLAT = 53  # tokens of the functions, which have one row
+STD = 2.0  # of the logits: a softcap of 30 moves them by 0.4 %, and no token is certain
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the step says that it applies; the definitions are those of `chunked_nll`.
+
+    Attributes:
+        bias: whether the head has one.
+        documents: whether a row holds several, of which none predicts the next one's first token.
+        entropy: of log-probabilities, whether the step returns entropies too; a call tells.
+    """
+
+    bias: bool = False
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    documents: bool = True
+    entropy: bool = True
+
+    def check(self, kind: str) -> None:
+        check_choice("kind", kind, KINDS)
+        for name in ("bias", "documents"):
+            check_flag(name, getattr(self, name))
+        positive = {"temperature": self.temperature, "logit_scale": self.logit_scale}
+        if self.softcap is not None:
+            positive["softcap"] = self.softcap
+        for name, value in positive.items():
+            ok = isinstance(value, (int, float)) and 0 < value < np.inf
+            check_number(name, value, "a positive number", ok=ok)
+        for name, value in (("label_smoothing", self.label_smoothing), ("z_loss", self.z_loss)):
+            ok = isinstance(value, (int, float)) and 0 <= value < 1
+            check_number(name, value, "a number from 0 to below 1", ok=ok)
+            if kind == "logprobs" and value:
+                raise ValueError(
+                    f"`{name}` must be 0 with kind='logprobs', which has no loss; got {value!r}. "
+                    f"Leave it out."
+                )
+
+    @property
+    def of_logits(self) -> dict[str, Any]:
+        """What is between the product of hidden states and head and the softmax."""
+        return {
+            "softcap": self.softcap,
+            "logit_scale": self.logit_scale,
+            "temperature": self.temperature,
+        }
+
+    @property
+    def of_loss(self) -> dict[str, Any]:
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """What all ranks hold together.
+
+    Attributes:
+        ids: tokens; 0 where `attention` is False.
+        labels: `ids` with `IGNORE` where the token is no target, not shifted.
+        targets: the label of each position, after the shift: next token of the same document.
+        segments: number of each token's document.
+        attention: False on padding.
+        hidden: [R, M, B, L, H] float32.
+        weight: [V, H] float32.
+        bias: [V] float32 or None.
+        upstream: gradient of what follows with respect to a loss function's result.
+        d_logprobs: [R, M, B, L] the same of each log-probability.
+        d_entropy: [R, M, B, L] the same of each entropy.
+    """
+
+    kind: str
+    options: Options
+    ids: Array
+    labels: Array
+    targets: Array
+    segments: Array
+    attention: Array
+    hidden: Array
+    weight: Array
+    bias: Array | None
+    upstream: float
+    d_logprobs: Array
+    d_entropy: Array
+
+    @property
+    def ranks(self) -> int:
+        return int(self.ids.shape[0])
+
+    @property
+    def micro_batches(self) -> int:
+        return int(self.ids.shape[1])
+
+    @property
+    def count(self) -> int:
+        """Valid tokens of all ranks and micro-batches."""
+        return int((self.targets != IGNORE).sum())
+
+    @property
+    def text(self) -> str:
+        ranks = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        _, m, b, n = self.ids.shape
+        batches = "one batch" if m == 1 else f"{m} micro-batches"
+        rows = f"{n} tokens" if b == 1 else f"{b} x {n} tokens"
+        return f"{ranks}, {batches} of {rows}, {self.count} tokens that count"
+
+    def micro_batch(self, rank: int | slice, m: int) -> dict[str, Array]:
+        """What a step is given: [B, L] arrays, of several ranks one after the other."""
+
+        def rows(x: Array) -> Array:
+            found = x[rank, m]
+            return found if isinstance(rank, int) else found.reshape(-1, *found.shape[2:])
+
+        places = np.arange(self.ids.shape[-1]) - _starts(self.segments)
+        found = {
+            "hidden": self.hidden,
+            "input_ids": self.ids,
+            "labels": self.labels,
+            "targets": self.targets,
+            "loss_mask": self.targets != IGNORE,
+            "attention_mask": self.attention,
+            "segment_ids": self.segments,
+            "position_ids": places,
+        }
+        return {name: rows(x) for name, x in found.items()}
+
+
+def next_labels(labels: Array, segments: Array | None, by: int = 1) -> Array:
+    """`labels` of `by` positions later, of the same document where `segments` are given."""
+    found = np.full_like(labels, IGNORE)
+    found[..., :-by] = labels[..., by:]
+    if segments is not None:
+        same = segments[..., :-by] == segments[..., by:]
+        found[..., :-by] = np.where(same, found[..., :-by], IGNORE)
+    return found
+
+
+def build(kind: str, options: Options, ranks: int = 1, seed: int = 0) -> Problem:
+    """The same arrays in every process. A function of hidden states, head and labels gets one row
+    on one rank, and for log-probabilities no label that is left out."""
+    options.check(kind)
+    rng = np.random.default_rng([seed, 16])
+    flat = kind != "step"
+    shape = (1, 1, 1, FLAT) if flat else (ranks, MICRO_BATCHES, ROWS, LENGTH)
+    ids = rng.integers(3, VOCAB, shape)
+    segments, attention = np.zeros(shape, np.int64), np.ones(shape, np.bool_)
+    masked = np.zeros(shape, np.bool_)
+    # From one micro-batch to the next nothing or most of it is left out, and padding is in some rows
+    # alone; every second rank has the more tokens.
+    shares = np.array([[0.0, 0.7, 0.35], [0.65, 0.8, 0.5]])
+    for k, (r, m, b) in enumerate(np.ndindex(*shape[:3])):
+        row = ids[r, m, b]
+        length = row.size
+        if options.documents:
+            cut = 4 + (5 * k) % (length - 6)
+            segments[r, m, b] = (np.arange(length) >= cut) + (np.arange(length) >= cut + 3)
+        # The first token is nobody's target, the last two are somebody's; of the others so many,
+        # whatever the draw.
+        share = shares[r % 2, (m + r // 2) % 3]
+        out = 1 + rng.permutation(length - 3)[: round(share * (length - 3))]
+        masked[r, m, b, out] = True
+        # Not in a last row, whose end is what the last chunk has.
+        padding = (3, 0, 0, 0, 2, 0)[k % 6] if kind == "step" else 0
+        if padding:
+            attention[r, m, b, -padding:] = False
+            segments[r, m, b, -padding:] = segments[r, m, b].max() + 1
+            row[-padding:] = 0
+    if flat:
+        masked = rng.random(shape) < 0.35
+    labels = np.where(masked | ~attention, IGNORE, ids)
+    hidden = rng.standard_normal((*shape, HIDDEN)).astype(np.float32)
+    weight = rng.standard_normal((VOCAB, HIDDEN)) * (STD / np.sqrt(HIDDEN))
+    targets = next_labels(labels, segments)
+    if kind == "logprobs":
+        targets = rng.integers(3, VOCAB, shape)
+    return Problem(
+        kind=kind,
+        options=options,
+        ids=ids,
+        labels=labels,
+        targets=targets,
+        segments=segments,
+        attention=attention,
+        hidden=hidden,
+        weight=weight.astype(np.float32),
+        bias=(rng.standard_normal(VOCAB) * STD / 2).astype(np.float32) if options.bias else None,
+        upstream=float(np.float32(1.7)),
+        d_logprobs=rng.standard_normal(shape).astype(np.float32),
+        d_entropy=rng.standard_normal(shape).astype(np.float32) * options.entropy,
+    )
+
+
+def _starts(segments: Array) -> Array:
+    """The position at which each token's document begins."""
+    begins = np.ones(segments.shape, np.bool_)
+    begins[..., 1:] = segments[..., 1:] != segments[..., :-1]
+    return np.maximum.accumulate(np.where(begins, np.arange(segments.shape[-1]), 0), axis=-1)
