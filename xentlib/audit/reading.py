@@ -68,9 +68,9 @@ class Upstream(NamedTuple):
 class Reading:
     labels: Labelled = field(default_factory=Labelled)
     divisor: str = "tokens"
-    reduced: Reduced = Reduced()
-    head: Head = Head()
-    upstream: Upstream = Upstream()
+    reduced: Reduced = field(default_factory=Reduced)
+    head: Head = field(default_factory=Head)
+    upstream: Upstream = field(default_factory=Upstream)
     scale: float = 1.0
 
 

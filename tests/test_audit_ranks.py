@@ -1,0 +1,51 @@
+"""The audit on two ranks: gloo processes of PyTorch in one launch, two devices of JAX."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from helpers.ranks import launch
+
+
+def on_rank(rank, world):
+    from helpers import audited_torch as steps
+    from xentlib.torch.audit import audit
+
+    found = []
+    for _, step, options in steps.ON_RANKS:
+        report = audit(step, kind="step", **options)
+        found.append((", ".join(x.title for x in report.findings), str(report)))
+    return found
+
+
+@cache
+def on_two():
+    return launch(2, on_rank)
+
+
+def names(backend):
+    steps = pytest.importorskip(f"helpers.audited_{backend}")
+    return [pytest.param(k, case[0], id=f"{case[0] or 'right'}-{k}") for k, case in enumerate(steps.ON_RANKS)]
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize(("k", "name"), names("torch"))
+def test_on_gloo_ranks(k, name):
+    """Every rank has the same report."""
+    first, second = (found[k] for found in on_two())
+    assert first[0] == name, first[1]
+    assert first == second
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize(("k", "name"), names("jax"))
+def test_on_devices(k, name):
+    from helpers import audited_jax as steps
+    from xentlib.jax.audit import audit
+
+    _, step, options = steps.ON_RANKS[k]
+    report = audit(step, kind="step", ranks=2, **options)
+    assert ", ".join(x.title for x in report.findings) == name, report
