@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.audit.called import Step, arguments, kind_of, numbers, of_function, returned
+from xentlib.audit.called import Step, arguments, kind_of, numbers, of_function, returned, stacked
 from xentlib.audit.problem import Array, Options, Problem
 from xentlib.audit.reading import Numbers
 from xentlib.audit.report import Report
@@ -56,9 +58,8 @@ def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any
 
     Numerics: float32 inputs; right is what holds rho / u of row A9 against the oracle.
     """
-    kind = kind_of(step, kind)
-    said = Options(**options)
-    said.check(kind)
+    said = Options.of(options)
+    kind = kind_of(step, kind, said)
     check_ranks(ranks, jax.device_count())
     if kind != "step":
         return _of_function(step, kind, said)
@@ -78,17 +79,14 @@ def _of_step(step: Step, problem: Problem) -> Numbers:
     if d_hiddens is not None and not isinstance(d_hiddens, (tuple, list)):
         found = found._replace(d_hiddens=[*d_hiddens])
     every = [
-        numbers(problem, found, lambda x, r=rank: _of_rank(x, r, problem.ranks), problem.weight)
+        numbers(problem, found, partial(_of_rank, rank=rank, ranks=problem.ranks), problem.weight)
         for rank in range(problem.ranks)
     ]
-    columns = [None if column[0] is None else np.stack(column) for column in zip(*every)]
-    loss, weight, d_bias, hidden = columns
-    if hidden is not None:  # every rank has read the rows of all
-        ranks, m = problem.ranks, problem.micro_batches
-        b, *rest = problem.hidden.shape[2:]
-        hidden = hidden[0].reshape(m, ranks, b, *rest).swapaxes(0, 1)
-    assert weight is not None
-    return Numbers(loss, weight, d_bias, hidden)
+    got = stacked(every)
+    if got.d_hidden is not None:  # every rank has read the rows of all
+        ranks, m, *rest = problem.hidden.shape
+        return got._replace(d_hidden=got.d_hidden[0].reshape(m, ranks, *rest).swapaxes(0, 1))
+    return got
 
 
 def _of_rank(x: Any, rank: int, ranks: int) -> Array:
@@ -114,10 +112,9 @@ def _of_function(function: Step, kind: str, said: Options) -> Report:
         return of_function(kind, result, said, labels.size).values
 
     values, pull = jax.vjp(called, hidden, _array(problem.weight), bias)
-    options = said
-    if kind == "logprobs":
-        options = Options(**{**_fields(said), "entropy": len(values) == 2})
-    oracle = oracle_of(kind, options)
+    oracle = oracle_of(
+        kind, replace(said, entropy=len(values) == 2) if kind == "logprobs" else said
+    )
     problem = oracle.problem
     given: tuple[Any, ...] = (np.float32(problem.upstream),)
     if kind == "logprobs":
@@ -145,7 +142,3 @@ def _of_function(function: Step, kind: str, said: Options) -> Report:
 def _array(x: Array) -> jax.Array:
     """Integers in 32 bits, as JAX has them without being told otherwise."""
     return jnp.asarray(x.astype(np.int32) if x.dtype == np.int64 else x)
-
-
-def _fields(options: Options) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in Options.__dataclass_fields__}

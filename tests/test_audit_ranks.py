@@ -27,7 +27,10 @@ def on_two():
 
 def names(backend):
     steps = pytest.importorskip(f"helpers.audited_{backend}")
-    return [pytest.param(k, case[0], id=f"{case[0] or 'right'}-{k}") for k, case in enumerate(steps.ON_RANKS)]
+    return [
+        pytest.param(k, case[0], id=f"{case[0] or 'right'}-{k}")
+        for k, case in enumerate(steps.ON_RANKS)
+    ]
 
 
 @pytest.mark.torch

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xentlib.audit.called import Step, arguments, kind_of, numbers, of_function, returned
+from xentlib.audit.called import Step, arguments, kind_of, numbers, of_function, returned, stacked
 from xentlib.audit.problem import Array, Options, Problem
 from xentlib.audit.reading import Numbers
 from xentlib.audit.report import Report
@@ -49,9 +49,8 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
 
     Numerics: float32 inputs; right is what holds rho / u of row A9 against the oracle.
     """
-    kind = kind_of(step, kind)
-    said = Options(**options)
-    said.check(kind)
+    said = Options.of(options)
+    kind = kind_of(step, kind, said)
     if kind != "step":
         return _of_function(step, kind, said)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -62,7 +61,7 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
     if world > 1:
         every = [None] * world
         dist.all_gather_object(every, mine)
-    return judge("torch", oracle, _stacked(every))
+    return judge("torch", oracle, stacked(every))
 
 
 def _of_step(step: Step, problem: Problem, rank: int) -> Numbers:
@@ -86,14 +85,6 @@ def _of_step(step: Step, problem: Problem, rank: int) -> Numbers:
             d_weight=head.weight.grad, d_bias=d_bias, d_hiddens=[x.grad for x in hiddens]
         )
     return numbers(problem, found, _numpy, _numpy(head.weight))
-
-
-def _stacked(every: list[Numbers]) -> Numbers:
-    """[R, ...] of each; None of what some rank has not given."""
-    columns = [
-        None if any(x is None for x in column) else np.stack(column) for column in zip(*every)
-    ]
-    return Numbers(*columns)
 
 
 def _of_function(function: Step, kind: str, said: Options) -> Report:
@@ -122,7 +113,7 @@ def _of_function(function: Step, kind: str, said: Options) -> Report:
     scale = 1.0 if kind == "logprobs" else problem.upstream
 
     def gradient(x: Tensor) -> Array:
-        return np.zeros(x.shape) if x.grad is None else _numpy(x.grad).astype(np.float64) / scale
+        return np.zeros(x.shape) if x.grad is None else _numpy(x.grad) / scale
 
     values = np.stack([_numpy(x).reshape(-1) for x in found.values])
     return judge(
@@ -138,10 +129,10 @@ def _of_function(function: Step, kind: str, said: Options) -> Report:
 
 
 def _numpy(x: Any) -> Array:
-    if isinstance(x, Tensor):
-        x = x.detach()
-        if hasattr(x, "full_tensor"):
-            x = x.full_tensor()
-        x = x.cpu()
-        return (x if x.dtype == torch.float64 else x.float()).numpy().copy()
-    return np.asarray(x)
+    if not isinstance(x, Tensor):
+        return np.asarray(x)
+    x = x.detach()
+    if hasattr(x, "full_tensor"):
+        x = x.full_tensor()
+    found: Array = x.to("cpu", torch.float64, copy=True).numpy()
+    return found

@@ -288,16 +288,24 @@ def by_softmax(entropy: Any = "whole", temperature: float = 1.0) -> Any:
 
 FUNCTIONS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("", cross_entropy, "loss", {}),
-    ("", lambda hidden, weight, labels, bias: chunked_nll(
-        hidden, weight, labels, bias=bias), "loss", {"bias": True}),
+    (
+        "",
+        lambda hidden, weight, labels, bias: chunked_nll(hidden, weight, labels, bias=bias),
+        "loss",
+        {"bias": True},
+    ),
     ("", by_softmax(), "logprobs", {}),
     ("", by_softmax(entropy=None), "logprobs", {}),
     ("", lambda h, w, y: chunked_logprobs(h, w, y, entropy=True), "logprobs", {}),
     ("upstream gradient ignored", no_upstream, "loss", {}),
     ("sum and not mean", lambda h, w, y: nll(h @ w.T, y).sum(), "loss", {}),
     ("labels shifted twice", lambda h, w, y: cross_entropy(h[:-1], w, y[1:]), "loss", {}),
-    ("logits rounded to 16 bits", lambda h, w, y: cross_entropy(
-        h.astype(jnp.bfloat16), w.astype(jnp.bfloat16), y), "loss", {}),
+    (
+        "logits rounded to 16 bits",
+        lambda h, w, y: cross_entropy(h.astype(jnp.bfloat16), w.astype(jnp.bfloat16), y),
+        "loss",
+        {},
+    ),
     ("temperature not applied", by_softmax(), "logprobs", {"temperature": 0.6}),
     ("entropy without its gradient", by_softmax(entropy="stopped"), "logprobs", {}),
 ]
@@ -351,9 +359,9 @@ ON_RANKS: list[tuple[str, Any, dict[str, Any]]] = [
     ("mean of the means of ranks", spread(own=True, reduce="mean"), {}),
     ("mean of the means of micro-batches and ranks", step(divisor="both", ranks=WORLD), {}),
     ("mean of the means of micro-batches", step(divisor="micro-batches"), {}),
-    ("gradients not reduced over ranks", spread(reduce=""), {}),
-    ("gradients not reduced over ranks", spread(reduce="", own=True), {"bias": True}),
+    ("not reduced over ranks", spread(reduce=""), {}),
+    ("not reduced over ranks", spread(reduce="", own=True), {"bias": True}),
     ("off by the number of ranks", spread(reduce="mean"), {}),
-    ("gradients reduced twice over ranks", spread(factor=2.0), {}),
+    ("reduced twice over ranks", spread(factor=2.0), {}),
     ("off by ranks and accumulation steps", spread(reduce="mean", factor=1 / 3), {}),
 ]

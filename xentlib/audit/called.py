@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from xentlib.audit.problem import Array, Options, Problem
 from xentlib.audit.reading import Numbers
 from xentlib.checks.audit import (
+    check_arguments,
     check_gradient,
     check_gradients_there,
     check_one_number,
@@ -19,7 +21,10 @@ from xentlib.checks.audit import (
     check_unchanged,
 )
 
-__all__ = ["Returned", "arguments", "kind_of", "numbers", "of_function", "returned"]
+__all__ = ["Returned", "arguments", "kind_of", "numbers", "of_function", "returned", "stacked"]
+
+# What a function of hidden states, head and labels may call its arguments, to get them by name.
+NAMES = {"hidden", "weight", "labels", "bias", *Options().of_logits, *Options().of_loss}
 
 Step = Callable[..., Any]
 ToNumPy = Callable[[Any], Array]
@@ -34,12 +39,20 @@ class Returned(NamedTuple):
     d_hiddens: Any = None
 
 
-def kind_of(step: Step, kind: str | None) -> str:
+def kind_of(step: Step, kind: str | None, said: Options) -> str:
     """What is asked for, or what the arguments tell: two for a step, three or more for a loss."""
+    check_step(step)
     required = _required(step)
     if kind is None:
         kind = "step" if required is None or len(required) == 2 else "loss"
-    check_step(step, kind, required)
+    said.check(kind)
+    if required is None:
+        return kind
+    if kind == "step":
+        fits = len(required) == 2
+    else:
+        fits = len(required) == 3 + said.bias or set(required) <= NAMES
+    check_arguments(kind, required, fits)
     return kind
 
 
@@ -129,6 +142,21 @@ def numbers(problem: Problem, found: Returned, to_numpy: ToNumPy, before: Array)
     return Numbers(loss, weight, bias, hidden)
 
 
+def stacked(every: list[Numbers]) -> Numbers:
+    """[R, ...] of each; None of what some rank has not given."""
+
+    def column(values: list[Array | None]) -> Array | None:
+        there = [x for x in values if x is not None]
+        return np.stack(there) if len(there) == len(values) else None
+
+    return Numbers(
+        column([x.loss for x in every]),
+        np.stack([x.d_weight for x in every]),
+        column([x.d_bias for x in every]),
+        column([x.d_hidden for x in every]),
+    )
+
+
 class Outputs(NamedTuple):
     """What a function returned that is to be differentiated, and the gradient of each; and the
     numbers of the values."""
@@ -156,9 +184,4 @@ def of_function(kind: str, result: Any, options: Options, tokens: int) -> Output
         found = [result]
     there = tuple(x for x in found if x is not None)
     check_per_token_values([tuple(np.shape(x)) for x in there], tokens)
-    with_entropy = len(there) == 2
-    return Outputs(there, Options(**{**_fields(options), "entropy": with_entropy}))
-
-
-def _fields(options: Options) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    return Outputs(there, replace(options, entropy=len(there) == 2))

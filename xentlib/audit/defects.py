@@ -102,8 +102,8 @@ def _last_token(p: Problem) -> list[Any]:
 
 def _last_chunk(p: Problem) -> list[Any]:
     """The end of each micro-batch, laid flat: k positions, or what is over of its valid tokens in
-    chunks of c; of one rank's rows, or of all ranks' rows one after the other. Some of each is left,
-    or it is another defect."""
+    chunks of c; of one rank's rows, or of all ranks' rows one after the other. Some of each is
+    left, or it is another defect."""
     ranks, m, b, n = p.targets.shape
     valid = p.targets != IGNORE
     found: dict[bytes, Array] = {}
@@ -275,8 +275,8 @@ DEFECTS = (
         COUNT, lambda p: ["rows"], ("step",),
     ),
     Defect(
-        "gradients not reduced over ranks", "reduced",
-        "Each rank has the gradient of its own tokens alone.",
+        "not reduced over ranks", "reduced",
+        "Each rank has its own tokens' part alone.",
         DIVIDED, _several(*(Reduced(own) for own in ("part", "times", "mean"))), ("step",), RANKS,
     ),
     Defect(
@@ -287,9 +287,9 @@ DEFECTS = (
         _own_gradient, ("step",), RANKS,
     ),
     Defect(
-        "gradients reduced twice over ranks", "scale",
-        "Gradients are as many times too large as there are ranks: a sum over ranks was taken "
-        "twice, or taken for a mean.",
+        "reduced twice over ranks", "scale",
+        "As many times too large as there are ranks: a sum over ranks was taken twice, or for a "
+        "mean.",
         DIVIDED, lambda p: [float(p.ranks)] if p.ranks > 1 else [],
         ("step",), RANKS,
     ),
@@ -301,8 +301,8 @@ DEFECTS = (
     ),
     Defect(
         "off by the accumulation steps", "scale",
-        "Multiplied or divided by the number of micro-batches, which appears nowhere in a mean over "
-        "tokens.",
+        "Multiplied or divided by the number of micro-batches, which appears nowhere in a mean "
+        "over tokens.",
         ACCUMULATION, lambda p: [1.0 / p.micro_batches, float(p.micro_batches)],
         ("step",), BATCHES,
     ),

@@ -47,6 +47,13 @@ class Options:
     documents: bool = True
     entropy: bool = True
 
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Options:
+        """Of the keywords of `audit`."""
+        for name in options:
+            check_choice("options", name, [x for x in cls.__dataclass_fields__ if x != "entropy"])
+        return cls(**options)
+
     def check(self, kind: str) -> None:
         check_choice("kind", kind, KINDS)
         for name in ("bias", "documents"):
@@ -174,8 +181,8 @@ def build(kind: str, options: Options, ranks: int = 1, seed: int = 0) -> Problem
     ids = rng.integers(3, VOCAB, shape)
     segments, attention = np.zeros(shape, np.int64), np.ones(shape, np.bool_)
     masked = np.zeros(shape, np.bool_)
-    # From one micro-batch to the next nothing or most of it is left out, and padding is in some rows
-    # alone; every second rank has the more tokens.
+    # From one micro-batch to the next nothing or most of it is left out, and padding is in some
+    # rows alone; every second rank has the fewer tokens.
     shares = np.array([[0.0, 0.7, 0.35], [0.65, 0.8, 0.5]])
     for k, (r, m, b) in enumerate(np.ndindex(*shape[:3])):
         row = ids[r, m, b]

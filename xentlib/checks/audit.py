@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "check_arguments",
     "check_gradient",
     "check_gradients_there",
     "check_one_number",
@@ -19,20 +20,20 @@ __all__ = [
 
 PROTOCOL = {
     "step": "step(head, micro_batches)",
-    "loss": "loss(hidden, weight, labels)",
-    "logprobs": "logprobs(hidden, weight, labels)",
+    "loss": "loss(hidden, weight, labels), then the bias if there is one,",
+    "logprobs": "logprobs(hidden, weight, labels), then the bias if there is one,",
 }
 
 
-def check_step(step: object, kind: str, required: Sequence[str] | None) -> None:
+def check_step(step: object) -> None:
     if not callable(step):
         raise TypeError(
             f"`step` must be a function; got {type(step).__name__}. Pass the function itself, "
             f"not what it returns."
         )
-    if required is None or kind not in PROTOCOL:
-        return
-    fits = len(required) == 2 if kind == "step" else len(required) >= 3
+
+
+def check_arguments(kind: str, required: Sequence[str], fits: bool) -> None:
     if not fits:
         raise TypeError(
             f"`step` must take the arguments of {PROTOCOL[kind]} with kind='{kind}'; got "

@@ -78,11 +78,18 @@ def run(args: argparse.Namespace) -> int:
         )
     options: dict[str, Any] = {"bias": args.bias, "documents": args.documents}
     options |= {x: getattr(args, x) for x in NUMBERS if getattr(args, x) is not None}
-    report, speaks = _audit(backend, step, args, options, under_torchrun)
-    if speaks:
-        print(report)
+    if args.out is not None:
+        _write(args.out, "")  # before the step is run, not after it
+    report, rank = _audit(backend, step, args, options, under_torchrun)
+    if rank == 0:
+        print(report, flush=True)
         if args.out is not None:
             _write(args.out, report.to_json())
+    if under_torchrun:  # which ends the others as soon as one has failed
+        import torch.distributed as dist
+
+        dist.barrier()
+        dist.destroy_process_group()
     return 0 if report.passed else 1
 
 
@@ -150,26 +157,22 @@ def _audit(
     args: argparse.Namespace,
     options: dict[str, Any],
     under_torchrun: bool,
-) -> tuple[Any, bool]:
-    """The report, and whether this process is the one that prints it."""
+) -> tuple[Any, int]:
+    """The report, and this process's rank."""
     try:
         if backend == "jax":
             from xentlib.jax.audit import audit as audit_jax
 
-            return audit_jax(step, kind=args.kind, ranks=args.ranks or 1, **options), True
+            return audit_jax(step, kind=args.kind, ranks=args.ranks or 1, **options), 0
         from xentlib.torch.audit import audit as audit_torch
 
         if not under_torchrun:
-            return audit_torch(step, kind=args.kind, **options), True
+            return audit_torch(step, kind=args.kind, **options), 0
         import torch.distributed as dist
 
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        report = audit_torch(step, kind=args.kind, **options)
-        speaks = dist.get_rank() == 0
-        dist.barrier()
-        dist.destroy_process_group()
-        return report, speaks
+        return audit_torch(step, kind=args.kind, **options), dist.get_rank()
     except ImportError as error:
         raise UsageError(f"{error}") from error
     except Exception as error:
