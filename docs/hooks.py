@@ -1,13 +1,13 @@
 """What the documentation takes from the code and from runs, put in while it is built.
 
 A page holds a marker, `<!-- contract -->`, `<!-- parity -->`, `<!-- bench -->`, `<!-- kernels -->`,
-`<!-- causal_lm -->`, `<!-- recipe NAME -->`, `<!-- recipes -->`, `<!-- parity_options -->`, `<!--
-bench_options -->` or `<!-- doctor_options -->`, and gets in its place the contract's rows, the
-committed parity run `docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, the
-machine code that `docs/data/kernels.json` describes, the classes of transformers in
-`docs/data/causal_lm.json`, a file of `examples/` with what `docs/data/recipes.json` says of it, or
-all of those, or the options of a command as its own parser has them. So none can say what the code
-does not.
+`<!-- causal_lm -->`, `<!-- recipe NAME -->`, `<!-- recipes -->`, `<!-- defects -->` or `<!--
+COMMAND_options -->`, and gets in its place the contract's rows, the committed parity run
+`docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, the machine code that
+`docs/data/kernels.json` describes, the classes of transformers in `docs/data/causal_lm.json`, a
+file of `examples/` with what `docs/data/recipes.json` says of it, or all of those, the defects that
+`xentlib.audit` looks for, or the options of a command as its own parser has them. So none can say
+what the code does not.
 
 `python docs/hooks.py` prints the contract's table and two short ones of the CPU benchmark.
 README.md holds all three, and a test compares.
@@ -134,7 +134,7 @@ def options_table(command: str) -> str:
     parser = parser_of(command)
     rows = []
     for option in parser._actions:
-        if isinstance(option, argparse._HelpAction):
+        if isinstance(option, argparse._HelpAction) or not option.option_strings:
             continue
         names = ", ".join(f"`{name}`" for name in option.option_strings)
         values = [option.metavar or option.dest.upper()] if option.nargs != 0 else []
@@ -321,6 +321,19 @@ def recipes_part() -> str:
     return table(("trainer", "file", *right), rows, right)
 
 
+def defects_part() -> str:
+    """`xentlib.audit.DEFECTS`: name, what was done, of which kinds of step, and the pages."""
+    from xentlib.audit import DEFECTS
+
+    def links(cure: str | dict[str, str]) -> str:
+        if isinstance(cure, str):
+            return f"[cure]({cure})"
+        return f"[PyTorch]({cure['torch']}), [JAX]({cure['jax']})"
+
+    rows = [(x.name, x.sentence, ", ".join(x.kinds), x.needs, links(x.cure)) for x in DEFECTS]
+    return table(("defect", "what was done", "kinds", "needs", "cure"), rows)
+
+
 PARTS = {
     "contract": contract_table,
     "parity": parity_part,
@@ -328,9 +341,11 @@ PARTS = {
     "kernels": kernels_part,
     "causal_lm": causal_lm_part,
     "recipes": recipes_part,
+    "defects": defects_part,
     "parity_options": lambda: options_table("parity"),
     "bench_options": lambda: options_table("bench"),
     "doctor_options": lambda: options_table("doctor"),
+    "audit_options": lambda: options_table("audit"),
 }
 MARKER = re.compile(r"(?m)^<!-- (\w+)(?: (\w+))? -->$")
 

@@ -181,9 +181,11 @@ def _audit(
         while own is not None and own.tb_next is not None:
             own = own.tb_next
         if own is not None and "xentlib/checks" in own.tb_frame.f_code.co_filename:
-            raise UsageError(f"'{args.target}'{rank}: {error}") from error
+            raise UsageError(f"the step '{args.target}'{rank}: {error}") from error
         traceback.print_exc()
-        raise UsageError(f"'{args.target}' raised {type(error).__name__}{rank}: {error}") from error
+        raise UsageError(
+            f"the step '{args.target}' raised {type(error).__name__}{rank}: {error}"
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:
