@@ -35,6 +35,7 @@ NAMED_ELSEWHERE = {
     "xentlib/doctor/backends.py": "one of the two backends",
     "xentlib/parity/training/loop.py": "one of the two backends",
     "torch_impl/integrations/lightning.py": "Lightning's two names",
+    "xentlib/cli/audit.py": "the module that the command is given",
 }
 
 
