@@ -207,7 +207,7 @@ lint: $(VENV)/dev.stamp
 advisories: $(BIN)/python
 	@$(BIN)/python -m venv build/pip-audit
 	@build/pip-audit/bin/python -m pip install -qq --disable-pip-version-check pip-audit
-	build/pip-audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt
+	build/pip-audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 # Signatures and docstrings where an editor finds them: copies of the definitions in xentlib/.
 public:

@@ -24,8 +24,8 @@ LLAMA = {
 }
 
 
-def found_of(config, tokens=4096, platform="cpu"):
-    return {one.name: one for one in findings(config, tokens, platform)}
+def found_of(config, tokens=4096):
+    return {one.name: one for one in findings(config, tokens)}
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]"])
@@ -80,12 +80,14 @@ def test_memory_is_that_of_the_plan():
 
     config = {**LLAMA, "vocab_size": 128256, "hidden_size": 4096, "dtype": "bfloat16"}
     config["architectures"] = ["NobodyKnows"]
-    plan = plan_chunks(8192, 128256, 4096, dtype="bfloat16")
+    budgets = {"cpu": None, "gpu": 2**30}
     for backend in ("torch", "jax"):
-        need = peak_bytes(plan, backend=backend, dtype="bfloat16") / 2**30
         said = found_of(config, tokens=8192)[f"chunked_nll in {backend}"].said
-        assert said.startswith(f"{need:.2f} GiB beside its inputs")
-        assert f"in {plan.num_chunks} chunks on the CPU" in said
+        for platform, budget in budgets.items():
+            plan = plan_chunks(8192, 128256, 4096, dtype="bfloat16", max_chunk_bytes=budget)
+            need = peak_bytes(plan, backend=backend, dtype="bfloat16", platform=platform) / 2**30
+            where = {"cpu": "on the CPU", "gpu": "on a GPU"}[platform]
+            assert f"{need:.2f} GiB {where} in {plan.num_chunks} chunks" in said
 
 
 @pytest.mark.torch

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             measured, failed, seconds = measure(usable, device)
             found.append(as_finding(measured, failed, seconds, device))
     if config is not None:
-        found += findings(config, args.tokens, device)
+        found += findings(config, args.tokens)
 
     status = 2 if not usable else 1 if bad(found) else 0
     if args.json:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from xentlib.doctor.finding import Finding
 from xentlib.doctor.packages import there
 from xentlib.dtypes import FLOATS, ITEMSIZE
+from xentlib.plan import plan_chunks
+from xentlib.plan.chunks import default_chunk_bytes
+from xentlib.plan.memory import peak_bytes
 
 __all__ = ["ConfigError", "Head", "findings", "read_config"]
 
@@ -62,7 +65,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return found
 
 
-def findings(config: dict[str, Any], tokens: int, platform: str) -> list[Finding]:
+def findings(config: dict[str, Any], tokens: int) -> list[Finding]:
     """The head, its memory for so many tokens, and `patch`."""
     built = None
     if there("transformers") and there("torch"):
@@ -78,7 +81,7 @@ def findings(config: dict[str, Any], tokens: int, platform: str) -> list[Finding
         cure = "pass the config.json of a causal language model"
         return [Finding("model", "head", "bad", said, cure), patched]
     kind = type(built).__name__ if built is not None else _architecture(config)
-    return [_head(kind, head), *_memory(head, tokens, platform), patched]
+    return [_head(kind, head), *_memory(head, tokens), patched]
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -173,31 +176,26 @@ def _head(kind: str, head: Head) -> Finding:
     return Finding("model", "head", "note", f"{said}; {given}", cure)
 
 
-def _memory(head: Head, tokens: int, platform: str) -> list[Finding]:
-    """Full logits beside what a call needs, in both backends."""
-    from xentlib.plan import plan_chunks
-    from xentlib.plan.chunks import default_chunk_bytes
-    from xentlib.plan.memory import peak_bytes
-
-    budget = None if platform == "cpu" else default_chunk_bytes("cuda")
-    plan = plan_chunks(tokens, head.vocab, head.hidden, dtype=head.dtype, max_chunk_bytes=budget)
+def _memory(head: Head, tokens: int) -> list[Finding]:
+    """Full logits beside what a call needs, in both backends, on the CPU and on a GPU."""
     logits = tokens * head.vocab
     full = (
         f"{logits * ITEMSIZE[head.dtype] / GIB:.2f} GiB in {head.dtype}, "
         f"{logits * 4 / GIB:.2f} GiB in float32, and as much again for their gradient"
     )
     found = [Finding("model", "full logits", "ok", f"{tokens:,} tokens: {full}")]
-    for backend in ("torch", "jax"):
-        need = peak_bytes(
-            plan,
-            backend=backend,
-            dtype=head.dtype,
-            platform="cpu" if platform == "cpu" else "gpu",
-        )
-        where = "the CPU" if platform == "cpu" else "a GPU"
-        said = (
-            f"{need / GIB:.2f} GiB beside its inputs, gradients of hidden and weight included, in "
-            f"{plan.num_chunks} chunks on {where}"
-        )
+    sizes = tokens, head.vocab, head.hidden
+    places: tuple[tuple[Literal["cpu", "gpu"], str, int | None], ...] = (
+        ("cpu", "on the CPU", None),
+        ("gpu", "on a GPU", default_chunk_bytes("cuda")),
+    )
+    backends: tuple[Literal["torch", "jax"], ...] = ("torch", "jax")
+    for backend in backends:
+        needs = []
+        for platform, where, budget in places:
+            plan = plan_chunks(*sizes, dtype=head.dtype, max_chunk_bytes=budget)
+            need = peak_bytes(plan, backend=backend, dtype=head.dtype, platform=platform)
+            needs.append(f"{need / GIB:.2f} GiB {where} in {plan.num_chunks} chunks")
+        said = f"{', '.join(needs)}, gradients of hidden and weight included"
         found.append(Finding("model", f"chunked_nll in {backend}", "ok", said))
     return found
