@@ -222,6 +222,30 @@ def test_a_row_that_falls_short_is_exit_status_1(capsys, monkeypatch):
     assert "BAD" in said.err
 
 
+@pytest.mark.jax
+@pytest.mark.cpu
+@pytest.mark.parametrize("platforms", ["nothing", "cuda"])
+def test_a_jax_without_a_device_is_not_usable(platforms):
+    """JAX raises RuntimeError of the one and AssertionError of the other."""
+    pytest.importorskip("jax")
+    code = "import sys; from xentlib.cli import doctor as c, main; "
+    code += "c.find_spec = lambda name: name == 'jax' or None; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": platforms},
+    )
+    assert done.returncode == 2, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["usable"], document["measurements"]) == ([], [])
+    found = {(x["part"], x["name"]): x for x in document["findings"]}[("devices", "jax")]
+    assert found["status"] == "bad"
+    assert "JAX_PLATFORMS" in found["cure"]
+    assert "marked BAD cannot be used: jax." in done.stderr
+
+
 @pytest.mark.torch
 def test_kernels_that_cannot_be_chosen_are_said(capsys, monkeypatch):
     pytest.importorskip("torch")

@@ -40,6 +40,13 @@ def test_a_file_that_is_no_configuration(tmp_path, capsys, text):
     assert said.out == ""
 
 
+def test_weights_are_not_read(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"[1]")
+    monkeypatch.setattr(Path, "read_text", None)
+    with pytest.raises(ConfigError, match="no JSON"):
+        read_config(tmp_path / "model.safetensors")
+
+
 def test_a_configuration_without_a_head(monkeypatch):
     monkeypatch.setattr("xentlib.doctor.model.there", lambda name: False)
     found = found_of({"model_type": "resnet"})

@@ -18,6 +18,7 @@ from xentlib.doctor.backends import imported, jax_findings, system, torch_findin
 from xentlib.doctor.finding import Finding, bad
 from xentlib.doctor.model import ConfigError, findings, read_config
 from xentlib.doctor.packages import PACKAGES, inspect, ranges
+from xentlib.parity.report.document import finite
 
 __all__ = ["add_arguments", "run"]
 
@@ -74,10 +75,12 @@ def run(args: argparse.Namespace) -> int:
     broken = {name: imported(name) for name in installed}
     found += [one for one in broken.values() if one is not None]
     usable = tuple(name for name in installed if broken[name] is None)
-    if "torch" in usable:
-        found += torch_findings()
-    if "jax" in usable:
-        found += jax_findings()
+    for name, look in (("torch", torch_findings), ("jax", jax_findings)):
+        if name in usable:
+            seen = look()
+            found += seen
+            if any(one.part == "devices" for one in bad(seen)):  # nothing to compute on
+                usable = tuple(other for other in usable if other != name)
 
     device = "cpu"
     measured: list[Measurement] = []
@@ -94,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
     status = 2 if not usable else 1 if bad(found) else 0
     if args.json:
-        print(json.dumps(document(found, measured, usable, status), indent=1))
+        print(json.dumps(finite(document(found, measured, usable, status)), indent=1))
     else:
         print("\n".join(lines(found)))
     verdict = said(found, usable)

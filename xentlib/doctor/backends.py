@@ -140,8 +140,8 @@ def jax_findings() -> list[Finding]:
 
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        said = f"JAX finds no device: {error}".partition("\n")[0]
+    except Exception as error:  # noqa: BLE001 - a RuntimeError or, of a plugin, whatever it raises
+        said = f"JAX finds no device: {type(error).__name__}: {error}".partition("\n")[0]
         cure = "look at JAX_PLATFORMS, and at the plugin of JAX for your accelerator"
         return [Finding("devices", "jax", "bad", said, cure)]
     kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))

@@ -50,6 +50,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """`config.json`, or the one in a folder."""
     file = path / "config.json" if path.is_dir() else path
     try:
+        if file.is_file() and file.suffix != ".json":  # weights, which are not read
+            raise ValueError
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "no JSON"

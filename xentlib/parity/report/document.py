@@ -17,7 +17,7 @@ from xentlib.parity.result import (
     TrainingCurve,
 )
 
-__all__ = ["SCHEMA", "from_json", "to_json"]
+__all__ = ["SCHEMA", "finite", "from_json", "to_json"]
 
 SCHEMA = "xentlib.parity/1"
 
@@ -56,7 +56,7 @@ def to_json(result: ParityResult, statements: Mapping[str, str] | None = None) -
         "histograms": entries("histograms"),
         "training": entries("curves"),
     }
-    return json.dumps(_finite(document), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(finite(document), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def from_json(text: str) -> ParityResult:
@@ -104,11 +104,11 @@ def from_json(text: str) -> ParityResult:
     )
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
