@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import pytest
 import xentlib
 from xentlib import cli
 from xentlib.cli import doctor as command
-from xentlib.doctor import packages
+from xentlib.doctor import backends, packages
 from xentlib.doctor.packages import PACKAGES, Package, inspect, ranges, within
 from xentlib.parity import suite
 from xentlib.parity.rows import nll
@@ -186,6 +187,7 @@ def test_a_framework_that_cannot_be_imported_is_named(bare, tmp_path):
     assert "marked BAD cannot be used: torch." in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.cpu
 def test_rows_are_measured_and_counted(capsys, monkeypatch):
@@ -265,3 +267,51 @@ def test_tokens_are_at_least_one(capsys, value):
         cli.main(["doctor", "--tokens", value])
     assert stopped.value.code == 2
     assert f"must be at least 1; got '{value}'" in capsys.readouterr().err
+
+
+# --- machines that are not here -------------------------------------------------------------------
+
+
+def a_torch(devices=0, cuda=None):
+    """What is asked of PyTorch on a machine with so many GPUs, of a build for this CUDA."""
+    card = SimpleNamespace(name="H200", total_memory=140 * 2**30, major=9, minor=0)
+    return SimpleNamespace(
+        cuda=SimpleNamespace(
+            is_available=lambda: devices > 0,
+            device_count=lambda: devices,
+            get_device_properties=lambda index: card,
+        ),
+        version=SimpleNamespace(cuda=cuda, hip=None),
+        get_num_threads=lambda: 2,
+    )
+
+
+def test_every_gpu_of_pytorch_is_listed():
+    found = backends.torch_devices(a_torch(devices=2, cuda="13.0"))
+    assert [x.name for x in found] == ["torch cuda:0", "torch cuda:1"]
+    assert {x.said for x in found} == {"H200, 140 GiB, compute capability 9.0"}
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "status", "words"),
+    [
+        (None, False, "ok", ""),
+        (None, True, "note", "install PyTorch's CUDA build"),
+        ("13.0", True, "note", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_gpu_that_pytorch_does_not_see(monkeypatch, cuda, driver, status, words):
+    monkeypatch.setattr(backends, "driver", lambda: driver)
+    (found,) = backends.torch_devices(a_torch(cuda=cuda))
+    assert (found.status, words in found.cure) == (status, True)
+
+
+@pytest.mark.jax
+@pytest.mark.cpu
+@pytest.mark.parametrize("driver", [False, True])
+def test_a_gpu_that_jax_has_no_plugin_for(monkeypatch, driver):
+    pytest.importorskip("jax")
+    monkeypatch.setattr(backends, "driver", lambda: driver)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    found, _ = backends.jax_findings()
+    assert (found.status, "jax[cuda13]" in found.cure) == ("note" if driver else "ok", driver)

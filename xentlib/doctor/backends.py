@@ -12,7 +12,15 @@ from xentlib.doctor.finding import Finding, Status
 from xentlib.doctor.packages import there, version_of
 from xentlib.kernels import CHOICES, VARIABLE, chosen
 
-__all__ = ["VARIABLES", "driver", "imported", "jax_findings", "system", "torch_findings"]
+__all__ = [
+    "VARIABLES",
+    "driver",
+    "imported",
+    "jax_findings",
+    "system",
+    "torch_devices",
+    "torch_findings",
+]
 
 # What changes who computes, where, or which bits come out.
 VARIABLES = (
@@ -66,10 +74,10 @@ def torch_findings() -> list[Finding]:
     """Devices, kernels and what ranks can use; PyTorch can be imported."""
     import torch
 
-    return [*_torch_devices(torch), _kernels(torch), _wrappers(torch)]
+    return [*torch_devices(torch), _kernels(torch), _wrappers(torch)]
 
 
-def _torch_devices(torch: Any) -> list[Finding]:
+def torch_devices(torch: Any) -> list[Finding]:
     if torch.cuda.is_available():
         found = []
         for index in range(torch.cuda.device_count()):
