@@ -17,6 +17,8 @@ from xentlib.audit.problem import IGNORE, Array, Problem
 from xentlib.reference import logprobs_reference, nll_reference
 from xentlib.ulp import round_to
 
+BLOCK = 64
+
 __all__ = ["Head", "Labelled", "Numbers", "Oracle", "Reading", "Reduced", "Upstream"]
 
 
@@ -176,15 +178,10 @@ class Oracle:
             z, x, w = self._logits(reading.head)
             labels = self.labels_of(reading).reshape(-1)
             sums = {"reduction": "sum", "ignore_index": IGNORE, **given}
-            # hidden = 1 and weight = z^T: the gradient of that weight is the logits' own.
-            dz = nll_reference(np.eye(len(x)), z.T, labels, **sums).d_weight.T
-            one = nll_reference(np.eye(len(x)), z.T, labels, **{**sums, "z_loss": 0.0})
-            nll = -one.logprobs
+            logprobs, lse, dz = _by_blocks(nll_reference, z, ("logprobs", "lse"), labels, **sums)
             eps, z_loss = given["label_smoothing"], given["z_loss"]
-            if eps or z_loss:
-                capped = _squashed(z, given)
-                mean = one.lse - capped.mean(axis=1)
-                nll = (1 - eps) * nll + eps * mean + z_loss * one.lse**2
+            nll = eps * (lse - _squashed(z, given).mean(axis=1)) - (1 - eps) * logprobs
+            nll = nll + z_loss * lse**2
             self.units[key] = (np.where(labels != IGNORE, nll, 0.0), dz, x, w)
         return self.units[key]
 
@@ -197,16 +194,19 @@ class Oracle:
             g, h = self.problem.d_logprobs.reshape(-1), self.problem.d_entropy.reshape(-1)
             if reading.upstream.first:
                 g, h = np.full_like(g, g[0]), np.full_like(h, h[0])
-            found = logprobs_reference(
-                np.eye(len(x)),
-                z.T,
-                self.labels_of(reading).reshape(-1),
+            labels = self.labels_of(reading).reshape(-1)
+            g, h = g[:, None], (h * reading.upstream.entropy)[:, None]
+            *values, dz = _by_blocks(
+                logprobs_reference,
+                z,
+                ("logprobs", "entropy"),
+                labels,
                 d_logprobs=g,
-                d_entropy=h * reading.upstream.entropy,
+                d_entropy=h,
                 **given,
             )
-            dz = reading.head.round(found.d_weight.T, "gradient")
-            self.units[key] = (np.stack([found.logprobs, found.entropy]), dz, x, w)
+            dz = reading.head.round(dz, "gradient")
+            self.units[key] = (np.stack(values), dz, x, w)
         return self.units[key]
 
     def _of_logprobs(self, reading: Reading) -> Numbers:
@@ -216,6 +216,20 @@ class Oracle:
         bias = dz.sum(axis=0) if reading.head.bias else np.zeros(dz.shape[1])
         there = self.problem.bias is not None
         return Numbers(s * values[None], s * d_weight[None], s * bias[None] if there else None)
+
+
+def _by_blocks(
+    reference: Any, z: Array, names: tuple[str, ...], labels: Array, **options: Any
+) -> list[Array]:
+    """Outputs of the oracle for given logits, and their gradient: hidden = 1 and weight = z^T. In
+    blocks, whose products are too small for threads that other processes would hold up."""
+    found = []
+    for i in range(0, len(z), BLOCK):
+        part = slice(i, i + BLOCK)
+        own = {k: x[part, 0] if np.ndim(x) == 2 else x for k, x in options.items()}
+        one = reference(np.eye(len(z[part])), z[part].T, labels[part], **own)
+        found.append([*(getattr(one, name) for name in names), one.d_weight.T])
+    return [np.concatenate(column) for column in zip(*found)]
 
 
 def _divided(valid: Array, divisor: str) -> Array:

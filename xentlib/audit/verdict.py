@@ -49,7 +49,6 @@ def judge(backend: str, oracle: Oracle, got: Numbers) -> Report:
     fits: list[Fit] = []
     if not holds(held[HEAD]):
         fits = explain(problem, given, head)
-        fits = _told_by_the_loss(oracle, got, fits)
         findings.append(_finding(HEAD, held[HEAD], fits, _of_the_loss(oracle, got, fits)))
     missing = []
     if got.loss is None:
@@ -107,18 +106,6 @@ def _shown(right: Numbers, got: Numbers) -> Array:
     assert right.loss is not None
     assert got.loss is not None
     return right.loss[:, : got.loss.shape[1]] if right.loss.ndim > 1 else right.loss
-
-
-def _told_by_the_loss(oracle: Oracle, got: Numbers, fits: list[Fit]) -> list[Fit]:
-    """Of defects with the same gradients, those with the loss that came."""
-    if got.loss is None or len(fits) < 2:
-        return fits
-    kept = [
-        fit
-        for fit in fits
-        if holds(distance([got.loss], [_shown(oracle.numbers(fit.reading), got)]))
-    ]
-    return kept or fits
 
 
 def _of_the_loss(oracle: Oracle, got: Numbers, fits: list[Fit]) -> str:

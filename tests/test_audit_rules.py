@@ -1,0 +1,184 @@
+"""The rules of the audit, without a framework: what the oracle says that a defect would give is
+named as that defect, and wrong numbers that no rule gives are not given a name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from xentlib.audit.defects import DEFECTS, forms
+from xentlib.audit.problem import IGNORE, Options
+from xentlib.audit.reading import Numbers, Reading
+from xentlib.audit.verdict import judge, oracle_of
+
+ALL = Options(True, 30.0, 0.5, 1.3, 0.1, 1e-3)
+PLAIN = Options()
+OF_LOGPROBS = replace(ALL, label_smoothing=0.0, z_loss=0.0)
+PROBLEMS = {
+    "one rank": ("step", PLAIN, 1),
+    "one rank, all options": ("step", ALL, 1),
+    "two ranks": ("step", replace(PLAIN, bias=True), 2),
+    "two ranks, one document": ("step", replace(PLAIN, documents=False), 2),
+    "four ranks": ("step", PLAIN, 4),
+    "loss": ("loss", ALL, 1),
+    "logprobs": ("logprobs", OF_LOGPROBS, 1),
+    "logprobs alone": ("logprobs", replace(OF_LOGPROBS, entropy=False), 1),
+}
+
+
+# Of one row the last token is a chunk too.
+LAST = {"last token dropped", "last chunk dropped"}
+
+
+def rounded(numbers):
+    return Numbers(*(None if x is None else x.astype(np.float32) for x in numbers))
+
+
+def returned(oracle, reading):
+    """In float32, as a step would."""
+    found = oracle.numbers(reading)
+    hidden = oracle.d_hidden(reading) if reading.reduced.root is None else None
+    return rounded(found._replace(d_hidden=hidden))
+
+
+def titles(report):
+    return ", ".join(finding.title for finding in report.findings)
+
+
+def test_every_defect_is_in_a_problem_here():
+    there = {
+        defect.name
+        for kind, options, ranks in PROBLEMS.values()
+        for defect in DEFECTS
+        if list(forms(defect, oracle_of(kind, options, ranks).problem))
+    }
+    assert there == {defect.name for defect in DEFECTS}
+
+
+@pytest.mark.parametrize("which", PROBLEMS)
+def test_every_form_of_every_defect_is_named(which):
+    oracle = oracle_of(*PROBLEMS[which])
+    for defect in DEFECTS:
+        found = list(forms(defect, oracle.problem))
+        for reading in found[:: max(len(found) // 4, 1)]:
+            report = judge("torch", oracle, returned(oracle, reading))
+            (finding,) = report.findings
+            named = {name for names in finding.defects for name in names}
+            assert {*map(len, finding.defects)} == {1}, report
+            if oracle.problem.kind == "loss" and defect.name in LAST:
+                assert defect.name in named <= LAST, (reading, str(report))
+            else:
+                assert named == {defect.name}, (reading, str(report))
+
+
+@pytest.mark.parametrize("which", PROBLEMS)
+def test_right_numbers_are_right(which):
+    oracle = oracle_of(*PROBLEMS[which])
+    report = judge("jax", oracle, returned(oracle, Reading()))
+    assert report.passed
+    assert set(report.looked_for).isdisjoint(report.not_looked_for)
+    kind = oracle.problem.kind
+    known = {defect.name for defect in DEFECTS if kind in defect.kinds}
+    assert known == {*report.looked_for, *report.not_looked_for}
+
+
+def changed(numbers, **more):
+    return numbers._replace(**more)
+
+
+def test_wrong_numbers_that_no_rule_gives_have_no_name():
+    oracle = oracle_of("step", PLAIN, 1)
+    right = returned(oracle, Reading())
+    w = right.d_weight
+    noise = np.random.default_rng(0).standard_normal(w.shape).astype(np.float32)
+    row, one = w.copy(), w.copy()
+    row[:, 7] = 0
+    one[:, 1] += np.float32(1e-3) * np.abs(w).max() * noise[:, 1]
+    nan = w.copy()
+    nan[0, 3, 3] = np.nan
+    for wrong in (row, one, nan, 0 * w, w + np.float32(1e-4) * np.abs(w).max() * noise, noise):
+        report = judge("torch", oracle, changed(right, d_weight=wrong))
+        assert titles(report) == "wrong, and none of these"
+        assert "cure" not in str(report)
+
+
+def test_a_number_that_is_left_over_is_said():
+    oracle = oracle_of("step", PLAIN, 1)
+    right = returned(oracle, Reading())
+    report = judge("torch", oracle, changed(right, d_weight=right.d_weight * np.float32(1.001)))
+    assert titles(report) == "a factor of 1.001 that has no name"
+    means = returned(oracle, Reading(divisor="micro-batches"))
+    report = judge("torch", oracle, changed(means, d_weight=means.d_weight * np.float32(65536)))
+    assert titles(report) == (
+        "mean of the means of micro-batches and a factor of 65536 that has no name"
+    )
+
+
+def test_three_defects_at_once():
+    oracle = oracle_of("step", ALL, 2)
+    by_name = {defect.name: defect for defect in DEFECTS}
+    names = ("labels across documents", "mean of the means of ranks", "temperature not applied")
+    reading = Reading()
+    for name in names:
+        (reading,) = forms(by_name[name], oracle.problem, reading)
+    report = judge("torch", oracle, returned(oracle, reading))
+    assert report.findings[0].defects == (names,)
+
+
+def test_two_that_cannot_be_told_apart_are_both_named():
+    """On three ranks with three micro-batches the two numbers are one."""
+    oracle = oracle_of("step", PLAIN, 3)
+    report = judge("torch", oracle, returned(oracle, Reading(scale=1 / 3)))
+    assert titles(report) == "off by the number of ranks, or off by the accumulation steps"
+
+
+def test_what_the_loss_says_beside_the_gradients():
+    oracle = oracle_of("step", PLAIN, 2)
+    right, means = (returned(oracle, Reading(divisor=x)) for x in ("tokens", "ranks"))
+    for loss, note in (
+        (right.loss, "the loss is right"),
+        (means.loss, "the loss is wrong in the same way"),
+        (right.loss + 1, "the loss is wrong too"),
+    ):
+        (finding,) = judge("torch", oracle, changed(means, loss=loss)).findings
+        assert (finding.of, finding.note) == ("gradients of the head", note)
+    (finding,) = judge("torch", oracle, changed(right, loss=right.loss * 2)).findings
+    assert (finding.of, finding.title) == ("loss", "reduced twice over ranks")
+    report = judge("torch", oracle, changed(right, loss=None))
+    assert report.passed
+    assert report.not_compared == ("loss",)
+
+
+def test_hidden_states_may_have_a_factor_of_their_own_in_a_step_alone():
+    for which, passed in (("two ranks", True), ("loss", False)):
+        oracle = oracle_of(*PROBLEMS[which])
+        right = returned(oracle, Reading())
+        report = judge("torch", oracle, changed(right, d_hidden=right.d_hidden * 2))
+        assert report.passed is passed
+        report = judge("torch", oracle, changed(right, d_hidden=-right.d_hidden))
+        assert titles(report) == "sign"
+        assert report.findings[0].of == "gradient of the hidden states"
+
+
+def test_counts_of_the_problem_all_differ():
+    """Or two defects would have one number."""
+    problem = oracle_of("step", PLAIN, 2).problem
+    valid = problem.targets != IGNORE
+    for axes in ((0, 2, 3), (1, 2, 3), (2, 3)):
+        counts = valid.sum(axis=axes).ravel().tolist()
+        assert len(set(counts)) > len(counts) // 2
+        assert max(counts) > 1.3 * min(counts) > 0
+    # The end of a micro-batch has labels, of which a dropped chunk takes some.
+    assert valid[:, :, -1, -3:-1].all()
+
+
+def test_a_report_is_json():
+    oracle = oracle_of("step", PLAIN, 1)
+    report = judge("jax", oracle, returned(oracle, Reading(divisor="micro-batches")))
+    found = json.loads(report.to_json())
+    assert found["findings"][0]["of"] == "gradients of the head"
+    assert found["looked_for"] == list(report.looked_for)
+    assert "docs/accumulation-jax.md" in str(report)
