@@ -33,7 +33,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public classes recipes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
+.PHONY: help parity test quick public classes recipes cross-check fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -52,6 +52,7 @@ help:
 	@echo 'public      copy signatures and docstrings from their definitions into both backends'
 	@echo 'classes     what becomes of each causal LM class of transformers, for the documentation'
 	@echo 'recipes     peak memory of each example with and without xentlib, for the documentation'
+	@echo 'cross-check what a step costs that CrossCheck checks, for the documentation'
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare GEMMs and other libraries: about ten minutes'
 	@echo 'examples    every example, alone or on two ranks'
@@ -220,6 +221,10 @@ classes: $(VENV)/test.stamp
 # Peak memory of each file of examples/ that marks its lines, and its distance to full logits.
 recipes: $(VENV)/test.stamp
 	$(BIN)/python .ci/recipes.py $(RECIPES)
+
+# Time and memory of a checked step, for docs/cross-check.md.
+cross-check: $(VENV)/test.stamp
+	$(BIN)/python .ci/cross_check.py
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .

@@ -31,6 +31,7 @@ PARITY = ROOT / "docs" / "data" / "parity.json"
 KERNELS = ROOT / "docs" / "data" / "kernels.json"
 CAUSAL_LM = ROOT / "docs" / "data" / "causal_lm.json"
 RECIPES = ROOT / "docs" / "data" / "recipes.json"
+CROSS_CHECK = ROOT / "docs" / "data" / "cross_check.json"
 EXAMPLES = ROOT / "examples"
 BENCH = ROOT / "bench" / "results"
 SHOWN = "cpu"
@@ -334,6 +335,27 @@ def defects_part() -> str:
     return table(("defect", "what was done", "kinds", "needs", "cure"), rows)
 
 
+def cross_check_part() -> str:
+    """What `make cross-check` has measured of a step."""
+    found = json.loads(CROSS_CHECK.read_text(encoding="utf-8"))
+    plain = found["ways"]["no check"]
+    rows = [
+        (
+            name,
+            f"{x['seconds']:.2f} s",
+            f"{(x['peak_bytes'] - plain['peak_bytes']) / 2**20:,.0f} MiB",
+        )
+        for name, x in found["ways"].items()
+    ]
+    said = (
+        f"Measured on {found['date']} with torch {found['torch']} on {found['threads']} cores of a "
+        f"CPU: {found['tokens']:,} tokens, {found['width']} wide, {found['vocab']:,} classes, "
+        f"float32."
+    )
+    right = ("a step", "peak memory beyond the first row's")
+    return f"{table(('of each step is checked', *right), rows, right)}\n\n{said}"
+
+
 PARTS = {
     "contract": contract_table,
     "parity": parity_part,
@@ -342,6 +364,7 @@ PARTS = {
     "causal_lm": causal_lm_part,
     "recipes": recipes_part,
     "defects": defects_part,
+    "cross_check": cross_check_part,
     "parity_options": lambda: options_table("parity"),
     "bench_options": lambda: options_table("bench"),
     "doctor_options": lambda: options_table("doctor"),

@@ -11,8 +11,10 @@ except ModuleNotFoundError as missing:
 
 from xentlib.accumulate import CountOverflowError, WindowStats
 from xentlib.collectives import Collective, CollectiveCount
+from xentlib.crosscheck import CrossCheckError
 from xentlib.jax.accumulate import TokenNormalizedState, accumulate_grads, token_normalized
 from xentlib.jax.collectives import count_collectives
+from xentlib.jax.crosscheck import CrossCheck
 from xentlib.jax.evaluation import Evaluation
 from xentlib.jax.labels import next_token_labels
 from xentlib.jax.public import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
@@ -26,6 +28,8 @@ __all__ = [
     "Collective",
     "CollectiveCount",
     "CountOverflowError",
+    "CrossCheck",
+    "CrossCheckError",
     "Evaluation",
     "LinenNLLHead",
     "LogprobOutput",

@@ -14,10 +14,12 @@ from xentlib.accumulate import (
     WindowStats,
 )
 from xentlib.collectives import Collective, CollectiveCount
+from xentlib.crosscheck import CrossCheckError
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.accumulate import TokenNormalizer
 from xentlib.torch.collectives import count_collectives
+from xentlib.torch.crosscheck import CrossCheck
 from xentlib.torch.evaluation import Evaluation
 from xentlib.torch.head import gather_head
 from xentlib.torch.labels import next_token_labels
@@ -29,6 +31,8 @@ __all__ = [
     "Collective",
     "CollectiveCount",
     "CountMismatchError",
+    "CrossCheck",
+    "CrossCheckError",
     "Evaluation",
     "LogprobOutput",
     "NLLHead",

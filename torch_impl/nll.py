@@ -26,6 +26,7 @@ from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted
 from xentlib.torch.describe import as_tensor
 from xentlib.torch.head import with_whole_head
+from xentlib.torch.observed import observe_backward, observe_forward
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import free_to_read, over_shards
 
@@ -324,7 +325,9 @@ def _backward(
         eager=eager,
         reuse=eager and not keeps_graph(),
     )
-    return dict(zip(("hidden", "weight", "bias"), found, strict=True))
+    gradients = dict(zip(("hidden", "weight", "bias"), found, strict=True))
+    observe_backward(ctx, gradient, gradients)
+    return gradients
 
 
 nll_op.gradient(_setup, _backward)
@@ -366,7 +369,9 @@ def nll(given: Arguments) -> NLLOutput[Tensor]:
         output_dtype=getattr(torch, problem.output_dtype),
         needs=wanted(given.hidden, given.weight, given.bias),
     )
-    total, num_tokens, weight_sum, z_term, *rest = nll_op.op(*call, *loss)
+    output = nll_op.op(*call, *loss)
+    observe_forward(call, loss, output)
+    total, num_tokens, weight_sum, z_term, *rest = output
     per_token = {
         name: value.reshape(problem.leading) if name in given.outputs else None
         for name, value in zip(OUTPUTS, rest)

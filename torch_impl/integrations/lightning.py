@@ -15,13 +15,14 @@ from torch import Tensor
 from xentlib.accumulate import UnsupportedWrapperError
 from xentlib.checks.window import check_loss_sum, check_token_count
 from xentlib.torch.core.device import onto
+from xentlib.torch.crosscheck import CrossCheck
 from xentlib.torch.describe import describe
 from xentlib.torch.told import known, told
 from xentlib.torch.wrappers.fsdp2 import Sharded
 from xentlib.torch.wrappers.loaded import is_a
 from xentlib.torch.wrappers.read import read
 
-__all__ = ["TokenMean"]
+__all__ = ["CrossCheckCallback", "TokenMean"]
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -212,6 +213,43 @@ class TokenMean(base()):  # type: ignore[misc]
             self.summed(first)
             self.typical = (first[0].abs() / self.wrapper.ranks).clamp(min=1.0)
         return {**more, "loss": loss / self.typical.to(loss.dtype), "num_tokens": weight}
+
+
+class CrossCheckCallback(base()):  # type: ignore[misc]
+    """`CrossCheck` around the steps of Lightning's `Trainer`. A callback.
+
+        Trainer(callbacks=[CrossCheckCallback(every=100)]).fit(...)
+
+    Every micro-batch of a checked step is checked, on every rank its own, with automatic
+    optimisation or without. What was measured is logged, as `crosscheck/loss ULP` and so on.
+
+    Args:
+        every, options: of `CrossCheck`.
+
+    Attributes:
+        check: the `CrossCheck`, with its `results`.
+
+    Raises:
+        CrossCheckError: in the first step, which is checked, no call of `chunked_nll` was seen.
+
+    Numerics: those of `CrossCheck`.
+    """
+
+    def __init__(self, every: int, **options: Any) -> None:
+        super().__init__()
+        self.check = CrossCheck(every, **options)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.step = self.check.begin(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        before = len(self.check.results)
+        self.check.end(self.step)
+        for result in self.check.results[before:]:
+            pl_module.log_dict({f"crosscheck/{k}": x for k, x in result.worst.items()})
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.check.close()
 
 
 def module_base(module: Any) -> Any:

@@ -29,11 +29,18 @@ FP16_EXPONENT = 11
 
 
 def gradients_of(
-    s: Softmax, dz: Float64, bz: Float64, dz_dtype: str, upstream: float, factor: Float64
+    s: Softmax,
+    dz: Float64,
+    bz: Float64,
+    dz_dtype: str,
+    upstream: float,
+    factor: Float64,
+    head: bool = True,
 ) -> Gradients:
     """Back through softcap, scale and temperature, and through the two GEMMs.
 
-    `factor` [N] is what multiplies each token, the upstream gradient included.
+    `factor` [N] is what multiplies each token, the upstream gradient included. Without `head` what
+    is [V, H] is left out, as [0, H].
     """
     bz = np.abs(s.outer) * (bz * s.jacobian + np.abs(dz) * s.jacobian_error)
     dz = np.where(s.valid[:, None], dz * s.jacobian * s.outer, 0.0)
@@ -47,8 +54,9 @@ def gradients_of(
             power = float(np.ldexp(1.0, FP16_EXPONENT - int(np.frexp(largest)[1])))
         dz_gemm = round_to(dz / upstream * power, dz_dtype) / power * upstream
     total_bz = bz + np.abs(dz)
-    d_weight, bound_weight = dz_gemm.T @ s.x_NH, total_bz.T @ np.abs(s.x_NH)
-    magnitude_weight = np.abs(dz_gemm).T @ np.abs(s.x_NH)
+    dz_NU, bz_NU = (dz_gemm, total_bz) if head else (dz_gemm[:, :0], total_bz[:, :0])
+    d_weight, bound_weight = dz_NU.T @ s.x_NH, bz_NU.T @ np.abs(s.x_NH)
+    magnitude_weight = np.abs(dz_NU).T @ np.abs(s.x_NH)
     return Gradients(
         d_hidden=(dz_gemm @ s.w_VH).reshape(s.hidden.shape),
         d_weight=d_weight.T if s.turned else d_weight,

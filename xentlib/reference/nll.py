@@ -16,7 +16,8 @@ __all__ = ["NLLReference", "nll_reference"]
 class NLLReference(NamedTuple):
     """Values and gradients in float64. `bound_*` are the running error bounds in units of u;
     `*magnitude*` are sums of the absolute terms, the scale on which a sum is cancelled; `margin` is
-    by how much the largest logit is larger than any other, in units of the larger one."""
+    by how much the largest logit is larger than any other, in units of the larger one.
+    `bound_logprobs` and `bound_tokens` are of each log-probability and of each term of the loss."""
 
     loss: Float64
     num_tokens: int
@@ -32,6 +33,8 @@ class NLLReference(NamedTuple):
     d_weight: Float64
     d_bias: Float64
     loss_magnitude: Float64
+    bound_logprobs: Float64
+    bound_tokens: Float64
     bound_hidden: Float64
     bound_weight: Float64
     bound_bias: Float64
@@ -60,6 +63,7 @@ def nll_reference(
     upstream: float = 1.0,
     dz_dtype: str = "float64",
     weight_layout: str = "VH",
+    head: bool = True,
 ) -> NLLReference:
     """Loss head in float64 from NumPy arrays; arguments as in `chunked_nll`.
 
@@ -67,6 +71,7 @@ def nll_reference(
         upstream: gradient of whatever follows with respect to the loss.
         dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5), so that
             row A7 measures everything but that rounding.
+        head: False leaves out what is [V, H].
     """
     s = softmax(
         hidden, weight, labels, bias, where, ignore_index,
@@ -106,7 +111,12 @@ def nll_reference(
         slope_error = slope_error + 3 * np.abs(slope)
     bz = np.abs(slope)[:, None] * s.p_error + s.p * slope_error[:, None] + 2 * uniform * c_V
     factor = (weights / divisor * upstream)[:, None]
-    gradients = gradients_of(s, factor * dz, np.abs(factor) * bz, dz_dtype, upstream, factor[:, 0])
+    gradients = gradients_of(
+        s, factor * dz, np.abs(factor) * bz, dz_dtype, upstream, factor[:, 0], head
+    )
+    # What the errors of z_y and of lse move, with two roundings.
+    moved_N = s.a[rows, y_N] + s.expected_a[:, 0] + np.abs(s.logprob) + np.abs(s.log_total) + 2
+    bound_N = np.abs(slope) * moved_N + np.abs(z_term)
     return NLLReference(
         loss=np.asarray(terms.sum()),
         num_tokens=count,
@@ -119,5 +129,7 @@ def nll_reference(
         predicted=s.predicted,
         margin=s.margin,
         loss_magnitude=np.asarray(np.abs(terms).sum()),
+        bound_logprobs=s.per_token(moved_N),
+        bound_tokens=s.per_token(np.abs(weights / divisor) * bound_N),
         **gradients._asdict(),
     )

@@ -71,7 +71,7 @@ class Softmax(NamedTuple):
 
 
 def f64(x: Any) -> Float64:
-    return np.asarray(x).astype(np.float64)
+    return np.asarray(x).astype(np.float64, copy=False)
 
 
 def softmax(

@@ -1,0 +1,259 @@
+"""Every k steps of a run in JAX, a step's loss and head gradient computed a second time.
+
+Shapes: N tokens, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from xentlib.call import Arguments
+from xentlib.checks.operand import plain
+from xentlib.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
+from xentlib.dtypes import resolve_dtypes
+from xentlib.jax.call import Constants
+from xentlib.jax.derivatives import primal_values, wanted
+from xentlib.jax.describe import is_array
+from xentlib.jax.heads import head_of, unwrapped
+from xentlib.jax.nll import nll
+from xentlib.nll import OUTPUTS, NLLOutput
+from xentlib.parity.problem import Problem
+
+__all__ = ["CrossCheck"]
+
+NAMES = ("hidden", "weight", "bias")
+ARRAYS = tuple(name for name in Constants._fields if name != "shard")
+KEPT = ("logprobs", "lse")  # of a call, beside what it is asked for
+
+
+class Told(NamedTuple):
+    """What a checked call hands to the host."""
+
+    step: Any
+    leaves: tuple[Any, ...]  # hidden, weight, bias
+    labels: Any
+    constants: Constants
+    output: NLLOutput
+    upstream: Any
+    gradients: tuple[Any, ...]  # of the leaves; None of what is frozen
+
+
+class CrossCheck(Schedule):
+    """Hold every k-th step's loss and head gradient to a second computation. JAX.
+
+        check = CrossCheck(every=100)
+
+        @jax.jit
+        def step(state, batch):
+            def loss_of(params):
+                hidden = model.apply(params, batch)
+                return check.nll(state.step, hidden, params["head"], batch["labels"]).loss
+            loss, grads = jax.value_and_grad(loss_of)(state.params)
+            return state.apply_gradients(grads=grads), loss
+
+        for batch in data:
+            state, loss = step(state, batch)
+        check.wait()
+
+    `check.nll(step, ...)` is `chunked_nll(...)`, inside `jit` too. Where `step` is a multiple of
+    `every` its backward hands the arguments, the loss and the gradients of hidden states, head
+    and bias to the host, in a callback, where they are held to the float64 oracle, or to PyTorch
+    on the same numbers. One program serves all steps, so a checked step computes what it would
+    have computed otherwise; in the others the callback's branch is not taken, and nothing is
+    copied. `hidden` is kept for the backward, 1 array more than `chunked_nll` keeps.
+
+    A call without a gradient is compared too, in its loss.
+
+    Args:
+        every: k; steps 0, k, 2 k and so on are checked.
+        against: "oracle", float64 in NumPy, or "other", the PyTorch backend.
+        tokens: as in `xentlib.torch.CrossCheck`.
+        exceeded: "warn" in the callback, or "raise" a `CrossCheckError` in `wait`.
+        seed: of the draw of tokens.
+
+    Attributes:
+        results: one `CheckedStep` for each call of a checked step.
+
+    Raises:
+        ValueError: an argument that cannot be used.
+        ImportError: PyTorch is not installed, with `against="other"`.
+        CrossCheckError: in `wait`, no call was seen; a row was exceeded, with `exceeded="raise"`.
+
+    Numerics: rows as in `xentlib.torch.CrossCheck`.
+    """
+
+    backend, counterpart = "jax", "torch"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.raised: list[Exception] = []
+
+    def nll(self, step: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> NLLOutput:
+        """`chunked_nll(hidden, weight, labels, **options)`, checked where its turn has come.
+
+        Args:
+            step: [] integer, the number of the step: a traced one inside `jit`, `state.step` of
+                Flax's `TrainState` or `optimizer.step[...]` of NNX.
+            hidden: as in `chunked_nll`, like all that follow.
+
+        Raises:
+            ValueError: a step that a trace would keep for ever; `vocab_parallel`.
+        """
+        given = Arguments(hidden, weight, labels, **options)
+        given = head_of(Arguments(*map(unwrapped, map(plain, given))))
+        if given.vocab_parallel is not None:
+            raise CrossCheckError(
+                "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
+                "which a device has a part. Check a run without it, or `xentlib parity`."
+            )
+        if in_jit(given.hidden) and not isinstance(step, jax.core.Tracer):
+            raise ValueError(
+                f"`step` must be an argument of the jitted function; got {step!r}, which the "
+                f"compiled program would keep for ever. Pass `state.step`, say."
+            )
+        asked = given.outputs
+        fixed = given._replace(outputs=(*dict.fromkeys((*asked, *KEPT)),))
+        constants = Constants(**{name: x for name in ARRAYS if is_array(x := getattr(given, name))})
+        gone: dict[str, Any] = {k: None for k, x in constants._asdict().items() if x is not None}
+        gone |= dict.fromkeys((*NAMES, "labels"))
+        out = self.checked(fixed._replace(**gone))(
+            jnp.asarray(step), given.hidden, given.weight, given.bias, given.labels, constants
+        )
+        rest: dict[str, Any] = {x: None for x in OUTPUTS if x not in asked}
+        kept: NLLOutput = out._replace(**rest)
+        return kept
+
+    def wait(self) -> None:
+        """Wait for the callbacks of the steps so far; where nothing was checked, that is wrong."""
+        jax.effects_barrier()
+        if self.raised:
+            raise self.raised.pop(0)
+        if not self.results:
+            raise CrossCheckError(
+                f"a checked step must call `check.nll`; got none, or no step whose number is a "
+                f"multiple of {self.every}. Call it in place of `chunked_nll`, with the number "
+                f"that the run counts."
+            )
+
+    def checked(self, fixed: Arguments) -> Any:
+        """The call as a function of its arrays, whose backward tells the host."""
+
+        def call(leaves: Any, labels: Any, constants: Constants) -> NLLOutput:
+            arrays = {k: x for k, x in constants._asdict().items() if x is not None}
+            named = dict(zip(NAMES, leaves, strict=True))
+            return nll(fixed._replace(**named, labels=labels, **arrays))
+
+        told_by = partial(self.told, fixed)
+
+        def tell(told: Told) -> None:
+            due = told.step % self.every == 0
+            lax.cond(due, lambda: jax.debug.callback(told_by, told), lambda: None)
+
+        @jax.custom_vjp
+        def function(
+            step: Any, hidden: Any, weight: Any, bias: Any, labels: Any, constants: Constants
+        ) -> NLLOutput:
+            leaves = hidden, weight, bias
+            out = call(leaves, labels, constants)
+            tell(Told(step, leaves, labels, constants, out, jnp.ones(()), (None,) * 3))
+            return out
+
+        def forward(
+            step: Any, hidden: Any, weight: Any, bias: Any, labels: Any, constants: Any
+        ) -> tuple[NLLOutput, Any]:
+            needs = wanted(constants, hidden, weight, bias)
+            step, leaves, labels, constants = primal_values(
+                (step, (hidden, weight, bias), labels, constants)
+            )
+
+            def of(needed: list[Any]) -> tuple[Any, NLLOutput]:
+                left = iter(needed)
+                found = [next(left) if n else x for n, x in zip(needs, leaves, strict=True)]
+                out = call(found, labels, constants)
+                return out.loss, out
+
+            some = [x for n, x in zip(needs, leaves, strict=True) if n]
+            _, pull, out = jax.vjp(of, some, has_aux=True)
+            marks = tuple(jnp.zeros(0) if n else None for n in needs)
+            return out, (step, leaves, labels, constants, out, pull, marks)
+
+        def backward(kept: Any, cotangent: NLLOutput) -> tuple[Any, ...]:
+            step, leaves, labels, constants, out, pull, marks = kept
+            if isinstance(cotangent.loss, SymbolicZero):
+                return (None,) * 6
+            left = iter(pull(cotangent.loss)[0])
+            gradients = tuple(None if mark is None else next(left) for mark in marks)
+            tell(Told(step, leaves, labels, constants, out, cotangent.loss, gradients))
+            return (None, *gradients, None, None)
+
+        function.defvjp(forward, backward, symbolic_zeros=True)
+        return function
+
+    # On the host
+
+    def told(self, fixed: Arguments, told: Told) -> None:
+        """What a callback brings. An exception here would end the program in other words."""
+        try:
+            told = jax.tree.map(np.array, told)
+            self.finish(int(told.step), [self.seen_of(fixed, told)])
+        except Exception as error:  # noqa: BLE001 - `wait` raises it
+            self.raised.append(error)
+
+    def seen_of(self, fixed: Arguments, told: Told) -> Seen:
+        hidden, weight, bias = told.leaves
+        width, labels = hidden.shape[-1], told.labels.reshape(-1)
+        flat = {
+            name: x.reshape(-1) if x is not None and x.ndim and name != "class_weights" else x
+            for name, x in told.constants._asdict().items()
+            if name != "shard"
+        }
+        named = ("where", "token_weights", "class_weights")
+        arrays = {name: flat.pop(name) for name in named}
+        options = {name: getattr(fixed, name) if x is None else x for name, x in flat.items()}
+        same = ("ignore_index", "label_smoothing", "reduction", "weight_layout", "compute_dtype")
+        options |= {name: getattr(fixed, name) for name in same}
+        gemm = resolve_dtypes(hidden.dtype.name, weight.dtype.name, fixed.compute_dtype)[0]
+        valid = labels != fixed.ignore_index
+        valid = valid if arrays["where"] is None else valid & arrays["where"]
+        rows = chosen(valid, self.tokens, self.random)
+        vocab = weight.shape[fixed.weight_layout == "HV"]
+        hidden = hidden.reshape(-1, width)
+        gradients = {
+            f"d {name}": g
+            for name, g in zip(NAMES, told.gradients, strict=True)
+            if g is not None and (rows is None or name == "hidden")
+        }
+        if "d hidden" in gradients:
+            flat_NH = gradients["d hidden"].reshape(-1, width)
+            gradients["d hidden"] = flat_NH if rows is None else flat_NH[rows]
+        text = f"N={len(labels)} H={width} V={vocab} {gemm}"
+        problem = Problem(
+            hidden if rows is None else hidden[rows],
+            weight,
+            labels,
+            bias,
+            options=options,
+            upstream=float(told.upstream),
+            text=text,
+            **arrays,
+        )
+        own = (np.reshape(getattr(told.output, name), -1) for name in KEPT)
+        problem, logprobs, whole = of_rows(problem, rows, *own)
+        loss, number = told.output.loss, told.output.num_tokens
+        return Seen(problem, gemm, loss, number, logprobs, gradients or None, whole)
+
+
+def in_jit(x: Any) -> bool:
+    """Whether a compiler traces it; under `grad` alone there is a number."""
+    while isinstance(x, jax.core.Tracer):
+        if not hasattr(x, "primal"):
+            return True
+        x = x.primal
+    return False

@@ -1,0 +1,236 @@
+"""Every k steps of a run in PyTorch, a step's loss and head gradient computed a second time.
+
+Shapes: N tokens, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xentlib.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
+from xentlib.interop import to_numpy
+from xentlib.nll import OUTPUTS
+from xentlib.parity.problem import Problem
+from xentlib.torch.describe import dtype_name
+from xentlib.torch.observed import OBSERVERS
+
+__all__ = ["CrossCheck"]
+
+
+@dataclass
+class Taken:
+    """A call of the step, and what has been seen of it so far."""
+
+    problem: Problem  # its hidden states are those of `rows`
+    rows: Any  # indices of the tokens that are compared, None for all
+    gemm_dtype: str
+    loss: Any
+    num_tokens: Any
+    logprobs: Any
+    lse: Any
+    upstream: float = 1.0
+    gradients: dict[str, Any] | None = None
+
+
+class CrossCheck(Schedule):
+    """Hold every k-th step's loss and head gradient to a second computation. PyTorch.
+
+        check = CrossCheck(every=100)
+        for batch in data:
+            with check.step():
+                loss = chunked_nll(model(batch), head, labels).loss
+                loss.backward()
+            optimizer.step()
+
+    In a checked step the arguments of each call of `chunked_nll` (also that of `NLLHead`, of a
+    patched model of transformers, and of the trainers' integrations), its loss, and in the backward
+    its gradients of hidden states, head and bias, are copied to the host. When the block ends they
+    are held to the float64 oracle, or to JAX on the same numbers. The other steps are not
+    touched: nothing is copied, and no device is waited for. No number of any step changes.
+
+    What is measured is logged by `logging.getLogger("xentlib.crosscheck")` and kept in `results`;
+    where a row of the contract is exceeded, `CrossCheckWarning` says which. The first step is
+    checked, so that a loop whose calls cannot be seen says so at once. On several ranks each checks
+    its own calls, and all in the same steps.
+
+    Args:
+        every: k; steps 0, k, 2 k and so on are checked.
+        against: "oracle", float64 in NumPy, or "other", the JAX backend.
+        tokens: so many valid tokens of each call are drawn, and their log-probabilities and d
+            hidden are compared; d weight and d bias, which are sums over all tokens, are not. The
+            loss is then compared with the sum of the call's own log-probabilities (with label
+            smoothing not at all). None compares everything. For the oracle alone.
+        exceeded: "warn", or "raise" a `CrossCheckError`.
+        seed: of the draw of tokens.
+
+    Attributes:
+        results: one `CheckedStep` for each checked step.
+
+    Raises:
+        ValueError: an argument that cannot be used.
+        ImportError: JAX is not installed, with `against="other"`.
+        CrossCheckError: in a checked step no call was seen, or one over vocabulary shards; a row
+            was exceeded, with `exceeded="raise"`.
+
+    Numerics: float32 gradients are held to tau of rows A5 and A6, 16-bit ones to the largest ULP of
+    A7 and A16, counts to A0, and against JAX all to A9. The loss is held to the ULP of A2 and A8,
+    of the sum of its terms and of what the roundings of the logits move it. Under autocast the
+    oracle is given the operands rounded as the products take them.
+    """
+
+    backend, counterpart = "torch", "jax"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.next, self.first = 0, True
+        self.taken: list[Taken] = []
+        self.heads: list[tuple[Any, int, Any]] = []  # weakly, their versions, and copies
+
+    @contextmanager
+    def step(self, number: int | None = None) -> Iterator[CrossCheck]:
+        """Around a step: the forward and the backward, the optimizer's step too if you like.
+
+        Args:
+            number: of the step; counted from 0 by default.
+        """
+        number = self.begin(number)
+        try:
+            yield self
+        except BaseException:
+            self.close()
+            raise
+        self.end(number)
+
+    # For callbacks, whose step has no block
+
+    def begin(self, number: int | None = None) -> int:
+        """The beginning of a step; its number."""
+        self.close()
+        number = self.next if number is None else number
+        self.next = number + 1
+        # Also of a run that is resumed the first one.
+        if self.due(number) or self.first:
+            self.first = False
+            OBSERVERS.append(self)
+        return number
+
+    def end(self, number: int) -> None:
+        """The end of a step: if it is a checked one, it is compared."""
+        if self not in OBSERVERS:
+            return
+        taken = self.taken
+        self.close()
+        if not taken:
+            raise CrossCheckError(
+                f"a checked step must call `chunked_nll` where it can be seen; got none in step "
+                f"{number}. Put the forward and the backward into the block; a call that "
+                f"`torch.compile` has traced cannot be seen: leave the head out of what is "
+                f"compiled, or the check."
+            )
+        self.finish(number, [seen_of(x) for x in taken])
+
+    def close(self) -> None:
+        """Nothing is looked at any more; what was is forgotten."""
+        self.taken, self.heads = [], []
+        if self in OBSERVERS:
+            OBSERVERS.remove(self)
+
+    # What `chunked_nll` tells
+
+    def forward(self, call: Any, loss: Any, output: tuple[Tensor, ...]) -> Taken:
+        if call.group:
+            raise CrossCheckError(
+                "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
+                "which a rank has a part. Check a run without it, or `xentlib parity`."
+            )
+        labels, where = host(call.labels), host(call.where)
+        valid = labels != call.ignore_index
+        rows = chosen(valid if where is None else valid & where, self.tokens, self.random)
+        hidden = call.hidden if rows is None else call.hidden[on(rows, call.hidden)]
+        options = {
+            "ignore_index": call.ignore_index,
+            "softcap": call.softcap,
+            "label_smoothing": loss.label_smoothing,
+            "z_loss": loss.z_loss,
+            "reduction": "mean" if loss.mean else "sum",
+            "weight_layout": "HV" if call.transposed else "VH",
+            "denominator": host(loss.denominator),
+            "logit_scale": number_of(call.logit_scale),
+            "temperature": number_of(call.temperature),
+        }
+        if call.compute_dtype == torch.float64:
+            options["compute_dtype"] = "float64"
+        size, width = call.hidden.shape
+        vocab = call.weight.shape[call.transposed]
+        problem = Problem(
+            host(hidden),
+            self.weight_of(call.weight),
+            labels,
+            host(call.bias),
+            where,
+            host(loss.token_weights),
+            host(loss.class_weights),
+            options,
+            text=f"N={size} H={width} V={vocab} {dtype_name(call.gemm_dtype)}",
+        )
+        found = dict(zip(OUTPUTS, output[4:9], strict=True))
+        taken = Taken(
+            problem,
+            rows,
+            dtype_name(call.gemm_dtype),
+            host(output[0]),
+            host(output[1]),
+            host(found["logprobs"]),
+            host(found["lse"]),
+        )
+        self.taken.append(taken)
+        return taken
+
+    def backward(self, seen: Taken, upstream: Tensor, gradients: dict[str, Tensor | None]) -> None:
+        if seen.gradients is not None:  # a graph that is walked again
+            return
+        seen.upstream, seen.gradients = float(upstream), {}
+        for name, gradient in gradients.items():
+            if gradient is not None and (seen.rows is None or name == "hidden"):
+                whole = seen.rows is None
+                part = gradient if whole else gradient[on(seen.rows, gradient)]
+                seen.gradients[f"d {name}"] = host(part)
+
+    def weight_of(self, weight: Tensor) -> Any:
+        """One copy of a head for all the calls of a step."""
+        for other, version, copy in self.heads:
+            if other() is weight and version == weight._version:
+                return copy
+        self.heads.append((ref(weight), weight._version, host(weight)))
+        return self.heads[-1][-1]
+
+
+def host(x: Tensor | None) -> Any:
+    """A copy in NumPy, or None. Of a clone: memory that NumPy has seen cannot be freed by FSDP2."""
+    return None if x is None else to_numpy(x.detach().to("cpu", copy=True))
+
+
+def number_of(x: Tensor | None) -> Any:
+    """A factor of the logits, one or one for each token."""
+    found = host(x)
+    return 1.0 if found is None else found.reshape(()) if found.size == 1 else found
+
+
+def on(rows: Any, x: Tensor) -> Tensor:
+    return torch.from_numpy(np.asarray(rows)).to(x.device)
+
+
+def seen_of(taken: Taken) -> Seen:
+    problem = taken.problem.changed(upstream=taken.upstream)
+    some, logprobs, whole = of_rows(problem, taken.rows, taken.logprobs, taken.lse)
+    return Seen(
+        some, taken.gemm_dtype, taken.loss, taken.num_tokens, logprobs, taken.gradients, whole
+    )

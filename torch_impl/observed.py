@@ -1,0 +1,41 @@
+"""Who looks at the calls of `chunked_nll`, in PyTorch: nobody, or the step of a `CrossCheck`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["OBSERVERS", "Observer", "observe_backward", "observe_forward"]
+
+
+Gradients = dict[str, Tensor | None]
+
+
+class Observer(Protocol):
+    """Sees a call as its operator has it, and then, if a backward comes, its gradients."""
+
+    def forward(self, call: Any, loss: Any, output: tuple[Tensor, ...]) -> Any: ...
+    def backward(self, seen: Any, upstream: Tensor, gradients: Gradients) -> None: ...
+
+
+OBSERVERS: list[Observer] = []  # the last one looks
+
+
+def observe_forward(call: Any, loss: Any, output: tuple[Tensor, ...]) -> None:
+    """After the operator. What a compiler traces has no numbers to look at."""
+    if torch.compiler.is_compiling() or not OBSERVERS:
+        return
+    observer = OBSERVERS[-1]
+    seen, node = observer.forward(call, loss, output), output[0].grad_fn
+    if node is not None:
+        node.observed = observer, seen  # type: ignore[attr-defined]  # its context in the backward
+
+
+def observe_backward(ctx: Any, upstream: Tensor, gradients: Gradients) -> None:
+    """Of a backward of the operator whose forward was looked at."""
+    observed = getattr(ctx, "observed", None)
+    if observed is not None:
+        observer, seen = observed
+        observer.backward(seen, upstream, gradients)

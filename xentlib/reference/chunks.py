@@ -1,0 +1,99 @@
+"""The loss of many tokens in float64, some of them at a time.
+
+Shapes: N tokens, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xentlib.reference.nll import nll_reference
+from xentlib.reference.softmax import Float64, f64
+
+__all__ = ["SummedReference", "divisor_of", "summed_reference"]
+
+# `nll_reference` holds about so many [N, V] arrays of float64 at once.
+ARRAYS = 20
+CHUNK_BYTES = 256 << 20
+
+
+class SummedReference(NamedTuple):
+    """What `nll_reference` has of all tokens together; names as there."""
+
+    loss: Float64
+    loss_magnitude: Float64
+    logprobs: Float64
+    bound_logprobs: Float64
+    bound_tokens: Float64
+    d_hidden: Float64
+    d_weight: Float64
+    d_bias: Float64
+    bound_hidden: Float64
+    bound_weight: Float64
+    bound_bias: Float64
+    magnitude_hidden: Float64
+    magnitude_weight: Float64
+    magnitude_bias: Float64
+
+
+# One row for each token; the rest are sums.
+ROWS = (
+    "logprobs",
+    "bound_logprobs",
+    "bound_tokens",
+    "d_hidden",
+    "bound_hidden",
+    "magnitude_hidden",
+)
+PER_TOKEN = ("where", "token_weights", "temperature")
+
+
+def summed_reference(
+    hidden: Any, weight: Any, labels: Any, *, chunk_bytes: int = CHUNK_BYTES, **options: Any
+) -> SummedReference:
+    """`nll_reference` of `hidden` [N, H] and `labels` [N], in chunks of tokens.
+
+    Its [N, V] arrays take `chunk_bytes` at most, or one token. Those that are [V, H], a dozen of
+    float64, are there at once; `head=False` leaves out all but the weight and its absolute value.
+    """
+    num_tokens, vocab_size = len(labels), weight.shape[options.get("weight_layout") == "HV"]
+    options = {**options, "denominator": divisor_of(labels, options), "reduction": "sum"}
+    size = max(1, chunk_bytes // (ARRAYS * 8 * vocab_size))
+    hidden, weight = f64(hidden), f64(weight)
+    rows: dict[str, list[Float64]] = {name: [] for name in ROWS}
+    sums: dict[str, Float64] = {}
+    for start in range(0, max(num_tokens, 1), size):
+        part = slice(start, start + size)
+        own = {
+            name: value[part] if name in PER_TOKEN and np.ndim(value) else value
+            for name, value in options.items()
+        }
+        found = nll_reference(hidden[part], weight, labels[part], **own)._asdict()
+        for name in SummedReference._fields:
+            if name in ROWS:
+                rows[name].append(found[name])
+            elif name in sums:
+                sums[name] += found[name]
+            else:
+                sums[name] = np.array(found[name])
+    return SummedReference(**sums, **{name: np.concatenate(x) for name, x in rows.items()})
+
+
+def divisor_of(labels: Any, options: dict[str, Any]) -> float:
+    """What `nll_reference` divides the sum by, from its labels [N] and options."""
+    given = {"where": None, "token_weights": None, "class_weights": None, **options}
+    valid = np.asarray(labels) != options.get("ignore_index", -100)
+    if given["where"] is not None:
+        valid = valid & np.asarray(given["where"])
+    weights = np.ones(len(valid)) if given["token_weights"] is None else given["token_weights"]
+    weights = np.where(valid, f64(weights), 0.0)
+    if given["class_weights"] is not None:
+        weights = weights * f64(given["class_weights"])[np.where(valid, labels, 0)]
+    total = float(weights.sum())
+    if options.get("denominator") is not None:
+        divisor = float(f64(options["denominator"]))
+    else:
+        divisor = total if options.get("reduction", "mean") == "mean" else 1.0
+    return 1.0 if not valid.any() or (total == 0 and divisor == 0) else divisor
