@@ -40,7 +40,7 @@ class Told(NamedTuple):
     leaves: tuple[Any, ...]  # hidden, weight, bias
     labels: Any
     constants: Constants
-    output: NLLOutput
+    output: NLLOutput[Any]
     upstream: Any
     gradients: tuple[Any, ...]  # of the leaves; None of what is frozen
 
@@ -95,7 +95,9 @@ class CrossCheck(Schedule):
         super().__init__(*args, **options)
         self.raised: list[Exception] = []
 
-    def nll(self, step: Any, hidden: Any, weight: Any, labels: Any, **options: Any) -> NLLOutput:
+    def nll(
+        self, step: Any, hidden: Any, weight: Any, labels: Any, **options: Any
+    ) -> NLLOutput[Any]:
         """`chunked_nll(hidden, weight, labels, **options)`, checked where its turn has come.
 
         Args:
@@ -119,7 +121,8 @@ class CrossCheck(Schedule):
                 f"compiled program would keep for ever. Pass `state.step`, say."
             )
         asked = given.outputs
-        fixed = given._replace(outputs=(*dict.fromkeys((*asked, *KEPT)),))
+        both: Any = (*dict.fromkeys((*asked, *KEPT)),)
+        fixed = given._replace(outputs=both)
         constants = Constants(**{name: x for name in ARRAYS if is_array(x := getattr(given, name))})
         gone: dict[str, Any] = {k: None for k, x in constants._asdict().items() if x is not None}
         gone |= dict.fromkeys((*NAMES, "labels"))
@@ -127,7 +130,7 @@ class CrossCheck(Schedule):
             jnp.asarray(step), given.hidden, given.weight, given.bias, given.labels, constants
         )
         rest: dict[str, Any] = {x: None for x in OUTPUTS if x not in asked}
-        kept: NLLOutput = out._replace(**rest)
+        kept: NLLOutput[Any] = out._replace(**rest)
         return kept
 
     def wait(self) -> None:
@@ -145,7 +148,7 @@ class CrossCheck(Schedule):
     def checked(self, fixed: Arguments) -> Any:
         """The call as a function of its arrays, whose backward tells the host."""
 
-        def call(leaves: Any, labels: Any, constants: Constants) -> NLLOutput:
+        def call(leaves: Any, labels: Any, constants: Constants) -> NLLOutput[Any]:
             arrays = {k: x for k, x in constants._asdict().items() if x is not None}
             named = dict(zip(NAMES, leaves, strict=True))
             return nll(fixed._replace(**named, labels=labels, **arrays))
@@ -159,7 +162,7 @@ class CrossCheck(Schedule):
         @jax.custom_vjp
         def function(
             step: Any, hidden: Any, weight: Any, bias: Any, labels: Any, constants: Constants
-        ) -> NLLOutput:
+        ) -> NLLOutput[Any]:
             leaves = hidden, weight, bias
             out = call(leaves, labels, constants)
             tell(Told(step, leaves, labels, constants, out, jnp.ones(()), (None,) * 3))
@@ -167,13 +170,13 @@ class CrossCheck(Schedule):
 
         def forward(
             step: Any, hidden: Any, weight: Any, bias: Any, labels: Any, constants: Any
-        ) -> tuple[NLLOutput, Any]:
+        ) -> tuple[NLLOutput[Any], Any]:
             needs = wanted(constants, hidden, weight, bias)
             step, leaves, labels, constants = primal_values(
                 (step, (hidden, weight, bias), labels, constants)
             )
 
-            def of(needed: list[Any]) -> tuple[Any, NLLOutput]:
+            def of(needed: list[Any]) -> tuple[Any, NLLOutput[Any]]:
                 left = iter(needed)
                 found = [next(left) if n else x for n, x in zip(needs, leaves, strict=True)]
                 out = call(found, labels, constants)
@@ -184,7 +187,7 @@ class CrossCheck(Schedule):
             marks = tuple(jnp.zeros(0) if n else None for n in needs)
             return out, (step, leaves, labels, constants, out, pull, marks)
 
-        def backward(kept: Any, cotangent: NLLOutput) -> tuple[Any, ...]:
+        def backward(kept: Any, cotangent: NLLOutput[Any]) -> tuple[Any, ...]:
             step, leaves, labels, constants, out, pull, marks = kept
             if isinstance(cotangent.loss, SymbolicZero):
                 return (None,) * 6
