@@ -289,7 +289,7 @@ def api_headings():
 # What a person imports from. `xentlib.nll` and its like define and do not compute.
 BACKENDS = [f"xentlib.{name}" for name in FRAMEWORKS]
 OTHERS = [f"xentlib.{name}" for name in ("plan", "interop", "contract", "budgets", "reference")]
-OTHERS += ["xentlib.audit", "xentlib.torch.audit", "xentlib.jax.audit"]
+OTHERS += ["xentlib.audit", "xentlib.torch.audit", "xentlib.jax.audit", "xentlib.crosscheck"]
 INTEGRATED = ("torchtitan", "transformers", "trl")
 OTHERS += [f"xentlib.torch.integrations.{name}" for name in INTEGRATED]
 OTHERS += [f"xentlib.jax.integrations.{name}" for name in ("flax", "maxtext", "tunix")]
