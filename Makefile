@@ -15,6 +15,7 @@ SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2
 # A test that hangs where no Python runs takes its process with it, and would have it in every new one.
 PYTEST_ARGS ?= -n 2 --dist loadfile --max-worker-restart 1
 BENCH_ARGS ?=
+CONFORMANCE_ARGS ?=
 PARITY_ARGS ?=
 GPU_ARGS ?=
 FUZZ_ARGS ?=
@@ -33,7 +34,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public classes recipes cross-check fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
+.PHONY: help parity test quick public classes recipes cross-check conformance fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -52,6 +53,7 @@ help:
 	@echo 'public      copy signatures and docstrings from their definitions into both backends'
 	@echo 'classes     what becomes of each causal LM class of transformers, for the documentation'
 	@echo 'recipes     peak memory of each example with and without xentlib, for the documentation'
+	@echo 'conformance which rows the losses of other libraries hold; CONFORMANCE_ARGS="--only NAME" renews one'
 	@echo 'cross-check what a step costs that CrossCheck checks, for the documentation'
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare GEMMs and other libraries: about ten minutes'
@@ -221,6 +223,10 @@ classes: $(VENV)/test.stamp
 # Peak memory of each file of examples/ that marks its lines, and its distance to full logits.
 recipes: $(VENV)/test.stamp
 	$(BIN)/python .ci/recipes.py $(RECIPES)
+
+# Which rows of the contract the losses of other libraries hold, for docs/conformance.md.
+conformance: $(VENV)/bench.stamp
+	$(BIN)/python .ci/conformance.py $(CONFORMANCE_ARGS)
 
 # Time and memory of a checked step, for docs/cross-check.md.
 cross-check: $(VENV)/test.stamp

@@ -31,6 +31,7 @@ PARITY = ROOT / "docs" / "data" / "parity.json"
 KERNELS = ROOT / "docs" / "data" / "kernels.json"
 CAUSAL_LM = ROOT / "docs" / "data" / "causal_lm.json"
 RECIPES = ROOT / "docs" / "data" / "recipes.json"
+CONFORMANCE = ROOT / "docs" / "data" / "conformance.json"
 CROSS_CHECK = ROOT / "docs" / "data" / "cross_check.json"
 EXAMPLES = ROOT / "examples"
 BENCH = ROOT / "bench" / "results"
@@ -356,6 +357,42 @@ def cross_check_part() -> str:
     return f"{table(('of each step is checked', *right), rows, right)}\n\n{said}"
 
 
+def conformance_part() -> str:
+    """What `make conformance` has found of other losses: rows that each holds, and the worst."""
+    found = json.loads(CONFORMANCE.read_text(encoding="utf-8"))
+    ran = {name: x for name, x in found["losses"].items() if "rows" in x}
+    ids = list(dict.fromkeys(row for x in ran.values() for row in x["rows"]))
+    ids.sort(key=lambda row: int(row[1:]))
+
+    def held(x: dict[str, Any], row: str) -> str:
+        return "–" if row not in x["rows"] else "yes" if x["rows"][row]["holds"] else "no"
+
+    summary = [
+        (name, x["version"], *(held(x, row) for row in ids), " ".join(x["choices"]))
+        for name, x in ran.items()
+    ]
+    worst = [
+        (name, row, "; ".join(x["rows"][row]["worst"]))
+        for name, x in ran.items()
+        for row in ids
+        if row in x["rows"] and not x["rows"][row]["holds"]
+    ]
+    raised = [(name, error) for name, x in ran.items() for error in x["errors"]]
+    absent = [
+        (name, x["version"], x["absent"]) for name, x in found["losses"].items() if "absent" in x
+    ]
+    return "\n\n".join(
+        (
+            f"Made on {found['date']} with xentlib {found['xentlib']}, on a CPU.",
+            table(("loss", "version", *ids, "what it rounds"), summary),
+            "Of the rows that are not held, the worst that was measured, and the bound:",
+            table(("loss", "row", "worst (bound)"), worst),
+            *(["Raised:", table(("loss", "what"), raised)] if raised else []),
+            *(["Not run:", table(("loss", "package", "why"), absent)] if absent else []),
+        )
+    )
+
+
 PARTS = {
     "contract": contract_table,
     "parity": parity_part,
@@ -365,6 +402,7 @@ PARTS = {
     "recipes": recipes_part,
     "defects": defects_part,
     "cross_check": cross_check_part,
+    "conformance": conformance_part,
     "parity_options": lambda: options_table("parity"),
     "bench_options": lambda: options_table("bench"),
     "doctor_options": lambda: options_table("doctor"),

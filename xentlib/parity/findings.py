@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from xentlib.contract import Measurement, check, failures
+from xentlib.parity.backends import run as public
+from xentlib.parity.outcomes import Outcome
 from xentlib.parity.result import Histogram
 from xentlib.ulp import ulp_distance
 
@@ -29,11 +32,17 @@ EDGES = (0.0, 0.5, *(2.0**k for k in range(25)), np.inf)
 class Findings:
     """What has been measured so far.
 
-    `slowness` is this machine's beside two idle cores, which time limits follow.
+    `slowness` is this machine's beside two idle cores, which time limits follow; `run` is what is
+    held, by default `chunked_nll` of a backend.
     """
 
-    def __init__(self, backends: tuple[str, ...], slowness: float = 1.0) -> None:
-        self.backends = backends
+    def __init__(
+        self,
+        backends: tuple[str, ...],
+        slowness: float = 1.0,
+        run: Callable[..., Outcome] = public,
+    ) -> None:
+        self.backends, self.run = backends, run
         self.slowness = slowness
         self.measurements: list[Measurement] = []
         self._counts: dict[tuple[str, str, str], npt.NDArray[np.int64]] = {}

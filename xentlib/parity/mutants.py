@@ -45,8 +45,8 @@ def problem_mutants(
 ) -> dict[str, Array]:
     """What `pick` of the oracle would be for a subtly different problem.
 
-    The problem must have mean reduction, ignored tokens and no token weights, so that each change
-    matters.
+    The problem must have mean reduction and no token weights, so that each change matters; without
+    ignored tokens two of them are left out.
     """
     valid = problem.valid
     vocab_size = problem.reference().d_bias.size
@@ -65,6 +65,8 @@ def problem_mutants(
         ),
         "padding unmasked": problem.changed(labels=np.where(valid, problem.labels, 0), where=None),
     }
+    if valid.all():  # nothing to count or to mask
+        del changed["N_total for N_valid"], changed["padding unmasked"]
     results = {}
     for name, mutant in changed.items():
         value = np.asarray(pick(mutant.reference(dz_dtype=dz_dtype)))

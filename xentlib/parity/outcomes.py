@@ -22,9 +22,9 @@ class Outcome(NamedTuple):
     """Everything a call of `chunked_nll` gives."""
 
     loss: Array
-    num_tokens: Array
-    weight_sum: Array
-    z_loss: Array
+    num_tokens: Array | None
+    weight_sum: Array | None
+    z_loss: Array | None
     logprobs: Array | None
     entropy: Array | None
     lse: Array | None

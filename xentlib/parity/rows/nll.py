@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 def single(findings: Findings, problem: Problem) -> None:
     """A0, A2, A5, A6 of one fp32 problem, and A9 where both backends run."""
     reference = problem.reference()
-    outcomes = {backend: run(backend, problem) for backend in findings.backends}
+    outcomes = {backend: findings.run(backend, problem) for backend in findings.backends}
     for backend, outcome in outcomes.items():
         details = {"backend": backend, "case": problem.text}
         exact(findings, problem, outcome, reference, **details)
@@ -55,28 +55,21 @@ def exact(
     findings: Findings, problem: Problem, outcome: Outcome, reference: NLLReference, **details: Any
 ) -> None:
     """A0: counts, masks, dtypes, invalid rows, the loss of no valid token."""
-    findings.check(
-        "A0",
-        outcome.num_tokens.astype(np.int64),
-        np.asarray(reference.num_tokens, np.int64),
-        quantity="token count",
-        **details,
-    )
-    findings.check("A0", outcome.correct, reference.correct, quantity="correct", **details)
-    sure = ~(reference.margin < 2.0**-16)  # closer logits are equal in float32, or the other way
-    assert outcome.predicted is not None
-    predicted = np.where(sure, outcome.predicted, 0), np.where(sure, reference.predicted, 0)
-    findings.check("A0", *predicted, quantity="predicted", **details)
-    rows = outcome.gradients()["d_hidden"][~problem.valid]
+    if outcome.num_tokens is not None:
+        findings.check(
+            "A0",
+            outcome.num_tokens.astype(np.int64),
+            np.asarray(reference.num_tokens, np.int64),
+            quantity="token count",
+            **details,
+        )
+        per_token(findings, problem, outcome, reference, **details)
+    d_hidden = outcome.gradients()["d_hidden"]
+    rows = d_hidden[~problem.valid]
     findings.check("A0", rows, np.zeros_like(rows), quantity="d hidden of invalid rows", **details)
-    per_token = [getattr(outcome, name) for name in ("logprobs", "entropy", "lse")]
-    invalid = np.stack(per_token)[:, ~problem.valid]
-    findings.check(
-        "A0", invalid, np.zeros_like(invalid), quantity="outputs of invalid rows", **details
-    )
-    expected = [np.dtype(np.float32)] * 4 + [problem.hidden.dtype, problem.weight.dtype]
-    got = [outcome.loss, *per_token, outcome.d_hidden, outcome.d_weight]
-    wrong = sum(a.dtype != b for a, b in zip(got, expected, strict=True))
+    expected = [np.dtype(np.float32), problem.hidden.dtype, problem.weight.dtype]
+    got = [outcome.loss, *outcome.gradients().values()]
+    wrong = sum(a.dtype != b for a, b in zip(got, expected))
     findings.check("A0", np.int64(wrong), np.int64(0), quantity="dtypes", **details)
     if not problem.valid.any():
         nothing = np.concatenate(
@@ -91,11 +84,29 @@ def exact(
         )
 
 
+def per_token(
+    findings: Findings, problem: Problem, outcome: Outcome, reference: NLLReference, **details: Any
+) -> None:
+    """A0 of the outputs that there is one of for each token."""
+    findings.check("A0", outcome.correct, reference.correct, quantity="correct", **details)
+    sure = ~(reference.margin < 2.0**-16)  # closer logits are equal in float32, or the other way
+    assert outcome.predicted is not None
+    predicted = np.where(sure, outcome.predicted, 0), np.where(sure, reference.predicted, 0)
+    findings.check("A0", *predicted, quantity="predicted", **details)
+    given = np.stack([getattr(outcome, name) for name in ("logprobs", "entropy", "lse")])
+    invalid = given[:, ~problem.valid]
+    findings.check(
+        "A0", invalid, np.zeros_like(invalid), quantity="outputs of invalid rows", **details
+    )
+    wrong = np.int64(given.dtype != np.float32)
+    findings.check("A0", wrong, np.int64(0), quantity="dtype of outputs", **details)
+
+
 def low(findings: Findings, problem: Problem) -> None:
     """A7 or A16, and A8, of one 16-bit problem; A9 where both backends run, of bf16 in bits."""
     dtype = problem.hidden.dtype.name
     row, reference = ROW_OF[dtype], problem.reference(dz_dtype=dtype)
-    outcomes = {backend: run(backend, problem) for backend in findings.backends}
+    outcomes = {backend: findings.run(backend, problem) for backend in findings.backends}
     for backend, outcome in outcomes.items():
         details = {"backend": backend, "case": problem.text}
         findings.check(

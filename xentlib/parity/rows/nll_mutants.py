@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from xentlib.contract import ROW_OF
-from xentlib.parity.backends import run
 from xentlib.parity.cases import BASE, low_precision
 from xentlib.parity.findings import BETWEEN, GRADIENT_ROWS, Findings, label, part_of
 from xentlib.parity.mutants import array_mutants, problem_mutants
@@ -16,7 +16,7 @@ from xentlib.parity.outcomes import Outcome
 from xentlib.parity.problem import Problem, build
 from xentlib.reference import NLLReference
 
-__all__ = ["mutants"]
+__all__ = ["loss", "low", "mutants", "single"]
 
 Array = npt.NDArray[Any]
 
@@ -26,25 +26,18 @@ def mutants(findings: Findings, problem: Problem) -> None:
     reference = problem.reference()
     lows = [build(case, 0) for dtype in ROW_OF for case in low_precision((BASE,), dtype)]
     for backend in findings.backends:
-        right = run(backend, problem)
-        for low in lows:
-            _low_mutants(findings, low, backend)
-        for name in right.gradients():
-
-            def pick(ref: NLLReference, name: str = name) -> Array:
-                return part_of(ref, name)
-
+        right = findings.run(backend, problem)
+        for short in lows:
+            low(findings, short, backend)
+        for name, wrong, oracle, bound in single(findings, problem, right, reference, backend):
             details: dict[str, Any] = {"backend": backend, "quantity": label(name)}
             got = getattr(right, name)
-            oracle, bound = pick(reference), part_of(reference, name, "bound")
-            wrong = {**array_mutants(got, oracle), **problem_mutants(problem, pick, got.dtype)}
-            for row in (GRADIENT_ROWS[name], "A12"):
-                findings.reject(row, wrong, oracle, bound, **details)
+            findings.reject("A12", wrong, oracle, bound, **details)
             for row in ("A1", "A10", "A11"):
                 findings.reject(row, wrong, got, **details)
             fp32 = {"other": got, "metrics": BETWEEN["float32"]}
             findings.reject("A9", wrong, oracle, **fp32, **details)
-        _loss_mutants(findings, "A2", problem, right, reference, backend)
+        loss(findings, "A2", problem, right, reference, backend)
         counts = {"N_total": np.asarray(problem.labels.size), "zero": np.asarray(0)}
         count = np.asarray(reference.num_tokens)
         findings.reject("A0", counts, count, backend=backend, quantity="token count")
@@ -64,10 +57,27 @@ def mutants(findings: Findings, problem: Problem) -> None:
         )
 
 
-def _low_mutants(findings: Findings, problem: Problem, backend: str) -> None:
+def single(
+    findings: Findings, problem: Problem, right: Outcome, reference: NLLReference, backend: str
+) -> Iterator[tuple[str, dict[str, Array], Array, Array]]:
+    """A14 of the rows of float32 gradients; each with its mutants, for other rows."""
+    for name in right.gradients():
+
+        def pick(ref: NLLReference, name: str = name) -> Array:
+            return part_of(ref, name)
+
+        got = getattr(right, name)
+        oracle, bound = pick(reference), part_of(reference, name, "bound")
+        wrong = {**array_mutants(got, oracle), **problem_mutants(problem, pick, got.dtype)}
+        row = GRADIENT_ROWS[name]
+        findings.reject(row, wrong, oracle, bound, backend=backend, quantity=label(name))
+        yield name, wrong, oracle, bound
+
+
+def low(findings: Findings, problem: Problem, backend: str) -> None:
     """A14 of the rows of one 16-bit problem."""
     dtype = problem.hidden.dtype.name
-    right, reference = run(backend, problem), problem.reference(dz_dtype=dtype)
+    right, reference = findings.run(backend, problem), problem.reference(dz_dtype=dtype)
     for name, got in right.gradients().items():
 
         def pick(ref: NLLReference, name: str = name) -> Array:
@@ -84,10 +94,10 @@ def _low_mutants(findings: Findings, problem: Problem, backend: str) -> None:
         if dtype == "bfloat16":
             details |= {"quantity": f"{label(name)} bf16", "other": got}
             findings.reject("A9", wrong, oracle, metrics=BETWEEN[dtype], **details)
-    _loss_mutants(findings, "A8", problem, right, reference, backend)
+    loss(findings, "A8", problem, right, reference, backend)
 
 
-def _loss_mutants(
+def loss(
     findings: Findings,
     row: str,
     problem: Problem,
