@@ -91,8 +91,16 @@ class CrossCheck(Schedule):
 
     backend, counterpart = "jax", "torch"
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        every: int,
+        *,
+        against: str = "oracle",
+        tokens: int | None = None,
+        exceeded: str = "warn",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(every, against=against, tokens=tokens, exceeded=exceeded, seed=seed)
         self.raised: list[Exception] = []
 
     def nll(

@@ -174,10 +174,11 @@ def check(loss: Loss) -> None:
         __import__(loss.backend)
     except ModuleNotFoundError as missing:
         refuse_missing(missing, loss.backend, {"torch": "PyTorch", "jax": "JAX"}[loss.backend])
-    for name, given, known in (
+    asked: list[tuple[str, Any, Any]] = [
         ("options", loss.options, OPTIONS),
         ("dtypes", loss.dtypes, DTYPES),
-    ):
+    ]
+    for name, given, known in asked:
         unknown = [x for x in given if x not in known]
         if unknown or isinstance(given, str):
             raise ValueError(
@@ -263,9 +264,8 @@ def rounding(loss: Loss, base: Case, seed: int) -> tuple[str, float | None]:
         return given.dtype.name, None
     got = float(given)
     tiny = np.finfo(np.float32).tiny
-    return given.dtype.name, float(
-        abs(got - problem.reference().loss) / max(abs(got - rounded), tiny)
-    )
+    far, near = abs(got - float(problem.reference().loss)), abs(got - float(rounded))
+    return given.dtype.name, far / max(near, float(tiny))
 
 
 # --- one call -------------------------------------------------------------------------------------
