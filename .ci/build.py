@@ -36,7 +36,6 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="build twice and compare")
     check = parser.parse_args().check
     os.environ["SOURCE_DATE_EPOCH"] = epoch = os.environ.get("SOURCE_DATE_EPOCH") or dated()
-    os.umask(0o022)  # of what pip unpacks, and so of what is in the wheel
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     first = build(dist, int(epoch), umask=0o022)
@@ -44,6 +43,7 @@ def main() -> int:
         print(f"{digest}  dist/{path}")
     if not check:
         return 0
+    os.umask(0o077)
     with tempfile.TemporaryDirectory() as folder:
         second = build(Path(folder), int(epoch), umask=0o002, other_dates=True)
     differ = [name for name in {**first, **second} if first.get(name) != second.get(name)]
@@ -61,6 +61,7 @@ def dated() -> str:
 
 def build(dist: Path, epoch: int, *, umask: int, other_dates: bool = False) -> dict[str, str]:
     """Both files of one copy of the tree; SHA-256 by name."""
+    os.umask(0o022)  # of what pip unpacks, and so of what is in the wheel
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCES))
