@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xentlib import ChunkPlan, plan_chunks
-from xentlib.plan import default_chunk_bytes, exchanges_per_chunk, pad_rows, shard_of
+from xentlib.plan import default_chunk_bytes, exchanges_per_chunk, pad_rows, peak_bytes, shard_of
 
 sizes = st.fixed_dictionaries(
     {
@@ -183,3 +183,11 @@ def test_a_default_chunk_is_512_rows_within_8_and_64_mib() -> None:
     assert plan_chunks(4096, 128_000, 64).chunk_tokens == 128
     assert default_chunk_bytes("cpu") == default_chunk_bytes("cpu", row_bytes=1 << 20) == 64 << 20
     assert default_chunk_bytes("gpu", row_bytes=4) == 1 << 30
+
+
+@pytest.mark.parametrize("wrong", [{"backend": "pytorch"}, {"platform": "tpu"}])
+def test_memory_of_what_there_is_no_formula_for(wrong):
+    """A name that is none of the two gave the other one's bytes."""
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"`{name}` must be one of"):
+        peak_bytes(plan_chunks(64, 50, 8), **{"backend": "torch", **wrong})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from xentlib.checks.words import check_choice
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.chunks import (
     CPU_BLOCK_BYTES,
@@ -34,7 +35,7 @@ def peak_bytes(
     dtype: str = "float32",
     gradient: bool = True,
     recompute: bool = False,
-    platform: Literal["cpu", "gpu"] = "cpu",
+    platform: Literal["cpu", "gpu", "cuda"] = "cpu",
     kernels: bool = True,
 ) -> int:
     """Peak memory of one call beside its inputs, results included.
@@ -65,9 +66,14 @@ def peak_bytes(
         gradient: for `hidden` and `weight`, or the loss alone.
         recompute: `chunked_logprobs`, whose backward computes the logits again, and not
             `chunked_nll`.
-        platform: "cpu", or "gpu".
+        platform: "cpu", or "gpu", which "cuda" is as well.
         kernels: on a GPU in PyTorch, Triton's programs, which need no scratch, and not eager.
+
+    Raises:
+        ValueError: another backend or platform.
     """
+    check_choice("backend", backend, ("torch", "jax"))
+    check_choice("platform", platform, ("cpu", "gpu", "cuda"))
     if platform != "cpu":
         if backend == "torch":
             return _torch_on_gpu(plan, dtype, gradient, recompute, kernels)
