@@ -60,7 +60,7 @@ def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any
     """
     said = Options.of(options)
     kind = kind_of(step, kind, said)
-    check_ranks(ranks, jax.device_count())
+    check_ranks(ranks, jax.device_count(), kind)
     if kind != "step":
         return _of_function(step, kind, said)
     oracle = oracle_of(kind, said, ranks)

@@ -73,6 +73,9 @@ def step(head, micro_batches):
     def loss(head):
         return sum(chunked_nll(b["hidden"], head.weight, b["targets"]).loss for b in micro_batches)
     return jax.value_and_grad(loss)(head)
+
+def loss(hidden, weight, labels):
+    return chunked_nll(hidden, weight, labels).loss
 """
 
 
@@ -170,6 +173,7 @@ REFUSED = {
     on_torch("each", "--kind", "logprobs", "--z-loss", "0.1"): "`z_loss` must be 0 with kind=",
     on_torch("right", "--ranks", "2"): "`--ranks` is of JAX",
     on_torch("right", "--out", "no/such/folder"): "`--out` must be a file that can be written",
+    ("steps_jax:loss", "--backend", "jax", "--ranks", "2"): "`ranks` must be 1 with kind='loss'",
     ("steps_jax:step", "--backend", "jax", "--ranks", "64"): "`ranks` must be a number of devices",
 }
 

@@ -41,7 +41,12 @@ def check_arguments(kind: str, required: Sequence[str], fits: bool) -> None:
         )
 
 
-def check_ranks(ranks: object, devices: int) -> None:
+def check_ranks(ranks: object, devices: int, kind: str) -> None:
+    if kind != "step" and ranks != 1:
+        raise ValueError(
+            f"`ranks` must be 1 with kind='{kind}', a function of one batch; got {ranks!r}. Leave "
+            f"it out, or write a step."
+        )
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= devices:
         raise ValueError(
             f"`ranks` must be a number of devices, 1 to {devices} here; got {ranks!r}. On a CPU "
