@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -114,6 +115,20 @@ def last_of_rows(batch: Any) -> Any:
     return jnp.where(rest > 1, y, IGNORE)
 
 
+def multi_steps(head: Any, micro_batches: Any) -> Any:
+    """optax's own accumulation, of micro-batches' mean losses."""
+    optax = pytest.importorskip("optax")
+
+    optimizer = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=len(micro_batches))
+    state, loss = optimizer.init(head), 0.0
+    for b in micro_batches:
+        value, grads = step()(head, [b])
+        with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
+            updates, state = optimizer.update(grads, state, head)
+        loss += value / len(micro_batches)
+    return loss, jax.tree.map(jnp.negative, updates)
+
+
 PLANTED: list[tuple[str, Any, dict[str, Any]]] = [
     ("labels not shifted", step(labels=lambda b: b["labels"]), {}),
     ("labels shifted twice", step(labels=lambda b: shifted(b["targets"])), {}),
@@ -127,6 +142,7 @@ PLANTED: list[tuple[str, Any, dict[str, Any]]] = [
     ("last chunk dropped", step(chunk=8), {}),
     ("one micro-batch alone", step(only=0), {}),
     ("mean of the means of micro-batches", step(divisor="micro-batches"), {}),
+    ("mean of the means of micro-batches", multi_steps, {"bias": True}),
     ("off by the accumulation steps", step(factor=1 / 3), {}),
     ("sum and not mean", step(divisor="nothing"), {}),
     ("divided by all positions", step(divisor="positions"), {}),
@@ -193,7 +209,7 @@ def accumulated(head: Any, micro_batches: Any) -> Any:
 
 def by_optax(head: Any, micro_batches: Any) -> Any:
     """Labels that are all classes, and the mask."""
-    import optax
+    optax = pytest.importorskip("optax")
 
     def loss(head: Any) -> Any:
         found = jnp.float32(0)
@@ -208,7 +224,7 @@ def by_optax(head: Any, micro_batches: Any) -> Any:
 
 def by_nnx(head: Any, micro_batches: Any) -> Any:
     """A Flax module: its kernel is [H, V]."""
-    from flax import nnx
+    nnx = pytest.importorskip("flax.nnx")
 
     vocab, width = head.weight.shape
     model = nnx.Linear(width, vocab, rngs=nnx.Rngs(0))

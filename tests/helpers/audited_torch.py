@@ -6,11 +6,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from xentlib.torch import TokenNormalizer, chunked_logprobs, chunked_nll
+from helpers.audited_functions import FUNCTIONS
+from xentlib.torch import TokenNormalizer, chunked_nll
+
+__all__ = ["FUNCTIONS", "PLANTED", "RIGHT"]
 
 IGNORE = -100
 
@@ -134,6 +138,22 @@ def unbiased(head: Any, hidden: Any) -> Any:
     return F.linear(hidden, head.weight)
 
 
+def of_transformers(head: Any, micro_batches: Any, counted: bool = True) -> Any:
+    """Its loss function, which shifts, with the number of tokens of all micro-batches, or without,
+    divided by the number of micro-batches."""
+    of = pytest.importorskip("transformers.loss.loss_utils").ForCausalLMLoss
+
+    number = len(micro_batches)
+    count = sum((b["labels"][:, 1:] != IGNORE).sum() for b in micro_batches) if counted else None
+    loss = torch.zeros(())
+    for b in micro_batches:
+        z = head(b["hidden"])
+        part = of(z, b["labels"], z.shape[-1], num_items_in_batch=count)
+        loss = loss + (part if counted else part / number)
+    loss.backward()
+    return loss
+
+
 # Defect, the step that has it, and what is said of the step.
 PLANTED: list[tuple[str, Any, dict[str, Any]]] = [
     ("labels not shifted", step(labels=lambda b: b["labels"]), {}),
@@ -153,6 +173,16 @@ PLANTED: list[tuple[str, Any, dict[str, Any]]] = [
     ("last chunk dropped", step(chunk=8, counted=targets), {}),
     ("one micro-batch alone", step(only=2), {}),
     ("mean of the means of micro-batches", step(divisor="micro-batches"), {"bias": True}),
+    (
+        "mean of the means of micro-batches",
+        partial(of_transformers, counted=False),
+        {"documents": False},
+    ),
+    (
+        "labels across documents",
+        of_transformers,
+        {},
+    ),
     ("mean of the means of rows", step(divisor="rows"), {}),
     ("off by the accumulation steps", step(factor=1 / 3), {}),
     ("sum and not mean", step(divisor="nothing"), {}),
@@ -285,19 +315,6 @@ def checkpointed(head: Any, micro_batches: Any) -> Any:
     return loss
 
 
-def of_transformers(head: Any, micro_batches: Any) -> Any:
-    """Its loss function, which shifts, with the number of tokens of all micro-batches."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    count = sum((b["labels"][:, 1:] != IGNORE).sum() for b in micro_batches)
-    loss = torch.zeros(())
-    for b in micro_batches:
-        z = head(b["hidden"])
-        loss = loss + ForCausalLMLoss(z, b["labels"], z.shape[-1], num_items_in_batch=count)
-    loss.backward()
-    return loss
-
-
 def fused(head: Any, micro_batches: Any) -> Any:
     """PyTorch's own loss without logits."""
     x = torch.cat([b["hidden"] for b in micro_batches]).flatten(0, 1)
@@ -331,159 +348,6 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "torch.func": (functional, {}),
     "checkpoints": (checkpointed, {"bias": True}),
     "ForCausalLMLoss": (of_transformers, {"documents": False}),
-    "F.linear_cross_entropy": (fused, {}),
 }
-
-
-# --- functions ------------------------------------------------------------------------------------
-
-
-def cross_entropy(hidden: Any, weight: Any, labels: Any) -> Any:
-    return F.cross_entropy(hidden @ weight.T, labels)
-
-
-def with_bias(labels: Any, hidden: Any, bias: Any, weight: Any) -> Any:
-    """By name, in another order."""
-    return F.cross_entropy(F.linear(hidden, weight, bias), labels)
-
-
-def smoothed(hidden: Any, weight: Any, labels: Any, label_smoothing: float) -> Any:
-    return F.cross_entropy(hidden @ weight.T, labels, label_smoothing=label_smoothing)
-
-
-class NoUpstream(torch.autograd.Function):
-    """Gradients made in the forward, whatever arrives in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, labels: Any) -> Any:
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
-            loss = cross_entropy(*leaves, labels)
-            ctx.save_for_backward(*torch.autograd.grad(loss, leaves))
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Any) -> Any:
-        return (*ctx.saved_tensors, None)
-
-
-def no_upstream(hidden: Any, weight: Any, labels: Any) -> Any:
-    return NoUpstream.apply(hidden, weight, labels)
-
-
-def hidden_alone(hidden: Any, weight: Any, labels: Any) -> Any:
-    """The gradient that arrives reaches d hidden with the opposite sign."""
-    return cross_entropy(2 * hidden.detach() - hidden, weight, labels)
-
-
-def by_softmax(entropy: Any = "whole", temperature: float = 1.0) -> Any:
-    def logprobs(hidden: Any, weight: Any, labels: Any) -> Any:
-        log_p = (hidden @ weight.T / temperature).log_softmax(-1)
-        mine = log_p.gather(-1, labels[:, None])[:, 0]
-        if not entropy:
-            return mine
-        found = -(log_p.exp() * log_p).sum(-1)
-        return mine, found if entropy == "whole" else found.detach()
-
-    return logprobs
-
-
-FUNCTIONS: list[tuple[str, Any, str, dict[str, Any]]] = [
-    ("", cross_entropy, "loss", {}),
-    ("", with_bias, "loss", {"bias": True}),
-    ("", smoothed, "loss", {"label_smoothing": 0.1}),
-    ("", chunked_nll, "loss", {}),
-    ("", F.linear_cross_entropy, "loss", {}),
-    ("", by_softmax(), "logprobs", {}),
-    ("", by_softmax(entropy=None), "logprobs", {}),
-    ("", by_softmax(temperature=0.6), "logprobs", {"temperature": 0.6}),
-    ("", lambda h, w, y: chunked_logprobs(h, w, y, entropy=True), "logprobs", {}),
-    ("upstream gradient ignored", no_upstream, "loss", {}),
-    ("sum and not mean", lambda h, w, y: F.cross_entropy(h @ w.T, y, reduction="sum"), "loss", {}),
-    ("labels shifted twice", lambda h, w, y: cross_entropy(h[:-1], w, y[1:]), "loss", {}),
-    ("sign", hidden_alone, "loss", {}),
-    ("last chunk dropped", lambda h, w, y: cross_entropy(h[:48], w, y[:48]), "loss", {}),
-    (
-        "logits rounded to 16 bits",
-        lambda h, w, y: F.cross_entropy((h @ w.T).bfloat16(), y),
-        "loss",
-        {},
-    ),
-    ("temperature not applied", by_softmax(), "logprobs", {"temperature": 0.6}),
-    ("entropy without its gradient", by_softmax(entropy="detached"), "logprobs", {}),
-]
-
-
-# --- on ranks -------------------------------------------------------------------------------------
-
-
-def of_wrapper(wrap: Any) -> Any:
-    """The local sum times the number of ranks over the count of all: the wrapper takes the mean."""
-
-    def run(head: Any, micro_batches: Any) -> Any:
-        model = wrap(head)
-        count = total(sum((b["targets"] != IGNORE).sum() for b in micro_batches)).item()
-        x = torch.cat([b["hidden"] for b in micro_batches])
-        y = torch.cat([b["targets"] for b in micro_batches]).flatten()
-        loss = F.cross_entropy(model(x).flatten(0, 1), y, reduction="sum") / count
-        (world() * loss).backward()
-        return total(loss)
-
-    return run
-
-
-def ddp(head: Any) -> Any:
-    return torch.nn.parallel.DistributedDataParallel(head)
-
-
-def fsdp2(head: Any) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(head)
-
-
-def full_tensor(head: Any, micro_batches: Any) -> Any:
-    """A head that is gathered past its forward: nothing reduces its gradient."""
-    model = fsdp2(head)
-    count = total(sum((b["targets"] != IGNORE).sum() for b in micro_batches)).item()
-    x = torch.cat([b["hidden"] for b in micro_batches])
-    y = torch.cat([b["targets"] for b in micro_batches]).flatten()
-    loss = F.cross_entropy((x @ model.weight.full_tensor().T).flatten(0, 1), y, reduction="sum")
-    (world() * loss / count).backward()
-
-
-def sharded_head(head: Any, micro_batches: Any) -> Any:
-    """FSDP2's parameter passed as it is."""
-    model = fsdp2(head)
-    count = total(sum((b["targets"] != IGNORE).sum() for b in micro_batches)).item()
-    x = torch.cat([b["hidden"] for b in micro_batches])
-    y = torch.cat([b["targets"] for b in micro_batches])
-    loss = chunked_nll(x, model.weight, y, denominator=count / world()).loss
-    loss.backward()
-    return total(loss) / world()
-
-
-ON_RANKS: list[tuple[str, Any, dict[str, Any]]] = [
-    ("", step(), {"bias": True}),
-    ("", of_wrapper(ddp), {"bias": True}),
-    ("", of_wrapper(fsdp2), {}),
-    ("", sharded_head, {}),
-    ("", normalizer("precount", ddp), {}),
-    ("", normalizer("postscale", ddp), {"bias": True}),
-    ("", normalizer("precount", fsdp2), {}),
-    ("mean of the means of micro-batches", step(divisor="micro-batches"), {}),
-    ("mean of the means of ranks", step(divisor="own", reduce="mean"), {}),
-    (
-        "mean of the means of micro-batches and ranks",
-        step(divisor="own micro-batches", reduce="mean"),
-        {"bias": True},
-    ),
-    ("not reduced over ranks", step(reduce=""), {}),
-    ("not reduced over ranks", step(divisor="own", reduce=""), {"bias": True}),
-    ("reduced twice over ranks", step(reduce="twice"), {}),
-    ("off by the number of ranks", step(reduce="mean"), {}),
-    ("off by ranks and accumulation steps", step(reduce="mean", factor=1 / 3), {}),
-    ("head's gradient is one rank's own", full_tensor, {}),
-    ("labels not shifted", step(labels=lambda b: b["labels"]), {}),
-    ("logits rounded to 16 bits", step(logits=bf16), {}),
-]
+if hasattr(F, "linear_cross_entropy"):  # torch 2.13
+    RIGHT["F.linear_cross_entropy"] = (fused, {})
