@@ -22,7 +22,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 }
-PACKAGES = ("torch", "jax", "flax", "optax", "deepspeed", "tunix")
+PACKAGES = ("torch", "jax", "flax", "optax", "deepspeed", "trl", "tunix")
 GROUPS = {
     f"{page}-{group.blocks[0].line}": group
     for page, text in PAGES.items()
