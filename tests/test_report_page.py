@@ -4,6 +4,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 
@@ -11,7 +12,7 @@ from helpers.parity_runs import FAILURES, HOSTILE, STATEMENTS, a_run, failed, me
 from xentlib.parity.report.document import to_json
 from xentlib.parity.report.numbers import value_text
 from xentlib.parity.report.page import render_page
-from xentlib.parity.report.plots import Series, histogram_plot, line_plot
+from xentlib.parity.report.plots import Series, histogram_bins, histogram_plot, line_plot
 from xentlib.parity.result import Histogram, Measurement, ParityResult, Section, TrainingCurve
 
 # --- parity.html ---------------------------------------------------------------------------------
@@ -178,6 +179,62 @@ def test_histogram_has_a_bar_for_every_bin_that_holds_something():
     assert "0 to 0.5 ULP: 9,000" in drawing
     assert "1 to ∞ ULP: 1<" in drawing
     assert "some at 1 ULP or more" in drawing
+
+
+ULP_EDGES = (0.0, 0.5, *(2.0**k for k in range(25)), math.inf)
+
+
+@pytest.mark.parametrize("last", range(len(ULP_EDGES) - 1))
+def test_labels_below_a_histogram_do_not_touch(last):
+    """In 200 pixels, which a panel has where it is narrowest; a letter has 6.2 of them or less."""
+    counts = [0] * (len(ULP_EDGES) - 1)
+    counts[last] = 3
+    histogram = Histogram("A5", "torch", "d hidden", ULP_EDGES, tuple(counts))
+    bins = histogram_bins([histogram])
+    assert bins == max(last + 1, 4)
+    drawing = histogram_plot(histogram, "torch", 3, bins)
+    found = re.findall(r'<span style="left:([\d.]+)%">([^<]*)<', drawing)
+    assert len(found) >= 3
+    ends = [(2 * float(left), 6.2 * len(text) / 2) for left, text in found]
+    for (left, half), (right, other) in pairwise(ends):
+        assert left + half + 3 < right - other
+
+
+@pytest.mark.parametrize(
+    ("bound", "bins", "at"), [(0.25, 4, 125), (0.5, 4, 250), (1.0, 4, 500), (5.0, 5, 850)]
+)
+def test_histogram_shows_its_bound_where_it_is(bound, bins, at):
+    """Bins of equal width: 5 is a quarter into that from 4 to 8, which is shown for it alone."""
+    histogram = Histogram("A3", "jax", "lse", ULP_EDGES, (5, 1, *[0] * (len(ULP_EDGES) - 3)))
+    assert histogram_bins([histogram], bound) == bins
+    drawing = histogram_plot(histogram, "jax", 5, bins, bound)
+    assert re.findall(r'class="bound" d="M([\d.]+) 0V1000"', drawing) == [f"{at:.1f}"]
+    assert "bound" not in histogram_plot(histogram, "jax", 5, bins)
+
+
+def test_page_says_the_bounds_of_each_histogram_and_draws_those_in_ulp():
+    run = a_run()
+    rounded = {"quantity": "d bias", "backend": "jax"}
+    run.add(
+        Section(
+            "more",
+            (
+                measured("A7", 0.9991, 0.995, at_least=True, metric="correctly rounded", **rounded),
+                measured("A7", 1.0, 1.0, metric="bf16 ULP unless cancelled", **rounded),
+            ),
+            (Histogram("A7", "jax", "d bias", (0.0, 0.5, 1.0, 2.0, math.inf), (9, 1, 0, 0)),),
+        )
+    )
+    page = render_page(run, STATEMENTS)
+    drawn = page[page.index("How far, in ULP") : page.index("Training on real text")]
+    drawn = drawn.replace("\N{NO-BREAK SPACE}", " ")
+    assert drawn.count('class="bound"') == 1
+    assert 'class="bound" d="M500.0 0V1000"' in drawn  # the two of A5 are in tau and rho
+    for said in (
+        "<span>rho / u 34.5 (≤ 64)</span><span>tau 3.10 (≤ 4)</span>",
+        "<span>bf16 ULP unless cancelled 1 (≤ 1)</span><span>correctly rounded 99.91 % (≥ 99.5 %)<",
+    ):
+        assert said in drawn
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from xentlib.parity.report.numbers import number
 from xentlib.parity.result import Histogram
 
-__all__ = ["Series", "histogram_plot", "histogram_reach", "line_plot", "style_of"]
+__all__ = [
+    "Series",
+    "histogram_bins",
+    "histogram_plot",
+    "histogram_reach",
+    "line_plot",
+    "style_of",
+]
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 _STYLES = {"torch": "torch", "jax": "jax"}  # a backend's colour; every comparison has a third
+
+MOST_TICKS = 6  # of a histogram, which has 200 pixels where it is narrowest
+FEWEST_BINS = 4
 
 Tick = tuple[float, str]  # position in [0, 1] from the left or the bottom; label
 
@@ -66,44 +77,83 @@ def histogram_reach(histogram: Histogram) -> str:
         return "empty"
     low, high = histogram.edges[last], histogram.edges[last + 1]
     if math.isinf(high):
-        return f"some at {_tick(low)} ULP or more"
-    return f"all below {_tick(high)} ULP"
+        return f"some at {_short(low)} ULP or more"
+    return f"all below {_short(high)} ULP"
 
 
-def histogram_plot(histogram: Histogram, style: str, most: int) -> str:
-    """Bars of equal width, one a bin, on a logarithmic count axis that reaches `most`."""
+def histogram_bins(histograms: Sequence[Histogram], bound: float = 0.0) -> int:
+    """How many bins panels of one axis show: up to the last that holds something, and to a bound in
+    ULP, four at least."""
+    last = (i + 1 for h in histograms for i, count in enumerate(h.counts) if count)
+    line = (math.ceil(_bins_below(h.edges, bound)) for h in histograms)
+    most = max((len(h.counts) for h in histograms), default=0)
+    return min(max(*last, *line, FEWEST_BINS), most)
+
+
+def histogram_plot(
+    histogram: Histogram,
+    style: str,
+    most: int,
+    bins: int | None = None,
+    bound: float | None = None,
+) -> str:
+    """Bars of equal width, one a bin, on a logarithmic count axis that reaches `most`.
+
+    `bins` of them are shown, all if None; `bound` in ULP is a dashed line.
+    """
     # The axis begins at half an entry, so that a single one can be seen.
     floor, top = math.log10(0.5), math.log10(max(most, 9)) + 0.08
 
     def height(count: float) -> float:
         return (math.log10(count) - floor) / (top - floor)
 
-    bins = len(histogram.counts)
+    edges = histogram.edges
+    bins = len(histogram.counts) if bins is None else bins
     width = 1000 / max(bins, 1)
-    bars = []
-    for i, count in enumerate(histogram.counts):
+    parts = []
+    for i, count in enumerate(histogram.counts[:bins]):
         if count:
             tall = 1000 * height(count)
-            span = f"{_tick(histogram.edges[i])} to {_tick(histogram.edges[i + 1])} ULP"
-            bars.append(
+            span = f"{_tick(edges[i])} to {_tick(edges[i + 1])} ULP"
+            parts.append(
                 f'<rect class="{style}" x="{i * width + 0.07 * width:.1f}" y="{1000 - tall:.1f}" '
                 f'width="{0.86 * width:.1f}" height="{tall:.1f}">'
                 f"<title>{span}: {count:,}</title></rect>"
             )
-    stride = max(1, math.ceil(bins / 6))
-    x_ticks = [(i / bins, _tick(histogram.edges[i])) for i in range(0, bins + 1, stride)]
+    if bound is not None:
+        at = _bins_below(edges, bound) * width
+        parts.append(f'<path class="bound" d="M{at:.1f} 0V1000"/>')
+    stride = max(1, math.ceil(bins / MOST_TICKS))
+    x_ticks = [(i / bins, _short(edges[i])) for i in range(0, bins + 1, stride)]
     decades = range(0, math.floor(top) + 1, max(1, math.ceil(math.floor(top) / 3)))
     y_ticks = [(height(10.0**k), _power(k)) for k in decades]
     label = (
         f"{histogram.quantity}, {histogram.backend}: {sum(histogram.counts):,} entries, "
         f"{histogram_reach(histogram)}"
     )
-    return _frame("".join(bars), x_ticks=x_ticks, y_ticks=y_ticks, label=label, kind="small")
+    if bound is not None:
+        label += f", bound {_tick(bound)} ULP"
+    return _frame("".join(parts), x_ticks=x_ticks, y_ticks=y_ticks, label=label, kind="small")
+
+
+def _bins_below(edges: Sequence[float], distance: float) -> float:
+    """Where a distance is on an axis of bins of equal width."""
+    for i, (low, high) in enumerate(pairwise(edges)):
+        if distance < high:
+            return i + (0.0 if math.isinf(high) else (distance - low) / (high - low))
+    return float(len(edges) - 1)
 
 
 def _tick(edge: float) -> str:
     text = number(edge, 3)
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
+
+
+def _short(edge: float) -> str:
+    """A tick that has 30 pixels: powers of two from 1024 on as such."""
+    if math.isfinite(edge) and edge >= 1024 and math.log2(edge).is_integer():
+        return "2" + str(int(math.log2(edge))).translate(_SUPERSCRIPTS)
+    return _tick(edge)
 
 
 def _power(exponent: int) -> str:
