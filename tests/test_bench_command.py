@@ -23,6 +23,7 @@ from xentlib.bench.contestant import (
 )
 from xentlib.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
 from xentlib.bench.plot import draw
+from xentlib.bench.report import as_json, from_json
 from xentlib.bench.result import ContestantResult, Report, Run
 from xentlib.bench.worker import Request, WorkerError, ask
 from xentlib.cli import bench as cli
@@ -110,7 +111,7 @@ def test_the_command_writes_what_it_measured(tmp_path, capsys):
     markdown = (tmp_path / "bench.md").read_text()
     assert markdown.count("**xentlib**") == 2 * len(KINDS)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "bench.json", "bench.md", "bench.png", "bench.svg"
+        "bench.json", "bench.md", "bench.pdf", "bench.png", "bench.svg"
     }  # fmt: skip
 
 
@@ -148,8 +149,13 @@ def test_a_contestant_without_numbers_is_shown_with_its_reason():
         "| huge | 3.00 (3.00–3.00) |  |",
     ):
         assert f"\n{line}\n" in text
+    read = from_json(json.loads(json.dumps(as_json(report))))
+    assert as_json(read) == as_json(report)
     pytest.importorskip("matplotlib")
-    (panel,) = draw(report).axes
+    figure = draw(read)
+    assert figure.get_size_inches()[0] == 3.4  # a column
+    assert figure.get_suptitle() == ""
+    (panel,) = figure.axes
     ((line,),) = ([line for line in panel.lines if line.get_label() == OURS],)
     assert (line.get_xdata()[0], line.get_ydata()[0]) == (1, 2)
 

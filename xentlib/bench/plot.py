@@ -1,12 +1,20 @@
-"""A benchmark's numbers as a picture: time over the floor against extra memory."""
+"""A benchmark's numbers as a picture: time over the floor against extra memory.
+
+Made for a page of text, 6.8 inches wide: two panels beside each other, each as wide as a column, or
+three of a run with several cases, in letters of 8 points without serifs. On what it was measured is
+for the caption: `bench.md` has it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xentlib.bench.contestant import BARE, OURS, TRAINING
-from xentlib.bench.report import alike, environment_line
+from xentlib.bench.report import alike
 from xentlib.bench.result import Report, Run
 
 if TYPE_CHECKING:
@@ -20,38 +28,61 @@ INK, FAINT = "#1f2933", "#d9dee4"
 MARKERS = "sDv^<>phXP*d8H"
 COLOURS = ("#c0392b", "#2c6fbb", "#8e5ea2", "#d98200", "#6b7280", "#a0522d", "#4d7c0f")
 FARTHEST = 4.0  # times the floor: one hopeless contestant must not make the others look alike
-WIDE, HIGH = 3.1, 2.7  # inches of a panel
+WIDTH = 6.8  # inches of a page's text
+TALL = {1: 2.5, 2: 2.5, 3: 2.0}  # inches of a panel, by how many are beside each other
 MIB = 1 << 20
 
 
-def save(report: Report, folder: Path) -> list[Path]:
+def letters() -> AbstractContextManager[None]:
+    """Without serifs; TrueType in a PDF, as many publishers refuse Type 3, the default."""
+    import matplotlib as mpl
+
+    return mpl.rc_context(
+        {
+            "font.family": "sans-serif",
+            "font.size": 8,
+            "pdf.fonttype": 42,
+            "svg.hashsalt": "xentlib",
+        }
+    )
+
+
+def save(
+    report: Report, folder: Path, name: str = "bench", kinds: Sequence[str] = ("png", "svg", "pdf")
+) -> list[Path]:
     figure = draw(report)
-    paths = [folder / "bench.png", folder / "bench.svg"]
+    paths = [folder / f"{name}.{kind}" for kind in kinds]
     for path in paths:
         # Without a date an unchanged run gives an unchanged file.
-        metadata: dict[str, Any] = {"Date": None} if path.suffix == ".svg" else {}
-        figure.savefig(path, dpi=120, facecolor="white", metadata=metadata)
+        dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+        metadata: dict[str, Any] = dates.get(path.suffix, {})
+        with letters():
+            figure.savefig(path, dpi=200, facecolor="white", metadata=metadata)
     return paths
 
 
 def draw(report: Report) -> Figure:
-    """A panel for each run: rows are cases, columns backends and dtypes; loss + gradient."""
-    import matplotlib as mpl
+    """A panel for each run: loss + gradient. Below and left is better."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    columns = alike(report)
-    cases = list(dict.fromkeys(run.case.name for run in report.runs))
-    names = list(dict.fromkeys(name for run in report.runs for name in points(run)))
-    with mpl.rc_context({"font.size": 8, "font.family": "sans-serif", "svg.hashsalt": "xentlib"}):
-        legend_rows = -(-len(names) // max(1, len(columns)))
-        height = HIGH * len(cases) + 0.22 * legend_rows + 0.6
-        figure = Figure((max(WIDE * len(columns), 7.5), height), layout=ConstrainedLayoutEngine())
-        panels = figure.subplots(len(cases), len(columns), squeeze=False)
-        for column, runs in enumerate(columns):
-            found = {run.case.name: run for run in runs}
-            for row, case in enumerate(cases):
-                draw_run(panels[row][column], found.get(case), names)
+    rows = grid(report)
+    runs = [run for row in rows for run in row]
+    names = list(dict.fromkeys(name for run in runs for name in points(run)))
+    one_case = len({run.case.name for run in runs}) == 1
+    across = max(map(len, rows), default=1)
+    in_legend = 2 if across == 1 else 3
+    with letters():
+        height = TALL[across] * len(rows) + 0.17 * -(-len(names) // in_legend) + 0.1
+        width = WIDTH if across > 1 else WIDTH / 2
+        figure = Figure((width, height), layout=ConstrainedLayoutEngine())
+        panels = figure.subplots(len(rows), across, squeeze=False)
+        for row, beside in zip(rows, panels):
+            for run, axes in zip_longest(row, beside):
+                draw_run(axes, run, names, one_case)
+            beside[0].set_ylabel("time / bare GEMMs")
+        for axes in panels[-1]:
+            axes.set_xlabel("extra memory, MiB")
         handles = {
             text: handle
             for panel in figure.axes
@@ -61,16 +92,22 @@ def draw(report: Report) -> Figure:
             [handles[name] for name in names],
             names,
             loc="outside lower center",
-            ncols=max(2, len(columns)),
+            ncols=in_legend,
             frameon=False,
-        )
-        figure.suptitle(
-            f"{TRAINING}: time / bare GEMMs against extra MiB; below and left is better\n"
-            + environment_line(report),
-            fontsize=8,
-            color=INK,
+            fontsize=7,
+            columnspacing=1.2,
+            handletextpad=0.2,
         )
     return figure
+
+
+def grid(report: Report) -> list[list[Run]]:
+    """Rows of panels: cases beside each other, three at most; of one case two runs."""
+    columns = alike(report)
+    if all(len(runs) == 1 for runs in columns):
+        runs = [run for (run,) in columns]
+        return [runs[k : k + 2] for k in range(0, len(runs), 2)]
+    return [runs[k : k + 3] for runs in columns for k in range(0, len(runs), 3)]
 
 
 def points(run: Run) -> dict[str, tuple[float, float]]:
@@ -82,7 +119,7 @@ def points(run: Run) -> dict[str, tuple[float, float]]:
     return found
 
 
-def draw_run(axes: Axes, run: Run | None, names: list[str]) -> None:
+def draw_run(axes: Axes, run: Run | None, names: list[str], one_case: bool) -> None:
     if run is None:
         axes.set_axis_off()
         return
@@ -109,7 +146,8 @@ def draw_run(axes: Axes, run: Run | None, names: list[str]) -> None:
     axes.axhline(1, color=INK, linewidth=0.8, zorder=1)
     axes.set_xlim(0, widest)
     axes.set_ylim(0, 1.1 * min(max((ratio for _, ratio in found.values()), default=1), FARTHEST))
-    axes.set_title(f"{run.backend}, {run.dtype}: {run.case.name}", fontsize=8, loc="left")
+    case = "" if one_case else f", {run.case.name}"
+    axes.set_title(f"{run.backend}, {run.dtype}{case}", fontsize=8, loc="left")
     axes.grid(color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from xentlib.bench.cases import HeadSizes
 from xentlib.bench.contestant import BARE, FLOOR, KINDS, OURS, Kind
 from xentlib.bench.result import ContestantResult, Report, Run
 
-__all__ = ["as_json", "as_markdown", "as_table", "environment_line", "print_run", "write_json"]
+__all__ = [
+    "as_json",
+    "as_markdown",
+    "as_table",
+    "environment_line",
+    "from_json",
+    "print_run",
+    "write_json",
+]
 
 MIB = 1 << 20
 LEFT = ("contestant", "computes", "quartiles")
@@ -213,6 +222,20 @@ def as_json(report: Report) -> dict[str, Any]:
                 "ratio": None if row.ratio is None else asdict(row.ratio),
             }
     return found
+
+
+def from_json(found: dict[str, Any]) -> Report:
+    """The report of `as_json`; what follows from its measurements is made anew."""
+
+    def result(row: dict[str, Any]) -> ContestantResult:
+        names = {field.name for field in fields(ContestantResult)}
+        return ContestantResult(**{name: row[name] for name in names & row.keys()})
+
+    runs = [
+        Run(**{**run, "case": HeadSizes(**run["case"]), "rows": [*map(result, run["rows"])]})
+        for run in found["runs"]
+    ]
+    return Report(found["environment"], runs)
 
 
 def write_json(report: Report, path: Path) -> None:

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for bench.json, bench.md, bench.png and bench.svg",
+        help="folder for bench.json, bench.md and bench.pdf, .png and .svg",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the inputs (default: 0)"
