@@ -20,6 +20,7 @@ PARITY_ARGS ?=
 GPU_ARGS ?=
 FUZZ_ARGS ?=
 PTX_ARGS ?=
+FIGURES_ARGS ?=
 PYTHON_OLDEST ?= python3.11
 PYTHON_NEWEST ?= python3.13
 
@@ -34,7 +35,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public classes recipes cross-check conformance fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
+.PHONY: help parity test quick public classes recipes figures cross-check conformance fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -55,6 +56,7 @@ help:
 	@echo 'recipes     peak memory of each example with and without xentlib, for the documentation'
 	@echo 'conformance which rows the losses of other libraries hold; CONFORMANCE_ARGS="--only NAME" renews one'
 	@echo 'cross-check what a step costs that CrossCheck checks, for the documentation'
+	@echo 'figures     what the README and the site open with, from docs/data/tokens.json; FIGURES_ARGS=--measure measures first'
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare GEMMs and other libraries: about ten minutes'
 	@echo 'examples    every example, alone or on two ranks'
@@ -231,6 +233,10 @@ conformance: $(VENV)/bench.stamp
 # Time and memory of a checked step, for docs/cross-check.md.
 cross-check: $(VENV)/test.stamp
 	$(BIN)/python .ci/cross_check.py
+
+# Of docs/data/tokens.json and bench/results/*.json.
+figures: $(VENV)/test.stamp
+	$(BIN)/python .ci/figures.py $(FIGURES_ARGS)
 
 format: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix .

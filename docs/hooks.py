@@ -1,16 +1,12 @@
 """What the documentation takes from the code and from runs, put in while it is built.
 
-A page holds a marker, `<!-- contract -->`, `<!-- parity -->`, `<!-- bench -->`, `<!-- kernels -->`,
-`<!-- causal_lm -->`, `<!-- recipe NAME -->`, `<!-- recipes -->`, `<!-- defects -->` or `<!--
-COMMAND_options -->`, and gets in its place the contract's rows, the committed parity run
-`docs/data/parity.json`, the committed benchmarks `bench/results/*.md`, the machine code that
-`docs/data/kernels.json` describes, the classes of transformers in `docs/data/causal_lm.json`, a
-file of `examples/` with what `docs/data/recipes.json` says of it, or all of those, the defects that
-`xentlib.audit` looks for, or the options of a command as its own parser has them. So none can say
-what the code does not.
+A page holds a marker, `<!-- contract -->` for instance, or `<!-- recipe NAME -->`; `PARTS` has them
+all. In its place it gets the contract's rows, what was committed of runs (`docs/data/*.json`,
+`bench/results/*.md`), a file of `examples/`, or a command's options as its own parser has them. So
+no page can say what the code does not.
 
-`python docs/hooks.py` prints the contract's table and two short ones of the CPU benchmark.
-README.md holds all three, and a test compares.
+`python docs/hooks.py` prints what README.md holds of it: the contract's table, two of the CPU
+benchmark, and what the opening figure shows. A test compares.
 """
 
 from __future__ import annotations
@@ -33,6 +29,7 @@ CAUSAL_LM = ROOT / "docs" / "data" / "causal_lm.json"
 RECIPES = ROOT / "docs" / "data" / "recipes.json"
 CONFORMANCE = ROOT / "docs" / "data" / "conformance.json"
 CROSS_CHECK = ROOT / "docs" / "data" / "cross_check.json"
+TOKENS = ROOT / "docs" / "data" / "tokens.json"
 EXAMPLES = ROOT / "examples"
 BENCH = ROOT / "bench" / "results"
 SHOWN = "cpu"
@@ -226,6 +223,30 @@ def bench_savings() -> str:
     return table(("", *right), rows, right)
 
 
+def tokens_said() -> tuple[str, str, str]:
+    """Of the figure that README and site open with: what each half shows, and its caption."""
+    found = json.loads(TOKENS.read_text(encoding="utf-8"))
+    last = max(row["tokens"] for row in found["rows"])
+    rows = [row for row in found["rows"] if row["tokens"] == last]
+    mib = "; ".join(f"{row['way']} {row['peak_bytes'] / 2**20:,.0f}" for row in rows)
+    ms = "; ".join(f"{row['way']} {1e6 * row['seconds'] / last:,.0f}" for row in rows)
+    return (
+        f"Extra memory against tokens. MiB at {last:,} tokens: {mib}.",
+        f"Processor time against tokens. Milliseconds a thousand tokens, at {last:,}: {ms}.",
+        found["about"],
+    )
+
+
+def opening_part() -> str:
+    *halves, caption = tokens_said()
+    panels = [
+        f"![{said}](figures/{name}-{mode}.svg#only-{mode}){{ width=360 }}\n"
+        for name, said in zip(("memory", "time"), halves, strict=True)
+        for mode in ("light", "dark")
+    ]
+    return "".join(panels) + f"\n{caption}"
+
+
 def kernels_part() -> str:
     """What `make ptx` has read in the code of each Triton program."""
     found = json.loads(KERNELS.read_text(encoding="utf-8"))
@@ -397,6 +418,7 @@ PARTS = {
     "contract": contract_table,
     "parity": parity_part,
     "bench": bench_part,
+    "opening": opening_part,
     "kernels": kernels_part,
     "causal_lm": causal_lm_part,
     "recipes": recipes_part,
@@ -452,4 +474,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    print(contract_table(), bench_savings(), bench_summary(), sep="\n\n")
+    print(contract_table(), bench_savings(), bench_summary(), *tokens_said(), sep="\n\n")

@@ -58,6 +58,20 @@ def test_readme_holds_the_table_of_the_contract():
     assert hooks.bench_summary() in readme, "paste the output of `python docs/hooks.py`"
 
 
+def test_readme_opens_with_the_figure_and_says_what_it_shows():
+    """And each file of it is there, for light and dark."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    *halves, caption = hooks.tokens_said()
+    for name, said in zip(("memory", "time"), halves, strict=True):
+        light, dark = (f"docs/figures/{name}-{mode}.svg" for mode in ("light", "dark"))
+        assert f'srcset="{dark}"' in readme
+        assert f'src="{light}" alt="{said}"' in readme, "paste the output of `python docs/hooks.py`"
+        for path in (light, dark):
+            assert path.removeprefix("docs/") in hooks.opening_part()
+            assert (ROOT / path).is_file(), "run `make figures`"
+    assert caption in " ".join(readme.split())
+
+
 def test_versions_that_the_start_page_shows_are_those_of_the_constraints():
     text = (DOCS / "start.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\w+) \| .* \| (\d\S+) \| (\d\S+) \| (\d\S+) \|$", text, re.MULTILINE)
