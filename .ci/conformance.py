@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -108,11 +107,15 @@ def main() -> None:
     for backend in ("torch", "jax"):
         for peer in peers(backend):
             key = f"{peer.name}, JAX" if peer.name == "xentlib" and backend == "jax" else peer.name
-            if len(sys.argv) == 3 and peer.name != sys.argv[2]:
-                found[key] = before[key]
+            if len(sys.argv) == 3 and key != sys.argv[2]:
+                found |= {key: before[key]} if key in before else {}
                 continue
-            run = partial(subprocess.run, check=True, stdout=subprocess.PIPE, text=True)
-            done = run([sys.executable, str(HERE), backend, peer.name])
+            done = subprocess.run(
+                [sys.executable, str(HERE), backend, peer.name],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             found[key] = json.loads(done.stdout.splitlines()[-1])
             held = {name: row["holds"] for name, row in found[key].get("rows", {}).items()}
             print(key, found[key].get("absent") or held, found[key].get("errors"), flush=True)
