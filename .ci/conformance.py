@@ -7,6 +7,7 @@ held in a process of its own. Written by `make conformance`; `--only NAME` renew
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -92,6 +93,7 @@ def as_data(found: Conformance) -> dict[str, Any]:
 
 
 def one(backend: str, name: str) -> None:
+    os.environ["XLA_FLAGS"] = "--xla_allow_excess_precision=false"  # before JAX is loaded
     peer = next(x for x in peers(backend) if x.name == name)
     excuse = peer.excuse("loss + gradient", "cpu", None)
     found = {"absent": excuse, "backend": backend, "version": version_of(name)}

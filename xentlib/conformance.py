@@ -143,7 +143,9 @@ def conform(
         ValueError: a backend, an option or a dtype that the contract does not have.
         ImportError: the backend is not installed.
 
-    Numerics: nothing is changed; a case in which the function raises is an error of its section.
+    Numerics: settings are those of the contract, but for XLA's, which has to be there before JAX is
+    imported, `XLA_FLAGS=--xla_allow_excess_precision=false`; functions of JAX are jitted. A case in
+    which the function raises is an error of its section.
     """
     check(loss)
     findings = Findings((loss.backend,), run=lambda backend, problem: run(loss, problem))
@@ -174,11 +176,11 @@ def check(loss: Loss) -> None:
         __import__(loss.backend)
     except ModuleNotFoundError as missing:
         refuse_missing(missing, loss.backend, {"torch": "PyTorch", "jax": "JAX"}[loss.backend])
-    asked: list[tuple[str, Any, Any]] = [
-        ("options", loss.options, OPTIONS),
-        ("dtypes", loss.dtypes, DTYPES),
-    ]
-    for name, given, known in asked:
+    asked: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "options": (loss.options, OPTIONS),
+        "dtypes": (loss.dtypes, DTYPES),
+    }
+    for name, (given, known) in asked.items():
         unknown = [x for x in given if x not in known]
         if unknown or isinstance(given, str):
             raise ValueError(
@@ -254,6 +256,7 @@ def rounding(loss: Loss, base: Case, seed: int) -> tuple[str, float | None]:
     wide = np.asarray(problem.hidden, np.float64) @ np.asarray(problem.weight, np.float64).T
     # The same loss of given logits: hidden = I, weight = logits^T.
     eye = np.eye(len(problem.labels))
+    exact = problem.reference().loss
     rounded = nll_reference(eye, round_to(wide, "bfloat16").T, problem.labels).loss
     try:
         with contract_settings((loss.backend,)):
@@ -262,10 +265,8 @@ def rounding(loss: Loss, base: Case, seed: int) -> tuple[str, float | None]:
         return "", None
     if given.dtype.itemsize < 4:
         return given.dtype.name, None
-    got = float(given)
-    tiny = np.finfo(np.float32).tiny
-    far, near = abs(got - float(problem.reference().loss)), abs(got - float(rounded))
-    return given.dtype.name, far / max(near, float(tiny))
+    to_exact, to_rounded = (abs(float(given) - float(x)) for x in (exact, rounded))
+    return given.dtype.name, to_exact / max(to_rounded, 1e-300)
 
 
 # --- one call -------------------------------------------------------------------------------------
@@ -306,5 +307,5 @@ def pulled(
         bias = {"bias": given[2]} if len(given) == 3 else {}
         return loss.function(given[0], given[1], labels, **bias, **named)
 
-    out, pull = jax.vjp(function, *map(on_jax, leaves))
+    out, pull = jax.vjp(jax.jit(function), *map(on_jax, leaves))
     return out, *pull(jax.numpy.asarray(problem.upstream, out.dtype))
