@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partialmethod
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from xentlib import cli
 from xentlib.cli import doctor as command
 from xentlib.doctor import backends, packages
 from xentlib.doctor.packages import PACKAGES, Package, inspect, ranges, within
-from xentlib.parity import suite
-from xentlib.parity.rows import nll
+from xentlib.parity import backends as parity_backends
+from xentlib.parity import findings, suite
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -208,13 +209,13 @@ def test_rows_are_measured_and_counted(capsys, monkeypatch):
 @pytest.mark.cpu
 def test_a_row_that_falls_short_is_exit_status_1(capsys, monkeypatch):
     pytest.importorskip("torch")
-    right = nll.run
+    right, make = parity_backends.run, findings.Findings.__init__
 
     def wrong(*arguments, **keywords):
         outcome = right(*arguments, **keywords)
         return outcome._replace(d_weight=(outcome.d_weight * np.float32(1.001)))
 
-    monkeypatch.setattr(nll, "run", wrong)
+    monkeypatch.setattr(findings.Findings, "__init__", partialmethod(make, run=wrong))
     sections = suite.few_sections
     monkeypatch.setattr(suite, "few_sections", lambda *given: sections(*given)[:1])
     monkeypatch.setattr(command, "find_spec", lambda name: name == "torch" or None)

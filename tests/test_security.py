@@ -36,6 +36,7 @@ NAMED_ELSEWHERE = {
     "xentlib/parity/training/loop.py": "one of the two backends",
     "torch_impl/integrations/lightning.py": "Lightning's two names",
     "xentlib/cli/audit.py": "the module that the command is given",
+    "xentlib/conformance.py": "one of the two backends",
 }
 
 

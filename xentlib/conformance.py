@@ -10,6 +10,7 @@ import io
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,7 @@ def check(loss: Loss) -> None:
     if loss.backend not in BACKENDS:
         raise ValueError(f"`backend` must be 'torch' or 'jax'; got {loss.backend!r}.")
     try:
-        __import__(loss.backend)
+        import_module(loss.backend)
     except ModuleNotFoundError as missing:
         refuse_missing(missing, loss.backend, {"torch": "PyTorch", "jax": "JAX"}[loss.backend])
     asked: dict[str, tuple[Any, tuple[str, ...]]] = {

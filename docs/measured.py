@@ -1,0 +1,197 @@
+"""What the documentation shows of files in docs/data and examples: tables and complete files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "docs" / "data"
+KERNELS = DATA / "kernels.json"
+CAUSAL_LM = DATA / "causal_lm.json"
+RECIPES = DATA / "recipes.json"
+CONFORMANCE = DATA / "conformance.json"
+CROSS_CHECK = DATA / "cross_check.json"
+EXAMPLES = ROOT / "examples"
+
+log = logging.getLogger("mkdocs.hooks")  # a warning here fails a strict build
+
+
+def table(names: tuple[str, ...], rows: list[tuple[str, ...]], right: tuple[str, ...] = ()) -> str:
+    rule = ["---:" if name in right else "---" for name in names]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (names, *rows)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (cells[0], rule, *cells[1:]))
+
+
+def missing(what: str, way_out: str) -> str:
+    log.warning("%s is missing. %s", what, way_out)
+    return f"*{what} is not there yet.* {way_out}"
+
+
+def kernels_part() -> str:
+    """What `make ptx` has read in the code of each Triton program."""
+    found = json.loads(KERNELS.read_text(encoding="utf-8"))
+    arches = list(next(iter(found["programs"].values())))
+
+    def said(row: Any) -> str:
+        a_logit = " + ".join(f"{x:.0f}" for x in row["a logit"])
+        return f"{row['registers']} registers" + (f", {a_logit}" if a_logit else "")
+
+    rows = [
+        (f"`{name.partition(', ')[0]}`", name.partition(", ")[2], *(said(of[x]) for x in arches))
+        for name, of in found["programs"].items()
+    ]
+    return f"{table(('program', 'of', *arches), rows)}\n\nTriton {found['triton']}."
+
+
+def causal_lm_part() -> str:
+    """What `make classes` has written of transformers: how many, who is refused, who is patched."""
+    data = json.loads(CAUSAL_LM.read_text(encoding="utf-8"))
+
+    def counts(classes: dict[str, Any]) -> str:
+        refused = sum(entry["refused"] is not None for entry in classes.values())
+        return f"{len(classes) - refused} are patched, {refused} refused"
+
+    classes = {**data["causal"], **data["images"]}
+    refused = [(f"`{x}`", entry["refused"]) for x, entry in classes.items() if entry["refused"]]
+    patched = [
+        (f"`{x}`", ", ".join(f"`{name}`" for name in entry["types"]))
+        for x, entry in classes.items()
+        if not entry["refused"]
+    ]
+    numbers = (
+        f"Of the {len(data['causal'])} causal LM classes of transformers {data['transformers']}, "
+        f"{counts(data['causal'])}; of {len(data['images'])} that take images too, on text alone, "
+        f"{counts(data['images'])}."
+    )
+    tables = table(("refused", "why"), refused), table(("patched", "model types"), patched)
+    return "\n\n".join((numbers, *tables))
+
+
+def recipe_numbers(name: str) -> dict[str, str]:
+    """What `make recipes` has measured of `examples/NAME.py`."""
+    found = json.loads(RECIPES.read_text(encoding="utf-8"))
+    one = found["recipes"][name]
+    return {
+        "sizes": f"{found['vocab']:,} classes and rows of {found['length']} tokens",
+        "ours": f"{one['peak_bytes'] / 2**20:,.0f} MiB",
+        "full": f"{one['peak_bytes_full_logits'] / 2**20:,.0f} MiB",
+        "distance": f"{one['distance']:.1e}",
+    }
+
+
+def marked(name: str) -> list[int]:
+    """The lines of `examples/NAME.py` that adopting xentlib adds or changes."""
+    lines = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    return [k for k, line in enumerate(lines, 1) if line.endswith("# xentlib")]
+
+
+def recipe_part(name: str) -> str:
+    """A file of `examples/`, its marked lines highlighted, and what was measured of it."""
+    said = recipe_numbers(name)
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").rstrip()
+    lines = " ".join(map(str, marked(name)))
+    return (
+        f"[Download `{name}.py`](examples/{name}.py). With {said['sizes']}, a process of it takes "
+        f"{said['ours']} at its peak, and {said['full']} without xentlib (`--full-logits`). The "
+        f"relative distance of its first step to full logits is {said['distance']}.\n\n"
+        f'```python title="examples/{name}.py" hl_lines="{lines}"\n{text}\n```'
+    )
+
+
+def recipes_part() -> str:
+    """All of them, with the page that explains each."""
+    rows = []
+    for name in json.loads(RECIPES.read_text(encoding="utf-8"))["recipes"]:
+        said = recipe_numbers(name)
+        pages = sorted((ROOT / "docs").glob("*.md"))
+        page = next(
+            (p for p in pages if f"<!-- recipe {name} -->" in p.read_text(encoding="utf-8")), None
+        )
+        if page is None:
+            return missing(f"a page with `<!-- recipe {name} -->`", "Write one.")
+        doc = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").removeprefix('"""')
+        rows.append(
+            (
+                f"[{doc.partition(':')[0]}]({page.name}#recipe)",
+                f"[`{name}.py`](examples/{name}.py)",
+                str(len(marked(name))),
+                said["ours"],
+                said["full"],
+                said["distance"],
+            )
+        )
+    right = ("lines", "peak memory", "without xentlib", "distance")
+    return table(("trainer", "file", *right), rows, right)
+
+
+def defects_part() -> str:
+    """`xentlib.audit.DEFECTS`: name, what was done, of which kinds of step, and the pages."""
+    from xentlib.audit import DEFECTS
+
+    def links(cure: str | dict[str, str]) -> str:
+        if isinstance(cure, str):
+            return f"[cure]({cure})"
+        return f"[PyTorch]({cure['torch']}), [JAX]({cure['jax']})"
+
+    rows = [(x.name, x.sentence, ", ".join(x.kinds), x.needs, links(x.cure)) for x in DEFECTS]
+    return table(("defect", "what was done", "kinds", "needs", "cure"), rows)
+
+
+def cross_check_part() -> str:
+    """What `make cross-check` has measured of a step."""
+    found = json.loads(CROSS_CHECK.read_text(encoding="utf-8"))
+    plain = found["ways"]["no check"]
+    rows = [
+        (
+            name,
+            f"{x['seconds']:.2f} s",
+            f"{(x['peak_bytes'] - plain['peak_bytes']) / 2**20:,.0f} MiB",
+        )
+        for name, x in found["ways"].items()
+    ]
+    said = (
+        f"Measured on {found['date']} with torch {found['torch']} on {found['threads']} cores of a "
+        f"CPU: {found['tokens']:,} tokens, {found['width']} wide, {found['vocab']:,} classes, "
+        f"float32."
+    )
+    right = ("a step", "peak memory beyond the first row's")
+    return f"{table(('of each step is checked', *right), rows, right)}\n\n{said}"
+
+
+def conformance_part() -> str:
+    """What `make conformance` has found of other losses: rows that each holds, and the worst."""
+    found = json.loads(CONFORMANCE.read_text(encoding="utf-8"))
+    ran = {name: x for name, x in found["losses"].items() if "rows" in x}
+    ids = list(dict.fromkeys(row for x in ran.values() for row in x["rows"]))
+    ids.sort(key=lambda row: int(row[1:]))
+
+    def held(x: dict[str, Any], row: str) -> str:
+        return "–" if row not in x["rows"] else "yes" if x["rows"][row]["holds"] else "no"
+
+    summary = [
+        (name, x["version"], *(held(x, row) for row in ids), " ".join(x["choices"]))
+        for name, x in ran.items()
+    ]
+    worst = [
+        (name, row, "; ".join(x["rows"][row]["worst"]))
+        for name, x in ran.items()
+        for row in ids
+        if row in x["rows"] and not x["rows"][row]["holds"]
+    ]
+    raised = [(name, error) for name, x in ran.items() for error in x["errors"]]
+    absent = [
+        (name, x["version"], x["absent"]) for name, x in found["losses"].items() if "absent" in x
+    ]
+    return "\n\n".join(
+        (
+            f"Made on {found['date']} with xentlib {found['xentlib']}, on a CPU.",
+            table(("loss", "version", *ids, "what it rounds"), summary),
+            "Of the rows that are not held, the worst that was measured, and the bound:",
+            table(("loss", "row", "worst (bound)"), worst),
+            *(["Raised:", table(("loss", "what"), raised)] if raised else []),
+            *(["Not run:", table(("loss", "package", "why"), absent)] if absent else []),
+        )
+    )
