@@ -224,7 +224,8 @@ class CrossCheckCallback(base()):  # type: ignore[misc]
     optimisation or without. What was measured is logged, as `crosscheck/loss ULP` and so on.
 
     Args:
-        every, options: of `CrossCheck`.
+        every: as in `CrossCheck`.
+        options: the others of `CrossCheck`.
 
     Attributes:
         check: the `CrossCheck`, with its `results`.

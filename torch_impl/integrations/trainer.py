@@ -20,7 +20,8 @@ class CrossCheckCallback(TrainerCallback):
     logged with `Trainer`'s own numbers, as `crosscheck/loss ULP` and so on.
 
     Args:
-        every, options: of `CrossCheck`.
+        every: as in `CrossCheck`.
+        options: the others of `CrossCheck`.
 
     Attributes:
         check: the `CrossCheck`, with its `results`.
