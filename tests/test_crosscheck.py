@@ -141,6 +141,10 @@ def test_the_other_steps_run_the_same_operators() -> None:
 def test_calls_that_cannot_be_held_are_loud() -> None:
     x, w, y = torch.ones(4, H), torch.ones(V, H), torch.arange(4)
     check = CrossCheck(every=2)
+    forgotten = CrossCheck(1)
+    forgotten.step()
+    with pytest.raises(CrossCheckError, match="`step` must be entered"):
+        forgotten.step()
     with pytest.raises(CrossCheckError, match="got none in step 0"), check.step():
         pass
     compiled = torch.compile(lambda x: chunked_nll(x, w, y).loss, backend="aot_eager")

@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -99,16 +99,27 @@ class CrossCheck(Schedule):
     ) -> None:
         super().__init__(every, against=against, tokens=tokens, exceeded=exceeded, seed=seed)
         self.next, self.first = 0, True
+        self.asked = False  # for a step that has not been entered
         self.taken: list[Taken] = []
         self.heads: list[tuple[Any, int, Any]] = []  # weakly, their versions, and copies
 
-    @contextmanager
-    def step(self, number: int | None = None) -> Iterator[CrossCheck]:
+    def step(self, number: int | None = None) -> AbstractContextManager[CrossCheck]:
         """Around a step: the forward and the backward, the optimizer's step too if you like.
 
         Args:
             number: of the step; counted from 0 by default.
         """
+        if self.asked:
+            raise CrossCheckError(
+                "`step` must be entered; got a call of `check.step()` alone before this one, which "
+                "checked nothing. Write `with check.step():` around forward and backward."
+            )
+        self.asked = True
+        return self.around(number)
+
+    @contextmanager
+    def around(self, number: int | None) -> Iterator[CrossCheck]:
+        self.asked = False
         number = self.begin(number)
         try:
             yield self
