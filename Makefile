@@ -262,10 +262,10 @@ TORCHRUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS
 ON_RANKS := $(shell grep -l 'torchrun --nproc-per-node 2' examples/*.py)
 
 examples: $(VENV)/test.stamp
-	@for example in $(filter-out $(ON_RANKS),$(wildcard examples/*.py)); do \
-	  echo "== $$example"; $(GUARDED) "$$example"; done
-	@for example in $(ON_RANKS); do \
-	  echo "== $$example"; $(TORCHRUN) --nproc-per-node 2 "$$example"; done
+	@printf '%s\n' $(patsubst %,'$(GUARDED) %',$(filter-out $(ON_RANKS),$(wildcard examples/*.py))) \
+	  $(patsubst %,'$(TORCHRUN) --nproc-per-node 2 %',$(ON_RANKS)) | \
+	  xargs -d '\n' -P 2 -I COMMAND $(SHELL) -c \
+	    'said=$$(COMMAND 2>&1) || failed=1; echo "== COMMAND" | sed "s/.* //;s/^/== /"; echo "$$said"; exit $${failed:-0}'
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest $(HLO_ENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

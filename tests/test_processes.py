@@ -25,7 +25,7 @@ def test_ranks_have_longer_on_a_slower_machine(monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"^1 of 1 torch ranks were not done in 0\.0 s, which is"
     ):
-        ranks.run_ranks("torch", torch_rank, [], 1, 0.001)
+        ranks.run_ranks("torch", torch_rank, [Does("import time; time.sleep(3600)")], 1, 0.001)
     assert ranks.run_ranks("torch", torch_rank, [], 1, 600_000.0) == [[]]
 
 
