@@ -10,7 +10,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Compiled on all cores below, or when imported; pip takes one core, and 40 s of it.
+PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2>/dev/null)
 # A test that hangs where no Python runs takes its process with it, and would have it in every new one.
 PYTEST_ARGS ?= -n 2 --dist loadfile --max-worker-restart 1
@@ -79,6 +80,7 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/test.stamp: $(VENV)/run.stamp
 	@echo 'installing what the tests need'
 	@$(PIP) -e '.[test,plot,deepspeed,trainers]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages hold templates that are no Python
 	@touch $@
 
 $(VENV)/bench.stamp: $(VENV)/test.stamp
