@@ -93,13 +93,13 @@ def per_token(
     assert outcome.predicted is not None
     predicted = np.where(sure, outcome.predicted, 0), np.where(sure, reference.predicted, 0)
     findings.check("A0", *predicted, quantity="predicted", **details)
-    given = np.stack([getattr(outcome, name) for name in ("logprobs", "entropy", "lse")])
-    invalid = given[:, ~problem.valid]
+    given = [getattr(outcome, name) for name in ("logprobs", "entropy", "lse")]
+    invalid = np.stack(given)[:, ~problem.valid]
     findings.check(
         "A0", invalid, np.zeros_like(invalid), quantity="outputs of invalid rows", **details
     )
-    wrong = np.int64(given.dtype != np.float32)
-    findings.check("A0", wrong, np.int64(0), quantity="dtype of outputs", **details)
+    wrong = sum(x.dtype != np.float32 for x in given)
+    findings.check("A0", np.int64(wrong), np.int64(0), quantity="dtypes of outputs", **details)
 
 
 def low(findings: Findings, problem: Problem) -> None:
