@@ -91,16 +91,7 @@ class CrossCheck(Schedule):
 
     backend, counterpart = "jax", "torch"
 
-    def __init__(
-        self,
-        every: int,
-        *,
-        against: str = "oracle",
-        tokens: int | None = None,
-        exceeded: str = "warn",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(every, against=against, tokens=tokens, exceeded=exceeded, seed=seed)
+    def start(self) -> None:
         self.raised: list[Exception] = []
 
     def nll(
@@ -173,7 +164,8 @@ class CrossCheck(Schedule):
         ) -> NLLOutput[Any]:
             leaves = hidden, weight, bias
             out = call(leaves, labels, constants)
-            tell(Told(step, leaves, labels, constants, out, jnp.ones(()), (None,) * 3))
+            nothing = (None,) * len(leaves)
+            tell(Told(step, leaves, labels, constants, out, jnp.ones(()), nothing))
             return out
 
         def forward(
@@ -198,7 +190,7 @@ class CrossCheck(Schedule):
         def backward(kept: Any, cotangent: NLLOutput[Any]) -> tuple[Any, ...]:
             step, leaves, labels, constants, out, pull, marks = kept
             if isinstance(cotangent.loss, SymbolicZero):
-                return (None,) * 6
+                return (None, *(None for _ in leaves), None, None)
             left = iter(pull(cotangent.loss)[0])
             gradients = tuple(None if mark is None else next(left) for mark in marks)
             tell(Told(step, leaves, labels, constants, out, cotangent.loss, gradients))

@@ -88,16 +88,7 @@ class CrossCheck(Schedule):
 
     backend, counterpart = "torch", "jax"
 
-    def __init__(
-        self,
-        every: int,
-        *,
-        against: str = "oracle",
-        tokens: int | None = None,
-        exceeded: str = "warn",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(every, against=against, tokens=tokens, exceeded=exceeded, seed=seed)
+    def start(self) -> None:
         self.next, self.first = 0, True
         self.asked = False  # for a step that has not been entered
         self.taken: list[Taken] = []

@@ -11,12 +11,12 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from xentlib.checks.crosscheck import check_schedule
 from xentlib.contract import ROW_OF, Measurement, check, failures
 from xentlib.parity.problem import Problem
 from xentlib.reference.chunks import divisor_of, summed_reference
@@ -33,8 +33,6 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-AGAINST = ("oracle", "other")
-EXCEEDED = ("warn", "raise")
 GRADIENT_ROWS = {"d hidden": "A5", "d weight": "A6", "d bias": "A6"}
 UNLESS_CANCELLED = ("bf16 ULP unless cancelled", "fp16 ULP unless cancelled")
 LARGEST_FLOAT16 = 65504.0
@@ -131,35 +129,15 @@ class Schedule:
         exceeded: str = "warn",
         seed: int = 0,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"`every` must be a positive number of steps; got {every!r}. 1 checks each step."
-            )
-        if against not in AGAINST:
-            raise ValueError(
-                f"`against` must be 'oracle' or 'other', the backend that the step does not use; "
-                f"got {against!r}."
-            )
-        if exceeded not in EXCEEDED:
-            raise ValueError(f"`exceeded` must be 'warn' or 'raise'; got {exceeded!r}.")
-        if tokens is not None and (isinstance(tokens, bool) or int(tokens) < 1):
-            raise ValueError(
-                f"`tokens` must be the number of tokens to compare, or None for all; got {tokens}."
-            )
-        if tokens is not None and against == "other":
-            raise ValueError(
-                "`tokens` must be None with `against='other'`, which works in chunks; got "
-                f"{tokens}. Leave it out, or compare with the oracle."
-            )
-        if against == "other" and find_spec(self.counterpart) is None:
-            raise ImportError(
-                f"`against='other'` must find {self.counterpart}, which is not installed. Run: pip "
-                f"install 'xentlib[{self.counterpart}]', or use `against='oracle'`."
-            )
+        check_schedule(every, against, tokens, exceeded, self.counterpart)
         self.every, self.against, self.tokens = every, against, tokens
         self.exceeded = exceeded
         self.random = np.random.default_rng(seed)
         self.results: list[CheckedStep] = []
+        self.start()
+
+    def start(self) -> None:
+        """What a backend keeps beside that."""
 
     def due(self, step: int) -> bool:
         """Whether a step is checked: the first one is, so that what is wrong shows at once."""
@@ -236,17 +214,9 @@ def with_oracle(seen: Seen, **details: Any) -> list[Measurement]:
     problem, got = rounded(seen.problem, seen.gemm_dtype), seen.gradients or {}
     low = seen.gemm_dtype in ROW_OF
     reference = summed_reference(
-        problem.hidden,
-        problem.weight,
-        problem.labels,
-        bias=problem.bias,
-        where=problem.where,
-        token_weights=problem.token_weights,
-        class_weights=problem.class_weights,
-        upstream=problem.upstream,
+        **{name: x for name, x in problem.of_the_oracle.items() if name != "compute_dtype"},
         dz_dtype=seen.gemm_dtype if low else "float64",
         head="d weight" in got or "d bias" in got,
-        **{name: x for name, x in problem.options.items() if name != "compute_dtype"},
     )
     found, valid, row = exact(seen, **details), problem.valid, "A8" if low else "A2"
     # Errors of tokens are independent of each other, so they add up in quadrature.

@@ -82,19 +82,23 @@ class Problem:
     def changed(self, **changes: Any) -> Problem:
         return replace(self, **changes)
 
-    def reference(self, *, dz_dtype: str = "float64") -> NLLReference:
-        return nll_reference(
-            self.hidden,
-            self.weight,
-            self.labels,
-            bias=self.bias,
-            where=self.where,
-            token_weights=self.token_weights,
-            class_weights=self.class_weights,
-            upstream=self.upstream,
-            dz_dtype=dz_dtype,
+    @property
+    def of_the_oracle(self) -> dict[str, Any]:
+        """What `nll_reference` is given."""
+        return {
+            "hidden": self.hidden,
+            "weight": self.weight,
+            "labels": self.labels,
+            "bias": self.bias,
+            "where": self.where,
+            "token_weights": self.token_weights,
+            "class_weights": self.class_weights,
+            "upstream": self.upstream,
             **self.options,
-        )
+        }
+
+    def reference(self, *, dz_dtype: str = "float64") -> NLLReference:
+        return nll_reference(**self.of_the_oracle, dz_dtype=dz_dtype)
 
     @property
     def per_token_options(self) -> dict[str, Any]:
