@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xentlib.reference.nll import nll_reference
+from xentlib.reference.nll import divided_by, nll_reference
 from xentlib.reference.softmax import Float64, f64
 
 __all__ = ["SummedReference", "divisor_of", "summed_reference"]
@@ -91,9 +91,5 @@ def divisor_of(labels: Any, options: dict[str, Any]) -> float:
     weights = np.where(valid, f64(weights), 0.0)
     if given["class_weights"] is not None:
         weights = weights * f64(given["class_weights"])[np.where(valid, labels, 0)]
-    total = float(weights.sum())
-    if options.get("denominator") is not None:
-        divisor = float(f64(options["denominator"]))
-    else:
-        divisor = total if options.get("reduction", "mean") == "mean" else 1.0
-    return 1.0 if not valid.any() or (total == 0 and divisor == 0) else divisor
+    how = options.get("reduction", "mean"), options.get("denominator")
+    return divided_by(int(valid.sum()), float(weights.sum()), *how)

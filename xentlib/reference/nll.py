@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from xentlib.reference.gradients import gradients_of
 from xentlib.reference.softmax import Float64, f64, softmax
 
-__all__ = ["NLLReference", "nll_reference"]
+__all__ = ["NLLReference", "divided_by", "nll_reference"]
 
 
 class NLLReference(NamedTuple):
@@ -41,6 +41,14 @@ class NLLReference(NamedTuple):
     magnitude_hidden: Float64
     magnitude_weight: Float64
     magnitude_bias: Float64
+
+
+def divided_by(count: int, weight_sum: float, reduction: str, denominator: Any) -> float:
+    """The sum over tokens is divided by this: by 1 where it is of nothing."""
+    divisor = weight_sum if reduction == "mean" else 1.0
+    if denominator is not None:
+        divisor = float(f64(denominator))
+    return 1.0 if count == 0 or weight_sum == divisor == 0 else divisor
 
 
 def nll_reference(
@@ -91,12 +99,7 @@ def nll_reference(
     weights = np.where(s.valid, weights, 0.0)
     count = int(s.valid.sum())
     weight_sum = (weights * c_y).sum()
-    if denominator is not None:
-        divisor = float(f64(denominator))
-    else:
-        divisor = float(weight_sum) if reduction == "mean" else 1.0
-    if count == 0 or (weight_sum == 0 and divisor == 0):
-        divisor = 1.0
+    divisor = divided_by(count, float(weight_sum), reduction, denominator)
 
     def masked(value: Float64) -> Float64:
         return np.where(s.valid, value, 0.0)
