@@ -158,8 +158,8 @@ def stacked(every: list[Numbers]) -> Numbers:
 
 
 class Outputs(NamedTuple):
-    """What a function returned that is to be differentiated, and the gradient of each; and the
-    numbers of the values."""
+    """What a function returned that is to be differentiated, and the options of the problem that
+    this makes: without entropies where it returned none."""
 
     values: tuple[Any, ...]
     options: Options

@@ -77,9 +77,7 @@ def last_token(p: Problem) -> list[Any]:
     rest = np.cumsum(valid[..., ::-1], axis=-1)[..., ::-1]
     place = np.ones(valid.shape, np.bool_)
     place[..., -2:] = False
-    last = np.ones(valid.shape, np.bool_)
-    following = next_labels(p.targets, p.segments)
-    last[...] = following != IGNORE
+    last = next_labels(p.targets, p.segments) != IGNORE
     masks = [rest > 1, place, last]
     return [Labelled(None, keep, counted) for keep in masks for counted in (True, False)]
 

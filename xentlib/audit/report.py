@@ -106,7 +106,7 @@ class Report:
 
     def to_json(self) -> str:
         found = {"schema": SCHEMA, "passed": self.passed, **asdict(self)}
-        return json.dumps(found, indent=1, default=_finite) + "\n"
+        return json.dumps(found, indent=1, default=float) + "\n"
 
 
 def _names(names: Any) -> str:
@@ -117,7 +117,3 @@ def _filled(text: str, indent: str = "") -> str:
     return fill(
         text, 98, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
     )
-
-
-def _finite(x: Any) -> Any:
-    return float(x)
