@@ -26,14 +26,14 @@ SETUPS = (
     "sequence parallel",
     "tensor parallel",
     "sequence parallel, FSDP2",
-    "sequence parallel, FSDP2, pieces",
+    "sequence parallel, FSDP2, resharded",
     "tensor parallel, FSDP2, head alone",
     "FSDP2",
-    "FSDP2, tied, pieces",
+    "FSDP2, tied, resharded",
     "pipeline",
     "sharded rows",
 )
-OF_RANKS = ("FSDP2", "FSDP2, tied, pieces")  # where each rank has a batch of its own
+OF_RANKS = ("FSDP2", "FSDP2, tied, resharded")  # where each rank has a batch of its own
 
 
 def one_process(tied=False):
@@ -61,13 +61,13 @@ def on_rank(rank, world):
             titan.parallel(model, mesh["tp"], sequence="sequence" in name)
             if "FSDP2" in name:
                 alone = "alone" in name
-                titan.shard(model, mesh["fsdp"], pieces="pieces" in name, alone=alone)
+                titan.shard(model, mesh["fsdp"], resharded="resharded" in name, alone=alone)
         else:
             titan.shard(
                 model,
                 init_device_mesh("cpu", (world,)),
                 tied="tied" in name,
-                pieces="pieces" in name,
+                resharded="resharded" in name,
             )
             mine = mine[rank : rank + 1]
         found[name] = titan.step(model, mine)

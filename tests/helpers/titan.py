@@ -5,6 +5,7 @@ Shapes: B rows of a batch, L tokens of a row, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from helpers.wide import Wide
 from xentlib.torch.integrations.torchtitan import HeadLoss
 
 V, H, B, L = 101, 16, 2, 12
@@ -29,19 +29,7 @@ CHUNK = 8 * V * 4  # bytes of 8 tokens' logits
 BATCHES = 2  # of micro-batches, or of ranks
 
 
-class Logits(TorchDispatchMode):
-    """How many results have the classes of as many tokens as the batches have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.ndim and x.shape[-1] == V:
-                self.seen += x.numel() >= BATCHES * B * L * V
-        return out
+Logits = partial(Wide, V, BATCHES * B * L)
 
 
 class Block(nn.Module):
@@ -118,18 +106,18 @@ def shard(
     mesh: Any,
     *,
     tied: bool = False,
-    pieces: bool = False,
+    resharded: bool = False,
     alone: bool = False,
     divide: float | None = 1.0,
 ) -> None:
     """FSDP2 that sums: the last norm and the head, with a tied embedding, in one group, which with
-    `pieces` is in pieces again when the loss is taken; or the head `alone`."""
+    `resharded` is sharded again when the loss is taken; or the head `alone`."""
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     group = [model.lm_head]
     if not alone:
         group = [model.norm, *group, *([model.embedding] if tied else [])]
-    fully_shard(group, mesh=mesh, reshard_after_forward=pieces)
+    fully_shard(group, mesh=mesh, reshard_after_forward=resharded)
     fully_shard(model, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
