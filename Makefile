@@ -10,7 +10,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# Compiled on all cores below, or when imported; pip takes one core, and 40 s of it.
+# Modules are compiled as they are imported, which is a part of them: pip would compile all, for 40 s, on one core.
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2>/dev/null)
 # A test that hangs where no Python runs takes its process with it, and would have it in every new one.
@@ -31,6 +31,8 @@ export DS_ACCELERATOR ?= cpu
 # What it compiles at its first start is kept here, where tests/helpers/orphans.py removes the lock that a
 # killed run has left; every later one would wait for it.
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
+# What is compiled is kept, whatever the environment says: hundreds of processes import torch and JAX here.
+unexport PYTHONDONTWRITEBYTECODE
 # The suite and the examples end with this make, and with them all that they have started.
 export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
@@ -80,7 +82,6 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/test.stamp: $(VENV)/run.stamp
 	@echo 'installing what the tests need'
 	@$(PIP) -e '.[test,plot,deepspeed,trainers]'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages hold templates that are no Python
 	@touch $@
 
 $(VENV)/bench.stamp: $(VENV)/test.stamp
