@@ -137,7 +137,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xentlib.options import ComputeDtype, OutputName, Reduction, WeightLayout
+from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightLayout
 
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
@@ -168,7 +168,7 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.call", "Arguments, LogitsArguments"),
                 ("xentlib.logprobs", "LogprobOutput"),
                 ("xentlib.nll", "NLLOutput"),
-                ("xentlib.options", "ComputeDtype, OutputName, Reduction, WeightLayout"),
+                ("xentlib.options", "ComputeDtype, Gather, OutputName, Reduction, WeightLayout"),
                 ("xentlib.plan", "VocabShard"),
                 (f"{package}.given", "given_logprobs"),
                 (f"{package}.logprobs", "head_logprobs"),

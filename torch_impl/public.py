@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
-from xentlib.options import ComputeDtype, OutputName, Reduction, WeightLayout
+from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightLayout
 from xentlib.plan import VocabShard
 from xentlib.torch.given import given_logprobs
 from xentlib.torch.logprobs import head_logprobs
@@ -45,6 +45,9 @@ def chunked_nll(
     denominator: float | Tensor | None = None,
     outputs: Sequence[OutputName] = (),
     vocab_parallel: Any = None,
+    tokens_parallel: Any = None,
+    gather: Gather = "head",
+    tokens_per_rank: int | None = None,
     reduce_hidden_grad: bool = True,
     compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
@@ -109,6 +112,22 @@ def chunked_nll(
             d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
             must be the same travel with the MAX: where ranks differ every one of them raises, or
             has NaN where reading them would be a device sync (and in JAX).
+        tokens_parallel: the ranks of `vocab_parallel` again, where the tokens are spread over them
+            too: `hidden`, `labels` and what else is per token are then this rank's own, of any
+            number, none included, and so are its results and d hidden; the options are the same on
+            every rank, and the head's gradient is that of the sum of all ranks' results. Hidden
+            states of a chunk are gathered, their gradients reduce-scattered; what the other ranks
+            need of them travels in no other way. Every rank makes the call, with or without
+            tokens, and its backward, with the same upstream gradient.
+        gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
+            with tokens of their own. "head": its rows, gathered whole for the call, [V, H]. "hidden":
+            the hidden states, chunk by chunk, to rows that stay where they are: no [V, H] on any
+            rank. "stream": the rows, block by block, twice: no [V, H] either, and what is sent does
+            not depend on the number of tokens; a fourth GEMM. "auto": of these what
+            `xentlib.plan.head_routes` finds fastest. Of PyTorch's wrappers FSDP2 and ZeRO-3; in JAX
+            Explicit meshes, "head" or "hidden".
+        tokens_per_rank: for `gather="auto"` alone, and the same number on every rank: about as many
+            as a rank has in a call.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
             before the head adds the parts up (Megatron's copy to the tensor-parallel region, a
@@ -160,6 +179,9 @@ def chunked_nll(
             denominator=denominator,
             outputs=outputs,
             vocab_parallel=vocab_parallel,
+            tokens_parallel=tokens_parallel,
+            gather=gather,
+            tokens_per_rank=tokens_per_rank,
             reduce_hidden_grad=reduce_hidden_grad,
             compute_dtype=compute_dtype,
             max_chunk_bytes=max_chunk_bytes,
@@ -181,6 +203,9 @@ def chunked_logprobs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     vocab_parallel: Any = None,
+    tokens_parallel: Any = None,
+    gather: Gather = "head",
+    tokens_per_rank: int | None = None,
     reduce_hidden_grad: bool = True,
     compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
@@ -228,6 +253,22 @@ def chunked_logprobs(
             d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
             must be the same travel with the MAX: where ranks differ every one of them raises, or
             has NaN where reading them would be a device sync (and in JAX).
+        tokens_parallel: the ranks of `vocab_parallel` again, where the tokens are spread over them
+            too: `hidden`, `labels` and what else is per token are then this rank's own, of any
+            number, none included, and so are its results and d hidden; the options are the same on
+            every rank, and the head's gradient is that of the sum of all ranks' results. Hidden
+            states of a chunk are gathered, their gradients reduce-scattered; what the other ranks
+            need of them travels in no other way. Every rank makes the call, with or without
+            tokens, and its backward.
+        gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
+            with tokens of their own. "head": its rows, gathered whole for the call, [V, H]. "hidden":
+            the hidden states, chunk by chunk, to rows that stay where they are: no [V, H] on any
+            rank. "stream": the rows, block by block, twice: no [V, H] either, and what is sent does
+            not depend on the number of tokens; a fourth GEMM. "auto": of these what
+            `xentlib.plan.head_routes` finds fastest. Of PyTorch's wrappers FSDP2 and ZeRO-3; in JAX
+            Explicit meshes, "head" or "hidden".
+        tokens_per_rank: for `gather="auto"` alone, and the same number on every rank: about as many
+            as a rank has in a call.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
             before the head adds the parts up (Megatron's copy to the tensor-parallel region, a
@@ -268,6 +309,9 @@ def chunked_logprobs(
             temperature=temperature,
             entropy=entropy,
             vocab_parallel=vocab_parallel,
+            tokens_parallel=tokens_parallel,
+            gather=gather,
+            tokens_per_rank=tokens_per_rank,
             reduce_hidden_grad=reduce_hidden_grad,
             compute_dtype=compute_dtype,
             max_chunk_bytes=max_chunk_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xentlib.options import ComputeDtype, OutputName, Reduction, WeightLayout
+from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightLayout
 
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
@@ -40,6 +40,9 @@ class Arguments(NamedTuple):
     denominator: float | Array | None = None
     outputs: Sequence[OutputName] = ()
     vocab_parallel: Any = None
+    tokens_parallel: Any = None
+    gather: Gather = "head"
+    tokens_per_rank: int | None = None
     reduce_hidden_grad: bool = True
     compute_dtype: ComputeDtype | None = None
     max_chunk_bytes: int | None = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from xentlib.call import Array, Head
-from xentlib.options import ComputeDtype, WeightLayout
+from xentlib.options import ComputeDtype, Gather, WeightLayout
 from xentlib.plan import VocabShard
 
 __all__ = ["LogprobOutput", "chunked_logprobs", "vocab_parallel_logprobs"]
@@ -57,6 +57,9 @@ def chunked_logprobs(
     temperature: float | Array = 1.0,
     entropy: bool = False,
     vocab_parallel: Any = None,
+    tokens_parallel: Any = None,
+    gather: Gather = "head",
+    tokens_per_rank: int | None = None,
     reduce_hidden_grad: bool = True,
     compute_dtype: ComputeDtype | None = None,
     max_chunk_bytes: int | None = None,
@@ -104,6 +107,22 @@ def chunked_logprobs(
             d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
             must be the same travel with the MAX: where ranks differ every one of them raises, or
             has NaN where reading them would be a device sync (and in JAX).
+        tokens_parallel: the ranks of `vocab_parallel` again, where the tokens are spread over them
+            too: `hidden`, `labels` and what else is per token are then this rank's own, of any
+            number, none included, and so are its results and d hidden; the options are the same on
+            every rank, and the head's gradient is that of the sum of all ranks' results. Hidden
+            states of a chunk are gathered, their gradients reduce-scattered; what the other ranks
+            need of them travels in no other way. Every rank makes the call, with or without
+            tokens, and its backward.
+        gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
+            with tokens of their own. "head": its rows, gathered whole for the call, [V, H]. "hidden":
+            the hidden states, chunk by chunk, to rows that stay where they are: no [V, H] on any
+            rank. "stream": the rows, block by block, twice: no [V, H] either, and what is sent does
+            not depend on the number of tokens; a fourth GEMM. "auto": of these what
+            `xentlib.plan.head_routes` finds fastest. Of PyTorch's wrappers FSDP2 and ZeRO-3; in JAX
+            Explicit meshes, "head" or "hidden".
+        tokens_per_rank: for `gather="auto"` alone, and the same number on every rank: about as many
+            as a rank has in a call.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
             before the head adds the parts up (Megatron's copy to the tensor-parallel region, a

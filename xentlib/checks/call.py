@@ -9,6 +9,7 @@ from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks.head import check_class_weights, check_weight
 from xentlib.checks.operand import Operand
 from xentlib.checks.plan import check_chunk_bytes
+from xentlib.checks.route import check_route
 from xentlib.checks.tokens import check_tokens
 from xentlib.checks.words import (
     check_choice,
@@ -97,6 +98,7 @@ def check_head(
         check_class_weights(shape[0] if len(shape) == 1 else -1, total)
         check_device("class_weights", call.class_weights, hidden)
     check_flag("reduce_hidden_grad", call.reduce_hidden_grad)
+    check_route(call)
     if not call.reduce_hidden_grad and not sharded:
         raise ValueError(
             "`reduce_hidden_grad` must be True without `vocab_parallel`; got False, which leaves "
