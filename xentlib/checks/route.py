@@ -1,0 +1,45 @@
+"""How tokens and rows of a head meet that are spread over the same ranks."""
+
+from __future__ import annotations
+
+from xentlib.call import Arguments
+from xentlib.checks.words import check_choice
+from xentlib.options import GATHERS
+
+__all__ = ["check_route"]
+
+
+def check_route(call: Arguments) -> None:
+    """Refuse options of a route that say nothing, or not the same."""
+    check_choice("gather", call.gather, GATHERS)
+    count = call.tokens_per_rank
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ValueError(
+            f"`tokens_per_rank` must be a positive integer or None; got {count!r}. Pass about as "
+            f"many tokens as a rank has in a call."
+        )
+    if (call.gather == "auto") != (count is not None):
+        raise ValueError(
+            f"`tokens_per_rank` must be given with `gather='auto'`, and with nothing else; got "
+            f"{count} with {call.gather!r}. Pass the same number on every rank: ranks that chose by "
+            f"their own tokens would choose differently, and wait for each other."
+        )
+    if call.gather != "head" and call.vocab_parallel is not None:
+        raise ValueError(
+            f"`gather` must be 'head' with `vocab_parallel`, whose rows stay where they are; got "
+            f"{call.gather!r}. Leave it out, and pass `tokens_parallel` if the tokens are spread "
+            f"over the same ranks."
+        )
+    if call.tokens_parallel is None:
+        return
+    if call.vocab_parallel is None:
+        raise ValueError(
+            "`tokens_parallel` must come with `vocab_parallel`, of the same ranks; got it alone. "
+            "Pass both, with this rank's rows of the head as `weight`; for a head that a wrapper "
+            "has sharded pass `gather='hidden'` instead."
+        )
+    if not call.reduce_hidden_grad:
+        raise ValueError(
+            "`reduce_hidden_grad` must be True with `tokens_parallel`, where d hidden is of this "
+            "rank's own tokens; got False. Leave it out."
+        )
