@@ -18,7 +18,13 @@ from xentlib.torch.describe import (
     only_tensors,
     same_tokens,
 )
-from xentlib.torch.shards import local_columns, local_logits, local_rows, replicated
+from xentlib.torch.shards import (
+    check_same_group,
+    local_columns,
+    local_logits,
+    local_rows,
+    replicated,
+)
 
 __all__ = ["GivenCall", "HeadCall", "bind", "bind_logits"]
 
@@ -45,6 +51,8 @@ class HeadCall(NamedTuple):
     transposed: bool
     group: str  # "" without vocabulary shards
     reduce_hidden: bool  # d hidden is summed over the shards
+    spread: bool  # the group's ranks have tokens of their own
+    head_scale: float  # of d weight and d bias: where a wrapper would average over its ranks
 
 
 class GivenCall(NamedTuple):
@@ -68,6 +76,7 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
     weight, bias, local = local_rows(
         given.weight, given.bias, given.vocab_parallel, given.weight_layout
     )
+    check_same_group(given.vocab_parallel, given.tokens_parallel)
     given = given._replace(
         hidden=replicated("hidden", given.hidden),
         labels=replicated("labels", given.labels),
@@ -102,6 +111,8 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
         transposed=given.weight_layout == "HV",
         group=local.group,
         reduce_hidden=given.reduce_hidden_grad,
+        spread=given.tokens_parallel is not None,
+        head_scale=local.scale,
     )
     return given, problem, call
 

@@ -84,7 +84,10 @@ Forward = tuple[
 def logprobs_forward(call: HeadCall, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 1 to 5."""
     walk = Walk(call)
+    walk.meet()
     walk.agree()
+    if walk.parallel is not None:
+        walk.parallel.agreement.exact("entropy", float(entropy))
     stats = all_stats(walk, Asked(entropy))
     return outputs_of(stats, walk, output_dtype)
 
@@ -92,9 +95,11 @@ def logprobs_forward(call: HeadCall, entropy: bool, output_dtype: torch.dtype) -
 def outputs_of(
     stats: TokenStats, walk: Walk | Given, output_dtype: torch.dtype, label_smoothing: float = 0.0
 ) -> Forward:
-    tokens, parallel = walk.tokens, walk.parallel
+    tokens, parallel = walk.own, walk.parallel
     per_token_5N = tokens.clean(
-        torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
+        walk.mine(
+            torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
+        )
     )
     shard = tokens.labels.new_empty(0) if parallel is None else numbers_of(parallel.shard)
     residuals = Residuals(*per_token_5N[:4])
@@ -130,7 +135,8 @@ def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradient
     walk = Walk(call)
     residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
 
-    g_3N = clean_upstream(walk, pulled)
+    *kept, g_logprob, g_entropy, g_lse = walk.meet(*residuals, *clean_upstream(walk, pulled))
+    residuals, g_3N = Residuals(*kept), torch.stack((g_logprob, g_entropy, g_lse))
     exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
         g_3N = torch.ldexp(g_3N, exponent)
@@ -139,20 +145,23 @@ def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradient
         kernels = walk.kernels()
         for rows in walk.blocks(chunk):
             g_3B = walk.scaled(g_3N[:, rows.places], rows)
-            kept = Residuals(*(x[rows.places] for x in residuals))
-            dz = coefficients(g_3B, kept, entropy=entropy)
-            sums.take(rows, kernels, kept.lse, dz)
+            of_rows = Residuals(*(x[rows.places] for x in residuals))
+            dz = coefficients(g_3B, of_rows, entropy=entropy)
+            sums.take(rows, kernels, of_rows.lse, dz)
         del kernels
         sums.add(chunk)
-    return sums.finish(exponent)
+    found = sums.finish(exponent)
+    for x in found[1:] if call.head_scale != 1.0 else ():
+        x.mul_(call.head_scale)
+    return found
 
 
 def clean_upstream(walk: Walk | Given, pulled: Pulled) -> Tensor:
     """[3, N]: gradients of log-probability, entropy and lse; 0 where there is none, or no token."""
-    zeros = torch.zeros(walk.tokens.valid.shape, **walk.like)
+    zeros = torch.zeros(walk.own.valid.shape, **walk.like)
     gradients = (pulled.d_logprobs, pulled.d_entropy, pulled.d_lse)
     return torch.stack(
-        [zeros if g is None else walk.tokens.clean(g.to(walk.compute_dtype)) for g in gradients]
+        [zeros if g is None else walk.own.clean(g.to(walk.compute_dtype)) for g in gradients]
     )
 
 

@@ -21,6 +21,7 @@ from xentlib.torch.core.device import traits
 from xentlib.torch.core.gradients import Gradients, GradientSums, power_of_two, turned
 from xentlib.torch.core.kernels import Asked, Coefficients, LossTerms, OnePass
 from xentlib.torch.core.softmax import Labelled, TokenStats, token_stats
+from xentlib.torch.core.spread import same_upstream
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted
@@ -52,9 +53,9 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
     walk = Walk(call, loss.class_weights)
-    tokens, compute_dtype, like = walk.tokens, walk.compute_dtype, walk.like
+    own, compute_dtype, like = walk.own, walk.compute_dtype, walk.like
     num_tokens = call.hidden.shape[0]
-    valid_N, needs = tokens.valid, loss.needs
+    valid_N, needs = own.valid, loss.needs
     everywhere = labelled_at(walk, slice(None))
     weights_N = torch.ones(num_tokens, **like)
     if loss.token_weights is not None:
@@ -71,7 +72,10 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
     divisor = torch.where((total_valid == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
     factor_N = weights_N * (1.0 / divisor)
-    factor_N = torch.where(tokens.bad, torch.nan, factor_N)
+    factor_N = torch.where(own.bad, torch.nan, factor_N)
+    (factor_N,), tokens = walk.meet(factor_N), walk.tokens
+    if walk.spread is not None:
+        everywhere = labelled_at(walk, slice(None))
     exponent = power_of_two(call.gemm_dtype, factor_N)
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
@@ -82,20 +86,25 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
         agreement.exact("label_smoothing", loss.label_smoothing)
         agreement.exact("z_loss", loss.z_loss)
         agreement.exact("gradient", float(needs[0]))
-        agreement.per_token("token_weights", loss.token_weights, num_tokens)
+        agreement.exact("outputs", loss.entropy + 2.0 * loss.predicted)
         total = None if loss.class_weights is None else everywhere.total
         agreement.close("class_weights", total)
-        agreement.close("denominator", divisor)
+        if walk.spread is not None:
+            agreement.exact("gradient of the head", needs[1] + 2.0 * needs[2])
+        else:
+            agreement.per_token("token_weights", loss.token_weights, num_tokens)
+            agreement.close("denominator", divisor)
     sums = GradientSums(walk, needs, call.weight.shape[call.transposed])
     asked = Asked(loss.entropy, loss.label_smoothing > 0, loss.predicted)
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct, predicted. One write a block.
-    per_token_7N = torch.zeros(7, num_tokens, **like)
+    per_token_7N = torch.zeros(7, tokens.valid.shape[0], **like)
     whole: TokenStats | None = None
     # Statistics over shards come before gradients: in all of the chunks, or in each as they come.
     each = False
     if walk.parallel is not None:
         each = any(needs) and walk.shape.softcap is None
-        each = each and exchanges_per_chunk(walk.plan, call.hidden.device.type)
+        if walk.spread is None:
+            each = each and exchanges_per_chunk(walk.plan, call.hidden.device.type)
         if not each:
             whole = all_stats(walk, asked)
             per_token_7N = values_of(whole, everywhere, loss)
@@ -153,10 +162,10 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     checked = loss.denominator is not None and free_to_read(total_valid)
     if checked and total_valid and divisor <= 0:
         check_divisor(float(divisor))
-    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = tokens.clean(
-        per_token_7N
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = own.clean(
+        walk.mine(per_token_7N)
     )
-    predicted_N = torch.where(valid_N & ~tokens.bad, predicted_N, -1.0)
+    predicted_N = torch.where(valid_N & ~own.bad, predicted_N, -1.0)
     output_dtype = loss.output_dtype
     output = NLLOutput(
         ((loss_N * weights_N).sum() / divisor).to(output_dtype),
@@ -222,32 +231,38 @@ def nll_backward(
     dtypes: Sequence[torch.dtype | None],
     needs: Sequence[bool],
     *,
+    of_all: Tensor | None = None,
+    head_scale: float = 1.0,
     eager: bool,
     reuse: bool,
 ) -> list[Tensor | None]:
     """Step 10. `reuse` scales the accumulators themselves: the graph is not walked again. Not
-    `eager`: something stands in for the numbers."""
+    `eager`: something stands in for the numbers. `of_all` is the upstream gradient of all
+    ranks whose tokens are in the head's gradients, `head_scale` theirs."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
     gradient = torch.where(valid_N.any(), gradient, 0.0).to(accumulators[0].dtype)
     on_cpu = traits(gradient).free_to_read
     # Times 1 changes nothing and costs a pass over d weight; the value is free to read on CPU, and
     # without `reuse` there may be none.
     one = reuse and on_cpu and gradient.item() == 1.0
+    of_head = gradient if of_all is None else of_all.to(gradient.dtype)
+    of_head = of_head if head_scale == 1.0 else of_head * head_scale
     results: list[Tensor | None] = [None, None, None]
     for slot, (accumulator, dtype) in enumerate(zip(accumulators, dtypes, strict=True)):
-        if one and needs[slot] and dtype is not None:
+        by = of_head if slot else gradient
+        if one and by is gradient and needs[slot] and dtype is not None:
             results[slot] = accumulator.to(dtype)
         elif needs[slot] and dtype is not None:
             same = accumulator.dtype == dtype and accumulator.is_contiguous()
             if reuse and (on_cpu or same):
-                scaled = accumulator.mul_(gradient)
+                scaled = accumulator.mul_(by)
             elif eager and not on_cpu:
                 # A GPU multiplies in float32, rounds and turns in one pass: 6 bytes an entry of d
                 # weight in bfloat16 where scaling the sum and then rounding it moves 14.
                 scaled = torch.empty(accumulator.shape, dtype=dtype, device=accumulator.device)
-                torch.mul(accumulator, gradient, out=scaled)
+                torch.mul(accumulator, by, out=scaled)
             else:
-                scaled = accumulator * gradient
+                scaled = accumulator * by
             if slot == 0:
                 # By selection: 0 times an inf is NaN, times a negative number -0.
                 mask_N1 = ~valid_N[:, None]
@@ -304,7 +319,9 @@ def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> 
     ctx.save_for_backward(*kept)
     bias_dtype = None if call.bias is None else call.bias.dtype
     ctx.dtypes = (call.hidden.dtype, call.weight.dtype, bias_dtype)
-    ctx.needs = loss.needs
+    ctx.needs, ctx.head_scale = loss.needs, call.head_scale
+    # Ranks whose tokens are in one gradient of the head
+    ctx.together = call.group if call.spread and (loss.needs[1] or loss.needs[2]) else ""
     ctx.divided = loss.mean or loss.denominator is not None  # for a loss without its output
 
 
@@ -316,12 +333,17 @@ def _backward(
         return None
     *accumulators, valid_N = ctx.saved_tensors
     eager = in_eager(gradient)
+    of_all = None
+    if ctx.together:
+        of_all = same_upstream(gradient, valid_N.any(), ctx.together)
     found = nll_backward(
         gradient,
         Gradients(*accumulators),
         valid_N,
         ctx.dtypes,
         ctx.needs,
+        of_all=of_all,
+        head_scale=ctx.head_scale,
         eager=eager,
         reuse=eager and not keeps_graph(),
     )

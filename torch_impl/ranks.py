@@ -31,6 +31,7 @@ __all__ = [
     "VocabParallel",
     "begin_agreement",
     "free_to_read",
+    "group_named",
     "numbers_of",
     "over_shards",
     "undeclared",
@@ -39,7 +40,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# By process group: the shard of so many rows, as all ranks last knew it.
+# By process group: the shard of so many rows and the rows of the largest, as all ranks last knew it.
 KNOWN: Any = WeakIdKeyDictionary()
 # Sums with random signs, each in units of the root of its sum of squares: those of other tokens
 # differ by about 1.4, those of one tensor in two roundings of bfloat16 by 0.004.
@@ -171,10 +172,12 @@ class VocabParallel:
         self.vocab_size = None if vocab_size < 0 else vocab_size
         known = KNOWN.setdefault(self.group, {}).get((rows, self.vocab_size))
         self.confirmed = known is not None
+        self.largest = rows
         if self.declared:
             self.shard = VocabShard(start, stop, vocab_size)
+            self.largest = max(rows, -(-vocab_size // self.ranks))
         elif known is not None:
-            self.shard = known
+            self.shard, self.largest = known
         else:
             start = self.rank * rows
             total = max(1, self.ranks * rows) if self.vocab_size is None else self.vocab_size
@@ -229,8 +232,11 @@ class VocabParallel:
         if bool(wrong):
             self._refuse(broken_E.tolist(), bool(whole), sizes_3R.long().tolist())
         if not self.declared:
-            KNOWN[self.group][self.rows, self.vocab_size] = self.shard
+            self._know(self.shard, sizes_3R[0].long().tolist())
         return wrong
+
+    def _know(self, shard: VocabShard, rows: list[int]) -> None:
+        KNOWN[self.group][self.rows, self.vocab_size] = shard, max(rows)
 
     def _whole(self, broken_E: Tensor, rows_R: Tensor) -> Tensor:
         """Whether each rank has the same rows, which say something, and so those of all classes; or
@@ -255,30 +261,35 @@ class VocabParallel:
     def _refuse(self, broken: list[bool], whole: bool, sizes: list[list[int]]) -> None:
         """Raise for what differs; go again where only the sizes were guessed wrongly."""
         names = [name for name, bad in zip(self.agreement.names, broken, strict=True) if bad]
-        check_agreement([name for name in names if name not in ("rows", "vocab")])
         rows, start, stop = sizes
+        # Chunks are planned for the largest shard, which may not have been known.
+        guessed = ("rows", "vocab", *(("max_chunk_bytes",) if self.largest != max(rows) else ()))
+        check_agreement([name for name in names if name not in guessed])
         if self.declared:
             check_tiles(list(zip(start, stop, strict=True)), self.shard.vocab_size)
         if whole:
             check_shards(rows, rows[0])
-        shard = shard_of(tuple(rows), self.rank, self.vocab_size)
-        KNOWN[self.group][self.rows, self.vocab_size] = shard
+        self._know(shard_of(tuple(rows), self.rank, self.vocab_size), rows)
         raise Resplit
 
     def combine(
-        self, z_y: Tensor, owned: Tensor, rest: RestStats, weights: Tensor | float
+        self, z_y: Tensor, owned: Tensor, rest: RestStats, weights: Tensor | float, most: int
     ) -> tuple[Tensor, RestStats]:
         """Target's logit and statistics of the rest over all shards: [N] each, on every rank.
 
         `weights` is that of the rest's classes, for label smoothing: their number without any.
+        `most` tokens is what a chunk may have: the first MAX has room for them, so that ranks whose
+        chunks are not the same learn that from each other.
         """
         none = rest.ones == 0
         m_local = torch.where(none, -torch.inf, rest.m)
         count = m_local.shape[0]
-        m = m_local.clone() if self.agreed else torch.cat([m_local, self.sent()])
+        m = m_local.clone()
+        if not self.agreed:
+            m = torch.cat([m_local, m_local.new_full((most - count,), -torch.inf), self.sent()])
         dist.all_reduce(m, dist.ReduceOp.MAX, group=self.group)
         if not self.agreed:
-            self.agreed, self.wrong = True, self.received(m[count:])
+            self.agreed, self.wrong = True, self.received(m[most:])
         m = m[:count]
         m = torch.where(m == -torch.inf, 0.0, m)
         top = m_local == m

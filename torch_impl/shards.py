@@ -17,6 +17,7 @@ from xentlib.checks.placement import (
     check_placement,
     check_replicated,
     check_same_ranks,
+    check_same_tokens,
     refuse_dtensor,
 )
 from xentlib.checks.shards import check_shard
@@ -25,6 +26,8 @@ from xentlib.torch.ranks import numbers_of, undeclared
 
 __all__ = [
     "Local",
+    "Resident",
+    "check_same_group",
     "find_group",
     "is_dtensor",
     "local_columns",
@@ -57,6 +60,15 @@ class Local(NamedTuple):
 
     group: str
     shard: Tensor | None  # [3] of `numbers_of` or `undeclared`; on the CPU
+    scale: float = 1.0  # of the head's gradients
+
+
+class Resident(NamedTuple):
+    """For `vocab_parallel`: rows that a wrapper has sharded and that stay where they are."""
+
+    over: dist.ProcessGroup
+    shard: VocabShard
+    scale: float  # what the wrapper would multiply the sum of its ranks' gradients by
 
 
 def local_rows(
@@ -71,6 +83,12 @@ def local_rows(
             if is_dtensor(x):
                 refuse_dtensor(name, tuple(x.placements))
         return weight, bias, whole
+    if isinstance(parallel, Resident):
+        return (
+            weight,
+            bias,
+            Local(parallel.over.group_name, numbers_of(parallel.shard), parallel.scale),
+        )
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
     name, ranks = group.group_name, dist.get_world_size(group)
@@ -80,6 +98,14 @@ def local_rows(
         shard = shard_of(chunked(weight.shape[axis], ranks), dist.get_rank(group), vocab_size)
         return local_part("weight", weight, axis), bias, Local(name, numbers_of(shard))
     return weight, bias, Local(name, undeclared(vocab_size))
+
+
+def check_same_group(vocab_parallel: Any, tokens_parallel: Any) -> None:
+    """Refuse tokens that are spread over other ranks than the vocabulary."""
+    if tokens_parallel is None or vocab_parallel is None or isinstance(vocab_parallel, Resident):
+        return
+    groups = unpadded(vocab_parallel)[0], find_group(tokens_parallel, "tokens_parallel")
+    check_same_tokens(*map(dist.get_process_group_ranks, groups))
 
 
 def chunked(classes: int, ranks: int) -> tuple[int, ...]:

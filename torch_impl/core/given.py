@@ -35,7 +35,7 @@ class Given:
         part = None if self.parallel is None else self.parallel.shard
         self.local_size = logits.shape[1] if part is None else part.size
         self.vocab_size = self.local_size if part is None else part.vocab_size
-        self.tokens = select_tokens(
+        self.own = self.tokens = select_tokens(
             call.labels, call.where, call.ignore_index, self.vocab_size, part, logits.device
         )
         self.class_weights: Tensor | None = None  # which a head alone takes
@@ -56,6 +56,10 @@ class Given:
             agreement = begin_agreement(self.parallel, rows, self.labels, self.tokens.valid)
             agreement.per_token("temperature", self.temperature, self.logits.shape[0])
             agreement.exact("label_smoothing", self.label_smoothing)
+
+    def mine(self, values: Tensor) -> Tensor:
+        """As in `Walk`: of this rank's tokens, which are all."""
+        return values
 
     def kernels(self) -> Kernels:
         """For all of the blocks."""

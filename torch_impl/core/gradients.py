@@ -13,6 +13,7 @@ from torch import Tensor
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
 from xentlib.torch.core.kernels import Coefficients, Kernels, Rows
+from xentlib.torch.core.spread import Sending
 from xentlib.torch.core.walk import Chunk, Walk
 
 __all__ = ["GradientSums", "Gradients", "power_of_two", "rounded", "turned"]
@@ -74,6 +75,7 @@ class GradientSums:
         self.weight = torch.empty(shape if needs[1] else (0, 0), **walk.like)
         self.bias = torch.zeros(walk.local_size if needs[2] else 0, **walk.like)
         self.summing: Any = None
+        self.returning: tuple[Sending, int] | None = None  # d hidden of the chunk before
         self.weight_VH = self.weight.T if self.turned else self.weight
         self.dz_TV = walk.logits_TV
         store = storage_dtype(walk.gemm_dtype, walk.compute_dtype, walk.hidden.device)
@@ -128,7 +130,11 @@ class GradientSums:
         and every small term that a GEMM adds after one is rounded at its size (tau of d hidden 4.8
         against 1.5, of d weight on real text 9.6 against 1.5)."""
         walk, size = self.walk, chunk.size
-        if not (self.needs[0] or self.needs[1]) or not walk.local_size:
+        if not (self.needs[0] or self.needs[1]):
+            return
+        if not walk.local_size:
+            if self.needs[0] and walk.spread is not None:
+                self._send_back(walk.buffer_TL.new_zeros(size, walk.hidden_size), chunk)
             return
         z_TV, x_TH, padded = chunk.z_TV, chunk.x_TH, chunk.z_TV.shape[0]
         dz_TV = self.dz_TV[:padded, : walk.local_size]
@@ -137,12 +143,14 @@ class GradientSums:
         rows = walk.tokens.places(chunk.start, chunk.start + size)
         dz_y_T, y_T = self.dz_y_T[:size], self.targets_M[chunk.start : chunk.start + size]
         if self.needs[0]:
-            direct = isinstance(rows, slice) and padded == size
+            direct = isinstance(rows, slice) and padded == size and walk.spread is None
             dx_TH = self.hidden[rows] if direct else z_TV.new_empty(padded, walk.hidden_size)
             with gemm_precision(walk.gemm_dtype, z_TV.device):
                 mm(dz_TV, walk.operand_VH, out=dx_TH)
             walk.made.add_to_hidden(dx_TH[:size], dz_y_T, walk.operand_VH, y_T)
-            if not direct:
+            if walk.spread is not None:
+                self._send_back(dx_TH, chunk)  # meanwhile, d weight of this chunk
+            elif not direct:
                 self.hidden[rows] = dx_TH[:size]
             if chunk.start + size == walk.tokens.computed:
                 self._start_sum()  # meanwhile, d weight of this chunk
@@ -153,9 +161,20 @@ class GradientSums:
             order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
             walk.made.add_to_weight(self.weight_VH, dz_y_T, x_TH[:size], y_T, order_T, chunk.start)
 
+    def _send_back(self, dx_TH: Tensor | None, chunk: Chunk | None = None) -> None:
+        """d hidden of a chunk to the ranks whose tokens they are; at the end, of none."""
+        spread = self.walk.spread
+        if self.returning is not None:
+            assert spread is not None
+            sending, start = self.returning
+            spread.take_back(self.walk.own, sending, start, self.hidden)
+        self.returning = None
+        if spread is not None and dx_TH is not None and chunk is not None:
+            self.returning = spread.send_back(dx_TH), chunk.start
+
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""
-        wanted = self.needs[0] and self.walk.reduce_hidden
+        wanted = self.needs[0] and self.walk.reduce_hidden and self.walk.spread is None
         if wanted and self.walk.parallel is not None and self.summing is None:
             self.summing = self.walk.parallel.start_sum(self.hidden)
 
@@ -164,6 +183,7 @@ class GradientSums:
         if self.needs[1] and self.walk.tokens.computed == 0:
             self.weight_VH.zero_()
         self._start_sum()
+        self._send_back(None)
         if self.summing is not None:
             self.summing.wait()
         if self.padding:

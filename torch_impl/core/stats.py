@@ -78,7 +78,8 @@ class StatSums:
             if walk.own_weights is not None:
                 own = walk.own_weights.sum()
             others = own - labelled.weight * owned.to(z_y.dtype)
-            z_y, rest = parallel.combine(z_y, owned, rest, others)
+            most = tokens.valid.shape[0]
+            z_y, rest = parallel.combine(z_y, owned, rest, others, most)
             check_labels(walk.labels, tokens.bad, walk.ignore_index, walk.vocab_size)
         return token_stats(z_y, rest, walk.vocab_size, labelled)
 

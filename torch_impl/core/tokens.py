@@ -14,7 +14,7 @@ from xentlib.checks.tokens import check_label_range
 from xentlib.plan import VocabShard
 from xentlib.torch.core.device import traits
 
-__all__ = ["Tokens", "check_labels", "select_tokens"]
+__all__ = ["Tokens", "check_labels", "counted", "select_tokens"]
 
 
 class Tokens(NamedTuple):
@@ -53,18 +53,13 @@ def select_tokens(
 ) -> Tokens:
     """Of a call on `device`. A shard's columns are counted from its start; a target elsewhere is in
     the spare column. Its labels are checked once all ranks are known to have the same."""
+    valid_N, rows_M = counted(labels, where, ignore_index)
     labels = labels.long()
-    valid_N = labels != ignore_index
-    if where is not None:
-        valid_N = valid_N & where
     in_range_N = (labels >= 0) & (labels < vocab_size)
     bad_N = valid_N & ~in_range_N
     packed = traits(labels).free_to_read
     if shard is None:
         check_labels(labels, bad_N, ignore_index, vocab_size)
-    rows_M = valid_N.nonzero()[:, 0] if packed else None
-    if rows_M is not None and rows_M.shape[0] == labels.shape[0]:
-        rows_M = None
     if packed and not traits(device).free_to_read:  # never over shards
         return sent(labels, valid_N, rows_M, device)
     targets_N = labels = torch.where(valid_N & in_range_N, labels, 0)
@@ -73,6 +68,19 @@ def select_tokens(
         owned_N = (labels >= shard.start) & (labels < shard.stop)
         labels = torch.where(owned_N, labels - shard.start, shard.size)
     return Tokens(labels, targets_N, owned_N, valid_N, bad_N, rows_M, packed)
+
+
+def counted(
+    labels: Tensor, where: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor | None]:
+    """Which tokens are valid [N], and where those are that are computed [M]; None if all N are."""
+    valid_N = labels != ignore_index
+    if where is not None:
+        valid_N = valid_N & where
+    rows_M = valid_N.nonzero()[:, 0] if traits(labels).free_to_read else None
+    if rows_M is not None and rows_M.shape[0] == labels.shape[0]:
+        rows_M = None
+    return valid_N, rows_M
 
 
 def sent(labels: Tensor, valid: Tensor, rows: Tensor | None, device: torch.device) -> Tokens:

@@ -17,6 +17,7 @@ from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes, traits
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
+from xentlib.torch.core.spread import Spread
 from xentlib.torch.core.tokens import Tokens, select_tokens
 from xentlib.torch.describe import dtype_name
 from xentlib.torch.ranks import begin_agreement, vocab_parallel_of
@@ -36,19 +37,23 @@ class Walk:
 
     def __init__(self, call: HeadCall, class_weights: Tensor | None = None) -> None:
         hidden, compute_dtype = call.hidden, call.compute_dtype
-        self.labels, self.ignore_index = call.labels, call.ignore_index
+        self.ignore_index = call.ignore_index
         self.reduce_hidden = call.reduce_hidden
         self.hidden, self.transposed = hidden, call.transposed
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
         rows = call.weight.shape[call.transposed]
-        self.parallel = vocab_parallel_of(call.group, call.shard, rows, self.like)
+        self.spread = Spread(call) if call.spread else None
+        numbers = call.shard if self.spread is None else self.spread.numbers
+        self.parallel = vocab_parallel_of(call.group, numbers, rows, self.like)
         shard = None if self.parallel is None else self.parallel.shard
         # Rows beyond those of the shard are padding.
         weight_VH = (call.weight.T if call.transposed else call.weight)[: shard and shard.size]
         self.local_size, self.hidden_size = weight_VH.shape
         self.vocab_size = self.local_size if shard is None else shard.vocab_size
-        self.tokens = select_tokens(
+        # Of this rank, and of the walk: the same, where tokens are not spread over the ranks.
+        self.labels, self.temperature = call.labels, call.temperature
+        self.own = self.tokens = select_tokens(
             call.labels, call.where, call.ignore_index, self.vocab_size, shard, hidden.device
         )
         # Of all classes, and of those here
@@ -65,14 +70,22 @@ class Walk:
         self.width = self.local_size + (shard is not None and self.made.spare_column)
         # Over shards a second chunk may cost an exchange or a GEMM.
         row_bytes = 0 if shard is not None else self.width * compute_dtype.itemsize
+        columns, budget = self.width, chunk_bytes(call.chunk_bytes, hidden.device, row_bytes)
+        computed = self.tokens.computed
+        if self.parallel is not None:  # chunks of the same tokens on all ranks
+            columns = max(self.parallel.largest, self.local_size) + self.made.spare_column
+        if self.spread is not None:
+            budget, computed = self.spread.chunk_bytes, self.spread.ranks * self.spread.longest
         self.plan = plan_chunks(
-            self.tokens.computed,
-            max(1, self.width),  # a rank may have none
+            computed,
+            max(1, columns),  # a rank may have none
             self.hidden_size,
             dtype=dtype_name(call.gemm_dtype),
             compute_dtype=dtype_name(compute_dtype),
-            max_chunk_bytes=chunk_bytes(call.chunk_bytes, hidden.device, row_bytes),
+            max_chunk_bytes=budget,
         )
+        if self.spread is not None:
+            self.plan = self.spread.plan(self.plan)
         self.block_rows = self.plan.chunk_tokens
         if not self.made.whole_chunks:
             self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
@@ -84,12 +97,42 @@ class Walk:
             softcap=call.softcap,
             class_weights_V=self.own_weights,
         )
-        self.temperature = call.temperature
-        rows = pad_rows(self.plan.chunk_tokens) if self.tokens.computed else 0
+        rows = pad_rows(self.plan.chunk_tokens) if self.plan.num_tokens else 0
         columns = pad_columns(self.width) if traits(hidden).aligned_rows else self.width
         self.buffer_TL = torch.empty(rows, columns, **self.like)
         self.logits_TV = self.buffer_TL[:, : self.width]
         self.filled = False
+
+    def meet(self, *numbers: Tensor) -> tuple[Tensor, ...]:
+        """Numbers [N] of this rank's tokens, as those of the walk's: of all ranks', where tokens
+        are spread over them. Before the first chunk; labels and temperature go with them."""
+        if self.spread is None:
+            return numbers
+        assert self.parallel is not None
+        count = self.own.valid.shape[0]
+        sent = [x.expand(count) for x in numbers]
+        if self.temperature is not None:
+            sent.append(self.temperature.to(self.compute_dtype).expand(count))
+        self.labels, *found = self.spread.of_all(self.own, self.labels, sent)
+        if self.temperature is not None:
+            # Of a token that fills a chunk it is 0, and nothing may be divided by that.
+            found[-1] = torch.where(found[-1] == 0, 1.0, found[-1])
+            self.temperature = found.pop()
+        tokens = select_tokens(
+            self.labels,
+            None,
+            self.ignore_index,
+            self.vocab_size,
+            self.parallel.shard,
+            self.hidden.device,
+        )
+        # Tokens that are not valid stay, so that chunks are the same on all ranks.
+        self.tokens = tokens._replace(rows=None, packed=False)
+        return tuple(found)
+
+    def mine(self, values: Tensor) -> Tensor:
+        """[..., N] of this rank's tokens, of values of the walk's."""
+        return values if self.spread is None else self.spread.of_own(self.own, values)
 
     def agree(self) -> None:
         """Before a forward over shards: what every rank must have alike."""
@@ -97,18 +140,24 @@ class Walk:
             return
         rows = self.operand_VH[:: max(1, (self.local_size - 1) // 2)][:3]
         agreement = begin_agreement(self.parallel, rows, self.labels, self.tokens.valid)
-        agreement.tokens("hidden", self.hidden, self.tokens.valid)
+        if self.spread is None:
+            agreement.tokens("hidden", self.hidden, self.tokens.valid)
+        agreement.exact("max_chunk_bytes", float(self.plan.chunk_tokens))
         agreement.close("logit_scale", self.shape.scale)
-        agreement.per_token("temperature", self.temperature, self.hidden.shape[0])
+        agreement.per_token("temperature", self.temperature, self.tokens.valid.shape[0])
         agreement.exact("softcap", self.shape.softcap or 0.0)
         agreement.exact("reduce_hidden_grad", float(self.reduce_hidden))
 
     def chunks(self) -> Iterator[Chunk]:
+        theirs = None if self.spread is None else self.spread.hidden_of_chunks(self.own)
         for start, stop in self.plan.bounds():
             rows, size = self.tokens.places(start, stop), stop - start
-            x_TH = self.hidden[rows]
-            if not self.tokens.packed:
-                x_TH = torch.where(self.tokens.valid[rows, None], x_TH, 0.0)
+            if theirs is not None:
+                x_TH = next(theirs)
+            else:
+                x_TH = self.hidden[rows]
+                if not self.tokens.packed:
+                    x_TH = torch.where(self.tokens.valid[rows, None], x_TH, 0.0)
             x_TH = operand(x_TH, self.gemm_dtype, self.compute_dtype).contiguous()
             fill = pad_rows(size) - size
             if fill:

@@ -13,6 +13,7 @@ __all__ = [
     "check_placement",
     "check_replicated",
     "check_same_ranks",
+    "check_same_tokens",
     "check_varying",
     "refuse_dtensor",
 ]
@@ -38,6 +39,15 @@ def check_same_ranks(group: Sequence[int], mesh: Sequence[int]) -> None:
         raise ValueError(
             f"`vocab_parallel` must hold the ranks of the mesh that `logits` is on, {list(mesh)}; "
             f"got {list(group)}. Leave it out: the DTensor says over which ranks it is sharded."
+        )
+
+
+def check_same_tokens(vocab: Sequence[int], tokens: Sequence[int]) -> None:
+    """Refuse tokens that are spread over other ranks than the vocabulary."""
+    if list(vocab) != list(tokens):
+        raise ValueError(
+            f"`tokens_parallel` must hold the ranks of `vocab_parallel`, {list(vocab)}; got "
+            f"{list(tokens)}. Pass the same group; gather the tokens of other ranks before the call."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 from xentlib.checks.words import check_number
 
@@ -13,6 +13,7 @@ __all__ = [
     "check_shard",
     "check_shards",
     "check_tiles",
+    "check_upstream",
 ]
 
 
@@ -81,13 +82,21 @@ def check_agreement(names: Sequence[str]) -> None:
         return
     name = names[0]
     what = {
+        "gradient of the head": "`weight` and `bias` must require grad on every rank of "
+        "`vocab_parallel`, or on none",
         "gradient": "`hidden` must require grad on every rank of `vocab_parallel`, or on none",
         "shard": "`shard` must be passed on every rank of `vocab_parallel`, or on none",
     }.get(name, f"`{name}` must be the same on every rank of `vocab_parallel`")
     way = "Pass the same to all."
     if name in ("labels", "hidden", "temperature", "token_weights"):
-        way = (
-            "Gather the tokens before the call where each rank has a part of them (sequence "
-            "parallelism)."
-        )
+        way = "Pass `tokens_parallel` too where each rank has tokens of its own."
     raise ValueError(f"{what}; got ranks that differ. {way}")
+
+
+def check_upstream(found: Sequence[float]) -> NoReturn:
+    """Refuse gradients of a loss that differ between ranks whose tokens are in one sum."""
+    raise ValueError(
+        f"the gradient of `loss` must be the same on every rank of `tokens_parallel`, whose tokens "
+        f"are in one gradient of the head; got {', '.join(f'{x:g}' for x in found)}. Put what "
+        f"differs between ranks into `denominator` or `token_weights`."
+    )

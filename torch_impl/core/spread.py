@@ -1,0 +1,179 @@
+"""Tokens that are spread over the ranks of a sharded vocabulary: each chunk holds some of every
+rank's, whose hidden states are gathered for it, and whose gradients are scattered again.
+
+Tokens of a walk stand chunk by chunk, in a chunk rank by rank. Every rank has as many of them as
+the longest, its own first, the rest masked, so that all ranks make the same collectives.
+
+Shapes: N tokens of this rank, R ranks, L tokens of the longest rank, filled to whole chunks, S
+tokens of a rank in a chunk, M = R L tokens of the walk, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xentlib.checks.shards import check_agreement, check_upstream
+from xentlib.plan import ChunkPlan, pad_rows, shard_of
+from xentlib.torch.call import HeadCall
+from xentlib.torch.core.device import chunk_bytes
+from xentlib.torch.core.tokens import Tokens, counted
+from xentlib.torch.ranks import free_to_read, group_named, numbers_of
+
+__all__ = ["Sending", "Spread", "same_upstream"]
+
+# What must be alike on all ranks before they can tell each other more.
+ALIKE = ("max_chunk_bytes", "the width of hidden", "the dtype of hidden", "ignore_index")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Sending(NamedTuple):
+    """A collective under way, and the tensors that it works on."""
+
+    work: Any
+    result: Tensor
+    source: Tensor
+
+
+class Spread:
+    """What the ranks of a call tell each other of their tokens."""
+
+    def __init__(self, call: HeadCall) -> None:
+        self.group = group_named(call.group)
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        hidden = call.hidden
+        self.hidden, self.gemm_dtype = hidden, call.gemm_dtype
+        self.ignore_index = call.ignore_index
+        _, rows_M = counted(call.labels, call.where, call.ignore_index)
+        own = hidden.shape[0] if rows_M is None else rows_M.shape[0]
+        rows = call.weight.shape[call.transposed]
+        kind = 10 * DTYPES.index(call.compute_dtype) + DTYPES.index(call.gemm_dtype)
+        budget = chunk_bytes(call.chunk_bytes, hidden.device)
+        said = [own, rows, budget, call.chunk_bytes, hidden.shape[1], kind, call.ignore_index]
+        ours = torch.tensor(said, dtype=torch.int64, device=hidden.device)
+        all_RS = ours.new_empty(self.ranks, len(said))
+        dist.all_gather_into_tensor(all_RS.view(-1), ours, group=self.group)
+        tokens, rows_R, budgets, *alike = all_RS.T.tolist()
+        check_agreement([name for name, x in zip(ALIKE, alike, strict=True) if len(set(x)) > 1])
+        self.own_count, self.longest = own, max(tokens)
+        self.largest_rows, self.chunk_bytes = max(rows_R), min(budgets)
+        self.numbers = call.shard
+        if call.shard is not None and call.shard[0] < 0:
+            vocab_size = int(call.shard[2])
+            shard = shard_of(tuple(rows_R), self.rank, None if vocab_size < 0 else vocab_size)
+            self.numbers = numbers_of(shard)
+
+    def plan(self, whole: ChunkPlan) -> ChunkPlan:
+        """Of as many tokens of every rank in each chunk; `whole` does not know of ranks."""
+        each = max(pad_rows(1), whole.chunk_tokens // self.ranks // pad_rows(1) * pad_rows(1))
+        self.chunks = -(-self.longest // each)
+        self.per_chunk = pad_rows(-(-self.longest // max(1, self.chunks)))
+        self.length = self.chunks * self.per_chunk
+        return replace(
+            whole,
+            num_tokens=self.ranks * self.length,
+            chunk_tokens=self.ranks * max(self.per_chunk, 1),
+        )
+
+    def of_all(self, own: Tokens, labels: Tensor, numbers: list[Tensor]) -> list[Tensor]:
+        """[M]: labels, and numbers per token in the compute dtype, of every rank's tokens."""
+        labels = torch.where(own.valid, labels.long(), self.ignore_index)
+        filled = [self._filled(own, x, 0) for x in numbers]
+        filled = [self._filled(own, labels, self.ignore_index), *filled]
+        packed = [_bytes(x) for x in filled]
+        ours = torch.cat(packed, dim=1).contiguous()
+        theirs = ours.new_empty(self.ranks * ours.shape[0], ours.shape[1])
+        dist.all_gather_into_tensor(theirs, ours, group=self.group)
+        sizes = [x.shape[1] for x in packed]
+        found = []
+        for part, x in zip(theirs.split(sizes, dim=1), filled, strict=True):
+            of_ranks = part.reshape(-1).view(x.dtype)
+            of_ranks = of_ranks.view(self.ranks, self.chunks, self.per_chunk)
+            found.append(of_ranks.transpose(0, 1).reshape(-1))
+        return found
+
+    def of_own(self, own: Tokens, values: Tensor) -> Tensor:
+        """[..., M] of the walk as [..., N] of this rank; 0 for tokens that were not computed."""
+        leading = values.shape[:-1]
+        of_ranks = values.view(*leading, self.chunks, self.ranks, self.per_chunk)
+        mine = of_ranks[..., self.rank, :].reshape(*leading, self.length)
+        found = values.new_zeros(*leading, own.valid.shape[0])
+        found[..., own.places(0, self.own_count)] = mine[..., : self.own_count]
+        return found
+
+    def _filled(self, own: Tokens, x_N: Tensor, value: int) -> Tensor:
+        """[L]: of the computed tokens, and a value beyond them."""
+        filled = x_N.new_full((self.length,), value)
+        filled[: self.own_count] = x_N[own.places(0, self.own_count)]
+        return filled
+
+    def hidden_of_chunks(self, own: Tokens) -> Iterator[Tensor]:
+        """[R S, H] of one chunk after the other, in the dtype of the products; the next one
+        travels while a chunk is computed."""
+        coming: Sending | None = None
+        for start in range(0, self.length, max(self.per_chunk, 1)):
+            here = self._start(own, start) if coming is None else coming
+            here.work.wait()
+            following = start + self.per_chunk
+            coming = self._start(own, following) if following < self.length else None
+            yield here.result
+
+    def _start(self, own: Tokens, start: int) -> Sending:
+        places = own.places(start, min(start + self.per_chunk, self.own_count))
+        x_SH = self.hidden[places]
+        if not own.packed:
+            x_SH = torch.where(own.valid[places, None], x_SH, 0.0)
+        # Rounded to the dtype of the products first: what travels loses nothing.
+        sent_SH = x_SH.new_zeros(self.per_chunk, x_SH.shape[1], dtype=self.gemm_dtype)
+        sent_SH[: x_SH.shape[0]] = x_SH
+        result = sent_SH.new_empty(self.ranks * self.per_chunk, x_SH.shape[1])
+        work = dist.all_gather_into_tensor(result, sent_SH, group=self.group, async_op=True)
+        return Sending(work, result, sent_SH)
+
+    def send_back(self, dx_TH: Tensor) -> Sending:
+        """d hidden of a chunk, summed over the shards in the compute dtype: rounded parts would
+        leave 60 % of bfloat16 entries as their sum rounds, at 4 ranks (row A7)."""
+        result = dx_TH.new_empty(self.per_chunk, dx_TH.shape[1])
+        work = dist.reduce_scatter_tensor(result, dx_TH, group=self.group, async_op=True)
+        return Sending(work, result, dx_TH)
+
+    def take_back(self, own: Tokens, sending: Sending, start: int, into_NH: Tensor) -> None:
+        """Of the chunk that begins at token `start` of the walk."""
+        sending.work.wait()
+        low = start // self.ranks
+        high = max(low, min(low + self.per_chunk, self.own_count))
+        if high > low:
+            into_NH[own.places(low, high)] = sending.result[: high - low]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """[n, itemsize]"""
+    return x.contiguous().view(-1, 1).view(torch.uint8)
+
+
+@torch.library.custom_op("xentlib::same_upstream", mutates_args=())
+def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
+    """The gradient [] that all ranks with tokens that count have alike, of a loss whose head's
+    gradient holds all of them by now; 0 where no rank has any, NaN where they differ and cannot be
+    read."""
+    over = group_named(group)
+    ours = torch.stack([gradient, counts.to(gradient.dtype)])
+    all_R2 = ours.new_empty(dist.get_world_size(over), 2)
+    dist.all_gather_into_tensor(all_R2.view(-1), ours, group=over)
+    value_R, counts_R = all_R2[:, 0], all_R2[:, 1] > 0
+    high = torch.where(counts_R, value_R, -torch.inf).amax()
+    low = torch.where(counts_R, value_R, torch.inf).amin()
+    differs = high > low  # False of NaN
+    if free_to_read(gradient) and differs:
+        check_upstream(value_R.tolist())
+    return torch.where(counts_R.any(), torch.where(differs, torch.nan, high), 0.0)
+
+
+@same_upstream.register_fake
+def _(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
+    return torch.empty_like(gradient)
