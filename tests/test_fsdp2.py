@@ -4,9 +4,7 @@ the whole batch.
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +17,7 @@ from xentlib.contract import check, failures
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
+from helpers.fully_sharded import Sharded, on_rank  # noqa: E402
 from helpers.wrapped import (  # noqa: E402
     Setup,
     batch,
@@ -28,22 +27,7 @@ from helpers.wrapped import (  # noqa: E402
     mean_over_ranks,
     model_of,
     part_of,
-    run,
 )
-
-
-@dataclass(frozen=True)
-class Sharded(Setup):
-    own: bool = True  # the head by a `fully_shard` of its own, else by the root's
-    wrap: tuple[tuple[str, Any], ...] = ()
-    divide: float | None = None
-    world: int = 2
-    mesh: str = "shards"  # or "replicas" of shards, or "shards, tp": a vocabulary over ranks too
-    # "bf16" parameters, with reductions in float32; reductions in "fp64"; "offload" to the CPU
-    policy: str = ""
-    compiled: bool = False
-    budget: tuple[int, int] | None = None  # gathers and scatters of the head, of one micro-batch
-
 
 HELD = {
     "own": Sharded(budget=(1, 1)),
@@ -153,80 +137,14 @@ EXACT = {
 SETUPS = HELD | EXACT
 
 
-def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
-    """The model under `fully_shard`, and the mesh of its vocabulary."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    shape, names = (2, world // 2), {"replicas": ("replica", "x"), "shards, tp": ("x", "tp")}
-    if setup.mesh == "shards":
-        mesh = torch.distributed.init_device_mesh("cpu", (world,))
-    else:
-        mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names[setup.mesh])
-    model, tp = model_of(setup), None
-    if setup.mesh == "shards, tp":
-        mesh, tp = mesh["x"], mesh["tp"]
-        for name, p in list(model.head.named_parameters()):
-            piece = torch.nn.Parameter(distribute_tensor(p.data, tp, [Shard(0)]))
-            model.head.register_parameter(name, piece)
-    how = {"mesh": mesh, **dict(setup.wrap)}
-    if setup.policy == "bf16":
-        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if setup.policy == "fp64":
-        how["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-    if setup.policy == "offload":
-        how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    if setup.own:
-        fully_shard(model.head, **how)
-    fully_shard(model, **how)
-    for module in model.modules():
-        if setup.divide and hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(setup.divide)
-            module.set_force_sum_reduction_for_comms(True)  # all that gloo can do
-    return model, tp
-
-
-def on_rank(rank: int, world: int, names: list[str]) -> list[Any]:
-    from xentlib.torch import count_collectives
-
-    warnings.filterwarnings("error", message="FSDP2-wrapped module")  # of views, of hooks lost
-    found = []
-    for name in names:
-        setup = SETUPS[name]
-        model, tp = wrapped(setup, world)
-        more = {} if tp is None else {"vocab_parallel": tp}
-        step_of = torch.compile(run, backend="aot_eager") if setup.compiled else run
-        steps, total = batches(setup)
-        ranks = world if tp is None else world // tp.size()
-        denominator = total / (setup.divide or ranks)
-        part = part_of(rank if tp is None else rank // tp.size(), ranks)
-        for step, (ids, labels) in enumerate(steps):
-            model.set_requires_gradient_sync(step == len(steps) - 1)
-            # The compiler leaves programs alone that a mode watches.
-            with nullcontext() if setup.compiled else count_collectives() as count:
-                step_of(setup, model, ids[part], labels[part], denominator, **more).backward()
-        # The trunk is the root's: one gather, one scatter.
-        budget = count and (count["all_gather"] - 1, count["reduce_scatter"] - 1)
-        grads = {
-            name: p.grad.full_tensor().numpy()
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
-        found.append((grads, budget))
-        with torch.no_grad():  # evaluation: the same loss, nothing left behind
-            before = run(setup, model, ids[part], labels[part], denominator, **more)
-            after = run(setup, model, ids[part], labels[part], denominator, **more)
-        assert torch.equal(before, after)
-    return found
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     """Every setup, on two ranks or four: one start of each."""
     results: dict[str, list[Any]] = {}
     for world in (2, 4):
         names = [name for name, setup in SETUPS.items() if setup.world == world]
-        for name, *ranks in zip(names, *launch(world, on_rank, names), strict=True):
+        setups = [SETUPS[name] for name in names]
+        for name, *ranks in zip(names, *launch(world, on_rank, setups), strict=True):
             results[name] = ranks
     return results
 

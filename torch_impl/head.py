@@ -7,24 +7,25 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from xentlib.call import Arguments
 from xentlib.checks.placement import refuse_dtensor
+from xentlib.checks.route import check_route, refuse_routed
 from xentlib.torch.describe import only_tensors
 from xentlib.torch.heads import head_of
-from xentlib.torch.shards import is_dtensor
+from xentlib.torch.shards import Resident, is_dtensor
 from xentlib.torch.wrappers import deepspeed, fsdp2
 
-__all__ = ["gather_head", "with_whole_head"]
+__all__ = ["gather_head", "with_head"]
 
 R = TypeVar("R")
 
 
-def with_whole_head(
-    *, recompute: bool
-) -> Callable[[Callable[[Arguments], R]], Callable[[Arguments], R]]:
-    """For a function of a head, which a wrapper may have sharded.
+def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callable[[Arguments], R]]:
+    """For a function of a head, which a wrapper may have sharded: it is gathered, or by another
+    route the function has this rank's rows of it.
 
     `recompute`: its backward reads the head's values again.
     """
@@ -37,7 +38,14 @@ def with_whole_head(
                 del named["weight"]
             only_tensors(**named)
             given = head_of(given)
+            check_route(given)
             heads = deepspeed.sharded(given.weight, given.bias)
+            if given.gather != "head":
+                owner = owner_of(given.weight)
+                if owner is None:
+                    refuse_routed(given.gather, bool(heads))
+                rows = fsdp2.rows_of(owner, given.weight, given.bias, given.weight_layout)
+                return by_route(given, rows, function)
             if heads:
                 return deepspeed.call_with_head(
                     heads, given.hidden, lambda: function(given), recompute=recompute
@@ -57,6 +65,24 @@ def with_whole_head(
         return call
 
     return wrap
+
+
+def by_route(given: Arguments, rows: fsdp2.Rows, function: Callable[[Arguments], R]) -> R:
+    """`function` of this rank's rows, to which the hidden states of all ranks travel."""
+    resident = Resident(rows.group, rows.shard, rows.scale)
+    given = given._replace(
+        weight=rows.weight,
+        bias=rows.bias,
+        vocab_parallel=resident,
+        tokens_parallel=resident,
+        gather="head",
+        tokens_per_rank=None,
+    )
+    if rows.gemm_dtype is None:
+        return function(given)
+    # The policy's dtype is that of the products; the rows' gradient stays as wide as the rows.
+    with torch.autocast(given.hidden.device.type, rows.gemm_dtype):
+        return function(given)
 
 
 @contextmanager

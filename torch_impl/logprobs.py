@@ -21,7 +21,7 @@ from xentlib.torch.core.softmax import FLOOR, TokenStats
 from xentlib.torch.core.stats import all_stats
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once
-from xentlib.torch.head import with_whole_head
+from xentlib.torch.head import with_head
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import numbers_of, over_shards
 
@@ -265,7 +265,7 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] |
 logprobs_op.gradient(keep, _backward)
 
 
-@with_whole_head(recompute=True)
+@with_head(recompute=True)
 def head_logprobs(given: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
     given, problem, call = bind("chunked_logprobs", given)

@@ -26,7 +26,7 @@ from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_a
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted
 from xentlib.torch.describe import as_tensor
-from xentlib.torch.head import with_whole_head
+from xentlib.torch.head import with_head
 from xentlib.torch.observed import observe_backward, observe_forward
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import free_to_read, over_shards
@@ -373,7 +373,7 @@ def keeps_graph() -> bool:
     return True if ask is None else bool(ask())
 
 
-@with_whole_head(recompute=False)
+@with_head(recompute=False)
 def nll(given: Arguments) -> NLLOutput[Tensor]:
     """`chunked_nll` of its arguments."""
     given, problem, call = bind("chunked_nll", given)

@@ -40,7 +40,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# By process group: the shard of so many rows and the rows of the largest, as all ranks last knew it.
+# By process group: the shard of so many rows, and the rows of the largest, as all ranks last knew.
 KNOWN: Any = WeakIdKeyDictionary()
 # Sums with random signs, each in units of the root of its sum of squares: those of other tokens
 # differ by about 1.4, those of one tensor in two roundings of bfloat16 by 0.004.

@@ -115,12 +115,12 @@ def chunked_logprobs(
             need of them travels in no other way. Every rank makes the call, with or without
             tokens, and its backward.
         gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
-            with tokens of their own. "head": its rows, gathered whole for the call, [V, H]. "hidden":
-            the hidden states, chunk by chunk, to rows that stay where they are: no [V, H] on any
-            rank. "stream": the rows, block by block, twice: no [V, H] either, and what is sent does
-            not depend on the number of tokens; a fourth GEMM. "auto": of these what
-            `xentlib.plan.head_routes` finds fastest. Of PyTorch's wrappers FSDP2 and ZeRO-3; in JAX
-            Explicit meshes, "head" or "hidden".
+            with tokens of their own. "head": its rows, gathered whole for the call, [V, H].
+            "hidden": the hidden states, chunk by chunk, to rows that stay where they are: no [V, H]
+            on any rank. "stream": the rows, block by block, twice: no [V, H] either, and what is
+            sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
+            `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 shards, in JAX
+            on Explicit meshes ("head" or "hidden").
         tokens_per_rank: for `gather="auto"` alone, and the same number on every rank: about as many
             as a rank has in a call.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.

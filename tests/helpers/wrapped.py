@@ -51,6 +51,7 @@ class Setup:
     )
     audit: bool = False
     calls: int = 1  # of the head, each for its part of the rows, before one backward
+    gather: str = "head"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def loss_of(
         return sum(loss_of(part, y, denominator, x, head, **more) for x, y in parts)
     budget = None if setup.chunk is None else setup.chunk * V * 4
     more["max_chunk_bytes"] = budget
+    if setup.gather != "head":
+        more["gather"] = setup.gather
     if setup.audit:
         more["compute_dtype"] = "float64"
     if setup.function == "chunked_nll":

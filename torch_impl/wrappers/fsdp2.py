@@ -12,18 +12,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
+from xentlib.checks.route import check_rows, refuse_whole
+from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.wrappers.plain import Plain
 
-__all__ = ["Owner", "Sharded", "call_with_head", "copies", "divisors", "find_owner"]
+__all__ = [
+    "Owner",
+    "Rows",
+    "Sharded",
+    "call_with_head",
+    "copies",
+    "divisors",
+    "find_owner",
+    "rows_of",
+]
 
 T = TypeVar("T")
 OWNERS: Any = WeakIdKeyDictionary()  # of parameters that were asked for
+# On FSDP2's record of a parameter: a gradient of rows that has not been summed over replicas.
+PARTIAL = "_xentlib_partial_grad"
 
 
 class Owner(NamedTuple):
@@ -149,6 +163,85 @@ def without_styles(module: Any) -> Iterator[None]:
             kept.update(all_of)
 
 
+class Rows(NamedTuple):
+    """This rank's rows of a head, as leaves whose gradients FSDP2 has nothing more to do with."""
+
+    weight: Tensor
+    bias: Tensor | None
+    group: dist.ProcessGroup  # the ranks that have the others
+    shard: VocabShard
+    scale: float  # FSDP2 averages over its ranks, or divides by what it was told
+    gemm_dtype: torch.dtype | None  # of its policy, where that is one of 16 bits
+
+
+def rows_of(owner: Owner, weight: Any, bias: Any, layout: str) -> Rows:
+    """What the wrapper does with a gradient is done with that of the rows: the same division, and
+    one sum over replicas where it would sum over them."""
+    group = owner.group
+    info, policy = group.mesh_info, group.mp_policy
+    mesh, replicas = info.mesh, getattr(info, "replicate_process_group", None)
+    over = getattr(info, "shard_process_group", None)
+    hooks = {
+        "an all-reduce hook": group._all_reduce_hook is not None,
+        "a reduce-scatter of its own": type(group._reduce_scatter_comm).__module__
+        != type(group).__module__.replace("_param_group", "_collectives"),
+    }
+    placements = tuple(weight.placements)
+    by_rows = (
+        over is not None and placements[-1].is_shard(0) and weight.device_mesh.ndim == mesh.ndim
+    )
+    by_rows = by_rows and (bias is None or find_owner(bias) == owner)
+    check_rows(by_rows, placements, layout, ", ".join(x for x, found in hooks.items() if found))
+    if group.is_unsharded:
+        refuse_whole()
+    ranks, classes = dist.get_world_size(over), weight.shape[0]
+    each = -(-classes // ranks)  # it is split as torch.chunk splits
+    sizes = tuple(max(0, min(each, classes - k * each)) for k in range(ranks))
+    found: list[Tensor | None] = [None, None]
+    for k, whole in enumerate((weight, bias)):
+        if whole is None:
+            continue
+        rows = whole.to_local()
+        if replicas is not None and rows.requires_grad:
+            held = next(p for p in group.fsdp_params if p.sharded_param is whole)
+            rows = OverReplicas.apply(rows, group, held, replicas)  # type: ignore[no-untyped-call]
+        found[k] = rows
+    assert found[0] is not None
+    assert over is not None
+    narrow = policy.param_dtype in (torch.bfloat16, torch.float16)
+    return Rows(
+        found[0],
+        found[1],
+        over,
+        shard_of(sizes, dist.get_rank(over)),
+        1.0 / (group.gradient_divide_factor or mesh.size()),
+        policy.param_dtype if narrow else None,
+    )
+
+
+class OverReplicas(torch.autograd.Function):
+    """Rows as they are; their gradient summed over replicas when FSDP2 would: until then it is
+    kept, as `sharded_param.grad` would be summed by nobody."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any, held: Any, replicas: Any) -> Tensor:
+        ctx.group, ctx.held, ctx.replicas = group, held, replicas
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        before = getattr(ctx.held, PARTIAL, None)
+        if before is not None:
+            gradient = before + gradient
+        if not (ctx.group.reduce_grads and ctx.group.all_reduce_grads):
+            setattr(ctx.held, PARTIAL, gradient)
+            return None, None, None, None
+        setattr(ctx.held, PARTIAL, None)
+        gradient = gradient.clone()
+        dist.all_reduce(gradient, group=ctx.replicas)
+        return gradient, None, None, None
+
+
 def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:
     """Whole copies, whose gradients the group reduces at the end of the backward."""
     here = owner.group.is_unsharded
@@ -237,6 +330,7 @@ class Sharded(Plain):
     def _unreduced(self) -> list[tuple[Any, str]]:
         return [
             *((group, "_partial_reduce_output") for group in self.groups),
+            *((p, PARTIAL) for group in self.groups for p in group.fsdp_params),
             *((p, "unsharded_accumulated_grad") for p, _ in self._whole()),
             *((whole, "grad") for _, whole in self._whole()),
         ]

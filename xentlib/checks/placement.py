@@ -47,7 +47,7 @@ def check_same_tokens(vocab: Sequence[int], tokens: Sequence[int]) -> None:
     if list(vocab) != list(tokens):
         raise ValueError(
             f"`tokens_parallel` must hold the ranks of `vocab_parallel`, {list(vocab)}; got "
-            f"{list(tokens)}. Pass the same group; gather the tokens of other ranks before the call."
+            f"{list(tokens)}. Pass the same group."
         )
 
 

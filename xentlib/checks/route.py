@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from xentlib.call import Arguments
 from xentlib.checks.words import check_choice
 from xentlib.options import GATHERS
 
-__all__ = ["check_route"]
+__all__ = ["check_route", "check_rows", "refuse_routed", "refuse_whole"]
 
 
 def check_route(call: Arguments) -> None:
@@ -21,7 +23,7 @@ def check_route(call: Arguments) -> None:
     if (call.gather == "auto") != (count is not None):
         raise ValueError(
             f"`tokens_per_rank` must be given with `gather='auto'`, and with nothing else; got "
-            f"{count} with {call.gather!r}. Pass the same number on every rank: ranks that chose by "
+            f"{count} with {call.gather!r}. Pass one number on every rank: ranks that chose by "
             f"their own tokens would choose differently, and wait for each other."
         )
     if call.gather != "head" and call.vocab_parallel is not None:
@@ -42,4 +44,41 @@ def check_route(call: Arguments) -> None:
         raise ValueError(
             "`reduce_hidden_grad` must be True with `tokens_parallel`, where d hidden is of this "
             "rank's own tokens; got False. Leave it out."
+        )
+
+
+def refuse_routed(gather: str, zero: bool) -> NoReturn:
+    """A head that is not sharded in a way that a route takes."""
+    if zero:
+        raise ValueError(
+            f"`gather` must be 'head' for a head that ZeRO-3 shards, which keeps it as a row of "
+            f"numbers without rows; got {gather!r}. Leave it out, or shard with FSDP2."
+        )
+    raise ValueError(
+        f"`gather` must be 'head' for a head that is whole on this rank; got {gather!r}. Leave it "
+        f"out; under FSDP2 call `fully_shard` on the head alone, as what the root keeps is whole "
+        f"from its forward on."
+    )
+
+
+def refuse_whole() -> NoReturn:
+    """A head that its FSDP group has gathered."""
+    raise ValueError(
+        "`gather` must be 'head' for a head whose FSDP group is whole already; got another route. "
+        "Call `fully_shard` on the head alone, and reshard it after its forward."
+    )
+
+
+def check_rows(axis_ok: bool, placements: object, layout: str, hooked: str) -> None:
+    """Refuse rows of a head that do not stand as `fully_shard` places them, or whose gradient
+    something of the user's own would have to reduce."""
+    if not axis_ok or layout != "VH":
+        raise ValueError(
+            f"`gather` must be 'head' unless `fully_shard` alone shards `weight` [V, H] over its "
+            f"rows; got {placements} and weight_layout={layout!r}. Leave it out."
+        )
+    if hooked:
+        raise ValueError(
+            f"`gather` must be 'head' where FSDP2 reduces in a way of the user's own, which no "
+            f"other route would call; got {hooked}. Leave it out."
         )

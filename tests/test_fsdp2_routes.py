@@ -1,0 +1,107 @@
+"""Heads that FSDP2 shards and nobody gathers: routes of `gather=`, on gloo ranks, against one
+process that has the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.ranks import launch
+from xentlib.contract import check, failures
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+from helpers.fully_sharded import Sharded, on_rank  # noqa: E402
+from helpers.wrapped import (  # noqa: E402
+    batches,
+    gradients_of_one_process,
+    loss_of,
+    model_of,
+    part_of,
+)
+
+PIECES = (("reshard_after_forward", True),)
+HIDDEN = Sharded(gather="hidden")
+HELD = {
+    "plain": replace(HIDDEN, model=("bias",)),
+    "many chunks": replace(HIDDEN, chunk=8),
+    "rank without tokens": replace(HIDDEN, idle=True),
+    "per token": replace(HIDDEN, function="chunked_logprobs", chunk=8, model=("bias",)),
+    "inside": replace(HIDDEN, model=("inside",)),
+    "frozen trunk": replace(HIDDEN, frozen=True),
+    "two calls": replace(HIDDEN, calls=2),
+    "two calls, per token": replace(HIDDEN, calls=2, function="chunked_logprobs"),
+    "checkpoint": replace(HIDDEN, checkpoint=True),
+    "checkpoint, per token": replace(HIDDEN, checkpoint=True, function="chunked_logprobs"),
+    "three micro-batches": replace(HIDDEN, steps=3),
+    "divided by 1": replace(HIDDEN, divide=1.0),
+    "offload": replace(HIDDEN, policy="offload"),
+    "root": replace(HIDDEN, own=False, wrap=PIECES),
+    "root, tied": replace(HIDDEN, own=False, model=("tied",), wrap=PIECES),
+    "replicas": replace(HIDDEN, mesh="replicas", world=4, model=("bias",)),
+    "replicas, three micro-batches": replace(HIDDEN, mesh="replicas", world=4, steps=3),
+    "replicas, per token": replace(
+        HIDDEN, mesh="replicas", world=4, function="chunked_logprobs", steps=2
+    ),
+    "four ranks, many chunks, rank without tokens": replace(HIDDEN, world=4, chunk=8, idle=True),
+    "four ranks, per token": replace(HIDDEN, world=4, function="chunked_logprobs"),
+}
+EXACT = {
+    "audit": replace(HIDDEN, audit=True, model=("bias",)),
+    "audit, many chunks": replace(HIDDEN, audit=True, chunk=8),
+    "audit, per token": replace(HIDDEN, audit=True, function="chunked_logprobs"),
+    "audit, four ranks": replace(HIDDEN, audit=True, world=4),
+    "audit, replicas": replace(HIDDEN, audit=True, mesh="replicas", world=4, policy="fp64"),
+}
+SETUPS = HELD | EXACT
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """Every setup, on two ranks or four: one start of each."""
+    results: dict[str, list[Any]] = {}
+    for world in (2, 4):
+        setups = {name: setup for name, setup in SETUPS.items() if setup.world == world}
+        for name, *ranks in zip(setups, *launch(world, on_rank, [*setups.values()]), strict=True):
+            results[name] = ranks
+    return results
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
+    """A12, D7: all gradients, on every rank, the wrapper's mean over ranks included."""
+    expected = gradients_of_one_process(replace(SETUPS[name], gather="head"))
+    for grads, _ in found[name]:
+        assert grads.keys() == expected.keys()
+        for parameter, want in expected.items():
+            got = grads[parameter]
+            assert np.abs(got).max() > 0
+            measured = check("A9", got, want.numpy(), metrics=("rho / u",), quantity=parameter)
+            assert not failures(measured)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_head_gradients_are_one_sum_of_all_tokens(found: Any, name: str) -> None:
+    """A12, A1: in float64, of the hidden states that the ranks have, rounded once."""
+    setup = replace(SETUPS[name], gather="head")
+    model, (((ids, labels),), total) = model_of(setup), batches(setup)
+    copies = 2 if setup.mesh == "replicas" else 1  # each of which rounds a sum of its own
+    ranks = setup.world // copies
+    want: dict[str, Any] = {}
+    for first in range(0, setup.world, ranks):
+        parts = [part_of(rank, setup.world) for rank in range(first, first + ranks)]
+        with torch.no_grad():
+            hidden = torch.cat([model(ids[part]) for part in parts])
+        here = torch.cat([labels[part] for part in parts])
+        model.head.zero_grad()
+        loss_of(setup, here, total, hidden, model.head).backward()
+        for parameter, p in model.head.named_parameters():
+            want[parameter] = want.get(parameter, 0) + p.grad.double()
+    for grads, _ in found[name]:
+        for parameter, x in want.items():
+            assert not failures(check("A1", grads[f"head.{parameter}"], x.float().numpy()))
