@@ -51,7 +51,7 @@ class HeadCall(NamedTuple):
     transposed: bool
     group: str  # "" without vocabulary shards
     reduce_hidden: bool  # d hidden is summed over the shards
-    spread: bool  # the group's ranks have tokens of their own
+    route: str  # where the group's ranks have tokens of their own: what travels, or ""
     head_scale: float  # of d weight and d bias: where a wrapper would average over its ranks
 
 
@@ -111,7 +111,7 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
         transposed=given.weight_layout == "HV",
         group=local.group,
         reduce_hidden=given.reduce_hidden_grad,
-        spread=given.tokens_parallel is not None,
+        route="" if given.tokens_parallel is None else local.route,
         head_scale=local.scale,
     )
     return given, problem, call

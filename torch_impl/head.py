@@ -69,7 +69,7 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
 
 def by_route(given: Arguments, rows: fsdp2.Rows, function: Callable[[Arguments], R]) -> R:
     """`function` of this rank's rows, to which the hidden states of all ranks travel."""
-    resident = Resident(rows.group, rows.shard, rows.scale)
+    resident = Resident(rows.group, rows.shard, rows.scale, given.gather)
     given = given._replace(
         weight=rows.weight,
         bias=rows.bias,

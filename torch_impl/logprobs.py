@@ -15,10 +15,10 @@ from xentlib.call import Arguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.call import HeadCall, bind
 from xentlib.torch.core.given import Given
-from xentlib.torch.core.gradients import Gradients, GradientSums, power_of_two, rounded
+from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
 from xentlib.torch.core.kernels import Asked, Coefficients
 from xentlib.torch.core.softmax import FLOOR, TokenStats
-from xentlib.torch.core.stats import all_stats
+from xentlib.torch.core.stream import Streamed, stats_of, sums_of, walk_of
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once
 from xentlib.torch.head import with_head
@@ -83,17 +83,20 @@ Forward = tuple[
 
 def logprobs_forward(call: HeadCall, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 1 to 5."""
-    walk = Walk(call)
+    walk = walk_of(call, ())
     walk.meet()
     walk.agree()
     if walk.parallel is not None:
         walk.parallel.agreement.exact("entropy", float(entropy))
-    stats = all_stats(walk, Asked(entropy))
+    stats = stats_of(walk, Asked(entropy))
     return outputs_of(stats, walk, output_dtype)
 
 
 def outputs_of(
-    stats: TokenStats, walk: Walk | Given, output_dtype: torch.dtype, label_smoothing: float = 0.0
+    stats: TokenStats,
+    walk: Walk | Streamed | Given,
+    output_dtype: torch.dtype,
+    label_smoothing: float = 0.0,
 ) -> Forward:
     tokens, parallel = walk.own, walk.parallel
     per_token_5N = tokens.clean(
@@ -102,6 +105,8 @@ def outputs_of(
         )
     )
     shard = tokens.labels.new_empty(0) if parallel is None else numbers_of(parallel.shard)
+    if isinstance(walk, Streamed):
+        shard = walk.numbers
     residuals = Residuals(*per_token_5N[:4])
     logprob = residuals.logprob
     if stats.mean_logp is not None:
@@ -132,7 +137,7 @@ def logprobs_backward(
 def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradients:
     """The same before they are rounded. The chunk is given up with the walk, before there are
     gradients beside their sums."""
-    walk = Walk(call)
+    walk = walk_of(call, needs)
     residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
 
     *kept, g_logprob, g_entropy, g_lse = walk.meet(*residuals, *clean_upstream(walk, pulled))
@@ -140,23 +145,24 @@ def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradient
     exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
         g_3N = torch.ldexp(g_3N, exponent)
-    sums = GradientSums(walk, needs, call.weight.shape[call.transposed])
-    for chunk in walk.chunks():
-        kernels = walk.kernels()
-        for rows in walk.blocks(chunk):
-            g_3B = walk.scaled(g_3N[:, rows.places], rows)
-            of_rows = Residuals(*(x[rows.places] for x in residuals))
-            dz = coefficients(g_3B, of_rows, entropy=entropy)
-            sums.take(rows, kernels, of_rows.lse, dz)
-        del kernels
-        sums.add(chunk)
-    found = sums.finish(exponent)
+    every = sums_of(walk, needs, call.weight.shape[call.transposed])
+    for part, sums in every.passes(exponent):
+        for chunk in part.chunks():
+            kernels = part.kernels()
+            for rows in part.blocks(chunk):
+                g_3B = part.scaled(g_3N[:, rows.places], rows)
+                of_rows = Residuals(*(x[rows.places] for x in residuals))
+                dz = coefficients(g_3B, of_rows, entropy=entropy)
+                sums.take(rows, kernels, of_rows.lse, dz)
+            del kernels
+            sums.add(chunk)
+    found = every.finish(exponent)
     for x in found[1:] if call.head_scale != 1.0 else ():
         x.mul_(call.head_scale)
     return found
 
 
-def clean_upstream(walk: Walk | Given, pulled: Pulled) -> Tensor:
+def clean_upstream(walk: Walk | Streamed | Given, pulled: Pulled) -> Tensor:
     """[3, N]: gradients of log-probability, entropy and lse; 0 where there is none, or no token."""
     zeros = torch.zeros(walk.own.valid.shape, **walk.like)
     gradients = (pulled.d_logprobs, pulled.d_entropy, pulled.d_lse)

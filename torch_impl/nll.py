@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.call import HeadCall, bind
 from xentlib.torch.core.device import traits
-from xentlib.torch.core.gradients import Gradients, GradientSums, power_of_two, turned
-from xentlib.torch.core.kernels import Asked, Coefficients, LossTerms, OnePass
-from xentlib.torch.core.softmax import Labelled, TokenStats, token_stats
+from xentlib.torch.core.gradients import Gradients, power_of_two, turned
+from xentlib.torch.core.kernels import Asked, LossTerms, OnePass
+from xentlib.torch.core.losses import Loss, coefficients, values_of
+from xentlib.torch.core.softmax import TokenStats, token_stats
 from xentlib.torch.core.spread import same_upstream
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
+from xentlib.torch.core.stream import Streamed, sums_of, walk_of
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted
 from xentlib.torch.describe import as_tensor
@@ -34,25 +36,10 @@ from xentlib.torch.ranks import free_to_read, over_shards
 __all__ = ["nll", "nll_backward", "nll_forward"]
 
 
-class Loss(NamedTuple):
-    """What the operator of a loss takes beside a `HeadCall`."""
-
-    token_weights: Tensor | None
-    class_weights: Tensor | None
-    denominator: Tensor | None
-    label_smoothing: float
-    z_loss: float
-    mean: bool
-    entropy: bool
-    predicted: bool
-    output_dtype: torch.dtype
-    needs: list[bool]  # gradients of hidden, weight, bias
-
-
 def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradients, Tensor]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
-    walk = Walk(call, loss.class_weights)
+    walk = walk_of(call, loss.needs, loss.class_weights)
     own, compute_dtype, like = walk.own, walk.compute_dtype, walk.like
     num_tokens = call.hidden.shape[0]
     valid_N, needs = own.valid, loss.needs
@@ -94,69 +81,74 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
         else:
             agreement.per_token("token_weights", loss.token_weights, num_tokens)
             agreement.close("denominator", divisor)
-    sums = GradientSums(walk, needs, call.weight.shape[call.transposed])
+    every = sums_of(walk, needs, call.weight.shape[call.transposed])
     asked = Asked(loss.entropy, loss.label_smoothing > 0, loss.predicted)
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct, predicted. One write a block.
     per_token_7N = torch.zeros(7, tokens.valid.shape[0], **like)
     whole: TokenStats | None = None
     # Statistics over shards come before gradients: in all of the chunks, or in each as they come.
     each = False
-    if walk.parallel is not None:
+    if isinstance(walk, Streamed):
+        whole = walk.stats(asked)
+    elif walk.parallel is not None:
         each = any(needs) and walk.shape.softcap is None
         if walk.spread is None:
             each = each and exchanges_per_chunk(walk.plan, call.hidden.device.type)
         if not each:
             whole = all_stats(walk, asked)
-            per_token_7N = values_of(whole, everywhere, loss)
+    if whole is not None:
+        per_token_7N = values_of(whole, everywhere, loss)
     # A gradient of the bias sums dz over rows before it is rounded: statistics come first.
-    at_once = walk.parallel is None and not needs[2]
-    for chunk in walk.chunks() if whole is None or any(needs) else ():  # 2. Logits
-        if each:
-            of_chunk = chunk_stats(walk, chunk, asked)
-            places = tokens.places(chunk.start, chunk.start + chunk.size)
-            per_token_7N[:, places] = values_of(of_chunk, labelled_at(walk, places), loss)
-        kernels = walk.kernels()
-        for rows in walk.blocks(chunk, fresh=not each):
-            # 3. to 5. Softmax without the target column, then the target
-            if at_once and isinstance(kernels, OnePass):
-                # 3. to 7. at once
-                direct = isinstance(rows.places, slice)
-                size = rows.z_BV.shape[0]
-                values_7B = per_token_7N[:, rows.places] if direct else torch.empty(7, size, **like)
-                kernels.loss(
-                    rows,
-                    asked,
-                    LossTerms(
-                        factor_N[rows.places],
-                        loss.label_smoothing,
-                        loss.z_loss,
-                        None if walk.class_weights is None else walk.class_weights.sum(),
-                        values_7B,
-                        sums.dz_y_T[rows.span] if any(needs) else None,
-                    ),
-                    into_BV=sums.into(rows),
-                    round_to=call.gemm_dtype,
-                )
-                if not direct:
-                    per_token_7N[:, rows.places] = values_7B
-                continue
-            labelled = labelled_at(walk, rows.places)
-            if whole is not None:
-                stats = at_rows(whole, rows.places)
-            elif each:
-                stats = at_rows(of_chunk, rows.span)
-            else:
-                z_y, rest = kernels.stats(rows, asked, dz_follows=any(needs))
-                stats = token_stats(z_y, rest, walk.vocab_size, labelled)
-                per_token_7N[:, rows.places] = values_of(stats, labelled, loss)
-            if any(needs):
-                # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
-                factor_B = walk.scaled(factor_N[rows.places], rows)
-                dz = coefficients(stats, factor_B, labelled, loss, walk.vocab_size)
-                sums.take(rows, kernels, stats.lse, dz)
-        del kernels
-        sums.add(chunk)  # 8. Gradient GEMMs
-    gradients = sums.finish(exponent)
+    at_once = isinstance(walk, Walk) and walk.parallel is None and not needs[2]
+    for part, sums in every.passes(exponent) if whole is None or any(needs) else ():
+        for chunk in part.chunks():  # 2. Logits
+            if each:
+                of_chunk = chunk_stats(part, chunk, asked)
+                places = tokens.places(chunk.start, chunk.start + chunk.size)
+                per_token_7N[:, places] = values_of(of_chunk, labelled_at(walk, places), loss)
+            kernels = part.kernels()
+            for rows in part.blocks(chunk, fresh=not each):
+                # 3. to 5. Softmax without the target column, then the target
+                if at_once and isinstance(kernels, OnePass):
+                    # 3. to 7. at once
+                    direct = isinstance(rows.places, slice)
+                    values_7B = per_token_7N[:, rows.places]
+                    if not direct:
+                        values_7B = torch.empty_like(values_7B)
+                    kernels.loss(
+                        rows,
+                        asked,
+                        LossTerms(
+                            factor_N[rows.places],
+                            loss.label_smoothing,
+                            loss.z_loss,
+                            None if walk.class_weights is None else walk.class_weights.sum(),
+                            values_7B,
+                            sums.dz_y_T[rows.span] if any(needs) else None,
+                        ),
+                        into_BV=sums.into(rows),
+                        round_to=call.gemm_dtype,
+                    )
+                    if not direct:
+                        per_token_7N[:, rows.places] = values_7B
+                    continue
+                labelled = labelled_at(walk, rows.places)
+                if whole is not None:
+                    stats = at_rows(whole, rows.places)
+                elif each:
+                    stats = at_rows(of_chunk, rows.span)
+                else:
+                    z_y, rest = kernels.stats(rows, asked, dz_follows=any(needs))
+                    stats = token_stats(z_y, rest, walk.vocab_size, labelled)
+                    per_token_7N[:, rows.places] = values_of(stats, labelled, loss)
+                if any(needs):
+                    # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
+                    factor_B = part.scaled(factor_N[rows.places], rows)
+                    dz = coefficients(stats, factor_B, labelled, loss, walk.vocab_size)
+                    sums.take(rows, kernels, stats.lse, dz)
+            del kernels
+            sums.add(chunk)  # 8. Gradient GEMMs
+    gradients = every.finish(exponent)
 
     # 9. Reduce. What is 0 was divided by 1 above, unless it has tokens.
     checked = loss.denominator is not None and free_to_read(total_valid)
@@ -179,49 +171,6 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
         predicted_N.long(),
     )
     return output, gradients, valid_N
-
-
-def values_of(stats: TokenStats, labelled: Labelled, loss: Loss) -> Tensor:
-    """[7, tokens]: loss, its z-loss part, logprob, entropy, lse, correct, predicted."""
-    total, z_term = token_loss(stats, labelled, loss)
-    predicted = torch.zeros_like(total) if stats.predicted is None else stats.predicted
-    values = (total, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct, predicted)
-    return torch.stack(values)
-
-
-def token_loss(stats: TokenStats, labelled: Labelled, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Per token: the loss, and the part of it that z-loss contributes."""
-    nll = -stats.logprob
-    if loss.class_weights is not None:
-        nll = nll * labelled.weight
-    if stats.mean_logp is not None:
-        nll = (1.0 - loss.label_smoothing) * nll - loss.label_smoothing * stats.mean_logp
-    z_term = torch.zeros_like(nll)
-    if loss.z_loss:
-        z_term = loss.z_loss * stats.lse * stats.lse
-    return nll + z_term, z_term
-
-
-def coefficients(
-    stats: TokenStats, factor_B: Tensor, labelled: Labelled, loss: Loss, vocab_size: int
-) -> Coefficients:
-    """Step 6, per token: of dz times the factor."""
-    eps, uniform = loss.label_smoothing, loss.label_smoothing / vocab_size
-    extra = torch.zeros_like(stats.lse)
-    if loss.z_loss:
-        extra = 2.0 * loss.z_loss * stats.lse
-    slope: Tensor = 1.0 + extra
-    left: Tensor | float = eps - uniform
-    if loss.class_weights is not None:
-        slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
-        left = uniform * (labelled.total - labelled.weight)
-    return Coefficients(
-        alpha=factor_B * slope,
-        beta=None,
-        gamma=factor_B * uniform if uniform else None,
-        # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without options.
-        own=factor_B * (extra + left - slope * stats.p_rest),
-    )
 
 
 def nll_backward(
@@ -321,7 +270,7 @@ def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> 
     ctx.dtypes = (call.hidden.dtype, call.weight.dtype, bias_dtype)
     ctx.needs, ctx.head_scale = loss.needs, call.head_scale
     # Ranks whose tokens are in one gradient of the head
-    ctx.together = call.group if call.spread and (loss.needs[1] or loss.needs[2]) else ""
+    ctx.together = call.group if call.route and (loss.needs[1] or loss.needs[2]) else ""
     ctx.divided = loss.mean or loss.denominator is not None  # for a loss without its output
 
 

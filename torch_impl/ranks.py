@@ -24,21 +24,27 @@ from xentlib.checks.shards import check_agreement, check_shards, check_tiles
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.kernels import RestStats
-from xentlib.torch.core.softmax import below, exp_difference
+from xentlib.torch.core.softmax import relative_to
 
 __all__ = [
     "Agreement",
     "VocabParallel",
     "begin_agreement",
     "free_to_read",
+    "gather_into",
     "group_named",
     "numbers_of",
     "over_shards",
+    "scatter_into",
     "undeclared",
     "vocab_parallel_of",
 ]
 
 T = TypeVar("T")
+
+# torch 2.13 has other names for them, and warns of the old ones.
+gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # By process group: the shard of so many rows, and the rows of the largest, as all ranks last knew.
 KNOWN: Any = WeakIdKeyDictionary()
@@ -292,21 +298,11 @@ class VocabParallel:
             self.agreed, self.wrong = True, self.received(m[most:])
         m = m[:count]
         m = torch.where(m == -torch.inf, 0.0, m)
-        top = m_local == m
-        scale = torch.where(none, 0.0, exp_difference(rest.m, m))
-        total = rest.ones + rest.s
-        packed = [
-            torch.where(owned, z_y, 0.0),
-            torch.where(top, rest.ones, 0.0),
-            torch.where(top, rest.s, scale * total),
-        ]
-        if rest.sum_ed is not None:
-            packed.append(scale * (rest.sum_ed + below(rest, m) * total))
-        if rest.sum_d is not None:
-            packed.append(rest.sum_d + weights * (rest.m - m))
-        if rest.top is not None:
+        _, *terms, first = relative_to(m, rest, weights)
+        packed = [torch.where(owned, z_y, 0.0), *(x for x in terms if x is not None)]
+        if first is not None:
             tops = torch.zeros(self.ranks, count, dtype=m.dtype, device=m.device)
-            tops[self.rank] = torch.where(top & ~none, rest.top + self.shard.start, torch.inf)
+            tops[self.rank] = first + self.shard.start
             packed += tops
         sums = torch.stack(packed)
         dist.all_reduce(sums, group=self.group)

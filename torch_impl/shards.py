@@ -61,6 +61,7 @@ class Local(NamedTuple):
     group: str
     shard: Tensor | None  # [3] of `numbers_of` or `undeclared`; on the CPU
     scale: float = 1.0  # of the head's gradients
+    route: str = "hidden"  # what travels where tokens are spread over the group too
 
 
 class Resident(NamedTuple):
@@ -69,6 +70,7 @@ class Resident(NamedTuple):
     over: dist.ProcessGroup
     shard: VocabShard
     scale: float  # what the wrapper would multiply the sum of its ranks' gradients by
+    route: str
 
 
 def local_rows(
@@ -84,11 +86,8 @@ def local_rows(
                 refuse_dtensor(name, tuple(x.placements))
         return weight, bias, whole
     if isinstance(parallel, Resident):
-        return (
-            weight,
-            bias,
-            Local(parallel.over.group_name, numbers_of(parallel.shard), parallel.scale),
-        )
+        over, shard, scale, route = parallel
+        return weight, bias, Local(over.group_name, numbers_of(shard), scale, route)
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
     name, ranks = group.group_name, dist.get_world_size(group)

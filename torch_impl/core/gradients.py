@@ -5,6 +5,7 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, stora
 from xentlib.torch.core.kernels import Coefficients, Kernels, Rows
 from xentlib.torch.core.spread import Sending
 from xentlib.torch.core.walk import Chunk, Walk
+from xentlib.torch.ranks import VocabParallel
 
 __all__ = ["GradientSums", "Gradients", "power_of_two", "rounded", "turned"]
 
@@ -65,13 +67,19 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 class GradientSums:
     """d hidden, d weight and d bias out of one dz after the other."""
 
-    def __init__(self, walk: Walk, needs: list[bool], rows: int) -> None:
+    def __init__(
+        self, walk: Walk, needs: list[bool], rows: int, hidden: Tensor | None = None
+    ) -> None:
+        """`hidden`: a sum that d hidden is added to, of other rows of the head."""
+        self.added = hidden is not None
         self.walk, self.needs, self.padding = walk, needs, rows - walk.local_size
         self.turned = turned(walk.transposed, walk.hidden.device)
         shape = (walk.local_size, walk.hidden_size)
         shape = shape[::-1] if self.turned else shape
         num_tokens = walk.hidden.shape[0]
-        self.hidden = torch.zeros(num_tokens if needs[0] else 0, walk.hidden_size, **walk.like)
+        if hidden is None:
+            hidden = torch.zeros(num_tokens if needs[0] else 0, walk.hidden_size, **walk.like)
+        self.hidden = hidden
         self.weight = torch.empty(shape if needs[1] else (0, 0), **walk.like)
         self.bias = torch.zeros(walk.local_size if needs[2] else 0, **walk.like)
         self.summing: Any = None
@@ -94,6 +102,10 @@ class GradientSums:
             self.targets_M = torch.where(valid_M, self.targets_M, walk.local_size)
             if needs[1]:
                 self.order_M = order_in_chunks(walk, self.targets_M)
+
+    def passes(self, exponent: Tensor | None) -> Iterator[tuple[Walk, GradientSums]]:
+        """Walks over the head, with the sums of each: one."""
+        yield self.walk, self
 
     def into(self, rows: Rows) -> Tensor | None:
         """Where dz of a block goes; None: in place of its logits."""
@@ -143,13 +155,16 @@ class GradientSums:
         rows = walk.tokens.places(chunk.start, chunk.start + size)
         dz_y_T, y_T = self.dz_y_T[:size], self.targets_M[chunk.start : chunk.start + size]
         if self.needs[0]:
-            direct = isinstance(rows, slice) and padded == size and walk.spread is None
+            direct = isinstance(rows, slice) and padded == size
+            direct = direct and walk.spread is None and not self.added
             dx_TH = self.hidden[rows] if direct else z_TV.new_empty(padded, walk.hidden_size)
             with gemm_precision(walk.gemm_dtype, z_TV.device):
                 mm(dz_TV, walk.operand_VH, out=dx_TH)
             walk.made.add_to_hidden(dx_TH[:size], dz_y_T, walk.operand_VH, y_T)
             if walk.spread is not None:
                 self._send_back(dx_TH, chunk)  # meanwhile, d weight of this chunk
+            elif self.added:
+                self.hidden[rows] += dx_TH[:size]
             elif not direct:
                 self.hidden[rows] = dx_TH[:size]
             if chunk.start + size == walk.tokens.computed:
@@ -175,13 +190,18 @@ class GradientSums:
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""
         wanted = self.needs[0] and self.walk.reduce_hidden and self.walk.spread is None
-        if wanted and self.walk.parallel is not None and self.summing is None:
-            self.summing = self.walk.parallel.start_sum(self.hidden)
+        parallel = self.walk.parallel
+        if wanted and isinstance(parallel, VocabParallel) and self.summing is None:
+            self.summing = parallel.start_sum(self.hidden)
+
+    def complete(self) -> None:
+        """Of no token the sums are 0."""
+        if self.needs[1] and self.walk.tokens.computed == 0:
+            self.weight_VH.zero_()
 
     def finish(self, exponent: Tensor | None) -> Gradients:
         """The sums, d hidden over all shards, with the power of two taken out again."""
-        if self.needs[1] and self.walk.tokens.computed == 0:
-            self.weight_VH.zero_()
+        self.complete()
         self._start_sum()
         self._send_back(None)
         if self.summing is not None:

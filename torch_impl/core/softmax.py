@@ -9,7 +9,16 @@ from torch import Tensor
 
 from xentlib.torch.core.kernels import RestStats
 
-__all__ = ["FLOOR", "Labelled", "TokenStats", "below", "exp_difference", "token_stats"]
+__all__ = [
+    "FLOOR",
+    "Labelled",
+    "TokenStats",
+    "below",
+    "exp_difference",
+    "joined",
+    "relative_to",
+    "token_stats",
+]
 
 # exp of this is 0 in float64 too: stands for -inf where a product with 0 must stay 0.
 FLOOR = -1e4
@@ -52,6 +61,49 @@ def below(rest: RestStats, m: Tensor) -> Tensor:
     """How far the rest's own maximum is below that of all; never so far that a product with it
     overflows before it meets its factor of 0, as classes that are masked with finfo.min did."""
     return torch.where(rest.ones == 0, 0.0, (rest.m - m).clamp(min=FLOOR))
+
+
+def relative_to(m: Tensor, rest: RestStats, weights: Tensor | float) -> RestStats:
+    """Statistics of some columns, as terms of the sums that have `m`, no smaller, for maximum.
+
+    `weights` is that of the columns, for label smoothing: their number without any.
+    """
+    none = rest.ones == 0
+    top = torch.where(none, -torch.inf, rest.m) == m
+    scale = torch.where(none, 0.0, exp_difference(rest.m, m))
+    total = rest.ones + rest.s
+    first = None
+    if rest.top is not None:
+        first = torch.where(top & ~none, rest.top, torch.inf)
+    return RestStats(
+        m,
+        torch.where(top, rest.ones, 0.0),
+        torch.where(top, rest.s, scale * total),
+        None if rest.sum_ed is None else scale * (rest.sum_ed + below(rest, m) * total),
+        None if rest.sum_d is None else rest.sum_d + weights * (rest.m - m),
+        first,
+    )
+
+
+def joined(
+    a: RestStats, a_weights: Tensor | float, b: RestStats, b_weights: Tensor | float
+) -> RestStats:
+    """Of the columns of both."""
+    m = torch.maximum(*(torch.where(x.ones == 0, -torch.inf, x.m) for x in (a, b)))
+    m = torch.where(m == -torch.inf, 0.0, m)
+    a, b = relative_to(m, a, a_weights), relative_to(m, b, b_weights)
+
+    def added(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+        return None if x is None or y is None else x + y
+
+    return RestStats(
+        m,
+        a.ones + b.ones,
+        a.s + b.s,
+        added(a.sum_ed, b.sum_ed),
+        added(a.sum_d, b.sum_d),
+        None if a.top is None or b.top is None else torch.minimum(a.top, b.top),
+    )
 
 
 def token_stats(z_y: Tensor, rest: RestStats, vocab_size: int, labelled: Labelled) -> TokenStats:

@@ -23,7 +23,7 @@ from xentlib.plan import ChunkPlan, pad_rows, shard_of
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.tokens import Tokens, counted
-from xentlib.torch.ranks import free_to_read, group_named, numbers_of
+from xentlib.torch.ranks import free_to_read, gather_into, group_named, numbers_of, scatter_into
 
 __all__ = ["Sending", "Spread", "same_upstream"]
 
@@ -57,7 +57,7 @@ class Spread:
         said = [own, rows, budget, call.chunk_bytes, hidden.shape[1], kind, call.ignore_index]
         ours = torch.tensor(said, dtype=torch.int64, device=hidden.device)
         all_RS = ours.new_empty(self.ranks, len(said))
-        dist.all_gather_into_tensor(all_RS.view(-1), ours, group=self.group)
+        gather_into(all_RS.view(-1), ours, group=self.group)
         tokens, rows_R, budgets, *alike = all_RS.T.tolist()
         check_agreement([name for name, x in zip(ALIKE, alike, strict=True) if len(set(x)) > 1])
         self.own_count, self.longest = own, max(tokens)
@@ -88,7 +88,7 @@ class Spread:
         packed = [_bytes(x) for x in filled]
         ours = torch.cat(packed, dim=1).contiguous()
         theirs = ours.new_empty(self.ranks * ours.shape[0], ours.shape[1])
-        dist.all_gather_into_tensor(theirs, ours, group=self.group)
+        gather_into(theirs, ours, group=self.group)
         sizes = [x.shape[1] for x in packed]
         found = []
         for part, x in zip(theirs.split(sizes, dim=1), filled, strict=True):
@@ -132,14 +132,14 @@ class Spread:
         sent_SH = x_SH.new_zeros(self.per_chunk, x_SH.shape[1], dtype=self.gemm_dtype)
         sent_SH[: x_SH.shape[0]] = x_SH
         result = sent_SH.new_empty(self.ranks * self.per_chunk, x_SH.shape[1])
-        work = dist.all_gather_into_tensor(result, sent_SH, group=self.group, async_op=True)
+        work = gather_into(result, sent_SH, group=self.group, async_op=True)
         return Sending(work, result, sent_SH)
 
     def send_back(self, dx_TH: Tensor) -> Sending:
         """d hidden of a chunk, summed over the shards in the compute dtype: rounded parts would
         leave 60 % of bfloat16 entries as their sum rounds, at 4 ranks (row A7)."""
         result = dx_TH.new_empty(self.per_chunk, dx_TH.shape[1])
-        work = dist.reduce_scatter_tensor(result, dx_TH, group=self.group, async_op=True)
+        work = scatter_into(result, dx_TH, group=self.group, async_op=True)
         return Sending(work, result, dx_TH)
 
     def take_back(self, own: Tokens, sending: Sending, start: int, into_NH: Tensor) -> None:
@@ -164,7 +164,7 @@ def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
     over = group_named(group)
     ours = torch.stack([gradient, counts.to(gradient.dtype)])
     all_R2 = ours.new_empty(dist.get_world_size(over), 2)
-    dist.all_gather_into_tensor(all_R2.view(-1), ours, group=over)
+    gather_into(all_R2.view(-1), ours, group=over)
     value_R, counts_R = all_R2[:, 0], all_R2[:, 1] > 0
     high = torch.where(counts_R, value_R, -torch.inf).amax()
     low = torch.where(counts_R, value_R, torch.inf).amin()

@@ -12,8 +12,17 @@ from xentlib.torch.core.kernels import Asked, Kernels, RestStats, Rows
 from xentlib.torch.core.softmax import Labelled, TokenStats, token_stats
 from xentlib.torch.core.tokens import check_labels
 from xentlib.torch.core.walk import Chunk, Walk
+from xentlib.torch.ranks import VocabParallel
 
-__all__ = ["all_stats", "at_rows", "chunk_stats", "given_stats", "labelled_at"]
+__all__ = [
+    "StatSums",
+    "add_chunk",
+    "all_stats",
+    "at_rows",
+    "chunk_stats",
+    "given_stats",
+    "labelled_at",
+]
 
 
 def all_stats(walk: Walk, asked: Asked) -> TokenStats:
@@ -61,30 +70,39 @@ class StatSums:
         places = rows.places if self.chunk is None else rows.span
         self.found[:, places] = torch.stack([z_y, *(x for x in rest if x is not None)])
 
-    def finish(self) -> TokenStats:
+    def of_rank(self) -> tuple[Tensor, Tensor, RestStats, Tensor | float]:
+        """Of this rank's columns: the target's logit and whether it is one of them, the others'
+        statistics, and their weight."""
         z_y, m, ones, s, *more = self.found
         found = iter(more)
         rest = RestStats(m, ones, s, *(next(found) if wanted else None for wanted in self.asked))
-        walk, chunk, parallel = self.walk, self.chunk, self.walk.parallel
-        tokens = walk.tokens
-        places: slice | Tensor = slice(None)
-        if chunk is not None:
-            places = tokens.places(chunk.start, chunk.start + chunk.size)
-        labelled = labelled_at(walk, places)
-        if parallel is not None:
-            assert tokens.owned is not None
-            owned = tokens.owned[places]
-            own: Tensor | float = float(walk.local_size)
-            if walk.own_weights is not None:
-                own = walk.own_weights.sum()
-            others = own - labelled.weight * owned.to(z_y.dtype)
+        walk, places = self.walk, self._places()
+        owned = walk.tokens.owned
+        owned = torch.ones_like(z_y, dtype=torch.bool) if owned is None else owned[places]
+        own: Tensor | float = float(walk.local_size)
+        if walk.own_weights is not None:
+            own = walk.own_weights.sum()
+        weight = labelled_at(walk, places).weight
+        return z_y, owned, rest, own - weight * owned.to(z_y.dtype)
+
+    def _places(self) -> slice | Tensor:
+        if self.chunk is None:
+            return slice(None)
+        start = self.chunk.start
+        return self.walk.tokens.places(start, start + self.chunk.size)
+
+    def finish(self) -> TokenStats:
+        walk = self.walk
+        z_y, owned, rest, others = self.of_rank()
+        if isinstance(walk.parallel, VocabParallel):
+            tokens = walk.tokens
             most = tokens.valid.shape[0]
-            z_y, rest = parallel.combine(z_y, owned, rest, others, most)
+            z_y, rest = walk.parallel.combine(z_y, owned, rest, others, most)
             check_labels(walk.labels, tokens.bad, walk.ignore_index, walk.vocab_size)
-        return token_stats(z_y, rest, walk.vocab_size, labelled)
+        return token_stats(z_y, rest, walk.vocab_size, labelled_at(walk, self._places()))
 
 
-def labelled_at(walk: Walk | Given, places: slice | Tensor) -> Labelled:
+def labelled_at(walk: Any, places: slice | Tensor) -> Labelled:
     """Of some tokens."""
     target = walk.tokens.targets[places]
     if walk.class_weights is None:

@@ -35,7 +35,10 @@ class Chunk(NamedTuple):
 class Walk:
     """Steps 1 and 2: logits of one chunk after the other, in one buffer."""
 
-    def __init__(self, call: HeadCall, class_weights: Tensor | None = None) -> None:
+    def __init__(
+        self, call: HeadCall, class_weights: Tensor | None = None, parallel: Any = None
+    ) -> None:
+        """`parallel`: in place of a group's, which classes the head has."""
         hidden, compute_dtype = call.hidden, call.compute_dtype
         self.ignore_index = call.ignore_index
         self.reduce_hidden = call.reduce_hidden
@@ -43,9 +46,11 @@ class Walk:
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
         rows = call.weight.shape[call.transposed]
-        self.spread = Spread(call) if call.spread else None
+        self.spread = Spread(call) if call.route == "hidden" else None
         numbers = call.shard if self.spread is None else self.spread.numbers
-        self.parallel = vocab_parallel_of(call.group, numbers, rows, self.like)
+        if parallel is None:
+            parallel = vocab_parallel_of(call.group, numbers, rows, self.like)
+        self.parallel = parallel
         shard = None if self.parallel is None else self.parallel.shard
         # Rows beyond those of the shard are padding.
         weight_VH = (call.weight.T if call.transposed else call.weight)[: shard and shard.size]

@@ -13,7 +13,7 @@ from xentlib.plan.chunks import (
     plan_chunks,
 )
 from xentlib.plan.memory import given_peak_bytes, peak_bytes
-from xentlib.plan.shards import PaddedVocab, VocabShard, exchanges_per_chunk, shard_of
+from xentlib.plan.shards import PaddedVocab, VocabShard, exchanges_per_chunk, shard_of, stream_rows
 
 __all__ = [
     "CPU_BLOCK_BYTES",
@@ -32,4 +32,5 @@ __all__ = [
     "peak_bytes",
     "plan_chunks",
     "shard_of",
+    "stream_rows",
 ]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from xentlib.checks.shards import check_shards
 from xentlib.plan.chunks import ChunkPlan
 
-__all__ = ["PaddedVocab", "VocabShard", "exchanges_per_chunk", "shard_of"]
+__all__ = ["PaddedVocab", "VocabShard", "exchanges_per_chunk", "shard_of", "stream_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,21 @@ def shard_of(sizes: tuple[int, ...], rank: int, vocab_size: int | None = None) -
     start = min(sum(sizes[:rank]), vocab_size)
     stop = min(start + sizes[rank], vocab_size)
     return VocabShard(start, stop, vocab_size, sizes[rank] - (stop - start))
+
+
+def stream_rows(rows: int, hidden_size: int, ranks: int, budget: int) -> int:
+    """Rows of each rank in a block of a head that passes by: the float32 sum of a block's d weight
+    fits a budget of bytes, and blocks are of one size, as nearly as can be.
+
+    Args:
+        rows: of every rank, ceil(V / ranks).
+        hidden_size: H.
+        ranks: that share the head.
+        budget: bytes of [ranks * rows of a block, H] in float32.
+    """
+    most = max(1, min(rows, budget // (4 * max(1, ranks * hidden_size))))
+    blocks = max(1, -(-rows // most))
+    return max(1, -(-rows // blocks))
 
 
 # FLOP of a chunk's logits from which a second computation costs more than the two exchanges that
