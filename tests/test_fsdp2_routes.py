@@ -58,16 +58,8 @@ EXACT = {
     "audit, four ranks": replace(HIDDEN, audit=True, world=4),
     "audit, replicas": replace(HIDDEN, audit=True, mesh="replicas", world=4, policy="fp64"),
 }
-# Blocks of 8 rows of each rank; all of them in one.
-STREAM = replace(HIDDEN, gather="stream")
-HELD |= {
-    f"stream, {name}": replace(STREAM, **{k: v for k, v in vars(setup).items() if k not in ("gather",)})
-    for name, setup in HELD.items()
-}
-EXACT |= {
-    f"stream, {name}": replace(STREAM, **{k: v for k, v in vars(setup).items() if k not in ("gather",)})
-    for name, setup in EXACT.items()
-}
+HELD |= {f"stream, {name}": replace(setup, gather="stream") for name, setup in HELD.items()}
+EXACT |= {f"stream, {name}": replace(setup, gather="stream") for name, setup in EXACT.items()}
 SETUPS = HELD | EXACT
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xentlib.contract import check, failures
+from xentlib.contract import ROW_OF, check, failures
 from xentlib.parity.cases import EXTRAS, OPTIONS
 from xentlib.parity.problem import Case
 from xentlib.ulp import bits_unequal
@@ -37,9 +37,18 @@ def same_on_all_ranks(values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def held(name: str, got: Any, dense: Any, reference: Any, *, low: bool, world: int) -> None:
+def held(
+    name: str,
+    got: Any,
+    dense: Any,
+    reference: Any,
+    *,
+    low: bool,
+    world: int,
+    dtype: str = "bfloat16",
+) -> None:
     """One value or gradient against the oracle; its bits against the dense ones where it must have
-    them."""
+    them. `low`: gradients of 16 bits, of this dtype."""
     if dense is None:
         assert got is None
         return
@@ -50,7 +59,7 @@ def held(name: str, got: Any, dense: Any, reference: Any, *, low: bool, world: i
         scale = np.maximum(np.abs(exact), np.maximum(np.abs(reference.lse).max(), 1.0))
         assert not failures(check("A2", got, exact, magnitude=scale, quantity=name))
     else:
-        row = "A7" if low else {"d_hidden": "A5"}.get(name, "A6")
+        row = ROW_OF[dtype] if low else {"d_hidden": "A5"}.get(name, "A6")
         measured = check(
             row,
             got,

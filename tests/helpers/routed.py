@@ -1,0 +1,146 @@
+"""A problem whose tokens are spread over ranks that share the head: by `tokens_parallel`, or in a
+head under real `fully_shard` that a route of `gather=` leaves sharded."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from helpers.vocab_shards import vocab_axis
+from xentlib.parity.device import numpy_of, on_torch
+from xentlib.parity.outcomes import GRADIENTS
+from xentlib.parity.problem import Problem, Upstream
+from xentlib.torch import chunked_logprobs, chunked_nll, count_collectives
+
+__all__ = ["Routed", "Routes", "merged", "on_ranks"]
+
+PER_TOKEN = ("where", "token_weights", "temperature")
+OUTPUTS = ("logprobs", "entropy", "lse", "correct", "predicted")
+
+
+class Routed(NamedTuple):
+    """One call: `route` is "tokens_parallel", or what `gather` is."""
+
+    route: str
+    function: str
+    problem: Problem
+    tokens: tuple[int, ...]  # of each rank
+    rows: tuple[int, ...]  # with "tokens_parallel"
+    divisor: float = 1.0
+    upstream: Upstream | None = None
+    chunk_bytes: int | None = None
+    audit: bool = False
+
+
+class Routes(NamedTuple):
+    """What a rank found."""
+
+    values: dict[str, Any]
+    gradients: list[Any]
+    forward: dict[str, int]  # collectives
+    backward: dict[str, int]
+    sent: tuple[int, int]  # bytes of them
+
+
+def on_ranks(rank: int, world: int, calls: list[Routed]) -> list[Routes | None]:
+    torch.set_num_threads(1)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, world + 1)}
+    found: list[Routes | None] = []
+    for call in calls:
+        here = rank < len(call.tokens)
+        found.append(on_rank(rank, groups[len(call.tokens)], call) if here else None)
+    return found
+
+
+def on_rank(rank: int, group: Any, call: Routed) -> Routes:
+    p = call.problem
+    start = sum(call.tokens[:rank])
+    own = slice(start, start + call.tokens[rank])
+    options = {**p.per_token_options, "where": p.where}
+    if call.upstream is not None:
+        options["entropy"] = call.upstream.d_entropy is not None
+    if call.function == "chunked_nll":
+        options = {**p.options, "where": p.where}
+        options |= {"token_weights": p.token_weights, "class_weights": p.class_weights}
+        options |= {"outputs": OUTPUTS, "denominator": call.divisor}
+    for name in PER_TOKEN:
+        if np.ndim(options.get(name)) > 0:
+            options[name] = options[name][own]
+    options = {name: on_torch(x) for name, x in options.items()}
+    options["max_chunk_bytes"] = call.chunk_bytes
+    if call.audit:
+        options["compute_dtype"] = "float64"
+    hidden = on_torch(p.hidden[own]).requires_grad_()
+    head = leaves(rank, group, call, options)
+    with count_collectives() as forward:
+        if call.function == "chunked_nll":
+            out: Any = chunked_nll(
+                hidden, head[0], on_torch(p.labels[own]), bias=head[1], **options
+            )
+        else:
+            out = chunked_logprobs(
+                hidden, head[0], on_torch(p.labels[own]), bias=head[1], **options
+            )
+    with count_collectives() as backward:
+        if call.upstream is None:
+            out.loss.backward(torch.tensor(p.upstream, dtype=out.loss.dtype))
+        else:
+            named = {k.removeprefix("d_"): g for k, g in call.upstream._asdict().items()}
+            used = [(getattr(out, k), on_torch(g[own])) for k, g in named.items() if g is not None]
+            torch.autograd.backward(*([*x] for x in zip(*used, strict=True)))
+    grads = [hidden.grad, *(None if x is None else local(x.grad) for x in head)]
+    values = {k: None if x is None else numpy_of(x.detach()) for k, x in out._asdict().items()}
+    return Routes(
+        values,
+        [None if x is None else numpy_of(x) for x in grads],
+        forward.counts(),
+        backward.counts(),
+        (forward.bytes(), backward.bytes()),
+    )
+
+
+def local(x: Any) -> Any:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def leaves(rank: int, group: Any, call: Routed, options: dict[str, Any]) -> list[Any]:
+    """The head's parameters on this rank."""
+    p = call.problem
+    axis = vocab_axis(p.options)
+    if call.route == "tokens_parallel":
+        start = sum(call.rows[:rank])
+        mine = range(start, start + call.rows[rank])
+        options |= {"vocab_parallel": group, "tokens_parallel": group}
+        bias = None if p.bias is None else p.bias[start : start + len(mine)]
+        cut = [on_torch(np.take(p.weight, mine, axis=axis)), on_torch(bias)]
+        return [None if x is None else x.clone().requires_grad_() for x in cut]
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    weight, bias = on_torch(p.weight), on_torch(p.bias)
+    head = torch.nn.Linear(*weight.shape[::-1], bias=bias is not None, dtype=weight.dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(bias)
+    fully_shard(head, mesh=DeviceMesh.from_group(group, "cpu"))
+    head.set_gradient_divide_factor(1.0)
+    options |= {"gather": call.route}
+    return [head.weight, head.bias]
+
+
+def merged(call: Routed, parts: list[Routes]) -> dict[str, Any]:
+    """Of all ranks: sums, what is per token one after the other, and the head's gradients."""
+    found: dict[str, Any] = {}
+    for name in parts[0].values:
+        every = [part.values[name] for part in parts]
+        if name == "denominator" or every[0] is None:
+            continue
+        found[name] = np.concatenate(every) if np.ndim(every[0]) else sum(every)
+    axes = (0, vocab_axis(call.problem.options), 0)
+    for name, axis, every in zip(GRADIENTS, axes, zip(*(x.gradients for x in parts)), strict=True):
+        found[name] = None if every[0] is None else np.concatenate(every, axis=axis)
+    return found

@@ -1,0 +1,108 @@
+"""Tokens that are spread over the ranks that share a head: `tokens_parallel`, and the routes of
+`gather=`, with every option, against the oracle of all tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.ranks import launch
+from helpers.vocab_shards import CASES, PLAIN, held
+from xentlib.contract import check, failures
+from xentlib.parity.backends import run, run_logprobs
+from xentlib.parity.problem import Case, build, upstream_of
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+from helpers.routed import Routed, Routes, merged, on_ranks  # noqa: E402
+
+# Tokens of each rank, a part of 61 or of fewer; rows of a head of 157 classes.
+SPLITS = {
+    2: ((40, 21), (79, 78)),
+    3: ((61, 0, 0), (53, 104, 0)),
+    4: ((9, 0, 35, 17), (40, 39, 39, 39)),
+}
+ROUTES = ("tokens_parallel", "hidden", "stream")
+FUNCTIONS = ("chunked_nll", "chunked_logprobs")
+# float16 has an exponent of its own on each rank, unless its factors are gathered first.
+HALF = replace(PLAIN, id="fp16", dtype="float16")
+
+
+def spread(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The same shares of another number of tokens."""
+    ends = np.minimum(np.cumsum(tokens), count)
+    return tuple(int(x) for x in np.diff([0, *ends[:-1], count]))
+
+
+def calls_of(case: Case, function: str) -> dict[tuple[Any, ...], Routed]:
+    problem = build(case, 7)
+    options = {k: v for k, v in problem.options.items() if k != "reduction"}
+    problem = problem.changed(options=options)
+    divisor = float(run("torch", problem, gradient=False).weight_sum) or 1.0
+    upstream = upstream_of(problem, 5) if function == "chunked_logprobs" else None
+    found = {}
+    for world, (tokens, rows) in SPLITS.items():
+        for route in ROUTES:
+            if route != "tokens_parallel" and case.layout == "HV":
+                continue
+            for chunk_bytes in (None, 5000):
+                own = spread(tokens, len(problem.labels))
+                key = (case.id, function, world, route, chunk_bytes)
+                found[key] = Routed(
+                    route, function, problem, own, rows, divisor, upstream, chunk_bytes
+                )
+    return found
+
+
+CALLS = {
+    key: call
+    for case in (*CASES, HALF)
+    for function in FUNCTIONS
+    for key, call in calls_of(case, function).items()
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[tuple[Any, ...], list[Routes]]:
+    """Every call: one start of four ranks."""
+    ranks = launch(4, on_ranks, list(CALLS.values()))
+    return {
+        key: [found for found in every if found is not None]
+        for key, every in zip(CALLS, zip(*ranks, strict=True), strict=True)
+    }
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 5000])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("world", SPLITS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("case", [*CASES, HALF], ids=lambda case: case.id)
+def test_routes_give_the_dense_answer(
+    results: Any, case: Case, function: str, world: int, route: str, chunk_bytes: int | None
+) -> None:
+    """A2 to A7, A13: of tokens and rows in any shares, a rank with none of either included."""
+    key = (case.id, function, world, route, chunk_bytes)
+    if key not in results:
+        pytest.skip("a wrapper shards [V, H] alone")
+    call, low = CALLS[key], case.dtype in ("bfloat16", "float16")
+    rounding = {"dz_dtype": case.dtype if low else "float64"}
+    problem = call.problem
+    if function == "chunked_nll":
+        dense: Any = run("torch", problem)
+        reference: Any = problem.reference(**rounding)
+    else:
+        dense = run_logprobs("torch", problem, call.upstream)
+        reference = problem.per_token_reference(call.upstream, **rounding)
+    got = merged(call, results[key])
+    for name in dense._fields:
+        if name == "weight_sum":  # of parts, which need not add up to the bits of the whole
+            assert not failures(
+                check("A2", got[name], dense.weight_sum, magnitude=dense.weight_sum)
+            )
+            continue
+        dtype = case.dtype
+        held(name, got[name], getattr(dense, name), reference, low=low, world=world, dtype=dtype)
