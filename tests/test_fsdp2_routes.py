@@ -41,6 +41,8 @@ HELD = {
     "three micro-batches": replace(HIDDEN, steps=3),
     "divided by 1": replace(HIDDEN, divide=1.0),
     "offload": replace(HIDDEN, policy="offload"),
+    "NLLHead": replace(HIDDEN, road="NLLHead.loss", model=("bias",)),
+    "NLLHead, per token": replace(HIDDEN, road="NLLHead.loss", function="chunked_logprobs"),
     "root": replace(HIDDEN, own=False, wrap=PIECES),
     "root, tied": replace(HIDDEN, own=False, model=("tied",), wrap=PIECES),
     "replicas": replace(HIDDEN, mesh="replicas", world=4, model=("bias",)),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.checks.shards import check_agreement
+from xentlib.checks.tokens import check_labels_elsewhere
 from xentlib.plan import VocabShard, stream_rows
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes
@@ -27,9 +28,9 @@ from xentlib.torch.core.kernels import Asked, RestStats
 from xentlib.torch.core.softmax import TokenStats, joined, token_stats
 from xentlib.torch.core.spread import DTYPES, Sending
 from xentlib.torch.core.stats import StatSums, add_chunk, all_stats, labelled_at
-from xentlib.torch.core.tokens import select_tokens
+from xentlib.torch.core.tokens import check_labels, select_tokens
 from xentlib.torch.core.walk import Walk
-from xentlib.torch.ranks import gather_into, group_named, scatter_into
+from xentlib.torch.ranks import free_to_read, gather_into, group_named, scatter_into
 
 __all__ = ["StreamSums", "Streamed", "stats_of", "sums_of", "walk_of"]
 
@@ -64,9 +65,11 @@ class Streamed:
         self.compute_dtype, self.gemm_dtype = call.compute_dtype, call.gemm_dtype
         self.like: dict[str, Any] = {"dtype": call.compute_dtype, "device": device}
         self.hidden_size = call.hidden.shape[1]
-        self.own = self.tokens = select_tokens(
-            call.labels, call.where, call.ignore_index, self.vocab_size, None, device
+        shard = VocabShard(0, self.vocab_size, self.vocab_size)
+        tokens = select_tokens(
+            call.labels, call.where, call.ignore_index, self.vocab_size, shard, device
         )
+        self.own = self.tokens = tokens._replace(labels=tokens.targets, owned=None)
         self.rows_each = -(-self.vocab_size // self.ranks)  # of every rank, but for the last ones
         budget = chunk_bytes(call.chunk_bytes, device)
         self.block = stream_rows(self.rows_each, self.hidden_size, self.ranks, budget)
@@ -91,11 +94,14 @@ class Streamed:
         kind = 10 * DTYPES.index(call.compute_dtype) + DTYPES.index(call.gemm_dtype)
         wanted = sum(2**k * bool(need) for k, need in enumerate(needs) if k)
         wanted += 8 * any(needs)
-        said = [self.block, self.hidden_size, kind, wanted]
+        bad = bool(self.own.bad.any()) if free_to_read(self.own.bad) else False
+        said = [bad, self.block, self.hidden_size, kind, wanted]
         ours = torch.tensor(said, dtype=torch.int64, device=call.hidden.device)
         all_RS = ours.new_empty(self.ranks, len(said))
         gather_into(all_RS.view(-1), ours, group=self.group)
-        columns = all_RS.T.tolist()
+        bad_R, *columns = all_RS.T.tolist()
+        check_labels(call.labels, self.own.bad, call.ignore_index, self.vocab_size)
+        check_labels_elsewhere([rank for rank, found in enumerate(bad_R) if found])
         check_agreement([name for name, x in zip(ALIKE, columns, strict=True) if len(set(x)) > 1])
 
     def _whole_bias(self, bias: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from xentlib.checks.operand import Operand
@@ -12,6 +13,7 @@ __all__ = [
     "check_divisor",
     "check_ignore_index",
     "check_label_range",
+    "check_labels_elsewhere",
     "check_narrowed",
     "check_tokens",
 ]
@@ -74,6 +76,15 @@ def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None
         f"`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); "
         f"got {offender}. Mask that token with `where`, or set its label to `ignore_index`."
     )
+
+
+def check_labels_elsewhere(ranks: Sequence[int]) -> None:
+    """Raise, on every rank, for a label outside the vocabulary on some; they would wait for it."""
+    if ranks:
+        raise ValueError(
+            f"`labels` must be classes or `ignore_index` on every rank that shares the head; got "
+            f"others on rank {', '.join(map(str, ranks))} of its group, which says which."
+        )
 
 
 def check_narrowed(name: str, value: int, dtype: str) -> NoReturn:

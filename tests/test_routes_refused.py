@@ -1,0 +1,190 @@
+"""Routes to a sharded head, called wrongly: one sentence on every rank, and nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from helpers.ranks import launch
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+V, H, N = 22, 8, 12
+
+
+def own_rows(rank: int, world: int, group: Any, hidden: Any, labels: Any, **more: Any) -> Any:
+    """A call of `tokens_parallel` with this rank's rows."""
+    from xentlib.torch import chunked_nll
+
+    torch.manual_seed(1)
+    rows = torch.randn(V, hidden.shape[-1]).chunk(world)[rank].requires_grad_()
+    more = {"vocab_parallel": group, "tokens_parallel": group, **more}
+    return chunked_nll(hidden, rows, labels, **more)
+
+
+def tokens_of(rank: int, width: int = H) -> tuple[Any, Any]:
+    torch.manual_seed(rank)
+    return torch.randn(N, width, requires_grad=True), torch.randint(V, (N,))
+
+
+def fsdp_head(how: dict[str, Any] | None = None, **options: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    from xentlib.torch import NLLHead
+
+    torch.manual_seed(2)
+    head = NLLHead(H, V, bias=False, **options)
+    fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (2,)), **(how or {}))
+    return head
+
+
+def routed(head: Any, rank: int, gather: Any, **more: Any) -> Any:
+    from xentlib.torch import chunked_nll
+
+    hidden, labels = tokens_of(rank)
+    return chunked_nll(hidden, head.weight, labels, gather=gather, **more)
+
+
+def differing_upstream(rank: int, group: Any) -> Any:
+    out = own_rows(rank, 2, group, *tokens_of(rank))
+    return (out.loss * (rank + 1)).backward()
+
+
+def bad_label(rank: int, gather: str) -> Any:
+    hidden, labels = tokens_of(rank)
+    labels[3] = V if rank == 1 else labels[3]
+    from xentlib.torch import chunked_nll
+
+    return chunked_nll(hidden, fsdp_head().weight, labels, gather=gather)
+
+
+def kept_whole(rank: int) -> Any:
+    head = fsdp_head({"reshard_after_forward": False})
+    weight = head.weight
+    head(torch.randn(2, H))
+    from xentlib.torch import chunked_nll
+
+    hidden, labels = tokens_of(rank)
+    return chunked_nll(hidden, weight, labels, gather="hidden")
+
+
+def hooked(rank: int) -> Any:
+    head = fsdp_head()
+    head.set_all_reduce_hook(lambda x: None)
+    return routed(head, rank, "hidden")
+
+
+def plain(rank: int, gather: str) -> Any:
+    from xentlib.torch import chunked_nll
+
+    hidden, labels = tokens_of(rank)
+    return chunked_nll(hidden, torch.randn(V, H), labels, gather=gather)
+
+
+def one_rank_trains(rank: int, group: Any, what: str) -> Any:
+    hidden, labels = tokens_of(rank)
+    from xentlib.torch import chunked_nll
+
+    torch.manual_seed(1)
+    rows = torch.randn(V, H).chunk(2)[rank].requires_grad_(what != "head" or rank == 0)
+    hidden = hidden.detach().requires_grad_(what != "hidden" or rank == 0)
+    return chunked_nll(hidden, rows, labels, vocab_parallel=group, tokens_parallel=group)
+
+
+def on_rank(rank: int, world: int) -> dict[str, str]:
+    group = torch.distributed.group.WORLD
+    alone = [torch.distributed.new_group([k]) for k in range(world)][rank]
+    calls: dict[str, Callable[[], Any]] = {
+        "other ranks": lambda: own_rows(
+            rank, world, group, *tokens_of(rank), tokens_parallel=alone
+        ),
+        "alone": lambda: own_rows(rank, world, None, *tokens_of(rank), tokens_parallel=group),
+        "unreduced": lambda: own_rows(
+            rank, world, group, *tokens_of(rank), reduce_hidden_grad=False
+        ),
+        "budget": lambda: own_rows(
+            rank, world, group, *tokens_of(rank), max_chunk_bytes=1000 + rank
+        ),
+        "width": lambda: own_rows(rank, world, group, *tokens_of(rank, H + rank)),
+        "dtype": lambda: own_rows(
+            rank, world, group, *tokens_of(rank), compute_dtype="float64" if rank else None
+        ),
+        "ignore_index": lambda: own_rows(rank, world, group, *tokens_of(rank), ignore_index=-rank),
+        "outputs": lambda: own_rows(
+            rank, world, group, *tokens_of(rank), outputs=("entropy",) if rank else ()
+        ),
+        "smoothing": lambda: own_rows(
+            rank, world, group, *tokens_of(rank), label_smoothing=rank / 10
+        ),
+        "upstream": lambda: differing_upstream(rank, group),
+        "a frozen head": lambda: one_rank_trains(rank, group, "head"),
+        "a frozen trunk": lambda: one_rank_trains(rank, group, "hidden"),
+        "hidden, label": lambda: bad_label(rank, "hidden"),
+        "stream, label": lambda: bad_label(rank, "stream"),
+        "stream, budget": lambda: routed(
+            fsdp_head(), rank, "stream", max_chunk_bytes=64 + 64 * rank
+        ),
+        "misspelt": lambda: plain(rank, "hiden"),
+        "plain": lambda: plain(rank, "hidden"),
+        "count": lambda: routed(fsdp_head(), rank, "hidden", tokens_per_rank=12),
+        "no count": lambda: routed(fsdp_head(), rank, "auto"),
+        "count of words": lambda: routed(fsdp_head(), rank, "auto", tokens_per_rank=0),
+        "shards too": lambda: routed(fsdp_head(), rank, "hidden", vocab_parallel=group),
+        "layout": lambda: routed(fsdp_head(), rank, "hidden", weight_layout="HV"),
+        "kept whole": lambda: kept_whole(rank),
+        "hooked": lambda: hooked(rank),
+        "the module's call": lambda: fsdp_head(gather="hidden")(*tokens_of(rank)),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = "nothing"
+        except (ValueError, TypeError) as error:
+            said[name] = str(error)
+    return said
+
+
+SAME = "must be the same on every rank of `vocab_parallel`"
+SAID = {
+    "other ranks": "`tokens_parallel` must hold the ranks of `vocab_parallel`, [0, 1]; got [",
+    "alone": "`tokens_parallel` must come with `vocab_parallel`, of the same ranks; got it alone",
+    "unreduced": "`reduce_hidden_grad` must be True with `tokens_parallel`",
+    "budget": f"`max_chunk_bytes` {SAME}",
+    "width": f"`the width of hidden` {SAME}",
+    "dtype": f"`the dtype of hidden` {SAME}",
+    "ignore_index": f"`ignore_index` {SAME}",
+    "outputs": f"`outputs` {SAME}",
+    "smoothing": f"`label_smoothing` {SAME}",
+    "upstream": "the gradient of `loss` must be the same on every rank of `tokens_parallel`",
+    "a frozen head": "`weight` and `bias` must require grad on every rank of `vocab_parallel`",
+    "a frozen trunk": "`hidden` must require grad on every rank of `vocab_parallel`, or on none",
+    "hidden, label": f"`labels` must lie in [0, {V})",
+    "stream, label": "`labels` must ",
+    "stream, budget": f"`max_chunk_bytes` {SAME}",
+    "misspelt": "`gather` must be one of 'head', 'hidden', 'stream', 'auto'; got 'hiden'",
+    "plain": "`gather` must be 'head' for a head that is whole on this rank",
+    "count": "`tokens_per_rank` must be given with `gather='auto'`, and with nothing else",
+    "no count": "`tokens_per_rank` must be given with `gather='auto'`, and with nothing else",
+    "count of words": "`tokens_per_rank` must be a positive integer or None; got 0",
+    "shards too": "`gather` must be 'head' with `vocab_parallel`",
+    "layout": "`gather` must be 'head' unless `fully_shard` alone shards `weight`",
+    "kept whole": "`gather` must be 'head' for a head whose FSDP group is whole already",
+    "hooked": "`gather` must be 'head' where FSDP2 reduces in a way of the user's own",
+    "the module's call": "`gather` must be 'head' in a call of NLLHead",
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> list[dict[str, str]]:
+    return launch(2, on_rank)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_wrong_call_says_so_on_every_rank(said: Any, name: str) -> None:
+    """D7: before a collective that the other ranks would wait in."""
+    for found in said:
+        assert found[name].startswith(SAID[name]), found[name]
