@@ -59,16 +59,18 @@ def shard_of(sizes: tuple[int, ...], rank: int, vocab_size: int | None = None) -
 
 
 def stream_rows(rows: int, hidden_size: int, ranks: int, budget: int) -> int:
-    """Rows of each rank in a block of a head that passes by: the float32 sum of a block's d weight
-    fits a budget of bytes, and blocks are of one size, as nearly as can be.
+    """Rows of each rank in a block of a head that passes by, in blocks of one size, as nearly as can
+    be. Beside a chunk of logits there are up to eight arrays of a block: two that travel, one that
+    is multiplied, the sum of its d weight, one that leaves, and copies of them. Together they fit
+    the budget of the chunk.
 
     Args:
         rows: of every rank, ceil(V / ranks).
         hidden_size: H.
         ranks: that share the head.
-        budget: bytes of [ranks * rows of a block, H] in float32.
+        budget: bytes of a chunk's logits.
     """
-    most = max(1, min(rows, budget // (4 * max(1, ranks * hidden_size))))
+    most = max(1, min(rows, budget // (8 * 4 * max(1, ranks * hidden_size))))
     blocks = max(1, -(-rows // most))
     return max(1, -(-rows // blocks))
 
