@@ -73,7 +73,7 @@ HELD = {
     ),
     "four ranks, per token": Sharded(world=4, function="chunked_logprobs", budget=(2, 1)),
     "four ranks, root, tied": Sharded(world=4, own=False, model=("tied",)),
-    "four ranks, NLLHead": Sharded(world=4, road="NLLHead"),
+    "four ranks, NLLHead": Sharded(world=4, road="NLLHead", budget=(1, 1)),
     "vocabulary over ranks": Sharded(mesh="shards, tp", world=4, model=("bias",), budget=(1, 1)),
     "vocabulary over ranks, per token": Sharded(
         mesh="shards, tp", world=4, function="chunked_logprobs", budget=(2, 1)
@@ -85,10 +85,12 @@ HELD = {
         function="chunked_logprobs",
         budget=(1, 1),
     ),
-    "vocabulary over ranks, NLLHead": Sharded(mesh="shards, tp", world=4, road="NLLHead"),
+    "vocabulary over ranks, NLLHead": Sharded(
+        mesh="shards, tp", world=4, road="NLLHead", budget=(1, 1)
+    ),
     "offload": Sharded(policy="offload", budget=(1, 1)),
     "offload, root, per token": Sharded(policy="offload", own=False, function="chunked_logprobs"),
-    "own, NLLHead": Sharded(road="NLLHead", model=("bias",), budget=(2, 1)),
+    "own, NLLHead": Sharded(road="NLLHead", model=("bias",), budget=(1, 1)),
     "own, NLLHead, per token": Sharded(
         road="NLLHead", function="chunked_logprobs", chunk=8, budget=(2, 1)
     ),
@@ -116,7 +118,7 @@ HELD = {
         model=("tied", "bias"),
         wrap=(("reshard_after_forward", True),),
     ),
-    "replicas, NLLHead": Sharded(mesh="replicas", world=4, road="NLLHead"),
+    "replicas, NLLHead": Sharded(mesh="replicas", world=4, road="NLLHead", budget=(1, 1)),
 }
 # Against what each rank computes for itself: to the bit, but for bf16 in the trunk.
 EXACT = {

@@ -22,6 +22,8 @@ from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.describe import describe
 from xentlib.torch.public import chunked_logprobs, chunked_nll
+from xentlib.torch.shards import is_dtensor
+from xentlib.torch.wrappers import fsdp2
 
 __all__ = ["NLLHead"]
 
@@ -39,7 +41,9 @@ class NLLHead(nn.Linear):
 
     Parameters and their names are `nn.Linear`'s, so that a `state_dict`, tied embeddings and
     initialisation stay what they are. As the call is the module's own forward, the hooks of any
-    wrapper gather the head and reduce its gradient (DDP, FSDP1, FSDP2, DeepSpeed).
+    wrapper gather the head and reduce its gradient (DDP, FSDP1, FSDP2, DeepSpeed). Under a
+    `fully_shard` of its own it is not gathered again for the backward of the loss, which needs none
+    of its values, unless hooks of your own are on the module.
 
     Args:
         in_features: H.
@@ -56,8 +60,9 @@ class NLLHead(nn.Linear):
             on the first argument alone.
 
     Numerics: those of the function; logits are `torch.nn.functional.linear`'s, to which no option
-    applies. FSDP2 with `cast_forward_inputs` (the default where `param_dtype` is set) casts every
-    floating tensor that is passed in, so that a 16-bit `denominator` is refused: pass a number.
+    applies. In a group of other modules FSDP2 with `cast_forward_inputs` (the default where
+    `param_dtype` is set) casts every floating tensor that is passed in, so that a 16-bit
+    `denominator` is refused: pass a number.
     """
 
     multiplies = True  # as a head that is passed on: its weight and bias, and nothing else
@@ -106,6 +111,16 @@ class NLLHead(nn.Linear):
             head.register_parameter(name, linear._parameters[name])
         head._settle(per_token, options)
         return head.train(linear.training)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        # On what a module returns FSDP2 hooks a gather for its backward, to which a loss whose
+        # gradients exist has no use. Given the sharded parameter the function calls this module
+        # without labels, for the hooks that gather and reduce, and keeps its result from the other.
+        labels = named.get("labels", given[1] if len(given) > 1 else None)
+        weight = self._parameters.get("weight")  # not the attribute, which DeepSpeed gathers
+        if labels is not None and is_dtensor(weight) and fsdp2.keeps_alone(self, weight, HOOKS):
+            return self.forward(*given, **named)
+        return super().__call__(*given, **named)
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, labels: Tensor | None = None, **options: Any

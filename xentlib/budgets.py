@@ -40,6 +40,10 @@ BUDGETS = {
     "DDP": Budget(theirs=("all_reduce",)),
     "FSDP2": Budget(GATHER, SCATTER),
     "FSDP2, recompute": Budget(GATHER, GATHER | SCATTER),
+    # The module's own forward, whose result FSDP2's hooks would gather the head for once more.
+    "FSDP2, NLLHead": Budget(GATHER, SCATTER),
+    # `last_block.set_modules_to_forward_prefetch([head])`: the trunk's forward holds the gather.
+    "FSDP2, prefetched": Budget(backward=SCATTER),
     "FSDP2, replicas": Budget(GATHER, SCATTER | REDUCE),
     "ZeRO-3": Budget(GATHER, theirs=REDUCTIONS),
     "ZeRO-3, recompute": Budget(GATHER, GATHER, theirs=REDUCTIONS),

@@ -123,6 +123,8 @@ def _kept(budget: str) -> tuple[Any, Any, dict[str, Any]]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from xentlib.torch import NLLHead
+
     kind = budget.removesuffix(", recompute")
     if kind == "vocabulary shard":
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -136,14 +138,18 @@ def _kept(budget: str) -> tuple[Any, Any, dict[str, Any]]:
         return torch.nn.parallel.DistributedDataParallel(net), net.head, {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     more = {}
-    if kind == "FSDP2":
+    if kind in ("FSDP2", "FSDP2, NLLHead", "FSDP2, prefetched"):
         mesh = init_device_mesh("cpu", (WORLD,))
     elif kind == "FSDP2, vocabulary shard":
         mesh, tp = mesh["a"], mesh["b"]
         piece = distribute_tensor(net.head.weight.data, tp, [Shard(0)])
         net.head.weight = torch.nn.Parameter(piece)
         more = {"vocab_parallel": tp}
+    if kind == "FSDP2, NLLHead":
+        net.head = NLLHead.from_linear(net.head)
     fully_shard(net.head, mesh=mesh, reshard_after_forward=True)
+    if kind == "FSDP2, prefetched":
+        fully_shard(net, mesh=mesh).set_modules_to_forward_prefetch([net.head])
     return net, net.head, more
 
 
@@ -159,7 +165,8 @@ def _counted(
 
     import xentlib.torch as ours
 
-    function = getattr(ours, count.function)
+    is_function = isinstance(head, ours.NLLHead)
+    function = head if is_function else getattr(ours, count.function)
     tokens = torch.arange(N)
     labels = torch.where(tokens < count.valid[rank], tokens % V, -100)
     budget = -(-N // count.chunks) * V * 4
@@ -168,7 +175,8 @@ def _counted(
     for _ in range(2):
         hidden = net(torch.randn(N, H, requires_grad=True))
         with ours.count_collectives() as forward:
-            out = function(hidden, head.weight, labels, max_chunk_bytes=budget, **more)
+            weight = () if is_function else (head.weight,)
+            out = function(hidden, *weight, labels, max_chunk_bytes=budget, **more)
             loss = out[0].sum()
         with ours.count_collectives() as after:
             loss.backward() if backward is None else backward(loss)

@@ -28,6 +28,8 @@ HEADS: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
         "DDP": UNEVEN,
         "FSDP2": UNEVEN,
         "FSDP2, recompute": UNEVEN,
+        "FSDP2, NLLHead": UNEVEN,
+        "FSDP2, prefetched": UNEVEN,
         "FSDP2, replicas": UNEVEN,
         "FSDP2, vocabulary shard": PAIRS,
         "vocabulary shard": SHARED,
