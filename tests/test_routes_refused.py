@@ -125,7 +125,7 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
         "hidden, label": lambda: bad_label(rank, "hidden"),
         "stream, label": lambda: bad_label(rank, "stream"),
         "stream, budget": lambda: routed(
-            fsdp_head(), rank, "stream", max_chunk_bytes=64 + 64 * rank
+            fsdp_head(), rank, "stream", max_chunk_bytes=1024 + 1024 * rank
         ),
         "misspelt": lambda: plain(rank, "hiden"),
         "plain": lambda: plain(rank, "hidden"),
@@ -136,7 +136,6 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
         "layout": lambda: routed(fsdp_head(), rank, "hidden", weight_layout="HV"),
         "kept whole": lambda: kept_whole(rank),
         "hooked": lambda: hooked(rank),
-        "the module's call": lambda: fsdp_head(gather="hidden")(*tokens_of(rank)),
     }
     said = {}
     for name, call in calls.items():
@@ -174,7 +173,6 @@ SAID = {
     "layout": "`gather` must be 'head' unless `fully_shard` alone shards `weight`",
     "kept whole": "`gather` must be 'head' for a head whose FSDP group is whole already",
     "hooked": "`gather` must be 'head' where FSDP2 reduces in a way of the user's own",
-    "the module's call": "`gather` must be 'head' in a call of NLLHead",
 }
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from xentlib.checks.module import (
-    check_call_gathers,
     check_denominator_dtype,
     check_head_options,
     check_linear,
@@ -36,8 +35,6 @@ class NLLHead(nn.Linear):
         model.lm_head = NLLHead.from_linear(model.lm_head)
         loss = model.lm_head(hidden, labels).loss        # chunked_nll
         logits = model.lm_head(hidden)                   # nn.Linear
-
-        loss = model.lm_head.loss(hidden, labels, gather="hidden").loss   # FSDP2 leaves it sharded
 
     Parameters and their names are `nn.Linear`'s, so that a `state_dict`, tied embeddings and
     initialisation stay what they are. As the call is the module's own forward, the hooks of any
@@ -130,21 +127,7 @@ class NLLHead(nn.Linear):
             check_head_options(options, [])
             return nn.functional.linear(hidden, self.weight, self.bias)
         options = {**self.options, **options}
-        check_call_gathers(options.get("gather", "head"))
         check_denominator_dtype(describe(options.get("denominator")))
-        return self._called(hidden, labels, options)
-
-    def loss(
-        self, hidden: Tensor, labels: Tensor, **options: Any
-    ) -> NLLOutput[Tensor] | LogprobOutput[Tensor]:
-        """What a call with labels returns, without being one: no hook of a wrapper sees it, so that
-        with `gather="hidden"` or `"stream"` FSDP2 leaves the head sharded. It is under a
-        `fully_shard` of its own."""
-        return self._called(hidden, labels, {**self.options, **options})
-
-    def _called(
-        self, hidden: Tensor, labels: Tensor, options: dict[str, Any]
-    ) -> NLLOutput[Tensor] | LogprobOutput[Tensor]:
         function = chunked_logprobs if self.per_token else chunked_nll
         result: NLLOutput[Tensor] | LogprobOutput[Tensor] = function(
             hidden, self.weight, labels, bias=self.bias, **options

@@ -97,8 +97,6 @@ def loss_of(
     def result(hidden: Any) -> Any:
         if setup.road == "NLLHead":
             return head(hidden, labels, **more)
-        if setup.road == "NLLHead.loss":
-            return head.loss(hidden, labels, **more)
         function = getattr(ours, setup.function)
         if setup.road == "gather_head":
             with ours.gather_head(head.weight, head.bias) as (weight, bias):
@@ -131,7 +129,7 @@ def loss_of(
 
 def model_of(setup: Setup) -> Model:
     model = Model(**dict.fromkeys(setup.model, True))
-    if setup.road in ("NLLHead", "NLLHead.loss"):
+    if setup.road == "NLLHead":
         per_token = setup.function == "chunked_logprobs"
         model.head = NLLHead.from_linear(model.head, per_token=per_token)
     if setup.frozen:

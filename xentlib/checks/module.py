@@ -9,7 +9,6 @@ from xentlib.checks.operand import Operand, Scalar
 
 __all__ = [
     "check_beside_module",
-    "check_call_gathers",
     "check_denominator_dtype",
     "check_head_options",
     "check_kept_option",
@@ -85,15 +84,6 @@ def refuse_module(came: str, way: str) -> NoReturn:
         f"`weight` must be a head, or a module that multiplies with one and does nothing else; got "
         f"{came}. {way}"
     )
-
-
-def check_call_gathers(gather: object) -> None:
-    """Refuse a route for a call whose hooks gather the head before it begins."""
-    if gather != "head":
-        raise ValueError(
-            f"`gather` must be 'head' in a call of NLLHead, before which a wrapper gathers it; got "
-            f"{gather!r}. Call `head.loss(hidden, labels)`, which no hook sees."
-        )
 
 
 def check_head_options(options: Collection[str], known: Collection[str]) -> None:
