@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_reduced
 from xentlib.checks.operand import plain
+from xentlib.checks.route import check_own_tokens, check_route_here
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.describe import as_array, describe, is_array, need_x64, only_arrays
-from xentlib.jax.head import Placement, Spread, placed
+from xentlib.jax.head import Placement, Spread, axes_of, placed
 from xentlib.jax.heads import head_of, unwrapped
-from xentlib.jax.ranks import Axis, axis_for, axis_of
+from xentlib.jax.ranks import Axis, axis_for, axis_of, varies_over
 from xentlib.plan import default_chunk_bytes
 
 __all__ = [
@@ -47,6 +48,8 @@ class Options(NamedTuple):
     transposed: bool = False
     axis: Axis | None = None
     spread: Spread | None = None
+    # Mesh axes whose devices have tokens of their own, all of which meet each device's rows.
+    gathered: tuple[Any, ...] = ()
 
 
 class Constants(NamedTuple):
@@ -99,7 +102,7 @@ def bind(given: Arguments, place: Placement | None = None) -> Bound:
     hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
     check_reduced(given.reduce_hidden_grad)
     if place is None:
-        place = placed(given.vocab_parallel, hidden, weight, bias, given.weight_layout)
+        place = placed(given)
     axis = place.axis if place else axis_of(given.vocab_parallel, weight, bias, given.weight_layout)
     problem = check_head(
         Arguments(*map(describe, given)),
@@ -107,6 +110,10 @@ def bind(given: Arguments, place: Placement | None = None) -> Bound:
         classes=None if axis is None else axis.vocab_size,
     )
     vocab_size = problem.vocab_size if axis is None else axis.vocab_size
+    gathered = place.gathered if place else axes_of(given.tokens_parallel)
+    check_route_here(given, placed=place is not None)
+    if given.tokens_parallel is not None:
+        check_own_tokens(varies_over(hidden, given.tokens_parallel), given.tokens_parallel)
     check_values(given, vocab_size)
     need_x64(problem.compute_dtype)
     compute = problem.compute_dtype
@@ -138,6 +145,7 @@ def bind(given: Arguments, place: Placement | None = None) -> Bound:
         transposed=given.weight_layout == "HV",
         axis=axis,
         spread=place.spread if place else None,
+        gathered=gathered,
     )
     arrays = Arrays(
         jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels), array(bias), constants

@@ -61,8 +61,7 @@ def given_backward(
         dz_TV, dz_y_T, _ = walk.kernels.dz(chunk.block, terms_T.kept_lse, dz)
         own_TV = lax.broadcasted_iota(jnp.int32, dz_TV.shape, 1) == chunk.block.y_T1
         dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), logits.dtype.name)
-        rows_T = jnp.where(chunk.block.valid_T, chunk.rows_T, logits.shape[0])
-        return d_logits.at[rows_T].set(as_bits(dz_TV), mode="drop")
+        return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")
 
     d_logits = over_chunks(walk, body, as_bits(jnp.zeros_like(logits)), terms_M)
     return as_primal(from_bits(d_logits, logits), logits)

@@ -12,6 +12,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from xentlib.call import Arguments
+from xentlib.checks.route import check_rows_stay
 from xentlib.checks.shards import check_shards
 from xentlib.jax.ranks import Axis
 from xentlib.plan import PaddedVocab
@@ -50,6 +52,7 @@ class Placement(NamedTuple):
     bias: P
     axis: Axis | None
     spread: Spread
+    gathered: Axes = ()  # of the axes that spread tokens, those whose devices send them each other
 
 
 def axes_of(entry: Any) -> Axes:
@@ -57,15 +60,16 @@ def axes_of(entry: Any) -> Axes:
     return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def placed(parallel: Any, hidden: Any, weight: Any, bias: Any, layout: str) -> Placement | None:
+def placed(given: Arguments) -> Placement | None:
     """By the arrays' types, on a mesh with Explicit axes."""
-    specs = [explicit(x) for x in (hidden, weight, bias)]
+    hidden, weight = given.hidden, given.weight
+    specs = [explicit(x) for x in (hidden, weight, given.bias)]
     meshes = [found[0] for found in specs if found]
     if not meshes or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
         return None
     tokens, head, own = (found[1] if found else P() for found in specs)
     tokens = P(*tokens[: jnp.ndim(hidden) - 1])
-    return place(meshes[0], tokens, head, own, jnp.shape(weight), layout, parallel)
+    return place(meshes[0], tokens, head, own, given)
 
 
 def explicit(x: Any) -> tuple[Any, P] | None:
@@ -77,19 +81,22 @@ def explicit(x: Any) -> tuple[Any, P] | None:
     return (found.mesh, found.spec) if named else None
 
 
-def place(
-    mesh: Any, tokens: P, weight: P, bias: P, shape: tuple[int, ...], layout: str, parallel: Any
-) -> Placement:
+def place(mesh: Any, tokens: P, weight: P, bias: P, given: Arguments) -> Placement:
     """Axes of the vocabulary that spread no tokens, the leading ones, stay spread; shards over
-    token axes are gathered by us, over others by the compiler before the call.
+    token axes are gathered by us, over others by the compiler before the call. With
+    `gather="hidden"` all axes of the vocabulary stay spread, and tokens are gathered over theirs.
 
-    `parallel` names the axes that stay spread, or None.
+    `vocab_parallel` names the axes that stay spread, or None.
     """
+    layout, parallel, stay = given.weight_layout, given.vocab_parallel, given.gather == "hidden"
+    shape = jnp.shape(given.weight)
     name, classes = parallel if isinstance(parallel, PaddedVocab) else (parallel, None)
     over = tuple(one for entry in tokens for one in axes_of(entry))
     entries = (*weight, None, None)[:2]
     v, h = map(axes_of, entries if layout == "VH" else entries[::-1])
-    if name is None:
+    if stay and v[: len(axes_of(name))] == axes_of(name):
+        kept = v
+    elif name is None:
         token_axes = [i for i, one in enumerate(v) if one in over]
         kept = v[: min(token_axes, default=len(v))]
     else:
@@ -101,6 +108,9 @@ def place(
 
     cut = (pieces(v, kept), pieces(h))
     own = pieces(axes_of((*bias, None)[0]), kept)
+    gathered = tuple(one for one in kept if one in over) if stay else ()
+    if stay:
+        check_rows_stay(over, kept, h)
     columns = shape[0 if layout == "VH" else 1]
     axis = None
     if kept:
@@ -111,9 +121,8 @@ def place(
     specs = ((*kept, *cut[0]) or None, cut[1] or None)
     if layout == "HV":
         cut, specs = cut[::-1], specs[::-1]
-    return Placement(
-        mesh, tokens, P(*specs), P((*kept, *own) or None), axis, Spread(over, cut, (own,))
-    )
+    spread = Spread(over, cut, (own,))
+    return Placement(mesh, tokens, P(*specs), P((*kept, *own) or None), axis, spread, gathered)
 
 
 def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from xentlib.call import Arguments
 from xentlib.jax.call import Arrays, Constants, Options, bind, flat
@@ -25,11 +24,20 @@ from xentlib.jax.core.gradients import (
 )
 from xentlib.jax.core.kernels import Asked, Coefficients
 from xentlib.jax.core.softmax import FLOOR, TokenStats, exp
-from xentlib.jax.core.stats import all_stats, stats_of
-from xentlib.jax.core.walk import Chunk, Walk, at_rows, over_chunks, scaled, unpack, walk_of
+from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
+from xentlib.jax.core.walk import (
+    Chunk,
+    Walk,
+    at_rows,
+    meet,
+    over_chunks,
+    scaled,
+    unpack,
+    walk_of,
+)
 from xentlib.jax.derivatives import Needs, primal_values, wanted
 from xentlib.jax.head import Placement, over_mesh, whole_rows
-from xentlib.jax.ranks import upstream_of
+from xentlib.jax.ranks import upstream_of, vary, varying
 from xentlib.logprobs import LogprobOutput
 
 __all__ = [
@@ -104,19 +112,22 @@ def forward_of(walk: Walk) -> tuple[LogprobOutput[Any], Residuals]:
     """Steps 2 to 5."""
     options, eps = walk.options, walk.options.label_smoothing
     asked = Asked(options.entropy, eps > 0)
+    own, (walk, _) = walk, meet(walk, ())
 
     def body(chunk: Chunk, packed_6M: jax.Array) -> jax.Array:
         # 3. to 5. Softmax without the target column, then the target
         z_y, rest, _ = walk.kernels.stats(chunk.block, asked)
         values = kept_values(stats_of(walk, chunk.rows_T, z_y, rest), eps)
-        return lax.dynamic_update_slice_in_dim(packed_6M, values, chunk.start, axis=1)
+        return put_rows(walk, chunk, packed_6M, values)
 
-    if options.axis is None:
-        packed_6M = jnp.zeros((6, walk.order.size), options.compute_dtype)
-        packed_6M = over_chunks(walk, body, packed_6M)
+    if options.axis is None or options.gathered:
+        packed_6M = jnp.zeros((6, own.order.size), options.compute_dtype)
+        if options.gathered:
+            packed_6M = vary(packed_6M, axes_of_stats(walk, varying(walk)))
+        packed_6M = over_chunks(walk, body, packed_6M, exchange=bool(options.gathered))
     else:
         packed_6M = kept_values(all_stats(walk, asked), eps)
-    return outputs_of(unpack(walk, packed_6M), options.entropy, options.output_dtype)
+    return outputs_of(unpack(own, packed_6M), options.entropy, options.output_dtype)
 
 
 def kept_values(stats: TokenStats, label_smoothing: float) -> jax.Array:
@@ -158,11 +169,12 @@ def logprobs_backward(
     walk = walk_of(options, hidden, weight, labels, bias, constants)
     given = clean_upstream(walk, upstream)
     sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
-    exponent = power_of_two(options.gemm_dtype, sizes.sum(axis=0))
+    exponent = power_of_two(options, sizes.sum(axis=0))
     if exponent is not None:
         given = jax.tree.map(lambda g: jnp.ldexp(g, exponent), given)
     given = jax.tree.map(partial(scaled, walk), given)
     terms_N = terms_of(kept, given, options.label_smoothing, walk.vocab_size)
+    own, (walk, terms_N) = walk, meet(walk, terms_N)
     terms_M = jax.tree.map(lambda x: jnp.pad(x[walk.order], (0, 1)), terms_N)
 
     def body(chunk: Chunk, gradients: Gradients) -> Gradients:
@@ -171,12 +183,13 @@ def logprobs_backward(
         dz = coefficients(terms_T)
         return add_gradients(walk, chunk, needs, gradients, terms_T.kept_lse, dz)
 
-    gradients = over_chunks(walk, body, zero_gradients(walk, needs), terms_M)
+    sums = vary(zero_gradients(walk, needs), varying(walk, terms_M))
+    gradients = over_chunks(walk, body, sums, terms_M, exchange=bool(options.gathered))
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
     gradients = own_columns(walk, gradients)
     primals = (hidden, weight, bias)
-    return round_gradients(gradients, walk.tokens.valid, primals, options.spread)
+    return round_gradients(gradients, own.tokens.valid, primals, options.spread)
 
 
 def clean_upstream(walk: Walk, upstream: Upstream) -> Upstream:
@@ -273,7 +286,8 @@ def upstream_in(options: Options, cotangent: LogprobOutput[Any]) -> Upstream | N
     gradients = (cotangent.logprobs, cotangent.entropy, cotangent.lse)
     unused = jax.custom_derivatives.SymbolicZero
     upstream = Upstream(*(None if isinstance(g, unused) else g for g in gradients))
-    return upstream_of(upstream, options.axis) if jax.tree.leaves(upstream) else None
+    axis = None if options.gathered else options.axis
+    return upstream_of(upstream, axis) if jax.tree.leaves(upstream) else None
 
 
 _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)

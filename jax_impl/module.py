@@ -69,7 +69,7 @@ def placement(given: Arguments, specs: tuple[P, P], tokens: Any, parallel: Any) 
     check_mesh_axes(named, list(types), len(spread), hidden.ndim - 1)
     if any(types[one] is AxisType.Manual for one in named):  # inside the user's own `shard_map`
         return None
-    return place(mesh, spread, *specs, kernel.shape, given.weight_layout, parallel)
+    return place(mesh, spread, *specs, given._replace(vocab_parallel=parallel))
 
 
 class NLLHead(nnx.Linear):

@@ -26,11 +26,12 @@ from xentlib.jax.core.gradients import (
 )
 from xentlib.jax.core.kernels import Asked, Coefficients
 from xentlib.jax.core.softmax import TokenStats
-from xentlib.jax.core.stats import all_stats, labelled_at, stats_of
+from xentlib.jax.core.stats import all_stats, axes_of_stats, labelled_at, put_rows, stats_of
 from xentlib.jax.core.walk import (
     Chunk,
     Walk,
     at_rows,
+    meet,
     only_chunk,
     over_chunks,
     scaled,
@@ -38,8 +39,8 @@ from xentlib.jax.core.walk import (
     walk_of,
 )
 from xentlib.jax.derivatives import Needs, primal_values, wanted
-from xentlib.jax.head import Placement, Spread, of_all_tokens, over_mesh, whole_rows
-from xentlib.jax.ranks import upstream_of, vary, varying
+from xentlib.jax.head import Placement, of_all_tokens, over_mesh, whole_rows
+from xentlib.jax.ranks import agreed_upstream, upstream_of, vary, varying
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 
@@ -86,13 +87,13 @@ def nll_forward(
     divisor = jnp.where((count == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
     factor_N = weights_N * (1.0 / divisor)
     factor_N = jnp.where(walk.tokens.bad, jnp.nan, factor_N)
-    exponent = power_of_two(options.gemm_dtype, factor_N)
+    exponent = power_of_two(options, factor_N)
     if exponent is not None:
         factor_N = jnp.ldexp(factor_N, exponent)
-    factor_N = scaled(walk, factor_N)
+    own, (walk, factor_N) = walk, meet(walk, scaled(walk, factor_N))
 
     asked = Asked(options.entropy, options.label_smoothing > 0, options.predicted)
-    carry = Carry(jnp.zeros((7, walk.order.size), compute), zero_gradients(walk, needs))
+    carry = Carry(jnp.zeros((7, own.order.size), compute), zero_gradients(walk, needs))
 
     def differentiated(
         chunk: Chunk, stats: TokenStats, sums: Gradients, left: Any = None
@@ -107,20 +108,22 @@ def nll_forward(
         z_y, rest, left = walk.kernels.stats(chunk.block, asked)
         stats = stats_of(walk, chunk.rows_T, z_y, rest)
         values_7T = values_of(stats, walk, chunk.rows_T)
-        rows_7M = lax.dynamic_update_slice_in_dim(carry.per_token, values_7T, chunk.start, axis=1)
+        rows_7M = put_rows(walk, chunk, carry.per_token, values_7T)
         if not any(needs):
             return carry._replace(per_token=rows_7M)
         return Carry(rows_7M, differentiated(chunk, stats, carry.gradients, left))
 
     # Statistics over shards come before gradients: in each chunk, or in all of them. The logits are
     # then computed again, unless one chunk holds them all.
+    # Where tokens of several devices meet, they do so in each chunk anyway.
     each = options.axis is not None and any(needs)
     each = each and exchanges_per_chunk(walk.plan, jax.default_backend())
+    each = each or walk.own is not None
     if options.axis is None or each:
         if options.axis is not None:
             axes = varying(walk, factor_N)
-            shared = axes - varying(lax.axis_index(options.axis.name))
-            carry = Carry(vary(carry.per_token, shared), vary(carry.gradients, axes))
+            per_token = vary(carry.per_token, axes_of_stats(walk, axes))
+            carry = Carry(per_token, vary(carry.gradients, axes))
         per_token, gradients = over_chunks(walk, body, carry, factor_N, exchange=each)
     else:
         only = only_chunk(walk)
@@ -139,8 +142,8 @@ def nll_forward(
     gradients = own_columns(walk, gradients)
 
     # 9. Reduce
-    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(walk, per_token)
-    predicted_N = jnp.where(valid_N & ~walk.tokens.bad, predicted_N, -1.0)
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(own, per_token)
+    predicted_N = jnp.where(valid_N & ~own.tokens.bad, predicted_N, -1.0)
     sums = jnp.stack([(loss_N * weights_N).sum(), (z_loss_N * weights_N).sum()])
     loss, z_loss = of_all_tokens(options.spread, sums)
     output = NLLOutput(
@@ -205,17 +208,21 @@ def coefficients(
 
 
 def nll_backward(
+    options: Options,
     gradient: jax.Array,
     accumulators: Gradients,
     valid_N: jax.Array,
     primals: Sequence[jax.Array | None],
-    spread: Spread | None,
 ) -> list[jax.Array | None]:
     """Step 10. Of the primals only the types are used."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
-    gradient = jnp.where(valid_N.any(), gradient, 0.0)
-    multiplied = Gradients(*(x * gradient.astype(x.dtype) for x in accumulators))
-    return round_gradients(multiplied, valid_N, primals, spread)
+    own = of_head = jnp.where(valid_N.any(), gradient, 0.0)
+    if options.gathered:
+        # The head's sums are over all devices' tokens, and were made before any upstream gradient.
+        of_head = agreed_upstream(gradient, valid_N.any(), options.gathered)
+    factors = Gradients(own, of_head, of_head)
+    multiplied = jax.tree.map(lambda x, factor: x * factor.astype(x.dtype), accumulators, factors)
+    return round_gradients(multiplied, valid_N, primals, options.spread)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -246,8 +253,8 @@ def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput[Any]) -> tup
     gradients, valid_N, types = residuals
     if isinstance(cotangent.loss, jax.custom_derivatives.SymbolicZero):
         return (None, None, None, None, None)
-    upstream = upstream_of(cotangent.loss, options.axis)
-    d_hidden, d_weight, d_bias = nll_backward(upstream, gradients, valid_N, types, options.spread)
+    upstream = upstream_of(cotangent.loss, None if options.gathered else options.axis)
+    d_hidden, d_weight, d_bias = nll_backward(options, upstream, gradients, valid_N, types)
     return (d_hidden, d_weight, None, d_bias, None)
 
 

@@ -28,13 +28,16 @@ from xentlib.plan import PaddedVocab, VocabShard
 __all__ = [
     "Alike",
     "Axis",
+    "agreed_upstream",
     "alike",
+    "apart",
     "as_primal",
     "axis_for",
     "axis_of",
     "combine",
     "shard_here",
     "upstream_of",
+    "varies_over",
     "vary",
     "varying",
 ]
@@ -71,11 +74,15 @@ def axis_for(parallel: Any, columns: int, shard: VocabShard | None = None, **loc
     if vocab_size is None:
         vocab_size = ranks * columns
     check_shards((columns,) * ranks, vocab_size)
-    index = varying(lax.axis_index(name))
     for argument, value in local.items():
         if value is not None:
-            check_varying(argument, index <= varying(value), name)
+            check_varying(argument, varies_over(value, name), name)
     return Axis(name, vocab_size)
+
+
+def varies_over(value: Any, name: Any) -> bool:
+    """Over a mesh axis by type; True of anything where there are no such types."""
+    return varying(lax.axis_index(name)) <= varying(value)
 
 
 def checks_types(name: Any) -> bool:
@@ -126,11 +133,21 @@ def upstream_of(gradient: T, axis: Axis | None) -> T:
         return gradient
 
     def one(g: Any) -> Any:
-        own = not checks_types(axis.name) or varying(lax.axis_index(axis.name)) <= varying(g)
-        return lax.psum(g, axis.name) if own else g
+        return lax.psum(g, axis.name) if varies_over(g, axis.name) else g
 
     result: T = jax.tree.map(one, gradient)
     return result
+
+
+def agreed_upstream(gradient: jax.Array, counts: jax.Array, axes: Any) -> jax.Array:
+    """One number that all devices have as their upstream gradient, of those with tokens that
+    count; NaN where they differ, 0 where no device has any."""
+    # NaN as inf of both signs: what a MAX makes of a NaN depends on the device.
+    both = jnp.where(jnp.isnan(gradient), jnp.inf, jnp.stack([gradient, -gradient]))
+    largest, least = lax.pmax(jnp.where(counts, both, -jnp.inf), axes)
+    agreed = jnp.where(largest == -least, largest, jnp.nan)
+    found: jax.Array = jnp.where((largest == -jnp.inf) & (least == -jnp.inf), 0.0, agreed)
+    return found
 
 
 class Alike(NamedTuple):
@@ -194,11 +211,22 @@ def alike(
         sums_SH = jnp.nan_to_num(jnp.dot(signs_SN, hidden, preferred_element_type=dtype))
         values += [(sums_SH * signs(sums_SH.shape[1], 1).astype(dtype)).sum(axis=1)]
         tolerances += [SIGNED_TOLERANCE * jnp.sqrt((sums_SH * sums_SH).sum(axis=1))]
-    some = None
-    if rows is not None and rows.size:
-        x = jnp.nan_to_num(rows.astype(dtype))
-        some = jnp.stack([x.sum(), x.min(), x.max()])
-    return Alike(jnp.concatenate(values), jnp.concatenate(tolerances), some)
+    return Alike(jnp.concatenate(values), jnp.concatenate(tolerances), numbers_of(rows, dtype))
+
+
+def apart(axis: Axis, rows: jax.Array, dtype: str) -> Alike | None:
+    """The same of a call whose devices have tokens of their own: their shards must differ."""
+    if checks_types(axis.name):
+        return None
+    none = jnp.zeros(0, dtype)
+    return Alike(none, none, numbers_of(rows, dtype))
+
+
+def numbers_of(rows: jax.Array | None, dtype: str) -> jax.Array | None:
+    if rows is None or not rows.size:
+        return None
+    x = jnp.nan_to_num(rows.astype(dtype))
+    return jnp.stack([x.sum(), x.min(), x.max()])
 
 
 def mix(count: int) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,9 +11,9 @@ from jax import lax
 from xentlib.jax.core.kernels import Asked, RestStats
 from xentlib.jax.core.softmax import Labelled, TokenStats, token_stats
 from xentlib.jax.core.walk import Chunk, Walk, over_chunks
-from xentlib.jax.ranks import combine
+from xentlib.jax.ranks import combine, varying
 
-__all__ = ["all_stats", "labelled_at", "stats_of"]
+__all__ = ["all_stats", "axes_of_stats", "labelled_at", "put_rows", "stats_of"]
 
 
 def all_stats(walk: Walk, asked: Asked, *, only: Chunk | None = None) -> TokenStats:
@@ -50,3 +52,23 @@ def stats_of(walk: Walk, rows: jax.Array, z_y: jax.Array, rest: RestStats) -> To
         others = total - labelled.weight * owned.astype(z_y.dtype)
         z_y, rest = combine(walk.options.axis, z_y, owned, shard.start, rest, others, walk.alike)
     return token_stats(z_y, rest, walk.vocab_size, labelled)
+
+
+def axes_of_stats(walk: Walk, axes: frozenset[Any]) -> frozenset[Any]:
+    """Of those over which a walk varies by type: where its tokens' statistics do, which have been
+    summed over the vocabulary's axis, each device keeping those of its own tokens."""
+    assert walk.options.axis is not None
+    found = axes - varying(lax.axis_index(walk.options.axis.name))
+    if walk.own is not None:
+        found |= varying(lax.axis_index(walk.options.gathered))
+    return found
+
+
+def put_rows(walk: Walk, chunk: Chunk, packed_RM: jax.Array, rows_RT: jax.Array) -> jax.Array:
+    """Values of a chunk's tokens among those [R, M] of this device's."""
+    start = chunk.start
+    if walk.own is not None:
+        start, count = start // (walk.chunk_rows // walk.own.chunk_rows), walk.own.chunk_rows
+        mine = lax.axis_index(walk.options.gathered) * count
+        rows_RT = lax.dynamic_slice_in_dim(rows_RT, mine, count, axis=1)
+    return lax.dynamic_update_slice_in_dim(packed_RM, rows_RT, start, axis=1)

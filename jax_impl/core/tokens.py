@@ -17,7 +17,7 @@ from xentlib.dtypes import holds
 from xentlib.jax.describe import concrete_on_cpu
 from xentlib.plan import VocabShard
 
-__all__ = ["Tokens", "check_kept", "check_labels", "check_values", "select_tokens"]
+__all__ = ["Tokens", "check_kept", "check_labels", "check_values", "of_shard", "select_tokens"]
 
 
 class Tokens(NamedTuple):
@@ -46,9 +46,16 @@ def select_tokens(
     labels = jnp.where(valid_N & in_range_N, labels, 0).astype(jnp.int32)
     if shard is None:
         return Tokens(labels, labels, None, valid_N, bad_N)
-    owned_N = (labels >= shard.start) & (labels < shard.stop)
-    column_N = jnp.where(owned_N, labels - shard.start, columns)
-    return Tokens(column_N, labels, owned_N, valid_N, bad_N)
+    return of_shard(labels, valid_N, bad_N, columns, shard)
+
+
+def of_shard(
+    targets_N: jax.Array, valid_N: jax.Array, bad_N: jax.Array, columns: int, shard: VocabShard
+) -> Tokens:
+    """Columns of a shard are counted from its start."""
+    owned_N = (targets_N >= shard.start) & (targets_N < shard.stop)
+    column_N = jnp.where(owned_N, targets_N - shard.start, columns)
+    return Tokens(column_N, targets_N, owned_N, valid_N, bad_N)
 
 
 def check_kept(labels: Any, ignore_index: int, ids: dict[str, Any]) -> None:

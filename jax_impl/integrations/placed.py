@@ -30,6 +30,4 @@ def placed_nll(given: Arguments, mesh: Any, tokens: Any, weight: Any) -> NLLOutp
         kept = ([one for one in axes_of(entry) if mesh.shape.get(one, 1) > 1] for entry in spec)
         return P(*(tuple(names) or None for names in kept))
 
-    layout, shape = given.weight_layout, given.weight.shape
-    found = place(mesh, on_mesh(tokens), on_mesh(weight), P(), shape, layout, None)
-    return nll(given, found)
+    return nll(given, place(mesh, on_mesh(tokens), on_mesh(weight), P(), given))

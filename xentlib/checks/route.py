@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from xentlib.call import Arguments
 from xentlib.checks.words import check_choice
 from xentlib.options import GATHERS
 
-__all__ = ["check_route", "check_rows", "refuse_routed", "refuse_whole"]
+__all__ = [
+    "check_own_tokens",
+    "check_route",
+    "check_route_here",
+    "check_rows",
+    "check_rows_stay",
+    "refuse_routed",
+    "refuse_whole",
+]
 
 
 def check_route(call: Arguments) -> None:
@@ -82,3 +91,64 @@ def check_rows(axis_ok: bool, placements: object, layout: str, hooked: str) -> N
             f"`gather` must be 'head' where FSDP2 reduces in a way of the user's own, which no "
             f"other route would call; got {hooked}. Leave it out."
         )
+
+
+def check_route_here(call: Arguments, *, placed: bool) -> None:
+    """Refuse in JAX what it does not have, and a route for arrays that are somewhere else; `placed`
+    says that they are whole ones on a mesh, of which it is known where their parts are."""
+    if call.gather in ("stream", "auto"):
+        raise ValueError(
+            f"`gather` must be 'head' or 'hidden' in JAX; got {call.gather!r}. Pass 'hidden', with "
+            f"which no device has the whole head either."
+        )
+    if call.gather == "hidden" and not placed:
+        raise ValueError(
+            "`gather` must be 'head' for arrays that do not say where on a mesh they are; got "
+            "'hidden'. Pass arrays on a mesh with Explicit axes, call "
+            "`NLLHead(..., tokens=axis, gather='hidden')` under one with Auto axes, or pass "
+            "`vocab_parallel=axis, tokens_parallel=axis` inside your own `shard_map`."
+        )
+    if call.tokens_parallel is None:
+        return
+    if placed:
+        raise ValueError(
+            f"`tokens_parallel` must be None for whole arrays on a mesh, which say where tokens "
+            f"are; got {call.tokens_parallel!r}. Pass `gather='hidden'` alone."
+        )
+    over = getattr(call.vocab_parallel, "over", call.vocab_parallel)
+    if call.tokens_parallel != over:
+        raise ValueError(
+            f"`tokens_parallel` must name the mesh axes of `vocab_parallel`, {over!r}; got "
+            f"{call.tokens_parallel!r}. Pass the same, and gather tokens over any other axis "
+            f"yourself."
+        )
+
+
+def check_own_tokens(varies: bool, axis: object) -> None:
+    """Refuse tokens that are the same on all devices of the axis that should spread them."""
+    if not varies:
+        raise ValueError(
+            f"`hidden` must be this device's own tokens with `tokens_parallel`; got one that does "
+            f"not vary over mesh axis {axis!r}. Name the axis in its `in_specs`, or leave "
+            f"`tokens_parallel` out."
+        )
+
+
+def check_rows_stay(
+    tokens: Sequence[object], vocabulary: Sequence[object], width: Sequence[object]
+) -> None:
+    """Refuse whole arrays on a mesh, by the axes that spread tokens and each dimension of the head,
+    where its rows are not spread over some that spread tokens, or its width is."""
+    both = [axis for axis in width if axis in tokens]
+    if not both and any(axis in tokens for axis in vocabulary):
+        return
+    if not tokens:
+        came = "tokens that are spread over no axis"
+    elif both:
+        came = f"one whose hidden width is, over {both[0]!r}"
+    else:
+        came = f"one that is whole on the devices of {', '.join(map(repr, tokens))}"
+    raise ValueError(
+        f"`weight` must be sharded along its vocabulary over mesh axes that spread tokens, with "
+        f"`gather='hidden'`; got {came}. Shard it so, or leave `gather` out."
+    )
