@@ -200,13 +200,18 @@ def test_weights_that_cancel():
 ROADS = ("remat", "scan", "eager", "vmap", "inside")
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_each_road_to_the_gradients(road):
+@pytest.mark.parametrize(
+    ("road", "gather"),
+    [*((road, "head") for road in ROADS), *((x, "hidden") for x in ("scan", "vmap", "inside"))],
+)
+def test_each_road_to_the_gradients(road, gather):
     """A5, A6, D6: what JAX does around the call."""
     p = build(replace(OPTIONS, options={"denominator": 97.0}), 7)
     mesh = mesh_of(**TWO)
-    (leaves, rest), options = inputs_of(p, "nll", mesh, "data", P("tp", "data"), P("tp"))
-    body = partial(value, "nll", None, options | {"max_chunk_bytes": budget(N // 4, 4)})
+    spec = P("tp", "data") if gather == "head" else P(("tp", "data"), None)
+    (leaves, rest), options = inputs_of(p, "nll", mesh, "data", spec, P("tp"))
+    options |= {"max_chunk_bytes": budget(N // 4, 4), "gather": gather}
+    body = partial(value, "nll", None, options)
     wrap = jax.jit
     if road == "remat":
         body = jax.checkpoint(body)
@@ -236,7 +241,7 @@ def test_each_road_to_the_gradients(road):
 
     elif road == "inside":  # a pipeline's axis is the user's own
         mesh = jax.make_mesh((1, 2, 2), ("pipe", *TWO), devices=jax.devices())
-        (leaves, rest), _ = inputs_of(p, "nll", mesh, "data", P("tp", "data"), P("tp"))
+        (leaves, rest), _ = inputs_of(p, "nll", mesh, "data", spec, P("tp"))
         plain = body
 
         def body(leaves, rest):

@@ -55,6 +55,12 @@ BUDGETS = {
     # all devices are added up as the compiler likes.
     "JAX, data axis": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
     "JAX, data axis, recompute": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
+    # Hidden states in the loop, classes and factors before it; the second loop's gather, which
+    # needs other numbers of each token and the same classes.
+    "JAX, hidden route": Budget(backward={"all_gather": 3} | SCATTER, theirs=("all_reduce",)),
+    "JAX, hidden route, recompute": Budget(
+        backward={"all_gather": 4} | SCATTER, theirs=("all_reduce",)
+    ),
 }
 
 

@@ -199,7 +199,7 @@ def meet(walk: Walk, numbers: T) -> tuple[Walk, T]:
         return met.reshape(x_RM.shape[0], -1)
 
     order_M = walk.order
-    counts_M = jnp.arange(order_M.size) < walk.num_valid
+    counts_M = jnp.arange(order_M.size, dtype=jnp.int32) < walk.num_valid
     targets_M = gather(jnp.where(counts_M, walk.tokens.targets[order_M], -1)[None])[0]
     temperature = walk.constants.temperature
     if temperature is not None:

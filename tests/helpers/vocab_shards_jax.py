@@ -7,8 +7,10 @@ Shapes: N tokens, V vocabulary, H hidden width.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -104,15 +106,18 @@ def sharded(
     jit: bool = True,
     fill: tuple[float, ...] = PADDING,
     wrap: Any = lambda f: f,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Outputs and gradients by name, `rows` of the head on each device, several chunks."""
+    """Outputs and gradients by name, `rows` of the head on each device, several chunks; `more`
+    options."""
     size = p.weight.shape[vocab_axis(p.options)]
     ranks = math.prod(mesh.shape[name] for name in ((over,) if isinstance(over, str) else over))
     parallel = over if ranks * rows == size else PaddedVocab(over, size)
     with jax.enable_x64(audit):
         inputs, specs = arguments(p, kind, mesh, over, ranks * rows, data, fill)
         body = value_over_data if data else value
-        body = wrap(partial(body, kind, parallel, keywords(p, kind, rows, chunks, audit)))
+        given = keywords(p, kind, rows, chunks, audit) | dict(more)
+        body = wrap(partial(body, kind, parallel, given))
         spread = partial(jax.shard_map, mesh=mesh, in_specs=specs, check_vma=check_vma)
         out_specs = (P(), P(data) if data else P())
         if inside:
