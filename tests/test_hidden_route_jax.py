@@ -238,3 +238,18 @@ def test_no_tokens_at_all():
     assert value == 0
     assert d_hidden.shape == (0, H)
     assert not np.asarray(d_weight).view(np.uint32).any()
+
+
+@pytest.mark.slow
+@KINDS
+def test_chunks_do_not_show(kind):
+    """A10: rows of d hidden and what is per token, in one chunk and in four. Catches: parts that
+    are added in an order which the chunks decide."""
+    p, found = build(replace(PLAIN, vocab=4 * V), 7), []
+    for chunk in (4 * CHUNK, 16 * CHUNK):
+        inputs, options = inputs_of(p, kind, mesh_of(**ONE), "data", P("data", None), P("data"))
+        options |= {"max_chunk_bytes": chunk, "gather": "hidden"}
+        body = partial(value, kind, None, options)
+        found.append(run_step(jax.value_and_grad(body, has_aux=True), inputs)[0])
+    for name in ("d_hidden", "logprobs", "lse", "entropy"):
+        assert not failures(check("A10", found[0][name], found[1][name], quantity=name))
