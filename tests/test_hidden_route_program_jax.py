@@ -88,6 +88,7 @@ LOOPED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @KINDS
 def test_nothing_of_a_whole_head(kind):
     """A15, D7, M16: in the loop a gather of hidden states, a MAX, a SUM and a scatter of d hidden,
