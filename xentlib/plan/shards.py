@@ -59,10 +59,10 @@ def shard_of(sizes: tuple[int, ...], rank: int, vocab_size: int | None = None) -
 
 
 def stream_rows(rows: int, hidden_size: int, ranks: int, budget: int) -> int:
-    """Rows of each rank in a block of a head that passes by; blocks are of one size, as nearly as
-    can be. Beside a chunk of logits there are up to eight arrays of a block: two that travel, one that
-    is multiplied, the sum of its d weight, one that leaves, and copies of them. Together they fit
-    the budget of the chunk.
+    """Rows of each rank in a block of a head that passes by; blocks are of one size, or nearly so.
+
+    Beside a chunk of logits there are up to eight arrays of a block: two that travel, one that is
+    multiplied, the sum of its d weight, one that leaves, and copies. Together they fit the budget.
 
     Args:
         rows: of every rank, ceil(V / ranks).
