@@ -165,7 +165,7 @@ SHARDED = [x for x in LOSS if x != "class weights"]
 @pytest.fixture
 def known(group: Any) -> Any:
     """A group that has made the exchange once: whose classes are where is known."""
-    ranks.KNOWN.setdefault(group[0], {})[V, None] = VocabShard(0, V, WHOLE)
+    ranks.KNOWN.setdefault(group[0], {})[V, None] = VocabShard(0, V, WHOLE), V
     return group
 
 

@@ -11,9 +11,11 @@ import pytest
 
 from helpers.ranks import launch
 from helpers.vocab_shards import CASES, PLAIN, held
+from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
 from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.problem import Case, build, upstream_of
+from xentlib.plan import stream_rows
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -48,8 +50,10 @@ def calls_of(case: Case, function: str) -> dict[tuple[Any, ...], Routed]:
     for world, (tokens, rows) in SPLITS.items():
         for route in ROUTES:
             if route != "tokens_parallel" and case.layout == "HV":
-                continue
-            for chunk_bytes in (None, 5000):
+                continue  # a wrapper shards [V, H]
+            for chunk_bytes in (None, SMALL):
+                if (case.id not in EVERYWHERE) and (world, chunk_bytes) != (4, SMALL):
+                    continue
                 own = spread(tokens, len(problem.labels))
                 key = (case.id, function, world, route, chunk_bytes)
                 found[key] = Routed(
@@ -58,6 +62,8 @@ def calls_of(case: Case, function: str) -> dict[tuple[Any, ...], Routed]:
     return found
 
 
+# Chunks of 8 tokens of each rank, blocks of 3 rows of each of two.
+SMALL, EVERYWHERE = 5000, ("plain", "options")
 CALLS = {
     key: call
     for case in (*CASES, HALF)
@@ -76,21 +82,14 @@ def results() -> dict[tuple[Any, ...], list[Routes]]:
     }
 
 
-@pytest.mark.parametrize("chunk_bytes", [None, 5000])
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("world", SPLITS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("case", [*CASES, HALF], ids=lambda case: case.id)
-def test_routes_give_the_dense_answer(
-    results: Any, case: Case, function: str, world: int, route: str, chunk_bytes: int | None
-) -> None:
-    """A2 to A7, A13: of tokens and rows in any shares, a rank with none of either included."""
-    key = (case.id, function, world, route, chunk_bytes)
-    if key not in results:
-        pytest.skip("a wrapper shards [V, H] alone")
-    call, low = CALLS[key], case.dtype in ("bfloat16", "float16")
-    rounding = {"dz_dtype": case.dtype if low else "float64"}
-    problem = call.problem
+@pytest.mark.parametrize("key", CALLS, ids=str)
+def test_routes_give_the_dense_answer(results: Any, key: tuple[Any, ...]) -> None:
+    """A2 to A7, A13, A16: of tokens and rows in any shares, a rank with none of either included.
+    Catches: d hidden that is not summed, labels or factors of one rank, rows at the wrong place."""
+    call, (_, function, world, *_) = CALLS[key], key
+    problem, dtype = call.problem, call.problem.hidden.dtype.name
+    low = dtype in ("bfloat16", "float16")
+    rounding = {"dz_dtype": dtype if low else "float64"}
     if function == "chunked_nll":
         dense: Any = run("torch", problem)
         reference: Any = problem.reference(**rounding)
@@ -104,5 +103,29 @@ def test_routes_give_the_dense_answer(
                 check("A2", got[name], dense.weight_sum, magnitude=dense.weight_sum)
             )
             continue
-        dtype = case.dtype
         held(name, got[name], getattr(dense, name), reference, low=low, world=world, dtype=dtype)
+
+
+def rounds_of(call: Routed) -> int:
+    """Chunks of hidden states, or blocks of rows."""
+    ranks, vocab = len(call.tokens), call.problem.weight.shape[0]
+    budget = call.chunk_bytes or 64 << 20
+    if call.route == "stream":
+        each = -(-vocab // ranks)
+        return -(-each // stream_rows(each, call.problem.hidden.shape[1], ranks, budget))
+    valid = np.split(call.problem.valid, np.cumsum(call.tokens)[:-1])
+    longest = max(int(x.sum()) for x in valid)
+    rows = max(call.rows) if call.route == "tokens_parallel" else -(-vocab // ranks)
+    tokens = min(budget // (4 * (rows + 1)), ranks * longest + 7) // ranks // 8 * 8
+    return -(-longest // max(8, tokens))
+
+
+@pytest.mark.parametrize("key", [key for key in CALLS if key[0] == "plain"], ids=str)
+def test_what_travels_is_the_same_on_all_ranks(results: Any, key: tuple[Any, ...]) -> None:
+    """A15: whatever the tokens of a rank."""
+    call, found = CALLS[key], results[key]
+    name = "stream" if call.route == "stream" else "tokens over the ranks"
+    if call.function == "chunked_logprobs":
+        name += ", recompute"
+    counts = [x.forward for x in found], [x.backward for x in found]
+    assert not failures(check_budget(name, *counts, rounds=rounds_of(call)))

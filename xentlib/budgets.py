@@ -23,11 +23,16 @@ class Budget:
         backward: likewise.
         theirs: kinds that the wrapper reduces gradients with as it sees fit, which are not counted
             in the backward.
+        each: of what travels in rounds, chunks of hidden states or blocks of rows, beside that: the
+            number of each kind in a round of the forward, which all ranks have as many of.
+        each_backward: likewise in the backward.
     """
 
     forward: Mapping[str, int] = field(default_factory=dict)
     backward: Mapping[str, int] = field(default_factory=dict)
     theirs: tuple[str, ...] = ()
+    each: Mapping[str, int] = field(default_factory=dict)
+    each_backward: Mapping[str, int] = field(default_factory=dict)
 
 
 GATHER, SCATTER, REDUCE = ({kind: 1} for kind in ("all_gather", "reduce_scatter", "all_reduce"))
@@ -51,6 +56,20 @@ BUDGETS = {
     "vocabulary shard": Budget({"all_reduce": 3}),
     "vocabulary shard, recompute": Budget({"all_reduce": 2}, REDUCE),
     "FSDP2, vocabulary shard": Budget(GATHER | {"all_reduce": 3}, SCATTER),
+    # Sizes, labels with factors; in each chunk its hidden states, MAX, SUM and d hidden. Upstream
+    # gradients, which must be alike.
+    "tokens over the ranks": Budget(
+        {"all_gather": 2}, GATHER, each=GATHER | {"all_reduce": 2} | SCATTER
+    ),
+    "tokens over the ranks, recompute": Budget(
+        {"all_gather": 2, "all_reduce": 2},
+        {"all_gather": 2},
+        each=GATHER,
+        each_backward=GATHER | SCATTER,
+    ),
+    # What ranks must have alike; each block twice, once for statistics, once for gradients.
+    "stream": Budget(GATHER, GATHER, each={"all_gather": 2} | SCATTER),
+    "stream, recompute": Budget(GATHER, GATHER, each=GATHER, each_backward=GATHER | SCATTER),
     # One compiled program, forward and backward, in which the numbers of tokens and the losses of
     # all devices are added up as the compiler likes.
     "JAX, data axis": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
@@ -65,20 +84,26 @@ BUDGETS = {
 
 
 def budget_entries(
-    budget: str, forward: Sequence[Mapping[str, int]], backward: Sequence[Mapping[str, int]]
+    budget: str,
+    forward: Sequence[Mapping[str, int]],
+    backward: Sequence[Mapping[str, int]],
+    rounds: int = 0,
 ) -> tuple[Any, Any]:
     """What ranks counted (`CollectiveCount.counts()`, by rank) and what a row of `BUDGETS` allows,
-    an entry for each rank, phase and kind."""
+    an entry for each rank, phase and kind; `rounds` of what travels in them."""
     allowed = BUDGETS[budget]
 
     def numbers(said: Mapping[str, int], theirs: tuple[str, ...] = ()) -> list[int]:
         return [said.get(kind, 0) for kind in KINDS if kind not in theirs]
 
+    def with_rounds(once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, int]:
+        return {kind: once.get(kind, 0) + rounds * each.get(kind, 0) for kind in KINDS}
+
     got = [n for said in forward for n in numbers(said)]
-    want = numbers(allowed.forward) * len(forward)
+    want = numbers(with_rounds(allowed.forward, allowed.each)) * len(forward)
     for said in backward:
         got += numbers(said, allowed.theirs)
-        want += numbers(allowed.backward, allowed.theirs)
+        want += numbers(with_rounds(allowed.backward, allowed.each_backward), allowed.theirs)
     return np.array(got), np.array(want)
 
 
@@ -87,13 +112,14 @@ def check_budget(
     forward: Sequence[Mapping[str, int]],
     backward: Sequence[Mapping[str, int]],
     *,
+    rounds: int = 0,
     backend: str = "",
     case: str = "",
 ) -> list[Measurement]:
-    """Hold what ranks counted against a row of `BUDGETS`.
+    """Hold what ranks counted, in so many `rounds`, against a row of `BUDGETS`.
 
     A rank that differs from the others is off the budget, which is the same for all.
     """
-    got, want = budget_entries(budget, forward, backward)
+    got, want = budget_entries(budget, forward, backward, rounds)
     quantity = f"collectives, {budget}"
     return check("A15", got, want, backend=backend, case=case, quantity=quantity)
