@@ -67,7 +67,8 @@ BUDGETS = {
         each=GATHER,
         each_backward=GATHER | SCATTER,
     ),
-    # What ranks must have alike; each block twice, once for statistics, once for gradients.
+    # What ranks must have alike; each block twice, once for statistics, once for gradients. A bias
+    # is one gather more, and its gradient one reduce-scatter.
     "stream": Budget(GATHER, GATHER, each={"all_gather": 2} | SCATTER),
     "stream, recompute": Budget(GATHER, GATHER, each=GATHER, each_backward=GATHER | SCATTER),
     # One compiled program, forward and backward, in which the numbers of tokens and the losses of
