@@ -10,7 +10,6 @@ from typing import Literal
 from xentlib.checks.words import check_choice
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.chunks import (
-    CPU_BLOCK_BYTES,
     GPU_COLUMN_MULTIPLE,
     MIB,
     TILE_ROWS,
@@ -22,7 +21,21 @@ from xentlib.plan.chunks import (
     plan_chunks,
 )
 
-__all__ = ["given_peak_bytes", "peak_bytes"]
+__all__ = [
+    "D_HIDDEN",
+    "D_WEIGHT",
+    "LOGITS",
+    "ROWS",
+    "SCRATCH",
+    "WIDENED",
+    "given_peak_bytes",
+    "peak_bytes",
+    "torch_walk",
+]
+
+# What memory is for, as plans name it.
+LOGITS, SCRATCH, ROWS = "logits of a chunk", "scratch of the softmax", "rows of a chunk"
+WIDENED, D_WEIGHT, D_HIDDEN = "float32 copy of the head", "sum of d weight", "sum of d hidden"
 
 # Of cuBLAS, as XLA gives it to each product.
 WORKSPACE = 32 * MIB
@@ -74,22 +87,27 @@ def peak_bytes(
     """
     check_choice("backend", backend, ("torch", "jax"))
     check_choice("platform", platform, ("cpu", "gpu", "cuda"))
+    if backend == "torch":
+        walk = torch_walk(
+            plan,
+            dtype=dtype,
+            gradient=gradient,
+            recompute=recompute,
+            platform=platform,
+            kernels=kernels,
+        )
+        size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
+        entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
+        rounded = platform != "cpu" and gradient and narrow < size
+        return max(sum(walk.values()), entries * (size + narrow) if rounded else 0)
     if platform != "cpu":
-        if backend == "torch":
-            return _torch_on_gpu(plan, dtype, gradient, recompute, kernels)
         return _jax_on_gpu(plan, dtype, gradient)
     size = plan.compute_itemsize
-    tokens = plan.chunk_tokens if backend == "torch" else plan.even_tokens
+    tokens = plan.even_tokens
     chunk = tokens * plan.vocab_size * size
     head, trunk = plan.vocab_size * plan.hidden_size, plan.num_tokens * plan.hidden_size
     rows = tokens * plan.hidden_size * size
     low = ITEMSIZE[dtype] < size
-    if backend == "torch":
-        block = plan.block_tokens(CPU_BLOCK_BYTES) * plan.vocab_size * size
-        total = chunk + 2 * block + (rows + (head * size) if low else 0)
-        # dz of 16 bits, a block of it, which a second computation has room for.
-        total += block // 2 if low and gradient and not recompute else 0
-        return total + ((head + trunk) * size + rows if gradient else 0)
     copies = trunk * ITEMSIZE[dtype] if low else 0
     # A loop of one chunk keeps the mask of the target column as bytes.
     mask = chunk // size if plan.num_chunks == 1 else 0
@@ -101,22 +119,40 @@ def peak_bytes(
     return total + (head * size + (head + trunk) * ITEMSIZE[dtype] if low else 0)
 
 
-def _torch_on_gpu(
-    plan: ChunkPlan, dtype: str, gradient: bool, recompute: bool, kernels: bool
-) -> int:
+def torch_walk(
+    plan: ChunkPlan,
+    *,
+    dtype: str,
+    gradient: bool = True,
+    recompute: bool = False,
+    platform: str = "cpu",
+    kernels: bool = True,
+) -> dict[str, int]:
+    """What stands at once while PyTorch walks over the chunks of a call, in bytes, by name; the
+    arguments are those of `peak_bytes`."""
     size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
-    low = narrow < size
+    low, on_cpu = narrow < size, platform == "cpu"
+    head, trunk = plan.vocab_size * plan.hidden_size, plan.num_tokens * plan.hidden_size
     rows = plan.chunk_tokens * plan.hidden_size
-    walk = plan.chunk_tokens * pad_columns(plan.vocab_size) * size + rows * narrow
-    block = plan.block_tokens(block_bytes("cuda")) * plan.vocab_size * size
-    if not gradient:
-        return walk + (0 if kernels else block)
-    # Of statistics, which a backward has, and dz of 16 bits; or of the rows that targets add.
-    softmax = (0 if recompute else block) + (block // 2 if low else 0)
-    scratch = max(softmax, rows * size * (2 if low else 1))
-    entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
-    walk += entries * size + (0 if kernels else scratch)
-    return max(walk, entries * (size + narrow) if low else 0)
+    columns = plan.vocab_size if on_cpu else pad_columns(plan.vocab_size)
+    block = plan.block_tokens(block_bytes(platform)) * plan.vocab_size * size
+    if on_cpu:
+        # dz of 16 bits, a block of it, which a second computation has room for.
+        scratch = 2 * block + (block // 2 if low and gradient and not recompute else 0)
+        of_rows = rows * size * (low + gradient)
+    else:
+        # Of statistics, which a backward has, and dz of 16 bits; or of the rows that targets add.
+        softmax = (0 if recompute else block) + (block // 2 if low else 0)
+        eager = max(softmax, rows * size * (2 if low else 1)) if gradient else block
+        scratch, of_rows = 0 if kernels else eager, rows * narrow
+    return {
+        LOGITS: plan.chunk_tokens * columns * size,
+        SCRATCH: scratch,
+        ROWS: of_rows,
+        WIDENED: head * size if low and on_cpu else 0,
+        D_WEIGHT: head * size if gradient else 0,
+        D_HIDDEN: trunk * size if gradient else 0,
+    }
 
 
 def _jax_on_gpu(plan: ChunkPlan, dtype: str, gradient: bool) -> int:
