@@ -35,7 +35,7 @@ __all__ = [
 
 # What memory is for, as plans name it.
 LOGITS, SCRATCH, ROWS = "logits of a chunk", "scratch of the softmax", "rows of a chunk"
-WIDENED, D_WEIGHT, D_HIDDEN = "float32 copy of the head", "sum of d weight", "sum of d hidden"
+WIDENED, D_WEIGHT, D_HIDDEN = "copy of the head", "sum of d weight", "sum of d hidden"
 
 # Of cuBLAS, as XLA gives it to each product.
 WORKSPACE = 32 * MIB

@@ -1,0 +1,290 @@
+"""One route after the other: what it sends, and the plan that its memory follows from.
+
+Shapes: N tokens of a rank, V vocabulary, H hidden width, R ranks that share the rows, T tokens of a
+rank in a chunk, C chunks, K rows of every rank in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from xentlib.dtypes import ITEMSIZE
+from xentlib.plan.exchanges import Exchange, Rates
+from xentlib.plan.route_memory import Moments, of_full_logits, of_head, of_hidden, of_stream
+from xentlib.plan.setup import Setup
+
+__all__ = ["Route", "routes_of"]
+
+LABEL = 8  # bytes
+SIZES = 40  # five integers that ranks tell each other before a call
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way for tokens and rows to meet.
+
+    Attributes:
+        name: "full logits", which is no route of ours, "head", "hidden", "stream" or "hybrid".
+        exchanges: what is sent in a call, in order.
+        flops: of the products of a rank.
+        moments: what stands on a rank at once, in bytes by name, by moment.
+        chunk_tokens: T, of this rank.
+        num_chunks: C.
+        block_rows: K, 0 where rows do not pass by in blocks.
+        micro_batches: of a window; what is sent once in a window counts as a part of a call.
+        rates: for the seconds.
+    """
+
+    name: str
+    exchanges: tuple[Exchange, ...]
+    flops: int
+    moments: Moments
+    chunk_tokens: int
+    num_chunks: int
+    block_rows: int
+    micro_batches: int
+    rates: Rates
+
+    @property
+    def peak(self) -> Mapping[str, int]:
+        """What stands at the moment that needs most, in bytes by name."""
+        most = max(self.moments.values(), key=lambda parts: sum(parts.values()))
+        return {name: size for name, size in most.items() if size}
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of one call beside its inputs, results included."""
+        return sum(self.peak.values())
+
+    def counts(self, *, backward: bool | None = None) -> dict[str, int]:
+        """Number of each kind of collective in a call that reduces gradients."""
+        found: dict[str, int] = {}
+        for x in self._of(backward):
+            found[x.kind] = found.get(x.kind, 0) + x.count
+        return found
+
+    def bytes(self, kind: str | None = None, *, backward: bool | None = None) -> int:
+        """Of one kind, or of all, as `count_collectives` counts, in such a call."""
+        return sum(x.bytes for x in self._of(backward) if kind in (None, x.kind))
+
+    def _of(self, backward: bool | None) -> list[Exchange]:
+        return [x for x in self.exchanges if backward in (None, x.backward)]
+
+    @property
+    def received(self) -> float:
+        """Bytes that a rank receives in a call."""
+        return sum(x.received / self._calls(x) for x in self.exchanges)
+
+    @property
+    def gemm_seconds(self) -> float:
+        return self.flops / self.rates.gemm
+
+    @property
+    def link_seconds(self) -> float:
+        """Of all that is sent, one after the other."""
+        return sum(x.seconds(self.rates) / self._calls(x) for x in self.exchanges)
+
+    @property
+    def seconds(self) -> float:
+        """Products, and what is sent while nothing is computed. Passes over logits, and reading and
+        writing the sum of d weight, are not in it."""
+        return self.gemm_seconds + self.link_seconds
+
+    def _calls(self, x: Exchange) -> int:
+        return self.micro_batches if x.per_sync else 1
+
+
+def routes_of(s: Setup, rates: Rates) -> dict[str, Route]:
+    made = [_full_logits(s, rates), _head(s, rates), _hidden(s, rates), _stream(s, rates)]
+    if s.nodes > 1:
+        made.append(_hybrid(s, rates))
+    return {route.name: route for route in made}
+
+
+def _made(
+    s: Setup,
+    rates: Rates,
+    name: str,
+    exchanges: list[Exchange],
+    *,
+    rows: int,
+    columns: int,
+    products: int,
+    moments: Moments,
+    chunk_tokens: int,
+    num_chunks: int,
+    block_rows: int = 0,
+) -> Route:
+    """`products` of `rows` of hidden states and `columns` of the head."""
+    flops = 2 * rows * columns * s.hidden * products
+    sent = tuple(x for x in exchanges if x.ranks > 1 and x.count)
+    shape = chunk_tokens, num_chunks, block_rows, s.micro_batches
+    return Route(name, sent, flops, moments, *shape, rates)
+
+
+def _full_logits(s: Setup, rates: Rates) -> Route:
+    return _made(
+        s,
+        rates,
+        "full logits",
+        _of_fsdp2(s, again=not s.kept),
+        rows=s.tokens,
+        columns=s.vocab,
+        products=3,
+        moments=of_full_logits(s),
+        chunk_tokens=s.tokens,
+        num_chunks=1,
+    )
+
+
+def _head(s: Setup, rates: Rates) -> Route:
+    plan = s.plan_of_own()
+    return _made(
+        s,
+        rates,
+        "head",
+        _of_fsdp2(s, again=(s.recompute or s.module) and not s.kept),
+        rows=s.tokens,
+        columns=s.vocab,
+        products=4 if s.recompute else 3,
+        moments=of_head(s, plan),
+        chunk_tokens=min(plan.chunk_tokens, s.tokens),
+        num_chunks=plan.num_chunks,
+    )
+
+
+def _of_fsdp2(s: Setup, *, again: bool) -> list[Exchange]:
+    entries = s.ranks * s.rows * s.hidden
+    gathered, reduced = entries * ITEMSIZE[s.head_dtype], entries * ITEMSIZE[s.reduce_dtype]
+    where = s.ranks, s.nodes
+    return [
+        Exchange("all_gather", "head", 1, gathered, *where),
+        Exchange("all_gather", "head", int(again), gathered, *where, backward=True),
+        Exchange("reduce_scatter", "d weight", 1, reduced, *where, backward=True, per_sync=True),
+        _over_replicas(s, reduced // s.ranks),
+    ]
+
+
+def _over_replicas(s: Setup, size: int) -> Exchange:
+    at = s.replicas, s.replicas
+    return Exchange(
+        "all_reduce", "d weight of replicas", 1, size, *at, backward=True, per_sync=True
+    )
+
+
+def _hidden(s: Setup, rates: Rates) -> Route:
+    plan = s.plan_of_shared(s.rows, s.ranks)
+    exchanges = _of_tokens(s, plan.num_chunks, s.ranks, s.nodes)
+    exchanges.append(_over_replicas(s, s.rows * s.hidden * s.size))
+    return _made(
+        s,
+        rates,
+        "hidden",
+        exchanges,
+        rows=s.ranks * s.tokens,
+        columns=s.rows,
+        products=4 if _twice(s, plan.num_chunks) else 3,
+        moments=of_hidden(s, plan, s.rows, s.ranks, gathered=False),
+        chunk_tokens=plan.chunk_tokens // s.ranks,
+        num_chunks=plan.num_chunks,
+    )
+
+
+def _twice(s: Setup, chunks: int) -> bool:
+    """Whether logits are computed, and hidden states gathered, twice: the derivative of a softcap
+    is gone once it has been applied, so statistics of all chunks come first."""
+    return s.recompute or ("softcap" in s.options and chunks > 1)
+
+
+def _of_tokens(s: Setup, chunks: int, ranks: int, nodes: int) -> list[Exchange]:
+    """Hidden states to rows, and what belongs to each token."""
+    tokens, where = ranks * s.tokens, (ranks, nodes)
+    states = tokens * s.hidden * s.gemm_size
+    factor = 0 if s.recompute else s.size
+    numbers = LABEL + factor + s.size * ("temperature" in s.options)
+    sums = 3 + len({"entropy", "label_smoothing"} & s.options)
+    sums += ranks * ("predicted" in s.options)
+    at_once = _twice(s, chunks)
+    times = 1 if at_once else chunks
+    forward = chunks * (2 if at_once and not s.recompute else 1)
+    found = [
+        Exchange("all_gather", "numbers of tokens", 1, ranks * SIZES, *where),
+        Exchange("all_gather", "labels and factors", 1, tokens * numbers, *where),
+        Exchange("all_gather", "hidden states", forward, forward // chunks * states, *where),
+        Exchange("all_reduce", "largest logits", times, tokens * s.size, *where),
+        Exchange("all_reduce", "sums of the softmax", times, tokens * sums * s.size, *where),
+    ]
+    if s.recompute:
+        upstream = 1 + len({"entropy", "lse"} & s.options)
+        last = {"backward": True}
+        found += [
+            Exchange("all_gather", "upstream", 1, tokens * upstream * s.size, *where, **last),
+            Exchange("all_gather", "hidden states", chunks, states, *where, **last),
+        ]
+    else:
+        found.append(Exchange("all_gather", "upstream", 1, ranks * s.size, *where, backward=True))
+    d_hidden = tokens * s.hidden * s.size
+    found.append(
+        Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, backward=s.recompute)
+    )
+    return found
+
+
+def _stream(s: Setup, rates: Rates) -> Route:
+    """Logits, and rows on their way, twice: statistics of all blocks come first."""
+    rows, plan = s.plan_of_blocks()
+    blocks = -(-s.rows // rows)
+    where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden
+    passed = entries * s.gemm_size
+    late = {"backward": s.recompute}
+    exchanges = [
+        Exchange("all_gather", "blocks of rows", blocks, passed, *where),
+        Exchange("all_gather", "blocks of rows", blocks, passed, *where, **late),
+        Exchange("reduce_scatter", "d weight", blocks, entries * s.size, *where, **late),
+        Exchange(
+            "all_gather", "upstream", int(not s.recompute), s.ranks * s.size, *where, backward=True
+        ),
+        _over_replicas(s, s.rows * s.hidden * s.size),
+    ]
+    return _made(
+        s,
+        rates,
+        "stream",
+        exchanges,
+        rows=s.tokens,
+        columns=s.ranks * s.rows,
+        products=4,
+        moments=of_stream(s, plan, rows),
+        chunk_tokens=min(plan.chunk_tokens, s.tokens),
+        num_chunks=plan.num_chunks,
+        block_rows=rows,
+    )
+
+
+def _hybrid(s: Setup, rates: Rates) -> Route:
+    """Rows of the same place of all nodes, which meet the tokens of their own node."""
+    ranks, rows = s.ranks // s.nodes, s.rows_of_node
+    plan = s.plan_of_shared(rows, ranks)
+    over, entries = (s.nodes, s.nodes), rows * s.hidden
+    passed = entries * s.gemm_size
+    again = s.recompute and not s.kept
+    exchanges = [
+        Exchange("all_gather", "rows of all nodes", 1, passed, *over),
+        *_of_tokens(s, plan.num_chunks, ranks, 1),
+        Exchange("all_gather", "rows of all nodes", int(again), passed, *over, backward=True),
+        Exchange("reduce_scatter", "d weight", 1, entries * s.size, *over, backward=s.recompute),
+        _over_replicas(s, s.rows * s.hidden * s.size),
+    ]
+    return _made(
+        s,
+        rates,
+        "hybrid",
+        exchanges,
+        rows=ranks * s.tokens,
+        columns=rows,
+        products=4 if _twice(s, plan.num_chunks) else 3,
+        moments=of_hidden(s, plan, rows, ranks, gathered=True),
+        chunk_tokens=plan.chunk_tokens // ranks,
+        num_chunks=plan.num_chunks,
+    )

@@ -1,0 +1,162 @@
+"""What stands at once on a rank, by route: the moments of a call, each a sum of named parts.
+
+Shapes: N tokens of a rank, V vocabulary, H hidden width, R ranks that share a head's rows, T tokens
+of a rank in a chunk, K rows of every rank in a block.
+"""
+
+from __future__ import annotations
+
+from xentlib.dtypes import ITEMSIZE
+from xentlib.plan.chunks import ChunkPlan
+from xentlib.plan.memory import D_HIDDEN, D_WEIGHT, ROWS, WIDENED, torch_walk
+from xentlib.plan.setup import Setup
+
+__all__ = ["Moments", "of_full_logits", "of_head", "of_hidden", "of_stream"]
+
+# By the name of the moment, what stands then.
+Moments = dict[str, dict[str, int]]
+
+GATHERED, BUFFER = "gathered head", "buffer of the gather"
+GRADIENT, ROUNDED = "gradient of the head", "gradients in their own dtype"
+INTO, OUT_OF = "into the reduce-scatter", "out of the reduce-scatter"
+EARLIER = "gradient of earlier micro-batches"
+EXCHANGED, PER_TOKEN = "hidden states and d hidden on their way", "numbers a token of all ranks"
+BLOCKS, OWN = "blocks of rows and d weight on their way", "d weight of this rank's rows"
+
+
+def of_head(s: Setup, plan: ChunkPlan) -> Moments:
+    """FSDP2 gathers into a buffer and copies out of it; of a forward's last gather the buffer stays
+    until that forward is done, which here is the walk."""
+    gathered = _gathered(s)
+    both = {GATHERED: gathered, BUFFER: gathered}
+    sums = _sums(s, s.vocab, ITEMSIZE[s.head_dtype])
+    again = {GATHERED: gathered} if s.kept or s.module or s.recompute else {}
+    found = {"forward": both | _walk(s, plan, gradient=not s.recompute)}
+    if s.recompute:
+        found["backward"] = again | _walk(s, plan)
+    elif s.module and not s.kept:
+        found["gather for the backward"] = both | {k: sums[k] for k in (D_WEIGHT, D_HIDDEN)}
+    found["gradients rounded"] = again | sums
+    return _with_earlier(s, found | _reduced(s))
+
+
+def of_full_logits(s: Setup) -> Moments:
+    """`cross_entropy(head(hidden).float(), labels)`: log-probabilities are kept, of them the loss
+    makes a gradient, and of that the softmax another one."""
+    gathered = _gathered(s)
+    both = {GATHERED: gathered, BUFFER: gathered}
+    kept = {GATHERED: gathered} if s.kept else {}
+    entries, narrow = s.tokens * s.vocab, s.gemm_size
+    low = {"logits": entries * narrow}
+    wide = entries * s.size
+    cast = low if narrow < s.size else {}
+    d_logits = {"gradient of the logits": entries * narrow}
+    results = s.hidden * (s.vocab * ITEMSIZE[s.head_dtype] + s.tokens * ITEMSIZE[s.dtype])
+    found = {
+        "product": both | low,
+        "cast": kept | cast | {"float32 logits": wide},
+        "softmax": kept | {"float32 logits": wide, "log-probabilities": wide},
+        "backward of the loss": kept
+        | {"log-probabilities": wide, "their gradient": wide, "float32 gradient": wide},
+        "gather for the backward": (kept or both) | d_logits,
+        "products of the backward": {GATHERED: gathered, "gradients": results} | d_logits,
+    }
+    return _with_earlier(s, found | _reduced(s))
+
+
+def of_hidden(s: Setup, plan: ChunkPlan, rows: int, ranks: int, *, gathered: bool) -> Moments:
+    """Tokens of `ranks` meet `rows` that stay; `gathered` from the same place of other nodes."""
+    chunk = plan.chunk_tokens * s.hidden
+    at_a_time = 2 if plan.num_chunks > 1 else 1  # one is computed, one is on its way
+    walk = _walk(s, plan)
+    walk[D_WEIGHT] = rows * s.hidden * s.size
+    walk[D_HIDDEN] = s.tokens * s.hidden * s.size
+    walk[WIDENED] = _operand(s, rows)
+    walk[ROWS] = chunk * s.size if s.on_cpu and s.gemm_size < s.size else 0
+    walk[EXCHANGED] = at_a_time * chunk * (s.gemm_size + s.size)
+    statistics = 4 * s.size if s.recompute or "softcap" in s.options else 0
+    walk[PER_TOKEN] = ranks * s.tokens * (8 + s.size + statistics)
+    own = s.rows * s.hidden
+    found = {"walk": walk}
+    if gathered:
+        walk[GATHERED] = rows * s.hidden * s.gemm_size
+        walk[WIDENED] = _operand(s, rows) if s.on_cpu else 0
+        found["rows' reduction"] = {
+            INTO: rows * s.hidden * s.size,
+            OUT_OF: own * s.size,
+            D_HIDDEN: s.tokens * s.hidden * s.size,
+        }
+    found["gradients rounded"] = _sums(s, s.rows, ITEMSIZE[s.param_dtype])
+    return found
+
+
+def of_stream(s: Setup, plan: ChunkPlan, rows: int) -> Moments:
+    """Blocks of R K rows: one is computed, one is on its way, and so is d weight of the last."""
+    block = s.ranks * rows * s.hidden
+    at_a_time = 2 if rows < s.rows else 1
+    walk = _walk(s, plan)
+    walk[D_WEIGHT] = 0
+    walk[WIDENED] = block * s.size if s.on_cpu and s.gemm_size < s.size else 0
+    walk[BLOCKS] = at_a_time * block * (s.gemm_size + s.size) + rows * s.hidden * s.size
+    walk[OWN] = s.rows * s.hidden * s.size
+    return {"walk": walk, "gradients rounded": _sums(s, s.rows, ITEMSIZE[s.param_dtype])}
+
+
+def _gathered(s: Setup) -> int:
+    whole = s.ranks * s.rows * s.hidden * ITEMSIZE[s.head_dtype]
+    return whole if s.ranks > 1 else 0  # it is there
+
+
+def _walk(s: Setup, plan: ChunkPlan, *, gradient: bool = True) -> dict[str, int]:
+    walk = torch_walk(
+        plan,
+        dtype=s.gemm_dtype,
+        gradient=gradient,
+        recompute=s.recompute,
+        platform=s.platform,
+        kernels=s.kernels,
+    )
+    if s.head_dtype != s.gemm_dtype:
+        walk[WIDENED] = plan.vocab_size * s.hidden * s.gemm_size
+    return walk
+
+
+def _operand(s: Setup, rows: int) -> int:
+    """A copy of rows in the dtype that products take, where the parameter has another."""
+    if s.on_cpu and s.gemm_size < s.size:
+        return rows * s.hidden * s.size
+    return rows * s.hidden * s.gemm_size if s.param_dtype != s.gemm_dtype else 0
+
+
+def _sums(s: Setup, rows: int, weight_size: int) -> dict[str, int]:
+    """Float32 sums beside the gradients that are made of them; of its own dtype a sum is one."""
+    d_weight, d_hidden = rows * s.hidden, s.tokens * s.hidden
+    rounded = d_weight * weight_size if weight_size < s.size else 0
+    rounded += d_hidden * ITEMSIZE[s.dtype] if ITEMSIZE[s.dtype] < s.size else 0
+    return {D_WEIGHT: d_weight * s.size, D_HIDDEN: d_hidden * s.size, ROUNDED: rounded}
+
+
+def _reduced(s: Setup) -> Moments:
+    """Of the wrapper's reduction, while the gradient is still there. Gloo makes a copy of what goes
+    into it."""
+    if s.ranks == 1:
+        return {}
+    into = s.ranks * s.rows * s.hidden * ITEMSIZE[s.reduce_dtype]
+    cast = ITEMSIZE[s.param_dtype] if s.param_dtype != s.reduce_dtype else 0
+    return {
+        "reduction": {
+            GRADIENT: s.vocab * s.hidden * ITEMSIZE[s.head_dtype],
+            INTO: into * (2 if s.on_cpu else 1),
+            OUT_OF: s.rows * s.hidden * (ITEMSIZE[s.reduce_dtype] + cast),
+            "d hidden": s.tokens * s.hidden * ITEMSIZE[s.dtype],
+        }
+    }
+
+
+def _with_earlier(s: Setup, found: Moments) -> Moments:
+    """FSDP2 keeps d weight whole, in the dtype of the reduction, until the micro-batch that
+    reduces."""
+    if s.micro_batches == 1:
+        return found
+    earlier = {EARLIER: s.vocab * s.hidden * ITEMSIZE[s.reduce_dtype]}
+    return {name: parts | earlier for name, parts in found.items()}
