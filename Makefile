@@ -38,7 +38,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public classes recipes figures cross-check conformance fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
+.PHONY: help parity test quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -59,6 +59,7 @@ help:
 	@echo 'recipes     peak memory of each example with and without xentlib, for the documentation'
 	@echo 'conformance which rows the losses of other libraries hold; CONFORMANCE_ARGS="--only NAME" renews one'
 	@echo 'cross-check what a step costs that CrossCheck checks, for the documentation'
+	@echo 'routes      what heads in pieces send and need, for the documentation'
 	@echo 'figures     what the README and the site open with, from docs/data/tokens.json; FIGURES_ARGS=--measure measures first'
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare GEMMs and other libraries: about ten minutes'
@@ -155,7 +156,7 @@ $(HLO_ENV)/hlo.stamp: constraints.txt $(VENV)/test.stamp
 
 # What no framework's version changes is left to `make test`.
 RANGE_TESTS := $(filter-out $(patsubst %,tests/test_%.py,bench bench_command cli cli_resume docs docs_code docs_errors parity_text \
-  parity_training plan processes progress report report_page), \
+  parity_training plan plan_command plan_routes processes progress report report_page), \
   $(wildcard tests/test_*.py))
 NUMPY_TESTS := $(patsubst %,tests/test_%.py,checks checks_options contract_checks plan public \
   reference) $(wildcard tests/test_interop*.py)
@@ -236,6 +237,10 @@ conformance: $(VENV)/bench.stamp
 # Time and memory of a checked step, for docs/cross-check.md.
 cross-check: $(VENV)/test.stamp
 	$(BIN)/python .ci/cross_check.py
+
+# Arithmetic alone, for docs/routes.md.
+routes: $(VENV)/run.stamp
+	$(BIN)/python .ci/routes.py
 
 # Of docs/data/tokens.json and bench/results/*.json.
 figures: $(VENV)/test.stamp

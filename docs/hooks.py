@@ -38,6 +38,7 @@ from measured import (
     missing,
     recipe_part,
     recipes_part,
+    routes_part,
     table,
 )
 
@@ -263,6 +264,8 @@ PARTS = {
     "bench_options": lambda: options_table("bench"),
     "doctor_options": lambda: options_table("doctor"),
     "audit_options": lambda: options_table("audit"),
+    "plan_options": lambda: options_table("plan"),
+    "routes": routes_part,
 }
 MARKER = re.compile(r"(?m)^<!-- (\w+)(?: (\w+))? -->$")
 

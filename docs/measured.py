@@ -14,6 +14,7 @@ CAUSAL_LM = DATA / "causal_lm.json"
 RECIPES = DATA / "recipes.json"
 CONFORMANCE = DATA / "conformance.json"
 CROSS_CHECK = DATA / "cross_check.json"
+ROUTES = DATA / "routes.json"
 EXAMPLES = ROOT / "examples"
 
 log = logging.getLogger("mkdocs.hooks")  # a warning here fails a strict build
@@ -195,3 +196,38 @@ def conformance_part() -> str:
             *(["Not run:", table(("loss", "package", "why"), absent)] if absent else []),
         )
     )
+
+
+def routes_part() -> str:
+    """What `make routes` has worked out of heads in pieces."""
+    found = json.loads(ROUTES.read_text(encoding="utf-8"))
+    names = ("full logits", "head", "hidden", "stream", "hybrid")
+
+    def said(plan: dict[str, Any], what: str, unit: float, digits: int) -> str:
+        return " / ".join(
+            f"{plan['routes'][name][what] / unit:.{digits}f}" if name in plan["routes"] else "–"
+            for name in names
+        )
+
+    rows = [
+        (
+            plan["head"]["name"],
+            f"{plan['ranks']:,}",
+            f"{plan['crossover_tokens']:,}",
+            said(plan, "received_bytes", 1e9, 1),
+            said(plan, "peak_bytes", 2**30, 1),
+            said(plan, "milliseconds", 1, 0),
+            f"`{plan['fastest']}`",
+        )
+        for plan in found["plans"]
+    ]
+    rates = found["rates"]
+    about = (
+        f"{found['tokens_per_rank']:,} tokens a rank and call, bf16 gathered, float32 reduced, "
+        f"eight GPUs a node; in each cell {' / '.join(names)}. Seconds are predicted at "
+        f"{rates['gemm'] / 1e12:.0f} TFLOP/s, {rates['node'] / 1e9:.0f} GB/s within a node, "
+        f"{rates['network'] / 1e9:.0f} GB/s a GPU between nodes and {rates['latency'] * 1e6:.0f} "
+        f"us a collective, with nothing overlapped."
+    )
+    right = ("ranks", "`hidden` up to", "GB received", "GiB at the peak", "ms")
+    return f"{about}\n\n{table(('head', *right, 'fastest'), rows, right)}"

@@ -146,7 +146,7 @@ def load_hooks():
     return module
 
 
-@pytest.mark.parametrize("command", ["parity", "bench", "doctor", "audit"])
+@pytest.mark.parametrize("command", ["parity", "bench", "doctor", "audit", "plan"])
 def test_every_option_of_help_is_on_the_page(command, capsys):
     from xentlib.cli import main
 
@@ -160,6 +160,6 @@ def test_every_option_of_help_is_on_the_page(command, capsys):
     for option in re.findall(r"`(--[\w-]+)[` ]", part):
         assert option in shown, option
     for words in re.findall(
-        r"xentlib (?:parity|bench|doctor|audit)((?: -[^\n`]*)?)$", part, re.MULTILINE
+        r"xentlib (?:parity|bench|doctor|audit|plan)((?: -[^\n`]*)?)$", part, re.MULTILINE
     ):
         assert set(re.findall(r"--[\w-]+", words)) <= set(shown)

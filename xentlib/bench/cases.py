@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CASES", "DTYPES", "SUITES", "Arrays", "HeadSizes", "Suite", "make_arrays"]
+__all__ = ["CASES", "DTYPES", "REAL", "SUITES", "Arrays", "HeadSizes", "Suite", "make_arrays"]
 
 DTYPES = ("float32", "bfloat16")
 

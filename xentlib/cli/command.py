@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 import xentlib
 from xentlib.cli.available import BACKENDS
@@ -34,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from xentlib.cli import audit
 
             return audit.run(args)
+        if args.command == "plan":
+            from xentlib.cli import plan
+
+            return plan.run(args)
         from xentlib.cli import parity
 
         return parity.run(args, argv)
@@ -45,8 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class OneSentence(argparse.ArgumentParser):
+    """Refuses in a sentence, without all of its options before it; its sub-commands too."""
+
+    def error(self, message: str) -> NoReturn:
+        known = {x for action in self._actions for x in action.option_strings}
+        for parser in getattr(self._subparsers, "_group_actions", []):
+            known |= {x for one in parser.choices.values() for x in one._option_string_actions}
+        wrong = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        near = get_close_matches(wrong[1], sorted(known), 1) if wrong else []
+        way_out = f"did you mean `{near[0]}`" if near else "`xentlib plan --help` lists the options"
+        raise UsageError(f"{message}; {way_out}{'?' if near else '.'}")
+
+
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    kind = OneSentence if argv[:1] == ["plan"] else argparse.ArgumentParser
+    parser = kind(
         prog="xentlib",
         description="One language-model loss head, in PyTorch and in JAX, held to the same bits.",
     )
@@ -144,6 +165,19 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         from xentlib.cli.audit import add_arguments as of_audit
 
         of_audit(audit)
+
+    plan = commands.add_parser(
+        "plan",
+        allow_abbrev=False,
+        help="say what each route of a head in pieces sends, needs and takes, from sizes alone",
+        description="Bytes, products, memory and predicted time of a head that is in pieces over "
+        "ranks, by what travels: the head, the hidden states, or the head in blocks; beside full "
+        "logits. Nothing is computed but numbers, for up to thousands of ranks.",
+    )
+    if argv[:1] == ["plan"]:
+        from xentlib.cli.plan import add_arguments as of_plan
+
+        of_plan(plan)
     return parser
 
 

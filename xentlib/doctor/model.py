@@ -17,7 +17,7 @@ from xentlib.plan import plan_chunks
 from xentlib.plan.chunks import default_chunk_bytes
 from xentlib.plan.memory import peak_bytes
 
-__all__ = ["ConfigError", "Head", "findings", "read_config"]
+__all__ = ["SOFTCAPS", "ConfigError", "Head", "findings", "head_of_file", "read_config"]
 
 # What a configuration calls a soft cap of its logits, and a factor: some multiply, some divide.
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
@@ -74,7 +74,7 @@ def findings(config: dict[str, Any], tokens: int) -> list[Finding]:
         head, built, patched = _built(config)
     else:
         head, patched = None, None
-    head = head or _of_file(config)
+    head = head or head_of_file(config)
     if patched is None:
         said = "not tried, as it needs PyTorch and transformers"
         patched = Finding("model", "patch", "absent", said, "pip install 'xentlib[hf]'")
@@ -91,7 +91,7 @@ def _architecture(config: dict[str, Any]) -> str:
     return str(named[0])
 
 
-def _of_file(config: dict[str, Any]) -> Head | None:
+def head_of_file(config: dict[str, Any]) -> Head | None:
     """From the numbers of the file; an inner configuration of the text where there is one."""
     text: dict[str, Any] = next(
         (config[k] for k in ("text_config", "llm_config") if isinstance(config.get(k), dict)), {}

@@ -17,7 +17,7 @@ from xentlib.plan.exchanges import Rates
 from xentlib.plan.route import Route, routes_of
 from xentlib.plan.setup import Setup
 
-__all__ = ["OPTIONS", "choose_gather", "crossover_tokens", "head_routes"]
+__all__ = ["CHOICES", "OPTIONS", "RouteOptions", "choose_gather", "crossover_tokens", "head_routes"]
 
 # Of a call, those that send something more.
 OPTIONS = ("softcap", "temperature", "entropy", "lse", "label_smoothing", "predicted")

@@ -1,0 +1,197 @@
+"""`xentlib plan`: heads by name and from a config.json; the table, JSON, plot, and the page."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from xentlib.bench.cases import REAL
+from xentlib.cli import main
+from xentlib.cli.plan import sizes_of
+from xentlib.plan import Rates, crossover_tokens, head_routes
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = ("--vocab", "1003", "--hidden", "64")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1, "one sentence"
+    return output.err.removeprefix("xentlib: ").rstrip("\n")
+
+
+@pytest.mark.parametrize("head", REAL, ids=lambda head: head.name)
+def test_heads_of_the_bench_by_name(head) -> None:
+    want = (head.name, head.vocab_size, head.hidden_size, "bfloat16", head.softcap is not None)
+    assert sizes_of(head.name) == sizes_of(head.name.replace("-", "").upper()) == want
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "capped"),
+    [
+        ({"vocab_size": 1003, "hidden_size": 64, "torch_dtype": "float32"}, "float32", False),
+        (
+            {"text_config": {"vocab_size": 1003, "d_model": 64}, "final_logit_softcapping": 30.0},
+            "bfloat16",
+            True,
+        ),
+    ],
+)
+def test_a_head_of_a_configuration(tmp_path, capsys, config, dtype, capped) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = json.loads(said(capsys, "--model", str(tmp_path), "--json"))
+    assert found["head"] == {"name": tmp_path.name, "vocab_size": 1003, "hidden_size": 64}
+    assert found["setup"]["dtype"] == found["setup"]["head_dtype"] == dtype
+    assert found["setup"]["options"] == (["softcap"] if capped else [])
+
+
+def test_json_is_the_plan(capsys) -> None:
+    """Every argument reaches it."""
+    arguments = (
+        *(*SIZES, "--tokens", "500", "--ranks", "12", "--nodes", "3", "--replicas", "2"),
+        *("--micro-batches", "4", "--dtype", "float32", "--head-dtype", "bfloat16"),
+        *("--reduce-dtype", "bfloat16", "--param-dtype", "bfloat16", "--recompute", "--module"),
+        *("--kept", "--options", "entropy", "lse", "--max-chunk-mib", "3", "--block-rows", "7"),
+        *("--chunk-tokens", "56"),
+        *("--gemm-rate", "2", "--node-rate", "3", "--network-rate", "0.5", "--latency", "7"),
+        "--json",
+    )
+    found = json.loads(said(capsys, *arguments))
+    more = {
+        "nodes": 3,
+        "replicas": 2,
+        "dtype": "float32",
+        "head_dtype": "bfloat16",
+        "reduce_dtype": "bfloat16",
+        "param_dtype": "bfloat16",
+        "micro_batches": 4,
+        "recompute": True,
+        "module": True,
+        "kept": True,
+        "options": ["entropy", "lse"],
+        "max_chunk_bytes": 3 << 20,
+        "chunk_tokens": 56,
+        "block_rows": 7,
+        "rates": Rates(2e12, 3e9, 0.5e9, 7e-6),
+    }
+    routes = head_routes(500, 1003, 64, 12, **more)
+    assert found["setup"] == {**more, "rates": more["rates"]._asdict()}
+    assert found["crossover_tokens"] == crossover_tokens(1003, 64, 12, **more)
+    assert [x["name"] for x in found["routes"]] == list(routes)
+    for x in found["routes"]:
+        route = routes[x["name"]]
+        assert x["peak"] == dict(route.peak)
+        assert (x["peak_bytes"], x["seconds"]) == (route.peak_bytes, route.seconds)
+        assert sum(one["bytes"] for one in x["exchanges"]) == route.bytes()
+    ours = [route for name, route in routes.items() if name not in ("full logits", "hybrid")]
+    assert found["fastest"] == min(ours, key=lambda route: route.seconds).name
+    assert found["smallest"] == min(ours, key=lambda route: route.peak_bytes).name
+
+
+def test_the_table(capsys) -> None:
+    """A line for each route, and what its peak is made of."""
+    text = said(capsys, "--model", "llama-3-8b", "--ranks", "64", "--tokens", "4096")
+    first, _, titles, *rest = text.splitlines()
+    assert first.startswith(
+        "llama3-8b: V = 128,256, H = 4,096, 4,096 tokens a rank and call, 64 ra"
+    )
+    assert first.endswith("64 ranks on 8 nodes")
+    assert titles.split()[0] == "route"
+    names = ["full logits", "head", "hidden", "stream", "hybrid"]
+    assert [row[:11].rstrip() for row in rest[:5]] == names
+    assert rest[1].split()[1:4] == ["12.9", "3.10", "4.97"]
+    assert text.count("GiB at the peak: ") == 5
+    up_to = crossover_tokens(128_256, 4096, 64, nodes=8)
+    assert f"hidden before head up to {up_to:,} tokens" in text
+    assert "`gather` has no hybrid" in text
+    assert "no hybrid" not in said(capsys, *SIZES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "lama3-8b"), "got 'lama3-8b'; did you mean 'llama3-8b'?"),
+        (("--modle", "gpt2"), "unrecognized arguments: --modle gpt2; did you mean `--module`?"),
+        ((*SIZES, "--token", "5"), "unrecognized arguments: --token 5; did you mean `--tokens`?"),
+        ((*SIZES, "--options", "softcaps"), "argument --options: invalid choice: 'softcaps'"),
+        ((*SIZES, "--dtype", "bf16"), "argument --dtype: invalid choice: 'bf16'"),
+        ((*SIZES, "--tokens", "0"), "argument --tokens: must be a whole number, 1 or more; got"),
+        ((*SIZES, "--gemm-rate", "nan"), "argument --gemm-rate: must be a positive number; got"),
+        ((*SIZES, "--ranks", "12", "--nodes", "5"), "`ranks` must be spread over `nodes` evenly"),
+        ((*SIZES, "--plot", "routes.gif"), "`--plot` must end with .svg, .png or .pdf; got"),
+        (("--vocab", "5"), "the head must be named by `--model`, or by `--vocab` and `--hidden`"),
+        ((), "`--vocab` and `--hidden`; got none of them."),
+        (("--model", "gpt2", *SIZES), "got `--model` and `--vocab` and `--hidden`."),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(capsys, arguments, message) -> None:
+    """D12."""
+    assert message in refused(capsys, *arguments)
+
+
+def test_files_that_are_no_head_or_cannot_be_written(tmp_path, capsys) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    told = refused(capsys, "--model", str(tmp_path))
+    assert told.startswith("`--model` must name a `vocab_size` and a `hidden_size`; '")
+    (tmp_path / "config.json").write_text("[")
+    assert "`--model` must be a folder with a config.json" in refused(
+        capsys, "--model", str(tmp_path / "config.json")
+    )
+    pytest.importorskip("matplotlib")
+    assert main(["plan", *SIZES, "--plot", str(tmp_path / "none" / "x.svg")]) == 2
+    assert "`--plot` must be a file that can be written" in capsys.readouterr().err
+
+
+def test_a_plot_needs_matplotlib(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("xentlib.cli.plan.find_spec", lambda name: None)
+    assert "`--plot` needs matplotlib" in refused(capsys, *SIZES, "--plot", "x.svg")
+
+
+def test_the_plot_shows_every_route_and_where_two_cross(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    from xentlib.cli.plan_plot import TOKENS, draw
+
+    sizes = sizes_of("llama3-8b")
+    crossover = crossover_tokens(sizes.vocab, sizes.hidden, 8)
+    figure = draw(sizes, 8, {}, crossover)
+    time, memory = figure.axes
+    names = ["full logits", "head", "hidden", "stream"]
+    for axes, value in (
+        (time, lambda x: 1e3 * x.seconds),
+        (memory, lambda x: x.peak_bytes / 2**30),
+    ):
+        *lines, mark = axes.get_lines()
+        assert [line.get_label() for line in lines] == names
+        assert set(mark.get_xdata()) == {crossover}
+        for k in (0, len(TOKENS) - 1):
+            routes = head_routes(TOKENS[k], sizes.vocab, sizes.hidden, 8)
+            assert [line.get_ydata()[k] for line in lines] == [value(routes[x]) for x in names]
+    paths = [tmp_path / f"{k}.svg" for k in (1, 2)]
+    for path in paths:
+        assert main(["plan", "--model", "gpt2", "--plot", str(path)]) == 0
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_the_page_has_what_is_planned_today() -> None:
+    source = ROOT / ".ci" / "routes.py"
+    if not source.is_file():
+        pytest.skip("the documentation is not beside the tests")
+    spec = importlib.util.spec_from_file_location("routes_of_the_page", source)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    found = json.loads(made.DATA.read_text(encoding="utf-8"))
+    assert found == made.found(), "run `make routes`"
+    plans = [(plan["head"]["name"], plan["ranks"]) for plan in found["plans"]]
+    assert len(plans) == 6 * 3 == len(set(plans))
