@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from xentlib.call import Arguments
 from xentlib.checks.placement import refuse_dtensor
 from xentlib.checks.route import check_route, refuse_routed
-from xentlib.torch.describe import only_tensors
+from xentlib.options import Gather
+from xentlib.plan import choose_gather
+from xentlib.torch.describe import dtype_name, only_tensors
 from xentlib.torch.heads import head_of
 from xentlib.torch.shards import Resident, is_dtensor
 from xentlib.torch.wrappers import deepspeed, fsdp2
@@ -40,6 +42,8 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
             given = head_of(given)
             check_route(given)
             heads = deepspeed.sharded(given.weight, given.bias)
+            if given.gather == "auto":
+                given = given._replace(gather=chosen(given, recompute), tokens_per_rank=None)
             if given.gather != "head":
                 owner = owner_of(given.weight)
                 if owner is None:
@@ -65,6 +69,31 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
         return call
 
     return wrap
+
+
+def chosen(given: Arguments, recompute: bool) -> Gather:
+    """What `gather="auto"` stands for; the head of what no `fully_shard` shards."""
+    owner = owner_of(given.weight)
+    if owner is None or given.weight.ndim != 2 or not fsdp2.by_rows(owner, given.weight):
+        return "head"
+    policy, hidden = owner.group.mp_policy, given.hidden
+    gathered = policy.param_dtype or given.weight.dtype
+    reduced = policy.reduce_dtype or gathered
+    assert given.tokens_per_rank is not None
+    vocab_size, hidden_size = given.weight.shape
+    return choose_gather(
+        given.tokens_per_rank,
+        vocab_size,
+        hidden_size,
+        fsdp2.ranks_of(owner),
+        dtype=dtype_name(hidden.dtype),
+        head_dtype=dtype_name(gathered),
+        reduce_dtype=dtype_name(reduced),
+        param_dtype=dtype_name(given.weight.dtype),
+        recompute=recompute,
+        max_chunk_bytes=given.max_chunk_bytes,
+        platform="cpu" if hidden.device.type == "cpu" else "gpu",
+    )
 
 
 def by_route(given: Arguments, rows: fsdp2.Rows, function: Callable[[Arguments], R]) -> R:

@@ -35,6 +35,7 @@ class Given:
         part = None if self.parallel is None else self.parallel.shard
         self.local_size = logits.shape[1] if part is None else part.size
         self.vocab_size = self.local_size if part is None else part.vocab_size
+        self.spread = None
         self.own = self.tokens = select_tokens(
             call.labels, call.where, call.ignore_index, self.vocab_size, part, logits.device
         )

@@ -142,6 +142,7 @@ class GradientSums:
         and every small term that a GEMM adds after one is rounded at its size (tau of d hidden 4.8
         against 1.5, of d weight on real text 9.6 against 1.5)."""
         walk, size = self.walk, chunk.size
+        self._take_back()  # before there is another one of its size
         if not (self.needs[0] or self.needs[1]):
             return
         if not walk.local_size:
@@ -176,16 +177,16 @@ class GradientSums:
             order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
             walk.made.add_to_weight(self.weight_VH, dz_y_T, x_TH[:size], y_T, order_T, chunk.start)
 
-    def _send_back(self, dx_TH: Tensor | None, chunk: Chunk | None = None) -> None:
-        """d hidden of a chunk to the ranks whose tokens they are; at the end, of none."""
-        spread = self.walk.spread
-        if self.returning is not None:
-            assert spread is not None
-            sending, start = self.returning
-            spread.take_back(self.walk.own, sending, start, self.hidden)
+    def _send_back(self, dx_TH: Tensor, chunk: Chunk) -> None:
+        """d hidden of a chunk, to the ranks whose tokens they are."""
+        if self.walk.spread is not None:
+            self.returning = self.walk.spread.send_back(dx_TH), chunk.start
+
+    def _take_back(self) -> None:
+        """What has come of the chunk before."""
+        if self.returning is not None and self.walk.spread is not None:
+            self.walk.spread.take_back(self.walk.own, *self.returning, self.hidden)
         self.returning = None
-        if spread is not None and dx_TH is not None and chunk is not None:
-            self.returning = spread.send_back(dx_TH), chunk.start
 
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""
@@ -203,7 +204,7 @@ class GradientSums:
         """The sums, d hidden over all shards, with the power of two taken out again."""
         self.complete()
         self._start_sum()
-        self._send_back(None)
+        self._take_back()
         if self.summing is not None:
             self.summing.wait()
         if self.padding:

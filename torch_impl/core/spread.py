@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.checks.shards import check_agreement, check_upstream
-from xentlib.plan import ChunkPlan, pad_rows, shard_of
+from xentlib.plan import ChunkPlan, shard_of, spread_tokens
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.tokens import Tokens, counted
@@ -38,6 +38,10 @@ class Sending(NamedTuple):
     work: Any
     result: Tensor
     source: Tensor
+
+    def arrived(self) -> Tensor:
+        self.work.wait()
+        return self.result
 
 
 class Spread:
@@ -70,9 +74,7 @@ class Spread:
 
     def plan(self, whole: ChunkPlan) -> ChunkPlan:
         """Of as many tokens of every rank in each chunk; `whole` does not know of ranks."""
-        each = max(pad_rows(1), whole.chunk_tokens // self.ranks // pad_rows(1) * pad_rows(1))
-        self.chunks = -(-self.longest // each)
-        self.per_chunk = pad_rows(-(-self.longest // max(1, self.chunks)))
+        self.per_chunk, self.chunks = spread_tokens(whole.chunk_tokens, self.ranks, self.longest)
         self.length = self.chunks * self.per_chunk
         return replace(
             whole,
@@ -117,11 +119,11 @@ class Spread:
         travels while a chunk is computed."""
         coming: Sending | None = None
         for start in range(0, self.length, max(self.per_chunk, 1)):
-            here = self._start(own, start) if coming is None else coming
-            here.work.wait()
+            arrived = (self._start(own, start) if coming is None else coming).arrived()
             following = start + self.per_chunk
             coming = self._start(own, following) if following < self.length else None
-            yield here.result
+            yield arrived
+            del arrived
 
     def _start(self, own: Tokens, start: int) -> Sending:
         places = own.places(start, min(start + self.per_chunk, self.own_count))
@@ -144,11 +146,11 @@ class Spread:
 
     def take_back(self, own: Tokens, sending: Sending, start: int, into_NH: Tensor) -> None:
         """Of the chunk that begins at token `start` of the walk."""
-        sending.work.wait()
+        found_SH = sending.arrived()
         low = start // self.ranks
         high = max(low, min(low + self.per_chunk, self.own_count))
         if high > low:
-            into_NH[own.places(low, high)] = sending.result[: high - low]
+            into_NH[own.places(low, high)] = found_SH[: high - low]
 
 
 def _bytes(x: Tensor) -> Tensor:

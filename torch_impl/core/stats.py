@@ -96,7 +96,8 @@ class StatSums:
         z_y, owned, rest, others = self.of_rank()
         if isinstance(walk.parallel, VocabParallel):
             tokens = walk.tokens
-            most = tokens.valid.shape[0]
+            # Of tokens that are spread all ranks have as many in a chunk, and know it.
+            most = z_y.shape[0] if walk.spread is not None else tokens.valid.shape[0]
             z_y, rest = walk.parallel.combine(z_y, owned, rest, others, most)
             check_labels(walk.labels, tokens.bad, walk.ignore_index, walk.vocab_size)
         return token_stats(z_y, rest, walk.vocab_size, labelled_at(walk, self._places()))

@@ -134,11 +134,9 @@ class Streamed:
         """One for each block; the next block's rows travel meanwhile."""
         coming: Sending | None = None
         for b in range(self.num_blocks):
-            here = self._fetch(b) if coming is None else coming
-            here.work.wait()
+            rows = (self._fetch(b) if coming is None else coming).arrived()
             coming = self._fetch(b + 1) if b + 1 < self.num_blocks else None
             start, stop = self._bounds(b)
-            rows = here.result
             if stop - start < rows.shape[0]:
                 rows = rows[self._taken(b)]
             places = self.order_V[start:stop]
@@ -237,12 +235,12 @@ class StreamSums:
             self.bias_V[walk.order_V[start:stop]] = sums.bias
         if not needs[1]:
             return
+        self._arrive()
         part_CH = sums.weight if exponent is None else torch.ldexp(sums.weight, -exponent)
         if stop - start < walk.ranks * walk.block:
             whole = part_CH.new_zeros(walk.ranks * walk.block, walk.hidden_size)
             whole[walk._taken(b)] = part_CH
             part_CH = whole
-        self._arrive()
         result = part_CH.new_empty(walk.block, walk.hidden_size)
         work = scatter_into(result, part_CH, group=walk.group, async_op=True)
         self.leaving = Sending(work, result, part_CH), b * walk.block
@@ -251,10 +249,10 @@ class StreamSums:
         if self.leaving is None:
             return
         sending, row = self.leaving
-        sending.work.wait()
+        arrived = sending.arrived()
         count = min(self.walk.block, self.rows - row)
         if count > 0:
-            self.weight[row : row + count] = sending.result[:count]
+            self.weight[row : row + count] = arrived[:count]
         self.leaving = None
 
     def finish(self, exponent: Tensor | None) -> Gradients:

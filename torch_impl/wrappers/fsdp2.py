@@ -27,11 +27,13 @@ __all__ = [
     "Owner",
     "Rows",
     "Sharded",
+    "by_rows",
     "call_with_head",
     "copies",
     "divisors",
     "find_owner",
     "keeps_alone",
+    "ranks_of",
     "rows_of",
 ]
 
@@ -200,11 +202,8 @@ def rows_of(owner: Owner, weight: Any, bias: Any, layout: str) -> Rows:
         != type(group).__module__.replace("_param_group", "_collectives"),
     }
     placements = tuple(weight.placements)
-    by_rows = (
-        over is not None and placements[-1].is_shard(0) and weight.device_mesh.ndim == mesh.ndim
-    )
-    by_rows = by_rows and (bias is None or find_owner(bias) == owner)
-    check_rows(by_rows, placements, layout, ", ".join(x for x, found in hooks.items() if found))
+    alone = by_rows(owner, weight) and (bias is None or find_owner(bias) == owner)
+    check_rows(alone, placements, layout, ", ".join(x for x, found in hooks.items() if found))
     if group.is_unsharded:
         refuse_whole()
     ranks, classes = dist.get_world_size(over), weight.shape[0]
@@ -230,6 +229,19 @@ def rows_of(owner: Owner, weight: Any, bias: Any, layout: str) -> Rows:
         1.0 / (group.gradient_divide_factor or mesh.size()),
         policy.param_dtype if narrow else None,
     )
+
+
+def by_rows(owner: Owner, weight: Any) -> bool:
+    """Whether FSDP2 alone shards a head, over its rows."""
+    info, found = owner.group.mesh_info, weight.placements[-1].is_shard(0)
+    return bool(
+        hasattr(info, "shard_process_group") and found and weight.device_mesh.ndim == info.mesh.ndim
+    )
+
+
+def ranks_of(owner: Owner) -> int:
+    """That share the rows of a head."""
+    return dist.get_world_size(owner.group.mesh_info.shard_process_group)
 
 
 class OverReplicas(torch.autograd.Function):

@@ -15,9 +15,16 @@ from xentlib.plan.chunks import (
 )
 from xentlib.plan.exchanges import Exchange, Rates
 from xentlib.plan.memory import given_peak_bytes, peak_bytes
-from xentlib.plan.shards import PaddedVocab, VocabShard, exchanges_per_chunk, shard_of, stream_rows
 from xentlib.plan.route import Route
 from xentlib.plan.routes import choose_gather, crossover_tokens, head_routes
+from xentlib.plan.shards import (
+    PaddedVocab,
+    VocabShard,
+    exchanges_per_chunk,
+    shard_of,
+    spread_tokens,
+    stream_rows,
+)
 
 __all__ = [
     "CPU_BLOCK_BYTES",
@@ -42,5 +49,6 @@ __all__ = [
     "peak_bytes",
     "plan_chunks",
     "shard_of",
+    "spread_tokens",
     "stream_rows",
 ]

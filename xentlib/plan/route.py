@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xentlib.dtypes import ITEMSIZE
+from xentlib.plan.chunks import ChunkPlan
 from xentlib.plan.exchanges import Exchange, Rates
 from xentlib.plan.route_memory import Moments, of_full_logits, of_head, of_hidden, of_stream
 from xentlib.plan.setup import Setup
@@ -17,7 +18,10 @@ from xentlib.plan.setup import Setup
 __all__ = ["Route", "routes_of"]
 
 LABEL = 8  # bytes
-SIZES = 40  # five integers that ranks tell each other before a call
+# Integers of 8 bytes that ranks tell each other before a walk: over hidden states, over blocks.
+SIZES, BLOCK_SIZES = 56, 40
+# Numbers that ranks must have alike in a forward, thrice, and sizes of shards go with a MAX.
+ALIKE = {"chunked_nll": 21, "chunked_logprobs": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,7 @@ def _over_replicas(s: Setup, size: int) -> Exchange:
 
 def _hidden(s: Setup, rates: Rates) -> Route:
     plan = s.plan_of_shared(s.rows, s.ranks)
-    exchanges = _of_tokens(s, plan.num_chunks, s.ranks, s.nodes)
+    exchanges = _of_tokens(s, plan, s.ranks, s.nodes)
     exchanges.append(_over_replicas(s, s.rows * s.hidden * s.size))
     return _made(
         s,
@@ -197,33 +201,38 @@ def _twice(s: Setup, chunks: int) -> bool:
     return s.recompute or ("softcap" in s.options and chunks > 1)
 
 
-def _of_tokens(s: Setup, chunks: int, ranks: int, nodes: int) -> list[Exchange]:
+def _of_tokens(s: Setup, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchange]:
     """Hidden states to rows, and what belongs to each token."""
-    tokens, where = ranks * s.tokens, (ranks, nodes)
+    tokens, where = plan.num_tokens, (ranks, nodes)
+    chunks = plan.num_chunks
     states = tokens * s.hidden * s.gemm_size
     factor = 0 if s.recompute else s.size
     numbers = LABEL + factor + s.size * ("temperature" in s.options)
     sums = 3 + len({"entropy", "label_smoothing"} & s.options)
     sums += ranks * ("predicted" in s.options)
     at_once = _twice(s, chunks)
+    alike = 3 * ALIKE["chunked_logprobs" if s.recompute else "chunked_nll"] + 3 * ranks + 1
     times = 1 if at_once else chunks
     forward = chunks * (2 if at_once and not s.recompute else 1)
     found = [
         Exchange("all_gather", "numbers of tokens", 1, ranks * SIZES, *where),
         Exchange("all_gather", "labels and factors", 1, tokens * numbers, *where),
         Exchange("all_gather", "hidden states", forward, forward // chunks * states, *where),
-        Exchange("all_reduce", "largest logits", times, tokens * s.size, *where),
+        Exchange("all_reduce", "largest logits", times, (tokens + alike) * s.size, *where),
         Exchange("all_reduce", "sums of the softmax", times, tokens * sums * s.size, *where),
     ]
     if s.recompute:
-        upstream = 1 + len({"entropy", "lse"} & s.options)
         last = {"backward": True}
+        # Three upstream gradients and four statistics, with the label and the temperature.
+        numbers += 7 * s.size
         found += [
-            Exchange("all_gather", "upstream", 1, tokens * upstream * s.size, *where, **last),
+            Exchange("all_gather", "numbers of tokens", 1, ranks * SIZES, *where, **last),
+            Exchange("all_gather", "labels and upstream", 1, tokens * numbers, *where, **last),
             Exchange("all_gather", "hidden states", chunks, states, *where, **last),
         ]
     else:
-        found.append(Exchange("all_gather", "upstream", 1, ranks * s.size, *where, backward=True))
+        size = 2 * ranks * s.size
+        found.append(Exchange("all_gather", "upstream", 1, size, *where, backward=True))
     d_hidden = tokens * s.hidden * s.size
     found.append(
         Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, backward=s.recompute)
@@ -238,12 +247,20 @@ def _stream(s: Setup, rates: Rates) -> Route:
     where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden
     passed = entries * s.gemm_size
     late = {"backward": s.recompute}
+    told = s.ranks * BLOCK_SIZES
     exchanges = [
+        Exchange("all_gather", "sizes of blocks", 1, told, *where),
+        Exchange("all_gather", "sizes of blocks", int(s.recompute), told, *where, backward=True),
         Exchange("all_gather", "blocks of rows", blocks, passed, *where),
         Exchange("all_gather", "blocks of rows", blocks, passed, *where, **late),
         Exchange("reduce_scatter", "d weight", blocks, entries * s.size, *where, **late),
         Exchange(
-            "all_gather", "upstream", int(not s.recompute), s.ranks * s.size, *where, backward=True
+            "all_gather",
+            "upstream",
+            int(not s.recompute),
+            2 * s.ranks * s.size,
+            *where,
+            backward=True,
         ),
         _over_replicas(s, s.rows * s.hidden * s.size),
     ]
@@ -271,7 +288,7 @@ def _hybrid(s: Setup, rates: Rates) -> Route:
     again = s.recompute and not s.kept
     exchanges = [
         Exchange("all_gather", "rows of all nodes", 1, passed, *over),
-        *_of_tokens(s, plan.num_chunks, ranks, 1),
+        *_of_tokens(s, plan, ranks, 1),
         Exchange("all_gather", "rows of all nodes", int(again), passed, *over, backward=True),
         Exchange("reduce_scatter", "d weight", 1, entries * s.size, *over, backward=s.recompute),
         _over_replicas(s, s.rows * s.hidden * s.size),

@@ -67,13 +67,15 @@ def of_full_logits(s: Setup) -> Moments:
 def of_hidden(s: Setup, plan: ChunkPlan, rows: int, ranks: int, *, gathered: bool) -> Moments:
     """Tokens of `ranks` meet `rows` that stay; `gathered` from the same place of other nodes."""
     chunk = plan.chunk_tokens * s.hidden
-    at_a_time = 2 if plan.num_chunks > 1 else 1  # one is computed, one is on its way
+    coming = plan.num_chunks > 1  # one is computed, one is on its way, of whose part the source
     walk = _walk(s, plan)
     walk[D_WEIGHT] = rows * s.hidden * s.size
     walk[D_HIDDEN] = s.tokens * s.hidden * s.size
     walk[WIDENED] = _operand(s, rows)
     walk[ROWS] = chunk * s.size if s.on_cpu and s.gemm_size < s.size else 0
-    walk[EXCHANGED] = at_a_time * chunk * (s.gemm_size + s.size)
+    part = chunk // ranks
+    walk[EXCHANGED] = (1 + coming) * chunk * s.gemm_size + coming * part * s.gemm_size
+    walk[EXCHANGED] += (chunk + part) * s.size  # d hidden leaves, and a part of it comes
     statistics = 4 * s.size if s.recompute or "softcap" in s.options else 0
     walk[PER_TOKEN] = ranks * s.tokens * (8 + s.size + statistics)
     own = s.rows * s.hidden

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 
 from xentlib.dtypes import ITEMSIZE, resolve_dtypes
 from xentlib.plan.chunks import (
-    MAX_ROWS,
-    ROW_MULTIPLE,
     ChunkPlan,
     default_chunk_bytes,
     pad_rows,
     plan_chunks,
 )
+from xentlib.plan.shards import spread_tokens, stream_rows
 
 __all__ = ["Setup"]
 
@@ -82,14 +81,15 @@ class Setup:
         of a tile (row A10), and no more in all than a sum over them may have (row A6)."""
         columns = rows + (self.on_cpu and ranks > 1)  # one for the targets of other ranks
         plan = self._planned(ranks * self.tokens, columns, self._budget(own=False))
-        tokens = self.chunk_tokens
-        if tokens is None:
-            tokens = max(plan.chunk_tokens // ranks // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)
-        return replace(plan, chunk_tokens=ranks * min(tokens, self.tokens))
+        if self.chunk_tokens is not None:
+            plan = replace(plan, chunk_tokens=ranks * self.chunk_tokens)
+        tokens, chunks = spread_tokens(plan.chunk_tokens, ranks, self.tokens)
+        return replace(plan, num_tokens=ranks * chunks * tokens, chunk_tokens=ranks * tokens)
 
     def plan_of_blocks(self) -> tuple[int, ChunkPlan]:
         """K, and a rank's own tokens over the R K columns of a block."""
-        rows = self.block_rows or max(MAX_ROWS // self.ranks, ROW_MULTIPLE)
+        budget = self.max_chunk_bytes or default_chunk_bytes(self.platform)
+        rows = self.block_rows or stream_rows(self.rows, self.hidden, self.ranks, budget)
         rows = min(rows, self.rows)
         columns = self.ranks * rows + self.on_cpu
         return rows, self._planned(self.tokens, columns, self._budget(own=False))

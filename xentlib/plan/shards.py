@@ -9,9 +9,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xentlib.checks.shards import check_shards
-from xentlib.plan.chunks import ChunkPlan
+from xentlib.plan.chunks import ROW_MULTIPLE, ChunkPlan, pad_rows
 
-__all__ = ["PaddedVocab", "VocabShard", "exchanges_per_chunk", "shard_of", "stream_rows"]
+__all__ = [
+    "PaddedVocab",
+    "VocabShard",
+    "exchanges_per_chunk",
+    "shard_of",
+    "spread_tokens",
+    "stream_rows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,20 @@ def shard_of(sizes: tuple[int, ...], rank: int, vocab_size: int | None = None) -
     start = min(sum(sizes[:rank]), vocab_size)
     stop = min(start + sizes[rank], vocab_size)
     return VocabShard(start, stop, vocab_size, sizes[rank] - (stop - start))
+
+
+def spread_tokens(chunk_tokens: int, ranks: int, longest: int) -> tuple[int, int]:
+    """Tokens of each rank in a chunk, whole rows of a GEMM's tile (row A10), and how many chunks
+    there are: of one size, as every rank computes all of each.
+
+    Args:
+        chunk_tokens: of a chunk that does not know of ranks.
+        ranks: whose tokens meet.
+        longest: tokens of the rank with most.
+    """
+    most = max(ROW_MULTIPLE, chunk_tokens // ranks // ROW_MULTIPLE * ROW_MULTIPLE)
+    chunks = -(-longest // most)
+    return pad_rows(-(-longest // max(1, chunks))), chunks
 
 
 def stream_rows(rows: int, hidden_size: int, ranks: int, budget: int) -> int:
