@@ -57,6 +57,13 @@ def sharded(head, micro_batches):
 
 def four(a, b, c, d): ...
 
+def leaves(head, micro_batches):
+    raise SystemExit(3)
+
+def two_of_a_name(head, micro_batches): ...
+
+from torch.utils.data import DataLoader as another_modules_own
+
 def loss(hidden, weight, labels):
     return F.cross_entropy(hidden @ weight.T, labels)
 
@@ -86,11 +93,12 @@ def audit(tmp_path, monkeypatch, capsys):
     (tmp_path / "steps_jax.py").write_text(JAX)
     (tmp_path / "broken.py").write_text("import no_such_module_here")
     (tmp_path / "failing.py").write_text("1 / 0")
+    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
         monkeypatch.setenv(name, os.environ[name])
-    names = ("steps_torch", "steps_jax", "broken", "failing")
+    names = ("steps_torch", "steps_jax", "broken", "failing", "script")
 
     def run(*arguments):
         status = main(["audit", *arguments])
@@ -154,21 +162,31 @@ def test_a_step_of_jax(audit):
 REFUSED = {
     ("steps_torch.py:right",): "Write 'steps_torch:right'",
     ("steps_torch",): "Write 'steps_torch:step'",
+    ("/some/folder/steps_torch.py:right",): "Write 'steps_torch:right', in the folder '/some/fo",
+    ("../steps_torch.py:right",): "Write 'steps_torch:right', in the folder '..'",
+    ("steps_torch:right()",): "Write 'steps_torch:right'",
+    ("script:step",): "'script' could not be imported: it ends the process (SystemExit: 2). Put",
+    on_torch("leaves"): "the step 'steps_torch:leaves' raised SystemExit: 3",
     ("nowhere:step",): "'nowhere' must be a module that can be imported from",
     ("broken:step",): "'broken' could not be imported: No module named 'no_such_module_here'",
     ("failing:step",): "'failing' could not be imported: ZeroDivisionError",
-    on_torch("wrong"): "'steps_torch' must have 'wrong'; it has breaks, capped, ddp",
+    on_torch("wrong"): "'steps_torch' must have 'wrong'; it has breaks, capped, ddp, each, four, ",
+    on_torch("checkpoint"): "two_of_a_name, in ",
     on_torch("number"): "`step` must be a function; got int",
-    on_torch("four"): "`step` must take the arguments of loss(hidden, weight, labels)",
+    on_torch("four"): "`step` must take the arguments of step(head, micro_batches) or of l",
     on_torch("loss", "--kind", "step"): "`step` must take the arguments of step(head, micro_",
     on_torch("right", "--kind", "loss"): "got (head, micro_batches)",
     on_torch("no_gradient"): "`step` must return (loss, gradients of the head), or in PyTorch",
     on_torch("stepped"): "`step` must return before the optimizer's step",
     on_torch("breaks"): "the step 'steps_torch:breaks' raised RuntimeError: on purpose",
-    on_torch("three_losses"): "`step` must return a loss that is one number; got 3",
-    on_torch("each"): "`step` must return a loss that is one number; got 53",
+    on_torch("three_losses"): "alone or first in a tuple; got an array of shape (3,)",
+    on_torch(
+        "each"
+    ): "`step` must return a loss that is one number, alone or first in a tuple; got",
     on_torch("sharded"): "a gradient of `weight` of shape (43, 24); got (5, 24)",
-    on_torch("loss", "--kind", "logprobs"): "entropies if it has them, of 53 tokens; got shape ()",
+    on_torch(
+        "loss", "--kind", "logprobs"
+    ): "entropies if it has them, of 53 tokens; got one number",
     on_torch("right", "--softcap", "0"): "`softcap` must be a positive number",
     on_torch("each", "--kind", "logprobs", "--z-loss", "0.1"): "`z_loss` must be 0 with kind=",
     on_torch("right", "--ranks", "2"): "`--ranks` is of JAX",

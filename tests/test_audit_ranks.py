@@ -8,7 +8,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from helpers.orphans import remove_locks
 from helpers.ranks import launch
+from xentlib import processes
+from xentlib.parity.ranks import PRELOADED
 
 
 def on_rank(rank, world):
@@ -45,6 +48,29 @@ def test_on_gloo_ranks(k, name):
     first, second = (found[k] for found in on_two())
     assert first[0] == name, first[1]
     assert first == second
+
+
+def starting(rank, world, folder):
+    """A step that starts the group itself."""
+    from helpers.audited_torch import one_batch
+    from xentlib.parity.ranks import start_gloo
+    from xentlib.torch.audit import audit
+
+    def step(head, micro_batches):
+        start_gloo(rank, world, folder)
+        return one_batch(head, micro_batches)
+
+    with pytest.raises(ValueError, match="the group of processes") as said:
+        audit(step)
+    return str(said.value)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_step_that_starts_the_group_is_refused():
+    remove_locks()
+    said = processes.launch(starting, 2, seconds=240, preload=PRELOADED)
+    assert all("as it is; got one of 2 ranks after it and of 0 before" in x for x in said), said
 
 
 @pytest.mark.jax

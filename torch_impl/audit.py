@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 from xentlib.audit.called import Step, arguments, kind_of, numbers, of_function, returned, stacked
 from xentlib.audit.problem import Array, Options, Problem
-from xentlib.audit.reading import Numbers
+from xentlib.audit.reading import Numbers, Oracle
 from xentlib.audit.report import Report
 from xentlib.audit.verdict import judge, oracle_of
+from xentlib.checks.audit import check_backward, check_group
 
 __all__ = ["audit"]
 
@@ -52,19 +54,31 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
     said = Options.of(options)
     kind = kind_of(step, kind, said)
     if kind != "step":
-        return _of_function(step, kind, said)
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        oracle, numbers_of_it, changed = _of_function(step, kind, said)
+        again = lambda: _of_function(step, kind, said)[1]  # noqa: E731
+        return judge("torch", oracle, numbers_of_it, changed, again)
+    there = _ranks()
+    check_group(os.environ.get("WORLD_SIZE"), there)
+    world = max(there, 1)
     oracle = oracle_of(kind, said, world)
     rank = dist.get_rank() if world > 1 else 0
-    mine = _of_step(step, oracle.problem, rank)
-    every: list[Any] = [mine]
-    if world > 1:
-        every = [None] * world
-        dist.all_gather_object(every, mine)
+    mine, changed = _of_step(step, oracle.problem, rank)
+    check_group(None, _ranks(), there)
+    if world == 1:
+        alone = lambda: stacked([_of_step(step, oracle.problem, rank)[0]])  # noqa: E731
+        return judge("torch", oracle, stacked([mine]), changed, alone)
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, mine)
     return judge("torch", oracle, stacked(every))
 
 
-def _of_step(step: Step, problem: Problem, rank: int) -> Numbers:
+def _ranks() -> int:
+    """Of the group that there is; 0 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _of_step(step: Step, problem: Problem, rank: int) -> tuple[Numbers, list[str]]:
+    """What came, and the names of what was given and is not the same any more."""
     vocab, width = problem.weight.shape
     head = nn.Linear(width, vocab, bias=problem.bias is not None)
     with torch.no_grad():
@@ -76,7 +90,7 @@ def _of_step(step: Step, problem: Problem, rank: int) -> Numbers:
         batch = {name: torch.tensor(x) for name, x in problem.micro_batch(rank, m).items()}
         batch["hidden"].requires_grad_()
         batches.append(batch)
-    hiddens = [batch["hidden"] for batch in batches]
+    hiddens, given = [batch["hidden"] for batch in batches], [{**batch} for batch in batches]
     found = returned(step(head, batches))
     if found.d_weight is None:
         bias = None if problem.bias is None else head.bias
@@ -84,10 +98,15 @@ def _of_step(step: Step, problem: Problem, rank: int) -> Numbers:
         found = found._replace(
             d_weight=head.weight.grad, d_bias=d_bias, d_hiddens=[x.grad for x in hiddens]
         )
-    return numbers(problem, found, _numpy, _numpy(head.weight))
+    after = _numpy(head.weight)
+    changed = [] if np.array_equal(after, problem.weight) else ["the head's weight"]
+    for m, batch in enumerate(given):
+        before = problem.micro_batch(rank, m)
+        changed += [x for x in before if not np.array_equal(_numpy(batch[x]), before[x])]
+    return numbers(problem, found, _numpy, after), [*dict.fromkeys(changed)]
 
 
-def _of_function(function: Step, kind: str, said: Options) -> Report:
+def _of_function(function: Step, kind: str, said: Options) -> tuple[Oracle, Numbers, list[str]]:
     problem = oracle_of(kind, said).problem
     width = problem.weight.shape[1]
     hidden = torch.tensor(problem.hidden.reshape(-1, width), requires_grad=True)
@@ -99,7 +118,10 @@ def _of_function(function: Step, kind: str, said: Options) -> Report:
     leaves = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
     positional, named = arguments(function, leaves, said)
     result = function(*positional, **named)
-    found = of_function(kind, result, said, labels.numel())
+    called = any(x.grad is not None for x in (hidden, weight))
+    check_backward(kind, result, True, called)
+    found = of_function(kind, result, said, labels.numel(), Tensor)
+    check_backward(kind, found.values[0], found.values[0].requires_grad)
     oracle = oracle_of(kind, found.options)
     problem = oracle.problem
     given: tuple[Any, ...] = (np.float32(problem.upstream),)
@@ -116,16 +138,16 @@ def _of_function(function: Step, kind: str, said: Options) -> Report:
         return np.zeros(x.shape) if x.grad is None else _numpy(x.grad) / scale
 
     values = np.stack([_numpy(x).reshape(-1) for x in found.values])
-    return judge(
-        "torch",
-        oracle,
-        Numbers(
-            values[None] if kind == "logprobs" else values[0],
-            gradient(weight)[None],
-            None if bias is None else gradient(bias)[None],
-            gradient(hidden).reshape(problem.hidden.shape),
-        ),
+    got = Numbers(
+        values[None] if kind == "logprobs" else values[0],
+        gradient(weight)[None],
+        None if bias is None else gradient(bias)[None],
+        gradient(hidden).reshape(problem.hidden.shape),
     )
+    held: list[tuple[str, Tensor, Array]] = [("hidden", hidden, problem.hidden)]
+    held += [("weight", weight, problem.weight), ("labels", labels, problem.targets)]
+    changed = [x for x, now, then in held if not np.array_equal(_numpy(now).ravel(), then.ravel())]
+    return oracle, got, changed
 
 
 def _numpy(x: Any) -> Array:

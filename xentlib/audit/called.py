@@ -13,9 +13,11 @@ from xentlib.audit.problem import Array, Options, Problem
 from xentlib.audit.reading import Numbers
 from xentlib.checks.audit import (
     check_arguments,
+    check_backward,
     check_gradient,
     check_gradients_there,
-    check_one_number,
+    check_hiddens,
+    check_loss,
     check_per_token_values,
     check_step,
     check_unchanged,
@@ -33,6 +35,7 @@ ToNumPy = Callable[[Any], Array]
 class Returned(NamedTuple):
     """Of a step, as its framework has it; None of what it did not return."""
 
+    whole: Any
     loss: Any
     d_weight: Any = None
     d_bias: Any = None
@@ -42,7 +45,7 @@ class Returned(NamedTuple):
 def kind_of(step: Step, kind: str | None, said: Options) -> str:
     """What is asked for, or what the arguments tell: two for a step, three or more for a loss."""
     check_step(step)
-    required = _required(step)
+    required, asked = _required(step), kind
     if kind is None:
         kind = "step" if required is None or len(required) == 2 else "loss"
     said.check(kind)
@@ -52,7 +55,7 @@ def kind_of(step: Step, kind: str | None, said: Options) -> str:
         fits = len(required) == 2
     else:
         fits = len(required) == 3 + said.bias or set(required) <= NAMES
-    check_arguments(kind, required, fits)
+    check_arguments(asked, required, fits)
     return kind
 
 
@@ -91,23 +94,32 @@ def _required(function: Step) -> list[str] | None:
 
 def returned(result: Any) -> Returned:
     """Loss alone, or with gradients: (loss, of the head) or (loss, of the head, of the hidden
-    states). The head's are its weight's, (weight's, bias's), or have names."""
-    if hasattr(result, "loss"):
-        return Returned(result.loss)
-    if not isinstance(result, (tuple, list)):
-        return Returned(result)
+    states). The head's are its weight's, (weight's, bias's), or have names; the loss may have what
+    is logged beside it, as `jax.value_and_grad(..., has_aux=True)` returns it."""
+    named = _of_name(result, "loss")
+    if named is not None:
+        return Returned(result, named)
+    if not isinstance(result, (tuple, list)) or not result:
+        return Returned(result, result)
     loss, *gradients = result
+    if isinstance(loss, (tuple, list)) and loss:
+        loss = loss[0]
     if not gradients:
-        return Returned(loss)
+        return Returned(result, loss)
     head = gradients[0]
     weight, bias = head, None
     if isinstance(head, Mapping):
         weight, bias = head.get("weight", head.get("kernel")), head.get("bias")
     elif hasattr(head, "weight"):
         weight, bias = head.weight, getattr(head, "bias", None)
-    elif isinstance(head, (tuple, list)):
+    elif isinstance(head, (tuple, list)) and head:
         weight, bias = head[0], head[1] if len(head) > 1 else None
-    return Returned(loss, weight, bias, gradients[1] if len(gradients) > 1 else None)
+    return Returned(result, loss, weight, bias, gradients[1] if len(gradients) > 1 else None)
+
+
+def _of_name(result: Any, name: str) -> Any:
+    """Of a dict or of an output with fields; None where there is none of the name."""
+    return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
 
 
 def numbers(problem: Problem, found: Returned, to_numpy: ToNumPy, before: Array) -> Numbers:
@@ -116,9 +128,12 @@ def numbers(problem: Problem, found: Returned, to_numpy: ToNumPy, before: Array)
     Args:
         before: the head's weight after the step, to see whether the step has changed it.
     """
+    loss = None
+    if found.loss is not None:
+        loss = _one_number(found.loss, to_numpy)
     if found.d_weight is None:
         check_unchanged(problem.weight, before)
-    check_gradients_there(found.d_weight)
+    check_gradients_there(found.d_weight, found.whole)
     weight = to_numpy(found.d_weight)
     vocab, width = problem.weight.shape
     if weight.shape == (width, vocab):  # a Flax kernel
@@ -128,18 +143,23 @@ def numbers(problem: Problem, found: Returned, to_numpy: ToNumPy, before: Array)
     if problem.bias is not None and found.d_bias is not None:
         bias = to_numpy(found.d_bias)
         check_gradient("bias", bias.shape, (vocab,))
-    loss = None
-    if found.loss is not None:
-        value = to_numpy(found.loss)
-        check_one_number(value.size)
-        loss = value.reshape(())
     hidden = None
-    if found.d_hiddens is not None and all(x is not None for x in found.d_hiddens):
-        each = [to_numpy(x) for x in found.d_hiddens]
-        for x in each:
-            check_gradient("hidden", x.shape, each[0].shape)
-        hidden = np.stack(each)
+    if found.d_hiddens is not None:
+        check_hiddens(found.d_hiddens, problem.micro_batches)
+        if all(x is not None for x in found.d_hiddens):
+            ranks, _, rows, *rest = problem.hidden.shape
+            shapes = (rows, *rest), (ranks * rows, *rest)  # of a rank, of all devices
+            each = [to_numpy(x) for x in found.d_hiddens]
+            for x in each:
+                check_gradient("hidden", x.shape, *shapes)
+            hidden = np.stack(each)
     return Numbers(loss, weight, bias, hidden)
+
+
+def _one_number(given: Any, to_numpy: ToNumPy) -> Array:
+    value = to_numpy(given)
+    check_loss(given, None if value.dtype.kind in "OSUb" else value.size)
+    return value.reshape(())
 
 
 def stacked(every: list[Numbers]) -> Numbers:
@@ -165,23 +185,22 @@ class Outputs(NamedTuple):
     options: Options
 
 
-def of_function(kind: str, result: Any, options: Options, tokens: int) -> Outputs:
-    """The loss, or log-probabilities and entropies where they are there."""
+def of_function(kind: str, result: Any, options: Options, tokens: int, array: type) -> Outputs:
+    """The loss, or log-probabilities and entropies where they are there; of type `array`."""
+
+    def size(x: Any) -> int | None:
+        return int(np.prod(getattr(x, "shape", ()), dtype=int)) if isinstance(x, array) else None
+
     if kind == "loss":
-        if hasattr(result, "loss"):
-            result = result.loss
-        elif isinstance(result, (tuple, list)):
-            result = result[0]
-        check_one_number(int(np.prod(np.shape(result), dtype=int)))
-        return Outputs((result,), options)
-    if isinstance(result, Mapping):
-        found = [result.get("logprobs"), result.get("entropy")]
-    elif hasattr(result, "logprobs"):
-        found = [result.logprobs, getattr(result, "entropy", None)]
-    elif isinstance(result, (tuple, list)):
-        found = [*result[:2]]
-    else:
-        found = [result]
+        value = _of_name(result, "loss")
+        if value is None:
+            value = result[0] if isinstance(result, (tuple, list)) and result else result
+        check_backward(kind, value, isinstance(value, array))
+        check_loss(value, size(value))
+        return Outputs((value,), options)
+    found = [_of_name(result, "logprobs"), _of_name(result, "entropy")]
+    if found[0] is None:
+        found = [*result[:2]] if isinstance(result, (tuple, list)) else [result]
     there = tuple(x for x in found if x is not None)
-    check_per_token_values([tuple(np.shape(x)) for x in there], tokens)
+    check_per_token_values([size(x) for x in there], tokens, result)
     return Outputs(there, replace(options, entropy=len(there) == 2))

@@ -97,10 +97,10 @@ class Report:
         for name in dict.fromkeys(name for names in finding.defects for name in names):
             lines.append(_filled(f"{name}: {BY_NAME[name].sentence}", "  "))
             pages.append(f"docs/{BY_NAME[name].page(self.backend)}")
-        size = f"  {finding.off * 2**-24:.2g} of it from the oracle"
+        size = f"relative distance to the oracle {finding.off * 2**-24:.2g}"
         if finding.distance is not None:
-            size += f", {finding.distance * 2**-24:.2g} from what this gives"
-        lines.append(f"{size}{'; ' + finding.note if finding.note else ''}")
+            size += f", to what this gives {finding.distance * 2**-24:.2g}"
+        lines.append(_filled(f"{size}{'; ' + finding.note if finding.note else ''}", "  "))
         lines += [f"  cure: {page}" for page in dict.fromkeys(pages)]
         return [*lines, ""]
 

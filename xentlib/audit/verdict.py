@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -29,11 +30,21 @@ def _told(kind: str, options: Options, ranks: int) -> tuple[list[str], dict[str,
     return tell(oracle, lambda reading: _of_head(oracle.numbers(reading)))
 
 
-def judge(backend: str, oracle: Oracle, got: Numbers) -> Report:
+def judge(
+    backend: str,
+    oracle: Oracle,
+    got: Numbers,
+    changed: Sequence[str] = (),
+    again: Callable[[], Numbers] | None = None,
+) -> Report:
     """Hold the numbers of a step, [R, ...] each, against those of the oracle.
 
     Gradients of the head come first, as they say most: the loss and the gradient of the hidden
-    states are looked into where those are right.
+    states are looked into where those are right. What has no name gets a hint.
+
+    Args:
+        changed: names of what the step was given and has written to.
+        again: calls the step once more.
     """
     problem = oracle.problem
     looked_for, unseen = _told(problem.kind, problem.options, problem.ranks)
@@ -71,6 +82,12 @@ def judge(backend: str, oracle: Oracle, got: Numbers) -> Report:
         if not findings and not holds(held[HIDDEN]):
             found = explain(problem, [got.d_hidden], lambda r: [oracle.d_hidden(r)], 1)
             findings.append(_finding(HIDDEN, held[HIDDEN], found, "the head's gradients are right"))
+    whole: dict[str, list[Array | None]]
+    whole = {HEAD: [*given], value: [got.loss], HIDDEN: [got.d_hidden]}
+    for k, finding in enumerate(findings):
+        if not finding.defects:
+            said = [finding.note, _hint(whole[finding.of], got, changed, again)]
+            findings[k] = replace(finding, note="; ".join(x for x in said if x))
     if problem.bias is not None and not bias:
         missing.append("gradient of the bias")
     return Report(
@@ -118,6 +135,31 @@ def _of_the_loss(oracle: Oracle, got: Numbers, fits: list[Fit]) -> str:
         if distance([got.loss], own) <= max(LIMIT.value, 4 * fit.distance):
             return "the loss is wrong in the same way"
     return "the loss is wrong too"
+
+
+def _hint(
+    wrong: Sequence[Array | None],
+    got: Numbers,
+    changed: Sequence[str],
+    again: Callable[[], Numbers] | None,
+) -> str:
+    """What is seen in numbers that no defect gives."""
+    there = [x for x in wrong if x is not None]
+    if not all(np.isfinite(x).all() for x in there):
+        return "it holds inf or NaN"
+    if not any(x.any() for x in there):
+        return "it is 0 everywhere: detached on the way, or cleared"
+    if changed:
+        return f"the step has written to what it was given: {', '.join(changed)}"
+    if again is None:
+        return ""
+    try:
+        other = again()
+    except Exception as error:  # noqa: BLE001 - the step's own, which is said
+        return f"a second call raised {type(error).__name__}"
+    if holds(distance([other.d_weight], [np.asarray(got.d_weight, np.float64)])):
+        return ""
+    return "a second call gave other gradients: it draws at random (dropout?), or keeps state"
 
 
 def _finding(of: str, off: float, fits: list[Fit], note: str) -> Finding:

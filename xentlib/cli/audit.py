@@ -95,11 +95,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _parts(target: str) -> tuple[str, str]:
     module, colon, name = target.partition(":")
-    if not colon or not module or not name or module.endswith(".py") or "/" in module:
-        told = module.removesuffix(".py").strip("./").replace("/", ".") or "module"
+    call = "(" in name
+    if not colon or not module or not name or module.endswith(".py") or "/" in module or call:
+        path = Path(module.removesuffix(".py"))
+        told, where = module.removesuffix(".py"), "in the folder that it can be imported from"
+        if path.is_absolute() or ".." in path.parts:
+            told, where = path.name, f"in the folder '{path.parent}'"
+        told = told.strip("./").replace("/", ".") or "module"
         raise UsageError(
             f"the step must be named as MODULE:FUNCTION; got '{target}'. Write "
-            f"'{told}:{name or 'step'}', in the folder that it can be imported from."
+            f"'{told}:{name.partition('(')[0] or 'step'}', {where}."
         )
     return module, name
 
@@ -123,6 +128,12 @@ def _found(module: str, name: str) -> Callable[..., Any]:
             f"'{module}' must be a module that can be imported from '{Path.cwd()}'; there is none. "
             f"Run the command in the folder of '{module.replace('.', '/')}.py'."
         ) from error
+    except SystemExit as error:  # what a script does that reads its command line
+        raise UsageError(
+            f"'{module}' could not be imported: it ends the process (SystemExit: {error.code}). "
+            f"Put what it runs as a script, its command line too, under "
+            f"`if __name__ == '__main__':`."
+        ) from error
     except Exception as error:
         traceback.print_exc()
         raise UsageError(
@@ -131,10 +142,13 @@ def _found(module: str, name: str) -> Callable[..., Any]:
     for part in name.split("."):
         if not hasattr(found, part):
             there = sorted(
-                x for x, y in vars(found).items() if callable(y) and not x.startswith("_")
+                x
+                for x, y in vars(found).items()
+                if callable(y) and getattr(y, "__module__", module) == module and x[0] != "_"
             )
             raise UsageError(
-                f"'{module}' must have '{name}'; it has {', '.join(there) or 'no function'}."
+                f"'{module}' must have '{name}'; it has {', '.join(there) or 'no function'}, in "
+                f"{getattr(sys.modules[module], '__file__', None) or 'no file'}."
             )
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
@@ -175,7 +189,7 @@ def _audit(
         return audit_torch(step, kind=args.kind, **options), dist.get_rank()
     except ImportError as error:
         raise UsageError(f"{error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         rank = f" on rank {os.environ['RANK']}" if under_torchrun else ""
         own = error.__traceback__
         while own is not None and own.tb_next is not None:
