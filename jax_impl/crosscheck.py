@@ -15,6 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from xentlib.call import Arguments
+from xentlib.checks.crosscheck import check_traced_step
 from xentlib.checks.operand import plain
 from xentlib.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
 from xentlib.dtypes import resolve_dtypes
@@ -23,6 +24,7 @@ from xentlib.jax.derivatives import primal_values, wanted
 from xentlib.jax.describe import is_array
 from xentlib.jax.heads import head_of, unwrapped
 from xentlib.jax.nll import nll
+from xentlib.jax.ranks import vary, varying
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.parity.problem import Problem
 
@@ -105,8 +107,11 @@ class CrossCheck(Schedule):
             hidden: as in `chunked_nll`, like all that follow.
 
         Raises:
-            ValueError: a step that a trace would keep for ever; `vocab_parallel`.
+            TypeError: a step that is no integer.
+            ValueError: one that a trace would keep for ever.
+            CrossCheckError: `vocab_parallel`.
         """
+        check_traced_step(step, getattr(step, "dtype", None), getattr(step, "shape", ()))
         given = Arguments(hidden, weight, labels, **options)
         given = head_of(Arguments(*map(unwrapped, map(plain, given))))
         if given.vocab_parallel is not None:
@@ -125,8 +130,11 @@ class CrossCheck(Schedule):
         constants = Constants(**{name: x for name in ARRAYS if is_array(x := getattr(given, name))})
         gone: dict[str, Any] = {k: None for k, x in constants._asdict().items() if x is not None}
         gone |= dict.fromkeys((*NAMES, "labels"))
+        leaves = given.hidden, given.weight, given.bias
+        # Inside `shard_map` the gradients of this device's call, before they are summed.
+        leaves = vary(leaves, varying(leaves, given.labels, constants))
         out = self.checked(fixed._replace(**gone))(
-            jnp.asarray(step), given.hidden, given.weight, given.bias, given.labels, constants
+            jnp.asarray(step), *leaves, given.labels, constants
         )
         rest: dict[str, Any] = {x: None for x in OUTPUTS if x not in asked}
         kept: NLLOutput[Any] = out._replace(**rest)

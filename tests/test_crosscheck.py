@@ -174,6 +174,8 @@ def test_calls_that_cannot_be_held_are_loud() -> None:
         ({"every": 1, "tokens": 0}, "`tokens` must be the number of tokens"),
         ({"every": 1, "tokens": 3, "against": "other"}, "`tokens` must be None with"),
         ({"every": 1, "exceeded": "stop"}, "`exceeded` must be 'warn' or 'raise'"),
+        ({"every": 1, "seed": -1}, "`seed` must be an integer, 0 or more; got -1"),
+        ({"every": 1, "seed": "a"}, "`seed` must be an integer, 0 or more; got 'a'"),
     ],
 )
 def test_arguments(given: dict[str, Any], message: str) -> None:

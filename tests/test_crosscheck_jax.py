@@ -16,6 +16,8 @@ optax = pytest.importorskip("optax")
 import jax.numpy as jnp  # noqa: E402
 from flax import nnx  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from helpers.corrupted import WRONG_AT, wrong_jax  # noqa: E402
 from xentlib.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
@@ -135,6 +137,57 @@ def test_an_nnx_loop_with_a_frozen_model() -> None:
     named = {m.quantity for m in check.results[-1].measurements}
     assert {"d weight", "d bias"} < named
     assert "d hidden" not in named
+
+
+def on_mesh(check: CrossCheck | None, place: str, number: int = 3) -> Any:
+    """A step on two devices: whole arrays that are spread, or each device's tokens by hand; of the
+    last step the gradients of head and hidden states."""
+    mesh = jax.make_mesh((2,), ("data",))
+    x, y = batch(0)
+    arrays = x[1:], params()["head"], y[1:]
+    call = check.nll if check else lambda step, *arrays, **options: chunked_nll(*arrays, **options)
+
+    def whole(step: Any, x: Any, w: Any, y: Any) -> Any:
+        return call(step, x, w, y, weight_layout="HV").loss
+
+    @partial(jax.shard_map, in_specs=(P(), P("data"), P(), P("data")), out_specs=P())
+    def by_hand(step: Any, x: Any, w: Any, y: Any) -> Any:
+        count = jax.lax.psum((y >= 0).sum(), "data")
+        out = call(step, x, w, y, weight_layout="HV", denominator=count)
+        return jax.lax.psum(out.loss, "data")
+
+    with jax.set_mesh(mesh):
+        specs = {"spread": P(), "by hand": P(), "spread head": P("data")}
+        placed = zip(arrays, (P("data"), specs[place], P("data")), strict=True)
+        spread = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in placed]
+        step = jax.jit(jax.grad(by_hand if place == "by hand" else whole, (1, 2)))
+        for k in range(number):
+            found = step(k, *spread)
+    if check:
+        check.wait()
+    return [np.asarray(g) for g in found]
+
+
+@pytest.mark.parametrize("place", ["spread", "spread head", "by hand"])
+def test_two_devices(place: str) -> None:
+    """Each device's own call where `shard_map` calls it: before gradients are summed over them."""
+    if jax.device_count() < 2:
+        pytest.skip("there is one device")
+    check = CrossCheck(every=2, exceeded="raise")
+    got, want = on_mesh(check, place), on_mesh(None, place)
+    assert [x.step for x in check.results] == [0, 0, 2, 2][:: 1 if place == "by hand" else 2]
+    named = {m.quantity for x in check.results for m in x.measurements}
+    assert {"loss", "d hidden", "d weight"} < named
+    sizes = {x.measurements[0].case.split()[6] for x in check.results}
+    assert sizes == {"N=31" if place == "by hand" else "N=62"}
+    assert all(map(np.array_equal, got, want))
+
+
+@pytest.mark.parametrize("step", [0.0, "0", None, np.zeros(3, np.int32), jnp.float32(0)])
+def test_a_step_that_is_no_number_of_one(step: Any) -> None:
+    x, y = batch(0)
+    with pytest.raises(TypeError, match=r"`step` must be an integer of shape \(\), .*; got "):
+        CrossCheck(every=2).nll(step, x, params()["head"], y, weight_layout="HV")
 
 
 def test_misuse_is_loud() -> None:

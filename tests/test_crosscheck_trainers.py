@@ -66,6 +66,28 @@ def test_every_micro_batch_is_checked_and_bits_stay(tmp_path) -> None:
         assert torch.equal(got, want)
 
 
+def test_a_run_that_ended_in_a_checked_step_is_forgotten(tmp_path) -> None:
+    """Nobody tells a callback of an exception; the next run must not feed its check."""
+
+    class Broken(TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("on purpose")
+
+    first, second = CrossCheckCallback(1), CrossCheckCallback(1)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        train(patch(llama()), tmp_path, [first, Broken()], 1, gradient_accumulation_steps=2)
+    assert len(first.check.taken) == 1
+    train(patch(llama()), tmp_path, [second], 1)
+    assert first.check.taken == []
+    assert [x.calls for x in second.check.results] == [1]
+
+
+def test_two_callbacks_in_one_trainer(tmp_path) -> None:
+    checked = [CrossCheckCallback(1), CrossCheckCallback(2, tokens=5)]
+    train(patch(llama()), tmp_path, checked, 2)
+    assert [[x.step for x in c.check.results] for c in checked] == [[0, 1], [0]]
+
+
 def test_a_model_that_is_not_patched_is_loud(tmp_path) -> None:
     with pytest.raises(CrossCheckError, match="got none in step 0"):
         train(llama(), tmp_path, [CrossCheckCallback(10)], 2)

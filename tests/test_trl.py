@@ -27,8 +27,10 @@ from trl import (  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
 from helpers.patched import V, held, llama  # noqa: E402
+from xentlib.crosscheck import CrossCheckError  # noqa: E402
 from xentlib.torch import chunked_logprobs  # noqa: E402
 from xentlib.torch.integrations import trl  # noqa: E402
+from xentlib.torch.integrations.trainer import CrossCheckCallback  # noqa: E402
 from xentlib.torch.integrations.transformers import patch  # noqa: E402
 
 COMMON = {
@@ -212,6 +214,16 @@ def test_a_patched_model_is_warned_of(tmp_path, monkeypatch) -> None:
         got, _ = trained(sft, tmp_path, patched=True)
     assert calls
     held(got, want)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_cross_check_of_trl_s_head_is_refused(tmp_path, patched) -> None:
+    """It calls `chunked_logprobs`, in a patched model too."""
+    trainer, _ = sft(tmp_path, patched=patched)
+    trainer.add_callback(CrossCheckCallback(1))
+    refused = "got none in step 0.*`chunked_logprobs`, which TRL's trainers call, is not looked at"
+    with trl.use(), pytest.raises(CrossCheckError, match=refused):
+        trainer.train()
 
 
 def test_what_trl_says_of_liger(tmp_path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xentlib.checks.crosscheck import check_step_number
 from xentlib.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
 from xentlib.interop import to_numpy
 from xentlib.nll import OUTPUTS
@@ -36,6 +37,7 @@ class Taken:
     num_tokens: Any
     logprobs: Any
     lse: Any
+    graph: bool  # whether a backward can come
     upstream: float = 1.0
     gradients: dict[str, Any] | None = None
 
@@ -77,8 +79,8 @@ class CrossCheck(Schedule):
     Raises:
         ValueError: an argument that cannot be used.
         ImportError: JAX is not installed, with `against="other"`.
-        CrossCheckError: in a checked step no call was seen, or one over vocabulary shards; a row
-            was exceeded, with `exceeded="raise"`.
+        CrossCheckError: in a checked step no call was seen, or no backward of any, or a call over
+            vocabulary shards; a row was exceeded, with `exceeded="raise"`.
 
     Numerics: float32 gradients are held to tau of rows A5 and A6, 16-bit ones to the largest ULP of
     A7 and A16, counts to A0, and against JAX all to A9. The loss is held to the ULP of A2 and A8,
@@ -91,14 +93,16 @@ class CrossCheck(Schedule):
     def start(self) -> None:
         self.next, self.first = 0, True
         self.asked = False  # for a step that has not been entered
+        self.entered = False
         self.taken: list[Taken] = []
-        self.heads: list[tuple[Any, int, Any]] = []  # weakly, their versions, and copies
+        self.heads: list[tuple[Any, Any, Any]] = []  # weakly, what tells a change, and copies
 
     def step(self, number: int | None = None) -> AbstractContextManager[CrossCheck]:
-        """Around a step: the forward and the backward, the optimizer's step too if you like.
+        """Around a step: the forward and the backward of all its micro-batches, the optimizer's
+        step too if you like.
 
         Args:
-            number: of the step; counted from 0 by default.
+            number: of the step; by default the blocks are counted, from 0.
         """
         if self.asked:
             raise CrossCheckError(
@@ -111,12 +115,19 @@ class CrossCheck(Schedule):
     @contextmanager
     def around(self, number: int | None) -> Iterator[CrossCheck]:
         self.asked = False
-        number = self.begin(number)
+        if self.entered:
+            raise CrossCheckError(
+                "`step` must be left before it is entered again; got a block inside of a block of "
+                "the same check. Leave one out, or make two checks."
+            )
+        number, self.entered = self.begin(number), True
         try:
             yield self
         except BaseException:
             self.close()
             raise
+        finally:
+            self.entered = False
         self.end(number)
 
     # For callbacks, whose step has no block
@@ -124,7 +135,7 @@ class CrossCheck(Schedule):
     def begin(self, number: int | None = None) -> int:
         """The beginning of a step; its number."""
         self.close()
-        number = self.next if number is None else number
+        number = self.next if number is None else check_step_number(number)
         self.next = number + 1
         # Also of a run that is resumed the first one.
         if self.due(number) or self.first:
@@ -141,9 +152,16 @@ class CrossCheck(Schedule):
         if not taken:
             raise CrossCheckError(
                 f"a checked step must call `chunked_nll` where it can be seen; got none in step "
-                f"{number}. Put the forward and the backward into the block; a call that "
-                f"`torch.compile` has traced cannot be seen: leave the head out of what is "
-                f"compiled, or the check."
+                f"{number}. Put the forward and the backward into the block, `patch` a model of "
+                f"transformers, and leave the head out of what `torch.compile` traces; "
+                f"`chunked_logprobs`, which TRL's trainers call, is not looked at."
+            )
+        if any(x.graph for x in taken) and all(x.gradients is None for x in taken):
+            raise CrossCheckError(
+                f"a checked step must have its backward inside of the block; got no backward of "
+                f"any of {len(taken)} calls of `chunked_nll` in step {number}. Put "
+                f"`loss.backward()` into it; a loss that has no backward, of an evaluation, is "
+                f"made under `torch.no_grad()`."
             )
         self.finish(number, [seen_of(x) for x in taken])
 
@@ -200,6 +218,7 @@ class CrossCheck(Schedule):
             host(output[1]),
             host(found["logprobs"]),
             host(found["lse"]),
+            output[0].requires_grad,
         )
         self.taken.append(taken)
         return taken
@@ -215,11 +234,14 @@ class CrossCheck(Schedule):
                 seen.gradients[f"d {name}"] = host(part)
 
     def weight_of(self, weight: Tensor) -> Any:
-        """One copy of a head for all the calls of a step."""
-        for other, version, copy in self.heads:
-            if other() is weight and version == weight._version:
+        """One copy of a head for all the calls of a step, until it is written to: its version
+        does not count what is written to `weight.data`, as some optimizers do, so its sum is asked
+        too."""
+        now = weight._version, float(weight.detach().sum(dtype=torch.float64))
+        for other, then, copy in self.heads:
+            if other() is weight and then == now:
                 return copy
-        self.heads.append((ref(weight), weight._version, host(weight)))
+        self.heads.append((ref(weight), now, host(weight)))
         return self.heads[-1][-1]
 
 

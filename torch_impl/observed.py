@@ -1,4 +1,4 @@
-"""Who looks at the calls of `chunked_nll`, in PyTorch: nobody, or the step of a `CrossCheck`."""
+"""Who looks at the calls of `chunked_nll`, in PyTorch: nobody, or the steps of `CrossCheck`s."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ class Observer(Protocol):
 
     def forward(self, call: Any, loss: Any, output: tuple[Tensor, ...]) -> Any: ...
     def backward(self, seen: Any, upstream: Tensor, gradients: Gradients) -> None: ...
+    def close(self) -> None: ...
 
 
-OBSERVERS: list[Observer] = []  # the last one looks
+OBSERVERS: list[Observer] = []
 
 
 def observe_forward(call: Any, loss: Any, output: tuple[Tensor, ...]) -> None:
     """After the operator. What a compiler traces has no numbers to look at."""
     if torch.compiler.is_compiling() or not OBSERVERS:
         return
-    observer = OBSERVERS[-1]
-    seen, node = observer.forward(call, loss, output), output[0].grad_fn
+    seen = [(observer, observer.forward(call, loss, output)) for observer in OBSERVERS]
+    node = output[0].grad_fn
     if node is not None:
-        node.observed = observer, seen  # type: ignore[attr-defined]  # its context in the backward
+        node.observed = seen  # type: ignore[attr-defined]  # its context in the backward
 
 
 def observe_backward(ctx: Any, upstream: Tensor, gradients: Gradients) -> None:
     """Of a backward of the operator whose forward was looked at."""
-    observed = getattr(ctx, "observed", None)
-    if observed is not None:
-        observer, seen = observed
+    for observer, seen in getattr(ctx, "observed", ()):
         observer.backward(seen, upstream, gradients)

@@ -110,8 +110,9 @@ class CheckedStep:
 
     def __str__(self) -> str:
         found = {k: x for k, x in self.worst.items() if x or "unequal" not in k}
-        said = ", ".join(f"{name} {value:.3g}" for name, value in found.items())
-        return f"cross-check of step {self.step}: {said or self.note} ({self.seconds:.2f} s)"
+        said = [f"{name} {value:.3g}" for name, value in found.items()]
+        said += [self.note] if self.note else []
+        return f"cross-check of step {self.step}: {', '.join(said)} ({self.seconds:.2f} s)"
 
 
 class Schedule:
@@ -129,7 +130,7 @@ class Schedule:
         exceeded: str = "warn",
         seed: int = 0,
     ) -> None:
-        check_schedule(every, against, tokens, exceeded, self.counterpart)
+        check_schedule(every, against, tokens, exceeded, seed, self.counterpart)
         self.every, self.against, self.tokens = every, against, tokens
         self.exceeded = exceeded
         self.random = np.random.default_rng(seed)
@@ -145,20 +146,25 @@ class Schedule:
 
     def finish(self, step: int, calls: Sequence[Seen]) -> CheckedStep:
         """Compare the calls of a step; log it, and warn or raise where a row is exceeded."""
-        start, found, note = time.perf_counter(), [], ""
+        start, found, left_out, note = time.perf_counter(), [], [], ""
         for number, seen in enumerate(calls):
             case = f"step {step}, call {number + 1} of {len(calls)}: {seen.problem.text}"
             if not finite(seen.problem):
-                note = "its hidden states, head or upstream gradient hold inf or NaN"
+                left_out.append(f"{number + 1}")
                 continue
             by = self.counterpart if self.against == "other" else ""
             hold = with_backend if by else with_oracle
             found += hold(seen, *([by] if by else []), backend=self.backend, case=case)
+        if left_out:
+            note = (
+                f"call {', '.join(left_out)} of {len(calls)} could not be compared, as its hidden "
+                f"states, head or upstream gradient hold inf or NaN"
+            )
         result = CheckedStep(step, tuple(found), len(calls), time.perf_counter() - start, note)
         self.results.append(result)
         log.info("%s", result)
         if not result.passed:
-            said = "; ".join(failures(found)) or f"nothing could be compared, as {note}"
+            said = "; ".join([*failures(found), *([note] if note else [])])
             message = f"cross-check of step {step} with the {self.named}: {said}"
             if self.exceeded == "raise":
                 raise CrossCheckError(message)

@@ -7,12 +7,13 @@ from typing import Any
 from transformers import TrainerCallback
 
 from xentlib.torch.crosscheck import CrossCheck
+from xentlib.torch.observed import OBSERVERS
 
 __all__ = ["CrossCheckCallback"]
 
 
 class CrossCheckCallback(TrainerCallback):
-    """`CrossCheck` around the steps of `Trainer`, and of TRL's trainers. A callback.
+    """`CrossCheck` around the steps of `Trainer`. A callback.
 
         Trainer(patch(model), arguments, train_dataset=data, callbacks=[CrossCheckCallback(100)])
 
@@ -28,7 +29,8 @@ class CrossCheckCallback(TrainerCallback):
 
     Raises:
         CrossCheckError: in the first step, which is checked, no call of `chunked_nll` was seen: the
-            model is not patched, or compiled as a whole.
+            model is not patched, or compiled as a whole, or the trainer is one of TRL's, whose head
+            is `chunked_logprobs`.
 
     Numerics: those of `CrossCheck`.
     """
@@ -38,7 +40,8 @@ class CrossCheckCallback(TrainerCallback):
         self.logged = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.check.close()
+        for observer in [*OBSERVERS]:  # of a run that ended in the middle of a checked step
+            observer.close()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step = self.check.begin(state.global_step)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from operator import index
+from typing import Any
 
-__all__ = ["check_schedule"]
+from xentlib.dtypes import INTEGERS
+
+__all__ = ["check_schedule", "check_step_number", "check_traced_step"]
 
 AGAINST = ("oracle", "other")
 EXCEEDED = ("warn", "raise")
 
 
 def check_schedule(
-    every: object, against: object, tokens: object, exceeded: object, counterpart: str
+    every: object,
+    against: object,
+    tokens: object,
+    exceeded: object,
+    seed: object,
+    counterpart: str,
 ) -> None:
     """`counterpart` is the backend that the run does not use."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
@@ -31,6 +40,8 @@ def check_schedule(
         raise ValueError(
             f"`tokens` must be the number of tokens to compare, or None for all; got {tokens}."
         )
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"`seed` must be an integer, 0 or more; got {seed!r}.")
     if tokens is not None and against == "other":
         raise ValueError(
             "`tokens` must be None with `against='other'`, which works in chunks; got "
@@ -40,4 +51,26 @@ def check_schedule(
         raise ImportError(
             f"`against='other'` must find {counterpart}, which is not installed. Run: pip "
             f"install 'xentlib[{counterpart}]', or use `against='oracle'`."
+        )
+
+
+def check_step_number(number: Any) -> int:
+    """The number of a step, as Python's integer."""
+    try:
+        return index(number)
+    except TypeError:
+        raise TypeError(
+            f"`number` must be an integer, that of the step; got {number!r}. Leave it out, and the "
+            f"blocks are counted."
+        ) from None
+
+
+def check_traced_step(step: object, dtype: object, shape: tuple[int, ...]) -> None:
+    """Of JAX: an integer, or an array of one, perhaps traced. `dtype`: None of what has none."""
+    number = isinstance(step, int) if dtype is None else str(dtype) in INTEGERS and not shape
+    if not number:
+        came = repr(step) if dtype is None else f"{dtype} of shape {shape}"
+        raise TypeError(
+            f"`step` must be an integer of shape (), the number of the step; got {came}. Pass what "
+            f"the run counts, `state.step` say, before the arguments of `chunked_nll`."
         )
