@@ -47,6 +47,49 @@ def test_weights_are_not_read(tmp_path, monkeypatch):
         read_config(tmp_path / "model.safetensors")
 
 
+def test_an_adapter_s_folder_and_one_without_the_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"got '.*config\.json': No such file"):
+        read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="an adapter's folder. Pass the folder of the model that"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [{"vocab_size": 0}, {"vocab_size": -5}, {"hidden_size": 0}])
+def test_sizes_that_no_head_has(monkeypatch, sizes):
+    monkeypatch.setattr("xentlib.doctor.model.there", lambda name: False)
+    found = found_of({**LLAMA, **sizes})
+    assert found["head"].status == "bad"
+    assert "of 1 or more" in found["head"].said
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("left_out", "size"), [("vocab_size", "V = 32,000"), ("hidden_size", "H =")])
+def test_a_size_that_the_class_fills_in_is_said(left_out, size):
+    """The head of the file may be another one than the class's default."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    config = {k: x for k, x in LLAMA.items() if k != left_out}
+    config |= {"head_dim": 8, "final_logit_softcapping": 30.0}
+    head = found_of(config)["head"]
+    assert head.status == "note"
+    assert size in head.said
+    assert f"the file names no `{left_out}`, so that is the default" in head.said
+    assert head.said.endswith("; final_logit_softcapping=30.0")
+    assert "Compare with" in head.cure
+    assert "`softcap=`" in head.cure
+
+
+@pytest.mark.torch
+def test_sizes_under_the_names_of_the_class_are_there():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    config = {"architectures": "GPT2LMHeadModel", "model_type": "gpt2", "vocab_size": 50}
+    head = found_of({**config, "n_embd": 8, "n_head": 2, "n_layer": 1})["head"]  # a name, no list
+    assert head.status == "ok"
+    assert "V = 50, H = 8" in head.said
+
+
 def test_a_configuration_without_a_head(monkeypatch):
     monkeypatch.setattr("xentlib.doctor.model.there", lambda name: False)
     found = found_of({"model_type": "resnet"})
@@ -103,7 +146,9 @@ def test_memory_is_that_of_the_plan():
     [
         ({"architectures": ["NobodyKnows"], "auto_map": {}}, "has no class NobodyKnows"),
         ({"architectures": ["BertModel"], "model_type": "bert"}, "get_output_embeddings"),
-        ({"num_attention_heads": "many"}, "LlamaForCausalLM cannot be built"),
+        ({"architectures": []}, "the configuration names no class in `architectures`"),
+        ({"num_attention_heads": "many"}, "'num_attention_heads': TypeError: Field"),
+        ({"num_attention_heads": 0}, "LlamaForCausalLM cannot be built"),
     ],
 )
 def test_a_class_that_is_refused_says_why(config, words):

@@ -30,6 +30,8 @@ FAIL_IN_A_CALL = {
     "ProphetNetForCausalLM": "its loss is the log-softmax of two streams at once",
 }
 GIB = 2**30
+NAMES = ("vocab_size", "hidden_size")
+LONGEST = 200  # characters of what a class says of its configuration
 
 
 class ConfigError(ValueError):
@@ -44,6 +46,7 @@ class Head(NamedTuple):
     tied: bool | None  # None: the file does not say
     dtype: str
     options: dict[str, Any]  # of the configuration: soft caps and factors
+    of_class: tuple[str, ...] = ()  # sizes that the file does not say, and the class fills in
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -55,9 +58,12 @@ def read_config(path: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "no JSON"
+        cure = "Download the model's config.json first."
+        if (path / "adapter_config.json").is_file():
+            why, cure = "an adapter's folder", "Pass the folder of the model that it adapts."
         raise ConfigError(
-            f"`--model` must be a folder with a config.json, or such a file; got '{path}': {why}. "
-            f"Download the model's config.json first."
+            f"`--model` must be a folder with a config.json, or such a file; got '{file}': {why}. "
+            f"{cure}"
         ) from error
     if not isinstance(found, dict):
         raise ConfigError(
@@ -78,8 +84,8 @@ def findings(config: dict[str, Any], tokens: int) -> list[Finding]:
     if patched is None:
         said = "not tried, as it needs PyTorch and transformers"
         patched = Finding("model", "patch", "absent", said, "pip install 'xentlib[hf]'")
-    if head is None:
-        said = "the configuration names no `vocab_size` and `hidden_size`"
+    if head is None or head.vocab < 1 or head.hidden < 1:
+        said = "the configuration names no `vocab_size` and `hidden_size` of 1 or more"
         cure = "pass the config.json of a causal language model"
         return [Finding("model", "head", "bad", said, cure), patched]
     kind = type(built).__name__ if built is not None else _architecture(config)
@@ -87,8 +93,8 @@ def findings(config: dict[str, Any], tokens: int) -> list[Finding]:
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    named = config.get("architectures") or [config.get("model_type", "a model")]
-    return str(named[0])
+    named = config.get("architectures") or config.get("model_type", "a model")
+    return str(named[0] if isinstance(named, list) else named)
 
 
 def head_of_file(config: dict[str, Any]) -> Head | None:
@@ -125,6 +131,10 @@ def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
     from xentlib.torch.integrations.transformers import patch
 
     name = _architecture(config)
+    if not config.get("architectures"):
+        said = "the configuration names no class in `architectures`"
+        cure = "name it there, as the model's own config.json does, or call `chunked_nll`"
+        return None, None, Finding("model", "patch", "bad", said, cure)
     kind = getattr(transformers, name, None)
     if kind is None:
         said = f"transformers {transformers.__version__} has no class {name}"
@@ -140,7 +150,8 @@ def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
         with torch.device("meta"):
             model = kind(made)
     except Exception as error:  # noqa: BLE001 - whatever a class makes of its configuration
-        said = f"{name} cannot be built: {type(error).__name__}: {error}".partition("\n")[0]
+        why = " ".join(f"{error}".split())
+        said = f"{name} cannot be built: {type(error).__name__}: {why[:LONGEST]}"
         cure = "compare the config.json with the installed version of transformers"
         return None, None, Finding("model", "patch", "bad", said, cure)
     text = made.get_text_config()
@@ -150,7 +161,8 @@ def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
     if output is not None and getattr(output, "weight", None) is not None:
         rows, width = output.weight.shape
         tied = output.weight is model.get_input_embeddings().weight
-        head = Head(rows, width, tied, _dtype(said_of_it), _options(said_of_it))
+        of_class = tuple(x for x in NAMES if not _named(config, {x, *_names_of(made, text, x)}))
+        head = Head(rows, width, tied, _dtype(said_of_it), _options(said_of_it), of_class)
     try:
         patch(model)
     except (TypeError, ValueError) as error:
@@ -165,17 +177,34 @@ def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
     return head, model, Finding("model", "patch", "ok", said)
 
 
+def _named(config: Any, names: set[str]) -> bool:
+    """Whether a configuration, or one inside of it, has one of the names."""
+    if not isinstance(config, dict):
+        return False
+    return not names.isdisjoint(config) or any(_named(x, names) for x in config.values())
+
+
+def _names_of(made: Any, text: Any, name: str) -> set[str]:
+    """What the classes of configurations call it."""
+    return {x.attribute_map[name] for x in (made, text) if name in x.attribute_map}
+
+
 def _head(kind: str, head: Head) -> Finding:
     tied = {True: "tied to the embedding", False: "not tied", None: "tied or not is not said"}
     said = f"{kind}: V = {head.vocab:,}, H = {head.hidden:,}, {tied[head.tied]}, {head.dtype}"
-    if not head.options:
-        return Finding("model", "head", "ok", f"{said}; no softcap, no factor on the logits")
+    cures = []
+    if head.of_class:
+        names = " and ".join(f"`{name}`" for name in head.of_class)
+        said += f"; the file names no {names}, so that is the default of the class"
+        cures.append("Compare with the model's own config.json")
+    if head.options:
+        cures.append(
+            "`patch` takes them as the model has them. For `chunked_nll` a soft cap is `softcap=`, "
+            "a factor `logit_scale=`, or 1 / it where the model's forward divides by it"
+        )
     given = ", ".join(f"{name}={x}" for name, x in head.options.items())
-    cure = (
-        "`patch` takes them as the model has them. For `chunked_nll` a soft cap is `softcap=`, a "
-        "factor `logit_scale=`, or 1 / it where the model's forward divides by it"
-    )
-    return Finding("model", "head", "note", f"{said}; {given}", cure)
+    said += f"; {given or 'no softcap, no factor on the logits'}"
+    return Finding("model", "head", "note" if cures else "ok", said, ". ".join(cures))
 
 
 def _memory(head: Head, tokens: int) -> list[Finding]:
@@ -197,7 +226,8 @@ def _memory(head: Head, tokens: int) -> list[Finding]:
         for platform, where, budget in places:
             plan = plan_chunks(*sizes, dtype=head.dtype, max_chunk_bytes=budget)
             need = peak_bytes(plan, backend=backend, dtype=head.dtype, platform=platform)
-            needs.append(f"{need / GIB:.2f} GiB {where} in {plan.num_chunks} chunks")
+            chunks = "1 chunk" if plan.num_chunks == 1 else f"{plan.num_chunks} chunks"
+            needs.append(f"{need / GIB:.2f} GiB {where} in {chunks}")
         said = f"{', '.join(needs)}, gradients of hidden and weight included"
         found.append(Finding("model", f"chunked_nll in {backend}", "ok", said))
     return found
