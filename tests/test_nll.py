@@ -31,9 +31,11 @@ from xentlib.parity.cases import (
     named,
 )
 from xentlib.parity.findings import GRADIENT_ROWS, Findings
+from xentlib.parity.outcomes import Outcome
 from xentlib.parity.problem import Case, Problem, build, logits_problem
 from xentlib.parity.rows import nll, nll_mutants
 from xentlib.parity.shards import ShardedCall, run_calls
+from xentlib.ulp import dtype_named
 
 AUDITED = (
     "audit-0",
@@ -295,6 +297,27 @@ def test_any_problem(backend: str, drawn: tuple[Problem, int]) -> None:
     # rho of a handful of entries is one rounding's luck; tau is not.
     taus = [m for m in gradients(problem, backend, chunk_tokens=chunk) if m.metric == "tau"]
     assert not failures(taus)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize(
+    "name", ["logprobs", "entropy", "lse", "loss", "d_hidden", "d_weight", "d_bias"]
+)
+def test_an_output_of_another_dtype_is_seen(backend: str, name: str, dtype: str) -> None:
+    """A0 holds dtypes, of which its other measurements see nothing."""
+    problem = build(Case("dtypes", 24, 8, 31), 3)
+    reference, right = problem.reference(), run(backend, problem)
+
+    def missed(outcome: Outcome) -> set[str]:
+        findings = Findings((backend,))
+        nll.exact(findings, problem, outcome, reference)
+        return {m.quantity for m in findings.measurements if not m.passed}
+
+    assert missed(right) == set()
+    wrong = right._replace(**{name: getattr(right, name).astype(dtype_named(dtype))})
+    assert missed(wrong) == {
+        "dtypes" if name[:2] == "d_" or name == "loss" else "dtypes of outputs"
+    }
 
 
 NUMBERS = {
