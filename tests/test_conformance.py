@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ F = torch.nn.functional
 
 SMALL = Case("small", 61, 24, 157)
 OPTIONED = Case("optioned", 61, 24, 157, layout="HV", where=True, options={"softcap": 5.0})
+OTHER = Case("other", 62, 24, 157)
 CASES = (SMALL, *named(ALL, "all-ignored"))
 
 
@@ -63,6 +66,21 @@ def test_a_loss_in_jax() -> None:
     assert len(found.rows) == 6
 
 
+CALLS = itertools.count()
+
+
+def test_one_case_that_misses_is_enough() -> None:
+    """Whatever the cases after it hold."""
+
+    def wrong(hidden: Any, weight: Any, labels: Any) -> Any:
+        return eager(hidden, weight, labels) * (1.01 if len(labels) == SMALL.tokens else 1.0)
+
+    loss = Loss("it", "torch", wrong, dtypes=("float32",))
+    found = conform(loss, cases=(SMALL, OTHER), base=OTHER)
+    assert not found.rows["A2"]
+    assert found.rows["A11"]
+
+
 WRONG = {
     "mean of all tokens": (lambda h, w, y: eager(h, w, y) * (y != -100).float().mean(), "A2"),
     "NaN of nothing": (lambda h, w, y: F.cross_entropy(h @ w.T, y), "A0"),
@@ -72,7 +90,8 @@ WRONG = {
     ),
     "hidden states without theirs": (lambda h, w, y: eager((h + h.detach()) / 2, w, y), "A5"),
     "another number each time": (
-        lambda h, w, y: eager(h, w, y) * (1 + torch.rand(()) / 1e6),
+        # Not at random: of numbers this near to 1 float32 has few, and two draws may be one.
+        lambda h, w, y: eager(h, w, y) * (1 + next(CALLS) * 2.0**-20),
         "A11",
     ),
 }
@@ -122,6 +141,83 @@ def test_what_cannot_be_run_is_said() -> None:
     assert "could not be run: RuntimeError" in str(found)
 
 
+RETURNED: dict[str, tuple[Any, str]] = {
+    "a number": (lambda h, w, y: eager(h, w, y).item(), r"got \d"),
+    "nothing": (lambda h, w, y: None, "got None"),
+    "one a token": (lambda h, w, y: -y * h.sum() * w.sum(), r"got an array of shape \(61,\)"),
+    "a list of one": (lambda h, w, y: eager(h, w, y)[None], r"got an array of shape \(1,\)"),
+    "a tuple": (lambda h, w, y: (eager(h, w, y), h), r"got \(one number, an array of shape"),
+    "detached": (lambda h, w, y: eager(h, w, y).detach(), "got one number without a graph"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_an_adapter_that_returns_no_mean(name: str) -> None:
+    function, message = RETURNED[name]
+    found = conform(Loss("it", "torch", function, dtypes=("float32",)), cases=(SMALL,), base=SMALL)
+    assert found.rows == {}
+    assert not found.passed
+    assert len(found.result.failed) == 3
+    for section in found.result.failed:
+        assert section.reason.startswith("ValueError: `function` must return the mean, an array of")
+        assert re.search(message, section.reason)
+
+
+@pytest.mark.jax
+def test_an_adapter_that_returns_no_mean_in_jax() -> None:
+    pytest.importorskip("jax")
+    loss = Loss("it", "jax", lambda h, w, y: (h @ w.T)[:, 0], dtypes=("float32",))
+    found = conform(loss, cases=(SMALL,), base=SMALL)
+    assert "got an array of shape (61,). Of a tuple" in found.result.failed[0].reason
+
+
+def test_passed_is_all_of_it(right: dict[str, bool]) -> None:
+    """Every row, and every case."""
+
+    def passed(function: Any) -> bool:
+        loss = Loss("it", "torch", function, dtypes=("float32",))
+        return conform(loss, cases=CASES, base=SMALL).passed
+
+    def some(hidden: Any, weight: Any, labels: Any) -> Any:
+        if not (labels != -100).any():
+            raise RuntimeError("no label")
+        return eager(hidden, weight, labels)
+
+    assert passed(eager)
+    assert not passed(some)  # the rows that were measured hold
+    assert not passed(lambda h, w, y: eager(h, w, y) * 1.01)
+
+
+def test_a_gradient_that_is_not_there_is_0() -> None:
+    assert not rows(lambda h, w, y: eager(h.detach(), w, y))["A5"]
+    assert not rows(lambda h, w, y: eager(h, w.detach(), y))["A6"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((eager, {}), "`loss` must be a `Loss`; got function. Wrap"),
+        (
+            (Loss("it", "torch", "eager"), {}),
+            "`function` must be a function of hidden, .*; got str",
+        ),
+        ((Loss("it", "torch", eager), {"cases": SMALL}), "`cases` must be a tuple .*; got Case"),
+        (
+            (Loss("it", "torch", eager), {"cases": ("small",)}),
+            "`cases` must be a tuple .*; got .str",
+        ),
+        (
+            (Loss("it", "torch", eager), {"base": OPTIONED}),
+            "`base` must be a case that .*; got 'optioned', and the loss has no softcap, weight_la",
+        ),
+    ],
+)
+def test_what_is_no_adapter_or_no_case(given: Any, message: str) -> None:
+    loss, options = given
+    with pytest.raises((TypeError, ValueError), match=message):
+        conform(loss, **options)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -129,6 +225,7 @@ def test_what_cannot_be_run_is_said() -> None:
         ({"options": ("smoothing",)}, "`options` must be a tuple of names among bias"),
         ({"options": "bias"}, "`options` must be a tuple of names"),
         ({"dtypes": ("bf16",)}, "`dtypes` must be a tuple of names among float32"),
+        ({"dtypes": ()}, "`dtypes` must be a tuple of names among float32"),
     ],
 )
 def test_arguments(given: dict[str, Any], message: str) -> None:

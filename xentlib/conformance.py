@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from xentlib.checks.audit import described
 from xentlib.checks.installed import refuse_missing
 from xentlib.contract import ROW_OF
 from xentlib.parity.cases import BASE, GRID, low_precision
@@ -102,6 +103,11 @@ class Conformance:
         return found
 
     @property
+    def passed(self) -> bool:
+        """Whether every row that was measured holds, and no case has raised."""
+        return all(self.rows.values()) and not self.result.failed
+
+    @property
     def choices(self) -> list[str]:
         """What it rounds in bf16 where the contract does not: a choice, no defect."""
         said = []
@@ -141,14 +147,18 @@ def conform(
         What was found; print it.
 
     Raises:
-        ValueError: a backend, an option or a dtype that the contract does not have.
+        TypeError: no `Loss`, one whose function is none, or cases that are none.
+        ValueError: a backend, an option or a dtype that the contract does not have; a base case
+            that the loss cannot be given.
         ImportError: the backend is not installed.
 
     Numerics: settings are those of the contract, but for XLA's, which has to be there before JAX is
     imported, `XLA_FLAGS=--xla_allow_excess_precision=false`; functions of JAX are jitted. A case in
-    which the function raises is an error of its section.
+    which the function raises, or returns something else than a mean, is an error of its section. A
+    gradient that the loss does not have is 0.
     """
     check(loss)
+    check_cases(loss, cases, base)
     findings = Findings((loss.backend,), run=lambda backend, problem: run(loss, problem))
     left_out: dict[str, str] = {}
     sections = []
@@ -163,7 +173,7 @@ def conform(
                     continue
                 sections.append(section(loss, findings, fitted.text, measure, fitted, seed))
             plain = fit(base if dtype == "float32" else low_precision((base,), dtype)[0], loss)
-            assert isinstance(plain, Case)
+            assert isinstance(plain, Case)  # `check_cases`
             sections.append(section(loss, findings, f"mutants, {dtype}", mutants, plain, seed))
             sections.append(section(loss, findings, f"run to run, {dtype}", repeat, plain, seed))
     result = ParityResult(sections, [x.name for x in sections])
@@ -171,6 +181,16 @@ def conform(
 
 
 def check(loss: Loss) -> None:
+    if not isinstance(loss, Loss):
+        raise TypeError(
+            f"`loss` must be a `Loss`; got {described(loss)}. Wrap the function: "
+            f"Loss('mine', 'torch', function)."
+        )
+    if not callable(loss.function):
+        raise TypeError(
+            f"`function` must be a function of hidden, weight and labels; got "
+            f"{described(loss.function)}."
+        )
     if loss.backend not in BACKENDS:
         raise ValueError(f"`backend` must be 'torch' or 'jax'; got {loss.backend!r}.")
     try:
@@ -183,10 +203,24 @@ def check(loss: Loss) -> None:
     }
     for name, (given, known) in asked.items():
         unknown = [x for x in given if x not in known]
-        if unknown or isinstance(given, str):
+        if unknown or isinstance(given, str) or (name == "dtypes" and not given):
             raise ValueError(
                 f"`{name}` must be a tuple of names among {', '.join(known)}; got {given!r}."
             )
+
+
+def check_cases(loss: Loss, cases: Any, base: Any) -> None:
+    if not isinstance(cases, (tuple, list)) or not all(isinstance(x, Case) for x in cases):
+        raise TypeError(
+            f"`cases` must be a tuple of `Case`s; got {described(cases)}. Leave it out for all of "
+            f"the parity run's, or write `(case,)`."
+        )
+    fitted = fit(base, loss)
+    if isinstance(fitted, str):
+        raise ValueError(
+            f"`base` must be a case that the loss can be given; got {base.id!r}, and the loss has "
+            f"{fitted}. Leave `base` out."
+        )
 
 
 def fit(case: Case, loss: Loss) -> Case | str:
@@ -299,8 +333,10 @@ def on_tape(
     named = {"bias": tensors[2]} if len(tensors) == 3 else {}
     named |= {name: on_torch(x) for name, x in options.items()}
     out = loss.function(*tensors[:2], on_torch(problem.labels).long(), **named)
+    check_mean(out, torch.Tensor, getattr(out, "requires_grad", False))
     upstream = torch.full_like(out, problem.upstream)
-    return out.detach(), *torch.autograd.grad(out, tensors, upstream)
+    found = torch.autograd.grad(out, tensors, upstream, allow_unused=True, materialize_grads=True)
+    return out.detach(), *found
 
 
 def pulled(
@@ -313,7 +349,20 @@ def pulled(
 
     def function(*given: Any) -> Any:
         bias = {"bias": given[2]} if len(given) == 3 else {}
-        return loss.function(given[0], given[1], labels, **bias, **named)
+        out = loss.function(given[0], given[1], labels, **bias, **named)
+        check_mean(out, jax.Array)
+        return out
 
     out, pull = jax.vjp(jax.jit(function), *map(on_jax, leaves))
     return out, *pull(jax.numpy.asarray(problem.upstream, out.dtype))
+
+
+def check_mean(out: Any, array: type, graph: bool = True) -> None:
+    """Of a call of the adapter's function."""
+    shape = getattr(out, "shape", None)
+    if not isinstance(out, array) or shape != () or not graph:
+        came = described(out) + ("" if graph or not isinstance(out, array) else " without a graph")
+        raise ValueError(
+            f"`function` must return the mean, an array of shape () that can be differentiated; "
+            f"got {came}. Of a tuple or an output return the loss alone."
+        )

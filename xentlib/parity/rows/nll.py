@@ -67,9 +67,9 @@ def exact(
     d_hidden = outcome.gradients()["d_hidden"]
     rows = d_hidden[~problem.valid]
     findings.check("A0", rows, np.zeros_like(rows), quantity="d hidden of invalid rows", **details)
-    expected = [np.dtype(np.float32), problem.hidden.dtype, problem.weight.dtype]
-    got = [outcome.loss, *outcome.gradients().values()]
-    wrong = sum(a.dtype != b for a, b in zip(got, expected))
+    of = {name: getattr(problem, name.removeprefix("d_")).dtype for name in outcome.gradients()}
+    wrong = int(outcome.loss.dtype != np.float32)
+    wrong += sum(x.dtype != of[name] for name, x in outcome.gradients().items())
     findings.check("A0", np.int64(wrong), np.int64(0), quantity="dtypes", **details)
     if not problem.valid.any():
         nothing = np.concatenate(
