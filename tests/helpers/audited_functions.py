@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from xentlib.torch import chunked_logprobs, chunked_nll
+
+OF_TRL = {"temperature": 0.6, "softcap": 30.0, "logit_scale": 2.0}
 
 
 def cross_entropy(hidden: Any, weight: Any, labels: Any) -> Any:
@@ -60,6 +64,21 @@ def by_softmax(entropy: Any = "whole", temperature: float = 1.0) -> Any:
     return logprobs
 
 
+def of_trl(ours: bool) -> Any:
+    """The head of TRL's trainers, and ours in its place."""
+
+    def logprobs(hidden: Any, weight: Any, labels: Any) -> Any:
+        utils = pytest.importorskip("trl.trainer.utils")
+        from xentlib.torch.integrations import trl
+
+        with trl.use() if ours else nullcontext():
+            call = (hidden, weight, None, labels, 0.6, 32, 30.0, 2.0, ("log_probs", "entropy"))
+            found = utils._ChunkedLogProbFunction.apply(*call)
+        return found[0], found[1]
+
+    return logprobs
+
+
 FUNCTIONS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("", cross_entropy, "loss", {}),
     ("", with_bias, "loss", {"bias": True}),
@@ -69,6 +88,8 @@ FUNCTIONS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("", by_softmax(entropy=None), "logprobs", {}),
     ("", by_softmax(temperature=0.6), "logprobs", {"temperature": 0.6}),
     ("", lambda h, w, y: chunked_logprobs(h, w, y, entropy=True), "logprobs", {}),
+    ("", of_trl(ours=False), "logprobs", OF_TRL),
+    ("", of_trl(ours=True), "logprobs", OF_TRL),
     ("upstream gradient ignored", no_upstream, "loss", {}),
     ("sum and not mean", lambda h, w, y: F.cross_entropy(h @ w.T, y, reduction="sum"), "loss", {}),
     ("labels shifted twice", lambda h, w, y: cross_entropy(h[:-1], w, y[1:]), "loss", {}),

@@ -154,6 +154,27 @@ def of_transformers(head: Any, micro_batches: Any, counted: bool = True) -> Any:
     return loss
 
 
+def patched(head: Any, micro_batches: Any, counted: bool = True) -> Any:
+    """A patched model of transformers whose trunk returns what it is given, by its own shift; a
+    count of all micro-batches is what `Trainer` passes."""
+    llama = pytest.importorskip("transformers.models.llama")
+    from xentlib.torch.integrations.transformers import patch
+
+    vocab, width = head.weight.shape
+    sizes = {"vocab_size": vocab, "hidden_size": width, "num_attention_heads": 2}
+    model = llama.LlamaForCausalLM(llama.LlamaConfig(**sizes, num_hidden_layers=0))
+    model.model.norm, model.lm_head = torch.nn.Identity(), head
+    patch(model)
+    count = sum((b["labels"][:, 1:] != IGNORE).sum() for b in micro_batches)
+    more = {"num_items_in_batch": count} if counted else {}
+    loss = 0.0
+    for b in micro_batches:
+        part = model(inputs_embeds=b["hidden"], labels=b["labels"], **more).loss
+        part.backward()
+        loss += part.item()
+    return loss
+
+
 # Defect, the step that has it, and what is said of the step.
 PLANTED: list[tuple[str, Any, dict[str, Any]]] = [
     ("labels not shifted", step(labels=lambda b: b["labels"]), {}),
@@ -182,6 +203,11 @@ PLANTED: list[tuple[str, Any, dict[str, Any]]] = [
         "labels across documents",
         of_transformers,
         {},
+    ),
+    (
+        "mean of the means of micro-batches and off by the accumulation steps",
+        partial(patched, counted=False),
+        {"documents": False},
     ),
     ("mean of the means of rows", step(divisor="rows"), {}),
     ("off by the accumulation steps", step(factor=1 / 3), {}),
@@ -348,6 +374,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "torch.func": (functional, {}),
     "checkpoints": (checkpointed, {"bias": True}),
     "ForCausalLMLoss": (of_transformers, {"documents": False}),
+    "a patched model": (patched, {"documents": False}),
 }
 if hasattr(F, "linear_cross_entropy"):  # torch 2.13
     RIGHT["F.linear_cross_entropy"] = (fused, {})

@@ -1,0 +1,45 @@
+"""Steps through DeepSpeed ZeRO on two gloo ranks, audited by the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.orphans import remove_locks
+
+pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "said"),
+    [
+        ("stage_1", 0, "nothing found"),
+        ("stage_2", 0, "nothing found"),
+        ("stage_3", 0, "nothing found"),
+        ("twice_over_ranks", 1, "gradients of the head: reduced twice over ranks"),
+    ],
+)
+def test_a_step_of_deepspeed(name: str, status: int, said: str) -> None:
+    remove_locks()
+    # DeepSpeed compiles an operator with ninja, which is beside the interpreter.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {"DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path}
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *run, "-m", "xentlib", "audit", f"helpers.audited_zero:{name}"],
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == status, done.stderr[-4000:]
+    assert f"\n{said}" in done.stdout
+    assert "2 ranks, 3 micro-batches" in done.stdout
