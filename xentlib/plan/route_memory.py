@@ -21,6 +21,9 @@ GRADIENT, ROUNDED = "gradient of the head", "gradients in their own dtype"
 INTO, OUT_OF = "into the reduce-scatter", "out of the reduce-scatter"
 EARLIER = "gradient of earlier micro-batches"
 EXCHANGED, PER_TOKEN = "hidden states and d hidden on their way", "numbers a token of all ranks"
+CAST = "rows in the dtype of the products"
+# Bytes of labels, masks, factors, statistics and values of a token.
+OF_A_TOKEN = 80
 BLOCKS, OWN = "blocks of rows and d weight on their way", "d weight of this rank's rows"
 
 
@@ -68,16 +71,16 @@ def of_hidden(s: Setup, plan: ChunkPlan, rows: int, ranks: int, *, gathered: boo
     """Tokens of `ranks` meet `rows` that stay; `gathered` from the same place of other nodes."""
     chunk = plan.chunk_tokens * s.hidden
     coming = plan.num_chunks > 1  # one is computed, one is on its way, of whose part the source
-    walk = _walk(s, plan)
+    walk = _walk(s, plan, again=s.on_cpu)
     walk[D_WEIGHT] = rows * s.hidden * s.size
     walk[D_HIDDEN] = s.tokens * s.hidden * s.size
     walk[WIDENED] = _operand(s, rows)
     walk[ROWS] = chunk * s.size if s.on_cpu and s.gemm_size < s.size else 0
     part = chunk // ranks
     walk[EXCHANGED] = (1 + coming) * chunk * s.gemm_size + coming * part * s.gemm_size
-    walk[EXCHANGED] += (chunk + part) * s.size  # d hidden leaves, and a part of it comes
-    statistics = 4 * s.size if s.recompute or "softcap" in s.options else 0
-    walk[PER_TOKEN] = ranks * s.tokens * (8 + s.size + statistics)
+    # d hidden leaves, and a part of it comes; gloo makes a copy of what leaves.
+    walk[EXCHANGED] += (chunk * (2 if s.on_cpu else 1) + part) * s.size
+    walk[PER_TOKEN] = plan.num_tokens * OF_A_TOKEN
     own = s.rows * s.hidden
     found = {"walk": walk}
     if gathered:
@@ -100,7 +103,12 @@ def of_stream(s: Setup, plan: ChunkPlan, rows: int) -> Moments:
     walk[D_WEIGHT] = 0
     walk[WIDENED] = block * s.size if s.on_cpu and s.gemm_size < s.size else 0
     walk[BLOCKS] = at_a_time * block * (s.gemm_size + s.size) + rows * s.hidden * s.size
+    walk[BLOCKS] += block * s.size if s.on_cpu else 0  # of gloo, of what leaves
     walk[OWN] = s.rows * s.hidden * s.size
+    if s.param_dtype != s.gemm_dtype:
+        walk[CAST] = s.rows * s.hidden * s.gemm_size
+    # Beside the tokens' numbers three of each class: where it passes, and in which order.
+    walk[PER_TOKEN] = s.tokens * OF_A_TOKEN + 3 * 8 * s.vocab
     return {"walk": walk, "gradients rounded": _sums(s, s.rows, ITEMSIZE[s.param_dtype])}
 
 
@@ -109,12 +117,15 @@ def _gathered(s: Setup) -> int:
     return whole if s.ranks > 1 else 0  # it is there
 
 
-def _walk(s: Setup, plan: ChunkPlan, *, gradient: bool = True) -> dict[str, int]:
+def _walk(
+    s: Setup, plan: ChunkPlan, *, gradient: bool = True, again: bool = False
+) -> dict[str, int]:
+    """`again`: statistics are there before gradients, which then need no scratch of theirs."""
     walk = torch_walk(
         plan,
         dtype=s.gemm_dtype,
         gradient=gradient,
-        recompute=s.recompute,
+        recompute=s.recompute or again,
         platform=s.platform,
         kernels=s.kernels,
     )
