@@ -74,12 +74,11 @@ class Spread:
 
     def plan(self, whole: ChunkPlan) -> ChunkPlan:
         """Of as many tokens of every rank in each chunk; `whole` does not know of ranks."""
-        self.per_chunk, self.chunks = spread_tokens(whole.chunk_tokens, self.ranks, self.longest)
-        self.length = self.chunks * self.per_chunk
+        self.per_chunk, self.length = spread_tokens(whole.chunk_tokens, self.ranks, self.longest)
         return replace(
             whole,
             num_tokens=self.ranks * self.length,
-            chunk_tokens=self.ranks * max(self.per_chunk, 1),
+            chunk_tokens=self.ranks * self.per_chunk,
         )
 
     def of_all(self, own: Tokens, labels: Tensor, numbers: list[Tensor]) -> list[Tensor]:
@@ -94,18 +93,21 @@ class Spread:
         sizes = [x.shape[1] for x in packed]
         found = []
         for part, x in zip(theirs.split(sizes, dim=1), filled, strict=True):
-            of_ranks = part.reshape(-1).view(x.dtype)
-            of_ranks = of_ranks.view(self.ranks, self.chunks, self.per_chunk)
-            found.append(of_ranks.transpose(0, 1).reshape(-1))
+            of_ranks = part.reshape(-1).view(x.dtype).view(self.ranks, self.length)
+            found.append(torch.cat([x.reshape(-1) for x in of_ranks.split(self.per_chunk, dim=1)]))
         return found
 
     def of_own(self, own: Tokens, values: Tensor) -> Tensor:
         """[..., M] of the walk as [..., N] of this rank; 0 for tokens that were not computed."""
         leading = values.shape[:-1]
-        of_ranks = values.view(*leading, self.chunks, self.ranks, self.per_chunk)
-        mine = of_ranks[..., self.rank, :].reshape(*leading, self.length)
+        sizes = [len(x) for x in torch.empty(self.length).split(self.per_chunk)]
+        chunks = values.split([self.ranks * size for size in sizes], dim=-1)
+        mine = [
+            x.reshape(*leading, self.ranks, size)[..., self.rank, :]
+            for x, size in zip(chunks, sizes, strict=True)
+        ]
         found = values.new_zeros(*leading, own.valid.shape[0])
-        found[..., own.places(0, self.own_count)] = mine[..., : self.own_count]
+        found[..., own.places(0, self.own_count)] = torch.cat(mine, -1)[..., : self.own_count]
         return found
 
     def _filled(self, own: Tokens, x_N: Tensor, value: int) -> Tensor:
@@ -118,7 +120,7 @@ class Spread:
         """[R S, H] of one chunk after the other, in the dtype of the products; the next one
         travels while a chunk is computed."""
         coming: Sending | None = None
-        for start in range(0, self.length, max(self.per_chunk, 1)):
+        for start in range(0, self.length, self.per_chunk):
             arrived = (self._start(own, start) if coming is None else coming).arrived()
             following = start + self.per_chunk
             coming = self._start(own, following) if following < self.length else None
@@ -126,21 +128,22 @@ class Spread:
             del arrived
 
     def _start(self, own: Tokens, start: int) -> Sending:
-        places = own.places(start, min(start + self.per_chunk, self.own_count))
+        size = min(self.per_chunk, self.length - start)
+        places = own.places(start, max(start, min(start + size, self.own_count)))
         x_SH = self.hidden[places]
         if not own.packed:
             x_SH = torch.where(own.valid[places, None], x_SH, 0.0)
         # Rounded to the dtype of the products first: what travels loses nothing.
-        sent_SH = x_SH.new_zeros(self.per_chunk, x_SH.shape[1], dtype=self.gemm_dtype)
+        sent_SH = x_SH.new_zeros(size, x_SH.shape[1], dtype=self.gemm_dtype)
         sent_SH[: x_SH.shape[0]] = x_SH
-        result = sent_SH.new_empty(self.ranks * self.per_chunk, x_SH.shape[1])
+        result = sent_SH.new_empty(self.ranks * size, x_SH.shape[1])
         work = gather_into(result, sent_SH, group=self.group, async_op=True)
         return Sending(work, result, sent_SH)
 
     def send_back(self, dx_TH: Tensor) -> Sending:
         """d hidden of a chunk, summed over the shards in the compute dtype: rounded parts would
         leave 60 % of bfloat16 entries as their sum rounds, at 4 ranks (row A7)."""
-        result = dx_TH.new_empty(self.per_chunk, dx_TH.shape[1])
+        result = dx_TH.new_empty(dx_TH.shape[0] // self.ranks, dx_TH.shape[1])
         work = scatter_into(result, dx_TH, group=self.group, async_op=True)
         return Sending(work, result, dx_TH)
 

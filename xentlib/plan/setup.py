@@ -83,8 +83,8 @@ class Setup:
         plan = self._planned(ranks * self.tokens, columns, self._budget(own=False))
         if self.chunk_tokens is not None:
             plan = replace(plan, chunk_tokens=ranks * self.chunk_tokens)
-        tokens, chunks = spread_tokens(plan.chunk_tokens, ranks, self.tokens)
-        return replace(plan, num_tokens=ranks * chunks * tokens, chunk_tokens=ranks * tokens)
+        tokens, length = spread_tokens(plan.chunk_tokens, ranks, self.tokens)
+        return replace(plan, num_tokens=ranks * length, chunk_tokens=ranks * tokens)
 
     def plan_of_blocks(self) -> tuple[int, ChunkPlan]:
         """K, and a rank's own tokens over the R K columns of a block."""

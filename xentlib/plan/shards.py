@@ -66,8 +66,8 @@ def shard_of(sizes: tuple[int, ...], rank: int, vocab_size: int | None = None) -
 
 
 def spread_tokens(chunk_tokens: int, ranks: int, longest: int) -> tuple[int, int]:
-    """Tokens of each rank in a chunk, whole rows of a GEMM's tile (row A10), and how many chunks
-    there are: of one size, as every rank computes all of each.
+    """Tokens of each rank in a chunk, the last one ragged, and of each rank in all: as many as the
+    longest has, in whole rows of a GEMM's tile (row A10).
 
     Args:
         chunk_tokens: of a chunk that does not know of ranks.
@@ -75,8 +75,8 @@ def spread_tokens(chunk_tokens: int, ranks: int, longest: int) -> tuple[int, int
         longest: tokens of the rank with most.
     """
     most = max(ROW_MULTIPLE, chunk_tokens // ranks // ROW_MULTIPLE * ROW_MULTIPLE)
-    chunks = -(-longest // most)
-    return pad_rows(-(-longest // max(1, chunks))), chunks
+    length = pad_rows(longest)
+    return max(ROW_MULTIPLE, min(most, length)), length
 
 
 def stream_rows(rows: int, hidden_size: int, ranks: int, budget: int) -> int:
