@@ -199,7 +199,7 @@ def conformance_part() -> str:
 
 
 def routes_part() -> str:
-    """What `make routes` has worked out of heads in pieces."""
+    """What `make routes` has worked out of sharded heads."""
     found = json.loads(ROUTES.read_text(encoding="utf-8"))
     names = ("full logits", "head", "hidden", "stream", "hybrid")
 

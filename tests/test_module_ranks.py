@@ -53,7 +53,7 @@ def styled(rank: int, world: int) -> tuple[list[str], list[Any]]:
 
     parallelize_module(linear, mesh, ColwiseParallel())
     weight, bias = linear.weight, linear.bias
-    module = NLLHead(H, V)  # of parameters in pieces that no wrapper keeps
+    module = NLLHead(H, V)  # of parameters that are sharded, that no wrapper keeps
     module.weight, module.bias = weight, bias
     pairs = []
     for call in (

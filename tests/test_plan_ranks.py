@@ -1,4 +1,4 @@
-"""The plan of a head in pieces against real `fully_shard` heads on gloo ranks: what is sent, to the
+"""The plan of a sharded head against real `fully_shard` heads on gloo ranks: what is sent, to the
 byte, and what is allocated, within 5 %."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a head in pieces and its backward."""
+    """One call of a sharded head and its backward."""
 
     call: str = "chunked_nll"
     tokens: int = 640

@@ -1,4 +1,4 @@
-"""Routes of a head in pieces on paper: bytes by their closed forms, what grows with what, and a
+"""Routes to a sharded head on paper: bytes by their closed forms, what grows with what, and a
 choice that is the same on every rank. `test_plan_ranks.py` holds the plan against real ranks."""
 
 from __future__ import annotations

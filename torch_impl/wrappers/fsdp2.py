@@ -96,7 +96,7 @@ def find_owner(parameter: Tensor) -> Owner | None:
 
 
 def keeps_alone(module: nn.Module, weight: Any, hooks: tuple[str, ...]) -> bool:
-    """Whether a `fully_shard` of the module alone keeps all its parameters in one group, in pieces
+    """Whether a `fully_shard` of the module alone keeps all its parameters in one group, sharded
     just now, and no hook but that one's is in the module's dictionaries `hooks`."""
     owner = find_owner(weight)
     if owner is None or len(groups_of(owner.state)) > 1:

@@ -65,7 +65,7 @@ def check_routes(
     platform: str,
     rates: Mapping[str, float] | None,
 ) -> frozenset[str]:
-    """The options by name; refuse what no head in pieces can be."""
+    """The options by name; refuse what no sharded head can be."""
     for name, value in (*sizes.items(), *limits.items()):
         if name in sizes or value is not None:
             ok = isinstance(value, int) and value >= 1

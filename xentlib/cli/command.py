@@ -169,8 +169,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         allow_abbrev=False,
-        help="say what each route of a head in pieces sends, needs and takes, from sizes alone",
-        description="Bytes, products, memory and predicted time of a head that is in pieces over "
+        help="say what each route to a sharded head sends, needs and takes, from sizes alone",
+        description="Bytes, products, memory and predicted time of a sharded head over "
         "ranks, by what travels: the head, the hidden states, or the head in blocks; beside full "
         "logits. Nothing is computed but numbers, for up to thousands of ranks.",
     )

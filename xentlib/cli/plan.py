@@ -1,4 +1,4 @@
-"""`xentlib plan`: what each route of a head in pieces sends, needs and takes, from sizes alone."""
+"""`xentlib plan`: what each route to a sharded head sends, needs and takes, from sizes alone."""
 
 from __future__ import annotations
 

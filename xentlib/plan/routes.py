@@ -1,4 +1,4 @@
-"""Routes of a head in pieces: what each sends, computes and holds, from sizes alone.
+"""Routes to a sharded head: what each sends, computes and holds, from sizes alone.
 
 A head's rows are spread over ranks, and so are tokens. Either the rows travel, or the hidden
 states. The definition of the four is `gather` of `xentlib.chunked_nll`; this is the arithmetic.
@@ -50,7 +50,7 @@ def head_routes(
     kernels: bool = True,
     rates: Rates | None = None,
 ) -> dict[str, Route]:
-    """What each route of a head in pieces sends, computes and holds, in PyTorch under FSDP2.
+    """What each route to a sharded head sends, computes and holds, in PyTorch under FSDP2.
 
     With v = ceil(V / R) rows of a rank, b bytes of a dtype, and 4 of float32, a call sends
 

@@ -1,4 +1,4 @@
-"""A head in pieces and a call of it, in numbers: what the plan of every route reads.
+"""A sharded head and a call of it, in numbers: what the plan of every route reads.
 
 Shapes: N tokens of a rank, V vocabulary, H hidden width, R ranks that share a head's rows, T tokens
 of a rank in a chunk, K rows of every rank in a block.
