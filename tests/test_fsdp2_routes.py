@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 from helpers.fully_sharded import Sharded, on_rank  # noqa: E402
 from helpers.wrapped import (  # noqa: E402
+    batch,
     batches,
     gradients_of_one_process,
     loss_of,
@@ -109,3 +110,56 @@ def test_head_gradients_are_one_sum_of_all_tokens(found: Any, name: str) -> None
     for grads, _ in found[name]:
         for parameter, x in want.items():
             assert not failures(check("A1", grads[f"head.{parameter}"], x.float().numpy()))
+
+
+def trained(rank: int, world: int, gathers: list[str], replicas: int) -> list[dict[str, Any]]:
+    """Parameters after three windows of two micro-batches, with `TokenNormalizer` and clipping."""
+    from torch.distributed.fsdp import fully_shard
+
+    from xentlib.torch import TokenNormalizer, chunked_nll
+
+    shape = (replicas, world // replicas) if replicas > 1 else (world,)
+    names = ("replica", "shard")[-len(shape) :]
+    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    found = []
+    for gather in gathers:
+        model = model_of(HIDDEN)
+        for module in (model.head, model):
+            fully_shard(module, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        normalizer = TokenNormalizer(model)
+        for step in range(3):
+            pairs = [batch(HIDDEN, 2 * step), batch(HIDDEN, 2 * step + 1)]
+            part = part_of(rank, world)
+            with normalizer.window([labels[part] for _, labels in pairs]) as window:
+                for ids, labels in window.micro_batches(pairs):
+                    hidden = model(ids[part])
+                    window.backward(
+                        chunked_nll(
+                            hidden,
+                            model.head.weight,
+                            labels[part],
+                            reduction="sum",
+                            gather=gather,
+                        )
+                    )
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        named = model.named_parameters()
+        found.append({name: p.detach().full_tensor().numpy() for name, p in named})
+    return found
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+def test_windows_and_optimizers_see_no_difference(world: int, replicas: int) -> None:
+    """A9, D7: `TokenNormalizer` divides what the route has left to divide, gradients of several
+    micro-batches add up, over replicas once, and clipping sees their norm."""
+    for head, *others in launch(world, trained, ["head", "hidden", "stream"], replicas):
+        before = dict(model_of(HIDDEN).named_parameters())
+        for got in others:
+            for name, want in head.items():
+                moved, by = want - before[name].detach().numpy(), got[name] - want
+                assert np.abs(moved).max() > 0
+                measured = check("A9", moved + by, moved, metrics=("rho / u",), quantity=name)
+                assert not failures(measured)
