@@ -42,6 +42,7 @@ HELD = {
     "three micro-batches": replace(HIDDEN, steps=3),
     "divided by 1": replace(HIDDEN, divide=1.0),
     "offload": replace(HIDDEN, policy="offload"),
+    "compiled": replace(HIDDEN, compiled=True, model=("bias",)),
     "NLLHead": replace(HIDDEN, road="NLLHead", model=("bias",)),
     "NLLHead, per token": replace(HIDDEN, road="NLLHead", function="chunked_logprobs"),
     "root": replace(HIDDEN, own=False, wrap=PIECES),
@@ -61,7 +62,13 @@ EXACT = {
     "audit, four ranks": replace(HIDDEN, audit=True, world=4),
     "audit, replicas": replace(HIDDEN, audit=True, mesh="replicas", world=4, policy="fp64"),
 }
-HELD |= {f"stream, {name}": replace(setup, gather="stream") for name, setup in HELD.items()}
+# In how many chunks, and by which road, is not the stream's concern.
+HELD |= {
+    f"stream, {name}": replace(setup, gather="stream")
+    for name, setup in HELD.items()
+    if name
+    not in ("compiled", "inside", "NLLHead, per token", "checkpoint", "two calls, per token")
+}
 EXACT |= {f"stream, {name}": replace(setup, gather="stream") for name, setup in EXACT.items()}
 SETUPS = HELD | EXACT
 
