@@ -28,7 +28,11 @@ FUNCTIONS = (
 )
 # What stands for an array, and for a head, which may be a module; and where they come from.
 ARRAYS = {
-    "torch_impl": ("Tensor", "Tensor | nn.Module", "from torch import Tensor, nn"),
+    "torch_impl": (
+        "Tensor",
+        "Tensor | nn.Module | LowRankHead[Tensor]",
+        "from torch import Tensor, nn",
+    ),
     "jax_impl": ("jax.Array", "Any", "import jax"),
 }
 # Of these the docstring alone is copied: name, file of the definition, files that implement it.
@@ -167,6 +171,7 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
             for module, names in (
                 ("xentlib.call", "Arguments, LogitsArguments"),
                 ("xentlib.logprobs", "LogprobOutput"),
+                *((("xentlib.lowrank", "LowRankHead"),) if "LowRankHead" in head else ()),
                 ("xentlib.nll", "NLLOutput"),
                 ("xentlib.options", "ComputeDtype, Gather, OutputName, Reduction, WeightLayout"),
                 ("xentlib.plan", "VocabShard"),

@@ -16,6 +16,7 @@ from xentlib.accumulate import (
 from xentlib.collectives import Collective, CollectiveCount
 from xentlib.crosscheck import CrossCheckError
 from xentlib.logprobs import LogprobOutput
+from xentlib.lowrank import LowRankHead
 from xentlib.nll import NLLOutput
 from xentlib.torch.accumulate import TokenNormalizer
 from xentlib.torch.collectives import count_collectives
@@ -35,6 +36,7 @@ __all__ = [
     "CrossCheckError",
     "Evaluation",
     "LogprobOutput",
+    "LowRankHead",
     "NLLHead",
     "NLLOutput",
     "TokenNormalizer",

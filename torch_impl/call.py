@@ -9,7 +9,9 @@ from torch import Tensor
 
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_logits
+from xentlib.checks.lowrank import check_low_rank
 from xentlib.checks.operand import plain
+from xentlib.lowrank import LowRankHead
 from xentlib.torch.derivatives import not_differentiable, not_forward_mode
 from xentlib.torch.describe import (
     as_tensor,
@@ -18,18 +20,24 @@ from xentlib.torch.describe import (
     only_tensors,
     same_tokens,
 )
+from xentlib.torch.lowrank import unpacked
 from xentlib.torch.shards import (
     check_same_group,
     local_columns,
     local_logits,
+    local_low_rank,
     local_rows,
     replicated,
 )
 
-__all__ = ["GivenCall", "HeadCall", "bind", "bind_logits"]
+__all__ = ["DIFFERENTIATED", "GivenCall", "HeadCall", "bind", "bind_logits"]
 
 # What a gradient is computed for; every other tensor is a constant.
 LEAVES = ("hidden", "weight", "bias", "logits")
+
+
+# Of a head's operators, in the order of their gradients
+DIFFERENTIATED = ("hidden", "weight", "bias", "low_in", "low_out")
 
 
 class HeadCall(NamedTuple):
@@ -53,6 +61,10 @@ class HeadCall(NamedTuple):
     reduce_hidden: bool  # d hidden is summed over the shards
     route: str  # where the group's ranks have tokens of their own: what travels, or ""
     head_scale: float  # of d weight and d bias: where a wrapper would average over its ranks
+    low_in: Tensor | None  # A, B, mask and factor of a `LowRankHead`
+    low_out: Tensor | None
+    low_keep: Tensor | None
+    low_scale: float
 
 
 class GivenCall(NamedTuple):
@@ -72,10 +84,12 @@ class GivenCall(NamedTuple):
 
 def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCall]:
     """A call of a head's function as this rank has it, its sizes, and what an operator takes."""
-    given = Arguments(*map(plain, given))
+    given, low = unpacked(Arguments(*map(plain, given)))
     weight, bias, local = local_rows(
         given.weight, given.bias, given.vocab_parallel, given.weight_layout
     )
+    if low is not None:
+        low = local_low_rank(low, given.vocab_parallel)
     check_same_group(given.vocab_parallel, given.tokens_parallel)
     given = given._replace(
         hidden=replicated("hidden", given.hidden),
@@ -93,9 +107,13 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
         labels_on_host=given.vocab_parallel is None,
     )
     check_derivatives(function, given)
+    if low is not None:
+        not_forward_mode(function, low.a, low.b)
+        check_low_rank(LowRankHead(*map(describe, low)), describe(hidden), problem)
     gemm, compute = (getattr(torch, x) for x in (problem.gemm_dtype, problem.compute_dtype))
+    flat = hidden.reshape(-1, problem.hidden_size)
     call = HeadCall(
-        hidden=hidden.reshape(-1, problem.hidden_size),
+        hidden=flat,
         weight=weight,
         labels=labels.reshape(-1),
         bias=bias,
@@ -113,6 +131,10 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
         reduce_hidden=given.reduce_hidden_grad,
         route="" if given.tokens_parallel is None else local.route,
         head_scale=local.scale,
+        low_in=None if low is None else low.a,
+        low_out=None if low is None else low.b,
+        low_keep=None if low is None or low.keep is None else low.keep.reshape(flat.shape),
+        low_scale=1.0 if low is None else float(low.scale),
     )
     return given, problem, call
 

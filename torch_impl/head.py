@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from xentlib.call import Arguments
+from xentlib.checks.lowrank import check_low_rank_route
 from xentlib.checks.placement import refuse_dtensor
 from xentlib.checks.route import check_route, refuse_routed
+from xentlib.lowrank import LowRankHead
 from xentlib.options import Gather
 from xentlib.plan import choose_gather
 from xentlib.torch.describe import dtype_name, only_tensors
 from xentlib.torch.heads import head_of
+from xentlib.torch.lowrank import low_rank_of, unpacked, with_weight
 from xentlib.torch.shards import Resident, is_dtensor
 from xentlib.torch.wrappers import deepspeed, fsdp2
 
@@ -36,34 +39,42 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
         @wraps(function)
         def call(given: Arguments) -> R:
             named = given._asdict()
-            if isinstance(given.weight, nn.Module):
+            low = low_rank_of(given.weight)
+            if low is not None:
+                named["weight"] = low.weight
+            if isinstance(named["weight"], (nn.Module, LowRankHead)):
                 del named["weight"]
             only_tensors(**named)
             given = head_of(given)
             check_route(given)
-            heads = deepspeed.sharded(given.weight, given.bias)
+            plain, low = unpacked(given)
+            weight = plain.weight
+            heads = deepspeed.sharded(weight, given.bias)
+            if low is not None:
+                heads = deepspeed.sharded(weight, given.bias, low.a, low.b)
+                check_low_rank_route(given, bool(heads))
             if given.gather == "auto":
-                given = given._replace(gather=chosen(given, recompute), tokens_per_rank=None)
+                given = given._replace(gather=chosen(plain, recompute), tokens_per_rank=None)
             if given.gather != "head":
-                owner = owner_of(given.weight)
+                owner = owner_of(weight)
                 if owner is None:
                     refuse_routed(given.gather, bool(heads))
-                rows = fsdp2.rows_of(owner, given.weight, given.bias, given.weight_layout)
+                rows = fsdp2.rows_of(owner, weight, given.bias, given.weight_layout)
                 return by_route(given, rows, function)
             if heads:
                 return deepspeed.call_with_head(
                     heads, given.hidden, lambda: function(given), recompute=recompute
                 )
-            owner = owner_of(given.weight)
+            owner = owner_of(weight)
             if owner is None:
                 return function(given)
+
+            def gathered(hidden: Tensor, whole: Tensor, bias: Tensor | None) -> R:
+                head = with_weight(given.weight, whole, owner.whole)
+                return function(given._replace(hidden=hidden, weight=head, bias=bias))
+
             return fsdp2.call_with_head(
-                owner,
-                given.hidden,
-                given.weight,
-                given.bias,
-                lambda h, w, b: function(given._replace(hidden=h, weight=w, bias=b)),
-                recompute=recompute,
+                owner, given.hidden, weight, given.bias, gathered, recompute=recompute
             )
 
         return call

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from xentlib.call import Arguments
+from xentlib.checks.lowrank import check_base
 from xentlib.checks.module import check_beside_module, refuse_module
+from xentlib.torch.lowrank import low_rank_of
 from xentlib.torch.wrappers.accelerate import keeps_forward
-from xentlib.torch.wrappers.peft import is_adapter, lora_of, saved_of, with_adapters
+from xentlib.torch.wrappers.peft import adapters_of, is_adapter, lora_of, saved_of, with_adapters
 
 __all__ = ["head_of", "parameters_of"]
 
@@ -23,7 +25,11 @@ KNOWN_HOOKS = ("torch.distributed", "deepspeed", "accelerate")
 
 def head_of(given: Arguments) -> Arguments:
     """The call with a module's arrays in place of the module."""
-    module = given.weight
+    low, module = low_rank_of(given.weight), given.weight
+    if low is not None:
+        given = head_of(given._replace(weight=low.weight))
+        check_base(type(low.weight).__name__, low_rank_of(given.weight) is None)
+        return given._replace(weight=low._replace(weight=given.weight))
     if not isinstance(module, nn.Module):
         refuse_quantised("a weight", module)
         return given
@@ -31,7 +37,10 @@ def head_of(given: Arguments) -> Arguments:
     both = bias is not None and given.bias is not None
     check_beside_module(type(module).__name__, both, given.weight_layout)
     given = given._replace(weight=weight, bias=given.bias if bias is None else bias)
-    return given if lora is None else with_adapters(given, lora)
+    if lora is None:
+        return given
+    refuse_hooks(*adapters_of(lora))
+    return with_adapters(given, lora)
 
 
 def parameters_of(module: nn.Module) -> tuple[Tensor, Tensor | None, Any]:

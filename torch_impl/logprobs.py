@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xentlib.call import Arguments
 from xentlib.logprobs import LogprobOutput
-from xentlib.torch.call import HeadCall, bind
+from xentlib.torch.call import DIFFERENTIATED, HeadCall, bind
 from xentlib.torch.core.given import Given
 from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
 from xentlib.torch.core.kernels import Asked, Coefficients
@@ -22,6 +22,7 @@ from xentlib.torch.core.stream import Streamed, stats_of, sums_of, walk_of
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once
 from xentlib.torch.head import with_head
+from xentlib.torch.lowrank import fake_low_rank
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import numbers_of, over_shards
 
@@ -70,11 +71,12 @@ class Pulled(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients a backward operator makes: of hidden, weight, bias."""
+    """Which gradients a backward operator makes, as `DIFFERENTIATED` has them."""
 
     needs: list[bool]
 
 
+FIVE = f"({', '.join(['Tensor'] * len(DIFFERENTIATED))})"
 SIX = f"({', '.join(['Tensor'] * 6)})"
 Forward = tuple[
     LogprobOutput[Tensor], Residuals, Tensor
@@ -121,17 +123,15 @@ def outputs_of(
     return output, residuals, shard
 
 
-def logprobs_backward(
-    pulled: Pulled, call: HeadCall, needs: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps 6 to 8: d hidden, d weight and d bias in their inputs' dtypes; empty if not needed."""
+def logprobs_backward(pulled: Pulled, call: HeadCall, needs: list[bool]) -> tuple[Tensor, ...]:
+    """Steps 6 to 8: the gradients in their inputs' dtypes; empty if not needed."""
     found = gradient_sums(pulled, call, needs)
     # On CPU rows that were not computed are +0 already, elsewhere their dz was.
-    inputs = (call.hidden, call.weight, call.hidden if call.bias is None else call.bias)
-    d_hidden, d_weight, d_bias = (
-        rounded(x, like.dtype) for x, like in zip(found, inputs, strict=True)
+    inputs = (getattr(call, name) for name in DIFFERENTIATED)
+    return tuple(
+        rounded(x, (call.hidden if like is None else like).dtype)
+        for x, like in zip(found, inputs, strict=True)
     )
-    return d_hidden, d_weight, d_bias
 
 
 def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradients:
@@ -212,10 +212,8 @@ def fake_outputs(
     return (*outputs, residuals, none if shard is None else torch.empty_like(shard))
 
 
-@operator("logprobs_backward", Pulled, HeadCall, Needs, returns="(Tensor, Tensor, Tensor)")
-def logprobs_backward_op(
-    pulled: Pulled, call: HeadCall, needs: Needs
-) -> tuple[Tensor, Tensor, Tensor]:
+@operator("logprobs_backward", Pulled, HeadCall, Needs, returns=FIVE)
+def logprobs_backward_op(pulled: Pulled, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
     """`logprobs_backward` as one operator, opaque to the compiler."""
     with torch.autocast(call.hidden.device.type, enabled=False):
         return logprobs_backward(pulled, call, needs.needs)
@@ -223,13 +221,15 @@ def logprobs_backward_op(
 
 @logprobs_backward_op.fake
 def _(pulled: Pulled, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
-    hidden, weight, (need_hidden, need_weight, need_bias) = call.hidden, call.weight, needs.needs
+    hidden, weight = call.hidden, call.weight
+    need_hidden, need_weight, need_bias, *need_low = needs.needs
     vocab_size = weight.shape[1 if call.transposed else 0]
     like_bias = hidden if call.bias is None else call.bias
     return (
         hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
         weight.new_empty(weight.shape if need_weight else (0, 0)),
         like_bias.new_empty(vocab_size if need_bias else 0),
+        *fake_low_rank(call, need_low),
     )
 
 
@@ -262,10 +262,9 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] |
     if kept is None:
         return None
     call, pulled = kept
-    names = ("hidden", "weight", "bias")
-    needs = logprobs_op.needed(ctx, *names)
+    needs = logprobs_op.needed(ctx, *DIFFERENTIATED)
     found = logprobs_backward_op.op(*pulled, *call, needs)
-    return {name: g if need else None for name, g, need in zip(names, found, needs)}
+    return {name: g if need else None for name, g, need in zip(DIFFERENTIATED, found, needs)}
 
 
 logprobs_op.gradient(keep, _backward)

@@ -16,7 +16,7 @@ from xentlib.call import Arguments
 from xentlib.checks.tokens import check_divisor
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
-from xentlib.torch.call import HeadCall, bind
+from xentlib.torch.call import DIFFERENTIATED, HeadCall, bind
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.gradients import Gradients, power_of_two, turned
 from xentlib.torch.core.kernels import Asked, LossTerms, OnePass
@@ -29,6 +29,7 @@ from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted
 from xentlib.torch.describe import as_tensor
 from xentlib.torch.head import with_head
+from xentlib.torch.lowrank import fake_low_rank
 from xentlib.torch.observed import observe_backward, observe_forward
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import free_to_read, over_shards
@@ -196,7 +197,7 @@ def nll_backward(
     one = reuse and on_cpu and gradient.item() == 1.0
     of_head = gradient if of_all is None else of_all.to(gradient.dtype)
     of_head = of_head if head_scale == 1.0 else of_head * head_scale
-    results: list[Tensor | None] = [None, None, None]
+    results: list[Tensor | None] = [None] * len(accumulators)
     for slot, (accumulator, dtype) in enumerate(zip(accumulators, dtypes, strict=True)):
         by = of_head if slot else gradient
         if one and by is gradient and needs[slot] and dtype is not None:
@@ -222,7 +223,7 @@ def nll_backward(
     return results
 
 
-@operator("nll_forward", HeadCall, Loss, returns=f"({', '.join(['Tensor'] * 13)})")
+@operator("nll_forward", HeadCall, Loss, returns=f"({', '.join(['Tensor'] * 15)})")
 def nll_op(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
     with torch.autocast(call.hidden.device.type, enabled=False):
@@ -238,7 +239,7 @@ def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     vocab_size = weight.shape[1 if call.transposed else 0]
     scalar = hidden.new_empty((), dtype=output_dtype)
     token = hidden.new_empty(num_tokens, dtype=output_dtype)
-    need_hidden, need_weight, need_bias = needs
+    need_hidden, need_weight, need_bias, *need_low = needs
     again = call.transposed and not turned(call.transposed, hidden.device)
     shape = (weight.shape[::-1] if again else weight.shape) if need_weight else (0, 0)
     d_weight = hidden.new_empty(shape, dtype=compute_dtype)
@@ -256,18 +257,18 @@ def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
         hidden.new_empty((num_tokens if need_hidden else 0, hidden_size), dtype=compute_dtype),
         d_weight,
         hidden.new_empty(vocab_size if need_bias else 0, dtype=compute_dtype),
+        *fake_low_rank(call, need_low, compute_dtype),
         hidden.new_empty(num_tokens, dtype=torch.bool),
     )
 
 
 def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> None:
-    _, *constants, d_hidden, d_weight, d_bias, valid_N = output
-    kept = (d_hidden, d_weight, d_bias, valid_N)
+    constants, kept = output[1:9], output[9:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*constants, *kept)
     ctx.save_for_backward(*kept)
-    bias_dtype = None if call.bias is None else call.bias.dtype
-    ctx.dtypes = (call.hidden.dtype, call.weight.dtype, bias_dtype)
+    leaves = (getattr(call, name) for name in DIFFERENTIATED)
+    ctx.dtypes = [None if x is None else x.dtype for x in leaves]
     ctx.needs, ctx.head_scale = loss.needs, call.head_scale
     # Ranks whose tokens are in one gradient of the head
     ctx.together = call.group if call.route and (loss.needs[1] or loss.needs[2]) else ""
@@ -296,7 +297,7 @@ def _backward(
         eager=eager,
         reuse=eager and not keeps_graph(),
     )
-    gradients = dict(zip(("hidden", "weight", "bias"), found, strict=True))
+    gradients = dict(zip(DIFFERENTIATED, found, strict=True))
     observe_backward(ctx, gradient, gradients)
     return gradients
 
@@ -338,7 +339,7 @@ def nll(given: Arguments) -> NLLOutput[Tensor]:
         entropy="entropy" in given.outputs,
         predicted="predicted" in given.outputs,
         output_dtype=getattr(torch, problem.output_dtype),
-        needs=wanted(given.hidden, given.weight, given.bias),
+        needs=wanted(*(getattr(call, name) for name in DIFFERENTIATED)),
     )
     output = nll_op.op(*call, *loss)
     observe_forward(call, loss, output)

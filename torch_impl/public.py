@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
+from xentlib.lowrank import LowRankHead
 from xentlib.nll import NLLOutput
 from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightLayout
 from xentlib.plan import VocabShard
@@ -28,7 +29,7 @@ __all__ = [
 
 def chunked_nll(
     hidden: Tensor,
-    weight: Tensor | nn.Module,
+    weight: Tensor | nn.Module | LowRankHead[Tensor],
     labels: Tensor,
     *,
     bias: Tensor | None = None,
@@ -77,9 +78,9 @@ def chunked_nll(
     Args:
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
-            differ from that of `hidden`. Or the module that it is the weight of, with its bias: in
-            PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, or PEFT's LoRA on one, whose
-            adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
+            differ from that of `hidden`. Or a `LowRankHead`; or the module whose weight it is, with
+            its bias: in PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, or PEFT's LoRA on
+            one, whose adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
         labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
             be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
             number of valid tokens is known there without a device sync, and only they are computed.
@@ -126,8 +127,7 @@ def chunked_nll(
             sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
             `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 shards, in JAX
             on Explicit meshes ("head" or "hidden").
-        tokens_per_rank: for `gather="auto"` alone, and the same number on every rank: about as many
-            as a rank has in a call.
+        tokens_per_rank: for `gather="auto"` alone, and alike on every rank: about what one has.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
             before the head adds the parts up (Megatron's copy to the tensor-parallel region, a
@@ -192,7 +192,7 @@ def chunked_nll(
 
 def chunked_logprobs(
     hidden: Tensor,
-    weight: Tensor | nn.Module,
+    weight: Tensor | nn.Module | LowRankHead[Tensor],
     labels: Tensor,
     *,
     bias: Tensor | None = None,
@@ -232,9 +232,9 @@ def chunked_logprobs(
     Args:
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
-            differ from that of `hidden`. Or the module that it is the weight of, with its bias: in
-            PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, or PEFT's LoRA on one, whose
-            adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
+            differ from that of `hidden`. Or a `LowRankHead`; or the module whose weight it is, with
+            its bias: in PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, or PEFT's LoRA on
+            one, whose adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
         labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
             be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
             number of valid tokens is known there without a device sync, and only they are computed.
@@ -267,8 +267,7 @@ def chunked_logprobs(
             sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
             `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 shards, in JAX
             on Explicit meshes ("head" or "hidden").
-        tokens_per_rank: for `gather="auto"` alone, and the same number on every rank: about as many
-            as a rank has in a call.
+        tokens_per_rank: for `gather="auto"` alone, and alike on every rank: about what one has.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
             before the head adds the parts up (Megatron's copy to the tensor-parallel region, a

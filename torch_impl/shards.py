@@ -21,6 +21,7 @@ from xentlib.checks.placement import (
     refuse_dtensor,
 )
 from xentlib.checks.shards import check_shard
+from xentlib.lowrank import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.ranks import numbers_of, undeclared
 
@@ -32,6 +33,7 @@ __all__ = [
     "is_dtensor",
     "local_columns",
     "local_logits",
+    "local_low_rank",
     "local_rows",
     "replicated",
 ]
@@ -97,6 +99,16 @@ def local_rows(
         shard = shard_of(chunked(weight.shape[axis], ranks), dist.get_rank(group), vocab_size)
         return local_part("weight", weight, axis), bias, Local(name, numbers_of(shard))
     return weight, bias, Local(name, undeclared(vocab_size))
+
+
+def local_low_rank(low: LowRankHead[Tensor], parallel: Any) -> LowRankHead[Tensor]:
+    """A as every rank has it, and this rank's rows of B, as plain tensors."""
+    a, b = replicated("a", low.a), low.b
+    if is_dtensor(b):
+        if parallel is None:
+            refuse_dtensor("b", tuple(b.placements))
+        b = local_part("b", b, 0)
+    return low._replace(a=a, b=b)
 
 
 def check_same_group(vocab_parallel: Any, tokens_parallel: Any) -> None:

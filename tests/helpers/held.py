@@ -18,13 +18,20 @@ def hold_in_norm(got: Iterable[Any], want: Iterable[Any], said: str = "") -> Non
         assert not failures(check("A9", np.asarray(g), np.asarray(w), metrics=("rho / u",))), said
 
 
-def hold_gradients(oracle: Any, got: Mapping[str, Any], row: str | None = None) -> None:
+def hold_gradients(
+    oracle: Any,
+    got: Mapping[str, Any],
+    row: str | None = None,
+    metrics: tuple[str, ...] | None = None,
+) -> None:
     """A5 and A6, or the row that is given, for gradients of an operator by name."""
     found = []
     for name, x in got.items():
         exact, bound = getattr(oracle, f"d_{name}"), getattr(oracle, f"bound_{name}")
         scale = getattr(oracle, f"magnitude_{name}")
         given = np.asarray(x)
-        found += check(row or ROWS[name], given, exact, bound, magnitude=scale, quantity=name)
+        row_of = row or ROWS[name]
+        of = {"magnitude": scale, "metrics": metrics, "quantity": name}
+        found += check(row_of, given, exact, bound, **of)
     assert found
     assert failures(found) == []

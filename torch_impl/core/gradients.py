@@ -14,6 +14,7 @@ from torch import Tensor
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
 from xentlib.torch.core.kernels import Coefficients, Kernels, Rows
+from xentlib.torch.core.low import LowSums
 from xentlib.torch.core.spread import Sending
 from xentlib.torch.core.walk import Chunk, Walk
 from xentlib.torch.ranks import VocabParallel
@@ -23,6 +24,7 @@ __all__ = ["GradientSums", "Gradients", "power_of_two", "rounded", "turned"]
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.
 FP16_EXPONENT = 11
+BIAS = 2  # of the gradients, the one that comes from no product
 
 
 def power_of_two(gemm_dtype: torch.dtype, factors: Tensor) -> Tensor | None:
@@ -55,6 +57,8 @@ class Gradients(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor
+    low_in: Tensor
+    low_out: Tensor
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,7 +69,7 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class GradientSums:
-    """d hidden, d weight and d bias out of one dz after the other."""
+    """d hidden, d weight, d bias and those of a low-rank part out of one dz after the other."""
 
     def __init__(
         self, walk: Walk, needs: list[bool], rows: int, hidden: Tensor | None = None
@@ -82,6 +86,7 @@ class GradientSums:
         self.hidden = hidden
         self.weight = torch.empty(shape if needs[1] else (0, 0), **walk.like)
         self.bias = torch.zeros(walk.local_size if needs[2] else 0, **walk.like)
+        self.low = None if walk.low is None else LowSums(walk.low, needs[3], needs[4], walk.made)
         self.summing: Any = None
         self.returning: tuple[Sending, int] | None = None  # d hidden of the chunk before
         self.weight_VH = self.weight.T if self.turned else self.weight
@@ -100,7 +105,7 @@ class GradientSums:
             # A token that is masked has no target: of many, one program would walk over all.
             valid_M = walk.tokens.valid[places]
             self.targets_M = torch.where(valid_M, self.targets_M, walk.local_size)
-            if needs[1]:
+            if needs[1] or needs[4]:
                 self.order_M = order_in_chunks(walk, self.targets_M)
 
     def passes(self, exponent: Tensor | None) -> Iterator[tuple[Walk, GradientSums]]:
@@ -143,7 +148,7 @@ class GradientSums:
         against 1.5, of d weight on real text 9.6 against 1.5)."""
         walk, size = self.walk, chunk.size
         self._take_back()  # before there is another one of its size
-        if not (self.needs[0] or self.needs[1]):
+        if not any(need for k, need in enumerate(self.needs) if k != BIAS):
             return
         if not walk.local_size:
             if self.needs[0] and walk.spread is not None:
@@ -155,12 +160,17 @@ class GradientSums:
             dz_TV[size:].zero_()
         rows = walk.tokens.places(chunk.start, chunk.start + size)
         dz_y_T, y_T = self.dz_y_T[:size], self.targets_M[chunk.start : chunk.start + size]
+        low, seen = self.low, chunk.low
+        if low is not None and seen is not None and (self.needs[0] or self.needs[3]):
+            du_TR = low.pulled(dz_TV, dz_y_T, y_T)
         if self.needs[0]:
             direct = isinstance(rows, slice) and padded == size
             direct = direct and walk.spread is None and not self.added
             dx_TH = self.hidden[rows] if direct else z_TV.new_empty(padded, walk.hidden_size)
             with gemm_precision(walk.gemm_dtype, z_TV.device):
                 mm(dz_TV, walk.operand_VH, out=dx_TH)
+            if low is not None and seen is not None:
+                low.add_to_hidden(dx_TH, du_TR, seen)
             walk.made.add_to_hidden(dx_TH[:size], dz_y_T, walk.operand_VH, y_T)
             if walk.spread is not None:
                 self._send_back(dx_TH, chunk)  # meanwhile, d weight of this chunk
@@ -170,12 +180,17 @@ class GradientSums:
                 self.hidden[rows] = dx_TH[:size]
             if chunk.start + size == walk.tokens.computed:
                 self._start_sum()  # meanwhile, d weight of this chunk
+        order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
         if self.needs[1]:
             left, right = (x_TH.T, dz_TV) if self.turned else (dz_TV.T, x_TH)
             with gemm_precision(walk.gemm_dtype, z_TV.device):
                 addmm_(self.weight, left, right, first=chunk.start == 0)
-            order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
             walk.made.add_to_weight(self.weight_VH, dz_y_T, x_TH[:size], y_T, order_T, chunk.start)
+        if low is not None and seen is not None:
+            if self.needs[3]:
+                low.add_to_a(du_TR, seen)
+            if self.needs[4]:
+                low.add_to_b(dz_TV, dz_y_T, y_T, order_T, chunk.start, seen)
 
     def _send_back(self, dx_TH: Tensor, chunk: Chunk) -> None:
         """d hidden of a chunk, to the ranks whose tokens they are."""
@@ -213,8 +228,16 @@ class GradientSums:
                 torch.nn.functional.pad(self.weight, corner) if self.needs[1] else self.weight
             )
             self.bias = torch.nn.functional.pad(self.bias, (0, self.padding * self.needs[2]))
+        low_in, low_out = (self.bias.new_empty(0, 0) for _ in range(2))
+        if self.low is not None:
+            low_in, low_out = self.low.a, self.low.b
+            if self.needs[3] and isinstance(self.walk.parallel, VocabParallel):
+                self.walk.parallel.start_sum(low_in).wait()
+            if self.padding and self.needs[4]:
+                low_out = torch.nn.functional.pad(low_out, (0, 0, 0, self.padding))
         again = self.walk.transposed and not self.turned
-        found = Gradients(self.hidden, self.weight.T if again else self.weight, self.bias)
+        weight = self.weight.T if again else self.weight
+        found = Gradients(self.hidden, weight, self.bias, low_in, low_out)
         if exponent is not None:
             for accumulator in found:
                 accumulator.copy_(torch.ldexp(accumulator, -exponent))

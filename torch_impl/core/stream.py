@@ -267,7 +267,7 @@ class StreamSums:
             bias = bias.new_empty(walk.rows_each)
             scatter_into(bias, whole, group=walk.group)
             bias = bias[: self.rows].clone()
-        return Gradients(hidden, self.weight, bias)
+        return Gradients(hidden, self.weight, bias, *(bias.new_empty(0, 0) for _ in range(2)))
 
 
 def walk_of(

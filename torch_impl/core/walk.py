@@ -17,6 +17,7 @@ from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes, traits
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
+from xentlib.torch.core.low import LowRank, Seen
 from xentlib.torch.core.spread import Spread
 from xentlib.torch.core.tokens import Tokens, select_tokens
 from xentlib.torch.describe import dtype_name
@@ -30,6 +31,7 @@ class Chunk(NamedTuple):
     size: int
     x_TH: Tensor  # operand of the GEMMs
     z_TV: Tensor  # logits, and dz in their place
+    low: Seen | None  # what the low-rank part of the head has of them
 
 
 class Walk:
@@ -95,6 +97,7 @@ class Walk:
         if not self.made.whole_chunks:
             self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
         self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
+        self.low = None if call.low_in is None else LowRank(call, self.local_size)
         self.shape = Shape(
             columns=self.local_size,
             bias_V=None if call.bias is None else call.bias[: self.local_size].to(compute_dtype),
@@ -152,6 +155,10 @@ class Walk:
         agreement.per_token("temperature", self.temperature, self.tokens.valid.shape[0])
         agreement.exact("softcap", self.shape.softcap or 0.0)
         agreement.exact("reduce_hidden_grad", float(self.reduce_hidden))
+        low = self.low
+        agreement.exact("the rank of the head", 0.0 if low is None else low.a_RH.shape[0])
+        agreement.close("a", None if low is None else low.a_RH.sum())
+        agreement.close("scale", None if low is None else low.scale)
 
     def chunks(self) -> Iterator[Chunk]:
         theirs = None if self.spread is None else self.spread.hidden_of_chunks(self.own)
@@ -168,12 +175,15 @@ class Walk:
             if fill:
                 x_TH = torch.cat([x_TH, x_TH.new_zeros(fill, self.hidden_size)])
             z_TV = self.logits_TV[: size + fill]
+            seen = None if self.low is None else self.low.seen(x_TH, rows)
             if not self.filled and self.local_size:
                 with gemm_precision(self.gemm_dtype, self.hidden.device):
                     mm(x_TH, self.operand_VH.T, out=z_TV[:, : self.local_size])
+                if self.low is not None and seen is not None:
+                    self.low.add_logits(z_TV[:, : self.local_size], seen)
             if not self.filled and self.width > self.local_size:
                 z_TV[:, self.local_size :] = -torch.inf
-            yield Chunk(start, size, x_TH, z_TV)
+            yield Chunk(start, size, x_TH, z_TV, seen)
 
     def kernels(self) -> Kernels:
         """With their scratch; give them up before a GEMM, whose own takes its place."""

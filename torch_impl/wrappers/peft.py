@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xentlib.call import Arguments
 from xentlib.checks.module import refuse_module
+from xentlib.lowrank import LowRankHead
 from xentlib.torch.wrappers import deepspeed
 from xentlib.torch.wrappers.loaded import is_a
 
-__all__ = ["is_adapter", "lora_of", "saved_of", "with_adapters"]
+__all__ = ["adapters_of", "is_adapter", "lora_of", "saved_of", "with_adapters"]
 
 
 def saved_of(module: nn.Module) -> nn.Module:
@@ -47,34 +48,69 @@ def lora_of(module: nn.Module) -> Any:
     return layer
 
 
+def active(layer: Any) -> list[str]:
+    """Adapters that add to the layer's own product."""
+    if layer.merged or layer.disable_adapters:
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def adapters_of(layer: Any) -> list[nn.Module]:
+    """The linear layers A and B of those adapters."""
+    return [part[name] for name in active(layer) for part in (layer.lora_A, layer.lora_B)]
+
+
 def with_adapters(given: Arguments, layer: Any) -> Arguments:
-    """LoRA as columns of the hidden states and of the head.
+    """LoRA as the low-rank part of the head: no [V, H] sum, copy or gradient of its own.
 
-        hidden @ W.T + s * drop(hidden) @ A.T @ B.T = [hidden, s * drop(hidden) @ A.T] @ [W, B].T
+        hidden @ W.T + s * drop(hidden) @ A.T @ B.T
 
-    One product with float32 results, and every gradient, those of the adapters too.
+    Several adapters are one, of the sum of their ranks.
     """
     if layer.merged and layer.disable_adapters:
         refuse_module(
             f"a {type(layer).__name__} of PEFT whose merged adapters are switched off",
             "Call `unmerge()` on it first.",
         )
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
-    if layer.merged or layer.disable_adapters or not names:
+    names = active(layer)
+    if not names:
         return given
-    hidden, weight, bias = given.hidden, given.weight, given.bias
-    if hasattr(weight, "placements") or deepspeed.sharded(weight, bias):
+    weight, bias = given.weight, given.bias
+    kept = [kept_by(layer.lora_dropout[name], given.hidden, layer.lora_A[name]) for name in names]
+    parts = []
+    for name, (keep, times) in zip(names, kept, strict=True):
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        parts.append(LowRankHead(weight, a, b, times * float(layer.scaling[name]), keep))
+    more = [layer.lora_B[name].bias for name in names]
+    sharded = hasattr(weight, "placements") or bool(deepspeed.sharded(weight, bias))
+    if sharded and (len(parts) > 1 or more[0] is not None):
         refuse_module(
-            f"a {type(layer).__name__} of PEFT whose base a wrapper has sharded",
+            f"a {type(layer).__name__} of PEFT with several adapters or a `lora_bias`, whose base "
+            f"a wrapper has sharded",
             "Keep the head out of `fully_shard` and of ZeRO-3, or out of `target_modules`.",
         )
-    columns, rows = [hidden], [weight]
-    for name in names:
-        a, b, scale = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
-        low = a(layer.lora_dropout[name](hidden.to(a.weight.dtype)))
-        columns.append((low * scale).to(hidden.dtype))
-        rows.append(b.weight.to(weight.dtype))
-        if b.bias is not None:  # `lora_bias`
-            more = b.bias * scale
-            bias = more if bias is None else bias + more
-    return given._replace(hidden=torch.cat(columns, -1), weight=torch.cat(rows, 1), bias=bias)
+    for name, b_bias in zip(names, more, strict=True):
+        if b_bias is not None:  # `lora_bias`
+            scaled = b_bias * layer.scaling[name]
+            bias = scaled if bias is None else bias + scaled
+    head = parts[0]
+    if len(parts) > 1:
+        if any(part.keep is not None for part in parts):
+            refuse_module(
+                f"a {type(layer).__name__} of PEFT with several active adapters in training, each "
+                f"with a dropout of its own",
+                "Activate one of them, or set `lora_dropout=0`.",
+            )
+        a = torch.cat([part.a.float() * part.scale for part in parts])
+        head = LowRankHead(weight, a, torch.cat([part.b for part in parts], 1))
+    return given._replace(weight=head, bias=bias)
+
+
+def kept_by(dropout: Any, hidden: Tensor, a: Any) -> tuple[Tensor | None, float]:
+    """Which entries of the hidden states a dropout leaves, of the numbers that PEFT would draw, and
+    what it multiplies them by."""
+    if not isinstance(dropout, nn.Dropout) or not dropout.training or dropout.p == 0.0:
+        return None, 1.0
+    with torch.no_grad():
+        keep = dropout(torch.ones_like(hidden, dtype=a.weight.dtype)) != 0
+    return keep, 0.0 if dropout.p == 1.0 else 1.0 / (1.0 - dropout.p)

@@ -1,0 +1,44 @@
+"""A head with a low-rank part, in PyTorch: on its way from a call to an operator.
+
+Shapes: V vocabulary, H hidden width, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xentlib.call import Arguments
+from xentlib.lowrank import LowRankHead
+
+__all__ = ["fake_low_rank", "low_rank_of", "unpacked", "with_weight"]
+
+
+def low_rank_of(head: Any) -> LowRankHead[Tensor] | None:
+    return head if isinstance(head, LowRankHead) else None
+
+
+def unpacked(given: Arguments) -> tuple[Arguments, LowRankHead[Tensor] | None]:
+    """The call with the weight alone, and the head that it is of, if it has a low-rank part."""
+    low = low_rank_of(given.weight)
+    return (given, None) if low is None else (given._replace(weight=low.weight), low)
+
+
+def with_weight(head: Any, weight: Tensor, whole: Callable[[Any], Any]) -> Any:
+    """The head with another weight in place of its own; A and B as `whole` has them."""
+    low = low_rank_of(head)
+    if low is None:
+        return weight
+    return low._replace(weight=weight, a=whole(low.a), b=whole(low.b))
+
+
+def fake_low_rank(call: Any, needs: list[bool], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Of A and B, shapes and dtypes of their gradients for a compiler; empty if not needed."""
+    found = []
+    for x, need in zip((call.low_in, call.low_out), needs, strict=True):
+        like = call.hidden if x is None else x
+        found.append(like.new_empty(like.shape if need else (0, 0), dtype=dtype or like.dtype))
+    return found

@@ -1,0 +1,84 @@
+"""A head with a low-rank part: its matrices against the head, and what it is combined with."""
+
+from __future__ import annotations
+
+import math
+
+from xentlib.call import Arguments
+from xentlib.checks.call import NLLProblem
+from xentlib.checks.operand import Operand
+from xentlib.checks.words import check_device, check_floating
+from xentlib.lowrank import LowRankHead
+
+__all__ = ["check_base", "check_low_rank", "check_low_rank_route"]
+
+
+def check_base(kind: str, single: bool) -> None:
+    """Refuse a low-rank part beside a head that has one."""
+    if not single:
+        raise TypeError(
+            f"`weight` of `LowRankHead` must have no low-rank part of its own; got a {kind} with "
+            f"one. Stack them: `torch.cat` of A, and of B, along the rank."
+        )
+
+
+def check_low_rank(low: LowRankHead[Operand], hidden: Operand, problem: NLLProblem) -> None:
+    """Validate A, B, scale and mask, given as `Operand`, beside a head that has been."""
+    rows, width = problem.vocab_size, problem.hidden_size
+    for name, x in (("a", low.a), ("b", low.b)):
+        if not isinstance(x, Operand):
+            raise TypeError(
+                f"`{name}` of `LowRankHead` must be an array of the backend; got "
+                f"{type(x).__name__}. Pass the parameter of the adapter."
+            )
+        check_floating(name, x)
+        check_device(name, x, hidden)
+        if x.dtype == "float64" and problem.compute_dtype != "float64":
+            raise TypeError(
+                f"`{name}` must be float32 or below beside a head that is computed in float32; got "
+                f"float64. Cast it, or pass `compute_dtype='float64'`."
+            )
+    rank = low.a.shape[0] if len(low.a.shape) == 2 else 0
+    if rank < 1 or low.a.shape[1] != width:
+        raise ValueError(
+            f"`a` must have shape (rank, {width}) to match `hidden` {hidden.shape}; got "
+            f"{low.a.shape}. Pass LoRA's A as it multiplies hidden states, `hidden @ a.T`."
+        )
+    if low.b.shape != (rank, rows)[::-1]:
+        raise ValueError(
+            f"`b` must have shape ({rows}, {rank}), a row for each row of the head; got "
+            f"{low.b.shape}. Pass LoRA's B, and of a vocabulary shard its rows."
+        )
+    number = isinstance(low.scale, (int, float)) and not isinstance(low.scale, bool)
+    if not number or not math.isfinite(low.scale):
+        raise ValueError(
+            f"`scale` must be a finite number; got {low.scale!r}. Pass alpha / r, and multiply `a` "
+            f"by what is trained."
+        )
+    if low.keep is None:
+        return
+    if not isinstance(low.keep, Operand) or low.keep.dtype != "bool":
+        raise TypeError(
+            f"`keep` must be bool or None; got {getattr(low.keep, 'dtype', low.keep)}. Pass the "
+            f"mask of a dropout alone, and 1 / (1 - p) as part of `scale`."
+        )
+    if low.keep.shape != hidden.shape:
+        raise ValueError(
+            f"`keep` must have the shape of `hidden`, {hidden.shape}; got {low.keep.shape}. Pass "
+            f"one entry for each of its entries."
+        )
+    check_device("keep", low.keep, hidden)
+
+
+def check_low_rank_route(call: Arguments, zero: bool) -> None:
+    """Refuse routes that have no room for A and B."""
+    for name, bad in (
+        (f"gather={call.gather!r}", call.gather != "head"),
+        ("`tokens_parallel`", call.tokens_parallel is not None),
+        ("a head that ZeRO-3 shards", zero),
+    ):
+        if bad:
+            raise ValueError(
+                f"`weight` must be one array here; got a `LowRankHead` with {name}. Leave that "
+                f"out, or merge the low-rank part into the weight."
+            )
