@@ -215,6 +215,7 @@ class VocabParallel:
         shard, agreement = self.shard, self.agreement
         agreement.exact("shard", float(self.declared))
         agreement.exact("vocab", float(shard.vocab_size))
+        agreement.exact("largest", 0.0 if self.declared else float(self.largest))
         ours = torch.zeros(3 * self.ranks + 1, **agreement.like)
         for k, number in enumerate((self.rows, shard.start, shard.stop)):
             ours[k * self.ranks + self.rank] = number
@@ -268,8 +269,10 @@ class VocabParallel:
         """Raise for what differs; go again where only the sizes were guessed wrongly."""
         names = [name for name, bad in zip(self.agreement.names, broken, strict=True) if bad]
         rows, start, stop = sizes
-        # Chunks are planned for the largest shard, which may not have been known.
-        guessed = ("rows", "vocab", *(("max_chunk_bytes",) if self.largest != max(rows) else ()))
+        # Chunks are planned for the largest shard. Where ranks guessed it differently every one of
+        # them goes again, the one that guessed right as well.
+        guessed = ("rows", "vocab", "largest")
+        guessed += ("max_chunk_bytes",) if "largest" in names else ()
         check_agreement([name for name in names if name not in guessed])
         if self.declared:
             check_tiles(list(zip(start, stop, strict=True)), self.shard.vocab_size)
