@@ -189,6 +189,94 @@ def test_adapters_that_are_switched_off(options) -> None:
         held({"loss": chunked_nll(x, head, y).loss.detach()}, {"loss": want.detach()})
 
 
+def adapted(dropout: float = 0.0, **more):
+    """A frozen head of 4,096 classes with LoRA, in training."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 4096, bias=False))
+    config = peft.LoraConfig(
+        r=4, target_modules=["0"], init_lora_weights=False, lora_dropout=dropout, **more
+    )
+    model = peft.get_peft_model(model, config)
+    return model, model.base_model.model[0].train()
+
+
+def full(layer, x, y):
+    return nn.functional.cross_entropy(layer(x), y)
+
+
+def ours(layer, x, y):
+    return chunked_nll(x, layer, y, max_chunk_bytes=8 * 4096 * 4).loss
+
+
+def adapter_step(layer, make, seed=4):
+    """Loss and gradients, of the numbers that a dropout draws after this seed."""
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(N, 64, generator=g, requires_grad=True), torch.arange(N) * 7
+    torch.manual_seed(seed)
+    loss = make(layer, x, y)
+    loss.backward()
+    named = {k: p.grad.clone() for k, p in layer.named_parameters() if p.grad is not None}
+    layer.zero_grad()
+    return {"loss": loss.detach(), "hidden": x.grad, **named}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_dropout_of_the_adapter_is_drawn_as_peft_draws_it(dropout) -> None:
+    """The same random numbers; catches a dropout that is left out, or is of the base too."""
+    _, layer = adapted(dropout)
+    want = adapter_step(layer, full)
+    got = adapter_step(layer, ours)
+    held(got, want)
+    assert len(got) == 4
+    if dropout:
+        with pytest.raises(AssertionError):
+            held(adapter_step(layer, ours, seed=5), want)
+    layer.eval()
+    held(adapter_step(layer, ours), adapter_step(layer, full))
+
+
+def test_several_adapters_are_one() -> None:
+    """Their sum; with a dropout of each, in training, they are refused."""
+    for dropout in (0.0, 0.5):
+        model, layer = adapted(dropout)
+        model.add_adapter("second", model.peft_config["default"])
+        layer.set_adapter(["default", "second"])
+        if not dropout:
+            want = adapter_step(layer, full)
+            assert len(want) == 6
+            held(adapter_step(layer, ours), want)
+            continue
+        with pytest.raises(TypeError, match="with several active adapters in training"):
+            adapter_step(layer, ours)
+
+
+def test_an_adapter_costs_no_copy_of_the_head() -> None:
+    """Nor a gradient of its size, by the allocator's count; PEFT's own merge is found by it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    _, layer = adapted()
+    head = 4096 * 64 * 4
+
+    def largest(make):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            make()
+        events = profiler.profiler.kineto_results.events()
+        return max(event.nbytes() for event in events if event.name() == "[memory]")
+
+    adapter_step(layer, ours)  # what is allocated once
+    assert largest(lambda: adapter_step(layer, ours)) < head
+    assert largest(lambda: layer.get_delta_weight("default")) >= head
+
+
+def test_a_hook_on_an_adapter_is_refused() -> None:
+    """It would not run: A and B are read, not called."""
+    _, layer = adapted()
+    layer.lora_A["default"].register_forward_pre_hook(user_hook)
+    with pytest.raises(TypeError, match=r"a Linear with the forward hook test_heads_torch\.user"):
+        adapter_step(layer, ours)
+
+
 @pytest.mark.parametrize(
     ("options", "came"),
     [

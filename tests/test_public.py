@@ -149,11 +149,12 @@ def test_both_backends_show_the_same_names():
 
 
 # Where a concept exists in one framework only: FSDP2 and ZeRO-3 keep parameters, Flax has two APIs,
-# windows are objects in PyTorch, and counts are int32 in JAX.
+# windows are objects in PyTorch, and counts are int32 in JAX; adapters of PEFT are PyTorch's.
 ONE_BACKEND = {
     "CountMismatchError",
     "CountOverflowError",
     "LinenNLLHead",
+    "LowRankHead",
     "TokenNormalizedState",
     "TokenNormalizer",
     "UnsupportedWrapperError",

@@ -80,7 +80,8 @@ class CrossCheck(Schedule):
         ValueError: an argument that cannot be used.
         ImportError: JAX is not installed, with `against="other"`.
         CrossCheckError: in a checked step no call was seen, or no backward of any, or a call over
-            vocabulary shards; a row was exceeded, with `exceeded="raise"`.
+            vocabulary shards or of a head with a low-rank part; a row was exceeded, with
+            `exceeded="raise"`.
 
     Numerics: float32 gradients are held to tau of rows A5 and A6, 16-bit ones to the largest ULP of
     A7 and A16, counts to A0, and against JAX all to A9. The loss is held to the ULP of A2 and A8,
@@ -178,6 +179,11 @@ class CrossCheck(Schedule):
             raise CrossCheckError(
                 "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
                 "which a rank has a part. Check a run without it, or `xentlib parity`."
+            )
+        if call.low_in is not None:
+            raise CrossCheckError(
+                "a checked call must have a head of one weight; got a `LowRankHead`, or a layer of "
+                "PEFT with an adapter. Check a run with the adapter merged."
             )
         labels, where = host(call.labels), host(call.where)
         valid = labels != call.ignore_index

@@ -271,8 +271,7 @@ class VocabParallel:
         rows, start, stop = sizes
         # Chunks are planned for the largest shard. Where ranks guessed it differently every one of
         # them goes again, the one that guessed right as well.
-        guessed = ("rows", "vocab", "largest")
-        guessed += ("max_chunk_bytes",) if "largest" in names else ()
+        guessed = ["rows", "vocab", "largest", *(["max_chunk_bytes"] * ("largest" in names))]
         check_agreement([name for name in names if name not in guessed])
         if self.declared:
             check_tiles(list(zip(start, stop, strict=True)), self.shard.vocab_size)
