@@ -64,6 +64,10 @@ TOKENS, WIDTH, VOCAB = 1024, 256, 2048
 
 
 def program(kind, **options):
+    return lowered(kind, **options).compile()
+
+
+def lowered(kind, *, frozen=False, **options):
     """Of 256 tokens on each of four devices, which hold 512 rows, in chunks of 16 tokens."""
     mesh = mesh_of(**ONE)
 
@@ -79,7 +83,26 @@ def program(kind, **options):
         "upstream": abstract(P()) if kind == "nll" else abstract(P(None, "data"), 3, TOKENS),
     }
     body = partial(value, kind, None, {"max_chunk_bytes": 16 * VOCAB * 4, **options})
-    return jax.jit(jax.value_and_grad(body, has_aux=True)).lower(leaves, rest).compile()
+    if frozen:
+        hidden, *head = leaves
+        step = jax.value_and_grad(lambda x, w, b, rest: body((x, w, b), rest), has_aux=True)
+        return jax.jit(step).lower(hidden, *head, rest)
+    return jax.jit(jax.value_and_grad(body, has_aux=True)).lower(leaves, rest)
+
+
+@pytest.mark.parametrize("gather", ["head", "hidden"])
+@KINDS
+def test_a_frozen_head_costs_no_sum(kind, gather):
+    """M18: no product and no array of its gradient, of this device's rows or of all, as the program
+    is traced. Catches: a sum that is carried through the loop and thrown away."""
+    rows = VOCAB // 4 if gather == "hidden" else VOCAB
+    for frozen in (True, False):
+        lines = lowered(kind, frozen=frozen, gather=gather).as_text().splitlines()
+        made = [x for x in lines if x.endswith(f"-> tensor<{rows}x{WIDTH}xf32>")]
+        assert any("dot_general" in x for x in made) != frozen
+        zeros = f"tensor<{rows}x{WIDTH}xf32>"
+        sums = [x for x in lines if "broadcast_in_dim" in x and x.endswith(zeros)]
+        assert bool(sums) != frozen
 
 
 LOOPED = [

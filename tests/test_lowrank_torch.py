@@ -17,6 +17,7 @@ pytestmark = pytest.mark.torch
 from torch import nn  # noqa: E402
 
 from helpers.lowrank import dense, held_to, hold, low_problem, oracle, rejected  # noqa: E402
+from helpers.on_meta import as_on_a_gpu  # noqa: E402
 from xentlib.parity.device import numpy_of, on_torch  # noqa: E402
 from xentlib.parity.problem import Case, upstream_of  # noqa: E402
 from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
@@ -224,6 +225,31 @@ def test_parts_of_an_operand_are_the_operand(dtype: Any) -> None:
     held_to("A1", whole.float().numpy(), x.numpy())
     alone = parts.whole(parts.tensor[:, :3].double(), 3)
     assert not torch.equal(alone.float(), x)
+
+
+@pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
+@pytest.mark.parametrize("adapter", ["float32", "float16"])
+def test_a_gpu_is_not_waited_for(function: Any, adapter: str) -> None:
+    """D4: its way on meta, with the parts of 16-bit products; nothing of the head's size."""
+    shapes = {"hidden": (61, 64), "weight": (4096, 64), "a": (4, 64), "b": (4096, 4)}
+    half = torch.float16
+    kinds = {"hidden": half, "weight": half, "a": getattr(torch, adapter)}
+    kinds["b"] = kinds["a"]
+    leaves = {
+        name: torch.empty(shape, dtype=kinds[name], device="meta", requires_grad=name != "weight")
+        for name, shape in shapes.items()
+    }
+    keep = torch.empty(61, 64, dtype=torch.bool, device="meta")
+    head = LowRankHead(leaves["weight"], leaves["a"], leaves["b"], 0.7, keep)
+    labels = torch.empty(61, dtype=torch.int64, device="meta")
+    with as_on_a_gpu() as seen:
+        out = function(leaves["hidden"], head, labels, max_chunk_bytes=8 * 4096 * 4)
+        value = out.loss if function is chunked_nll else out.logprobs.sum()
+        wanted = [leaves[name] for name in ("hidden", "a", "b")]
+        found = torch.autograd.grad(value, wanted, torch.empty_like(value))
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
+    made = [b for x in seen.launches for b in x.written if b.shape in ((4096, 64), (64, 4096))]
+    assert not made
 
 
 WRONG = {
