@@ -20,7 +20,7 @@ from xentlib.plan import choose_gather
 from xentlib.torch.describe import dtype_name, only_tensors
 from xentlib.torch.heads import head_of
 from xentlib.torch.lowrank import low_rank_of, unpacked, with_weight
-from xentlib.torch.shards import Resident, is_dtensor
+from xentlib.torch.shards import Resident, Rows, is_dtensor
 from xentlib.torch.wrappers import deepspeed, fsdp2
 
 __all__ = ["gather_head", "with_head"]
@@ -56,11 +56,7 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
             if given.gather == "auto":
                 given = given._replace(gather=chosen(plain, recompute), tokens_per_rank=None)
             if given.gather != "head":
-                owner = owner_of(weight)
-                if owner is None:
-                    refuse_routed(given.gather, bool(heads))
-                rows = fsdp2.rows_of(owner, weight, given.bias, given.weight_layout)
-                return by_route(given, rows, function)
+                return by_route(given, rows_of(given, heads), function)
             if heads:
                 return deepspeed.call_with_head(
                     heads, given.hidden, lambda: function(given), recompute=recompute
@@ -107,7 +103,17 @@ def chosen(given: Arguments, recompute: bool) -> Gather:
     )
 
 
-def by_route(given: Arguments, rows: fsdp2.Rows, function: Callable[[Arguments], R]) -> R:
+def rows_of(given: Arguments, heads: list[Any]) -> Rows:
+    """This rank's, of a head that a wrapper has sharded."""
+    if heads:
+        return deepspeed.rows_of(given.weight, given.bias, given.weight_layout, given.gather)
+    owner = owner_of(given.weight)
+    if owner is None:
+        refuse_routed(given.gather)
+    return fsdp2.rows_of(owner, given.weight, given.bias, given.weight_layout)
+
+
+def by_route(given: Arguments, rows: Rows, function: Callable[[Arguments], R]) -> R:
     """`function` of this rank's rows, to which the hidden states of all ranks travel."""
     resident = Resident(rows.group, rows.shard, rows.scale, given.gather)
     given = given._replace(

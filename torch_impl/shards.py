@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple, TypeGuard
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from xentlib.torch.ranks import numbers_of, undeclared
 __all__ = [
     "Local",
     "Resident",
+    "Rows",
     "check_same_group",
     "find_group",
     "is_dtensor",
@@ -73,6 +75,17 @@ class Resident(NamedTuple):
     shard: VocabShard
     scale: float  # what the wrapper would multiply the sum of its ranks' gradients by
     route: str
+
+
+class Rows(NamedTuple):
+    """This rank's rows of a head that a wrapper has sharded: leaves whose gradients are complete."""
+
+    weight: Tensor
+    bias: Tensor | None
+    group: dist.ProcessGroup  # the ranks that have the others
+    shard: VocabShard
+    scale: float  # as the wrapper averages over its ranks, or divides by what it was told
+    gemm_dtype: torch.dtype | None = None  # of its policy, where that is one of 16 bits
 
 
 def local_rows(

@@ -10,12 +10,21 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError, reduction_of
+from xentlib.checks.route import (
+    check_engine,
+    check_flat_rows,
+    refuse_gathered,
+    refuse_inner_backward,
+)
+from xentlib.plan import shard_of
+from xentlib.torch.shards import Rows
 from xentlib.torch.wrappers.plain import Plain
 
-__all__ = ["Engine", "call_with_head", "copies", "sharded"]
+__all__ = ["Engine", "call_with_head", "copies", "rows_of", "sharded"]
 
 T = TypeVar("T")
 
@@ -118,6 +127,117 @@ def _stand_in(parameters: list[Any]) -> None:
 def _empty(parameters: list[Any]) -> None:
     for p in without_elements(parameters):
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+
+
+def rows_of(weight: Any, bias: Any, layout: str, gather: str) -> Rows:
+    """This rank's rows, whose gradients the engine's step finds where it looks for its own.
+
+    A parameter is cut in the order of its memory, so that a rank has whole rows if their number is a
+    multiple of the ranks.
+    """
+    parameters = [weight] if bias is None else [weight, bias]
+    check_engine(gather, _unproven(parameters))
+    group, shape = weight.ds_process_group, tuple(weight.ds_shape)
+    ranks = dist.get_world_size(group)
+    check_flat_rows(gather, shape, None if bias is None else tuple(bias.ds_shape), layout, ranks)
+    if weight.ds_status.name == "AVAILABLE" and not _tied(weight):
+        refuse_gathered(gather)
+    found = [_rows(p, dist.get_rank(group)) for p in parameters]
+    sizes = (shape[0] // ranks,) * ranks
+    shard = shard_of(sizes, dist.get_rank(group))
+    return Rows(found[0], found[1] if len(found) > 1 else None, group, shard, 1.0 / ranks)
+
+
+def _unproven(parameters: list[Any]) -> list[str]:
+    """What of an engine's set-up keeps rows, or their gradient, elsewhere or in another scale."""
+    if not all(hasattr(p, "ds_status") for p in parameters):
+        return ["a weight or a bias that it does not keep"]
+    optimizer = getattr(parameters[0], "_z3_optimizer", None)
+    if optimizer is None:
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        return ["no optimizer"] if trained else []
+    offload = optimizer.parameter_offload
+
+    def has(*names: str) -> bool:
+        return any(getattr(optimizer, name, None) for name in names)
+
+    pieces = [p.ds_tensor for p in parameters]
+    scales = has("dynamic_loss_scale", "custom_loss_scaler", "torch_autocast_gradscaler")
+    found = {
+        "fp16, or a loss scale that moves": scales or pieces[0].dtype == torch.float16,
+        "parameters or optimizer states that are offloaded": has(
+            "offload_optimizer", "offload_param", "offloaded_states", "params_in_nvme_and_cpu"
+        ),
+        "ZeRO++ (hpZ, quantised weights or gradients)": has("all2all_process_group")
+        or optimizer.zero_hpz_partition_size > 1
+        or any(p.ds_secondary_tensor is not None for p in parameters)
+        or offload.zero_quantized_weights
+        or offload.zero_quantized_nontrainable_weights,
+        "`torch_autocast`, which gathers in another dtype": any(
+            getattr(p, "comm_dtype", piece.dtype) != piece.dtype
+            for p, piece in zip(parameters, pieces, strict=True)
+        ),
+        "sequences over ranks": optimizer.sequence_parallel_size > 1,
+        "a model over ranks": optimizer.model_parallel_group is not None,
+        "experts over ranks": any(hasattr(p, "ds_zero_partition_process_group") for p in parameters)
+        or any(p.ds_process_group != optimizer.dp_process_group for p in parameters),
+        "`gradient_predivide_factor`": optimizer.gradient_predivide_factor != 1.0,
+        "`coalesce_grad_reduction`": has("_coalesce_grad_reduction"),
+        "DeepCompile": not optimizer.ipg_buckets,
+        "a leaf module": any(hasattr(p, "ds_z3_leaf_module") for p in parameters),
+        "Muon": has("use_muon"),
+        "ZenFlow": has("zenflow"),
+        f"a {type(optimizer).__name__}": type(optimizer).__name__
+        != "DeepSpeedZeroOptimizer_Stage3",
+    }
+    return [name for name, here in found.items() if here]
+
+
+def _tied(parameter: Any) -> bool:
+    """Whether several modules have it: one that has run may have left it whole."""
+    optimizer = getattr(parameter, "_z3_optimizer", None)
+    modules = [] if optimizer is None else optimizer.module.modules()
+    return sum(p is parameter for m in modules for p in m._parameters.values()) > 1
+
+
+def _rows(parameter: Any, rank: int) -> Tensor:
+    """A leaf, whose gradient is added to what the step takes once the backward is through.
+
+    The engine keeps a parameter's piece of the gradient from micro-batch to micro-batch; in the
+    first of a window it overwrites it with what it has reduced, at the end of the backward at the
+    latest. So the piece begins a window as zeros, for parameters that it reduces nothing of, and
+    what it has not reduced yet is reduced before rows are added.
+    """
+    from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+
+    piece = parameter.ds_tensor.detach()
+    if parameter.ds_status.name == "AVAILABLE":  # the user may have changed it in a gather
+        count = piece.numel()
+        piece = parameter.detach().reshape(-1)[rank * count : (rank + 1) * count].clone()
+    rows: Tensor = piece.view(-1, *parameter.ds_shape[1:])
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return rows
+    optimizer = parameter._z3_optimizer
+    recomputed = torch._C._current_graph_task_id() != -1  # inside of a backward
+    first = optimizer.micro_step_id == 0 and not optimizer._epilogue_ran_this_backward
+    if first and not recomputed:
+        safe_set_local_grad(parameter, torch.zeros_like(piece))
+
+    def arrive(leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if recomputed:  # an outer backward may still reduce the parameter's own gradient
+            refuse_inner_backward()
+
+        def add() -> None:
+            optimizer.independent_gradient_partition_epilogue()
+            kept = safe_get_local_grad(parameter)
+            safe_set_local_grad(parameter, kept + gradient.view(-1))
+
+        torch.autograd.Variable._execution_engine.queue_callback(add)
+
+    rows.requires_grad_().register_post_accumulate_grad_hook(arrive)
+    return rows
 
 
 class Engine(Plain):

@@ -20,12 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
 from xentlib.checks.route import check_rows, refuse_whole
-from xentlib.plan import VocabShard, shard_of
+from xentlib.plan import shard_of
+from xentlib.torch.shards import Rows
 from xentlib.torch.wrappers.plain import Plain
 
 __all__ = [
     "Owner",
-    "Rows",
     "Sharded",
     "by_rows",
     "call_with_head",
@@ -176,17 +176,6 @@ def without_styles(module: Any) -> Iterator[None]:
         for kept, all_of in zip(hooks, before, strict=True):
             kept.clear()  # in the order that they had
             kept.update(all_of)
-
-
-class Rows(NamedTuple):
-    """This rank's rows of a head, as leaves whose gradients FSDP2 has nothing more to do with."""
-
-    weight: Tensor
-    bias: Tensor | None
-    group: dist.ProcessGroup  # the ranks that have the others
-    shard: VocabShard
-    scale: float  # FSDP2 averages over its ranks, or divides by what it was told
-    gemm_dtype: torch.dtype | None  # of its policy, where that is one of 16 bits
 
 
 def rows_of(owner: Owner, weight: Any, bias: Any, layout: str) -> Rows:

@@ -10,11 +10,15 @@ from xentlib.checks.words import check_choice
 from xentlib.options import GATHERS
 
 __all__ = [
+    "check_engine",
+    "check_flat_rows",
     "check_own_tokens",
     "check_route",
     "check_route_here",
     "check_rows",
     "check_rows_stay",
+    "refuse_gathered",
+    "refuse_inner_backward",
     "refuse_routed",
     "refuse_whole",
 ]
@@ -56,17 +60,59 @@ def check_route(call: Arguments) -> None:
         )
 
 
-def refuse_routed(gather: str, zero: bool) -> NoReturn:
-    """A head that is not sharded in a way that a route takes."""
-    if zero:
-        raise ValueError(
-            f"`gather` must be 'head' for a head that ZeRO-3 shards, which keeps it as a row of "
-            f"numbers without rows; got {gather!r}. Leave it out, or shard with FSDP2."
-        )
+def refuse_routed(gather: str) -> NoReturn:
+    """A head that nothing has sharded."""
     raise ValueError(
         f"`gather` must be 'head' for a head that is whole on this rank; got {gather!r}. Leave it "
         f"out; under FSDP2 call `fully_shard` on the head alone, as what the root keeps is whole "
         f"from its forward on."
+    )
+
+
+def check_flat_rows(
+    gather: str, shape: Sequence[int], bias: Sequence[int] | None, layout: str, ranks: int
+) -> None:
+    """Refuse what ZeRO-3, which cuts a parameter's row of numbers, does not cut between rows."""
+    rows = shape[0]
+    if (
+        layout == "VH"
+        and len(shape) == 2
+        and rows % ranks == 0
+        and (bias is None or tuple(bias) == (rows,))
+    ):
+        return
+    beside = "" if bias is None else f", a bias {list(bias)}"
+    raise ValueError(
+        f"`gather` must be 'head' unless ZeRO-3 keeps as many whole rows of `weight` [V, H] on "
+        f"each rank; got {gather!r} with {list(shape)}{beside}, weight_layout={layout!r} and "
+        f"{ranks} ranks. Pad the vocabulary to a multiple of the ranks, or leave `gather` out."
+    )
+
+
+def refuse_gathered(gather: str) -> NoReturn:
+    """A head that ZeRO-3 has whole on this rank."""
+    raise ValueError(
+        f"`gather` must be 'head' for a head that ZeRO-3 has gathered already; got {gather!r}. "
+        f"Inside of the engine's forward, where reading `head.weight` gathers it, pass the module "
+        f"`head`; set `stage3_param_persistence_threshold` below its size; or leave `gather` out."
+    )
+
+
+def check_engine(gather: str, without: Sequence[str]) -> None:
+    """Refuse engines of ZeRO-3 whose step has not been shown to take a gradient of rows."""
+    if without:
+        raise ValueError(
+            f"`gather` must be 'head' under ZeRO-3 with {', '.join(without)}, where another route "
+            f"has not been shown to be right; got {gather!r}. Leave it out."
+        )
+
+
+def refuse_inner_backward() -> NoReturn:
+    """The gradient of rows from a forward that ran inside of a backward."""
+    raise RuntimeError(
+        "`gather` must be 'head' inside of `torch.utils.checkpoint` with `use_reentrant=True` "
+        "under ZeRO-3, which would overwrite the rows' gradient; got another route. Pass "
+        "`use_reentrant=False`."
     )
 
 
