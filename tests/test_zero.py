@@ -4,11 +4,7 @@ process that has the whole batch."""
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-from helpers.orphans import remove_locks  # noqa: E402
+from helpers.torchrun import torchrun  # noqa: E402
 from helpers.wrapped import Zero, gradients_of_one_process, mean_over_ranks  # noqa: E402
 
 HELD = {
@@ -84,6 +80,7 @@ EXACT = {
     "audit, stage 3, gathered": Zero(audit=True, road="gather_head"),
 }
 SETUPS = HELD | EXACT
+PROGRAM = "helpers.zero_ranks"
 
 
 @pytest.fixture(scope="module")
@@ -92,30 +89,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     results: dict[str, list[Any]] = {}
     for world in (2, 4):
         setups = {name: setup for name, setup in SETUPS.items() if setup.world == world}
-        ranks = torchrun(world, tmp_path_factory.mktemp("zero"), setups)
+        ranks = torchrun(world, PROGRAM, tmp_path_factory.mktemp("zero"), setups)
         results |= {name: [rank[name] for rank in ranks] for name in setups}
     return results
-
-
-def torchrun(world: int, folder: Path, setups: dict[str, Zero]) -> list[dict[str, Any]]:
-    # Not `launch`: users start DeepSpeed with torchrun, whose variables it reads, and what torchrun
-    # leaves behind when it is killed is among what is tested.
-    remove_locks()
-    (folder / "setups").write_bytes(pickle.dumps(setups))
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    # DeepSpeed compiles an operator with ninja, which is beside the interpreter.
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [*program, f"--nproc-per-node={world}", "-m", "helpers.zero_ranks", str(folder)],
-        env=environment,
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
 @pytest.mark.parametrize("name", HELD)
@@ -163,5 +139,5 @@ def test_a_lock_that_a_killed_run_has_left_is_not_waited_for(tmp_path, monkeypat
     for lock in locks:
         lock.touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(built))
-    assert torchrun(2, tmp_path, {}) == [{}, {}]
+    assert torchrun(2, PROGRAM, tmp_path, {}) == [{}, {}]
     assert not any(lock.exists() for lock in locks)

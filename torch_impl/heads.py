@@ -17,7 +17,7 @@ from xentlib.torch.lowrank import low_rank_of
 from xentlib.torch.wrappers.accelerate import keeps_forward
 from xentlib.torch.wrappers.peft import adapters_of, is_adapter, lora_of, saved_of, with_adapters
 
-__all__ = ["head_of", "parameters_of"]
+__all__ = ["head_of", "kept", "parameters_of"]
 
 # Whose hooks on a head are not missed: what they gather and reduce, the call gathers and reduces.
 KNOWN_HOOKS = ("torch.distributed", "deepspeed", "accelerate")
@@ -33,7 +33,7 @@ def head_of(given: Arguments) -> Arguments:
     if not isinstance(module, nn.Module):
         refuse_quantised("a weight", module)
         return given
-    weight, bias, lora = parameters_of(module)
+    weight, bias, lora = parameters_of(module, given.gather)
     both = bias is not None and given.bias is not None
     check_beside_module(type(module).__name__, both, given.weight_layout)
     given = given._replace(weight=weight, bias=given.bias if bias is None else bias)
@@ -43,7 +43,7 @@ def head_of(given: Arguments) -> Arguments:
     return with_adapters(given, lora)
 
 
-def parameters_of(module: nn.Module) -> tuple[Tensor, Tensor | None, Any]:
+def parameters_of(module: nn.Module, gather: str = "head") -> tuple[Tensor, Tensor | None, Any]:
     """The weight and the bias of a head, and the layer of PEFT that adds adapters to them."""
     inner = saved_of(module)
     lora = lora_of(inner)
@@ -52,8 +52,16 @@ def parameters_of(module: nn.Module) -> tuple[Tensor, Tensor | None, Any]:
         refuse(module if lora is None else base)
     if isinstance(base, nn.Linear):  # the hooks of an embedding are of the lookup
         refuse_hooks(module, inner, base)
-    refuse_quantised(f"the weight of a {type(base).__name__}", base.weight)
-    return base.weight, getattr(base, "bias", None), lora
+    weight, bias = (kept(base, name, gather) for name in ("weight", "bias"))
+    refuse_quantised(f"the weight of a {type(base).__name__}", weight)
+    return weight, bias, lora
+
+
+def kept(module: nn.Module, name: str, gather: str) -> Any:
+    """A parameter; by another route than the gathered head's as the module keeps it, since in its
+    engine's forward DeepSpeed gathers what is read by its name."""
+    found = None if gather == "head" else module._parameters.get(name)
+    return getattr(module, name, None) if found is None else found
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -20,9 +20,10 @@ from xentlib.checks.module import (
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.describe import describe
+from xentlib.torch.heads import kept
 from xentlib.torch.public import chunked_logprobs, chunked_nll
 from xentlib.torch.shards import is_dtensor
-from xentlib.torch.wrappers import fsdp2
+from xentlib.torch.wrappers import deepspeed, fsdp2
 
 __all__ = ["NLLHead"]
 
@@ -117,6 +118,10 @@ class NLLHead(nn.Linear):
         weight = self._parameters.get("weight")  # not the attribute, which DeepSpeed gathers
         if labels is not None and is_dtensor(weight) and fsdp2.keeps_alone(self, weight, HOOKS):
             return self.forward(*given, **named)
+        # Nor is it gathered where its rows stay; a hook of the user's own still runs.
+        gather = {**self.options, **named}.get("gather", "head")
+        if labels is not None and gather != "head" and deepspeed.keeps_alone(self, weight, HOOKS):
+            return self.forward(*given, **named)
         return super().__call__(*given, **named)
 
     def forward(  # type: ignore[override]
@@ -129,8 +134,9 @@ class NLLHead(nn.Linear):
         options = {**self.options, **options}
         check_denominator_dtype(describe(options.get("denominator")))
         function = chunked_logprobs if self.per_token else chunked_nll
+        weight, bias = (kept(self, x, options.get("gather", "head")) for x in ("weight", "bias"))
         result: NLLOutput[Tensor] | LogprobOutput[Tensor] = function(
-            hidden, self.weight, labels, bias=self.bias, **options
+            hidden, weight, labels, bias=bias, **options
         )
         return result
 

@@ -78,7 +78,7 @@ class Resident(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """This rank's rows of a head that a wrapper has sharded: leaves whose gradients are complete."""
+    """This rank's rows of a head that a wrapper has sharded, whose gradients are complete."""
 
     weight: Tensor
     bias: Tensor | None

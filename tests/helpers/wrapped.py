@@ -20,12 +20,14 @@ V, H, B, L = 101, 16, 4, 12
 class Model(nn.Module):
     """A transformer of one layer. With `inside` its forward computes the loss."""
 
-    def __init__(self, *, tied: bool = False, bias: bool = False, inside: bool = False) -> None:
+    def __init__(
+        self, *, vocab: int = V, tied: bool = False, bias: bool = False, inside: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(V, H)
+        self.embedding = nn.Embedding(vocab, H)
         self.layer = nn.TransformerEncoderLayer(H, 2, 32, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(H, V, bias=bias)
+        self.head = nn.Linear(H, vocab, bias=bias)
         self.inside = inside
         if tied:
             self.head.weight = self.embedding.weight
@@ -46,12 +48,11 @@ class Setup:
     steps: int = 1  # micro-batches
     idle: bool = False  # rank 0 has no valid token
     chunk: int | None = None  # tokens
-    road: str = (
-        "parameter"  # to the head: read "parameter", by "NLLHead", "gather_head" or DeepSpeed's
-    )
+    road: str = "parameter"  # to the head: read "parameter", "module", "NLLHead", "gather_head", DeepSpeed's
     audit: bool = False
     calls: int = 1  # of the head, each for its part of the rows, before one backward
     gather: str = "head"
+    vocab: int = V
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Zero(Setup):
 
 def batch(setup: Setup, step: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(V, (B, L), generator=generator)
+    ids = torch.randint(setup.vocab, (B, L), generator=generator)
     labels = torch.roll(ids, -1, 1)
     labels[torch.rand(B, L, generator=generator) < 0.2] = -100
     if setup.idle:
@@ -85,7 +86,7 @@ def loss_of(
         )
         part = replace(setup, calls=1)
         return sum(loss_of(part, y, denominator, x, head, **more) for x, y in parts)
-    budget = None if setup.chunk is None else setup.chunk * V * 4
+    budget = None if setup.chunk is None else setup.chunk * setup.vocab * 4
     more["max_chunk_bytes"] = budget
     if setup.gather != "head":
         more["gather"] = setup.gather
@@ -111,6 +112,8 @@ def loss_of(
 
             with GatheredParameters(list(head.parameters())):
                 return function(hidden, head.weight, labels, bias=head.bias, **more)
+        if setup.road == "module":
+            return function(hidden, head, labels, **more)
         # Read the head's parameters where they are: what the field's fused losses do.
         return function(hidden, head.weight, labels, bias=head.bias, **more)
 
@@ -128,7 +131,7 @@ def loss_of(
 
 
 def model_of(setup: Setup) -> Model:
-    model = Model(**dict.fromkeys(setup.model, True))
+    model = Model(vocab=setup.vocab, **dict.fromkeys(setup.model, True))
     if setup.road == "NLLHead":
         per_token = setup.function == "chunked_logprobs"
         model.head = NLLHead.from_linear(model.head, per_token=per_token)

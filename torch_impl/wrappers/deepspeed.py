@@ -24,7 +24,7 @@ from xentlib.plan import shard_of
 from xentlib.torch.shards import Rows
 from xentlib.torch.wrappers.plain import Plain
 
-__all__ = ["Engine", "call_with_head", "copies", "rows_of", "sharded"]
+__all__ = ["Engine", "call_with_head", "copies", "keeps_alone", "rows_of", "sharded"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,13 @@ def sharded(*parameters: Any) -> list[Any]:
         if hasattr(p, "ds_status") and all(p is not q for q in found):
             found.append(p)
     return found
+
+
+def keeps_alone(module: torch.nn.Module, weight: Any, hooks: tuple[str, ...]) -> bool:
+    """Whether ZeRO-3 keeps the weight, and no hook but its own is in the module's `hooks`."""
+    found = [hook for name in hooks for hook in getattr(module, name).values()]
+    origins = [getattr(getattr(hook, "func", hook), "__module__", "") for hook in found]
+    return hasattr(weight, "ds_status") and all(x.startswith("deepspeed.") for x in origins)
 
 
 def without_elements(parameters: list[Any]) -> list[Any]:
@@ -132,15 +139,17 @@ def _empty(parameters: list[Any]) -> None:
 def rows_of(weight: Any, bias: Any, layout: str, gather: str) -> Rows:
     """This rank's rows, whose gradients the engine's step finds where it looks for its own.
 
-    A parameter is cut in the order of its memory, so that a rank has whole rows if their number is a
-    multiple of the ranks.
+    A parameter is cut in the order of its memory, so that a rank has whole rows if their number is
+    a multiple of the ranks.
     """
     parameters = [weight] if bias is None else [weight, bias]
     check_engine(gather, _unproven(parameters))
     group, shape = weight.ds_process_group, tuple(weight.ds_shape)
     ranks = dist.get_world_size(group)
     check_flat_rows(gather, shape, None if bias is None else tuple(bias.ds_shape), layout, ranks)
-    if weight.ds_status.name == "AVAILABLE" and not _tied(weight):
+    # What persists is whole from the first step on.
+    whole = weight.ds_persist or weight.ds_status.name == "AVAILABLE"
+    if whole and not _tied(weight):
         refuse_gathered(gather)
     found = [_rows(p, dist.get_rank(group)) for p in parameters]
     sizes = (shape[0] // ranks,) * ranks
@@ -179,8 +188,13 @@ def _unproven(parameters: list[Any]) -> list[str]:
         ),
         "sequences over ranks": optimizer.sequence_parallel_size > 1,
         "a model over ranks": optimizer.model_parallel_group is not None,
-        "experts over ranks": any(hasattr(p, "ds_zero_partition_process_group") for p in parameters)
-        or any(p.ds_process_group != optimizer.dp_process_group for p in parameters),
+        "experts over ranks": len(
+            {
+                tuple(dist.get_process_group_ranks(group))
+                for group in (optimizer.dp_process_group, *(p.ds_process_group for p in parameters))
+            }
+        )
+        > 1,
         "`gradient_predivide_factor`": optimizer.gradient_predivide_factor != 1.0,
         "`coalesce_grad_reduction`": has("_coalesce_grad_reduction"),
         "DeepCompile": not optimizer.ipg_buckets,
@@ -230,7 +244,7 @@ def _rows(parameter: Any, rank: int) -> Tensor:
             refuse_inner_backward()
 
         def add() -> None:
-            optimizer.independent_gradient_partition_epilogue()
+            _reduce(optimizer)
             kept = safe_get_local_grad(parameter)
             safe_set_local_grad(parameter, kept + gradient.view(-1))
 
@@ -238,6 +252,11 @@ def _rows(parameter: Any, rank: int) -> Tensor:
 
     rows.requires_grad_().register_post_accumulate_grad_hook(arrive)
     return rows
+
+
+def _reduce(optimizer: Any) -> None:
+    """What it has in its buckets, as it does itself when a backward is through."""
+    optimizer.independent_gradient_partition_epilogue()
 
 
 class Engine(Plain):

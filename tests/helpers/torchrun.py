@@ -1,0 +1,40 @@
+"""Ranks of DeepSpeed, started as users start them: what each finds, as a file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from helpers.orphans import remove_locks
+from helpers.wrapped import Zero
+
+
+def torchrun(
+    world: int, program: str, folder: Path, setups: Mapping[str, Zero]
+) -> list[dict[str, Any]]:
+    """What each rank of a module of `helpers` leaves in `folder`, of the setups in there."""
+    # Not `launch`: users start DeepSpeed with torchrun, whose variables it reads, and what torchrun
+    # leaves behind when it is killed is among what is tested.
+    remove_locks()
+    (folder / "setups").write_bytes(pickle.dumps(setups))
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    # DeepSpeed compiles an operator with ninja, which is beside the interpreter.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={world}", "-m", program, str(folder)),
+        ],
+        env=environment,
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]

@@ -1,0 +1,213 @@
+"""Training by DeepSpeed ZeRO-3 for a few steps by a route of `gather=`, and by one process that has
+the whole batch; as a program, a rank of `test_zero_routes.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helpers.wrapped import Zero, batch, model_of, part_of, run
+from xentlib.processes import end_with_parent
+from xentlib.torch import TokenNormalizer, count_collectives
+
+WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class Trained(Zero):
+    """Windows of `steps` micro-batches, each followed by a step of SGD."""
+
+    vocab: int = 102
+    gather: str = "hidden"
+    clip: float = 0.0
+    rate: float = 2.0  # a change far above the rounding of what is changed
+    low: bool = False  # bfloat16 parameters
+    sums: str | None = None  # dtype in which the engine accumulates
+    frozen_head: bool = False
+    normalized: bool = False  # by `TokenNormalizer`
+    also: bool = False  # a call that gathers the head, in the same backward
+    unmanaged: bool = False  # DeepSpeed's `managed_gradient_accumulation` off
+    persist: int = 0  # elements up to which the engine keeps a parameter whole
+    mutant: str = ""
+
+
+def window_of(setup: Trained, window: int) -> tuple[list[Any], float]:
+    steps = [batch(setup, 10 * window + step) for step in range(setup.steps)]
+    return steps, float(sum((labels != -100).sum() for _, labels in steps))
+
+
+def net(setup: Trained) -> Any:
+    model = model_of(setup)
+    model.head.requires_grad_(not setup.frozen_head)
+    return model.bfloat16() if setup.low else model
+
+
+def loss_of(setup: Trained, model: Any, *batch: Any) -> Any:
+    loss = run(setup, model, *batch)
+    if setup.also:
+        loss = loss + run(replace(setup, gather="head"), model, *batch)
+    return loss
+
+
+def changes_of_one_process(setup: Trained) -> dict[str, Any]:
+    """Of every trained parameter, in float32."""
+    setup = replace(setup, gather="head")
+    model = net(setup).float()
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=setup.rate)
+    for window in range(WINDOWS):
+        steps, total = window_of(setup, window)
+        optimizer.zero_grad()
+        for ids, labels in steps:
+            loss_of(setup, model, ids, labels, total).backward()
+        if setup.clip:
+            torch.nn.utils.clip_grad_norm_(trained, setup.clip)
+        optimizer.step()
+    return {
+        name: (p.detach() - before[name]).numpy()
+        for name, p in model.named_parameters()
+        if name in before
+    }
+
+
+def engine_of(setup: Trained, model: Any = None, **changes: Any) -> Any:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": setup.steps,
+        "gradient_clipping": setup.clip,
+        "bf16": {"enabled": setup.low},
+        "managed_gradient_accumulation": not setup.unmanaged,
+        "optimizer": {"type": "SGD", "params": {"lr": setup.rate}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": setup.persist},
+    }
+    if setup.sums:
+        config["data_types"] = {"grad_accum_dtype": setup.sums}
+    for name, value in changes.items():
+        config[name] = (
+            {**config[name], **value} if isinstance(value, dict) and name in config else value
+        )
+    model = net(setup) if model is None else model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(model=model, config=config, model_parameters=trained)[0]
+
+
+def trained(setup: Trained) -> dict[str, Any]:
+    """What every trained parameter has changed by; of the first window the head's gradient, what
+    the rank's own loss was, the hidden states and what was sent from the first loss on."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    engine, part = engine_of(setup), part_of(rank, world)
+    learning = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    before = {name: safe_get_full_fp32_param(p).clone() for name, p in learning.items()}
+    found: dict[str, Any] = {}
+    norm = TokenNormalizer(engine) if setup.normalized else None
+    for window in range(WINDOWS):
+        steps, total = window_of(setup, window)
+        mine = [(ids[part], labels[part]) for ids, labels in steps]
+        if norm is not None:
+            with norm.window(labels=[labels for _, labels in mine]) as opened:
+                for ids, labels in opened.micro_batches(mine):
+                    loss = loss_of(setup, engine, ids, labels, opened.denominator)
+                    opened.backward(loss, (labels != -100).sum(), normalized=True)
+            engine.step()
+            continue
+        # DeepSpeed divides by the ranks and by the micro-batches.
+        denominator = total / (world * (1 if setup.unmanaged else setup.steps))
+        for step, (ids, labels) in enumerate(mine):
+            with count_collectives() as count:
+                loss = loss_of(setup, engine, ids, labels, denominator)
+                engine.backward(loss, scale_wrt_gas=not setup.unmanaged)
+            found.setdefault("loss", loss.item())
+            found.setdefault("sent", [(x.kind, x.bytes) for x in count.found])
+            if step == len(mine) - 1:
+                grads = {name: safe_get_full_grad(p) for name, p in learning.items()}
+                found.setdefault("gradients", {n: g.float().numpy() for n, g in grads.items()})
+            if step == len(mine) - 1 or not setup.unmanaged:
+                engine.step()
+    after = {name: safe_get_full_fp32_param(p) for name, p in learning.items()}
+    found["changes"] = {name: (after[name] - before[name]).numpy() for name in learning}
+    if setup.audit:
+        with torch.no_grad():
+            found["hidden"] = engine_of(setup)(window_of(setup, 0)[0][0][0][part])
+    with torch.no_grad():  # evaluation
+        engine.eval()
+        ids, labels = (x[part] for x in window_of(setup, 0)[0][0])
+        once, again = (run(setup, engine, ids, labels, 1.0) for _ in range(2))
+        assert torch.equal(once, again)
+    return found
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """The package with one line of it wrong."""
+    from deepspeed import utils
+
+    from xentlib.torch.wrappers import deepspeed as ours
+
+    get, put = utils.safe_get_local_grad, utils.safe_set_local_grad
+    rows_of, shard_of = ours.rows_of, ours.shard_of
+    wrong: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "sum over ranks": (ours, "rows_of", lambda *a: rows_of(*a)._replace(scale=1.0)),
+        "overwritten": (utils, "safe_get_local_grad", lambda p: torch.zeros_like(get(p))),
+        "never zeroed": (
+            utils,
+            "safe_set_local_grad",
+            lambda p, x: put(p, x) if x.any() else None,
+        ),
+        "a row down": (
+            utils,
+            "safe_set_local_grad",
+            lambda p, x: put(p, x.view(-1, *p.ds_shape[1:]).roll(1, 0).view(-1)),
+        ),
+        "the other's rows": (
+            ours,
+            "shard_of",
+            lambda sizes, rank: shard_of(sizes, (rank + 1) % len(sizes)),
+        ),
+        "not reduced before": (ours, "_reduce", lambda optimizer: None),
+    }
+    if not name:
+        yield
+        return
+    where, attribute, line = wrong[name]
+    kept = getattr(where, attribute)
+    setattr(where, attribute, line)
+    try:
+        yield
+    finally:
+        setattr(where, attribute, kept)
+
+
+def main(folder: str) -> None:
+    import deepspeed
+
+    from helpers.zero_refused import said
+
+    end_with_parent(os.getppid())  # torchrun, which does not take its ranks along when killed
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    found: dict[str, Any] = {}
+    setups = pickle.loads(Path(folder, "setups").read_bytes())
+    for name, setup in setups.items():
+        with mutated(setup.mutant):
+            found[name] = trained(setup)
+    found["refused"] = said()
+    Path(folder, f"rank{torch.distributed.get_rank()}").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
