@@ -1,5 +1,5 @@
-"""Heads that DeepSpeed ZeRO-3 shards and nobody gathers: routes of `gather=`, trained for three steps
-by a real `deepspeed.initialize` on gloo ranks, against one process that has the whole batch.
+"""Heads that DeepSpeed ZeRO-3 shards and nobody gathers: routes of `gather=`, trained for three
+steps by a real `deepspeed.initialize` on gloo ranks, against one process that has the whole batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ HELD = {
     "NLLHead, per token": Trained(road="NLLHead", function="chunked_logprobs"),
     "a bias that persists": Trained(model=("bias",), persist=200),
 }
-HELD |= {f"stream, {name}": replace(setup, gather="stream") for name, setup in HELD.items()}
+STREAMED = ("plain", "two micro-batches, clipped", "two micro-batches, per token", "tied")
+HELD |= {f"stream, {name}": replace(HELD[name], gather="stream") for name in STREAMED}
 GATHERED = {
     "gathered": replace(HELD["plain"], gather="head"),
     "gathered, clipped": replace(CLIPPED, gather="head"),

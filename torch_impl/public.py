@@ -125,8 +125,8 @@ def chunked_nll(
             "hidden": the hidden states, chunk by chunk, to rows that stay where they are: no [V, H]
             on any rank. "stream": the rows, block by block, twice: no [V, H] either, and what is
             sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
-            `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 shards, in JAX
-            on Explicit meshes ("head" or "hidden").
+            `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 or ZeRO-3
+            shards, in JAX on Explicit meshes ("head" or "hidden").
         tokens_per_rank: for `gather="auto"` alone, and alike on every rank: about what one has.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
@@ -265,8 +265,8 @@ def chunked_logprobs(
             "hidden": the hidden states, chunk by chunk, to rows that stay where they are: no [V, H]
             on any rank. "stream": the rows, block by block, twice: no [V, H] either, and what is
             sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
-            `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 shards, in JAX
-            on Explicit meshes ("head" or "hidden").
+            `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 or ZeRO-3
+            shards, in JAX on Explicit meshes ("head" or "hidden").
         tokens_per_rank: for `gather="auto"` alone, and alike on every rank: about what one has.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch alone, leaves it as this rank's part, for a model whose own region

@@ -48,7 +48,8 @@ class Setup:
     steps: int = 1  # micro-batches
     idle: bool = False  # rank 0 has no valid token
     chunk: int | None = None  # tokens
-    road: str = "parameter"  # to the head: read "parameter", "module", "NLLHead", "gather_head", DeepSpeed's
+    # To the head: read "parameter", "module", "NLLHead", "gather_head", DeepSpeed's.
+    road: str = "parameter"
     audit: bool = False
     calls: int = 1  # of the head, each for its part of the rows, before one backward
     gather: str = "head"
