@@ -46,6 +46,7 @@ HELD = {
     "module, inside": replace(TWO, road="module", model=("inside", "bias")),
     "NLLHead, inside": replace(TWO, road="NLLHead", model=("inside", "bias")),
     "NLLHead, per token": Trained(road="NLLHead", function="chunked_logprobs"),
+    **{f"odd: {odd}": replace(TWO, odd=odd) for odd in ("given up", "logged", "late")},
     "a bias that persists": Trained(model=("bias",), persist=200),
 }
 STREAMED = ("plain", "two micro-batches, clipped", "two micro-batches, per token", "tied")
@@ -73,7 +74,8 @@ MUTANTS = {
     for name, setup in {
         "sum over ranks": Trained(),
         "overwritten": TWO,
-        "never zeroed": Trained(),
+        "of the last window": Trained(),
+        "given up": Trained(odd="given up"),
         "a row down": Trained(),
         "the other's rows": Trained(),
         "not reduced before": replace(TWO, model=("tied",)),

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from helpers.wrapped import Zero, batch, model_of, part_of, run
+from helpers.wrapped import H, Zero, batch, model_of, part_of, run
 from xentlib.processes import end_with_parent
-from xentlib.torch import TokenNormalizer, count_collectives
+from xentlib.torch import TokenNormalizer, chunked_nll, count_collectives
 
 WINDOWS = 3
 
@@ -36,6 +36,9 @@ class Trained(Zero):
     normalized: bool = False  # by `TokenNormalizer`
     also: bool = False  # a call that gathers the head, in the same backward
     unmanaged: bool = False  # DeepSpeed's `managed_gradient_accumulation` off
+    # "given up": a backward is followed by `zero_grad`; "logged": a second call, for its value,
+    # comes after the backward; "late": the first micro-batch does not call the head.
+    odd: str = ""
     persist: int = 0  # elements up to which the engine keeps a parameter whole
     mutant: str = ""
 
@@ -51,7 +54,9 @@ def net(setup: Trained) -> Any:
     return model.bfloat16() if setup.low else model
 
 
-def loss_of(setup: Trained, model: Any, *batch: Any) -> Any:
+def loss_of(setup: Trained, model: Any, *batch: Any, first: bool = False) -> Any:
+    if first and setup.odd == "late":
+        return model(batch[0]).square().mean()
     loss = run(setup, model, *batch)
     if setup.also:
         loss = loss + run(replace(setup, gather="head"), model, *batch)
@@ -68,8 +73,10 @@ def changes_of_one_process(setup: Trained) -> dict[str, Any]:
     for window in range(WINDOWS):
         steps, total = window_of(setup, window)
         optimizer.zero_grad()
-        for ids, labels in steps:
-            loss_of(setup, model, ids, labels, total).backward()
+        for k, (ids, labels) in enumerate(steps):
+            first = setup.odd == "late" and k == 0
+            share = loss_of(setup, model, ids, labels, total, first=first)
+            (share / setup.steps if first else share).backward()
         if setup.clip:
             torch.nn.utils.clip_grad_norm_(trained, setup.clip)
         optimizer.step()
@@ -128,9 +135,15 @@ def trained(setup: Trained) -> dict[str, Any]:
         # DeepSpeed divides by the ranks and by the micro-batches.
         denominator = total / (world * (1 if setup.unmanaged else setup.steps))
         for step, (ids, labels) in enumerate(mine):
+            if setup.odd == "given up" and step == 0:
+                engine.backward(loss_of(setup, engine, ids.flip(0), labels, denominator))
+                engine.optimizer.zero_grad()
             with count_collectives() as count:
-                loss = loss_of(setup, engine, ids, labels, denominator)
+                loss = loss_of(setup, engine, ids, labels, denominator, first=step == 0)
                 engine.backward(loss, scale_wrt_gas=not setup.unmanaged)
+            if setup.odd == "logged":
+                hidden = torch.randn(3, H)
+                chunked_nll(hidden, engine.module.head.weight, labels[0, :3], gather=setup.gather)
             found.setdefault("loss", loss.item())
             found.setdefault("sent", [(x.kind, x.bytes) for x in count.found])
             if step == len(mine) - 1:
@@ -151,6 +164,24 @@ def trained(setup: Trained) -> dict[str, Any]:
     return found
 
 
+class Everything(set[Any]):
+    def __contains__(self, number: object) -> bool:
+        return True
+
+
+class Kept:
+    """A record of which nothing is taken off."""
+
+    def __init__(self, record: set[Any]) -> None:
+        self.add, self.has = record.add, record.__contains__
+
+    def __contains__(self, number: object) -> bool:
+        return self.has(number)
+
+    def discard(self, number: object) -> None:
+        pass
+
+
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """The package with one line of it wrong."""
@@ -159,15 +190,12 @@ def mutated(name: str) -> Iterator[None]:
     from xentlib.torch.wrappers import deepspeed as ours
 
     get, put = utils.safe_get_local_grad, utils.safe_set_local_grad
-    rows_of, shard_of = ours.rows_of, ours.shard_of
+    rows_of, shard_of, written = ours.rows_of, ours.shard_of, ours._written
     wrong: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "sum over ranks": (ours, "rows_of", lambda *a: rows_of(*a)._replace(scale=1.0)),
         "overwritten": (utils, "safe_get_local_grad", lambda p: torch.zeros_like(get(p))),
-        "never zeroed": (
-            utils,
-            "safe_set_local_grad",
-            lambda p, x: put(p, x) if x.any() else None,
-        ),
+        "of the last window": (ours, "_written", lambda optimizer: Everything()),
+        "given up": (ours, "_written", lambda optimizer: Kept(written(optimizer))),
         "a row down": (
             utils,
             "safe_set_local_grad",

@@ -197,6 +197,7 @@ def _unproven(parameters: list[Any]) -> list[str]:
         > 1,
         "`gradient_predivide_factor`": optimizer.gradient_predivide_factor != 1.0,
         "`coalesce_grad_reduction`": has("_coalesce_grad_reduction"),
+        "a DeepSpeed of another version": not hasattr(optimizer, "_offload_boundary_param_ids"),
         "DeepCompile": not optimizer.ipg_buckets,
         "a leaf module": any(hasattr(p, "ds_z3_leaf_module") for p in parameters),
         "Muon": has("use_muon"),
@@ -217,10 +218,10 @@ def _tied(parameter: Any) -> bool:
 def _rows(parameter: Any, rank: int) -> Tensor:
     """A leaf, whose gradient is added to what the step takes once the backward is through.
 
-    The engine keeps a parameter's piece of the gradient from micro-batch to micro-batch; in the
-    first of a window it overwrites it with what it has reduced, at the end of the backward at the
-    latest. So the piece begins a window as zeros, for parameters that it reduces nothing of, and
-    what it has not reduced yet is reduced before rows are added.
+    The engine never clears a parameter's piece of the gradient: the first micro-batch of a window
+    overwrites it with what is reduced, at the end of the backward at the latest, the others add to
+    it. So what is not reduced yet is reduced first. Then rows are added to a piece that the window
+    has written, and overwrite one that it has not.
     """
     from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
 
@@ -233,9 +234,9 @@ def _rows(parameter: Any, rank: int) -> Tensor:
         return rows
     optimizer = parameter._z3_optimizer
     recomputed = torch._C._current_graph_task_id() != -1  # inside of a backward
-    first = optimizer.micro_step_id == 0 and not optimizer._epilogue_ran_this_backward
-    if first and not recomputed:
-        safe_set_local_grad(parameter, torch.zeros_like(piece))
+    if optimizer.micro_step_id == 0 and not optimizer._epilogue_ran_this_backward:
+        if not recomputed:  # after `zero_grad`, which leaves the record as it is
+            _written(optimizer).discard(parameter.ds_id)
 
     def arrive(leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
@@ -245,8 +246,11 @@ def _rows(parameter: Any, rank: int) -> Tensor:
 
         def add() -> None:
             _reduce(optimizer)
-            kept = safe_get_local_grad(parameter)
-            safe_set_local_grad(parameter, kept + gradient.view(-1))
+            written, found = _written(optimizer), gradient.view(-1)
+            if parameter.ds_id in written:
+                found = safe_get_local_grad(parameter) + found
+            safe_set_local_grad(parameter, found)
+            written.add(parameter.ds_id)
 
         torch.autograd.Variable._execution_engine.queue_callback(add)
 
@@ -257,6 +261,12 @@ def _rows(parameter: Any, rank: int) -> Tensor:
 def _reduce(optimizer: Any) -> None:
     """What it has in its buckets, as it does itself when a backward is through."""
     optimizer.independent_gradient_partition_epilogue()
+
+
+def _written(optimizer: Any) -> Any:
+    """Numbers of the parameters whose piece of the gradient has been written since the last step:
+    a record of DeepSpeed's, which it reads itself under offload alone."""
+    return optimizer._offload_boundary_param_ids
 
 
 class Engine(Plain):
