@@ -234,9 +234,9 @@ def _rows(parameter: Any, rank: int) -> Tensor:
         return rows
     optimizer = parameter._z3_optimizer
     recomputed = torch._C._current_graph_task_id() != -1  # inside of a backward
-    if optimizer.micro_step_id == 0 and not optimizer._epilogue_ran_this_backward:
-        if not recomputed:  # after `zero_grad`, which leaves the record as it is
-            _written(optimizer).discard(parameter.ds_id)
+    begins = optimizer.micro_step_id == 0 and not optimizer._epilogue_ran_this_backward
+    if begins and not recomputed:  # after `zero_grad`, which leaves the record as it is
+        _written(optimizer).discard(parameter.ds_id)
 
     def arrive(leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
