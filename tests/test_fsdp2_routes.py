@@ -170,3 +170,29 @@ def test_windows_and_optimizers_see_no_difference(world: int, replicas: int) -> 
                 assert np.abs(moved).max() > 0
                 measured = check("A9", moved + by, moved, metrics=("rho / u",), quantity=name)
                 assert not failures(measured)
+
+
+def by_itself(rank: int, world: int, counts: list[int]) -> list[int]:
+    """Bytes of the all-gathers of a call of 8 tokens with `gather="auto"`, whatever is promised."""
+    from torch.distributed.fsdp import fully_shard
+
+    from xentlib.torch import chunked_nll, count_collectives
+
+    head = torch.nn.Linear(512, 64_000, bias=False)
+    fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
+    hidden, labels = torch.randn(8, 512), torch.arange(8)
+    found = []
+    for count in counts:
+        with torch.no_grad(), count_collectives() as sent:
+            chunked_nll(hidden, head.weight, labels, gather="auto", tokens_per_rank=count)
+        found.append(sent.bytes("all_gather"))
+    return found
+
+
+def test_auto_goes_by_what_all_ranks_are_told() -> None:
+    """A15: few tokens travel themselves, to many the head does; of a call's own tokens it is not
+    asked."""
+    whole = 64_000 * 512 * 4
+    for few, many in launch(2, by_itself, [8, 100_000]):
+        assert few < whole / 100
+        assert many == whole
