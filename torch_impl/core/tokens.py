@@ -74,7 +74,7 @@ def counted(
     labels: Tensor, where: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor | None]:
     """Which tokens are valid [N], and where those are that are computed [M]; None if all N are."""
-    valid_N = labels != ignore_index
+    valid_N = labels.long() != ignore_index  # as a uint8, -100 would be 156
     if where is not None:
         valid_N = valid_N & where
     rows_M = valid_N.nonzero()[:, 0] if traits(labels).free_to_read else None
