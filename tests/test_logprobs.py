@@ -303,7 +303,7 @@ def test_torch_operators_pass_opcheck() -> None:
     g = torch.randn(9)
     pulled = logprobs.Pulled(g, g, None, kept.detach())
     call = call._replace(hidden=x.detach(), weight=w.detach())
-    backward = (*pulled, *call, *logprobs.Needs([True, True, False]))
+    backward = (*pulled, *call, *logprobs.Needs([True, True, False, False, False]))
     torch.library.opcheck(logprobs.logprobs_backward_op.op, backward, test_utils=names)
 
 
