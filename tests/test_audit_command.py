@@ -93,7 +93,11 @@ def audit(tmp_path, monkeypatch, capsys):
     (tmp_path / "steps_jax.py").write_text(JAX)
     (tmp_path / "broken.py").write_text("import no_such_module_here")
     (tmp_path / "failing.py").write_text("1 / 0")
-    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
+    # A script that needs an option, which the command line of no test process has.
+    wants = 'parser.add_argument("--data", required=True)\nparser.parse_args()'
+    (tmp_path / "script.py").write_text(
+        f"import argparse\nparser = argparse.ArgumentParser()\n{wants}"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("XLA_FLAGS", "JAX_PLATFORMS"):

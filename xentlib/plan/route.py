@@ -21,7 +21,7 @@ LABEL = 8  # bytes
 # Integers of 8 bytes that ranks tell each other before a walk: over hidden states, over blocks.
 SIZES, BLOCK_SIZES = 56, 40
 # Numbers that ranks must have alike in a forward, thrice, and sizes of shards go with a MAX.
-ALIKE = {"chunked_nll": 21, "chunked_logprobs": 16}
+ALIKE = {"chunked_nll": 25, "chunked_logprobs": 20}
 
 
 @dataclass(frozen=True, slots=True)
