@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         of(f"--{name}-dtype", choices=FLOATS, help=words)
     of("--recompute", action="store_true", help="chunked_logprobs, and not chunked_nll")
-    of("--module", action="store_true", help="NLLHead's own call, which FSDP2 gathers for twice")
+    of("--module", action="store_true", help="NLLHead in one fully_shard with other modules")
     of("--kept", action="store_true", help="the gathered head stays whole until the backward")
     of(
         "--options",

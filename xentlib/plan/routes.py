@@ -82,7 +82,8 @@ def head_routes(
         param_dtype: that the parameter is held in.
         micro_batches: for each reduction of gradients.
         recompute: `chunked_logprobs`, whose backward computes the logits again.
-        module: `NLLHead`'s own call, for whose backward FSDP2 gathers the head again.
+        module: `NLLHead` called through FSDP2's hooks, which gather the head again for the
+            backward: it has hooks of its own, or shares one `fully_shard` with other modules.
         kept: FSDP2 leaves the head whole between forward and backward.
         options: of the call, any of "softcap", "temperature" (one per token), "entropy", "lse",
             "label_smoothing", "predicted".
