@@ -14,7 +14,7 @@ from xentlib.checks.route import check_own_tokens, check_route_here
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.describe import as_array, describe, is_array, need_x64, only_arrays
-from xentlib.jax.head import Placement, Spread, axes_of, placed
+from xentlib.jax.head import Placement, Spread, alone, axes_of, placed
 from xentlib.jax.heads import head_of, unwrapped
 from xentlib.jax.ranks import Axis, axis_for, axis_of, varies_over
 from xentlib.plan import default_chunk_bytes
@@ -88,8 +88,9 @@ class Bound(NamedTuple):
     place: Placement | None
 
 
-def bind(given: Arguments, place: Placement | None = None) -> Bound:
-    """A call of a head's function; of `NLLHead`, which knows where its arrays are."""
+def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = False) -> Bound:
+    """A call of a head's function; of `NLLHead`, which knows where its arrays are. `recompute`: its
+    backward reads the head's values again."""
     given = Arguments(*map(unwrapped, map(plain, given)))
     only_arrays(
         {"hidden": given.hidden, "labels": given.labels},
@@ -102,7 +103,7 @@ def bind(given: Arguments, place: Placement | None = None) -> Bound:
     hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
     check_reduced(given.reduce_hidden_grad)
     if place is None:
-        place = placed(given)
+        place = placed(given, recompute=recompute)
     axis = place.axis if place else axis_of(given.vocab_parallel, weight, bias, given.weight_layout)
     problem = check_head(
         Arguments(*map(describe, given)),
@@ -111,7 +112,9 @@ def bind(given: Arguments, place: Placement | None = None) -> Bound:
     )
     vocab_size = problem.vocab_size if axis is None else axis.vocab_size
     gathered = place.gathered if place else axes_of(given.tokens_parallel)
-    check_route_here(given, placed=place is not None)
+    check_route_here(
+        given, placed=place is not None, alone=given.gather != "auto" or alone(hidden, weight)
+    )
     if given.tokens_parallel is not None:
         check_own_tokens(varies_over(hidden, given.tokens_parallel), given.tokens_parallel)
     check_values(given, vocab_size)

@@ -13,14 +13,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xentlib.call import Arguments
-from xentlib.checks.route import check_rows_stay
+from xentlib.checks.operand import plain
+from xentlib.checks.route import check_route, check_rows_stay
 from xentlib.checks.shards import check_shards
+from xentlib.checks.words import check_floating
+from xentlib.jax.describe import describe
 from xentlib.jax.ranks import Axis
-from xentlib.plan import PaddedVocab
+from xentlib.plan import PaddedVocab, choose_gather
 
 __all__ = [
     "Placement",
     "Spread",
+    "alone",
     "of_all_tokens",
     "over_mesh",
     "own_piece",
@@ -60,7 +64,7 @@ def axes_of(entry: Any) -> Axes:
     return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def placed(given: Arguments) -> Placement | None:
+def placed(given: Arguments, *, recompute: bool) -> Placement | None:
     """By the arrays' types, on a mesh with Explicit axes."""
     hidden, weight = given.hidden, given.weight
     specs = [explicit(x) for x in (hidden, weight, given.bias)]
@@ -69,7 +73,7 @@ def placed(given: Arguments) -> Placement | None:
         return None
     tokens, head, own = (found[1] if found else P() for found in specs)
     tokens = P(*tokens[: jnp.ndim(hidden) - 1])
-    return place(meshes[0], tokens, head, own, given)
+    return place(meshes[0], tokens, head, own, given, recompute=recompute)
 
 
 def explicit(x: Any) -> tuple[Any, P] | None:
@@ -81,12 +85,26 @@ def explicit(x: Any) -> tuple[Any, P] | None:
     return (found.mesh, found.spec) if named else None
 
 
-def place(mesh: Any, tokens: P, weight: P, bias: P, given: Arguments) -> Placement:
+def alone(*arrays: Any) -> bool:
+    """Whether no mesh is known of whose axes the compiler places arrays: a device has all of them,
+    or inside `shard_map` what is its own."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return not any(
+        kind is AxisType.Auto and mesh.shape[name] > 1
+        for mesh in (*meshes, jax.sharding.get_abstract_mesh())
+        for name, kind in zip(mesh.axis_names, mesh.axis_types)
+    )
+
+
+def place(
+    mesh: Any, tokens: P, weight: P, bias: P, given: Arguments, *, recompute: bool = False
+) -> Placement:
     """Axes of the vocabulary that spread no tokens, the leading ones, stay spread; shards over
     token axes are gathered by us, over others by the compiler before the call. With
     `gather="hidden"` all axes of the vocabulary stay spread, and tokens are gathered over theirs.
 
-    `vocab_parallel` names the axes that stay spread, or None.
+    `vocab_parallel` names the axes that stay spread, or None. `recompute`: the function's backward
+    reads the head's values again, which is for `gather="auto"`.
     """
     layout, parallel, stay = given.weight_layout, given.vocab_parallel, given.gather == "hidden"
     shape = jnp.shape(given.weight)
@@ -94,13 +112,16 @@ def place(mesh: Any, tokens: P, weight: P, bias: P, given: Arguments) -> Placeme
     over = tuple(one for entry in tokens for one in axes_of(entry))
     entries = (*weight, None, None)[:2]
     v, h = map(axes_of, entries if layout == "VH" else entries[::-1])
-    if stay and v[: len(axes_of(name))] == axes_of(name):
-        kept = v
-    elif name is None:
-        token_axes = [i for i, one in enumerate(v) if one in over]
-        kept = v[: min(token_axes, default=len(v))]
-    else:
-        kept = axes_of(name)
+    leading = [i for i, one in enumerate(v) if one in over]
+    of_others = v[: min(leading, default=len(v))] if name is None else axes_of(name)
+    of_rows = v if v[: len(axes_of(name))] == axes_of(name) else of_others
+    if given.gather == "auto":
+        sizes = {True: 1, False: 1}  # of the axes that spread tokens, and of the others
+        for one in of_rows:
+            sizes[one in over] *= mesh.shape[one]
+        there = any(one in over for one in of_rows) and not any(one in over for one in h)
+        stay = there and travels(given, sizes[False], sizes[True], recompute=recompute)
+    kept = of_rows if stay else of_others
 
     def pieces(axes: Axes, kept: Axes = ()) -> Axes:
         rest = axes[len(kept) :] if axes[: len(kept)] == kept else ()
@@ -123,6 +144,33 @@ def place(mesh: Any, tokens: P, weight: P, bias: P, given: Arguments) -> Placeme
         cut, specs = cut[::-1], specs[::-1]
     spread = Spread(over, cut, (own,))
     return Placement(mesh, tokens, P(*specs), P((*kept, *own) or None), axis, spread, gathered)
+
+
+def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bool:
+    """Whether `gather="auto"` stands for "hidden", of a vocabulary in `shards` that are spread over
+    `ranks` with tokens of their own."""
+    count = plain(given.tokens_per_rank)
+    told = given._replace(vocab_parallel=None, tokens_parallel=None, tokens_per_rank=count)
+    check_route(told)
+    hidden, weight = given.hidden, given.weight
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        check_floating(name, describe(x))
+    columns, width = weight.shape if given.weight_layout == "VH" else weight.shape[::-1]
+    found = choose_gather(
+        count,
+        columns // shards,
+        width,
+        ranks,
+        among=("head", "hidden"),
+        dtype=str(hidden.dtype),
+        head_dtype=str(weight.dtype),
+        param_dtype=str(weight.dtype),
+        recompute=recompute,
+        kept=True,  # what is gathered is there until the backward
+        max_chunk_bytes=given.max_chunk_bytes,
+        platform="cpu" if jax.default_backend() == "cpu" else "gpu",
+    )
+    return found == "hidden"
 
 
 def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:

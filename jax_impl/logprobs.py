@@ -315,7 +315,7 @@ def _logprobs_over_mesh(options: Options, place: Placement, *arrays: Any) -> Log
 
 def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
-    options, arrays, place = bind(given, place)
+    options, arrays, place = bind(given, place, recompute=True)
     if place:
         result: LogprobOutput[Any] = _logprobs_over_mesh(options, place, *arrays)
         return result

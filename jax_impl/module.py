@@ -49,14 +49,17 @@ def call_head(
     module: NLLHead | LinenNLLHead, given: Arguments, specs: tuple[P, P]
 ) -> NLLOutput[jax.Array] | LogprobOutput[jax.Array]:
     """The head's function, under a mesh with its arrays where `specs` of kernel and bias say."""
-    place = placement(given, specs, module.tokens, module.vocab_parallel)
+    place = placement(module, given, specs)
     if place is None:
         given = given._replace(vocab_parallel=module.vocab_parallel)
     return head_logprobs(given, place) if module.per_token else nll(given, place)
 
 
-def placement(given: Arguments, specs: tuple[P, P], tokens: Any, parallel: Any) -> Placement | None:
+def placement(
+    module: NLLHead | LinenNLLHead, given: Arguments, specs: tuple[P, P]
+) -> Placement | None:
     """Of a call under a mesh that nobody but the module knows of."""
+    tokens, parallel = module.tokens, module.vocab_parallel
     if tokens is None and parallel is None:
         return None
     hidden, kernel = given.hidden, given.weight
@@ -69,7 +72,8 @@ def placement(given: Arguments, specs: tuple[P, P], tokens: Any, parallel: Any) 
     check_mesh_axes(named, list(types), len(spread), hidden.ndim - 1)
     if any(types[one] is AxisType.Manual for one in named):  # inside the user's own `shard_map`
         return None
-    return place(mesh, spread, *specs, given._replace(vocab_parallel=parallel))
+    given = given._replace(vocab_parallel=parallel)
+    return place(mesh, spread, *specs, given, recompute=module.per_token)
 
 
 class NLLHead(nnx.Linear):

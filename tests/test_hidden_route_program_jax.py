@@ -204,10 +204,10 @@ def state_of(state, params):
 # --- refused --------------------------------------------------------------------------------------
 
 
-def whole_arrays(tokens, weight, axes=ONE, **options):
+def whole_arrays(tokens, weight, axes=ONE, head=None, **options):
     """A call on Explicit axes."""
-    mesh = mesh_of(**axes)
-    arrays = (P(tokens), jnp.ones((8, 4))), (weight, jnp.ones((16, 4))), (P(tokens), jnp.arange(8))
+    mesh, (x, w, y) = mesh_of(**axes), ones()
+    arrays = (P(tokens), x), (weight, w if head is None else head), (P(tokens), y)
     return chunked_nll(*(on(mesh, spec, x) for spec, x in arrays), **options)
 
 
@@ -228,18 +228,55 @@ def module(kernel, **options):
         return head(jnp.ones((8, 4)), jnp.arange(8))
 
 
+def ones():
+    return jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.arange(8)
+
+
+def under_auto_axes():
+    """Arrays of which the compiler knows alone where they are."""
+    mesh = mesh_of(AxisType.Auto, **ONE)
+    return jax.jit(lambda *x: chunked_nll(*x, **AUTO))(*(on(mesh, P("data"), x) for x in ones()))
+
+
 HIDDEN = {"gather": "hidden"}
+AUTO = {"gather": "auto", "tokens_per_rank": 2}
+COUNT = "`tokens_per_rank` must be given with `gather='auto'`, and with nothing else; "
 SPREAD = r"`weight` must be sharded along its vocabulary over mesh axes that spread tokens, with .*"
 HERE = r"`gather` must be 'head' for arrays that do not say where on a mesh they are; got 'hidden'"
 OWN = {"tokens_parallel": "data"}
 REFUSED = {
     "stream": (
         partial(whole_arrays, "data", P("data"), gather="stream"),
-        r"`gather` must be 'head' or 'hidden' in JAX; got 'stream'. Pass 'hidden'",
+        r"`gather` must be 'head', 'hidden' or 'auto' in JAX; got 'stream'. Pass 'hidden'",
     ),
-    "auto": (
-        partial(whole_arrays, "data", P("data"), gather="auto", tokens_per_rank=2),
-        r"`gather` must be 'head' or 'hidden' in JAX; got 'auto'. Pass 'hidden'",
+    "no count": (partial(whole_arrays, "data", P("data"), gather="auto"), COUNT + "got None with"),
+    "a count of another route": (
+        partial(whole_arrays, "data", P("data"), tokens_per_rank=2, **HIDDEN), COUNT + "got 2 with",
+    ),
+    "no count, a module": (partial(module, (None, "data"), tokens="data", gather="auto"), COUNT),
+    "no count, no mesh": (lambda: chunked_nll(*ones(), gather="auto"), COUNT),
+    "count of words": (
+        partial(whole_arrays, "data", P("data"), gather="auto", tokens_per_rank=0),
+        "`tokens_per_rank` must be a positive integer or None; got 0",
+    ),
+    "a count that is traced": (
+        lambda: jax.jit(
+            lambda n: whole_arrays("data", P("data"), gather="auto", tokens_per_rank=n)
+        )(2),
+        "`tokens_per_rank` must be a positive integer or None; got ",
+    ),
+    "auto, shards too": (
+        partial(whole_arrays, "data", P("data"), vocab_parallel="data", **AUTO),
+        r"`gather` must be 'head' with `vocab_parallel`.*; got 'auto'",
+    ),
+    "auto, inside": (partial(inside, **AUTO), r"`gather` must be 'head' with `vocab_parallel`"),
+    "auto, a module without axes": (
+        partial(module, (None, "data"), **AUTO), HERE.replace("hidden", "auto"),
+    ),
+    "auto, arrays under Auto axes": (under_auto_axes, HERE.replace("hidden", "auto")),
+    "auto, a head of integers": (
+        partial(whole_arrays, "data", P("data"), head=jnp.ones((16, 4), jnp.int8), **AUTO),
+        "`weight` must be floating point",
     ),
     "a whole head": (
         partial(whole_arrays, "data", P(), **HIDDEN),
@@ -263,7 +300,7 @@ REFUSED = {
     "a module that is whole": (partial(module, (), tokens="data", **HIDDEN), SPREAD),
     "a module without axes": (partial(module, (None, "data"), **HIDDEN), HERE),
     "no mesh": (
-        lambda: chunked_nll(jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.arange(8), **HIDDEN), HERE,
+        lambda: chunked_nll(*ones(), **HIDDEN), HERE,
     ),
     "inside, hidden": (partial(inside, vocab_parallel=None, **HIDDEN), HERE),
     "inside, both": (
@@ -274,9 +311,7 @@ REFUSED = {
         r"`tokens_parallel` must be None for whole arrays on a mesh.*Pass `gather='hidden'` alone",
     ),
     "no mesh, tokens": (
-        lambda: chunked_nll(
-            jnp.ones((8, 4)), jnp.ones((16, 4)), jnp.arange(8), vocab_parallel="data", **OWN
-        ),
+        lambda: chunked_nll(*ones(), vocab_parallel="data", **OWN),
         "`vocab_parallel` must be the name of a mesh axis inside `shard_map`; got 'data'",
     ),
     "another axis": (
@@ -298,7 +333,7 @@ REFUSED = {
 def test_what_is_refused(name):
     """D12: in one sentence, with the way out, before anything is computed."""
     call, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
 
 

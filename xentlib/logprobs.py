@@ -120,7 +120,7 @@ def chunked_logprobs(
             on any rank. "stream": the rows, block by block, twice: no [V, H] either, and what is
             sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
             `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 or ZeRO-3
-            shards, in JAX on Explicit meshes ("head" or "hidden").
+            shards; in JAX, which has no "stream", on Explicit meshes and of Flax's `NLLHead`.
         tokens_per_rank: for `gather="auto"` alone, and alike on every rank: about what one has.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch alone, leaves it as this rank's part, for a model whose own region

@@ -139,20 +139,21 @@ def check_rows(axis_ok: bool, placements: object, layout: str, hooked: str) -> N
         )
 
 
-def check_route_here(call: Arguments, *, placed: bool) -> None:
+def check_route_here(call: Arguments, *, placed: bool, alone: bool) -> None:
     """Refuse in JAX what it does not have, and a route for arrays that are somewhere else; `placed`
-    says that they are whole ones on a mesh, of which it is known where their parts are."""
-    if call.gather in ("stream", "auto"):
+    says that they are whole ones on a mesh, of which it is known where their parts are, `alone`
+    that a device has all of them."""
+    if call.gather == "stream":
         raise ValueError(
-            f"`gather` must be 'head' or 'hidden' in JAX; got {call.gather!r}. Pass 'hidden', with "
-            f"which no device has the whole head either."
+            "`gather` must be 'head', 'hidden' or 'auto' in JAX; got 'stream'. Pass 'hidden', with "
+            "which no device has the whole head either."
         )
-    if call.gather == "hidden" and not placed:
+    if not placed and (call.gather == "hidden" or (call.gather == "auto" and not alone)):
         raise ValueError(
-            "`gather` must be 'head' for arrays that do not say where on a mesh they are; got "
-            "'hidden'. Pass arrays on a mesh with Explicit axes, call "
-            "`NLLHead(..., tokens=axis, gather='hidden')` under one with Auto axes, or pass "
-            "`vocab_parallel=axis, tokens_parallel=axis` inside your own `shard_map`."
+            f"`gather` must be 'head' for arrays that do not say where on a mesh they are; got "
+            f"{call.gather!r}. Pass arrays on a mesh with Explicit axes, call "
+            f"`NLLHead(..., tokens=axis, gather={call.gather!r})` under one with Auto axes, or "
+            f"pass `vocab_parallel=axis, tokens_parallel=axis` inside your own `shard_map`."
         )
     if call.tokens_parallel is None:
         return
