@@ -155,22 +155,23 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
     hidden, weight = given.hidden, given.weight
     for name, x in (("hidden", hidden), ("weight", weight)):
         check_floating(name, describe(x))
+    dtypes = [str(x.dtype) for x in (hidden, weight)]
     columns, width = weight.shape if given.weight_layout == "VH" else weight.shape[::-1]
     found = choose_gather(
         count,
         columns // shards,
         width,
         ranks,
-        among=("head", "hidden"),
-        dtype=str(hidden.dtype),
-        head_dtype=str(weight.dtype),
-        param_dtype=str(weight.dtype),
+        dtype=dtypes[0],
+        head_dtype=dtypes[1],
+        reduce_dtype="float64" if "float64" in dtypes else "float32",
+        param_dtype=dtypes[1],
         recompute=recompute,
         kept=True,  # what is gathered is there until the backward
         max_chunk_bytes=given.max_chunk_bytes,
         platform="cpu" if jax.default_backend() == "cpu" else "gpu",
     )
-    return found == "hidden"
+    return found == "hidden"  # without a limit of memory it never is "stream"
 
 
 def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:

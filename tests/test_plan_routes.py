@@ -331,18 +331,6 @@ def test_memory_of_a_choice() -> None:
         choose_gather(64, ranks=8, **LLAMA, memory=0)
 
 
-def test_routes_of_a_choice() -> None:
-    """1024 ranks and 2 GiB: the stream, where there is one."""
-    sizes = {"tokens_per_rank": 16_384, "ranks": 1024, **LLAMA, "memory": 2 << 30}
-    assert choose_gather(**sizes) == "stream"
-    assert choose_gather(**sizes, among=("head", "hidden")) == "hidden"
-    assert choose_gather(**sizes, among=("head",)) == "head"
-    several = "`among` must be some of 'head', 'hidden', 'stream', in a tuple; got "
-    for among, words in (((), several), ("head", several), (("hybrid",), "`among` must be one of")):
-        with pytest.raises(ValueError, match=words):
-            choose_gather(64, ranks=8, **LLAMA, among=among)
-
-
 def test_options_of_a_choice_are_those_of_the_routes() -> None:
     """A name that is new in one of them is new in the other."""
     known = inspect.signature(head_routes).parameters

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
-from xentlib.checks.words import check_choice, check_flag, check_number, quoted
+from xentlib.checks.words import check_choice, check_flag, check_number
 from xentlib.dtypes import FLOATS
 from xentlib.options import COMPUTE
 
 __all__ = [
-    "check_among",
     "check_chunk_bytes",
     "check_memory",
     "check_plan_arguments",
@@ -93,14 +92,6 @@ def check_routes(
         ok = isinstance(rate, (int, float)) and least <= rate < float("inf")
         check_number(f"rates.{name}", rate, f"a finite number >= {least}", ok=ok)
     return frozenset(options)
-
-
-def check_among(among: Collection[str], known: Sequence[str]) -> None:
-    """Refuse routes that there are not, or none."""
-    if isinstance(among, str) or not among:
-        raise ValueError(f"`among` must be some of {quoted(known)}, in a tuple; got {among!r}.")
-    for route in among:
-        check_choice("among", route, known)
 
 
 def check_memory(memory: int | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal, TypedDict, Unpack
 
-from xentlib.checks.plan import check_among, check_memory, check_routes
+from xentlib.checks.plan import check_memory, check_routes
 from xentlib.plan.exchanges import Rates
 from xentlib.plan.route import Route, routes_of
 from xentlib.plan.setup import Setup
@@ -182,7 +182,6 @@ def choose_gather(
     ranks: int,
     *,
     memory: int | None = None,
-    among: Collection[Chosen] = CHOICES,
     **more: Unpack[RouteOptions],
 ) -> Chosen:
     """Which of "head", "hidden" and "stream" `head_routes` predicts to be the fastest.
@@ -198,19 +197,16 @@ def choose_gather(
         ranks: R.
         memory: bytes that a call may need at its peak, beside its inputs: of the routes that fit,
             the fastest, and where none fits, the smallest. None: no limit.
-        among: the routes that there are; JAX has no "stream".
         more: as in `head_routes`.
 
     Raises:
         ValueError: those of `head_routes`.
     """
     check_memory(memory)
-    check_among(among, CHOICES)
     routes = head_routes(tokens_per_rank, vocab_size, hidden_size, ranks, **more)
-    there = [x for x in CHOICES if x in among]
-    fit = [x for x in there if memory is None or routes[x].peak_bytes <= memory]
+    fit = [x for x in CHOICES if memory is None or routes[x].peak_bytes <= memory]
     if not fit:
-        return min(there, key=lambda name: routes[name].peak_bytes)
+        return min(CHOICES, key=lambda name: routes[name].peak_bytes)
     return min(fit, key=lambda name: routes[name].seconds)
 
 
