@@ -75,11 +75,15 @@ BUDGETS = {
     # all devices are added up as the compiler likes.
     "JAX, data axis": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
     "JAX, data axis, recompute": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
-    # Hidden states in the loop, classes and factors before it; the second loop's gather, which
-    # needs other numbers of each token and the same classes.
-    "JAX, hidden route": Budget(backward={"all_gather": 3} | SCATTER, theirs=("all_reduce",)),
+    # A round is the loop's body, or the two loops'. Classes before it, and the factors or other
+    # numbers of each token.
+    "JAX, hidden route": Budget(
+        backward={"all_gather": 2}, theirs=("all_reduce",), each_backward=GATHER | SCATTER
+    ),
     "JAX, hidden route, recompute": Budget(
-        backward={"all_gather": 4} | SCATTER, theirs=("all_reduce",)
+        backward={"all_gather": 2},
+        theirs=("all_reduce",),
+        each_backward={"all_gather": 2} | SCATTER,
     ),
 }
 

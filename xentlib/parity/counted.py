@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xentlib.budgets import BUDGETS
 from xentlib.parity.ranks import WORLD, start_gloo
 
 __all__ = ["Count", "N", "jax_rank", "torch_rank", "zero_rank"]
 
-N, V, H = 448, 257, 16
+# 2048 tokens are 1, 7 or 64 chunks to the one: of 2048, 320, which is a multiple of 64, and 32. Of
+# 255 classes four ranks have 64, or 63, which are 1, 7 or 64 blocks.
+N, V, H = 2048, 255, 16
+DIVISIBLE = 256  # classes that JAX spreads over four devices, as whole arrays
 
 
 class Count(NamedTuple):
@@ -23,14 +27,47 @@ class Count(NamedTuple):
     valid: tuple[int, ...]  # tokens, of each rank
 
     @property
+    def head(self) -> str:
+        """Where it is, and what travels."""
+        return self.budget.removesuffix(", recompute")
+
+    @property
     def function(self) -> str:
         return "chunked_logprobs" if self.budget.endswith("recompute") else "chunked_nll"
 
     @property
     def text(self) -> str:
-        return f"{self.function}, {self.chunks} chunks, valid tokens {self.valid}"
+        parts = "blocks" if self.head == "stream" else "chunks"
+        return f"{self.function}, {self.chunks} {parts}, valid tokens {self.valid}"
+
+    @property
+    def rounds(self) -> int:
+        """Of what travels in them."""
+        budget = BUDGETS[self.budget]
+        return self.chunks if budget.each or budget.each_backward else 0
+
+    @property
+    def chunk_bytes(self) -> int:
+        """`max_chunk_bytes` of so many chunks, or blocks."""
+        if self.head == "stream":
+            each = -(-V // WORLD)
+            rows = -(-each // self.chunks)
+            return rows * 8 * 4 * WORLD * H  # a budget has room for eight arrays of a block
+        tokens = -(-N // self.chunks)
+        multiple = 64 if tokens > 64 else 8
+        # Logits of a token on a rank: a vocabulary shard has a spare column, and where tokens meet
+        # a chunk has those of all ranks.
+        columns = {
+            "vocabulary shard": -(-V // WORLD) + 1,
+            "FSDP2, vocabulary shard": -(-V // 2) + 1,
+            "tokens over the ranks": WORLD * (-(-V // WORLD) + 1),
+            "JAX, hidden route": DIVISIBLE,
+        }.get(self.head, V)
+        return -(-tokens // multiple) * multiple * columns * 4
 
 
+# `gather=` of the heads under FSDP2 that stay where they are.
+ROUTES = {"tokens over the ranks": "hidden", "stream": "stream"}
 Phases = tuple[dict[str, int], dict[str, int]]
 
 
@@ -38,7 +75,7 @@ def torch_rank(rank: int, world: int, folder: str, counts: list[Count]) -> list[
     start_gloo(rank, world, folder)
     from torch import distributed as dist
 
-    found = [_counted(count, rank, *_kept(count.budget)) for count in counts]
+    found = [_counted(count, rank, *_kept(count.head)) for count in counts]
     dist.destroy_process_group()
     return found
 
@@ -48,7 +85,8 @@ def jax_rank(rank: int, world: int, folder: str, counts: list[Count]) -> list[Ph
 
 
 def _program(count: Count) -> Phases:
-    """Tokens and the head's width over one mesh axis, as arrays whose types say so."""
+    """Tokens and the head over one mesh axis, as arrays whose types say so: its width where it is
+    gathered, its rows where they stay."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding
@@ -59,22 +97,29 @@ def _program(count: Count) -> Phases:
     mesh = jax.make_mesh((WORLD,), ("data",), axis_types=(AxisType.Explicit,))
     tokens = np.arange(N)
     labels = np.concatenate([np.where(tokens < valid, tokens % V, -100) for valid in count.valid])
+    stays = count.head == "JAX, hidden route"
+    classes, spec = (DIVISIBLE, P("data")) if stays else (V, P(None, "data"))
+    options: dict[str, Any] = {"gather": "hidden"} if stays else {}
     arrays = (
         (np.ones((WORLD * N, H), np.float32), P("data")),
-        (np.ones((V, H), np.float32), P(None, "data")),
+        (np.ones((classes, H), np.float32), spec),
         (labels.astype(np.int32), P("data")),
     )
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in arrays]
-    function = getattr(ours, count.function)
-    budget = -(-N // count.chunks) * V * 4
+    function, options["max_chunk_bytes"] = getattr(ours, count.function), count.chunk_bytes
 
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        return jnp.sum(function(hidden, weight, labels, max_chunk_bytes=budget)[0])
+        return jnp.sum(function(hidden, weight, labels, **options)[0])
 
     with jax.set_mesh(mesh), ours.count_collectives() as found:
         jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1)))(*placed))
-    # What is in a loop is sent in every iteration.
-    return {}, found.counts() | ({"other": len(found.looped())} if found.looped() else {})
+    # What is in a loop is sent in every iteration, and a program of one chunk has none.
+    sent, looped = found.counts(), found.looped()
+    for one in looped:
+        sent[one.kind] += count.chunks - 1
+    if looped and not stays:
+        sent["other"] = sent.get("other", 0) + len(looped)  # sums of a loop are not the compiler's
+    return {}, sent
 
 
 def zero_rank(rank: int, world: int, folder: str, counts: list[Count]) -> list[Phases]:
@@ -116,7 +161,7 @@ def _net(rows: int) -> Any:
     return net
 
 
-def _kept(budget: str) -> tuple[Any, Any, dict[str, Any]]:
+def _kept(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     """What is called before the head, the head, and arguments of the function."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
@@ -125,7 +170,6 @@ def _kept(budget: str) -> tuple[Any, Any, dict[str, Any]]:
 
     from xentlib.torch import NLLHead
 
-    kind = budget.removesuffix(", recompute")
     if kind == "vocabulary shard":
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         rows = len(range(V)[rank::world])
@@ -137,8 +181,10 @@ def _kept(budget: str) -> tuple[Any, Any, dict[str, Any]]:
     if kind == "DDP":
         return torch.nn.parallel.DistributedDataParallel(net), net.head, {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    more = {}
-    if kind in ("FSDP2", "FSDP2, NLLHead", "FSDP2, prefetched"):
+    more: dict[str, Any] = {}
+    if kind in ROUTES:
+        more = {"gather": ROUTES[kind]}
+    if kind in ("FSDP2", "FSDP2, NLLHead", "FSDP2, prefetched", *ROUTES):
         mesh = init_device_mesh("cpu", (WORLD,))
     elif kind == "FSDP2, vocabulary shard":
         mesh, tp = mesh["a"], mesh["b"]
@@ -169,14 +215,13 @@ def _counted(
     function = head if is_function else getattr(ours, count.function)
     tokens = torch.arange(N)
     labels = torch.where(tokens < count.valid[rank], tokens % V, -100)
-    budget = -(-N // count.chunks) * V * 4
     torch.manual_seed(0)  # ranks that share a vocabulary share their tokens
     # Once before: the sizes of a vocabulary's shards are exchanged once for a head.
     for _ in range(2):
         hidden = net(torch.randn(N, H, requires_grad=True))
         with ours.count_collectives() as forward:
             weight = () if is_function else (head.weight,)
-            out = function(hidden, *weight, labels, max_chunk_bytes=budget, **more)
+            out = function(hidden, *weight, labels, max_chunk_bytes=count.chunk_bytes, **more)
             loss = out[0].sum()
         with ours.count_collectives() as after:
             loss.backward() if backward is None else backward(loss)

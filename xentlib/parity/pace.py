@@ -28,7 +28,7 @@ SECONDS_OF_STEP = {
     "per-token outputs, run to run": 1.0,
     "per-token outputs, mutants": 1.2,
     "vocabularies over ranks": 50.0,
-    "collectives": 11.0,
+    "collectives": 18.0,
     "per-token outputs in audit mode": 0.7,
     "windows in audit mode": 2.5,
     "training": 0.65,

@@ -1,0 +1,73 @@
+"""Row A15 in a parity run: which heads are counted, in how many chunks, and what is told apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from xentlib.budgets import BUDGETS
+from xentlib.parity.counted import Count, H, N, V
+from xentlib.parity.findings import Findings
+from xentlib.parity.ranks import WORLD
+from xentlib.parity.rows import collectives
+from xentlib.parity.rows.collectives import CHUNKS, HEADS
+from xentlib.plan import head_routes, plan_chunks
+
+
+def test_every_budget_is_counted() -> None:
+    """A15: a head that gets a budget gets a row in the report."""
+    counted = [name for heads in HEADS.values() for name in heads]
+    assert sorted(counted) == sorted(BUDGETS)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", BUDGETS)
+def test_there_are_as_many_chunks_as_are_named(name: str, chunks: int) -> None:
+    """A15. Catches: a plan that rounds 7 tokens up to 8, which makes 56 chunks of 64."""
+    count = Count(name, chunks, (N,) * WORLD)
+    budget = {"max_chunk_bytes": count.chunk_bytes}
+    if count.head in ("stream", "tokens over the ranks"):
+        routes = head_routes(
+            N,
+            V,
+            H,
+            WORLD,
+            dtype="float32",
+            head_dtype="float32",
+            platform="cpu",
+            max_chunk_bytes=count.chunk_bytes,
+        )
+        blocks = -(-V // WORLD) / routes["stream"].block_rows
+        found = blocks if count.head == "stream" else routes["hidden"].num_chunks
+    elif count.head == "JAX, hidden route":
+        found = plan_chunks(WORLD * N, 256 // WORLD, H, **budget).num_chunks
+    else:
+        columns = {"vocabulary shard": 65, "FSDP2, vocabulary shard": 129}.get(count.head, V)
+        found = plan_chunks(N, columns, H, **budget).num_chunks
+    assert -(-found // 1) == chunks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_heads_that_stay_where_they_are(backend: str, monkeypatch: Any) -> None:
+    """A15, A14: on real ranks with 0, 1 and N tokens, in 1, 7 and 64 chunks or blocks; what is off
+    by a round, or sends nothing back, is rejected."""
+    pytest.importorskip(backend)
+    stay = {name: tokens for name, tokens in HEADS[backend].items() if has_rounds(name)}
+    assert len(stay) == (4 if backend == "torch" else 2)
+    monkeypatch.setitem(HEADS, backend, stay)
+    findings = Findings((backend,), 1.0)
+    collectives._measure(findings, backend, backend, CHUNKS)
+    found = findings.measurements
+    assert [m for m in found if not m.passed] == []
+    assert sum(m.row == "A15" for m in found) == len(CHUNKS) * len(stay)
+    rejected = [m for m in found if m.row == "A14"]
+    assert len(rejected) == len(stay)
+    assert all("5 mutants" in m.case for m in rejected)
+
+
+def has_rounds(name: str) -> bool:
+    budget = BUDGETS[name]
+    return budget != replace(budget, each={}, each_backward={})
