@@ -48,6 +48,14 @@ def routed(head: Any, rank: int, gather: Any, **more: Any) -> Any:
     return chunked_nll(hidden, head.weight, labels, gather=gather, **more)
 
 
+def of_integers(rank: int) -> Any:
+    from xentlib.torch import chunked_nll
+
+    hidden, labels = tokens_of(rank)
+    head = fsdp_head()
+    return chunked_nll(hidden.long(), head.weight, labels, gather="auto", tokens_per_rank=12)
+
+
 def differing_upstream(rank: int, group: Any) -> Any:
     out = own_rows(rank, 2, group, *tokens_of(rank))
     return (out.loss * (rank + 1)).backward()
@@ -132,6 +140,7 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
         "count": lambda: routed(fsdp_head(), rank, "hidden", tokens_per_rank=12),
         "no count": lambda: routed(fsdp_head(), rank, "auto"),
         "count of words": lambda: routed(fsdp_head(), rank, "auto", tokens_per_rank=0),
+        "integers": lambda: of_integers(rank),
         "shards too": lambda: routed(fsdp_head(), rank, "hidden", vocab_parallel=group),
         "layout": lambda: routed(fsdp_head(), rank, "hidden", weight_layout="HV"),
         "kept whole": lambda: kept_whole(rank),
@@ -169,6 +178,7 @@ SAID = {
     "count": "`tokens_per_rank` must be given with `gather='auto'`, and with nothing else",
     "no count": "`tokens_per_rank` must be given with `gather='auto'`, and with nothing else",
     "count of words": "`tokens_per_rank` must be a positive integer or None; got 0",
+    "integers": "`hidden` must be floating point (float16, bfloat16, float32, float64); got int64",
     "shards too": "`gather` must be 'head' with `vocab_parallel`",
     "layout": "`gather` must be 'head' unless `fully_shard` alone shards `weight`",
     "kept whole": "`gather` must be 'head' for a head whose FSDP group is whole already",

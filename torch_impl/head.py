@@ -14,10 +14,11 @@ from xentlib.call import Arguments
 from xentlib.checks.lowrank import check_low_rank_route
 from xentlib.checks.placement import refuse_dtensor
 from xentlib.checks.route import check_route, refuse_routed
+from xentlib.checks.words import check_floating
 from xentlib.lowrank import LowRankHead
 from xentlib.options import Gather
 from xentlib.plan import choose_gather
-from xentlib.torch.describe import dtype_name, only_tensors
+from xentlib.torch.describe import describe, dtype_name, only_tensors
 from xentlib.torch.heads import head_of
 from xentlib.torch.lowrank import low_rank_of, unpacked, with_weight
 from xentlib.torch.shards import Resident, Rows, is_dtensor
@@ -83,6 +84,8 @@ def chosen(given: Arguments, recompute: bool) -> Gather:
     owner = owner_of(given.weight)
     if owner is None or given.weight.ndim != 2 or not fsdp2.by_rows(owner, given.weight):
         return "head"
+    for name in ("hidden", "weight"):
+        check_floating(name, describe(getattr(given, name)))
     policy, hidden = owner.group.mp_policy, given.hidden
     gathered = policy.param_dtype or given.weight.dtype
     reduced = policy.reduce_dtype or gathered
