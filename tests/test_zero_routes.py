@@ -89,6 +89,7 @@ ROWS = "`gather` must be 'head' unless ZeRO-3 keeps as many whole rows of `weigh
 REFUSED = {
     "a vocabulary that the ranks do not divide": f"{ROWS} rank; got 'hidden' with [101, 16]",
     "layout": f"{ROWS} rank; got 'hidden' with [102, 16], weight_layout='HV' and 2 ranks",
+    "nodes": "`tokens_parallel` must be None, with `gather='hidden'`, for a head of ZeRO-3; got a",
     "a bias of one's own": f"under ZeRO-3 with a weight or a bias that it does not keep, {SHOWN}",
     "offloaded optimizer": f"parameters or optimizer states that are offloaded, {SHOWN}",
     "offloaded parameters": f"parameters or optimizer states that are offloaded, {SHOWN}",

@@ -60,6 +60,9 @@ class HeadCall(NamedTuple):
     group: str  # "" without vocabulary shards
     reduce_hidden: bool  # d hidden is summed over the shards
     route: str  # where the group's ranks have tokens of their own: what travels, or ""
+    nodes: Tensor | None  # [nodes, ranks]: the part of the head of each, gathered over nodes first
+    peers: str  # group of the ranks at this rank's place in its node; "" without nodes
+    every: str  # group of the ranks of all nodes
     head_scale: float  # of d weight and d bias: where a wrapper would average over its ranks
     low_in: Tensor | None  # A, B, mask and factor of a `LowRankHead`
     low_out: Tensor | None
@@ -130,6 +133,9 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
         group=local.group,
         reduce_hidden=given.reduce_hidden_grad,
         route="" if given.tokens_parallel is None else local.route,
+        nodes=local.nodes,
+        peers=local.peers,
+        every=local.every,
         head_scale=local.scale,
         low_in=None if low is None else low.a,
         low_out=None if low is None else low.b,

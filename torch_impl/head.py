@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xentlib.call import Arguments
 from xentlib.checks.lowrank import check_low_rank_route
-from xentlib.checks.placement import refuse_dtensor
+from xentlib.checks.placement import check_nodes_wrapper, refuse_dtensor
 from xentlib.checks.route import check_route, refuse_routed
 from xentlib.checks.words import check_floating
 from xentlib.lowrank import LowRankHead
@@ -109,16 +109,19 @@ def chosen(given: Arguments, recompute: bool) -> Gather:
 def rows_of(given: Arguments, heads: list[Any]) -> Rows:
     """This rank's, of a head that a wrapper has sharded."""
     if heads:
+        check_nodes_wrapper("ZeRO-3" if given.tokens_parallel is not None else "")
         return deepspeed.rows_of(given.weight, given.bias, given.weight_layout, given.gather)
     owner = owner_of(given.weight)
     if owner is None:
         refuse_routed(given.gather)
-    return fsdp2.rows_of(owner, given.weight, given.bias, given.weight_layout)
+    return fsdp2.rows_of(
+        owner, given.weight, given.bias, given.weight_layout, given.tokens_parallel
+    )
 
 
 def by_route(given: Arguments, rows: Rows, function: Callable[[Arguments], R]) -> R:
     """`function` of this rank's rows, to which the hidden states of all ranks travel."""
-    resident = Resident(rows.group, rows.shard, rows.scale, given.gather)
+    resident = Resident(rows.group, rows.shard, rows.scale, given.gather, rows.nodes)
     given = given._replace(
         weight=rows.weight,
         bias=rows.bias,

@@ -271,7 +271,8 @@ def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> 
     ctx.dtypes = [None if x is None else x.dtype for x in leaves]
     ctx.needs, ctx.head_scale = loss.needs, call.head_scale
     # Ranks whose tokens are in one gradient of the head
-    ctx.together = call.group if call.route and (loss.needs[1] or loss.needs[2]) else ""
+    together = call.every or call.group
+    ctx.together = together if call.route and (loss.needs[1] or loss.needs[2]) else ""
     ctx.divided = loss.mean or loss.denominator is not None  # for a loss without its output
 
 

@@ -116,10 +116,10 @@ def chunked_nll(
         tokens_parallel: the ranks of `vocab_parallel` again, where the tokens are spread over them
             too: `hidden`, `labels` and what else is per token are then this rank's own, of any
             number, none included, and so are its results and d hidden; the options are the same on
-            every rank, and the head's gradient is that of the sum of all ranks' results. Hidden
-            states of a chunk are gathered, their gradients reduce-scattered; what the other ranks
-            need of them travels in no other way. Every rank makes the call, with or without
-            tokens, and its backward, with the same upstream gradient.
+            every rank, and the head's gradient is that of the sum of all ranks' results. Every rank
+            makes the call, with or without tokens, and its backward, with the same upstream
+            gradient. In PyTorch, with `gather="hidden"`: a DeviceMesh [nodes, ranks of a node] of
+            FSDP2's ranks; rows are gathered over nodes, and hidden states stay in their own.
         gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
             with tokens of their own. "head": its rows, gathered whole for the call, [V, H].
             "hidden": the hidden states, chunk by chunk, to rows that stay where they are: no [V, H]
@@ -256,10 +256,10 @@ def chunked_logprobs(
         tokens_parallel: the ranks of `vocab_parallel` again, where the tokens are spread over them
             too: `hidden`, `labels` and what else is per token are then this rank's own, of any
             number, none included, and so are its results and d hidden; the options are the same on
-            every rank, and the head's gradient is that of the sum of all ranks' results. Hidden
-            states of a chunk are gathered, their gradients reduce-scattered; what the other ranks
-            need of them travels in no other way. Every rank makes the call, with or without
-            tokens, and its backward.
+            every rank, and the head's gradient is that of the sum of all ranks' results. Every rank
+            makes the call, with or without tokens, and its backward. In PyTorch, with
+            `gather="hidden"`: a DeviceMesh [nodes, ranks of a node] of FSDP2's ranks; rows are
+            gathered over nodes, and hidden states stay in their own.
         gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
             with tokens of their own. "head": its rows, gathered whole for the call, [V, H].
             "hidden": the hidden states, chunk by chunk, to rows that stay where they are: no [V, H]

@@ -24,6 +24,7 @@ from xentlib.checks.shards import check_agreement, check_shards, check_tiles
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.kernels import RestStats
+from xentlib.torch.core.places import Places
 from xentlib.torch.core.softmax import relative_to
 
 __all__ = [
@@ -170,8 +171,16 @@ class VocabParallel:
     """The collectives of a call: one MAX, one packed SUM, one SUM of d hidden. What all ranks must
     have alike, and the sizes of their shards, travel with the first MAX."""
 
-    def __init__(self, group: str, numbers: Tensor, rows: int, like: dict[str, Any]) -> None:
-        self.group, self.rows = group_named(group), rows
+    def __init__(
+        self,
+        group: str,
+        numbers: Tensor,
+        rows: int,
+        like: dict[str, Any],
+        places: Places | None = None,
+    ) -> None:
+        """`places`: of classes that do not stand in their order, which a shard counts then."""
+        self.group, self.rows, self.places = group_named(group), rows, places
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         start, stop, vocab_size = numbers.tolist()
         self.declared = start >= 0
@@ -208,7 +217,18 @@ class VocabParallel:
         if self.declared or self.confirmed:
             check_class_weights(weights.shape[0], shard.vocab_size)
         own = weights[shard.start : shard.stop]
+        if self.places is not None:
+            own = weights[self.places.class_at(torch.arange(shard.size, device=weights.device))]
         return own if own.shape[0] == shard.size else weights.new_ones(shard.size)
+
+    def class_at(self, columns: Tensor) -> Tensor:
+        """Of columns of this rank, as floats; the first of several has the lowest."""
+        if self.places is None:
+            of_start: Tensor = columns + self.shard.start
+            return of_start
+        # Where no other class is on this rank a column is any number.
+        found = self.places.class_at(columns.long().clamp(0, max(0, self.shard.size - 1)))
+        return found.to(columns.dtype)
 
     def sent(self) -> Tensor:
         """What travels with the first MAX: [3 E] that must agree, [3 R] sizes, whether known."""
@@ -304,7 +324,7 @@ class VocabParallel:
         packed = [torch.where(owned, z_y, 0.0), *(x for x in terms if x is not None)]
         if first is not None:
             tops = torch.zeros(self.ranks, count, dtype=m.dtype, device=m.device)
-            tops[self.rank] = first + self.shard.start
+            tops[self.rank] = first
             packed += tops
         sums = torch.stack(packed)
         dist.all_reduce(sums, group=self.group)
@@ -322,10 +342,14 @@ class VocabParallel:
 
 
 def vocab_parallel_of(
-    group: str, numbers: Tensor | None, rows: int, like: dict[str, Any]
+    group: str,
+    numbers: Tensor | None,
+    rows: int,
+    like: dict[str, Any],
+    places: Places | None = None,
 ) -> VocabParallel | None:
     """From what an operator may take as arguments; None without a group."""
-    return None if numbers is None else VocabParallel(group, numbers, rows, like)
+    return None if numbers is None else VocabParallel(group, numbers, rows, like, places)
 
 
 def begin_agreement(

@@ -15,6 +15,8 @@ from xentlib.checks.operand import plain
 from xentlib.checks.placement import (
     check_group,
     check_logits_placement,
+    check_nodes,
+    check_nodes_ranks,
     check_placement,
     check_replicated,
     check_same_ranks,
@@ -28,15 +30,18 @@ from xentlib.torch.ranks import numbers_of, undeclared
 
 __all__ = [
     "Local",
+    "Nodes",
     "Resident",
     "Rows",
     "check_same_group",
+    "chunked",
     "find_group",
     "is_dtensor",
     "local_columns",
     "local_logits",
     "local_low_rank",
     "local_rows",
+    "nodes_of",
     "replicated",
 ]
 
@@ -59,6 +64,24 @@ def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
     return find_group(parallel), None
 
 
+def nodes_of(mesh: Any, every: dist.ProcessGroup) -> tuple[Nodes | None, dist.ProcessGroup]:
+    """From `tokens_parallel` beside a head that a wrapper spreads over `every` rank: None for a
+    single node, and the ranks of this one."""
+    mesh_type = getattr(getattr(dist, "device_mesh", None), "DeviceMesh", ())
+    check_nodes(isinstance(mesh, mesh_type), getattr(mesh, "ndim", None), type(mesh).__name__)
+    ranks = dist.get_process_group_ranks(every)
+    part_of = {rank: part for part, rank in enumerate(ranks)}
+    table = mesh.mesh.tolist()
+    parts = [[part_of.get(rank, -1) for rank in node] for node in table]
+    # Rows of one rank then come in the order of their classes, those that there are first.
+    ascend = all(list(place) == sorted(place) for place in zip(*parts, strict=True))
+    same = sorted(part for node in parts for part in node) == list(range(len(ranks)))
+    check_nodes_ranks(same and ascend, ranks, table)
+    if len(parts) == 1:
+        return None, every
+    return Nodes(parts, mesh.get_group(0), every), mesh.get_group(1)
+
+
 class Local(NamedTuple):
     """Group and shard as an operator takes them; ("", None) for a whole vocabulary."""
 
@@ -66,6 +89,17 @@ class Local(NamedTuple):
     shard: Tensor | None  # [3] of `numbers_of` or `undeclared`; on the CPU
     scale: float = 1.0  # of the head's gradients
     route: str = "hidden"  # what travels where tokens are spread over the group too
+    nodes: Tensor | None = None  # [nodes, ranks], on the CPU; peers, every: as `Nodes` has them
+    peers: str = ""
+    every: str = ""
+
+
+class Nodes(NamedTuple):
+    """Ranks in nodes, where rows are gathered from those at one place of all nodes."""
+
+    parts: list[list[int]]  # of each rank of each node: which part of the head it keeps
+    peers: dist.ProcessGroup  # at this rank's place, of all nodes
+    every: dist.ProcessGroup  # all of them
 
 
 class Resident(NamedTuple):
@@ -75,6 +109,7 @@ class Resident(NamedTuple):
     shard: VocabShard
     scale: float  # what the wrapper would multiply the sum of its ranks' gradients by
     route: str
+    nodes: Nodes | None = None
 
 
 class Rows(NamedTuple):
@@ -82,10 +117,11 @@ class Rows(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    group: dist.ProcessGroup  # the ranks that have the others
+    group: dist.ProcessGroup  # the ranks that have the others, once they are gathered over nodes
     shard: VocabShard
     scale: float  # as the wrapper averages over its ranks, or divides by what it was told
     gemm_dtype: torch.dtype | None = None  # of its policy, where that is one of 16 bits
+    nodes: Nodes | None = None
 
 
 def local_rows(
@@ -101,8 +137,13 @@ def local_rows(
                 refuse_dtensor(name, tuple(x.placements))
         return weight, bias, whole
     if isinstance(parallel, Resident):
-        over, shard, scale, route = parallel
-        return weight, bias, Local(over.group_name, numbers_of(shard), scale, route)
+        over, shard, scale, route, nodes = parallel
+        local = Local(over.group_name, numbers_of(shard), scale, route)
+        if nodes is not None:
+            parts = torch.tensor(nodes.parts, device="cpu")
+            groups = nodes.peers.group_name, nodes.every.group_name
+            local = local._replace(nodes=parts, peers=groups[0], every=groups[1])
+        return weight, bias, local
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
     name, ranks = group.group_name, dist.get_world_size(group)

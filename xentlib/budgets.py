@@ -67,6 +67,17 @@ BUDGETS = {
         each=GATHER,
         each_backward=GATHER | SCATTER,
     ),
+    # The same in a node, by its own chunks; over nodes what must be alike, rows and d weight. A
+    # bias is one gather more, and its gradient one reduce-scatter.
+    "rows over nodes": Budget(
+        {"all_gather": 4} | SCATTER, GATHER, each=GATHER | {"all_reduce": 2} | SCATTER
+    ),
+    "rows over nodes, recompute": Budget(
+        {"all_gather": 4, "all_reduce": 2},
+        {"all_gather": 4} | SCATTER,
+        each=GATHER,
+        each_backward=GATHER | SCATTER,
+    ),
     # What ranks must have alike; each block twice, once for statistics, once for gradients. A bias
     # is one gather more, and its gradient one reduce-scatter.
     "stream": Budget(GATHER, GATHER, each={"all_gather": 2} | SCATTER),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from helpers.routed import nodes_of
 from helpers.wrapped import Setup, batches, model_of, part_of, run
 
 __all__ = ["Sharded", "on_rank", "wrapped"]
@@ -24,6 +25,7 @@ class Sharded(Setup):
     # "bf16" parameters, with reductions in float32; reductions in "fp64"; "offload" to the CPU
     policy: str = ""
     compiled: bool = False
+    nodes: int = 0  # over which rows are gathered before hidden states travel
     budget: tuple[int, int] | None = None  # gathers and scatters of the head, of one micro-batch
 
 
@@ -68,6 +70,8 @@ def on_rank(rank: int, world: int, setups: list[Sharded]) -> list[Any]:
     for setup in setups:
         model, tp = wrapped(setup, world)
         more = {} if tp is None else {"vocab_parallel": tp}
+        if setup.nodes:
+            more["tokens_parallel"] = nodes_of(setup.nodes)
         step_of = torch.compile(run, backend="aot_eager") if setup.compiled else run
         steps, total = batches(setup)
         ranks = world if tp is None else world // tp.size()

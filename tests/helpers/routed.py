@@ -3,6 +3,7 @@ head under real `fully_shard` that a route of `gather=` leaves sharded."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from xentlib.parity.outcomes import GRADIENTS
 from xentlib.parity.problem import Problem, Upstream
 from xentlib.torch import chunked_logprobs, chunked_nll, count_collectives
 
-__all__ = ["Routed", "Routes", "merged", "on_ranks"]
+__all__ = ["Routed", "Routes", "merged", "nodes_of", "on_ranks"]
 
 PER_TOKEN = ("where", "token_weights", "temperature")
 OUTPUTS = ("logprobs", "entropy", "lse", "correct", "predicted")
@@ -33,6 +34,7 @@ class Routed(NamedTuple):
     upstream: Upstream | None = None
     chunk_bytes: int | None = None
     audit: bool = False
+    nodes: int = 0  # with "hidden": over which rows are gathered first
 
 
 class Routes(NamedTuple):
@@ -102,6 +104,13 @@ def on_rank(rank: int, group: Any, call: Routed) -> Routes:
     )
 
 
+@cache
+def nodes_of(nodes: int) -> Any:
+    """All ranks, node by node."""
+    shape = (nodes, dist.get_world_size() // nodes)
+    return torch.distributed.init_device_mesh("cpu", shape)
+
+
 def local(x: Any) -> Any:
     return x.to_local() if hasattr(x, "to_local") else x
 
@@ -129,6 +138,8 @@ def leaves(rank: int, group: Any, call: Routed, options: dict[str, Any]) -> list
     fully_shard(head, mesh=DeviceMesh.from_group(group, "cpu"))
     head.set_gradient_divide_factor(1.0)
     options |= {"gather": call.route}
+    if call.nodes:
+        options["tokens_parallel"] = nodes_of(call.nodes)
     return [head.weight, head.bias]
 
 

@@ -101,6 +101,7 @@ def modified() -> Any:
 
 CALLS: dict[str, Callable[[], Any]] = {
     "a vocabulary that the ranks do not divide": lambda: called(Trained(vocab=101)),
+    "nodes": lambda: called(tokens_parallel=torch.distributed.init_device_mesh("cpu", (2, 1))),
     "layout": lambda: called(weight_layout="HV"),
     "a bias of one's own": with_bias,
     "offloaded optimizer": lambda: under(offload_optimizer={"device": "cpu"}),

@@ -10,7 +10,7 @@ tokens of a rank in a chunk, M = R L tokens of the walk, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.checks.shards import check_agreement, check_upstream
+from xentlib.checks.tokens import check_labels_elsewhere
 from xentlib.plan import ChunkPlan, shard_of, spread_tokens
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes
-from xentlib.torch.core.tokens import Tokens, counted
+from xentlib.torch.core.tokens import Tokens, check_labels, counted
 from xentlib.torch.ranks import free_to_read, gather_into, group_named, numbers_of, scatter_into
 
-__all__ = ["Sending", "Spread", "same_upstream"]
+__all__ = ["Sending", "Spread", "agree_first", "same_upstream"]
 
 # What must be alike on all ranks before they can tell each other more.
 ALIKE = ("max_chunk_bytes", "the width of hidden", "the dtype of hidden", "ignore_index")
@@ -44,6 +45,39 @@ class Sending(NamedTuple):
         return self.result
 
 
+def kind_of(call: HeadCall) -> int:
+    """Its dtypes, as a number."""
+    return 10 * DTYPES.index(call.compute_dtype) + DTYPES.index(call.gemm_dtype)
+
+
+def agree_first(
+    group: dist.ProcessGroup,
+    call: HeadCall,
+    tokens: Tokens,
+    needs: Sequence[bool],
+    alike: dict[str, int],
+) -> None:
+    """Before ranks go ways of their own: refuse on all of them a label outside the vocabulary on
+    any, and what must be alike on all, or they would not make the same collectives."""
+    assert call.shard is not None
+    wanted = sum(2**k * bool(need) for k, need in enumerate(needs) if k)
+    wanted += 8 * any(needs)
+    bad = bool(tokens.bad.any()) if free_to_read(tokens.bad) else False
+    alike = {
+        **alike,
+        "the width of hidden": call.hidden.shape[1],
+        "the dtype of hidden": kind_of(call),
+        "gradient of the head": wanted,
+    }
+    ours = torch.tensor([bad, *alike.values()], dtype=torch.int64, device=call.hidden.device)
+    all_RS = ours.new_empty(dist.get_world_size(group), len(ours))
+    gather_into(all_RS.view(-1), ours, group=group)
+    bad_R, *columns = all_RS.T.tolist()
+    check_labels(call.labels, tokens.bad, call.ignore_index, int(call.shard[2]))
+    check_labels_elsewhere([rank for rank, found in enumerate(bad_R) if found])
+    check_agreement([name for name, x in zip(alike, columns, strict=True) if len(set(x)) > 1])
+
+
 class Spread:
     """What the ranks of a call tell each other of their tokens."""
 
@@ -56,9 +90,9 @@ class Spread:
         _, rows_M = counted(call.labels, call.where, call.ignore_index)
         own = hidden.shape[0] if rows_M is None else rows_M.shape[0]
         rows = call.weight.shape[call.transposed]
-        kind = 10 * DTYPES.index(call.compute_dtype) + DTYPES.index(call.gemm_dtype)
         budget = chunk_bytes(call.chunk_bytes, hidden.device)
-        said = [own, rows, budget, call.chunk_bytes, hidden.shape[1], kind, call.ignore_index]
+        said = [own, rows, budget, call.chunk_bytes, hidden.shape[1]]
+        said += [kind_of(call), call.ignore_index]
         ours = torch.tensor(said, dtype=torch.int64, device=hidden.device)
         all_RS = ours.new_empty(self.ranks, len(said))
         gather_into(all_RS.view(-1), ours, group=self.group)

@@ -77,6 +77,8 @@ class StatSums:
         found = iter(more)
         rest = RestStats(m, ones, s, *(next(found) if wanted else None for wanted in self.asked))
         walk, places = self.walk, self._places()
+        if rest.top is not None and walk.parallel is not None:
+            rest = rest._replace(top=walk.parallel.class_at(rest.top))
         owned = walk.tokens.owned
         owned = torch.ones_like(z_y, dtype=torch.bool) if owned is None else owned[places]
         own: Tensor | float = float(walk.local_size)

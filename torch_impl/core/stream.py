@@ -18,24 +18,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks.shards import check_agreement
-from xentlib.checks.tokens import check_labels_elsewhere
 from xentlib.plan import VocabShard, stream_rows
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.gradients import Gradients, GradientSums
 from xentlib.torch.core.kernels import Asked, RestStats
+from xentlib.torch.core.nodes import NodeSums, NodeWalk
 from xentlib.torch.core.softmax import TokenStats, joined, token_stats
-from xentlib.torch.core.spread import DTYPES, Sending
+from xentlib.torch.core.spread import Sending, agree_first
 from xentlib.torch.core.stats import StatSums, add_chunk, all_stats, labelled_at
-from xentlib.torch.core.tokens import check_labels, select_tokens
+from xentlib.torch.core.tokens import select_tokens
 from xentlib.torch.core.walk import Walk
-from xentlib.torch.ranks import free_to_read, gather_into, group_named, scatter_into
+from xentlib.torch.ranks import gather_into, group_named, scatter_into
 
 __all__ = ["StreamSums", "Streamed", "stats_of", "sums_of", "walk_of"]
-
-# What must be alike on all ranks, or their blocks would not be.
-ALIKE = ("max_chunk_bytes", "the width of hidden", "the dtype of hidden", "gradient of the head")
 
 
 class Passing(NamedTuple):
@@ -43,10 +39,16 @@ class Passing(NamedTuple):
 
     shard: VocabShard
     largest: int
+    order_V: Tensor  # of the classes
     agreed: bool = True
 
     def own_part(self, weights: Tensor) -> Tensor:
         return weights[self.shard.start : self.shard.stop]
+
+    def class_at(self, columns: Tensor) -> Tensor:
+        """Of columns of the block, as floats; the first of several has the lowest."""
+        places = self.shard.start + columns.long().clamp(0, self.shard.size - 1)
+        return self.order_V[places].to(columns.dtype)
 
 
 class Streamed:
@@ -73,7 +75,8 @@ class Streamed:
         self.rows_each = -(-self.vocab_size // self.ranks)  # of every rank, but for the last ones
         budget = chunk_bytes(call.chunk_bytes, device)
         self.block = stream_rows(self.rows_each, self.hidden_size, self.ranks, budget)
-        self._agree(call, needs)
+        alike = {"max_chunk_bytes": self.block}
+        agree_first(self.group, call, self.own, needs, alike)
         self.class_weights = None
         if class_weights is not None:
             self.class_weights = class_weights.to(self.compute_dtype)
@@ -89,20 +92,6 @@ class Streamed:
         self.local = call.weight.to(self.gemm_dtype)
         self.bias_V = None if call.bias is None else self._whole_bias(call.bias)
         self.call = self._of_blocks(call)
-
-    def _agree(self, call: HeadCall, needs: Sequence[bool]) -> None:
-        kind = 10 * DTYPES.index(call.compute_dtype) + DTYPES.index(call.gemm_dtype)
-        wanted = sum(2**k * bool(need) for k, need in enumerate(needs) if k)
-        wanted += 8 * any(needs)
-        bad = bool(self.own.bad.any()) if free_to_read(self.own.bad) else False
-        said = [bad, self.block, self.hidden_size, kind, wanted]
-        ours = torch.tensor(said, dtype=torch.int64, device=call.hidden.device)
-        all_RS = ours.new_empty(self.ranks, len(said))
-        gather_into(all_RS.view(-1), ours, group=self.group)
-        bad_R, *columns = all_RS.T.tolist()
-        check_labels(call.labels, self.own.bad, call.ignore_index, self.vocab_size)
-        check_labels_elsewhere([rank for rank, found in enumerate(bad_R) if found])
-        check_agreement([name for name, x in zip(ALIKE, columns, strict=True) if len(set(x)) > 1])
 
     def _whole_bias(self, bias: Tensor) -> Tensor:
         """[V], in the order of the classes."""
@@ -145,7 +134,7 @@ class Streamed:
             )
             weights = None if self.class_weights is None else self.class_weights[self.order_V]
             shard = VocabShard(start, stop, self.vocab_size)
-            yield Walk(call, weights, Passing(shard, stop - start))
+            yield Walk(call, weights, Passing(shard, stop - start, self.order_V))
 
     def _bounds(self, b: int) -> tuple[int, int]:
         """Places of a block's classes."""
@@ -180,12 +169,6 @@ class Streamed:
             for chunk in walk.chunks():
                 add_chunk(sums, walk, chunk)
             z_y, owned, rest, others = sums.of_rank()
-            if rest.top is not None:
-                # Its class, of the column in a block; the first of several has the lowest.
-                last = walk.local_size - 1
-                column = rest.top.long().clamp(0, last)
-                start = walk.parallel.shard.start if walk.parallel is not None else 0
-                rest = rest._replace(top=self.order_V[start + column].to(rest.top.dtype))
             z_y = torch.where(owned, z_y, 0.0)
             if found is None:
                 found, weight = (z_y, rest), others
@@ -276,6 +259,8 @@ def walk_of(
     """Over the head as the call has it; `needs`: gradients that will be asked for."""
     if call.route == "stream":
         return Streamed(call, needs, class_weights)
+    if call.nodes is not None:
+        return NodeWalk(call, needs, class_weights)
     return Walk(call, class_weights)
 
 
@@ -288,4 +273,6 @@ def sums_of(walk: Walk | Streamed, needs: list[bool], rows: int) -> GradientSums
     """For the gradients of a head of so many rows."""
     if isinstance(walk, Streamed):
         return StreamSums(walk, needs, rows)
+    if isinstance(walk, NodeWalk):
+        return NodeSums(walk, needs)
     return GradientSums(walk, needs, rows)

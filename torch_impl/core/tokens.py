@@ -13,6 +13,7 @@ from torch import Tensor
 from xentlib.checks.tokens import check_label_range
 from xentlib.plan import VocabShard
 from xentlib.torch.core.device import traits
+from xentlib.torch.core.places import Places
 
 __all__ = ["Tokens", "check_labels", "counted", "select_tokens"]
 
@@ -50,9 +51,11 @@ def select_tokens(
     vocab_size: int,
     shard: VocabShard | None,
     device: torch.device,
+    places: Places | None = None,
 ) -> Tokens:
-    """Of a call on `device`. A shard's columns are counted from its start; a target elsewhere is in
-    the spare column. Its labels are checked once all ranks are known to have the same."""
+    """Of a call on `device`. A shard's columns are counted from its start, in the order of classes
+    or of `places`; a target elsewhere is in the spare column. Its labels are checked once all ranks
+    are known to have the same."""
     valid_N, rows_M = counted(labels, where, ignore_index)
     labels = labels.long()
     in_range_N = (labels >= 0) & (labels < vocab_size)
@@ -65,8 +68,9 @@ def select_tokens(
     targets_N = labels = torch.where(valid_N & in_range_N, labels, 0)
     owned_N = None
     if shard is not None:
-        owned_N = (labels >= shard.start) & (labels < shard.stop)
-        labels = torch.where(owned_N, labels - shard.start, shard.size)
+        at_N = labels if places is None else places.of(labels)
+        owned_N = (at_N >= shard.start) & (at_N < shard.stop)
+        labels = torch.where(owned_N, at_N - shard.start, shard.size)
     return Tokens(labels, targets_N, owned_N, valid_N, bad_N, rows_M, packed)
 
 

@@ -18,6 +18,7 @@ from xentlib.torch.core.device import chunk_bytes, traits
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
 from xentlib.torch.core.low import LowRank, Seen
+from xentlib.torch.core.places import places_of
 from xentlib.torch.core.spread import Spread
 from xentlib.torch.core.tokens import Tokens, select_tokens
 from xentlib.torch.describe import dtype_name
@@ -50,8 +51,12 @@ class Walk:
         rows = call.weight.shape[call.transposed]
         self.spread = Spread(call) if call.route == "hidden" else None
         numbers = call.shard if self.spread is None else self.spread.numbers
+        places = None
+        if call.nodes is not None and call.shard is not None and self.spread is not None:
+            places = places_of(call.nodes, call.shard, self.spread.rank, hidden.device)
+        self.places = places
         if parallel is None:
-            parallel = vocab_parallel_of(call.group, numbers, rows, self.like)
+            parallel = vocab_parallel_of(call.group, numbers, rows, self.like, places)
         self.parallel = parallel
         shard = None if self.parallel is None else self.parallel.shard
         # Rows beyond those of the shard are padding.
@@ -61,7 +66,13 @@ class Walk:
         # Of this rank, and of the walk: the same, where tokens are not spread over the ranks.
         self.labels, self.temperature = call.labels, call.temperature
         self.own = self.tokens = select_tokens(
-            call.labels, call.where, call.ignore_index, self.vocab_size, shard, hidden.device
+            call.labels,
+            call.where,
+            call.ignore_index,
+            self.vocab_size,
+            shard,
+            hidden.device,
+            places,
         )
         # Of all classes, and of those here
         self.class_weights: Tensor | None = None
@@ -133,6 +144,7 @@ class Walk:
             self.vocab_size,
             self.parallel.shard,
             self.hidden.device,
+            self.places,
         )
         # Tokens that are not valid stay, so that chunks are the same on all ranks.
         self.tokens = tokens._replace(rows=None, packed=False)

@@ -19,9 +19,10 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
+from xentlib.checks.placement import check_nodes_wrapper
 from xentlib.checks.route import check_rows, refuse_whole
 from xentlib.plan import shard_of
-from xentlib.torch.shards import Rows
+from xentlib.torch.shards import Rows, chunked, nodes_of
 from xentlib.torch.wrappers.plain import Plain
 
 __all__ = [
@@ -178,12 +179,13 @@ def without_styles(module: Any) -> Iterator[None]:
             kept.update(all_of)
 
 
-def rows_of(owner: Owner, weight: Any, bias: Any, layout: str) -> Rows:
+def rows_of(owner: Owner, weight: Any, bias: Any, layout: str, mesh: Any = None) -> Rows:
     """What the wrapper does with a gradient is done with that of the rows: the same division, and
-    one sum over replicas where it would sum over them."""
+    one sum over replicas where it would sum over them. `mesh`: of the nodes over which rows are
+    gathered first, or None."""
     group = owner.group
     info, policy = group.mesh_info, group.mp_policy
-    mesh, replicas = info.mesh, getattr(info, "replicate_process_group", None)
+    replicas = getattr(info, "replicate_process_group", None)
     over = getattr(info, "shard_process_group", None)
     hooks = {
         "an all-reduce hook": group._all_reduce_hook is not None,
@@ -195,9 +197,14 @@ def rows_of(owner: Owner, weight: Any, bias: Any, layout: str) -> Rows:
     check_rows(alone, placements, layout, ", ".join(x for x, found in hooks.items() if found))
     if group.is_unsharded:
         refuse_whole()
-    ranks, classes = dist.get_world_size(over), weight.shape[0]
-    each = -(-classes // ranks)  # it is split as torch.chunk splits
-    sizes = tuple(max(0, min(each, classes - k * each)) for k in range(ranks))
+    assert over is not None
+    if mesh is not None:
+        check_nodes_wrapper("FSDP2 with replicas" if replicas is not None else "")
+    sizes, among, nodes = chunked(weight.shape[0], dist.get_world_size(over)), over, None
+    if mesh is not None:
+        nodes, among = nodes_of(mesh, over)
+    if nodes is not None:
+        sizes = tuple(sum(sizes[part] for part in place) for place in zip(*nodes.parts))
     found: list[Tensor | None] = [None, None]
     for k, whole in enumerate((weight, bias)):
         if whole is None:
@@ -208,15 +215,15 @@ def rows_of(owner: Owner, weight: Any, bias: Any, layout: str) -> Rows:
             rows = OverReplicas.apply(rows, group, held, replicas)  # type: ignore[no-untyped-call]
         found[k] = rows
     assert found[0] is not None
-    assert over is not None
     narrow = policy.param_dtype in (torch.bfloat16, torch.float16)
     return Rows(
         found[0],
         found[1],
-        over,
-        shard_of(sizes, dist.get_rank(over)),
-        1.0 / (group.gradient_divide_factor or mesh.size()),
+        among,
+        shard_of(sizes, dist.get_rank(among)),
+        1.0 / (group.gradient_divide_factor or info.mesh.size()),
         policy.param_dtype if narrow else None,
+        nodes,
     )
 
 

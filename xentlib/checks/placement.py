@@ -10,6 +10,9 @@ __all__ = [
     "check_group",
     "check_logits_placement",
     "check_mesh_axes",
+    "check_nodes",
+    "check_nodes_ranks",
+    "check_nodes_wrapper",
     "check_placement",
     "check_replicated",
     "check_same_ranks",
@@ -48,6 +51,37 @@ def check_same_tokens(vocab: Sequence[int], tokens: Sequence[int]) -> None:
         raise ValueError(
             f"`tokens_parallel` must hold the ranks of `vocab_parallel`, {list(vocab)}; got "
             f"{list(tokens)}. Pass the same group."
+        )
+
+
+def check_nodes(mesh: bool, dimensions: int | None, kind: str) -> None:
+    """Refuse what does not say which ranks are in which node."""
+    if not mesh or dimensions != 2:
+        came = f"one of {dimensions} dimensions" if mesh else f"a {kind}"
+        raise ValueError(
+            f"`tokens_parallel` must be a DeviceMesh of two dimensions, nodes and the ranks of a "
+            f"node, with `gather='hidden'`; got {came}. Pass `init_device_mesh(device, (nodes, "
+            f"ranks))`, or leave it out: hidden states then travel over all ranks."
+        )
+
+
+def check_nodes_ranks(same: bool, ranks: Sequence[int], nodes: Sequence[Sequence[int]]) -> None:
+    """Refuse nodes of other ranks than those that share the head, or in another order."""
+    if not same:
+        raise ValueError(
+            f"`tokens_parallel` must hold the ranks that `fully_shard` spreads the head over, "
+            f"{list(ranks)}, node by node and in that order; got {list(map(list, nodes))}. Pass a "
+            f"mesh of those ranks, or call `fully_shard` over the mesh flattened."
+        )
+
+
+def check_nodes_wrapper(wrapper: str) -> None:
+    """Refuse nodes where rows are not spread over all ranks by FSDP2."""
+    if wrapper:
+        raise ValueError(
+            f"`tokens_parallel` must be None, with `gather='hidden'`, for a head of {wrapper}; got "
+            f"a mesh, over whose nodes `fully_shard` without replicas spreads the rows. Leave it "
+            f"out: hidden states then travel over the ranks that share the head."
         )
 
 

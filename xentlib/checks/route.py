@@ -47,7 +47,7 @@ def check_route(call: Arguments) -> None:
         )
     if call.tokens_parallel is None:
         return
-    if call.vocab_parallel is None:
+    if call.vocab_parallel is None and call.gather != "hidden":
         raise ValueError(
             "`tokens_parallel` must come with `vocab_parallel`, of the same ranks; got it alone. "
             "Pass both, with this rank's rows of the head as `weight`; for a head that a wrapper "
