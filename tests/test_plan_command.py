@@ -93,7 +93,7 @@ def test_json_is_the_plan(capsys) -> None:
         assert x["peak"] == dict(route.peak)
         assert (x["peak_bytes"], x["seconds"]) == (route.peak_bytes, route.seconds)
         assert sum(one["bytes"] for one in x["exchanges"]) == route.bytes()
-    ours = [route for name, route in routes.items() if name not in ("full logits", "hybrid")]
+    ours = [route for name, route in routes.items() if name != "full logits"]
     assert found["fastest"] == min(ours, key=lambda route: route.seconds).name
     assert found["smallest"] == min(ours, key=lambda route: route.peak_bytes).name
 
@@ -113,8 +113,9 @@ def test_the_table(capsys) -> None:
     assert text.count("GiB at the peak: ") == 5
     up_to = crossover_tokens(128_256, 4096, 64, nodes=8)
     assert f"hidden before head up to {up_to:,} tokens" in text
-    assert "`gather` has no hybrid" in text
-    assert "no hybrid" not in said(capsys, *SIZES)
+    assert "hybrid is `gather='hidden'` with a mesh [nodes, ranks of a node]" in text
+    assert "hybrid" not in said(capsys, *SIZES)
+    assert "hybrid" not in said(capsys, *SIZES, "--nodes", "2", "--replicas", "2")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from xentlib.plan import Route, head_routes
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
+from helpers.routed import nodes_of  # noqa: E402
+
 # No size divides another, no two buffers have as many bytes.
 V, H, CHUNK = 8003, 520, 8 << 20
 CLOSE = 0.05  # the specification's own figure, as in test_memory.py
@@ -35,6 +37,7 @@ class Step:
     replicas: int = 1
     micro_batches: int = 1
     gather: str = "head"
+    nodes: int = 1
 
     def planned(self, ranks: int) -> Route:
         head_dtype = self.policy[0] or self.param_dtype
@@ -44,6 +47,7 @@ class Step:
             H,
             ranks // self.replicas,
             replicas=self.replicas,
+            nodes=self.nodes,
             dtype=self.dtype,
             head_dtype=head_dtype,
             reduce_dtype=self.policy[1] or head_dtype,
@@ -54,6 +58,8 @@ class Step:
             max_chunk_bytes=CHUNK,
             platform="cpu",
         )
+        if self.nodes > 1:
+            return routes["hybrid"]
         return routes["full logits" if self.call == "full logits" else self.gather]
 
 
@@ -83,7 +89,18 @@ for route in ("hidden", "stream"):
             dtype="bfloat16", param_dtype="bfloat16", gather=route
         ),
         f"NLLHead, {route}": Step("NLLHead", gather=route),
+        f"chunked_nll, {route}, three micro-batches": Step(gather=route, micro_batches=3),
     }
+OVER_NODES: dict[str, Any] = {"gather": "hidden", "nodes": 2}
+NODES = {
+    "chunked_nll, nodes": Step(**OVER_NODES),
+    "chunked_logprobs, nodes": Step("chunked_logprobs", **OVER_NODES),
+    "chunked_nll, nodes, bf16": Step(**LOW, **OVER_NODES),
+    "chunked_logprobs, nodes, bf16": Step("chunked_logprobs", **LOW, **OVER_NODES),
+    "chunked_nll, nodes, all bf16": Step(dtype="bfloat16", param_dtype="bfloat16", **OVER_NODES),
+    "chunked_nll, nodes, three micro-batches": Step(micro_batches=3, **OVER_NODES),
+    "NLLHead, nodes": Step("NLLHead", **OVER_NODES),
+}
 REPLICATED = {
     "chunked_nll, hidden, replicas": Step(replicas=2, gather="hidden"),
     "chunked_nll, stream, replicas": Step(replicas=2, gather="stream"),
@@ -112,6 +129,8 @@ def loss_of(step: Step, hidden: Any, head: Any, labels: Any) -> Any:
     from xentlib.torch import chunked_logprobs, chunked_nll
 
     more: dict[str, Any] = {"max_chunk_bytes": CHUNK, "gather": step.gather}
+    if step.nodes > 1:
+        more["tokens_parallel"] = nodes_of(step.nodes)
     if step.call == "NLLHead":
         return head(hidden, labels, **more).loss
     if step.call == "full logits":
@@ -131,7 +150,7 @@ def measured(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     found = {}
     for name in names:
-        step = (STEPS | REPLICATED)[name]
+        step = PLACES[name][0]
         head = head_of(step, world)
         hidden = torch.randn(step.tokens, H).to(getattr(torch, step.dtype)).requires_grad_()
         labels = torch.randint(V, (step.tokens,))
@@ -139,6 +158,7 @@ def measured(rank: int, world: int, names: list[str]) -> dict[str, Any]:
         def window(step: Step = step, head: Any = head, x: Any = hidden, y: Any = labels) -> None:
             for k in reversed(range(step.micro_batches)):
                 head.set_requires_gradient_sync(k == 0)
+                x.grad = None  # a micro-batch has hidden states of its own
                 loss_of(step, x, head, y).backward()
 
         window()
@@ -148,7 +168,7 @@ def measured(rank: int, world: int, names: list[str]) -> dict[str, Any]:
             loss.backward()
         del loss
         peaks = []
-        for _ in range(ROUNDS if name in STEPS else 0):
+        for _ in range(0 if name in REPLICATED else ROUNDS):
             hidden.grad = head.weight.grad = None
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 window()
@@ -170,18 +190,21 @@ def _bytes(count: Any) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     ranks = launch(3, measured, list(STEPS), seconds=600)
-    four = launch(4, measured, list(REPLICATED), seconds=300)
+    four = launch(4, measured, [*NODES, *REPLICATED], seconds=600)
     return {name: [rank[name] for rank in (ranks if name in STEPS else four)] for name in PLACES}
 
 
-PLACES = dict.fromkeys(STEPS, 3) | dict.fromkeys(REPLICATED, 4)
+# With the ranks of each.
+PLACES = {name: (step, 3) for name, step in STEPS.items()}
+PLACES |= {name: (step, 4) for name, step in (NODES | REPLICATED).items()}
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_what_is_sent_is_the_plan(found: Any, name: str) -> None:
     """A15: numbers and bytes of each kind of collective, in the forward and in the backward, on
     every rank."""
-    route = (STEPS | REPLICATED)[name].planned(PLACES[name])
+    step, ranks_of_step = PLACES[name]
+    route = step.planned(ranks_of_step)
     for phase, backward in enumerate((False, True)):
         sent = [ranks[phase] for ranks, _ in found[name]]
         assert all(counts == route.counts(backward=backward) for counts, _ in sent)
@@ -193,10 +216,11 @@ def test_what_is_sent_is_the_plan(found: Any, name: str) -> None:
         assert sum(want) == route.bytes(backward=backward)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", STEPS | NODES)
 def test_what_is_allocated_is_the_plan(found: Any, name: str) -> None:
     """D5: within 5 %, both ways. The middle of all ranks' rounds: now and then a thread of gloo
     holds a buffer for longer than it is used, into the next round."""
-    route = STEPS[name].planned(3)
+    step, ranks = PLACES[name]
+    route = step.planned(ranks)
     middle = median_low(peak for _, peaks in found[name] for peak in peaks)
     assert abs(middle / route.peak_bytes - 1) <= CLOSE, f"{middle} {route.peak_bytes} {route.peak}"

@@ -128,8 +128,12 @@ def test_what_the_hybrid_sends() -> None:
     """Hidden states stay in a node; over nodes go rows that 1 / L of a gathered head has."""
     n, h, ranks, nodes = 4096, 4096, 64, 8
     route = head_routes(n, LLAMA["vocab_size"], h, ranks, nodes=nodes)["hybrid"]
-    over = [x for x in route.exchanges if x.nodes == nodes]
+    over = [x for x in route.exchanges if x.ranks == x.nodes]
     within = [x for x in route.exchanges if x.nodes == 1]
+    # What must be alike on all ranks, and upstream gradients.
+    rest = [x for x in route.exchanges if x not in (*over, *within)]
+    exact([sum(x.bytes for x in rest)], [ranks * 6 * 8 + ranks * 2 * 4])
+    assert {(x.ranks, x.nodes) for x in rest} == {(ranks, nodes)}
     rows = nodes * LLAMA["vocab_size"] // ranks
     assert {x.kind: x.bytes for x in over} == {
         "all_gather": rows * h * 2,
@@ -139,6 +143,7 @@ def test_what_the_hybrid_sends() -> None:
     states = sum(x.bytes for x in within if "hidden" in x.what)
     exact([states], [8 * n * h * (2 + 4)])
     assert "hybrid" not in head_routes(n, LLAMA["vocab_size"], h, ranks)
+    assert "hybrid" not in head_routes(n, LLAMA["vocab_size"], h, ranks, nodes=nodes, replicas=2)
 
 
 def test_the_head_of_llama_over_eight_ranks() -> None:

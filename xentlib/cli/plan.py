@@ -16,7 +16,7 @@ from xentlib.cli.usage import UsageError
 from xentlib.doctor.model import SOFTCAPS, ConfigError, head_of_file, read_config
 from xentlib.dtypes import FLOATS
 from xentlib.plan import Rates, Route, crossover_tokens, head_routes
-from xentlib.plan.routes import CHOICES, OPTIONS, RouteOptions
+from xentlib.plan.routes import OPTIONS, RouteOptions
 
 __all__ = ["Sizes", "add_arguments", "document", "run", "sizes_of"]
 
@@ -25,6 +25,7 @@ NAMES = {head.name: head for head in REAL}
 GPUS = 8  # of a node, where it is not said how many nodes there are
 GIB, GB = 2**30, 1e9
 PLOTS = (".svg", ".png", ".pdf")
+HYBRID = " hybrid is `gather='hidden'` with a mesh [nodes, ranks of a node] as `tokens_parallel`."
 
 
 class Sizes(NamedTuple):
@@ -246,6 +247,7 @@ def sizes_of(model: str) -> Sizes:
 def document(sizes: Sizes, tokens: int, ranks: int, more: RouteOptions) -> dict[str, Any]:
     """All there is to say, in bytes, FLOP and seconds."""
     routes = head_routes(tokens, sizes.vocab, sizes.hidden, ranks, **more)
+    ours = [name for name in routes if name != "full logits"]
     setup: dict[str, Any] = {**more, "options": list(more.get("options", ()))}
     setup["rates"] = (more.get("rates") or Rates())._asdict()
     return {
@@ -255,8 +257,8 @@ def document(sizes: Sizes, tokens: int, ranks: int, more: RouteOptions) -> dict[
         "ranks": ranks,
         "setup": setup,
         "crossover_tokens": crossover_tokens(sizes.vocab, sizes.hidden, ranks, **more),
-        "fastest": min(CHOICES, key=lambda name: routes[name].seconds),
-        "smallest": min(CHOICES, key=lambda name: routes[name].peak_bytes),
+        "fastest": min(ours, key=lambda name: routes[name].seconds),
+        "smallest": min(ours, key=lambda name: routes[name].peak_bytes),
         "routes": [of_route(route) for route in routes.values()],
     }
 
@@ -321,7 +323,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         f"\nfastest: {found['fastest']}; least memory: {found['smallest']}; "
         + (f"hidden before head up to {crossover:,} tokens" if crossover else "head before hidden")
         + ". Seconds are predicted, with nothing overlapped."
-        + (" `gather` has no hybrid: it is on paper." if setup["nodes"] > 1 else "")
+        + (HYBRID if any(x["name"] == "hybrid" for x in routes) else "")
     )
 
 

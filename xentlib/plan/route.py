@@ -18,8 +18,9 @@ from xentlib.plan.setup import Setup
 __all__ = ["Route", "routes_of"]
 
 LABEL = 8  # bytes
-# Integers of 8 bytes that ranks tell each other before a walk: over hidden states, over blocks.
-SIZES, BLOCK_SIZES = 56, 40
+# Integers of 8 bytes that ranks tell each other before a walk: over hidden states, over blocks,
+# before rows are gathered over nodes.
+SIZES, BLOCK_SIZES, NODE_SIZES = 56, 40, 48
 # Numbers that ranks must have alike in a forward, thrice, and sizes of shards go with a MAX.
 ALIKE = {"chunked_nll": 25, "chunked_logprobs": 20}
 
@@ -101,7 +102,7 @@ class Route:
 
 def routes_of(s: Setup, rates: Rates) -> dict[str, Route]:
     made = [_full_logits(s, rates), _head(s, rates), _hidden(s, rates), _stream(s, rates)]
-    if s.nodes > 1:
+    if s.nodes > 1 and s.replicas == 1:
         made.append(_hybrid(s, rates))
     return {route.name: route for route in made}
 
@@ -202,7 +203,8 @@ def _twice(s: Setup, chunks: int) -> bool:
 
 
 def _of_tokens(s: Setup, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchange]:
-    """Hidden states to rows, and what belongs to each token."""
+    """Hidden states to rows, and what belongs to each token; of `ranks` on `nodes`, all of which or
+    one node's."""
     tokens, where = plan.num_tokens, (ranks, nodes)
     chunks = plan.num_chunks
     states = tokens * s.hidden * s.gemm_size
@@ -231,8 +233,8 @@ def _of_tokens(s: Setup, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchan
             Exchange("all_gather", "hidden states", chunks, states, *where, **last),
         ]
     else:
-        size = 2 * ranks * s.size
-        found.append(Exchange("all_gather", "upstream", 1, size, *where, backward=True))
+        size = 2 * s.ranks * s.size
+        found.append(Exchange("all_gather", "upstream", 1, size, s.ranks, s.nodes, backward=True))
     d_hidden = tokens * s.hidden * s.size
     found.append(
         Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, backward=s.recompute)
@@ -280,18 +282,20 @@ def _stream(s: Setup, rates: Rates) -> Route:
 
 
 def _hybrid(s: Setup, rates: Rates) -> Route:
-    """Rows of the same place of all nodes, which meet the tokens of their own node."""
+    """Rows of the same place of all nodes, which meet the tokens of their own node: "hidden" with a
+    mesh of nodes."""
     ranks, rows = s.ranks // s.nodes, s.rows_of_node
     plan = s.plan_of_shared(rows, ranks)
     over, entries = (s.nodes, s.nodes), rows * s.hidden
-    passed = entries * s.gemm_size
-    again = s.recompute and not s.kept
+    passed, told, where = entries * s.gemm_size, s.ranks * NODE_SIZES, (s.ranks, s.nodes)
+    again = int(s.recompute)
     exchanges = [
+        Exchange("all_gather", "sizes of all nodes", 1, told, *where),
         Exchange("all_gather", "rows of all nodes", 1, passed, *over),
         *_of_tokens(s, plan, ranks, 1),
-        Exchange("all_gather", "rows of all nodes", int(again), passed, *over, backward=True),
+        Exchange("all_gather", "sizes of all nodes", again, told, *where, backward=True),
+        Exchange("all_gather", "rows of all nodes", again, passed, *over, backward=True),
         Exchange("reduce_scatter", "d weight", 1, entries * s.size, *over, backward=s.recompute),
-        _over_replicas(s, s.rows * s.hidden * s.size),
     ]
     return _made(
         s,

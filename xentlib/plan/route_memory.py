@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.chunks import ChunkPlan
-from xentlib.plan.memory import D_HIDDEN, D_WEIGHT, ROWS, WIDENED, torch_walk
+from xentlib.plan.memory import D_HIDDEN, D_WEIGHT, LOGITS, ROWS, WIDENED, torch_walk
 from xentlib.plan.setup import Setup
 
 __all__ = ["Moments", "of_full_logits", "of_head", "of_hidden", "of_stream"]
@@ -84,15 +84,18 @@ def of_hidden(s: Setup, plan: ChunkPlan, rows: int, ranks: int, *, gathered: boo
     own = s.rows * s.hidden
     found = {"walk": walk}
     if gathered:
-        walk[GATHERED] = rows * s.hidden * s.gemm_size
-        walk[WIDENED] = _operand(s, rows) if s.on_cpu else 0
-        found["rows' reduction"] = {
-            INTO: rows * s.hidden * s.size,
+        # A CPU's copy takes the place of what was gathered.
+        widened = s.on_cpu and s.gemm_size < s.size
+        walk[GATHERED] = 0 if widened else rows * s.hidden * s.gemm_size
+        walk[WIDENED] = rows * s.hidden * s.size if widened else 0
+        # The rows are gone by then; gloo makes a copy of what leaves.
+        stays = {name: walk[name] for name in (LOGITS, ROWS, D_HIDDEN, PER_TOKEN)}
+        found["rows' reduction"] = stays | {
+            INTO: rows * s.hidden * s.size * (2 if s.on_cpu else 1),
             OUT_OF: own * s.size,
-            D_HIDDEN: s.tokens * s.hidden * s.size,
         }
     found["gradients rounded"] = _sums(s, s.rows, ITEMSIZE[s.param_dtype])
-    return found
+    return _with_earlier(s, found, own * ITEMSIZE[s.param_dtype])
 
 
 def of_stream(s: Setup, plan: ChunkPlan, rows: int) -> Moments:
@@ -109,7 +112,9 @@ def of_stream(s: Setup, plan: ChunkPlan, rows: int) -> Moments:
         walk[CAST] = s.rows * s.hidden * s.gemm_size
     # Beside the tokens' numbers three of each class: where it passes, and in which order.
     walk[PER_TOKEN] = s.tokens * OF_A_TOKEN + 3 * 8 * s.vocab
-    return {"walk": walk, "gradients rounded": _sums(s, s.rows, ITEMSIZE[s.param_dtype])}
+    own = ITEMSIZE[s.param_dtype]
+    found = {"walk": walk, "gradients rounded": _sums(s, s.rows, own)}
+    return _with_earlier(s, found, s.rows * s.hidden * own)
 
 
 def _gathered(s: Setup) -> int:
@@ -166,10 +171,12 @@ def _reduced(s: Setup) -> Moments:
     }
 
 
-def _with_earlier(s: Setup, found: Moments) -> Moments:
+def _with_earlier(s: Setup, found: Moments, size: int | None = None) -> Moments:
     """FSDP2 keeps d weight whole, in the dtype of the reduction, until the micro-batch that
-    reduces."""
+    reduces; of rows that stay a rank has `size` bytes of its own."""
     if s.micro_batches == 1:
         return found
-    earlier = {EARLIER: s.vocab * s.hidden * ITEMSIZE[s.reduce_dtype]}
+    if size is None:
+        size = s.vocab * s.hidden * ITEMSIZE[s.reduce_dtype]
+    earlier = {EARLIER: size}
     return {name: parts | earlier for name, parts in found.items()}

@@ -58,7 +58,9 @@ def head_routes(
                  reduce-scatter R v H b_reduce once in `micro_batches`
         hidden   C all-gathers of R T H b, C reduce-scatters of R T H 4, and a few numbers a token
         stream   2 B all-gathers of R K H b, B reduce-scatters of R K H 4
-        hybrid   hidden within a node, R / nodes ranks; over nodes rows of nodes v H, both ways
+        hybrid   hidden within a node, R / nodes ranks; over nodes one all-gather (two with
+                 `recompute`) of nodes v H b and one reduce-scatter of nodes v H 4; it is "hidden"
+                 with a mesh [nodes, ranks of a node] as `tokens_parallel`
 
     where sizes are those of whole tensors; a rank receives (R - 1) / R of them, twice that in an
     all-reduce. With replicas there is one more all-reduce of v H over them, once in
@@ -74,7 +76,8 @@ def head_routes(
         vocab_size: V.
         hidden_size: H.
         ranks: R, that share the rows: the size of FSDP's mesh, or of its sharding dimension.
-        nodes: that those ranks are spread over, evenly; "hybrid" is there from two on.
+        nodes: that those ranks are spread over, evenly; "hybrid" is there from two on, without
+            replicas.
         replicas: of the head (HSDP), each on nodes of its own.
         dtype: of the hidden states.
         head_dtype: that the head is gathered in, `param_dtype` of FSDP2's policy.
