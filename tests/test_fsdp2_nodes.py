@@ -168,6 +168,14 @@ def one_node_scales(rank: int, nodes: Any) -> Any:
     return (called(rank, nodes).loss * (1 + rank // 2)).backward()
 
 
+def low_rank(rank: int, nodes: Any) -> Any:
+    from xentlib.torch import LowRankHead, chunked_nll
+
+    hidden, labels = tokens_of(rank)
+    head = LowRankHead(head_of().weight, torch.randn(2, H), torch.randn(V, 2))
+    return chunked_nll(hidden, head, labels, gather="hidden", tokens_parallel=nodes)
+
+
 def refused(rank: int, world: int) -> dict[str, str]:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -187,6 +195,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "budget": lambda: called(rank, nodes, max_chunk_bytes=1024 * (1 + rank // 2)),
         "dtype": lambda: called(rank, nodes, compute_dtype="float64" if rank > 1 else None),
         "frozen": lambda: one_node_freezes(rank, nodes),
+        "low rank": lambda: low_rank(rank, nodes),
         "upstream": lambda: one_node_scales(rank, nodes),
     }
     said = {}
@@ -220,6 +229,7 @@ SAID = {
     "budget": f"`max_chunk_bytes` {SAME}",
     "dtype": f"`the dtype of hidden` {SAME}",
     "frozen": "`weight` and `bias` must require grad on every rank of `vocab_parallel`",
+    "low rank": "`weight` must be one array here; got a `LowRankHead` with ",
     "upstream": "the gradient of `loss` must be the same on every rank of `tokens_parallel`",
 }
 
