@@ -53,7 +53,7 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
             heads = deepspeed.sharded(weight, given.bias)
             if low is not None:
                 heads = deepspeed.sharded(weight, given.bias, low.a, low.b)
-                check_low_rank_route(given, bool(heads))
+                check_low_rank_route(given)
             if given.gather == "auto":
                 given = given._replace(gather=chosen(plain, recompute), tokens_per_rank=None)
             if given.gather != "head":

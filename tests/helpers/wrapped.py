@@ -15,6 +15,7 @@ from torch import nn
 from xentlib.torch import NLLHead
 
 V, H, B, L = 101, 16, 4, 12
+RANK, SCALE = 3, 0.7  # of adapters
 
 
 class Model(nn.Module):
@@ -48,7 +49,8 @@ class Setup:
     steps: int = 1  # micro-batches
     idle: bool = False  # rank 0 has no valid token
     chunk: int | None = None  # tokens
-    # To the head: read "parameter", "module", "NLLHead", "gather_head", DeepSpeed's.
+    # To the head: read "parameter", "module", "NLLHead", "gather_head", DeepSpeed's; a frozen one
+    # with adapters, "LowRankHead" or "PEFT", of which one process computes full logits.
     road: str = "parameter"
     audit: bool = False
     calls: int = 1  # of the head, each for its part of the rows, before one backward
@@ -113,7 +115,13 @@ def loss_of(
 
             with GatheredParameters(list(head.parameters())):
                 return function(hidden, head.weight, labels, bias=head.bias, **more)
-        if setup.road == "module":
+        if setup.road in ("LowRankHead", "PEFT") and not sharded(head):
+            logits = full_logits(setup, hidden, head).flatten(0, -2)
+            return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        if setup.road == "LowRankHead":
+            low = ours.LowRankHead(head.weight, head.a, head.b, SCALE)
+            return function(hidden, low, labels, bias=head.bias, **more)
+        if setup.road in ("module", "PEFT"):
             return function(hidden, head, labels, **more)
         # Read the head's parameters where they are: what the field's fused losses do.
         return function(hidden, head.weight, labels, bias=head.bias, **more)
@@ -131,13 +139,44 @@ def loss_of(
     return call(hidden)
 
 
+def sharded(head: Any) -> bool:
+    return any(hasattr(p, "ds_status") for p in head.parameters())
+
+
+def full_logits(setup: Setup, hidden: Any, head: Any) -> Any:
+    if setup.road == "PEFT":
+        return head(hidden)
+    return torch.nn.functional.linear(hidden, head.weight + SCALE * head.b @ head.a, head.bias)
+
+
+def adapt(setup: Setup, model: Model) -> None:
+    """Adapters on the head, which is frozen with its bias; B is as large as it is after training."""
+    head = model.head.requires_grad_(False)
+    if setup.road == "LowRankHead":
+        head.a = nn.Parameter(torch.randn(RANK, H) / H**0.5)
+        head.b = nn.Parameter(torch.randn(setup.vocab, RANK) / 4)
+        return
+    from peft import LoraConfig, inject_adapter_in_model
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    config = LoraConfig(r=RANK, lora_alpha=2, target_modules=["head"], init_lora_weights=False)
+    inject_adapter_in_model(config, model)  # which freezes what it finds
+    for p in trained:
+        p.requires_grad_()
+
+
 def model_of(setup: Setup) -> Model:
     model = Model(vocab=setup.vocab, **dict.fromkeys(setup.model, True))
+    if setup.road in ("LowRankHead", "PEFT"):
+        adapt(setup, model)
     if setup.road == "NLLHead":
         per_token = setup.function == "chunked_logprobs"
         model.head = NLLHead.from_linear(model.head, per_token=per_token)
     if setup.frozen:
-        model.requires_grad_(False).head.requires_grad_(True)
+        trained = [p for p in model.head.parameters() if p.requires_grad]
+        model.requires_grad_(False)
+        for p in trained:
+            p.requires_grad_()
     return model
 
 

@@ -50,7 +50,8 @@ def window_of(setup: Trained, window: int) -> tuple[list[Any], float]:
 
 def net(setup: Trained) -> Any:
     model = model_of(setup)
-    model.head.requires_grad_(not setup.frozen_head)
+    if setup.frozen_head:
+        model.head.requires_grad_(False)
     return model.bfloat16() if setup.low else model
 
 
@@ -113,7 +114,8 @@ def engine_of(setup: Trained, model: Any = None, **changes: Any) -> Any:
 
 def trained(setup: Trained) -> dict[str, Any]:
     """What every trained parameter has changed by; of the first window the head's gradient, what
-    the rank's own loss was, the hidden states and what was sent from the first loss on."""
+    the rank's own loss was, the hidden states and what was sent from the first loss on, and in the
+    last micro-batch."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -145,7 +147,8 @@ def trained(setup: Trained) -> dict[str, Any]:
                 hidden = torch.randn(3, H)
                 chunked_nll(hidden, engine.module.head.weight, labels[0, :3], gather=setup.gather)
             found.setdefault("loss", loss.item())
-            found.setdefault("sent", [(x.kind, x.bytes) for x in count.found])
+            found["last sent"] = [(x.kind, x.bytes) for x in count.found]
+            found.setdefault("sent", found["last sent"])
             if step == len(mine) - 1:
                 grads = {name: safe_get_full_grad(p) for name, p in learning.items()}
                 found.setdefault("gradients", {n: g.float().numpy() for n, g in grads.items()})

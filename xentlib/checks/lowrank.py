@@ -70,12 +70,11 @@ def check_low_rank(low: LowRankHead[Operand], hidden: Operand, problem: NLLProbl
     check_device("keep", low.keep, hidden)
 
 
-def check_low_rank_route(call: Arguments, zero: bool) -> None:
+def check_low_rank_route(call: Arguments) -> None:
     """Refuse routes that have no room for A and B."""
     for name, bad in (
         (f"gather={call.gather!r}", call.gather != "head"),
         ("`tokens_parallel`", call.tokens_parallel is not None),
-        ("a head that ZeRO-3 shards", zero),
     ):
         if bad:
             raise ValueError(
