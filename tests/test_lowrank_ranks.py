@@ -163,11 +163,17 @@ def differing(rank: int) -> list[str]:
     group, hidden, labels = torch.distributed.group.WORLD, torch.randn(8, 4), torch.arange(8)
     weight, a, b = torch.randn(5, 4) + rank, torch.randn(2, 4), torch.randn(5, 2)
     said = []
+    keep, trained = torch.ones(8, 4, dtype=torch.bool), a.clone().requires_grad_(rank == 1)
+    spread: dict[str, Any] = {"tokens_parallel": group}
     for head, more in (
         (LowRankHead(weight, a + rank, b), {}),
         (LowRankHead(weight, a, b, 1.0 + rank), {}),
         (LowRankHead(weight, a, b) if rank else weight, {}),
-        (LowRankHead(weight, a, b), {"tokens_parallel": group}),
+        (LowRankHead(weight, trained, b), {}),
+        (LowRankHead(weight, a + rank, b), spread),
+        (LowRankHead(weight, a, b) if rank else weight, spread),
+        (LowRankHead(weight, trained, b), spread),
+        (LowRankHead(weight, a, b, keep=keep if rank else None), spread),
     ):
         try:
             chunked_nll(hidden, head, labels, vocab_parallel=group, **more)
@@ -263,7 +269,11 @@ SAID = (
     "`a` must be the same on every rank of `vocab_parallel`",
     "`scale` must be the same on every rank of `vocab_parallel`",
     "`the rank of the head` must be the same on every rank of `vocab_parallel`",
-    "`weight` must be one array here; got a `LowRankHead` with `tokens_parallel`",
+    "`hidden` must require grad on every rank of `vocab_parallel`, or on none, like `a` of a",
+    "`a` must be the same on every rank of `vocab_parallel`",
+    "`the rank of the head` must be the same on every rank of `vocab_parallel`",
+    "`hidden` must require grad on every rank of `vocab_parallel`, or on none, like `a` of a",
+    "`keep` must be the same on every rank of `vocab_parallel`",
 )
 
 

@@ -73,12 +73,13 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
         agreement = walk.parallel.agreement
         agreement.exact("label_smoothing", loss.label_smoothing)
         agreement.exact("z_loss", loss.z_loss)
-        agreement.exact("gradient", float(needs[0]))
+        agreement.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
         agreement.exact("outputs", loss.entropy + 2.0 * loss.predicted)
         total = None if loss.class_weights is None else everywhere.total
         agreement.close("class_weights", total)
         if walk.spread is not None:
-            agreement.exact("gradient of the head", needs[1] + 2.0 * needs[2])
+            of_head = sum(2.0**k * need for k, need in enumerate(needs[1:]))
+            agreement.exact("gradient of the head", of_head)
         else:
             agreement.per_token("token_weights", loss.token_weights, num_tokens)
             agreement.close("denominator", divisor)
@@ -272,7 +273,7 @@ def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> 
     ctx.needs, ctx.head_scale = loss.needs, call.head_scale
     # Ranks whose tokens are in one gradient of the head
     together = call.every or call.group
-    ctx.together = together if call.route and (loss.needs[1] or loss.needs[2]) else ""
+    ctx.together = together if call.route and any(loss.needs[1:]) else ""
     ctx.divided = loss.mean or loss.denominator is not None  # for a loss without its output
 
 

@@ -78,6 +78,27 @@ BUDGETS = {
         each=GATHER,
         each_backward=GATHER | SCATTER,
     ),
+    # d A, once; with a mask, that of each chunk.
+    "tokens over the ranks, low rank": Budget(
+        {"all_gather": 2, "all_reduce": 1}, GATHER, each=GATHER | {"all_reduce": 2} | SCATTER
+    ),
+    "tokens over the ranks, low rank, mask": Budget(
+        {"all_gather": 2, "all_reduce": 1},
+        GATHER,
+        each={"all_gather": 2, "all_reduce": 2} | SCATTER,
+    ),
+    "tokens over the ranks, low rank, recompute": Budget(
+        {"all_gather": 2, "all_reduce": 2},
+        {"all_gather": 2} | REDUCE,
+        each=GATHER,
+        each_backward=GATHER | SCATTER,
+    ),
+    "tokens over the ranks, low rank, mask, recompute": Budget(
+        {"all_gather": 2, "all_reduce": 2},
+        {"all_gather": 2} | REDUCE,
+        each={"all_gather": 2},
+        each_backward={"all_gather": 2} | SCATTER,
+    ),
     # What ranks must have alike; each block twice, once for statistics, once for gradients. A bias
     # is one gather more, and its gradient one reduce-scatter.
     "stream": Budget(GATHER, GATHER, each={"all_gather": 2} | SCATTER),

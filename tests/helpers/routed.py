@@ -10,11 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from helpers.vocab_shards import vocab_axis
+from helpers.lowrank import LowProblem
+from helpers.vocab_shards import same_on_all_ranks, vocab_axis
 from xentlib.parity.device import numpy_of, on_torch
 from xentlib.parity.outcomes import GRADIENTS
 from xentlib.parity.problem import Problem, Upstream
-from xentlib.torch import chunked_logprobs, chunked_nll, count_collectives
+from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll, count_collectives
 
 __all__ = ["Routed", "Routes", "merged", "nodes_of", "on_ranks"]
 
@@ -35,6 +36,7 @@ class Routed(NamedTuple):
     chunk_bytes: int | None = None
     audit: bool = False
     nodes: int = 0  # with "hidden": over which rows are gathered first
+    low: LowProblem | None = None  # A, B and mask of a head that is frozen; its `base` is not asked
 
 
 class Routes(NamedTuple):
@@ -76,16 +78,13 @@ def on_rank(rank: int, group: Any, call: Routed) -> Routes:
     if call.audit:
         options["compute_dtype"] = "float64"
     hidden = on_torch(p.hidden[own]).requires_grad_()
-    head = leaves(rank, group, call, options)
+    weight, bias, *matrices = head = leaves(rank, group, call, options)
+    if call.low is not None:
+        keep = None if call.low.keep is None else torch.from_numpy(call.low.keep[own])
+        weight = LowRankHead(weight, *matrices, call.low.scale, keep)
+    function: Any = chunked_nll if call.function == "chunked_nll" else chunked_logprobs
     with count_collectives() as forward:
-        if call.function == "chunked_nll":
-            out: Any = chunked_nll(
-                hidden, head[0], on_torch(p.labels[own]), bias=head[1], **options
-            )
-        else:
-            out = chunked_logprobs(
-                hidden, head[0], on_torch(p.labels[own]), bias=head[1], **options
-            )
+        out = function(hidden, weight, on_torch(p.labels[own]), bias=bias, **options)
     with count_collectives() as backward:
         if call.upstream is None:
             out.loss.backward(torch.tensor(p.upstream, dtype=out.loss.dtype))
@@ -93,7 +92,8 @@ def on_rank(rank: int, group: Any, call: Routed) -> Routes:
             named = {k.removeprefix("d_"): g for k, g in call.upstream._asdict().items()}
             used = [(getattr(out, k), on_torch(g[own])) for k, g in named.items() if g is not None]
             torch.autograd.backward(*([*x] for x in zip(*used, strict=True)))
-    grads = [hidden.grad, *(None if x is None else local(x.grad) for x in head)]
+    found = [None if x is None else x.grad for x in (hidden, *head)]
+    grads = [local(x) for x in found]
     values = {k: None if x is None else numpy_of(x.detach()) for k, x in out._asdict().items()}
     return Routes(
         values,
@@ -115,6 +115,11 @@ def local(x: Any) -> Any:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
+def frozen(*head: Any) -> list[Any]:
+    """Where there are adapters."""
+    return [None if x is None else x.requires_grad_(False) for x in head]
+
+
 def leaves(rank: int, group: Any, call: Routed, options: dict[str, Any]) -> list[Any]:
     """The head's parameters on this rank."""
     p = call.problem
@@ -125,7 +130,11 @@ def leaves(rank: int, group: Any, call: Routed, options: dict[str, Any]) -> list
         options |= {"vocab_parallel": group, "tokens_parallel": group}
         bias = None if p.bias is None else p.bias[start : start + len(mine)]
         cut = [on_torch(np.take(p.weight, mine, axis=axis)), on_torch(bias)]
-        return [None if x is None else x.clone().requires_grad_() for x in cut]
+        cut = [None if x is None else x.clone().requires_grad_() for x in cut]
+        if call.low is None:
+            return cut
+        parts = (call.low.a, call.low.b[start : start + len(mine)])
+        return [*frozen(*cut), *(on_torch(x).clone().requires_grad_() for x in parts)]
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -135,12 +144,17 @@ def leaves(rank: int, group: Any, call: Routed, options: dict[str, Any]) -> list
         head.weight.copy_(weight)
         if bias is not None:
             head.bias.copy_(bias)
+    more = ()
+    if call.low is not None:
+        frozen(head.weight, head.bias)
+        head.a, head.b = (torch.nn.Parameter(on_torch(x)) for x in (call.low.a, call.low.b))
+        more = ("a", "b")
     fully_shard(head, mesh=DeviceMesh.from_group(group, "cpu"))
     head.set_gradient_divide_factor(1.0)
     options |= {"gather": call.route}
     if call.nodes:
         options["tokens_parallel"] = nodes_of(call.nodes)
-    return [head.weight, head.bias]
+    return [getattr(head, name) for name in ("weight", "bias", *more)]
 
 
 def merged(call: Routed, parts: list[Routes]) -> dict[str, Any]:
@@ -152,6 +166,12 @@ def merged(call: Routed, parts: list[Routes]) -> dict[str, Any]:
             continue
         found[name] = np.concatenate(every) if np.ndim(every[0]) else sum(every)
     axes = (0, vocab_axis(call.problem.options), 0)
-    for name, axis, every in zip(GRADIENTS, axes, zip(*(x.gradients for x in parts)), strict=True):
+    of_head = zip(*(x.gradients[: len(axes)] for x in parts), strict=True)
+    for name, axis, every in zip(GRADIENTS, axes, of_head, strict=True):
         found[name] = None if every[0] is None else np.concatenate(every, axis=axis)
+    if call.low is not None:
+        of_a, of_b = zip(*(x.gradients[-2:] for x in parts), strict=True)
+        whole = call.route == "tokens_parallel"  # each rank has all of A
+        found["a"] = same_on_all_ranks(of_a) if whole else np.concatenate(of_a)
+        found["b"] = np.concatenate(of_b)
     return found

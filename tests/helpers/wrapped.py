@@ -150,7 +150,7 @@ def full_logits(setup: Setup, hidden: Any, head: Any) -> Any:
 
 
 def adapt(setup: Setup, model: Model) -> None:
-    """Adapters on the head, which is frozen with its bias; B is as large as it is after training."""
+    """Adapters on the head, which is frozen with its bias; B is as large as after training."""
     head = model.head.requires_grad_(False)
     if setup.road == "LowRankHead":
         head.a = nn.Parameter(torch.randn(RANK, H) / H**0.5)

@@ -68,7 +68,7 @@ class LowRank:
         assert call.low_in is not None
         assert call.low_out is not None
         self.dtype, device = call.compute_dtype, call.hidden.device
-        self.device, self.scale, self.keep = device, call.low_scale, call.low_keep
+        self.device, self.scale = device, call.low_scale
         self.a_RH = call.low_in.to(self.dtype)
         self.b_VR = call.low_out[:local_size].to(self.dtype)
         self.exact = call.low_out.dtype
@@ -77,11 +77,10 @@ class LowRank:
     def precision(self) -> Any:
         return gemm_precision(self.dtype, self.device)
 
-    def seen(self, x_TH: Tensor, rows: slice | Tensor) -> Seen:
-        """Of a chunk; `rows` are its tokens, without those that fill it."""
-        x_TH, keep_TH = x_TH.to(self.dtype), None
-        if self.keep is not None:
-            keep_TH = self.keep[rows]
+    def seen(self, x_TH: Tensor, keep_TH: Tensor | None) -> Seen:
+        """Of a chunk; the mask is of its tokens, without those that fill it."""
+        x_TH = x_TH.to(self.dtype)
+        if keep_TH is not None:
             fill = x_TH.shape[0] - keep_TH.shape[0]
             keep_TH = torch.nn.functional.pad(keep_TH, (0, 0, 0, fill))
             x_TH = torch.where(keep_TH, x_TH, 0.0)

@@ -29,8 +29,9 @@ from xentlib.torch.ranks import free_to_read, gather_into, group_named, numbers_
 __all__ = ["Sending", "Spread", "agree_first", "same_upstream"]
 
 # What must be alike on all ranks before they can tell each other more.
-ALIKE = ("max_chunk_bytes", "the width of hidden", "the dtype of hidden", "ignore_index")
+ALIKE = ("max_chunk_bytes", "the width of hidden", "the dtype of hidden", "keep", "ignore_index")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MASKED = 100  # added to the number of two dtypes
 
 
 class Sending(NamedTuple):
@@ -85,18 +86,19 @@ class Spread:
         self.group = group_named(call.group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         hidden = call.hidden
-        self.hidden, self.gemm_dtype = hidden, call.gemm_dtype
+        self.hidden, self.keep, self.gemm_dtype = hidden, call.low_keep, call.gemm_dtype
         self.ignore_index = call.ignore_index
         _, rows_M = counted(call.labels, call.where, call.ignore_index)
         own = hidden.shape[0] if rows_M is None else rows_M.shape[0]
         rows = call.weight.shape[call.transposed]
         budget = chunk_bytes(call.chunk_bytes, hidden.device)
         said = [own, rows, budget, call.chunk_bytes, hidden.shape[1]]
-        said += [kind_of(call), call.ignore_index]
+        said += [kind_of(call) + MASKED * (call.low_keep is not None), call.ignore_index]
         ours = torch.tensor(said, dtype=torch.int64, device=hidden.device)
         all_RS = ours.new_empty(self.ranks, len(said))
         gather_into(all_RS.view(-1), ours, group=self.group)
-        tokens, rows_R, budgets, *alike = all_RS.T.tolist()
+        tokens, rows_R, budgets, *alike, kinds, ignored = all_RS.T.tolist()
+        alike += [k % MASKED for k in kinds], [k // MASKED for k in kinds], ignored
         check_agreement([name for name, x in zip(ALIKE, alike, strict=True) if len(set(x)) > 1])
         self.own_count, self.longest = own, max(tokens)
         self.largest_rows, self.chunk_bytes = max(rows_R), min(budgets)
@@ -150,18 +152,20 @@ class Spread:
         filled[: self.own_count] = x_N[own.places(0, self.own_count)]
         return filled
 
-    def hidden_of_chunks(self, own: Tokens) -> Iterator[Tensor]:
-        """[R S, H] of one chunk after the other, in the dtype of the products; the next one
-        travels while a chunk is computed."""
-        coming: Sending | None = None
+    def hidden_of_chunks(self, own: Tokens) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """[R S, H] of one chunk after the other, in the dtype of the products, and the mask of what
+        a low-rank part sees of them; the next one travels while a chunk is computed."""
+        coming: list[Sending] | None = None
         for start in range(0, self.length, self.per_chunk):
-            arrived = (self._start(own, start) if coming is None else coming).arrived()
+            x_TH, *bits = [
+                x.arrived() for x in (self._start(own, start) if coming is None else coming)
+            ]
             following = start + self.per_chunk
             coming = self._start(own, following) if following < self.length else None
-            yield arrived
-            del arrived
+            yield x_TH, _unpacked(bits[0], x_TH.shape[1]) if bits else None
+            del x_TH, bits
 
-    def _start(self, own: Tokens, start: int) -> Sending:
+    def _start(self, own: Tokens, start: int) -> list[Sending]:
         size = min(self.per_chunk, self.length - start)
         places = own.places(start, max(start, min(start + size, self.own_count)))
         x_SH = self.hidden[places]
@@ -170,9 +174,17 @@ class Spread:
         # Rounded to the dtype of the products first: what travels loses nothing.
         sent_SH = x_SH.new_zeros(size, x_SH.shape[1], dtype=self.gemm_dtype)
         sent_SH[: x_SH.shape[0]] = x_SH
-        result = sent_SH.new_empty(self.ranks * size, x_SH.shape[1])
-        work = gather_into(result, sent_SH, group=self.group, async_op=True)
-        return Sending(work, result, sent_SH)
+        if self.keep is None:
+            return [self._gathering(sent_SH)]
+        bits = _packed(self.keep[places])
+        sent_bits = bits.new_zeros(size, bits.shape[1])
+        sent_bits[: bits.shape[0]] = bits
+        return [self._gathering(sent_SH), self._gathering(sent_bits)]
+
+    def _gathering(self, sent: Tensor) -> Sending:
+        """Of every rank's rows, one after the other."""
+        result = sent.new_empty(self.ranks * sent.shape[0], sent.shape[1])
+        return Sending(gather_into(result, sent, group=self.group, async_op=True), result, sent)
 
     def send_back(self, dx_TH: Tensor) -> Sending:
         """d hidden of a chunk, summed over the shards in the compute dtype: rounded parts would
@@ -188,6 +200,20 @@ class Spread:
         high = max(low, min(low + self.per_chunk, self.own_count))
         if high > low:
             into_NH[own.places(low, high)] = found_SH[: high - low]
+
+
+def _packed(mask: Tensor) -> Tensor:
+    """[n, ceil(H / 8)] bytes of a mask [n, H]."""
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[1] % 8))
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    bits: Tensor = padded.unflatten(1, (-1, 8)) << places
+    return bits.sum(2, dtype=torch.uint8)
+
+
+def _unpacked(bits: Tensor, width: int) -> Tensor:
+    """The mask [n, H] again."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, :, None] >> places) & 1).bool().flatten(1)[:, :width]
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class Walk:
         self.ignore_index = call.ignore_index
         self.reduce_hidden = call.reduce_hidden
         self.hidden, self.transposed = hidden, call.transposed
+        self.keep = call.low_keep
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
         rows = call.weight.shape[call.transposed]
@@ -177,9 +178,9 @@ class Walk:
         for start, stop in self.plan.bounds():
             rows, size = self.tokens.places(start, stop), stop - start
             if theirs is not None:
-                x_TH = next(theirs)
+                x_TH, keep_TH = next(theirs)
             else:
-                x_TH = self.hidden[rows]
+                x_TH, keep_TH = self.hidden[rows], None if self.keep is None else self.keep[rows]
                 if not self.tokens.packed:
                     x_TH = torch.where(self.tokens.valid[rows, None], x_TH, 0.0)
             x_TH = operand(x_TH, self.gemm_dtype, self.compute_dtype).contiguous()
@@ -187,7 +188,7 @@ class Walk:
             if fill:
                 x_TH = torch.cat([x_TH, x_TH.new_zeros(fill, self.hidden_size)])
             z_TV = self.logits_TV[: size + fill]
-            seen = None if self.low is None else self.low.seen(x_TH, rows)
+            seen = None if self.low is None else self.low.seen(x_TH, keep_TH)
             if not self.filled and self.local_size:
                 with gemm_precision(self.gemm_dtype, self.hidden.device):
                     mm(x_TH, self.operand_VH.T, out=z_TV[:, : self.local_size])

@@ -72,12 +72,8 @@ def check_low_rank(low: LowRankHead[Operand], hidden: Operand, problem: NLLProbl
 
 def check_low_rank_route(call: Arguments) -> None:
     """Refuse routes that have no room for A and B."""
-    for name, bad in (
-        (f"gather={call.gather!r}", call.gather != "head"),
-        ("`tokens_parallel`", call.tokens_parallel is not None),
-    ):
-        if bad:
-            raise ValueError(
-                f"`weight` must be one array here; got a `LowRankHead` with {name}. Leave that "
-                f"out, or merge the low-rank part into the weight."
-            )
+    if call.gather != "head":
+        raise ValueError(
+            f"`weight` must be one array here; got a `LowRankHead` with gather={call.gather!r}. "
+            f"Leave that out, or merge the low-rank part into the weight."
+        )

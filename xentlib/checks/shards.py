@@ -83,8 +83,9 @@ def check_agreement(names: Sequence[str]) -> None:
     name = names[0]
     what = {
         "gradient of the head": "`weight` and `bias` must require grad on every rank of "
-        "`vocab_parallel`, or on none",
-        "gradient": "`hidden` must require grad on every rank of `vocab_parallel`, or on none",
+        "`vocab_parallel`, or on none, like `a` and `b` of a `LowRankHead`",
+        "gradient": "`hidden` must require grad on every rank of `vocab_parallel`, or on none, "
+        "like `a` of a `LowRankHead`",
         "shard": "`shard` must be passed on every rank of `vocab_parallel`, or on none",
     }.get(name, f"`{name}` must be the same on every rank of `vocab_parallel`")
     way = "Pass the same to all."
