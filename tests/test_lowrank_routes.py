@@ -1,5 +1,6 @@
-"""Heads with a low-rank part whose rows stay on their ranks while tokens travel: `tokens_parallel`
-with `vocab_parallel`, on gloo ranks against the oracle of all tokens.
+"""Heads with a low-rank part whose rows stay on their ranks while tokens travel: `tokens_parallel`,
+and `gather="hidden"` under FSDP2, on gloo ranks against the oracle of all tokens, and whole models
+against one process.
 
 Shapes: N tokens, V vocabulary, H hidden width, R rank of the low-rank part.
 """
@@ -16,7 +17,7 @@ from helpers.lowrank import LowProblem, held_to, hold, low_problem, oracle, reje
 from helpers.ranks import launch
 from helpers.vocab_shards import PLAIN, V
 from xentlib.budgets import check_budget
-from xentlib.contract import failures
+from xentlib.contract import check, failures
 from xentlib.parity.backends import run
 from xentlib.parity.cases import EXTRAS, OPTIONS
 from xentlib.parity.problem import Case, upstream_of
@@ -24,10 +25,12 @@ from xentlib.parity.problem import Case, upstream_of
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
+from helpers.fully_sharded import Sharded, on_rank  # noqa: E402
 from helpers.routed import Routed, Routes, merged, on_ranks  # noqa: E402
+from helpers.wrapped import gradients_of_one_process  # noqa: E402
 
 R, H = 3, 27  # a mask's last byte is not full
-ROUTES = ("tokens_parallel",)
+ROUTES = ("tokens_parallel", "hidden")
 FUNCTIONS = ("chunked_nll", "chunked_logprobs")
 # Tokens of each rank, of 61; rows of the head; a rank with none of either.
 SPLITS = {2: ((40, 21), (79, 78)), 4: ((9, 0, 35, 17), (40, 77, 0, 40))}
@@ -42,6 +45,27 @@ CASES = {
     "no token": (Case("low", 61, H, V, ignored=1.0), 0.0),
 }
 Key = tuple[str, str, int, str]
+# Whole models: matrices of one's own, and PEFT's.
+OWN, LORA = (Sharded(gather="hidden", road=road) for road in ("LowRankHead", "PEFT"))
+REPLICAS = replace(OWN, mesh="replicas", world=4)
+MODELS = {
+    "bias": replace(OWN, model=("bias",)),
+    "inside": replace(OWN, model=("inside", "bias")),
+    "per token": replace(OWN, function="chunked_logprobs", chunk=8),
+    "two calls": replace(OWN, calls=2),
+    "checkpoint, per token": replace(OWN, checkpoint=True, function="chunked_logprobs"),
+    "three micro-batches": replace(OWN, steps=3),
+    "divided by 1": replace(OWN, divide=1.0),
+    "offload": replace(OWN, policy="offload"),
+    "compiled": replace(OWN, compiled=True),
+    "root": replace(OWN, own=False, wrap=(("reshard_after_forward", True),)),
+    "frozen trunk": replace(OWN, frozen=True),
+    "PEFT": replace(LORA, model=("bias",)),
+    "PEFT, inside, per token": replace(LORA, model=("inside",), function="chunked_logprobs"),
+    "four ranks, rank without tokens": replace(OWN, world=4, idle=True),
+    "replicas, three micro-batches": replace(REPLICAS, steps=3),
+    "replicas, per token": replace(REPLICAS, function="chunked_logprobs", steps=2),
+}
 
 
 def problem_of(name: str) -> LowProblem:
@@ -105,7 +129,7 @@ def test_routes_give_the_dense_answer(results: Any, key: Key) -> None:
 @pytest.mark.parametrize("key", CALLS, ids=str)
 def test_what_travels_is_the_same_on_all_ranks(results: Any, key: Key) -> None:
     """A15: one SUM of d A, and with a mask one more gather of each chunk."""
-    name, function, *_ = key
+    name, function, _, route = key
     call, found = CALLS[key], results[key]
     valid = np.split(call.problem.valid, np.cumsum(call.tokens)[:-1])
     rounds = -(-max(int(x.sum()) for x in valid) // 8)
@@ -117,5 +141,138 @@ def test_what_travels_is_the_same_on_all_ranks(results: Any, key: Key) -> None:
     budget = "tokens over the ranks, low rank"
     budget += ", mask" * (CASES[name][1] > 0)
     budget += ", recompute" * (function == "chunked_logprobs")
-    counts = [x.forward for x in found], [x.backward for x in found]
+    once = int(route == "hidden")  # A, of which FSDP2 keeps rows
+    first = [x.forward | {"all_gather": x.forward["all_gather"] - once} for x in found]
+    counts = first, [x.backward for x in found]
     assert not failures(check_budget(budget, *counts, rounds=rounds))
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, list[Any]]:
+    """Every model, on two ranks or four: one start of each."""
+    pytest.importorskip("peft")
+    found: dict[str, list[Any]] = {}
+    for world in (2, 4):
+        setups = {name: setup for name, setup in MODELS.items() if setup.world == world}
+        for name, *ranks in zip(setups, *launch(world, on_rank, [*setups.values()]), strict=True):
+            found[name] = ranks
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_one_process(models: Any, name: str) -> None:
+    """A12, D7: of full logits, on every rank, the wrapper's mean over ranks and replicas included.
+    Catches: adapters that are bypassed, d A that is divided by the ranks twice or not."""
+    expected = gradients_of_one_process(replace(MODELS[name], gather="head"))
+    assert len([x for x in expected if x.startswith("head.")]) == 2
+    for grads, _ in models[name]:
+        assert grads.keys() == expected.keys()
+        for parameter, want in expected.items():
+            got = grads[parameter]
+            assert np.abs(got).max() > 0
+            measured = check("A9", got, want.numpy(), metrics=("rho / u",), quantity=parameter)
+            assert not failures(measured)
+
+
+POLICY = Case("low policy", 62, H, V, dtype="bfloat16", bias=False)
+BIG = (64_000, 512)  # of which few tokens travel themselves
+OUTSIDE = "`a` and `b` must be sharded over their rows by the `fully_shard` of `weight`, with"
+SAID = {
+    "stream": "`weight` must be one array here; got a `LowRankHead` with gather='stream'. Leave",
+    "outside": OUTSIDE,
+    "a bare head": OUTSIDE,
+    "rows of B": f"`b` must have shape ({V}, {R}), a row for each row of the head; got (1, {R}).",
+}
+
+
+def on_two(rank: int, world: int) -> dict[str, Any]:
+    """What calls say, or how many collectives they make; gradients under a policy of bfloat16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from xentlib.parity.device import numpy_of, on_torch
+    from xentlib.torch import LowRankHead, chunked_nll, count_collectives
+
+    p = low_problem(POLICY, R, adapter="float32")
+    hidden, labels = (on_torch(x[rank::world]) for x in (p.base.hidden, p.base.labels))
+    hidden.requires_grad_()
+
+    def head_of(rows: int = V, **policy: Any) -> LowRankHead[Any]:
+        head = torch.nn.Linear(H, V, bias=False).requires_grad_(False)
+        with torch.no_grad():
+            head.weight.copy_(on_torch(p.base.weight))
+        head.a, head.b = (torch.nn.Parameter(on_torch(x)) for x in (p.a, p.b[:rows]))
+        fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (world,)), **policy)
+        head.set_gradient_divide_factor(1.0)
+        head.set_force_sum_reduction_for_comms(True)  # all that gloo can do
+        return LowRankHead(head.weight, head.a, head.b, p.scale)
+
+    bare = (torch.zeros(x.shape, requires_grad=True) for x in (p.a, p.b))
+    low, outside = head_of(), LowRankHead(head_of().weight, *bare)
+    found: dict[str, Any] = {}
+    for name, head, route in (
+        ("stream", low, "stream"),
+        ("outside", low._replace(a=head_of().a), "hidden"),
+        ("a bare head", outside, "hidden"),
+        ("rows of B", head_of(1), "hidden"),
+    ):
+        try:
+            chunked_nll(hidden.float(), head, labels, gather=route)
+            found[name] = "nothing"
+        except ValueError as error:
+            found[name] = str(error)
+    for name in ("inside", "outside"):
+        head = torch.nn.Linear(*BIG[::-1], bias=False)
+        a, b = (torch.nn.Parameter(torch.randn(shape)) for shape in ((R, BIG[1]), (BIG[0], R)))
+        if name == "inside":
+            head.a, head.b = a, b
+        fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
+        if name == "inside":
+            a, b = head.a, head.b
+        few = torch.randn(4, BIG[1])
+        with torch.no_grad(), count_collectives() as count:
+            low = LowRankHead(head.weight, a, b)
+            chunked_nll(few, low, torch.arange(4), gather="auto", tokens_per_rank=4)
+        found["auto", name] = count.bytes("all_gather")
+    low = head_of(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    total = float(p.base.valid.sum())
+    loss = chunked_nll(hidden, low, labels, denominator=total, gather="hidden").loss
+    loss.backward(torch.tensor(p.base.upstream))
+    whole = {name: getattr(low, name).grad.full_tensor() for name in ("a", "b")}
+    grads = {"hidden": hidden.grad} | whole
+    found["policy"] = {name: numpy_of(x) for name, x in grads.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return launch(2, on_two)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_refused(two: Any, name: str) -> None:
+    for rank in two:
+        assert rank[name].startswith(SAID[name]), rank[name]
+
+
+def test_auto_takes_a_route_that_there_is(two: Any) -> None:
+    """A15: few tokens travel themselves; the head does, where A and B are not sharded with it."""
+    whole = BIG[0] * BIG[1] * 4
+    for rank in two:
+        assert rank["auto", "inside"] < whole / 100
+        assert rank["auto", "outside"] == whole
+
+
+def test_a_policy_of_sixteen_bits_leaves_the_matrices_as_wide_as_they_are(two: Any) -> None:
+    """A7: products with the head's rows are in bfloat16, A and B and their gradients in float32."""
+    p = low_problem(POLICY, R, adapter="float32")
+    reference = oracle(p, dz_dtype="bfloat16")
+    for rank, found in enumerate(two):
+        got = found["policy"]
+        assert got["a"].dtype == got["b"].dtype == np.float32
+        hidden = np.zeros_like(p.base.hidden)
+        hidden[rank::2] = got["hidden"]
+        rest = two[1 - rank]["policy"]["hidden"]
+        hidden[1 - rank :: 2] = rest
+        hold(reference, {"hidden": hidden}, "A7")
+        for name in ("a", "b"):  # not rounded at the end, as dz is before
+            hold(reference, {name: got[name]}, "A7", ("bf16 ULP unless cancelled",))

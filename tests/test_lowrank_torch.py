@@ -284,6 +284,8 @@ def test_routes_are_refused() -> None:
     p = low_problem(CASES["plain"])
     leaves = leaves_of(p)
     with pytest.raises(ValueError, match="`weight` must be one array here; got a `LowRankHead`"):
+        called(p, leaves, gather="stream")
+    with pytest.raises(ValueError, match="`gather` must be 'head' for a head that is whole"):
         called(p, leaves, gather="hidden")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xentlib.call import Arguments
 from xentlib.checks.lowrank import check_low_rank_route
-from xentlib.checks.placement import check_nodes_wrapper, refuse_dtensor
+from xentlib.checks.placement import refuse_dtensor, refuse_nodes
 from xentlib.checks.route import check_route, refuse_routed
 from xentlib.checks.words import check_floating
 from xentlib.lowrank import LowRankHead
@@ -22,7 +22,7 @@ from xentlib.torch.describe import describe, dtype_name, only_tensors
 from xentlib.torch.heads import head_of
 from xentlib.torch.lowrank import low_rank_of, unpacked, with_weight
 from xentlib.torch.shards import Resident, Rows, is_dtensor
-from xentlib.torch.wrappers import deepspeed, fsdp2
+from xentlib.torch.wrappers import deepspeed, fsdp2, fsdp2_rows
 
 __all__ = ["gather_head", "with_head"]
 
@@ -53,9 +53,10 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
             heads = deepspeed.sharded(weight, given.bias)
             if low is not None:
                 heads = deepspeed.sharded(weight, given.bias, low.a, low.b)
-                check_low_rank_route(given)
             if given.gather == "auto":
-                given = given._replace(gather=chosen(plain, recompute), tokens_per_rank=None)
+                given = given._replace(gather=chosen(plain, low, recompute), tokens_per_rank=None)
+            if low is not None:
+                check_low_rank_route(given, bool(heads))
             if given.gather != "head":
                 return by_route(given, rows_of(given, heads), function)
             if heads:
@@ -79,10 +80,14 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
     return wrap
 
 
-def chosen(given: Arguments, recompute: bool) -> Gather:
+def chosen(given: Arguments, low: LowRankHead[Any] | None, recompute: bool) -> Gather:
     """What `gather="auto"` stands for; the head of what no `fully_shard` shards."""
-    owner = owner_of(given.weight)
-    if owner is None or given.weight.ndim != 2 or not fsdp2.by_rows(owner, given.weight):
+    owner, parts = owner_of(given.weight), () if low is None else (low.a, low.b)
+    if (
+        owner is None
+        or given.weight.ndim != 2
+        or not fsdp2_rows.by_rows(owner, given.weight, *parts)
+    ):
         return "head"
     for name in ("hidden", "weight"):
         check_floating(name, describe(getattr(given, name)))
@@ -95,7 +100,7 @@ def chosen(given: Arguments, recompute: bool) -> Gather:
         given.tokens_per_rank,
         vocab_size,
         hidden_size,
-        fsdp2.ranks_of(owner),
+        fsdp2_rows.ranks_of(owner),
         dtype=dtype_name(hidden.dtype),
         head_dtype=dtype_name(gathered),
         reduce_dtype=dtype_name(reduced),
@@ -108,15 +113,16 @@ def chosen(given: Arguments, recompute: bool) -> Gather:
 
 def rows_of(given: Arguments, heads: list[Any]) -> Rows:
     """This rank's, of a head that a wrapper has sharded."""
+    given, low = unpacked(given)
     if heads:
-        check_nodes_wrapper("ZeRO-3" if given.tokens_parallel is not None else "")
+        if given.tokens_parallel is not None:
+            refuse_nodes("ZeRO-3")
         return deepspeed.rows_of(given.weight, given.bias, given.weight_layout, given.gather)
     owner = owner_of(given.weight)
     if owner is None:
         refuse_routed(given.gather)
-    return fsdp2.rows_of(
-        owner, given.weight, given.bias, given.weight_layout, given.tokens_parallel
-    )
+    more = {"low": low, "mesh": given.tokens_parallel}
+    return fsdp2_rows.rows_of(owner, given.weight, given.bias, given.weight_layout, **more)
 
 
 def by_route(given: Arguments, rows: Rows, function: Callable[[Arguments], R]) -> R:

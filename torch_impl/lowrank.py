@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.call import Arguments
 from xentlib.lowrank import LowRankHead
+from xentlib.torch.ranks import gather_into
 
-__all__ = ["fake_low_rank", "low_rank_of", "unpacked", "with_weight"]
+__all__ = ["fake_low_rank", "low_rank_of", "together", "unpacked", "with_weight"]
 
 
 def low_rank_of(head: Any) -> LowRankHead[Tensor] | None:
@@ -42,3 +44,28 @@ def fake_low_rank(call: Any, needs: list[bool], dtype: torch.dtype | None = None
         like = call.hidden if x is None else x
         found.append(like.new_empty(like.shape if need else (0, 0), dtype=dtype or like.dtype))
     return found
+
+
+def together(rows: Tensor, count: int, over: dist.ProcessGroup) -> Tensor:
+    """All `count` rows of a parameter [r, H], of which each rank has as torch.chunk cuts."""
+    found: Tensor = Together.apply(rows, count, over)  # type: ignore[no-untyped-call]
+    return found
+
+
+class Together(torch.autograd.Function):
+    """All ranks' rows of a parameter, whose gradient each rank has of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, count: int, over: Any) -> Tensor:
+        ranks = dist.get_world_size(over)
+        each = -(-count // ranks)
+        ctx.start, ctx.stop = (min(k * each, count) for k in (over.rank(), over.rank() + 1))
+        sent = rows.new_zeros(each, *rows.shape[1:])
+        sent[: rows.shape[0]] = rows
+        found = rows.new_empty(ranks * each, *rows.shape[1:])
+        gather_into(found, sent, group=over)
+        return found[:count]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient[ctx.start : ctx.stop].clone(), None, None

@@ -41,7 +41,7 @@ __all__ = [
     "local_logits",
     "local_low_rank",
     "local_rows",
-    "nodes_of",
+    "part_of",
     "replicated",
 ]
 
@@ -64,22 +64,31 @@ def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
     return find_group(parallel), None
 
 
-def nodes_of(mesh: Any, every: dist.ProcessGroup) -> tuple[Nodes | None, dist.ProcessGroup]:
-    """From `tokens_parallel` beside a head that a wrapper spreads over `every` rank: None for a
-    single node, and the ranks of this one."""
+def part_of(
+    classes: int, every: dist.ProcessGroup, mesh: Any
+) -> tuple[VocabShard, dist.ProcessGroup, Nodes | None]:
+    """This rank's rows of a head that a wrapper spreads over `every` rank, and who has the others.
+
+    With `mesh`, of nodes and the ranks of a node: once rows are gathered over nodes.
+    """
+    sizes, ranks = chunked(classes, dist.get_world_size(every)), dist.get_process_group_ranks(every)
+    if mesh is None:
+        return shard_of(sizes, dist.get_rank(every)), every, None
     mesh_type = getattr(getattr(dist, "device_mesh", None), "DeviceMesh", ())
     check_nodes(isinstance(mesh, mesh_type), getattr(mesh, "ndim", None), type(mesh).__name__)
-    ranks = dist.get_process_group_ranks(every)
-    part_of = {rank: part for part, rank in enumerate(ranks)}
+    part = {rank: part for part, rank in enumerate(ranks)}
     table = mesh.mesh.tolist()
-    parts = [[part_of.get(rank, -1) for rank in node] for node in table]
+    parts = [[part.get(rank, -1) for rank in node] for node in table]
     # Rows of one rank then come in the order of their classes, those that there are first.
     ascend = all(list(place) == sorted(place) for place in zip(*parts, strict=True))
     same = sorted(part for node in parts for part in node) == list(range(len(ranks)))
     check_nodes_ranks(same and ascend, ranks, table)
     if len(parts) == 1:
-        return None, every
-    return Nodes(parts, mesh.get_group(0), every), mesh.get_group(1)
+        return shard_of(sizes, dist.get_rank(every)), every, None
+    among = mesh.get_group(1)
+    sizes = tuple(sum(sizes[part] for part in place) for place in zip(*parts, strict=True))
+    shard = shard_of(sizes, dist.get_rank(among))
+    return shard, among, Nodes(parts, mesh.get_group(0), every)
 
 
 class Local(NamedTuple):
@@ -115,7 +124,7 @@ class Resident(NamedTuple):
 class Rows(NamedTuple):
     """This rank's rows of a head that a wrapper has sharded, whose gradients are complete."""
 
-    weight: Tensor
+    weight: Tensor | LowRankHead[Tensor]
     bias: Tensor | None
     group: dist.ProcessGroup  # the ranks that have the others, once they are gathered over nodes
     shard: VocabShard

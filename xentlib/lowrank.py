@@ -23,8 +23,8 @@ class LowRankHead(NamedTuple, Generic[A]):
 
     Options, per-token outputs and vocabulary shards are those of the function. Over vocabulary
     shards `b` is this rank's rows, like `weight`, and `a` the same on every rank, as its gradient
-    is: one SUM of [r, H] more, where it is wanted. With `tokens_parallel`, and `gather=` other than
-    "head", it is refused.
+    is: one SUM of [r, H] more, where it is wanted. With `gather="hidden"` one `fully_shard` must
+    keep all three, and A is gathered. "stream", and under ZeRO-3 "hidden", are refused.
 
     Attributes:
         weight: [V, H], or [H, V] with `weight_layout="HV"`; or the module that it is the weight of.

@@ -115,12 +115,12 @@ def loss_of(
 
             with GatheredParameters(list(head.parameters())):
                 return function(hidden, head.weight, labels, bias=head.bias, **more)
-        if setup.road in ("LowRankHead", "PEFT") and not sharded(head):
+        if setup.road in ("LowRankHead", "PEFT") and not torch.distributed.is_initialized():
             logits = full_logits(setup, hidden, head).flatten(0, -2)
             return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
         if setup.road == "LowRankHead":
-            low = ours.LowRankHead(head.weight, head.a, head.b, SCALE)
-            return function(hidden, low, labels, bias=head.bias, **more)
+            low = ours.LowRankHead(head, head.a, head.b, SCALE)
+            return function(hidden, low, labels, **more)
         if setup.road in ("module", "PEFT"):
             return function(hidden, head, labels, **more)
         # Read the head's parameters where they are: what the field's fused losses do.
@@ -137,10 +137,6 @@ def loss_of(
     if setup.checkpoint:
         return torch.utils.checkpoint.checkpoint(call, hidden, use_reentrant=False)
     return call(hidden)
-
-
-def sharded(head: Any) -> bool:
-    return any(hasattr(p, "ds_status") for p in head.parameters())
 
 
 def full_logits(setup: Setup, hidden: Any, head: Any) -> Any:

@@ -12,30 +12,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
-from xentlib.checks.placement import check_nodes_wrapper
-from xentlib.checks.route import check_rows, refuse_whole
-from xentlib.plan import shard_of
-from xentlib.torch.shards import Rows, chunked, nodes_of
 from xentlib.torch.wrappers.plain import Plain
 
 __all__ = [
+    "PARTIAL",
     "Owner",
     "Sharded",
-    "by_rows",
     "call_with_head",
     "copies",
     "divisors",
     "find_owner",
     "keeps_alone",
-    "ranks_of",
-    "rows_of",
 ]
 
 T = TypeVar("T")
@@ -177,90 +170,6 @@ def without_styles(module: Any) -> Iterator[None]:
         for kept, all_of in zip(hooks, before, strict=True):
             kept.clear()  # in the order that they had
             kept.update(all_of)
-
-
-def rows_of(owner: Owner, weight: Any, bias: Any, layout: str, mesh: Any = None) -> Rows:
-    """What the wrapper does with a gradient is done with that of the rows: the same division, and
-    one sum over replicas where it would sum over them. `mesh`: of the nodes over which rows are
-    gathered first, or None."""
-    group = owner.group
-    info, policy = group.mesh_info, group.mp_policy
-    replicas = getattr(info, "replicate_process_group", None)
-    over = getattr(info, "shard_process_group", None)
-    hooks = {
-        "an all-reduce hook": group._all_reduce_hook is not None,
-        "a reduce-scatter of its own": type(group._reduce_scatter_comm).__module__
-        != type(group).__module__.replace("_param_group", "_collectives"),
-    }
-    placements = tuple(weight.placements)
-    alone = by_rows(owner, weight) and (bias is None or find_owner(bias) == owner)
-    check_rows(alone, placements, layout, ", ".join(x for x, found in hooks.items() if found))
-    if group.is_unsharded:
-        refuse_whole()
-    assert over is not None
-    if mesh is not None:
-        check_nodes_wrapper("FSDP2 with replicas" if replicas is not None else "")
-    sizes, among, nodes = chunked(weight.shape[0], dist.get_world_size(over)), over, None
-    if mesh is not None:
-        nodes, among = nodes_of(mesh, over)
-    if nodes is not None:
-        sizes = tuple(sum(sizes[part] for part in place) for place in zip(*nodes.parts))
-    found: list[Tensor | None] = [None, None]
-    for k, whole in enumerate((weight, bias)):
-        if whole is None:
-            continue
-        rows = whole.to_local()
-        if replicas is not None and rows.requires_grad:
-            held = next(p for p in group.fsdp_params if p.sharded_param is whole)
-            rows = OverReplicas.apply(rows, group, held, replicas)  # type: ignore[no-untyped-call]
-        found[k] = rows
-    assert found[0] is not None
-    narrow = policy.param_dtype in (torch.bfloat16, torch.float16)
-    return Rows(
-        found[0],
-        found[1],
-        among,
-        shard_of(sizes, dist.get_rank(among)),
-        1.0 / (group.gradient_divide_factor or info.mesh.size()),
-        policy.param_dtype if narrow else None,
-        nodes,
-    )
-
-
-def by_rows(owner: Owner, weight: Any) -> bool:
-    """Whether FSDP2 alone shards a head, over its rows."""
-    info, found = owner.group.mesh_info, weight.placements[-1].is_shard(0)
-    return bool(
-        hasattr(info, "shard_process_group") and found and weight.device_mesh.ndim == info.mesh.ndim
-    )
-
-
-def ranks_of(owner: Owner) -> int:
-    """That share the rows of a head."""
-    return dist.get_world_size(owner.group.mesh_info.shard_process_group)
-
-
-class OverReplicas(torch.autograd.Function):
-    """Rows as they are; their gradient summed over replicas when FSDP2 would: until then it is
-    kept, as `sharded_param.grad` would be summed by nobody."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Any, held: Any, replicas: Any) -> Tensor:
-        ctx.group, ctx.held, ctx.replicas = group, held, replicas
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        before = getattr(ctx.held, PARTIAL, None)
-        if before is not None:
-            gradient = before + gradient
-        if not (ctx.group.reduce_grads and ctx.group.all_reduce_grads):
-            setattr(ctx.held, PARTIAL, gradient)
-            return None, None, None, None
-        setattr(ctx.held, PARTIAL, None)
-        gradient = gradient.clone()
-        dist.all_reduce(gradient, group=ctx.replicas)
-        return gradient, None, None, None
 
 
 def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from xentlib.call import Arguments
 from xentlib.checks.call import NLLProblem
@@ -10,7 +11,7 @@ from xentlib.checks.operand import Operand
 from xentlib.checks.words import check_device, check_floating
 from xentlib.lowrank import LowRankHead
 
-__all__ = ["check_base", "check_low_rank", "check_low_rank_route"]
+__all__ = ["check_base", "check_low_rank", "check_low_rank_route", "check_low_rank_rows"]
 
 
 def check_base(kind: str, single: bool) -> None:
@@ -44,11 +45,7 @@ def check_low_rank(low: LowRankHead[Operand], hidden: Operand, problem: NLLProbl
             f"`a` must have shape (rank, {width}) to match `hidden` {hidden.shape}; got "
             f"{low.a.shape}. Pass LoRA's A as it multiplies hidden states, `hidden @ a.T`."
         )
-    if low.b.shape != (rank, rows)[::-1]:
-        raise ValueError(
-            f"`b` must have shape ({rows}, {rank}), a row for each row of the head; got "
-            f"{low.b.shape}. Pass LoRA's B, and of a vocabulary shard its rows."
-        )
+    check_b(low.b.shape, rows, rank)
     number = isinstance(low.scale, (int, float)) and not isinstance(low.scale, bool)
     if not number or not math.isfinite(low.scale):
         raise ValueError(
@@ -70,10 +67,30 @@ def check_low_rank(low: LowRankHead[Operand], hidden: Operand, problem: NLLProbl
     check_device("keep", low.keep, hidden)
 
 
-def check_low_rank_route(call: Arguments) -> None:
+def check_low_rank_route(call: Arguments, zero: bool) -> None:
     """Refuse routes that have no room for A and B."""
-    if call.gather != "head":
+    nodes = call.gather != "head" and call.tokens_parallel is not None
+    if call.gather == "stream" or nodes or (zero and call.gather != "head"):
+        under = " under ZeRO-3" if zero else " and `tokens_parallel`" if nodes else ""
         raise ValueError(
-            f"`weight` must be one array here; got a `LowRankHead` with gather={call.gather!r}. "
-            f"Leave that out, or merge the low-rank part into the weight."
+            f"`weight` must be one array here; got a `LowRankHead` with gather={call.gather!r}"
+            f"{under}. Leave that out, or merge the low-rank part into the weight."
+        )
+
+
+def check_low_rank_rows(together: bool, shape: Sequence[int], rows: int) -> None:
+    """Refuse A and B whose rows a wrapper does not keep as it keeps those of the head."""
+    if not together:
+        raise ValueError(
+            "`a` and `b` must be sharded over their rows by the `fully_shard` of `weight`, with "
+            "`gather='hidden'`; got others. Keep the three in one module, or leave `gather` out."
+        )
+    check_b(shape, rows, shape[-1])
+
+
+def check_b(shape: Sequence[int], rows: int, rank: int) -> None:
+    if tuple(shape) != (rows, rank):
+        raise ValueError(
+            f"`b` must have shape ({rows}, {rank}), a row for each row of the head; got "
+            f"{tuple(shape)}. Pass LoRA's B, and of a vocabulary shard its rows."
         )

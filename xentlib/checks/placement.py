@@ -12,13 +12,13 @@ __all__ = [
     "check_mesh_axes",
     "check_nodes",
     "check_nodes_ranks",
-    "check_nodes_wrapper",
     "check_placement",
     "check_replicated",
     "check_same_ranks",
     "check_same_tokens",
     "check_varying",
     "refuse_dtensor",
+    "refuse_nodes",
 ]
 
 
@@ -75,14 +75,13 @@ def check_nodes_ranks(same: bool, ranks: Sequence[int], nodes: Sequence[Sequence
         )
 
 
-def check_nodes_wrapper(wrapper: str) -> None:
-    """Refuse nodes where rows are not spread over all ranks by FSDP2."""
-    if wrapper:
-        raise ValueError(
-            f"`tokens_parallel` must be None, with `gather='hidden'`, for a head of {wrapper}; got "
-            f"a mesh, over whose nodes `fully_shard` without replicas spreads the rows. Leave it "
-            f"out: hidden states then travel over the ranks that share the head."
-        )
+def refuse_nodes(wrapper: str) -> NoReturn:
+    """Where rows are not spread over all ranks by FSDP2."""
+    raise ValueError(
+        f"`tokens_parallel` must be None, with `gather='hidden'`, for a head of {wrapper}; got a "
+        f"mesh, over whose nodes `fully_shard` without replicas spreads the rows. Leave it out: "
+        f"hidden states then travel over the ranks that share the head."
+    )
 
 
 def check_placement(name: str, cut: bool, axis: int, placements: object) -> None:
