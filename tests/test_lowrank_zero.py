@@ -60,7 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     for world in (2, 4):
         setups = {name: setup for name, setup in SETUPS.items() if setup.world == world}
         ranks = torchrun(world, "helpers.zero_low", tmp_path_factory.mktemp("zero"), setups)
-        results |= {name: [rank[name] for rank in ranks] for name in setups}
+        results |= {name: [rank[name] for rank in ranks] for name in ranks[0]}
     return results
 
 
@@ -101,3 +101,12 @@ def test_one_gather_of_all_that_is_sharded(found: Any) -> None:
             else:
                 assert all(kind != "all_gather" for kind, _ in sent)
             assert sum(n for kind, n in sent if kind == "reduce_scatter") == 4 * trained
+
+
+@pytest.mark.parametrize("gather", ["hidden", "stream"])
+@pytest.mark.parametrize("road", ["LowRankHead", "PEFT"])
+def test_other_routes_are_refused(found: Any, road: str, gather: str) -> None:
+    """On every rank; ZeRO-3 cuts A between rows."""
+    said = f"`weight` must be one array here; got a `LowRankHead` with gather={gather!r} under ZeRO"
+    for rank in found["refused", road, gather]:
+        assert rank.startswith(said), rank

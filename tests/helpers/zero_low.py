@@ -7,11 +7,23 @@ import os
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from helpers.zero_routes import mutated, trained
+from helpers.wrapped import run
+from helpers.zero_routes import Trained, engine_of, trained, window_of
 from xentlib.processes import end_with_parent
+
+
+def refused(road: str, gather: str) -> str:
+    setup = Trained(gather=gather, road=road)
+    (((ids, labels), *_), total) = window_of(setup, 0)
+    try:
+        run(setup, engine_of(setup), ids, labels, total)
+        return "nothing"
+    except ValueError as error:
+        return str(error)
 
 
 def main(folder: str) -> None:
@@ -21,10 +33,10 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     setups = pickle.loads(Path(folder, "setups").read_bytes())
-    found = {}
-    for name, setup in setups.items():
-        with mutated(setup.mutant):
-            found[name] = trained(setup)
+    found: dict[Any, Any] = {name: trained(setup) for name, setup in setups.items()}
+    for road in ("LowRankHead", "PEFT"):
+        for gather in ("hidden", "stream"):
+            found["refused", road, gather] = refused(road, gather)
     Path(folder, f"rank{torch.distributed.get_rank()}").write_bytes(pickle.dumps(found))
 
 
