@@ -196,6 +196,8 @@ def on_two(rank: int, world: int) -> dict[str, Any]:
     hidden, labels = (on_torch(x[rank::world]) for x in (p.base.hidden, p.base.labels))
     hidden.requires_grad_()
 
+    modules = []  # a parameter does not keep the module that FSDP2 has sharded
+
     def head_of(rows: int = V, **policy: Any) -> LowRankHead[Any]:
         head = torch.nn.Linear(H, V, bias=False).requires_grad_(False)
         with torch.no_grad():
@@ -204,6 +206,7 @@ def on_two(rank: int, world: int) -> dict[str, Any]:
         fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (world,)), **policy)
         head.set_gradient_divide_factor(1.0)
         head.set_force_sum_reduction_for_comms(True)  # all that gloo can do
+        modules.append(head)
         return LowRankHead(head.weight, head.a, head.b, p.scale)
 
     bare = (torch.zeros(x.shape, requires_grad=True) for x in (p.a, p.b))

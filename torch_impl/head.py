@@ -82,12 +82,9 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
 
 def chosen(given: Arguments, low: LowRankHead[Any] | None, recompute: bool) -> Gather:
     """What `gather="auto"` stands for; the head of what no `fully_shard` shards."""
-    owner, parts = owner_of(given.weight), () if low is None else (low.a, low.b)
-    if (
-        owner is None
-        or given.weight.ndim != 2
-        or not fsdp2_rows.by_rows(owner, given.weight, *parts)
-    ):
+    owner = owner_of(given.weight)
+    parts = (given.weight,) if low is None else (given.weight, low.a, low.b)
+    if owner is None or given.weight.ndim != 2 or not fsdp2_rows.by_rows(owner, *parts):
         return "head"
     for name in ("hidden", "weight"):
         check_floating(name, describe(getattr(given, name)))
