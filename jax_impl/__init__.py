@@ -19,6 +19,7 @@ from xentlib.jax.evaluation import Evaluation
 from xentlib.jax.labels import next_token_labels
 from xentlib.jax.public import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
 from xentlib.logprobs import LogprobOutput
+from xentlib.lowrank import LowRankHead
 from xentlib.nll import NLLOutput
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "Evaluation",
     "LinenNLLHead",
     "LogprobOutput",
+    "LowRankHead",
     "NLLHead",
     "NLLOutput",
     "TokenNormalizedState",

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_reduced
+from xentlib.checks.lowrank import check_low_rank, check_low_rank_route
 from xentlib.checks.operand import plain
 from xentlib.checks.route import check_own_tokens, check_route_here
 from xentlib.dtypes import ITEMSIZE
@@ -16,14 +17,17 @@ from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.describe import as_array, describe, is_array, need_x64, only_arrays
 from xentlib.jax.head import Placement, Spread, alone, axes_of, placed
 from xentlib.jax.heads import head_of, unwrapped
+from xentlib.jax.lowrank import described, unpacked
 from xentlib.jax.ranks import Axis, axis_for, axis_of, varies_over
 from xentlib.plan import default_chunk_bytes
 
 __all__ = [
+    "DIFFERENTIATED",
     "Arrays",
     "Bound",
     "Constants",
     "Options",
+    "as_gradients",
     "bind",
     "bind_logits",
     "flat",
@@ -64,8 +68,12 @@ class Constants(NamedTuple):
     softcap: jax.Array | None = None  # where it is no number, so that none is compiled for each
     z_loss: jax.Array | None = None
     class_weights: jax.Array | None = None  # [V]
+    keep: jax.Array | None = None  # [N, H], of a `LowRankHead`, as is the next
+    scale: jax.Array | None = None
 
 
+# Of a head's arrays, in the order of `Needs` and of the gradients.
+DIFFERENTIATED = ("hidden", "weight", "bias", "low_in", "low_out")
 # Of these there is one for each token, or one for all.
 PER_TOKEN = ("where", "token_weights", "temperature")
 
@@ -74,10 +82,17 @@ class Arrays(NamedTuple):
     """What a trace takes beside its options."""
 
     hidden: jax.Array  # or logits
-    weight: jax.Array | None
     labels: jax.Array
-    bias: jax.Array | None
     constants: Constants
+    weight: jax.Array | None = None
+    bias: jax.Array | None = None
+    low_in: jax.Array | None = None  # A [R, H] and B [V, R] of a `LowRankHead`
+    low_out: jax.Array | None = None
+
+    @property
+    def leaves(self) -> tuple[jax.Array | None, ...]:
+        """What has gradients."""
+        return tuple(getattr(self, name) for name in DIFFERENTIATED)
 
 
 class Bound(NamedTuple):
@@ -99,17 +114,21 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
         token_weights=given.token_weights,
         class_weights=given.class_weights,
     )
-    given = head_of(given)
+    given, low = unpacked(head_of(given))
     hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
+    if low is not None:
+        check_low_rank_route(given, False)
     check_reduced(given.reduce_hidden_grad)
     if place is None:
-        place = placed(given, recompute=recompute)
-    axis = place.axis if place else axis_of(given.vocab_parallel, weight, bias, given.weight_layout)
+        place = placed(given, low, recompute=recompute)
+    axis = place.axis if place else axis_of(given, None if low is None else low.b)
     problem = check_head(
         Arguments(*map(describe, given)),
         sharded=axis is not None and place is None,
         classes=None if axis is None else axis.vocab_size,
     )
+    if low is not None:
+        check_low_rank(described(low), describe(hidden), problem)
     vocab_size = problem.vocab_size if axis is None else axis.vocab_size
     gathered = place.gathered if place else axes_of(given.tokens_parallel)
     check_route_here(
@@ -132,6 +151,8 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
         softcap=array(given.softcap) if is_array(given.softcap) else None,
         z_loss=array(given.z_loss) if is_array(given.z_loss) else None,
         class_weights=array(given.class_weights),
+        keep=None if low is None else array(low.keep),
+        scale=None if low is None else as_array(low.scale, None, compute),
     )
     options = Options(
         ignore_index=given.ignore_index,
@@ -151,7 +172,13 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
         gathered=gathered,
     )
     arrays = Arrays(
-        jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels), array(bias), constants
+        hidden=jnp.asarray(hidden),
+        labels=jnp.asarray(labels),
+        constants=constants,
+        weight=jnp.asarray(weight),
+        bias=array(bias),
+        low_in=None if low is None else jnp.asarray(low.a),
+        low_out=None if low is None else jnp.asarray(low.b),
     )
     return Bound(options, arrays, place)
 
@@ -184,7 +211,7 @@ def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
         chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
         axis=axis,
     )
-    arrays = Arrays(jnp.asarray(logits), None, jnp.asarray(labels), None, constants)
+    arrays = Arrays(jnp.asarray(logits), jnp.asarray(labels), constants)
     return problem, Bound(options, arrays, None)
 
 
@@ -199,6 +226,12 @@ def with_arrays(options: Options, constants: Constants) -> Options:
     return options._replace(**given)
 
 
+def as_gradients(found: dict[str, jax.Array | None]) -> Any:
+    """By name, in the tree of the arrays; None is no gradient."""
+    none: Any = dict.fromkeys(Arrays._fields)
+    return Arrays(**(none | found))
+
+
 def fixed(value: Any) -> Any:
     """A number that a trace may depend on; None for an array."""
     return None if value is None or is_array(value) else float(value)
@@ -211,8 +244,12 @@ def flat(arrays: Arrays) -> Arrays:
         return None if x is None else jnp.reshape(x, (-1,))
 
     hidden, labels, constants = arrays.hidden, arrays.labels, arrays.constants
+    shape, keep = (labels.size, hidden.shape[-1]), constants.keep
     return arrays._replace(
-        hidden=jnp.reshape(hidden, (labels.size, hidden.shape[-1])),
+        hidden=jnp.reshape(hidden, shape),
         labels=jnp.reshape(labels, (-1,)),
-        constants=constants._replace(**{n: one(getattr(constants, n)) for n in PER_TOKEN}),
+        constants=constants._replace(
+            **{n: one(getattr(constants, n)) for n in PER_TOKEN},
+            keep=None if keep is None else jnp.reshape(keep, shape),
+        ),
     )

@@ -23,6 +23,7 @@ from xentlib.jax.call import Constants
 from xentlib.jax.derivatives import primal_values, wanted
 from xentlib.jax.describe import is_array
 from xentlib.jax.heads import head_of, unwrapped
+from xentlib.jax.lowrank import low_rank_of
 from xentlib.jax.nll import nll
 from xentlib.jax.ranks import vary, varying
 from xentlib.nll import OUTPUTS, NLLOutput
@@ -31,7 +32,7 @@ from xentlib.parity.problem import Problem
 __all__ = ["CrossCheck"]
 
 NAMES = ("hidden", "weight", "bias")
-ARRAYS = tuple(name for name in Constants._fields if name != "shard")
+ARRAYS = tuple(name for name in Constants._fields if name in Arguments._fields)
 KEPT = ("logprobs", "lse")  # of a call, beside what it is asked for
 
 
@@ -109,7 +110,7 @@ class CrossCheck(Schedule):
         Raises:
             TypeError: a step that is no integer.
             ValueError: one that a trace would keep for ever.
-            CrossCheckError: `vocab_parallel`.
+            CrossCheckError: `vocab_parallel`, or a head with a low-rank part.
         """
         check_traced_step(step, getattr(step, "dtype", None), getattr(step, "shape", ()))
         given = Arguments(hidden, weight, labels, **options)
@@ -118,6 +119,11 @@ class CrossCheck(Schedule):
             raise CrossCheckError(
                 "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
                 "which a device has a part. Check a run without it, or `xentlib parity`."
+            )
+        if low_rank_of(given.weight) is not None:
+            raise CrossCheckError(
+                "a checked call must have a head of one weight; got a `LowRankHead`. Check a run "
+                "with the low-rank part merged into the weight."
             )
         if in_jit(given.hidden) and not isinstance(step, jax.core.Tracer):
             raise ValueError(

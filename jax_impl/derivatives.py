@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 __all__ = ["Needs", "differentiated_once", "primal_values", "wanted"]
 
-Needs = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    low_in: bool = False
+    low_out: bool = False
 
 
 def wanted(constants: Any, *primals: Any) -> Needs:
@@ -22,8 +30,7 @@ def wanted(constants: Any, *primals: Any) -> Needs:
                 f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
                 f"is not computed. Pass `jax.lax.stop_gradient({name})`."
             )
-    hidden, weight, bias = (p is not None and bool(p.perturbed) for p in primals)
-    return hidden, weight, bias
+    return Needs(*(p is not None and bool(p.perturbed) for p in primals))
 
 
 @jax.custom_jvp

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.call import LogitsArguments
-from xentlib.jax.call import Constants, Options, bind_logits, flat
+from xentlib.jax.call import Arrays, Constants, Options, bind_logits, flat
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
 from xentlib.jax.core.walk import Chunk, at_rows, over_chunks, scaled, walk_of
@@ -38,7 +38,7 @@ def given_forward(
     options: Options, logits: jax.Array, labels: jax.Array, constants: Constants
 ) -> tuple[LogprobOutput[Any], Residuals]:
     """Steps 3 to 5 for logits [N, C] that are there."""
-    return forward_of(walk_of(options, logits, None, labels, None, constants))
+    return forward_of(walk_of(options, Arrays(logits, labels, constants)))
 
 
 def given_backward(
@@ -50,7 +50,7 @@ def given_backward(
     constants: Constants,
 ) -> jax.Array:
     """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
-    walk = walk_of(options, logits, None, labels, None, constants)
+    walk = walk_of(options, Arrays(logits, labels, constants))
     given = jax.tree.map(partial(scaled, walk), clean_upstream(walk, upstream))
     terms_N = terms_of(kept, given, options.label_smoothing, walk.vocab_size)
     terms_M = jax.tree.map(lambda x: jnp.pad(x[walk.order], (0, 1)), terms_N)
@@ -77,7 +77,7 @@ def _given(
 def _given_fwd(
     options: Options, logits: Any, labels: Any, constants: Any
 ) -> tuple[LogprobOutput[Any], Any]:
-    wanted(constants, logits, None, None)
+    wanted(constants, logits)
     values = primal_values((logits, labels, constants))
     output, kept = given_forward(options, *values)
     return output, (values, kept)

@@ -19,6 +19,7 @@ from xentlib.checks.shards import check_shards
 from xentlib.checks.words import check_floating
 from xentlib.jax.describe import describe
 from xentlib.jax.ranks import Axis
+from xentlib.lowrank import LowRankHead
 from xentlib.plan import PaddedVocab, choose_gather
 
 __all__ = [
@@ -54,6 +55,7 @@ class Placement(NamedTuple):
     tokens: P  # of the leading dimensions
     weight: P
     bias: P
+    low_out: P
     axis: Axis | None
     spread: Spread
     gathered: Axes = ()  # of the axes that spread tokens, those whose devices send them each other
@@ -64,11 +66,14 @@ def axes_of(entry: Any) -> Axes:
     return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def placed(given: Arguments, *, recompute: bool) -> Placement | None:
+def placed(
+    given: Arguments, low: LowRankHead[Any] | None, *, recompute: bool
+) -> Placement | None:
     """By the arrays' types, on a mesh with Explicit axes."""
     hidden, weight = given.hidden, given.weight
     specs = [explicit(x) for x in (hidden, weight, given.bias)]
-    meshes = [found[0] for found in specs if found]
+    beside = () if low is None else (low.a, low.b, low.keep)
+    meshes = [found[0] for found in (*specs, *map(explicit, beside)) if found]
     if not meshes or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
         return None
     tokens, head, own = (found[1] if found else P() for found in specs)
@@ -143,7 +148,18 @@ def place(
     if layout == "HV":
         cut, specs = cut[::-1], specs[::-1]
     spread = Spread(over, cut, (own,))
-    return Placement(mesh, tokens, P(*specs), P((*kept, *own) or None), axis, spread, gathered)
+    # Of B the axes that spread tokens are gathered, and d B is summed over them, by the compiler:
+    # R columns, where the weight has H.
+    return Placement(
+        mesh,
+        tokens,
+        P(*specs),
+        P((*kept, *own) or None),
+        P(kept or None, None),
+        axis,
+        spread,
+        gathered,
+    )
 
 
 def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bool:
@@ -180,17 +196,17 @@ def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:
 
     Gradients come back where the arrays were.
     """
-    _, _, labels, bias, constants = arrays
-    leading, rows = labels.ndim, place.tokens
-    specs = (
-        P(*(*rows, *(None,) * leading)[:leading], None),
-        place.weight,
-        rows,
-        None if bias is None else place.bias,
-        jax.tree.map(lambda x: rows if x.ndim == leading else P(), constants)._replace(
-            class_weights=None if constants.class_weights is None else P()
-        ),
-    )
+    leading, rows = arrays.labels.ndim, place.tokens
+    states = P(*(*rows, *(None,) * leading)[:leading], None)
+    constants = arrays.constants
+    given = jax.tree.map(lambda x: rows if x.ndim == leading else P(), constants)
+    known = {"class_weights": P(), "keep": states}
+    known = {name: x for name, x in known.items() if getattr(constants, name) is not None}
+    known = {"constants": given._replace(**known)}
+    known |= {"hidden": states, "weight": place.weight, "labels": rows}
+    known |= {"bias": place.bias, "low_in": P(), "low_out": place.low_out}
+    absent = {name: None for name, x in arrays._asdict().items() if x is None}
+    specs = arrays._replace(**known | absent)
     types = dict(zip(place.mesh.axis_names, place.mesh.axis_types))
     names = {name for name, kind in types.items() if kind is not AxisType.Manual}
     if AxisType.Explicit in types.values():
@@ -200,30 +216,27 @@ def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:
     return jax.shard_map(
         call,
         mesh=place.mesh,
-        in_specs=specs,
+        in_specs=(specs,),
         out_specs=jax.tree.map(lambda per_token: rows if per_token else P(), outputs),
         axis_names=names,
-    )(*arrays)
+    )(arrays)
 
 
-def whole_rows(
-    spread: Spread | None,
-    transposed: bool,
-    hidden: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def whole_rows(spread: Spread | None, transposed: bool, arrays: Any) -> Any:
     """What this device multiplies, gathered once, before the loop."""
     if spread is None:
-        return uncut(hidden, 1), uncut(weight, 0 if transposed else 1), bias
+        dimensions = {"hidden": 1, "weight": 0 if transposed else 1, "low_in": 1, "low_out": 1}
+        given = {name: (getattr(arrays, name), k) for name, k in dimensions.items()}
+        found = {name: uncut(x, k) for name, (x, k) in given.items() if x is not None}
+        return arrays._replace(**found)
 
     def gather(x: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
         for dimension, names in enumerate(cut):
             x = lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
         return x
 
-    bias = None if bias is None else gather(bias, spread.bias)
-    return hidden, gather(weight, spread.weight), bias
+    bias = None if arrays.bias is None else gather(arrays.bias, spread.bias)
+    return arrays._replace(weight=gather(arrays.weight, spread.weight), bias=bias)
 
 
 def uncut(x: jax.Array, dimension: int) -> jax.Array:

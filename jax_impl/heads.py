@@ -13,8 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.call import Arguments
+from xentlib.checks.lowrank import check_base
 from xentlib.checks.module import check_beside_module, refuse_module
+from xentlib.checks.operand import plain
 from xentlib.jax.describe import framework_of, is_array, refuse_array
+from xentlib.jax.lowrank import low_rank_of
+from xentlib.lowrank import LowRankHead
 from xentlib.options import WeightLayout
 
 __all__ = ["head_of", "unwrapped"]
@@ -48,7 +52,12 @@ LAYERS = (
 
 def head_of(given: Arguments) -> Arguments:
     """The call with a module's arrays in place of the module, in the dtypes that it casts to."""
-    module = given.weight
+    low, module = low_rank_of(given.weight), given.weight
+    if low is not None:
+        low = LowRankHead(*map(unwrapped, map(plain, low)))
+        check_base(type(low.weight).__name__, low_rank_of(low.weight) is None)
+        given = head_of(given._replace(weight=low.weight))
+        return given._replace(weight=low._replace(weight=given.weight))
     if is_array(module):
         return given
     layer = next((x for x in LAYERS if isinstance(module, loaded(x.package, x.name))), None)

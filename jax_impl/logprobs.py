@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.call import Arguments
-from xentlib.jax.call import Arrays, Constants, Options, bind, flat
+from xentlib.jax.call import Arrays, Options, as_gradients, bind, flat
 from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
@@ -91,21 +91,9 @@ class Terms(NamedTuple):
     own_uniform: jax.Array | None  # what the target has of it
 
 
-def logprobs_forward(
-    options: Options,
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    constants: Constants,
-) -> tuple[LogprobOutput[Any], Residuals]:
-    """Per-token outputs, and what the backward needs of them.
-
-    `hidden` is [N, H], everything else flat.
-    """
-    walk = walk_of(options, hidden, weight, labels, bias, constants)
-
-    return forward_of(walk)
+def logprobs_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[Any], Residuals]:
+    """Per-token outputs, and what the backward needs of them. The arrays are flat."""
+    return forward_of(walk_of(options, arrays))
 
 
 def forward_of(walk: Walk) -> tuple[LogprobOutput[Any], Residuals]:
@@ -158,15 +146,11 @@ def logprobs_backward(
     needs: Needs,
     kept: Residuals,
     upstream: Upstream,
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    constants: Constants,
-) -> list[jax.Array | None]:
-    """Gradients of `hidden`, `weight` and `bias` from logits that are computed again."""
+    arrays: Arrays,
+) -> dict[str, jax.Array | None]:
+    """Gradients by name, from logits that are computed again."""
     compute = options.compute_dtype
-    walk = walk_of(options, hidden, weight, labels, bias, constants)
+    walk = walk_of(options, arrays)
     given = clean_upstream(walk, upstream)
     sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
     exponent = power_of_two(options, sizes.sum(axis=0))
@@ -188,8 +172,7 @@ def logprobs_backward(
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
     gradients = own_columns(walk, gradients)
-    primals = (hidden, weight, bias)
-    return round_gradients(gradients, own.tokens.valid, primals, options.spread)
+    return round_gradients(gradients, own.tokens.valid, arrays.leaves, options.spread)
 
 
 def clean_upstream(walk: Walk, upstream: Upstream) -> Upstream:
@@ -241,44 +224,29 @@ def coefficients(terms_T: Terms) -> Coefficients:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprobs(
-    options: Options,
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    constants: Constants,
-) -> LogprobOutput[Any]:
-    hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
-    return logprobs_forward(options, hidden, weight, labels, bias, constants)[0]
+def _logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
+    arrays = whole_rows(options.spread, options.transposed, arrays)
+    return logprobs_forward(options, arrays)[0]
 
 
-def _logprobs_fwd(
-    options: Options, hidden: Any, weight: Any, labels: Any, bias: Any, constants: Any
-) -> tuple[LogprobOutput[Any], Any]:
-    needs = wanted(constants, hidden, weight, bias)
-    hidden, weight, labels, bias, constants = primal_values(
-        (hidden, weight, labels, bias, constants)
-    )
+def _logprobs_fwd(options: Options, primals: Any) -> tuple[LogprobOutput[Any], Any]:
+    needs = wanted(primals.constants, *primals.leaves)
     # The backward reads the gathered head again: it is kept rather than gathered twice.
-    hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
-    values = (hidden, weight, labels, bias, constants)
-    output, kept = logprobs_forward(options, *values)
+    arrays = whole_rows(options.spread, options.transposed, primal_values(primals))
+    output, kept = logprobs_forward(options, arrays)
     # A residual must be an array, their tree the same whatever is wanted: the sizes say what is.
-    return output, (values, kept, [jnp.zeros((int(need),)) for need in needs])
+    return output, (arrays, kept, [jnp.zeros((int(need),)) for need in needs])
 
 
 def _logprobs_bwd(
     options: Options, residuals: Any, cotangent: LogprobOutput[Any]
 ) -> tuple[Any, ...]:
-    values, kept, markers = residuals
+    arrays, kept, markers = residuals
     upstream = upstream_in(options, cotangent)
     if upstream is None:
-        return (None, None, None, None, None)
-    need_hidden, need_weight, need_bias = (marker.size > 0 for marker in markers)
-    needs = (need_hidden, need_weight, need_bias)
-    d_hidden, d_weight, d_bias = logprobs_backward(options, needs, kept, upstream, *values)
-    return (d_hidden, d_weight, None, d_bias, None)
+        return (None,)
+    needs = Needs(*(marker.size > 0 for marker in markers))
+    return (as_gradients(logprobs_backward(options, needs, kept, upstream, arrays)),)
 
 
 def upstream_in(options: Options, cotangent: LogprobOutput[Any]) -> Upstream | None:
@@ -298,14 +266,13 @@ def shaped(result: LogprobOutput[Any], leading: tuple[int, ...]) -> LogprobOutpu
     return LogprobOutput(*(None if x is None else jnp.reshape(x, leading) for x in result))
 
 
-def _logprobs_anywhere(options: Options, *arrays: Any) -> LogprobOutput[Any]:
+def _logprobs_anywhere(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
     """On arrays with any leading dimensions, or this device's part of them."""
-    given = Arrays(*arrays)
-    return shaped(_logprobs_jit(options, *flat(given)), given.labels.shape)
+    return shaped(_logprobs_jit(options, flat(arrays)), arrays.labels.shape)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _logprobs_over_mesh(options: Options, place: Placement, *arrays: Any) -> LogprobOutput[Any]:
+def _logprobs_over_mesh(options: Options, place: Placement, arrays: Arrays) -> LogprobOutput[Any]:
     outputs = LogprobOutput(True, True if options.entropy else None, True, True)
     result: LogprobOutput[Any] = over_mesh(
         partial(_logprobs_anywhere, options), place, arrays, outputs
@@ -317,6 +284,6 @@ def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOu
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
     options, arrays, place = bind(given, place, recompute=True)
     if place:
-        result: LogprobOutput[Any] = _logprobs_over_mesh(options, place, *arrays)
+        result: LogprobOutput[Any] = _logprobs_over_mesh(options, place, arrays)
         return result
-    return _logprobs_anywhere(options, *arrays)
+    return _logprobs_anywhere(options, arrays)

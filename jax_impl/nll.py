@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.call import Arguments
-from xentlib.jax.call import Arrays, Constants, Options, bind, flat
+from xentlib.jax.call import Arrays, Options, as_gradients, bind, flat
 from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
@@ -57,19 +57,14 @@ class Carry(NamedTuple):
 def nll_forward(
     options: Options,
     needs: Needs,
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    constants: Constants,
+    arrays: Arrays,
 ) -> tuple[NLLOutput[Any], Gradients, jax.Array]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N].
 
-    `hidden` is [N, H], everything else flat. The accumulators lack the upstream gradient.
+    The arrays are flat. The accumulators lack the upstream gradient.
     """
-    compute = options.compute_dtype
-    hidden, weight, bias = whole_rows(options.spread, options.transposed, hidden, weight, bias)
-    walk = walk_of(options, hidden, weight, labels, bias, constants)
+    compute, constants = options.compute_dtype, arrays.constants
+    walk = walk_of(options, whole_rows(options.spread, options.transposed, arrays))
     options = walk.options
     count, valid_N = of_all_tokens(options.spread, walk.num_valid), walk.tokens.valid
     everywhere = labelled_at(walk, slice(None))
@@ -213,65 +208,52 @@ def nll_backward(
     accumulators: Gradients,
     valid_N: jax.Array,
     primals: Sequence[jax.Array | None],
-) -> list[jax.Array | None]:
+) -> dict[str, jax.Array | None]:
     """Step 10. Of the primals only the types are used."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
     own = of_head = jnp.where(valid_N.any(), gradient, 0.0)
     if options.gathered:
         # The head's sums are over all devices' tokens, and were made before any upstream gradient.
         of_head = agreed_upstream(gradient, valid_N.any(), options.gathered)
-    factors = Gradients(own, of_head, of_head)
+    factors = Gradients(own, of_head, of_head, of_head, of_head)
     multiplied = jax.tree.map(lambda x, factor: x * factor.astype(x.dtype), accumulators, factors)
     return round_gradients(multiplied, valid_N, primals, options.spread)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _nll(
-    options: Options,
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    constants: Constants,
-) -> NLLOutput[Any]:
-    return nll_forward(options, (False, False, False), hidden, weight, labels, bias, constants)[0]
+def _nll(options: Options, arrays: Arrays) -> NLLOutput[Any]:
+    return nll_forward(options, Needs(), arrays)[0]
 
 
-def _nll_fwd(
-    options: Options, hidden: Any, weight: Any, labels: Any, bias: Any, constants: Any
-) -> tuple[NLLOutput[Any], Any]:
-    primals = (hidden, weight, bias)
-    needs = wanted(constants, *primals)
-    values = primal_values((hidden, weight, labels, bias, constants))
-    output, gradients, valid_N = nll_forward(options, needs, *values)
+def _nll_fwd(options: Options, primals: Any) -> tuple[NLLOutput[Any], Any]:
+    needs, arrays = wanted(primals.constants, *primals.leaves), primal_values(primals)
+    output, gradients, valid_N = nll_forward(options, needs, arrays)
     # A residual must be an array: an empty one carries each input's type to the backward.
-    types = tuple(None if p is None else jnp.ravel(p.value)[:0] for p in primals)
+    types = tuple(None if x is None else jnp.ravel(x)[:0] for x in arrays.leaves)
     return output, (gradients, valid_N, types)
 
 
 def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput[Any]) -> tuple[Any, ...]:
     gradients, valid_N, types = residuals
     if isinstance(cotangent.loss, jax.custom_derivatives.SymbolicZero):
-        return (None, None, None, None, None)
+        return (None,)
     upstream = upstream_of(cotangent.loss, None if options.gathered else options.axis)
-    d_hidden, d_weight, d_bias = nll_backward(options, upstream, gradients, valid_N, types)
-    return (d_hidden, d_weight, None, d_bias, None)
+    return (as_gradients(nll_backward(options, upstream, gradients, valid_N, types)),)
 
 
 _nll.defvjp(_nll_fwd, _nll_bwd, symbolic_zeros=True)
 _nll_jit = jax.jit(_nll, static_argnums=(0,))
 
 
-def _nll_anywhere(options: Options, *arrays: Any) -> NLLOutput[Any]:
+def _nll_anywhere(options: Options, arrays: Arrays) -> NLLOutput[Any]:
     """On arrays with any leading dimensions, or this device's part of them."""
-    given = Arrays(*arrays)
-    result: NLLOutput[Any] = _nll_jit(options, *flat(given))
-    shaped = {name: jnp.reshape(getattr(result, name), given.labels.shape) for name in OUTPUTS}
+    result: NLLOutput[Any] = _nll_jit(options, flat(arrays))
+    shaped = {name: jnp.reshape(getattr(result, name), arrays.labels.shape) for name in OUTPUTS}
     return result._replace(**shaped)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _nll_over_mesh(options: Options, place: Placement, *arrays: Any) -> NLLOutput[Any]:
+def _nll_over_mesh(options: Options, place: Placement, arrays: Arrays) -> NLLOutput[Any]:
     outputs = NLLOutput(False, False, False, False, **dict.fromkeys(OUTPUTS, True))
     result: NLLOutput[Any] = over_mesh(partial(_nll_anywhere, options), place, arrays, outputs)
     return result
@@ -281,7 +263,7 @@ def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of its arguments, which `NLLHead` has placed on a mesh."""
     options, arrays, place = bind(given, place)
     result: NLLOutput[Any] = (
-        _nll_over_mesh(options, place, *arrays) if place else _nll_anywhere(options, *arrays)
+        _nll_over_mesh(options, place, arrays) if place else _nll_anywhere(options, arrays)
     )
     kept = {name: None for name in OUTPUTS if name not in given.outputs}
     divisor = arrays.constants.denominator

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xentlib.call import Arguments
 from xentlib.checks.operand import plain
 from xentlib.checks.placement import check_axis, check_varying
 from xentlib.checks.shards import check_shard, check_shards
@@ -52,12 +53,13 @@ class Axis(NamedTuple):
     vocab_size: int
 
 
-def axis_of(parallel: Any, weight: Any, bias: Any, layout: str) -> Axis | None:
-    """Of `vocab_parallel`, for this device's rows of a head."""
+def axis_of(given: Arguments, b: Any = None) -> Axis | None:
+    """Of `vocab_parallel`, for this device's rows of a head, and of its low-rank part."""
+    parallel, weight = given.vocab_parallel, given.weight
     if parallel is None or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
         return None
-    columns = jnp.shape(weight)[0 if layout == "VH" else 1]
-    return axis_for(parallel, columns, weight=weight, bias=bias)
+    columns = jnp.shape(weight)[0 if given.weight_layout == "VH" else 1]
+    return axis_for(parallel, columns, weight=weight, bias=given.bias, b=b)
 
 
 def axis_for(parallel: Any, columns: int, shard: VocabShard | None = None, **local: Any) -> Axis:
@@ -186,10 +188,14 @@ def alike(
     hidden: jax.Array | None,
     rows: jax.Array | None,
     dtype: str,
+    *,
+    a: jax.Array | None = None,
+    keep: jax.Array | None = None,
+    scale: jax.Array | None = None,
 ) -> Alike | None:
     """Of one call over shards; None where the types say that nothing can differ."""
     if checks_types(axis.name):
-        may = varying(labels, valid, temperature, hidden)
+        may = varying(labels, valid, temperature, hidden, a, keep, scale)
         if not varying(lax.axis_index(axis.name)) & may:
             return None
         rows = None  # they vary by type
@@ -200,15 +206,20 @@ def alike(
     # 24 bits, which float32 holds exactly.
     total = ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum(dtype=jnp.uint32) & 0xFFFFFF
     values, tolerances = [total.astype(dtype)[None]], [jnp.zeros(1, dtype)]
-    if temperature is not None:
-        x_N = jnp.nan_to_num(jnp.broadcast_to(temperature, (count,)).astype(dtype))
-        values += [x_N.sum()[None], signs(count, SIGNS).astype(dtype) @ x_N]
+    per_token = None if temperature is None else jnp.broadcast_to(temperature, (count,))
+    for x in (per_token, a, scale):
+        if x is None:
+            continue
+        x_N = jnp.nan_to_num(x.astype(dtype)).reshape(-1)
+        values += [x_N.sum()[None], signs(x_N.size, SIGNS).astype(dtype) @ x_N]
         norm = jnp.sqrt((x_N * x_N).sum())
         tolerances += [TOLERANCE * jnp.abs(x_N).sum()[None]]
         tolerances += [jnp.broadcast_to(SIGNED_TOLERANCE * norm, (SIGNS,))]
-    if hidden is not None:
-        signs_SN = jnp.where(valid[None], signs(count, SIGNS), 0).astype(hidden.dtype)
-        sums_SH = jnp.nan_to_num(jnp.dot(signs_SN, hidden, preferred_element_type=dtype))
+    for x in (hidden, None if keep is None else keep.astype(dtype)):
+        if x is None:
+            continue
+        signs_SN = jnp.where(valid[None], signs(count, SIGNS), 0).astype(x.dtype)
+        sums_SH = jnp.nan_to_num(jnp.dot(signs_SN, x, preferred_element_type=dtype))
         values += [(sums_SH * signs(sums_SH.shape[1], 1).astype(dtype)).sum(axis=1)]
         tolerances += [SIGNED_TOLERANCE * jnp.sqrt((sums_SH * sums_SH).sum(axis=1))]
     return Alike(jnp.concatenate(values), jnp.concatenate(tolerances), numbers_of(rows, dtype))

@@ -132,6 +132,7 @@ def test_chunks_without_a_valid_token_cost_nothing():
 
     from xentlib.jax import nll as module
     from xentlib.jax.call import bind, flat
+    from xentlib.jax.derivatives import Needs
 
     patch = pytest.MonkeyPatch()
     patch.setattr(module.lax, "fori_loop", counting)
@@ -141,7 +142,7 @@ def test_chunks_without_a_valid_token_cost_nothing():
             with jax.disable_jit():
                 given = Arguments(*leaves[:2], labels, leaves[2], max_chunk_bytes=BUDGET)
                 options, arrays_of_call, _ = bind(given)
-                module.nll_forward(options, (True, True, True), *flat(arrays_of_call))
+                module.nll_forward(options, Needs(True, True, True), flat(arrays_of_call))
     finally:
         patch.undo()
     assert trips == [0, 2]  # all of them would be 4

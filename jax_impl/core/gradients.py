@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.call import Options
+from xentlib.jax.call import DIFFERENTIATED, Options
 from xentlib.jax.core.device import traits
 from xentlib.jax.core.gemm import contract, round_to
 from xentlib.jax.core.kernels import Coefficients
+from xentlib.jax.core.low import from_hidden, pulled, to_a, to_b
 from xentlib.jax.core.walk import Chunk, Walk
 from xentlib.jax.derivatives import Needs
 from xentlib.jax.head import Spread, own_piece
@@ -49,6 +50,8 @@ class Gradients(NamedTuple):
     hidden: jax.Array
     weight: jax.Array
     bias: jax.Array
+    low_in: jax.Array
+    low_out: jax.Array
 
 
 def power_of_two(options: Options, factor_N: jax.Array) -> jax.Array | None:
@@ -70,15 +73,17 @@ def without_power(gradients: Gradients, exponent: jax.Array, compute_dtype: str)
 
 
 def zero_gradients(walk: Walk, needs: Needs) -> Gradients:
-    need_hidden, need_weight, need_bias = needs
     compute = walk.options.compute_dtype
     num_tokens, hidden_size = walk.hidden.shape
     assert walk.operand is not None
     columns = walk.operand.shape[walk.axes[0]]
+    a, b = ((), ()) if walk.low is None else (walk.low.a_RH.shape, walk.low.b_VR.shape)
     return Gradients(
-        jnp.zeros((num_tokens if need_hidden else 0, hidden_size), compute),
-        jnp.zeros(walk.operand.shape if need_weight else (0, 0), compute),
-        jnp.zeros((columns if need_bias else 0,), compute),
+        jnp.zeros((num_tokens if needs.hidden else 0, hidden_size), compute),
+        jnp.zeros(walk.operand.shape if needs.weight else (0, 0), compute),
+        jnp.zeros((columns if needs.bias else 0,), compute),
+        jnp.zeros(a if needs.low_in else (0, 0), compute),
+        jnp.zeros(b if needs.low_out else (0, 0), compute),
     )
 
 
@@ -96,10 +101,10 @@ def add_gradients(
     options, compute = walk.options, walk.options.compute_dtype
     axis_v, _ = walk.axes
     x_TH, y_T = chunk.x_TH, chunk.block.y_T1[:, 0]
-    need_hidden, need_weight, need_bias = needs
+    low, seen = walk.low, chunk.low
     assert walk.operand is not None
     dz_TV, dz_y_T, part_V = walk.kernels.dz(
-        chunk.block, lse_T, of, left=left, round_to=options.gemm_dtype, column_sums=need_bias
+        chunk.block, lse_T, of, left=left, round_to=options.gemm_dtype, column_sums=needs.bias
     )
     if part_V is not None:
         # A chunk's sums first: one after the other, 6,250 terms of one label err by 30 u.
@@ -109,8 +114,12 @@ def add_gradients(
     # 8. Gradient GEMMs of the rest, then the target's terms: they are most of both gradients, and
     # every small term that a GEMM adds after one is rounded at its size (tau of d hidden 4.8
     # against 1.5, of d weight on real text 9.6 against 1.5).
-    if need_hidden:
+    if low is not None and seen is not None and (needs.hidden or needs.low_in):
+        du_TR = pulled(low, dz_TV, dz_y_T1, y_T)
+    if needs.hidden:
         dx_TH = contract(dz_TV, walk.operand, 1, axis_v, compute)
+        if low is not None and seen is not None:
+            dx_TH = dx_TH + from_hidden(low, du_TR, seen)
         w_y_TH = jnp.take(walk.operand, y_T, axis=axis_v, mode="clip")
         w_y_TH = (w_y_TH.T if options.transposed else w_y_TH).astype(compute)
         dx_TH = dx_TH + dz_y_T1 * w_y_TH
@@ -121,11 +130,18 @@ def add_gradients(
         gradients = gradients._replace(
             hidden=gradients.hidden.at[chunk.own_T].set(dx_TH, mode="drop")
         )
-    if need_weight:
+    if needs.weight:
         left, right = (x_TH, dz_TV) if options.transposed else (dz_TV, x_TH)
         total = gradients.weight + contract(left, right, 0, 0, compute)
         total = add_targets(total, y_T, dz_y_T1[:, 0], x_TH, axis_v)
         gradients = gradients._replace(weight=total)
+    if low is not None and seen is not None:
+        if needs.low_in:
+            gradients = gradients._replace(low_in=gradients.low_in + to_a(du_TR, seen))
+        if needs.low_out:
+            total = gradients.low_out + to_b(low, dz_TV, seen)
+            total = add_targets(total, y_T, dz_y_T1[:, 0], seen.u_TR)
+            gradients = gradients._replace(low_out=total)
     return gradients
 
 
@@ -177,10 +193,12 @@ def own_columns(walk: Walk, gradients: Gradients) -> Gradients:
     """Without the zeros that filled the head up."""
     if walk.operand is None or walk.operand.shape[walk.axes[0]] == walk.columns:
         return gradients
-    weight, bias = gradients.weight, gradients.bias
+    weight, bias, low_out = gradients.weight, gradients.bias, gradients.low_out
     if weight.size:
         weight = lax.slice_in_dim(weight, 0, walk.columns, axis=walk.axes[0])
-    return gradients._replace(weight=weight, bias=bias[: walk.columns])
+    return gradients._replace(
+        weight=weight, bias=bias[: walk.columns], low_out=low_out[: walk.columns]
+    )
 
 
 def round_gradients(
@@ -188,9 +206,10 @@ def round_gradients(
     valid_N: jax.Array,
     primals: Sequence[jax.Array | None],
     spread: Spread | None,
-) -> list[jax.Array | None]:
-    """Each accumulator summed over the devices that share its primal, and rounded once to its
-    dtype; None stands for a zero gradient. Of the primals only the types are used."""
+) -> dict[str, jax.Array | None]:
+    """Each accumulator by name, summed over the devices that share its primal, and rounded once to
+    its dtype; None stands for a zero gradient. Of the primals, in that order, only the types are
+    used."""
     if spread is not None:
         gradients = gradients._replace(
             weight=own_piece(gradients.weight, spread.weight)
@@ -201,9 +220,9 @@ def round_gradients(
     hidden_NH = gradients.hidden
     if hidden_NH.size:
         gradients = gradients._replace(hidden=jnp.where(valid_N[:, None], hidden_NH, 0.0))
-    return [
-        round_to(as_primal(accumulator, primal), primal.dtype.name)
+    return {
+        name: round_to(as_primal(accumulator, primal), primal.dtype.name)
         if accumulator.size and primal is not None
         else None
-        for accumulator, primal in zip(gradients, primals, strict=True)
-    ]
+        for name, accumulator, primal in zip(DIFFERENTIATED, gradients, primals, strict=True)
+    }

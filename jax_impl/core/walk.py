@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.call import Constants, Options, with_arrays
+from xentlib.jax.call import Arrays, Constants, Options, with_arrays
 from xentlib.jax.core.device import traits
 from xentlib.jax.core.gemm import contract
 from xentlib.jax.core.kernels import Kernels, Rows, Shape, kernels_for
+from xentlib.jax.core.low import LowRank, Seen, add_logits, low_rank, seen_by
 from xentlib.jax.core.tokens import Tokens, of_shard, select_tokens
 from xentlib.jax.derivatives import differentiated_once
 from xentlib.jax.ranks import Alike, alike, apart, shard_here, vary, varying
@@ -52,6 +53,7 @@ class Walk(NamedTuple):
     plan: ChunkPlan
     chunk_rows: int
     shape: Shape
+    low: LowRank | None  # beside the operand
     # Of this device's tokens, where this walk is over those of several devices; see `meet`.
     own: Any = None
 
@@ -86,20 +88,16 @@ class Chunk(NamedTuple):
     x_TH: jax.Array
     block: Rows
     own_T: jax.Array  # rows of `hidden` that are this device's, N of those that do not count
+    low: Seen | None  # what the low-rank part of the head has of them
 
 
-def walk_of(
-    options: Options,
-    hidden: jax.Array,
-    weight: jax.Array | None,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    constants: Constants,
-) -> Walk:
+def walk_of(options: Options, arrays: Arrays) -> Walk:
     """Step 1: valid tokens first; their number bounds the loop, chunks without any cost nothing.
 
-    `hidden` is [N, H], everything else flat. Without a `weight` it is the logits.
+    The arrays are flat. Without a `weight` the hidden states are the logits.
     """
+    hidden, weight, labels, bias = arrays.hidden, arrays.weight, arrays.labels, arrays.bias
+    constants = arrays.constants
     options = with_arrays(options, constants)
     num_tokens, hidden_size = hidden.shape
     columns = hidden_size if weight is None else weight.shape[1 if options.transposed else 0]
@@ -125,6 +123,9 @@ def walk_of(
                 None if weight is None else hidden,
                 None if constants.shard is not None else some,
                 options.compute_dtype,
+                a=arrays.low_in,
+                keep=constants.keep,
+                scale=constants.scale,
             )
     ranks = lax.axis_size(options.gathered) if options.gathered else 1
     plan = plan_chunks(
@@ -137,10 +138,12 @@ def walk_of(
         least=traits().least_rows,
     )
     first: Any = padded_from(shard)
+    low_out = arrays.low_out
     if first is not None and weight is not None:
         # dz is 0 there, but 0 * NaN is not: in d hidden, and from a softcap's derivative.
         weight = zero_from(first, weight, 1 if options.transposed else 0)
         bias = None if bias is None else zero_from(first, bias, 0)
+        low_out = None if low_out is None else zero_from(first, low_out, 0)
     more = 0 if weight is None else -columns % traits().column_multiple
     if weight is not None:
         weight = weight.astype(options.gemm_dtype)
@@ -148,6 +151,7 @@ def walk_of(
         first = columns if first is None else first
         weight = jnp.pad(weight, [(0, 0), (0, more)][:: 1 if options.transposed else -1])
         bias = None if bias is None else jnp.pad(bias, (0, more))
+        low_out = None if low_out is None else jnp.pad(low_out, ((0, more), (0, 0)))
     rows = plan.even_tokens if isinstance(num_tokens, int) else plan.chunk_tokens
     if options.gathered:  # as many of each device
         rows = pad_rows(-(-rows // ranks))
@@ -175,6 +179,7 @@ def walk_of(
         plan,
         rows,
         shape,
+        None if low_out is None else low_rank(options, arrays.low_in, low_out, constants),
     )
 
 
@@ -310,11 +315,15 @@ def _logits(walk: Walk, index: jax.Array) -> Chunk:
         x_TH = lax.all_gather(x_TH, walk.options.gathered, tiled=True)
         rows_T = lax.dynamic_slice(walk.order, (start,), (walk.chunk_rows,))
         in_chunk_T = walk.tokens.valid[rows_T]
+    seen = None
     if walk.operand is None:
         z_TV = x_TH.astype(compute)
     else:
         z_TV = contract(x_TH, walk.operand, 1, walk.axes[1], compute)
-    return Chunk(start, rows_T, x_TH, block_at(walk, rows_T, z_TV, in_chunk_T), own_T)
+        if walk.low is not None:
+            seen = seen_by(walk.low, x_TH, rows_T)
+            z_TV = add_logits(walk.low, z_TV, seen)
+    return Chunk(start, rows_T, x_TH, block_at(walk, rows_T, z_TV, in_chunk_T), own_T, seen)
 
 
 def own_rows(walk: Walk, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
