@@ -161,7 +161,7 @@ def refuse(given: Any) -> NoReturn:
     if isinstance(given, both(ADAPTERS)):
         refuse_module(
             f"a {kind} of NNX, whose adapters would be lost",
-            "Pass the kernel that it stands for, `kernel[...] + lora_a[...] @ lora_b[...]`, with "
+            "Pass `LowRankHead(kernel[...], lora_a[...].T, lora_b[...].T)` of its arrays, with "
             "`weight_layout='HV'`.",
         )
     if hasattr(given, "keys"):

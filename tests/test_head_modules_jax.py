@@ -259,10 +259,10 @@ def emptied() -> Any:
     return layer
 
 
-MERGED = r"Pass the kernel that it stands for, `kernel\[...\] \+ lora_a\[...\] @ lora_b\[...\]`"
+LOW = r"Pass `LowRankHead\(kernel\[...\], lora_a\[...\].T, lora_b\[...\].T\)` of its arrays"
 REFUSED = {
-    "LoRALinear": (lambda: linear(nnx.LoRALinear, lora_rank=2), "LoRALinear of NNX.*" + MERGED),
-    "LoRA": (lambda: nnx.LoRA(H, 2, V, rngs=nnx.Rngs(0)), "LoRA of NNX.*" + MERGED),
+    "LoRALinear": (lambda: linear(nnx.LoRALinear, lora_rank=2), "LoRALinear of NNX.*" + LOW),
+    "LoRA": (lambda: nnx.LoRA(H, 2, V, rngs=nnx.Rngs(0)), "LoRA of NNX.*" + LOW),
     "a forward of its own": (lambda: linear(Doubled), "'s Doubled, whose forward is its own. Pass"),
     "another product": (
         lambda: Capped(V, H, rngs=nnx.Rngs(0)),

@@ -16,27 +16,24 @@ pytestmark = pytest.mark.torch
 
 from torch import nn  # noqa: E402
 
-from helpers.lowrank import dense, held_to, hold, low_problem, oracle, rejected  # noqa: E402
+from helpers.lowrank import (  # noqa: E402
+    CASES,
+    V,
+    dense,
+    given_to,
+    held_to,
+    hold,
+    low_problem,
+    oracle,
+    rejected,
+)
 from helpers.on_meta import as_on_a_gpu  # noqa: E402
 from xentlib.parity.device import numpy_of, on_torch  # noqa: E402
 from xentlib.parity.problem import Case, upstream_of  # noqa: E402
 from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.torch.core.low import LowRank, LowSums, parts_of  # noqa: E402
 
-V = 157
 CHUNK = 16 * V * 4  # of 16 tokens: several chunks
-SIZES = (61, 24, V)
-CASES = {
-    "plain": Case("low", *SIZES, bias=False),
-    "bias, confident": Case("low bias", *SIZES, confident=0.3),
-    "options": Case(
-        "low options", *SIZES, where=True, token_weights=True, class_weights=True,
-        token_temperature=True,
-        options={"softcap": 8.0, "label_smoothing": 0.1, "z_loss": 1e-3, "logit_scale": 1.3},
-    ),
-    "HV": Case("low HV", *SIZES, layout="HV"),
-    "no token": Case("low none", *SIZES, ignored=1.0),
-}  # fmt: skip
 
 
 def leaves_of(p: Any, *, frozen: bool = True) -> dict[str, Any]:
@@ -52,16 +49,9 @@ def head_of(p: Any, leaves: dict[str, Any]) -> Any:
 
 
 def called(p: Any, leaves: dict[str, Any], function: Any = chunked_nll, **more: Any) -> Any:
-    named = {name: getattr(p.base, name) for name in ("bias", "where")}
-    options = dict(p.base.options)
     if function is chunked_nll:
         more.setdefault("outputs", ("lse", "logprobs"))
-        named |= {x: getattr(p.base, x) for x in ("token_weights", "class_weights")}
-    else:
-        options = p.base.per_token_options
-    given = {name: on_torch(x) for name, x in named.items() if x is not None}
-    for name, x in options.items():
-        given[name] = on_torch(x) if isinstance(x, np.ndarray) else x
+    given = {name: on_torch(x) for name, x in given_to(p, function.__name__).items()}
     more = {"max_chunk_bytes": CHUNK, **more}
     return function(leaves["hidden"], head_of(p, leaves), on_torch(p.base.labels), **given, **more)
 

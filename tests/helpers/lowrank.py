@@ -18,6 +18,19 @@ from xentlib.parity.problem import Case, Problem, Upstream, build
 from xentlib.ulp import dtype_named
 
 ROWS = HEAD_ROWS | {"a": "A6", "b": "A6"}
+V = 157
+SIZES = (149, 24, V)  # several chunks in both backends
+CASES = {
+    "plain": Case("low", *SIZES, bias=False),
+    "bias, confident": Case("low bias", *SIZES, confident=0.3),
+    "options": Case(
+        "low options", *SIZES, where=True, token_weights=True, class_weights=True,
+        token_temperature=True,
+        options={"softcap": 8.0, "label_smoothing": 0.1, "z_loss": 1e-3, "logit_scale": 1.3},
+    ),
+    "HV": Case("low HV", *SIZES, layout="HV"),
+    "no token": Case("low none", *SIZES, ignored=1.0),
+}  # fmt: skip
 
 
 class LowProblem(NamedTuple):
@@ -40,6 +53,15 @@ def low_problem(
     b = (rng.standard_normal((case.vocab, rank)) * case.std).astype(dtype)
     keep = rng.random((case.tokens, case.hidden)) >= dropped if dropped else None
     return LowProblem(build(case, seed), a, b, 0.7, keep)
+
+
+def given_to(p: LowProblem, function: str) -> dict[str, Any]:
+    """What a function is given beside hidden states, head and labels."""
+    names, options = ("bias", "where"), p.base.per_token_options
+    if function == "chunked_nll":
+        names, options = (*names, "token_weights", "class_weights"), p.base.options
+    named = {name: getattr(p.base, name) for name in names}
+    return {name: x for name, x in named.items() if x is not None} | dict(options)
 
 
 def oracle(p: LowProblem, upstream: Upstream | None = None, dz_dtype: str = "float64") -> Any:

@@ -19,7 +19,7 @@ def check_base(kind: str, single: bool) -> None:
     if not single:
         raise TypeError(
             f"`weight` of `LowRankHead` must have no low-rank part of its own; got a {kind} with "
-            f"one. Stack them: `torch.cat` of A, and of B, along the rank."
+            f"one. Concatenate A, and B, along the rank."
         )
 
 
@@ -48,9 +48,12 @@ def check_low_rank(low: LowRankHead[Operand], hidden: Operand, problem: NLLProbl
     check_b(low.b.shape, rows, rank)
     number = isinstance(low.scale, (int, float)) and not isinstance(low.scale, bool)
     if not number or not math.isfinite(low.scale):
+        came = repr(low.scale)
+        if isinstance(low.scale, Operand):
+            came = f"an array {list(low.scale.shape)} of {low.scale.dtype}"
         raise ValueError(
-            f"`scale` must be a finite number; got {low.scale!r}. Pass alpha / r, and multiply `a` "
-            f"by what is trained."
+            f"`scale` must be a finite number; got {came}. Pass alpha / r, and multiply `a` by "
+            f"what is trained."
         )
     if low.keep is None:
         return
