@@ -146,7 +146,7 @@ class NLLHead(nnx.Linear):
 
         Raises:
             TypeError: a layer that computes something else. For LoRA, merge it, or call
-                `chunked_nll` with the kernel that it stands for.
+                `chunked_nll` with a `LowRankHead` of its arrays.
         """
         given, kind, tied = linear, type(linear), isinstance(linear, nnx.Embed)
         if tied:

@@ -77,9 +77,9 @@ def chunked_nll(
     Args:
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
-            differ from that of `hidden`. Or what it is the weight of, with its bias: in PyTorch an
-            `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, PEFT's LoRA on one, whose adapters are
-            computed, a `LowRankHead`; in JAX a Flax or Equinox linear or embedding layer.
+            differ from that of `hidden`. Or a `LowRankHead`; or what it is the weight of, with its
+            bias: in PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, PEFT's LoRA on one,
+            whose adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
         labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
             be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
             number of valid tokens is known there without a device sync, and only they are computed.
@@ -231,9 +231,9 @@ def chunked_logprobs(
     Args:
         hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
-            differ from that of `hidden`. Or what it is the weight of, with its bias: in PyTorch an
-            `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, PEFT's LoRA on one, whose adapters are
-            computed, a `LowRankHead`; in JAX a Flax or Equinox linear or embedding layer.
+            differ from that of `hidden`. Or a `LowRankHead`; or what it is the weight of, with its
+            bias: in PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, PEFT's LoRA on one,
+            whose adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
         labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
             be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
             number of valid tokens is known there without a device sync, and only they are computed.

@@ -149,12 +149,11 @@ def test_both_backends_show_the_same_names():
 
 
 # Where a concept exists in one framework only: FSDP2 and ZeRO-3 keep parameters, Flax has two APIs,
-# windows are objects in PyTorch, and counts are int32 in JAX; adapters of PEFT are PyTorch's.
+# windows are objects in PyTorch, and counts are int32 in JAX.
 ONE_BACKEND = {
     "CountMismatchError",
     "CountOverflowError",
     "LinenNLLHead",
-    "LowRankHead",
     "TokenNormalizedState",
     "TokenNormalizer",
     "UnsupportedWrapperError",

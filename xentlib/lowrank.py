@@ -30,14 +30,14 @@ class LowRankHead(NamedTuple, Generic[A]):
         weight: [V, H], or [H, V] with `weight_layout="HV"`; or the module that it is the weight of.
         a: [r, H], floating point; its dtype may differ from that of `weight`.
         b: [V, r] in either layout, likewise.
-        scale: number, a constant; LoRA's alpha / r.
+        scale: number, in JAX also an array []; a constant. LoRA's alpha / r.
         keep: [..., H] bool or None, of the hidden states: what the low-rank part sees of them is 0
             elsewhere. That is a dropout's mask; 1 / (1 - p) is then part of `scale`.
 
     Raises:
-        ValueError: shapes or devices that do not belong together, a scale that is not finite,
-            float64 beside a head in float32; what it cannot be combined with.
-        TypeError: a dtype that cannot be used.
+        ValueError: shapes or devices that do not belong together, a scale that is not finite, or
+            that is differentiated; what it cannot be combined with.
+        TypeError: a dtype that cannot be used, float64 beside a head in float32.
 
     Numerics: `a` and `b` are multiplied as they are, whatever autocast says; u and r' are float32
     sums of exact products, times `scale`, and never rounded below float32, as are their products
