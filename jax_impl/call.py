@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from xentlib.call import Arguments, LogitsArguments
 from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_reduced
-from xentlib.checks.lowrank import check_low_rank, check_low_rank_route
+from xentlib.checks.lowrank import check_low_rank, check_low_rank_here
 from xentlib.checks.operand import plain
 from xentlib.checks.route import check_own_tokens, check_route_here
 from xentlib.dtypes import ITEMSIZE
@@ -117,7 +117,7 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
     given, low = unpacked(head_of(given))
     hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
     if low is not None:
-        check_low_rank_route(given, False)
+        check_low_rank_here(given)
     check_reduced(given.reduce_hidden_grad)
     if place is None:
         place = placed(given, low, recompute=recompute)

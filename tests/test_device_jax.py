@@ -11,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from helpers import lowrank
 from helpers.measured import SMALL, by_id, hold
 from xentlib.parity.cases import BASE, CHUNK_CASES, WITH_OPTIONS, low_precision, named
-from xentlib.parity.problem import Case, build
+from xentlib.parity.problem import Case, build, upstream_of
 from xentlib.parity.rows import nll, per_token
 
 jax = pytest.importorskip("jax")
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.jax, pytest.mark.cpu]
 
 import jax.numpy as jnp  # noqa: E402
 
+from helpers import lowrank_jax  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
 from helpers.vocab_shards_jax import (  # noqa: E402
     KERNEL,
@@ -33,7 +35,7 @@ from helpers.vocab_shards_jax import (  # noqa: E402
     hold_shards,
     sharded,
 )
-from xentlib.jax import chunked_nll  # noqa: E402
+from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.jax.core import device, gradients  # noqa: E402
 
 # Few classes, each of them the label of many tokens of a chunk; and a bias.
@@ -83,6 +85,17 @@ def test_per_token_against_the_oracle(case):
 def test_chunks_do_not_show(case):
     """A10."""
     hold(nll.chunks, ("jax",), build(case, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
+@pytest.mark.parametrize("name", ["options", "HV", "crowded"])
+def test_a_low_rank_head_against_the_oracle(name, function):
+    """A5, A6. Catches: columns of zeros in d B, a label's second token lost or added twice."""
+    case = CROWDED if name == "crowded" else lowrank.CASES[name]
+    p, more = lowrank.low_problem(case), {} if function is chunked_nll else {"entropy": True}
+    _, got = lowrank_jax.gradients(p, function, **more)
+    lowrank.hold(lowrank.oracle(p, upstream_of(p.base, 5) if more else None), got)
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ def test_a_wrong_head_is_refused(name: str) -> None:
 def test_a_route_is_refused() -> None:
     p = low_problem(CASES["plain"])
     head = LowRankHead(p.base.weight, p.a, p.b, p.scale)
-    for package, cross in ((xentlib.torch, on_torch), (xentlib.jax, on_jax)):
-        for gather in ("hidden", "stream"):
-            said = refusal(package, cross, head, ValueError, gather=gather)
-            assert said.startswith("`weight` must be one array here; got a `LowRankHead` with gath")
+    of_torch, of_jax = (xentlib.torch, on_torch), (xentlib.jax, on_jax)
+    for where, gather in ((of_torch, "stream"), (of_jax, "stream"), (of_jax, "hidden")):
+        said = refusal(*where, head, ValueError, gather=gather)
+        assert said.startswith("`weight` must be one array here; got a `LowRankHead` with gather=")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from xentlib.call import Arguments
 from xentlib.checks.call import NLLProblem
@@ -11,7 +12,13 @@ from xentlib.checks.operand import Operand
 from xentlib.checks.words import check_device, check_floating
 from xentlib.lowrank import LowRankHead
 
-__all__ = ["check_base", "check_low_rank", "check_low_rank_route", "check_low_rank_rows"]
+__all__ = [
+    "check_base",
+    "check_low_rank",
+    "check_low_rank_here",
+    "check_low_rank_route",
+    "check_low_rank_rows",
+]
 
 
 def check_base(kind: str, single: bool) -> None:
@@ -45,12 +52,17 @@ def check_low_rank(low: LowRankHead[Operand], hidden: Operand, problem: NLLProbl
             f"`a` must have shape (rank, {width}) to match `hidden` {hidden.shape}; got "
             f"{low.a.shape}. Pass LoRA's A as it multiplies hidden states, `hidden @ a.T`."
         )
-    check_b(low.b.shape, rows, rank)
-    number = isinstance(low.scale, (int, float)) and not isinstance(low.scale, bool)
-    if not number or not math.isfinite(low.scale):
-        came = repr(low.scale)
-        if isinstance(low.scale, Operand):
-            came = f"an array {list(low.scale.shape)} of {low.scale.dtype}"
+    if low.b.shape != (rank, rows)[::-1]:
+        raise ValueError(
+            f"`b` must have shape ({rows}, {rank}), a row for each row of the head; got "
+            f"{low.b.shape}. Pass LoRA's B, and of a vocabulary shard its rows."
+        )
+    scale: Any = low.scale
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if not number or not math.isfinite(scale):
+        came = repr(scale)
+        if isinstance(scale, Operand):
+            came = f"an array {list(scale.shape)} of {scale.dtype}"
         raise ValueError(
             f"`scale` must be a finite number; got {came}. Pass alpha / r, and multiply `a` by "
             f"what is trained."
@@ -71,14 +83,28 @@ def check_low_rank(low: LowRankHead[Operand], hidden: Operand, problem: NLLProbl
 
 
 def check_low_rank_route(call: Arguments, zero: bool) -> None:
-    """Refuse routes that have no room for A and B."""
-    nodes = call.gather != "head" and call.tokens_parallel is not None
-    if call.gather == "stream" or nodes or (zero and call.gather != "head"):
-        under = " under ZeRO-3" if zero else " and `tokens_parallel`" if nodes else ""
-        raise ValueError(
-            f"`weight` must be one array here; got a `LowRankHead` with gather={call.gather!r}"
-            f"{under}. Leave that out, or merge the low-rank part into the weight."
-        )
+    """Refuse routes of PyTorch's that have no room for A and B."""
+    if call.gather == "stream":
+        _refuse("gather='stream'")
+    if call.gather != "head" and call.tokens_parallel is not None:
+        _refuse(f"gather={call.gather!r} and `tokens_parallel`")
+    if call.gather != "head" and zero:
+        _refuse(f"gather={call.gather!r} under ZeRO-3")
+
+
+def check_low_rank_here(call: Arguments) -> None:
+    """Refuse those of JAX's."""
+    if call.gather != "head":
+        _refuse(f"gather={call.gather!r}")
+    if call.tokens_parallel is not None:
+        _refuse("`tokens_parallel`")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(
+        f"`weight` must be one array here; got a `LowRankHead` with {what}. Leave that out, or "
+        f"merge the low-rank part into the weight."
+    )
 
 
 def check_low_rank_rows(together: bool, shape: Sequence[int], rows: int) -> None:
