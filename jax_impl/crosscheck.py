@@ -185,7 +185,7 @@ class CrossCheck(Schedule):
         def forward(
             step: Any, hidden: Any, weight: Any, bias: Any, labels: Any, constants: Any
         ) -> tuple[NLLOutput[Any], Any]:
-            needs = wanted(constants, hidden, weight, bias)
+            needs = wanted(constants, hidden, weight, bias)[: len(NAMES)]
             step, leaves, labels, constants = primal_values(
                 (step, (hidden, weight, bias), labels, constants)
             )

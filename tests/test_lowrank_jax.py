@@ -293,8 +293,7 @@ def test_a_scale_that_is_forgotten_is_rejected(monkeypatch: Any, uncached: None,
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_parts_of_an_operand_are_the_operand(dtype: str) -> None:
     """What is multiplied with dz in 16 bits: float32 values, small ones of LoRA's B too, to the
-    bit; jitted, where XLA takes a cast there and back for nothing. Catches: one part, which has 8
-    or 11 of the 24 bits."""
+    bit. Catches: one part, which has 8 or 11 of the 24 bits."""
     x = np.random.default_rng(0).standard_normal((50, 3)).astype(np.float32) * np.float32(1e-4)
 
     @jax.jit
