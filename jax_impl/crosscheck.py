@@ -229,7 +229,7 @@ class CrossCheck(Schedule):
         flat = {
             name: x.reshape(-1) if x is not None and x.ndim and name != "class_weights" else x
             for name, x in told.constants._asdict().items()
-            if name != "shard"
+            if name in ARRAYS
         }
         named = ("where", "token_weights", "class_weights")
         arrays = {name: flat.pop(name) for name in named}
