@@ -66,9 +66,7 @@ def axes_of(entry: Any) -> Axes:
     return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def placed(
-    given: Arguments, low: LowRankHead[Any] | None, *, recompute: bool
-) -> Placement | None:
+def placed(given: Arguments, low: LowRankHead[Any] | None, *, recompute: bool) -> Placement | None:
     """By the arrays' types, on a mesh with Explicit axes."""
     hidden, weight = given.hidden, given.weight
     specs = [explicit(x) for x in (hidden, weight, given.bias)]

@@ -23,8 +23,9 @@ class LowRankHead(NamedTuple, Generic[A]):
 
     Options, per-token outputs and vocabulary shards are those of the function. Over vocabulary
     shards `b` is this rank's rows, like `weight`, and `a` the same on every rank, as its gradient
-    is: one SUM of [r, H] more, where it is wanted. With `gather="hidden"` one `fully_shard` must
-    keep all three, and A is gathered. "stream", and under ZeRO-3 "hidden", are refused.
+    is: one SUM of [r, H] more, where it is wanted. With `gather="hidden"`, in PyTorch, one
+    `fully_shard` must keep all three, and A is gathered. Refused are "stream", "hidden" under
+    ZeRO-3 or over nodes, and in JAX `gather=` and `tokens_parallel`.
 
     Attributes:
         weight: [V, H], or [H, V] with `weight_layout="HV"`; or the module that it is the weight of.
