@@ -168,6 +168,14 @@ def one_node_scales(rank: int, nodes: Any) -> Any:
     return (called(rank, nodes).loss * (1 + rank // 2)).backward()
 
 
+def of_logprobs(rank: int, nodes: Any) -> Any:
+    from xentlib.torch import chunked_logprobs
+
+    hidden, labels = tokens_of(rank)
+    more = {"entropy": rank == 1, "tokens_parallel": nodes, "gather": "hidden"}
+    return chunked_logprobs(hidden, head_of().weight, labels, **more)
+
+
 def low_rank(rank: int, nodes: Any) -> Any:
     from xentlib.torch import LowRankHead, chunked_nll
 
@@ -194,6 +202,11 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "label": lambda: bad_label(rank, nodes),
         "budget": lambda: called(rank, nodes, max_chunk_bytes=1024 * (1 + rank // 2)),
         "dtype": lambda: called(rank, nodes, compute_dtype="float64" if rank > 1 else None),
+        "softcap": lambda: called(rank, nodes, softcap=30.0 + rank // 2),
+        "smoothing": lambda: called(rank, nodes, label_smoothing=0.1 * (rank == 3)),
+        "z-loss": lambda: called(rank, nodes, z_loss=1e-4 * (rank // 2)),
+        "outputs": lambda: called(rank, nodes, outputs=("entropy",) if rank == 1 else ()),
+        "entropy": lambda: of_logprobs(rank, nodes),
         "frozen": lambda: one_node_freezes(rank, nodes),
         "low rank": lambda: low_rank(rank, nodes),
         "upstream": lambda: one_node_scales(rank, nodes),
@@ -228,6 +241,11 @@ SAID = {
     "label": "`labels` must ",
     "budget": f"`max_chunk_bytes` {SAME}",
     "dtype": f"`the dtype of hidden` {SAME}",
+    "softcap": f"`softcap` {SAME}",
+    "smoothing": f"`label_smoothing` {SAME}",
+    "z-loss": f"`z_loss` {SAME}",
+    "outputs": f"`outputs` {SAME}",
+    "entropy": f"`entropy` {SAME}",
     "frozen": "`weight` and `bias` must require grad on every rank of `vocab_parallel`",
     "low rank": "`weight` must be one array here; got a `LowRankHead` with ",
     "upstream": "the gradient of `loss` must be the same on every rank of `tokens_parallel`",

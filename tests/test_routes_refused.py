@@ -135,6 +135,12 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
         "stream, budget": lambda: routed(
             fsdp_head(), rank, "stream", max_chunk_bytes=1024 + 1024 * rank
         ),
+        "stream, softcap": lambda: routed(fsdp_head(), rank, "stream", softcap=30.0 + rank),
+        "stream, smoothing": lambda: routed(fsdp_head(), rank, "stream", label_smoothing=rank / 10),
+        "stream, z-loss": lambda: routed(fsdp_head(), rank, "stream", z_loss=rank / 1000),
+        "stream, outputs": lambda: routed(
+            fsdp_head(), rank, "stream", outputs=("entropy",) if rank else ()
+        ),
         "misspelt": lambda: plain(rank, "hiden"),
         "plain": lambda: plain(rank, "hidden"),
         "count": lambda: routed(fsdp_head(), rank, "hidden", tokens_per_rank=12),
@@ -173,6 +179,10 @@ SAID = {
     "hidden, label": f"`labels` must lie in [0, {V})",
     "stream, label": "`labels` must ",
     "stream, budget": f"`max_chunk_bytes` {SAME}",
+    "stream, softcap": f"`softcap` {SAME}",
+    "stream, smoothing": f"`label_smoothing` {SAME}",
+    "stream, z-loss": f"`z_loss` {SAME}",
+    "stream, outputs": f"`outputs` {SAME}",
     "misspelt": "`gather` must be one of 'head', 'hidden', 'stream', 'auto'; got 'hiden'",
     "plain": "`gather` must be 'head' for a head that is whole on this rank",
     "count": "`tokens_per_rank` must be given with `gather='auto'`, and with nothing else",

@@ -85,7 +85,7 @@ Forward = tuple[
 
 def logprobs_forward(call: HeadCall, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 1 to 5."""
-    walk = walk_of(call, ())
+    walk = walk_of(call, (), {"entropy": float(entropy)})
     walk.meet()
     walk.agree()
     if walk.parallel is not None:
@@ -137,7 +137,7 @@ def logprobs_backward(pulled: Pulled, call: HeadCall, needs: list[bool]) -> tupl
 def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradients:
     """The same before they are rounded. The chunk is given up with the walk, before there are
     gradients beside their sums."""
-    walk = walk_of(call, needs)
+    walk = walk_of(call, needs, {})
     residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
 
     *kept, g_logprob, g_entropy, g_lse = walk.meet(*residuals, *clean_upstream(walk, pulled))

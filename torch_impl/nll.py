@@ -40,7 +40,9 @@ __all__ = ["nll", "nll_backward", "nll_forward"]
 def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradients, Tensor]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
-    walk = walk_of(call, loss.needs, loss.class_weights)
+    options = {"label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
+    options["outputs"] = loss.entropy + 2.0 * loss.predicted
+    walk = walk_of(call, loss.needs, options, loss.class_weights)
     own, compute_dtype, like = walk.own, walk.compute_dtype, walk.like
     num_tokens = call.hidden.shape[0]
     valid_N, needs = own.valid, loss.needs
@@ -71,10 +73,9 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     walk.agree()
     if walk.parallel is not None:
         agreement = walk.parallel.agreement
-        agreement.exact("label_smoothing", loss.label_smoothing)
-        agreement.exact("z_loss", loss.z_loss)
+        for name, value in options.items():
+            agreement.exact(name, value)
         agreement.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
-        agreement.exact("outputs", loss.entropy + 2.0 * loss.predicted)
         total = None if loss.class_weights is None else everywhere.total
         agreement.close("class_weights", total)
         if walk.spread is not None:

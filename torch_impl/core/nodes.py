@@ -30,7 +30,11 @@ class NodeWalk(Walk):
     """
 
     def __init__(
-        self, call: HeadCall, needs: Sequence[bool], class_weights: Tensor | None = None
+        self,
+        call: HeadCall,
+        needs: Sequence[bool],
+        options: dict[str, float],
+        class_weights: Tensor | None = None,
     ) -> None:
         assert call.shard is not None
         self.peers = group_named(call.peers)
@@ -42,7 +46,7 @@ class NodeWalk(Walk):
         )
         # What ranks of one node would refuse, while those of others wait for their rows.
         alike = {"max_chunk_bytes": call.chunk_bytes, "ignore_index": call.ignore_index}
-        agree_first(group_named(call.every), call, tokens, needs, alike)
+        agree_first(group_named(call.every), call, tokens, needs, options, alike)
         self.own_rows = call.weight.shape[0]
         ranks = self.nodes * dist.get_world_size(group_named(call.group))
         self.each = -(-vocab_size // ranks)

@@ -10,6 +10,7 @@ tokens of a rank in a chunk, M = R L tokens of the walk, H hidden width.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ __all__ = ["Sending", "Spread", "agree_first", "same_upstream"]
 # What must be alike on all ranks before they can tell each other more.
 ALIKE = ("max_chunk_bytes", "the width of hidden", "the dtype of hidden", "keep", "ignore_index")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+OPTIONS = 3  # that one function has of its own: all calls tell each other as much
 MASKED = 100  # added to the number of two dtypes
 
 
@@ -51,15 +53,23 @@ def kind_of(call: HeadCall) -> int:
     return 10 * DTYPES.index(call.compute_dtype) + DTYPES.index(call.gemm_dtype)
 
 
+def bits_of(x: float) -> int:
+    """Of float64, as an integer: what is compared is then the number itself."""
+    found: int = struct.unpack("<q", struct.pack("<d", x))[0]
+    return found
+
+
 def agree_first(
     group: dist.ProcessGroup,
     call: HeadCall,
     tokens: Tokens,
     needs: Sequence[bool],
+    options: dict[str, float],
     alike: dict[str, int],
 ) -> None:
     """Before ranks go ways of their own: refuse on all of them a label outside the vocabulary on
-    any, and what must be alike on all, or they would not make the same collectives."""
+    any, and what must be alike on all, or they would not make the same collectives, or not add up
+    the same loss. `options`: of the function, at most `OPTIONS`."""
     assert call.shard is not None
     wanted = sum(2**k * bool(need) for k, need in enumerate(needs) if k)
     wanted += 8 * any(needs)
@@ -69,11 +79,14 @@ def agree_first(
         "the width of hidden": call.hidden.shape[1],
         "the dtype of hidden": kind_of(call),
         "gradient of the head": wanted,
+        "softcap": bits_of(call.softcap or 0.0),
+        **{name: bits_of(value) for name, value in options.items()},
     }
-    ours = torch.tensor([bad, *alike.values()], dtype=torch.int64, device=call.hidden.device)
+    fill = [0] * (OPTIONS - len(options))
+    ours = torch.tensor([bad, *alike.values(), *fill], dtype=torch.int64, device=call.hidden.device)
     all_RS = ours.new_empty(dist.get_world_size(group), len(ours))
     gather_into(all_RS.view(-1), ours, group=group)
-    bad_R, *columns = all_RS.T.tolist()
+    bad_R, *columns = all_RS.T[: 1 + len(alike)].tolist()
     check_labels(call.labels, tokens.bad, call.ignore_index, int(call.shard[2]))
     check_labels_elsewhere([rank for rank, found in enumerate(bad_R) if found])
     check_agreement([name for name, x in zip(alike, columns, strict=True) if len(set(x)) > 1])

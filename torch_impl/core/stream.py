@@ -57,7 +57,11 @@ class Streamed:
     spread = parallel = None  # tokens are this rank's own
 
     def __init__(
-        self, call: HeadCall, needs: Sequence[bool], class_weights: Tensor | None = None
+        self,
+        call: HeadCall,
+        needs: Sequence[bool],
+        options: dict[str, float],
+        class_weights: Tensor | None = None,
     ) -> None:
         assert call.shard is not None
         self.group = group_named(call.group)
@@ -76,7 +80,7 @@ class Streamed:
         budget = chunk_bytes(call.chunk_bytes, device)
         self.block = stream_rows(self.rows_each, self.hidden_size, self.ranks, budget)
         alike = {"max_chunk_bytes": self.block}
-        agree_first(self.group, call, self.own, needs, alike)
+        agree_first(self.group, call, self.own, needs, options, alike)
         self.class_weights = None
         if class_weights is not None:
             self.class_weights = class_weights.to(self.compute_dtype)
@@ -254,13 +258,17 @@ class StreamSums:
 
 
 def walk_of(
-    call: HeadCall, needs: Sequence[bool], class_weights: Tensor | None = None
+    call: HeadCall,
+    needs: Sequence[bool],
+    options: dict[str, float],
+    class_weights: Tensor | None = None,
 ) -> Walk | Streamed:
-    """Over the head as the call has it; `needs`: gradients that will be asked for."""
+    """Over the head as the call has it; `needs`: gradients that will be asked for; `options`: of
+    the function, which ranks that do not compare them later must have alike."""
     if call.route == "stream":
-        return Streamed(call, needs, class_weights)
+        return Streamed(call, needs, options, class_weights)
     if call.nodes is not None:
-        return NodeWalk(call, needs, class_weights)
+        return NodeWalk(call, needs, options, class_weights)
     return Walk(call, class_weights)
 
 

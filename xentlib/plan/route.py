@@ -20,7 +20,7 @@ __all__ = ["Route", "routes_of"]
 LABEL = 8  # bytes
 # Integers of 8 bytes that ranks tell each other before a walk: over hidden states, over blocks,
 # before rows are gathered over nodes.
-SIZES, BLOCK_SIZES, NODE_SIZES = 56, 40, 48
+SIZES, BLOCK_SIZES, NODE_SIZES = 56, 72, 80
 # Numbers that ranks must have alike in a forward, thrice, and sizes of shards go with a MAX.
 ALIKE = {"chunked_nll": 25, "chunked_logprobs": 20}
 
