@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ __all__ = ["Count", "N", "jax_rank", "torch_rank", "zero_rank"]
 # 2048 tokens are 1, 7 or 64 chunks to the one: of 2048, 320, which is a multiple of 64, and 32. Of
 # 255 classes four ranks have 64, or 63, which are 1, 7 or 64 blocks.
 N, V, H = 2048, 255, 16
+LOW = ", low rank"  # what the name of a head with a low-rank part goes on with
 DIVISIBLE = 256  # classes that JAX spreads over four devices, as whole arrays
 
 
@@ -61,13 +63,14 @@ class Count(NamedTuple):
             "vocabulary shard": -(-V // WORLD) + 1,
             "FSDP2, vocabulary shard": -(-V // 2) + 1,
             "tokens over the ranks": WORLD * (-(-V // WORLD) + 1),
+            "rows over nodes": 2 * (2 * -(-V // WORLD) + 1),
             "JAX, hidden route": DIVISIBLE,
-        }.get(self.head, V)
+        }.get(self.head.split(LOW)[0], V)
         return -(-tokens // multiple) * multiple * columns * 4
 
 
 # `gather=` of the heads under FSDP2 that stay where they are.
-ROUTES = {"tokens over the ranks": "hidden", "stream": "stream"}
+ROUTES = {"tokens over the ranks": "hidden", "rows over nodes": "hidden", "stream": "stream"}
 Phases = tuple[dict[str, int], dict[str, int]]
 
 
@@ -168,13 +171,18 @@ def _kept(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from xentlib.torch import NLLHead
+    from xentlib.torch import LowRankHead, NLLHead
 
-    if kind == "vocabulary shard":
+    if kind == "vocabulary shard" or LOW in kind:
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         rows = len(range(V)[rank::world])
-        net = _net(rows)
-        return net, net.head, {"vocab_parallel": torch.distributed.group.WORLD}
+        net, group = _net(rows), torch.distributed.group.WORLD
+        if LOW not in kind:
+            return net, net.head, {"vocab_parallel": group}
+        a, b = (torch.ones(shape, requires_grad=True) for shape in ((2, H), (rows, 2)))
+        keep = torch.ones(N, H, dtype=torch.bool) if kind.endswith("mask") else None
+        low = LowRankHead(net.head.weight.detach(), a, b, keep=keep)
+        return net, SimpleNamespace(weight=low), {"vocab_parallel": group, "tokens_parallel": group}
     net = _net(V)
     if kind == "plain":
         return net, net.head, {}
@@ -184,6 +192,8 @@ def _kept(kind: str) -> tuple[Any, Any, dict[str, Any]]:
     more: dict[str, Any] = {}
     if kind in ROUTES:
         more = {"gather": ROUTES[kind]}
+    if kind == "rows over nodes":
+        more["tokens_parallel"] = mesh
     if kind in ("FSDP2", "FSDP2, NLLHead", "FSDP2, prefetched", *ROUTES):
         mesh = init_device_mesh("cpu", (WORLD,))
     elif kind == "FSDP2, vocabulary shard":

@@ -22,6 +22,8 @@ FEW_CHUNKS = (1, 7)
 UNEVEN = ((0, 1, N, N),)
 PAIRS = ((0, 0, N, N), (1, 1, N, N))
 SHARED = ((0,) * WORLD, (1,) * WORLD, (N,) * WORLD)
+NODES = ((0, N, N, 1),)  # which have as many chunks as each other
+LOW_RANK = ("low rank", "low rank, mask", "low rank, recompute", "low rank, mask, recompute")
 HEADS: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
     "torch": {
         "plain": UNEVEN,
@@ -36,6 +38,9 @@ HEADS: dict[str, dict[str, tuple[tuple[int, ...], ...]]] = {
         "vocabulary shard, recompute": SHARED,
         "tokens over the ranks": UNEVEN,
         "tokens over the ranks, recompute": UNEVEN,
+        **{f"tokens over the ranks, {name}": UNEVEN for name in LOW_RANK},
+        "rows over nodes": NODES,
+        "rows over nodes, recompute": NODES,
         "stream": UNEVEN,
         "stream, recompute": UNEVEN,
     },
