@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -32,6 +33,9 @@ if DEVICE == "cpu":
 # What DeepSpeed compiles at its first start: here, as under `make`, and not in the user's cache.
 BUILD = Path(__file__).parents[1] / "build"
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(BUILD / "torch_extensions"))
+# Ninja compiles it, in every test the one beside the interpreter: two versions take each
+# other's work for out of date (seven compilations of a minute in a run, where one does).
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # What JAX has compiled, under a hash of the program, its options and JAX's version: tests that
 # differ in their data alone share a program, and so does the next run (57 tests of heads: 98 s of
 # CPU without, 82 s the first time, 22 s from then on).

@@ -113,8 +113,6 @@ def torchrun(found: Sequence[Group], folder: Path) -> list[Any]:
     """What the blocks of each group print, or the traceback that ended it; one start for all."""
     (folder / "groups").write_bytes(pickle.dumps([tuple(group.blocks) for group in found]))
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    # DeepSpeed compiles an operator with ninja, which is beside the interpreter.
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*program, "--nproc-per-node=2", "-m", "helpers.pages", str(folder)],

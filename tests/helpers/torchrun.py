@@ -23,8 +23,6 @@ def torchrun(
     remove_locks()
     (folder / "setups").write_bytes(pickle.dumps(setups))
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    # DeepSpeed compiles an operator with ninja, which is beside the interpreter.
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

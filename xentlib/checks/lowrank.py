@@ -84,12 +84,14 @@ def check_low_rank(low: LowRankHead[Operand], hidden: Operand, problem: NLLProbl
 
 def check_low_rank_route(call: Arguments, zero: bool) -> None:
     """Refuse routes of PyTorch's that have no room for A and B."""
+    if call.gather == "head":
+        return
+    if zero:
+        _refuse(f"gather={call.gather!r} under ZeRO-3")
     if call.gather == "stream":
         _refuse("gather='stream'")
-    if call.gather != "head" and call.tokens_parallel is not None:
+    if call.tokens_parallel is not None:
         _refuse(f"gather={call.gather!r} and `tokens_parallel`")
-    if call.gather != "head" and zero:
-        _refuse(f"gather={call.gather!r} under ZeRO-3")
 
 
 def check_low_rank_here(call: Arguments) -> None:
