@@ -212,3 +212,14 @@ def test_a_dtensor_head() -> None:
         assert not failures(check("A2", loss, reference.loss, magnitude=scale))
         assert not failures(check("A5", d_hidden, reference.d_hidden, reference.bound_hidden))
         assert not failures(check("A6", d_weight, reference.d_weight, reference.bound_weight))
+
+
+def test_the_report_s_calls_over_an_empty_shard() -> None:
+    """A13, in several chunks. Catches: a budget from a rank's own rows, of which one has none."""
+    calls = [call for call in sharded.calls_for(7, False) if not all(call.sizes)]
+    assert {call.chunk_tokens for call in calls} == {None, 64}
+    findings = Findings(("torch",))
+    for call, result in zip(calls, run_calls("torch", calls), strict=True):
+        sharded._measure(findings, "torch", call, result)
+    assert findings.measurements
+    assert not failures(findings.measurements)

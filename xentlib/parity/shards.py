@@ -86,9 +86,12 @@ def torch_rank(rank: int, world: int, folder: str, calls: list[ShardedCall]) -> 
             found.append(None)
             continue
         part = _rows(call.problem, partial(_shard, sizes=call.sizes, rank=rank))
-        group = groups[len(call.sizes)]
-        part = part.changed(options={**part.options, "vocab_parallel": group})
-        found.append(_called("torch", call, part))
+        options = {**part.options, "vocab_parallel": groups[len(call.sizes)]}
+        if call.chunk_tokens is not None:  # the same on every rank, whatever rows it has
+            itemsize = 8 if call.audit or part.hidden.dtype == np.float64 else 4
+            options["max_chunk_bytes"] = call.chunk_tokens * max(call.sizes) * itemsize
+        part = part.changed(options=options)
+        found.append(_called("torch", call._replace(chunk_tokens=None), part))
     dist.destroy_process_group()
     return found
 
