@@ -36,7 +36,7 @@ def test_a_rank_that_fails_is_not_waited_for_by_the_others(monkeypatch):
 import multiprocessing, time
 if multiprocessing.current_process().name == "rank 0": raise ValueError("here")
 time.sleep(3600)"""
-    with pytest.raises(RuntimeError, match=r"^1 torch ranks failed:\n(.|\n)*ValueError: here"):
+    with pytest.raises(RuntimeError, match=r"^1 torch ranks failed, one with ValueError: here\n"):
         ranks.run_ranks("torch", torch_rank, [Does(code)], 2)
 
 

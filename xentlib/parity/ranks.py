@@ -44,7 +44,8 @@ def run_ranks(
         )
     except RanksFailed as failed:
         count, said = len(failed.said), "\n".join(failed.said)
-        raise RuntimeError(f"{count} {backend} ranks failed:\n{said}") from None
+        first = next((x for x in reversed(failed.said[0].splitlines()) if x.strip()), "no word")
+        raise RuntimeError(f"{count} {backend} ranks failed, one with {first}\n{said}") from None
     except RanksLate as late:
         count, said = len(late.said), "\n".join(late.said)
         raise RuntimeError(
