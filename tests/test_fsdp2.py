@@ -8,16 +8,16 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
+from helpers.held import hold_parameters
 from helpers.ranks import launch
 from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from helpers.fully_sharded import Sharded, on_rank  # noqa: E402
+from helpers.fully_sharded import Sharded, on_each_world  # noqa: E402
 from helpers.wrapped import (  # noqa: E402
     Setup,
     batch,
@@ -142,13 +142,7 @@ SETUPS = HELD | EXACT
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
     """Every setup, on two ranks or four: one start of each."""
-    results: dict[str, list[Any]] = {}
-    for world in (2, 4):
-        names = [name for name, setup in SETUPS.items() if setup.world == world]
-        setups = [SETUPS[name] for name in names]
-        for name, *ranks in zip(names, *launch(world, on_rank, setups), strict=True):
-            results[name] = ranks
-    return results
+    return on_each_world(SETUPS)
 
 
 @pytest.mark.slow
@@ -158,13 +152,7 @@ def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
     included. Catches: a gradient that is never reduced, reduced twice, or not divided."""
     expected = gradients_of_one_process(SETUPS[name])
     for grads, _ in found[name]:
-        assert grads.keys() == expected.keys()
-        for parameter, want in expected.items():
-            got = grads[parameter]
-            assert np.abs(got).max() > 0
-            # Without an oracle of a whole model: the row's bound in norm, of float32 noise.
-            measured = check("A9", got, want.numpy(), metrics=("rho / u",), quantity=parameter)
-            assert not failures(measured)
+        hold_parameters(grads, expected)
 
 
 @pytest.mark.slow

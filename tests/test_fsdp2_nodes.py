@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
+from helpers.held import hold_parameters
 from helpers.ranks import launch
+from helpers.refused import said_by
 from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
@@ -74,12 +75,7 @@ def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
     division by the ranks or the number of nodes, a sum over one node, rows in another order."""
     expected = gradients_of_one_process(replace(SETUPS[name], gather="head"))
     for grads, _ in found[name]:
-        assert grads.keys() == expected.keys()
-        for parameter, want in expected.items():
-            got = grads[parameter]
-            assert np.abs(got).max() > 0
-            measured = check("A9", got, want.numpy(), metrics=("rho / u",), quantity=parameter)
-            assert not failures(measured)
+        hold_parameters(grads, expected)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -211,14 +207,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "low rank": lambda: low_rank(rank, nodes),
         "upstream": lambda: one_node_scales(rank, nodes),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-            said[name] = "nothing"
-        except (ValueError, TypeError) as error:
-            said[name] = str(error)
-    return said
+    return said_by(calls)
 
 
 TWO = (

@@ -8,16 +8,19 @@ Shapes: N tokens, V vocabulary, H hidden width, R rank of the low-rank part.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.held import hold_parameters
 from helpers.lowrank import LowProblem, held_to, hold, low_problem, oracle, rejected
 from helpers.ranks import launch
+from helpers.refused import said_by
 from helpers.vocab_shards import PLAIN, V
 from xentlib.budgets import check_budget
-from xentlib.contract import check, failures
+from xentlib.contract import failures
 from xentlib.parity.backends import run
 from xentlib.parity.cases import EXTRAS, OPTIONS
 from xentlib.parity.problem import Case, upstream_of
@@ -25,7 +28,7 @@ from xentlib.parity.problem import Case, upstream_of
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-from helpers.fully_sharded import Sharded, on_rank  # noqa: E402
+from helpers.fully_sharded import Sharded, on_each_world  # noqa: E402
 from helpers.routed import Routed, Routes, merged, on_ranks  # noqa: E402
 from helpers.wrapped import gradients_of_one_process  # noqa: E402
 
@@ -151,12 +154,7 @@ def test_what_travels_is_the_same_on_all_ranks(results: Any, key: Key) -> None:
 def models() -> dict[str, list[Any]]:
     """Every model, on two ranks or four: one start of each."""
     pytest.importorskip("peft")
-    found: dict[str, list[Any]] = {}
-    for world in (2, 4):
-        setups = {name: setup for name, setup in MODELS.items() if setup.world == world}
-        for name, *ranks in zip(setups, *launch(world, on_rank, [*setups.values()]), strict=True):
-            found[name] = ranks
-    return found
+    return on_each_world(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -166,12 +164,7 @@ def test_gradients_are_those_of_one_process(models: Any, name: str) -> None:
     expected = gradients_of_one_process(replace(MODELS[name], gather="head"))
     assert len([x for x in expected if x.startswith("head.")]) == 2
     for grads, _ in models[name]:
-        assert grads.keys() == expected.keys()
-        for parameter, want in expected.items():
-            got = grads[parameter]
-            assert np.abs(got).max() > 0
-            measured = check("A9", got, want.numpy(), metrics=("rho / u",), quantity=parameter)
-            assert not failures(measured)
+        hold_parameters(grads, expected)
 
 
 POLICY = Case("low policy", 62, H, V, dtype="bfloat16", bias=False)
@@ -211,18 +204,14 @@ def on_two(rank: int, world: int) -> dict[str, Any]:
 
     bare = (torch.zeros(x.shape, requires_grad=True) for x in (p.a, p.b))
     low, outside = head_of(), LowRankHead(head_of().weight, *bare)
-    found: dict[str, Any] = {}
-    for name, head, route in (
-        ("stream", low, "stream"),
-        ("outside", low._replace(a=head_of().a), "hidden"),
-        ("a bare head", outside, "hidden"),
-        ("rows of B", head_of(1), "hidden"),
-    ):
-        try:
-            chunked_nll(hidden.float(), head, labels, gather=route)
-            found[name] = "nothing"
-        except ValueError as error:
-            found[name] = str(error)
+    called = partial(chunked_nll, hidden.float(), labels=labels)
+    calls = {
+        "stream": partial(called, weight=low, gather="stream"),
+        "outside": partial(called, weight=low._replace(a=head_of().a), gather="hidden"),
+        "a bare head": partial(called, weight=outside, gather="hidden"),
+        "rows of B": partial(called, weight=head_of(1), gather="hidden"),
+    }
+    found: dict[str, Any] = dict(said_by(calls))
     for name in ("inside", "outside"):
         head = torch.nn.Linear(*BIG[::-1], bias=False)
         a, b = (torch.nn.Parameter(torch.randn(shape)) for shape in ((R, BIG[1]), (BIG[0], R)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.ranks import launch
+from helpers.refused import said_by
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -152,14 +153,7 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
         "kept whole": lambda: kept_whole(rank),
         "hooked": lambda: hooked(rank),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-            said[name] = "nothing"
-        except (ValueError, TypeError) as error:
-            said[name] = str(error)
-    return said
+    return said_by(calls)
 
 
 SAME = "must be the same on every rank of `vocab_parallel`"

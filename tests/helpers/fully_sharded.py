@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from helpers.ranks import launch
 from helpers.routed import nodes_of
 from helpers.wrapped import Setup, batches, model_of, part_of, run
 
-__all__ = ["Sharded", "on_rank", "wrapped"]
+__all__ = ["Sharded", "on_each_world", "on_rank", "wrapped"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
             module.set_gradient_divide_factor(setup.divide)
             module.set_force_sum_reduction_for_comms(True)  # all that gloo can do
     return model, tp
+
+
+def on_each_world(setups: Mapping[str, Sharded]) -> dict[str, list[Any]]:
+    """What each rank finds of every setup: one start of each number of ranks."""
+    results: dict[str, list[Any]] = {}
+    for world in sorted({setup.world for setup in setups.values()}):
+        own = {name: setup for name, setup in setups.items() if setup.world == world}
+        for name, *ranks in zip(own, *launch(world, on_rank, [*own.values()]), strict=True):
+            results[name] = ranks
+    return results
 
 
 def on_rank(rank: int, world: int, setups: list[Sharded]) -> list[Any]:

@@ -18,6 +18,15 @@ def hold_in_norm(got: Iterable[Any], want: Iterable[Any], said: str = "") -> Non
         assert not failures(check("A9", np.asarray(g), np.asarray(w), metrics=("rho / u",))), said
 
 
+def hold_parameters(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """A12: of a whole network by name, each in norm; none is left out, and none is 0."""
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert np.abs(got[name]).max() > 0
+        measured = check("A9", got[name], np.asarray(x), metrics=("rho / u",), quantity=name)
+        assert not failures(measured)
+
+
 def hold_gradients(
     oracle: Any,
     got: Mapping[str, Any],

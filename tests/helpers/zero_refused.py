@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from helpers.refused import said_by
 from helpers.wrapped import loss_of, run
 from helpers.zero_routes import Trained, engine_of, net, window_of
 from xentlib.torch import chunked_nll
@@ -130,11 +131,4 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 def said() -> dict[str, str]:
     """What each says; "nothing" where a call is not refused."""
-    found = {}
-    for name, call in CALLS.items():
-        try:
-            call()
-            found[name] = "nothing"
-        except (ValueError, RuntimeError) as error:
-            found[name] = str(error)
-    return found
+    return said_by(CALLS)
