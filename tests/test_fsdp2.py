@@ -29,6 +29,7 @@ from helpers.wrapped import (  # noqa: E402
     part_of,
 )
 
+IN_TWO = (("reshard_after_forward", 2),)  # after a forward over two of the four ranks
 HELD = {
     "own": Sharded(budget=(1, 1)),
     "own, many chunks": Sharded(chunk=8, budget=(1, 1)),
@@ -51,7 +52,7 @@ HELD = {
     "own, divided by 1": Sharded(divide=1.0),
     "root": Sharded(own=False),
     "root, inside": Sharded(own=False, model=("inside",), budget=(0, 0)),
-    # The trunk's own second gather counts here.
+    # The trunk's own second gather counts here, and where ranks are four in two.
     "root, outside, pieces": Sharded(
         own=False, wrap=(("reshard_after_forward", True),), budget=(2, 1)
     ),
@@ -74,6 +75,16 @@ HELD = {
     "four ranks, per token": Sharded(world=4, function="chunked_logprobs", budget=(2, 1)),
     "four ranks, root, tied": Sharded(world=4, own=False, model=("tied",)),
     "four ranks, NLLHead": Sharded(world=4, road="NLLHead", budget=(1, 1)),
+    "four in two, two calls": Sharded(world=4, wrap=IN_TWO, calls=2, model=("bias",), steps=2),
+    "four in two, two calls, per token": Sharded(
+        world=4, wrap=IN_TWO, calls=2, function="chunked_logprobs"
+    ),
+    "four in two, two calls, gathered": Sharded(world=4, wrap=IN_TWO, calls=2, road="gather_head"),
+    "four in two, checkpoint": Sharded(world=4, wrap=IN_TWO, checkpoint=True, budget=(3, 1)),
+    "four in two, NLLHead, two calls": Sharded(
+        world=4, wrap=IN_TWO, calls=2, road="NLLHead", budget=(3, 1)
+    ),
+    "four in two, root": Sharded(world=4, wrap=IN_TWO, calls=2, own=False, model=("tied",)),
     "vocabulary over ranks": Sharded(mesh="shards, tp", world=4, model=("bias",), budget=(1, 1)),
     "vocabulary over ranks, per token": Sharded(
         mesh="shards, tp", world=4, function="chunked_logprobs", budget=(2, 1)
@@ -202,6 +213,50 @@ def test_the_comparison_sees_a_gradient_that_is_not_reduced() -> None:
     """M24: the trap that TRL 1.16 falls into is far outside what the test above allows."""
     for error in launch(2, defect):
         assert error > 0.1
+
+
+AFTER = Setup(model=("bias",))
+
+
+def after_an_evaluation(rank: int, world: int) -> list[dict[str, Any]]:
+    """Gradients of each route, where the module has its head over two ranks by then."""
+    from torch.distributed.fsdp import fully_shard
+
+    from xentlib.torch import TokenNormalizer, chunked_nll
+
+    found = []
+    for gather in ("head", "hidden", "stream"):
+        model, (((ids, labels),), _) = model_of(AFTER), batches(AFTER)
+        for module in (model.head, model):
+            fully_shard(module, reshard_after_forward=2)
+        pairs = [(ids[part_of(rank, world)], labels[part_of(rank, world)])]
+
+        def loss(ids: Any, labels: Any, model: Any = model, **more: Any) -> Any:
+            head = model.head
+            return chunked_nll(
+                model(ids), head.weight, labels, bias=head.bias, reduction="sum", **more
+            )
+
+        with torch.no_grad():
+            loss(*pairs[0])
+            loss(*pairs[0])
+        assert model.head.weight.device_mesh.ndim == 2
+        with TokenNormalizer(model).window([pairs[0][1]]) as window:
+            for pair in window.micro_batches(pairs):
+                window.backward(loss(*pair, gather=gather))
+        named = model.named_parameters()
+        found.append({name: p.grad.full_tensor().numpy() for name, p in named})
+    return found
+
+
+@pytest.mark.slow
+def test_routes_and_windows_after_an_evaluation_over_fewer_ranks() -> None:
+    """A12: `reshard_after_forward=2` of four leaves another parameter in the module, which every
+    route, and `TokenNormalizer`, takes for the one that FSDP2 reduces to."""
+    expected = gradients_of_one_process(AFTER)
+    for rank in launch(4, after_an_evaluation):
+        for grads in rank:
+            hold_parameters(grads, expected)
 
 
 REPLICATED = {

@@ -46,7 +46,7 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
             if isinstance(named["weight"], (nn.Module, LowRankHead)):
                 del named["weight"]
             only_tensors(**named)
-            given = head_of(given)
+            given = at_home(head_of(given))
             check_route(given)
             plain, low = unpacked(given)
             weight = plain.weight
@@ -78,6 +78,19 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
         return call
 
     return wrap
+
+
+def at_home(given: Arguments) -> Arguments:
+    """With the parameters that `fully_shard` reduces gradients to, of what its modules have."""
+    plain, low = unpacked(given)
+    weight, bias = sharded(plain.weight), sharded(plain.bias)
+    if low is not None:
+        weight = low._replace(weight=weight, a=sharded(low.a), b=sharded(low.b))
+    return given._replace(weight=weight, bias=bias)
+
+
+def sharded(parameter: Any) -> Any:
+    return fsdp2.sharded(parameter) if is_dtensor(parameter) else parameter
 
 
 def chosen(given: Arguments, low: LowRankHead[Any] | None, recompute: bool) -> Gather:
@@ -171,6 +184,7 @@ def gather_head(
     Numerics: values are gathered as they are, or cast once where the wrapper has a policy that
     says so. Row A15 of the contract; D7 of the design.
     """
+    weight, bias = sharded(weight), sharded(bias)
     heads, owner = deepspeed.sharded(weight, bias), owner_of(weight)
     if heads:
         weight, bias = deepspeed.copies(heads, weight, bias)

@@ -17,6 +17,15 @@ from helpers.wrapped import Setup, batches, model_of, part_of, run
 __all__ = ["Sharded", "on_each_world", "on_rank", "wrapped"]
 
 
+# Dtypes of parameters and of reductions
+POLICIES = {
+    "bf16": (torch.bfloat16, torch.float32),
+    "bf16 alone": (torch.bfloat16, None),
+    "reduced in fp32": (None, torch.float32),
+    "fp64": (None, torch.float64),
+}
+
+
 @dataclass(frozen=True)
 class Sharded(Setup):
     own: bool = True  # the head by a `fully_shard` of its own, else by the root's
@@ -24,8 +33,9 @@ class Sharded(Setup):
     divide: float | None = None
     world: int = 2
     mesh: str = "shards"  # or "replicas" of shards, or "shards, tp": a vocabulary over ranks too
-    # "bf16" parameters, with reductions in float32; reductions in "fp64"; "offload" to the CPU
+    # One of POLICIES, and "offload" to the CPU
     policy: str = ""
+    partly: bool = False  # micro-batches but the last are summed over shards, not over replicas
     compiled: bool = False
     nodes: int = 0  # over which rows are gathered before hidden states travel
     budget: tuple[int, int] | None = None  # gathers and scatters of the head, of one micro-batch
@@ -48,11 +58,10 @@ def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
             piece = torch.nn.Parameter(distribute_tensor(p.data, tp, [Shard(0)]))
             model.head.register_parameter(name, piece)
     how = {"mesh": mesh, **dict(setup.wrap)}
-    if setup.policy == "bf16":
-        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if setup.policy == "fp64":
-        how["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-    if setup.policy == "offload":
+    for policy, dtypes in POLICIES.items():
+        if policy in setup.policy.split(", "):
+            how["mp_policy"] = MixedPrecisionPolicy(*dtypes)
+    if "offload" in setup.policy:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if setup.own:
         fully_shard(model.head, **how)
@@ -90,7 +99,11 @@ def on_rank(rank: int, world: int, setups: list[Sharded]) -> list[Any]:
         denominator = total / (setup.divide or ranks)
         part = part_of(rank if tp is None else rank // tp.size(), ranks)
         for step, (ids, labels) in enumerate(steps):
-            model.set_requires_gradient_sync(step == len(steps) - 1)
+            last = step == len(steps) - 1
+            if setup.partly:
+                model.set_requires_all_reduce(last)
+            else:
+                model.set_requires_gradient_sync(last)
             # The compiler leaves programs alone that a mode watches.
             with nullcontext() if setup.compiled else count_collectives() as count:
                 step_of(setup, model, ids[part], labels[part], denominator, **more).backward()

@@ -45,6 +45,7 @@ class Setup:
     model: tuple[str, ...] = ()  # "tied", "bias", "inside"
     function: str = "chunked_nll"
     frozen: bool = False  # all but the head
+    fixed: tuple[str, ...] = ()  # of the head, what is not trained
     checkpoint: bool = False
     steps: int = 1  # micro-batches
     idle: bool = False  # rank 0 has no valid token
@@ -173,6 +174,8 @@ def model_of(setup: Setup) -> Model:
         model.requires_grad_(False)
         for p in trained:
             p.requires_grad_()
+    for name in setup.fixed:
+        model.head.get_parameter(name).requires_grad_(False)
     return model
 
 

@@ -18,7 +18,7 @@ from xentlib.checks.module import check_head_options
 from xentlib.torch.heads import parameters_of
 from xentlib.torch.public import chunked_nll
 from xentlib.torch.shards import is_dtensor
-from xentlib.torch.wrappers.fsdp2 import Owner, divisors, find_owner
+from xentlib.torch.wrappers.fsdp2 import Owner, divisors, find_owner, sharded
 
 __all__ = ["HeadLoss", "loss_config"]
 
@@ -148,7 +148,7 @@ def owner_of(weight: Tensor) -> Owner | None:
 def vocab_mesh(weight: Tensor) -> Any:
     """The mesh that a head's rows are spread over, FSDP2's own dimensions left out; or None."""
     owner = owner_of(weight)
-    whole = weight if owner is None else owner.kind(weight)
+    whole = weight if owner is None else owner.kind(sharded(weight))
     return whole.device_mesh if is_dtensor(whole) else None
 
 

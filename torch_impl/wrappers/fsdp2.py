@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -29,12 +30,18 @@ __all__ = [
     "divisors",
     "find_owner",
     "keeps_alone",
+    "never_gathered",
+    "sharded",
 ]
 
 T = TypeVar("T")
-OWNERS: Any = WeakIdKeyDictionary()  # of parameters that were asked for
+OWNERS: Any = WeakIdKeyDictionary()  # of parameters that were asked for, with what is sharded
 # On FSDP2's record of a parameter: a gradient of rows that has not been summed over replicas.
 PARTIAL = "_xentlib_partial_grad"
+# There: what a module has of it while it is not whole. With `reshard_after_forward=<int>` that is
+# the second, over fewer ranks, from a forward to the next gather.
+SHARDED = ("sharded_param", "_sharded_post_forward_param")
+ACCUMULATE = "to_accumulated_grad_if_needed"  # its method, of a gradient that is not reduced yet
 
 
 class Owner(NamedTuple):
@@ -68,12 +75,21 @@ def groups_of(state: Any) -> list[Any]:
 
 def find_owner(parameter: Tensor) -> Owner | None:
     """None for what no `fully_shard` keeps."""
+    return locate(parameter)[0]
+
+
+def sharded(parameter: Tensor) -> Tensor:
+    """The optimizer's parameter, of what its module has after a forward."""
+    return locate(parameter)[1]
+
+
+def locate(parameter: Tensor) -> tuple[Owner | None, Tensor]:
     if parameter in OWNERS:
-        known: Owner = OWNERS[parameter]
+        known: tuple[Owner, Tensor] = OWNERS[parameter]
         return known
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if fsdp is None:
-        return None
+        return None, parameter
     from torch.distributed import _composable_state
 
     for module in list(_composable_state._module_state_mapping):
@@ -81,12 +97,13 @@ def find_owner(parameter: Tensor) -> Owner | None:
         if not isinstance(state, fsdp.FSDPState):
             continue
         for group in groups_of(state):
-            if any(held.sharded_param is parameter for held in group.fsdp_params):
-                OWNERS[parameter] = Owner(module, state, group)
-                return Owner(module, state, group)
+            for held in group.fsdp_params:
+                if any(vars(held).get(name) is parameter for name in SHARDED):
+                    OWNERS[parameter] = Owner(module, state, group), held.sharded_param
+                    return locate(parameter)
     # Not remembered: `load_state_dict(assign=True)` gives an owner to a tensor that had none, and
     # wraps no module. Asking took 2 us where none is wrapped, 1 ms among 128 blocks of 12 tensors.
-    return None
+    return None, parameter
 
 
 def keeps_alone(module: nn.Module, weight: Any, hooks: tuple[str, ...]) -> bool:
@@ -106,6 +123,19 @@ def divisors(owner: Owner) -> set[Any]:
     of ranks; of those that have more than one rank."""
     groups = [g for state in owner.state._state_ctx.all_states for g in groups_of(state)]
     return {g.gradient_divide_factor for g in groups if g.mesh_info.mesh.size() > 1}
+
+
+def never_gathered(group: Any) -> None:
+    """Let a micro-batch end without a reduction though the group was never gathered, as where rows
+    stay: up to torch 2.15 FSDP2 then reads gradients of `_unsharded_param`, which there is not, if
+    a policy has a `reduce_dtype` (pytorch#194058)."""
+    for held in group.fsdp_params:
+        vars(held).setdefault(ACCUMULATE, partial(accumulate_if_gathered, held))
+
+
+def accumulate_if_gathered(held: Any) -> None:
+    if hasattr(held, "_unsharded_param"):
+        getattr(type(held), ACCUMULATE)(held)
 
 
 def call_with_head(
@@ -206,7 +236,7 @@ class Sharded(Plain):
             id(x)
             for group in groups
             for p in group.fsdp_params
-            for x in (p.sharded_param, getattr(p, "_unsharded_param", None))
+            for x in map(vars(p).get, (*SHARDED, "_unsharded_param"))
         }
         loose = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
         if loose:

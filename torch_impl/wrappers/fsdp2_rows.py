@@ -15,7 +15,7 @@ from xentlib.checks.route import check_rows, refuse_whole
 from xentlib.lowrank import LowRankHead
 from xentlib.torch.lowrank import together
 from xentlib.torch.shards import Rows, is_dtensor, part_of
-from xentlib.torch.wrappers.fsdp2 import PARTIAL, Owner, find_owner
+from xentlib.torch.wrappers.fsdp2 import PARTIAL, Owner, find_owner, never_gathered
 
 __all__ = ["by_rows", "ranks_of", "rows_of"]
 
@@ -48,6 +48,7 @@ def rows_of(
         check_low_rank_rows(by_rows(owner, low.a, low.b), low.b.shape, weight.shape[0])
     if group.is_unsharded:
         refuse_whole()
+    never_gathered(group)
     assert over is not None
     if mesh is not None and replicas is not None:
         refuse_nodes("FSDP2 with replicas")

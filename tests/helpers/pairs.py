@@ -1,0 +1,46 @@
+"""Set-ups in which every two choices meet once, where all combinations would be too many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+__all__ = ["pairwise"]
+
+Row = dict[str, Any]
+
+
+def pairwise(
+    choices: Mapping[str, Sequence[Any]], possible: Callable[[Row], bool], seed: int = 0
+) -> list[Row]:
+    """Rows of one choice each, the most open pairs first: of 50 random rows the best, greedily.
+
+    A pair that no row has in 2,000 more attempts is taken for impossible.
+    """
+    draw = random.Random(seed)
+    left = {
+        ((a, x), (b, y))
+        for a, b in combinations(choices, 2)
+        for x in choices[a]
+        for y in choices[b]
+    }
+    rows = []
+    while left:
+        wanted = dict(min(left, key=repr))
+        drawn = [random_row(draw, choices) | wanted for _ in range(50)]
+        fitting = [row for row in drawn if possible(row)]
+        if not fitting:
+            more = (random_row(draw, choices) | wanted for _ in range(2_000))
+            fitting = [row for row in more if possible(row)][:1]
+        if not fitting:
+            left.remove(min(left, key=repr))
+            continue
+        rows.append(max(fitting, key=lambda row: len(left & set(combinations(row.items(), 2)))))
+        left -= set(combinations(rows[-1].items(), 2))
+    return rows
+
+
+def random_row(draw: random.Random, choices: Mapping[str, Sequence[Any]]) -> Row:
+    return {name: draw.choice(values) for name, values in choices.items()}
