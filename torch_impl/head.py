@@ -50,6 +50,8 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
             check_route(given)
             plain, low = unpacked(given)
             weight = plain.weight
+            more = {} if low is None else {"a": low.a, "b": low.b}
+            fsdp2.check_copies(weight=weight, bias=plain.bias, **more)
             heads = deepspeed.sharded(weight, given.bias)
             if low is not None:
                 heads = deepspeed.sharded(weight, given.bias, low.a, low.b)

@@ -7,12 +7,14 @@ to its FSDP group; this file relies on private attributes of torch 2.11 to 2.15.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -26,6 +28,7 @@ __all__ = [
     "Owner",
     "Sharded",
     "call_with_head",
+    "check_copies",
     "copies",
     "divisors",
     "find_owner",
@@ -216,6 +219,59 @@ def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:
         if x is not None and x.requires_grad:
             x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
     return found
+
+
+def check_copies(**head: Any) -> None:
+    """Refuse what a user has gathered of FSDP2's parameters, `weight.full_tensor()`, where its
+    gradient would not be what FSDP2 makes of it. Unseen by a compiler."""
+    if is_compiling() or not torch.is_grad_enabled():
+        return
+    for name, x in head.items():
+        for node in _history(getattr(x, "grad_fn", None)):
+            if type(node).__name__ != "_ToTorchTensorBackward":
+                continue
+            leaves = (getattr(leaf, "variable", None) for leaf in _history(node))
+            owners = [find_owner(leaf) for leaf in leaves if leaf is not None]
+            for owner in owners:
+                if owner is not None and not _reduces(node, owner):
+                    divide = owner.group.gradient_divide_factor
+                    raise ValueError(
+                        f"`{name}` must be the parameter that `fully_shard` keeps, or a copy whose "
+                        f"`grad_placements` reduce its gradient as FSDP2 does, to the "
+                        f"{'mean' if divide is None else f'sum divided by {divide:g}'} over the "
+                        f"ranks; got a copy with grad_placements={node.grad_placements}. Pass the "
+                        f"parameter itself, which is gathered once."
+                    )
+
+
+def _history(node: Any) -> Iterator[Any]:
+    """Nodes of an autograd graph, from one on; 1,000 at most, of a weight that a network makes."""
+    nodes: list[Any] = [node]
+    seen: set[Any] = set()
+    while nodes and len(seen) < 1000:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [before for before, _ in node.next_functions]
+
+
+def _reduces(node: Any, owner: Owner) -> bool:
+    """Whether the gradient of a DTensor's local tensor is reduced over the ranks of FSDP2, and to
+    as much, where it had the whole of something. Of rows all tokens may be in it already."""
+    mesh, group = node.dtensor_spec.mesh, owner.group
+    names, over = group.mesh_info.mesh.mesh_dim_names, list(range(group.mesh_info.mesh.ndim))
+    if names is not None:
+        over = [k for k, name in enumerate(mesh.mesh_dim_names or ()) if name in names]
+    over = [k for k in over if mesh.size(k) > 1]
+    whole = [k for k in over if node.dtensor_spec.placements[k].is_replicate()]
+    given = node.grad_placements or node.dtensor_spec.placements
+    how = [getattr(given[k], "reduce_op", None) for k in whole]
+    if not set(how) <= {"sum", "avg"}:
+        return False
+    scale = math.prod(mesh.size(k) for k, reduce in zip(whole, how, strict=True) if reduce == "avg")
+    divide = group.gradient_divide_factor or group.mesh_info.mesh.size()
+    return len(whole) < len(over) or scale == divide
 
 
 def _differentiable(result: Any) -> list[Tensor]:

@@ -121,7 +121,8 @@ def refuse_dtensor(name: str, placements: object) -> NoReturn:
     raise ValueError(
         f"`{name}` must be a plain tensor, a parameter that `fully_shard` keeps, or come with "
         f"`vocab_parallel`; got a DTensor with {placements}, whose gradient reduction is "
-        f"unknown. Pass the parameter itself, or `{name}.full_tensor(grad_placements=...)`."
+        f"unknown. Pass the parameter itself, or `vocab_parallel=mesh`; or, where each rank has "
+        f"tokens of its own, `{name}.full_tensor(grad_placements=[Partial()])`, a sum over them."
     )
 
 
