@@ -117,6 +117,44 @@ def test_fsdp_that_divides_is_refused(ranks) -> None:
         assert "divides by 4" in said[1]
 
 
+def without_fsdp(rank, world):
+    """What is said under DDP and without a wrapper, and the steps of who sums by his own code."""
+    ids, labels = titan.batches()[rank]
+    refused, found = [], {}
+    for name in ("DDP", "no wrapper"):
+        for summed in (False, True):
+            model = titan.Decoder()
+            loss_fn = titan.head_loss(model, summed=summed)
+            outer = torch.nn.parallel.DistributedDataParallel(model) if name == "DDP" else model
+            with torch.no_grad():  # there is nothing to sum
+                loss_fn(outer(ids), labels)
+            if not summed:
+                with pytest.raises(ValueError, match="no `fully_shard` keeps, on 2 ranks") as error:
+                    loss_fn(outer(ids), labels, titan.TOKENS)
+                refused.append(str(error.value))
+                continue
+            loss = loss_fn(outer(ids), labels, titan.TOKENS)[0]
+            (loss * world if name == "DDP" else loss).backward()
+            for p in () if name == "DDP" else model.parameters():
+                torch.distributed.all_reduce(p.grad)
+            found[name] = titan.gradients(dict(model.named_parameters()))
+    # A pipeline accounts for its own ranks alone.
+    groups = [torch.distributed.new_group([k]) for k in range(world)]
+    with pytest.raises(Exception, match="no `fully_shard` keeps"):
+        titan.alone_in_a_pipeline(groups[rank])
+    return refused, found
+
+
+@pytest.mark.slow
+def test_ranks_that_nothing_sums_over_are_refused() -> None:
+    """DDP halves every gradient of two ranks; without a wrapper they were 0.55 to 0.79 off."""
+    _, want = one_process()
+    for refused, found in launch(2, without_fsdp):
+        assert all("DDP takes the mean" in said and "summed=True" in said for said in refused)
+        for name, got in found.items():
+            hold_in_norm(got.values(), [want[key] for key in got], name)
+
+
 def test_one_device_without_logits() -> None:
     model = titan.Decoder()
     ids, labels = (torch.cat(x) for x in zip(*titan.batches(), strict=True))
@@ -161,6 +199,8 @@ def test_what_a_hurried_user_does() -> None:
         loss_fn.set_lm_head(model.lm_head.weight)
     with pytest.raises(TypeError, match="z_los"):
         HeadLoss(z_los=1.0)
+    with pytest.raises(TypeError, match="`summed` must be True or False; got 2"):
+        HeadLoss(summed=2)
 
 
 class Types:

@@ -184,6 +184,16 @@ def pipeline(rank: int) -> tuple[float, dict[str, Any]]:
     return total, gradients(dict(model.named_parameters()))
 
 
+def alone_in_a_pipeline(group: Any) -> None:
+    """One stage of one rank."""
+    model = Decoder()
+    loss_fn = head_loss(model)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, BATCHES, loss_fn=lambda *x: loss_fn(*x, TOKENS)[0])
+    ids, labels = (torch.cat(x) for x in zip(*batches(), strict=True))
+    schedule.step(ids, target=labels, losses=[])
+
+
 def sharded_rows(rank: int) -> tuple[float, dict[str, Any]]:
     """A head of plain rows behind a region that adds up gradients, as torchtitan's `spmd_types`."""
     import torch.distributed._functional_collectives as collectives

@@ -12,9 +12,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from xentlib.checks.module import check_head_options
+from xentlib.checks.words import check_flag
 from xentlib.torch.heads import parameters_of
 from xentlib.torch.public import chunked_nll
 from xentlib.torch.shards import is_dtensor
@@ -44,23 +46,28 @@ class HeadLoss:
     out from its DTensor, under FSDP2 too, and its ranks are the `vocab_parallel` of `chunked_nll`.
     Hidden states that are a DTensor are gathered over that mesh, as the head's style would do.
     Ranks of data parallelism are not divided by: their gradients are to be summed, so call
-    `set_gradient_divide_factor(1.0)` on each FSDP module, as torchtitan does.
+    `set_gradient_divide_factor(1.0)` on each FSDP module, as torchtitan does. Several ranks on
+    which nothing is known to sum them are refused.
 
     Args:
+        summed: say that your own code sums the gradients over the ranks, or that nothing is to be
+            summed, as all ranks have the same tokens.
         options: those of `chunked_nll`: `label_smoothing`, `z_loss`, `compute_dtype`,
             `max_chunk_bytes`, `softcap`, `logit_scale`, `ignore_index`; `vocab_parallel` and
             `reduce_hidden_grad` for shards that are plain tensors, or whose region before the head
             adds up gradients.
 
     Raises:
-        TypeError: an option that it does not have.
+        TypeError: an option that it does not have, or a `summed` that is no bool.
 
     Numerics: those of `chunked_nll`, of float32 logits, where torchtitan's are rounded to the dtype
     of the model first.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, summed: bool = False, **options: Any) -> None:
         check_head_options(options, OPTIONS)
+        check_flag("summed", summed)
+        self.summed = summed
         self.options = options
         self.lm_head: nn.Module | None = None
         self.owner: Owner | None = None
@@ -87,8 +94,9 @@ class HeadLoss:
             global_valid_tokens: 0-d, of all ranks and micro-batches of the step; None for a sum.
 
         Raises:
-            ValueError: no head, logits for hidden states, a DTensor on more than one mesh axis, or
-                FSDP2 that divides gradients.
+            ValueError: no head, logits for hidden states, a DTensor on more than one mesh axis,
+                FSDP2 that divides gradients, or several ranks without FSDP2, a pipeline or shards
+                of the vocabulary that account for them.
             TypeError: another input of the loss, which would have no effect.
         """
         if self.lm_head is None:
@@ -114,11 +122,15 @@ class HeadLoss:
         # After the model's forward FSDP2 may have left the head whole, which has no owner.
         self.owner = owner_of(weight) or self.owner
         check_summed(self.owner)
+        hidden = gathered(pred)
+        if self.owner is None and not self.summed:
+            spread = pred.device_mesh if is_dtensor(pred) else None
+            check_alone(options["vocab_parallel"] or spread)
         if global_valid_tokens is not None:
             options["denominator"] = global_valid_tokens
         else:
             options["reduction"] = "sum"
-        loss: Tensor = chunked_nll(gathered(pred), weight, labels, bias=bias, **options).loss
+        loss: Tensor = chunked_nll(hidden, weight, labels, bias=bias, **options).loss
         return loss, {}
 
 
@@ -161,6 +173,37 @@ def check_summed(owner: Owner | None) -> None:
             f"tokens of all of them; got FSDP2 that divides by {by}. Call "
             f"`set_gradient_divide_factor(1.0)` on every FSDP module, as it is not recursive."
         )
+
+
+def check_alone(parallel: Any) -> None:
+    """Refuse ranks whose gradients nothing is known to sum."""
+    if not (torch.is_grad_enabled() and dist.is_available() and dist.is_initialized()):
+        return
+    # Ranks that share the vocabulary have the same tokens; of a pipeline's one has the loss.
+    together = 1 if parallel is None else getattr(parallel, "over", parallel).size()
+    ranks = dist.get_world_size()
+    if ranks > together * pipeline_ranks():
+        raise ValueError(
+            f"`HeadLoss` must have its gradients summed over the ranks, as it divides by the "
+            f"tokens of all of them; got a head that no `fully_shard` keeps, on {ranks} ranks: "
+            f"DDP takes the mean, and without a wrapper nothing is reduced. Use `fully_shard`, or "
+            f"pass `summed=True` and sum them yourself, under DDP by multiplying the loss by its "
+            f"ranks."
+        )
+
+
+def pipeline_ranks() -> int:
+    """Of the pipeline whose schedule is calling, 1 without; a head does not know its stage."""
+    name = "torch.distributed.pipelining.schedules"
+    frame: Any = sys._getframe() if name in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == name and "self" in frame.f_locals:
+            schedule = frame.f_locals["self"]
+            stages = getattr(schedule, "_stages", None) or [schedule._stage]
+            ranks: int = stages[0].group_size
+            return ranks
+        frame = frame.f_back
+    return 1
 
 
 def gathered(hidden: Tensor) -> Tensor:
@@ -247,7 +290,9 @@ def loss_class() -> Any:
                     f"Leave both out, or keep torchtitan's `ChunkedLossWrapper`."
                 )
             names = ("label_smoothing", "z_loss", "compute_dtype", "max_chunk_bytes")
-            HeadLoss.__init__(self, **{name: getattr(config, name) for name in names})
+            # torchtitan divides nowhere: its trainer switches that off for all that it wraps.
+            options = {name: getattr(config, name) for name in names}
+            HeadLoss.__init__(self, summed=True, **options)
 
         def __call__(
             self,
