@@ -10,9 +10,11 @@ import numpy as np
 from jax import lax
 
 from xentlib.checks.placement import check_axis
+from xentlib.checks.window import check_named_loss, check_one_loss
 from xentlib.jax.accumulate import two_sum
 from xentlib.jax.ranks import vary, varying
 from xentlib.jax.told import told
+from xentlib.nll import NLLOutput
 
 __all__ = ["Evaluation"]
 
@@ -30,10 +32,12 @@ class Evaluation(NamedTuple):
         loss = evaluation.mean_loss()                               # on every rank
         perplexity = exp(loss)
 
-    `add(loss, num_tokens=None)` returns the evaluation with one more batch. `loss` is an
-    `NLLOutput` of `reduction="sum"`, which has its count and says whether it was divided; or []
-    float32 or float64, the sum over valid tokens, with `num_tokens`, their number or their weight.
-    It communicates nothing. In PyTorch it adds in place too.
+    `add(loss=None, num_tokens=None, *, loss_sum=None, loss_mean=None)` returns the evaluation with
+    one more batch. `loss` is an `NLLOutput` of `reduction="sum"`, which has its count and says
+    whether it was divided. One number, [] float32 or float64, may be either: pass `loss_sum`, the
+    sum over valid tokens, or `loss_mean`, their mean, with `num_tokens`, their number or their
+    weight. It communicates nothing. In PyTorch it adds in place too, and `out.loss` of a sum says
+    by itself what it is.
 
     `mean_loss(data_parallel=None)` is the mean over all batches of all ranks, [], the same on each,
     NaN where there is no token at all. One collective, which every rank enters. `data_parallel`
@@ -51,8 +55,9 @@ class Evaluation(NamedTuple):
 
     Raises:
         ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
-            its count; a count that its loss cannot have, where reading costs nothing. Whether
-            another loss is a sum cannot be checked.
+            its count, or of which nobody says whether it is a sum; a count that its loss cannot
+            have, where reading costs nothing. Whether `loss_sum` of other code is a sum cannot be
+            checked.
         TypeError: a loss or a count of fewer than 32 bits.
 
     Numerics: sums in float64 in PyTorch; in JAX in float32 with what each addition has lost beside
@@ -62,8 +67,22 @@ class Evaluation(NamedTuple):
     sums: Any = ZEROS  # [2] of losses and of tokens
     lost: Any = ZEROS  # [2] what adding them up has rounded away
 
-    def add(self, loss: Any, num_tokens: Any = None) -> Evaluation:
-        loss, num_tokens = told(loss, num_tokens)
+    def add(
+        self,
+        loss: Any = None,
+        num_tokens: Any = None,
+        *,
+        loss_sum: Any = None,
+        loss_mean: Any = None,
+    ) -> Evaluation:
+        named = {"loss": loss, "loss_sum": loss_sum, "loss_mean": loss_mean}
+        name = check_one_loss([name for name, x in named.items() if x is not None])
+        mean, given = name == "loss_mean", named[name]
+        loss, num_tokens = told(given, num_tokens, mean=mean)
+        check_named_loss(name != "loss" or isinstance(given, NLLOutput))
+        if mean:  # of no token it may be NaN
+            count = jnp.asarray(num_tokens).astype(jnp.float32)
+            loss = jnp.where(count == 0, 0.0, jnp.asarray(loss).astype(jnp.float32) * count)
         pair = jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in (loss, num_tokens)])
         sums, lost = two_sum(self.sums, pair)
         return Evaluation(sums, self.lost + lost)

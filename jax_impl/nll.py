@@ -41,6 +41,7 @@ from xentlib.jax.core.walk import (
 from xentlib.jax.derivatives import Needs, primal_values, wanted
 from xentlib.jax.head import Placement, of_all_tokens, over_mesh, whole_rows
 from xentlib.jax.ranks import agreed_upstream, upstream_of, vary, varying
+from xentlib.jax.told import labelled
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 
@@ -272,4 +273,4 @@ def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     constant: NLLOutput[Any] = jax.tree.map(
         lax.stop_gradient, result._replace(**kept, denominator=divisor)
     )
-    return constant._replace(loss=result.loss)
+    return labelled(constant._replace(loss=result.loss))

@@ -53,8 +53,9 @@ def test_an_evaluation_is_one_batch() -> None:
         assert (loss.dtype, loss.shape) == (jnp.float32, ())
         assert not failures(check("A9", np.asarray(loss), want, metrics=("rho / u",)))
     assert np.isnan(Evaluation().mean_loss())
-    assert np.isnan(Evaluation().add(jnp.float32(0), 0).mean_loss())
-    assert not np.isfinite(Evaluation().add(np.float32(np.inf), 3).mean_loss())
+    assert np.isnan(Evaluation().add(loss_sum=jnp.float32(0), num_tokens=0).mean_loss())
+    given = {"loss_sum": np.float32(np.inf), "num_tokens": 3}
+    assert not np.isfinite(Evaluation().add(**given).mean_loss())
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -69,7 +70,11 @@ def test_an_evaluation_over_devices(check_vma: bool) -> None:
         start = Evaluation()
         if check_vma:
             start = jax.lax.pcast(start, "data", to="varying")
-        add = lambda e, x: (e.add(*sum_and_count(params(), x)), None)  # noqa: E731
+
+        def add(evaluation: Any, x: Any) -> Any:
+            loss, number = sum_and_count(params(), x)
+            return evaluation.add(loss_sum=loss, num_tokens=number), None
+
         return jax.lax.scan(add, start, part)[0].mean_loss(axes)
 
     for axes in (None, "data", ("data", "model")):
@@ -96,7 +101,7 @@ def test_an_evaluation_of_many_batches_is_not_rounded_away() -> None:
     want = loss.sum(dtype=np.float64) / count.sum(dtype=np.int64)
 
     def mean(*given: Any) -> Any:
-        add = lambda e, x: (e.add(*x), None)  # noqa: E731
+        add = lambda e, x: (e.add(loss_sum=x[0], num_tokens=x[1]), None)  # noqa: E731
         return jax.lax.scan(add, Evaluation(), given)[0].mean_loss()
 
     got = float(jax.jit(mean)(loss, count))
@@ -105,9 +110,49 @@ def test_an_evaluation_of_many_batches_is_not_rounded_away() -> None:
     for pairs in (((3.0, 1), (2.0**30, 2**30)), ((2.0**30, 2**30), (3.0, 1))):
         evaluation = Evaluation()
         for pair in pairs:
-            evaluation = jax.jit(Evaluation.add)(evaluation, *map(jnp.asarray, pair))
+            loss, number = map(jnp.asarray, pair)
+            evaluation = jax.jit(Evaluation.add)(evaluation, loss_sum=loss, num_tokens=number)
         exactly = np.sum(np.asarray(evaluation, np.float64), axis=0)
         assert np.array_equal(exactly, [2**30 + 3, 2**30 + 1])
+
+
+NAMELESS = "`loss` must be an `NLLOutput`, which says whether it is a sum; got one number"
+
+
+def test_one_number_says_by_its_name_what_it_is() -> None:
+    """`add(out.loss, out.num_tokens)` took a mean for a sum, 0.522 for 5.804: an array cannot say
+    what it was divided by, traced or not."""
+    p, x, y = params(), data()["x"][0], data(valid=(7, 5, 0, 1))["y"][0]
+    out, mean = (
+        chunked_nll(x @ p["trunk"], p["head"], y, reduction=how) for how in ("sum", "mean")
+    )
+    want = np.asarray(mean.loss)
+    for given in (
+        {"loss": out},
+        {"loss_sum": out.loss, "num_tokens": out.num_tokens},
+        {"loss_mean": mean},
+        {"loss_mean": mean.loss, "num_tokens": mean.num_tokens},
+        {"loss_mean": float(mean.loss), "num_tokens": 7},
+    ):
+        mean_loss = lambda given: Evaluation().add(**given).mean_loss()  # noqa: E731
+        for loss in (mean_loss(given), jax.jit(mean_loss)(given)):
+            assert not failures(check("A9", np.asarray(loss), want, metrics=("rho / u",)))
+    for bare in (out, mean):
+        pair = (bare.loss, bare.num_tokens)
+        for add in (Evaluation().add, jax.jit(Evaluation().add)):
+            with pytest.raises(ValueError, match=NAMELESS):
+                add(*pair)
+    not_mean = "`loss_mean` must be a mean over its tokens"
+    by_five = chunked_nll(x @ p["trunk"], p["head"], y, denominator=5.0)
+    for wrong in ({"loss_mean": out}, {"loss_mean": by_five}):
+        with pytest.raises(ValueError, match=not_mean):
+            Evaluation().add(**wrong)
+    with pytest.raises(ValueError, match="got one that `chunked_nll` has divided"):
+        Evaluation().add(loss_sum=mean)
+    none = Evaluation().add(loss_mean=np.nan, num_tokens=0).add(out).mean_loss()
+    assert float(none) == float(Evaluation().add(out).mean_loss())
+    with pytest.raises(TypeError, match="must have one of `loss`, `loss_sum` and `loss_mean`"):
+        Evaluation().add(num_tokens=3)
 
 
 @pytest.mark.slow
@@ -125,7 +170,14 @@ def test_an_evaluation_takes_sums() -> None:
                 ValueError, match="must be a sum over tokens; got one that `chunked"
             ):
                 call(**how) if call is add else call()
+    mean, sums = (
+        chunked_nll(x @ p["trunk"], p["head"], y, reduction=how) for how in ("mean", "sum")
+    )
     for given, said in (
+        ((mean.loss, mean.num_tokens), NAMELESS),
+        ((sums.loss, sums.num_tokens), NAMELESS),
+        ((2.0, 3), NAMELESS),
+        ((sums, 15), "has counted for this loss, 16; got 15"),
         ((jnp.float32(2),), "`num_tokens` must be given with a loss that is no `NLLOutput`"),
         ((2.0, 0), "must be the number of tokens that the loss is the sum of; got 0"),
         ((jnp.ones(3), 3), "must be one number, the sum over this rank's valid tokens"),

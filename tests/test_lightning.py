@@ -18,9 +18,14 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 if importlib.util.find_spec("lightning") is None:
     pytest.skip("Lightning is not installed", allow_module_level=True)
 
+pytest.importorskip("transformers")
+
+from helpers.patched import batch as patched_batch  # noqa: E402
+from helpers.patched import llama  # noqa: E402
 from helpers.windows import batch_of, mean_of, net, token_losses  # noqa: E402
 from helpers.windows_ranks import near  # noqa: E402
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError  # noqa: E402
+from xentlib.torch.integrations.transformers import patch  # noqa: E402
 
 # Ranks alone import it: it replaces `torch.compile`.
 WORLD, BATCHES, ACCUMULATE, RATE, CLIP = 2, 5, 2, 0.5, 0.1
@@ -60,7 +65,7 @@ def trained(rank: int, how: str = "sum", strategy: Any = None, **options: Any) -
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.found = net(), []
+            self.net, self.found = patch(llama()) if how == "patched" else net(), []
             self.automatic_optimization = how != "manual"
 
         def configure_model(self) -> None:
@@ -81,6 +86,11 @@ def trained(rank: int, how: str = "sum", strategy: Any = None, **options: Any) -
             x, y = batch
             if how == "nothing":
                 return None
+            if how == "patched":
+                batch = patched_batch()
+                number = (batch["labels"][:, 1:] != -100).sum()
+                loss = self.net(**batch, num_items_in_batch=number).loss
+                return {"loss": loss, "num_tokens": number}
             if how == "hooks past":
                 self.net.unshard()
                 x = self.net[1].forward(self.net[0].forward(x))
@@ -90,7 +100,16 @@ def trained(rank: int, how: str = "sum", strategy: Any = None, **options: Any) -
                 return {"loss": losses.sum(), "num_tokens": (y != -100).sum(), "more": 1}
             out = mean_of(self.net, x, y, reduction="mean" if "mean" in how else "sum")
             told = {"loss": out.loss, "num_tokens": out.num_tokens}
-            return {"loss alone": out.loss, "mean, told": told}.get(how, out)
+            valid = (y != -100).sum()
+            return {
+                "loss alone": out.loss,
+                "mean, told": told,
+                "sum, told": {"loss": out.loss + 0.0, "num_tokens": valid},
+                "mean, changed": {**told, "loss": out.loss + 0.0},
+                "divided": {"loss": out.loss / valid, "num_tokens": valid},
+                "numel": {**told, "num_tokens": y.numel()},
+                "before the shift": {"loss": 1.0 * out.loss, "num_tokens": valid + 1},
+            }.get(how, out)
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), RATE)
@@ -162,6 +181,7 @@ def on_rank(rank: int, world: int) -> dict[str, Any]:
     return {
         "sum": trained(rank),
         "dict": trained(rank, "dict"),
+        "sum, told": trained(rank, "sum, told"),
         "validates": trained(rank, "validates"),
         "left out": trained(rank, "left out"),
         "FSDP2": trained(rank, strategy=sharding()),
@@ -170,6 +190,11 @@ def on_rank(rank: int, world: int) -> dict[str, Any]:
         "said": {
             "got one that `chunked_nll` has divided": said(ValueError, "mean"),
             "`chunked_nll` has divided. Pass": said(ValueError, "mean, told"),
+            "`chunked_nll` has divided. Pass reduction='sum'": said(ValueError, "mean, changed"),
+            "got one that was divided by its number of tokens since": said(ValueError, "divided"),
+            "`chunked_nll` has counted for this loss": said(ValueError, "numel"),
+            "has counted for this loss": said(ValueError, "before the shift"),
+            "must be a sum over tokens; got one that": said(ValueError, "patched"),
             "got a loss alone, perhaps a mean": said(ValueError, "loss alone"),
             "got a Module that steps by hand": said(refused, "manual"),
             "got two": said(refused, "two"),
@@ -192,7 +217,9 @@ def found() -> list[dict[str, Any]]:
     return launch(WORLD, on_rank)
 
 
-@pytest.mark.parametrize("name", ["sum", "dict", "FSDP2", "fp16", "validates", "left out"])
+@pytest.mark.parametrize(
+    "name", ["sum", "dict", "sum, told", "FSDP2", "fp16", "validates", "left out"]
+)
 def test_each_step_is_that_of_one_batch(found: list[dict[str, Any]], name: str) -> None:
     """Three steps, of 26, 8 and 5 tokens, the last one of half as many micro-batches. Catches: the
     mean of means, a division by two micro-batches where there was one."""

@@ -254,7 +254,7 @@ def test_an_evaluation() -> None:
         evaluation = Evaluation()
         for _ in range(2):
             out = chunked_nll(there(N, H), there(V, H), there(N, dtype=INT), reduction="sum")
-            evaluation = evaluation.add(out).add(out.loss, 37).add(1.5, 37)
+            evaluation = evaluation.add(out).add(out.loss, 37).add(loss_sum=1.5, num_tokens=37)
         assert evaluation.mean_loss().is_meta
 
 

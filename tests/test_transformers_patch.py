@@ -25,7 +25,7 @@ from transformers import (  # noqa: E402
 )
 
 from helpers.patched import CHUNK, LENGTH, ROWS, Logits, V, batch, held, llama, step  # noqa: E402
-from xentlib.torch import chunked_nll  # noqa: E402
+from xentlib.torch import Evaluation, chunked_nll  # noqa: E402
 from xentlib.torch.integrations.transformers import (  # noqa: E402
     UnmadeLogits,
     UnmadeLogitsError,
@@ -147,6 +147,25 @@ def test_in_place_of_logits() -> None:
     loss, found = model.eval()(**batch(), return_dict=False)[:2]
     assert torch.equal(found, out.logits)
     assert loss == out.loss
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_loss_knows_what_the_model_has_divided_it_by(around) -> None:
+    """A mean that an evaluation took for a sum: 0.197 for 7.734."""
+    model, n = patch(llama()), (batch()["labels"][:, 1:] != -100).sum()
+    with around():
+        total = model(**batch(), num_items_in_batch=1).loss
+        mean = Evaluation().add(total, n).mean_loss()
+        assert float(mean) == float(
+            Evaluation().add(loss_sum=float(total), num_tokens=n).mean_loss()
+        )
+        for items in ({}, {"num_items_in_batch": int(n)}, {"num_items_in_batch": 2 * n}):
+            loss = model(**batch(), **items).loss
+            for given in ({"loss": loss}, {"loss_sum": loss}):
+                with pytest.raises(ValueError, match="got one that `chunked_nll` has divided"):
+                    Evaluation().add(**given, num_tokens=n)
+        with pytest.raises(ValueError, match="has counted for this loss, 29; got 36"):
+            Evaluation().add(total, (batch()["labels"] != -100).sum())
 
 
 def test_options_of_the_loss() -> None:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.checks.operand import plain
-from xentlib.checks.window import check_loss_sum, check_token_count
+from xentlib.checks.window import check_named_loss, check_one_loss, check_token_count
+from xentlib.nll import NLLOutput
 from xentlib.torch.core.device import onto
 from xentlib.torch.describe import describe
 from xentlib.torch.shards import find_group
@@ -28,10 +29,12 @@ class Evaluation:
         loss = evaluation.mean_loss()                               # on every rank
         perplexity = exp(loss)
 
-    `add(loss, num_tokens=None)` returns the evaluation with one more batch. `loss` is an
-    `NLLOutput` of `reduction="sum"`, which has its count and says whether it was divided; or []
-    float32 or float64, the sum over valid tokens, with `num_tokens`, their number or their weight.
-    It communicates nothing. In PyTorch it adds in place too.
+    `add(loss=None, num_tokens=None, *, loss_sum=None, loss_mean=None)` returns the evaluation with
+    one more batch. `loss` is an `NLLOutput` of `reduction="sum"`, which has its count and says
+    whether it was divided. One number, [] float32 or float64, may be either: pass `loss_sum`, the
+    sum over valid tokens, or `loss_mean`, their mean, with `num_tokens`, their number or their
+    weight. It communicates nothing. In PyTorch it adds in place too, and `out.loss` of a sum says
+    by itself what it is.
 
     `mean_loss(data_parallel=None)` is the mean over all batches of all ranks, [], the same on each,
     NaN where there is no token at all. One collective, which every rank enters. `data_parallel`
@@ -49,8 +52,9 @@ class Evaluation:
 
     Raises:
         ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
-            its count; a count that its loss cannot have, where reading costs nothing. Whether
-            another loss is a sum cannot be checked.
+            its count, or of which nobody says whether it is a sum; a count that its loss cannot
+            have, where reading costs nothing. Whether `loss_sum` of other code is a sum cannot be
+            checked.
         TypeError: a loss or a count of fewer than 32 bits.
 
     Numerics: sums in float64 in PyTorch; in JAX in float32 with what each addition has lost beside
@@ -60,19 +64,31 @@ class Evaluation:
     def __init__(self) -> None:
         self.sums: Tensor | None = None  # of losses and of tokens, where the first loss was
 
-    def add(self, loss: Any, num_tokens: Any = None) -> Evaluation:
-        loss = plain(loss)
+    def add(
+        self,
+        loss: Any = None,
+        num_tokens: Any = None,
+        *,
+        loss_sum: Any = None,
+        loss_mean: Any = None,
+    ) -> Evaluation:
+        named = {"loss": loss, "loss_sum": loss_sum, "loss_mean": loss_mean}
+        name = check_one_loss([name for name, x in named.items() if x is not None])
+        loss = plain(named[name])
         if isinstance(loss, (int, float)):
             loss = torch.tensor(loss, dtype=torch.float64)
-        given = told(loss, num_tokens)
-        divided = given.denominator is not None or getattr(
-            getattr(given.loss, "grad_fn", None), "divided", False
-        )
-        check_loss_sum(describe(given.loss), divided, instead="Pass reduction='sum' to it.")
+        given, mean = told(loss, num_tokens), name == "loss_mean"
+        given.check_sum("Pass reduction='sum' to it.", normalized=mean)
         value, count = known(given.loss), known(given.weight)
         check_token_count("num_tokens", describe(given.weight), count, True, value)
+        if mean:
+            given.check_mean()
+        exact = given.origin is not None and given.origin.exact
+        check_named_loss(name != "loss" or isinstance(loss, NLLOutput) or exact)
         device = given.loss.device if self.sums is None else self.sums.device
         pair = [onto(x.detach(), device).double() for x in (given.loss, given.weight)]
+        if mean:  # of no token it may be NaN
+            pair[0] = torch.where(pair[1] == 0, 0.0, pair[0] * pair[1])
         # Not in place: what `torch.inference_mode` has made cannot be written to outside of it.
         self.sums = torch.stack(pair) + (0.0 if self.sums is None else self.sums)
         return self

@@ -33,6 +33,7 @@ from xentlib.torch.lowrank import fake_low_rank
 from xentlib.torch.observed import observe_backward, observe_forward
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import free_to_read, over_shards
+from xentlib.torch.told import label_loss
 
 __all__ = ["nll", "nll_backward", "nll_forward"]
 
@@ -275,7 +276,6 @@ def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> 
     # Ranks whose tokens are in one gradient of the head
     together = call.every or call.group
     ctx.together = together if call.route and any(loss.needs[1:]) else ""
-    ctx.divided = loss.mean or loss.denominator is not None  # for a loss without its output
 
 
 def _backward(
@@ -353,4 +353,5 @@ def nll(given: Arguments) -> NLLOutput[Tensor]:
     }
     if divisor is None and loss.mean:
         divisor = weight_sum
+    label_loss(total, num_tokens, weight_sum, divisor)
     return NLLOutput(total, num_tokens, weight_sum, z_term, **per_token, denominator=divisor)

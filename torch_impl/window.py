@@ -14,7 +14,6 @@ from xentlib.accumulate import CountMismatchError, WindowState, WindowStateError
 from xentlib.checks.window import (
     check_counted,
     check_denominator_of_window,
-    check_loss_sum,
     check_rounds,
     check_token_count,
 )
@@ -265,10 +264,7 @@ class Window:
         self.norm.lifecycle.step("backward", "window.backward")
         given = told(loss, num_tokens)
         total = given.loss
-        # What `chunked_nll` leaves at a bare loss, if nothing has been done to it since.
-        divided = getattr(getattr(total, "grad_fn", None), "divided", False)
-        divided = not normalized and (divided or given.denominator is not None)
-        check_loss_sum(describe(total), divided, instead=DIVIDES)
+        given.check_sum(DIVIDES, normalized)
         weighted = self.declared is None or self.declared[2] is not None
         value = None if self.filling else known(total)
         check_token_count(

@@ -23,10 +23,12 @@ class Evaluation:
         loss = evaluation.mean_loss()                               # on every rank
         perplexity = exp(loss)
 
-    `add(loss, num_tokens=None)` returns the evaluation with one more batch. `loss` is an
-    `NLLOutput` of `reduction="sum"`, which has its count and says whether it was divided; or []
-    float32 or float64, the sum over valid tokens, with `num_tokens`, their number or their weight.
-    It communicates nothing. In PyTorch it adds in place too.
+    `add(loss=None, num_tokens=None, *, loss_sum=None, loss_mean=None)` returns the evaluation with
+    one more batch. `loss` is an `NLLOutput` of `reduction="sum"`, which has its count and says
+    whether it was divided. One number, [] float32 or float64, may be either: pass `loss_sum`, the
+    sum over valid tokens, or `loss_mean`, their mean, with `num_tokens`, their number or their
+    weight. It communicates nothing. In PyTorch it adds in place too, and `out.loss` of a sum says
+    by itself what it is.
 
     `mean_loss(data_parallel=None)` is the mean over all batches of all ranks, [], the same on each,
     NaN where there is no token at all. One collective, which every rank enters. `data_parallel`
@@ -44,15 +46,23 @@ class Evaluation:
 
     Raises:
         ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
-            its count; a count that its loss cannot have, where reading costs nothing. Whether
-            another loss is a sum cannot be checked.
+            its count, or of which nobody says whether it is a sum; a count that its loss cannot
+            have, where reading costs nothing. Whether `loss_sum` of other code is a sum cannot be
+            checked.
         TypeError: a loss or a count of fewer than 32 bits.
 
     Numerics: sums in float64 in PyTorch; in JAX in float32 with what each addition has lost beside
     it, so that the error does not grow with the number of batches. NaN and inf show.
     """
 
-    def add(self, loss: Any, num_tokens: Any = None) -> Any:
+    def add(
+        self,
+        loss: Any = None,
+        num_tokens: Any = None,
+        *,
+        loss_sum: Any = None,
+        loss_mean: Any = None,
+    ) -> Any:
         raise NotImplementedError("use xentlib.torch.Evaluation or xentlib.jax.Evaluation")
 
     def mean_loss(self, data_parallel: Any = None) -> Any:

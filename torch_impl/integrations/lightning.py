@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError
-from xentlib.checks.window import check_loss_sum, check_token_count
+from xentlib.checks.window import check_token_count
 from xentlib.torch.core.device import onto
 from xentlib.torch.crosscheck import CrossCheck
 from xentlib.torch.describe import describe
@@ -194,9 +194,7 @@ class TokenMean(base()):  # type: ignore[misc]
         else:
             given = told(out, None)
         loss, weight = given.loss, given.weight
-        divided = getattr(getattr(loss, "grad_fn", None), "divided", False)
-        divided = divided or given.denominator is not None
-        check_loss_sum(describe(loss), divided, "Pass reduction='sum' to it.")
+        given.check_sum("Pass reduction='sum' to it.")
         if weight is None:
             raise ValueError(
                 "`training_step` must return the sum of the losses with its number of tokens under "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from xentlib.torch.heads import parameters_of
 from xentlib.torch.integrations.unmade import UnmadeLogits, UnmadeLogitsError
+from xentlib.torch.told import known, label_loss
 from xentlib.torch.wrappers.accelerate import keeps_forward, set_class
 
 __all__ = ["UnmadeLogits", "UnmadeLogitsError", "patch", "unpatch"]
@@ -217,7 +218,7 @@ def model_class(kind: Any) -> Any:
                 "--nproc-per-node N`, or call `unpatch(model)`."
             )
         head, kept = self.get_output_embeddings(), self._xentlib
-        asked = {"calls": 0, "options": kept.options}
+        asked = {"calls": 0, "options": kept.options, "outputs": []}
         head.unmade = asked
         try:
             out = kind.forward(self, *args, **kwargs)
@@ -232,6 +233,7 @@ def model_class(kind: Any) -> Any:
                 f"what replaces the head (`get_peft_model`, `resize_token_embeddings`), or call "
                 f"`unpatch(model)`."
             )
+        label_model_loss(loss, asked["outputs"], kwargs.get("num_items_in_batch"))
         return without_logits(out, None if self.training else kept.in_place_of_logits)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
@@ -241,6 +243,15 @@ def model_class(kind: Any) -> Any:
 
     patched = same_name(kind, "model", {"forward": forward, "__setattr__": __setattr__})
     return patched
+
+
+def label_model_loss(loss: Tensor, outputs: list[Any], num_items: Any) -> None:
+    """Let the model's loss say what it was divided by: by the model, where it is told a number."""
+    if len(outputs) != 1 or loss is outputs[0].loss:
+        return
+    number = num_items if isinstance(num_items, int) else known(num_items)
+    divisor = outputs[0].denominator if num_items is None or number == 1 else num_items
+    label_loss(loss, outputs[0].num_tokens, outputs[0].weight_sum, divisor)
 
 
 def without_logits(out: Any, function: Callable[[Tensor], Tensor] | None) -> Any:

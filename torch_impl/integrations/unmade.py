@@ -221,8 +221,12 @@ class UnmadeLogits:
                     self.refuse("losses of single tokens with class weights, smoothing or z-loss")
                 logprobs: Tensor = chunked_logprobs(**call).logprobs
                 return -logprobs.to(self.device)
-            loss: Tensor = chunked_nll(**call, class_weights=weight, reduction=reduction).loss
-            return loss.to(self.device)
+            out = chunked_nll(**call, class_weights=weight, reduction=reduction)
+        asked = getattr(self.head, "unmade", None)
+        if asked is not None:  # a patched model's call
+            asked["outputs"].append(out)
+        loss: Tensor = out.loss.to(self.device)
+        return loss
 
     def make(self) -> Tensor:
         """The logits [..., V], all of them, with a gradient, in the dtype they are said to have."""

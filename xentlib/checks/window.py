@@ -13,15 +13,22 @@ from xentlib.options import NONFINITE
 
 __all__ = [
     "check_count_of_all",
+    "check_count_of_sum",
     "check_counted",
     "check_denominator_of_window",
     "check_integer_count",
+    "check_loss_mean",
     "check_loss_sum",
+    "check_named_loss",
     "check_nonfinite",
+    "check_one_loss",
     "check_outermost",
+    "check_own_count",
     "check_rounds",
+    "check_single_accumulation",
     "check_token_count",
     "check_token_normalized",
+    "check_undivided",
     "check_window_count",
     "check_windows",
 ]
@@ -117,6 +124,15 @@ def check_loss_sum(loss: object, divided: bool, instead: str) -> None:
         )
 
 
+def check_undivided(divided: bool) -> None:
+    """Refuse a sum of `chunked_nll` that its caller has divided."""
+    if divided:
+        raise ValueError(
+            "`loss` must be the sum as `chunked_nll` returns it; got one that was divided by its "
+            "number of tokens since. Pass the `NLLOutput`, or its loss as it is."
+        )
+
+
 def check_denominator_of_window(same: bool) -> None:
     """Refuse a loss that was divided by something else than it is said to be."""
     if not same:
@@ -171,6 +187,52 @@ def check_token_count(
         )
 
 
+def check_own_count(value: object, number: object, weight: object) -> None:
+    """Refuse a count that is not that of the loss it is given with; None where it is not read.
+
+    Tokens with weights may be divided by anything, and 0 leaves a batch out.
+    """
+    if not isinstance(value, (int, float)) or not isinstance(number, (int, float)):
+        return
+    if number == weight and value not in (0, number):
+        raise ValueError(
+            f"`num_tokens` must be the number of tokens that `chunked_nll` has counted for this "
+            f"loss, {number:.15g}; got {value:.15g}. Pass the `NLLOutput` alone, which has its "
+            f"count, or count the labels after the shift that are not ignored."
+        )
+
+
+def check_one_loss(given: Sequence[str]) -> str:
+    """By what name a batch of an evaluation has its loss: one, no more."""
+    if len(given) != 1:
+        came = " and ".join(f"`{name}`" for name in given) or "none"
+        raise TypeError(
+            f"`Evaluation.add` must have one of `loss`, `loss_sum` and `loss_mean`; got {came}. "
+            f"Pass the `NLLOutput` alone."
+        )
+    return given[0]
+
+
+def check_named_loss(named: bool) -> None:
+    """Refuse one number of which nobody knows whether it is a sum."""
+    if not named:
+        raise ValueError(
+            "`loss` must be an `NLLOutput`, which says whether it is a sum; got one number, which "
+            "may be a mean. Pass the output itself, or `loss_sum=` or `loss_mean=` with "
+            "`num_tokens`."
+        )
+
+
+def check_loss_mean(is_mean: bool) -> None:
+    """Refuse a loss as a mean that `chunked_nll` has not divided by its own count."""
+    if not is_mean:
+        raise ValueError(
+            "`loss_mean` must be a mean over its tokens; got a loss that `chunked_nll` has not "
+            "divided by their number. Pass `loss_sum=` for a sum, and reduction='sum' to "
+            "`chunked_nll` in place of a `denominator`."
+        )
+
+
 def check_integer_count(name: str, count: Operand) -> None:
     """Refuse a sum of weights where tokens are counted in int32."""
     if count.dtype not in (*INTEGERS, "uint64"):
@@ -197,6 +259,26 @@ def check_count_of_all(axes: Sequence[str]) -> None:
         raise ValueError(
             f"`token_count` must be the count of all devices; got one that varies over {over!r}, "
             f"each device's own. Pass `jax.lax.psum(out.num_tokens, {over!r})` of the sum's output."
+        )
+
+
+def check_count_of_sum(of_sum: bool) -> None:
+    """Refuse the count of a loss that `chunked_nll` has divided, beside gradients of it."""
+    if not of_sum:
+        raise ValueError(
+            "`token_count` must be the count of a sum, whose gradients come with it; got the count "
+            "of a loss that `chunked_nll` has divided. Pass reduction='sum' to it, and "
+            "`token_count=out`."
+        )
+
+
+def check_single_accumulation(nested: bool) -> None:
+    """Refuse an optimizer that accumulates by itself inside of one that does."""
+    if nested:
+        raise TypeError(
+            "`token_normalized` must be in place of `optax.MultiSteps`; got an optimizer with one "
+            "inside of it, which would hold back the step and take the mean of windows' means. "
+            "Pass the optimizer that `optax.MultiSteps` wraps, and `is_last` where a window ends."
         )
 
 
