@@ -19,13 +19,14 @@ from xentlib.checks.window import (
     check_count_of_all,
     check_integer_count,
     check_outermost,
+    check_single_accumulation,
     check_token_count,
     check_window_count,
 )
 from xentlib.checks.words import check_choice
 from xentlib.jax.describe import describe
 from xentlib.jax.ranks import as_primal, checks_types, vary, varying
-from xentlib.jax.told import count_told, known, told
+from xentlib.jax.told import check_traced, count_told, known, told
 from xentlib.nll import NLLOutput
 from xentlib.options import NONFINITE, NonFinite
 
@@ -70,8 +71,9 @@ def accumulate_grads(
         (WindowStats, gradients of the dtypes of `params`).
 
     Raises:
-        ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
-            its count. Whether another loss is a sum cannot be checked.
+        ValueError: a loss that `chunked_nll` has divided, or that was divided by its count since,
+            as the program shows it, or that is not one number; one without its count. Whether
+            another loss is a sum cannot be checked.
         TypeError: a loss or a count of fewer than 32 bits.
 
     Numerics: sums in float32 at least, multiplied by 1 / T once at the end. T of an `NLLOutput`, or
@@ -103,7 +105,9 @@ def accumulate_grads(
         return (add(loss_sum, loss), total, lost, sums, dropped), None
 
     first = jax.tree.map(lambda x: x[0], micro_batches)
-    (loss_type, count_type), grads_type = jax.eval_shape(grad_fn, here, first)
+    traced = jax.jit(grad_fn).trace(here, first)  # what `jax.eval_shape` does
+    (loss_type, count_type), grads_type = traced.out_info
+    check_traced(loss_type, traced.jaxpr.jaxpr)
     count_dtype = as_count(jnp.zeros((), count_type.dtype)).dtype
     start = (
         vary(zeros_of(loss_type, wide(loss_type.dtype)), own),
@@ -265,9 +269,10 @@ def token_normalized(
 
     Raises:
         TypeError: a count that is no integer; an `NLLOutput` with weights, where they are not
-            counted and can be read.
-        ValueError: a loss that `chunked_nll` has divided; a count that is not one number, or below
-            0, where it can be read; inside `shard_map` with types the count of one device.
+            counted and can be read; an `optax.MultiSteps` inside of `inner`.
+        ValueError: a loss that `chunked_nll` has divided, or its count; a count that is not one
+            number, or below 0, where it can be read; inside `shard_map` with types the count of one
+            device.
         CountOverflowError: more than 2^31 - 1 tokens, where the count can be read. A count that
             cannot be read, below 0, too large or of weights, makes the window's gradient NaN.
 
@@ -292,8 +297,10 @@ def token_normalized(
             jnp.zeros((), dtype) for dtype in (count_type, jnp.int32, jnp.int32)
         )
         state = inner.init(params)
-        kinds = jax.tree.leaves(state, is_leaf=is_state)
-        check_outermost(any(map(is_state, kinds)))
+        own = (TokenNormalizedState, optax.MultiStepsState)
+        kinds = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, own))
+        check_outermost(any(isinstance(x, TokenNormalizedState) for x in kinds))
+        check_single_accumulation(any(isinstance(x, optax.MultiStepsState) for x in kinds))
         return TokenNormalizedState(zeros(params), tokens, micro_batches, windows, state)
 
     def update(
@@ -361,10 +368,6 @@ def token_normalized(
 
     update.is_token_normalized = True  # type: ignore[attr-defined]
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def is_state(x: Any) -> bool:
-    return isinstance(x, TokenNormalizedState)
 
 
 def is_token_normalized(tx: Any) -> bool:

@@ -133,6 +133,84 @@ def test_more_tokens_in_a_scan_than_int32_holds() -> None:
         assert bool(jnp.isnan(stats.loss)) == wrong
 
 
+# --- what is no sum ------------------------------------------------------------------------------
+
+
+def call(p: Any, batch: Any, reduction: str = "sum") -> Any:
+    return chunked_nll(batch["x"] @ p["trunk"], p["head"], batch["y"], reduction=reduction)
+
+
+def mean_pair(p: Any, batch: Any) -> tuple[Any, Any]:
+    out = call(p, batch, "mean")
+    return out.loss, out.num_tokens
+
+
+def mean_and_more(p: Any, batch: Any) -> tuple[Any, Any]:
+    return call(p, batch, "mean").loss + 0.1 * (p["head"] ** 2).mean(), (batch["y"] != -100).sum()
+
+
+def divided_pair(p: Any, batch: Any) -> tuple[Any, Any]:
+    out = call(p, batch)
+    return out.loss / jnp.maximum(out.weight_sum, 1.0), out.num_tokens
+
+
+def share_pair(p: Any, batch: Any) -> tuple[Any, Any]:
+    out = call(p, batch)
+    return (1.0 / out.num_tokens) * out.loss, out.num_tokens
+
+
+def divided_output(p: Any, batch: Any) -> Any:
+    out = call(p, batch)
+    return out._replace(loss=out.loss / out.num_tokens)
+
+
+CACHED = jax.jit(mean_pair)
+NOT_SUMS = {
+    "a pair": (mean_pair, "got one that `chunked_nll` has divided"),
+    "a pair and more": (mean_and_more, "got one that `chunked_nll` has divided"),
+    "under jit": (CACHED, "got one that `chunked_nll` has divided"),
+    "checkpointed": (jax.checkpoint(mean_pair), "got one that `chunked_nll` has divided"),
+    "divided since": (divided_pair, "got one that was divided by its number of tokens since"),
+    "times a share": (share_pair, "got one that was divided by its number of tokens since"),
+    "beside a true output": (divided_output, "divided by its number of tokens since"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SUMS)
+def test_a_mean_beside_a_count_is_refused(name: str) -> None:
+    """`(out.loss, out.num_tokens)` of a mean gave 0.522 for 5.804: the program shows it, also where
+    it was traced before."""
+    function, said = NOT_SUMS[name]
+    batch = data(valid=(16, 5, 3, 1))
+    if function is CACHED:
+        CACHED(params(), {key: x[0] for key, x in batch.items()})
+    for run in (accumulate_grads, jax.jit(accumulate_grads, static_argnums=0)):
+        with pytest.raises(ValueError, match=said):
+            run(function, params(), batch)
+
+
+def test_what_is_a_sum_after_all_is_not_refused() -> None:
+    """A mean times its count, a sum with a weight or more in it, under jit and checkpointed."""
+
+    def mean_times(p: Any, b: Any) -> tuple[Any, Any]:
+        out = call(p, b, "mean")
+        return out.loss * out.num_tokens, out.num_tokens
+
+    def half(p: Any, b: Any) -> tuple[Any, Any]:
+        out = call(p, b)
+        return (out.loss + out.loss) / 2, out.num_tokens
+
+    def more(p: Any, b: Any) -> Any:
+        out = call(p, b)
+        return out._replace(loss=out.loss + 0.0 * p["head"].sum() * out.num_tokens)
+
+    batch = data(valid=(16, 5, 3, 1))
+    want = of_one_batch(batch)[1]
+    same = (mean_times, half, more, jax.jit(sum_and_count), jax.checkpoint(sum_and_count))
+    for function in same:
+        hold_tree(accumulate_grads(function, params(), batch)[1], want)
+
+
 # --- over devices --------------------------------------------------------------------------------
 
 

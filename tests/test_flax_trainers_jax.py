@@ -228,3 +228,35 @@ def test_what_is_overwritten_by_its_gradient_is_flax_s_to_see_to() -> None:
     after = state.apply_gradients(grads=grads, token_count=8)
     assert np.array_equal(after.params["params"]["w"], np.full(3, 0.5))
     assert np.array_equal(after.params[name]["scale"], np.full(2, 7.0))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_count_of_a_mean_is_refused(jitted: bool) -> None:
+    """Its gradients are beside it: 0.522 for 5.804, where nothing said so."""
+    state = TrainState.create(apply_fn=None, params=params(), tx=optax.sgd(1.0))
+
+    def step(state: Any, batch: Any, reduction: str) -> Any:
+        def pair(p: Any) -> tuple[Any, Any]:
+            out = chunked_nll(batch["x"] @ p["trunk"], p["head"], batch["y"], reduction=reduction)
+            return out.loss, out.num_tokens
+
+        grads, count = jax.grad(pair, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, token_count=count)
+
+    run = jax.jit(step, static_argnums=2) if jitted else step
+    batch = {name: x[0] for name, x in data().items()}
+    assert int(run(state, batch, "sum").step) == 1
+    with pytest.raises(ValueError, match="`token_count` must be the count of a sum"):
+        run(state, batch, "mean")
+
+
+def test_an_accumulation_inside_is_refused() -> None:
+    """`optax.MultiSteps` inside held the step back, reported as 1, and took a mean of means."""
+    steps = optax.MultiSteps(optax.sgd(1.0), 4)
+    inner = optax.chain(optax.clip(1.0), steps.gradient_transformation())
+    said = "`token_normalized` must be in place of `optax.MultiSteps`"
+    for tx in (steps, inner, token_normalized(inner)):
+        with pytest.raises(TypeError, match=said):
+            TrainState.create(apply_fn=None, params=params(), tx=tx)
+        with pytest.raises(TypeError, match=said):
+            Optimizer(nnx.Linear(H, H, rngs=nnx.Rngs(0)), tx, wrt=nnx.Param)

@@ -300,8 +300,9 @@ def accumulate_grads(
         (WindowStats, gradients of the dtypes of `params`).
 
     Raises:
-        ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
-            its count. Whether another loss is a sum cannot be checked.
+        ValueError: a loss that `chunked_nll` has divided, or that was divided by its count since,
+            as the program shows it, or that is not one number; one without its count. Whether
+            another loss is a sum cannot be checked.
         TypeError: a loss or a count of fewer than 32 bits.
 
     Numerics: sums in float32 at least, multiplied by 1 / T once at the end. T of an `NLLOutput`, or
@@ -342,9 +343,10 @@ def token_normalized(
 
     Raises:
         TypeError: a count that is no integer; an `NLLOutput` with weights, where they are not
-            counted and can be read.
-        ValueError: a loss that `chunked_nll` has divided; a count that is not one number, or below
-            0, where it can be read; inside `shard_map` with types the count of one device.
+            counted and can be read; an `optax.MultiSteps` inside of `inner`.
+        ValueError: a loss that `chunked_nll` has divided, or its count; a count that is not one
+            number, or below 0, where it can be read; inside `shard_map` with types the count of one
+            device.
         CountOverflowError: more than 2^31 - 1 tokens, where the count can be read. A count that
             cannot be read, below 0, too large or of weights, makes the window's gradient NaN.
 
