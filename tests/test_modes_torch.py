@@ -121,6 +121,60 @@ def test_a_constant_with_a_tangent_is_refused() -> None:
 
 
 @each
+@pytest.mark.parametrize("way", ["grad", "vjp", "jacrev", "vmap of grad", "grad of vmap"])
+def test_derivatives_by_torch_func_are_refused(function: Any, way: str) -> None:
+    """PyTorch's own message asks for a `setup_context`; what is no input of it stays right."""
+    hidden, weight, labels = (x.detach() for x in leaves())
+    batch = torch.stack([hidden, hidden.flip(1)])
+    func = torch.func
+
+    def of(x: Any) -> Any:
+        return function(x, weight, labels)
+
+    ways = {
+        "grad": lambda: func.grad(of)(hidden),
+        "vjp": lambda: func.vjp(lambda w: function(hidden, w, labels), weight),
+        "jacrev": lambda: func.jacrev(of)(hidden),
+        "vmap of grad": lambda: func.vmap(func.grad(of))(batch),
+        "grad of vmap": lambda: func.grad(lambda x: func.vmap(of)(x).sum())(batch),
+    }
+    with pytest.raises(RuntimeError, match="must be differentiated by `backward` or `torch"):
+        ways[way]()
+    by_loss = func.grad(lambda x: x.sum() * function(hidden, weight, labels))(torch.ones(()))
+    equal([by_loss], [function(hidden, weight, labels)])
+    with_loss = func.grad(lambda x: x.sum() * torch.no_grad()(of)(x))(hidden)
+    equal([with_loss], [function(hidden, weight, labels).expand(hidden.shape)])
+
+
+# torch 2.13: where Dynamo breaks a graph inside `vmap` it asks each entry for its `.grad`.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@each
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_vmap_keeps_gradients(function: Any, compiled: bool) -> None:
+    """An entry of a batch does not say that the batch requires grad: d hidden was None."""
+    batch, weight, labels = torch.stack([leaves()[0], leaves()[0].flip(1)]).detach(), *leaves()[1:]
+    inputs = [batch.requires_grad_(), weight]
+    upstream = torch.tensor([0.3, -1.7])
+
+    def mapped(batch: Any, weight: Any) -> Any:
+        return (torch.func.vmap(lambda x: function(x, weight, labels))(batch) * upstream).sum()
+
+    def apart(batch: Any, weight: Any) -> Any:
+        return sum(function(x, weight, labels) * u for x, u in zip(batch, upstream, strict=True))
+
+    torch.compiler.reset()
+    run = torch.compile(mapped, backend="eager") if compiled else mapped
+    pairs = zip(*(torch.autograd.grad(f(*inputs), inputs) for f in (run, apart)), strict=True)
+    for got, want in pairs:
+        assert not failures(check("A9", got, want, metrics=("rho / u",)))
+    frozen = batch.detach()
+    with pytest.raises(ValueError, match="`temperature` must be a constant"):
+        torch.func.vmap(lambda t: chunked_nll(frozen[0], weight, labels, temperature=t).loss)(
+            torch.ones(2).requires_grad_()
+        )
+
+
+@each
 def test_fake_tensors(function: Any) -> None:
     """Shapes without numbers, forward and backward. Catches: a gradient whose value is read."""
     from torch._subclasses.fake_tensor import FakeTensorMode

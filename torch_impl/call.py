@@ -12,7 +12,7 @@ from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_log
 from xentlib.checks.lowrank import check_low_rank
 from xentlib.checks.operand import plain
 from xentlib.lowrank import LowRankHead
-from xentlib.torch.derivatives import not_differentiable, not_forward_mode
+from xentlib.torch.derivatives import not_differentiable, not_forward_mode, not_transformed
 from xentlib.torch.describe import (
     as_tensor,
     autocast_dtype,
@@ -112,6 +112,7 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
     check_derivatives(function, given)
     if low is not None:
         not_forward_mode(function, low.a, low.b)
+        not_transformed(function, low.a, low.b)
         check_low_rank(LowRankHead(*map(describe, low)), describe(hidden), problem)
     gemm, compute = (getattr(torch, x) for x in (problem.gemm_dtype, problem.compute_dtype))
     flat = hidden.reshape(-1, problem.hidden_size)
@@ -181,6 +182,7 @@ def check_derivatives(function: str, given: Arguments | LogitsArguments) -> None
     a constant."""
     named: dict[str, Any] = given._asdict()
     not_forward_mode(function, *named.values())
+    not_transformed(function, *named.values())
     not_differentiable(**{name: x for name, x in named.items() if name not in LEAVES})
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
-__all__ = ["differentiated_once", "not_differentiable", "not_forward_mode", "wanted"]
+__all__ = [
+    "differentiated_once",
+    "not_differentiable",
+    "not_forward_mode",
+    "not_transformed",
+    "wanted",
+]
 
 
 def not_forward_mode(function: str, *inputs: Any) -> None:
@@ -27,12 +35,44 @@ def not_forward_mode(function: str, *inputs: Any) -> None:
         )
 
 
+def not_transformed(function: str, *inputs: Any) -> None:
+    """Refuse inputs that `torch.func.grad`, `vjp` or `jacrev` differentiates, for which PyTorch's
+    custom operators have no rule: its own message asks for a `setup_context` instead. A compiler,
+    which cannot ask this, ends in PyTorch's message."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    if any(functorch.is_gradtrackingtensor(x) and x.requires_grad for x in layers(*inputs)):
+        raise RuntimeError(
+            f"`{function}` must be differentiated by `backward` or `torch.autograd.grad`; got an "
+            f"input that `torch.func.grad`, `vjp` or `jacrev` differentiates. Call "
+            f"`requires_grad_()` on the input and `torch.autograd.grad` instead."
+        )
+
+
+def layers(*inputs: Any) -> Iterator[Tensor]:
+    """The tensors of a call, and what the transforms of `torch.func` have wrapped in them."""
+    for given in inputs:
+        x = given
+        while isinstance(x, Tensor):
+            yield x
+            if torch.compiler.is_compiling() or not functorch.is_functorch_wrapped_tensor(x):
+                break
+            x = functorch.get_unwrapped(x)
+
+
+def requires_grad(x: Tensor) -> bool:
+    """An entry of `torch.func.vmap` says no although the batch that it is of requires grad. A
+    compiler does not see the batch: inside a transform any may be differentiated."""
+    inside = torch.compiler.is_compiling() and functorch.maybe_current_level() is not None
+    return inside or any(layer.requires_grad for layer in layers(x))
+
+
 def not_differentiable(**constants: Any) -> None:
     """Refuse gradients that would be dropped without a word."""
     if not torch.is_grad_enabled():
         return
     for name, value in constants.items():
-        if isinstance(value, Tensor) and value.requires_grad:
+        if any(x.requires_grad for x in layers(value)):
             raise ValueError(
                 f"`{name}` must be a constant; got a tensor that requires grad, whose gradient is "
                 f"not computed. Pass `{name}.detach()`."
@@ -52,4 +92,4 @@ def differentiated_once(function: str, instead: str) -> None:
 def wanted(*leaves: Tensor | None) -> list[bool]:
     """Which gradients are: what is frozen costs no GEMM."""
     on = torch.is_grad_enabled()
-    return [on and x is not None and x.requires_grad for x in leaves]
+    return [on and x is not None and requires_grad(x) for x in leaves]
