@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::FutureWarni
 from torch import nn  # noqa: E402
 from torch.nn.utils import parametrize  # noqa: E402
 
-from helpers.patched import CHUNK, batch, held, llama, step  # noqa: E402
-from xentlib.torch import NLLHead, chunked_logprobs, chunked_nll  # noqa: E402
+from helpers.patched import CHUNK, batch, gpt2, held, llama, step  # noqa: E402
+from xentlib.torch import LowRankHead, NLLHead, chunked_logprobs, chunked_nll  # noqa: E402
 
 N, H, V = 20, 8, 31
 
@@ -187,6 +187,49 @@ def test_adapters_that_are_switched_off(options) -> None:
     held({"loss": got.detach()}, {"loss": want.detach()})
     with pytest.raises(AssertionError):
         held({"loss": chunked_nll(x, head, y).loss.detach()}, {"loss": want.detach()})
+
+
+def gpt2_tied(**options):
+    """LoRA on the lookup of an embedding that the head is tied to: the head has no adapter."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["wte"], init_lora_weights=False, **options)
+    return peft.get_peft_model(gpt2(), config)
+
+
+def test_a_weight_without_its_adapters_is_refused() -> None:
+    """The loss was that of the base alone, and no adapter had a gradient: by the weight of a layer
+    that PEFT has wrapped, and by an `NLLHead` that PEFT's layer calls (`NLLOutput` has no dtype).
+    """
+    peft = pytest.importorskip("peft")
+    x, y = torch.randn(5, 32), torch.arange(5)
+    model = llama().requires_grad_(False)
+    weight = model.lm_head.weight
+    before = chunked_nll(x, weight, y).loss  # remembers that nothing is around it
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"]))
+    head = model.get_base_model().lm_head
+    for call in (chunked_nll, chunked_logprobs):
+        for passed in (head.weight, weight):
+            with pytest.raises(TypeError, match="got the weight of a Linear inside a Linear of PE"):
+                call(x, passed, y)
+    module = nn.Sequential(NLLHead(32, V, bias=False))
+    layer = peft.get_peft_model(module, peft.LoraConfig(target_modules=["0"])).base_model.model[0]
+    with pytest.raises(TypeError, match="cannot be called with labels"):
+        layer(x, y)
+    # What is right stays allowed: the base said to be alone, off, merged, taken away, or not in it.
+    low = LowRankHead(weight, head.lora_A["default"].weight, head.lora_B["default"].weight)
+    for right in (weight.detach(), low, head, nn.Parameter(weight.detach(), requires_grad=False)):
+        assert chunked_nll(x, right, y).loss.isfinite()
+    layer.enable_adapters(False)
+    assert layer(x, y).loss.isfinite()
+    with model.disable_adapter():
+        assert torch.equal(chunked_nll(x, weight, y).loss, before)
+    head.merge()
+    assert chunked_nll(x, weight, y).loss.isfinite()
+    head.unmerge()
+    del head
+    assert torch.equal(chunked_nll(x, model.unload().lm_head.weight, y).loss, before)
+    tied = gpt2_tied().get_base_model()
+    assert chunked_nll(torch.randn(5, 16), tied.lm_head.weight, y).loss.isfinite()
 
 
 def adapted(dropout: float = 0.0, **more):

@@ -15,7 +15,14 @@ from xentlib.checks.lowrank import check_base
 from xentlib.checks.module import check_beside_module, refuse_module
 from xentlib.torch.lowrank import low_rank_of
 from xentlib.torch.wrappers.accelerate import keeps_forward
-from xentlib.torch.wrappers.peft import adapters_of, is_adapter, lora_of, saved_of, with_adapters
+from xentlib.torch.wrappers.peft import (
+    adapters_of,
+    is_adapter,
+    lora_of,
+    refuse_base,
+    saved_of,
+    with_adapters,
+)
 
 __all__ = ["head_of", "kept", "parameters_of"]
 
@@ -23,15 +30,17 @@ __all__ = ["head_of", "kept", "parameters_of"]
 KNOWN_HOOKS = ("torch.distributed", "deepspeed", "accelerate")
 
 
-def head_of(given: Arguments) -> Arguments:
-    """The call with a module's arrays in place of the module."""
+def head_of(given: Arguments, *, alone: bool = True) -> Arguments:
+    """The call with a module's arrays in place of the module; `alone`: without a low-rank part."""
     low, module = low_rank_of(given.weight), given.weight
     if low is not None:
-        given = head_of(given._replace(weight=low.weight))
+        given = head_of(given._replace(weight=low.weight), alone=False)
         check_base(type(low.weight).__name__, low_rank_of(given.weight) is None)
         return given._replace(weight=low._replace(weight=given.weight))
     if not isinstance(module, nn.Module):
         refuse_quantised("a weight", module)
+        if alone:
+            refuse_base(module)
         return given
     weight, bias, lora = parameters_of(module, given.gather)
     both = bias is not None and given.bias is not None

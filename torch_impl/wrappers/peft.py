@@ -6,10 +6,17 @@ Shapes: V vocabulary, H hidden width, r rank of an adapter.
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.call import Arguments
 from xentlib.checks.module import refuse_module
@@ -17,7 +24,9 @@ from xentlib.lowrank import LowRankHead
 from xentlib.torch.wrappers import deepspeed
 from xentlib.torch.wrappers.loaded import is_a
 
-__all__ = ["adapters_of", "is_adapter", "lora_of", "saved_of", "with_adapters"]
+__all__ = ["adapters_of", "is_adapter", "lora_of", "refuse_base", "saved_of", "with_adapters"]
+
+LAYERS: Any = WeakIdKeyDictionary()  # of frozen parameters: the layer that `layer_of` found, if any
 
 
 def saved_of(module: nn.Module) -> nn.Module:
@@ -46,6 +55,61 @@ def lora_of(module: nn.Module) -> Any:
             "Leave the head out of its `target_modules`, or merge the adapter.",
         )
     return layer
+
+
+def refuse_base(weight: Any) -> None:
+    """Refuse the weight of a linear layer to which PEFT adds adapters: the loss would be that of
+    the base alone, and the adapters would get no gradient."""
+    layer = None if torch.compiler.is_compiling() else layer_of(weight)
+    if layer is None or layer.merged or layer.disable_adapters:
+        return
+    if layer._get_available_adapters().isdisjoint(layer.active_adapters):
+        return
+    base, kind = type(layer.get_base_layer()).__name__, type(layer).__name__
+    refuse_module(
+        f"the weight of a {base} inside a {kind} of PEFT, without the adapters that it adds",
+        "Pass PEFT's layer, `chunked_nll(hidden, model.lm_head, labels)`, or for the base alone "
+        "`weight.detach()`; `NLLHead` inside PEFT's layer cannot be called with labels.",
+    )
+
+
+def layer_of(weight: Any) -> Any:
+    """The layer of PEFT around the linear layer that a parameter, frozen by PEFT, belongs to.
+
+    PEFT keeps no list of its layers: all objects are searched, once for each parameter and again
+    after a further layer was wrapped. Among 700,000 objects that took 0.1 s.
+    """
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None or not isinstance(weight, nn.Parameter) or weight.requires_grad:
+        return None
+    forget_when_wrapped()
+    if weight not in LAYERS:
+        kinds = set(subclasses(tuners.BaseTunerLayer))
+        layers = (x for x in gc.get_objects() if type(x) in kinds)
+        LAYERS[weight] = next((ref(x) for x in layers if is_base(x, weight)), None)
+    layer = LAYERS[weight]
+    return None if layer is None else layer()
+
+
+def is_base(layer: Any, weight: Any) -> bool:
+    """Of an embedding the adapters are of the lookup: a head that is tied to it has none."""
+    base = layer.get_base_layer()
+    return isinstance(base, nn.Linear) and base._parameters.get("weight") is weight
+
+
+@cache
+def forget_when_wrapped() -> None:
+    def forget(module: Any, name: str, inner: Any) -> None:
+        if name == "base_layer":
+            LAYERS.clear()
+
+    register_module_module_registration_hook(forget)
+
+
+def subclasses(kind: Any) -> Iterator[Any]:
+    for more in kind.__subclasses__():
+        yield more
+        yield from subclasses(more)
 
 
 def active(layer: Any) -> list[str]:
