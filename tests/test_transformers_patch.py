@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 import types
 import warnings
 
@@ -25,7 +26,7 @@ from transformers import (  # noqa: E402
 )
 
 from helpers.patched import CHUNK, LENGTH, ROWS, Logits, V, batch, held, llama, step  # noqa: E402
-from xentlib.torch import Evaluation, chunked_nll  # noqa: E402
+from xentlib.torch import Evaluation, chunked_nll, next_token_labels  # noqa: E402
 from xentlib.torch.integrations.transformers import (  # noqa: E402
     UnmadeLogits,
     UnmadeLogitsError,
@@ -120,6 +121,28 @@ def test_training_without_labels_warns_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(batch()["input_ids"])
+
+
+def test_labels_that_are_shifted_twice_warn_once() -> None:
+    """The model shifts: of `next_token_labels` it would learn the token after the next."""
+    ids, model = batch()["input_ids"], patched()
+    twice = next_token_labels(batch()["labels"])
+    with pytest.warns(UserWarning, match="shifts the labels itself, and each label is the next"):
+        model(input_ids=ids, labels=twice)
+    again = patched()
+    with pytest.warns(UserWarning, match="shifts the labels itself"):
+        again(ids, labels=twice)
+    few = torch.where(torch.arange(LENGTH) < 2, ids[:1].roll(-1), -100)
+    same = torch.full_like(ids, 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(input_ids=ids, labels=twice)
+        right = patched()
+        right(**batch())
+        right(input_ids=ids[:1], labels=few)
+        right(input_ids=same, labels=same)
+        right(input_ids=ids, labels=twice, shift_labels=twice)
+        right(inputs_embeds=torch.randn(ROWS, LENGTH, 32), labels=twice)
 
 
 def test_checkpointing_compiling_and_bf16() -> None:
@@ -310,6 +333,36 @@ def test_a_package_that_puts_a_forward_of_its_own_is_warned_of() -> None:
     held(step(model), step(llama()))
 
 
+def test_two_threads_call_one_model() -> None:
+    """One with labels, one without, in turns inside of the forward: the one had the logits of the
+    other. Nor does it find its own flag taken down by the other's."""
+    model, at_head, turns = patched().eval(), threading.Barrier(2), []
+    want = llama().eval()(batch()["input_ids"]).logits
+    loss = step(llama().eval())["loss"]
+
+    def meet(*_) -> None:
+        at_head.wait(30)
+
+    def called(**inputs) -> None:
+        turns.extend(model(**inputs) for _ in range(2))
+
+    model.model.norm.register_forward_pre_hook(meet)  # both are inside, before the head
+    model.model.norm.register_forward_hook(meet)
+    names = ("input_ids", "attention_mask")
+    inputs = [batch(), {k: x for k, x in batch().items() if k in names}]
+    threads = [threading.Thread(target=called, kwargs=more) for more in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    losses = [out.loss.detach() for out in turns if isinstance(out.logits, UnmadeLogits)]
+    logits = [out.logits for out in turns if isinstance(out.logits, torch.Tensor)]
+    assert len(losses) == len(logits) == 2
+    for got in losses:
+        held({"loss": got}, {"loss": loss})
+    assert all(torch.equal(got, want) for got in logits)
+
+
 def test_spread_over_devices() -> None:
     """Accelerate puts a forward of its own on every module of a `device_map`."""
     from accelerate import dispatch_model
@@ -346,5 +399,5 @@ def test_evaluation_of_trainer(tmp_path) -> None:
     assert 0 <= found["eval_accuracy"] <= 1
     for got in (alone, found):
         held({"loss": torch.tensor(got["eval_loss"])}, {"loss": torch.tensor(want["eval_loss"])})
-    with pytest.raises(TypeError, match="UnmadeLogits"):
+    with pytest.raises(TypeError, match=r"UnmadeLogits'>, .*pass `in_place_of_logits` to `patch`"):
         evaluated(patched(), tmp_path, accuracy)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from xentlib.torch.core.device import traits
 from xentlib.torch.heads import parameters_of
-from xentlib.torch.integrations.unmade import UnmadeLogits, UnmadeLogitsError
+from xentlib.torch.integrations.unmade import UnmadeLogits, UnmadeLogitsError, thread
 from xentlib.torch.told import known, label_loss
 from xentlib.torch.wrappers.accelerate import keeps_forward, set_class
 
@@ -29,7 +30,7 @@ class Patch:
     in_place_of_logits: Callable[[Tensor], Tensor] | None
     options: dict[str, Any]  # of `chunked_nll`
     loss_type: str | None  # before the patch
-    warned: bool = False
+    warned: set[str] = field(default_factory=set)  # of what
 
 
 def patch(
@@ -92,6 +93,7 @@ def patch(
     # The class, as `fully_shard` does it: copies, pickles and tied parameters are right by
     # themselves, which a function on the instance would break.
     set_class(head, head_class(kinds[0]))
+    head.unmade = {}  # what the call of each thread asks for
     set_class(inner, model_class(kinds[1]))
     inner._xentlib = Patch(in_place_of_logits, options, inner.loss_type)
     # Trainer counts a batch's tokens after the shift if it knows the model's loss, by its name.
@@ -187,7 +189,7 @@ def head_class(kind: Any) -> Any:
 
     def __call__(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Before any hook of the module: a wrapper's would gather what `chunked_nll` gathers.
-        asked = vars(self).get("unmade")
+        asked = vars(self)["unmade"].get(thread())
         if asked is None:
             return super(patched, self).__call__(hidden, *args, **kwargs)
         asked["calls"] += 1
@@ -202,7 +204,8 @@ def head_class(kind: Any) -> Any:
 @cache
 def model_class(kind: Any) -> Any:
     """A model whose forward makes no logits where it is given labels."""
-    place = list(inspect.signature(kind.forward).parameters).index("labels") - 1
+    names = list(inspect.signature(kind.forward).parameters)[1:]
+    place = names.index("labels")
 
     @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,13 +220,17 @@ def model_class(kind: Any) -> Any:
                 "`Trainer` takes where one process sees several GPUs. Start it by `torchrun "
                 "--nproc-per-node N`, or call `unpatch(model)`."
             )
+        if kwargs.get("shift_labels") is None:
+            ids = args[0] if args and names[0] == "input_ids" else kwargs.get("input_ids")
+            warn_of_labels(self, ids, labels)
         head, kept = self.get_output_embeddings(), self._xentlib
         asked = {"calls": 0, "options": kept.options, "outputs": []}
-        head.unmade = asked
+        calls, here = vars(head).setdefault("unmade", {}), thread()
+        calls[here] = asked
         try:
             out = kind.forward(self, *args, **kwargs)
         finally:
-            head.unmade = None
+            del calls[here]
         loss = out["loss"] if isinstance(out, dict) else out[0]
         if not asked["calls"] or not isinstance(loss, Tensor):
             came = "no loss" if asked["calls"] else "the logits of another"
@@ -278,14 +285,39 @@ def warn_of_forward(model: Any, forward: Any) -> None:
         )
 
 
-def warn_of_logits(model: Any) -> None:
-    if model._xentlib.warned:
+def warn_of_labels(model: Any, ids: Any, labels: Any) -> None:
+    """Of labels that are the next tokens already: the model's loss would shift them once more. On
+    a CPU alone, where looking costs nothing; of 8 labels or more, which do not agree by chance."""
+    both = (ids, labels)
+    if torch.compiler.is_compiling() or any(type(x) is not Tensor or x.ndim != 2 for x in both):
         return
-    model._xentlib.warned = True
-    warnings.warn(
+    if ids.shape != labels.shape or not all(traits(x).free_to_read for x in both):
+        return
+    target, valid = labels[:, :-1], labels[:, :-1] != -100
+    shifted = int(valid.sum()) >= 8 and bool((target == ids[:, 1:])[valid].all())
+    if shifted and not bool((target == ids[:, :-1])[valid].all()):  # as of one token repeated
+        warn_once(
+            model,
+            "labels",
+            f"{type(model).__name__} is patched and shifts the labels itself, and each label is "
+            f"the next token of `input_ids` already: it would learn to predict the token after "
+            f"the next. Pass `labels=input_ids` (-100 where there is no loss), without "
+            f"`next_token_labels`.",
+        )
+
+
+def warn_of_logits(model: Any) -> None:
+    warn_once(
+        model,
+        "logits",
         f"{type(model).__name__} is patched but was called without labels while it is trained, and "
         f"makes all logits. Pass `labels` to the model. `Trainer` does not with a "
         f"`label_smoothing_factor` (use `patch(model, label_smoothing=...)`) or a "
         f"`compute_loss_func`.",
-        stacklevel=3,
     )
+
+
+def warn_once(model: Any, about: str, text: str) -> None:
+    if about not in model._xentlib.warned:
+        model._xentlib.warned.add(about)
+        warnings.warn(text, stacklevel=4)

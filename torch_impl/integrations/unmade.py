@@ -5,6 +5,7 @@ Shapes: V vocabulary, H hidden width, T tokens of a chunk.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,8 +38,18 @@ class Factor(NamedTuple):
 ONE = Factor()
 
 
+class Unmade(type):
+    """The class's name as Accelerate's TypeError quotes it, where `Trainer` gathers logits."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"{super().__repr__()}, logits that are not made: for `compute_metrics` pass "
+            f"`in_place_of_logits` to `patch`, or pass `prediction_loss_only=True` to Trainer"
+        )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class UnmadeLogits:
+class UnmadeLogits(metaclass=Unmade):
     """Logits [..., V], as the hidden states [..., H] and the head that they would come from.
 
         inner * x, or with a soft cap outer * tanh(inner * x);  x = head(hidden)
@@ -309,12 +320,19 @@ FUNCTIONS = (*ARITHMETIC, "flatten", "permute", "reshape", "transpose")
 @contextmanager
 def made_by(head: Any) -> Iterator[None]:
     """The head as it is without a patch: wrappers' hooks run in a call of it."""
-    asked = getattr(head, "unmade", None)
-    head.unmade = None
+    calls, here = vars(head).get("unmade", {}), thread()
+    asked = calls.pop(here, None)
     try:
         yield
     finally:
-        head.unmade = asked
+        if asked is not None:
+            calls[here] = asked
+
+
+def thread() -> int:
+    """Which thread this is: one may call a model with labels while another calls it without. A
+    compiler traces in one, and does not know its number."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 def is_mask(x: Any) -> bool:
