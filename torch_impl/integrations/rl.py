@@ -57,11 +57,15 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     reduction: str = "none",
     dist_process_group: Any = None,
+    *,
+    reduce_hidden_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """verl's (`verl.utils.kernel.linear_cross_entropy`): log-probabilities and entropies [N].
+    """verl's of one rank, or of Megatron ranks whose gather of the sequence adds d hidden up.
 
-    With a group `weight` [C, H] is this rank's rows, and d hidden this rank's part, which
-    Megatron's gather of the sequence adds up in its backward. Of any width, and on any device.
+    `verl.utils.kernel.linear_cross_entropy`: log-probabilities and entropies [N]. With a group
+    `weight` [C, H] is this rank's rows, and d hidden this rank's part. Without such a gather in
+    front (no sequence parallelism) pass `reduce_hidden_grad=True`, which adds the parts up here.
+    Of any width, and on any device.
     """
     check("`reduction`", reduction, "none", "Reduce the result.")
     out = chunked_logprobs(
@@ -71,7 +75,7 @@ def linear_cross_entropy(
         temperature=temperature,
         entropy=True,
         vocab_parallel=dist_process_group,
-        reduce_hidden_grad=dist_process_group is None,
+        reduce_hidden_grad=reduce_hidden_grad or dist_process_group is None,
     )
     return out.logprobs, out.entropy
 
@@ -131,10 +135,14 @@ def from_parallel_hidden_to_logprobs(
     chunk_size: int | None = None,
     temperature: float = 1.0,
     fused_backend: str = "torch",
+    *,
+    reduce_hidden_grad: bool = False,
 ) -> Tensor:
-    """SkyRL's: [B, L - 1] of hidden states [B, L or more, H], this rank's rows [C, H] and targets.
+    """SkyRL's of one rank, or of Megatron ranks whose gather of the sequence adds d hidden up.
 
-    d hidden is this rank's part, which Megatron's gather of the sequence adds up in its backward.
+    [B, L - 1] of hidden states [B, L or more, H], this rank's rows [C, H] and targets. With a group
+    d hidden is this rank's part. Without such a gather in front (no sequence parallelism) pass
+    `reduce_hidden_grad=True`, which adds the parts up here.
     `chunk_size`, `inference_only` and `fused_backend` have no effect.
     """
     check("`vocab_end_index`", vocab_end_index, vocab_start_index + lm_head_weight.shape[0])
@@ -146,7 +154,7 @@ def from_parallel_hidden_to_logprobs(
         labels,
         temperature=temperature,
         vocab_parallel=tp_group,
-        reduce_hidden_grad=tp_group is None,
+        reduce_hidden_grad=reduce_hidden_grad or tp_group is None,
     )
     found: Tensor = out.logprobs[:, :end]
     return found
