@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -198,6 +199,21 @@ def test_a_step_is_that_of_trl(name, tmp_path, monkeypatch) -> None:
     assert also.keys() == logged.keys()
     for key, x in logged.items():  # rounded for the log
         assert abs(also[key] - x) <= 2**-10 * abs(x), key
+
+
+def test_a_block_that_replaces_nothing_warns(tmp_path) -> None:
+    """As a bare statement, and around the constructor alone: the run was TRL's, without a word."""
+    with pytest.warns(UserWarning, match="around `trainer.train.*; got one without `with`"):
+        trl.use()
+    unused = "got a block that ended without a call of TRL's head"
+    with pytest.warns(UserWarning, match=unused), trl.use():
+        sft(tmp_path)
+    with pytest.warns(UserWarning, match=unused):
+        trl.use()(sft)(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KeyError), trl.use():  # what ends a block early says so
+            raise KeyError
 
 
 def test_a_patched_model_is_warned_of(tmp_path, monkeypatch) -> None:

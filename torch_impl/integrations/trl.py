@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -20,8 +22,46 @@ OURS = frozenset(["log_probs", "entropy", "is_top1", "mean_logits"])
 NAME = "_ChunkedLogProbFunction"
 
 
-@contextmanager
-def use() -> Iterator[None]:
+class Block(AbstractContextManager[None]):
+    """A block of `use()`, which warns where it has replaced nothing."""
+
+    def __init__(self, block: AbstractContextManager[list[None]]) -> None:
+        self.block = block
+        self.entered = False
+
+    def __enter__(self) -> None:
+        self.entered = True
+        self.calls = self.block.__enter__()
+
+    def __call__(self, function: Any) -> Any:
+        """As a decorator: each call of the function is a block."""
+        self.entered = True
+
+        @wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with use():
+                return function(*args, **kwargs)
+
+        return inside
+
+    def __exit__(self, *error: Any) -> None:
+        self.block.__exit__(*error)
+        if error[0] is None and not self.calls:
+            self.warn("a block that ended without a call of TRL's head", 3)
+
+    def __del__(self) -> None:
+        if not self.entered:
+            self.warn("one without `with`, which replaces nothing", 2)
+
+    def warn(self, came: str, stacklevel: int) -> None:
+        warnings.warn(
+            f"`use()` must be a block around `trainer.train()`; got {came}. Write `with use(): "
+            f"trainer.train()`: a block around the trainer's constructor alone does nothing.",
+            stacklevel=stacklevel,
+        )
+
+
+def use() -> Block:
     """Let TRL's trainers take their log-probabilities from `chunked_logprobs`, inside the block.
 
         with use():
@@ -33,12 +73,22 @@ def use() -> Iterator[None]:
     replaced. Columns, masks, temperatures, soft caps, auxiliary losses and wrappers stay TRL's. Two
     calls are left to TRL: the mean logit under a soft cap, and what WPO weighs its tokens with.
 
+    The block is around `train()`: TRL looks the function up when its model is called. A block in
+    which nothing called it warns when it ends, and so does a `use()` without `with`.
+
     Raises:
         ImportError: no TRL, or one without that function (it came with TRL 1.16).
 
     Numerics: those of `chunked_logprobs`, of float32 logits; TRL's are rounded to the dtype of the
     hidden states.
     """
+    return Block(replaced())
+
+
+@contextmanager
+def replaced() -> Iterator[list[None]]:
+    """TRL's function is ours inside; a list of the calls of it."""
+    calls: list[None] = []
     try:
         place = import_module("trl.trainer.utils")
         theirs = getattr(place, NAME)
@@ -63,6 +113,7 @@ def use() -> Iterator[None]:
             logit_scale: float = 1.0,
             outputs: tuple[str, ...] = ("log_probs",),
         ) -> tuple[Any, ...]:
+            calls.append(None)
             capped = softcap is not None and "mean_logits" in outputs
             if capped or not OURS.issuperset(outputs):
                 call = (hidden, weight, bias, targets, temperature, chunk_size, softcap)
@@ -90,6 +141,6 @@ def use() -> Iterator[None]:
 
     setattr(place, NAME, Ours)
     try:
-        yield
+        yield calls
     finally:
         setattr(place, NAME, theirs)
