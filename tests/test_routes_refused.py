@@ -103,6 +103,72 @@ def one_rank_trains(rank: int, group: Any, what: str) -> Any:
     return chunked_nll(hidden, rows, labels, vocab_parallel=group, tokens_parallel=group)
 
 
+def differing(rank: int, world: int, mesh: Any) -> dict[str, Callable[[], Any]]:
+    """Calls of several chunks of which those of one rank are others: they would make other
+    collectives."""
+    from xentlib import PaddedVocab
+    from xentlib.torch import chunked_logprobs
+
+    group, chunks = torch.distributed.group.WORLD, {"max_chunk_bytes": 1}
+    weights = torch.linspace(0.5, 1.5, V + 1)
+
+    def own(**more: Any) -> Any:
+        return own_rows(rank, world, group, *tokens_of(rank), **chunks, **more)
+
+    def by(gather: str, **more: Any) -> Any:
+        return routed(fsdp_head(), rank, gather, **chunks, **more)
+
+    def logprobs(gather: str, **more: Any) -> Any:
+        hidden, labels = tokens_of(rank)
+        return chunked_logprobs(hidden, fsdp_head().weight, labels, gather=gather, **more)
+
+    def without_grad(call: Callable[[], Any]) -> Any:
+        with torch.set_grad_enabled(rank == 0):
+            return call()
+
+    def with_bias(gather: str) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        from xentlib.torch import chunked_nll
+
+        head = fully_shard(torch.nn.Linear(H, V))
+        hidden, labels = tokens_of(rank)
+        bias = head.bias if rank else None
+        return chunked_nll(hidden, head.weight, labels, bias=bias, gather=gather)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "tokens, softcap": lambda: own(softcap=30.0 if rank else None),
+        "tokens, no grad": lambda: without_grad(own),
+        "tokens, vocabulary": lambda: own(vocab_parallel=PaddedVocab(group, V - rank)),
+        "route": lambda: by(("hidden", "stream")[rank]),
+        "nodes on one": lambda: by("hidden", tokens_parallel=mesh if rank else None),
+        "nodes and stream": lambda: by(
+            ("stream", "hidden")[rank], tokens_parallel=mesh if rank else None
+        ),
+    }
+    everywhere: dict[str, dict[str, Any]] = {
+        "hidden": {"gather": "hidden"},
+        "stream": {"gather": "stream"},
+        "nodes": {"gather": "hidden", "tokens_parallel": mesh},
+    }
+    for name, how in everywhere.items():
+        calls |= {
+            f"{name}, softcap": lambda how=how: by(**how, softcap=30.0 if rank else None),
+            f"{name}, no grad": lambda how=how: without_grad(lambda: by(**how)),
+            f"{name}, logprobs, no grad": lambda how=how: without_grad(lambda: logprobs(**how)),
+            f"{name}, entropy": lambda how=how: logprobs(**how, entropy=rank == 1),
+            f"{name}, function": lambda how=how: (by, logprobs)[rank](**how),
+            f"{name}, class weights": lambda how=how: by(
+                **how, class_weights=weights[:V] if rank else None
+            ),
+            f"{name}, long class weights": lambda how=how: by(
+                **how, class_weights=weights[: V + rank]
+            ),
+            f"{name}, too many class weights": lambda how=how: by(**how, class_weights=weights),
+        }
+    return calls | {"stream, bias": lambda: with_bias("stream")}
+
+
 def on_rank(rank: int, world: int) -> dict[str, str]:
     group = torch.distributed.group.WORLD
     alone = [torch.distributed.new_group([k]) for k in range(world)][rank]
@@ -153,10 +219,12 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
         "kept whole": lambda: kept_whole(rank),
         "hooked": lambda: hooked(rank),
     }
-    return said_by(calls)
+    mesh = torch.distributed.init_device_mesh("cpu", (world, 1))
+    return said_by(calls | differing(rank, world, mesh))
 
 
 SAME = "must be the same on every rank of `vocab_parallel`"
+OF_HEAD = "`tokens_parallel` must be the same on every rank of the head"
 SAID = {
     "other ranks": "`tokens_parallel` must hold the ranks of `vocab_parallel`, [0, 1]; got [",
     "alone": "`tokens_parallel` must come with `vocab_parallel`, of the same ranks; got it alone",
@@ -187,7 +255,27 @@ SAID = {
     "layout": "`gather` must be 'head' unless `fully_shard` alone shards `weight`",
     "kept whole": "`gather` must be 'head' for a head whose FSDP group is whole already",
     "hooked": "`gather` must be 'head' where FSDP2 reduces in a way of the user's own",
+    "tokens, softcap": f"`softcap` {SAME}",
+    "tokens, no grad": "`hidden` must require grad on every rank of `vocab_parallel`, or on none",
+    "tokens, vocabulary": f"`vocab_size` {SAME}",
+    "route": f"`gather` and {OF_HEAD}",
+    "nodes on one": f"`gather` and {OF_HEAD}",
+    "nodes and stream": f"`gather` and {OF_HEAD}",
+    "stream, bias": f"`bias` {SAME}",
 }
+WANTED = "must require grad on every rank of `vocab_parallel`"
+for way in ("hidden", "stream", "nodes"):
+    trains = f"`hidden` {WANTED}" if way == "hidden" else f"`weight` and `bias` {WANTED}"
+    SAID |= {
+        f"{way}, softcap": f"`softcap` {SAME}",
+        f"{way}, no grad": trains,
+        f"{way}, logprobs, no grad": trains,
+        f"{way}, entropy": f"`entropy` {SAME}",
+        f"{way}, function": "the function must be the same on every rank of the head",
+        f"{way}, class weights": f"`class_weights` {SAME}",
+        f"{way}, long class weights": f"`class_weights` {SAME}",
+        f"{way}, too many class weights": f"`class_weights` must have shape ({V},)",
+    }
 
 
 @pytest.fixture(scope="module")

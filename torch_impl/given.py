@@ -76,7 +76,7 @@ def given_backward(pulled: Pulled, given: Given) -> Tensor:
 @operator("given_forward", GivenCall, Values, returns=SIX)
 def given_op(call: GivenCall, values: Values) -> tuple[Tensor, ...]:
     """`given_forward` as one operator, opaque to the compiler; returns what `logprobs_op` does."""
-    output, residuals, shard = over_shards(lambda: given_forward(Given(call), *values))
+    output, residuals, shard = over_shards(lambda: given_forward(Given(call), *values[:2]))
     return (*output, torch.stack(residuals), shard)
 
 
@@ -110,5 +110,5 @@ given_op.gradient(keep, _given_backward)
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` of its arguments."""
     given, problem, call = bind_logits("vocab_parallel_logprobs", given)
-    values = Values(given.entropy, getattr(torch, problem.output_dtype))
+    values = Values(given.entropy, getattr(torch, problem.output_dtype), [])
     return shaped(given_op.op(*call, *values), problem.leading, given.entropy)

@@ -18,9 +18,10 @@ from xentlib.torch.core.given import Given
 from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
 from xentlib.torch.core.kernels import Asked, Coefficients
 from xentlib.torch.core.softmax import FLOOR, TokenStats
+from xentlib.torch.core.spread import Terms
 from xentlib.torch.core.stream import Streamed, stats_of, sums_of, walk_of
 from xentlib.torch.core.walk import Walk
-from xentlib.torch.derivatives import differentiated_once
+from xentlib.torch.derivatives import differentiated_once, wanted
 from xentlib.torch.head import with_head
 from xentlib.torch.lowrank import fake_low_rank
 from xentlib.torch.operators import operator
@@ -59,6 +60,7 @@ class Values(NamedTuple):
 
     entropy: bool
     output_dtype: torch.dtype
+    wanted: list[bool]  # gradients, as `DIFFERENTIATED` has them: alike on all ranks of a head
 
 
 class Pulled(NamedTuple):
@@ -83,13 +85,15 @@ Forward = tuple[
 ]  # the shard as all ranks know it, or nothing
 
 
-def logprobs_forward(call: HeadCall, entropy: bool, output_dtype: torch.dtype) -> Forward:
+def logprobs_forward(call: HeadCall, values: Values) -> Forward:
     """Steps 1 to 5."""
-    walk = walk_of(call, (), {"entropy": float(entropy)})
+    entropy, output_dtype, needs = values
+    walk = walk_of(call, Terms("chunked_logprobs", needs, {"entropy": float(entropy)}))
     walk.meet()
     walk.agree()
     if walk.parallel is not None:
         walk.parallel.agreement.exact("entropy", float(entropy))
+        walk.parallel.agreement.exact("gradient", needs[0] + 2.0 * needs[3])
     stats = stats_of(walk, Asked(entropy))
     return outputs_of(stats, walk, output_dtype)
 
@@ -137,8 +141,10 @@ def logprobs_backward(pulled: Pulled, call: HeadCall, needs: list[bool]) -> tupl
 def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradients:
     """The same before they are rounded. The chunk is given up with the walk, before there are
     gradients beside their sums."""
-    walk = walk_of(call, needs, {})
     residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
+    walk = walk_of(call, Terms("the backward of chunked_logprobs", needs, d_entropy=entropy))
+    if walk.spread is not None:
+        entropy = walk.spread.d_entropy  # of the tokens of any rank
 
     *kept, g_logprob, g_entropy, g_lse = walk.meet(*residuals, *clean_upstream(walk, pulled))
     residuals, g_3N = Residuals(*kept), torch.stack((g_logprob, g_entropy, g_lse))
@@ -193,7 +199,7 @@ def logprobs_op(call: HeadCall, values: Values) -> tuple[Tensor, ...]:
     """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N], shard
     [3] or nothing."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        output, residuals, shard = over_shards(lambda: logprobs_forward(call, *values))
+        output, residuals, shard = over_shards(lambda: logprobs_forward(call, values))
     return (*output, torch.stack(residuals), shard)
 
 
@@ -274,7 +280,8 @@ logprobs_op.gradient(keep, _backward)
 def head_logprobs(given: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
     given, problem, call = bind("chunked_logprobs", given)
-    values = Values(given.entropy, getattr(torch, problem.output_dtype))
+    needs = wanted(*(getattr(call, name) for name in DIFFERENTIATED))
+    values = Values(given.entropy, getattr(torch, problem.output_dtype), needs)
     return shaped(logprobs_op.op(*call, *values), problem.leading, given.entropy)
 
 

@@ -22,7 +22,7 @@ from xentlib.torch.core.gradients import Gradients, power_of_two, turned
 from xentlib.torch.core.kernels import Asked, LossTerms, OnePass
 from xentlib.torch.core.losses import Loss, coefficients, values_of
 from xentlib.torch.core.softmax import TokenStats, token_stats
-from xentlib.torch.core.spread import same_upstream
+from xentlib.torch.core.spread import Terms, same_upstream
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
 from xentlib.torch.core.stream import Streamed, sums_of, walk_of
 from xentlib.torch.core.walk import Walk
@@ -43,7 +43,8 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     # 1. Valid tokens, and what each of them counts for
     options = {"label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
     options["outputs"] = loss.entropy + 2.0 * loss.predicted
-    walk = walk_of(call, loss.needs, options, loss.class_weights)
+    terms = Terms("chunked_nll", loss.needs, options, loss.class_weights)
+    walk = walk_of(call, terms)
     own, compute_dtype, like = walk.own, walk.compute_dtype, walk.like
     num_tokens = call.hidden.shape[0]
     valid_N, needs = own.valid, loss.needs
@@ -78,6 +79,8 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
             agreement.exact(name, value)
         agreement.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
         total = None if loss.class_weights is None else everywhere.total
+        count = 0 if loss.class_weights is None else loss.class_weights.shape[0]
+        agreement.exact("class_weights", float(count))
         agreement.close("class_weights", total)
         if walk.spread is not None:
             of_head = sum(2.0**k * need for k, need in enumerate(needs[1:]))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.checks.head import check_class_weights
-from xentlib.checks.shards import check_agreement, check_shards, check_tiles
+from xentlib.checks.shards import check_agreement, check_tiles, refuse_whole_head
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.kernels import RestStats
@@ -188,6 +188,8 @@ class VocabParallel:
         known = KNOWN.setdefault(self.group, {}).get((rows, self.vocab_size))
         self.confirmed = known is not None
         self.largest = rows
+        self.may_be_whole = not self.declared  # a declared shard says itself what it is
+        self.weights: int | None = None  # of classes, their number
         if self.declared:
             self.shard = VocabShard(start, stop, vocab_size)
             self.largest = max(rows, -(-vocab_size // self.ranks))
@@ -212,10 +214,11 @@ class VocabParallel:
             self.agreement.exact("rows", number)
 
     def own_part(self, weights: Tensor) -> Tensor:
-        """Of [V] numbers; of shards that are guessed, as many of any."""
-        shard = self.shard
-        if self.declared or self.confirmed:
-            check_class_weights(weights.shape[0], shard.vocab_size)
+        """Of [V] numbers; of shards that are guessed, as many of any. How many there are is checked
+        once all ranks know the shards: a rank that went by a guess would raise alone."""
+        shard, self.weights = self.shard, weights.shape[0]
+        if self.agreed:  # alone in its group
+            check_class_weights(self.weights, shard.vocab_size)
         own = weights[shard.start : shard.stop]
         if self.places is not None:
             own = weights[self.places.class_at(torch.arange(shard.size, device=weights.device))]
@@ -234,6 +237,7 @@ class VocabParallel:
         """What travels with the first MAX: [3 E] that must agree, [3 R] sizes, whether known."""
         shard, agreement = self.shard, self.agreement
         agreement.exact("shard", float(self.declared))
+        agreement.exact("vocab_size", float(self.vocab_size or 0))
         agreement.exact("vocab", float(shard.vocab_size))
         agreement.exact("largest", 0.0 if self.declared else float(self.largest))
         ours = torch.zeros(3 * self.ranks + 1, **agreement.like)
@@ -254,30 +258,42 @@ class VocabParallel:
         whole, torn = self._whole(broken_E, sizes_3R[0]), self._torn(sizes_3R)
         counts = [k for k, name in enumerate(names) if name != "rows"]
         wrong = broken_E[counts[0] : counts[-1] + 1].any() | whole | torn
-        if not free_to_read(largest) and (self.confirmed or self.declared or bool(largest[-1] > 0)):
-            return wrong
-        if bool(wrong):
-            self._refuse(broken_E.tolist(), bool(whole), sizes_3R.long().tolist())
-        if not self.declared:
+        unread = not free_to_read(largest)
+        unread = unread and (self.confirmed or self.declared or bool(largest[-1] > 0))
+        if not unread and bool(wrong):
+            self._refuse(broken_E.tolist(), bool(whole), bool(torn), sizes_3R.long().tolist())
+        if not unread and not self.declared:
             self._know(self.shard, sizes_3R[0].long().tolist())
+        if self.weights is not None:
+            if self.declared or not unread:
+                check_class_weights(self.weights, self.shard.vocab_size)
+            wrong = wrong | (self.weights != self.shard.vocab_size)
         return wrong
 
     def _know(self, shard: VocabShard, rows: list[int]) -> None:
         KNOWN[self.group][self.rows, self.vocab_size] = shard, max(rows)
 
     def _whole(self, broken_E: Tensor, rows_R: Tensor) -> Tensor:
-        """Whether each rank has the same rows, which say something, and so those of all classes; or
-        as many rows as there are classes. Declared shards say themselves what they are."""
-        if self.declared:
+        """Whether each rank has the same rows, which say something, and so those of all classes. As
+        many rows as there are classes say nothing: all but one rank's may be padding."""
+        if not self.may_be_whole:
             return broken_E.new_zeros(())
         (least,), (largest,) = self.agreement.values[1], self.agreement.values[2]
-        alike = ~broken_E[:3].any() & (least < largest) & (rows_R == rows_R[0]).all()
-        whole: Tensor = alike | (rows_R == self.shard.vocab_size).all()
-        return whole
+        alike: Tensor = ~broken_E[:3].any() & (least < largest) & (rows_R == rows_R[0]).all()
+        return alike
 
     def _torn(self, sizes_3R: Tensor) -> Tensor:
-        """Whether a class is on no rank, or on several."""
-        _, start_R, stop_R = sizes_3R
+        """Whether a class of declared shards is on no rank, or on several; whether others are not
+        those that follow from the rows of all ranks."""
+        rows_R, start_R, stop_R = sizes_3R
+        if not self.declared:
+            end_R = rows_R.cumsum(0)
+            size = self.vocab_size
+            total = rows_R.sum() if size is None else rows_R.new_full((), size)
+            other_R = start_R != (end_R - rows_R).clamp(max=total)
+            other_R = other_R | (stop_R != end_R.clamp(max=total)) | (rows_R.sum() < total)
+            other: Tensor = other_R.any().logical_or(total != self.shard.vocab_size)
+            return other
         size_R = stop_R - start_R
         order_R = torch.argsort(start_R + 0.5 * (size_R > 0))
         start_R, size_R = start_R[order_R], size_R[order_R]
@@ -285,20 +301,20 @@ class VocabParallel:
         torn: Tensor = ((before_R != start_R) & (size_R > 0)).any()
         return torn.logical_or(size_R.sum() != self.shard.vocab_size)
 
-    def _refuse(self, broken: list[bool], whole: bool, sizes: list[list[int]]) -> None:
-        """Raise for what differs; go again where only the sizes were guessed wrongly."""
+    def _refuse(self, broken: list[bool], whole: bool, torn: bool, sizes: list[list[int]]) -> None:
+        """Raise for what differs, on all ranks alike: for what their arguments say, and for what
+        follows from shards once those are known. Where any rank guessed its shard wrongly all go
+        again, those that guessed right as well."""
         names = [name for name, bad in zip(self.agreement.names, broken, strict=True) if bad]
         rows, start, stop = sizes
-        # Chunks are planned for the largest shard. Where ranks guessed it differently every one of
-        # them goes again, the one that guessed right as well.
-        guessed = ["rows", "vocab", "largest", *(["max_chunk_bytes"] * ("largest" in names))]
-        check_agreement([name for name in names if name not in guessed])
-        if self.declared:
-            check_tiles(list(zip(start, stop, strict=True)), self.shard.vocab_size)
+        check_agreement([name for name in names if name in ("shard", "vocab_size")])
         if whole:
-            check_shards(rows, rows[0])
-        self._know(shard_of(tuple(rows), self.rank, self.vocab_size), rows)
-        raise Resplit
+            refuse_whole_head(rows[0], self.ranks)
+        if not self.declared and (torn or "vocab" in names or "largest" in names):
+            self._know(shard_of(tuple(rows), self.rank, self.vocab_size), rows)
+            raise Resplit
+        check_agreement([name for name in names if name != "rows"])
+        check_tiles(list(zip(start, stop, strict=True)), self.shard.vocab_size)
 
     def combine(
         self, z_y: Tensor, owned: Tensor, rest: RestStats, weights: Tensor | float, most: int

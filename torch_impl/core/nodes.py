@@ -6,15 +6,13 @@ Shapes: V vocabulary, H hidden width, G nodes, L ranks of a node, v = ceil(V / G
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.plan import VocabShard
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.gradients import Gradients, GradientSums
-from xentlib.torch.core.spread import agree_first
+from xentlib.torch.core.spread import Terms, shake_hands
 from xentlib.torch.core.tokens import select_tokens
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.ranks import gather_into, group_named, scatter_into
@@ -32,9 +30,7 @@ class NodeWalk(Walk):
     def __init__(
         self,
         call: HeadCall,
-        needs: Sequence[bool],
-        options: dict[str, float],
-        class_weights: Tensor | None = None,
+        terms: Terms,
     ) -> None:
         assert call.shard is not None
         self.peers = group_named(call.peers)
@@ -45,15 +41,15 @@ class NodeWalk(Walk):
             call.labels, call.where, call.ignore_index, vocab_size, shard, call.hidden.device
         )
         # What ranks of one node would refuse, while those of others wait for their rows.
-        alike = {"max_chunk_bytes": call.chunk_bytes, "ignore_index": call.ignore_index}
-        agree_first(group_named(call.every), call, tokens, needs, options, alike)
+        every = group_named(call.every)
+        shake_hands(every, call, terms, "nodes", chunk_bytes=call.chunk_bytes, tokens=tokens)
         self.own_rows = call.weight.shape[0]
         ranks = self.nodes * dist.get_world_size(group_named(call.group))
         self.each = -(-vocab_size // ranks)
         # In the dtype of the products: what travels loses nothing.
         rows = self._gathered(call.weight.to(call.gemm_dtype))
         bias = None if call.bias is None else self._gathered(call.bias)
-        super().__init__(call._replace(weight=rows, bias=bias), class_weights)
+        super().__init__(call._replace(weight=rows, bias=bias), terms)
 
     def _gathered(self, own: Tensor) -> Tensor:
         """[v, ...] of every node; rows that the last ranks lack are 0 and no class."""

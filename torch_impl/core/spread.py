@@ -11,7 +11,7 @@ tokens of a rank in a chunk, M = R L tokens of the walk, H hidden width.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,13 +27,24 @@ from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.tokens import Tokens, check_labels, counted
 from xentlib.torch.ranks import free_to_read, gather_into, group_named, numbers_of, scatter_into
 
-__all__ = ["Sending", "Spread", "agree_first", "same_upstream"]
+__all__ = ["Sending", "Spread", "Terms", "same_upstream", "shake_hands"]
 
-# What must be alike on all ranks before they can tell each other more.
-ALIKE = ("max_chunk_bytes", "the width of hidden", "the dtype of hidden", "keep", "ignore_index")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Numbers of a rank that the others go by, of tokens that travel.
+OWN = ("tokens_of_rank", "rows", "budget", "temperature", "d_entropy")
+ROUTES = ("hidden", "stream", "nodes")
+FUNCTIONS = ("chunked_nll", "chunked_logprobs", "the backward of chunked_logprobs")
 OPTIONS = 3  # that one function has of its own: all calls tell each other as much
-MASKED = 100  # added to the number of two dtypes
+
+
+class Terms(NamedTuple):
+    """What a function brings to its walk, beside the call."""
+
+    function: str = FUNCTIONS[0]
+    needs: Sequence[bool] = ()  # gradients that will be asked for
+    options: Mapping[str, float] = {}  # of the function, at most `OPTIONS`
+    class_weights: Tensor | None = None
+    d_entropy: bool = False  # this rank's loss is made of entropies
 
 
 class Sending(NamedTuple):
@@ -59,43 +70,65 @@ def bits_of(x: float) -> int:
     return found
 
 
-def agree_first(
+def shake_hands(
     group: dist.ProcessGroup,
     call: HeadCall,
-    tokens: Tokens,
-    needs: Sequence[bool],
-    options: dict[str, float],
-    alike: dict[str, int],
-) -> None:
-    """Before ranks go ways of their own: refuse on all of them a label outside the vocabulary on
-    any, and what must be alike on all, or they would not make the same collectives, or not add up
-    the same loss. `options`: of the function, at most `OPTIONS`."""
+    terms: Terms,
+    route: str,
+    *,
+    chunk_bytes: int,
+    tokens: Tokens | None = None,
+    **own: int,
+) -> dict[str, list[int]]:
+    """Before ranks go ways of their own: numbers of every rank by name. Refuse on all of them what
+    must be alike, or they would not make the same collectives, or not add up the same loss; and a
+    label of `tokens` that is outside of the vocabulary on any.
+
+    All that decides a collective is in it, and it is as long for every route and function: ranks
+    whose calls differ read that, and none waits for the others.
+    """
     assert call.shard is not None
-    wanted = sum(2**k * bool(need) for k, need in enumerate(needs) if k)
-    wanted += 8 * any(needs)
-    bad = bool(tokens.bad.any()) if free_to_read(tokens.bad) else False
+    of_hidden, *of_head = (*terms.needs, *[False] * (5 - len(terms.needs)))
+    wanted = sum(2**k * bool(need) for k, need in enumerate(of_head))
+    together = route == "hidden"  # d hidden is a sum over ranks, and each has its own bias
+    is_bad = tokens is not None and free_to_read(tokens.bad) and bool(tokens.bad.any())
     alike = {
-        **alike,
+        "gather": ROUTES.index(route),
+        "function": FUNCTIONS.index(terms.function),
+        "max_chunk_bytes": chunk_bytes,
         "the width of hidden": call.hidden.shape[1],
         "the dtype of hidden": kind_of(call),
-        "gradient of the head": wanted,
+        "keep": int(call.low_keep is not None),
+        "ignore_index": call.ignore_index,
+        "vocab_size": int(call.shard[2]),
+        "bias": 0 if together else int(call.bias is not None),
+        "gradient": int(of_hidden) if together else 0,
+        "gradient of the head": wanted if together else wanted + 16 * any(terms.needs),
         "softcap": bits_of(call.softcap or 0.0),
-        **{name: bits_of(value) for name, value in options.items()},
+        "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
+        **{name: bits_of(value) for name, value in terms.options.items()},
     }
-    fill = [0] * (OPTIONS - len(options))
-    ours = torch.tensor([bad, *alike.values(), *fill], dtype=torch.int64, device=call.hidden.device)
+    numbers = {"bad": int(is_bad), **{name: own.get(name, 0) for name in OWN}}
+    fill = [0] * (OPTIONS - len(terms.options))
+    ours = torch.tensor(
+        [*numbers.values(), *alike.values(), *fill], dtype=torch.int64, device=call.hidden.device
+    )
     all_RS = ours.new_empty(dist.get_world_size(group), len(ours))
     gather_into(all_RS.view(-1), ours, group=group)
-    bad_R, *columns = all_RS.T[: 1 + len(alike)].tolist()
-    check_labels(call.labels, tokens.bad, call.ignore_index, int(call.shard[2]))
-    check_labels_elsewhere([rank for rank, found in enumerate(bad_R) if found])
-    check_agreement([name for name, x in zip(alike, columns, strict=True) if len(set(x)) > 1])
+    columns = dict(zip((*numbers, *alike), all_RS.T.tolist(), strict=False))
+    differs = [name for name in alike if len(set(columns[name])) > 1]
+    check_agreement([name for name in differs if name in ("gather", "function")])
+    if tokens is not None:
+        check_labels(call.labels, tokens.bad, call.ignore_index, int(call.shard[2]))
+        check_labels_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad])
+    check_agreement(differs)
+    return columns
 
 
 class Spread:
     """What the ranks of a call tell each other of their tokens."""
 
-    def __init__(self, call: HeadCall) -> None:
+    def __init__(self, call: HeadCall, terms: Terms) -> None:
         self.group = group_named(call.group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         hidden = call.hidden
@@ -103,18 +136,23 @@ class Spread:
         self.ignore_index = call.ignore_index
         _, rows_M = counted(call.labels, call.where, call.ignore_index)
         own = hidden.shape[0] if rows_M is None else rows_M.shape[0]
-        rows = call.weight.shape[call.transposed]
-        budget = chunk_bytes(call.chunk_bytes, hidden.device)
-        said = [own, rows, budget, call.chunk_bytes, hidden.shape[1]]
-        said += [kind_of(call) + MASKED * (call.low_keep is not None), call.ignore_index]
-        ours = torch.tensor(said, dtype=torch.int64, device=hidden.device)
-        all_RS = ours.new_empty(self.ranks, len(said))
-        gather_into(all_RS.view(-1), ours, group=self.group)
-        tokens, rows_R, budgets, *alike, kinds, ignored = all_RS.T.tolist()
-        alike += [k % MASKED for k in kinds], [k // MASKED for k in kinds], ignored
-        check_agreement([name for name, x in zip(ALIKE, alike, strict=True) if len(set(x)) > 1])
-        self.own_count, self.longest = own, max(tokens)
-        self.largest_rows, self.chunk_bytes = max(rows_R), min(budgets)
+        columns = shake_hands(
+            self.group,
+            call,
+            terms,
+            "hidden",
+            chunk_bytes=call.chunk_bytes,
+            tokens_of_rank=own,
+            rows=call.weight.shape[call.transposed],
+            budget=chunk_bytes(call.chunk_bytes, hidden.device),
+            temperature=int(call.temperature is not None),
+            d_entropy=int(terms.d_entropy),
+        )
+        rows_R = columns["rows"]
+        self.own_count, self.longest = own, max(columns["tokens_of_rank"])
+        self.largest_rows, self.chunk_bytes = max(rows_R), min(columns["budget"])
+        # Numbers per token that travel, and what is made of them, where any rank has them.
+        self.tempered, self.d_entropy = any(columns["temperature"]), any(columns["d_entropy"])
         self.numbers = call.shard
         if call.shard is not None and call.shard[0] < 0:
             vocab_size = int(call.shard[2])

@@ -11,13 +11,14 @@ of a block, at most R K.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xentlib.checks.head import check_class_weights
 from xentlib.plan import VocabShard, stream_rows
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes
@@ -25,7 +26,7 @@ from xentlib.torch.core.gradients import Gradients, GradientSums
 from xentlib.torch.core.kernels import Asked, RestStats
 from xentlib.torch.core.nodes import NodeSums, NodeWalk
 from xentlib.torch.core.softmax import TokenStats, joined, token_stats
-from xentlib.torch.core.spread import Sending, agree_first
+from xentlib.torch.core.spread import Sending, Terms, shake_hands
 from xentlib.torch.core.stats import StatSums, add_chunk, all_stats, labelled_at
 from xentlib.torch.core.tokens import select_tokens
 from xentlib.torch.core.walk import Walk
@@ -59,9 +60,7 @@ class Streamed:
     def __init__(
         self,
         call: HeadCall,
-        needs: Sequence[bool],
-        options: dict[str, float],
-        class_weights: Tensor | None = None,
+        terms: Terms,
     ) -> None:
         assert call.shard is not None
         self.group = group_named(call.group)
@@ -79,10 +78,10 @@ class Streamed:
         self.rows_each = -(-self.vocab_size // self.ranks)  # of every rank, but for the last ones
         budget = chunk_bytes(call.chunk_bytes, device)
         self.block = stream_rows(self.rows_each, self.hidden_size, self.ranks, budget)
-        alike = {"max_chunk_bytes": self.block}
-        agree_first(self.group, call, self.own, needs, options, alike)
-        self.class_weights = None
+        shake_hands(self.group, call, terms, "stream", chunk_bytes=self.block, tokens=self.own)
+        self.class_weights, class_weights = None, terms.class_weights
         if class_weights is not None:
+            check_class_weights(class_weights.shape[0], self.vocab_size)
             self.class_weights = class_weights.to(self.compute_dtype)
         # Where each class stands, which stands at each place, and where blocks begin.
         classes_V = torch.arange(self.vocab_size, device=device)
@@ -138,7 +137,9 @@ class Streamed:
             )
             weights = None if self.class_weights is None else self.class_weights[self.order_V]
             shard = VocabShard(start, stop, self.vocab_size)
-            yield Walk(call, weights, Passing(shard, stop - start, self.order_V))
+            yield Walk(
+                call, Terms(class_weights=weights), Passing(shard, stop - start, self.order_V)
+            )
 
     def _bounds(self, b: int) -> tuple[int, int]:
         """Places of a block's classes."""
@@ -257,19 +258,13 @@ class StreamSums:
         return Gradients(hidden, self.weight, bias, *(bias.new_empty(0, 0) for _ in range(2)))
 
 
-def walk_of(
-    call: HeadCall,
-    needs: Sequence[bool],
-    options: dict[str, float],
-    class_weights: Tensor | None = None,
-) -> Walk | Streamed:
-    """Over the head as the call has it; `needs`: gradients that will be asked for; `options`: of
-    the function, which ranks that do not compare them later must have alike."""
+def walk_of(call: HeadCall, terms: Terms) -> Walk | Streamed:
+    """Over the head as the call has it."""
     if call.route == "stream":
-        return Streamed(call, needs, options, class_weights)
+        return Streamed(call, terms)
     if call.nodes is not None:
-        return NodeWalk(call, needs, options, class_weights)
-    return Walk(call, class_weights)
+        return NodeWalk(call, terms)
+    return Walk(call, terms)
 
 
 def stats_of(walk: Walk | Streamed, asked: Asked) -> TokenStats:

@@ -19,7 +19,7 @@ from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
 from xentlib.torch.core.low import LowRank, Seen
 from xentlib.torch.core.places import places_of
-from xentlib.torch.core.spread import Spread
+from xentlib.torch.core.spread import Spread, Terms
 from xentlib.torch.core.tokens import Tokens, select_tokens
 from xentlib.torch.describe import dtype_name
 from xentlib.torch.ranks import begin_agreement, vocab_parallel_of
@@ -38,19 +38,17 @@ class Chunk(NamedTuple):
 class Walk:
     """Steps 1 and 2: logits of one chunk after the other, in one buffer."""
 
-    def __init__(
-        self, call: HeadCall, class_weights: Tensor | None = None, parallel: Any = None
-    ) -> None:
+    def __init__(self, call: HeadCall, terms: Terms, parallel: Any = None) -> None:
         """`parallel`: in place of a group's, which classes the head has."""
         hidden, compute_dtype = call.hidden, call.compute_dtype
-        self.ignore_index = call.ignore_index
+        self.ignore_index, class_weights = call.ignore_index, terms.class_weights
         self.reduce_hidden = call.reduce_hidden
         self.hidden, self.transposed = hidden, call.transposed
         self.keep = call.low_keep
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
         rows = call.weight.shape[call.transposed]
-        self.spread = Spread(call) if call.route == "hidden" else None
+        self.spread = Spread(call, terms) if call.route == "hidden" else None
         numbers = call.shard if self.spread is None else self.spread.numbers
         places = None
         if call.nodes is not None and call.shard is not None and self.spread is not None:
@@ -59,13 +57,21 @@ class Walk:
         if parallel is None:
             parallel = vocab_parallel_of(call.group, numbers, rows, self.like, places)
         self.parallel = parallel
+        if self.spread is not None and call.shard is not None:
+            parallel.may_be_whole = call.shard[0] < 0
         shard = None if self.parallel is None else self.parallel.shard
         # Rows beyond those of the shard are padding.
-        weight_VH = (call.weight.T if call.transposed else call.weight)[: shard and shard.size]
+        all_VH = call.weight.T if call.transposed else call.weight
+        weight_VH = all_VH[: shard and shard.size]
         self.local_size, self.hidden_size = weight_VH.shape
+        # By which ranks find out that each has the whole head; of a rank of padding, that.
+        shown_VH = weight_VH if self.local_size else all_VH
+        self.some_rows = shown_VH[:: max(1, (shown_VH.shape[0] - 1) // 2)][:3].clone()
         self.vocab_size = self.local_size if shard is None else shard.vocab_size
         # Of this rank, and of the walk: the same, where tokens are not spread over the ranks.
         self.labels, self.temperature = call.labels, call.temperature
+        if self.temperature is None and self.spread is not None and self.spread.tempered:
+            self.temperature = torch.ones(1, **self.like)
         self.own = self.tokens = select_tokens(
             call.labels,
             call.where,
@@ -94,6 +100,7 @@ class Walk:
         if self.parallel is not None:  # chunks of the same tokens on all ranks
             columns = max(self.parallel.largest, self.local_size) + self.made.spare_column
         if self.spread is not None:
+            columns = self.spread.largest_rows + self.made.spare_column
             budget, computed = self.spread.chunk_bytes, self.spread.ranks * self.spread.longest
         self.plan = plan_chunks(
             computed,
@@ -159,8 +166,7 @@ class Walk:
         """Before a forward over shards: what every rank must have alike."""
         if self.parallel is None or self.parallel.agreed:
             return
-        rows = self.operand_VH[:: max(1, (self.local_size - 1) // 2)][:3]
-        agreement = begin_agreement(self.parallel, rows, self.labels, self.tokens.valid)
+        agreement = begin_agreement(self.parallel, self.some_rows, self.labels, self.tokens.valid)
         if self.spread is None:
             agreement.tokens("hidden", self.hidden, self.tokens.valid)
         agreement.exact("max_chunk_bytes", float(self.plan.chunk_tokens))

@@ -14,6 +14,7 @@ __all__ = [
     "check_shards",
     "check_tiles",
     "check_upstream",
+    "refuse_whole_head",
 ]
 
 
@@ -30,18 +31,20 @@ def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
             f"`vocab_parallel` must spread {vocab_size} classes over its ranks; got shards of "
             f"{tuple(sizes)}, {sum(sizes)} in all. Pass the number of classes that they hold."
         )
-    if len(sizes) > 1 and all(size == vocab_size for size in sizes):
-        raise ValueError(
-            f"`vocab_parallel` must come with this rank's part of {vocab_size} classes; got all of "
-            f"them on each of {len(sizes)} ranks. Pass each rank's own columns, or "
-            f"`vocab_parallel=None`."
-        )
+
+
+def refuse_whole_head(vocab_size: int, ranks: int) -> NoReturn:
+    """Of as many classes, on each of several ranks."""
+    raise ValueError(
+        f"`vocab_parallel` must come with this rank's part of {vocab_size} classes; got all of "
+        f"them on each of {ranks} ranks. Pass each rank's own columns, or `vocab_parallel=None`."
+    )
 
 
 def check_tiles(shards: Sequence[tuple[int, int]], vocab_size: int) -> None:
     """Refuse declared shards, (start, stop) of each rank, that do not give every class to one."""
     if len(shards) > 1 and all(shard == (0, vocab_size) for shard in shards):
-        check_shards([vocab_size] * len(shards), vocab_size)
+        refuse_whole_head(vocab_size, len(shards))
     end = 0
     for start, stop in sorted(shard for shard in shards if shard[0] < shard[1]):
         if start != end:
@@ -86,6 +89,8 @@ def check_agreement(names: Sequence[str]) -> None:
         "`vocab_parallel`, or on none, like `a` and `b` of a `LowRankHead`",
         "gradient": "`hidden` must require grad on every rank of `vocab_parallel`, or on none, "
         "like `a` of a `LowRankHead`",
+        "gather": "`gather` and `tokens_parallel` must be the same on every rank of the head",
+        "function": "the function must be the same on every rank of the head",
         "shard": "`shard` must be passed on every rank of `vocab_parallel`, or on none",
     }.get(name, f"`{name}` must be the same on every rank of `vocab_parallel`")
     way = "Pass the same to all."

@@ -18,11 +18,10 @@ from xentlib.plan.setup import Setup
 __all__ = ["Route", "routes_of"]
 
 LABEL = 8  # bytes
-# Integers of 8 bytes that ranks tell each other before a walk: over hidden states, over blocks,
-# before rows are gathered over nodes.
-SIZES, BLOCK_SIZES, NODE_SIZES = 56, 72, 80
+# Integers of 8 bytes that ranks tell each other before a walk, whichever it is.
+HANDSHAKE = 22 * 8
 # Numbers that ranks must have alike in a forward, thrice, and sizes of shards go with a MAX.
-ALIKE = {"chunked_nll": 25, "chunked_logprobs": 20}
+ALIKE = {"chunked_nll": 27, "chunked_logprobs": 22}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +216,7 @@ def _of_tokens(s: Setup, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchan
     times = 1 if at_once else chunks
     forward = chunks * (2 if at_once and not s.recompute else 1)
     found = [
-        Exchange("all_gather", "numbers of tokens", 1, ranks * SIZES, *where),
+        Exchange("all_gather", "numbers of tokens", 1, ranks * HANDSHAKE, *where),
         Exchange("all_gather", "labels and factors", 1, tokens * numbers, *where),
         Exchange("all_gather", "hidden states", forward, forward // chunks * states, *where),
         Exchange("all_reduce", "largest logits", times, (tokens + alike) * s.size, *where),
@@ -228,7 +227,7 @@ def _of_tokens(s: Setup, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchan
         # Three upstream gradients and four statistics, with the label and the temperature.
         numbers += 7 * s.size
         found += [
-            Exchange("all_gather", "numbers of tokens", 1, ranks * SIZES, *where, **last),
+            Exchange("all_gather", "numbers of tokens", 1, ranks * HANDSHAKE, *where, **last),
             Exchange("all_gather", "labels and upstream", 1, tokens * numbers, *where, **last),
             Exchange("all_gather", "hidden states", chunks, states, *where, **last),
         ]
@@ -249,7 +248,7 @@ def _stream(s: Setup, rates: Rates) -> Route:
     where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden
     passed = entries * s.gemm_size
     late = {"backward": s.recompute}
-    told = s.ranks * BLOCK_SIZES
+    told = s.ranks * HANDSHAKE
     exchanges = [
         Exchange("all_gather", "sizes of blocks", 1, told, *where),
         Exchange("all_gather", "sizes of blocks", int(s.recompute), told, *where, backward=True),
@@ -287,7 +286,7 @@ def _hybrid(s: Setup, rates: Rates) -> Route:
     ranks, rows = s.ranks // s.nodes, s.rows_of_node
     plan = s.plan_of_shared(rows, ranks)
     over, entries = (s.nodes, s.nodes), rows * s.hidden
-    passed, told, where = entries * s.gemm_size, s.ranks * NODE_SIZES, (s.ranks, s.nodes)
+    passed, told, where = entries * s.gemm_size, s.ranks * HANDSHAKE, (s.ranks, s.nodes)
     again = int(s.recompute)
     exchanges = [
         Exchange("all_gather", "sizes of all nodes", 1, told, *where),
