@@ -21,7 +21,7 @@ from jax import lax
 from xentlib.call import Arguments
 from xentlib.checks.operand import plain
 from xentlib.checks.placement import check_axis, check_varying
-from xentlib.checks.shards import check_shard, check_shards
+from xentlib.checks.shards import check_shard, check_shards, refuse_whole_head
 from xentlib.jax.core.kernels import RestStats
 from xentlib.jax.core.softmax import below, exp_difference
 from xentlib.plan import PaddedVocab, VocabShard
@@ -76,6 +76,9 @@ def axis_for(parallel: Any, columns: int, shard: VocabShard | None = None, **loc
     if vocab_size is None:
         vocab_size = ranks * columns
     check_shards((columns,) * ranks, vocab_size)
+    # All but one device's may be padding: where there are types they tell, below.
+    if ranks > 1 and columns == vocab_size and not checks_types(name):
+        refuse_whole_head(columns, ranks)
     for argument, value in local.items():
         if value is not None:
             check_varying(argument, varies_over(value, name), name)

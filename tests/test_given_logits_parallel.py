@@ -137,7 +137,7 @@ def refused(rank: int, world: int) -> list[str]:
     for logits, labels, parallel, shard in (
         (x, y, group, None),
         (x, y, group, half),
-        (own, y, PaddedVocab(group, 10), None),
+        (x, y, PaddedVocab(group, 10), None),
         (own, y, PaddedVocab(group, 21), None),
         (own, y, group, VocabShard(5, 4, 10, 11)),
         (own, y + 15, group, None),

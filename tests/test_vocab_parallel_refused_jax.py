@@ -69,6 +69,21 @@ def test_a_whole_head_on_every_device_is_refused():
         )
 
 
+@pytest.mark.parametrize("classes", [1, 9])
+def test_padding_may_fill_the_other_devices(classes):
+    """A13. Catches: as many rows as classes on every device taken for the whole head on each."""
+    draw = jax.random.split(jax.random.key(0), 2)
+    hidden, head = (jax.random.normal(k, (n, 4)) for k, n in zip(draw, (8, classes), strict=True))
+    rows = jnp.concatenate([head, jnp.full_like(head, jnp.nan)])
+    labels = jnp.arange(8, dtype=jnp.int32) % classes
+    spread = jax.shard_map(
+        lambda h, w, y: chunked_nll(h, w, y, vocab_parallel=PaddedVocab("tp", classes)).loss,
+        mesh=mesh_of(AxisType.Auto, tp=2), in_specs=(P(), P("tp"), P()), out_specs=P(),
+    )  # fmt: skip
+    got, want = spread(hidden, rows, labels), chunked_nll(hidden, head, labels).loss
+    assert not failures(check("A2", got, want, magnitude=max(float(want), 1.0)))
+
+
 # What devices must have alike, as device 1 gets it: where its arrays are, and what is done to them.
 DIFFERENT = {
     "slices of the sequence": (P("tp"), lambda x, y, t, rank: (x, y, t)),

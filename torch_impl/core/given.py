@@ -53,7 +53,8 @@ class Given:
     def agree(self) -> None:
         """As in `Walk`."""
         if self.parallel is not None and not self.parallel.agreed:
-            rows = self.logits[:3, : self.local_size]
+            # Of a rank of padding, that: it tells it from the whole vocabulary on each rank.
+            rows = self.logits[:3, : self.local_size or None]
             agreement = begin_agreement(self.parallel, rows, self.labels, self.tokens.valid)
             agreement.per_token("temperature", self.temperature, self.logits.shape[0])
             agreement.exact("label_smoothing", self.label_smoothing)
