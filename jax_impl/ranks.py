@@ -195,10 +195,11 @@ def alike(
     a: jax.Array | None = None,
     keep: jax.Array | None = None,
     scale: jax.Array | None = None,
+    class_weights: jax.Array | None = None,
 ) -> Alike | None:
     """Of one call over shards; None where the types say that nothing can differ."""
     if checks_types(axis.name):
-        may = varying(labels, valid, temperature, hidden, a, keep, scale)
+        may = varying(labels, valid, temperature, hidden, a, keep, scale, class_weights)
         if not varying(lax.axis_index(axis.name)) & may:
             return None
         rows = None  # they vary by type
@@ -218,6 +219,10 @@ def alike(
         norm = jnp.sqrt((x_N * x_N).sum())
         tolerances += [TOLERANCE * jnp.abs(x_N).sum()[None]]
         tolerances += [jnp.broadcast_to(SIGNED_TOLERANCE * norm, (SIGNS,))]
+    if class_weights is not None:
+        x_V = jnp.nan_to_num(class_weights.astype(dtype))
+        values += [(factors(x_V.size).astype(dtype) * x_V).sum()[None]]
+        tolerances += [TOLERANCE * jnp.sqrt((x_V * x_V).sum())[None]]
     for x in (hidden, None if keep is None else keep.astype(dtype)):
         if x is None:
             continue
@@ -252,6 +257,13 @@ def signs(count: int, number: int) -> jax.Array:
     """[number, count] of 1 and -1."""
     bits = mix(count)[None] >> jnp.arange(7, 7 + number, dtype=jnp.uint32)[:, None]
     return 1 - 2 * (bits & 1).astype(jnp.int32)
+
+
+def factors(count: int) -> jax.Array:
+    """[count] of either sign, from 0.5 to 1, hardly two alike: of signs alone every second pair of
+    entries could change places unseen."""
+    bits = ((mix(count) >> 7) & 0xFFFF) >> 1
+    return signs(count, 1)[0].astype(jnp.float32) * (0.5 + bits.astype(jnp.float32) * 2.0**-16)
 
 
 def combine(

@@ -56,6 +56,9 @@ DIFFERENT = {
     "temperature": ("temperature", f"`temperature` {SAME}"),
     "temperatures": ("temperature", f"`temperature` {SAME}"),
     "token_weights": ("token_weights", f"`token_weights` {SAME}"),
+    "class weights of equal sums": ("class_weights", f"`class_weights` {SAME}"),
+    "two class weights swapped": ("class_weights", f"`class_weights` {SAME}"),
+    "class weights on one rank": ("class_weights", f"`class_weights` {SAME}"),
     "z_loss": ("z_loss", f"`z_loss` {SAME}"),
     "label_smoothing": ("label_smoothing", f"`label_smoothing` {SAME}"),
     "softcap": ("softcap", f"`softcap` {SAME}"),
@@ -81,6 +84,8 @@ def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]
     if not reading:
         ranks.free_to_read = lambda x: False
     tokens = torch.linspace(0.5, 2.0, len(labels))
+    places = torch.arange(157)
+    places[[1, 3]] = places[[3, 1]] if rank else places[[1, 3]]
     differ: dict[str, dict[str, Any]] = {
         "labels": {"labels": labels.roll(rank)},
         "which labels count": {"where": torch.arange(len(labels)) != 3 + 4 * rank},
@@ -92,6 +97,19 @@ def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]
         "temperature": {"temperature": 0.7 + 0.1 * rank},
         "temperatures": {"temperature": tokens.roll(20 * rank)},
         "token_weights": {"token_weights": tokens.roll(20 * rank)},
+        # A sum takes no weight from the denominator, which would differ too.
+        "class weights of equal sums": {
+            "class_weights": torch.linspace(0.5, 1.5, 157).roll(rank),
+            "reduction": "sum",
+        },
+        "two class weights swapped": {
+            "class_weights": torch.linspace(0.5, 1.5, 157)[places],
+            "reduction": "sum",
+        },
+        "class weights on one rank": {
+            "class_weights": torch.ones(157) if rank else None,
+            "reduction": "sum",
+        },
         "z_loss": {"z_loss": 1e-4 * (1 + rank)},
         "label_smoothing": {"label_smoothing": 0.1 + 0.1 * rank},
         "softcap": {"softcap": 5.0 + rank},
@@ -105,6 +123,7 @@ def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]
     said = []
     assert differ.keys() == DIFFERENT.keys()
     nll_alone = ("token_weights", "z_loss", "label_smoothing", "denominator", "gradient")
+    nll_alone += tuple(name for name in differ if name.startswith(("class w", "two class")))
     if not reading:
         del differ["gradient"]  # one rank would wait for the other's sum of d hidden
     for name, options in differ.items():

@@ -136,6 +136,35 @@ def test_what_differs_between_devices_is_nan(kind, check_vma):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_class_weights_that_differ_between_devices_are_nan(check_vma):
+    """A13. Catches: each device's own inverse frequencies, normalised, so that their sum is the
+    same; two classes that have changed places. What was rounded elsewhere is right."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = jax.random.normal(keys[0], (64, 16)), jax.random.normal(keys[1], (20, 16))
+    y, c = jnp.arange(64) % 20, jnp.linspace(0.5, 1.5, 20)
+    mesh = mesh_of(AxisType.Auto, tp=2)
+
+    def loss(c_R20):
+        def call(x, w, y, c):
+            options = {"vocab_parallel": "tp", "reduction": "sum"}
+            value = chunked_nll(x, w, y, class_weights=c[0], **options).loss
+            return vary(value[None], frozenset({"tp"} if check_vma else ()))
+
+        specs = (P(), P("tp"), P(), P("tp"))
+        run = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=check_vma)
+        return np.asarray(jax.jit(run)(x, w, y, c_R20))
+
+    swapped = c.at[3].set(c[7]).at[7].set(c[3])
+    for other in (jnp.roll(c, 1), swapped):
+        assert np.isnan(loss(jnp.stack([c, other]))).all()
+    dense = np.float64(chunked_nll(x, w, y, class_weights=c, reduction="sum").loss)
+    for got in loss(jnp.stack([c, c])):
+        assert not failures(check("A2", got, dense, magnitude=np.abs(dense)))
+    assert np.isfinite(loss(jnp.stack([c, c * (1 + 2.0**-22)]))).all()
+
+
+@pytest.mark.slow
 def test_the_same_rows_on_every_device_are_no_shards():
     """A13: without types their number may be right for two vocabularies as one; NaN, where log 2
     would be added."""

@@ -116,6 +116,13 @@ class Agreement:
         self._add(name, x.sum(), TOLERANCE * x.abs().sum())
         self._add(name, signed, (SIGNED_TOLERANCE * x.norm()).expand(SIGNS))
 
+    def per_class(self, name: str, value: Tensor | None) -> None:
+        """One number for each class of the vocabulary; None is 0. The sum alone is the same of
+        weights that each rank has normalised."""
+        x = torch.zeros(1, **self.like) if value is None else value.detach().to(**self.like)
+        x = torch.nan_to_num(x)
+        self._add(name, (_factors(x.shape[0], x) * x).sum(), TOLERANCE * x.norm())
+
     def labels(self, labels: Tensor, valid: Tensor) -> None:
         """Their hash, and which tokens count."""
         mixed = torch.where(valid, labels, -1) * 0x9E3779B1 + _mix(labels.shape[0], labels)
@@ -165,6 +172,13 @@ def _signs(count: int, like: Tensor, number: int = 1) -> Tensor:
     """[number, count] of 1 and -1."""
     bits = _mix(count, like) >> torch.arange(7, 7 + number, device=like.device)[:, None]
     return (1 - 2 * (bits & 1)).to(like.dtype)
+
+
+def _factors(count: int, like: Tensor) -> Tensor:
+    """[count] of either sign, from 0.5 to 1, hardly two alike: of signs alone every second pair of
+    entries could change places unseen."""
+    bits = (_mix(count, like) >> 7) & 0xFFFF
+    return (_signs(count, like)[0] * (0.5 + (bits >> 1) * 2.0**-16)).to(like.dtype)
 
 
 class VocabParallel:

@@ -126,6 +126,7 @@ def walk_of(options: Options, arrays: Arrays) -> Walk:
                 a=arrays.low_in,
                 keep=constants.keep,
                 scale=constants.scale,
+                class_weights=constants.class_weights,
             )
     ranks = lax.axis_size(options.gathered) if options.gathered else 1
     plan = plan_chunks(
