@@ -73,6 +73,15 @@ def test_many_tokens_of_a_narrow_head(backend: str) -> None:
     hold(nll.single, (backend,), build(NARROW, 7))
 
 
+@pytest.mark.slow
+def test_many_short_chunks_of_a_narrow_head(backend: str) -> None:
+    """A6 in 118 chunks. Catches: a product that begins with what the accumulator holds, where MKL
+    adds one token after the other to it: rho of d weight 128."""
+    case = dataclasses.replace(NARROW, tokens=60_000, vocab=100, hidden=8, std=5.0)
+    problem = build(case, 7).changed(bias=None)
+    assert not failures(gradients(problem, backend, chunk_tokens=512))
+
+
 @pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
 def test_given_logits(backend: str, item: Any) -> None:
     """A3, A4, M3: also probabilities of 1 - 1e-30, and logits that share an offset of 1e6."""

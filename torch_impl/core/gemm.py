@@ -22,7 +22,9 @@ __all__ = ["add_rows_", "addmm_", "gemm_precision", "mm", "operand", "storage_dt
 LOW = (torch.bfloat16, torch.float16)
 SCRATCH_BYTES = 8 << 20
 # MKL adds the terms of a product this narrow one after the other: of 100,000 tokens at H = 8 the
-# error of d weight was 76 u of its norm, at H = 1 218 u; 1024 tokens at a time it is 9 u.
+# error of d weight was 76 u of its norm, at H = 1 218 u; 1024 tokens at a time it is 9 u. With an
+# accumulator it goes on adding where that ends, 560 u at H = 8 in chunks of 512 tokens: each
+# product is made apart from it.
 NARROW, NARROW_DEPTH = 16, 1024
 # oneDNN 3.10, which PyTorch 2.11 holds, has other kernels for other numbers of rows: in chunks of
 # 64 tokens 91 % of the logits had other bits than in one chunk, at H = 512, V = 3000 (row A10).
@@ -122,7 +124,8 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """acc += a @ b in the dtype of `acc`; the first product of an accumulator writes it."""
     depth = a.shape[1]
-    if traits(acc).cpu_libraries and min(acc.shape) < NARROW and depth > NARROW_DEPTH:
+    narrow = traits(acc).cpu_libraries and min(acc.shape) < NARROW
+    if narrow and (depth > NARROW_DEPTH or not (first or by_onednn(a, b, acc))):
         for start in range(0, depth, NARROW_DEPTH):
             part = slice(start, start + NARROW_DEPTH)
             product = torch.empty_like(acc)
