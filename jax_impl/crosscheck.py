@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from xentlib.call import Arguments
 from xentlib.checks.crosscheck import check_traced_step
@@ -20,7 +19,7 @@ from xentlib.checks.operand import plain
 from xentlib.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
 from xentlib.dtypes import resolve_dtypes
 from xentlib.jax.call import Constants
-from xentlib.jax.derivatives import primal_values, wanted
+from xentlib.jax.derivatives import primal_values, refused, wanted
 from xentlib.jax.describe import is_array
 from xentlib.jax.heads import head_of, unwrapped
 from xentlib.jax.lowrank import low_rank_of
@@ -125,7 +124,9 @@ class CrossCheck(Schedule):
                 "a checked call must have a head of one weight; got a `LowRankHead`. Check a run "
                 "with the low-rank part merged into the weight."
             )
-        if in_jit(given.hidden) and not isinstance(step, jax.core.Tracer):
+        # A compiler traces what is made anew, also where `hidden` is a constant of its own.
+        jitted = in_jit(given.hidden) or isinstance(jnp.zeros(()), jax.core.Tracer)
+        if jitted and not isinstance(step, jax.core.Tracer):
             raise ValueError(
                 f"`step` must be an argument of the jitted function; got {step!r}, which the "
                 f"compiled program would keep for ever. Pass `state.step`, say."
@@ -203,11 +204,12 @@ class CrossCheck(Schedule):
 
         def backward(kept: Any, cotangent: NLLOutput[Any]) -> tuple[Any, ...]:
             step, leaves, labels, constants, out, pull, marks = kept
-            if isinstance(cotangent.loss, SymbolicZero):
+            upstream = refused(cotangent)
+            if upstream is None:
                 return (None, *(None for _ in leaves), None, None)
-            left = iter(pull(cotangent.loss)[0])
+            left = iter(pull(upstream)[0])
             gradients = tuple(None if mark is None else next(left) for mark in marks)
-            tell(Told(step, leaves, labels, constants, out, cotangent.loss, gradients))
+            tell(Told(step, leaves, labels, constants, out, upstream, gradients))
             return (None, *gradients, None, None)
 
         function.defvjp(forward, backward, symbolic_zeros=True)

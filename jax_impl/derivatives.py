@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
-__all__ = ["Needs", "differentiated_once", "primal_values", "wanted"]
+from xentlib.checks.tokens import refuse_derivative
+
+__all__ = ["REFUSED", "Needs", "differentiated_once", "named", "primal_values", "refused", "wanted"]
+
+REFUSED = ("z_loss", "logprobs", "entropy", "lse")  # results of `chunked_nll` without a derivative
 
 
 class Needs(NamedTuple):
@@ -52,3 +58,33 @@ def _(primals: Any, tangents: Any) -> Any:
 def primal_values(primals: Any) -> Any:
     """The arrays of arguments that come with `.perturbed`."""
     return jax.tree.map(lambda p: p.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))
+
+
+def refused(cotangent: Any) -> jax.Array | None:
+    """The upstream gradient of the loss, None without one; NaN where a loss depends on a result of
+    `REFUSED`: an entropy bonus would add 0 to every gradient without a word. A trace cannot raise,
+    as scans and checkpoints fill in zeros for what was not used."""
+    known = {name: getattr(cotangent, name) for name in ("loss", *REFUSED)}
+    known = {k: g for k, g in known.items() if g is not None and not isinstance(g, SymbolicZero)}
+    upstream: jax.Array | None = known.pop("loss", None)
+    for g in known.values():
+        own = jnp.zeros((), g.dtype) if upstream is None else upstream
+        upstream = jnp.where((g != 0).any(), jnp.nan, own)
+    return upstream
+
+
+@jax.custom_vjp
+def named(results: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The results of `REFUSED`, whose derivative raises where its value is known, outside `jit`."""
+    return results
+
+
+def _named_bwd(_: None, cotangents: dict[str, Any]) -> Any:
+    for name, g in cotangents.items():
+        if not isinstance(g, SymbolicZero | jax.core.Tracer) and (g != 0).any():
+            refuse_derivative(name, f"jax.lax.stop_gradient({name})")
+    zero = SymbolicZero
+    return ({name: None if isinstance(g, zero) else g for name, g in cotangents.items()},)
+
+
+named.defvjp(lambda results: (primal_values(results), None), _named_bwd, symbolic_zeros=True)

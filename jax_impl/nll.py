@@ -38,7 +38,7 @@ from xentlib.jax.core.walk import (
     unpack,
     walk_of,
 )
-from xentlib.jax.derivatives import Needs, primal_values, wanted
+from xentlib.jax.derivatives import REFUSED, Needs, named, primal_values, refused, wanted
 from xentlib.jax.head import Placement, of_all_tokens, over_mesh, whole_rows
 from xentlib.jax.ranks import agreed_upstream, upstream_of, vary, varying
 from xentlib.jax.told import labelled
@@ -236,9 +236,10 @@ def _nll_fwd(options: Options, primals: Any) -> tuple[NLLOutput[Any], Any]:
 
 def _nll_bwd(options: Options, residuals: Any, cotangent: NLLOutput[Any]) -> tuple[Any, ...]:
     gradients, valid_N, types = residuals
-    if isinstance(cotangent.loss, jax.custom_derivatives.SymbolicZero):
+    upstream = refused(cotangent)
+    if upstream is None:
         return (None,)
-    upstream = upstream_of(cotangent.loss, None if options.gathered else options.axis)
+    upstream = upstream_of(upstream, None if options.gathered else options.axis)
     return (as_gradients(nll_backward(options, upstream, gradients, valid_N, types)),)
 
 
@@ -270,7 +271,9 @@ def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     divisor = arrays.constants.denominator
     if divisor is None and options.mean:
         divisor = result.weight_sum
-    constant: NLLOutput[Any] = jax.tree.map(
-        lax.stop_gradient, result._replace(**kept, denominator=divisor)
-    )
-    return labelled(constant._replace(loss=result.loss))
+    result = result._replace(**kept, denominator=divisor)
+    constant: NLLOutput[Any] = jax.tree.map(lax.stop_gradient, result)
+    dependent = {x: y for x in REFUSED if (y := getattr(result, x)) is not None}
+    if is_zero(given.z_loss):
+        del dependent["z_loss"]
+    return labelled(constant._replace(loss=result.loss, **named(dependent)))

@@ -103,7 +103,8 @@ def chunked_nll(
             without a device sync, and gives inf elsewhere.
         outputs: any of "logprobs", "entropy", "lse", "correct", "predicted": per token, without
             gradient, 0 (False, -1) for tokens that are not valid. "predicted" costs vocabulary
-            shards one number more a token and rank.
+            shards one number more a token and rank. A loss that depends on one raises in its
+            backward (NaN inside `jit`): `chunked_logprobs` has their gradients.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
             of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding.
             `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of

@@ -24,6 +24,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax import export  # noqa: E402
 
 from helpers.leaves_jax import BUDGET, NAMES, OUTPUTS, H, N, V, arrays, same  # noqa: E402
+from helpers.mesh_jax import mesh_of  # noqa: E402
 from helpers.nll_jax import nll, scaled  # noqa: E402
 from xentlib.jax import chunked_logprobs, vocab_parallel_logprobs  # noqa: E402
 
@@ -146,7 +147,10 @@ def test_exported_for_any_number_of_tokens(name):
     def step(x, labels):
         def total(x):
             out = FUNCTIONS[name](x, weight, labels)
-            return sum(x.sum() for x in out if x is not None and x.dtype == jnp.float32), out
+            with_gradient = out[:1] if name == "nll" else out
+            return sum(
+                x.sum() for x in with_gradient if x is not None and x.dtype == jnp.float32
+            ), out
 
         d_x, out = jax.grad(total, has_aux=True)(x)
         return (d_x, *out[4 if name == "nll" else 0 :])  # A10 says nothing of a mean
@@ -254,15 +258,63 @@ def test_constants_are_not_differentiated(name):
     assert not np.asarray(jax.grad(loss)(jnp.ones(shape), True)).any()
 
 
-def test_only_the_loss_has_a_gradient():
-    """D6: per-token outputs, counts and the z-loss part are constants."""
+def bonus(name):
+    """The loss and a result that has no gradient, as an entropy bonus is written."""
     leaves, _ = arrays()
 
-    def rest(hidden):
-        out = nll(hidden, *leaves[1:], outputs=OUTPUTS, z_loss=0.1)
-        return 1.3 * (out.lse.sum() + out.entropy.sum() + out.z_loss + out.weight_sum)
+    def loss(*three):
+        out = nll(*three, leaves[3], outputs=OUTPUTS, z_loss=0.1)
+        return out.loss - 0.01 * getattr(out, name).mean()
 
-    assert not np.asarray(jax.grad(rest)(leaves[0])).any()
+    return loss, leaves[:3]
+
+
+@pytest.mark.parametrize("name", ["entropy", "logprobs", "lse", "z_loss"])
+def test_only_the_loss_has_a_gradient(name):
+    """D6: that of another result is refused; where no value is known, inside `jit`, it is NaN."""
+    loss, leaves = bonus(name)
+    with pytest.raises(
+        RuntimeError, match=f"^`{name}` of `chunked_nll` must not be diff.*logprobs"
+    ):
+        jax.grad(loss)(*leaves)
+    for wanted in range(3):
+        assert np.isnan(jax.jit(jax.grad(loss, argnums=wanted))(*leaves)).any()
+    counts = jax.grad(lambda h: nll(h, *leaves[1:], arrays()[0][3]).weight_sum)(leaves[0])
+    assert not np.asarray(counts).any()  # which depends on no leaf
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_bonus_is_not_lost_on_devices_loops_and_checkpoints(mapped):
+    """D6: M19's transformations, of which some fill in zeros for what was not used."""
+    loss, leaves = bonus("entropy")
+    labels = arrays()[0][3]
+
+    def both(*three):
+        out = nll(*three, labels, outputs=OUTPUTS, z_loss=0.1)
+        return out.loss, {name: getattr(out, name) for name in (*OUTPUTS, "z_loss")}
+
+    def scanned(*three):
+        return jax.lax.scan(lambda c, _: (c + both(*three)[0], both(*three)[1]), 0.0, jnp.arange(1))
+
+    want = jax.grad(lambda *three: both(*three)[0], argnums=(0, 1, 2))(*leaves)
+    for function in (both, jax.checkpoint(both), scanned):
+        assert same(want, jax.grad(function, argnums=(0, 1, 2), has_aux=True)(*leaves)[0])
+    for function in (jax.checkpoint(both), scanned):
+
+        def added(*three, function=function):
+            value, rest = function(*three)
+            return value - 0.01 * rest["entropy"].mean()
+
+        assert np.isnan(jax.grad(added)(*leaves)).any()
+    spec = jax.sharding.PartitionSpec
+    cut = jax.shard_map(
+        lambda *three: jax.lax.pmean(loss(*three), "d") if mapped else loss(*three)[None],
+        mesh=mesh_of(d=1),
+        in_specs=(spec(),) * 3,
+        out_specs=spec() if mapped else spec("d"),
+        check_vma=mapped,
+    )
+    assert np.isnan(jax.jit(jax.grad(lambda *three: cut(*three).sum()))(*leaves)).any()
 
 
 def test_forward_mode_raises():

@@ -173,12 +173,56 @@ def test_constants_are_not_differentiated(name):
         chunked_nll(**leaves, **{name: value})
 
 
-def test_only_the_loss_has_a_gradient():
-    """D6: per-token outputs and counts come without one, and say so."""
+REFUSED = ("entropy", "logprobs", "lse", "z_loss")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_only_the_loss_has_a_gradient(name):
+    """D6: that of another result is refused, whatever is differentiated."""
     leaves, _ = tensors()
-    out = chunked_nll(**leaves, outputs=OUTPUTS)
-    differentiable = [k for k, v in out._asdict().items() if v is not None and v.requires_grad]
-    assert differentiable == ["loss"]
+    out = chunked_nll(**leaves, outputs=OUTPUTS, z_loss=0.1)
+    with_gradient = [k for k, v in out._asdict().items() if v is not None and v.requires_grad]
+    assert sorted(with_gradient) == sorted(("loss", *REFUSED))
+    loss = out.loss - 0.01 * getattr(out, name).mean()
+    refused = f"^`{name}` of `chunked_nll` must not be differentiated.*`chunked_logprobs`"
+    for leaf in ("hidden", "weight", "bias"):
+        with pytest.raises(RuntimeError, match=refused):
+            torch.autograd.grad(loss, leaves[leaf], retain_graph=True)
+    with pytest.raises(RuntimeError, match=refused):
+        loss.backward()
+
+
+def test_results_without_a_gradient_are_free_to_log():
+    """D6: nothing is refused of what no loss depends on, and no number of a step changes."""
+    leaves, p = tensors()
+    want = loss_and_gradients(leaves, p.upstream)
+    out = chunked_nll(**leaves, **CHUNKED, outputs=OUTPUTS)
+    assert not out.z_loss.requires_grad  # 0 whatever the leaves are
+    assert out.entropy.mean().item() == out.entropy.detach().mean().item()
+    out.entropy.mul_(2.0)[out.correct] = 0.0
+    loss = out.loss + 0.0 * out.lse.detach().mean() / out.weight_sum
+    of = [leaves[name] for name in ("hidden", "weight", "bias")]
+    got = torch.autograd.grad(loss, of, torch.tensor(p.upstream))
+    assert all(same(a, b) for a, b in zip(want[1:], got))
+    with torch.no_grad():
+        assert not chunked_nll(**leaves, outputs=OUTPUTS).entropy.requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_bonus_is_refused_in_a_checkpoint(reentrant):
+    """D6: a reentrant one fills in zeros for results that were not used, which are no gradient."""
+    leaves, p = tensors()
+
+    def call(hidden):
+        out = chunked_nll(**{**leaves, "hidden": hidden}, outputs=OUTPUTS)
+        return out.loss, out.entropy
+
+    loss, _ = checkpoint(call, leaves["hidden"], use_reentrant=reentrant)
+    loss.backward(torch.tensor(p.upstream))
+    assert same(leaves["hidden"].grad, loss_and_gradients(leaves, p.upstream)[1])
+    loss, entropy = checkpoint(call, leaves["hidden"], use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match=r"^`entropy` of `chunked_nll`"):
+        (loss - 0.01 * entropy.mean()).backward()
 
 
 # --- layouts -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,15 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
+from xentlib.checks.tokens import refuse_derivative
+
 __all__ = [
     "differentiated_once",
     "not_differentiable",
     "not_forward_mode",
     "not_transformed",
     "wanted",
+    "without_gradient",
 ]
 
 
@@ -93,3 +96,34 @@ def wanted(*leaves: Tensor | None) -> list[bool]:
     """Which gradients are: what is frozen costs no GEMM."""
     on = torch.is_grad_enabled()
     return [on and x is not None and requires_grad(x) for x in leaves]
+
+
+def without_gradient(name: str, value: Tensor, leaves: Sequence[Tensor | None]) -> Tensor:
+    """A result of `chunked_nll` that depends on `leaves`, whose derivative is refused in a
+    backward: an entropy bonus would add 0 to every gradient without a word. The values are the
+    same, and none are saved. A compiler has to trace backwards that never run, and is left out."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return value
+    active = [x for x in leaves if x is not None and x.requires_grad]
+    # Entries of a batch have no graph of their own, and PyTorch no transform for this function.
+    if not active or any(functorch.is_functorch_wrapped_tensor(x) for x in (value, *active)):
+        return value
+    refused: Tensor = _Refused.apply(name, [value], *active)  # type: ignore[no-untyped-call]
+    return refused
+
+
+class _Refused(torch.autograd.Function):
+    """Of all leaves: `torch.autograd.grad` runs no node that does not lead to its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, value: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.name = name
+        ctx.set_materialize_grads(False)
+        return value[0].data  # from a list: a view of an input could not be written to
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        # A reentrant checkpoint fills in zeros for what was not used.
+        if gradient is not None and bool(gradient.any()):
+            refuse_derivative(ctx.name, f"{ctx.name}.detach()")
+        return (None,) * len(ctx.needs_input_grad)

@@ -26,7 +26,7 @@ from xentlib.torch.core.spread import Terms, same_upstream
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
 from xentlib.torch.core.stream import Streamed, sums_of, walk_of
 from xentlib.torch.core.walk import Walk
-from xentlib.torch.derivatives import differentiated_once, wanted
+from xentlib.torch.derivatives import differentiated_once, wanted, without_gradient
 from xentlib.torch.describe import as_tensor
 from xentlib.torch.head import with_head
 from xentlib.torch.lowrank import fake_low_rank
@@ -349,10 +349,16 @@ def nll(given: Arguments) -> NLLOutput[Tensor]:
     output = nll_op.op(*call, *loss)
     observe_forward(call, loss, output)
     total, num_tokens, weight_sum, z_term, *rest = output
+    leaves = [getattr(call, name) for name in DIFFERENTIATED]
+    if loss.z_loss:
+        z_term = without_gradient("z_loss", z_term, leaves)
     per_token = {
         name: value.reshape(problem.leading) if name in given.outputs else None
         for name, value in zip(OUTPUTS, rest)
     }
+    for name, result in per_token.items():
+        if result is not None and result.is_floating_point():
+            per_token[name] = without_gradient(name, result, leaves)
     if divisor is None and loss.mean:
         divisor = weight_sum
     label_loss(total, num_tokens, weight_sum, divisor)

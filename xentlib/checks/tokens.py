@@ -16,6 +16,7 @@ __all__ = [
     "check_labels_elsewhere",
     "check_narrowed",
     "check_tokens",
+    "refuse_derivative",
 ]
 
 
@@ -100,4 +101,14 @@ def check_divisor(value: float) -> NoReturn:
     raise ValueError(
         f"`denominator` must be positive where a token is valid; got {value:g}. Pass the number of "
         f"the window's valid tokens, counted with the mask that this call uses."
+    )
+
+
+def refuse_derivative(name: str, constant: str) -> NoReturn:
+    """Of a result of `chunked_nll` that a loss depends on; `constant` is the backend's `name` cut
+    off from its history."""
+    instead = "squares of its `lse`" if name == "z_loss" else f"its `{name}`"
+    raise RuntimeError(
+        f"`{name}` of `chunked_nll` must not be differentiated; got a loss that depends on it, "
+        f"whose gradient would be 0. Use `chunked_logprobs` and {instead}, or pass `{constant}`."
     )
