@@ -14,6 +14,7 @@ pytestmark = pytest.mark.torch
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from helpers.corrupted import WRONG_AT, wrong_torch  # noqa: E402
+from helpers.handed import options_missed  # noqa: E402
 from xentlib.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
 from xentlib.torch import CrossCheck, chunked_nll  # noqa: E402
 
@@ -181,3 +182,14 @@ def test_calls_that_cannot_be_held_are_loud() -> None:
 def test_arguments(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CrossCheck(**given)
+
+
+def test_every_option_is_handed_over() -> None:
+    """One that is not would be reported as an error of the step."""
+    check = CrossCheck(every=1)
+
+    def call(**given: Any) -> None:
+        with check.step():
+            chunked_nll(**given)
+
+    assert options_missed(check, call, torch.from_numpy, "float64") == []

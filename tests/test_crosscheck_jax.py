@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from helpers.corrupted import WRONG_AT, wrong_jax  # noqa: E402
+from helpers.handed import options_missed  # noqa: E402
 from xentlib.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
 from xentlib.jax import CrossCheck, chunked_nll  # noqa: E402
 
@@ -199,6 +200,8 @@ def test_misuse_is_loud() -> None:
         check.wait()
     with pytest.raises(ValueError, match="`step` must be an argument of the jitted function"):
         jax.jit(lambda x: call(0, x).loss)(x)
+    with pytest.raises(ValueError, match="`step` must be an argument of the jitted function"):
+        jax.jit(jax.grad(lambda w: check.nll(0, x, w, y, weight_layout="HV").loss))(w)
     with pytest.raises(CrossCheckError, match="must have the whole vocabulary"):
         call(0, x, vocab_parallel="tp")
     with pytest.raises(ValueError, match="`token_weights` must be a constant"):
@@ -215,3 +218,15 @@ def test_misuse_is_loud() -> None:
     jax.jit(lambda s, x: bad.nll(s, x, w, y, weight_layout="HV").loss)(0, x * jnp.inf)
     with pytest.raises(CrossCheckError, match="inf or NaN"):
         bad.wait()
+
+
+def test_every_option_is_handed_over() -> None:
+    """One that is not would be reported as an error of the step."""
+    check = CrossCheck(every=1)
+
+    def call(**given: Any) -> None:
+        check.nll(0, **given)
+        jax.effects_barrier()
+        assert check.raised == []
+
+    assert options_missed(check, call, jnp.asarray, "float32") == []
