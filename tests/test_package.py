@@ -6,8 +6,12 @@ from __future__ import annotations
 import importlib.util
 import io
 import re
+import shutil
+import subprocess
+import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -87,3 +91,35 @@ def test_an_archive_has_one_date_and_no_owner(tmp_path):
         for member in settled.getmembers():
             assert (member.mtime, member.mode, member.uname) == (1_700_000_000, 0o644, "")
             assert settled.extractfile(member).read() == b"ab"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [True, False], ids=["files of text", "nothing"])
+def test_a_checkout_without_symbolic_links_builds_the_whole_package(left, tmp_path):
+    """As git makes it on Windows, and as some programs unpack an archive."""
+    contents = []
+    for links in (True, False):
+        tree = tmp_path / f"tree {links}"
+        for name in ("xentlib", "torch_impl", "jax_impl"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+            shutil.copy(ROOT / name, tree)
+        for link in () if links else (tree / "xentlib" / "torch", tree / "xentlib" / "jax"):
+            target = str(link.readlink())
+            link.unlink()
+            if left:
+                link.write_text(target, encoding="utf-8")
+        made = tmp_path / f"made {links}"
+        made.mkdir()
+        code = "import sys; import setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
+        command = [sys.executable, "-W", "ignore", "-c", code, str(made)]
+        subprocess.run(command, cwd=tree, check=True, capture_output=True)
+        (wheel,) = made.glob("*.whl")
+        with zipfile.ZipFile(wheel) as packed:
+            contents.append(
+                {x: packed.read(x) for x in packed.namelist() if x.startswith("xentlib/")}
+            )
+    with_links, without = contents
+    assert {"xentlib/torch/nll.py", "xentlib/jax/core/walk.py"} <= set(with_links)
+    assert without == with_links
