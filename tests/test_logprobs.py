@@ -297,7 +297,7 @@ def test_torch_operators_pass_opcheck() -> None:
     y = torch.arange(9) % 5
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
     _, _, call = bind("chunked_logprobs", Arguments(x, w, y, max_chunk_bytes=64))
-    forward = (*call, *logprobs.Values(True, torch.float32))
+    forward = (*call, *logprobs.Values(True, torch.float32, [True, True, False, False, False]))
     torch.library.opcheck(logprobs.logprobs_op.op, forward, test_utils=names)
     *_, kept, _ = logprobs.logprobs_op.op(*forward)
     g = torch.randn(9)

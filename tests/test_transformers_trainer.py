@@ -10,7 +10,7 @@ pytestmark = pytest.mark.torch
 
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from helpers.patched import ROWS, batch, gpt2, held, llama, step  # noqa: E402
+from helpers.patched import LENGTH, ROWS, V, batch, gpt2, held, llama, step  # noqa: E402
 from xentlib.torch.integrations.transformers import patch  # noqa: E402
 
 
@@ -42,3 +42,31 @@ def test_a_step_of_trainer(make, accumulate, tmp_path) -> None:
     want = step(make())
     del want["loss"]
     held(callback.found, want)
+
+
+def evaluated(model, folder, metrics):
+    rows = [{key: x[k] for key, x in batch().items()} for k in range(ROWS)]
+    arguments = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    trainer = Trainer(model, arguments, eval_dataset=rows, compute_metrics=metrics)
+    return trainer.evaluate()
+
+
+def test_evaluation_of_trainer(tmp_path) -> None:
+    """The loss alone, metrics of what is made of the logits, and the sentence without it."""
+
+    def accuracy(found):
+        right = found.predictions[:, :-1] == found.label_ids[:, 1:]
+        return {"accuracy": float(right[found.label_ids[:, 1:] != -100].mean())}
+
+    want = evaluated(llama(), tmp_path, lambda found: {"shape": found.predictions.shape})
+    assert want["eval_shape"] == (ROWS, LENGTH, V)
+    alone = evaluated(patch(llama()), tmp_path, None)
+    predicted = patch(llama(), in_place_of_logits=lambda logits: logits.argmax(-1))
+    found = evaluated(predicted, tmp_path, accuracy)
+    assert 0 <= found["eval_accuracy"] <= 1
+    for got in (alone, found):
+        held({"loss": torch.tensor(got["eval_loss"])}, {"loss": torch.tensor(want["eval_loss"])})
+    with pytest.raises(TypeError, match=r"UnmadeLogits'>, .*pass `in_place_of_logits` to `patch`"):
+        evaluated(patch(llama()), tmp_path, accuracy)

@@ -77,7 +77,7 @@ def layer_of(weight: Any) -> Any:
     """The layer of PEFT around the linear layer that a parameter, frozen by PEFT, belongs to.
 
     PEFT keeps no list of its layers: all objects are searched, once for each parameter and again
-    after a further layer was wrapped. Among 700,000 objects that took 0.1 s.
+    after a further layer was wrapped. Among 700,000 objects that took 0.4 s.
     """
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None or not isinstance(weight, nn.Parameter) or weight.requires_grad:
