@@ -218,7 +218,7 @@ def test_torch_operators_pass_opcheck() -> None:
         x, y, where=y > 0, temperature=g.abs() + 1, label_smoothing=0.1, max_chunk_bytes=64
     )
     _, _, call = bind_logits("vocab_parallel_logprobs", arguments)
-    forward = (*call, *logprobs.Values(True, torch.float32))
+    forward = (*call, *logprobs.Values(True, torch.float32, [True, False, False, False, False]))
     torch.library.opcheck(given.given_op.op, forward, test_utils=names)
     *_, kept, _ = given.given_op.op(*forward)
     pulled = logprobs.Pulled(g, g, None, kept.detach())
