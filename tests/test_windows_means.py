@@ -41,6 +41,10 @@ def checkpointed(model: Any, x: Any, y: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(loss, model[0](x), use_reentrant=True)
 
 
+def router(model: Any, x: Any, y: Any) -> Any:
+    return model[0](x).square().mean()
+
+
 MEANS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "the output": lambda *given: (mean_of(*given),),
     "another denominator": lambda *given: (mean_of(*given, denominator=5.0, reduction="sum"),),
@@ -50,6 +54,9 @@ MEANS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "its loss": lambda *given: (mean_of(*given).loss, N),
     "its loss alone": lambda *given: (mean_of(*given).loss,),
     "its loss, changed": lambda *given: (mean_of(*given).loss + 0.0,),
+    "and a router's": lambda *given: (mean_of(*given).loss + 0.01 * router(*given), N),
+    "less another's": lambda *given: (mean_of(*given).loss - 0.1 * router(*given), N),
+    "of two heads": lambda *given: (mean_of(*given).loss + 0.3 * mean_of(*given).loss, N),
     "compiled, its loss": lambda *given: (compiled(*given).loss,),
     "checkpointed": lambda *given: (checkpointed(*given),),
 }
@@ -130,6 +137,30 @@ def test_a_bare_loss_that_is_a_sum() -> None:
 
             attempt(norm, model, batches, body)
             hold_in_norm(gradients(model), want)
+
+
+def test_a_sum_may_have_further_terms() -> None:
+    """Times the number of tokens, or divided so that the window's count weighs them."""
+    model, norm = normalizer()
+    batches = [batch_of(0), batch_of(1, 3)]
+    found = []
+    for way in range(3):
+        model.zero_grad()
+
+        def body(window: Any, model: Any, x: Any, y: Any, way: int = way) -> None:
+            out, mean = mean_of(model, x, y, reduction="sum"), mean_of(model, x, y)
+            n = out.num_tokens
+            further = 0.3 * n * mean.loss
+            if way == 1:
+                further = mean_of(model, x, y, denominator=1 / 0.3).loss
+            elif way == 2:
+                out = mean._replace(loss=n * mean.loss)
+            window.backward(out.loss + further, n)
+
+        attempt(norm, model, batches, body)
+        found.append(gradients(model))
+    hold_in_norm(found[1], found[0])
+    hold_in_norm(found[2], found[0])
 
 
 def test_an_nll_output_brings_its_count() -> None:

@@ -25,6 +25,7 @@ __all__ = ["Origin", "Told", "known", "label_loss", "origin_of", "told"]
 # On the loss and on its node. A plain tuple: `torch.load(weights_only=True)` takes a saved loss.
 LABEL = "_xentlib_origin"
 STEPS = 16  # of a loss's history
+TERMS = 256  # nodes of a loss that was added up
 # Nodes of one input through which a sum stays that sum, and a mean a mean.
 SAME = {"AddBackward0", "AliasBackward0", "CloneBackward0", "DivBackward0", "MeanBackward0"}
 SAME |= {"ReshapeAliasBackward0", "SelectBackward0", "SqueezeBackward0", "SqueezeBackward1"}
@@ -65,7 +66,7 @@ class Told(NamedTuple):
         """Refuse a loss that is known not to be a sum, unless it is said that it is none."""
         of = self.origin
         divided = of is not None and of.denominator is not None and not of.scaled
-        divided = divided or self.denominator is not None
+        divided = divided or self.denominator is not None or mean_and_more(self.loss)
         check_loss_sum(describe(self.loss), divided and not normalized, instead)
         if of is not None and not normalized:
             check_undivided(of.divided_since(self.weight))
@@ -155,6 +156,28 @@ def origin_of(loss: Any) -> Origin | None:
         scaled = scaled or name not in SAME
         node = inputs[0]
     return None
+
+
+def mean_and_more(loss: Any) -> bool:
+    """Whether a loss is one that was divided, and something else, such as a router's loss.
+
+    Not beside a sum: what it is divided by may then be the weight of a further loss.
+    """
+    nodes: list[tuple[Any, bool]] = [(getattr(loss, "grad_fn", None), False)]
+    divided = False
+    for node, scaled in nodes:  # which grow
+        if node is None or len(nodes) > TERMS:
+            continue
+        if LABEL in node.metadata:
+            denominator = node.metadata[LABEL][2]
+            if denominator is None:
+                return False
+            divided = divided or not scaled
+            continue
+        name, inputs = node.name(), [x for x, _ in node.next_functions if x is not None]
+        if len(inputs) == 1 or name in ("AddBackward0", "SubBackward0"):
+            nodes += [(x, scaled or name not in SAME) for x in inputs]
+    return divided
 
 
 def divisor_of(node: Any) -> Any:
