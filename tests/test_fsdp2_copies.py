@@ -79,6 +79,8 @@ def refused(rank: int, world: int) -> list[dict[str, str]]:
         "replicated": lambda: chunked_nll(h, whole(w, Replicate()), y),
         "summed": lambda: chunked_nll(h, whole(w, Partial()), y),
         "averaged": lambda: chunked_nll(h, whole(summed.weight, Partial("avg")), y),
+        "shard": lambda: chunked_nll(h, w.to_local(), y % (V // world)),
+        "summed shard": lambda: chunked_nll(h, summed.weight.to_local(), y % (V // world)),
         "merged": lambda: chunked_nll(h, whole(w) + whole(head.b) @ whole(head.a), y),
         "bias": lambda: chunked_nll(h, w, y, bias=whole(b)),
         "low rank": lambda: chunked_nll(h, LowRankHead(w, head.a, whole(head.b), 1.0), y),
@@ -100,6 +102,7 @@ def test_a_copy_whose_gradient_fsdp2_would_not_have_is_refused(world: int) -> No
             assert "Pass the parameter itself" in words
         assert "to the mean over the ranks; got a copy with grad_placements=None" in said["bare"]
         assert "to the sum divided by 1 over" in said["averaged"]
+        assert f"ranks; got a shard, (Shard(dim=0),) of ({V}, {H}). Pass" in said["shard"]
 
 
 def gradients(rank: int, world: int) -> list[dict[str, Any]]:

@@ -51,7 +51,8 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
             plain, low = unpacked(given)
             weight = plain.weight
             more = {} if low is None else {"a": low.a, "b": low.b}
-            fsdp2.check_copies(weight=weight, bias=plain.bias, **more)
+            rows = given.vocab_parallel is not None
+            fsdp2.check_copies(rows, weight=weight, bias=plain.bias, **more)
             heads = deepspeed.sharded(weight, given.bias)
             if low is not None:
                 heads = deepspeed.sharded(weight, given.bias, low.a, low.b)

@@ -221,9 +221,10 @@ def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:
     return found
 
 
-def check_copies(**head: Any) -> None:
+def check_copies(rows: bool, **head: Any) -> None:
     """Refuse what a user has gathered of FSDP2's parameters, `weight.full_tensor()`, where its
-    gradient would not be what FSDP2 makes of it. Unseen by a compiler."""
+    gradient would not be what FSDP2 makes of it, and a shard, `weight.to_local()`, unless `rows`
+    says that it is a part of the vocabulary. Unseen by a compiler."""
     if is_compiling() or not torch.is_grad_enabled():
         return
     for name, x in head.items():
@@ -233,14 +234,16 @@ def check_copies(**head: Any) -> None:
             leaves = (getattr(leaf, "variable", None) for leaf in _history(node))
             owners = [find_owner(leaf) for leaf in leaves if leaf is not None]
             for owner in owners:
-                if owner is not None and not _reduces(node, owner):
-                    divide = owner.group.gradient_divide_factor
+                if owner is not None and not _reduces(node, owner, rows):
+                    divide, placed = owner.group.gradient_divide_factor, node.dtensor_spec
+                    got = f"a copy with grad_placements={node.grad_placements}"
+                    if any(p.is_shard() for p in placed.placements) and not rows:
+                        got = f"a shard, {placed.placements} of {tuple(placed.shape)}"
                     raise ValueError(
                         f"`{name}` must be the parameter that `fully_shard` keeps, or a copy whose "
                         f"`grad_placements` reduce its gradient as FSDP2 does, to the "
                         f"{'mean' if divide is None else f'sum divided by {divide:g}'} over the "
-                        f"ranks; got a copy with grad_placements={node.grad_placements}. Pass the "
-                        f"parameter itself, which is gathered once."
+                        f"ranks; got {got}. Pass the parameter itself, which is gathered once."
                     )
 
 
@@ -256,7 +259,7 @@ def _history(node: Any) -> Iterator[Any]:
             nodes += [before for before, _ in node.next_functions]
 
 
-def _reduces(node: Any, owner: Owner) -> bool:
+def _reduces(node: Any, owner: Owner, rows: bool) -> bool:
     """Whether the gradient of a DTensor's local tensor is reduced over the ranks of FSDP2, and to
     as much, where it had the whole of something. Of rows all tokens may be in it already."""
     mesh, group = node.dtensor_spec.mesh, owner.group
@@ -271,7 +274,7 @@ def _reduces(node: Any, owner: Owner) -> bool:
         return False
     scale = math.prod(mesh.size(k) for k, reduce in zip(whole, how, strict=True) if reduce == "avg")
     divide = group.gradient_divide_factor or group.mesh_info.mesh.size()
-    return len(whole) < len(over) or scale == divide
+    return rows if len(whole) < len(over) else scale == divide
 
 
 def _differentiable(result: Any) -> list[Tensor]:
