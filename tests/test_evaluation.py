@@ -212,6 +212,21 @@ def test_a_loss_that_knows_its_divisor_is_a_tensor_like_any_other() -> None:
             assert whole(torch.empty(N, H)).loss.shape == ()
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_loss_that_was_written_to_is_not_that_of_its_tokens(around: Any) -> None:
+    """As `dist.all_reduce(out.loss)` for the log does, in place and outside of the graph."""
+    model, _ = normalizer()
+    x, y = batch_of(0, 7)
+    with around():
+        out = mean_of(model, x, y, reduction="sum")
+        logged = out.loss.detach().clone().mul_(2.0)
+        Evaluation().add(out)
+        with torch.no_grad():
+            out.loss.data.copy_(logged)  # which counts no version, as a collective
+        with pytest.raises(ValueError, match="got one whose loss was written to since"):
+            Evaluation().add(out)
+
+
 def evaluated(rank: int, world: int) -> dict[str, Any]:
     from torch import distributed as dist
 

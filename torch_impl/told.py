@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xentlib.checks.operand import plain
 from xentlib.checks.window import (
+    check_as_made,
     check_loss_mean,
     check_loss_sum,
     check_own_count,
@@ -90,6 +91,7 @@ def told(loss: Any, num_tokens: Any) -> Told:
     elif num_tokens is not None:
         num_tokens = torch.as_tensor(num_tokens)
     origin = origin_of(loss.loss if isinstance(loss, NLLOutput) else loss)
+    check_as_made(isinstance(loss, NLLOutput) and written_to(loss.loss))
     if isinstance(loss, NLLOutput) and origin is None:
         origin = Origin(loss.num_tokens, loss.weight_sum, loss.denominator)
     if origin is not None and num_tokens is not None:
@@ -125,8 +127,18 @@ def label_loss(loss: Tensor, num_tokens: Any, weight_sum: Any, denominator: Any)
 
 
 def version(loss: Tensor) -> Any:
-    """What changes if a loss is written to, as in `total += other`."""
-    return known(loss) if loss.is_inference() else loss._version
+    """What changes if a loss is written to, as in `total += other`: the number itself, if reading
+    it is free, as collectives count no version."""
+    value = known(loss)
+    return loss._version if value is None and not loss.is_inference() else value
+
+
+def written_to(loss: Any) -> bool:
+    """Whether a loss of ours was changed in place, which no graph knows of: `dist.all_reduce`."""
+    *label, then = getattr(loss, LABEL, (None,))
+    node: Any = loss.grad_fn
+    same_graph = node is None or LABEL in node.metadata
+    return bool(label) and same_graph and then != version(loss) and then == then
 
 
 def origin_of(loss: Any) -> Origin | None:

@@ -12,6 +12,7 @@ from xentlib.dtypes import INT32, INTEGERS
 from xentlib.options import NONFINITE
 
 __all__ = [
+    "check_as_made",
     "check_count_of_all",
     "check_count_of_sum",
     "check_counted",
@@ -130,6 +131,16 @@ def check_undivided(divided: bool) -> None:
         raise ValueError(
             "`loss` must be the sum as `chunked_nll` returns it; got one that was divided by its "
             "number of tokens since. Pass the `NLLOutput`, or its loss as it is."
+        )
+
+
+def check_as_made(written: bool) -> None:
+    """Refuse an output whose loss is no longer that of its tokens."""
+    if written:
+        raise ValueError(
+            "`loss` must be an `NLLOutput` as `chunked_nll` returns it; got one whose loss was "
+            "written to since, as `torch.distributed.all_reduce` does. Log a copy, "
+            "`out.loss.detach().clone()`."
         )
 
 
