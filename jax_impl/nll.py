@@ -192,8 +192,10 @@ def coefficients(
     left: jax.Array | float = eps - uniform
     if walk.constants.class_weights is not None:
         labelled = labelled_at(walk, rows)
-        slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
-        left = uniform * (labelled.total - labelled.weight)
+        slope, left = (1.0 - eps) * labelled.weight + extra, 0.0
+        if uniform:  # 0 times a sum with inf is NaN: 1 / count of a class that is not there
+            slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
+            left = uniform * (labelled.total - labelled.weight)
     return Coefficients(
         alpha=factor_T * slope,
         beta=None,

@@ -26,7 +26,7 @@ from jax import export  # noqa: E402
 from helpers.leaves_jax import BUDGET, NAMES, OUTPUTS, H, N, V, arrays, same  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
 from helpers.nll_jax import nll, scaled  # noqa: E402
-from xentlib.jax import chunked_logprobs, vocab_parallel_logprobs  # noqa: E402
+from xentlib.jax import chunked_logprobs, chunked_nll, vocab_parallel_logprobs  # noqa: E402
 
 
 @pytest.mark.slow
@@ -335,3 +335,16 @@ def test_float64_needs_64_bit_types():
     with jax.enable_x64(True):
         assert nll(*leaves, compute_dtype="float64").loss.dtype == jnp.float32
         assert nll(leaves[0].astype(jnp.float64), *leaves[1:]).loss.dtype == jnp.float64
+
+
+def test_class_weights_of_absent_classes_may_be_infinite() -> None:
+    """1 / count: gradients were NaN, as 0 times the sum of the weights entered each of them."""
+    rng = np.random.default_rng(0)
+    hidden, weight = (jnp.asarray(rng.normal(size=(n, 4)), jnp.float32) for n in (6, 5))
+    labels, by = jnp.array([0, 1, 3, 1, 0, 3]), np.array([0.5, 0.5, np.inf, 0.5, np.inf], "f")
+
+    def loss(x, class_weights):
+        return chunked_nll(x, weight, labels, class_weights=class_weights).loss
+
+    got, want = (jax.grad(loss)(hidden, jnp.asarray(w)) for w in (by, np.minimum(by, 1)))
+    assert (got == want).all()

@@ -289,3 +289,16 @@ def test_leading_dimensions_are_free():
     assert all(same(a, b) for a, b in zip(want, got))
     out = chunked_nll(**deep, outputs=OUTPUTS)
     assert {getattr(out, name).shape for name in OUTPUTS} == {(3, 4, 5)}
+
+
+def test_class_weights_of_absent_classes_may_be_infinite() -> None:
+    """1 / count: gradients were NaN, as 0 times the sum of the weights entered each of them."""
+    import torch
+
+    hidden = torch.randn(6, 4, requires_grad=True)
+    weight, labels = torch.randn(5, 4), torch.tensor([0, 1, 3, 1, 0, 3])
+    by = 1.0 / torch.bincount(labels, minlength=5)
+    want = chunked_nll(hidden, weight, labels, class_weights=by.clamp(max=1.0))
+    (before,) = torch.autograd.grad(want.loss, hidden)
+    (got,) = torch.autograd.grad(chunked_nll(hidden, weight, labels, class_weights=by).loss, hidden)
+    assert torch.equal(got, before)

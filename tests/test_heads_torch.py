@@ -211,6 +211,8 @@ def test_a_weight_without_its_adapters_is_refused() -> None:
         for passed in (head.weight, weight):
             with pytest.raises(TypeError, match="got the weight of a Linear inside a Linear of PE"):
                 call(x, passed, y)
+            with pytest.raises(TypeError, match="got the weight of a Linear inside a Linear of PE"):
+                call(x, passed.T, y, weight_layout="HV")
     module = nn.Sequential(NLLHead(32, V, bias=False))
     layer = peft.get_peft_model(module, peft.LoraConfig(target_modules=["0"])).base_model.model[0]
     with pytest.raises(TypeError, match="cannot be called with labels"):

@@ -63,8 +63,10 @@ def coefficients(
     slope: Tensor = 1.0 + extra
     left: Tensor | float = eps - uniform
     if loss.class_weights is not None:
-        slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
-        left = uniform * (labelled.total - labelled.weight)
+        slope, left = (1.0 - eps) * labelled.weight + extra, 0.0
+        if uniform:  # 0 times a sum with inf is NaN: 1 / count of a class that is not there
+            slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
+            left = uniform * (labelled.total - labelled.weight)
     return Coefficients(
         alpha=factor_B * slope,
         beta=None,

@@ -80,6 +80,8 @@ def layer_of(weight: Any) -> Any:
     after a further layer was wrapped. Among 700,000 objects that took 0.4 s.
     """
     tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if isinstance(weight, Tensor) and weight._is_view():  # `weight.T`
+        weight = weight._base
     if tuners is None or not isinstance(weight, nn.Parameter) or weight.requires_grad:
         return None
     forget_when_wrapped()
