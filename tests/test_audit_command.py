@@ -231,7 +231,6 @@ def test_under_torchrun(audit, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
     )
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("gradients of the head: mean of the means of ranks") == 1

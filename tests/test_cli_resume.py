@@ -334,7 +334,7 @@ def test_late_ranks_are_an_error_of_their_section_alone(tmp_path):
     table = late.communicate()[0]
     assert late.returncode == 1
     assert sections(tmp_path) == {names[0]: "failed", names[1]: "done"}
-    reason = "RuntimeError: 4 of 4 torch ranks were not done in 0.0 s, which is the limit"
+    reason = "RuntimeError: 4 of 4 torch ranks "  # made no progress, or used what they may
     assert f"{names[0]} could not be run: {reason}" in table
     assert f"{names[0]} could not be run; what was measured holds" in table
     assert reason in (out / "parity.html").read_text(encoding="utf-8")

@@ -157,13 +157,13 @@ def uneven(rank: int, world: int, folder: Path) -> int:
     if rank == 0:
         torch.distributed.all_reduce(torch.ones(1))
     else:
-        time.sleep(60)
+        time.sleep(3600)
     return rank
 
 
 @pytest.mark.slow
 def test_a_collective_that_one_rank_does_not_enter_is_seen(tmp_path: Path) -> None:
     """M5: our own tests must not wait for ever."""
-    with pytest.raises(Hang, match="0 of 2 ranks came back in 12 s"):
+    with pytest.raises(Hang, match="2 of 2 ranks made no progress for 12 s"):
         launch(2, uneven, tmp_path, seconds=12)
     assert len(list(tmp_path.iterdir())) == 2  # both were there

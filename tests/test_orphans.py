@@ -41,8 +41,8 @@ def said(folder, process, count=1):
     return [psutil.Process(int(name)) for name in names]
 
 
-def gone(processes, seconds=20):
-    """Whether all of them are, in time that is ample; those that are not are ended here."""
+def gone(processes, seconds=600):
+    """Whether all of them are, in time that only a hang takes; any others are ended here."""
     left = processes
     for _ in range(round(seconds / 0.1)):
         left = [process for process in left if running(process)]
@@ -95,7 +95,7 @@ def test_a_child_ends_with_its_parent(tmp_path, platform):
 @pytest.mark.parametrize("platform", [sys.platform, "elsewhere"])
 def test_a_child_whose_parent_is_gone_already_ends_at_once(tmp_path, platform):
     child = CHILD.format(platform=platform, parent=2**22 + 1, say="", hang=HANG)
-    done = subprocess.run([sys.executable, "-c", child], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", child], check=False)
     assert done.returncode == -9
 
 

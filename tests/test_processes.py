@@ -1,5 +1,8 @@
 """Ranks of a parity run: their time, and what is heard of those that fail."""
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -7,6 +10,13 @@ import pytest
 from xentlib import processes
 from xentlib.parity import ranks
 from xentlib.parity.shards import torch_rank
+
+SPIN = """
+import os, sys
+from xentlib.processes import end_with_parent
+end_with_parent(os.getppid())
+if sys.argv[1:]: os.sched_setaffinity(0, {int(sys.argv[1])})
+while True: pass"""
 
 
 class Does:
@@ -23,7 +33,7 @@ def test_ranks_have_longer_on_a_slower_machine(monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(ranks, "SECONDS", 0.001)
     with pytest.raises(
-        RuntimeError, match=r"^1 of 1 torch ranks were not done in 0\.0 s, which is"
+        RuntimeError, match=r"^1 of 1 torch ranks .* which is the limit at this machine's speed"
     ):
         ranks.run_ranks("torch", torch_rank, [Does("import time; time.sleep(3600)")], 1, 0.001)
     assert ranks.run_ranks("torch", torch_rank, [], 1, 600_000.0) == [[]]
@@ -47,9 +57,70 @@ def test_what_a_late_rank_has_said_is_in_the_error(monkeypatch):
         while started[0].said.stat().st_size < 10**6 + 4:
             assert started[0].process.exitcode is None
             time.sleep(0.05)
-        return ["late"]
+        return ["waiting"]
 
     monkeypatch.setattr(processes, "_wait", wait)
     code = "import sys, time\nsys.stderr.write('x' * 10**6 + 'here')\nsys.stderr.flush()"
-    with pytest.raises(RuntimeError, match=r"were not done in 10 min(.|\n)*xxxhere"):
+    with pytest.raises(RuntimeError, match=r"made no progress for 600 s(.|\n)*xxxhere"):
         ranks.run_ranks("torch", torch_rank, [Does(f"{code}\ntime.sleep(3600)")], 1)
+
+
+def slow(rank, world, folder, of_processor):
+    """So much processor time on a core, between two times shared with what spins for ever."""
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    end = time.process_time() + of_processor
+    while time.process_time() < end:
+        pass
+    return time.monotonic()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the clock on the wall decides")
+def test_a_busy_machine_makes_no_rank_late():
+    """One core for a rank and two that spin: 2 s of it take 6 s or more, with 4 s to be late."""
+    core = str(min(os.sched_getaffinity(0)))
+    others = [subprocess.Popen([sys.executable, "-c", SPIN, core]) for _ in range(2)]
+    try:
+        began = time.monotonic()
+        (ended,) = processes.launch(slow, 1, 2.0, seconds=4, preload=ranks.PRELOADED)
+        assert ended - began > 4  # it was to be slower than that
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def does(rank, world, folder, code):
+    exec(code, {})
+
+
+def asked_of_gloo(rank, world, folder):
+    """Of a collective that the other rank never enters."""
+    import torch
+
+    ranks.start_gloo(rank, world, folder)
+    torch.distributed.barrier()
+    if rank == 0:
+        torch.distributed.all_reduce(torch.ones(3))
+    time.sleep(3600)
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_ever_in_gloo_are_late():
+    pytest.importorskip("torch")
+    with pytest.raises(processes.RanksLate) as late:
+        processes.launch(asked_of_gloo, 2, seconds=3, preload=ranks.PRELOADED)
+    assert (len(late.value.said), late.value.why) == (2, "made no progress for 3 s")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the clock on the wall decides")
+def test_a_rank_that_spins_for_ever_is_late(monkeypatch):
+    """By processor time; what a rank has started counts as its own."""
+    monkeypatch.setattr(processes, "SPINNING", 0.2)
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}])"
+    for code in ("while True: pass", child):
+        with pytest.raises(processes.RanksLate) as late:
+            processes.launch(does, 1, code, seconds=5, preload=ranks.PRELOADED)
+        assert late.value.why == "were not done in 1 s of processor time each"

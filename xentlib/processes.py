@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,7 +22,14 @@ __all__ = ["RanksError", "RanksFailed", "RanksLate", "end_with_parent", "launch"
 KILL = 9  # signal.SIGKILL, a name that Windows lacks
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLL_SECONDS = 0.5
-AFTER_FAILURE = 10.0  # seconds that other ranks have, to say what they make of it
+AFTER_FAILURE = 10.0  # seconds without progress in which other ranks say what they make of it
+# A rank makes progress while it and all that it has started use more than this share of a core.
+# Waiting for ever in gloo uses 0.002; in a store that is a file, read every 10 ms, 0.009. A rank
+# that computes has 0.1 of two cores at load 20, and this much at load 100.
+PROGRESS = 0.02
+TICKS = 2  # of the processor time in /proc, commonly 10 ms: one may belong to what was before
+# Processor time that ranks may use, each, as a multiple of `seconds`: one may spin for ever.
+SPINNING = 10
 
 
 def end_with_parent(parent: int) -> None:
@@ -67,7 +74,11 @@ class RanksFailed(RanksError):
 
 
 class RanksLate(RanksError):
-    """They were not done in time."""
+    """They made no progress, or used too much processor time; `why` completes "2 ranks"."""
+
+    def __init__(self, said: list[str], world: int, why: str) -> None:
+        super().__init__(said, world)
+        self.why = why
 
 
 def launch(
@@ -82,7 +93,11 @@ def launch(
 
     Args:
         work: a function that can be imported. The main module is not run again in the ranks.
-        seconds: that they may take.
+        seconds: that all of them may go without progress, which is processor time, of a rank or of
+            a process that it has started, or a rank that is done. A busy machine makes no rank
+            late; one that waits for ever uses next to nothing. One that spins for ever ends when
+            ranks have used `SPINNING` times as much processor time. Without Linux's /proc, only a
+            rank that is done counts as progress.
         preload: modules that take long to import. Ranks are then forked from a process that has
             imported them and done nothing else; the first call in a process decides which. Without
             any, or where there is no fork, each rank is a new interpreter.
@@ -93,7 +108,7 @@ def launch(
 
     Raises:
         RanksFailed: ranks ended without a result; the others were given `AFTER_FAILURE` seconds.
-        RanksLate: they were not done in time.
+        RanksLate: they made no progress for `seconds`, or used too much processor time.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "work").write_bytes(pickle.dumps((work, arguments)))
@@ -110,10 +125,16 @@ def launch(
                 _end(rank.process)
         said = [rank.said.read_text(errors="replace") for rank in ranks]
         # The one that failed first says the least of lost connections.
-        for state, error in (("failed", RanksFailed), ("late", RanksLate)):
-            of_them = [text for found, text in zip(states, said, strict=True) if found == state]
+        for ending in ("failed", "waiting", "spinning"):
+            of_them = [text for state, text in zip(states, said, strict=True) if state == ending]
+            if of_them and ending == "failed":
+                raise RanksFailed(of_them, world)
             if of_them:
-                raise error(of_them, world)
+                why = {
+                    "waiting": f"made no progress for {seconds:g} s",
+                    "spinning": f"were not done in {SPINNING * seconds:g} s of processor time each",
+                }
+                raise RanksLate(of_them, world, why[ending])
         # Written a moment ago by the processes above.
         return [pickle.loads(rank.found.read_bytes()) for rank in ranks]
 
@@ -154,21 +175,84 @@ def _no_main() -> Iterator[None]:
 
 
 def _wait(ranks: list[_Rank], seconds: float) -> list[str]:
-    """What became of each: "done", "failed" or "late"."""
-    end = time.monotonic() + seconds
+    """What became of each: "done", "failed", or why it is late, "waiting" or "spinning"."""
+    progress = _Progress([rank.process.pid for rank in ranks])
+    before: list[str] = []
     while True:
         # In this order: a rank may end between the two.
         ended = [rank.process.exitcode is not None for rank in ranks]
         done = [rank.found.exists() for rank in ranks]
-        failed = [gone and not there for gone, there in zip(ended, done, strict=True)]
-        if any(failed):
-            end = min(end, time.monotonic() + AFTER_FAILURE)
-        if all(a or b for a, b in zip(done, failed, strict=True)) or time.monotonic() > end:
-            return [
-                "done" if there else "failed" if gone else "late"
-                for there, gone in zip(done, failed, strict=True)
-            ]
+        states = [
+            "done" if there else "failed" if gone else ""
+            for gone, there in zip(ended, done, strict=True)
+        ]
+        if all(states):
+            return states
+        if states != before:
+            if "failed" in states and "failed" not in before:
+                seconds = min(seconds, AFTER_FAILURE)
+                progress.processor_seconds = 0.0
+            progress.restart()
+            before = states
+        still = progress.look(min(POLL_SECONDS, seconds))
+        if still > seconds:
+            return [state or "waiting" for state in states]
+        if progress.processor_seconds > SPINNING * seconds * len(ranks):
+            return [state or "spinning" for state in states]
         time.sleep(0.05)
+
+
+class _Progress:
+    """Since when ranks make no progress, and the processor time that they have used."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self.processor_seconds = 0.0
+        self._pids = pids
+        self._used = [0.0] * len(pids)
+        self.restart()
+
+    def restart(self) -> None:
+        self._looked = self._since = time.monotonic()
+        self._used_then = self._used
+
+    def look(self, every: float) -> float:
+        """Seconds without progress, as of the last look; one takes some milliseconds."""
+        now = time.monotonic()
+        if now - self._looked >= every:
+            self._looked = now
+            before, self._used = self._used, _processor_seconds(self._pids)
+            pairs = zip(self._used, before, strict=True)
+            self.processor_seconds += sum(max(new - old, 0.0) for new, old in pairs)
+            # Less than before: a process is gone whose time nobody has been told.
+            self._used_then = list(map(min, self._used, self._used_then))
+            enough = TICKS * _tick() + PROGRESS * (now - self._since)
+            pairs = zip(self._used, self._used_then, strict=True)
+            if any(new - old > enough for new, old in pairs):
+                self.restart()
+        return self._looked - self._since
+
+
+def _processor_seconds(pids: list[int]) -> list[float]:
+    """Of each process and all that it has started; 0 where there is no Linux's /proc."""
+    used = dict.fromkeys(pids, 0)
+    parents, ticks = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat") if sys.platform == "linux" else ():
+        with suppress(OSError):  # gone meanwhile
+            # proc(5), from the third field on: the second, a name in brackets, may hold anything.
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            pid = int(stat.parent.name)
+            parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+    for process in parents:
+        above = process
+        while above not in used and above in parents:
+            above = parents[above]
+        if above in used:
+            used[above] += ticks[process]
+    return [used[pid] * _tick() for pid in pids]
+
+
+def _tick() -> float:
+    return 1 / os.sysconf("SC_CLK_TCK") if sys.platform == "linux" else 0.0
 
 
 def _end(process: Any) -> None:

@@ -12,19 +12,19 @@ from xentlib.parity.ranks import PRELOADED, start_gloo
 
 
 class Hang(AssertionError):
-    """Ranks that have not come back in time."""
+    """Ranks that make no progress."""
 
 
 def launch(
     world: int, work: Callable[..., Any], *arguments: Any, seconds: float = 240
 ) -> list[Any]:
-    """`work(rank, world, *arguments)` on ranks that share a gloo group; what each returned."""
+    """`work(rank, world, *arguments)` on ranks that share a gloo group; what each returned.
+    `seconds` without progress are a `Hang`, as `processes.launch` has it."""
     remove_locks()
     try:
         return processes.launch(on_gloo, world, work, arguments, seconds=seconds, preload=PRELOADED)
     except processes.RanksLate as late:
-        came = f"{world - len(late.said)} of {world} ranks came back in {seconds:g} s"
-        raise Hang(f"{came}\n{late}") from None
+        raise Hang(f"{len(late.said)} of {world} ranks {late.why}\n{late}") from None
     except processes.RanksFailed as failed:
         raise AssertionError(str(failed)) from None
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
-from xentlib.parity.report.numbers import duration
 from xentlib.processes import RanksFailed, RanksLate, launch
 
 __all__ = ["PRELOADED", "WORLD", "run_ranks", "start_gloo"]
 
 WORLD = 4
-SECONDS = 600  # that ranks may take on two idle cores, where the longest take 30
+SECONDS = 600  # that ranks may go without progress; on two idle cores the longest take 30 in all
+# Of a collective: a rank that waits for a slow one must not give up before `launch` does.
+GLOO_LIMIT = timedelta(days=1)
 # What takes seconds to import. JAX is not to be forked; it has one process anyway.
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "xentlib.torch")
 
@@ -29,7 +31,8 @@ def run_ranks(
     """`work(rank, world, folder, items)` of each rank, a process; `backend` is for what is said.
 
     Raises:
-        RuntimeError: a rank failed, or was not done in `SECONDS` times `slowness`, at least once.
+        RuntimeError: a rank failed, or all made no progress for `SECONDS` times `slowness`, at
+            least once.
     """
     limit = SECONDS * max(slowness, 1.0)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={WORLD}"
@@ -49,7 +52,7 @@ def run_ranks(
     except RanksLate as late:
         count, said = len(late.said), "\n".join(late.said)
         raise RuntimeError(
-            f"{count} of {world} {backend} ranks were not done in {duration(limit)}, which "
+            f"{count} of {world} {backend} ranks {late.why}, which "
             f"is the limit at this machine's speed\n{said}"
         ) from None
 
@@ -60,5 +63,9 @@ def start_gloo(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=GLOO_LIMIT,
     )
