@@ -13,6 +13,8 @@ from helpers.refused import said_by
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
+from helpers.routed import as_on_a_device  # noqa: E402
+
 V, H, N = 22, 8, 12
 
 
@@ -169,6 +171,57 @@ def differing(rank: int, world: int, mesh: Any) -> dict[str, Callable[[], Any]]:
     return calls | {"stream, bias": lambda: with_bias("stream")}
 
 
+def copied(rank: int, world: int, group: Any) -> dict[str, Callable[[], Any]]:
+    """The same tokens on all ranks: refused where that doubles d weight and can be read."""
+    from xentlib.torch import chunked_logprobs, chunked_nll
+
+    def of(
+        function: Any = chunked_nll, *, trains: bool = True, change: Any = None, **more: Any
+    ) -> Any:
+        hidden, labels = (x.detach().clone() for x in tokens_of(0))
+        if change is not None and rank == 1:
+            change(hidden, labels)
+        torch.manual_seed(1)
+        rows = torch.randn(V, H).chunk(world)[rank].requires_grad_(trains)
+        more = {"vocab_parallel": group, "tokens_parallel": group, **more}
+        return function(hidden.requires_grad_(), rows, labels, **more)
+
+    def on_a_device() -> Any:
+        with as_on_a_device():
+            return of()
+
+    def without_grad() -> Any:
+        with torch.no_grad():
+            return of()
+
+    def smallest(hidden: Any, labels: Any) -> None:
+        hidden[3, 5] = torch.nextafter(hidden[3, 5], torch.tensor(9.0))
+
+    def another(hidden: Any, labels: Any) -> None:
+        labels[-1] = (labels[-1] + 1) % V
+
+    def masked(hidden: Any, labels: Any) -> None:
+        labels[-1] = -100
+
+    masks = torch.zeros(N, dtype=torch.bool)
+    return {
+        "copies": of,
+        "copies, chunks": lambda: of(max_chunk_bytes=1),
+        "copies, logprobs": lambda: of(chunked_logprobs),
+        "copies, on a device": on_a_device,
+        "copies, no grad": without_grad,
+        "copies, a frozen head": lambda: of(trains=False),
+        "copies, of nothing": lambda: of(where=masks),
+        "copies, a wrapper's mean": lambda: chunked_nll(
+            tokens_of(0)[0], fsdp_head().weight, tokens_of(0)[1], gather="hidden"
+        ),
+        "copies, one bit": lambda: of(change=smallest),
+        "copies, a label": lambda: of(change=another),
+        "copies, a mask": lambda: of(change=masked),
+        "copies, weights": lambda: of(reduction="sum", token_weights=torch.full((N,), 1.0 + rank)),
+    }
+
+
 def on_rank(rank: int, world: int) -> dict[str, str]:
     group = torch.distributed.group.WORLD
     alone = [torch.distributed.new_group([k]) for k in range(world)][rank]
@@ -220,7 +273,7 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
         "hooked": lambda: hooked(rank),
     }
     mesh = torch.distributed.init_device_mesh("cpu", (world, 1))
-    return said_by(calls | differing(rank, world, mesh))
+    return said_by(calls | differing(rank, world, mesh) | copied(rank, world, group))
 
 
 SAME = "must be the same on every rank of `vocab_parallel`"
@@ -263,6 +316,16 @@ SAID = {
     "nodes and stream": f"`gather` and {OF_HEAD}",
     "stream, bias": f"`bias` {SAME}",
 }
+COPIES = (
+    "`hidden` must be this rank's own tokens with `tokens_parallel`; got the same labels and "
+    "hidden states on all 2 ranks, whose gradient of the head would be 2 times too large. Leave "
+)
+SAID |= {f"copies{name}": COPIES for name in ("", ", chunks", ", logprobs")}
+TAKEN = (
+    *("on a device", "no grad", "a frozen head", "of nothing", "a wrapper's mean"),
+    *("one bit", "a label", "a mask", "weights"),
+)
+SAID |= {f"copies, {name}": "nothing" for name in TAKEN}
 WANTED = "must require grad on every rank of `vocab_parallel`"
 for way in ("hidden", "stream", "nodes"):
     trains = f"`hidden` {WANTED}" if way == "hidden" else f"`weight` and `bias` {WANTED}"

@@ -59,7 +59,7 @@ class HeadCall(NamedTuple):
     transposed: bool
     group: str  # "" without vocabulary shards
     reduce_hidden: bool  # d hidden is summed over the shards
-    route: str  # where the group's ranks have tokens of their own: what travels, or ""
+    route: str  # where the group's ranks have tokens of their own, as `Local` has it, or ""
     nodes: Tensor | None  # [nodes, ranks]: the part of the head of each, gathered over nodes first
     peers: str  # group of the ranks at this rank's place in its node; "" without nodes
     every: str  # group of the ranks of all nodes

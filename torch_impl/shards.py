@@ -97,7 +97,9 @@ class Local(NamedTuple):
     group: str
     shard: Tensor | None  # [3] of `numbers_of` or `undeclared`; on the CPU
     scale: float = 1.0  # of the head's gradients
-    route: str = "hidden"  # what travels where tokens are spread over the group too
+    # Where tokens are spread over the group too: what of a wrapper's head travels, or "tokens",
+    # those of rows that the caller has cut
+    route: str = "tokens"
     nodes: Tensor | None = None  # [nodes, ranks], on the CPU; peers, every: as `Nodes` has them
     peers: str = ""
     every: str = ""

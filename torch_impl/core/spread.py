@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xentlib.checks.route import refuse_copies
 from xentlib.checks.shards import check_agreement, check_upstream
 from xentlib.checks.tokens import check_labels_elsewhere
 from xentlib.plan import ChunkPlan, shard_of, spread_tokens
@@ -150,6 +151,10 @@ class Spread:
         )
         rows_R = columns["rows"]
         self.own_count, self.longest = own, max(columns["tokens_of_rank"])
+        # Of rows that the caller has cut, copies of a token add up in their gradient; a wrapper's
+        # mean over ranks takes that back.
+        self.may_be_copies = call.route == "tokens" and self.ranks > 1 and any(terms.needs[1:])
+        self.may_be_copies = self.may_be_copies and free_to_read(hidden)
         self.largest_rows, self.chunk_bytes = max(rows_R), min(columns["budget"])
         # Numbers per token that travel, and what is made of them, where any rank has them.
         self.tempered, self.d_entropy = any(columns["temperature"]), any(columns["d_entropy"])
@@ -177,6 +182,7 @@ class Spread:
         ours = torch.cat(packed, dim=1).contiguous()
         theirs = ours.new_empty(self.ranks * ours.shape[0], ours.shape[1])
         gather_into(theirs, ours, group=self.group)
+        self.may_be_copies = self.may_be_copies and self._alike(theirs)
         sizes = [x.shape[1] for x in packed]
         found = []
         for part, x in zip(theirs.split(sizes, dim=1), filled, strict=True):
@@ -211,10 +217,17 @@ class Spread:
             x_TH, *bits = [
                 x.arrived() for x in (self._start(own, start) if coming is None else coming)
             ]
+            if start == 0 and self.may_be_copies and self._alike(x_TH):
+                refuse_copies(self.ranks)
             following = start + self.per_chunk
             coming = self._start(own, following) if following < self.length else None
             yield x_TH, _unpacked(bits[0], x_TH.shape[1]) if bits else None
             del x_TH, bits
+
+    def _alike(self, of_all: Tensor) -> bool:
+        """Whether what was gathered is the same of every rank."""
+        of_ranks = of_all.view(self.ranks, -1)
+        return bool((of_ranks == of_ranks[0]).all())
 
     def _start(self, own: Tokens, start: int) -> list[Sending]:
         size = min(self.per_chunk, self.length - start)

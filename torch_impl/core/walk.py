@@ -48,7 +48,7 @@ class Walk:
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
         rows = call.weight.shape[call.transposed]
-        self.spread = Spread(call, terms) if call.route == "hidden" else None
+        self.spread = Spread(call, terms) if call.route in ("hidden", "tokens") else None
         numbers = call.shard if self.spread is None else self.spread.numbers
         places = None
         if call.nodes is not None and call.shard is not None and self.spread is not None:

@@ -17,6 +17,7 @@ __all__ = [
     "check_route_here",
     "check_rows",
     "check_rows_stay",
+    "refuse_copies",
     "refuse_gathered",
     "refuse_inner_backward",
     "refuse_routed",
@@ -198,4 +199,14 @@ def check_rows_stay(
     raise ValueError(
         f"`weight` must be sharded along its vocabulary over mesh axes that spread tokens, with "
         f"`gather='hidden'`; got {came}. Shard it so, or leave `gather` out."
+    )
+
+
+def refuse_copies(ranks: int) -> NoReturn:
+    """Of the same tokens, on each of several ranks."""
+    raise ValueError(
+        f"`hidden` must be this rank's own tokens with `tokens_parallel`; got the same labels and "
+        f"hidden states on all {ranks} ranks, whose gradient of the head would be {ranks} times "
+        f"too large. Leave `tokens_parallel` out where every rank has the same tokens; mask copies "
+        f"that are meant on all ranks but one, and multiply that one's loss by {ranks}."
     )
