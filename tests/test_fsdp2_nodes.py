@@ -139,6 +139,35 @@ def test_what_is_sent_in_16_bits_is_added_up_in_more() -> None:
         assert not failures(check("A1", got, want))
 
 
+def of_policy(rank: int, world: int) -> list[tuple[Any, Any]]:
+    """By each route, of hidden states in float32: loss and d weight under a policy of
+    16 bits, and under autocast without one."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from xentlib.torch import chunked_nll
+
+    mesh, (hidden, labels) = torch.distributed.init_device_mesh("cpu", (2, 2)), tokens_of(rank)
+    found = []
+    for gather, over in (("hidden", mesh), ("hidden", None), ("stream", None)):
+        for policy in (True, False):
+            bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            head = head_of(**({"mp_policy": bf16} if policy else {}))
+            more = {"gather": gather, "tokens_parallel": over}
+            with torch.autocast("cpu", torch.bfloat16, enabled=not policy):
+                out = chunked_nll(hidden, head.weight, labels, **more)
+            out.loss.backward()
+            found.append((out.loss.detach().numpy(), head.weight.grad.full_tensor().numpy()))
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def test_products_have_the_dtype_of_the_policy() -> None:
+    """A1. Catches: a route that multiplies in the dtype of the parameters."""
+    for routes in launch(4, of_policy):
+        for both in routes:
+            for got, want in zip(*both, strict=True):
+                assert not failures(check("A1", got, want))
+
+
 def called(rank: int, nodes: Any, *, head: Any = None, **more: Any) -> Any:
     from xentlib.torch import chunked_nll
 

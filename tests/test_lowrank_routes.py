@@ -47,7 +47,7 @@ CASES = {
     "fp16": (Case("low", 61, H, V, dtype="float16"), 0.0),
     "no token": (Case("low", 61, H, V, ignored=1.0), 0.0),
 }
-Key = tuple[str, str, int, str]
+Key = tuple[Any, ...]
 # Whole models: matrices of one's own, and PEFT's.
 OWN, LORA = (Sharded(gather="hidden", road=road) for road in ("LowRankHead", "PEFT"))
 REPLICAS = replace(OWN, mesh="replicas", world=4)
@@ -92,6 +92,11 @@ def calls_of(name: str, function: str) -> dict[Key, Routed]:
 
 
 CALLS = {k: call for name in CASES for f in FUNCTIONS for k, call in calls_of(name, f).items()}
+CALLS |= {
+    (*key, "on a device"): call._replace(on_device=True)
+    for key, call in CALLS.items()
+    if key[2] == 4
+}
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +137,9 @@ def test_routes_give_the_dense_answer(results: Any, key: Key) -> None:
 @pytest.mark.parametrize("key", CALLS, ids=str)
 def test_what_travels_is_the_same_on_all_ranks(results: Any, key: Key) -> None:
     """A15: one SUM of d A, and with a mask one more gather of each chunk."""
-    name, function, _, route = key
+    name, function, _, route, *_ = key
     call, found = CALLS[key], results[key]
-    valid = np.split(call.problem.valid, np.cumsum(call.tokens)[:-1])
+    valid = np.split(call.problem.valid | call.on_device, np.cumsum(call.tokens)[:-1])
     rounds = -(-max(int(x.sum()) for x in valid) // 8)
     twice = "softcap" in call.problem.options and rounds > 1
     if twice or not rounds:

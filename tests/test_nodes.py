@@ -74,6 +74,11 @@ def tied() -> Routed:
     )
 
 
+CALLS |= {
+    (*key, "on a device"): call._replace(on_device=True)
+    for key, call in CALLS.items()
+    if key[2:] == ("2 nodes of 2", SMALL)
+}
 CALLS["ties", "chunked_nll", "2 nodes of 2", None] = tied()
 
 
@@ -110,7 +115,7 @@ def test_nodes_give_the_dense_answer(results: Any, key: tuple[Any, ...]) -> None
 def rounds_of(call: Routed, node: int) -> int:
     """Chunks of a node's hidden states."""
     ranks = WORLD // call.nodes
-    valid = np.split(call.problem.valid, np.cumsum(call.tokens)[:-1])
+    valid = np.split(call.problem.valid | call.on_device, np.cumsum(call.tokens)[:-1])
     longest = max(int(x.sum()) for x in valid[node * ranks :][:ranks])
     rows = call.nodes * -(-len(call.problem.weight) // WORLD)
     tokens = min((call.chunk_bytes or 64 << 20) // (4 * (rows + 1)), ranks * longest + 7)

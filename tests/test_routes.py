@@ -61,6 +61,8 @@ def calls_of(case: Case, function: str) -> dict[tuple[Any, ...], Routed]:
                 found[key] = Routed(
                     route, function, problem, own, rows, divisor, upstream, chunk_bytes
                 )
+                if (world, chunk_bytes) == (4, SMALL):
+                    found[*key, "on a device"] = found[key]._replace(on_device=True)
     return found
 
 
@@ -115,7 +117,7 @@ def rounds_of(call: Routed) -> int:
     if call.route == "stream":
         each = -(-vocab // ranks)
         return -(-each // stream_rows(each, call.problem.hidden.shape[1], ranks, budget))
-    valid = np.split(call.problem.valid, np.cumsum(call.tokens)[:-1])
+    valid = np.split(call.problem.valid | call.on_device, np.cumsum(call.tokens)[:-1])
     longest = max(int(x.sum()) for x in valid)
     rows = max(call.rows) if call.route == "tokens_parallel" else -(-vocab // ranks)
     tokens = min(budget // (4 * (rows + 1)), ranks * longest + 7) // ranks // 8 * 8

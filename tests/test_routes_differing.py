@@ -14,6 +14,8 @@ from xentlib.contract import check, failures
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
+from helpers.routed import as_on_a_device  # noqa: E402
+
 H = 3
 # Rows and tokens of each rank, bytes of a chunk: each rank's own rows give other chunks.
 UNEVEN = {
@@ -31,9 +33,39 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_rank(rank: int, world: int) -> dict[tuple[str, str], tuple[Any, Any]]:
+WITHOUT = 0  # the rank that has tokens none of which count
+UPSTREAM = 3.0
+
+
+def of_no_token(rank: int, *, differs: bool = False) -> tuple[Any, Any]:
+    """d hidden and d weight of this rank where one's loss, of no token, has another upstream
+    gradient than the others', and those of one process. `differs`: so has one with tokens."""
+    from xentlib.torch import chunked_nll
+
+    draw, group = torch.Generator().manual_seed(3), torch.distributed.group.WORLD
+    hidden, head = (torch.randn(n, H, generator=draw) for n in (12, 18))
+    labels = torch.randint(18, (12,), generator=draw)
+    labels[4 * WITHOUT :][:4] = -100
+    x, w = (t.split(n)[rank].clone().requires_grad_() for t, n in ((hidden, 4), (head, 6)))
+    more: dict[str, Any] = {"reduction": "sum", "compute_dtype": "float64"}
+    spread: dict[str, Any] = {"vocab_parallel": group, "tokens_parallel": group}
+    out = chunked_nll(x, w, labels.split(4)[rank], **spread, **more)
+    (out.loss * (7.0 if rank == WITHOUT else UPSTREAM + (differs and rank == 2))).backward()
+    hidden.requires_grad_(), head.requires_grad_()
+    (chunked_nll(hidden, head, labels, **more).loss * UPSTREAM).backward()
+    want = hidden.grad.split(4)[rank], head.grad.split(6)[rank]
+    return [x.grad.numpy(), w.grad.numpy()], [x.numpy() for x in want]
+
+
+def on_rank(rank: int, world: int) -> dict[Any, tuple[Any, Any]]:
     group = torch.distributed.group.WORLD
-    return {(name, way): result(rank, way, *UNEVEN[name], group) for name in UNEVEN for way in WAYS}
+    upstream = {"read": of_no_token(rank)}
+    with as_on_a_device():
+        upstream["not read"] = of_no_token(rank)
+        upstream["not read, differs"] = of_no_token(rank, differs=True)
+    return upstream | {
+        (name, way): result(rank, way, *UNEVEN[name], group) for name in UNEVEN for way in WAYS
+    }
 
 
 def result(
@@ -99,3 +131,17 @@ def test_ranks_differ_in_what_is_their_own(found: Any, name: str, way: str) -> N
         for got, want in zip(*ranks[name, way], strict=True):
             assert np.isfinite(want).all()
             assert not failures(check("A1", got, want))
+
+
+@pytest.mark.parametrize("way", ["read", "not read"])
+def test_the_upstream_gradient_is_that_of_ranks_with_tokens(found: Any, way: str) -> None:
+    """A1. Catches: a rank without tokens that has a say in it; that of the first rank alone."""
+    for ranks in found:
+        for got, want in zip(*ranks[way], strict=True):
+            assert not failures(check("A1", got, want))
+
+
+def test_upstream_gradients_that_differ_unread_are_nan(found: Any) -> None:
+    """D7: of the head, on every rank."""
+    for ranks in found:
+        assert np.isnan(ranks["not read, differs"][0][1]).all()

@@ -3,6 +3,7 @@ head under real `fully_shard` that a route of `gather=` leaves sharded."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -38,6 +39,7 @@ class Routed(NamedTuple):
     chunk_bytes: int | None = None
     audit: bool = False
     nodes: int = 0  # with "hidden": over which rows are gathered first
+    on_device: bool = False  # as `as_on_a_device` has it
     low: LowProblem | None = None  # A, B and mask of a head that is frozen; its `base` is not asked
 
 
@@ -62,7 +64,8 @@ def on_ranks(rank: int, world: int, calls: list[Routed]) -> list[Routes | None]:
     found: list[Routes | None] = []
     for call in calls:
         here = rank < len(call.tokens)
-        found.append(on_rank(rank, groups[len(call.tokens)], call) if here else None)
+        with as_on_a_device() if call.on_device else nullcontext():
+            found.append(on_rank(rank, groups[len(call.tokens)], call) if here else None)
     return found
 
 
@@ -84,7 +87,10 @@ def on_rank(rank: int, group: Any, call: Routed) -> Routes:
     options["max_chunk_bytes"] = call.chunk_bytes
     if call.audit:
         options["compute_dtype"] = "float64"
-    hidden = on_torch(p.hidden[own]).requires_grad_()
+    hidden = p.hidden[own].copy()
+    masked = ~p.valid[own]  # whatever is there is not looked at
+    hidden[masked] = np.resize([np.nan, np.inf, -np.inf], hidden[masked].shape)
+    hidden = on_torch(hidden).requires_grad_()
     weight, bias, *matrices = head = leaves(rank, group, call, options)
     if call.low is not None:
         keep = None if call.low.keep is None else torch.from_numpy(call.low.keep[own])
