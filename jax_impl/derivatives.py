@@ -73,9 +73,16 @@ def refused(cotangent: Any) -> jax.Array | None:
     return upstream
 
 
-@jax.custom_vjp
 def named(results: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The results of `REFUSED`, whose derivative raises where its value is known, outside `jit`."""
+    try:
+        return _named(results)
+    except NotImplementedError:  # an eager `shard_map` has no rule: there `refused` gives NaN
+        return results
+
+
+@jax.custom_vjp
+def _named(results: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return results
 
 
@@ -87,4 +94,4 @@ def _named_bwd(_: None, cotangents: dict[str, Any]) -> Any:
     return ({name: None if isinstance(g, zero) else g for name, g in cotangents.items()},)
 
 
-named.defvjp(lambda results: (primal_values(results), None), _named_bwd, symbolic_zeros=True)
+_named.defvjp(lambda results: (primal_values(results), None), _named_bwd, symbolic_zeros=True)

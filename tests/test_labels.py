@@ -54,6 +54,21 @@ def test_an_id_that_comes_back_is_another_document(backend):
     assert got.tolist() == [-100, -100, -100, 16, -100, -100, -100]
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int64", "uint8"])
+def test_an_attention_mask_is_where(backend, dtype):
+    """A0: a token of the padding, on either side, is no target, and predicts none. As segments a
+    mask made the padding on the right a document, and counted 2 tokens more."""
+    labels = np.arange(10, 17, dtype=np.int32)
+    mask = np.array([0, 1, 1, 1, 0, 0, 0], dtype)
+    got = shifted(backend, labels, where=mask)
+    assert got.tolist() == [-100, 12, 13, -100, -100, -100, -100]
+    # What lies between does not matter.
+    gap = shifted(backend, labels, where=np.array([1, 0, 1, 1, 0, 1, 1], dtype), shift=2)
+    assert gap.tolist() == [12, -100, -100, 15, -100, -100, -100]
+    agree(backend, labels, where=mask, position_ids=np.array([0, 0, 1, 2, 0, 1, 2], np.int32))
+    agree(backend, labels, where=mask, cu_seqlens=np.array([0, 2, 7], np.int32))
+
+
 @pytest.mark.parametrize(
     ("positions", "lengths"),
     [
@@ -183,6 +198,8 @@ def test_a_batch_of_rows_has_no_single_packing(backend):
         (ValueError, {"position_ids": np.zeros((3, 1, 4), np.int32)}, "several axes, pass `seg"),
         (TypeError, {"position_ids": range(4)}, "(array of integers|torch.Tensor); got range"),
         (TypeError, {"cu_seqlens": [0, 2, 4]}, "`cu_seqlens` must be .* got list. (Make|Pass)"),
+        (TypeError, {"where": np.ones(4, np.float32)}, "`where` must be integers; got float32"),
+        (ValueError, {"where": np.ones((1, 4), bool)}, "`where` must have the shape of `labels`"),
         (ValueError, {"shift": 0}, "`shift` must be at least 1; got 0. Labels that are aligned"),
         (ValueError, {"shift": -1}, "`shift` must be at least 1; got -1"),
         (TypeError, {"shift": True}, "`shift` must be an integer; got True"),

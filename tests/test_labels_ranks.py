@@ -34,7 +34,7 @@ def slices(rank, world, cuts):
     for sizes, shift in product(cuts, SHIFTS):
         for labels, options in calls():
             given = {k: torch.tensor(v) if np.ndim(v) else v for k, v in options.items()}
-            for name in {"segment_ids", "position_ids"} & given.keys():
+            for name in {"segment_ids", "position_ids", "where"} & given.keys():
                 given[name] = part(given[name], sizes, rank)
             mine = part(torch.tensor(labels), sizes, rank)
             before = mine.clone()

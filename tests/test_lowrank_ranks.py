@@ -272,7 +272,7 @@ SAID = (
     "`hidden` must require grad on every rank of `vocab_parallel`, or on none, like `a` of a",
     "`a` must be the same on every rank of `vocab_parallel`",
     "`the rank of the head` must be the same on every rank of `vocab_parallel`",
-    "`hidden` must require grad on every rank of `vocab_parallel`, or on none, like `a` of a",
+    "`weight` and `bias` must require grad on every rank of `vocab_parallel`, or on none, like `a`",
     "`keep` must be the same on every rank of `vocab_parallel`",
 )
 

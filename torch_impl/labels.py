@@ -25,6 +25,7 @@ def next_token_labels(
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
+    where: Tensor | None = None,
     shift: int = 1,
     ignore_index: int = -100,
     sequence_parallel: Any = None,
@@ -46,16 +47,19 @@ def next_token_labels(
             left padding (1, 1, 1 or 0, 0, 0 before 0, 1, 2) is a document of its own. Places that
             repeat or leave some out within a document (those of images, say) would split it there:
             pass `segment_ids` then. Of the three descriptions, one may be passed.
+        where: [..., L] bool or integers 0 and 1, which tokens count: an attention mask, say. A
+            token has a label if it and its target do both, so padding on either side neither
+            predicts nor is predicted. As `segment_ids` a mask would make a document of the padding.
         shift: how many tokens ahead the target is, an integer >= 1: 1 for the next token, 2 and
             more for the further heads of multi-token prediction. From L on, nothing is predicted.
         ignore_index: written where there is nothing to predict.
         sequence_parallel: the ranks that the sequence is spread over: in PyTorch a ProcessGroup or
             a one-dimensional DeviceMesh, in JAX the name of a mesh axis inside `shard_map`.
-            `labels`, `segment_ids` and `position_ids` are then this rank's consecutive slice of
-            those of the whole row, in rank order; in PyTorch slices may differ in length, and be
-            empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as `shift`
-            is. `shift` columns are exchanged, in one collective; they may lie in several slices (in
-            JAX all slices are gathered then). Where a rank holds two slices (zig-zag context
+            `labels`, `segment_ids`, `position_ids` and `where` are then this rank's consecutive
+            slice of those of the whole row, in rank order; in PyTorch slices may differ in length,
+            and be empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as
+            `shift` is. `shift` columns are exchanged, in one collective; they may lie in several
+            slices (in JAX all slices are gathered then). Where a rank holds two (zig-zag context
             parallelism), shift before slicing instead.
 
     Returns:
@@ -71,7 +75,11 @@ def next_token_labels(
     Numerics: integers only (contract row A0).
     """
     only_tensors(
-        labels=labels, segment_ids=segment_ids, cu_seqlens=cu_seqlens, position_ids=position_ids
+        labels=labels,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        position_ids=position_ids,
+        where=where,
     )
     ignore_index = plain(ignore_index)
     shift = check_next_token_labels(
@@ -79,12 +87,16 @@ def next_token_labels(
         describe(segment_ids),
         describe(cu_seqlens),
         describe(position_ids),
+        describe(where),
         shift,
         ignore_index,
     )
     length = labels.shape[-1]
     # PyTorch has few operators for uint16 and uint32: no order, sum, clamp or gather.
     rows = [x.long() for x in (labels, segment_ids, position_ids) if x is not None]
+    if where is not None:  # what does not count is no target; below it has none
+        where = onto(where, labels.device).bool()
+        rows[0] = torch.where(where, rows[0], ignore_index)
     if sequence_parallel is None:
         columns = min(shift, length)
         after = [torch.full_like(x[..., :columns], ignore_index) for x in rows]
@@ -106,6 +118,8 @@ def next_token_labels(
         begins = marks.scatter(0, offsets.clamp(0, length + columns), True)[:-1]
     if begins is not None:
         shifted = torch.where(any_of_next(begins, columns), ignore_index, shifted)
+    if where is not None:
+        shifted = torch.where(where, shifted, ignore_index)
     return shifted.to(labels.dtype)
 
 

@@ -13,6 +13,7 @@ def next_token_labels(
     segment_ids: Any = None,
     cu_seqlens: Any = None,
     position_ids: Any = None,
+    where: Any = None,
     shift: int = 1,
     ignore_index: int = -100,
     sequence_parallel: Any = None,
@@ -34,16 +35,19 @@ def next_token_labels(
             left padding (1, 1, 1 or 0, 0, 0 before 0, 1, 2) is a document of its own. Places that
             repeat or leave some out within a document (those of images, say) would split it there:
             pass `segment_ids` then. Of the three descriptions, one may be passed.
+        where: [..., L] bool or integers 0 and 1, which tokens count: an attention mask, say. A
+            token has a label if it and its target do both, so padding on either side neither
+            predicts nor is predicted. As `segment_ids` a mask would make a document of the padding.
         shift: how many tokens ahead the target is, an integer >= 1: 1 for the next token, 2 and
             more for the further heads of multi-token prediction. From L on, nothing is predicted.
         ignore_index: written where there is nothing to predict.
         sequence_parallel: the ranks that the sequence is spread over: in PyTorch a ProcessGroup or
             a one-dimensional DeviceMesh, in JAX the name of a mesh axis inside `shard_map`.
-            `labels`, `segment_ids` and `position_ids` are then this rank's consecutive slice of
-            those of the whole row, in rank order; in PyTorch slices may differ in length, and be
-            empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as `shift`
-            is. `shift` columns are exchanged, in one collective; they may lie in several slices (in
-            JAX all slices are gathered then). Where a rank holds two slices (zig-zag context
+            `labels`, `segment_ids`, `position_ids` and `where` are then this rank's consecutive
+            slice of those of the whole row, in rank order; in PyTorch slices may differ in length,
+            and be empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as
+            `shift` is. `shift` columns are exchanged, in one collective; they may lie in several
+            slices (in JAX all slices are gathered then). Where a rank holds two (zig-zag context
             parallelism), shift before slicing instead.
 
     Returns:

@@ -52,14 +52,16 @@ def documents(length, *, segment_ids=None, cu_seqlens=None, position_ids=None) -
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 
-def naive(labels, *, shift=1, ignore_index=-100, **packing) -> np.ndarray:
+def naive(labels, *, shift=1, ignore_index=-100, where=None, **packing) -> np.ndarray:
     """The definition, one document at a time, one token at a time."""
+    counts = np.ones(labels.shape, bool) if where is None else where.astype(bool)
     out = np.full_like(labels, ignore_index)
     for row in np.ndindex(labels.shape[:-1]):
         ids = {k: v if k == "cu_seqlens" else v[row] for k, v in packing.items()}
         for document in documents(labels.shape[-1], **ids):
             for token, target in zip(document, document[shift:]):
-                out[(*row, token)] = labels[(*row, target)]
+                if counts[(*row, token)] and counts[(*row, target)]:
+                    out[(*row, token)] = labels[(*row, target)]
     return out
 
 
@@ -102,6 +104,8 @@ def calls():
     many = np.arange(128 * LENGTH, dtype=np.int32).reshape(128, LENGTH)
     yield many, {"segment_ids": every["segment_ids"]}
     yield many, {"position_ids": every["position_ids"]}
+    for dtype in (bool, np.int64):  # masks of every kind, beside documents
+        yield many, {"where": every["segment_ids"][::-1].astype(dtype), "segment_ids": many % 5}
     for offsets in every["cu_seqlens"][::9]:
         yield row[None], {"cu_seqlens": offsets}
     yield row, {"cu_seqlens": np.array([0, 0, 2, 2, 5], np.int64)}  # padding after 5

@@ -19,6 +19,7 @@ def check_next_token_labels(
     segment_ids: Operand | None,
     cu_seqlens: Operand | None,
     position_ids: Operand | None,
+    where: Operand | None,
     shift: Any,
     ignore_index: int,
 ) -> int:
@@ -57,7 +58,10 @@ def check_next_token_labels(
         )
     for name in given:
         check_integers(name, *packing[name])
-    for name, operand in (("segment_ids", segment_ids), ("position_ids", position_ids)):
+    if where is not None and where.dtype != "bool":
+        check_integers("where", where, "Pass a mask, 1 or True for each token that counts.")
+    shaped = {"segment_ids": segment_ids, "position_ids": position_ids, "where": where}
+    for name, operand in shaped.items():
         if operand is not None and operand.shape != labels.shape:
             axes = " Where tokens have places on several axes, pass `segment_ids` instead."
             raise ValueError(
