@@ -22,6 +22,7 @@ from xentlib.torch.core.device import KINDS
 
 __all__ = ["Routed", "Routes", "as_on_a_device", "merged", "nodes_of", "on_ranks"]
 
+KEPT: list[Any] = []  # the module of the call that runs
 PER_TOKEN = ("where", "token_weights", "temperature")
 OUTPUTS = ("logprobs", "entropy", "lse", "correct", "predicted")
 
@@ -164,6 +165,7 @@ def leaves(rank: int, group: Any, call: Routed, options: dict[str, Any]) -> list
         more = ("a", "b")
     fully_shard(head, mesh=DeviceMesh.from_group(group, "cpu"))
     head.set_gradient_divide_factor(1.0)
+    KEPT[:] = [head]  # a parameter does not keep its module, whose shards it then is no longer
     options |= {"gather": call.route}
     if call.nodes:
         options["tokens_parallel"] = nodes_of(call.nodes)
