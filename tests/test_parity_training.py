@@ -296,7 +296,8 @@ def test_a_mutant_in_jax_fails_too(windows, monkeypatch):
 
     def wrong(*arrays, reduction):
         output = right(*arrays)
-        return output._replace(loss=output.loss / 4 * 100)  # a mean, as if 100 tokens were there
+        # A mean, as if 100 tokens were there, whose count is not known to be a mean's.
+        return output._replace(loss=output.loss / 4 * 100, num_tokens=output.num_tokens + 0)
 
     monkeypatch.setattr(xj, "chunked_nll", wrong)
     monkeypatch.setattr(head, "_head_scan", head._head_scan.__wrapped__)
