@@ -82,7 +82,7 @@ def stepped(how: str, rank: int, world: int) -> list[Any]:
                 shared = counts if how != "one denominator" else counts.sum()
                 factors = FACTORS * world / shared
                 out = together(model, hidden, labels, factors, how == "NLLHead")
-                loss, losses = out.loss, -out.logprobs.sum(dim=(1, 2)) / counts
+                loss, losses = out.loss, -out.logprobs.detach().sum(dim=(1, 2)) / counts
         with count_collectives() as backward:
             loss.backward()
         torch.distributed.all_reduce(losses)

@@ -111,7 +111,12 @@ def known(x: Any) -> Any:
     if isinstance(x, (int, float)):
         return x
     there = type(x) is Tensor and traits(x).free_to_read and x.numel() == 1
-    return x.detach().item() if there else None
+    return x.detach().item() if there and not traced() else None
+
+
+def traced() -> bool:
+    """Whether `make_fx` records each operation of real tensors, of which it lets none be read."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def label_loss(loss: Tensor, num_tokens: Any, weight_sum: Any, denominator: Any) -> None:
