@@ -272,3 +272,30 @@ def test_rows_that_stay_are_refused_on_a_mesh() -> None:
     x, w, b, y = (jax.device_put(x, NamedSharding(mesh, P("data"))) for x in arrays)
     with pytest.raises(ValueError, match=r"`weight` must be one array here.*gather='hidden'"):
         chunked_nll(x, LowRankHead(w, jnp.ones((2, 4)), b), y, gather="hidden")
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("low", [False, True], ids=["one array", "low rank"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_no_token_at_all(function: Any, low: bool, dtype: str, compiled: bool) -> None:
+    """A0: +0. XLA refused float16 in a `shard_map` that is not in `jit`: "'func.call' op expected
+    at least one operand", as the power of two of no upstream gradient is a function of constants."""
+    leaves = [jnp.ones(shape, dtype) for shape in ((0, 8), (32, 8), (2, 8), (32, 2))]
+
+    def loss(hidden: Any, weight: Any, a: Any, b: Any) -> Any:
+        head = LowRankHead(weight, a, b) if low else weight
+        how = {"entropy": True} if function is chunked_logprobs else {}
+        out = function(hidden, head, jnp.zeros(0, jnp.int32), vocab_parallel="tp", **how)
+        return out.loss if not how else out.logprobs.sum() + out.entropy.sum()
+
+    specs = (P(), P("tp"), P(), P("tp"))
+    step = jax.shard_map(
+        jax.grad(loss, argnums=(0, 1, 2, 3)),
+        mesh=mesh_of(AxisType.Auto, tp=4),
+        in_specs=specs,
+        out_specs=specs,
+    )
+    found = (jax.jit(step) if compiled else step)(*leaves)
+    assert [x.shape for x in found] == [x.shape for x in leaves]
+    assert not any(np.asarray(x).view(f"u{x.dtype.itemsize}").any() for x in found)

@@ -57,7 +57,9 @@ class Gradients(NamedTuple):
 def power_of_two(options: Options, factor_N: jax.Array) -> jax.Array | None:
     """Exponent that brings float16 dz of these factors to where float16 has digits; one for all
     tokens that meet the same rows."""
-    if options.gemm_dtype != "float16":
+    # Without a token there is nothing to scale, and XLA refuses a `shard_map` outside of `jit` in
+    # which a function of constants alone is called.
+    if options.gemm_dtype != "float16" or not factor_N.size:
         return None
     largest = jnp.abs(factor_N).max(initial=0.0)
     if options.gathered:
