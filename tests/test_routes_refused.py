@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,6 +71,13 @@ def bad_label(rank: int, gather: str) -> Any:
     from xentlib.torch import chunked_nll
 
     return chunked_nll(hidden, fsdp_head().weight, labels, gather=gather)
+
+
+def of_nothing(rank: int, call: Callable[..., Any], *, weight: float = 1.0) -> Any:
+    """The tokens of rank 1 are masked, and those of rank 0 are divided by 0."""
+    tokens = torch.full((N,), rank == 0), torch.full((N,), weight)
+    out = call(where=tokens[0], token_weights=tokens[1], denominator=float(rank))
+    return out.loss.backward()
 
 
 def kept_whole(rank: int) -> Any:
@@ -141,6 +149,8 @@ def differing(rank: int, world: int, mesh: Any) -> dict[str, Callable[[], Any]]:
     calls: dict[str, Callable[[], Any]] = {
         "tokens, softcap": lambda: own(softcap=30.0 if rank else None),
         "tokens, no grad": lambda: without_grad(own),
+        "tokens, denominator": lambda: of_nothing(rank, own),
+        "tokens, no weight": lambda: of_nothing(rank, own, weight=0.0),
         "tokens, vocabulary": lambda: own(vocab_parallel=PaddedVocab(group, V - rank)),
         "route": lambda: by(("hidden", "stream")[rank]),
         "nodes on one": lambda: by("hidden", tokens_parallel=mesh if rank else None),
@@ -167,6 +177,10 @@ def differing(rank: int, world: int, mesh: Any) -> dict[str, Callable[[], Any]]:
                 **how, class_weights=weights[: V + rank]
             ),
             f"{name}, too many class weights": lambda how=how: by(**how, class_weights=weights),
+            f"{name}, denominator": lambda how=how: of_nothing(rank, partial(by, **how)),
+            f"{name}, no weight": lambda how=how: of_nothing(
+                rank, partial(by, **how), weight=0.0
+            ),
         }
     return calls | {"stream, bias": lambda: with_bias("stream")}
 
@@ -326,6 +340,11 @@ TAKEN = (
     *("one bit", "a label", "a mask", "weights"),
 )
 SAID |= {f"copies, {name}": "nothing" for name in TAKEN}
+for way in ("tokens", "hidden", "stream", "nodes"):
+    SAID |= {
+        f"{way}, denominator": "`denominator` must be positive ",
+        f"{way}, no weight": "nothing",
+    }
 WANTED = "must require grad on every rank of `vocab_parallel`"
 for way in ("hidden", "stream", "nodes"):
     trains = f"`hidden` {WANTED}" if way == "hidden" else f"`weight` and `bias` {WANTED}"

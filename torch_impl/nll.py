@@ -25,6 +25,7 @@ from xentlib.torch.core.softmax import TokenStats, token_stats
 from xentlib.torch.core.spread import Terms, same_upstream
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
 from xentlib.torch.core.stream import Streamed, sums_of, walk_of
+from xentlib.torch.core.tokens import counted
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted, without_gradient
 from xentlib.torch.describe import as_tensor
@@ -43,7 +44,8 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     # 1. Valid tokens, and what each of them counts for
     options = {"label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
     options["outputs"] = loss.entropy + 2.0 * loss.predicted
-    terms = Terms("chunked_nll", loss.needs, options, loss.class_weights)
+    refused = refused_divisor(call, loss)
+    terms = Terms("chunked_nll", loss.needs, options, loss.class_weights, refused=refused)
     walk = walk_of(call, terms)
     own, compute_dtype, like = walk.own, walk.compute_dtype, walk.like
     num_tokens = call.hidden.shape[0]
@@ -156,10 +158,10 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
             sums.add(chunk)  # 8. Gradient GEMMs
     gradients = every.finish(exponent)
 
-    # 9. Reduce. What is 0 was divided by 1 above, unless it has tokens.
-    checked = loss.denominator is not None and free_to_read(total_valid)
-    if checked and total_valid and divisor <= 0:
-        check_divisor(float(divisor))
+    # 9. Reduce. What is 0 was divided by 1 above, unless it has tokens: then ranks that shake hands
+    # have refused it, those of `vocab_parallel` have compared it.
+    if refused is not None:
+        check_divisor(refused)
     loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = own.clean(
         walk.mine(per_token_7N)
     )
@@ -177,6 +179,23 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
         predicted_N.long(),
     )
     return output, gradients, valid_N
+
+
+def refused_divisor(call: HeadCall, loss: Loss) -> float | None:
+    """A denominator that is not positive, of a call with a token that counts; None where it cannot
+    be read."""
+    given = loss.denominator
+    if given is None or not free_to_read(given) or not given <= 0:
+        return None
+    valid_N, _ = counted(call.labels, call.where, call.ignore_index)
+    weights_N = valid_N.double()
+    if loss.token_weights is not None:
+        weights_N = torch.where(valid_N, loss.token_weights, 0.0)
+    if loss.class_weights is not None:
+        classes_N = call.labels.long().clamp(0, loss.class_weights.shape[0] - 1)
+        weights_N = weights_N * loss.class_weights[classes_N]
+    counts = bool(valid_N.any()) and not (given == 0 and weights_N.sum() == 0)
+    return float(given) if counts else None
 
 
 def nll_backward(

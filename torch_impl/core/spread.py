@@ -21,7 +21,11 @@ from torch import Tensor
 
 from xentlib.checks.route import refuse_copies
 from xentlib.checks.shards import check_agreement, check_upstream
-from xentlib.checks.tokens import check_labels_elsewhere
+from xentlib.checks.tokens import (
+    check_divisor,
+    check_divisor_elsewhere,
+    check_labels_elsewhere,
+)
 from xentlib.plan import ChunkPlan, shard_of, spread_tokens
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes
@@ -46,6 +50,7 @@ class Terms(NamedTuple):
     options: Mapping[str, float] = {}  # of the function, at most `OPTIONS`
     class_weights: Tensor | None = None
     d_entropy: bool = False  # this rank's loss is made of entropies
+    refused: float | None = None  # the denominator of this rank's tokens, if it is not positive
 
 
 class Sending(NamedTuple):
@@ -83,7 +88,7 @@ def shake_hands(
 ) -> dict[str, list[int]]:
     """Before ranks go ways of their own: numbers of every rank by name. Refuse on all of them what
     must be alike, or they would not make the same collectives, or not add up the same loss; and a
-    label of `tokens` that is outside of the vocabulary on any.
+    label of `tokens` that is outside of the vocabulary on any, and a denominator of 0.
 
     All that decides a collective is in it, and it is as long for every route and function: ranks
     whose calls differ read that, and none waits for the others.
@@ -109,7 +114,8 @@ def shake_hands(
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
         **{name: bits_of(value) for name, value in terms.options.items()},
     }
-    numbers = {"bad": int(is_bad), **{name: own.get(name, 0) for name in OWN}}
+    bad = is_bad + 2 * (terms.refused is not None)
+    numbers = {"bad": bad, **{name: own.get(name, 0) for name in OWN}}
     fill = [0] * (OPTIONS - len(terms.options))
     ours = torch.tensor(
         [*numbers.values(), *alike.values(), *fill], dtype=torch.int64, device=call.hidden.device
@@ -121,7 +127,10 @@ def shake_hands(
     check_agreement([name for name in differs if name in ("gather", "function")])
     if tokens is not None:
         check_labels(call.labels, tokens.bad, call.ignore_index, int(call.shard[2]))
-        check_labels_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad])
+        check_labels_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 1])
+    if terms.refused is not None:
+        check_divisor(terms.refused)
+    check_divisor_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 2])
     check_agreement(differs)
     return columns
 

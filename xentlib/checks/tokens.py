@@ -11,6 +11,7 @@ from xentlib.dtypes import holds
 
 __all__ = [
     "check_divisor",
+    "check_divisor_elsewhere",
     "check_ignore_index",
     "check_label_range",
     "check_labels_elsewhere",
@@ -85,6 +86,16 @@ def check_labels_elsewhere(ranks: Sequence[int]) -> None:
         raise ValueError(
             f"`labels` must be classes or `ignore_index` on every rank that shares the head; got "
             f"others on rank {', '.join(map(str, ranks))} of its group, which says which."
+        )
+
+
+def check_divisor_elsewhere(ranks: Sequence[int]) -> None:
+    """Raise, on every rank, for a `denominator` of some that `check_divisor` refuses there."""
+    if ranks:
+        raise ValueError(
+            f"`denominator` must be positive on every rank whose tokens count; got 0 or less on "
+            f"rank {', '.join(map(str, ranks))} of its group. Pass the number of the window's "
+            f"valid tokens, counted with the mask that this call uses."
         )
 
 
