@@ -279,8 +279,8 @@ def test_rows_that_stay_are_refused_on_a_mesh() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_no_token_at_all(function: Any, low: bool, dtype: str, compiled: bool) -> None:
-    """A0: +0. XLA refused float16 in a `shard_map` that is not in `jit`: "'func.call' op expected
-    at least one operand", as the power of two of no upstream gradient is a function of constants."""
+    """A0: +0. XLA refused float16 in a `shard_map` that is not in `jit`, "'func.call' op expected
+    at least one operand": the power of two of no upstream gradient is a function of constants."""
     leaves = [jnp.ones(shape, dtype) for shape in ((0, 8), (32, 8), (2, 8), (32, 2))]
 
     def loss(hidden: Any, weight: Any, a: Any, b: Any) -> Any:

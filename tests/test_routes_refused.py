@@ -178,9 +178,7 @@ def differing(rank: int, world: int, mesh: Any) -> dict[str, Callable[[], Any]]:
             ),
             f"{name}, too many class weights": lambda how=how: by(**how, class_weights=weights),
             f"{name}, denominator": lambda how=how: of_nothing(rank, partial(by, **how)),
-            f"{name}, no weight": lambda how=how: of_nothing(
-                rank, partial(by, **how), weight=0.0
-            ),
+            f"{name}, no weight": lambda how=how: of_nothing(rank, partial(by, **how), weight=0.0),
         }
     return calls | {"stream, bias": lambda: with_bias("stream")}
 
