@@ -38,11 +38,12 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
+.PHONY: help parity test test-full quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
 	@echo 'test        the suite, in three processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
+	@echo 'test-full   the suite with whole products of options and shapes, of which it has every pair'
 	@echo 'quick       the first case of each test, without the slow ones: about a minute'
 	@echo 'ptx         Triton programs compiled for GPUs that are not here; PTX_ARGS="--table FILE" writes the table'
 	@echo 'gpu         kernels, products, contract, tests and benchmark on a CUDA device in ten minutes, build/gpu/gpu.json;'
@@ -174,6 +175,10 @@ test: $(VENV)/test.stamp
 # While one works: what compiled programs build/jax_cache has are not compiled again.
 quick: $(VENV)/test.stamp
 	$(BIN)/pytest --quick $(PYTEST_ARGS)
+
+# Whole products of options, shapes and routes; the suite has every pair of them.
+test-full: $(VENV)/test.stamp
+	$(BIN)/pytest --full $(PYTEST_ARGS)
 
 fuzz: $(VENV)/test.stamp
 	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)

@@ -94,6 +94,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="of each test its first case in each backend; none that is marked slow",
     )
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="whole products of options and shapes too, of which a run has every pair",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -106,6 +111,10 @@ def pytest_collection_modifyitems(config, items):
         kept = {id(item) for item in quick.values()}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
         items[:] = quick.values()
+    if not config.getoption("--full"):
+        whole = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=whole)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
     for item in items:
         if DEVICE != "cpu" and item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="about the CPU"))
