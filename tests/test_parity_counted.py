@@ -12,7 +12,7 @@ from xentlib.parity.counted import Count, H, N, V
 from xentlib.parity.findings import Findings
 from xentlib.parity.ranks import WORLD
 from xentlib.parity.rows import collectives
-from xentlib.parity.rows.collectives import CHUNKS, HEADS
+from xentlib.parity.rows.collectives import CHUNKS, FEW_CHUNKS, HEADS
 from xentlib.plan import head_routes, plan_chunks
 
 
@@ -53,8 +53,13 @@ def test_there_are_as_many_chunks_as_are_named(name: str, chunks: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "chunks", [FEW_CHUNKS, pytest.param(CHUNKS, marks=pytest.mark.full)], ids=str
+)
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_heads_that_stay_where_they_are(backend: str, monkeypatch: Any) -> None:
+def test_heads_that_stay_where_they_are(
+    backend: str, chunks: tuple[int, ...], monkeypatch: Any
+) -> None:
     """A15, A14: on real ranks with 0, 1 and N tokens, in 1, 7 and 64 chunks or blocks; what is off
     by a round, or sends nothing back, is rejected."""
     pytest.importorskip(backend)
@@ -62,10 +67,10 @@ def test_heads_that_stay_where_they_are(backend: str, monkeypatch: Any) -> None:
     assert len(stay) == (10 if backend == "torch" else 2)
     monkeypatch.setitem(HEADS, backend, stay)
     findings = Findings((backend,), 1.0)
-    collectives._measure(findings, backend, backend, CHUNKS)
+    collectives._measure(findings, backend, backend, chunks)
     found = findings.measurements
     assert [m for m in found if not m.passed] == []
-    assert sum(m.row == "A15" for m in found) == len(CHUNKS) * len(stay)
+    assert sum(m.row == "A15" for m in found) == len(chunks) * len(stay)
     rejected = [m for m in found if m.row == "A14"]
     assert len(rejected) == len(stay)
     # Two more where the backward of a head reduces once beside its rounds, as that of d A.
