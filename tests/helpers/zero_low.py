@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 
+from helpers.torchrun import start
 from helpers.wrapped import run
 from helpers.zero_routes import Trained, engine_of, trained, window_of
-from xentlib.processes import end_with_parent
 
 
 def refused(road: str, gather: str) -> str:
@@ -27,11 +26,7 @@ def refused(road: str, gather: str) -> str:
 
 
 def main(folder: str) -> None:
-    import deepspeed
-
-    end_with_parent(os.getppid())  # torchrun, which does not take its ranks along when killed
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
+    start()
     setups = pickle.loads(Path(folder, "setups").read_bytes())
     found: dict[Any, Any] = {name: trained(setup) for name, setup in setups.items()}
     for road in ("LowRankHead", "PEFT"):

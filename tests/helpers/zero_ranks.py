@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -11,8 +10,8 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_grad
 
+from helpers.torchrun import start
 from helpers.wrapped import Zero, batches, model_of, part_of, run
-from xentlib.processes import end_with_parent
 from xentlib.torch import count_collectives
 
 
@@ -66,9 +65,7 @@ def measured(setup: Zero) -> tuple[dict, int]:
 
 
 def main(folder: str) -> None:
-    end_with_parent(os.getppid())  # torchrun, which does not take its ranks along when killed
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
+    start()
     setups = pickle.loads(Path(folder, "setups").read_bytes())
     found = {name: measured(setup) for name, setup in setups.items()}
     Path(folder, f"rank{torch.distributed.get_rank()}").write_bytes(pickle.dumps(found))

@@ -4,7 +4,6 @@ the whole batch; as a program, a rank of `test_zero_routes.py`.
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -15,8 +14,8 @@ from typing import Any
 
 import torch
 
+from helpers.torchrun import start
 from helpers.wrapped import H, Zero, batch, model_of, part_of, run
-from xentlib.processes import end_with_parent
 from xentlib.torch import TokenNormalizer, chunked_nll, count_collectives
 
 WINDOWS = 3
@@ -224,13 +223,9 @@ def mutated(name: str) -> Iterator[None]:
 
 
 def main(folder: str) -> None:
-    import deepspeed
-
     from helpers.zero_refused import said
 
-    end_with_parent(os.getppid())  # torchrun, which does not take its ranks along when killed
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
+    start()
     found: dict[str, Any] = {}
     setups = pickle.loads(Path(folder, "setups").read_bytes())
     for name, setup in setups.items():
