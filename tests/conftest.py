@@ -41,6 +41,9 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 # CPU without, 82 s the first time, 22 s from then on).
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BUILD / "jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# XLA's own caches are for GPUs, and put the folder's name into the hash: no other folder, as that of
+# a new clone, could have a program that was compiled in this one (flax-meshes.md: 21 s, 8 s).
+os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
 
 HAS_TORCH, HAS_JAX = (importlib.util.find_spec(name) is not None for name in ("torch", "jax"))
 INSTALLED = [name for name, here in (("torch", HAS_TORCH), ("jax", HAS_JAX)) if here]
