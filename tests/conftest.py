@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.orphans import guard
+from helpers.seconds import Seconds
 
 # Read when a framework starts, so set before any import of one. Four host devices: enough to have
 # arrays that are committed to different ones.
@@ -41,8 +42,8 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 # CPU without, 82 s the first time, 22 s from then on).
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(BUILD / "jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-# XLA's own caches are for GPUs, and put the folder's name into the hash: no other folder, as that of
-# a new clone, could have a program that was compiled in this one (flax-meshes.md: 21 s, 8 s).
+# XLA's own caches are for GPUs, and put the folder's name into the hash: no other folder, as that
+# of a new clone, could have a program that was compiled in this one (flax-meshes.md: 21 s, 8 s).
 os.environ.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
 
 HAS_TORCH, HAS_JAX = (importlib.util.find_spec(name) is not None for name in ("torch", "jax"))
@@ -52,7 +53,7 @@ pytest.register_assert_rewrite(
     *(
         f"helpers.{path.stem}"
         for path in Path(__file__).parent.glob("helpers/*.py")
-        if path.stem != "orphans"
+        if path.stem not in ("orphans", "seconds")
     )
 )
 
@@ -126,6 +127,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # pytest-xdist's workers are among what is ended
         guard()
+    config.pluginmanager.register(Seconds(config))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from helpers.orphans import remove_locks
+from helpers.seconds import rank_ends
 from xentlib import processes
 from xentlib.parity.ranks import PRELOADED, start_gloo
 
@@ -40,3 +41,4 @@ def on_gloo(rank: int, world: int, folder: str, work: Any, arguments: Any) -> An
         return work(rank, world, *arguments)
     finally:
         torch.distributed.destroy_process_group()
+        rank_ends()

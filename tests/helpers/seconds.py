@@ -1,0 +1,63 @@
+"""Processor seconds of each test module, its ranks included: a plugin of pytest that writes
+build/seconds.tsv, of which .ci/seconds.tsv is a copy from an idle machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUILD = Path(__file__).parents[2] / "build"
+OF_RANKS = "XENTLIB_SECONDS_OF_RANKS"  # a file of this process, to which its ranks append theirs
+
+
+def used() -> float:
+    """Of this process, those that it has waited for, and ranks, which another process forks."""
+    own, children = (
+        resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    ranks = sum(map(float, Path(os.environ[OF_RANKS]).read_text().split()))
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime + ranks
+
+
+def rank_ends() -> None:
+    """Called by a rank as it ends."""
+    if OF_RANKS in os.environ:
+        with Path(os.environ[OF_RANKS]).open("a") as file:
+            file.write(f"{time.process_time():.2f}\n")
+
+
+class Seconds:
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.of: Counter[str] = Counter()
+        handle, os.environ[OF_RANKS] = tempfile.mkstemp()
+        os.close(handle)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Any:
+        before = used()
+        try:
+            return (yield)
+        finally:
+            self.of[item.path.stem] += used() - before
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.of.update(getattr(node, "workeroutput", {}).get("seconds", {}))
+
+    def pytest_sessionfinish(self) -> None:
+        Path(os.environ[OF_RANKS]).unlink(missing_ok=True)
+        if hasattr(self.config, "workerinput"):
+            self.config.workeroutput["seconds"] = dict(self.of)
+            return
+        BUILD.mkdir(exist_ok=True)
+        rows = [f"{seconds:.1f}\t{name}" for name, seconds in self.of.most_common()]
+        rows = [f"{self.of.total():.1f}\tall", *rows]
+        (BUILD / "seconds.tsv").write_text("\n".join(rows) + "\n")
