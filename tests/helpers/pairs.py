@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-__all__ = ["pairwise"]
+import pytest
+
+__all__ = ["every_pair", "pairwise", "parameters"]
 
 Row = dict[str, Any]
 
@@ -44,3 +46,30 @@ def pairwise(
 
 def random_row(draw: random.Random, choices: Mapping[str, Sequence[Any]]) -> Row:
     return {name: draw.choice(values) for name, values in choices.items()}
+
+
+def every_pair(keys: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, ...]]:
+    """Of keys that name a choice in each place, as few as have every two choices that one has, or
+    every three `together`.
+
+    Greedily: the key with the most open pairs, the first of them in the order given. A key that is
+    shorter than another chooses None where it ends.
+    """
+    rest = list(keys)
+    longest = max(map(len, rest))
+    pairs = {
+        key: set(combinations(enumerate((*key, *[None] * (longest - len(key)))), together))
+        for key in rest
+    }
+    left = set().union(*pairs.values())
+    found = []
+    while left:
+        found.append(max(rest, key=lambda key: len(left & pairs[key])))
+        left -= pairs[found[-1]]
+    return found
+
+
+def parameters(keys: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """Of a test: those that are not kept run under --full alone."""
+    full = pytest.mark.full
+    return [pytest.param(key, id=str(key), marks=() if key in kept else full) for key in keys]
