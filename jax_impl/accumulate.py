@@ -269,7 +269,7 @@ def token_normalized(
 
     Raises:
         TypeError: a count that is no integer; an `NLLOutput` with weights, where they are not
-            counted and can be read; an `optax.MultiSteps` inside of `inner`.
+            counted and can be read; an `optax.MultiSteps` or `optax.apply_every` inside of `inner`.
         ValueError: a loss that `chunked_nll` has divided, or its count; a count that is not one
             number, or below 0, where it can be read; inside `shard_map` with types the count of one
             device.
@@ -297,10 +297,11 @@ def token_normalized(
             jnp.zeros((), dtype) for dtype in (count_type, jnp.int32, jnp.int32)
         )
         state = inner.init(params)
-        own = (TokenNormalizedState, optax.MultiStepsState)
+        own = (TokenNormalizedState, optax.MultiStepsState, optax.ApplyEvery)
         kinds = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, own))
-        check_outermost(any(isinstance(x, TokenNormalizedState) for x in kinds))
-        check_single_accumulation(any(isinstance(x, optax.MultiStepsState) for x in kinds))
+        within = [any(isinstance(x, kind) for x in kinds) for kind in own]
+        check_outermost(within[0])
+        check_single_accumulation(*within[1:])
         return TokenNormalizedState(zeros(params), tokens, micro_batches, windows, state)
 
     def update(

@@ -13,7 +13,7 @@ from xentlib.checks.placement import check_axis
 from xentlib.checks.window import check_named_loss, check_one_loss
 from xentlib.jax.accumulate import two_sum
 from xentlib.jax.ranks import vary, varying
-from xentlib.jax.told import told
+from xentlib.jax.told import check_name, told
 from xentlib.nll import NLLOutput
 
 __all__ = ["Evaluation"]
@@ -80,6 +80,7 @@ class Evaluation(NamedTuple):
         mean, given = name == "loss_mean", named[name]
         loss, num_tokens = told(given, num_tokens, mean=mean)
         check_named_loss(name != "loss" or isinstance(given, NLLOutput))
+        check_name(given, mean)
         if mean:  # of no token it may be NaN
             count = jnp.asarray(num_tokens).astype(jnp.float32)
             loss = jnp.where(count == 0, 0.0, jnp.asarray(loss).astype(jnp.float32) * count)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks.labels import check_next_token_labels
+from xentlib.checks.labels import check_next_token_labels, check_offsets
 from xentlib.checks.operand import plain
 from xentlib.checks.placement import check_axis
 from xentlib.jax.core.tokens import check_kept
-from xentlib.jax.describe import describe
+from xentlib.jax.describe import concrete_on_cpu, describe
 
 __all__ = ["next_token_labels"]
 
@@ -83,6 +83,8 @@ def next_token_labels(
         shift,
         ignore_index,
     )
+    if cu_seqlens is not None and concrete_on_cpu(cu_seqlens):
+        check_offsets(int(np.asarray(cu_seqlens)[0]))
     ids = {"labels": labels, "segment_ids": segment_ids, "position_ids": position_ids}
     check_kept(labels, ignore_index, ids)
     length = labels.shape[-1]

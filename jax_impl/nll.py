@@ -278,4 +278,5 @@ def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     dependent = {x: y for x in REFUSED if (y := getattr(result, x)) is not None}
     if is_zero(given.z_loss):
         del dependent["z_loss"]
-    return labelled(constant._replace(loss=result.loss, **named(dependent)))
+    out = constant._replace(loss=result.loss, **named(dependent))
+    return labelled(out, arrays.constants.denominator)

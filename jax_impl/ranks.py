@@ -11,6 +11,7 @@ Shapes: N tokens, H hidden width, E numbers that must be alike, S of them for an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -195,12 +196,15 @@ def alike(
     a: jax.Array | None = None,
     keep: jax.Array | None = None,
     scale: jax.Array | None = None,
+    token_weights: jax.Array | None = None,
     class_weights: jax.Array | None = None,
+    numbers: Sequence[jax.Array | None] = (),
 ) -> Alike | None:
-    """Of one call over shards; None where the types say that nothing can differ."""
+    """Of one call over shards; None where the types say that nothing can differ. `numbers` are its
+    options that are one number, None where it is the neutral one or no array."""
     if checks_types(axis.name):
-        may = varying(labels, valid, temperature, hidden, a, keep, scale, class_weights)
-        if not varying(lax.axis_index(axis.name)) & may:
+        may = varying(labels, valid, temperature, hidden, a, keep, scale, token_weights)
+        if not varying(lax.axis_index(axis.name)) & (may | varying(class_weights, numbers)):
             return None
         rows = None  # they vary by type
     (count,) = labels.shape
@@ -211,7 +215,9 @@ def alike(
     total = ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum(dtype=jnp.uint32) & 0xFFFFFF
     values, tolerances = [total.astype(dtype)[None]], [jnp.zeros(1, dtype)]
     per_token = None if temperature is None else jnp.broadcast_to(temperature, (count,))
-    for x in (per_token, a, scale):
+    # Of tokens that do not count a weight may be anything, as on devices that pad on their own.
+    weights = None if token_weights is None else jnp.where(valid, token_weights, 0)
+    for x in (per_token, weights, a, scale):
         if x is None:
             continue
         x_N = jnp.nan_to_num(x.astype(dtype)).reshape(-1)
@@ -219,10 +225,8 @@ def alike(
         norm = jnp.sqrt((x_N * x_N).sum())
         tolerances += [TOLERANCE * jnp.abs(x_N).sum()[None]]
         tolerances += [jnp.broadcast_to(SIGNED_TOLERANCE * norm, (SIGNS,))]
-    if class_weights is not None:
-        x_V = jnp.nan_to_num(class_weights.astype(dtype))
-        values += [(factors(x_V.size).astype(dtype) * x_V).sum()[None]]
-        tolerances += [TOLERANCE * jnp.sqrt((x_V * x_V).sum())[None]]
+    more, theirs = of_options(class_weights, numbers, dtype)
+    values, tolerances = [*values, more], [*tolerances, theirs]
     for x in (hidden, None if keep is None else keep.astype(dtype)):
         if x is None:
             continue
@@ -233,12 +237,37 @@ def alike(
     return Alike(jnp.concatenate(values), jnp.concatenate(tolerances), numbers_of(rows, dtype))
 
 
-def apart(axis: Axis, rows: jax.Array, dtype: str) -> Alike | None:
-    """The same of a call whose devices have tokens of their own: their shards must differ."""
-    if checks_types(axis.name):
+def apart(
+    axis: Axis,
+    rows: jax.Array,
+    dtype: str,
+    *,
+    class_weights: jax.Array | None = None,
+    numbers: Sequence[jax.Array | None] = (),
+) -> Alike | None:
+    """The same of a call whose devices have tokens of their own: their shards must differ, their
+    options must not."""
+    types = checks_types(axis.name)
+    if types and not varying(lax.axis_index(axis.name)) & varying(class_weights, numbers):
         return None
-    none = jnp.zeros(0, dtype)
-    return Alike(none, none, numbers_of(rows, dtype))
+    of_rows = None if types else numbers_of(rows, dtype)
+    return Alike(*of_options(class_weights, numbers, dtype), of_rows)
+
+
+def of_options(
+    class_weights: jax.Array | None, numbers: Sequence[jax.Array | None], dtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """[E] of what is one for each class, or one number, and by how much they may differ."""
+    values, tolerances = [jnp.zeros(0, dtype)], [jnp.zeros(0, dtype)]
+    for x in numbers:
+        if x is not None:
+            one = jnp.nan_to_num(x.astype(dtype)).reshape(1)
+            values, tolerances = [*values, one], [*tolerances, TOLERANCE * jnp.abs(one)]
+    if class_weights is not None:
+        x_V = jnp.nan_to_num(class_weights.astype(dtype))
+        values += [(factors(x_V.size).astype(dtype) * x_V).sum()[None]]
+        tolerances += [TOLERANCE * jnp.sqrt((x_V * x_V).sum())[None]]
+    return jnp.concatenate(values), jnp.concatenate(tolerances)
 
 
 def numbers_of(rows: jax.Array | None, dtype: str) -> jax.Array | None:

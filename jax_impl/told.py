@@ -28,7 +28,7 @@ from xentlib.checks.window import (
 from xentlib.jax.describe import concrete_on_cpu, describe
 from xentlib.nll import NLLOutput
 
-__all__ = ["check_traced", "count_told", "known", "labelled", "told"]
+__all__ = ["check_name", "check_traced", "count_told", "known", "labelled", "told"]
 
 SUM = "Pass reduction='sum' to it."
 # Names in a program, which no function of the caller's takes out, cached or not.
@@ -50,12 +50,19 @@ SAME |= {
 SAME |= {"reduce_sum", "reshape", "reshard", "select_n", "sharding_constraint", "squeeze", "sub"}
 LOOPS = ("cond", "scan", "while")
 COUNTS_OF_MEANS: dict[int, weakref.ref[Any]] = {}
+# Losses as `chunked_nll` has returned them, traced or not: whether each may be a sum, or a mean.
+LOSSES: dict[int, tuple[weakref.ref[Any], bool, bool]] = {}
 
 
-def labelled(out: NLLOutput[Any]) -> NLLOutput[Any]:
-    """An output whose loss and counts have names in the program that they are traced into."""
+def labelled(out: NLLOutput[Any], denominator: Any) -> NLLOutput[Any]:
+    """An output whose loss and counts have names in the program that they are traced into;
+    `denominator` as it was given."""
     total = checkpoint_name(out.loss, SUMMED if out.denominator is None else DIVIDED)
     number, weight = (checkpoint_name(x, COUNT) for x in (out.num_tokens, out.weight_sum))
+    # What 1 divides is a sum too. A sum of weights is not read: that would be a wait.
+    divided = out.denominator is not None
+    is_sum = not divided or known(denominator) == 1
+    LOSSES[id(total)] = weakref.ref(total, partial(forget_loss, id(total))), is_sum, divided
     if out.denominator is not None:
         for x in (number, weight):
             COUNTS_OF_MEANS[id(x)] = weakref.ref(x, partial(forget, id(x)))
@@ -64,6 +71,22 @@ def labelled(out: NLLOutput[Any]) -> NLLOutput[Any]:
 
 def forget(key: int, _: Any) -> None:
     COUNTS_OF_MEANS.pop(key, None)
+
+
+def forget_loss(key: int, _: Any) -> None:
+    LOSSES.pop(key, None)
+
+
+def check_name(loss: Any, mean: bool) -> None:
+    """Refuse a loss under another name than that of what it is, where it is the very array that
+    `chunked_nll` has returned: what has left a `jit` says nothing."""
+    label, is_sum, is_mean = LOSSES.get(id(loss), (None, True, True))
+    if label is None or label() is not loss:
+        return
+    if mean:
+        check_loss_mean(is_mean)
+    else:
+        check_loss_sum(describe(loss), not is_sum, SUM)
 
 
 def check_traced(loss: Any, jaxpr: Any) -> None:

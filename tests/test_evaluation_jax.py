@@ -142,7 +142,28 @@ def test_one_number_says_by_its_name_what_it_is() -> None:
         for add in (Evaluation().add, jax.jit(Evaluation().add)):
             with pytest.raises(ValueError, match=NAMELESS):
                 add(*pair)
+    # The very array that was returned says what it is, inside a `jit` or a scan too.
     not_mean = "`loss_mean` must be a mean over its tokens"
+    by_one = chunked_nll(x @ p["trunk"], p["head"], y, denominator=1)
+    loss = Evaluation().add(loss_sum=by_one.loss, num_tokens=7).mean_loss()
+    assert not failures(check("A9", np.asarray(loss), want, metrics=("rho / u",)))
+
+    def named(how: str, name: str) -> Any:
+        def add(evaluation: Any, x: Any) -> Any:
+            got = chunked_nll(x @ p["trunk"], p["head"], y, reduction=how)
+            return evaluation.add(**{name: got.loss}, num_tokens=got.num_tokens), None
+
+        return add
+
+    for how, name, said in (
+        ("mean", "loss_sum", "got one that `chunked_nll` has divided"),
+        ("sum", "loss_mean", not_mean),
+    ):
+        for add in (named(how, name), jax.jit(named(how, name))):
+            with pytest.raises(ValueError, match=said):
+                add(Evaluation(), x)
+        with pytest.raises(ValueError, match=said):
+            jax.lax.scan(named(how, name), Evaluation(), x[None])
     by_five = chunked_nll(x @ p["trunk"], p["head"], y, denominator=5.0)
     for wrong in ({"loss_mean": out}, {"loss_mean": by_five}):
         with pytest.raises(ValueError, match=not_mean):

@@ -251,11 +251,15 @@ def test_the_count_of_a_mean_is_refused(jitted: bool) -> None:
 
 
 def test_an_accumulation_inside_is_refused() -> None:
-    """`optax.MultiSteps` inside held the step back, reported as 1, and took a mean of means."""
+    """`optax.MultiSteps` inside held the step back, reported as 1, and took a mean of means;
+    `optax.apply_every` added them up."""
     steps = optax.MultiSteps(optax.sgd(1.0), 4)
     inner = optax.chain(optax.clip(1.0), steps.gradient_transformation())
-    said = "`token_normalized` must be in place of `optax.MultiSteps`"
-    for tx in (steps, inner, token_normalized(inner)):
+    every = optax.chain(optax.apply_every(4), optax.sgd(1.0))
+    whole = (steps, inner, token_normalized(inner), every, optax.apply_if_finite(every, 2))
+    for tx in whole:
+        name = "MultiSteps" if tx in whole[:3] else "apply_every"
+        said = f"`token_normalized` must be in place of `optax.{name}`"
         with pytest.raises(TypeError, match=said):
             TrainState.create(apply_fn=None, params=params(), tx=tx)
         with pytest.raises(TypeError, match=said):

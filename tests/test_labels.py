@@ -183,6 +183,7 @@ def test_a_batch_of_rows_has_no_single_packing(backend):
         (ValueError, {"segment_ids": np.zeros(3, np.int32)}, "must have the shape of `labels`"),
         (ValueError, {"cu_seqlens": np.zeros((1, 2), np.int32)}, r"shape \(documents \+ 1,\)"),
         (TypeError, {"cu_seqlens": np.zeros(2, np.float32)}, "`cu_seqlens` must be integers"),
+        (ValueError, {"cu_seqlens": np.array([3, 1])}, "of which the first is 0; got 3 first"),
         (TypeError, {"ignore_index": 1.5}, "`ignore_index` must be an integer; got 1.5"),
         (
             ValueError,

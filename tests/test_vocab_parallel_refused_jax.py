@@ -6,6 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,83 @@ def test_class_weights_that_differ_between_devices_are_nan(check_vma):
     for got in loss(jnp.stack([c, c])):
         assert not failures(check("A2", got, dense, magnitude=np.abs(dense)))
     assert np.isfinite(loss(jnp.stack([c, c * (1 + 2.0**-22)]))).all()
+
+
+# Options as each of two devices computes them for itself, and how far apart roundings put them.
+NUMBERS = {"logit_scale": 0.9, "softcap": 20.0, "z_loss": 0.01, "denominator": 50.0}
+ROUNDED = 1 + 2.0**-22
+
+
+@cache
+def own_options(check_vma: bool, spread: bool) -> Any:
+    """[2] losses of two devices, each with options of its own, and the sum of d weight; with
+    `spread` tokens of their own too. One program for all values."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = jax.random.normal(keys[0], (64, 16)), jax.random.normal(keys[1], (20, 16))
+    y, how = jnp.arange(64) % 20, {"vocab_parallel": "tp"}
+    how |= {"tokens_parallel": "tp"} if spread else {}
+
+    def call(x, w, y, given):
+        own = {name: one[0] for name, one in given.items()}
+        value = chunked_nll(x, w, y, **how, **own).loss
+        return vary(value[None], frozenset({"tp"} if check_vma else ()))
+
+    tokens, mesh = P("tp") if spread else P(), mesh_of(AxisType.Auto, tp=2)
+    specs = {"in_specs": (tokens, P("tp"), tokens, P("tp")), "out_specs": P("tp")}
+    run = jax.shard_map(call, mesh=mesh, check_vma=check_vma, **specs)
+
+    def summed(w, given):
+        losses = run(x, w, y, given)
+        return losses.sum(), losses
+
+    def all_of(given):
+        grad, losses = jax.grad(summed, has_aux=True)(w, given)
+        return jnp.append(losses, grad.sum())
+
+    return jax.jit(all_of)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_options_that_differ_between_devices_are_nan(check_vma):
+    """A13. Catches: a count or advantages of one device's own, a scale from its own schedule. The
+    same, a rounding apart, and what a token that does not count has, are right."""
+    run = own_options(check_vma, False)
+    weights = jnp.where(jnp.arange(64) == 5, jnp.nan, jnp.linspace(0.5, 2.0, 64))
+    given = {name: jnp.full(2, x) for name, x in NUMBERS.items()}
+    given |= {"token_weights": jnp.stack([weights, weights])}
+    given |= {"where": jnp.arange(64)[None].repeat(2, 0) != 5}
+    right = run(given)
+    assert right[0] == right[1]
+    assert np.isfinite(right).all()
+    other_weights = {"rolled": jnp.roll(weights, 1).at[5:7].set(1.0), "doubled": 2 * weights}
+    for name, other in other_weights.items():
+        differs = given | {"token_weights": jnp.stack([weights, other])}
+        assert np.isnan(run(differs)).all(), name
+    for name, x in NUMBERS.items():
+        differs = given | {name: jnp.array([x, 1.01 * x])}
+        assert np.isnan(run(differs)).all(), name
+    close = {name: x.at[1].multiply(ROUNDED) for name, x in given.items() if name != "where"}
+    close["token_weights"] = close["token_weights"].at[1, 5].set(7.0)
+    assert np.isfinite(run(given | close)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_options_that_differ_between_devices_with_own_tokens_are_nan(check_vma):
+    """A13. Catches: the same where tokens are spread too; there denominators and the weights of
+    tokens are each device's own."""
+    run, classes = own_options(check_vma, True), jnp.linspace(0.5, 1.5, 20)
+    given = {name: jnp.full(2, x) for name, x in NUMBERS.items()}
+    given |= {"class_weights": jnp.stack([classes, classes])}
+    given |= {"token_weights": jnp.linspace(0.5, 2.0, 64).reshape(2, 32)}
+    given["denominator"] = jnp.array([50.0, 70.0])
+    assert np.isfinite(run(given)).all()
+    close = {name: x.at[1].multiply(ROUNDED) for name, x in given.items()}
+    assert np.isfinite(run(given | close)).all()
+    for name in ("logit_scale", "softcap", "z_loss", "class_weights"):
+        differs = given | {name: given[name].at[1].multiply(1.01)}
+        assert np.isnan(run(differs)).all(), name
 
 
 @pytest.mark.slow

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xentlib.checks.labels import check_next_token_labels
+from xentlib.checks.labels import check_next_token_labels, check_offsets
 from xentlib.checks.operand import plain
 from xentlib.torch.core.device import onto
 from xentlib.torch.describe import describe, only_tensors
 from xentlib.torch.shards import find_group
+from xentlib.torch.told import readable
 
 __all__ = ["next_token_labels"]
 
@@ -91,6 +92,8 @@ def next_token_labels(
         shift,
         ignore_index,
     )
+    if cu_seqlens is not None and readable(cu_seqlens):
+        check_offsets(int(cu_seqlens[0]))
     length = labels.shape[-1]
     # PyTorch has few operators for uint16 and uint32: no order, sum, clamp or gather.
     rows = [x.long() for x in (labels, segment_ids, position_ids) if x is not None]

@@ -21,7 +21,7 @@ from xentlib.nll import NLLOutput
 from xentlib.torch.core.device import traits
 from xentlib.torch.describe import describe
 
-__all__ = ["Origin", "Told", "known", "label_loss", "origin_of", "told"]
+__all__ = ["Origin", "Told", "known", "label_loss", "origin_of", "readable", "told"]
 
 # On the loss and on its node. A plain tuple: `torch.load(weights_only=True)` takes a saved loss.
 LABEL = "_xentlib_origin"
@@ -112,6 +112,14 @@ def known(x: Any) -> Any:
         return x
     there = type(x) is Tensor and traits(x).free_to_read and x.numel() == 1
     return x.detach().item() if there and not traced() else None
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the host may read a tensor's numbers: nothing traces or wraps it, and it waits for
+    no device."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return type(x) is Tensor and traits(x).free_to_read and not traced()
 
 
 def traced() -> bool:

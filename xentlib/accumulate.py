@@ -343,7 +343,7 @@ def token_normalized(
 
     Raises:
         TypeError: a count that is no integer; an `NLLOutput` with weights, where they are not
-            counted and can be read; an `optax.MultiSteps` inside of `inner`.
+            counted and can be read; an `optax.MultiSteps` or `optax.apply_every` inside of `inner`.
         ValueError: a loss that `chunked_nll` has divided, or its count; a count that is not one
             number, or below 0, where it can be read; inside `shard_map` with types the count of one
             device.

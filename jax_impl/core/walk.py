@@ -112,8 +112,12 @@ def walk_of(options: Options, arrays: Arrays) -> Walk:
         else:
             every = slice(None, None, max(1, columns // 2))
             some = weight[:, every] if options.transposed else weight[every]
-        if options.gathered:
-            same = apart(options.axis, some, options.compute_dtype)
+        weights = constants.class_weights
+        # As numbers, not arrays, softcap and z-loss are of the program: the same everywhere.
+        numbers = (constants.logit_scale, constants.softcap, constants.z_loss)
+        if options.gathered:  # a loss's denominator is its device's own, as its tokens are
+            compute = options.compute_dtype
+            same = apart(options.axis, some, compute, class_weights=weights, numbers=numbers)
         else:
             same = alike(
                 options.axis,
@@ -126,7 +130,9 @@ def walk_of(options: Options, arrays: Arrays) -> Walk:
                 a=arrays.low_in,
                 keep=constants.keep,
                 scale=constants.scale,
-                class_weights=constants.class_weights,
+                token_weights=constants.token_weights,
+                class_weights=weights,
+                numbers=(*numbers, constants.denominator),
             )
     ranks = lax.axis_size(options.gathered) if options.gathered else 1
     plan = plan_chunks(

@@ -11,7 +11,7 @@ from xentlib.checks.tokens import check_ignore_index
 from xentlib.checks.words import check_integers
 from xentlib.dtypes import holds
 
-__all__ = ["check_next_token_labels"]
+__all__ = ["check_next_token_labels", "check_offsets"]
 
 
 def check_next_token_labels(
@@ -80,3 +80,12 @@ def check_next_token_labels(
                 f"got {labels.shape}. Pass `segment_ids` or `position_ids` for a batch of rows."
             )
     return int(shift)
+
+
+def check_offsets(first: int) -> None:
+    """Refuse what cannot be the offsets of documents, lengths above all, by the first number."""
+    if first != 0:
+        raise ValueError(
+            f"`cu_seqlens` must be the offsets of documents, of which the first is 0; got {first} "
+            f"first. Pass the sums of the lengths, 0, len_0, len_0 + len_1, ..."
+        )

@@ -283,13 +283,19 @@ def check_count_of_sum(of_sum: bool) -> None:
         )
 
 
-def check_single_accumulation(nested: bool) -> None:
+def check_single_accumulation(multi_steps: bool, apply_every: bool) -> None:
     """Refuse an optimizer that accumulates by itself inside of one that does."""
-    if nested:
+    if multi_steps:
         raise TypeError(
             "`token_normalized` must be in place of `optax.MultiSteps`; got an optimizer with one "
             "inside of it, which would hold back the step and take the mean of windows' means. "
             "Pass the optimizer that `optax.MultiSteps` wraps, and `is_last` where a window ends."
+        )
+    if apply_every:
+        raise TypeError(
+            "`token_normalized` must be in place of `optax.apply_every`; got an optimizer with one "
+            "inside of it, which would hold back the step and add up windows' means. Leave it out "
+            "of the chain, and pass `is_last` where a window ends."
         )
 
 
