@@ -116,12 +116,19 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
         items[:] = quick.values()
     if not config.getoption("--full"):
-        whole = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=whole)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=[item for item in items if of_product(item)])
+        items[:] = [item for item in items if not of_product(item)]
     for item in items:
         if DEVICE != "cpu" and item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="about the CPU"))
+
+
+def of_product(item) -> bool:
+    """Whether it is marked `full`, in its backend if the mark names one."""
+    mark = item.get_closest_marker("full")
+    if mark is None or "backend" not in mark.kwargs:
+        return mark is not None
+    return mark.kwargs["backend"] == item.callspec.params["backend"]
 
 
 def pytest_configure(config):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.measured import CAPPED, SMALL, by_id, hold
+from helpers.measured import CAPPED, SMALL, by_id, few_programs, hold
 from xentlib.call import Arguments
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.parity.backends import run, run_logprobs
@@ -40,9 +40,7 @@ def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case",
-    [c for dtype in ROW_OF for c in low_precision(tuple(SMALL), dtype)],
-    ids=by_id,
+    "case", few_programs([c for dtype in ROW_OF for c in low_precision(tuple(SMALL), dtype)])
 )
 def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
     """A7, A16."""
@@ -55,7 +53,10 @@ def test_given_logits(backend: str, item: Any) -> None:
     hold(per_token.logits, (backend,), item)
 
 
-@pytest.mark.parametrize("case", [*CHUNK_CASES, CAPPED], ids=by_id)
+@pytest.mark.parametrize(
+    "case",
+    few_programs([*CHUNK_CASES, CAPPED], ("chunks", "chunks-small", "chunks-kernel")),
+)
 def test_chunks_do_not_show(backend: str, case: Case) -> None:
     """A10. Catches: a softcap's derivative from `torch.cosh`, whose bits follow the tail."""
     hold(per_token.chunks, (backend,), build(case, 7))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import pytest
 
 from xentlib.contract import failures
 from xentlib.parity.cases import GRID
@@ -17,6 +19,23 @@ CAPPED = Case("chunks-softcap", 67, 44, 19, options={"softcap": 1.5})
 
 def by_id(case: Case) -> str:
     return case.id
+
+
+# Cases that float32 and one 16-bit dtype have, in JAX; all have them in PyTorch and under --full.
+TWICE = (
+    *("sum-bf16", "denominator-bf16", "odd-width-bf16"),
+    *("sum-fp16", "denominator-fp16", "kernel-layout-fp16", "class-weights-fp16"),
+)
+
+
+def few_programs(cases: Sequence[Case], left: Collection[str] = TWICE) -> list[Any]:
+    """Of a test in both backends: JAX, which takes a second or more to trace and compile each of
+    its programs, has the cases in `left` under --full alone."""
+    assert {case.id for case in cases} & set(left)
+    mark = pytest.mark.full(backend="jax")
+    return [
+        pytest.param(case, id=case.id, marks=[mark] if case.id in left else []) for case in cases
+    ]
 
 
 def hold(measure: Callable[[Findings, Any], None], backends: tuple[str, ...], item: Any) -> None:
