@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ from helpers.heads_jax import (  # noqa: E402
 )
 from helpers.hlo import entries  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
+from helpers.pairs import every_pair, parameters  # noqa: E402
 from helpers.vocab_shards_jax import KINDS, hold_shards, value, whole  # noqa: E402
 from xentlib.jax import chunked_nll  # noqa: E402
 from xentlib.jax.collectives import operations  # noqa: E402
@@ -107,12 +109,14 @@ def test_bf16_is_rounded_after_the_sum(kind):
     hold_shards(p, kind, got)
 
 
-@pytest.mark.parametrize("valid", ["none", "one", "one device", "all"])
-@pytest.mark.parametrize("chunks", [1, 7, 64])
-@KINDS
-def test_the_budget_holds_whatever_is_valid(kind, chunks, valid):
+COUNTED = [*product(("nll", "logprobs"), (1, 7, 64), ("none", "one", "one device", "all"))]
+
+
+@pytest.mark.parametrize("call", parameters(COUNTED, every_pair(COUNTED)))
+def test_the_budget_holds_whatever_is_valid(call):
     """A15, A0, A2: 0, 1 and N valid tokens, on one device or on all, in 1, 7 and 64 chunks: the
     same collectives, of the same bytes, and the mean is over all of them."""
+    kind, chunks, valid = call
     tokens = 4 * 64 * chunks
     case = replace(OPTIONS, options={}, tokens=tokens, ignored=0.0, where=False, hidden=8, vocab=32)
     p = build(replace(case, token_weights=False, token_temperature=False), 7)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 
+from helpers.pairs import every_pair, parameters
 from xentlib.plan import peak_bytes, plan_chunks
 
 SIZES = ((2048, 256, 16000), (4096, 64, 8192), (1500, 128, 32003), (2048, 512, 4000))
@@ -70,16 +73,14 @@ def measured_jax(
 MEASURES: dict[str, Callable[..., int]] = {"torch": measured_torch, "jax": measured_jax}
 
 
-@pytest.mark.parametrize(
-    ("gradient", "dtype"), [(False, "float32"), *((True, dtype) for dtype in DTYPES)]
-)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_peak_is_the_formula_of_the_plan(
-    backend: str, function: str, size: tuple[int, int, int], dtype: str, gradient: bool
-) -> None:
+HOW = [(False, "float32"), *((True, dtype) for dtype in DTYPES)]
+CALLS = [*product(FUNCTIONS, SIZES, HOW)]
+
+
+@pytest.mark.parametrize("call", parameters(CALLS, every_pair(CALLS)))
+def test_peak_is_the_formula_of_the_plan(backend: str, call: Any) -> None:
     """Both ways: more would be a leak, less a formula that nobody needs to believe."""
-    tokens, hidden, vocab = size
+    function, (tokens, hidden, vocab), (gradient, dtype) = call
     plan = plan_chunks(tokens, vocab, hidden, dtype=dtype)
     twice = function == "chunked_logprobs"
     expected = peak_bytes(plan, backend=backend, dtype=dtype, gradient=gradient, recompute=twice)

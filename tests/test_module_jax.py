@@ -283,7 +283,11 @@ ANNOTATED = [
     ("name", "api", "per_token"),
     [
         *((*pair, False) for pair in ANNOTATED),
-        *((*pair, True) for pair in ANNOTATED if pair[1] == "nnx" or pair[0] == "width"),
+        *(
+            pytest.param(*pair, True, marks=() if pair[0] == "width" else pytest.mark.full)
+            for pair in ANNOTATED
+            if pair[1] == "nnx" or pair[0] == "width"
+        ),
     ],
 )
 def test_annotated_heads_on_a_mesh(name, api, per_token):
