@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2>/dev/null)
 # A test that hangs where no Python runs takes its process with it, and would have it in every new one.
-PYTEST_ARGS ?= -n 3 --dist loadfile --max-worker-restart 1
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 BENCH_ARGS ?=
 CONFORMANCE_ARGS ?=
 PARITY_ARGS ?=

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.orphans import guard
-from helpers.seconds import Seconds
+from helpers.seconds import SECONDS, Seconds
 
 # Read when a framework starts, so set before any import of one. Four host devices: enough to have
 # arrays that are committed to different ones.
@@ -118,6 +118,8 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--full"):
         config.hook.pytest_deselected(items=[item for item in items if of_product(item)])
         items[:] = [item for item in items if not of_product(item)]
+    # A file is one worker's: the one that takes longest must not begin last.
+    items.sort(key=lambda item: -SECONDS.get(item.path.stem, 0.0))
     for item in items:
         if DEVICE != "cpu" and item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="about the CPU"))

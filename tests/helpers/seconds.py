@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 BUILD = Path(__file__).parents[2] / "build"
+KEPT = Path(__file__).parents[2] / ".ci" / "seconds.tsv"
 OF_RANKS = "XENTLIB_SECONDS_OF_RANKS"  # a file of this process, to which its ranks append theirs
+
+
+def kept() -> dict[str, float]:
+    """By name of a file of tests."""
+    rows = KEPT.read_text().splitlines() if KEPT.is_file() else []
+    return {name: float(seconds) for seconds, name in (row.split("\t") for row in rows)}
+
+
+SECONDS = kept()
 
 
 def used() -> float:
