@@ -86,8 +86,6 @@ if HAS_TORCH:
 if HAS_JAX:
     import jax
 
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
     if DEVICE != "cpu":
         jax.config.update("jax_default_device", jax.devices(DEVICE)[0])
 
@@ -142,14 +140,22 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True, scope="module")
 def promotion(request):
     """Strict promotion in JAX, but for the modules in LENIENT."""
-    if not HAS_JAX or request.module.__name__ not in LENIENT:
-        yield
-        return
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    jax.config.update("jax_numpy_rank_promotion", "allow")
-    yield
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_numpy_rank_promotion", "raise")
+    if HAS_JAX:
+        lenient = request.module.__name__ in LENIENT
+        jax.config.update("jax_numpy_dtype_promotion", "standard" if lenient else "strict")
+        jax.config.update("jax_numpy_rank_promotion", "allow" if lenient else "raise")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Before any fixture: what JAX compiles goes through all of XLA's passes, and through LLVM's, a
+    third of the processor's time where the cache is cold, where a test is marked `optimized` or
+    --full given."""
+    if HAS_JAX and DEVICE == "cpu":
+        plain = not (item.get_closest_marker("optimized") or item.config.getoption("--full"))
+        if jax.config.values["jax_disable_most_optimizations"] != plain:
+            jax.config.update("jax_disable_most_optimizations", plain)
+            jax.clear_caches()  # of what was compiled the other way
 
 
 @pytest.fixture(

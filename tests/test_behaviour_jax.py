@@ -112,11 +112,13 @@ def test_scan_over_micro_batches(remat):
     hold_gradients(p.reference(), dict(zip(NAMES, got)), "A12")
 
 
+@pytest.mark.optimized
 def test_checkpointed_scan_keeps_the_bits():
     """A11: remat inside the scan changes nothing."""
     assert same(micro_batches(False)[0], micro_batches(True)[0])
 
 
+@pytest.mark.optimized
 def test_second_pull_is_the_same():
     """M10: a vjp may be pulled again, with another cotangent in between."""
     leaves, p = arrays()
@@ -135,6 +137,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_exported_for_any_number_of_tokens(name):
@@ -198,6 +201,7 @@ def test_leading_dimensions_are_free():
     assert same(flat, jax.tree.map(lambda x: x.reshape(-1) if x.ndim else x, deep))
 
 
+@pytest.mark.optimized
 def test_runs_do_not_change_bits():
     """A11: run to run."""
     p = build(Case("runs", 257, 64, 1031, token_weights=True), 5)

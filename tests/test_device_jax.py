@@ -18,7 +18,7 @@ from xentlib.parity.problem import Case, build, upstream_of
 from xentlib.parity.rows import nll, per_token
 
 jax = pytest.importorskip("jax")
-pytestmark = [pytest.mark.jax, pytest.mark.cpu]
+pytestmark = [pytest.mark.jax, pytest.mark.cpu, pytest.mark.optimized]
 
 import jax.numpy as jnp  # noqa: E402
 

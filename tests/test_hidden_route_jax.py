@@ -128,6 +128,7 @@ def test_few_digits_of_float16():
     assert not failures(found)
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nll", "logprobs"])
 def test_audit_mode_does_not_know_of_devices(kind):
@@ -240,6 +241,7 @@ def test_no_tokens_at_all():
     assert not np.asarray(d_weight).view(np.uint32).any()
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @KINDS
 def test_chunks_do_not_show(kind):

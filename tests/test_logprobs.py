@@ -31,6 +31,8 @@ from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
 from xentlib.parity.rows import per_token
 from xentlib.reference import logprobs_reference
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.mark.parametrize("case", SMALL, ids=by_id)
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:

@@ -25,6 +25,7 @@ from helpers.logprobs_jax import head, reference_of, scaled_logprobs  # noqa: E4
 from xentlib.jax import chunked_logprobs  # noqa: E402
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [BUDGET, None], ids=["chunks", "one chunk"])
 def test_each_road_to_the_gradients_gives_the_same_bits(budget):
@@ -78,6 +79,7 @@ def test_scan_over_micro_batches(remat):
     hold_gradients(reference_of(p, upstream), dict(zip(NAMES, got)), "A12")
 
 
+@pytest.mark.optimized
 def test_second_pull_is_the_same():
     """A vjp may be pulled again, with another cotangent in between."""
     leaves, p = arrays()

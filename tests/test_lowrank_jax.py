@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
-pytestmark = pytest.mark.jax
+pytestmark = [pytest.mark.jax, pytest.mark.optimized]
 
 import jax.numpy as jnp  # noqa: E402
 

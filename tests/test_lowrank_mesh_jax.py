@@ -191,6 +191,7 @@ def test_where_types_say_so(function: Any, name: str) -> None:
     hold(oracle(p, upstream_for(p, function)), {key: whole(x) for key, x in found.items()})
 
 
+@pytest.mark.optimized
 def test_one_device_s_bits() -> None:
     """A1: audit mode over shards, where `a` is summed, as on one device."""
     p = low_problem(PLAIN, R)

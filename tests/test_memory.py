@@ -13,6 +13,8 @@ import pytest
 from helpers.pairs import every_pair, parameters
 from xentlib.plan import peak_bytes, plan_chunks
 
+pytestmark = pytest.mark.optimized
+
 SIZES = ((2048, 256, 16000), (4096, 64, 8192), (1500, 128, 32003), (2048, 512, 4000))
 DTYPES = ("float32", "bfloat16")
 CLOSE = 0.05  # the specification's own figure

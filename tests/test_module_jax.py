@@ -61,6 +61,7 @@ def linen(**arguments):
 VARIABLES = {"params": {"kernel": jnp.asarray(PROBLEM.weight), "bias": jnp.asarray(PROBLEM.bias)}}
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "outputs": ("lse",), "z_loss": 1e-3}])
 def test_the_function_s_bits(options):

@@ -36,6 +36,8 @@ from xentlib.parity.problem import Case, Problem, build
 from xentlib.parity.rows import nll, nll_mutants
 from xentlib.ulp import dtype_named
 
+pytestmark = pytest.mark.optimized
+
 AUDITED = (
     "audit-0",
     "audit-3",

@@ -186,6 +186,7 @@ def test_scan_over_micro_batches(check_vma):
     assert not failures(found + check("A12", d_bias[:V], o.d_bias, o.bound_bias))
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize(
@@ -207,6 +208,7 @@ def test_audit_mode_does_not_know_of_shards(kind, case, devices, rows):
             assert not failures(check("A1", x, want, quantity=name, backend=backend))
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_chunks_do_not_show_over_shards():
     """A10, of the parity run's calls."""
