@@ -46,7 +46,7 @@ help:
 	@echo 'test-full   the suite with whole products of options and shapes, of which it has every pair'
 	@echo 'quick       the first case of each test, without the slow ones: about a minute'
 	@echo 'ptx         Triton programs compiled for GPUs that are not here; PTX_ARGS="--table FILE" writes the table'
-	@echo 'gpu         kernels, products, contract, tests and benchmark on a CUDA device in ten minutes, build/gpu/gpu.json;'
+	@echo 'gpu         timings, then kernels, contract and tests on a CUDA device, nine minutes each, build/gpu/gpu.json;'
 	@echo '            installs nothing'
 	@echo 'hlo         programs of JAX compiled for an H200 without one, and what is in them; downloads 130 MB once'
 	@echo 'test-wheel  the suite against the built wheel, away from the sources'

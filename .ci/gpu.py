@@ -1,13 +1,18 @@
-"""Kernels, products, the contract's rows, behaviour tests and the benchmark on a device, in under
-ten minutes.
+"""Timings, kernels, products, the contract's rows, behaviour tests and the benchmark on a device,
+in two sittings of at most nine minutes.
 
-    python .ci/gpu.py [--device cuda] [--out build/gpu]
+    python .ci/gpu.py [--parts timings checks] [--device cuda] [--out build/gpu] [--peers DIR]
 
 For a machine that has PyTorch, JAX, pytest, hypothesis and mpmath, NVIDIA's images for example, and
-no network: nothing is installed, this folder is put on the path.
-Each part has a share of the time and is stopped when that is used up. What it has found is in one
-JSON, gpu.json, which is written after each part. Exit status 1 if a part fell short or could not be
-run.
+no network: nothing is installed, this folder is put on the path. Wheels of peers that lie in DIR
+are unpacked and take part in the benchmark.
+
+Timings have the device to themselves, one after the other: `smoke`, `probe`, `bench`. Checks wait
+for the CPU and run side by side: `first`, `tests`, `parity-triton`, `parity`; then `sanitizer`.
+Each part has a share of the time, is stopped when that is used up, and keeps what it has by then: a
+test, a head, a contestant, a section. Everything is in one JSON, gpu.json, which is written after
+each part; what it was read from is in gpu.tar.gz. Exit status 1 if a part fell short or could not
+be run.
 """
 
 from __future__ import annotations
@@ -20,63 +25,104 @@ import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
-import xml.etree.ElementTree as ET
+import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # What only a device can show, and the kernels, row A3 first: an exponential with a bias would leave
 # it. Then tests of the operators, which take a device; others are about ranks, wrappers or the CPU.
 FIRST = ("kernels", "kernels_triton", "contract_triton", "device_torch")
-TESTS = ("nll", "logprobs", "given_logits")
-TESTS += ("behaviour_torch", "compile_torch", "work_torch", "modes_torch")
-TESTS += ("behaviour_jax", "program_jax")
-TESTS += ("logprobs_jax", "logprobs_traced_jax", "logprobs_program_jax")
-# Seconds of each: ten minutes in all.
-PARTS = {"first": 90, "probe": 110, "parity-triton": 70, "tests": 110, "parity": 70, "bench": 130}
+TESTS = (
+    *("nll", "nll_edges", "logprobs", "given_logits"),
+    *("behaviour_torch", "compile_torch", "work_torch", "modes_torch"),
+    *("behaviour_jax", "program_jax"),
+    *("logprobs_jax", "logprobs_traced_jax", "logprobs_program_jax"),
+)
+# Seconds of each. A part that is late has GRACE more to write what it has.
+TIMINGS = {"smoke": 40, "probe": 140, "bench": 300}
+CHECKS = {"first": 400, "tests": 400, "parity-triton": 400, "parity": 400}
+AFTER = {"sanitizer": 60}
+PARTS = TIMINGS | CHECKS | AFTER
+SITTINGS = {"timings": (*TIMINGS,), "checks": (*CHECKS, *AFTER)}
+GRACE = 15
+# Tokens of 8,192 first: a case of 32,768 takes as long as four.
+CASES = ("qwen3-8b", "gemma2-2b", "llama3-8b")
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy", "optax", "flax", "pytest", "hypothesis")
-TAIL = 4000  # characters of the output of a part that did not end well
+TAIL = 4000  # characters, at both ends of the output, of a part that did not end well
+
+
+WRITING = Lock()
 
 
 def main() -> int:
     """Run the parts that are asked for; returns the exit status."""
     args = parser().parse_args()
     out: Path = args.out.resolve()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)  # a mount, perhaps, in which somebody keeps a log
+    shutil.rmtree(out / "parts", ignore_errors=True)
+    (out / "parts").mkdir(exist_ok=True)
+    path = [str(ROOT), str(ROOT / ".ci"), *unpacked(args.peers, out / "parts" / "peers")]
     environment = dict(
         os.environ,
-        PYTHONPATH=str(ROOT),
+        PYTHONPATH=os.pathsep.join(path),
         XENTLIB_DEVICE=args.device,
         # Several processes share the device, and JAX would take three quarters of it each.
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
     )
+    asked = [p for name in args.parts for p in SITTINGS.get(name, (name,))]
     found: dict[str, Any] = {"environment": versions(args.device)}
-    for part in args.parts:
-        seconds = PARTS[part] * args.share
-        found[part] = run(COMMANDS[part](args, out), environment, seconds)
-        found[part].update(READ[part](out))
-        (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write(found, out)
+
+    def do(part: str) -> None:
+        commands = COMMANDS[part](args, out / "parts")
+        found[part] = run(part, commands, environment, PARTS[part] * args.share, out / "parts")
+        found[part] |= READ[part](out / "parts")
+        write(found, out)
         print(f"{part}: {said(found[part])}", flush=True)
+
+    for part in (p for p in asked if p in TIMINGS):
+        do(part)
+    with ThreadPoolExecutor(len(CHECKS)) as side_by_side:
+        list(side_by_side.map(do, (p for p in asked if p in CHECKS)))
+    for part in (p for p in asked if p in AFTER):
+        do(part)
+    with tarfile.open(out / "gpu.tar.gz", "w:gz") as archive:
+        archive.add(out / "parts", "parts", filter=lambda x: None if "/peers" in x.name else x)
     print(out / "gpu.json")
-    return 0 if all(found[part]["rc"] == 0 for part in args.parts) else 1
+    return 0 if all(found[part]["rc"] == 0 for part in asked) else 1
+
+
+def write(found: dict[str, Any], out: Path) -> None:
+    with WRITING:
+        (out / "gpu.json").write_text(json.dumps(dict(found), indent=1) + "\n", encoding="utf-8")
+
+
+def unpacked(wheels: Path | None, folder: Path) -> list[str]:
+    """Wheels of peers, whose kernels' text Triton reads and thus wants in files."""
+    found = sorted(wheels.glob("*.whl")) if wheels is not None else []
+    for wheel in found:
+        zipfile.ZipFile(wheel).extractall(folder)
+    return [str(folder)] if found else []
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    result = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     result.add_argument("--device", default="cuda", help="cpu tries the command itself")
     result.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
-    result.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    result.add_argument("--parts", nargs="+", choices=[*SITTINGS, *PARTS], default=[*SITTINGS])
     result.add_argument("--share", type=float, default=1.0, help="of each part's time")
+    result.add_argument("--peers", type=Path, help="folder with wheels of other libraries")
     result.add_argument("--tests", nargs="+", default=list(TESTS), help="names of test modules")
     result.add_argument("--first", nargs="+", default=list(FIRST), help="those that run first")
     result.add_argument("--tiny", action="store_true", help="sizes of the probe that say nothing")
-    result.add_argument(
-        "--cases", nargs="+", default=["llama3-8b", "qwen3-0.6b"], help="of the bench"
-    )
+    result.add_argument("--cases", nargs="+", default=list(CASES), help="of the bench")
     result.add_argument("--rounds", default="5", help="of the bench; with 1 no memory")
     result.add_argument("--suite", default="quick", help="of the parity run")
     return result
@@ -111,88 +157,132 @@ def pytest_of(modules: list[str], report: Path) -> list[str]:
     if importlib.util.find_spec("xdist"):
         plain += ["-n", str(workers), "--dist", "load"]
     files = [str(ROOT / "tests" / f"test_{name}.py") for name in modules]
-    return [sys.executable, "-m", "pytest", "-q", *plain, f"--junitxml={report}", *files]
+    lines = ["-p", "gpu_reports", "--lines", str(report)]
+    return [sys.executable, "-m", "pytest", "-q", *plain, *lines, *files]
 
 
-def first(args: argparse.Namespace, out: Path) -> list[str]:
-    return pytest_of(args.first, out / "first.xml")
+def first(args: argparse.Namespace, out: Path) -> list[list[str]]:
+    return [pytest_of(args.first, out / "first.jsonl")]
 
 
-def tests(args: argparse.Namespace, out: Path) -> list[str]:
-    return pytest_of(args.tests, out / "tests.xml")
+def tests(args: argparse.Namespace, out: Path) -> list[list[str]]:
+    return [pytest_of(args.tests, out / "tests.jsonl")]
 
 
-def probe(args: argparse.Namespace, out: Path) -> list[str]:
+def smoke(args: argparse.Namespace, out: Path) -> list[list[str]]:
+    """Every way through a head once, in sizes of no account."""
+    given = ["--device", args.device, "--out", str(out / "smoke.json"), "--tiny"]
+    return [[sys.executable, str(ROOT / ".ci" / "gpu_probe.py"), *given]]
+
+
+def probe(args: argparse.Namespace, out: Path) -> list[list[str]]:
     given = ["--device", args.device, "--out", str(out / "probe.json")]
     given += ["--seconds", str(0.8 * PARTS["probe"] * args.share)]
     given += ["--tiny"] if args.tiny else []
-    return [sys.executable, str(ROOT / ".ci" / "gpu_probe.py"), *given]
+    return [[sys.executable, str(ROOT / ".ci" / "gpu_probe.py"), *given]]
 
 
-def parity(args: argparse.Namespace, out: Path) -> list[str]:
+def parity(args: argparse.Namespace, out: Path) -> list[list[str]]:
     """Both backends; in PyTorch the eager operators."""
     given = ["--device", args.device, "--suite", args.suite, "--out", str(out / "parity")]
-    given += ["--kernels", "eager"]
-    return [sys.executable, "-m", "xentlib", "parity", *given]
+    return [[sys.executable, "-m", "xentlib", "parity", *given, "--kernels", "eager"]]
 
 
-def parity_triton(args: argparse.Namespace, out: Path) -> list[str]:
+def parity_triton(args: argparse.Namespace, out: Path) -> list[list[str]]:
     given = ["--device", args.device, "--suite", args.suite, "--out", str(out / "parity-triton")]
     given += ["--kernels", "triton", "--backend", "torch"]
-    return [sys.executable, "-m", "xentlib", "parity", *given]
+    return [[sys.executable, "-m", "xentlib", "parity", *given]]
 
 
-def bench(args: argparse.Namespace, out: Path) -> list[str]:
-    given = ["--device", args.device, "--out", str(out / "bench"), "--rounds", args.rounds]
+def bench(args: argparse.Namespace, out: Path) -> list[list[str]]:
+    """A process for each case and framework: ours beside the bare products, then everybody."""
+    given = ["--device", args.device, "--rounds", args.rounds, "--dtype", "bfloat16"]
     given += ["--no-memory"] if args.rounds == "1" else []
-    dtypes = ["--dtype", "bfloat16"]
-    return [sys.executable, "-m", "xentlib", "bench", "--case", *args.cases, *dtypes, *given]
+    frameworks = [name for name in ("torch", "jax") if importlib.util.find_spec(name)]
+    jobs = [
+        ["--case", case, "--backend", name, *(["--contestant", "xentlib"] if alone else [])]
+        for alone in (True, False)
+        for case in args.cases
+        for name in frameworks
+    ]
+    command = [sys.executable, "-m", "xentlib", "bench", *given]
+    return [
+        [*command, *job, "--out", str(out / f"bench-{number:02}")]
+        for number, job in enumerate(jobs)
+    ]
 
 
-def run(command: list[str], environment: dict[str, str], seconds: float) -> dict[str, Any]:
-    """Interrupted when its time is used up, so that it can write what it has; then killed."""
+def sanitizer(args: argparse.Namespace, out: Path) -> list[list[str]]:
+    """Reads and writes out of bounds, and races, of the kernels at tiny sizes."""
+    if not shutil.which("compute-sanitizer"):
+        return []
+    tiny = [sys.executable, str(ROOT / ".ci" / "gpu_probe.py"), "--device", args.device, "--tiny"]
+    checked = ["compute-sanitizer", "--error-exitcode", "1"]
+    return [
+        [*checked, "--tool", tool, *tiny, "--out", str(out / f"{tool}.json")]
+        for tool in ("memcheck", "racecheck")
+    ]
+
+
+def run(
+    part: str, commands: list[list[str]], environment: dict[str, str], seconds: float, out: Path
+) -> dict[str, Any]:
+    """One after the other; the one that is under way when the time is used up is interrupted, so
+    that it can write what it has, and then killed."""
     start = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    late = False
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        late = True
-        process.send_signal(2)
-        try:
-            output, _ = process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            output, _ = process.communicate()
-    found = {"rc": process.returncode, "seconds": round(time.monotonic() - start, 1)}
-    if late:
-        found |= {"rc": process.returncode or 1, "late": True}
+    found: dict[str, Any] = {"rc": 0, "ended": 0, "of": len(commands)}
+    with (out / f"{part}.log").open("w+", encoding="utf-8", errors="replace") as log:
+        for command in commands:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                found["rc"] |= process.wait(max(0.0, seconds - (time.monotonic() - start)))
+                found["ended"] += 1
+            except subprocess.TimeoutExpired:
+                process.send_signal(2)
+                try:
+                    process.wait(GRACE)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, 9)
+                found |= {"rc": process.wait() or 1, "late": True}
+                break
+        log.seek(0)
+        output = log.read()
+    found["seconds"] = round(time.monotonic() - start, 1)
     if found["rc"]:
-        found["output"] = output[-TAIL:]
+        found["output"] = output if len(output) < 2 * TAIL else output[:TAIL] + output[-TAIL:]
     return found
 
 
 def read_tests(path: Path) -> dict[str, Any]:
-    """How many, and the first line of what each of the others said."""
+    """How many, and the first line of what each of those said that did not pass. A test counts when
+    it has been cleaned up after: one that was interrupted has not passed."""
     if not path.exists():
         return {}
-    counts = dict.fromkeys(("passed", "failure", "error", "skipped"), 0)
+    reports: dict[str, list[dict[str, Any]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        report = json.loads(line)
+        reports.setdefault(report["test"], []).append(report)
+    counts = dict.fromkeys(("passed", "failed", "skipped", "interrupted"), 0)
     failed = {}
-    for case in ET.parse(path).getroot().iter("testcase"):
-        kind = next((child for child in case if child.tag in counts), None)
-        counts["passed" if kind is None else kind.tag] += 1
-        if kind is not None and kind.tag != "skipped":
-            name = f"{case.get('classname')}::{case.get('name')}"
-            failed[name] = (kind.get("message") or "").partition("\n")[0][:300]
+    for test, said in reports.items():
+        ended = {report["when"]: report["outcome"] for report in said}
+        how = next((o for o in ("failed", "skipped") if o in ended.values()), "passed")
+        counts["interrupted" if "teardown" not in ended and how != "failed" else how] += 1
+        if how == "failed":
+            failed[test] = next(r["said"] for r in said if r["outcome"] == "failed")
     return {"counts": counts, "failed": failed}
+
+
+def read_bench(out: Path) -> dict[str, Any]:
+    files = sorted(out.glob("bench-*/bench.json"))
+    return {"runs": [x for f in files for x in json.loads(f.read_text(encoding="utf-8"))["runs"]]}
 
 
 def read_parity(path: Path) -> dict[str, Any]:
@@ -220,21 +310,25 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return {name: json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace, Path], list[str]]] = {
-    "first": first,
+COMMANDS: dict[str, Callable[[argparse.Namespace, Path], list[list[str]]]] = {
+    "smoke": smoke,
     "probe": probe,
-    "parity-triton": parity_triton,
-    "tests": tests,
-    "parity": parity,
     "bench": bench,
+    "first": first,
+    "tests": tests,
+    "parity-triton": parity_triton,
+    "parity": parity,
+    "sanitizer": sanitizer,
 }
 READ: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "first": lambda out: read_tests(out / "first.xml"),
+    "smoke": lambda out: read_json(out / "smoke.json", "probe"),
     "probe": lambda out: read_json(out / "probe.json", "probe"),
+    "bench": read_bench,
+    "first": lambda out: read_tests(out / "first.jsonl"),
+    "tests": lambda out: read_tests(out / "tests.jsonl"),
     "parity-triton": lambda out: read_parity(out / "parity-triton" / "parity.json"),
-    "tests": lambda out: read_tests(out / "tests.xml"),
     "parity": lambda out: read_parity(out / "parity" / "parity.json"),
-    "bench": lambda out: read_json(out / "bench" / "bench.json", "bench"),
+    "sanitizer": lambda out: {},
 }
 
 
@@ -242,6 +336,8 @@ def said(found: dict[str, Any]) -> str:
     """One line for people."""
     ending = "stopped" if found.get("late") else f"exit status {found['rc']}"
     text = f"{ending} after {found['seconds']:.0f} s"
+    if found["of"] != 1:
+        text += f", {found['ended']} of {found['of']} commands ended"
     if "counts" in found:
         text += ", " + ", ".join(f"{n} {name}" for name, n in found["counts"].items() if n)
     if "rows" in found:

@@ -1,16 +1,22 @@
-"""`make gpu`, tried on the CPU: what runs on a device for ten minutes has to be right at once."""
+"""`make gpu`, tried on the CPU: what runs on a device for minutes has to be right at once."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+FILE = importlib.util.spec_from_file_location("gpu", ROOT / ".ci" / "gpu.py")
+GPU = importlib.util.module_from_spec(FILE)
+FILE.loader.exec_module(GPU)
 
 
 def gpu(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -22,17 +28,25 @@ def gpu(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_part(tmp_path):
+    """In a folder that has been there, with something of somebody's in it."""
     pytest.importorskip("matplotlib")
-    rc, found = gpu(tmp_path, "--parts", "first", "probe", "tests", "bench", "--first", "plan",
-                    "--tests", "plan", "--cases", "tiny", "--rounds", "1", "--tiny",
-                    "--share", "2")  # fmt: skip
+    (tmp_path / "kept.log").write_text("kept")
+    asked = ["smoke", "bench", "first", "sanitizer"]  # the others are run as these are
+    tiny = ["--first", "plan", "--cases", "tiny", "--rounds", "1", "--tiny", "--share", "3"]
+    rc, found = gpu(tmp_path, "--parts", *asked, *tiny)
     assert rc == 0, found
     assert found["first"]["counts"]["passed"] > 10
-    assert found["tests"]["counts"]["passed"] > 10
-    assert found["bench"]["bench"]["runs"]
-    rows = found["probe"]["probe"]["heads"]
+    runs = found["bench"]["runs"]
+    frameworks = {run["backend"] for run in runs}
+    assert len(runs) == 2 * len(frameworks)  # ours beside the bare products, then everybody
+    first = {row["contestant"] for run in runs[: len(frameworks)] for row in run["rows"]}
+    assert first == {"bare GEMMs", "bare GEMMs, old buffers", "xentlib"}
+    rows = found["smoke"]["probe"]["heads"]
     assert {row["kernels"] for row in rows} >= {"eager"}
     assert all(row["predicted_bytes"] > 0 for row in rows)
+    assert (tmp_path / "kept.log").exists()
+    with tarfile.open(tmp_path / "gpu.tar.gz") as archive:
+        assert {"parts/first.jsonl", "parts/smoke.json"} <= set(archive.getnames())
 
 
 @pytest.mark.slow
@@ -44,7 +58,43 @@ def test_what_fails_is_kept(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_late_is_stopped(tmp_path):
-    rc, found = gpu(tmp_path, "--parts", "parity", "--share", "0.02")
+    rc, found = gpu(tmp_path, "--parts", "parity", "--share", "0.01")
     assert rc == 1
     assert found["parity"]["late"]
     assert found["parity"]["rc"]
+
+
+def test_sittings_end_in_nine_minutes():
+    timings = sum(GPU.TIMINGS.values()) + len(GPU.TIMINGS) * GPU.GRACE
+    checks = max(GPU.CHECKS.values()) + sum(GPU.AFTER.values()) + 2 * GPU.GRACE
+    assert max(timings, checks) <= 540
+
+
+def test_what_was_interrupted_has_not_passed(tmp_path):
+    """Its set-up has, and nothing follows; of the others the worst phase counts."""
+    ended = [("setup", "passed"), ("call", "passed"), ("teardown", "passed")]
+    tests = {
+        "ended": ended,
+        "under way": ended[:1],
+        "called": ended[:2],
+        "fails": [ended[0], ("call", "failed"), ended[2]],
+        "fails at its end": [*ended[:2], ("teardown", "failed")],
+        "skipped": [("setup", "skipped"), ended[2]],
+    }
+    lines = [
+        {"test": test, "when": when, "outcome": outcome, "said": "why"}
+        for test, phases in tests.items()
+        for when, outcome in phases
+    ]
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = GPU.read_tests(tmp_path / "lines")
+    assert found["counts"] == {"passed": 1, "failed": 2, "skipped": 1, "interrupted": 2}
+    assert found["failed"] == {"fails": "why", "fails at its end": "why"}
+
+
+def test_wheels_of_peers_are_unpacked(tmp_path):
+    assert GPU.unpacked(None, tmp_path / "peers") == []
+    with zipfile.ZipFile(tmp_path / "peer-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("peer/__init__.py", "")
+    assert GPU.unpacked(tmp_path, tmp_path / "peers") == [str(tmp_path / "peers")]
+    assert (tmp_path / "peers" / "peer" / "__init__.py").exists()

@@ -4,6 +4,7 @@ probabilities of 0 and of 1; each docstring names the line whose removal it catc
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,8 @@ def test_a_denominator_of_nothing(backend: str, zero: Any) -> None:
     got = run(backend, problem.changed(options={"denominator": zero}))
     for value in (got.loss, *got.gradients().values()):
         assert not failures(check("A0", value, np.zeros_like(value)))
+    if os.environ.get("XENTLIB_DEVICE", "cpu") != "cpu":
+        return  # where reading a count waits for the device, nothing is read: numerics.md
     some = problem.changed(labels=np.arange(16, dtype=np.int32), options={"denominator": zero})
     with pytest.raises(ValueError, match="`denominator` must be positive where a token is valid"):
         run(backend, some)

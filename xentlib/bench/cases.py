@@ -6,11 +6,22 @@ Shapes: N tokens, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["CASES", "DTYPES", "REAL", "SUITES", "Arrays", "HeadSizes", "Suite", "make_arrays"]
+__all__ = [
+    "CASES",
+    "DTYPES",
+    "REAL",
+    "SUITES",
+    "Arrays",
+    "Draws",
+    "HeadSizes",
+    "OnHost",
+    "Suite",
+    "make_arrays",
+]
 
 DTYPES = ("float32", "bfloat16")
 
@@ -96,29 +107,53 @@ SUITES = {
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """Inputs, float32 in memory, every value one that `dtype` can hold: casts to it are exact."""
+    """Inputs, in float32, every value one that `dtype` can hold: casts to it are exact."""
 
-    hidden_NH: np.ndarray[Any, np.dtype[np.float32]]
-    weight_VH: np.ndarray[Any, np.dtype[np.float32]]
-    labels_N: np.ndarray[Any, np.dtype[np.int64]]
-    upstream_N: np.ndarray[Any, np.dtype[np.float32]]  # of each token's log-probability
+    hidden_NH: Any
+    weight_VH: Any
+    labels_N: Any
+    upstream_N: Any  # of each token's log-probability
     dtype: str
     softcap: float | None
 
 
-def make_arrays(case: HeadSizes, dtype: str, seed: int = 0) -> Arrays:
-    """The same numbers for every contestant of either framework; every label counts."""
-    if dtype not in DTYPES:
-        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    rng = np.random.default_rng(seed)
-    hidden_NH = rng.standard_normal((case.num_tokens, case.hidden_size), np.float32)
-    weight_VH = rng.standard_normal((case.vocab_size, case.hidden_size), np.float32)
-    weight_VH *= np.float32(LOGIT_STD / case.hidden_size**0.5)
-    labels_N = rng.integers(0, case.vocab_size, case.num_tokens)
-    upstream_N = rng.standard_normal(case.num_tokens, np.float32)
-    if dtype == "bfloat16":
+class Draws(Protocol):
+    """Numbers by chance, as arrays of a framework."""
+
+    def normal(self, *shape: int) -> Any: ...
+    def integers(self, below: int, count: int) -> Any: ...
+    def rounded(self, x: Any) -> Any:
+        """To bfloat16 and back."""
+
+
+class OnHost:
+    """In NumPy: the same numbers for every contestant of either framework."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def normal(self, *shape: int) -> Any:
+        return self.rng.standard_normal(shape, np.float32)
+
+    def integers(self, below: int, count: int) -> Any:
+        return self.rng.integers(0, below, count)
+
+    def rounded(self, x: Any) -> Any:
         import ml_dtypes
 
-        hidden_NH = hidden_NH.astype(ml_dtypes.bfloat16).astype(np.float32)
-        weight_VH = weight_VH.astype(ml_dtypes.bfloat16).astype(np.float32)
+        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def make_arrays(case: HeadSizes, dtype: str, draws: Draws | None = None) -> Arrays:
+    """Every label counts."""
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+    draws = OnHost(0) if draws is None else draws
+    hidden_NH = draws.normal(case.num_tokens, case.hidden_size)
+    weight_VH = draws.normal(case.vocab_size, case.hidden_size)
+    weight_VH *= np.float32(LOGIT_STD / case.hidden_size**0.5).item()
+    labels_N = draws.integers(case.vocab_size, case.num_tokens)
+    upstream_N = draws.normal(case.num_tokens)
+    if dtype == "bfloat16":
+        hidden_NH, weight_VH = draws.rounded(hidden_NH), draws.rounded(weight_VH)
     return Arrays(hidden_NH, weight_VH, labels_N, upstream_N, dtype, case.softcap)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from xentlib.bench.cases import Arrays
+from xentlib.bench.cases import Arrays, Draws, OnHost
 from xentlib.bench.contestant import (
     ALL,
     PER_TOKEN,
@@ -31,14 +31,43 @@ from xentlib.bench.contestant import (
 )
 from xentlib.bench.peers_jax import peers
 
-__all__ = ["build"]
+__all__ = ["build", "draws"]
 
 Inputs = tuple[jax.Array, ...]
 
 
+def place(device: str) -> jax.Device:
+    return jax.devices()[0] if device == "auto" else jax.devices(device)[0]
+
+
+def draws(device: str, seed: int) -> Draws:
+    where = place(device)
+    return OnHost(seed) if where.platform == "cpu" else OnDevice(where, seed)
+
+
+class OnDevice:
+    """NumPy would take ten seconds for the 660 million numbers of Llama's head."""
+
+    def __init__(self, device: jax.Device, seed: int) -> None:
+        self.device, self.key = device, jax.random.key(seed)
+
+    def normal(self, *shape: int) -> jax.Array:
+        with jax.default_device(self.device):
+            self.key, key = jax.random.split(self.key)
+            return jax.random.normal(key, shape, np.float32)
+
+    def integers(self, below: int, count: int) -> jax.Array:
+        with jax.default_device(self.device):
+            self.key, key = jax.random.split(self.key)
+            return jax.random.randint(key, (count,), 0, below)
+
+    def rounded(self, x: jax.Array) -> jax.Array:
+        return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
 def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Field:
     """The field of JAX."""
-    where = jax.devices()[0] if device == "auto" else jax.devices(device)[0]
+    where = place(device)
     dtype = np.float32 if arrays.dtype == "float32" else ml_dtypes.bfloat16
     inputs = (
         jax.device_put(arrays.hidden_NH.astype(dtype), where),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.bench.cases import Arrays
+from xentlib.bench.cases import Arrays, Draws, OnHost
 from xentlib.bench.contestant import (
     ALL,
     PER_TOKEN,
@@ -31,21 +31,46 @@ from xentlib.bench.contestant import (
 )
 from xentlib.bench.peers_torch import peers
 
-__all__ = ["build"]
+__all__ = ["build", "draws"]
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+def place(device: str) -> str:
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def draws(device: str, seed: int) -> Draws:
+    where = place(device)
+    return OnHost(seed) if where == "cpu" else OnDevice(where, seed)
+
+
+class OnDevice:
+    """NumPy would take ten seconds for the 660 million numbers of Llama's head."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.made: dict[str, Any] = {"device": device}
+        self.made["generator"] = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, **self.made)
+
+    def integers(self, below: int, count: int) -> Tensor:
+        return torch.randint(below, (count,), **self.made)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return x.bfloat16().float()
+
+
 def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Field:
     """The field of PyTorch."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = place(device)
     dtype = getattr(torch, arrays.dtype)
     inputs = (
-        torch.from_numpy(arrays.hidden_NH).to(device, dtype),
-        torch.from_numpy(arrays.weight_VH).to(device, dtype),
-        torch.from_numpy(arrays.labels_N).to(device),
-        torch.from_numpy(arrays.upstream_N).to(device),
+        torch.as_tensor(arrays.hidden_NH).to(device, dtype),
+        torch.as_tensor(arrays.weight_VH).to(device, dtype),
+        torch.as_tensor(arrays.labels_N).to(device),
+        torch.as_tensor(arrays.upstream_N).to(device),
     )
     kind_of_device = torch.device(device).type
 

@@ -6,6 +6,7 @@ what it is doing and what it found on standard output, one JSON object a line.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -82,15 +83,11 @@ def messages(process: Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 def build_field(request: Request) -> Field:
-    arrays = make_arrays(request.case, request.dtype, request.seed)
-    wanted = Wanted(request.only, request.kinds)
-    if request.backend == "torch":
-        from xentlib.bench import contestants_torch
-
-        return contestants_torch.build(arrays, request.device, wanted)
-    from xentlib.bench import contestants_jax
-
-    return contestants_jax.build(arrays, request.device, wanted)
+    module = importlib.import_module(f"xentlib.bench.contestants_{request.backend}")
+    draws = module.draws(request.device, request.seed)
+    arrays = make_arrays(request.case, request.dtype, draws)
+    field: Field = module.build(arrays, request.device, Wanted(request.only, request.kinds))
+    return field
 
 
 def threads_of(backend: str) -> int | None:

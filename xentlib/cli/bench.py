@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what is computed: {', '.join(KINDS)} (default: all)",
     )
     parser.add_argument(
+        "--contestant",
+        nargs="+",
+        metavar="NAME",
+        help="who is timed beside the bare GEMMs and xentlib (default: all that can be)",
+    )
+    parser.add_argument(
         "--rounds",
         type=positive,
         metavar="N",
@@ -154,13 +160,15 @@ def run_one(job: Job, backend: str, args: argparse.Namespace, progress: StatusLi
         dtype,
         args.device,
         rounds,
-        None,
+        (*BARE, OURS, *args.contestant) if args.contestant else None,
         kinds,
         not args.no_memory,
         args.seed,
     )
     answer = ask(request, lambda done: progress.show(f"{what}: {done}"))
     found = Run(backend, case, dtype, answer["device"], answer["threads"], rounds, answer["rows"])
+    if unknown := set(args.contestant or ()) - {row.contestant for row in found.rows}:
+        raise WorkerError(f"no contestant {', '.join(sorted(unknown))} in {backend}'s table")
     found.pair_with_floor()
     if found.device == "cpu":  # the formula is of the CPU's paths
         for kind in kinds:
