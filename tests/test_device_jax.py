@@ -18,7 +18,7 @@ from xentlib.parity.problem import Case, build, upstream_of
 from xentlib.parity.rows import nll, per_token
 
 jax = pytest.importorskip("jax")
-pytestmark = [pytest.mark.jax, pytest.mark.cpu, pytest.mark.optimized]
+pytestmark = [pytest.mark.jax, pytest.mark.cpu]
 
 import jax.numpy as jnp  # noqa: E402
 
@@ -82,6 +82,7 @@ def test_per_token_against_the_oracle(case):
 
 
 @pytest.mark.parametrize("case", [CHUNK_CASES[1], CHUNK_CASES[3]], ids=by_id)
+@pytest.mark.optimized
 def test_chunks_do_not_show(case):
     """A10."""
     hold(nll.chunks, ("jax",), build(case, 7))

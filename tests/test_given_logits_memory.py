@@ -14,8 +14,6 @@ from helpers.given_logits import given_in, make, oracle
 from xentlib.contract import check, failures
 from xentlib.plan import given_peak_bytes
 
-pytestmark = pytest.mark.optimized
-
 CLOSE = 0.05  # the specification's own figure
 
 

@@ -19,7 +19,7 @@ from xentlib.parity.backends import GRADIENTS
 from xentlib.parity.problem import build
 
 jax = pytest.importorskip("jax")
-pytestmark = [pytest.mark.jax, pytest.mark.optimized]
+pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402

@@ -20,7 +20,7 @@ from xentlib.parity.problem import Case, build
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")
-pytestmark = [pytest.mark.jax, pytest.mark.optimized]
+pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
 from flax import linen as nn  # noqa: E402

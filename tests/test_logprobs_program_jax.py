@@ -14,7 +14,7 @@ import pytest
 from xentlib.parity.problem import upstream_of
 
 jax = pytest.importorskip("jax")
-pytestmark = [pytest.mark.jax, pytest.mark.optimized]
+pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
 from jax.extend.core import jaxprs_in_params  # noqa: E402

@@ -18,7 +18,7 @@ from xentlib.contract import check, failures
 from xentlib.plan import plan_chunks
 
 jax = pytest.importorskip("jax")
-pytestmark = [pytest.mark.jax, pytest.mark.optimized]
+pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
 

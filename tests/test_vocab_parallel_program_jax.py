@@ -18,7 +18,7 @@ from xentlib.parity.problem import build
 from xentlib.plan import shards
 
 jax = pytest.importorskip("jax")
-pytestmark = [pytest.mark.jax, pytest.mark.optimized]
+pytestmark = pytest.mark.jax
 
 from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
