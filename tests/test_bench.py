@@ -31,8 +31,6 @@ from xentlib.bench.measure import add_peaks
 from xentlib.bench.memory import resident_growth
 from xentlib.bench.result import ContestantResult
 
-pytestmark = pytest.mark.optimized
-
 TINY = CASES["tiny"]
 # Half of its logits are where the cap bends them by more than a quarter.
 CAPPED = HeadSizes("capped", 96, 64, 1000, "", softcap=1.5)

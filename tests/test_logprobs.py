@@ -31,15 +31,15 @@ from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
 from xentlib.parity.rows import per_token
 from xentlib.reference import logprobs_reference
 
-pytestmark = pytest.mark.optimized
 
-
+@pytest.mark.optimized
 @pytest.mark.parametrize("case", SMALL, ids=by_id)
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     """A0, A5, A6; M1 (a gradient of its own for each token), M12, M13."""
     hold(per_token.single, (backend,), build(case, 7))
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", few_programs([c for dtype in ROW_OF for c in low_precision(tuple(SMALL), dtype)])
@@ -49,12 +49,14 @@ def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
     hold(per_token.low, (backend,), build(case, 7))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
 def test_given_logits(backend: str, item: Any) -> None:
     """A3, A4."""
     hold(per_token.logits, (backend,), item)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "case",
     few_programs([*CHUNK_CASES, CAPPED], ("chunks", "chunks-small", "chunks-kernel")),
@@ -64,16 +66,19 @@ def test_chunks_do_not_show(backend: str, case: Case) -> None:
     hold(per_token.chunks, (backend,), build(case, 7))
 
 
+@pytest.mark.optimized
 def test_run_to_run(backend: str) -> None:
     """A11."""
     hold(per_token.repeat, (backend,), build(WITH_OPTIONS, 7))
 
 
+@pytest.mark.optimized
 def test_every_check_rejects_its_mutants(backend: str) -> None:
     """A14: an entropy gradient that is dropped (TRL) or has the wrong sign among them."""
     hold(per_token.mutants, (backend,), build(BASE, 0))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("case", named(AUDIT, "audit-0", "audit-3", "audit-9"), ids=by_id)
 def test_audit_mode_bit_for_bit(case: Case) -> None:
     """A1, A9."""
@@ -84,6 +89,7 @@ def test_audit_mode_bit_for_bit(case: Case) -> None:
     hold(per_token.single, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_the_same_values_and_gradients_as_the_loss(backend: str) -> None:
     """A sum of log-probabilities is minus `chunked_nll`: per-token values bit for bit."""
@@ -102,6 +108,7 @@ def test_the_same_values_and_gradients_as_the_loss(backend: str) -> None:
         )
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan, 1e37])
 @pytest.mark.parametrize("valid", [0, 1, 40])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -125,6 +132,7 @@ def test_what_is_masked_reaches_nothing(
     assert not failures(check("A0", d_hidden, np.zeros_like(d_hidden)))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_d_weight_over_many_chunks(backend: str, chunk: int, dtype: str) -> None:

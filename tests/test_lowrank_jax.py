@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
-pytestmark = [pytest.mark.jax, pytest.mark.optimized]
+pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
 
@@ -42,6 +42,7 @@ ROWS = {"bfloat16": ("A7", "bf16"), "float16": ("A16", "fp16")}
 FUNCTIONS = pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str) -> None:
     """A2, A3, A5, A6: values are those of the dense head in float64."""
@@ -59,6 +60,7 @@ def test_values_and_gradients(name: str) -> None:
             assert rejected(reference, {key: wrong}), key
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", ["bias, confident", "options", "HV"])
 def test_gradients_of_log_probabilities(name: str) -> None:
     """A5, A6: upstream gradients of all three outputs, and of a weight that trains too."""
@@ -68,6 +70,7 @@ def test_gradients_of_log_probabilities(name: str) -> None:
         hold(oracle(p, upstream_of(p.base, 5)), got)
 
 
+@pytest.mark.optimized
 def test_a_dropout_s_mask() -> None:
     """A5, A6: what the low-rank part does not see has no gradient through it."""
     p = low_problem(PLAIN, dropped=0.4)
@@ -81,6 +84,7 @@ def test_a_dropout_s_mask() -> None:
     assert same(deep.loss, called(p, leaves_of(p)).loss)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("adapter", ["bfloat16", "float16", "float32"])
 def test_sixteen_bits(dtype: str, adapter: str) -> None:
@@ -98,6 +102,7 @@ def test_sixteen_bits(dtype: str, adapter: str) -> None:
         hold(reference, {name: x}, ROWS[rounded][0], metrics)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("rank", [2, *(pytest.param(r, marks=pytest.mark.full) for r in (1, 8))])
 def test_chunks_do_not_show(rank: int) -> None:
     """A10: per-token outputs and d hidden."""
@@ -122,6 +127,7 @@ ROADS = {
 }
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @FUNCTIONS
 @pytest.mark.parametrize("dropped", [0.0, 0.4])

@@ -13,8 +13,6 @@ import pytest
 from helpers.pairs import every_pair, parameters
 from xentlib.plan import peak_bytes, plan_chunks
 
-pytestmark = pytest.mark.optimized
-
 SIZES = ((2048, 256, 16000), (4096, 64, 8192), (1500, 128, 32003), (2048, 512, 4000))
 DTYPES = ("float32", "bfloat16")
 CLOSE = 0.05  # the specification's own figure
@@ -103,6 +101,7 @@ print(hashlib.sha256(b"".join(x.tobytes() for x in outcome)).hexdigest())
 """
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(__import__("os"), "sched_setaffinity"), reason="Linux only")
 def test_jax_has_the_same_bits_on_one_core_and_on_all() -> None:
