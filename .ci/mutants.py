@@ -119,7 +119,7 @@ def main() -> int:
     reached = reach(mutants, args.full, args.only_reach)
     for number, mutant in enumerate(mutants):
         row = rows.setdefault(mutant.key, {})
-        row |= dict(zip(HEADER, map(str, mutant)))
+        row |= dict(zip(HEADER[:6], map(str, mutant)))
         if not row.get(column) and not args.only_reach:
             row[column] = verdict(mutant, reached[number], args.full)
             print(*row.values(), sep="\t", flush=True)
@@ -325,9 +325,9 @@ def verdict(mutant: Mutant, tests: list[str], full: bool) -> str:
     )
     done = suite(["-x", *workers, f"@{chosen}"], full, ROOT / "build" / "unused.tsv")
     (TREE / mutant.file).write_bytes(source)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done, re.MULTILINE)
     if failed:
-        return f"{failed[1]}"
+        return failed[1]
     passed = re.search(r"(\d+) passed", done)
     return f"survives {passed[1]} tests" if passed else f"ended: {done.strip()[-200:]!r}"
 
