@@ -17,6 +17,7 @@ SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 BENCH_ARGS ?=
 CONFORMANCE_ARGS ?=
+MUTANTS_ARGS ?=
 PARITY_ARGS ?=
 GPU_ARGS ?=
 FUZZ_ARGS ?=
@@ -38,12 +39,13 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-full quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
+.PHONY: help parity test test-full mutants quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
 	@echo 'test        the suite, in three processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
 	@echo 'test-full   the suite with whole products of options and shapes, of which it has every pair'
+	@echo 'mutants     forty changes of one node each, and the tests that notice; .ci/mutants.tsv'
 	@echo 'quick       the first case of each test, without the slow ones: about a minute'
 	@echo 'ptx         Triton programs compiled for GPUs that are not here; PTX_ARGS="--table FILE" writes the table'
 	@echo 'gpu         timings, then kernels, contract and tests on a CUDA device, nine minutes each, build/gpu/gpu.json;'
@@ -179,6 +181,10 @@ quick: $(VENV)/test.stamp
 # Whole products of options, shapes and routes; the suite has every pair of them.
 test-full: $(VENV)/test.stamp
 	$(BIN)/pytest --full $(PYTEST_ARGS)
+
+# A run of the suite, then the tests that reach each changed node: an hour or more.
+mutants: $(VENV)/test.stamp
+	$(BIN)/python .ci/mutants.py $(MUTANTS_ARGS)
 
 fuzz: $(VENV)/test.stamp
 	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)
