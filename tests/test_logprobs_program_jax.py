@@ -5,7 +5,6 @@ Shapes: N tokens, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 import numpy as np
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.jax
 import jax.numpy as jnp  # noqa: E402
 from jax.extend.core import jaxprs_in_params  # noqa: E402
 
-from helpers.hlo import entries  # noqa: E402
+from helpers.hlo import entries, products  # noqa: E402
 from helpers.leaves_jax import H, N, arrays, same  # noqa: E402
 from helpers.logprobs_jax import head, scaled_logprobs  # noqa: E402
 
@@ -50,8 +49,8 @@ NEEDS = {
 
 
 def dots(traced) -> int:
-    """GEMMs of the optimised program, under both names that XLA has for one on CPU."""
-    return len(re.findall(r" dot\(|__onednn\$matmul", traced.lower().compile().as_text()))
+    """GEMMs of the optimised program."""
+    return products(traced.lower().compile().as_text())
 
 
 def primitives(jaxpr, name: str) -> int:
@@ -63,6 +62,7 @@ def primitives(jaxpr, name: str) -> int:
     )
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", NEEDS)
 def test_frozen_parts_cost_nothing(name):
     """Four GEMMs, three with one side frozen, one for the outputs; in the trace too, where no
@@ -84,6 +84,7 @@ def test_gradients_of_frozen_calls():
     assert same(full, jax.grad(loss, argnums=(0, 1))(*leaves))
 
 
+@pytest.mark.cpu
 def test_no_gradient_no_backward():
     """A loss of `correct` alone, or of outputs cut off, has the GEMM of its outputs and no more."""
     leaves, _ = arrays()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
 
-from helpers.hlo import entries  # noqa: E402
+from helpers.hlo import entries, products  # noqa: E402
 from helpers.leaves_jax import BUDGET, NAMES, OUTPUTS, N, arrays, same  # noqa: E402
 from helpers.nll_jax import nll, scaled  # noqa: E402
 from xentlib.jax import chunked_logprobs  # noqa: E402
@@ -88,15 +88,13 @@ NEEDS = {
 }
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", NEEDS)
 def test_frozen_parts_cost_nothing(name):
-    """M18, D5: three GEMMs, two with one side frozen, one for the loss.
-
-    Counted in the optimised program, under both names that XLA has for one on CPU.
-    """
+    """M18, D5: three GEMMs, two with one side frozen, one for the loss, in the optimised program."""
     argnums, expected = NEEDS[name]
     text = compiled(argnums).as_text()
-    assert len(re.findall(r" dot\(|__onednn\$matmul", text)) == expected
+    assert products(text) == expected
 
 
 @pytest.mark.slow
@@ -210,7 +208,9 @@ def test_a_loop_computes_few_rows_in_vain():
     leaves = abstract(tokens=200, vocab=97, hidden=24)
     step = jax.jit(lambda *leaves: nll(*leaves, max_chunk_bytes=192 * 97 * 4).loss)
     text = step.lower(*leaves).as_text()
-    rows = {int(n) for n in re.findall(r"stablehlo.dot_general.*-> tensor<(\d+)x97xf32>", text)}
+    # A GPU's head has its columns filled to a multiple of 8.
+    found = re.findall(r"stablehlo.dot_general.*-> tensor<(\d+)x(?:97|104)xf32>", text)
+    rows = {int(n) for n in found}
     assert rows == {128}
 
 

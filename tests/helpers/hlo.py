@@ -32,6 +32,11 @@ def collectives(text: str) -> list[Collective]:
     )
 
 
+def products(text: str) -> int:
+    """Of an optimised program, under both names that XLA has for one on a CPU."""
+    return len(re.findall(r" dot\(|__onednn\$matmul", text))
+
+
 def trip_counts(text: str) -> list[int]:
     """Of the loops whose number of trips no value decides."""
     return [int(n) for n in TRIPS.findall(text)]
