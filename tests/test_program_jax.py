@@ -91,7 +91,7 @@ NEEDS = {
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", NEEDS)
 def test_frozen_parts_cost_nothing(name):
-    """M18, D5: three GEMMs, two with one side frozen, one for the loss, in the optimised program."""
+    """M18, D5: three GEMMs, two with one side frozen, one for the loss, once optimised."""
     argnums, expected = NEEDS[name]
     text = compiled(argnums).as_text()
     assert products(text) == expected
