@@ -33,6 +33,7 @@ METHODS = {
 # Modules by a name that is not a constant where it is used: from a table of the sources.
 NAMED_ELSEWHERE = {
     "xentlib/doctor/backends.py": "one of the two backends",
+    "xentlib/bench/worker.py": "one of the two backends",
     "xentlib/parity/training/loop.py": "one of the two backends",
     "torch_impl/integrations/lightning.py": "Lightning's two names",
     "xentlib/cli/audit.py": "the module that the command is given",
