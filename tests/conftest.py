@@ -15,6 +15,8 @@ import pytest
 from helpers.orphans import guard
 from helpers.seconds import SECONDS, Seconds
 
+# Read when pytest-xdist's workers load NumPy, whose idle threads spin: 5 % of a module of JAX's.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Read when a framework starts, so set before any import of one. Four host devices: enough to have
 # arrays that are committed to different ones.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -53,7 +55,7 @@ pytest.register_assert_rewrite(
     *(
         f"helpers.{path.stem}"
         for path in Path(__file__).parent.glob("helpers/*.py")
-        if path.stem not in ("orphans", "seconds")
+        if path.stem not in ("compiling", "orphans", "seconds")
     )
 )
 
@@ -88,6 +90,12 @@ if HAS_JAX:
 
     if DEVICE != "cpu":
         jax.config.update("jax_default_device", jax.devices(DEVICE)[0])
+
+COMPILING = None
+if HAS_JAX and DEVICE == "cpu":
+    from helpers.compiling import Compiling
+
+    COMPILING = Compiling()
 
 
 def pytest_addoption(parser):
@@ -148,14 +156,10 @@ def promotion(request):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Before any fixture: what JAX compiles goes through all of XLA's passes, and through LLVM's, a
-    third of the processor's time where the cache is cold, where a test is marked `optimized` or
-    --full given."""
-    if HAS_JAX and DEVICE == "cpu":
-        plain = not (item.get_closest_marker("optimized") or item.config.getoption("--full"))
-        if jax.config.values["jax_disable_most_optimizations"] != plain:
-            jax.config.update("jax_disable_most_optimizations", plain)
-            jax.clear_caches()  # of what was compiled the other way
+    """Before any fixture: JAX compiles as a user's process does where a test is marked `optimized`,
+    or --full given; otherwise with what takes the least time (helpers/compiling.py)."""
+    if COMPILING is not None:
+        COMPILING.set(not (item.get_closest_marker("optimized") or item.config.getoption("--full")))
 
 
 @pytest.fixture(

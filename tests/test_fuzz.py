@@ -15,7 +15,7 @@ from xentlib.parity import problem
 
 for name in ("torch", "jax", "optax"):
     pytest.importorskip(name)
-pytestmark = [pytest.mark.torch, pytest.mark.jax, pytest.mark.cpu, pytest.mark.optimized]
+pytestmark = [pytest.mark.torch, pytest.mark.jax, pytest.mark.cpu]
 
 SEED = 4
 # Two cases of each of some forms that JAX compiles, and more that PyTorch alone runs.

@@ -32,8 +32,6 @@ from xentlib.parity.backends import run
 from xentlib.parity.cases import logit_sets
 from xentlib.parity.problem import Case, build
 
-pytestmark = pytest.mark.optimized
-
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "sharp": {"std": 8.0, "ignored": 0.0},

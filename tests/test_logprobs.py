@@ -32,14 +32,12 @@ from xentlib.parity.rows import per_token
 from xentlib.reference import logprobs_reference
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("case", SMALL, ids=by_id)
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     """A0, A5, A6; M1 (a gradient of its own for each token), M12, M13."""
     hold(per_token.single, (backend,), build(case, 7))
 
 
-@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", few_programs([c for dtype in ROW_OF for c in low_precision(tuple(SMALL), dtype)])
@@ -49,7 +47,6 @@ def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
     hold(per_token.low, (backend,), build(case, 7))
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
 def test_given_logits(backend: str, item: Any) -> None:
     """A3, A4."""
@@ -72,7 +69,6 @@ def test_run_to_run(backend: str) -> None:
     hold(per_token.repeat, (backend,), build(WITH_OPTIONS, 7))
 
 
-@pytest.mark.optimized
 def test_every_check_rejects_its_mutants(backend: str) -> None:
     """A14: an entropy gradient that is dropped (TRL) or has the wrong sign among them."""
     hold(per_token.mutants, (backend,), build(BASE, 0))
@@ -108,7 +104,6 @@ def test_the_same_values_and_gradients_as_the_loss(backend: str) -> None:
         )
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan, 1e37])
 @pytest.mark.parametrize("valid", [0, 1, 40])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -132,7 +127,6 @@ def test_what_is_masked_reaches_nothing(
     assert not failures(check("A0", d_hidden, np.zeros_like(d_hidden)))
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk", [8, 64])
 def test_d_weight_over_many_chunks(backend: str, chunk: int, dtype: str) -> None:

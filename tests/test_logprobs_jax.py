@@ -17,7 +17,7 @@ from xentlib.parity.cases import CHUNK_CASES, logit_sets, named
 from xentlib.parity.problem import Case, build, logits_problem, upstream_of
 
 jax = pytest.importorskip("jax")
-pytestmark = [pytest.mark.jax, pytest.mark.optimized]
+pytestmark = pytest.mark.jax
 
 import jax.numpy as jnp  # noqa: E402
 

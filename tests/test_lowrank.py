@@ -16,7 +16,7 @@ from xentlib.lowrank import LowRankHead
 from xentlib.parity.device import numpy_of, on_jax, on_torch
 from xentlib.parity.problem import upstream_of
 
-pytestmark = [pytest.mark.torch, pytest.mark.jax, pytest.mark.optimized]
+pytestmark = [pytest.mark.torch, pytest.mark.jax]
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 

@@ -42,7 +42,6 @@ ROWS = {"bfloat16": ("A7", "bf16"), "float16": ("A16", "fp16")}
 FUNCTIONS = pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str) -> None:
     """A2, A3, A5, A6: values are those of the dense head in float64."""
@@ -60,7 +59,6 @@ def test_values_and_gradients(name: str) -> None:
             assert rejected(reference, {key: wrong}), key
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("name", ["bias, confident", "options", "HV"])
 def test_gradients_of_log_probabilities(name: str) -> None:
     """A5, A6: upstream gradients of all three outputs, and of a weight that trains too."""
@@ -70,7 +68,6 @@ def test_gradients_of_log_probabilities(name: str) -> None:
         hold(oracle(p, upstream_of(p.base, 5)), got)
 
 
-@pytest.mark.optimized
 def test_a_dropout_s_mask() -> None:
     """A5, A6: what the low-rank part does not see has no gradient through it."""
     p = low_problem(PLAIN, dropped=0.4)
@@ -84,7 +81,6 @@ def test_a_dropout_s_mask() -> None:
     assert same(deep.loss, called(p, leaves_of(p)).loss)
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("adapter", ["bfloat16", "float16", "float32"])
 def test_sixteen_bits(dtype: str, adapter: str) -> None:

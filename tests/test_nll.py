@@ -47,21 +47,18 @@ AUDITED = (
 )
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("case", SMALL, ids=by_id)
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     """A0, A2, A5, A6."""
     hold(nll.single, (backend,), build(case, 7))
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("case", few_programs(low_precision(tuple(SMALL))))
 def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
     """A7, A8."""
     hold(nll.low, (backend,), build(case, 7))
 
 
-@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("case", few_programs(low_precision(tuple(SMALL), "float16")))
 def test_fp16_against_the_oracle(backend: str, case: Case) -> None:
@@ -69,14 +66,12 @@ def test_fp16_against_the_oracle(backend: str, case: Case) -> None:
     hold(nll.low, (backend,), build(case, 7))
 
 
-@pytest.mark.optimized
 @pytest.mark.slow
 def test_many_tokens_of_a_narrow_head(backend: str) -> None:
     """A6 at H = 1 and 32,771 tokens. Catches: products that add one token after the other."""
     hold(nll.single, (backend,), build(NARROW, 7))
 
 
-@pytest.mark.optimized
 @pytest.mark.slow
 def test_many_short_chunks_of_a_narrow_head(backend: str) -> None:
     """A6 in 118 chunks. Catches: a product that begins with what the accumulator holds, where MKL
@@ -86,7 +81,6 @@ def test_many_short_chunks_of_a_narrow_head(backend: str) -> None:
     assert not failures(gradients(problem, backend, chunk_tokens=512))
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
 def test_given_logits(backend: str, item: Any) -> None:
     """A3, A4, M3: also probabilities of 1 - 1e-30, and logits that share an offset of 1e6."""
@@ -106,7 +100,6 @@ def test_run_to_run(backend: str) -> None:
     hold(nll.repeat, (backend,), build(WITH_OPTIONS, 7))
 
 
-@pytest.mark.optimized
 def test_every_check_rejects_its_mutants(backend: str) -> None:
     """A14 (M23: a check that cannot fail)."""
     hold(nll_mutants.mutants, (backend,), build(BASE, 0))
@@ -142,7 +135,6 @@ def gradients(problem: Problem, backend: str, **how: Any) -> list[Measurement]:
     return measurements
 
 
-@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 8, 64])
 def test_d_weight_does_not_know_the_number_of_chunks(backend: str, chunks: int) -> None:

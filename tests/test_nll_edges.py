@@ -17,7 +17,6 @@ from xentlib.parity.problem import Case, build, logits_problem
 from xentlib.parity.shards import ShardedCall, run_calls
 
 
-@pytest.mark.optimized
 def test_a_confident_token_keeps_its_loss_and_gradient(backend: str) -> None:
     """A4. Catches: the target column left in the sum (p_y = 1 gives loss 0 and gradient 0)."""
     logits = np.zeros((4, 17), np.float32)
