@@ -57,7 +57,6 @@ CASES = ("qwen3-8b", "gemma2-2b", "llama3-8b")
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy", "optax", "flax", "pytest", "hypothesis")
 TAIL = 4000  # characters, at both ends of the output, of a part that did not end well
 
-
 WRITING = Lock()
 
 
@@ -77,15 +76,15 @@ def main() -> int:
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
     )
     asked = [p for name in args.parts for p in SITTINGS.get(name, (name,))]
-    found: dict[str, Any] = {"environment": versions(args.device)}
-    write(found, out)
+    parts: dict[str, Any] = {"environment": versions(args.device)}
+    write(parts, out)
 
     def do(part: str) -> None:
         commands = COMMANDS[part](args, out / "parts")
-        found[part] = run(part, commands, environment, PARTS[part] * args.share, out / "parts")
-        found[part] |= READ[part](out / "parts")
-        write(found, out)
-        print(f"{part}: {said(found[part])}", flush=True)
+        parts[part] = run(part, commands, environment, PARTS[part] * args.share, out / "parts")
+        parts[part] |= READ[part](out / "parts")
+        write(parts, out)
+        print(f"{part}: {in_words(parts[part])}", flush=True)
 
     for part in (p for p in asked if p in TIMINGS):
         do(part)
@@ -96,20 +95,20 @@ def main() -> int:
     with tarfile.open(out / "gpu.tar.gz", "w:gz") as archive:
         archive.add(out / "parts", "parts", filter=lambda x: None if "/peers" in x.name else x)
     print(out / "gpu.json")
-    return 0 if all(found[part]["rc"] == 0 for part in asked) else 1
+    return 0 if all(parts[part]["rc"] == 0 for part in asked) else 1
 
 
-def write(found: dict[str, Any], out: Path) -> None:
-    with WRITING:
-        (out / "gpu.json").write_text(json.dumps(dict(found), indent=1) + "\n", encoding="utf-8")
+def write(parts: dict[str, Any], out: Path) -> None:
+    with WRITING:  # parts end side by side
+        (out / "gpu.json").write_text(json.dumps(dict(parts), indent=1) + "\n", encoding="utf-8")
 
 
 def unpacked(wheels: Path | None, folder: Path) -> list[str]:
     """Wheels of peers, whose kernels' text Triton reads and thus wants in files."""
-    found = sorted(wheels.glob("*.whl")) if wheels is not None else []
-    for wheel in found:
-        zipfile.ZipFile(wheel).extractall(folder)
-    return [str(folder)] if found else []
+    archives = sorted(wheels.glob("*.whl")) if wheels is not None else []
+    for archive in archives:
+        zipfile.ZipFile(archive).extractall(folder)
+    return [str(folder)] if archives else []
 
 
 def parser() -> argparse.ArgumentParser:
@@ -137,17 +136,17 @@ def commit() -> str:
 
 
 def versions(device: str) -> dict[str, str]:
-    found = {"device": device, "python": platform.python_version(), "commit": commit()}
+    result = {"device": device, "python": platform.python_version(), "commit": commit()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            result[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "none"
+            result[name] = "none"
     asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     if shutil.which(asked[0]):
         said = subprocess.run(asked, capture_output=True, text=True, check=False)
-        found["nvidia-smi"] = said.stdout.strip()
-    return found
+        result["nvidia-smi"] = said.stdout.strip()
+    return result
 
 
 def pytest_of(modules: list[str], report: Path) -> list[str]:
@@ -230,7 +229,7 @@ def run(
     """One after the other; the one that is under way when the time is used up is interrupted, so
     that it can write what it has, and then killed."""
     start = time.monotonic()
-    found: dict[str, Any] = {"rc": 0, "ended": 0, "of": len(commands)}
+    result: dict[str, Any] = {"rc": 0, "ended": 0, "of": len(commands)}
     with (out / f"{part}.log").open("w+", encoding="utf-8", errors="replace") as log:
         for command in commands:
             process = subprocess.Popen(
@@ -242,22 +241,22 @@ def run(
                 start_new_session=True,
             )
             try:
-                found["rc"] |= process.wait(max(0.0, seconds - (time.monotonic() - start)))
-                found["ended"] += 1
+                result["rc"] |= process.wait(max(0.0, seconds - (time.monotonic() - start)))
+                result["ended"] += 1
             except subprocess.TimeoutExpired:
                 process.send_signal(2)
                 try:
                     process.wait(GRACE)
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, 9)
-                found |= {"rc": process.wait() or 1, "late": True}
+                result |= {"rc": process.wait() or 1, "late": True}
                 break
         log.seek(0)
         output = log.read()
-    found["seconds"] = round(time.monotonic() - start, 1)
-    if found["rc"]:
-        found["output"] = output if len(output) < 2 * TAIL else output[:TAIL] + output[-TAIL:]
-    return found
+    result["seconds"] = round(time.monotonic() - start, 1)
+    if result["rc"]:
+        result["output"] = output if len(output) < 2 * TAIL else output[:TAIL] + output[-TAIL:]
+    return result
 
 
 def read_tests(path: Path) -> dict[str, Any]:
@@ -332,16 +331,16 @@ READ: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-def said(found: dict[str, Any]) -> str:
+def in_words(result: dict[str, Any]) -> str:
     """One line for people."""
-    ending = "stopped" if found.get("late") else f"exit status {found['rc']}"
-    text = f"{ending} after {found['seconds']:.0f} s"
-    if found["of"] != 1:
-        text += f", {found['ended']} of {found['of']} commands ended"
-    if "counts" in found:
-        text += ", " + ", ".join(f"{n} {name}" for name, n in found["counts"].items() if n)
-    if "rows" in found:
-        short = sorted(name for name, row in found["rows"].items() if row["failed"])
+    ending = "stopped" if result.get("late") else f"exit status {result['rc']}"
+    text = f"{ending} after {result['seconds']:.0f} s"
+    if result["of"] != 1:
+        text += f", {result['ended']} of {result['of']} commands ended"
+    if "counts" in result:
+        text += ", " + ", ".join(f"{n} {name}" for name, n in result["counts"].items() if n)
+    if "rows" in result:
+        short = sorted(name for name, row in result["rows"].items() if row["failed"])
         text += f", falls short: {'; '.join(short)}" if short else ", every row holds"
     return text
 

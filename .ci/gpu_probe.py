@@ -48,14 +48,14 @@ class Clock:
     def __call__(self, call: Callable[[], Any]) -> dict[str, float]:
         for _ in range(2):
             call()
-        found = []
+        times = []
         for _ in range(self.rounds):
             self.wait()
             start = time.perf_counter()
             call()
             self.wait()
-            found.append(1e3 * (time.perf_counter() - start))
-        return {"ms_median": statistics.median(found), "ms_best": min(found)}
+            times.append(1e3 * (time.perf_counter() - start))
+        return {"ms_median": statistics.median(times), "ms_best": min(times)}
 
     def wait(self) -> None:
         if self.device == "cuda":
@@ -82,19 +82,19 @@ def products(device: str, dtype: torch.dtype, shape: tuple[int, int, int], clock
     w = torch.randn(vocab, width, device=device).to(dtype)
     dx = torch.empty(tokens, width, device=device)
     dw = torch.empty(vocab, width, device=device)
-    found = {}
+    times = {}
     for name, columns in {"aligned": pad_columns(vocab), "every 4 V bytes": vocab}.items():
         buffer = torch.zeros(tokens, columns, device=device)
         z = buffer[:, :vocab]
         low = buffer.view(dtype)[:, -columns:][:, :vocab] if dtype.itemsize == 2 else z
         beside = torch.zeros(tokens, vocab, device=device, dtype=low.dtype)
-        found[f"logits, {name}"] = clock(lambda z=z: mm(x, w.T, out=z))
+        times[f"logits, {name}"] = clock(lambda z=z: mm(x, w.T, out=z))
         for where, dz in {"over logits": low, "beside": beside}.items():
-            found[f"d hidden, {name}, {where}"] = clock(lambda dz=dz: mm(dz, w, out=dx))
+            times[f"d hidden, {name}, {where}"] = clock(lambda dz=dz: mm(dz, w, out=dx))
             for first in (True, False):
                 label = f"d weight, {name}, {where}{', first' if first else ''}"
-                found[label] = clock(lambda dz=dz, first=first: addmm_(dw, dz.T, x, first=first))
-    return found
+                times[label] = clock(lambda dz=dz, first=first: addmm_(dw, dz.T, x, first=first))
+    return times
 
 
 def floor_of(x: Tensor, w: Tensor, chunk: int, clock: Clock) -> dict[str, float]:
@@ -190,7 +190,7 @@ def main() -> None:
     odd = (16, 32, 259) if args.tiny else (4096, 768, 50_257)
     copied = torch.empty(1 << (10 if args.tiny else 30), device=args.device, dtype=torch.uint8)
     rate = clock(copied.clone)["ms_best"]
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "copy_bytes_per_second": 2e3 * copied.numel() / rate,
         "products": {},
         "heads": [],
@@ -198,11 +198,11 @@ def main() -> None:
     for of in (shape, odd):
         for dtype in (torch.bfloat16, torch.float32)[: 1 if of is odd else 2]:
             label = f"{list(of)}, {str(dtype).removeprefix('torch.')}"
-            found["products"][label] = products(args.device, dtype, of, clock)
+            report["products"][label] = products(args.device, dtype, of, clock)
     for row in heads(args, clock, until):
-        found["heads"].append(row)
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        report["heads"].append(row)
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -162,10 +162,10 @@ def write(table: Path, rows: dict[tuple[str, ...], dict[str, str]]) -> None:
 def drawn(seed: int, number: int, rows: dict[tuple[str, ...], dict[str, str]]) -> list[Mutant]:
     everything = [m for path in files() for m in mutants_of(path)]
     if rows:
-        found = {mutant.key: mutant for mutant in everything}
-        for key in rows.keys() - found.keys():
+        by_key = {mutant.key: mutant for mutant in everything}
+        for key in rows.keys() - by_key.keys():
             print("gone:", *key, sep="\t")
-        return [found[key] for key in rows if key in found]
+        return [by_key[key] for key in rows if key in by_key]
     return random.Random(seed).sample(everything, number)
 
 
@@ -179,15 +179,15 @@ def linked(path: Path) -> bool:
 
 
 def mutants_of(path: Path) -> list[Mutant]:
-    source, found, counts = path.read_text(), [], Counter()  # type: ignore[var-annotated]
+    source, mutants, counts = path.read_text(), [], Counter()  # type: ignore[var-annotated]
     for function, traced, statement, node, changed in nodes(ast.parse(source)):
         was, becomes = (re.sub(r"\s+", " ", ast.unparse(x)) for x in (node, changed))
         name = path.relative_to(ROOT).as_posix()
         counts[key := (function, was, becomes)] += 1
         span = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
-        of = counts[key]
-        found.append(Mutant(name, node.lineno, function, was, becomes, of, span, statement, traced))
-    return found
+        where = (name, node.lineno, function)
+        mutants.append(Mutant(*where, was, becomes, counts[key], span, statement, traced))
+    return mutants
 
 
 def nodes(module: ast.Module) -> Iterator[tuple[str, bool, int, Any, Any]]:
@@ -273,8 +273,8 @@ def reach(mutants: list[Mutant], full: bool, again: bool) -> list[list[str]]:
     return [
         kernels
         if m.traced
-        else [t for t in found if "::" not in t or t.split("::")[0] not in found]
-        for m, found in ((m, tests[number]) for number, m in enumerate(mutants))
+        else [t for t in names if "::" not in t or t.split("::")[0] not in names]
+        for m, names in ((m, tests[number]) for number, m in enumerate(mutants))
     ]
 
 

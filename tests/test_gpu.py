@@ -33,15 +33,15 @@ def test_every_part(tmp_path):
     (tmp_path / "kept.log").write_text("kept")
     asked = ["smoke", "bench", "first", "sanitizer"]  # the others are run as these are
     tiny = ["--first", "plan", "--cases", "tiny", "--rounds", "1", "--tiny", "--share", "3"]
-    rc, found = gpu(tmp_path, "--parts", *asked, *tiny)
-    assert rc == 0, found
-    assert found["first"]["counts"]["passed"] > 10
-    runs = found["bench"]["runs"]
+    rc, parts = gpu(tmp_path, "--parts", *asked, *tiny)
+    assert rc == 0, parts
+    assert parts["first"]["counts"]["passed"] > 10
+    runs = parts["bench"]["runs"]
     frameworks = {run["backend"] for run in runs}
     assert len(runs) == 2 * len(frameworks)  # ours beside the bare products, then everybody
     first = {row["contestant"] for run in runs[: len(frameworks)] for row in run["rows"]}
     assert first == {"bare GEMMs", "bare GEMMs, old buffers", "xentlib"}
-    rows = found["smoke"]["probe"]["heads"]
+    rows = parts["smoke"]["probe"]["heads"]
     assert {row["kernels"] for row in rows} >= {"eager"}
     assert all(row["predicted_bytes"] > 0 for row in rows)
     assert (tmp_path / "kept.log").exists()
@@ -51,17 +51,17 @@ def test_every_part(tmp_path):
 
 @pytest.mark.slow
 def test_what_fails_is_kept(tmp_path):
-    rc, found = gpu(tmp_path, "--parts", "tests", "--tests", "no_such_module")
+    rc, parts = gpu(tmp_path, "--parts", "tests", "--tests", "no_such_module")
     assert rc == 1
-    assert "no tests ran" in found["tests"]["output"]
+    assert "no tests ran" in parts["tests"]["output"]
 
 
 @pytest.mark.slow
 def test_what_is_late_is_stopped(tmp_path):
-    rc, found = gpu(tmp_path, "--parts", "parity", "--share", "0.01")
+    rc, parts = gpu(tmp_path, "--parts", "parity", "--share", "0.01")
     assert rc == 1
-    assert found["parity"]["late"]
-    assert found["parity"]["rc"]
+    assert parts["parity"]["late"]
+    assert parts["parity"]["rc"]
 
 
 def test_sittings_end_in_nine_minutes():
@@ -87,9 +87,9 @@ def test_what_was_interrupted_has_not_passed(tmp_path):
         for when, outcome in phases
     ]
     (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = GPU.read_tests(tmp_path / "lines")
-    assert found["counts"] == {"passed": 1, "failed": 2, "skipped": 1, "interrupted": 2}
-    assert found["failed"] == {"fails": "why", "fails at its end": "why"}
+    outcomes = GPU.read_tests(tmp_path / "lines")
+    assert outcomes["counts"] == {"passed": 1, "failed": 2, "skipped": 1, "interrupted": 2}
+    assert outcomes["failed"] == {"fails": "why", "fails at its end": "why"}
 
 
 def test_wheels_of_peers_are_unpacked(tmp_path):

@@ -179,7 +179,7 @@ def origin_of(loss: Any) -> Origin | None:
         if len(inputs) != 1:
             return None
         scaled = scaled or name not in SAME
-        node = inputs[0]
+        (node,) = inputs
     return None
 
 
