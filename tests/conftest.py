@@ -88,6 +88,8 @@ if HAS_TORCH:
 if HAS_JAX:
     import jax
 
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
     if DEVICE != "cpu":
         jax.config.update("jax_default_device", jax.devices(DEVICE)[0])
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -243,8 +244,6 @@ def test_the_floor_is_three_products(backend, dtype, floor):
 
 
 def test_every_head_has_arrays_of_its_dtype():
-    import ml_dtypes
-
     for dtype in DTYPES:
         arrays = make_arrays(TINY, dtype)
         for x in (arrays.hidden_NH, arrays.weight_VH):
@@ -252,6 +251,33 @@ def test_every_head_has_arrays_of_its_dtype():
             assert (low == x).all() == (dtype == "bfloat16")
     with pytest.raises(ValueError, match=r"`dtype` must be one of .* got 'int8'"):
         make_arrays(TINY, "int8")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_drawn_on_a_device_are_as_those_of_the_host(backend, dtype):
+    """Catches: a rounding that is left out, labels that name no token, one stream for all arrays."""
+    module = import_module(f"xentlib.bench.contestants_{backend}")
+
+    def drawn(seed):
+        arrays = make_arrays(TINY, dtype, module.OnDevice(module.place("cpu"), seed))
+        named = (arrays.hidden_NH, arrays.weight_VH, arrays.labels_N, arrays.upstream_N)
+        return [np.asarray(x) for x in named]
+
+    host = make_arrays(TINY, dtype)
+    ours = drawn(3)
+    for got, want in zip(ours, (host.hidden_NH, host.weight_VH, host.labels_N, host.upstream_N)):
+        assert got.shape == want.shape
+        assert (got.dtype.kind, got.std()) == (want.dtype.kind, pytest.approx(want.std(), rel=0.2))
+    hidden, weight, labels, upstream = ours
+    for x in (hidden, weight):
+        low = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+        assert x.dtype == np.float32
+        assert (low == x).all() == (dtype == "bfloat16")
+    assert 0 <= labels.min() < labels.max() < TINY.vocab_size
+    assert len(np.unique(np.concatenate([hidden[0, :8], weight[0, :8], upstream[:8]]))) == 24
+    assert all((a == b).all() for a, b in zip(ours, drawn(3)))
+    assert not any((a == b).all() for a, b in zip(ours, drawn(4)))
 
 
 # --- memory -----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 
 from xentlib.bench.cases import CASES, DTYPES, SUITES
 from xentlib.bench.contestant import (
+    BARE,
     FLOOR,
     KINDS,
     OURS,
@@ -128,6 +129,20 @@ def test_a_worker_of_its_own_for_resident_memory():
 def test_a_worker_that_fails_says_why():
     with pytest.raises(WorkerError, match=r"ended with status 1:[\s\S]*int8"):
         ask(Request("time", "torch", TINY, "int8", "cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
+def test_some_contestants(tmp_path, capsys):
+    """Beside the bare products and ours; a name that the backend's table has not is refused."""
+    words = ("--backend", "torch", "--case", "tiny", "--dtype", "fp32", "--rounds", "1")
+    words += ("--kind", "loss", "--no-memory", "--out", str(tmp_path))
+    assert cli.run(arguments(*words, "--contestant", "eager, full logits")) == 0
+    (run,) = json.loads((tmp_path / "bench.json").read_text())["runs"]
+    assert {row["contestant"] for row in run["rows"]} == {*BARE, OURS, "eager, full logits"}
+    assert cli.run(arguments(*words, "--contestant", OURS, "nobody")) == 1
+    assert "no contestant nobody in torch's table" in capsys.readouterr().err
 
 
 def test_a_contestant_without_numbers_is_shown_with_its_reason():
