@@ -256,7 +256,7 @@ def test_every_head_has_arrays_of_its_dtype():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arrays_drawn_on_a_device_are_as_those_of_the_host(backend, dtype):
-    """Catches: a rounding that is left out, labels that name no token, one stream for all arrays."""
+    """Catches: a rounding left out, labels that name no token, one stream for all arrays."""
     module = import_module(f"xentlib.bench.contestants_{backend}")
 
     def drawn(seed):
