@@ -69,6 +69,7 @@ HOW = [
 ]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("shape", "dtype", "gradient"), HOW, ids=str)
 def test_peak_is_the_formula_of_the_plan(
     backend: str, shape: tuple[int, ...], dtype: str, gradient: bool

@@ -25,6 +25,7 @@ jax = pytest.importorskip("jax")
 pytestmark = [
     pytest.mark.jax,
     pytest.mark.hlo,
+    pytest.mark.optimized,
     pytest.mark.skipif(
         importlib.util.find_spec("jax_cuda13_plugin") is None,
         reason="the wheels of JAX's CUDA plugin are not installed; `make hlo` has them",

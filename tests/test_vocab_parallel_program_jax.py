@@ -91,6 +91,7 @@ def test_d_hidden_is_summed_once_with_sequence_parallelism(check_vma):
     assert not [c for c in collectives(text) if c.kind == "add" and "f32[220,24]" in c.types]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_statistics_in_every_chunk_spare_a_gemm(monkeypatch, check_vma):
     """A2, A5, A6, D7: the plan's other choice, one MAX and one SUM in the loop and three
