@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers.orphans import remove_locks
 from helpers.pages import FOUND, RUN, execute, groups, on_rank, torchrun
 from helpers.ranks import launch
 
@@ -67,7 +66,6 @@ def test_python_for_ranks_prints_what_the_page_shows(group):
 @pytest.fixture(scope="module")
 def under_torchrun(tmp_path_factory):
     pytest.importorskip("deepspeed")
-    remove_locks()
     found = [group for group in GROUPS.values() if group.how == "torchrun"]
     printed = torchrun(found, tmp_path_factory.mktemp("torchrun"))
     return dict(zip((group.blocks for group in found), printed))

@@ -3,8 +3,6 @@ process that has the whole batch."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Any
 
 import numpy as np
@@ -127,17 +125,3 @@ def test_gathers_do_not_count_chunks_or_tokens(found: Any) -> None:
     assert gathers["stage 3, gathered"] == gathers["stage 3"]
     # The head's values, for its backward.
     assert gathers["stage 3, per token"][0] == gathers["stage 3"][0] + 1
-
-
-@pytest.mark.usefixtures("found")  # which has compiled
-def test_a_lock_that_a_killed_run_has_left_is_not_waited_for(tmp_path, monkeypatch) -> None:
-    """torch's folder of extensions as it is when ranks are killed while they compile or load."""
-    built = tmp_path / "built"
-    shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], built)
-    locks = [operator / "lock" for operator in built.iterdir()]
-    assert locks
-    for lock in locks:
-        lock.touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(built))
-    assert torchrun(2, PROGRAM, tmp_path, {}) == [{}, {}]
-    assert not any(lock.exists() for lock in locks)

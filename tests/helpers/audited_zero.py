@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 
+import helpers.preloaded  # noqa: F401  # no operator is compiled
 from xentlib.torch import chunked_nll
 
 

@@ -5,7 +5,7 @@ A comment on a page says how the blocks after it are run, up to the next such co
     <!-- run: alone -->       each by itself, in the test's own process; so without any comment
     <!-- run: together -->    one after the other, in one namespace
     <!-- run: two ranks -->   together, on two ranks that find each other as under torchrun
-    <!-- run: torchrun -->    together, on two ranks that torchrun has started
+    <!-- run: torchrun -->    together, on two ranks as torchrun starts them
 
 Where the comment goes on after the mode, what it holds is Python too, run before the blocks: for
 fragments whose reader has a model already. What ranks print is what rank 0 prints.
@@ -18,12 +18,13 @@ import io
 import os
 import pickle
 import re
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from helpers.torchrun import run, start
 
 RUN = ("alone", "together", "two ranks", "torchrun")
 FOUND = re.compile(
@@ -112,30 +113,14 @@ def on_rank(rank: int, world: int, blocks: Sequence[Block]) -> list[str]:
 def torchrun(found: Sequence[Group], folder: Path) -> list[Any]:
     """What the blocks of each group print, or the traceback that ended it; one start for all."""
     (folder / "groups").write_bytes(pickle.dumps([tuple(group.blocks) for group in found]))
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*program, "--nproc-per-node=2", "-m", "helpers.pages", str(folder)],
-        env=environment,
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-        # No limit but the test's: a collective that one rank has left waits for ever.
-    )
-    assert (folder / "printed").is_file(), done.stdout[-2000:] + done.stderr[-4000:]
+    run(2, "helpers.pages", folder)
     return pickle.loads((folder / "printed").read_bytes())
 
 
 def main(folder: str) -> None:
-    import deepspeed
     import torch
 
-    from xentlib.processes import end_with_parent
-
-    end_with_parent(os.getppid())  # torchrun, which does not take its ranks along when killed
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")  # says what it compiles; a page's own call comes too late
+    start()
     printed: list[Any] = []
     for blocks in pickle.loads(Path(folder, "groups").read_bytes()):
         try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from helpers.orphans import remove_locks
 from helpers.seconds import rank_ends
 from xentlib import processes
-from xentlib.parity.ranks import PRELOADED, start_gloo
+from xentlib.parity.ranks import start_gloo
+
+PRELOADED = ("helpers.preloaded",)
 
 
 class Hang(AssertionError):
@@ -21,9 +23,15 @@ def launch(
 ) -> list[Any]:
     """`work(rank, world, *arguments)` on ranks that share a gloo group; what each returned.
     `seconds` without progress are a `Hang`, as `processes.launch` has it."""
-    remove_locks()
-    try:
+    with failing(world):
         return processes.launch(on_gloo, world, work, arguments, seconds=seconds, preload=PRELOADED)
+
+
+@contextmanager
+def failing(world: int) -> Iterator[None]:
+    """What ranks do wrong, as what a test does."""
+    try:
+        yield
     except processes.RanksLate as late:
         raise Hang(f"{len(late.said)} of {world} ranks {late.why}\n{late}") from None
     except processes.RanksFailed as failed:

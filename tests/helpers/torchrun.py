@@ -1,53 +1,73 @@
-"""Ranks of DeepSpeed, started as users start them: what each finds, as a file."""
+"""Ranks as torchrun starts them, forked from a process that has imported DeepSpeed: what each
+finds, as a file. torchrun itself starts those of `test_audit_zero.py`."""
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
-import subprocess
+import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from helpers.orphans import remove_locks
+from helpers.ranks import PRELOADED, failing
+from helpers.seconds import rank_ends
 from helpers.wrapped import Zero
-from xentlib.processes import end_with_parent
+from xentlib import processes
 
 
 def torchrun(
     world: int, program: str, folder: Path, setups: Mapping[str, Zero]
 ) -> list[dict[str, Any]]:
     """What each rank of a module of `helpers` leaves in `folder`, of the setups in there."""
-    # Not `launch`: users start DeepSpeed with torchrun, whose variables it reads, and what torchrun
-    # leaves behind when it is killed is among what is tested.
-    remove_locks()
     (folder / "setups").write_bytes(pickle.dumps(setups))
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={world}", "-m", program, str(folder)),
-        ],
-        env=environment,
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run(world, program, folder)
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
+def run(world: int, program: str, folder: Path, seconds: float = 240) -> None:
+    """`python -m program folder` on each rank."""
+    from torch.distributed import TCPStore
+
+    # As torchrun has it: a port that is free now may be taken before a rank listens.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with failing(world):
+        arguments = (program, str(folder))
+        processes.launch(
+            rank_of,
+            world,
+            *arguments,
+            seconds=seconds,
+            preload=PRELOADED,
+            environment=environment,
+        )
+
+
+def rank_of(rank: int, world: int, _: str, program: str, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.argv = [program, folder]
+    try:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    finally:
+        rank_ends()
+
+
 def start() -> None:
-    """A rank that engines of DeepSpeed will be made on. What is imported by now is no garbage: an
-    engine collects, and looked at all of that for 0.3 s each time."""
+    """A rank that engines of DeepSpeed will be made on."""
     import deepspeed
     import torch
 
-    end_with_parent(os.getppid())  # torchrun, which does not take its ranks along when killed
+    import helpers.preloaded  # noqa: F401  # where another list of modules was there first
+
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    gc.collect()
-    gc.freeze()

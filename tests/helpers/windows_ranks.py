@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.torchrun import start
 from helpers.windows import batch_of, net, of_one_batch, one, spoilt
 from xentlib.accumulate import UnsupportedWrapperError
 from xentlib.torch import TokenNormalizer
@@ -28,7 +29,7 @@ def engine_of(model: Any = None, **changes: Any) -> Any:
     import deepspeed
 
     if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed("gloo")
+        start()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
