@@ -13,7 +13,7 @@ import importlib
 
 from xentlib.parity.ranks import PRELOADED
 
-OTHERS = ("deepspeed", "deepspeed.ops", "deepspeed.runtime.zero.stage3")
+OTHERS = ("deepspeed", "deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer", "peft")
 
 for name in (*PRELOADED, *OTHERS):
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 from helpers.seconds import rank_ends
@@ -12,6 +14,7 @@ from xentlib import processes
 from xentlib.parity.ranks import start_gloo
 
 PRELOADED = ("helpers.preloaded",)
+TESTS = str(Path(__file__).parents[1])
 
 
 class Hang(AssertionError):
@@ -30,12 +33,26 @@ def launch(
 @contextmanager
 def failing(world: int) -> Iterator[None]:
     """What ranks do wrong, as what a test does."""
+    preload()
     try:
         yield
     except processes.RanksLate as late:
         raise Hang(f"{len(late.said)} of {world} ranks {late.why}\n{late}") from None
     except processes.RanksFailed as failed:
         raise AssertionError(str(failed)) from None
+
+
+def preload() -> None:
+    """Start the process that ranks are forked from, unless it runs. It drops a module that it does
+    not find without a word, and has no path but the environment's."""
+    known = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TESTS, known]))
+    try:
+        forkserver.set_forkserver_preload(list(PRELOADED))
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        os.environ |= {"PYTHONPATH": known} if known is not None else {}
 
 
 def on_gloo(rank: int, world: int, folder: str, work: Any, arguments: Any) -> Any:
