@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 from helpers.routed import nodes_of  # noqa: E402
 
 CLOSE = 0.05  # the specification's own figure, as in test_memory.py
-ROUNDS = 3
+ROUNDS = 2
 
 
 class Sizes(NamedTuple):
