@@ -187,7 +187,7 @@ def test_extremes_are_those_of_eager(
         made += torch.autograd.grad(rows.logprobs.sum(), leaf)
         kinds = [(x.isnan(), x == np.inf, x == -np.inf) for x in made]
         counts = (out.correct, *(() if out.loss.isnan() else (out.predicted,)))
-        numbers = [x.detach().nan_to_num(0.0, 0.0, 0.0).numpy() for x in made]
+        numbers = [x.detach().nan_to_num(0.0, 0.0, 0.0).cpu().numpy() for x in made]
         found.append(([*(x for kind in kinds for x in kind), *counts], numbers))
     (eager, want), (triton, got) = found
     assert all(torch.equal(a, b) for a, b in zip(eager, triton, strict=True))

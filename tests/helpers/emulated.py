@@ -231,6 +231,8 @@ def pytest_configure() -> None:
     from xentlib.torch.core import kernels
 
     kernels.why_no_triton = lambda device: "" if device.type == "cuda" else "not on the device"
+    # The interpreter would take minutes for heads that a device has in a millisecond.
+    kernels.chosen = lambda: os.environ.get("XENTLIB_KERNELS", "eager")
     launch = interpreter.GridExecutor.__call__
 
     def on_cpu_s_memory(self: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> Any:

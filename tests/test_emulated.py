@@ -1,0 +1,71 @@
+"""Device tests on an emulated device: what a test does wrong there, it does wrong on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.torch, pytest.mark.cpu, pytest.mark.slow]
+HERE = Path(__file__).parent
+# What the emulation has not: compilers, fake tensors, functional transforms, a choice of kernels.
+BEYOND = ("graph", "compile", "memory_is_what", "checkpoint", "the_choice", "nothing_compiles_for")
+EAGER = ("nll", "nll_edges", "logprobs", "given_logits", "work_torch")
+TRITON = ("kernels", "kernels_triton", "contract_triton", "device_torch")
+
+
+def emulated(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "helpers.emulated"]
+    return subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-p", "no:xdist", *arguments],
+        cwd=HERE.parent,
+        env=os.environ | {"XENTLIB_DEVICE": "cuda", "PYTHONPATH": str(HERE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("modules", "asked"),
+    [
+        (EAGER, ""),
+        (("device_torch",), "no_call_waits and plain-eager"),
+        pytest.param(TRITON, "", marks=pytest.mark.full),
+    ],
+    ids=["eager", "no wait", "Triton"],
+)
+def test_device_tests_are_right_about_the_device(modules: tuple[str, ...], asked: str) -> None:
+    """Catches: `.numpy()` of what is on the device, operands on two, a number that is read."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("triton") is None:
+        pytest.skip("PyTorch or Triton is not installed")
+    named = " and ".join(f"not {word}" for word in BEYOND)
+    files = [str(HERE / f"test_{module}.py") for module in modules]
+    done = emulated("--quick", "-k", f"{named} and ({asked})" if asked else named, *files)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert " passed" in done.stdout
+
+
+FAULTS = {
+    "x.numpy()": "can't convert cuda:0",
+    "x + torch.ones(3, device='cpu')": "Expected all tensors on one device",
+    "torch.rand(3, generator=torch.Generator())": "Expected a 'cuda' device type for generator",
+    "torch.cuda.set_sync_debug_mode('error') or x.sum().item()": "synchronizing CUDA operation",
+}
+
+
+def test_the_emulation_refuses_what_a_device_refuses(tmp_path: Path) -> None:
+    code = ["import conftest, pytest, torch", "def test_right():"]
+    code += ["    assert torch.ones(3).cpu().numpy().sum() == 3"]
+    for number, (fault, words) in enumerate(FAULTS.items()):
+        code += [f"def test_{number}():", "    x = torch.ones(3)"]
+        code += [f"    with pytest.raises((TypeError, RuntimeError), match={words!r}):"]
+        code += [f"        {fault}"]
+    (tmp_path / "test_faults.py").write_text("\n".join(code) + "\n")
+    done = emulated(str(tmp_path / "test_faults.py"))
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert f"{len(FAULTS) + 1} passed" in done.stdout
