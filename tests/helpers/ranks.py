@@ -9,6 +9,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from helpers.orphans import remove_locks
 from helpers.seconds import rank_ends
 from xentlib import processes
 from xentlib.parity.ranks import start_gloo
@@ -33,6 +34,7 @@ def launch(
 @contextmanager
 def failing(world: int) -> Iterator[None]:
     """What ranks do wrong, as what a test does."""
+    remove_locks()
     preload()
     try:
         yield
