@@ -44,7 +44,7 @@ ARRAYS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda}
 WAITS = {
     *(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__),
-    *(Tensor.__index__, Tensor.nonzero, torch.nonzero, torch.equal, Tensor.equal, torch.allclose),
+    *(Tensor.__index__, Tensor.nonzero, torch.nonzero, torch.equal, Tensor.equal),
     *(Tensor.masked_select, torch.masked_select, Tensor.unique, torch.unique),
 }
 # What takes operands of both sides, or looks at none of their numbers.
