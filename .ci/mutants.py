@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import hashlib
 import os
 import random
 import re
@@ -116,7 +117,7 @@ def main() -> int:
     column = "full" if args.full else "plain"
     rows = read(args.table)
     mutants = drawn(args.seed, args.number, rows)
-    reached = reach(mutants, args.full, args.only_reach)
+    reached = reach(mutants, args.full)
     for number, mutant in enumerate(mutants):
         row = rows.setdefault(mutant.key, {})
         row |= dict(zip(HEADER[:6], map(str, mutant)))
@@ -142,7 +143,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def rejected(verdict: str | None) -> bool:
-    return verdict is not None and not verdict.startswith("survives")
+    """By a test that has a name: a run that ended otherwise says nothing."""
+    return verdict is not None and not verdict.startswith(("survives", "ended"))
 
 
 def read(table: Path) -> dict[tuple[str, ...], dict[str, str]]:
@@ -257,14 +259,19 @@ def changes(node: Any) -> Iterator[tuple[Any, Any]]:
 # --- which tests reach it ---------------------------------------------------------------------
 
 
-def reach(mutants: list[Mutant], full: bool, again: bool) -> list[list[str]]:
-    """Of each, its tests; a whole file where a fixture came past."""
-    log = ROOT / "build" / f"reached{'-full' * full}.tsv"
-    if again or not log.is_file():
+def reach(mutants: list[Mutant], full: bool) -> list[list[str]]:
+    """Of each, its tests; a whole file where a fixture came past. A log is of one draw from one
+    state of the sources."""
+    index = subprocess.check_output(["git", "write-tree"], cwd=ROOT)  # what `plant` copies
+    of = hashlib.sha256(repr((index, mutants, full)).encode()).hexdigest()[:12]
+    log = ROOT / "build" / f"reached-{of}.tsv"
+    if not log.is_file():
         plant(mutants)
-        log.unlink(missing_ok=True)
         (TREE / "reached.py").write_text(PROBE)
-        suite(["-p", "reached", "-n", "3", "--dist", "loadfile"], full, log)
+        part = log.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        suite(["-p", "reached", "-n", "3", "--dist", "loadfile"], full, part)
+        part.replace(log)
     lines = [line.split("\t") for line in log.read_text().splitlines()]
     tests: dict[int, set[str]] = defaultdict(set)
     for number, test, when in (line for line in lines if len(line) == 3):

@@ -36,7 +36,7 @@ H200 = SimpleNamespace(
     minor=0,
     multi_processor_count=132,
 )
-# By address, and kept: an address is not used again for something else.
+# Memory of the host, by address; kept, so that no other memory gets the address.
 ON_HOST: dict[int, torch.UntypedStorage] = {}
 
 DEVICE_OF = {getattr(Tensor, name).__get__: name for name in ("device", "is_cuda", "is_cpu")}

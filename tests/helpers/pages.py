@@ -110,9 +110,9 @@ def on_rank(rank: int, world: int, blocks: Sequence[Block]) -> list[str]:
             dist.init_process_group("gloo")
 
 
-def torchrun(found: Sequence[Group], folder: Path) -> list[Any]:
+def torchrun(groups: Sequence[Group], folder: Path) -> list[Any]:
     """What the blocks of each group print, or the traceback that ended it; one start for all."""
-    (folder / "groups").write_bytes(pickle.dumps([tuple(group.blocks) for group in found]))
+    (folder / "groups").write_bytes(pickle.dumps([tuple(group.blocks) for group in groups]))
     run(2, "helpers.pages", folder)
     return pickle.loads((folder / "printed").read_bytes())
 
