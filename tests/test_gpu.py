@@ -94,6 +94,7 @@ def test_what_was_interrupted_has_not_passed(tmp_path):
 
 def test_wheels_of_peers_are_unpacked(tmp_path):
     assert GPU.unpacked(None, tmp_path / "peers") == []
+    assert GPU.unpacked(tmp_path, tmp_path / "peers") == []  # a folder without any
     with zipfile.ZipFile(tmp_path / "peer-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("peer/__init__.py", "")
     assert GPU.unpacked(tmp_path, tmp_path / "peers") == [str(tmp_path / "peers")]
