@@ -114,6 +114,18 @@ def floor_of(x: Tensor, w: Tensor, chunk: int, clock: Clock) -> dict[str, float]
     return clock(all_three)
 
 
+def waves_of(device: str, width: int, vocab: int, chunks: list[int], clock: Clock) -> Any:
+    """Milliseconds of d hidden by tokens of a chunk: it has few tiles, which fill the last of the
+    device's multiprocessors or leave it idle."""
+    w = operand(torch.randn(vocab, width, device=device).bfloat16(), torch.bfloat16, torch.float32)
+    times = {}
+    for tokens in chunks:
+        dz = torch.zeros(tokens, vocab, device=device, dtype=w.dtype)
+        dx = torch.empty(tokens, width, device=device)
+        times[str(tokens)] = clock(lambda dz=dz, dx=dx: mm(dz, w, out=dx))["ms_median"]
+    return times
+
+
 def calls_of(x: Tensor, w: Tensor, y: Tensor, options: dict[str, Any]) -> dict[str, Any]:
     """By kind: functions of a budget."""
     plain_x, plain_w = x.detach(), w.detach()
@@ -199,6 +211,8 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32)[: 1 if of is odd else 2]:
             label = f"{list(of)}, {str(dtype).removeprefix('torch.')}"
             report["products"][label] = products(args.device, dtype, of, clock)
+    gemma2 = (32, 257, [12, 16]) if args.tiny else (2304, 256_000, [1024, 1792, 2048, 3712, 4096])
+    report["waves"] = waves_of(args.device, *gemma2, clock)
     for row in heads(args, clock, until):
         report["heads"].append(row)
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

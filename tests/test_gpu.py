@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 
+from conftest import INSTALLED
+from xentlib.cli.command import _parser as command_line
+
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / ".ci"))  # as for a script that lies there
 FILE = importlib.util.spec_from_file_location("gpu", ROOT / ".ci" / "gpu.py")
 GPU = importlib.util.module_from_spec(FILE)
 FILE.loader.exec_module(GPU)
@@ -26,27 +30,47 @@ def gpu(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads((out / "gpu.json").read_text(encoding="utf-8"))
 
 
+TINY = ["--first", "plan", "--cases", "tiny", "--rounds", "1", "--tiny", "--share", "3"]
+
+
 @pytest.mark.slow
-def test_every_part(tmp_path):
+def test_parts(tmp_path):
     """In a folder that has been there, with something of somebody's in it."""
-    pytest.importorskip("matplotlib")
     (tmp_path / "kept.log").write_text("kept")
-    asked = ["smoke", "bench", "first", "sanitizer"]  # the others are run as these are
-    tiny = ["--first", "plan", "--cases", "tiny", "--rounds", "1", "--tiny", "--share", "3"]
-    rc, parts = gpu(tmp_path, "--parts", *asked, *tiny)
+    rc, parts = gpu(tmp_path, "--parts", "smoke", "first", "sanitizer", *TINY)
     assert rc == 0, parts
     assert parts["first"]["counts"]["passed"] > 10
-    runs = parts["bench"]["runs"]
-    frameworks = {run["backend"] for run in runs}
-    assert len(runs) == 2 * len(frameworks)  # ours beside the bare products, then everybody
-    first = {row["contestant"] for run in runs[: len(frameworks)] for row in run["rows"]}
-    assert first == {"bare GEMMs", "bare GEMMs, old buffers", "xentlib"}
     rows = parts["smoke"]["probe"]["heads"]
     assert {row["kernels"] for row in rows} >= {"eager"}
     assert all(row["predicted_bytes"] > 0 for row in rows)
     assert (tmp_path / "kept.log").exists()
     with tarfile.open(tmp_path / "gpu.tar.gz") as archive:
         assert {"parts/first.jsonl", "parts/smoke.json"} <= set(archive.getnames())
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_bench(tmp_path):
+    """Ours beside the bare products, then everybody."""
+    pytest.importorskip("matplotlib")
+    rc, parts = gpu(tmp_path, "--parts", "bench", *TINY)
+    assert rc == 0, parts
+    runs = parts["bench"]["runs"]
+    frameworks = {run["backend"] for run in runs}
+    assert len(runs) == 2 * len(frameworks)
+    first = {row["contestant"] for run in runs[: len(frameworks)] for row in run["rows"]}
+    assert first == {"bare GEMMs", "bare GEMMs, old buffers", "xentlib"}
+
+
+def test_commands_have_options_that_exist(tmp_path):
+    """Of parts that take their time: `bench` and both of `parity`."""
+    args = GPU.parser().parse_args(["--out", str(tmp_path)])
+    parts = "bench", "parity", "parity-triton"
+    commands = [command for part in parts for command in GPU.COMMANDS[part](args, tmp_path)]
+    assert len(commands) == 2 * len(args.cases) * len(INSTALLED) + 2
+    for command in commands:
+        assert command[1:3] == ["-m", "xentlib"]
+        command_line(command[3:]).parse_args(command[3:])
 
 
 @pytest.mark.slow
@@ -99,3 +123,37 @@ def test_wheels_of_peers_are_unpacked(tmp_path):
         wheel.writestr("peer/__init__.py", "")
     assert GPU.unpacked(tmp_path, tmp_path / "peers") == [str(tmp_path / "peers")]
     assert (tmp_path / "peers" / "peer" / "__init__.py").exists()
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path):
+    """Catches: a name of a part's report that the table reads no longer."""
+    head = {"head": "gpt2", "kind": "loss + gradient", "kernels": "triton", "chunk_tokens": 4092}
+    heads = [head | {"ratio": 1.75, "peak_bytes": 3, "predicted_bytes": 4}]
+    heads.append(heads[0] | {"chunk_tokens": 2048, "ratio": 9.0})
+    row = {"contestant": "xentlib", "kind": "loss + gradient", "ratio": {"median": 1.375}}
+    run = {"case": {"name": "qwen3-8b"}, "backend": "jax", "rows": [row]}
+    probe = {"copy_bytes_per_second": 4e12, "waves": {"1792": 1.0, "2048": 2.0}, "heads": heads}
+    probe["products"] = {GPU.gpu_predictions.LLAMA: {"logits, aligned": {"ms_median": 5.0}}}
+    failed = {"tests/test_nll.py::test_chunks_do_not_show[x]": "", "tests/test_nll.py::test_b": ""}
+    rows = {"A10 jax unequal entries": {"measured": 7, "failed": 2}}
+    parts = {
+        "probe": {"probe": probe},
+        "bench": {"runs": [run]},
+        "tests": {"failed": failed},
+        "parity": {"rows": rows},
+        "sanitizer": {"rc": 0, "of": 2, "ended": 2},
+    }
+    GPU.write(parts, tmp_path)
+    text = (tmp_path / "gpu.md").read_text()
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    assert [cells[2] for cells in lines[2:] if len(cells) == 3] == [
+        "4e+12",
+        "8.61e+14",
+        "1.75",
+        "1.75",
+        "0.75",
+        "1.38",
+        "jax: 2 of 7 fail",
+        "1, tests/test_nll.py::test_b",
+        "no error",
+    ]
