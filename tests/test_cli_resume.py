@@ -301,19 +301,21 @@ def real_run(out, *options, names=SHORT, seconds=600, **how):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_is_gone_on_from_to_the_same_bits(tmp_path):
-    """Real sections of both backends, `kill -9` while the second one runs."""
-    for name in ("torch", "jax"):
+@pytest.mark.parametrize("of", ["torch", pytest.param("both", marks=pytest.mark.full)])
+def test_a_run_that_was_killed_is_gone_on_from_to_the_same_bits(tmp_path, of):
+    """Real sections, `kill -9` while the second one runs."""
+    for name in ("torch", "jax") if of == "both" else [of]:
         pytest.importorskip(name)
-    assert real_run(tmp_path / "whole", stdout=subprocess.DEVNULL).wait() == 0
-    with real_run(tmp_path / "out", stderr=subprocess.PIPE) as killed:
+    of = "--backend", of
+    assert real_run(tmp_path / "whole", *of, stdout=subprocess.DEVNULL).wait() == 0
+    with real_run(tmp_path / "out", *of, stderr=subprocess.PIPE) as killed:
         for line in killed.stderr:
             if SHORT[1] in line:
                 break
         killed.kill()
     assert list(sections(tmp_path).values()) == ["done", "not run"]
     resumed = real_run(
-        tmp_path / "out", "--resume", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        tmp_path / "out", *of, "--resume", stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
     said = resumed.communicate()[1]
     assert resumed.returncode == 0, said
@@ -321,7 +323,7 @@ def test_a_run_that_was_killed_is_gone_on_from_to_the_same_bits(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "whole").rename(tmp_path / "other" / "out")
     assert but_for_times(tmp_path) == but_for_times(tmp_path / "other")
-    assert len(written(tmp_path)["measurements"]) > 50
+    assert len(written(tmp_path)["measurements"]) > 20
 
 
 @pytest.mark.slow

@@ -80,9 +80,19 @@ def equal(got: Any, want: Any) -> None:
 
 @each
 @pytest.mark.parametrize("slot", [0, 1], ids=["hidden", "weight"])
-@pytest.mark.parametrize("way", ["jvp", "jacfwd", "dual", "dual that requires grad", "compiled"])
+@pytest.mark.parametrize("way", ["jvp", "jacfwd", "dual", "dual that requires grad"])
 def test_forward_mode_is_refused(function: Any, slot: int, way: str) -> None:
     """An operator without a rule for tangents drops them: jvp was 0, a dual tensor's None."""
+    forward_mode_is_refused(function, slot, way)
+
+
+# Dynamo traces each for 4 s: every function and either input.
+@pytest.mark.parametrize(("function", "slot"), [(nll, 0), (logprobs, 1), (given, 0)])
+def test_forward_mode_is_refused_in_a_graph(function: Any, slot: int) -> None:
+    forward_mode_is_refused(function, slot, "compiled")
+
+
+def forward_mode_is_refused(function: Any, slot: int, way: str) -> None:
     inputs = [x.detach() for x in leaves()]
     x = inputs[slot]
 
@@ -148,8 +158,15 @@ def test_derivatives_by_torch_func_are_refused(function: Any, way: str) -> None:
 
 # torch 2.13: where Dynamo breaks a graph inside `vmap` it asks each entry for its `.grad`.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@each
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("function", "compiled"),
+    [
+        *((function, False) for function in FUNCTIONS),
+        (nll, True),
+        (given, True),
+        pytest.param(logprobs, True, marks=pytest.mark.full),  # the operator's rule is that of nll
+    ],
+)
 def test_vmap_keeps_gradients(function: Any, compiled: bool) -> None:
     """An entry of a batch does not say that the batch requires grad: d hidden was None."""
     batch, weight, labels = torch.stack([leaves()[0], leaves()[0].flip(1)]).detach(), *leaves()[1:]
