@@ -64,7 +64,7 @@ def test_jit_and_vmap():
     [
         ("int64", "aot_eager"),
         ("uint16", "aot_eager"),
-        pytest.param("uint32", "inductor", marks=pytest.mark.slow),
+        pytest.param("uint32", "inductor", marks=[pytest.mark.slow, pytest.mark.full]),
     ],
 )
 def test_one_graph_and_vmap(dtype, compiler):
