@@ -81,7 +81,11 @@ def test_per_token_against_the_oracle(case):
     hold(per_token.single, ("jax",), build(case, 7))
 
 
-@pytest.mark.parametrize("case", [CHUNK_CASES[1], CHUNK_CASES[3]], ids=by_id)
+@pytest.mark.parametrize(
+    "case",
+    [CHUNK_CASES[3], pytest.param(CHUNK_CASES[1], marks=pytest.mark.full)],
+    ids=by_id,
+)
 @pytest.mark.optimized
 def test_chunks_do_not_show(case):
     """A10."""

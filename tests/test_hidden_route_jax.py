@@ -130,7 +130,7 @@ def test_few_digits_of_float16():
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nll", "logprobs"])
+@pytest.mark.parametrize("kind", [pytest.param("nll", marks=pytest.mark.full), "logprobs"])
 def test_audit_mode_does_not_know_of_devices(kind):
     """A1: the gradients of one device, to the bit, on two and on four."""
     p = build(replace(AUDIT, tokens=N), 7)

@@ -137,7 +137,17 @@ def test_given_logits(item):
     assert failures(found) == []
 
 
-@pytest.mark.parametrize("case", CHUNK_CASES, ids=by_id)
+# Few programs: `test_logprobs.py` has others of these cases in both backends.
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, marks=[] if case.id in ("chunks-small", "chunks-kernel") else pytest.mark.full
+        )
+        for case in CHUNK_CASES
+    ],
+    ids=by_id,
+)
 def test_chunks_do_not_show(case):
     """A10. Catches: sums of products of per-token gradients formed inside the loop."""
     options = {name: value for name, value in case.options.items() if name in OURS}

@@ -125,8 +125,15 @@ ROADS = {
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@FUNCTIONS
-@pytest.mark.parametrize("dropped", [0.0, 0.4])
+@pytest.mark.parametrize(
+    ("function", "dropped"),
+    [
+        (chunked_nll, 0.0),
+        (chunked_logprobs, 0.4),
+        pytest.param(chunked_nll, 0.4, marks=pytest.mark.full),
+        pytest.param(chunked_logprobs, 0.0, marks=pytest.mark.full),
+    ],
+)
 def test_each_road_to_the_gradients_gives_the_same_bits(function: Any, dropped: float) -> None:
     """A11. Catches: u made again inside of the product that uses it."""
     p = low_problem(PLAIN, dropped=dropped)

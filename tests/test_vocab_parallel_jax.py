@@ -188,10 +188,21 @@ def test_scan_over_micro_batches(check_vma):
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@KINDS
 @pytest.mark.parametrize(
-    ("case", "devices", "rows"),
-    [(EVEN, 2, 78), (OPTIONS, 3, 79), (AUDIT, 4, 40)],
+    ("kind", "case", "devices", "rows"),
+    [
+        ("nll", EVEN, 2, 78),
+        ("logprobs", OPTIONS, 3, 79),
+        ("nll", AUDIT, 4, 40),
+        *(
+            pytest.param(kind, *case, marks=pytest.mark.full)
+            for kind, *case in (
+                ("logprobs", EVEN, 2, 78),
+                ("nll", OPTIONS, 3, 79),
+                ("logprobs", AUDIT, 4, 40),
+            )
+        ),
+    ],
     ids=called,
 )
 def test_audit_mode_does_not_know_of_shards(kind, case, devices, rows):
