@@ -44,8 +44,6 @@ HELD = {
     "divided by 1": replace(NODES, divide=1.0),
     "divided by 1, three micro-batches": replace(NODES, divide=1.0, steps=3),
     "offload": replace(NODES, policy="offload"),
-    "compiled": replace(NODES, compiled=True, model=("bias",)),
-    "compiled, per token": replace(NODES, compiled=True, function=TOKENS),
     "NLLHead": replace(NODES, road="NLLHead", model=("bias",)),
     "NLLHead, per token": replace(NODES, road="NLLHead", function=TOKENS),
     "module": replace(NODES, road="module", model=("bias",)),

@@ -61,7 +61,6 @@ MODELS = {
     "three micro-batches": replace(OWN, steps=3),
     "divided by 1": replace(OWN, divide=1.0),
     "offload": replace(OWN, policy="offload"),
-    "compiled": replace(OWN, compiled=True),
     "root": replace(OWN, own=False, wrap=(("reshard_after_forward", True),)),
     "frozen trunk": replace(OWN, frozen=True),
     "PEFT": replace(LORA, model=("bias",)),

@@ -86,6 +86,8 @@ def on_each_world(setups: Mapping[str, Sharded]) -> dict[str, list[Any]]:
 def on_rank(rank: int, world: int, setups: list[Sharded]) -> list[Any]:
     from xentlib.torch import count_collectives
 
+    # A program that is compiled anew too often would be run as it is, and nothing be said.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     warnings.filterwarnings("error", message="FSDP2-wrapped module")  # of views, of hooks lost
     found = []
     for setup in setups:

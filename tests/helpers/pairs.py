@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import combinations
 from typing import Any
 
 import pytest
 
-__all__ = ["every_pair", "pairwise", "parameters"]
+__all__ = ["every_pair", "every_pair_of", "pairwise", "parameters"]
 
 Row = dict[str, Any]
 
@@ -48,9 +49,19 @@ def random_row(draw: random.Random, choices: Mapping[str, Sequence[Any]]) -> Row
     return {name: draw.choice(values) for name, values in choices.items()}
 
 
-def every_pair(keys: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple[Any, ...]]:
+def every_pair_of(setups: Mapping[str, Any], named: Collection[str] = ()) -> list[str]:
+    """Names of as few set-ups, which are dataclasses, as have every two values of fields that one
+    has; those that a test asks for by name are among them."""
+    fields = {name: tuple(map(repr, asdict(setup).values())) for name, setup in setups.items()}
+    kept = {*every_pair(fields.values(), first=[fields[name] for name in named])}
+    return [name for name in setups if name in named or fields[name] in kept]
+
+
+def every_pair(
+    keys: Iterable[tuple[Any, ...]], together: int = 2, first: Iterable[tuple[Any, ...]] = ()
+) -> list[tuple[Any, ...]]:
     """Of keys that name a choice in each place, as few as have every two choices that one has, or
-    every three `together`.
+    every three `together`, beside those that are taken `first`.
 
     Greedily: the key with the most open pairs, the first of them in the order given. A key that is
     shorter than another chooses None where it ends.
@@ -62,7 +73,8 @@ def every_pair(keys: Iterable[tuple[Any, ...]], together: int = 2) -> list[tuple
         for key in rest
     }
     left = set().union(*pairs.values())
-    found = []
+    found = [*first]
+    left -= set().union(*(pairs[key] for key in found))
     while left:
         found.append(max(rest, key=lambda key: len(left & pairs[key])))
         left -= pairs[found[-1]]
