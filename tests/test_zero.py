@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.pairs import every_pair_of, parameters
 from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
@@ -79,20 +80,25 @@ EXACT = {
 }
 SETUPS = HELD | EXACT
 PROGRAM = "helpers.zero_ranks"
+ONE_GATHER = tuple(
+    f"stage 3{x}" for x in ("", ", many chunks", ", rank without tokens", ", bias", ", gathered")
+)
+KEPT = every_pair_of(SETUPS, named=(*ONE_GATHER, "stage 3, per token"))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def found(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Every setup, on two ranks or four: one start of each."""
     results: dict[str, list[Any]] = {}
+    names = SETUPS if request.config.getoption("--full") else KEPT
     for world in (2, 4):
-        setups = {name: setup for name, setup in SETUPS.items() if setup.world == world}
+        setups = {name: SETUPS[name] for name in names if SETUPS[name].world == world}
         ranks = torchrun(world, PROGRAM, tmp_path_factory.mktemp("zero"), setups)
         results |= {name: [rank[name] for rank in ranks] for name in setups}
     return results
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", parameters(HELD, KEPT))
 def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
     """A12, D7, M7: all gradients, on every rank. Catches: a weight of no elements, a
     gradient that its parameter's hook never sees, one that is divided twice."""
@@ -105,7 +111,7 @@ def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
             assert not failures(measured), parameter
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", parameters(EXACT, KEPT))
 def test_head_gradients_have_the_bits_of_each_rank_alone(found: Any, name: str) -> None:
     """A12, A1: the mean over ranks of what each computes."""
     setup = SETUPS[name]
@@ -117,11 +123,10 @@ def test_head_gradients_have_the_bits_of_each_rank_alone(found: Any, name: str) 
 
 def test_gathers_do_not_count_chunks_or_tokens(found: Any) -> None:
     """A15, D7, M5, M6 (TRL#6696): the same on every rank, whatever it computes."""
-    gathers = {name: [n for _, n in found[name]] for name in SETUPS}
+    gathers = {name: [n for _, n in ranks] for name, ranks in found.items()}
     for ranks in gathers.values():
         assert len(set(ranks)) == 1
-    for name in ("stage 3, many chunks", "stage 3, rank without tokens", "stage 3, bias"):
+    for name in ONE_GATHER:
         assert gathers[name] == gathers["stage 3"]
-    assert gathers["stage 3, gathered"] == gathers["stage 3"]
     # The head's values, for its backward.
     assert gathers["stage 3, per token"][0] == gathers["stage 3"][0] + 1

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_grad
 
-from helpers.torchrun import start
+from helpers.torchrun import settle, start
 from helpers.wrapped import Zero, batches, model_of, part_of, run
 from xentlib.torch import count_collectives
 
@@ -67,7 +67,10 @@ def measured(setup: Zero) -> tuple[dict, int]:
 def main(folder: str) -> None:
     start()
     setups = pickle.loads(Path(folder, "setups").read_bytes())
-    found = {name: measured(setup) for name, setup in setups.items()}
+    found = {}
+    for name, setup in setups.items():
+        found[name] = measured(setup)
+        settle()
     Path(folder, f"rank{torch.distributed.get_rank()}").write_bytes(pickle.dumps(found))
 
 

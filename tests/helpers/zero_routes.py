@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 
-from helpers.torchrun import start
+from helpers.torchrun import settle, start
 from helpers.wrapped import H, Zero, batch, model_of, part_of, run
 from xentlib.torch import TokenNormalizer, chunked_nll, count_collectives
-
-WINDOWS = 3
 
 
 @dataclass(frozen=True)
 class Trained(Zero):
     """Windows of `steps` micro-batches, each followed by a step of SGD."""
 
+    windows: int = 2  # the second meets what the first has left behind
     vocab: int = 102
     gather: str = "hidden"
     clip: float = 0.0
@@ -70,7 +69,7 @@ def changes_of_one_process(setup: Trained) -> dict[str, Any]:
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=setup.rate)
-    for window in range(WINDOWS):
+    for window in range(setup.windows):
         steps, total = window_of(setup, window)
         optimizer.zero_grad()
         for k, (ids, labels) in enumerate(steps):
@@ -114,7 +113,7 @@ def engine_of(setup: Trained, model: Any = None, **changes: Any) -> Any:
 def trained(setup: Trained) -> dict[str, Any]:
     """What every trained parameter has changed by; of the first window the head's gradient, what
     the rank's own loss was, the hidden states and what was sent from the first loss on, and in the
-    last micro-batch."""
+    last micro-batch; under audit the first hidden states."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -123,7 +122,13 @@ def trained(setup: Trained) -> dict[str, Any]:
     before = {name: safe_get_full_fp32_param(p).clone() for name, p in learning.items()}
     found: dict[str, Any] = {}
     norm = TokenNormalizer(engine) if setup.normalized else None
-    for window in range(WINDOWS):
+
+    def keep(module: Any, args: Any, hidden: Any) -> None:
+        found.setdefault("hidden", hidden.detach().clone())
+
+    if setup.audit:
+        engine.module.layer.register_forward_hook(keep)
+    for window in range(setup.windows):
         steps, total = window_of(setup, window)
         mine = [(ids[part], labels[part]) for ids, labels in steps]
         if norm is not None:
@@ -155,9 +160,6 @@ def trained(setup: Trained) -> dict[str, Any]:
                 engine.step()
     after = {name: safe_get_full_fp32_param(p) for name, p in learning.items()}
     found["changes"] = {name: (after[name] - before[name]).numpy() for name in learning}
-    if setup.audit:
-        with torch.no_grad():
-            found["hidden"] = engine_of(setup)(window_of(setup, 0)[0][0][0][part])
     with torch.no_grad():  # evaluation
         engine.eval()
         ids, labels = (x[part] for x in window_of(setup, 0)[0][0])
@@ -231,6 +233,7 @@ def main(folder: str) -> None:
     for name, setup in setups.items():
         with mutated(setup.mutant):
             found[name] = trained(setup)
+        settle()
     found["refused"] = said()
     Path(folder, f"rank{torch.distributed.get_rank()}").write_bytes(pickle.dumps(found))
 
