@@ -70,6 +70,7 @@ def test_run_to_run(backend: str) -> None:
     hold(per_token.repeat, (backend,), build(WITH_OPTIONS, 7))
 
 
+@pytest.mark.full(backend="jax")  # the checks are the same, and each mutant a program
 def test_every_check_rejects_its_mutants(backend: str) -> None:
     """A14: an entropy gradient that is dropped (TRL) or has the wrong sign among them."""
     hold(per_token.mutants, (backend,), build(BASE, 0))
