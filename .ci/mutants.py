@@ -5,9 +5,9 @@
 Draws nodes of functions of the package, each with a change; rows that the table has are taken
 again. A run of the suite with a probe before each node's statement says which tests reach it, in
 whichever of their processes. Then each change is made by itself and those tests run, until one
-fails. The table names it; `--full` does all this with whole products of options: no row may be
-rejected there that survives in a plain run. A kernel's text is Triton's and takes no probe: the
-tests of kernels run.
+fails. The table names it. `--full` runs, for each row that survives, the files of its tests with
+whole products of options: none may be rejected there. A kernel's text is Triton's and takes no
+probe: the tests of kernels run.
 """
 
 from __future__ import annotations
@@ -117,12 +117,16 @@ def main() -> int:
     column = "full" if args.full else "plain"
     rows = read(args.table)
     mutants = drawn(args.seed, args.number, rows)
-    reached = reach(mutants, args.full)
-    for number, mutant in enumerate(mutants):
-        row = rows.setdefault(mutant.key, {})
-        row |= dict(zip(HEADER[:6], map(str, mutant)))
-        if not row.get(column) and not args.only_reach:
-            row[column] = verdict(mutant, reached[number], args.full)
+    reached = reach(mutants)
+    for mutant in mutants:
+        rows.setdefault(mutant.key, {}).update(zip(HEADER[:6], map(str, mutant)))
+    # Those of few tests first: one that survives a thousand takes as long as all others.
+    for mutant, tests in sorted(zip(mutants, reached), key=lambda pair: len(pair[1])):
+        row = rows[mutant.key]
+        wanted = not args.full or not rejected(row.get("plain"))
+        if wanted and not row.get(column) and not args.only_reach:
+            files_of = {test.partition("::")[0] for test in tests}
+            row[column] = verdict(mutant, [*files_of] if args.full else tests, args.full)
             print(*row.values(), sep="\t", flush=True)
             write(args.table, rows)
     lost = [r for r in rows.values() if rejected(r.get("full")) and not rejected(r.get("plain"))]
@@ -259,18 +263,18 @@ def changes(node: Any) -> Iterator[tuple[Any, Any]]:
 # --- which tests reach it ---------------------------------------------------------------------
 
 
-def reach(mutants: list[Mutant], full: bool) -> list[list[str]]:
+def reach(mutants: list[Mutant]) -> list[list[str]]:
     """Of each, its tests; a whole file where a fixture came past. A log is of one draw from one
     state of the sources."""
     index = subprocess.check_output(["git", "write-tree"], cwd=ROOT)  # what `plant` copies
-    of = hashlib.sha256(repr((index, mutants, full)).encode()).hexdigest()[:12]
+    of = hashlib.sha256(repr((index, mutants)).encode()).hexdigest()[:12]
     log = ROOT / "build" / f"reached-{of}.tsv"
     if not log.is_file():
         plant(mutants)
         (TREE / "reached.py").write_text(PROBE)
         part = log.with_suffix(".part")
         part.unlink(missing_ok=True)
-        suite(["-p", "reached", "-n", "3", "--dist", "loadfile"], full, part)
+        suite(["-p", "reached", "-n", "3", "--dist", "loadfile"], False, part)
         part.replace(log)
     lines = [line.split("\t") for line in log.read_text().splitlines()]
     tests: dict[int, set[str]] = defaultdict(set)
@@ -358,6 +362,7 @@ def suite(arguments: list[str], full: bool, log: Path) -> str:
         "TORCH_EXTENSIONS_DIR": str(ROOT / "build" / "torch_extensions"),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
+    command += ["-o", "timeout=900"]  # a change that makes a test wait for ever is noticed
     return subprocess.run(
         [*command, *["--full"] * full, *arguments],
         cwd=TREE,
