@@ -102,6 +102,7 @@ def test_dz_alone_has_the_bits_of_dz_after_stats(backend: str, name: str, option
         assert not failures(check("A10", got, want))
 
 
+@pytest.mark.optimized  # compares the bits of two programs
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dz_is_rounded_once(backend: str, name: str, dtype: str) -> None:
     """A0: to the nearest, ties to even; the sums and the target's dz are not."""
