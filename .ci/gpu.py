@@ -70,6 +70,7 @@ def main() -> int:
     shutil.rmtree(out / "parts", ignore_errors=True)
     (out / "parts").mkdir(exist_ok=True)
     path = [str(ROOT), str(ROOT / ".ci"), *unpacked(args.peers, out / "parts" / "peers")]
+    path += filter(None, [os.environ.get("PYTHONPATH")])
     environment = dict(
         os.environ,
         PYTHONPATH=os.pathsep.join(path),

@@ -117,7 +117,7 @@ def main() -> int:
     column = "full" if args.full else "plain"
     rows = read(args.table)
     mutants = drawn(args.seed, args.number, rows)
-    reached = reach(mutants)
+    reached = reach(mutants, args.workers)
     for mutant in mutants:
         rows.setdefault(mutant.key, {}).update(zip(HEADER[:6], map(str, mutant)))
     # Those of few tests first: one that survives a thousand takes as long as all others.
@@ -141,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--seed", type=int, default=1)
     new.add_argument("--number", type=int, default=40)
     new.add_argument("--full", action="store_true")
+    new.add_argument("--workers", type=int, default=4, help="processes of the run with probes")
     new.add_argument("--only-reach", action="store_true", help="run with the probes and stop")
     new.add_argument("--table", type=Path, default=ROOT / ".ci" / "mutants.tsv")
     return new
@@ -263,7 +264,7 @@ def changes(node: Any) -> Iterator[tuple[Any, Any]]:
 # --- which tests reach it ---------------------------------------------------------------------
 
 
-def reach(mutants: list[Mutant]) -> list[list[str]]:
+def reach(mutants: list[Mutant], workers: int) -> list[list[str]]:
     """Of each, its tests; a whole file where a fixture came past. A log is of one draw from one
     state of the sources."""
     index = subprocess.check_output(["git", "write-tree"], cwd=ROOT)  # what `plant` copies
@@ -274,7 +275,7 @@ def reach(mutants: list[Mutant]) -> list[list[str]]:
         (TREE / "reached.py").write_text(PROBE)
         part = log.with_suffix(".part")
         part.unlink(missing_ok=True)
-        suite(["-p", "reached", "-n", "3", "--dist", "loadfile"], False, part)
+        suite(["-p", "reached", "-n", str(workers), "--dist", "loadfile"], False, part)
         part.replace(log)
     lines = [line.split("\t") for line in log.read_text().splitlines()]
     tests: dict[int, set[str]] = defaultdict(set)

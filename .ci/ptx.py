@@ -1,15 +1,18 @@
 """Compile every Triton program in use for GPUs that need not be here, and read what came out.
 
     python .ci/ptx.py [--arch 80 90 100] [--only NAME ...] [--table FILE] [--against FILE]
+    python .ci/ptx.py --arch 90 --programs FILE
 
 Fails if a program spills registers, divides or exponentiates approximately in float32, or reads
 logits in less than 128 bits at a time. The table has registers, and instructions a logit in each
-loop over a row, counted in the machine code.
+loop over a row, counted in the machine code. `--programs` compiles what a run on the emulated
+device has launched (tests/helpers/emulated.py), and prints how long each takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -38,6 +41,7 @@ from xentlib.torch.triton.launch import (
     options,
 )
 
+DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "fp64": tl.float64}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COLUMNS = 128_256
 POINTERS = {
@@ -151,6 +155,44 @@ def compile_for(arch: int, program: Any, given: dict[str, Any]) -> Any:
     )
 
 
+TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+TYPES |= {"int64": "i64", "int32": "i32", "bool": "i1", "uint8": "u8"}
+
+
+def compile_launched(arch: int, line: str) -> str:
+    """A program as it was launched; returns its name."""
+    module, name, warps, arguments = json.loads(line)
+    signature, constants, attributes = {}, {}, {}
+    for place, (argument, (kind, value)) in enumerate(arguments.items()):
+        if kind in ("constexpr", "one"):
+            signature[argument] = "constexpr"
+            constants[argument] = 1 if kind == "one" else DTYPES.get(value, value)
+            continue
+        signature[argument] = f"*{TYPES[kind[1:]]}" if kind[0] == "*" else kind
+        if value:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    program = getattr(importlib.import_module(module), name)
+    source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return str(name)
+
+
+def compile_all(arches: list[int], file: Path) -> None:
+    lines = sorted(set(file.read_text(encoding="utf-8").splitlines()))
+    ours = [line for line in lines if line.startswith('["xentlib')]
+    times = []
+    for arch in arches:
+        for line in ours:
+            start = time.process_time()
+            name = compile_launched(arch, line)
+            times.append((time.process_time() - start, name, arch))
+    print(f"{len(ours)} programs, {len(lines) - len(ours)} of tests left out; Triton", end=" ")
+    print(f"{triton.__version__}, processor seconds {sum(x[0] for x in times):.0f}; slowest:")
+    for seconds, name, arch in sorted(times, reverse=True)[:5]:
+        print(f"  {name:20s} sm_{arch} {seconds:.1f} s")
+
+
 def read(kernel: Any, entries: int) -> dict[str, Any]:
     """Of a compiled program; `entries` is how many logits a thread has in each turn of a loop."""
     ptx = kernel.asm["ptx"]
@@ -213,7 +255,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="variants whose name begins with one of these")
     parser.add_argument("--table", type=Path, help="to write")
     parser.add_argument("--against", type=Path, help="a table that must say the same")
+    parser.add_argument("--programs", type=Path, help="what a run has launched")
     args = parser.parse_args()
+    if args.programs:
+        compile_all(args.arch, args.programs)
+        return 0
     found: dict[str, Any] = {"triton": triton.__version__, "programs": {}}
     wrong = []
     for name, (program, given) in variants().items():

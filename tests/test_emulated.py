@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -48,6 +49,41 @@ def test_device_tests_are_right_about_the_device(modules: tuple[str, ...], asked
     done = emulated("--quick", "-k", f"{named} and ({asked})" if asked else named, *files)
     assert done.returncode == 0, done.stdout[-6000:]
     assert " passed" in done.stdout
+
+
+# Parts of `make gpu` as they will run, and words of what each has then kept. Timings say nothing.
+PARTS = {
+    "smoke": "predicted_bytes",
+    "probe": "waves",
+    "bench": "xentlib",
+    "first": "passed",
+    "tests": "passed",
+    "parity-triton": "A3 torch",
+    "parity": "A3 torch",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_make_gpu(tmp_path: Path, part: str) -> None:
+    """Catches: what is given or read on the wrong side in a script that no other test runs."""
+    here = [HERE / "helpers" / "emulated_site", HERE, HERE.parent]
+    command = [sys.executable, ".ci/gpu.py", "--device", "cuda", "--out", str(tmp_path)]
+    command += ["--parts", part, "--tiny", "--share", "9", "--cases", "tiny", "--rounds", "1"]
+    command += ["--first", "device_torch", "--tests", "work_torch"]
+    subprocess.run(
+        command,
+        cwd=HERE.parent,
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(map(str, here)),
+            "PYTEST_ADDOPTS": f"-k '{' and '.join(f'not {word}' for word in BEYOND)}'",
+        },
+        check=False,
+    )
+    parts = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert parts[part]["rc"] == 0, parts[part]
+    assert PARTS[part] in json.dumps(parts[part])
 
 
 FAULTS = {

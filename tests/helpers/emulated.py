@@ -13,10 +13,12 @@ is written before it is read. JAX is taken for not installed.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,6 +173,13 @@ class Generator(torch.Generator):
         return self.side
 
 
+class OnDevice(np.errstate):
+    """`torch.cuda.device`; the interpreter computes with infinities as a device does."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__(all="ignore")
+
+
 MODE = Emulated()
 
 
@@ -211,9 +220,12 @@ def install() -> None:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "device": lambda device=None: np.errstate(all="ignore"),  # in the interpreter
+        "device": OnDevice,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
         "get_device_capability": lambda device=None: (H200.major, H200.minor),
         "get_device_name": lambda device=None: H200.name,
         "get_device_properties": lambda device=None: H200,
@@ -223,6 +235,34 @@ def install() -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     TorchFunctionMode.__enter__(MODE)
+
+
+PROGRAMS: set[str] = set()
+
+
+def launched(grid: Any, args: Any, kwargs: dict[str, Any], warps: int) -> None:
+    """What Triton would compile for a launch, as a line of JSON in the file `XENTLIB_PROGRAMS` for
+    `.ci/ptx.py --programs`: of each argument its type, and its value if that is compiled."""
+    if (file := os.environ.get("XENTLIB_PROGRAMS")) is None:
+        return
+    given = dict(zip(grid.arg_names, args)) | kwargs
+    types = {}
+    with torch._C.DisableTorchFunction():
+        for name in grid.arg_names:
+            x = given.get(name)
+            if isinstance(x, Tensor):
+                types[name] = [f"*{str(x.dtype).removeprefix('torch.')}", x.data_ptr() % 16 == 0]
+            elif name in grid.constexprs or x is None:
+                types[name] = ["constexpr", getattr(x, "name", x)]
+            elif isinstance(x, float):
+                types[name] = ["fp32", False]
+            else:
+                types[name] = ["one", True] if x == 1 else ["i32", x % 16 == 0]
+    line = json.dumps([grid.fn.__module__, grid.fn.__name__, warps, types])
+    if line not in PROGRAMS:
+        PROGRAMS.add(line)
+        with Path(file).open("a", encoding="utf-8") as out:
+            out.write(line + "\n")
 
 
 def pytest_configure() -> None:
@@ -238,6 +278,7 @@ def pytest_configure() -> None:
 
     def on_cpu_s_memory(self: Any, *args: Any, num_warps: int = 4, **kwargs: Any) -> Any:
         kwargs.pop("enable_fp_fusion", None)
+        launched(self, args, kwargs, num_warps)
         with torch._C.DisableTorchFunction():
             return launch(self, *args, **kwargs)
 
