@@ -56,6 +56,25 @@ SITTINGS = {"timings": (*TIMINGS,), "checks": (*CHECKS, *AFTER)}
 GRACE = 15
 # Tokens of 8,192 first: a case of 32,768 takes as long as four.
 CASES = ("qwen3-8b", "gemma2-2b", "llama3-8b")
+# Contestants of the bench beside ours, and what each needs: a process for each, so that an
+# interruption costs what is under way and no more.
+PEERS = {
+    "torch": (
+        ("quack", "QuACK"),
+        ("liger_kernel", "Liger-Kernel"),
+        ("torch", "eager, full logits"),
+        ("cut_cross_entropy", "Cut Cross-Entropy, no filter"),
+        ("torch", "torch.compile, full logits"),
+        ("trl", "TRL, chunked"),
+        ("liger_kernel", "Liger-Kernel, float32 d weight"),
+        ("cut_cross_entropy", "Cut Cross-Entropy"),
+    ),
+    "jax": (
+        ("optax", "optax, full logits"),
+        ("tokamax", "tokamax, xla"),
+        ("jax", "MaxText-style tiling"),
+    ),
+}
 PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy", "optax", "flax", "pytest", "hypothesis")
 TAIL = 4000  # characters, at both ends of the output, of a part that did not end well
 
@@ -69,7 +88,9 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)  # a mount, perhaps, in which somebody keeps a log
     shutil.rmtree(out / "parts", ignore_errors=True)
     (out / "parts").mkdir(exist_ok=True)
-    path = [str(ROOT), str(ROOT / ".ci"), *unpacked(args.peers, out / "parts" / "peers")]
+    peers = unpacked(args.peers, out / "parts" / "peers")
+    sys.path += peers  # where it is asked what is installed
+    path = [str(ROOT), str(ROOT / ".ci"), *peers]
     path += filter(None, [os.environ.get("PYTHONPATH")])
     environment = dict(
         os.environ,
@@ -198,20 +219,26 @@ def parity_triton(args: argparse.Namespace, out: Path) -> list[list[str]]:
 
 
 def bench(args: argparse.Namespace, out: Path) -> list[list[str]]:
-    """A process for each case and framework: ours beside the bare products, then everybody."""
+    """A process for each case, framework and contestant: ours beside the bare products in all
+    cases, then everybody who is installed."""
     given = ["--device", args.device, "--rounds", args.rounds, "--dtype", "bfloat16"]
     given += ["--no-memory"] if args.rounds == "1" else []
-    frameworks = [name for name in ("torch", "jax") if importlib.util.find_spec(name)]
-    jobs = [
-        ["--case", case, "--backend", name, *(["--contestant", "xentlib"] if alone else [])]
-        for alone in (True, False)
+    frameworks = [name for name in PEERS if importlib.util.find_spec(name)]
+    jobs = [(case, name, "xentlib") for case in args.cases for name in frameworks]
+    jobs += [
+        (case, name, contestant)
         for case in args.cases
         for name in frameworks
+        for package, contestant in PEERS[name]
+        if importlib.util.find_spec(package)
     ]
     command = [sys.executable, "-m", "xentlib", "bench", *given]
     return [
-        [*command, *job, "--out", str(out / f"bench-{number:02}")]
-        for number, job in enumerate(jobs)
+        [
+            *(*command, "--case", case, "--backend", name),
+            *("--contestant", contestant, "--out", str(out / f"bench-{number:02}")),
+        ]
+        for number, (case, name, contestant) in enumerate(jobs)
     ]
 
 
