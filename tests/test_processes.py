@@ -1,5 +1,6 @@
 """Ranks of a parity run: their time, and what is heard of those that fail."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -124,3 +125,28 @@ def test_a_rank_that_spins_for_ever_is_late(monkeypatch):
         with pytest.raises(processes.RanksLate) as late:
             processes.launch(does, 1, code, seconds=5, preload=ranks.PRELOADED)
         assert late.value.why == "were not done in 1 s of processor time each"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of pages is Linux's")
+def test_pages_that_are_read_from_disk_are_progress(tmp_path):
+    """Catches: ranks called late where memory is short: they wait for their own code."""
+    file = tmp_path / "pages"
+    file.write_bytes(os.urandom(400 * mmap.PAGESIZE))
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        os.fsync(opened.fileno())
+        pages.madvise(mmap.MADV_RANDOM)  # nothing is read ahead
+        before, faults = processes._processor_seconds([os.getpid()])[0], page_faults()
+        for page in range(0, len(pages), mmap.PAGESIZE):
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            pages[page]
+        faults = page_faults() - faults
+        used = processes._processor_seconds([os.getpid()])[0] - before
+    if not faults:
+        pytest.skip("the folder is in memory")
+    assert used >= faults * processes.PAGE_SECONDS
+
+
+def page_faults():
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
