@@ -94,6 +94,10 @@ if HAS_JAX:
     if DEVICE != "cpu":
         jax.config.update("jax_default_device", jax.devices(DEVICE)[0])
 
+from helpers.references import keep_references  # noqa: E402
+
+keep_references()
+
 COMPILING = None
 if HAS_JAX and DEVICE == "cpu":
     from helpers.compiling import Compiling
