@@ -40,11 +40,11 @@ def rows(parts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             f"{OPERATIONS:.2g}; 8.5e14 by the figures that QuACK publishes",
             number(rate),
         )
-    waves = probe.get("waves", {})
+    took = [probe.get("waves", {}).get(str(tokens)) for tokens in (2048, 1792)]
     yield (
         "Gemma 2 2B's d hidden, time a token in chunks of 2,048 to that of 1,792",
         "1.7: 144 tiles on 132 SMs are two waves",
-        number(waves and waves["2048"] * 1792 / (waves["1792"] * 2048)),
+        number(all(took) and took[0] * 1792 / (took[1] * 2048)),
     )
     yield from heads(probe.get("heads", []))
     yield from benchmark(parts.get("bench", {}).get("runs", []))

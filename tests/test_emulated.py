@@ -69,7 +69,7 @@ def test_parts_of_make_gpu(tmp_path: Path, part: str) -> None:
     command = [sys.executable, ".ci/gpu.py", "--device", "cuda", "--out", str(tmp_path)]
     command += ["--parts", part, "--tiny", "--share", "9", "--cases", "tiny", "--rounds", "1"]
     command += ["--first", "device_torch"]
-    subprocess.run(
+    done = subprocess.run(
         command,
         cwd=HERE.parent,
         env=os.environ
@@ -80,7 +80,7 @@ def test_parts_of_make_gpu(tmp_path: Path, part: str) -> None:
         check=False,
     )
     parts = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
-    assert parts[part]["rc"] == 0, parts[part]
+    assert parts[part]["rc"] == done.returncode == 0, parts[part]
     assert PARTS[part] in json.dumps(parts[part])
 
 

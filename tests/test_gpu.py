@@ -154,6 +154,8 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
     GPU.write(parts, tmp_path)
     text = (tmp_path / "gpu.md").read_text()
     lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    other = {"probe": {"probe": {"waves": {"12": 1.0, "16": 2.0}}}}  # as with --tiny
+    assert "1.75" not in GPU.gpu_predictions.table(other)
     assert [cells[2] for cells in lines[2:] if len(cells) == 3] == [
         "4e+12",
         "8.61e+14",
