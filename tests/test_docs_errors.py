@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,15 @@ NOT_MET = re.compile(r"/(parity|bench|reference)/|/(contract|budgets|reference|u
 NOT_QUOTED = ("`wrapper` must be plain, DDP, FSDP2 or DeepSpeed",)
 OTHERS = ("AttributeError", "NotImplementedError")  # Python's own, and "call the backend's"
 
-SOURCES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-    for package in PACKAGES
-    for path in sorted((ROOT / package).rglob("*.py"))
-}
+
+# Made when a test asks: every worker of the suite imports this file, and one runs it.
+@cache
+def sources():
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
 
 
 def template(node):
@@ -43,15 +48,23 @@ def template(node):
     return None
 
 
-STRINGS = [
-    found for tree in SOURCES.values() for node in ast.walk(tree) if (found := template(node))
-]
-# What may fill a place, by its first letter: "a number in [0, 1]" or, of one with places, its head.
-PHRASES = defaultdict(set)
-for found in STRINGS:
-    text = "".join(found[: found.index(None) if None in found else None])
-    if " " in text and "\n" not in text:
-        PHRASES[text[0]].add(text)
+@cache
+def strings():
+    return [
+        found for tree in sources().values() for node in ast.walk(tree) if (found := template(node))
+    ]
+
+
+@cache
+def phrases():
+    """What may fill a place, by its first letter: "a number in [0, 1]" or, of one with places, its
+    head."""
+    heads = defaultdict(set)
+    for found in strings():
+        text = "".join(found[: found.index(None) if None in found else None])
+        if " " in text and "\n" not in text:
+            heads[text[0]].add(text)
+    return heads
 
 
 def begins(quote, found):
@@ -75,7 +88,7 @@ def begins(quote, found):
         elif found[k] is None:
             states.append((i, k + 1, own))
             states += [(i + 1, k, False)] if quote[i] != " " else []
-            for phrase in PHRASES[quote[i]]:
+            for phrase in phrases()[quote[i]]:
                 if quote.startswith(phrase, i):
                     states.append((i + len(phrase), k + 1, True))
                 elif len(quote) - i >= 10 and phrase.startswith(quote[i:]):
@@ -92,11 +105,11 @@ def literal(found):
 
 @pytest.mark.parametrize("quote", QUOTES)
 def test_quoted_message_is_the_package_s(quote):
-    assert any(begins(quote, found) for found in STRINGS if literal(found)), quote
+    assert any(begins(quote, found) for found in strings() if literal(found)), quote
 
 
 def raised():
-    for name, tree in SOURCES.items():
+    for name, tree in sources().items():
         if NOT_MET.search(name):
             continue
         for node in ast.walk(tree):
@@ -107,13 +120,11 @@ def raised():
                 yield name, found
 
 
-MESSAGES = [(name, found) for name, found in raised() if literal(found)]
-
-
 def test_every_message_that_a_user_can_meet_is_quoted():
-    assert len(MESSAGES) > 80
+    messages = [(name, found) for name, found in raised() if literal(found)]
+    assert len(messages) > 80
     missing = []
-    for name, found in MESSAGES:
+    for name, found in messages:
         text = "".join(c or "…" for c in found)
         if not text.startswith(NOT_QUOTED) and not any(begins(q, found) for q in QUOTES):
             missing.append(f"{name}: {text}")
@@ -131,7 +142,7 @@ def test_what_is_not_a_message_is_found_out():
         "`labels` must be nice",
         "anything at all",
     ):
-        assert not any(begins(bad, found) for found in STRINGS if literal(found)), bad
+        assert not any(begins(bad, found) for found in strings() if literal(found)), bad
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Processor seconds of each test module, its ranks included: a plugin of pytest that writes
-build/seconds.tsv, of which .ci/seconds.tsv is a copy from an idle machine."""
+"""Processor seconds of each test module, its ranks included, and how long it took: a plugin of
+pytest that writes build/seconds.tsv, of which .ci/seconds.tsv is a copy from an idle machine."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ OF_RANKS = "XENTLIB_SECONDS_OF_RANKS"  # a file of this process, to which its ra
 
 
 def kept() -> dict[str, float]:
-    """By name of a file of tests."""
-    rows = KEPT.read_text().splitlines() if KEPT.is_file() else []
-    return {name: float(seconds) for seconds, name in (row.split("\t") for row in rows)}
+    """How long each file of tests takes, by its name. One that waits, as for ranks that hang on
+    purpose, has few seconds of a processor, and must not begin last for that."""
+    rows = KEPT.read_text().splitlines()[1:] if KEPT.is_file() else []
+    return {name: float(took) for _, took, name in (row.split("\t") for row in rows)}
 
 
 SECONDS = kept()
@@ -47,27 +48,37 @@ class Seconds:
     def __init__(self, config: Any) -> None:
         self.config = config
         self.of: Counter[str] = Counter()
+        self.took: Counter[str] = Counter()
         handle, os.environ[OF_RANKS] = tempfile.mkstemp()
         os.close(handle)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
-        before = used()
+        before, began = used(), time.monotonic()
         try:
             return (yield)
         finally:
             self.of[item.path.stem] += used() - before
+            self.took[item.path.stem] += time.monotonic() - began
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self.of.update(getattr(node, "workeroutput", {}).get("seconds", {}))
+        of, took = getattr(node, "workeroutput", {}).get("seconds", ({}, {}))
+        self.of.update(of)
+        self.took.update(took)
 
     def pytest_sessionfinish(self) -> None:
         Path(os.environ[OF_RANKS]).unlink(missing_ok=True)
         if hasattr(self.config, "workerinput"):
-            self.config.workeroutput["seconds"] = dict(self.of)
+            self.config.workeroutput["seconds"] = dict(self.of), dict(self.took)
             return
         BUILD.mkdir(exist_ok=True)
-        rows = [f"{seconds:.1f}\t{name}" for name, seconds in self.of.most_common()]
-        rows = [f"{self.of.total():.1f}\tall", *rows]
+        rows = [
+            f"{self.of[name]:.1f}\t{took:.1f}\t{name}" for name, took in self.took.most_common()
+        ]
+        rows = [
+            "processor\ttook\tfile",
+            f"{self.of.total():.1f}\t{self.took.total():.1f}\tall",
+            *rows,
+        ]
         (BUILD / "seconds.tsv").write_text("\n".join(rows) + "\n")
