@@ -165,7 +165,7 @@ def test_exported_for_any_number_of_tokens(name):
     )
     for b, t in ((13, 17), (1, 3), (2, 32)):  # four chunks, a part of one, one
         given = x[: b * t].reshape(b, t, -1), leaves[3][: b * t].reshape(b, t)
-        assert same(exported.call(*given), step(*given))
+        assert same(exported.call(*given), jax.jit(step)(*given))
 
 
 @pytest.mark.slow

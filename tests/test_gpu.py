@@ -90,7 +90,7 @@ def test_what_fails_is_kept(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_late_is_stopped(tmp_path):
-    rc, parts = gpu(tmp_path, "--parts", "parity", "--share", "0.01")
+    rc, parts = gpu(tmp_path, "--parts", "parity", "--share", "0.002")
     assert rc == 1
     assert parts["parity"]["late"]
     assert parts["parity"]["rc"]
