@@ -14,7 +14,7 @@ from xentlib.checks.operand import plain
 from xentlib.checks.route import check_own_tokens, check_route_here
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.core.tokens import check_labels, check_values
-from xentlib.jax.describe import as_array, describe, is_array, need_x64, only_arrays
+from xentlib.jax.describe import array, as_array, describe, is_array, need_x64, only_arrays
 from xentlib.jax.head import Placement, Spread, alone, axes_of, placed
 from xentlib.jax.heads import head_of, unwrapped
 from xentlib.jax.lowrank import described, unpacked
@@ -172,13 +172,13 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
         gathered=gathered,
     )
     arrays = Arrays(
-        hidden=jnp.asarray(hidden),
-        labels=jnp.asarray(labels),
+        hidden=array(hidden),
+        labels=array(labels),
         constants=constants,
-        weight=jnp.asarray(weight),
+        weight=array(weight),
         bias=array(bias),
-        low_in=None if low is None else jnp.asarray(low.a),
-        low_out=None if low is None else jnp.asarray(low.b),
+        low_in=None if low is None else array(low.a),
+        low_out=None if low is None else array(low.b),
     )
     return Bound(options, arrays, place)
 
@@ -211,12 +211,8 @@ def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
         chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
         axis=axis,
     )
-    arrays = Arrays(jnp.asarray(logits), jnp.asarray(labels), constants)
+    arrays = Arrays(array(logits), array(labels), constants)
     return problem, Bound(options, arrays, None)
-
-
-def array(x: Any) -> Any:
-    return None if x is None else jnp.asarray(x)
 
 
 def with_arrays(options: Options, constants: Constants) -> Options:

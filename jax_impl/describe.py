@@ -11,6 +11,7 @@ import numpy as np
 from xentlib.checks.operand import Operand
 
 __all__ = [
+    "array",
     "as_array",
     "concrete_on_cpu",
     "describe",
@@ -33,10 +34,18 @@ def describe(x: Any) -> Any:
     return Operand(tuple(x.shape), str(x.dtype), device)
 
 
+def array(x: Any) -> Any:
+    """In JAX; None is none. `jnp.asarray` of what a gradient is taken for is a conversion even to
+    its own dtype, and outside of `jit` a program that copies it: the whole head in each step."""
+    if x is None or (isinstance(x, jax.Array) and not jax.typeof(x).weak_type):
+        return x
+    return jnp.asarray(x)
+
+
 def as_array(value: Any, neutral: float | None, dtype: str) -> jax.Array | None:
     """A 0-d or per-token array; None where the value changes nothing."""
     if is_array(value):
-        return jnp.asarray(value)
+        return array(value)
     return None if value is None or value == neutral else jnp.asarray(value, dtype=dtype)
 
 

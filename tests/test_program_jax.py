@@ -25,7 +25,7 @@ import jax.numpy as jnp  # noqa: E402
 from helpers.hlo import entries, products  # noqa: E402
 from helpers.leaves_jax import BUDGET, NAMES, OUTPUTS, N, arrays, same  # noqa: E402
 from helpers.nll_jax import nll, scaled  # noqa: E402
-from xentlib.jax import chunked_logprobs  # noqa: E402
+from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
 
 BIG = {"tokens": 4096, "hidden": 64, "vocab": 2048}
 CHUNK = 256
@@ -224,3 +224,21 @@ def test_one_chunk_needs_no_loop():
 
     assert "stablehlo.while" in program(65)
     assert "stablehlo.while" not in program(64)
+
+
+@pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
+def test_no_leaf_is_converted_to_what_it_is(function, caplog):
+    """Outside of `jit` a conversion is a program, to the same dtype too: a copy of the head in each
+    step. Catches: `jnp.asarray` of what a gradient is taken for."""
+    tokens, width, vocab = (7, 17, 29) if function is chunked_nll else (7, 17, 31)  # no test's
+    leaves = [jnp.ones(shape) for shape in ((tokens, width), (vocab, width), (vocab,))]
+    labels = jnp.arange(tokens)
+
+    def loss(hidden, weight, bias):
+        return sum(function(hidden, weight, labels, bias=bias)[:1]).sum()
+
+    with jax.log_compiles():
+        jax.grad(loss, argnums=(0, 1, 2))(*leaves)
+    compiled = [x.getMessage() for x in caplog.records if "Compiling" in x.getMessage()]
+    assert any(f"[{vocab},{width}]" in x for x in compiled)
+    assert not [x for x in compiled if "convert_element_type" in x and f"[{vocab}" in x]
