@@ -243,7 +243,7 @@ def test_no_tokens_at_all():
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@KINDS
+@pytest.mark.parametrize("kind", ["logprobs", pytest.param("nll", marks=pytest.mark.full)])
 def test_chunks_do_not_show(kind):
     """A10: rows of d hidden and what is per token, in one chunk and in four. Catches: parts that
     are added in an order which the chunks decide."""

@@ -57,7 +57,10 @@ def test_given_logits(backend: str, item: Any) -> None:
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "case",
-    few_programs([*CHUNK_CASES, CAPPED], ("chunks", "chunks-small", "chunks-kernel")),
+    # JAX walks as `chunked_nll` does, which has those of bf16 and with a softcap.
+    few_programs(
+        [*CHUNK_CASES, CAPPED], [x.id for x in (*CHUNK_CASES, CAPPED) if x.id != "chunks-odd"]
+    ),
 )
 def test_chunks_do_not_show(backend: str, case: Case) -> None:
     """A10. Catches: a softcap's derivative from `torch.cosh`, whose bits follow the tail."""
@@ -77,7 +80,14 @@ def test_every_check_rejects_its_mutants(backend: str) -> None:
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("case", named(AUDIT, "audit-0", "audit-3", "audit-9"), ids=by_id)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *named(AUDIT, "audit-0", "audit-9"),
+        *(pytest.param(case, marks=pytest.mark.full) for case in named(AUDIT, "audit-3")),
+    ],
+    ids=by_id,
+)
 def test_audit_mode_bit_for_bit(case: Case) -> None:
     """A1, A9."""
     pytest.importorskip("torch")
