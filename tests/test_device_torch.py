@@ -25,7 +25,7 @@ from xentlib.torch.core.kernels import runnable
 pytestmark = pytest.mark.torch
 on_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="XENTLIB_DEVICE is not cuda")
 KERNELS = pytest.mark.parametrize("kernels", list(runnable()))
-N, H, V = 19, 24, 307
+N, H, V = 11, 24, 307
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "numbers": {"temperature": 0.7, "logit_scale": 0.5, "denominator": 100.0, "softcap": 8.0},
