@@ -138,3 +138,29 @@ def test_what_travels_is_the_same_on_all_ranks(results: Any, key: tuple[Any, ...
         name += ", recompute"
     counts = [x.forward for x in found], [x.backward for x in found]
     assert not failures(check_budget(name, *counts, rounds=rounds_of(call)))
+
+
+def test_a_label_out_of_range_on_a_device() -> None:
+    """M9: NaN for its token, and for what is summed over tokens, on each route; one that is masked
+    is as any other. On a CPU each is refused. Catches: a class looked up by such a label."""
+    problem, bad, masked = build(PLAIN, 7), 3, 4
+    rows = problem.weight.shape[0]
+    labels, where = problem.labels.copy(), np.ones(len(problem.labels), bool)
+    labels[[bad, masked]], where[masked] = (rows + 2, rows + 5), False
+    problem = problem.changed(labels=labels, where=where, bias=None, options={})
+    upstream = upstream_of(problem, 5)
+    calls = [
+        Routed(route, function, problem, *SPLITS[2], 1.0, ups, SMALL, on_device=True)
+        for route in ROUTES
+        for function, ups in (("chunked_nll", None), ("chunked_logprobs", upstream))
+    ]
+    ranks = launch(2, on_ranks, calls)
+    for call, parts in zip(calls, zip(*ranks, strict=True), strict=True):
+        got = merged(call, [*parts])
+        gone = np.isnan(got["logprobs"])
+        assert gone.nonzero()[0].tolist() == [bad], call.route
+        assert np.isnan(got["d_hidden"]).any(axis=1).nonzero()[0].tolist() == [bad], call.route
+        assert np.isnan(got["d_weight"]).any()
+        if call.function == "chunked_nll":
+            assert np.isnan(got["loss"])
+            assert got["predicted"][bad] == got["predicted"][masked] == -1
