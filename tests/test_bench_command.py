@@ -101,6 +101,7 @@ def test_the_command_writes_what_it_measured(tmp_path, capsys):
     assert OURS in capsys.readouterr().out
     written = json.loads((tmp_path / "bench.json").read_text())
     assert [run["backend"] for run in written["runs"]] == list(FRAMEWORKS)
+    assert [run["threads"] is None for run in written["runs"]] == [x == "jax" for x in FRAMEWORKS]
     assert {"cpu", "cores", "python", "torch", "jax", "date"} <= set(written["environment"])
     for run in written["runs"]:
         rows = {(row["contestant"], row["kind"]): row for row in run["rows"]}

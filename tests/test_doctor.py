@@ -262,6 +262,15 @@ def test_kernels_that_cannot_be_chosen_are_said(capsys, monkeypatch):
     assert found_of(said.out)["PyTorch"]["said"].endswith("as XENTLIB_KERNELS=eager says")
 
 
+@pytest.mark.torch
+@pytest.mark.cpu
+def test_kernels_are_those_of_the_device_that_is_here():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("of a machine without a GPU")
+    assert backends._kernels(torch).said.startswith("eager operators compute on cpu")
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "many"])
 def test_tokens_are_at_least_one(capsys, value):
     with pytest.raises(SystemExit) as stopped:
