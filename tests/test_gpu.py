@@ -34,6 +34,7 @@ TINY = ["--first", "plan", "--cases", "tiny", "--rounds", "1", "--tiny", "--shar
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_parts(tmp_path):
     """In a folder that has been there, with something of somebody's in it."""
     (tmp_path / "kept.log").write_text("kept")
@@ -90,10 +91,10 @@ def test_what_fails_is_kept(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_late_is_stopped(tmp_path):
-    rc, parts = gpu(tmp_path, "--parts", "parity", "--share", "0.002")
+    rc, parts = gpu(tmp_path, "--parts", "tests", "--share", "0.002")
     assert rc == 1
-    assert parts["parity"]["late"]
-    assert parts["parity"]["rc"]
+    assert parts["tests"]["late"]
+    assert parts["tests"]["rc"]
 
 
 def test_sittings_end_in_nine_minutes():

@@ -4,7 +4,6 @@ that hold the others.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -231,8 +230,10 @@ def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Lo
 
 
 def is_dtensor(x: Any) -> TypeGuard[Any]:
-    """Without importing DTensor if it is not loaded yet: that takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
+    """Without importing DTensor if it is not loaded yet: that takes a second. What is loaded is an
+    attribute of its package; of `sys.modules` a compiler traces each of its thousands of entries.
+    """
+    module = getattr(torch.distributed, "tensor", None)
     return module is not None and isinstance(x, module.DTensor)
 
 

@@ -16,6 +16,7 @@ what it has inside in the same way. What a class needs beyond that is in `tiny_m
 from __future__ import annotations
 
 import json
+import re
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,24 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto.configuration_auto import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    model_type_to_module_name,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["CLASSES", "IMAGES", "NEEDS", "V", "class_of", "inputs_of", "model_of", "refusal_of"]
+__all__ = [
+    "CLASSES",
+    "IMAGES",
+    "NEEDS",
+    "V",
+    "class_of",
+    "code_of",
+    "inputs_of",
+    "model_of",
+    "refusal_of",
+]
 
 V = 1009  # no other size is this one: a tensor that has it has classes
 TABLE = Path(__file__).with_suffix(".json")
@@ -88,6 +103,22 @@ BEHIND_THE_HEAD: dict[str, Any] = {
 def class_of(tried: str) -> str:
     """The class of a model type, or itself."""
     return CLASSES.get(tried, tried)
+
+
+def code_of(tried: str) -> str:
+    """What a class computes between its trunk and its loss: `forward` without docstring, spaces and
+    its own name; read without an import, which is most of what a class costs."""
+    name = class_of(tried)
+    folder = model_type_to_module_name(IMAGES.get(tried, tried))
+    files = Path(transformers.__file__).parent.glob(f"models/{folder}/modeling_*.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(files))
+    begins = text.find(f"class {name}(")
+    source = re.compile(r"(?:\n[\s)]|.)*").match(text, max(begins, 0))[0]
+    forward = re.search(r"^    def forward\((?:\n(?:     |\n|    \))|.)*", source, re.M)
+    if begins < 0 or forward is None:  # of another model, or of the class that it extends
+        return name
+    text = re.sub(r'""".*?"""|\s', "", forward[0], flags=re.DOTALL)
+    return text.replace(re.sub(r"For\w+|LMHead\w*", "", name), "")
 
 
 def config_of(tried: str) -> Any:
