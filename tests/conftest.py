@@ -12,8 +12,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from _pytest import runner
 
 from helpers.orphans import guard
+from helpers.pages import keep_pages, on_one_piece
 from helpers.seconds import SECONDS, Seconds
 
 # Read when pytest-xdist's workers load NumPy, whose idle threads spin: 5 % of a module of JAX's.
@@ -56,7 +58,7 @@ pytest.register_assert_rewrite(
     *(
         f"helpers.{path.stem}"
         for path in Path(__file__).parent.glob("helpers/*.py")
-        if path.stem not in ("compiling", "orphans", "seconds")
+        if path.stem not in ("compiling", "orphans", "pages", "seconds")
     )
 )
 
@@ -97,6 +99,7 @@ if HAS_JAX:
 from helpers.references import keep_references  # noqa: E402
 
 keep_references()
+keep_pages()
 
 COMPILING = None
 if HAS_JAX and DEVICE == "cpu":
@@ -174,6 +177,11 @@ def promotion(request):
         lenient = request.module.__name__ in LENIENT
         jax.config.update("jax_numpy_dtype_promotion", "standard" if lenient else "strict")
         jax.config.update("jax_numpy_rank_promotion", "allow" if lenient else "raise")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    return on_one_piece(runner.pytest_runtest_protocol, item, nextitem)
 
 
 @pytest.hookimpl(tryfirst=True)
