@@ -37,7 +37,6 @@ from helpers.tiny_models import (  # noqa: E402
 )
 from xentlib.torch.integrations.transformers import patch  # noqa: E402
 
-
 TRIED = [*CLASSES, *IMAGES]
 # The first of those whose classes differ in their names alone; the others run under --full.
 KEPT = {code_of(x): x for x in reversed(TRIED)}.values()

@@ -114,7 +114,7 @@ def code_of(tried: str) -> str:
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(files))
     begins = text.find(f"class {name}(")
     source = re.compile(r"(?:\n[\s)]|.)*").match(text, max(begins, 0))[0]
-    forward = re.search(r"^    def forward\((?:\n(?:     |\n|    \))|.)*", source, re.M)
+    forward = re.search(r"^    def forward\((?:\n(?:     |\n|    \))|.)*", source, re.MULTILINE)
     if begins < 0 or forward is None:  # of another model, or of the class that it extends
         return name
     text = re.sub(r'""".*?"""|\s', "", forward[0], flags=re.DOTALL)

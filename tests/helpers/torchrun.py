@@ -1,5 +1,5 @@
 """Ranks as torchrun starts them, forked from a process that has imported DeepSpeed: what each
-finds, as a file. torchrun itself starts those of `test_audit_zero.py`."""
+finds, as a file. torchrun itself starts those of `test_audit_command.py`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ import os
 import pickle
 import runpy
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from helpers.ranks import PRELOADED, failing
 from helpers.seconds import rank_ends
-from helpers.wrapped import Zero
 from xentlib import processes
 
 
-def torchrun(
-    world: int, program: str, folder: Path, setups: Mapping[str, Zero]
-) -> list[dict[str, Any]]:
+def torchrun(world: int, program: str, folder: Path, setups: Any) -> list[Any]:
     """What each rank of a module of `helpers` leaves in `folder`, of the setups in there."""
     (folder / "setups").write_bytes(pickle.dumps(setups))
     run(world, program, folder)
