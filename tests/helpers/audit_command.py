@@ -1,4 +1,4 @@
-"""`xentlib audit` on a rank that torchrun has started: exit status and what it prints, as a file."""
+"""`xentlib audit` on a rank that torchrun has started: its exit status and output, as a file."""
 
 from __future__ import annotations
 
