@@ -49,6 +49,14 @@ def test_nothing_is_found_in_a_right_step(backend, k):
     assert all(name in str(report).replace("\n ", "") for name in report.looked_for[:3])
 
 
+@pytest.mark.parametrize(("backend", "k"), cases("RIGHT")[:1])
+def test_a_kind_that_does_not_exist_is_what_is_said(backend, k):
+    """And not the number of its arguments, which are those of a step."""
+    step, _ = [*steps(backend).RIGHT.values()][k]
+    with pytest.raises(ValueError, match="`kind` must be"):
+        audit(backend, step, kind="gradient")
+
+
 @pytest.mark.parametrize(("backend", "k"), cases("FUNCTIONS"))
 def test_functions_of_hidden_states_head_and_labels(backend, k):
     name, function, kind, options = steps(backend).FUNCTIONS[k]

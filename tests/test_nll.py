@@ -100,6 +100,22 @@ def test_chunks_do_not_show(backend: str, case: Case) -> None:
     hold(nll.chunks, (backend,), build(case, 7))
 
 
+@pytest.mark.parametrize("name", ["logprobs", "entropy", "lse"])
+def test_an_output_of_an_invalid_row_is_named(backend: str, name: str) -> None:
+    """Of the parity run itself."""
+
+    def wrong(backend: str, problem: Problem) -> Outcome:
+        outcome = run(backend, problem)
+        changed = getattr(outcome, name).copy()
+        changed[np.flatnonzero(~problem.valid)[0]] = 1
+        return outcome._replace(**{name: changed})
+
+    findings = Findings((backend,), run=wrong)
+    nll.single(findings, build(BASE, 7))
+    (said,) = failures(findings.measurements)
+    assert "outputs of invalid rows" in said
+
+
 @pytest.mark.optimized
 def test_run_to_run(backend: str) -> None:
     """A11."""

@@ -1,7 +1,9 @@
 """Ranks of a parity run: their time, and what is heard of those that fail."""
 
 import mmap
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -150,3 +152,11 @@ def page_faults():
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def test_a_process_that_is_ended_has_ended():
+    """Killed alone it stays, as one that nobody has asked for its exit status."""
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(3600,))
+    process.start()
+    processes._end(process)
+    assert process._popen.returncode == -signal.SIGKILL

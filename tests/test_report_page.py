@@ -12,7 +12,13 @@ from helpers.parity_runs import FAILURES, HOSTILE, STATEMENTS, a_run, failed, me
 from xentlib.parity.report.document import to_json
 from xentlib.parity.report.numbers import value_text
 from xentlib.parity.report.page import render_page
-from xentlib.parity.report.plots import Series, histogram_bins, histogram_plot, line_plot
+from xentlib.parity.report.plots import (
+    Series,
+    histogram_bins,
+    histogram_plot,
+    histogram_reach,
+    line_plot,
+)
 from xentlib.parity.result import Histogram, Measurement, ParityResult, Section, TrainingCurve
 
 # --- parity.html ---------------------------------------------------------------------------------
@@ -167,6 +173,20 @@ def test_page_shows_no_long_floats():
 
 
 # --- plots ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ((0, 0, 0), "empty"),
+        ((7, 0, 0), "all below 0.5 ULP"),
+        ((7, 2, 0), "all below 1 ULP"),
+        ((0, 0, 1), "some at 1 ULP or more"),
+    ],
+)
+def test_how_far_a_histogram_goes_is_said(counts, said):
+    edges = (0.0, 0.5, 1.0, math.inf)
+    assert histogram_reach(Histogram("A5", "torch", "d hidden", edges, counts)) == said
 
 
 def test_histogram_has_a_bar_for_every_bin_that_holds_something():

@@ -12,7 +12,8 @@ from helpers.vocab_shards import CASES, PLAIN, V, held
 from xentlib.contract import check, failures
 from xentlib.parity.backends import run, run_logprobs
 from xentlib.parity.findings import Findings
-from xentlib.parity.problem import Case, Upstream, build, upstream_of
+from xentlib.parity.outcomes import GivenLogits
+from xentlib.parity.problem import Case, Upstream, build, logits_problem, upstream_of
 from xentlib.parity.rows import sharded
 from xentlib.parity.shards import Sharded, ShardedCall, run_calls
 from xentlib.ulp import bits_unequal
@@ -223,3 +224,17 @@ def test_the_report_s_calls_over_an_empty_shard() -> None:
         sharded._measure(findings, "torch", call, result)
     assert findings.measurements
     assert not failures(findings.measurements)
+
+
+def test_the_report_holds_given_logits_to_their_own_row() -> None:
+    """A13. Catches: an ULP of the largest logit of all rows, which lets a small row be wrong."""
+    logits = np.float32([[2, 1, 0, -1], [4000, 1, 0, -1]])
+    problem = logits_problem(logits, np.array([1, 0]), "a small row and a large one")
+    call = ShardedCall("vocab_parallel_logprobs", problem, (2, 2), None, False)
+    reference = problem.reference()
+    right = reference.logprobs.astype(np.float32)
+    for error, passes in ((0, True), (2.0**-12, False)):
+        outcome = GivenLogits(right + np.float32([error, 0]), None, None, reference.correct, None)
+        findings = Findings(("torch",))
+        sharded._measure(findings, "torch", call, Sharded(outcome, None))
+        assert (failures(findings.measurements) == []) is passes
