@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from _pytest import runner
 
+from helpers.kept_pages import keep_pages, on_one_piece
 from helpers.orphans import guard
-from helpers.pages import keep_pages, on_one_piece
 from helpers.seconds import SECONDS, Seconds
 
 # Read when pytest-xdist's workers load NumPy, whose idle threads spin: 5 % of a module of JAX's.
@@ -58,7 +58,7 @@ pytest.register_assert_rewrite(
     *(
         f"helpers.{path.stem}"
         for path in Path(__file__).parent.glob("helpers/*.py")
-        if path.stem not in ("compiling", "orphans", "pages", "seconds")
+        if path.stem not in ("compiling", "kept_pages", "orphans", "seconds")
     )
 )
 
