@@ -19,8 +19,6 @@ from xentlib.parity.training.section import run_training
 from xentlib.parity.training.text import encode_documents, read_documents, train_tokenizer
 from xentlib.parity.training.windows import IGNORE_INDEX, TextWindow, make_windows
 
-pytestmark = pytest.mark.optimized
-
 pytest.importorskip("tokenizers")
 
 

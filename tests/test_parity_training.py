@@ -31,8 +31,6 @@ from xentlib.parity.training.model import initial_weights
 from xentlib.parity.training.steps import HeadStep
 from xentlib.parity.training.windows import IGNORE_INDEX, TextWindow
 
-pytestmark = pytest.mark.optimized
-
 pytest.importorskip("tokenizers")
 
 

@@ -199,7 +199,8 @@ def allocated(rank: int, world: int, names: list[str]) -> dict[str, int]:
                 x.grad = None  # a micro-batch has hidden states of its own
                 loss_of(step, ALLOCATED, x, head, y).backward()
 
-        window()
+        few = hidden.detach()[: SENT.few].requires_grad_()
+        window(x=few, y=labels[: SENT.few])  # what is allocated once
         found[name] = sys.maxsize
         for _ in range(ROUNDS):
             hidden.grad = head.weight.grad = None
