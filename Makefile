@@ -39,13 +39,14 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-full mutants quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
+.PHONY: help parity test test-full mutants bits quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
 	@echo 'test        the suite, in four processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
 	@echo 'test-full   the suite with whole products of options and shapes, of which it has every pair'
 	@echo 'mutants     forty changes of one node each, and the tests that notice; .ci/mutants.tsv'
+	@echo 'bits        fixed calls at BASE=<commit> and here: bits and collectives that are not the same'
 	@echo 'quick       the first case of each test, without the slow ones: about a minute'
 	@echo 'ptx         Triton programs compiled for GPUs that are not here; PTX_ARGS="--table FILE" writes the table'
 	@echo 'gpu         timings, then kernels, contract and tests on a CUDA device, nine minutes each, build/gpu/gpu.json;'
@@ -185,6 +186,11 @@ test-full: $(VENV)/test.stamp
 # A run of the suite, then the tests that reach each changed node: an hour or more.
 mutants: $(VENV)/test.stamp
 	$(BIN)/python .ci/mutants.py $(MUTANTS_ARGS)
+
+# Fixed calls at BASE and here: bits and collectives that are not the same.
+BASE ?= HEAD
+bits: $(VENV)/test.stamp
+	$(BIN)/python .ci/bits.py $(BASE)
 
 fuzz: $(VENV)/test.stamp
 	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)

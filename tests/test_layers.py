@@ -1,0 +1,106 @@
+"""The layers of the house: a module imports from its own and from lower ones alone."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from helpers.modules import MODULES, PACKAGES, ROOT
+
+if not all((ROOT / folder).is_dir() for folder in PACKAGES):
+    pytest.skip("the sources are not there", allow_module_level=True)
+
+# Lowest first: modules and folders of the definition, and of both backends.
+LAYERS = {
+    "definition": {
+        "xentlib": "nll logprobs labels accumulate evaluation lowrank call options head "
+        "collectives dtypes interop kernels processes"
+    },
+    "rules": {"xentlib": "plan checks contract budgets ulp reference"},
+    "core": {"backend": "core triton operators derivatives collectives"},
+    "wrappers": {"backend": "wrappers"},
+    "placement": {"backend": "shards ranks heads"},
+    "binding": {"backend": "call describe lowrank"},
+    "functions": {"backend": "nll logprobs given"},
+    "api": {"backend": "public"},
+    "heads": {
+        "backend": "head module integrations accumulate window told observed evaluation labels"
+    },
+    "packages": {},  # `xentlib`, `xentlib.torch` and `xentlib.jax` themselves
+    "tools": {
+        "xentlib": "audit crosscheck bench cli conformance doctor parity __main__",
+        "backend": "audit crosscheck",
+    },
+}
+ORDER = [*LAYERS]
+BACKENDS = ("xentlib.torch", "xentlib.jax")
+# What is so today. It may only get shorter: an import that is gone is taken out of here.
+UPWARDS = {
+    "xentlib.call": {"xentlib.plan"},
+    "xentlib.logprobs": {"xentlib.plan"},
+    "xentlib.jax": {"xentlib.crosscheck", "xentlib.jax.crosscheck"},
+    "xentlib.jax.call": {"xentlib.jax.head"},
+    "xentlib.jax.core.gradients": {"xentlib.jax.call", "xentlib.jax.head", "xentlib.jax.ranks"},
+    "xentlib.jax.core.low": {"xentlib.jax.call"},
+    "xentlib.jax.core.stats": {"xentlib.jax.ranks"},
+    "xentlib.jax.core.tokens": {"xentlib.jax.describe"},
+    "xentlib.jax.core.walk": {"xentlib.jax.call", "xentlib.jax.ranks"},
+    "xentlib.jax.heads": {"xentlib.jax.describe", "xentlib.jax.lowrank"},
+    "xentlib.jax.logprobs": {"xentlib.jax.head"},
+    "xentlib.jax.nll": {"xentlib.jax.head", "xentlib.jax.told"},
+    "xentlib.torch": {"xentlib.crosscheck", "xentlib.torch.crosscheck"},
+    "xentlib.torch.core.given": {"xentlib.torch.call", "xentlib.torch.ranks"},
+    "xentlib.torch.core.gradients": {"xentlib.torch.ranks"},
+    "xentlib.torch.core.low": {"xentlib.torch.call"},
+    "xentlib.torch.core.nodes": {"xentlib.torch.call", "xentlib.torch.ranks"},
+    "xentlib.torch.core.spread": {"xentlib.torch.call", "xentlib.torch.ranks"},
+    "xentlib.torch.core.stats": {"xentlib.torch.ranks"},
+    "xentlib.torch.core.stream": {"xentlib.torch.call", "xentlib.torch.ranks"},
+    "xentlib.torch.core.walk": {
+        "xentlib.torch.call",
+        "xentlib.torch.describe",
+        "xentlib.torch.ranks",
+    },
+    "xentlib.torch.heads": {"xentlib.torch.lowrank"},
+    "xentlib.torch.integrations.lightning": {"xentlib.torch.crosscheck"},
+    "xentlib.torch.integrations.trainer": {"xentlib.torch.crosscheck"},
+    "xentlib.torch.logprobs": {"xentlib.torch.head"},
+    "xentlib.torch.nll": {"xentlib.torch.head", "xentlib.torch.observed", "xentlib.torch.told"},
+    "xentlib.torch.wrappers.deepspeed": {"xentlib.torch.shards"},
+    "xentlib.torch.wrappers.fsdp2_rows": {"xentlib.torch.lowrank", "xentlib.torch.shards"},
+}
+
+
+def layer_of(module: str) -> str:
+    if module in ("xentlib", *BACKENDS):
+        return "packages"
+    backend = next((x for x in BACKENDS if module.startswith(f"{x}.")), None)
+    room = module.removeprefix(f"{backend or 'xentlib'}.").partition(".")[0]
+    column = "backend" if backend else "xentlib"
+    (name,) = [x for x, rooms in LAYERS.items() if room in rooms.get(column, "").split()]
+    return name
+
+
+def imported_anywhere(path: Path) -> set[str]:
+    """In functions too, which put off an import and do not turn it round."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {x if x in MODULES else str(node.module) for x in whole}
+    return names & MODULES.keys()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_from_lower_layers(module):
+    own = ORDER.index(layer_of(module))
+    upwards = {x for x in imported_anywhere(MODULES[module]) if ORDER.index(layer_of(x)) > own}
+    assert upwards == UPWARDS.get(module, set())
+
+
+def test_every_entry_is_a_module():
+    assert UPWARDS.keys() <= MODULES.keys()
