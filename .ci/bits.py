@@ -1,13 +1,14 @@
 """Bits and collectives of fixed calls of the public functions, in two states of the sources.
 
-    python .ci/bits.py BASE             at a commit, and here; exit status 1 where bits differ
+    python .ci/bits.py BASE             at a commit, and here; exit status 1 where they differ
     python .ci/bits.py --write FILE     here alone, as JSON
     python .ci/bits.py --parts torch jax BASE
 
-The calls are in bits_torch.py and bits_jax.py. They use nothing but the public functions, so that
-they stand while what is behind these is rebuilt. Of each call every output and gradient is written
-down as a hash of its dtype, shape and bytes, of every rank, and the collectives of its forward and
-its backward with their bytes. Hashes are of one machine: another's products may round otherwise.
+The calls are in bits_torch.py, bits_ranks.py and bits_jax.py. They use nothing but the public
+functions, so that they stand while what is behind these is rebuilt. Of each call every output and
+gradient is written down as a hash of its dtype, shape and bytes, of every rank, and the collectives
+of its forward and its backward with their bytes. Hashes are of one machine: another's products may
+round otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -27,8 +29,8 @@ BASE = ROOT / "build" / "bits"  # a copy of the other state
 PARTS = {
     "torch": ("bits_torch.py", {}),
     "triton": ("bits_torch.py", {"TRITON_INTERPRET": "1", "XENTLIB_KERNELS": "triton"}),
-    "ranks": ("bits_torch.py", {}),
-    "zero": ("bits_torch.py", {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}),
+    "ranks": ("bits_ranks.py", {}),
+    "zero": ("bits_ranks.py", {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}),
     "jax": ("bits_jax.py", {"JAX_PLATFORMS": "cpu"}),
 }
 
@@ -54,7 +56,7 @@ def main() -> int:
         f"{len(here)} calls, {numbers} arrays: {len(unequal)} unequal bits, "
         f"{len(collectives)} other collectives"
     )
-    return 1 if unequal or before.keys() - here.keys() else 0
+    return 1 if unequal or collectives else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,26 +77,37 @@ def copy(commit: str) -> None:
         check=True,
         stdout=subprocess.PIPE,
     ).stdout
-    subprocess.run(["rm", "-rf", str(BASE)], check=True)
+    shutil.rmtree(BASE, ignore_errors=True)
     BASE.mkdir(parents=True)
     with tarfile.open(fileobj=BytesIO(packed)) as archive:
         archive.extractall(BASE, filter="tar")
 
 
 def calls_of(sources: Path, parts: list[str]) -> Calls:
-    found: Calls = {}
+    calls: Calls = {}
     for part in parts:
         script, variables = PARTS[part]
-        done = subprocess.run(
-            [sys.executable, str(ROOT / ".ci" / script), part],
-            env={**os.environ, **variables, "PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"},
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        *_, last = done.stdout.splitlines()
-        found |= {f"{part}: {name}": call for name, call in json.loads(last).items()}
-    return found
+        environment = {**os.environ, **variables, "PYTHONPATH": str(sources)}
+        environment["OMP_NUM_THREADS"] = "1"
+        imported = printed_by(["-c", "import xentlib; print(xentlib.__file__)"], environment)
+        if not Path(imported).is_relative_to(sources):  # or it would be compared with itself
+            raise RuntimeError(f"the calls must be those of {sources}; got xentlib from {imported}")
+        text = printed_by([str(ROOT / ".ci" / script), part], environment)
+        calls |= {f"{part}: {name}": call for name, call in json.loads(text).items()}
+    return calls
+
+
+def printed_by(arguments: list[str], environment: dict[str, str]) -> str:
+    """The last line."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT / "build",  # no sources beside it
+    )
+    return done.stdout.splitlines()[-1]
 
 
 def differences(before: Calls, here: Calls, of: str) -> list[str]:

@@ -37,11 +37,11 @@ Leaves = dict[str, Any]
 
 
 def drawn(*names: str, dtype: str = "float32") -> Leaves:
-    found = {}
+    arrays = {}
     for name in names:
         rng = np.random.default_rng([*SHAPES].index(name))
-        found[name] = jnp.asarray(rng.standard_normal(SHAPES[name]), dtype)
-    return found
+        arrays[name] = jnp.asarray(rng.standard_normal(SHAPES[name]), dtype)
+    return arrays
 
 
 def labels_of() -> Any:
@@ -79,8 +79,12 @@ def measured(
         jax.block_until_ready(gradients)
     bits = {name: hashed(x) for name, x in out._asdict().items() if x is not None}
     bits |= {f"d {name}": hashed(x) for name, x in gradients.items()}
-    collectives = {kind: [n, count.bytes(kind)] for kind, n in count.counts().items()}
-    return {"bits": bits, "collectives": collectives}
+    return {"bits": bits, "collectives": sent(count)}
+
+
+def sent(count: ours.CollectiveCount) -> dict[str, list[int]]:
+    """Of each kind of collective: how many, and their bytes."""
+    return {kind: [n, count.bytes(kind)] for kind, n in count.counts().items()}
 
 
 def plain(function: str, *names: str, dtype: str = "float32", **options: Any) -> dict[str, Any]:
@@ -163,8 +167,7 @@ def in_shard_map(function: str, *, tokens: bool = False, **options: Any) -> dict
         jax.block_until_ready(gradients)
     bits = {"loss": hashed(value), "logprobs": hashed(logprobs)}
     bits |= {f"d {name}": hashed(x) for name, x in gradients.items()}
-    collectives = {kind: [n, count.bytes(kind)] for kind, n in count.counts().items()}
-    return {"bits": bits, "collectives": collectives}
+    return {"bits": bits, "collectives": sent(count)}
 
 
 def on_a_mesh(function: str, kind: Any = AxisType.Explicit, **options: Any) -> dict[str, Any]:
@@ -185,8 +188,7 @@ def on_a_mesh(function: str, kind: Any = AxisType.Explicit, **options: Any) -> d
     bits = {"value": hashed(value)}
     bits |= {name: hashed(x) for name, x in out._asdict().items() if x is not None}
     bits |= {f"d {name}": hashed(x) for name, x in gradients.items()}
-    collectives = {k: [n, count.bytes(k)] for k, n in count.counts().items()}
-    return {"bits": bits, "collectives": collectives}
+    return {"bits": bits, "collectives": sent(count)}
 
 
 def accumulated() -> dict[str, Any]:
@@ -200,10 +202,10 @@ def accumulated() -> dict[str, Any]:
         drawn("hidden")["hidden"].reshape(2, N // 2, H),
         labels_of().reshape(2, N // 2),
     )
-    found = jax.jit(lambda leaves, batches: ours.accumulate_grads(loss_and_count, leaves, batches))(
-        drawn("weight"), batches
-    )
-    leaves = jax.tree.leaves_with_path(found)
+    window = jax.jit(
+        lambda leaves, batches: ours.accumulate_grads(loss_and_count, leaves, batches)
+    )(drawn("weight"), batches)
+    leaves = jax.tree.leaves_with_path(window)
     return {"bits": {jax.tree_util.keystr(k): hashed(x) for k, x in leaves}, "collectives": {}}
 
 

@@ -81,6 +81,12 @@ def test_patched_is_the_unpatched_model(tried: str) -> None:
             assert np.linalg.norm(got.gradients[name]) <= NONE * whole, name
 
 
+def test_classes_that_compute_something_else_are_kept() -> None:
+    """A soft cap, a factor, a router's loss; not what only a name differs in."""
+    assert code_of("mistral") == code_of("llama")
+    assert len({code_of(x) for x in ("llama", "gemma2", "cohere", "mixtral", "gpt2", "bart")}) == 6
+
+
 def test_every_entry_is_a_class() -> None:
     assert set(NEEDS) <= {*CLASSES.values(), *IMAGES}
     assert not set(CLASSES.values()) & set(IMAGES)

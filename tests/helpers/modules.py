@@ -12,12 +12,12 @@ PACKAGES = {"xentlib": "xentlib", "torch_impl": "xentlib.torch", "jax_impl": "xe
 
 def modules() -> dict[str, Path]:
     """Under the name that each is imported by."""
-    found = {}
+    paths = {}
     for folder, package in PACKAGES.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join([package, *(part for part in parts if part != "__init__")])] = path
-    return found
+            paths[".".join([package, *(part for part in parts if part != "__init__")])] = path
+    return paths
 
 
 MODULES = modules()
