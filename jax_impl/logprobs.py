@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.call import Arguments
 from xentlib.jax.call import Arrays, Options, as_gradients, bind, flat
 from xentlib.jax.core.gradients import (
@@ -22,8 +23,7 @@ from xentlib.jax.core.gradients import (
     without_power,
     zero_gradients,
 )
-from xentlib.jax.core.kernels import Asked, Coefficients
-from xentlib.jax.core.softmax import FLOOR, TokenStats, exp
+from xentlib.jax.core.softmax import exp
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
 from xentlib.jax.core.walk import (
     Chunk,
@@ -99,12 +99,12 @@ def logprobs_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[An
 def forward_of(walk: Walk) -> tuple[LogprobOutput[Any], Residuals]:
     """Steps 2 to 5."""
     options, eps = walk.options, walk.options.label_smoothing
-    asked = Asked(options.entropy, eps > 0)
+    stats_wanted = WantedStats(options.entropy, eps > 0)
     own, (walk, _) = walk, meet(walk, ())
 
     def body(chunk: Chunk, packed_6M: jax.Array) -> jax.Array:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, rest, _ = walk.kernels.stats(chunk.block, asked)
+        z_y, rest, _ = walk.kernels.stats(chunk.block, stats_wanted)
         values = kept_values(stats_of(walk, chunk.rows_T, z_y, rest), eps)
         return put_rows(walk, chunk, packed_6M, values)
 
@@ -114,7 +114,7 @@ def forward_of(walk: Walk) -> tuple[LogprobOutput[Any], Residuals]:
             packed_6M = vary(packed_6M, axes_of_stats(walk, varying(walk)))
         packed_6M = over_chunks(walk, body, packed_6M, exchange=bool(options.gathered))
     else:
-        packed_6M = kept_values(all_stats(walk, asked), eps)
+        packed_6M = kept_values(all_stats(walk, stats_wanted), eps)
     return outputs_of(unpack(own, packed_6M), options.entropy, options.output_dtype)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xentlib.algebra import TokenStats, WantedStats, is_zero
 from xentlib.call import Arguments
 from xentlib.jax.call import Arrays, Options, as_gradients, bind, flat
 from xentlib.jax.core.gradients import (
@@ -24,12 +25,10 @@ from xentlib.jax.core.gradients import (
     without_power,
     zero_gradients,
 )
-from xentlib.jax.core.kernels import Asked, Coefficients
-from xentlib.jax.core.softmax import TokenStats
-from xentlib.jax.core.stats import all_stats, axes_of_stats, labelled_at, put_rows, stats_of
+from xentlib.jax.core.softmax import ALGEBRA
+from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of, target_info
 from xentlib.jax.core.walk import (
     Chunk,
-    Walk,
     at_rows,
     meet,
     only_chunk,
@@ -51,7 +50,7 @@ __all__ = ["nll", "nll_backward", "nll_forward"]
 class Carry(NamedTuple):
     """What the loop over chunks accumulates."""
 
-    per_token: jax.Array  # rows: those of `values_of`
+    per_token: jax.Array  # rows: those of `Algebra.values`
     gradients: Gradients
 
 
@@ -68,7 +67,7 @@ def nll_forward(
     walk = walk_of(options, whole_rows(options.spread, options.transposed, arrays))
     options = walk.options
     count, valid_N = of_all_tokens(options.spread, walk.num_valid), walk.tokens.valid
-    everywhere = labelled_at(walk, slice(None))
+    everywhere = target_info(walk, slice(None))
     weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
     if constants.token_weights is not None:
         weights_N = jnp.where(valid_N, constants.token_weights.astype(compute), 0.0)
@@ -88,7 +87,7 @@ def nll_forward(
         factor_N = jnp.ldexp(factor_N, exponent)
     own, (walk, factor_N) = walk, meet(walk, scaled(walk, factor_N))
 
-    asked = Asked(options.entropy, options.label_smoothing > 0, options.predicted)
+    stats_wanted = WantedStats(options.entropy, options.label_smoothing > 0, options.predicted)
     carry = Carry(jnp.zeros((7, own.order.size), compute), zero_gradients(walk, needs))
 
     def differentiated(
@@ -96,14 +95,15 @@ def nll_forward(
     ) -> Gradients:
         # 6. to 8. dz and the gradients
         factor_T = factor_N[chunk.rows_T]
-        dz = coefficients(stats, factor_T, walk, chunk.rows_T)
+        label = target_info(walk, chunk.rows_T)
+        dz = ALGEBRA.coefficients(stats, factor_T, label, options, walk.vocab_size)
         return add_gradients(walk, chunk, needs, sums, stats.lse, dz, left)
 
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, rest, left = walk.kernels.stats(chunk.block, asked)
+        z_y, rest, left = walk.kernels.stats(chunk.block, stats_wanted)
         stats = stats_of(walk, chunk.rows_T, z_y, rest)
-        values_7T = values_of(stats, walk, chunk.rows_T)
+        values_7T = ALGEBRA.values(stats, target_info(walk, chunk.rows_T), options)
         rows_7M = put_rows(walk, chunk, carry.per_token, values_7T)
         if not any(needs):
             return carry._replace(per_token=rows_7M)
@@ -123,8 +123,8 @@ def nll_forward(
         per_token, gradients = over_chunks(walk, body, carry, factor_N, exchange=each)
     else:
         only = only_chunk(walk)
-        stats_M = all_stats(walk, asked, only=only)
-        per_token = values_of(stats_M, walk, walk.order)
+        stats_M = all_stats(walk, stats_wanted, only=only)
+        per_token = ALGEBRA.values(stats_M, target_info(walk, walk.order), options)
         gradients = carry.gradients
         stats_M = jax.tree.map(lambda x: jnp.pad(x, (0, 1)), stats_M)
 
@@ -154,55 +154,6 @@ def nll_forward(
         predicted_N.astype(jnp.int32),
     )
     return output, gradients, valid_N
-
-
-def values_of(stats: TokenStats, walk: Walk, rows: jax.Array) -> jax.Array:
-    """[7, tokens]: loss, its z-loss part, logprob, entropy, lse, correct, predicted."""
-    loss, z_term = token_loss(stats, walk, rows)
-    predicted = jnp.zeros_like(loss) if stats.predicted is None else stats.predicted
-    values = (loss, z_term, stats.logprob, stats.entropy, stats.lse, stats.correct, predicted)
-    return jnp.stack(values)
-
-
-def token_loss(stats: TokenStats, walk: Walk, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Per token: the loss, and the part of it that z-loss contributes."""
-    eps, z_loss = walk.options.label_smoothing, walk.options.z_loss
-    nll = -stats.logprob
-    if walk.constants.class_weights is not None:
-        nll = nll * labelled_at(walk, rows).weight
-    if stats.mean_logp is not None:
-        nll = (1.0 - eps) * nll - eps * stats.mean_logp
-    z_term = jnp.zeros_like(nll) if is_zero(z_loss) else z_loss * stats.lse * stats.lse
-    return nll + z_term, z_term
-
-
-def is_zero(z_loss: float | jax.Array) -> bool:
-    """Whether a trace knows it."""
-    return not isinstance(z_loss, jax.Array) and z_loss == 0
-
-
-def coefficients(
-    stats: TokenStats, factor_T: jax.Array, walk: Walk, rows: jax.Array
-) -> Coefficients:
-    """Step 6, per token: of dz times the factor."""
-    eps, z_loss = walk.options.label_smoothing, walk.options.z_loss
-    uniform = eps / walk.vocab_size
-    extra = jnp.zeros_like(stats.lse) if is_zero(z_loss) else 2.0 * z_loss * stats.lse
-    slope: jax.Array = 1.0 + extra
-    left: jax.Array | float = eps - uniform
-    if walk.constants.class_weights is not None:
-        labelled = labelled_at(walk, rows)
-        slope, left = (1.0 - eps) * labelled.weight + extra, 0.0
-        if uniform:  # 0 times a sum with inf is NaN: 1 / count of a class that is not there
-            slope = (1.0 - eps) * labelled.weight + uniform * labelled.total + extra
-            left = uniform * (labelled.total - labelled.weight)
-    return Coefficients(
-        alpha=factor_T * slope,
-        beta=None,
-        gamma=factor_T * uniform if uniform else None,
-        # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without options.
-        own=factor_T * (extra + left - slope * stats.p_rest),
-    )
 
 
 def nll_backward(

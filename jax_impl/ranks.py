@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xentlib.algebra import NonTargetStats
 from xentlib.call import Arguments
 from xentlib.checks.operand import plain
 from xentlib.checks.placement import check_axis, check_varying
 from xentlib.checks.shards import check_shard, check_shards, refuse_whole_head
-from xentlib.jax.core.kernels import RestStats
-from xentlib.jax.core.softmax import below, exp_difference
+from xentlib.jax.core.softmax import ALGEBRA
 from xentlib.plan import PaddedVocab, VocabShard
 
 __all__ = [
@@ -300,10 +300,10 @@ def combine(
     z_y: jax.Array,
     owned: jax.Array,
     start: jax.Array,
-    rest: RestStats,
+    rest: NonTargetStats,
     weights: jax.Array,
     alike: Alike | None,
-) -> tuple[jax.Array, RestStats]:
+) -> tuple[jax.Array, NonTargetStats]:
     """Target's logit and statistics of the rest over all shards, with one MAX and one packed SUM.
     NaN where devices disagree on what they must have `alike`.
 
@@ -318,27 +318,19 @@ def combine(
         largest = lax.pmax(jnp.concatenate([m_local, alike.packed()]), axis.name)
         m, largest = jnp.split(largest, [m_local.size])
     m = jnp.where(m == -jnp.inf, 0.0, m)
-    top = m_local == m
-    scale = jnp.where(none, 0.0, exp_difference(rest.m, m))
-    total = rest.ones + rest.s
-    packed = [
-        jnp.where(owned, z_y, 0.0),
-        jnp.where(top, rest.ones, 0.0),
-        jnp.where(top, rest.s, scale * total),
-    ]
-    if rest.sum_ed is not None:
-        packed.append(scale * (rest.sum_ed + below(rest, m) * total))
-    if rest.sum_d is not None:
-        packed.append(rest.sum_d + weights * (rest.m - m))
     if rest.top is not None:
-        mine = jnp.where(top & ~none, rest.top + start.astype(m.dtype), jnp.inf)
+        rest = rest._replace(top=rest.top + start.astype(m.dtype))
+    of_all = ALGEBRA.relative_to(m, rest, weights)
+    packed = [jnp.where(owned, z_y, 0.0), of_all.ones, of_all.s]
+    packed += [x for x in (of_all.sum_ed, of_all.sum_d) if x is not None]
+    if of_all.top is not None:
         rank = jnp.arange(lax.axis_size(axis.name), dtype=jnp.int32)[:, None]
         here = rank == lax.axis_index(axis.name)
-        packed += list(jnp.where(here, mine[None, :], 0.0))
+        packed += list(jnp.where(here, of_all.top[None, :], 0.0))
     z_y, ones, s, *more = lax.psum(jnp.stack(packed), axis.name)
     if alike is not None:
         z_y = jnp.where(alike.broken(largest), jnp.nan, z_y)
     sum_ed = more.pop(0) if rest.sum_ed is not None else None
     sum_d = more.pop(0) if rest.sum_d is not None else None
     first = jnp.stack(more).min(axis=0) if more else None
-    return z_y, RestStats(m, ones, s, sum_ed, sum_d, first)
+    return z_y, NonTargetStats(m, ones, s, sum_ed, sum_d, first)

@@ -16,7 +16,7 @@ if not all((ROOT / folder).is_dir() for folder in PACKAGES):
 LAYERS = {
     "definition": {
         "xentlib": "nll logprobs labels accumulate evaluation lowrank call options head "
-        "collectives dtypes interop kernels processes"
+        "collectives dtypes interop kernels processes algebra"
     },
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
     "core": {"backend": "core triton operators derivatives collectives"},

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xentlib.algebra import WantedStats
 from xentlib.call import LogitsArguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.call import GivenCall, bind_logits
 from xentlib.torch.core.given import Given
-from xentlib.torch.core.kernels import Asked
 from xentlib.torch.core.stats import given_stats
 from xentlib.torch.logprobs import (
     SIX,
@@ -39,7 +39,7 @@ __all__ = ["given_backward", "given_forward", "given_logprobs"]
 def given_forward(given: Given, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 3 to 5 for logits that are there."""
     given.agree()
-    stats = given_stats(given, Asked(entropy, given.label_smoothing > 0))
+    stats = given_stats(given, WantedStats(entropy, given.label_smoothing > 0))
     return outputs_of(stats, given, output_dtype, given.label_smoothing)
 
 

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.call import Arguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.call import DIFFERENTIATED, HeadCall, bind
 from xentlib.torch.core.given import Given
 from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
-from xentlib.torch.core.kernels import Asked, Coefficients
-from xentlib.torch.core.softmax import FLOOR, TokenStats
 from xentlib.torch.core.spread import Terms
 from xentlib.torch.core.stream import Streamed, stats_of, sums_of, walk_of
 from xentlib.torch.core.walk import Walk
@@ -94,7 +93,7 @@ def logprobs_forward(call: HeadCall, values: Values) -> Forward:
     if walk.parallel is not None:
         walk.parallel.agreement.exact("entropy", float(entropy))
         walk.parallel.agreement.exact("gradient", needs[0] + 2.0 * needs[3])
-    stats = stats_of(walk, Asked(entropy))
+    stats = stats_of(walk, WantedStats(entropy))
     return outputs_of(stats, walk, output_dtype)
 
 

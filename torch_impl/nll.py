@@ -6,12 +6,13 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from xentlib.algebra import TokenStats, WantedStats
 from xentlib.call import Arguments
 from xentlib.checks.tokens import check_divisor
 from xentlib.nll import OUTPUTS, NLLOutput
@@ -19,11 +20,10 @@ from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.call import DIFFERENTIATED, HeadCall, bind
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.gradients import Gradients, power_of_two, turned
-from xentlib.torch.core.kernels import Asked, LossTerms, OnePass
-from xentlib.torch.core.losses import Loss, coefficients, values_of
-from xentlib.torch.core.softmax import TokenStats, token_stats
+from xentlib.torch.core.kernels import LossTerms, OnePass
+from xentlib.torch.core.softmax import ALGEBRA
 from xentlib.torch.core.spread import Terms, same_upstream
-from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, labelled_at
+from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, target_info
 from xentlib.torch.core.stream import Streamed, sums_of, walk_of
 from xentlib.torch.core.tokens import counted
 from xentlib.torch.core.walk import Walk
@@ -39,6 +39,21 @@ from xentlib.torch.told import label_loss
 __all__ = ["nll", "nll_backward", "nll_forward"]
 
 
+class Loss(NamedTuple):
+    """What the operator of a loss takes beside a `HeadCall`."""
+
+    token_weights: Tensor | None
+    class_weights: Tensor | None
+    denominator: Tensor | None
+    label_smoothing: float
+    z_loss: float
+    mean: bool
+    entropy: bool
+    predicted: bool
+    output_dtype: torch.dtype
+    needs: list[bool]  # gradients of hidden, weight, bias
+
+
 def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradients, Tensor]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
@@ -50,7 +65,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     own, compute_dtype, like = walk.own, walk.compute_dtype, walk.like
     num_tokens = call.hidden.shape[0]
     valid_N, needs = own.valid, loss.needs
-    everywhere = labelled_at(walk, slice(None))
+    everywhere = target_info(walk, slice(None))
     weights_N = torch.ones(num_tokens, **like)
     if loss.token_weights is not None:
         weights_N = loss.token_weights.to(compute_dtype)
@@ -69,7 +84,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     factor_N = torch.where(own.bad, torch.nan, factor_N)
     (factor_N,), tokens = walk.meet(factor_N), walk.tokens
     if walk.spread is not None:
-        everywhere = labelled_at(walk, slice(None))
+        everywhere = target_info(walk, slice(None))
     exponent = power_of_two(call.gemm_dtype, factor_N)
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
@@ -90,30 +105,30 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
             agreement.per_token("token_weights", loss.token_weights, num_tokens)
             agreement.close("denominator", divisor)
     every = sums_of(walk, needs, call.weight.shape[call.transposed])
-    asked = Asked(loss.entropy, loss.label_smoothing > 0, loss.predicted)
+    stats_wanted = WantedStats(loss.entropy, loss.label_smoothing > 0, loss.predicted)
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct, predicted. One write a block.
     per_token_7N = torch.zeros(7, tokens.valid.shape[0], **like)
     whole: TokenStats | None = None
     # Statistics over shards come before gradients: in all of the chunks, or in each as they come.
     each = False
     if isinstance(walk, Streamed):
-        whole = walk.stats(asked)
+        whole = walk.stats(stats_wanted)
     elif walk.parallel is not None:
         each = any(needs) and walk.shape.softcap is None
         if walk.spread is None:
             each = each and exchanges_per_chunk(walk.plan, call.hidden.device.type)
         if not each:
-            whole = all_stats(walk, asked)
+            whole = all_stats(walk, stats_wanted)
     if whole is not None:
-        per_token_7N = values_of(whole, everywhere, loss)
+        per_token_7N = ALGEBRA.values(whole, everywhere, loss)
     # A gradient of the bias sums dz over rows before it is rounded: statistics come first.
     at_once = isinstance(walk, Walk) and walk.parallel is None and not needs[2]
     for part, sums in every.passes(exponent) if whole is None or any(needs) else ():
         for chunk in part.chunks():  # 2. Logits
             if each:
-                of_chunk = chunk_stats(part, chunk, asked)
+                of_chunk = chunk_stats(part, chunk, stats_wanted)
                 places = tokens.places(chunk.start, chunk.start + chunk.size)
-                per_token_7N[:, places] = values_of(of_chunk, labelled_at(walk, places), loss)
+                per_token_7N[:, places] = ALGEBRA.values(of_chunk, target_info(walk, places), loss)
             kernels = part.kernels()
             for rows in part.blocks(chunk, fresh=not each):
                 # 3. to 5. Softmax without the target column, then the target
@@ -125,7 +140,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
                         values_7B = torch.empty_like(values_7B)
                     kernels.loss(
                         rows,
-                        asked,
+                        stats_wanted,
                         LossTerms(
                             factor_N[rows.places],
                             loss.label_smoothing,
@@ -140,19 +155,19 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
                     if not direct:
                         per_token_7N[:, rows.places] = values_7B
                     continue
-                labelled = labelled_at(walk, rows.places)
+                label = target_info(walk, rows.places)
                 if whole is not None:
                     stats = at_rows(whole, rows.places)
                 elif each:
                     stats = at_rows(of_chunk, rows.span)
                 else:
-                    z_y, rest = kernels.stats(rows, asked, dz_follows=any(needs))
-                    stats = token_stats(z_y, rest, walk.vocab_size, labelled)
-                    per_token_7N[:, rows.places] = values_of(stats, labelled, loss)
+                    z_y, rest = kernels.stats(rows, stats_wanted, dz_follows=any(needs))
+                    stats = ALGEBRA.token_stats(z_y, rest, walk.vocab_size, label)
+                    per_token_7N[:, rows.places] = ALGEBRA.values(stats, label, loss)
                 if any(needs):
                     # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
                     factor_B = part.scaled(factor_N[rows.places], rows)
-                    dz = coefficients(stats, factor_B, labelled, loss, walk.vocab_size)
+                    dz = ALGEBRA.coefficients(stats, factor_B, label, loss, walk.vocab_size)
                     sums.take(rows, kernels, stats.lse, dz)
             del kernels
             sums.add(chunk)  # 8. Gradient GEMMs

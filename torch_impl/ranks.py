@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xentlib.algebra import NonTargetStats
 from xentlib.checks.head import check_class_weights
 from xentlib.checks.shards import check_agreement, check_tiles, refuse_whole_head
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.core.device import traits
-from xentlib.torch.core.kernels import RestStats
 from xentlib.torch.core.places import Places
-from xentlib.torch.core.softmax import relative_to
+from xentlib.torch.core.softmax import ALGEBRA
 
 __all__ = [
     "Agreement",
@@ -331,8 +331,8 @@ class VocabParallel:
         check_tiles(list(zip(start, stop, strict=True)), self.shard.vocab_size)
 
     def combine(
-        self, z_y: Tensor, owned: Tensor, rest: RestStats, weights: Tensor | float, most: int
-    ) -> tuple[Tensor, RestStats]:
+        self, z_y: Tensor, owned: Tensor, rest: NonTargetStats, weights: Tensor | float, most: int
+    ) -> tuple[Tensor, NonTargetStats]:
         """Target's logit and statistics of the rest over all shards: [N] each, on every rank.
 
         `weights` is that of the rest's classes, for label smoothing: their number without any.
@@ -350,7 +350,7 @@ class VocabParallel:
             self.agreed, self.wrong = True, self.received(m[most:])
         m = m[:count]
         m = torch.where(m == -torch.inf, 0.0, m)
-        _, *terms, first = relative_to(m, rest, weights)
+        _, *terms, first = ALGEBRA.relative_to(m, rest, weights)
         packed = [torch.where(owned, z_y, 0.0), *(x for x in terms if x is not None)]
         if first is not None:
             tops = torch.zeros(self.ranks, count, dtype=m.dtype, device=m.device)
@@ -364,7 +364,7 @@ class VocabParallel:
         first = torch.stack(more).amin(0) if more else None
         if self.wrong is not None:
             z_y = torch.where(self.wrong, torch.nan, z_y)
-        return z_y, RestStats(m, ones, s, sum_ed, sum_d, first)
+        return z_y, NonTargetStats(m, ones, s, sum_ed, sum_d, first)
 
     def start_sum(self, x: Tensor) -> Any:
         """Work to wait for."""

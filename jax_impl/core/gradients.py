@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xentlib.algebra import Coefficients
 from xentlib.jax.call import DIFFERENTIATED, Options
 from xentlib.jax.core.device import traits
 from xentlib.jax.core.gemm import contract, round_to
-from xentlib.jax.core.kernels import Coefficients
 from xentlib.jax.core.low import from_hidden, pulled, to_a, to_b
 from xentlib.jax.core.walk import Chunk, Walk
 from xentlib.jax.derivatives import Needs

@@ -8,50 +8,48 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.core.kernels import Asked, RestStats
-from xentlib.jax.core.softmax import Labelled, TokenStats, token_stats
+from xentlib.algebra import NonTargetStats, TargetInfo, TokenStats, WantedStats, unpack_stats
+from xentlib.jax.core.softmax import ALGEBRA
 from xentlib.jax.core.walk import Chunk, Walk, over_chunks
 from xentlib.jax.ranks import combine, varying
 
-__all__ = ["all_stats", "axes_of_stats", "labelled_at", "put_rows", "stats_of"]
+__all__ = ["all_stats", "axes_of_stats", "put_rows", "stats_of", "target_info"]
 
 
-def all_stats(walk: Walk, asked: Asked, *, only: Chunk | None = None) -> TokenStats:
+def all_stats(walk: Walk, wanted: WantedStats, *, only: Chunk | None = None) -> TokenStats:
     """Steps 2 to 5 over all shards of a vocabulary: packed rows [M] of all tokens, on every
     device."""
 
     def body(chunk: Chunk, packed: jax.Array) -> jax.Array:
-        z_y, rest, _ = walk.kernels.stats(chunk.block, asked)
+        z_y, rest, _ = walk.kernels.stats(chunk.block, wanted)
         values = jnp.stack([z_y, *(x for x in rest if x is not None)])
         return lax.dynamic_update_slice_in_dim(packed, values, chunk.start, axis=1)
 
-    packed = jnp.zeros((4 + sum(asked), walk.order.size), walk.options.compute_dtype)
-    z_y, m, ones, s, *more = over_chunks(walk, body, packed, only=only)
-    found = iter(more)
-    rest = RestStats(m, ones, s, *(next(found) if wanted else None for wanted in asked))
+    packed = jnp.zeros((4 + sum(wanted), walk.order.size), walk.options.compute_dtype)
+    z_y, rest = unpack_stats(over_chunks(walk, body, packed, only=only), wanted)
     return stats_of(walk, walk.order, z_y, rest)
 
 
-def labelled_at(walk: Walk, rows: jax.Array | slice) -> Labelled:
+def target_info(walk: Walk, rows: jax.Array | slice) -> TargetInfo:
     """Of some tokens."""
     target, weights = walk.tokens.targets[rows], walk.constants.class_weights
     if weights is None:
-        return Labelled(target, 1.0, float(walk.vocab_size))
+        return TargetInfo(target, 1.0, float(walk.vocab_size))
     weights = weights.astype(walk.options.compute_dtype)
-    return Labelled(target, weights[target], weights.sum())
+    return TargetInfo(target, weights[target], weights.sum())
 
 
-def stats_of(walk: Walk, rows: jax.Array, z_y: jax.Array, rest: RestStats) -> TokenStats:
+def stats_of(walk: Walk, rows: jax.Array, z_y: jax.Array, rest: NonTargetStats) -> TokenStats:
     """Step 5 for some tokens, over all shards if there are several."""
-    labelled = labelled_at(walk, rows)
+    label = target_info(walk, rows)
     if walk.options.axis is not None:
         assert walk.shard is not None
         assert walk.tokens.owned is not None
         owned, shard, own = walk.tokens.owned[rows], walk.shard, walk.shape.class_weights_V
         total = shard.size.astype(z_y.dtype) if own is None else own.sum()
-        others = total - labelled.weight * owned.astype(z_y.dtype)
+        others = total - label.weight * owned.astype(z_y.dtype)
         z_y, rest = combine(walk.options.axis, z_y, owned, shard.start, rest, others, walk.alike)
-    return token_stats(z_y, rest, walk.vocab_size, labelled)
+    return ALGEBRA.token_stats(z_y, rest, walk.vocab_size, label)
 
 
 def axes_of_stats(walk: Walk, axes: frozenset[Any]) -> frozenset[Any]:

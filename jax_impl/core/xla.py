@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xentlib.algebra import FLOOR, Coefficients, NonTargetStats, WantedStats
 from xentlib.jax.core.device import traits
 from xentlib.jax.core.gemm import column_sums as sums_of_columns
 from xentlib.jax.core.gemm import round_to as rounded
-from xentlib.jax.core.kernels import Asked, Coefficients, RestStats, Rows, Shape
-from xentlib.jax.core.softmax import FLOOR, exp
+from xentlib.jax.core.kernels import Rows, Shape
+from xentlib.jax.core.softmax import exp
 
 __all__ = ["XLA"]
 
@@ -35,10 +36,10 @@ class XLA:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
-    def stats(self, rows: Rows, asked: Asked) -> tuple[jax.Array, RestStats, Logits]:
+    def stats(self, rows: Rows, wanted: WantedStats) -> tuple[jax.Array, NonTargetStats, Logits]:
         """Steps 2 to 4."""
         logits = self.prepare(rows)
-        return logits.z_y, self.rest_stats(logits, asked), logits
+        return logits.z_y, self.rest_stats(logits, wanted), logits
 
     def dz(
         self,
@@ -91,27 +92,27 @@ class XLA:
         z_y = jnp.take_along_axis(z_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
         return Logits(jnp.where(taken_TV, -jnp.inf, z_TV), taken_TV, z_y, derivative_TV)
 
-    def rest_stats(self, logits: Logits, asked: Asked) -> RestStats:
+    def rest_stats(self, logits: Logits, wanted: WantedStats) -> NonTargetStats:
         """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
         z_TV = logits.z_TV
-        top = z_TV.argmax(axis=1).astype(z_TV.dtype) if asked.predicted else None
+        top = z_TV.argmax(axis=1).astype(z_TV.dtype) if wanted.predicted else None
         m = z_TV.max(axis=1, keepdims=True)
         m = jnp.where(m == -jnp.inf, 0.0, m)  # no other column, or none above -inf
         d_TV = z_TV - m
         e_TV = exp(d_TV)
         sum_d = None
-        if asked.smoothing:
+        if wanted.smoothing:
             rest_TV = jnp.where(logits.taken_TV, 0.0, d_TV)
             if self.shape.class_weights_V is not None:
                 rest_TV = rest_TV * self.shape.class_weights_V[None, :]
             sum_d = rest_TV.sum(axis=1)
-        sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if asked.entropy else None
+        sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if wanted.entropy else None
         everything = e_TV.sum(axis=1)
         if traits().stores_exp:
             # Two sums one after the other, so that the fractions can take the place of e.
             everything, e_TV = lax.optimization_barrier((everything, e_TV))
         s = (e_TV - jnp.floor(e_TV)).sum(axis=1)
-        return RestStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d, top)
+        return NonTargetStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d, top)
 
     def dlogits(self, logits: Logits, lse_T: jax.Array, of: Coefficients) -> jax.Array:
         """Step 6: dz, 0 in the target's column."""
@@ -120,7 +121,7 @@ class XLA:
         if of.beta is not None:
             # The floor: p = 0 times a log p of -inf must be 0.
             slope_TV = slope_TV + of.beta[:, None] * jnp.maximum(log_p_TV, FLOOR)
-        dz_TV = exp(log_p_TV) * slope_TV
+        dz_TV: jax.Array = exp(log_p_TV) * slope_TV
         if of.gamma is None:
             return dz_TV
         share_TV = of.gamma[:, None]

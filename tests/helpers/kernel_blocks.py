@@ -75,8 +75,9 @@ def in_torch(
     """`again`: `dz` of rows that `stats` has not seen."""
     import torch
 
-    from xentlib.torch.core.kernels import Asked, Rows, Shape
-    from xentlib.torch.core.softmax import Labelled, token_stats
+    from xentlib.algebra import TargetInfo, WantedStats
+    from xentlib.torch.core.kernels import Rows, Shape
+    from xentlib.torch.core.softmax import ALGEBRA
     from xentlib.torch.logprobs import Residuals, coefficients
 
     def tensor(x: Any) -> Any:
@@ -91,10 +92,10 @@ def in_torch(
     dtype = tensor(block.product).dtype
     shape = Shape(V, tensor(block.bias), tensor(block.scale), block.softcap)
     kernels = implementation(B, V, dtype, torch.get_default_device(), shape)
-    asked = Asked(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
+    wanted = WantedStats(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
     seen = rows()
-    z_y, rest = kernels.stats(seen, asked, dz_follows=True)
-    stats = token_stats(z_y, rest, V, Labelled(tensor(block.labels), 1.0, float(V)))
+    z_y, rest = kernels.stats(seen, wanted, dz_follows=True)
+    stats = ALGEBRA.token_stats(z_y, rest, V, TargetInfo(tensor(block.labels), 1.0, float(V)))
     g_3B = tensor(block.upstream)
     g_3B = g_3B if block.scale is None else g_3B * tensor(block.scale).to(dtype)
     g_3B = g_3B if block.temperature is None else g_3B / tensor(block.temperature)
@@ -116,8 +117,9 @@ def in_jax(
     import jax
     import jax.numpy as jnp
 
-    from xentlib.jax.core.kernels import Asked, Rows, Shape
-    from xentlib.jax.core.softmax import Labelled, token_stats
+    from xentlib.algebra import TargetInfo, WantedStats
+    from xentlib.jax.core.kernels import Rows, Shape
+    from xentlib.jax.core.softmax import ALGEBRA
     from xentlib.jax.logprobs import Residuals, Upstream, coefficients, terms_of
 
     def array(x: Any) -> Any:
@@ -128,10 +130,10 @@ def in_jax(
         dtype = product.dtype
         scale = None if block.scale is None else jnp.asarray(block.scale, dtype)
         kernels = implementation(Shape(array(block.bias), scale, block.softcap))
-        asked = Asked(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
+        wanted = WantedStats(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
         rows = Rows(product, labels[:, None], temperature, valid, None)
-        z_y, rest, left = kernels.stats(rows, asked)
-        stats = token_stats(z_y, rest, V, Labelled(labels, 1.0, float(V)))
+        z_y, rest, left = kernels.stats(rows, wanted)
+        stats = ALGEBRA.token_stats(z_y, rest, V, TargetInfo(labels, 1.0, float(V)))
         g_3B = upstream if scale is None else upstream * scale
         g_3B = g_3B if temperature is None else g_3B / temperature[None]
         kept = Residuals(stats.lse, stats.p_rest, stats.logprob, stats.entropy)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from helpers.kernel_blocks import B, Block, V, draw
+from xentlib.algebra import WantedStats
 from xentlib.contract import check
 from xentlib.reference import nll_reference
-from xentlib.torch.core.kernels import Asked, LossTerms, Rows, Shape
+from xentlib.torch.core.kernels import LossTerms, Rows, Shape
 from xentlib.torch.triton.launch import Triton
 
 WIDTH = 320  # of a row in memory, in float32
@@ -49,7 +50,7 @@ def loss_of(
     values, dz_y = torch.full((7, B), torch.nan), torch.full((B,), torch.nan)
     Triton(B, V, torch.float32, torch.get_default_device(), shape).loss(
         rows,
-        Asked(entropy=True, smoothing=terms.smoothing > 0, predicted=True),
+        WantedStats(entropy=True, smoothing=terms.smoothing > 0, predicted=True),
         LossTerms(
             tensor(terms.token_weights),
             terms.smoothing,

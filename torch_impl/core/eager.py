@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from xentlib.algebra import FLOOR, Coefficients, NonTargetStats, WantedStats
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.gemm import add_rows_
-from xentlib.torch.core.kernels import Asked, Coefficients, RestStats, Rows, Shape
-from xentlib.torch.core.softmax import FLOOR
+from xentlib.torch.core.kernels import Rows, Shape
 
 __all__ = ["Eager"]
 
@@ -37,10 +37,12 @@ class Eager:
         if traits(device).cpu_libraries and dtype == torch.float32:
             self.onehot_BV = torch.zeros(rows, width, dtype=dtype)
 
-    def stats(self, rows: Rows, asked: Asked, *, dz_follows: bool) -> tuple[Tensor, RestStats]:
+    def stats(
+        self, rows: Rows, wanted: WantedStats, *, dz_follows: bool
+    ) -> tuple[Tensor, NonTargetStats]:
         """Steps 2 to 4."""
         z_y = self.prepare(rows, derivative=dz_follows)
-        return z_y, self.rest_stats(rows.z_BV, rows.y_B1, asked)
+        return z_y, self.rest_stats(rows.z_BV, rows.y_B1, wanted)
 
     def dz(
         self,
@@ -123,10 +125,10 @@ class Eager:
         rows.fresh = False
         return z_y[:, 0]
 
-    def rest_stats(self, z_BV: Tensor, y_B1: Tensor, asked: Asked) -> RestStats:
+    def rest_stats(self, z_BV: Tensor, y_B1: Tensor, wanted: WantedStats) -> NonTargetStats:
         """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
         top = None
-        if asked.predicted:
+        if wanted.predicted:
             m, top = z_BV.max(1, keepdim=True)
             top = top[:, 0].to(z_BV.dtype)
         else:
@@ -134,13 +136,13 @@ class Eager:
         m = torch.where(m == -torch.inf, 0.0, m)  # no other column, or none above -inf
         d_BV = self.scratch(z_BV)
         torch.sub(z_BV, m, out=d_BV)
-        sum_d = self.sum_of_rest(d_BV, y_B1) if asked.smoothing else None
-        e_BV = torch.empty_like(d_BV) if asked.entropy else d_BV
+        sum_d = self.sum_of_rest(d_BV, y_B1) if wanted.smoothing else None
+        e_BV = torch.empty_like(d_BV) if wanted.entropy else d_BV
         self.scaled_exp(d_BV, y_B1, 1.0, e_BV)
-        sum_ed = d_BV.clamp_(min=FLOOR).mul_(e_BV).sum(1) if asked.entropy else None
+        sum_ed = d_BV.clamp_(min=FLOOR).mul_(e_BV).sum(1) if wanted.entropy else None
         everything = e_BV.sum(1)
         s = e_BV.frac_().sum(1)
-        return RestStats(m[:, 0], (everything - s).round_(), s, sum_ed, sum_d, top)
+        return NonTargetStats(m[:, 0], (everything - s).round_(), s, sum_ed, sum_d, top)
 
     def sum_of_rest(self, d_BV: Tensor, y_B1: Tensor) -> Tensor:
         """Over the classes other than the target, each times its weight."""

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from xentlib.algebra import Coefficients
 from xentlib.torch.core.device import traits
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
-from xentlib.torch.core.kernels import Coefficients, Kernels, Rows
+from xentlib.torch.core.kernels import Kernels, Rows
 from xentlib.torch.core.low import LowSums
 from xentlib.torch.core.spread import Sending
 from xentlib.torch.core.walk import Chunk, Walk

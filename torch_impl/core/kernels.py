@@ -16,15 +16,13 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
 from xentlib.kernels import chosen
 
 __all__ = [
-    "Asked",
-    "Coefficients",
     "Kernels",
     "LossTerms",
     "OnePass",
-    "RestStats",
     "Rows",
     "Shape",
     "kernels_for",
@@ -42,14 +40,6 @@ class Shape(NamedTuple):
     class_weights_V: Tensor | None = None  # of the columns that are classes
 
 
-class Asked(NamedTuple):
-    """Statistics of a call beside those that every call needs."""
-
-    entropy: bool = False
-    smoothing: bool = False
-    predicted: bool = False
-
-
 @dataclass(slots=True)
 class Rows:
     """A block of a chunk, small enough to stay in a CPU's cache."""
@@ -63,33 +53,6 @@ class Rows:
     owned_B: Tensor | None  # the target is a class of this rank; None: all are
     fresh: bool = True  # `z_BV` is as the product has left it
     derivative_BV: Tensor | None = None  # of the softcap, where a first call leaves it for a second
-
-
-class RestStats(NamedTuple):
-    """Of the columns other than the target, d = z - max: what token_stats needs.
-
-    Entries of exp(d) that are 1 are counted, the others summed: a sum that holds a 1 rounds a small
-    remainder away, and lse near 0 with it (3.7 ULP against 1.7, row A3).
-    """
-
-    m: Tensor
-    ones: Tensor  # how many exp(d) are 1; 0 where there is no column, or none above -inf
-    s: Tensor  # sum of the exp(d) below 1
-    sum_ed: Tensor | None  # sum of exp(d) * d: entropy
-    sum_d: Tensor | None  # sum of d, or of w d with class weights: label smoothing
-    top: Tensor | None = None  # column of the largest, the first of several; exact to 2^24
-
-
-class Coefficients(NamedTuple):
-    """Of dz, per token: what a loss makes, and all that step 6 needs of it.
-
-    dz_v = p_v (alpha + beta (z_v - lse)) - gamma w_v for the rest, dz_y = own for the target.
-    """
-
-    alpha: Tensor
-    beta: Tensor | None  # of an entropy
-    gamma: Tensor | None  # of label smoothing
-    own: Tensor
 
 
 class LossTerms(NamedTuple):
@@ -115,7 +78,9 @@ class Kernels(Protocol):
     ) -> None:
         """For blocks of so many rows and columns."""
 
-    def stats(self, rows: Rows, asked: Asked, *, dz_follows: bool) -> tuple[Tensor, RestStats]:
+    def stats(
+        self, rows: Rows, wanted: WantedStats, *, dz_follows: bool
+    ) -> tuple[Tensor, NonTargetStats]:
         """Steps 2 to 4, of fresh rows: bias, scale, softcap and temperature, the target's logit,
         the statistics of the rest. Leaves `rows` as `dz` of the same kernels wants them, with the
         softcap's derivative if `dz_follows` at once."""
@@ -135,7 +100,7 @@ class Kernels(Protocol):
         softcap, 0 in the target's column and where a row does not count, rounded to `round_to`; in
         place of the logits or in `into_BV`, which may be the upper half of the same rows, in 16
         bits. Returns dz of the target [B], 0 where that is not of this rank or the row does not
-        count, and if asked for the sums [V] over the rows of the rest's dz; neither is rounded.
+        count, and if wanted for the sums [V] over the rows of the rest's dz; neither is rounded.
         `with_target` puts the target's, rounded, into its column as well."""
 
     @staticmethod
@@ -162,7 +127,7 @@ class OnePass(Kernels, Protocol):
     def loss(
         self,
         rows: Rows,
-        asked: Asked,
+        wanted: WantedStats,
         terms: LossTerms,
         *,
         into_BV: Tensor | None = None,

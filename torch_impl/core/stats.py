@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xentlib.algebra import NonTargetStats, TargetInfo, TokenStats, WantedStats, unpack_stats
 from xentlib.torch.core.given import Given
-from xentlib.torch.core.kernels import Asked, Kernels, RestStats, Rows
-from xentlib.torch.core.softmax import Labelled, TokenStats, token_stats
+from xentlib.torch.core.kernels import Kernels, Rows
+from xentlib.torch.core.softmax import ALGEBRA
 from xentlib.torch.core.tokens import check_labels
 from xentlib.torch.core.walk import Chunk, Walk
 from xentlib.torch.ranks import VocabParallel
@@ -21,30 +22,30 @@ __all__ = [
     "at_rows",
     "chunk_stats",
     "given_stats",
-    "labelled_at",
+    "target_info",
 ]
 
 
-def all_stats(walk: Walk, asked: Asked) -> TokenStats:
+def all_stats(walk: Walk, wanted: WantedStats) -> TokenStats:
     """Of all N tokens. A single chunk keeps its logits for the next walk, unless that needs a
     softcap's derivative."""
-    sums = StatSums(walk, asked)
+    sums = StatSums(walk, wanted)
     for chunk in walk.chunks():
         add_chunk(sums, walk, chunk)
     walk.filled = walk.plan.num_chunks == 1 and walk.shape.softcap is None
     return sums.finish()
 
 
-def chunk_stats(walk: Walk, chunk: Chunk, asked: Asked) -> TokenStats:
+def chunk_stats(walk: Walk, chunk: Chunk, wanted: WantedStats) -> TokenStats:
     """Of the tokens of one chunk, whose logits stay."""
-    sums = StatSums(walk, asked, chunk)
+    sums = StatSums(walk, wanted, chunk)
     add_chunk(sums, walk, chunk)
     return sums.finish()
 
 
-def given_stats(given: Given, asked: Asked) -> TokenStats:
+def given_stats(given: Given, wanted: WantedStats) -> TokenStats:
     """Of all N tokens, from logits that are there."""
-    sums, kernels = StatSums(given, asked), given.kernels()
+    sums, kernels = StatSums(given, wanted), given.kernels()
     for rows in given.blocks():
         sums.add(rows, kernels)
     return sums.finish()
@@ -60,22 +61,20 @@ class StatSums:
     """Steps 3 to 5 for all N tokens, or those of a chunk, with one MAX and one packed SUM over a
     vocabulary's shards."""
 
-    def __init__(self, walk: Walk | Given, asked: Asked, chunk: Chunk | None = None) -> None:
-        self.walk, self.asked, self.chunk = walk, asked, chunk
+    def __init__(self, walk: Walk | Given, wanted: WantedStats, chunk: Chunk | None = None) -> None:
+        self.walk, self.wanted, self.chunk = walk, wanted, chunk
         count = walk.tokens.valid.shape[0] if chunk is None else chunk.size
-        self.found = torch.zeros(4 + sum(asked), count, **walk.like)
+        self.packed = torch.zeros(4 + sum(wanted), count, **walk.like)
 
     def add(self, rows: Rows, kernels: Kernels) -> None:
-        z_y, rest = kernels.stats(rows, self.asked, dz_follows=False)
+        z_y, rest = kernels.stats(rows, self.wanted, dz_follows=False)
         places = rows.places if self.chunk is None else rows.span
-        self.found[:, places] = torch.stack([z_y, *(x for x in rest if x is not None)])
+        self.packed[:, places] = torch.stack([z_y, *(x for x in rest if x is not None)])
 
-    def of_rank(self) -> tuple[Tensor, Tensor, RestStats, Tensor | float]:
+    def of_rank(self) -> tuple[Tensor, Tensor, NonTargetStats, Tensor | float]:
         """Of this rank's columns: the target's logit and whether it is one of them, the others'
         statistics, and their weight."""
-        z_y, m, ones, s, *more = self.found
-        found = iter(more)
-        rest = RestStats(m, ones, s, *(next(found) if wanted else None for wanted in self.asked))
+        z_y, rest = unpack_stats(self.packed, self.wanted)
         walk, places = self.walk, self._places()
         if rest.top is not None and walk.parallel is not None:
             rest = rest._replace(top=walk.parallel.class_at(rest.top))
@@ -84,7 +83,7 @@ class StatSums:
         own: Tensor | float = float(walk.local_size)
         if walk.own_weights is not None:
             own = walk.own_weights.sum()
-        weight = labelled_at(walk, places).weight
+        weight = target_info(walk, places).weight
         return z_y, owned, rest, own - weight * owned.to(z_y.dtype)
 
     def _places(self) -> slice | Tensor:
@@ -102,18 +101,18 @@ class StatSums:
             most = z_y.shape[0] if walk.spread is not None else tokens.valid.shape[0]
             z_y, rest = walk.parallel.combine(z_y, owned, rest, others, most)
             check_labels(walk.labels, tokens.bad, walk.ignore_index, walk.vocab_size)
-        return token_stats(z_y, rest, walk.vocab_size, labelled_at(walk, self._places()))
+        return ALGEBRA.token_stats(z_y, rest, walk.vocab_size, target_info(walk, self._places()))
 
 
-def labelled_at(walk: Any, places: slice | Tensor) -> Labelled:
+def target_info(walk: Any, places: slice | Tensor) -> TargetInfo:
     """Of some tokens."""
     target = walk.tokens.targets[places]
     if walk.class_weights is None:
-        return Labelled(target, 1.0, float(walk.vocab_size))
+        return TargetInfo(target, 1.0, float(walk.vocab_size))
     # Never out of bounds, also while the shards are guessed.
     last = walk.class_weights.shape[0] - 1
     weight = walk.class_weights[target.clamp(max=last)]
-    return Labelled(target, weight, walk.class_weights.sum())
+    return TargetInfo(target, weight, walk.class_weights.sum())
 
 
 def at_rows(stats: TokenStats, index: slice | Tensor) -> TokenStats:

@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xentlib.algebra import NonTargetStats, TokenStats, WantedStats
 from xentlib.checks.head import check_class_weights
 from xentlib.plan import VocabShard, stream_rows
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.gradients import Gradients, GradientSums
-from xentlib.torch.core.kernels import Asked, RestStats
 from xentlib.torch.core.nodes import NodeSums, NodeWalk
-from xentlib.torch.core.softmax import TokenStats, joined, token_stats
+from xentlib.torch.core.softmax import ALGEBRA
 from xentlib.torch.core.spread import Sending, Terms, shake_hands
-from xentlib.torch.core.stats import StatSums, add_chunk, all_stats, labelled_at
+from xentlib.torch.core.stats import StatSums, add_chunk, all_stats, target_info
 from xentlib.torch.core.tokens import select_tokens
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.ranks import gather_into, group_named, scatter_into
@@ -36,7 +36,7 @@ __all__ = ["StreamSums", "Streamed", "stats_of", "sums_of", "walk_of"]
 
 
 class Passing(NamedTuple):
-    """Classes of a block, in place of a `VocabParallel`: nobody has to be asked."""
+    """Classes of a block, in place of a `VocabParallel`: nobody has to be wanted."""
 
     shard: VocabShard
     largest: int
@@ -165,12 +165,12 @@ class Streamed:
         work = gather_into(result, mine_KH, group=self.group, async_op=True)
         return Sending(work, result, mine_KH)
 
-    def stats(self, asked: Asked) -> TokenStats:
+    def stats(self, wanted: WantedStats) -> TokenStats:
         """Of all N tokens."""
-        found: tuple[Tensor, RestStats] | None = None
+        found: tuple[Tensor, NonTargetStats] | None = None
         weight: Tensor | float = 0.0
         for walk in self.walks():
-            sums = StatSums(walk, asked)
+            sums = StatSums(walk, wanted)
             for chunk in walk.chunks():
                 add_chunk(sums, walk, chunk)
             z_y, owned, rest, others = sums.of_rank()
@@ -178,10 +178,10 @@ class Streamed:
             if found is None:
                 found, weight = (z_y, rest), others
             else:
-                found = found[0] + z_y, joined(found[1], weight, rest, others)
+                found = found[0] + z_y, ALGEBRA.joined(found[1], weight, rest, others)
                 weight = weight + others
         assert found is not None
-        return token_stats(*found, self.vocab_size, labelled_at(self, slice(None)))
+        return ALGEBRA.token_stats(*found, self.vocab_size, target_info(self, slice(None)))
 
     def meet(self, *numbers: Tensor) -> tuple[Tensor, ...]:
         """As in `Walk`: of this rank's tokens."""
@@ -267,9 +267,9 @@ def walk_of(call: HeadCall, terms: Terms) -> Walk | Streamed:
     return Walk(call, terms)
 
 
-def stats_of(walk: Walk | Streamed, asked: Asked) -> TokenStats:
+def stats_of(walk: Walk | Streamed, wanted: WantedStats) -> TokenStats:
     """Of all N tokens."""
-    return walk.stats(asked) if isinstance(walk, Streamed) else all_stats(walk, asked)
+    return walk.stats(wanted) if isinstance(walk, Streamed) else all_stats(walk, wanted)
 
 
 def sums_of(walk: Walk | Streamed, needs: list[bool], rows: int) -> GradientSums | StreamSums:

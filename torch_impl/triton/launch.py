@@ -13,14 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xentlib.torch.core.kernels import (
-    Asked,
-    Coefficients,
-    LossTerms,
-    RestStats,
-    Rows,
-    Shape,
-)
+from xentlib.algebra import Coefficients, NonTargetStats, WantedStats, unpack_stats
+from xentlib.torch.core.kernels import LossTerms, Rows, Shape
 from xentlib.torch.triton import programs
 from xentlib.torch.triton.elementary import INTERPRETED
 
@@ -67,18 +61,18 @@ class Triton:
             class_weights_V=None if weights_V is None else weights_V.contiguous(),
         )
 
-    def stats(self, rows: Rows, asked: Asked, *, dz_follows: bool) -> tuple[Tensor, RestStats]:
+    def stats(
+        self, rows: Rows, wanted: WantedStats, *, dz_follows: bool
+    ) -> tuple[Tensor, NonTargetStats]:
         """Steps 2 to 4."""
-        found = rows.z_BV.new_empty(4 + sum(asked), rows.z_BV.shape[0], dtype=torch.float32)
+        packed = rows.z_BV.new_empty(4 + sum(wanted), rows.z_BV.shape[0], dtype=torch.float32)
         of_shape = self.shape_of(rows)
         self.launch(
-            programs.stats_rows, rows, **of_shape, out_ptr=found, ld_out=found.stride(0),
-            ENTROPY=asked.entropy, SMOOTHING=asked.smoothing, PREDICTED=asked.predicted,
-            **self.options(smoothing=asked.smoothing),
+            programs.stats_rows, rows, **of_shape, out_ptr=packed, ld_out=packed.stride(0),
+            ENTROPY=wanted.entropy, SMOOTHING=wanted.smoothing, PREDICTED=wanted.predicted,
+            **self.options(smoothing=wanted.smoothing),
         )  # fmt: skip
-        z_y, m, ones, s, *more = found
-        left = iter(more)
-        return z_y, RestStats(m, ones, s, *(next(left) if wanted else None for wanted in asked))
+        return unpack_stats(packed, wanted)
 
     def dz(
         self,
@@ -105,7 +99,7 @@ class Triton:
     def loss(
         self,
         rows: Rows,
-        asked: Asked,
+        wanted: WantedStats,
         terms: LossTerms,
         *,
         into_BV: Tensor | None = None,
@@ -120,9 +114,9 @@ class Triton:
             weights_sum_ptr=terms.weights_sum, values_ptr=terms.values_7B,
             ld_values=terms.values_7B.stride(0), dz_y_ptr=terms.dz_y_B,
             label_smoothing=terms.label_smoothing, z_loss=terms.z_loss or None,
-            ENTROPY=asked.entropy,
-            SMOOTHING=asked.smoothing, PREDICTED=asked.predicted,
-            GRADIENT=terms.dz_y_B is not None, **self.options(smoothing=asked.smoothing),
+            ENTROPY=wanted.entropy,
+            SMOOTHING=wanted.smoothing, PREDICTED=wanted.predicted,
+            GRADIENT=terms.dz_y_B is not None, **self.options(smoothing=wanted.smoothing),
         )  # fmt: skip
 
     def column_sums(self, rows: Rows, lse_B: Tensor, of: Coefficients) -> Tensor:

@@ -50,8 +50,8 @@ def stats_rows(
     weights_ptr, out_ptr, ld_out, V,
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Steps 2 to 4: the target's logit and `kernels.RestStats`, one row of `out` [4 to 7, T] each;
-    0 for a row that does not count."""
+    """Steps 2 to 4: the target's logit and `NonTargetStats`, one row of `out` [4 to 7, T] each; 0
+    for a row that does not count."""
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row
     counts = True

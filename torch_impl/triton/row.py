@@ -84,7 +84,7 @@ def scan_row(
     row_ptr, y, V, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature, weights_ptr,
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Steps 3 and 4: `kernels.RestStats` of the columns other than `y`, sum_d in float64.
+    """Steps 3 and 4: `kernels.NonTargetStats` of the columns other than `y`, sum_d in float64.
 
     The sum of d is the difference of two sums of logits: in float32 they would cancel where logits
     have a common offset (1e4 in the contract's grid).
@@ -161,7 +161,7 @@ def token_stats(
     z_y, m_rest, ones, s, sum_ed, sum_d, w_y, w_sum, V,
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """Step 5, as `core.softmax.token_stats`, in float64: some hundred instructions a row, where
+    """Step 5, as `Algebra.token_stats`, in float64: some hundred instructions a row, where
     float32 would need log1p and error terms."""
     z_y, m_r = z_y.to(tl.float64), m_rest.to(tl.float64)
     ones, s = ones.to(tl.float64), s.to(tl.float64)
