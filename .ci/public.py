@@ -18,8 +18,13 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from xentlib.options import RULES  # noqa: E402 - of these sources
+
 # Function, file of its definition, class of its arguments, and who computes it, in both backends.
 FUNCTIONS = (
     ("chunked_nll", "nll", "Arguments", "nll"),
@@ -146,19 +151,33 @@ from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightL
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
 
-__all__ = ["Arguments", "Array", "Head", "LogitsArguments"]
+__all__ = ["SCALARS", "Arguments", "Array", "Head", "LogitsArguments", "Scalars"]
 
 Array = Any  # a tensor or an array of the backend
 Head = Any  # an array, or a module of the backend that stands for one
 '''
+    scalars: dict[str, Any] = {}
     for kind in dict.fromkeys(kind for _, _, kind, _ in FUNCTIONS):
         functions = [name for name, _, other, _ in FUNCTIONS if other == kind]
         fields = {p[0]: p for name in functions for p in definitions[name].parameters}
         by_default = sorted(fields.values(), key=lambda p: p[2] is not None)
         lines = [f"    {n}: {t}" + ("" if d is None else f" = {d}") for n, t, d in by_default]
+        for name, (_, annotation, _) in fields.items():
+            if "float" in annotation and name not in RULES:  # `bind` would drop it without a word
+                raise SystemExit(f"`{name}` must have a rule in RULES of xentlib/options.py")
+        scalars |= {n: p for n, p in fields.items() if n in RULES and not RULES[n].tensor}
         who = " and ".join(f"`{name}`" for name in functions)
         text += f'\n\nclass {kind}(NamedTuple):\n    """Of {who}."""\n\n' + "\n".join(lines) + "\n"
-    return text
+    text += (
+        '\n\nclass Scalars(NamedTuple):\n    """The numbers of a call that the host knows."""\n\n'
+    )
+    for name, kind, default in scalars.values():
+        text += f"    {name}: {kind.replace(' | Array', '')} = {default}\n"
+    text += "\n\n# Of each function\nSCALARS: dict[str, tuple[str, ...]] = {\n"
+    for name, found in definitions.items():
+        own = tuple(p for p, *_ in found.parameters if p in scalars)
+        text += f'    "{name}": {own},\n'.replace("'", '"')
+    return text + "}\n"
 
 
 def public_module(column: str, definitions: dict[str, Definition]) -> str:

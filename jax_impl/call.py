@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from xentlib.call import Arguments, LogitsArguments
+from xentlib.call import Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_reduced
 from xentlib.checks.lowrank import check_low_rank, check_low_rank_here
 from xentlib.checks.operand import plain
@@ -43,9 +44,7 @@ class Options(NamedTuple):
     compute_dtype: str
     output_dtype: str
     chunk_bytes: int
-    softcap: Any = None  # a number; None without one, and until the trace where it is an array
-    label_smoothing: float = 0.0
-    z_loss: Any = 0.0  # a number, 0 until the trace where it is an array
+    scalars: Scalars = Scalars()  # at the default until the trace, where one is an array
     mean: bool = False
     entropy: bool = False
     predicted: bool = False
@@ -65,8 +64,8 @@ class Constants(NamedTuple):
     temperature: jax.Array | None = None
     denominator: jax.Array | None = None
     shard: jax.Array | None = None  # [2] start and stop of this device's classes, if given
-    softcap: jax.Array | None = None  # where it is no number, so that none is compiled for each
-    z_loss: jax.Array | None = None
+    # Of those that are arrays, so that no program is compiled for each number
+    scalars: Mapping[str, jax.Array] = {}
     class_weights: jax.Array | None = None  # [V]
     keep: jax.Array | None = None  # [N, H], of a `LowRankHead`, as is the next
     scale: jax.Array | None = None
@@ -148,17 +147,14 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
         logit_scale=as_array(given.logit_scale, 1.0, compute),
         temperature=as_array(given.temperature, 1.0, compute),
         denominator=as_array(given.denominator, None, compute),
-        softcap=array(given.softcap) if is_array(given.softcap) else None,
-        z_loss=array(given.z_loss) if is_array(given.z_loss) else None,
+        scalars=arrays_of(given),
         class_weights=array(given.class_weights),
         keep=None if low is None else array(low.keep),
         scale=None if low is None else as_array(low.scale, None, compute),
     )
     options = Options(
         ignore_index=given.ignore_index,
-        softcap=fixed(given.softcap),
-        label_smoothing=float(given.label_smoothing),
-        z_loss=fixed(given.z_loss) or 0.0,
+        scalars=numbers_of(given),
         mean=given.reduction == "mean",
         entropy=given.entropy or "entropy" in given.outputs,
         predicted="predicted" in given.outputs,
@@ -203,7 +199,7 @@ def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
     )
     options = Options(
         ignore_index=given.ignore_index,
-        label_smoothing=float(given.label_smoothing),
+        scalars=numbers_of(given),
         entropy=given.entropy,
         gemm_dtype=str(logits.dtype),
         compute_dtype=problem.compute_dtype,
@@ -217,9 +213,8 @@ def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
 
 def with_arrays(options: Options, constants: Constants) -> Options:
     """Options of a trace, in the compute dtype."""
-    found = {name: getattr(constants, name) for name in ("softcap", "z_loss")}
-    given = {k: x.astype(options.compute_dtype) for k, x in found.items() if x is not None}
-    return options._replace(**given)
+    arrays: Any = {k: x.astype(options.compute_dtype) for k, x in constants.scalars.items()}
+    return options._replace(scalars=options.scalars._replace(**arrays))
 
 
 def as_gradients(found: dict[str, jax.Array | None]) -> Any:
@@ -228,9 +223,19 @@ def as_gradients(found: dict[str, jax.Array | None]) -> Any:
     return Arrays(**(none | found))
 
 
-def fixed(value: Any) -> Any:
-    """A number that a trace may depend on; None for an array."""
-    return None if value is None or is_array(value) else float(value)
+def numbers_of(given: Arguments | LogitsArguments) -> Scalars:
+    """What a trace may depend on; an array, and what the function does not have, at its default."""
+    numbers: dict[str, Any] = Scalars()._asdict()
+    for name in Scalars._fields:
+        value = getattr(given, name, None)
+        if value is not None and not is_array(value):
+            numbers[name] = float(value)
+    return Scalars(**numbers)
+
+
+def arrays_of(given: Arguments) -> dict[str, Any]:
+    """Those that are arrays."""
+    return {x: array(y) for x in Scalars._fields if is_array(y := getattr(given, x))}
 
 
 def flat(arrays: Arrays) -> Arrays:
@@ -241,11 +246,11 @@ def flat(arrays: Arrays) -> Arrays:
 
     hidden, labels, constants = arrays.hidden, arrays.labels, arrays.constants
     shape, keep = (labels.size, hidden.shape[-1]), constants.keep
+    per_token: dict[str, Any] = {n: one(getattr(constants, n)) for n in PER_TOKEN}
     return arrays._replace(
         hidden=jnp.reshape(hidden, shape),
         labels=jnp.reshape(labels, (-1,)),
         constants=constants._replace(
-            **{n: one(getattr(constants, n)) for n in PER_TOKEN},
-            keep=None if keep is None else jnp.reshape(keep, shape),
+            keep=None if keep is None else jnp.reshape(keep, shape), **per_token
         ),
     )

@@ -18,7 +18,6 @@ from xentlib.checks.crosscheck import check_traced_step
 from xentlib.checks.operand import plain
 from xentlib.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
 from xentlib.dtypes import resolve_dtypes
-from xentlib.jax.call import Constants
 from xentlib.jax.derivatives import primal_values, refused, wanted
 from xentlib.jax.describe import is_array
 from xentlib.jax.heads import head_of, unwrapped
@@ -26,12 +25,13 @@ from xentlib.jax.lowrank import low_rank_of
 from xentlib.jax.nll import nll
 from xentlib.jax.ranks import vary, varying
 from xentlib.nll import OUTPUTS, NLLOutput
+from xentlib.options import RULES
 from xentlib.parity.problem import Problem
 
 __all__ = ["CrossCheck"]
 
 NAMES = ("hidden", "weight", "bias")
-ARRAYS = tuple(name for name in Constants._fields if name in Arguments._fields)
+ARRAYS = ("where", "token_weights", "class_weights")
 KEPT = ("logprobs", "lse")  # of a call, beside what it is asked for
 
 
@@ -41,7 +41,7 @@ class Told(NamedTuple):
     step: Any
     leaves: tuple[Any, ...]  # hidden, weight, bias
     labels: Any
-    constants: Constants
+    constants: dict[str, Any]
     output: NLLOutput[Any]
     upstream: Any
     gradients: tuple[Any, ...]  # of the leaves; None of what is frozen
@@ -134,9 +134,8 @@ class CrossCheck(Schedule):
         asked = given.outputs
         both: Any = (*dict.fromkeys((*asked, *KEPT)),)
         fixed = given._replace(outputs=both)
-        constants = Constants(**{name: x for name in ARRAYS if is_array(x := getattr(given, name))})
-        gone: dict[str, Any] = {k: None for k, x in constants._asdict().items() if x is not None}
-        gone |= dict.fromkeys((*NAMES, "labels"))
+        constants = {x: y for x in (*ARRAYS, *RULES) if is_array(y := getattr(given, x))}
+        gone: dict[str, Any] = dict.fromkeys((*NAMES, "labels", *constants))
         leaves = given.hidden, given.weight, given.bias
         # Inside `shard_map` the gradients of this device's call, before they are summed.
         leaves = vary(leaves, varying(leaves, given.labels, constants))
@@ -162,10 +161,9 @@ class CrossCheck(Schedule):
     def checked(self, fixed: Arguments) -> Any:
         """The call as a function of its arrays, whose backward tells the host."""
 
-        def call(leaves: Any, labels: Any, constants: Constants) -> NLLOutput[Any]:
-            arrays = {k: x for k, x in constants._asdict().items() if x is not None}
+        def call(leaves: Any, labels: Any, constants: dict[str, Any]) -> NLLOutput[Any]:
             named = dict(zip(NAMES, leaves, strict=True))
-            return nll(fixed._replace(**named, labels=labels, **arrays))
+            return nll(fixed._replace(**named, labels=labels, **constants))
 
         told_by = partial(self.told, fixed)
 
@@ -175,7 +173,7 @@ class CrossCheck(Schedule):
 
         @jax.custom_vjp
         def function(
-            step: Any, hidden: Any, weight: Any, bias: Any, labels: Any, constants: Constants
+            step: Any, hidden: Any, weight: Any, bias: Any, labels: Any, constants: dict[str, Any]
         ) -> NLLOutput[Any]:
             leaves = hidden, weight, bias
             out = call(leaves, labels, constants)
@@ -229,14 +227,12 @@ class CrossCheck(Schedule):
         hidden, weight, bias = told.leaves
         width, labels = hidden.shape[-1], told.labels.reshape(-1)
         flat = {
-            name: x.reshape(-1) if x is not None and x.ndim and name != "class_weights" else x
-            for name, x in told.constants._asdict().items()
-            if name in ARRAYS
+            name: x.reshape(-1) if x.ndim and name != "class_weights" else x
+            for name, x in told.constants.items()
         }
-        named = ("where", "token_weights", "class_weights")
-        arrays = {name: flat.pop(name) for name in named}
-        options = {name: getattr(fixed, name) if x is None else x for name, x in flat.items()}
-        same = ("ignore_index", "label_smoothing", "reduction", "weight_layout", "compute_dtype")
+        arrays = {name: flat.get(name) for name in ARRAYS}
+        options = {name: flat.get(name, getattr(fixed, name)) for name in RULES}
+        same = ("ignore_index", "reduction", "weight_layout", "compute_dtype")
         options |= {name: getattr(fixed, name) for name in same}
         gemm = resolve_dtypes(hidden.dtype.name, weight.dtype.name, fixed.compute_dtype)[0]
         valid = labels != fixed.ignore_index

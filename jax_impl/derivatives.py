@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import GetAttrKey
 
 from xentlib.checks.tokens import refuse_derivative
 
@@ -30,8 +31,10 @@ def wanted(constants: Any, *primals: Any) -> Needs:
 
     With symbolic zeros its arguments come with `.perturbed`.
     """
-    for name, primal in constants._asdict().items():
-        if primal is not None and primal.perturbed:
+    leaves = jax.tree_util.tree_leaves_with_path(constants, is_leaf=is_primal)
+    for (*_, key), primal in leaves:
+        if primal.perturbed:
+            name = key.name if isinstance(key, GetAttrKey) else key.key
             raise ValueError(
                 f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
                 f"is not computed. Pass `jax.lax.stop_gradient({name})`."
@@ -55,9 +58,13 @@ def _(primals: Any, tangents: Any) -> Any:
     )
 
 
+def is_primal(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
+
 def primal_values(primals: Any) -> Any:
     """The arrays of arguments that come with `.perturbed`."""
-    return jax.tree.map(lambda p: p.value, primals, is_leaf=lambda p: hasattr(p, "perturbed"))
+    return jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
 
 
 def refused(cotangent: Any) -> jax.Array | None:

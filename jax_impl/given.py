@@ -52,7 +52,7 @@ def given_backward(
     """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
     walk = walk_of(options, Arrays(logits, labels, constants))
     given = jax.tree.map(partial(scaled, walk), clean_upstream(walk, upstream))
-    terms_N = terms_of(kept, given, options.label_smoothing, walk.vocab_size)
+    terms_N = terms_of(kept, given, options.scalars.label_smoothing, walk.vocab_size)
     terms_M = jax.tree.map(lambda x: jnp.pad(x[walk.order], (0, 1)), terms_N)
 
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:

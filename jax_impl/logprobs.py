@@ -98,7 +98,7 @@ def logprobs_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[An
 
 def forward_of(walk: Walk) -> tuple[LogprobOutput[Any], Residuals]:
     """Steps 2 to 5."""
-    options, eps = walk.options, walk.options.label_smoothing
+    options, eps = walk.options, walk.options.scalars.label_smoothing
     stats_wanted = WantedStats(options.entropy, eps > 0)
     own, (walk, _) = walk, meet(walk, ())
 
@@ -157,7 +157,7 @@ def logprobs_backward(
     if exponent is not None:
         given = jax.tree.map(lambda g: jnp.ldexp(g, exponent), given)
     given = jax.tree.map(partial(scaled, walk), given)
-    terms_N = terms_of(kept, given, options.label_smoothing, walk.vocab_size)
+    terms_N = terms_of(kept, given, options.scalars.label_smoothing, walk.vocab_size)
     own, (walk, terms_N) = walk, meet(walk, terms_N)
     terms_M = jax.tree.map(lambda x: jnp.pad(x[walk.order], (0, 1)), terms_N)
 

@@ -65,7 +65,7 @@ def nll_forward(
     """
     compute, constants = options.compute_dtype, arrays.constants
     walk = walk_of(options, whole_rows(options.spread, options.transposed, arrays))
-    options = walk.options
+    options, scalars = walk.options, walk.options.scalars
     count, valid_N = of_all_tokens(options.spread, walk.num_valid), walk.tokens.valid
     everywhere = target_info(walk, slice(None))
     weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
@@ -87,7 +87,7 @@ def nll_forward(
         factor_N = jnp.ldexp(factor_N, exponent)
     own, (walk, factor_N) = walk, meet(walk, scaled(walk, factor_N))
 
-    stats_wanted = WantedStats(options.entropy, options.label_smoothing > 0, options.predicted)
+    stats_wanted = WantedStats(options.entropy, scalars.label_smoothing > 0, options.predicted)
     carry = Carry(jnp.zeros((7, own.order.size), compute), zero_gradients(walk, needs))
 
     def differentiated(
@@ -96,14 +96,14 @@ def nll_forward(
         # 6. to 8. dz and the gradients
         factor_T = factor_N[chunk.rows_T]
         label = target_info(walk, chunk.rows_T)
-        dz = ALGEBRA.coefficients(stats, factor_T, label, options, walk.vocab_size)
+        dz = ALGEBRA.coefficients(stats, factor_T, label, scalars, walk.vocab_size)
         return add_gradients(walk, chunk, needs, sums, stats.lse, dz, left)
 
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
         z_y, rest, left = walk.kernels.stats(chunk.block, stats_wanted)
         stats = stats_of(walk, chunk.rows_T, z_y, rest)
-        values_7T = ALGEBRA.values(stats, target_info(walk, chunk.rows_T), options)
+        values_7T = ALGEBRA.values(stats, target_info(walk, chunk.rows_T), scalars)
         rows_7M = put_rows(walk, chunk, carry.per_token, values_7T)
         if not any(needs):
             return carry._replace(per_token=rows_7M)
@@ -124,7 +124,7 @@ def nll_forward(
     else:
         only = only_chunk(walk)
         stats_M = all_stats(walk, stats_wanted, only=only)
-        per_token = ALGEBRA.values(stats_M, target_info(walk, walk.order), options)
+        per_token = ALGEBRA.values(stats_M, target_info(walk, walk.order), scalars)
         gradients = carry.gradients
         stats_M = jax.tree.map(lambda x: jnp.pad(x, (0, 1)), stats_M)
 

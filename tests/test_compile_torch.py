@@ -20,6 +20,7 @@ from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
 from xentlib.torch import nll as torch_nll  # noqa: E402
 from xentlib.torch.call import bind  # noqa: E402
+from xentlib.torch.operators import flattened  # noqa: E402
 
 COMPILERS = ["aot_eager", *(["inductor"] if shutil.which("c++") or shutil.which("g++") else [])]
 
@@ -127,13 +128,11 @@ def test_opcheck(needs):
     leaves, _ = tensors(Case("opcheck", 9, 5, 13))
     for name, need in zip(("hidden", "weight", "bias"), needs):
         leaves[name] = leaves[name].detach().requires_grad_(need)
-    _, _, call = bind("chunked_nll", Arguments(**leaves, max_chunk_bytes=512))
+    _, _, call = bind("chunked_nll", Arguments(**leaves, label_smoothing=0.1, max_chunk_bytes=512))
     loss = torch_nll.Loss(
         token_weights=None,
         class_weights=torch.rand(13),
         denominator=None,
-        label_smoothing=0.1,
-        z_loss=0.0,
         mean=True,
         entropy=True,
         predicted=True,
@@ -141,5 +140,5 @@ def test_opcheck(needs):
         needs=[*needs, False, False],
     )
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    result = torch.library.opcheck(torch_nll.nll_op.op, (*call, *loss), test_utils=names)
+    result = torch.library.opcheck(torch_nll.nll_op.op, flattened((call, loss)), test_utils=names)
     assert set(result.values()) == {"SUCCESS"}

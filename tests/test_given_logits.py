@@ -211,6 +211,7 @@ def test_torch_operators_pass_opcheck() -> None:
     torch = pytest.importorskip("torch")
     from xentlib.torch import given, logprobs
     from xentlib.torch.call import bind_logits
+    from xentlib.torch.operators import flattened
 
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
     x, y, g = torch.randn(9, 5, requires_grad=True), torch.arange(9) % 5, torch.randn(9)
@@ -218,11 +219,13 @@ def test_torch_operators_pass_opcheck() -> None:
         x, y, where=y > 0, temperature=g.abs() + 1, label_smoothing=0.1, max_chunk_bytes=64
     )
     _, _, call = bind_logits("vocab_parallel_logprobs", arguments)
-    forward = (*call, *logprobs.Values(True, torch.float32, [True, False, False, False, False]))
+    forward = flattened(
+        (call, logprobs.Values(True, torch.float32, [True, False, False, False, False]))
+    )
     torch.library.opcheck(given.given_op.op, forward, test_utils=names)
     *_, kept, _ = given.given_op.op(*forward)
     pulled = logprobs.Pulled(g, g, None, kept.detach())
-    backward = (*pulled, *call._replace(logits=x.detach()))
+    backward = flattened((pulled, call._replace(logits=x.detach())))
     torch.library.opcheck(given.given_backward_op.op, backward, test_utils=names)
 
 

@@ -309,18 +309,19 @@ def test_torch_operators_pass_opcheck() -> None:
     torch = pytest.importorskip("torch")
     from xentlib.torch import logprobs
     from xentlib.torch.call import bind
+    from xentlib.torch.operators import flattened
 
     x, w = torch.randn(9, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     y = torch.arange(9) % 5
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
     _, _, call = bind("chunked_logprobs", Arguments(x, w, y, max_chunk_bytes=64))
-    forward = (*call, *logprobs.Values(True, torch.float32, [True, True, False, False, False]))
+    needs = [True, True, False, False, False]
+    forward = flattened((call, logprobs.Values(True, torch.float32, needs)))
     torch.library.opcheck(logprobs.logprobs_op.op, forward, test_utils=names)
     *_, kept, _ = logprobs.logprobs_op.op(*forward)
-    g = torch.randn(9)
-    pulled = logprobs.Pulled(g, g, None, kept.detach())
+    pulled = logprobs.Pulled(g := torch.randn(9), g, None, kept.detach())
     call = call._replace(hidden=x.detach(), weight=w.detach())
-    backward = (*pulled, *call, *logprobs.Needs([True, True, False, False, False]))
+    backward = flattened((pulled, call, logprobs.Needs(needs)))
     torch.library.opcheck(logprobs.logprobs_backward_op.op, backward, test_utils=names)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.call import Arguments, LogitsArguments
+from xentlib.call import Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_logits
 from xentlib.checks.lowrank import check_low_rank
 from xentlib.checks.operand import plain
@@ -52,7 +52,7 @@ class HeadCall(NamedTuple):
     temperature: Tensor | None
     shard: Tensor | None  # start, stop, V of this rank's rows
     ignore_index: int
-    softcap: float | None
+    scalars: Scalars
     gemm_dtype: torch.dtype
     compute_dtype: torch.dtype
     chunk_bytes: int  # 0: what the device's memory allows
@@ -82,7 +82,7 @@ class GivenCall(NamedTuple):
     compute_dtype: torch.dtype
     chunk_bytes: int
     group: str
-    label_smoothing: float
+    scalars: Scalars
 
 
 def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCall]:
@@ -126,7 +126,7 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
         temperature=tokens(as_tensor(given.temperature, 1.0, hidden, compute)),
         shard=local.shard,
         ignore_index=given.ignore_index,
-        softcap=None if given.softcap is None else float(given.softcap),
+        scalars=scalars_of(given),
         gemm_dtype=gemm,
         compute_dtype=compute,
         chunk_bytes=given.max_chunk_bytes or 0,
@@ -172,9 +172,18 @@ def bind_logits(
         compute_dtype=compute,
         chunk_bytes=given.max_chunk_bytes or 0,
         group=local.group,
-        label_smoothing=float(given.label_smoothing),
+        scalars=scalars_of(given),
     )
     return given, problem, call
+
+
+def scalars_of(given: Arguments | LogitsArguments) -> Scalars:
+    """What the host reads, and what the function does not have at its default."""
+    numbers: dict[str, Any] = {}
+    for name in Scalars._fields:
+        value = getattr(given, name, Scalars._field_defaults[name])
+        numbers[name] = None if value is None else float(value)
+    return Scalars(**numbers)
 
 
 def check_derivatives(function: str, given: Arguments | LogitsArguments) -> None:

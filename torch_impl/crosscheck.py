@@ -191,9 +191,7 @@ class CrossCheck(Schedule):
         hidden = call.hidden if rows is None else call.hidden[on(rows, call.hidden)]
         options = {
             "ignore_index": call.ignore_index,
-            "softcap": call.softcap,
-            "label_smoothing": loss.label_smoothing,
-            "z_loss": loss.z_loss,
+            **call.scalars._asdict(),
             "reduction": "mean" if loss.mean else "sum",
             "weight_layout": "HV" if call.transposed else "VH",
             "denominator": host(loss.denominator),

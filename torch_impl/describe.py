@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from xentlib.checks.operand import Operand, plain
+from xentlib.options import RULES
 from xentlib.torch.core.device import onto
 
 __all__ = ["as_tensor", "autocast_dtype", "describe", "dtype_name", "only_tensors", "same_tokens"]
@@ -26,7 +27,7 @@ OPTIONAL = frozenset(
 )
 ARRAYS = ("numpy", "jax", "jaxlib")
 # What may be a number too, and has checks of its own; they know of no array that is no tensor.
-NUMBERS = ("logit_scale", "softcap", "temperature", "z_loss", "denominator")
+NUMBERS = tuple(name for name, rule in RULES.items() if rule.array)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -39,8 +39,8 @@ __all__ = ["given_backward", "given_forward", "given_logprobs"]
 def given_forward(given: Given, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 3 to 5 for logits that are there."""
     given.agree()
-    stats = given_stats(given, WantedStats(entropy, given.label_smoothing > 0))
-    return outputs_of(stats, given, output_dtype, given.label_smoothing)
+    stats = given_stats(given, WantedStats(entropy, given.scalars.label_smoothing > 0))
+    return outputs_of(stats, given, output_dtype, given.scalars.label_smoothing)
 
 
 def given_backward(pulled: Pulled, given: Given) -> Tensor:
@@ -61,7 +61,7 @@ def given_backward(pulled: Pulled, given: Given) -> Tensor:
             g_3B,
             kept,
             entropy=entropy,
-            smoothing=given.label_smoothing,
+            smoothing=given.scalars.label_smoothing,
             vocab_size=given.vocab_size,
         )
         # A gradient has the strides of its logits, which may be those of a transposed view.
@@ -101,7 +101,7 @@ def _given_backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | N
     if kept is None:
         return None
     call, pulled = kept
-    return {"logits": given_backward_op.op(*pulled, *call)}
+    return {"logits": given_backward_op(pulled, call)}
 
 
 given_op.gradient(keep, _given_backward)
@@ -111,4 +111,4 @@ def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` of its arguments."""
     given, problem, call = bind_logits("vocab_parallel_logprobs", given)
     values = Values(given.entropy, getattr(torch, problem.output_dtype), [])
-    return shaped(given_op.op(*call, *values), problem.leading, given.entropy)
+    return shaped(given_op(call, values), problem.leading, given.entropy)

@@ -87,9 +87,9 @@ Forward = tuple[
 def logprobs_forward(call: HeadCall, values: Values) -> Forward:
     """Steps 1 to 5."""
     entropy, output_dtype, needs = values
-    walk = walk_of(call, Terms("chunked_logprobs", needs, {"entropy": float(entropy)}))
+    walk = walk_of(call, Terms("chunked_logprobs", needs, float(entropy)))
     walk.meet()
-    walk.agree()
+    walk.agree("chunked_logprobs")
     if walk.parallel is not None:
         walk.parallel.agreement.exact("entropy", float(entropy))
         walk.parallel.agreement.exact("gradient", needs[0] + 2.0 * needs[3])
@@ -268,7 +268,7 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] |
         return None
     call, pulled = kept
     needs = logprobs_op.needed(ctx, *DIFFERENTIATED)
-    found = logprobs_backward_op.op(*pulled, *call, needs)
+    found = logprobs_backward_op(pulled, call, Needs(needs))
     return {name: g if need else None for name, g, need in zip(DIFFERENTIATED, found, needs)}
 
 
@@ -281,7 +281,7 @@ def head_logprobs(given: Arguments) -> LogprobOutput[Tensor]:
     given, problem, call = bind("chunked_logprobs", given)
     needs = wanted(*(getattr(call, name) for name in DIFFERENTIATED))
     values = Values(given.entropy, getattr(torch, problem.output_dtype), needs)
-    return shaped(logprobs_op.op(*call, *values), problem.leading, given.entropy)
+    return shaped(logprobs_op(call, values), problem.leading, given.entropy)
 
 
 def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutput[Tensor]:

@@ -45,8 +45,6 @@ class Loss(NamedTuple):
     token_weights: Tensor | None
     class_weights: Tensor | None
     denominator: Tensor | None
-    label_smoothing: float
-    z_loss: float
     mean: bool
     entropy: bool
     predicted: bool
@@ -57,10 +55,9 @@ class Loss(NamedTuple):
 def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradients, Tensor]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
-    options = {"label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
-    options["outputs"] = loss.entropy + 2.0 * loss.predicted
+    scalars, outputs = call.scalars, loss.entropy + 2.0 * loss.predicted
     refused = refused_divisor(call, loss)
-    terms = Terms("chunked_nll", loss.needs, options, loss.class_weights, refused=refused)
+    terms = Terms("chunked_nll", loss.needs, outputs, loss.class_weights, refused=refused)
     walk = walk_of(call, terms)
     own, compute_dtype, like = walk.own, walk.compute_dtype, walk.like
     num_tokens = call.hidden.shape[0]
@@ -89,11 +86,10 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
 
-    walk.agree()
+    walk.agree("chunked_nll")
     if walk.parallel is not None:
         agreement = walk.parallel.agreement
-        for name, value in options.items():
-            agreement.exact(name, value)
+        agreement.exact("outputs", outputs)
         agreement.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
         count = 0 if loss.class_weights is None else loss.class_weights.shape[0]
         agreement.exact("class_weights", float(count))
@@ -105,7 +101,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
             agreement.per_token("token_weights", loss.token_weights, num_tokens)
             agreement.close("denominator", divisor)
     every = sums_of(walk, needs, call.weight.shape[call.transposed])
-    stats_wanted = WantedStats(loss.entropy, loss.label_smoothing > 0, loss.predicted)
+    stats_wanted = WantedStats(loss.entropy, scalars.label_smoothing > 0, loss.predicted)
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct, predicted. One write a block.
     per_token_7N = torch.zeros(7, tokens.valid.shape[0], **like)
     whole: TokenStats | None = None
@@ -114,13 +110,13 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     if isinstance(walk, Streamed):
         whole = walk.stats(stats_wanted)
     elif walk.parallel is not None:
-        each = any(needs) and walk.shape.softcap is None
+        each = any(needs) and scalars.softcap is None
         if walk.spread is None:
             each = each and exchanges_per_chunk(walk.plan, call.hidden.device.type)
         if not each:
             whole = all_stats(walk, stats_wanted)
     if whole is not None:
-        per_token_7N = ALGEBRA.values(whole, everywhere, loss)
+        per_token_7N = ALGEBRA.values(whole, everywhere, scalars)
     # A gradient of the bias sums dz over rows before it is rounded: statistics come first.
     at_once = isinstance(walk, Walk) and walk.parallel is None and not needs[2]
     for part, sums in every.passes(exponent) if whole is None or any(needs) else ():
@@ -128,7 +124,8 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
             if each:
                 of_chunk = chunk_stats(part, chunk, stats_wanted)
                 places = tokens.places(chunk.start, chunk.start + chunk.size)
-                per_token_7N[:, places] = ALGEBRA.values(of_chunk, target_info(walk, places), loss)
+                label = target_info(walk, places)
+                per_token_7N[:, places] = ALGEBRA.values(of_chunk, label, scalars)
             kernels = part.kernels()
             for rows in part.blocks(chunk, fresh=not each):
                 # 3. to 5. Softmax without the target column, then the target
@@ -143,8 +140,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
                         stats_wanted,
                         LossTerms(
                             factor_N[rows.places],
-                            loss.label_smoothing,
-                            loss.z_loss,
+                            scalars,
                             None if walk.class_weights is None else walk.class_weights.sum(),
                             values_7B,
                             sums.dz_y_T[rows.span] if any(needs) else None,
@@ -163,11 +159,11 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
                 else:
                     z_y, rest = kernels.stats(rows, stats_wanted, dz_follows=any(needs))
                     stats = ALGEBRA.token_stats(z_y, rest, walk.vocab_size, label)
-                    per_token_7N[:, rows.places] = ALGEBRA.values(stats, label, loss)
+                    per_token_7N[:, rows.places] = ALGEBRA.values(stats, label, scalars)
                 if any(needs):
                     # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
                     factor_B = part.scaled(factor_N[rows.places], rows)
-                    dz = ALGEBRA.coefficients(stats, factor_B, label, loss, walk.vocab_size)
+                    dz = ALGEBRA.coefficients(stats, factor_B, label, scalars, walk.vocab_size)
                     sums.take(rows, kernels, stats.lse, dz)
             del kernels
             sums.add(chunk)  # 8. Gradient GEMMs
@@ -372,19 +368,17 @@ def nll(given: Arguments) -> NLLOutput[Tensor]:
         token_weights=None if weights is None else weights.reshape(-1),
         class_weights=given.class_weights,
         denominator=divisor,
-        label_smoothing=float(given.label_smoothing),
-        z_loss=float(given.z_loss),
         mean=given.reduction == "mean",
         entropy="entropy" in given.outputs,
         predicted="predicted" in given.outputs,
         output_dtype=getattr(torch, problem.output_dtype),
         needs=wanted(*(getattr(call, name) for name in DIFFERENTIATED)),
     )
-    output = nll_op.op(*call, *loss)
+    output = nll_op(call, loss)
     observe_forward(call, loss, output)
     total, num_tokens, weight_sum, z_term, *rest = output
     leaves = [getattr(call, name) for name in DIFFERENTIATED]
-    if loss.z_loss:
+    if call.scalars.z_loss:
         z_term = without_gradient("z_loss", z_term, leaves)
     per_token = {
         name: value.reshape(problem.leading) if name in given.outputs else None

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.algebra import NonTargetStats
+from xentlib.call import SCALARS, Scalars
 from xentlib.checks.head import check_class_weights
 from xentlib.checks.shards import check_agreement, check_tiles, refuse_whole_head
 from xentlib.plan import VocabShard, shard_of
@@ -102,6 +103,11 @@ class Agreement:
     def exact(self, name: str, value: float | Tensor) -> None:
         value = self._tensor(value)
         self._add(name, value, torch.zeros_like(value))
+
+    def scalars(self, scalars: Scalars, function: str) -> None:
+        """Those that the function has."""
+        for name in SCALARS[function]:
+            self.exact(name, getattr(scalars, name) or 0.0)
 
     def close(self, name: str, value: Tensor | float | None) -> None:
         """A number that each rank has computed for itself; None is 1."""

@@ -14,7 +14,7 @@ from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightL
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
 
-__all__ = ["Arguments", "Array", "Head", "LogitsArguments"]
+__all__ = ["SCALARS", "Arguments", "Array", "Head", "LogitsArguments", "Scalars"]
 
 Array = Any  # a tensor or an array of the backend
 Head = Any  # an array, or a module of the backend that stands for one
@@ -63,3 +63,19 @@ class LogitsArguments(NamedTuple):
     entropy: bool = False
     max_chunk_bytes: int | None = None
     shard: VocabShard | None = None
+
+
+class Scalars(NamedTuple):
+    """The numbers of a call that the host knows."""
+
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+# Of each function
+SCALARS: dict[str, tuple[str, ...]] = {
+    "chunked_nll": ("softcap", "label_smoothing", "z_loss"),
+    "chunked_logprobs": ("softcap",),
+    "vocab_parallel_logprobs": ("label_smoothing",),
+}

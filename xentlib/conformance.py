@@ -19,6 +19,7 @@ import numpy.typing as npt
 from xentlib.checks.audit import described
 from xentlib.checks.installed import refuse_missing
 from xentlib.contract import ROW_OF
+from xentlib.options import RULES
 from xentlib.parity.cases import BASE, GRID, low_precision
 from xentlib.parity.device import contract_settings, numpy_of, on_jax, on_torch
 from xentlib.parity.findings import Findings
@@ -36,10 +37,7 @@ Array = npt.NDArray[Any]
 ROWS = ("A0", "A2", "A5", "A6", "A7", "A8", "A11", "A14", "A16")
 DTYPES = ("float32", "bfloat16", "float16")
 BACKENDS = ("torch", "jax")
-OPTIONS = (
-    *ARRAY_ARGUMENTS, "softcap", "label_smoothing", "z_loss", "logit_scale", "temperature",
-    "reduction", "denominator", "weight_layout",
-)  # fmt: skip
+OPTIONS = (*ARRAY_ARGUMENTS, *RULES, "reduction", "weight_layout")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""What an option may be: types for an editor, which are also what the checks accept."""
+"""What an option may be: types for an editor, which are also what the checks accept, and a rule for
+each number."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import math
+from typing import Literal, NamedTuple, get_args
 
 __all__ = [
     "COMPUTE",
@@ -13,6 +15,7 @@ __all__ = [
     "NONFINITE",
     "OUTPUTS",
     "REDUCTIONS",
+    "RULES",
     "ComputeDtype",
     "Empty",
     "Gather",
@@ -20,6 +23,7 @@ __all__ = [
     "NonFinite",
     "OutputName",
     "Reduction",
+    "Rule",
     "WeightLayout",
 ]
 
@@ -43,3 +47,29 @@ OUTPUTS: tuple[OutputName, ...] = get_args(OutputName)
 MODES: tuple[Mode, ...] = get_args(Mode)
 EMPTY: tuple[Empty, ...] = get_args(Empty)
 NONFINITE: tuple[NonFinite, ...] = get_args(NonFinite)
+
+
+class Rule(NamedTuple):
+    """What a number of a call may be. An option with a rule is checked, reaches both backends and
+    all ranks, `CrossCheck` and the oracle by itself."""
+
+    expected: str  # for the message
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False  # `low` itself is refused
+    array: bool = True  # a 0-d array will do
+    # PyTorch's operators take a tensor: it is learned, counted on the device or one for each token.
+    # Of the others, the fields of `Scalars`, the host reads the number.
+    tensor: bool = False
+
+
+RULES: dict[str, Rule] = {
+    "logit_scale": Rule("a finite number or a 0-d array", tensor=True),
+    "temperature": Rule(
+        "a positive number or one entry per token", low=0, open_low=True, tensor=True
+    ),
+    "denominator": Rule("a number >= 0 or a 0-d array", low=0, tensor=True),
+    "softcap": Rule("None, a positive number or a 0-d array", low=0, open_low=True),
+    "label_smoothing": Rule("a number in [0, 1]", low=0, high=1, array=False),
+    "z_loss": Rule("a number >= 0 or a 0-d array", low=0),
+}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
+from xentlib.call import Scalars
 
 __all__ = [
     "Kernels",
@@ -26,7 +27,7 @@ class Shape(NamedTuple):
 
     bias_V: jax.Array | None = None
     scale: jax.Array | None = None
-    softcap: float | jax.Array | None = None
+    scalars: Scalars = Scalars()
     class_weights_V: jax.Array | None = None  # 0 where a column is no class
     padded_from: jax.Array | int | None = None  # the first column that is no class; None: all are
 

@@ -113,8 +113,8 @@ def walk_of(options: Options, arrays: Arrays) -> Walk:
             every = slice(None, None, max(1, columns // 2))
             some = weight[:, every] if options.transposed else weight[every]
         weights = constants.class_weights
-        # As numbers, not arrays, softcap and z-loss are of the program: the same everywhere.
-        numbers = (constants.logit_scale, constants.softcap, constants.z_loss)
+        # As numbers, not arrays, options are of the program: the same everywhere.
+        numbers = (constants.logit_scale, *constants.scalars.values())
         if options.gathered:  # a loss's denominator is its device's own, as its tokens are
             compute = options.compute_dtype
             same = apart(options.axis, some, compute, class_weights=weights, numbers=numbers)
@@ -168,7 +168,7 @@ def walk_of(options: Options, arrays: Arrays) -> Walk:
     shape = Shape(
         bias_V=None if bias is None else bias.astype(options.compute_dtype),
         scale=constants.logit_scale,
-        softcap=options.softcap,
+        scalars=options.scalars,
         class_weights_V=own_weights(options, constants.class_weights, shard, columns + more),
         padded_from=first,
     )

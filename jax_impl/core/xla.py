@@ -52,7 +52,7 @@ class XLA:
         column_sums: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Steps 6 and 7."""
-        if self.shape.softcap is not None and not traits().stores_exp:
+        if self.shape.scalars.softcap is not None and not traits().stores_exp:
             # Made again from the product: as arrays, the capped logits and the cap's derivative
             # cost a GPU 26 bytes a logit, not 22, and another half of a chunk.
             left, rows = None, rows._replace(z_TV=lax.optimization_barrier(rows.z_TV))
@@ -76,13 +76,13 @@ class XLA:
             z_TV = z_TV + shape.bias_V[None, :]
         if shape.scale is not None:
             z_TV = z_TV * shape.scale.astype(z_TV.dtype)
-        if shape.softcap is not None:
-            capped_TV = z_TV / shape.softcap
+        if shape.scalars.softcap is not None:
+            capped_TV = z_TV / shape.scalars.softcap
             # sech^2. 1 - tanh^2 cancels where the cap saturates: at a cap of 0.7 and logits of
             # standard deviation 32 it has no digit left.
             e_TV = exp(-2.0 * jnp.abs(capped_TV))
             derivative_TV = 4.0 * e_TV / ((1.0 + e_TV) * (1.0 + e_TV))
-            z_TV = jnp.tanh(capped_TV) * shape.softcap
+            z_TV = jnp.tanh(capped_TV) * shape.scalars.softcap
         if rows.temperature_T is not None:
             z_TV = z_TV / rows.temperature_T[:, None]
         column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1)

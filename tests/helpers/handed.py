@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from xentlib.nll import chunked_nll
+from xentlib.options import RULES
 
 H, V, N = 5, 7, 4
 # Of how a call is computed, or of vocabulary shards, which are refused.
@@ -23,17 +24,8 @@ ARRAYS: dict[str, Any] = {
     "token_weights": np.linspace(0.5, 1, N, dtype=np.float32),
     "class_weights": np.linspace(1, 2, V, dtype=np.float32),
 }
-OPTIONS: dict[str, Any] = {
-    "ignore_index": -7,
-    "logit_scale": 1.5,
-    "softcap": 3.0,
-    "temperature": 0.5,
-    "label_smoothing": 0.125,
-    "z_loss": 0.25,
-    "reduction": "sum",
-    "denominator": 2.0,
-    "weight_layout": "HV",
-}
+OPTIONS: dict[str, Any] = dict.fromkeys(RULES, 0.5)
+OPTIONS |= {"ignore_index": -7, "softcap": 3.0, "reduction": "sum", "weight_layout": "HV"}
 
 
 def options_missed(

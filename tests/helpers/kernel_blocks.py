@@ -76,6 +76,7 @@ def in_torch(
     import torch
 
     from xentlib.algebra import TargetInfo, WantedStats
+    from xentlib.call import Scalars
     from xentlib.torch.core.kernels import Rows, Shape
     from xentlib.torch.core.softmax import ALGEBRA
     from xentlib.torch.logprobs import Residuals, coefficients
@@ -90,7 +91,7 @@ def in_torch(
         return Rows(every, every, z_BV, y_B1, temperature, valid, None)
 
     dtype = tensor(block.product).dtype
-    shape = Shape(V, tensor(block.bias), tensor(block.scale), block.softcap)
+    shape = Shape(V, tensor(block.bias), tensor(block.scale), Scalars(block.softcap))
     kernels = implementation(B, V, dtype, torch.get_default_device(), shape)
     wanted = WantedStats(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
     seen = rows()
@@ -118,6 +119,7 @@ def in_jax(
     import jax.numpy as jnp
 
     from xentlib.algebra import TargetInfo, WantedStats
+    from xentlib.call import Scalars
     from xentlib.jax.core.kernels import Rows, Shape
     from xentlib.jax.core.softmax import ALGEBRA
     from xentlib.jax.logprobs import Residuals, Upstream, coefficients, terms_of
@@ -129,7 +131,7 @@ def in_jax(
     def both(product: Any, labels: Any, valid: Any, upstream: Any, temperature: Any) -> Any:
         dtype = product.dtype
         scale = None if block.scale is None else jnp.asarray(block.scale, dtype)
-        kernels = implementation(Shape(array(block.bias), scale, block.softcap))
+        kernels = implementation(Shape(array(block.bias), scale, Scalars(block.softcap)))
         wanted = WantedStats(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
         rows = Rows(product, labels[:, None], temperature, valid, None)
         z_y, rest, left = kernels.stats(rows, wanted)

@@ -9,6 +9,7 @@ import torch
 
 from helpers.kernel_blocks import B, Block, V, draw
 from xentlib.algebra import WantedStats
+from xentlib.call import Scalars
 from xentlib.contract import check
 from xentlib.reference import nll_reference
 from xentlib.torch.core.kernels import LossTerms, Rows, Shape
@@ -43,7 +44,7 @@ def loss_of(
     elif dtype != torch.float32:
         into_BV = buffer_BL.view(dtype)[:, WIDTH : WIDTH + V]
     weights = tensor(terms.weights)
-    shape = Shape(V, tensor(block.bias), tensor(block.scale), block.softcap, weights)
+    shape = Shape(V, tensor(block.bias), tensor(block.scale), Scalars(block.softcap), weights)
     every, labels = slice(0, B), tensor(block.labels)
     temperature, valid = tensor(block.temperature), tensor(block.valid)
     rows = Rows(every, every, z_BV, labels[:, None], temperature, valid, None)
@@ -53,8 +54,7 @@ def loss_of(
         WantedStats(entropy=True, smoothing=terms.smoothing > 0, predicted=True),
         LossTerms(
             tensor(terms.token_weights),
-            terms.smoothing,
-            terms.z_loss,
+            Scalars(label_smoothing=terms.smoothing, z_loss=terms.z_loss),
             None if weights is None else weights.sum(),
             values,
             dz_y,

@@ -64,7 +64,7 @@ class Eager:
         if rows.owned_B is not None:
             dz_y_B = torch.where(rows.owned_B, dz_y_B, 0.0)
             column_B1 = torch.where(rows.owned_B[:, None], column_B1, 0)
-        if self.shape.softcap is not None and self.shape.columns:
+        if self.shape.scalars.softcap is not None and self.shape.columns:
             assert rows.derivative_BV is not None, "`stats` was told that no `dz` follows"
             dz_BV.mul_(rows.derivative_BV)
             dz_y_B = dz_y_B * rows.derivative_BV.gather(1, column_B1)[:, 0]
@@ -108,8 +108,8 @@ class Eager:
             z_BV.add_(shape.bias_V)
         if shape.scale is not None:
             z_BV.mul_(shape.scale)
-        if shape.softcap is not None:
-            z_BV.div_(shape.softcap)
+        if shape.scalars.softcap is not None:
+            z_BV.div_(shape.scalars.softcap)
             if derivative:
                 # sech^2. 1 - tanh^2 cancels where the cap saturates: at a cap of 0.7 and logits of
                 # standard deviation 32 it has no digit left. From exp: where a tensor's end fills
@@ -117,7 +117,7 @@ class Eager:
                 e_BV = z_BV.abs().mul_(-2.0).exp_()
                 square_BV = (1.0 + e_BV).square_()
                 rows.derivative_BV = e_BV.mul_(4.0).div_(square_BV)
-            z_BV.tanh_().mul_(shape.softcap)
+            z_BV.tanh_().mul_(shape.scalars.softcap)
         if rows.temperature_B is not None:
             z_BV.div_(rows.temperature_B[:, None])
         z_y = rows.z_BV.gather(1, rows.y_B1)

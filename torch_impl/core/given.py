@@ -29,7 +29,7 @@ class Given:
         logits, compute_dtype = call.logits, call.compute_dtype
         self.logits, self.temperature, self.compute_dtype = logits, call.temperature, compute_dtype
         self.labels, self.ignore_index = call.labels, call.ignore_index
-        self.label_smoothing = call.label_smoothing
+        self.scalars = call.scalars
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
         self.parallel = vocab_parallel_of(call.group, call.shard, logits.shape[1], self.like)
         part = None if self.parallel is None else self.parallel.shard
@@ -41,8 +41,8 @@ class Given:
         )
         self.class_weights: Tensor | None = None  # which a head alone takes
         self.own_weights: Tensor | None = None
-        self.shape = Shape(self.local_size)
-        self.made = kernels_for(logits.device, compute_dtype)
+        self.shape = Shape(self.local_size, scalars=call.scalars)
+        self.made = kernels_for(logits.device, compute_dtype, call.scalars)
         self.width = self.local_size + (part is not None and self.made.spare_column)
         self.block_rows = block_tokens(
             min(chunk_bytes(call.chunk_bytes, logits.device), block_bytes(logits.device.type)),
@@ -57,7 +57,7 @@ class Given:
             rows = self.logits[:3, : self.local_size or None]
             agreement = begin_agreement(self.parallel, rows, self.labels, self.tokens.valid)
             agreement.per_token("temperature", self.temperature, self.logits.shape[0])
-            agreement.exact("label_smoothing", self.label_smoothing)
+            agreement.scalars(self.scalars, "vocab_parallel_logprobs")
 
     def mine(self, values: Tensor) -> Tensor:
         """As in `Walk`: of this rank's tokens, which are all."""

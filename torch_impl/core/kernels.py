@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
+from xentlib.call import Scalars
 from xentlib.kernels import chosen
 
 __all__ = [
@@ -36,7 +37,7 @@ class Shape(NamedTuple):
     columns: int  # that are classes; the others are at -inf
     bias_V: Tensor | None = None
     scale: Tensor | None = None
-    softcap: float | None = None
+    scalars: Scalars = Scalars()
     class_weights_V: Tensor | None = None  # of the columns that are classes
 
 
@@ -59,8 +60,7 @@ class LossTerms(NamedTuple):
     """Of `chunked_nll`, for the call that makes it whole: what it is made of, and where it goes."""
 
     factor_B: Tensor  # of dz: weight of the token / divisor
-    label_smoothing: float
-    z_loss: float
+    scalars: Scalars
     weights_sum: Tensor | None  # of all classes
     values_7B: Tensor  # written: loss, z-loss part, logprob, entropy, lse, correct, predicted
     dz_y_B: Tensor | None  # written: dz of the target, rounded as the rest is; None: no gradient
@@ -136,6 +136,8 @@ class OnePass(Kernels, Protocol):
         """Steps 2 to 7 of fresh rows of a whole vocabulary; dz as `dz` has it."""
 
 
+NO_SCALARS = Scalars()
+IN_TRITON = ("softcap", "label_smoothing", "z_loss")  # options that its programs have
 # Compute capability: bfloat16, and products of 16-bit operands with float32 results.
 LEAST_CAPABILITY = (8, 0)
 
@@ -153,9 +155,11 @@ def runnable() -> dict[str, type[Kernels]]:
     return found
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> type[Kernels]:
-    """Who computes all steps on a device in this dtype. `XENTLIB_KERNELS` may say eager, or triton:
-    then what cannot be had is an error. float64 is always eager."""
+def kernels_for(
+    device: torch.device, dtype: torch.dtype, scalars: Scalars = NO_SCALARS
+) -> type[Kernels]:
+    """Who computes all steps on a device in this dtype, with these options. `XENTLIB_KERNELS` may
+    say eager, or triton: then what cannot be had is an error. float64 is always eager."""
     from xentlib.torch.core.eager import Eager
 
     choice = chosen()
@@ -164,6 +168,8 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> type[Kernels]:
     if choice == "auto" and device.type != "cuda":
         return Eager
     why = why_no_triton(device)
+    if scalars._replace(**{x: getattr(NO_SCALARS, x) for x in IN_TRITON}) != NO_SCALARS:
+        why = why or f"its programs know no options but {', '.join(IN_TRITON)}"
     if not why and device.type == "cuda":
         why = trial(device)
         if why and choice == "auto":

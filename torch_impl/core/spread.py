@@ -11,7 +11,7 @@ tokens of a rank in a chunk, M = R L tokens of the walk, H hidden width.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -39,7 +39,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OWN = ("tokens_of_rank", "rows", "budget", "temperature", "d_entropy")
 ROUTES = ("hidden", "stream", "nodes")
 FUNCTIONS = ("chunked_nll", "chunked_logprobs", "the backward of chunked_logprobs")
-OPTIONS = 3  # that one function has of its own: all calls tell each other as much
 
 
 class Terms(NamedTuple):
@@ -47,7 +46,7 @@ class Terms(NamedTuple):
 
     function: str = FUNCTIONS[0]
     needs: Sequence[bool] = ()  # gradients that will be asked for
-    options: Mapping[str, float] = {}  # of the function, at most `OPTIONS`
+    outputs: float = 0.0  # which of the per-token results are computed, as one number
     class_weights: Tensor | None = None
     d_entropy: bool = False  # this rank's loss is made of entropies
     refused: float | None = None  # the denominator of this rank's tokens, if it is not positive
@@ -110,19 +109,18 @@ def shake_hands(
         "bias": 0 if together else int(call.bias is not None),
         "gradient": int(of_hidden) if together else 0,
         "gradient of the head": wanted if together else wanted + 16 * any(terms.needs),
-        "softcap": bits_of(call.softcap or 0.0),
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
-        **{name: bits_of(value) for name, value in terms.options.items()},
+        **{name: bits_of(value or 0.0) for name, value in call.scalars._asdict().items()},
+        "outputs" if terms.function == FUNCTIONS[0] else "entropy": bits_of(terms.outputs),
     }
     bad = is_bad + 2 * (terms.refused is not None)
     numbers = {"bad": bad, **{name: own.get(name, 0) for name in OWN}}
-    fill = [0] * (OPTIONS - len(terms.options))
     ours = torch.tensor(
-        [*numbers.values(), *alike.values(), *fill], dtype=torch.int64, device=call.hidden.device
+        [*numbers.values(), *alike.values()], dtype=torch.int64, device=call.hidden.device
     )
     all_RS = ours.new_empty(dist.get_world_size(group), len(ours))
     gather_into(all_RS.view(-1), ours, group=group)
-    columns = dict(zip((*numbers, *alike), all_RS.T.tolist(), strict=False))
+    columns = dict(zip((*numbers, *alike), all_RS.T.tolist(), strict=True))
     differs = [name for name in alike if len(set(columns[name])) > 1]
     check_agreement([name for name in differs if name in ("gather", "function")])
     if tokens is not None:

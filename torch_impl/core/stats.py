@@ -32,7 +32,7 @@ def all_stats(walk: Walk, wanted: WantedStats) -> TokenStats:
     sums = StatSums(walk, wanted)
     for chunk in walk.chunks():
         add_chunk(sums, walk, chunk)
-    walk.filled = walk.plan.num_chunks == 1 and walk.shape.softcap is None
+    walk.filled = walk.plan.num_chunks == 1 and walk.shape.scalars.softcap is None
     return sums.finish()
 
 

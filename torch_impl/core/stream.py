@@ -191,7 +191,7 @@ class Streamed:
         """As in `Walk`."""
         return values
 
-    def agree(self) -> None:
+    def agree(self, function: str) -> None:
         """As in `Walk`: what ranks must have alike has been told."""
 
 

@@ -90,7 +90,7 @@ class Walk:
                 self.own_weights = self.class_weights
             else:
                 self.own_weights = self.parallel.own_part(self.class_weights)
-        self.made = kernels_for(hidden.device, compute_dtype)
+        self.made = kernels_for(hidden.device, compute_dtype, call.scalars)
         # A shard's logits may have a spare column, at -inf, for targets that other ranks hold.
         self.width = self.local_size + (shard is not None and self.made.spare_column)
         # Over shards a second chunk may cost an exchange or a GEMM.
@@ -121,7 +121,7 @@ class Walk:
             columns=self.local_size,
             bias_V=None if call.bias is None else call.bias[: self.local_size].to(compute_dtype),
             scale=None if call.logit_scale is None else call.logit_scale.to(compute_dtype),
-            softcap=call.softcap,
+            scalars=call.scalars,
             class_weights_V=self.own_weights,
         )
         rows = pad_rows(self.plan.chunk_tokens) if self.plan.num_tokens else 0
@@ -162,7 +162,7 @@ class Walk:
         """[..., N] of this rank's tokens, of values of the walk's."""
         return values if self.spread is None else self.spread.of_own(self.own, values)
 
-    def agree(self) -> None:
+    def agree(self, function: str) -> None:
         """Before a forward over shards: what every rank must have alike."""
         if self.parallel is None or self.parallel.agreed:
             return
@@ -172,7 +172,7 @@ class Walk:
         agreement.exact("max_chunk_bytes", float(self.plan.chunk_tokens))
         agreement.close("logit_scale", self.shape.scale)
         agreement.per_token("temperature", self.temperature, self.tokens.valid.shape[0])
-        agreement.exact("softcap", self.shape.softcap or 0.0)
+        agreement.scalars(self.shape.scalars, function)
         agreement.exact("reduce_hidden_grad", float(self.reduce_hidden))
         low = self.low
         agreement.exact("the rank of the head", 0.0 if low is None else low.a_RH.shape[0])

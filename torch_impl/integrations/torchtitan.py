@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from xentlib.call import SCALARS
 from xentlib.checks.module import check_head_options
 from xentlib.checks.words import check_flag
 from xentlib.torch.heads import parameters_of
@@ -25,8 +26,8 @@ from xentlib.torch.wrappers.fsdp2 import Owner, divisors, find_owner, sharded
 __all__ = ["HeadLoss", "loss_config"]
 
 OPTIONS = (
-    *("label_smoothing", "z_loss", "compute_dtype", "max_chunk_bytes", "softcap", "logit_scale"),
-    *("ignore_index", "vocab_parallel", "reduce_hidden_grad"),
+    *("compute_dtype", "max_chunk_bytes", "logit_scale", "ignore_index", "vocab_parallel"),
+    *("reduce_hidden_grad", *SCALARS["chunked_nll"]),
 )
 UNUSED = frozenset(["positions"])  # what torchtitan's own cross-entropy is given and ignores
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from xentlib.torch.core.device import traits
 from xentlib.torch.heads import parameters_of
-from xentlib.torch.integrations.unmade import UnmadeLogits, UnmadeLogitsError, thread
+from xentlib.torch.integrations.unmade import LOSS_SCALARS, UnmadeLogits, UnmadeLogitsError, thread
 from xentlib.torch.told import known, label_loss
 from xentlib.torch.wrappers.accelerate import keeps_forward, set_class
 
 __all__ = ["UnmadeLogits", "UnmadeLogitsError", "patch", "unpatch"]
 
-OPTIONS = ("compute_dtype", "label_smoothing", "max_chunk_bytes", "z_loss")
+OPTIONS = (*sorted(("compute_dtype", "max_chunk_bytes", *LOSS_SCALARS)),)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from xentlib.call import SCALARS
 from xentlib.plan import block_tokens
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.heads import parameters_of
@@ -228,7 +229,7 @@ class UnmadeLogits(metaclass=Unmade):
         call |= {"hidden": hidden, "labels": target.to(hidden.device), "ignore_index": ignore_index}
         with made_by(self.head):
             if reduction == "none":
-                if weight is not None or {"label_smoothing", "z_loss"} & set(call):
+                if weight is not None or LOSS_SCALARS & set(call):
                     self.refuse("losses of single tokens with class weights, smoothing or z-loss")
                 logprobs: Tensor = chunked_logprobs(**call).logprobs
                 return -logprobs.to(self.device)
@@ -314,6 +315,8 @@ def refuse_logits(what: str) -> NoReturn:
 
 
 ARITHMETIC = ("cross_entropy", "tanh", "mul", "div", "true_divide")
+# What a loss is made of beside log-probabilities: options of `chunked_nll` alone
+LOSS_SCALARS = {*SCALARS["chunked_nll"]} - {*SCALARS["chunked_logprobs"]}
 FUNCTIONS = (*ARITHMETIC, "flatten", "permute", "reshape", "transpose")
 
 

@@ -113,7 +113,8 @@ class Triton:
             programs.loss_rows, rows, **self.shape_of(rows), **into, factor_ptr=terms.factor_B,
             weights_sum_ptr=terms.weights_sum, values_ptr=terms.values_7B,
             ld_values=terms.values_7B.stride(0), dz_y_ptr=terms.dz_y_B,
-            label_smoothing=terms.label_smoothing, z_loss=terms.z_loss or None,
+            label_smoothing=terms.scalars.label_smoothing,
+            z_loss=terms.scalars.z_loss or None,
             ENTROPY=wanted.entropy,
             SMOOTHING=wanted.smoothing, PREDICTED=wanted.predicted,
             GRADIENT=terms.dz_y_B is not None, **self.options(smoothing=wanted.smoothing),
@@ -167,7 +168,8 @@ class Triton:
                 program[(rows.z_BV.shape[0],)](**self.of(rows), **given)
 
     def options(self, *, smoothing: bool) -> dict[str, Any]:
-        return options(self.shape.columns, heavy=smoothing or self.shape.softcap is not None)
+        capped = self.shape.scalars.softcap is not None
+        return options(self.shape.columns, heavy=smoothing or capped)
 
     def on_device(self) -> Any:
         return device_of(self.device)
@@ -188,7 +190,7 @@ class Triton:
         return {
             "bias_ptr": shape.bias_V,
             "scale_ptr": shape.scale,
-            "softcap": shape.softcap,
+            "softcap": shape.scalars.softcap,
             "weights_ptr": shape.class_weights_V,
             "temperature_ptr": temperature_B,
             "ld_temperature": 0 if temperature_B is None else temperature_B.stride(0),

@@ -16,13 +16,12 @@ from xentlib.checks.words import (
     check_device,
     check_flag,
     check_floating,
-    check_number,
     check_per_token,
-    check_scalar,
+    check_rule,
     quoted,
 )
 from xentlib.dtypes import resolve_dtypes
-from xentlib.options import COMPUTE, OUTPUTS, REDUCTIONS
+from xentlib.options import COMPUTE, OUTPUTS, REDUCTIONS, RULES
 
 __all__ = [
     "LogitsProblem",
@@ -104,23 +103,7 @@ def check_head(
             "`reduce_hidden_grad` must be True without `vocab_parallel`; got False, which leaves "
             "the sum over vocabulary shards to the model. Leave it out."
         )
-    check_scalar(
-        "logit_scale", call.logit_scale, "a finite number or a 0-d array", (), positive=False
-    )
-    check_scalar(
-        "temperature",
-        call.temperature,
-        "a positive number or one entry per token",
-        leading,
-        positive=True,
-    )
-    if call.denominator is not None:
-        check_scalar("denominator", call.denominator, "a number >= 0 or a 0-d array", (), least=0)
-    if call.softcap is not None:
-        rule = "None, a positive number or a 0-d array"
-        check_scalar("softcap", call.softcap, rule, (), positive=True)
-    _smoothing(call.label_smoothing)
-    check_scalar("z_loss", call.z_loss, "a number >= 0 or a 0-d array", (), least=0)
+    check_numbers(call, leading)
     check_choice("reduction", call.reduction, REDUCTIONS)
     check_outputs(call.outputs)
     check_flag("entropy", call.entropy)
@@ -140,14 +123,7 @@ def check_logits(call: LogitsArguments, *, labels_on_host: bool = False) -> Logi
     leading = check_tokens(
         logits, call.labels, call.where, call.ignore_index, "logits", on_host=labels_on_host
     )
-    check_scalar(
-        "temperature",
-        call.temperature,
-        "a positive number or one entry per token",
-        leading,
-        positive=True,
-    )
-    _smoothing(call.label_smoothing)
+    check_numbers(call, leading)
     check_flag("entropy", call.entropy)
     check_chunk_bytes(call.max_chunk_bytes)
     columns = logits.shape[-1]
@@ -163,6 +139,14 @@ def check_logits(call: LogitsArguments, *, labels_on_host: bool = False) -> Logi
         )
     dtype = "float64" if logits.dtype == "float64" else "float32"
     return LogitsProblem(leading, math.prod(leading), columns, dtype, dtype)
+
+
+def check_numbers(call: Arguments | LogitsArguments, leading: tuple[int, ...]) -> None:
+    for name, rule in RULES.items():
+        value = getattr(call, name, None)
+        if value is None and call._field_defaults.get(name) is None:
+            continue
+        check_rule(name, value, rule, leading if name == "temperature" else ())
 
 
 def check_compute_dtype(compute_dtype: object, hidden: Operand, weight: Operand) -> None:
@@ -198,8 +182,3 @@ def check_reduced(reduce_hidden_grad: object) -> None:
             "gradient is summed over the axis; got False. Leave it out, or pass hidden states that "
             "vary over the axis (`jax.lax.pcast`)."
         )
-
-
-def _smoothing(value: object) -> None:
-    ok = isinstance(value, (int, float)) and 0 <= value <= 1
-    check_number("label_smoothing", value, "a number in [0, 1]", ok=ok)

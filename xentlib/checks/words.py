@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from xentlib.checks.operand import Operand, Scalar
 from xentlib.dtypes import FLOATS, INTEGERS
+from xentlib.options import Rule
 
 __all__ = [
     "check_choice",
@@ -20,7 +21,7 @@ __all__ = [
     "check_integers",
     "check_number",
     "check_per_token",
-    "check_scalar",
+    "check_rule",
     "quoted",
 ]
 
@@ -44,33 +45,23 @@ def check_number(name: str, value: object, rule: str, *, ok: bool) -> None:
         raise ValueError(f"`{name}` must be {rule}; got {value!r}.")
 
 
-def check_scalar(
-    name: str,
-    value: Scalar,
-    rule: str,
-    leading: tuple[int, ...],
-    *,
-    positive: bool = False,
-    least: float = -math.inf,
-) -> None:
-    if isinstance(value, Operand):
+def check_rule(name: str, value: Scalar, rule: Rule, leading: tuple[int, ...] = ()) -> None:
+    """Of a number, or of an array of one or of one for each token."""
+    if isinstance(value, Operand) and rule.array:
         if value.shape not in ((), leading):
             raise ValueError(
-                f"`{name}` must be {rule}; got shape {value.shape}. Reduce or reshape it to "
-                f"{leading or '()'}."
+                f"`{name}` must be {rule.expected}; got shape {value.shape}. Reduce or reshape it "
+                f"to {leading or '()'}."
             )
         if value.dtype not in FLOATS + INTEGERS:
             raise TypeError(
-                f"`{name}` must be {rule}; got dtype {value.dtype}. Cast it to float32."
+                f"`{name}` must be {rule.expected}; got dtype {value.dtype}. Cast it to float32."
             )
         return
     # No math.isfinite: the compiler traces numbers that it keeps symbolic through this.
-    finite = isinstance(value, (int, float)) and least <= value < math.inf and value > -math.inf
-    check_number(name, value, rule, ok=finite and (_positive(value) or not positive))
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < math.inf
+    ok = isinstance(value, (int, float)) and rule.low <= value <= rule.high
+    ok = ok and isinstance(value, (int, float)) and -math.inf < value < math.inf
+    check_number(name, value, rule.expected, ok=ok and not (rule.open_low and value == rule.low))
 
 
 def check_floating(name: str, operand: Operand) -> None:

@@ -5,12 +5,14 @@ Shapes: N tokens, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from xentlib.logprobs import chunked_logprobs
 from xentlib.reference import (
     LogprobReference,
     NLLReference,
@@ -23,7 +25,7 @@ __all__ = ["Case", "Problem", "Upstream", "build", "logits_problem", "upstream_o
 
 Array = npt.NDArray[Any]
 ARRAY_ARGUMENTS = ("bias", "where", "token_weights", "class_weights")
-LOSS_OPTIONS = ("label_smoothing", "z_loss", "reduction", "denominator")
+PER_TOKEN_OPTIONS = frozenset(inspect.signature(chunked_logprobs).parameters)
 
 
 class Upstream(NamedTuple):
@@ -103,7 +105,7 @@ class Problem:
     @property
     def per_token_options(self) -> dict[str, Any]:
         """The options that `chunked_logprobs` has too."""
-        return {name: value for name, value in self.options.items() if name not in LOSS_OPTIONS}
+        return {name: value for name, value in self.options.items() if name in PER_TOKEN_OPTIONS}
 
     def per_token_reference(
         self, upstream: Upstream, *, dz_dtype: str = "float64"

@@ -1,0 +1,163 @@
+"""A new option of the loss in a copy of the package: what its author writes, and what users see.
+
+python new_option.py oracle           both backends, held to the oracle
+python new_option.py handed           what each `CrossCheck` hands to its reference
+python new_option.py differs          two ranks, and two devices, with values of their own
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "lse_slope"
+# All that is written by hand. Of each file, what is put after a line that is there.
+EDITS = {
+    "xentlib/nll.py": {
+        "    z_loss: float | Array = 0.0,\n": f"    {NAME}: float | Array = 0.0,\n",
+        "        softcap: positive number, 0-d array (in PyTorch read by the host), or None.\n": (
+            f"        {NAME}: coefficient of lse.\n"
+        ),
+    },
+    "xentlib/options.py": {
+        "RULES: dict[str, Rule] = {\n": f'    "{NAME}": Rule("a number or a 0-d array"),\n',
+    },
+    "xentlib/algebra.py": {
+        "        z_term = self.xp.zeros_like(nll)\n": (
+            f"        nll = nll + options.{NAME} * stats.lse\n"
+        ),
+        "            extra = 2.0 * options.z_loss * stats.lse\n": (
+            f"        extra = extra + options.{NAME}\n"
+        ),
+    },
+    "xentlib/reference/nll.py": {
+        "    z_loss: float = 0.0,\n": f"    {NAME}: float = 0.0,\n",
+        "    z_term = z_loss * s.lse * s.lse\n": f"    nll = nll + {NAME} * s.lse\n",
+        "    slope = (1 - label_smoothing) * c_y + uniform * total + 2 * z_loss * s.lse\n": (
+            f"    slope = slope + {NAME}\n"
+        ),
+        "    dz[rows, y_N] = 2 * z_loss * s.lse + uniform * (total - c_y) - slope * s.p_rest\n": (
+            f"    dz[rows, y_N] += {NAME}\n"
+        ),
+    },
+    "xentlib/parity/cases.py": {'    "z_loss": 1e-3,\n': f'    "{NAME}": 0.3,\n'},
+}
+
+
+def edited(folder: Path, *left_out: str) -> None:
+    """A copy of the sources with the option, but for the files that are `left_out`."""
+    for package in ("torch_impl", "jax_impl"):
+        shutil.copytree(ROOT / package, folder / package)
+    shutil.copytree(ROOT / "xentlib", folder / "xentlib", symlinks=True)
+    (folder / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "public.py", folder / ".ci")
+    for name in EDITS.keys() - {*left_out}:
+        path = folder / name
+        text = path.read_text("utf-8")
+        for after, line in EDITS[name].items():
+            assert text.count(after) == 1, f"{name} must have this line once: {after}"
+            text = text.replace(after, after + line)
+        path.write_text(text, "utf-8")
+
+
+def oracle() -> None:
+    """The case that has the option, in both backends."""
+    from xentlib.contract import check
+    from xentlib.parity.backends import run
+    from xentlib.parity.cases import WITH_OPTIONS
+    from xentlib.parity.problem import build
+
+    problem = build(replace(WITH_OPTIONS, tokens=37, hidden=16, vocab=131), 1)
+    assert NAME in problem.options
+    reference = problem.reference()
+    for backend in ("torch", "jax"):
+        outcome = run(backend, problem)
+        found = check("A2", outcome.loss, reference.loss, magnitude=reference.loss_magnitude)
+        found += check("A5", outcome.d_hidden, reference.d_hidden, reference.bound_hidden)
+        failed = [x for x in found if not x.passed]
+        assert not failed, f"{backend} is not the oracle's: {failed}"
+
+
+def handed() -> None:
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    from helpers.handed import options_missed
+    from xentlib.jax import CrossCheck as OfJAX
+    from xentlib.torch import CrossCheck, chunked_nll
+
+    check = CrossCheck(every=1)
+
+    def call(**arguments: Any) -> None:
+        with check.step(0):
+            arguments["hidden"].requires_grad_()
+            chunked_nll(**arguments).loss.backward()
+
+    assert options_missed(check, call, torch.from_numpy, "float64") == []
+    other = OfJAX(every=1)
+
+    def traced(**arguments: Any) -> None:
+        other.nll(0, **arguments)
+        jax.effects_barrier()
+
+    assert options_missed(other, traced, jnp.asarray, "float32") == []
+
+
+def one_rank(rank: int, folder: str) -> None:
+    import pytest
+    import torch
+    import torch.distributed as dist
+
+    from xentlib.torch import chunked_nll
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    x, w, y = torch.ones(3, 4), torch.full((5, 4), rank + 1.0), torch.arange(3)
+    with pytest.raises(ValueError, match=NAME):
+        chunked_nll(x, w, y, vocab_parallel=dist.group.WORLD, **{NAME: 0.1 * rank})
+    dist.destroy_process_group()
+
+
+def differs() -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from xentlib.jax import chunked_nll
+
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs: Any = {"mesh": mesh, "in_specs": (P(), P("tp"), P(), P("tp")), "out_specs": P("tp")}
+
+    def loss(x: Any, w: Any, y: Any, value: Any) -> Any:
+        out = chunked_nll(x, w, y, vocab_parallel="tp", **{NAME: value[0]})
+        return out.loss[None]
+
+    x, w, y = jnp.ones((3, 4)), jnp.arange(40.0).reshape(10, 4) / 40, jnp.arange(3)
+    call = partial(jax.jit(jax.shard_map(loss, **specs, check_vma=False)), x, w, y)
+    assert jnp.isfinite(call(jnp.array([0.1, 0.1]))).all()
+    assert jnp.isnan(call(jnp.array([0.0, 0.1]))).all()
+    ranks = torch_ranks()
+    assert ranks == [0, 0], ranks
+
+
+def torch_ranks() -> list[int]:
+    import subprocess
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "rank"]
+        ranks = [subprocess.Popen([*command, str(k), folder]) for k in range(2)]
+        return [rank.wait() for rank in ranks]
+
+
+if __name__ == "__main__":
+    part, *rest = sys.argv[1:]
+    if part == "rank":
+        one_rank(int(rest[0]), rest[1])
+    else:
+        {"oracle": oracle, "handed": handed, "differs": differs}[part]()

@@ -1,0 +1,79 @@
+"""An option is written once: a new one in a copy of the package, and what happens without a part of
+it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.new_option import EDITS, NAME, ROOT, edited
+from xentlib.call import Scalars
+from xentlib.parity.cases import GRID
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+if not (ROOT / "torch_impl").is_dir():
+    pytest.skip("the sources are not there", allow_module_level=True)
+
+SITES = 7  # with a sentence in the docs
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    variables = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests")])}
+    variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    return subprocess.run(  # noqa: PLW1510 - the status is what is asked
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, **variables, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def written(folder: Path, *left_out: str) -> subprocess.CompletedProcess[str]:
+    edited(folder, *left_out)
+    return run(folder, ".ci/public.py")
+
+
+def of_the_copy(folder: Path, part: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, str(ROOT / "tests" / "helpers" / "new_option.py"), part)
+
+
+def test_few_files_are_edited():
+    assert len(EDITS) + 1 <= SITES
+
+
+@pytest.mark.parametrize("part", ["oracle", "handed", "differs"])
+def test_what_is_written_is_enough(part: str, tmp_path: Path) -> None:
+    assert written(tmp_path).returncode == 0
+    done = of_the_copy(tmp_path, part)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_rule_that_is_missing_is_named(tmp_path):
+    """Or `bind` would drop the option."""
+    done = written(tmp_path, "xentlib/options.py")
+    assert done.returncode == 1
+    assert f"`{NAME}` must have a rule in RULES" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [("xentlib/reference/nll.py", NAME), ("xentlib/algebra.py", "not the oracle's")],
+)
+def test_a_part_that_is_missing_is_noticed(tmp_path: Path, left_out: str, said: str) -> None:
+    assert written(tmp_path, left_out).returncode == 0
+    done = of_the_copy(tmp_path, "oracle")
+    assert done.returncode == 1
+    assert said in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", Scalars._fields)
+def test_every_option_is_in_a_case_and_on_a_page(name):
+    assert any(name in case.options for case in GRID)
+    pages = (path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
+    assert any(f"`{name}`" in text for text in pages)
