@@ -15,9 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from xentlib.conformance import Conformance, Loss, conform
-from xentlib.parity.report.numbers import bound_text, value_text
-from xentlib.parity.report.summary import row_statements, summarise
+from xentlib.tools.conformance import Conformance, Loss, conform
+from xentlib.tools.parity.report.numbers import bound_text, value_text
+from xentlib.tools.parity.report.summary import row_statements, summarise
 
 HERE = Path(__file__).resolve()
 DATA = HERE.parents[1] / "docs" / "data" / "conformance.json"
@@ -42,10 +42,10 @@ def peers(backend: str) -> list[Any]:
     if backend == "torch":
         import torch
 
-        from xentlib.bench.peers_torch import peers as found
+        from xentlib.tools.bench.peers_torch import peers as found
 
         return [x for x in found(torch.bfloat16) if x.name not in LEFT_OUT]
-    from xentlib.bench.peers_jax import peers as others
+    from xentlib.tools.bench.peers_jax import peers as others
 
     return others()
 

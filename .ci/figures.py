@@ -91,8 +91,8 @@ def taken(ways: dict[str, Any], leaves: tuple[Any, Any]) -> dict[str, dict[str, 
     """Peak bytes beside the inputs and least processor time of each way, gradients included."""
     import torch
 
-    from xentlib.bench.contestants_torch import cpu_peak_bytes
-    from xentlib.bench.measure import order_of_round
+    from xentlib.tools.bench.contestants_torch import cpu_peak_bytes
+    from xentlib.tools.bench.measure import order_of_round
 
     def call(way: Any) -> Any:
         loss = way()
@@ -139,7 +139,7 @@ def measure() -> None:
 
 def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The rows, what they were measured on, and the figure's caption."""
-    from xentlib.bench.environment import environment
+    from xentlib.tools.bench.environment import environment
 
     found = environment()
     about = (
@@ -218,8 +218,8 @@ def draw() -> None:
 
 def draw_benchmarks() -> None:
     """The plots of `bench/results`, from the JSON beside them."""
-    from xentlib.bench.plot import save
-    from xentlib.bench.report import from_json
+    from xentlib.tools.bench.plot import save
+    from xentlib.tools.bench.report import from_json
 
     for path in sorted(BENCH.glob("*.json")):
         report = from_json(json.loads(path.read_text(encoding="utf-8")))

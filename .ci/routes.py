@@ -19,9 +19,9 @@ RANKS = (8, 64, 1024)
 def found() -> dict[str, Any]:
     """Every head but GPT-2's, which nobody spreads over ranks: where hidden and head are as fast,
     and of each route what a rank receives, its peak and its seconds."""
-    from xentlib.bench.cases import REAL
-    from xentlib.cli.plan import GPUS, document, sizes_of
     from xentlib.plan import Rates
+    from xentlib.tools.bench.cases import REAL
+    from xentlib.tools.cli.plan import GPUS, document, sizes_of
 
     plans = []
     for head in REAL:

@@ -57,7 +57,7 @@ IMAGES = (".png", ".svg")
 def contract_table() -> str:
     """The rows of `xentlib.contract`: what each covers, what is measured, the bound."""
     from xentlib.contract import ROWS, Measurement
-    from xentlib.parity.report.numbers import bound_text
+    from xentlib.tools.parity.report.numbers import bound_text
 
     def bounds(row: Any) -> Iterator[str]:
         for b in row.bounds:
@@ -72,9 +72,9 @@ def contract_table() -> str:
 
 def parity_tables(text: str) -> str:
     """A run that `xentlib parity` wrote: verdict, rows, training, and what it was run with."""
-    from xentlib.parity.report.document import from_json
-    from xentlib.parity.report.numbers import bound_text, duration, number, value_text
-    from xentlib.parity.report.summary import backend_name, row_statements, summarise, verdict
+    from xentlib.tools.parity.report.document import from_json
+    from xentlib.tools.parity.report.numbers import bound_text, duration, number, value_text
+    from xentlib.tools.parity.report.summary import backend_name, row_statements, summarise, verdict
 
     result = from_json(text)
     rows = summarise(result, row_statements())
@@ -122,7 +122,7 @@ def parity_tables(text: str) -> str:
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The one that prints `xentlib COMMAND --help`."""
-    from xentlib.cli import main
+    from xentlib.tools.cli import main
 
     found: list[argparse.ArgumentParser] = []
 

@@ -129,8 +129,8 @@ def recipes_part() -> str:
 
 
 def defects_part() -> str:
-    """`xentlib.audit.DEFECTS`: name, what was done, of which kinds of step, and the pages."""
-    from xentlib.audit import DEFECTS
+    """`xentlib.tools.audit.DEFECTS`: name, what was done, of which kinds of step, and the pages."""
+    from xentlib.tools.audit import DEFECTS
 
     def links(cure: str | dict[str, str]) -> str:
         if isinstance(cure, str):

@@ -9,21 +9,22 @@ except ModuleNotFoundError as missing:
 
     refuse_missing(missing, "jax", "JAX")
 
-from xentlib.accumulate import CountOverflowError, WindowStats
-from xentlib.collectives import Collective, CollectiveCount
-from xentlib.crosscheck import CrossCheckError
-from xentlib.jax.accumulate import TokenNormalizedState, accumulate_grads, token_normalized
-from xentlib.jax.collectives import count_collectives
-from xentlib.jax.crosscheck import CrossCheck
-from xentlib.jax.evaluation import Evaluation
-from xentlib.jax.labels import next_token_labels
 from xentlib.jax.public import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
 from xentlib.lowrank import LowRankHead
 from xentlib.nll import NLLOutput
 
 if TYPE_CHECKING:
+    from xentlib.accumulate import CountOverflowError, WindowStats
+    from xentlib.collectives import Collective, CollectiveCount
+    from xentlib.jax.accumulate import TokenNormalizedState, accumulate_grads, token_normalized
+    from xentlib.jax.collectives import count_collectives
+    from xentlib.jax.crosscheck import CrossCheck
+    from xentlib.jax.evaluation import Evaluation
+    from xentlib.jax.labels import next_token_labels
     from xentlib.jax.module import LinenNLLHead, NLLHead
+    from xentlib.tools.crosscheck import CrossCheckError
 
 __all__ = [
     "Collective",
@@ -49,12 +50,33 @@ __all__ = [
 ]
 
 
+# What a call of the loss does not need
+load = loading(
+    __name__,
+    {
+        "Collective": "xentlib.collectives",
+        "CollectiveCount": "xentlib.collectives",
+        "CountOverflowError": "xentlib.accumulate",
+        "CrossCheck": "xentlib.jax.crosscheck",
+        "CrossCheckError": "xentlib.tools.crosscheck",
+        "Evaluation": "xentlib.jax.evaluation",
+        "LinenNLLHead": "xentlib.jax.module",
+        "NLLHead": "xentlib.jax.module",
+        "TokenNormalizedState": "xentlib.jax.accumulate",
+        "WindowStats": "xentlib.accumulate",
+        "accumulate_grads": "xentlib.jax.accumulate",
+        "count_collectives": "xentlib.jax.collectives",
+        "next_token_labels": "xentlib.jax.labels",
+        "token_normalized": "xentlib.jax.accumulate",
+    },
+)
+
+
 def __getattr__(name: str) -> Any:
-    """The modules, which alone need Flax."""
-    if name not in ("LinenNLLHead", "NLLHead"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """The modules of Flax alone need it."""
     try:
-        from xentlib.jax import module
+        return load(name)
     except ModuleNotFoundError as missing:
+        if missing.name != "flax":
+            raise
         raise ImportError(f"`{name}` needs Flax. Run: pip install 'xentlib[flax]'") from missing
-    return getattr(module, name)

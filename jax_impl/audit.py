@@ -1,4 +1,4 @@
-"""What a step of JAX returns, as numbers that `xentlib.audit` holds against the oracle."""
+"""What a step of JAX returns, as numbers that `tools.audit` holds against the oracle."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.audit.called import Step, arguments, kind_of, numbers, of_function, returned, stacked
-from xentlib.audit.problem import Array, Options, Problem
-from xentlib.audit.reading import Numbers, Oracle
-from xentlib.audit.report import Report
-from xentlib.audit.verdict import judge, oracle_of
 from xentlib.checks.audit import check_ranks
+from xentlib.tools.audit.called import (
+    Step,
+    arguments,
+    kind_of,
+    numbers,
+    of_function,
+    returned,
+    stacked,
+)
+from xentlib.tools.audit.problem import Array, Options, Problem
+from xentlib.tools.audit.reading import Numbers, Oracle
+from xentlib.tools.audit.report import Report
+from xentlib.tools.audit.verdict import judge, oracle_of
 
 __all__ = ["Head", "audit"]
 
@@ -49,7 +57,7 @@ def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any
             entropy). None: "step" for two arguments, "loss" for three.
         ranks: devices over which the step spreads the rows of a micro-batch, in their order: B is
             then a multiple of it.
-        options: what the step applies, fields of `xentlib.audit.Options`: bias, softcap,
+        options: what the step applies, fields of `xentlib.tools.audit.Options`: bias, softcap,
             logit_scale, temperature, label_smoothing, z_loss, documents.
 
     Raises:

@@ -16,7 +16,6 @@ from jax import lax
 from xentlib.call import Arguments
 from xentlib.checks.crosscheck import check_traced_step
 from xentlib.checks.operand import plain
-from xentlib.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
 from xentlib.dtypes import resolve_dtypes
 from xentlib.jax.derivatives import primal_values, refused, wanted
 from xentlib.jax.describe import is_array
@@ -26,7 +25,8 @@ from xentlib.jax.nll import nll
 from xentlib.jax.ranks import vary, varying
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
-from xentlib.parity.problem import Problem
+from xentlib.tools.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
+from xentlib.tools.parity.problem import Problem
 
 __all__ = ["CrossCheck"]
 

@@ -20,7 +20,7 @@ from xentlib.checks.words import check_floating
 from xentlib.jax.describe import describe
 from xentlib.jax.ranks import Axis
 from xentlib.lowrank import LowRankHead
-from xentlib.plan import PaddedVocab, choose_gather
+from xentlib.plan import PaddedVocab
 
 __all__ = [
     "Placement",
@@ -171,6 +171,8 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
         check_floating(name, describe(x))
     dtypes = [str(x.dtype) for x in (hidden, weight)]
     columns, width = weight.shape if given.weight_layout == "VH" else weight.shape[::-1]
+    from xentlib.plan.routes import choose_gather
+
     found = choose_gather(
         count,
         columns // shards,

@@ -12,9 +12,9 @@ import pytest
 from helpers.measured import hold
 from xentlib.accumulate import STEPS, Lifecycle, WindowState, WindowStateError, reduction_of
 from xentlib.contract import check, failures
-from xentlib.parity.cases import BASE, CONFIDENT
-from xentlib.parity.problem import build
-from xentlib.parity.rows import windows
+from xentlib.tools.parity.cases import BASE, CONFIDENT
+from xentlib.tools.parity.problem import build
+from xentlib.tools.parity.rows import windows
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from xentlib.cli import main
+from xentlib.tools.cli import main
 
 TORCH = """
 import torch

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xentlib.audit.defects import DEFECTS, forms
-from xentlib.audit.problem import IGNORE, Options
-from xentlib.audit.reading import Numbers, Reading
-from xentlib.audit.verdict import judge, oracle_of
+from xentlib.tools.audit.defects import DEFECTS, forms
+from xentlib.tools.audit.problem import IGNORE, Options
+from xentlib.tools.audit.reading import Numbers, Reading
+from xentlib.tools.audit.verdict import judge, oracle_of
 
 ALL = Options(True, 30.0, 0.5, 1.3, 0.1, 1e-3)
 PLAIN = Options()

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from helpers.pairs import every_pair
-from xentlib.bench.cases import CASES, DTYPES, HeadSizes, make_arrays
-from xentlib.bench.contestant import (
+from xentlib.tools.bench.cases import CASES, DTYPES, HeadSizes, make_arrays
+from xentlib.tools.bench.contestant import (
     BARE,
     FLOOR,
     KINDS,
@@ -28,9 +28,9 @@ from xentlib.bench.contestant import (
     Wanted,
     not_installed,
 )
-from xentlib.bench.measure import add_peaks
-from xentlib.bench.memory import resident_growth
-from xentlib.bench.result import ContestantResult
+from xentlib.tools.bench.measure import add_peaks
+from xentlib.tools.bench.memory import resident_growth
+from xentlib.tools.bench.result import ContestantResult
 
 TINY = CASES["tiny"]
 # Half of its logits are where the cap bends them by more than a quarter.
@@ -74,7 +74,7 @@ def one_thread(monkeypatch):
 
 def build(backend, dtype="float32", only=None, kinds=KINDS, case=TINY):
     arrays = make_arrays(case, dtype)
-    module = import_module(f"xentlib.bench.contestants_{backend}")
+    module = import_module(f"xentlib.tools.bench.contestants_{backend}")
     return arrays, module.build(arrays, "cpu", Wanted(only, kinds))
 
 
@@ -257,7 +257,7 @@ def test_every_head_has_arrays_of_its_dtype():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arrays_drawn_on_a_device_are_as_those_of_the_host(backend, dtype):
     """Catches: a rounding left out, labels that name no token, one stream for all arrays."""
-    module = import_module(f"xentlib.bench.contestants_{backend}")
+    module = import_module(f"xentlib.tools.bench.contestants_{backend}")
 
     def drawn(seed):
         arrays = make_arrays(TINY, dtype, module.OnDevice(module.place("cpu"), seed))
@@ -287,7 +287,7 @@ def test_arrays_drawn_on_a_device_are_as_those_of_the_host(backend, dtype):
 @pytest.mark.torch
 def test_torch_counts_a_known_allocation():
     torch = pytest.importorskip("torch")
-    from xentlib.bench.contestants_torch import cpu_peak_bytes
+    from xentlib.tools.bench.contestants_torch import cpu_peak_bytes
 
     def run():
         kept = torch.zeros(3 * MIB, dtype=torch.uint8)
@@ -317,7 +317,7 @@ def test_resident_growth_sees_what_no_framework_allocated():
 @pytest.mark.jax
 def test_jax_counts_a_known_allocation():
     jax = pytest.importorskip("jax")
-    from xentlib.bench.contestants_jax import Program
+    from xentlib.tools.bench.contestants_jax import Program
 
     def outer(x, y):  # [1024, 1024] float32 to be multiplied, and as much again for the result
         return jax.numpy.sin(x[:, None] * y) @ jax.numpy.cos(x[:, None] * y)

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from xentlib.bench.cases import CASES, DTYPES, SUITES
-from xentlib.bench.contestant import (
+from xentlib.tools.bench.cases import CASES, DTYPES, SUITES
+from xentlib.tools.bench.contestant import (
     BARE,
     FLOOR,
     KINDS,
@@ -22,12 +22,12 @@ from xentlib.bench.contestant import (
     Contestant,
     Field,
 )
-from xentlib.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
-from xentlib.bench.plot import draw
-from xentlib.bench.report import as_json, from_json
-from xentlib.bench.result import ContestantResult, Report, Run
-from xentlib.bench.worker import Request, WorkerError, ask
-from xentlib.cli import bench as cli
+from xentlib.tools.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
+from xentlib.tools.bench.plot import draw
+from xentlib.tools.bench.report import as_json, from_json
+from xentlib.tools.bench.result import ContestantResult, Report, Run
+from xentlib.tools.bench.worker import Request, WorkerError, ask
+from xentlib.tools.cli import bench as cli
 
 TINY = CASES["tiny"]
 MIB = 1 << 20
@@ -53,7 +53,7 @@ def test_rounds_turn():
 @pytest.mark.slow
 def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
     now, calls = [0.0], []
-    monkeypatch.setattr("xentlib.bench.measure.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("xentlib.tools.bench.measure.time.perf_counter", lambda: now[0])
 
     def contestant(name, seconds):
         def run():
@@ -213,7 +213,7 @@ def test_scaled_heads_have_the_shape_of_the_real_ones():
 
 def test_the_command_loads_no_framework():
     probe_code = (
-        "import sys, xentlib.cli.bench\n"
+        "import sys, xentlib.tools.cli.bench\n"
         "print(*({'torch', 'jax', 'matplotlib', 'optax', 'rich'} & set(sys.modules)))"
     )
     command = [sys.executable, "-W", "error", "-c", probe_code]

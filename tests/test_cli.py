@@ -10,8 +10,8 @@ import pytest
 
 import xentlib
 from helpers.played import complaint, measured, parity, staged, written
-from xentlib import cli
-from xentlib.parity.result import Section
+from xentlib.tools import cli
+from xentlib.tools.parity.result import Section
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_torch_alone_leaves_jax_variables_alone(stage, tmp_path):
 @pytest.mark.parametrize("arguments", [["--version"], ["parity", "--help"]])
 def test_no_framework_is_loaded_to_read_the_arguments(arguments):
     code = (
-        "import sys; from xentlib import cli\n"
+        "import sys; from xentlib.tools import cli\n"
         f"try: cli.main({arguments!r})\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'jax', 'rich', 'tokenizers'} & set(sys.modules)))"
@@ -237,11 +237,11 @@ def test_python_runs_the_package_as_the_command():
 
 def test_bench_is_handed_its_own_arguments(monkeypatch):
     seen = []
-    module = ModuleType("xentlib.cli.bench")
+    module = ModuleType("xentlib.tools.cli.bench")
     module.add_arguments = lambda parser: parser.add_argument("--repeats", type=int)
     module.run = lambda args: seen.append(args.repeats) or 3
-    monkeypatch.setitem(sys.modules, "xentlib.cli.bench", module)
-    monkeypatch.setattr("xentlib.cli.bench", module, raising=False)
+    monkeypatch.setitem(sys.modules, "xentlib.tools.cli.bench", module)
+    monkeypatch.setattr("xentlib.tools.cli.bench", module, raising=False)
     assert cli.main(["bench", "--repeats", "5"]) == 3
     assert seen == [5]
 
@@ -250,10 +250,10 @@ def test_bench_without_its_packages(monkeypatch, capsys):
     class Missing:
         @staticmethod
         def find_spec(name, path=None, target=None):
-            if name == "xentlib.cli.bench":
+            if name == "xentlib.tools.cli.bench":
                 raise ModuleNotFoundError("No module named 'rich'", name="rich")
 
-    monkeypatch.delitem(sys.modules, "xentlib.cli.bench", raising=False)
+    monkeypatch.delitem(sys.modules, "xentlib.tools.cli.bench", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
     assert cli.main(["bench"]) == 2
     assert complaint(capsys) == (
@@ -271,7 +271,9 @@ def test_kernels_are_chosen_for_the_whole_process(stage, tmp_path, monkeypatch, 
     capsys.readouterr()
     assert parity(tmp_path, "--kernels", "eager", "--backend", "jax") == 2
     assert "`--kernels eager` is of PyTorch" in complaint(capsys)
-    monkeypatch.setattr("xentlib.cli.available.find_spec", lambda name: name != "triton" or None)
+    monkeypatch.setattr(
+        "xentlib.tools.cli.available.find_spec", lambda name: name != "triton" or None
+    )
     assert parity(tmp_path, "--kernels", "triton") == 2
     assert "needs Triton, which is not installed" in complaint(capsys)
     monkeypatch.undo()

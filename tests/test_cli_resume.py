@@ -11,9 +11,9 @@ import pytest
 
 import xentlib
 from helpers.played import but_for_times, complaint, parity, sections, staged, written
-from xentlib.cli import environment
-from xentlib.cli import parity as cli_parity
-from xentlib.parity import pace
+from xentlib.tools.cli import environment
+from xentlib.tools.cli import parity as cli_parity
+from xentlib.tools.parity import pace
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_every_line_of_code_counts(tmp_path, monkeypatch):
     digests = {environment.code_digest()}
     for changed in (
         "xentlib/ulp.py",
-        "xentlib/parity/cases.py",
+        "xentlib/tools/parity/cases.py",
         "torch_impl/nll.py",
         "jax_impl/nll.py",
     ):
@@ -231,7 +231,7 @@ def test_time_limits_follow_the_sections_that_are_done(stage, tmp_path, monkeypa
 
 def test_sections_have_names_of_their_own():
     """They are kept and gone on from by name."""
-    from xentlib.parity.suite import operator_sections
+    from xentlib.tools.parity.suite import operator_sections
 
     for suite in ("quick", "full"):
         both, *one = (
@@ -248,7 +248,7 @@ def test_sections_have_names_of_their_own():
 
 
 def test_on_a_device_what_needs_ranks_is_left_out():
-    from xentlib.parity.suite import operator_sections
+    from xentlib.tools.parity.suite import operator_sections
 
     here, there = (
         [part.name for part in operator_sections(("torch", "jax"), "quick", 0, device)]
@@ -266,7 +266,7 @@ def test_a_device(stage, tmp_path, monkeypatch, capsys):
     assert parity(tmp_path, "--device", "cuda") == 2
     assert "a device that torch and jax can use" in complaint(capsys)
     names = {"torch": "a GPU", "jax": "the GPU"}
-    monkeypatch.setattr("xentlib.parity.device.described", lambda _, backend: names[backend])
+    monkeypatch.setattr("xentlib.tools.parity.device.described", lambda _, backend: names[backend])
     assert parity(tmp_path, "--device", "cuda") == 0
     assert stage.device == "cuda"
     assert stage.variables["JAX_PLATFORMS"] == "cuda,cpu"
@@ -282,9 +282,9 @@ def test_a_device(stage, tmp_path, monkeypatch, capsys):
 # Of the real sections, those that take seconds.
 REAL = """
 import sys
-from xentlib import cli
-from xentlib.cli import parity
-from xentlib.parity import ranks, suite
+from xentlib.tools import cli
+from xentlib.tools.cli import parity
+from xentlib.tools.parity import ranks, suite
 real = suite.operator_sections
 names = {names!r}
 suite.operator_sections = lambda *a: [part for part in real(*a) if part.name in names]

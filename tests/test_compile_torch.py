@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from xentlib.call import Arguments
-from xentlib.parity.problem import Case
+from xentlib.tools.parity.problem import Case
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

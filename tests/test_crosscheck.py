@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from helpers.corrupted import WRONG_AT, wrong_torch  # noqa: E402
 from helpers.handed import options_missed  # noqa: E402
-from xentlib.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
+from xentlib.tools.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
 from xentlib.torch import CrossCheck, chunked_nll  # noqa: E402
 
 H, V = 24, 157

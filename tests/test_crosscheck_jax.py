@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from helpers.corrupted import WRONG_AT, wrong_jax  # noqa: E402
 from helpers.handed import options_missed  # noqa: E402
-from xentlib.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
 from xentlib.jax import CrossCheck, chunked_nll  # noqa: E402
+from xentlib.tools.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
 
 H, V, N = 24, 157, 63
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from xentlib.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
+from xentlib.tools.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
 from xentlib.torch import CrossCheck, chunked_nll  # noqa: E402
 from xentlib.torch.observed import OBSERVERS  # noqa: E402
 

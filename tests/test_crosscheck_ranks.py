@@ -18,7 +18,7 @@ if importlib.util.find_spec("lightning") is None:
     pytest.skip("Lightning is not installed", allow_module_level=True)
 
 from helpers.windows import batch_of, net  # noqa: E402
-from xentlib.crosscheck import CrossCheckError  # noqa: E402
+from xentlib.tools.crosscheck import CrossCheckError  # noqa: E402
 from xentlib.torch import CrossCheck, chunked_nll  # noqa: E402
 
 WORLD = 2

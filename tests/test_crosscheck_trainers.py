@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 
 from helpers.corrupted import WRONG_AT, wrong_torch  # noqa: E402
 from helpers.patched import ROWS, batch, llama  # noqa: E402
-from xentlib.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
+from xentlib.tools.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
 from xentlib.torch.integrations.trainer import CrossCheckCallback  # noqa: E402
 from xentlib.torch.integrations.transformers import patch  # noqa: E402
 

@@ -13,9 +13,9 @@ import pytest
 
 from helpers import lowrank
 from helpers.measured import SMALL, by_id, hold
-from xentlib.parity.cases import BASE, CHUNK_CASES, WITH_OPTIONS, low_precision, named
-from xentlib.parity.problem import Case, build, upstream_of
-from xentlib.parity.rows import nll, per_token
+from xentlib.tools.parity.cases import BASE, CHUNK_CASES, WITH_OPTIONS, low_precision, named
+from xentlib.tools.parity.problem import Case, build, upstream_of
+from xentlib.tools.parity.rows import nll, per_token
 
 jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.cpu]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from xentlib.contract import ROWS
-from xentlib.parity.report.document import to_json
-from xentlib.parity.result import Measurement, ParityResult, Section, TrainingCurve
+from xentlib.tools.parity.report.document import to_json
+from xentlib.tools.parity.result import Measurement, ParityResult, Section, TrainingCurve
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -303,7 +303,12 @@ def api_headings():
 # What a person imports from. `xentlib.nll` and its like define and do not compute.
 BACKENDS = [f"xentlib.{name}" for name in FRAMEWORKS]
 OTHERS = [f"xentlib.{name}" for name in ("plan", "interop", "contract", "budgets", "reference")]
-OTHERS += ["xentlib.audit", "xentlib.torch.audit", "xentlib.jax.audit", "xentlib.crosscheck"]
+OTHERS += [
+    "xentlib.tools.audit",
+    "xentlib.torch.audit",
+    "xentlib.jax.audit",
+    "xentlib.tools.crosscheck",
+]
 INTEGRATED = ("torchtitan", "transformers", "trl")
 OTHERS += [f"xentlib.torch.integrations.{name}" for name in INTEGRATED]
 OTHERS += [f"xentlib.jax.integrations.{name}" for name in ("flax", "maxtext", "tunix")]

@@ -159,7 +159,7 @@ def load_hooks():
 
 @pytest.mark.parametrize("command", ["parity", "bench", "doctor", "audit", "plan"])
 def test_every_option_of_help_is_on_the_page(command, capsys):
-    from xentlib.cli import main
+    from xentlib.tools.cli import main
 
     with pytest.raises(SystemExit):
         main([command, "--help"])

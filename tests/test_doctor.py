@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 import xentlib
-from xentlib import cli
-from xentlib.cli import doctor as command
-from xentlib.doctor import backends, packages
-from xentlib.doctor.packages import PACKAGES, Package, inspect, ranges, within
-from xentlib.parity import backends as parity_backends
-from xentlib.parity import findings, suite
+from xentlib.tools import cli
+from xentlib.tools.cli import doctor as command
+from xentlib.tools.doctor import backends, packages
+from xentlib.tools.doctor.packages import PACKAGES, Package, inspect, ranges, within
+from xentlib.tools.parity import backends as parity_backends
+from xentlib.tools.parity import findings, suite
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -140,7 +140,7 @@ def bare(tmp_path_factory):
 
 
 def alone(folder, *arguments, **environment):
-    code = f"import sys; sys.path.append({str(folder)!r}); from xentlib.cli import main; "
+    code = f"import sys; sys.path.append({str(folder)!r}); from xentlib.tools.cli import main; "
     code += "sys.exit(main(sys.argv[1:]))"
     return subprocess.run(
         [sys.executable, "-I", "-S", "-c", code, "doctor", *arguments],
@@ -231,7 +231,7 @@ def test_a_row_that_falls_short_is_exit_status_1(capsys, monkeypatch):
 def test_a_jax_without_a_device_is_not_usable(platforms):
     """JAX raises RuntimeError of the one and AssertionError of the other."""
     pytest.importorskip("jax")
-    code = "import sys; from xentlib.cli import doctor as c, main; "
+    code = "import sys; from xentlib.tools.cli import doctor as c, main; "
     code += "c.find_spec = lambda name: name == 'jax' or None; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--json"],

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from xentlib.cli import main
-from xentlib.doctor.model import FAIL_IN_A_CALL, ConfigError, findings, read_config
+from xentlib.tools.cli import main
+from xentlib.tools.doctor.model import FAIL_IN_A_CALL, ConfigError, findings, read_config
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA = {
@@ -57,7 +57,7 @@ def test_an_adapter_s_folder_and_one_without_the_file(tmp_path):
 
 @pytest.mark.parametrize("sizes", [{"vocab_size": 0}, {"vocab_size": -5}, {"hidden_size": 0}])
 def test_sizes_that_no_head_has(monkeypatch, sizes):
-    monkeypatch.setattr("xentlib.doctor.model.there", lambda name: False)
+    monkeypatch.setattr("xentlib.tools.doctor.model.there", lambda name: False)
     found = found_of({**LLAMA, **sizes})
     assert found["head"].status == "bad"
     assert "of 1 or more" in found["head"].said
@@ -93,7 +93,7 @@ def test_sizes_under_the_names_of_the_class_are_there():
 
 
 def test_a_configuration_without_a_head(monkeypatch):
-    monkeypatch.setattr("xentlib.doctor.model.there", lambda name: False)
+    monkeypatch.setattr("xentlib.tools.doctor.model.there", lambda name: False)
     found = found_of({"model_type": "resnet"})
     assert found["head"].status == "bad"
 
@@ -107,7 +107,7 @@ def test_a_configuration_without_a_head(monkeypatch):
     ],
 )
 def test_numbers_of_the_file_where_transformers_is_not_there(monkeypatch, config):
-    monkeypatch.setattr("xentlib.doctor.model.there", lambda name: False)
+    monkeypatch.setattr("xentlib.tools.doctor.model.there", lambda name: False)
     found = found_of({**config, "final_logit_softcapping": 30.0, "logit_scale": 1.0})
     assert "V = 50, H = 8, tied or not is not said, bfloat16" in found["head"].said
     assert found["head"].said.endswith("; final_logit_softcapping=30.0")

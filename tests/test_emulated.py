@@ -13,8 +13,10 @@ import pytest
 
 pytestmark = [pytest.mark.torch, pytest.mark.cpu, pytest.mark.slow]
 HERE = Path(__file__).parent
-# What the emulation has not: compilers, fake tensors, functional transforms, a choice of kernels.
+# What the emulation has not: compilers, fake tensors, functional transforms, a choice of kernels;
+# products of a device, for which it has MKL's, whose bits depend on the number of threads.
 BEYOND = ("graph", "compile", "memory_is_what", "checkpoint", "the_choice", "nothing_compiles_for")
+BEYOND += ("run_to_run", "threads_and_runs")
 EAGER = ("nll", "nll_edges", "logprobs", "given_logits", "work_torch")
 TRITON = ("kernels", "kernels_triton", "contract_triton", "device_torch")
 

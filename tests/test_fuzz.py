@@ -11,7 +11,7 @@ import pytest
 
 import fuzz
 from xentlib.contract import check, failures
-from xentlib.parity import problem
+from xentlib.tools.parity import problem
 
 for name in ("torch", "jax", "optax"):
     pytest.importorskip(name)

@@ -28,9 +28,9 @@ from helpers.given_logits import (
 )
 from xentlib.call import LogitsArguments
 from xentlib.contract import check, failures
-from xentlib.parity.backends import run
-from xentlib.parity.cases import logit_sets
-from xentlib.parity.problem import Case, build
+from xentlib.tools.parity.backends import run
+from xentlib.tools.parity.cases import logit_sets
+from xentlib.tools.parity.problem import Case, build
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

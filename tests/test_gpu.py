@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from conftest import INSTALLED
-from xentlib.cli.command import _parser as command_line
+from xentlib.tools.cli.command import _parser as command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / ".ci"))  # as for a script that lies there
@@ -76,7 +76,7 @@ def test_commands_have_options_that_exist(tmp_path):
 
 @pytest.mark.parametrize("framework", INSTALLED)
 def test_contestants_have_names_that_exist(framework):
-    field = importlib.import_module(f"xentlib.bench.peers_{framework}")
+    field = importlib.import_module(f"xentlib.tools.bench.peers_{framework}")
     given = [importlib.import_module("torch").bfloat16] if framework == "torch" else []
     known = {peer.name for peer in field.peers(*given)}
     assert {name for _, name in GPU.PEERS[framework]} < known

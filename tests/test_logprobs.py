@@ -1,7 +1,7 @@
 """`chunked_logprobs` of both backends against the oracle, row by row of the contract, and what
 PyTorch does around it.
 
-The measurements are the parity run's own (`xentlib.parity.rows.per_token`).
+The measurements are the parity run's own (`xentlib.tools.parity.rows.per_token`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import pytest
 from helpers.measured import CAPPED, SMALL, by_id, few_programs, hold
 from xentlib.call import Arguments
 from xentlib.contract import ROW_OF, check, failures
-from xentlib.parity.backends import run, run_logprobs
-from xentlib.parity.cases import (
+from xentlib.reference import logprobs_reference
+from xentlib.tools.parity.backends import run, run_logprobs
+from xentlib.tools.parity.cases import (
     AUDIT,
     BASE,
     CHUNK_CASES,
@@ -25,11 +26,10 @@ from xentlib.parity.cases import (
     low_precision,
     named,
 )
-from xentlib.parity.device import numpy_of
-from xentlib.parity.findings import GRADIENT_ROWS
-from xentlib.parity.problem import Case, Problem, Upstream, build, upstream_of
-from xentlib.parity.rows import per_token
-from xentlib.reference import logprobs_reference
+from xentlib.tools.parity.device import numpy_of
+from xentlib.tools.parity.findings import GRADIENT_ROWS
+from xentlib.tools.parity.problem import Case, Problem, Upstream, build, upstream_of
+from xentlib.tools.parity.rows import per_token
 
 
 # What a reduction or a class weighs has no say in per-token outputs.

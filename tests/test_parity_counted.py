@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from xentlib.budgets import BUDGETS
-from xentlib.parity.counted import Count, H, N, V
-from xentlib.parity.findings import Findings
-from xentlib.parity.ranks import WORLD
-from xentlib.parity.rows import collectives
-from xentlib.parity.rows.collectives import CHUNKS, FEW_CHUNKS, HEADS
 from xentlib.plan import head_routes, plan_chunks
+from xentlib.tools.parity.counted import Count, H, N, V
+from xentlib.tools.parity.findings import Findings
+from xentlib.tools.parity.ranks import WORLD
+from xentlib.tools.parity.rows import collectives
+from xentlib.tools.parity.rows.collectives import CHUNKS, FEW_CHUNKS, HEADS
 
 
 def test_every_budget_is_counted() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xentlib.parity.device import on_device, on_jax
+from xentlib.tools.parity.device import on_device, on_jax
 
 
 @pytest.mark.torch

@@ -14,10 +14,10 @@ from helpers.small_training import (
     small_windows,
 )
 from xentlib.contract import check, failures
-from xentlib.parity.training.model import initial_weights
-from xentlib.parity.training.section import run_training
-from xentlib.parity.training.text import encode_documents, read_documents, train_tokenizer
-from xentlib.parity.training.windows import IGNORE_INDEX, TextWindow, make_windows
+from xentlib.tools.parity.training.model import initial_weights
+from xentlib.tools.parity.training.section import run_training
+from xentlib.tools.parity.training.text import encode_documents, read_documents, train_tokenizer
+from xentlib.tools.parity.training.windows import IGNORE_INDEX, TextWindow, make_windows
 
 pytest.importorskip("tokenizers")
 
@@ -132,7 +132,7 @@ def test_models_are_twins(windows):
     nnx = pytest.importorskip("flax.nnx")
     import jax
 
-    from xentlib.parity.training import model_jax, model_torch
+    from xentlib.tools.parity.training import model_jax, model_torch
 
     weights = initial_weights(SIZES, seed=5)
     tokens, segments = windows[0].tokens[0], windows[0].segments[0]
@@ -161,7 +161,7 @@ def test_models_are_twins(windows):
 def test_no_parameter_is_left_out(windows):
     torch = pytest.importorskip("torch")
     nnx = pytest.importorskip("flax.nnx")
-    from xentlib.parity.training import model_jax, model_torch
+    from xentlib.tools.parity.training import model_jax, model_torch
 
     weights = initial_weights(SIZES, seed=5)
     total = sum(value.size for value in weights.values())

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from xentlib.bench.cases import REAL
-from xentlib.cli import main
-from xentlib.cli.plan import sizes_of
 from xentlib.plan import Rates, crossover_tokens, head_routes
+from xentlib.tools.bench.cases import REAL
+from xentlib.tools.cli import main
+from xentlib.tools.cli.plan import sizes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = ("--vocab", "1003", "--hidden", "64")
@@ -154,13 +154,13 @@ def test_files_that_are_no_head_or_cannot_be_written(tmp_path, capsys) -> None:
 
 
 def test_a_plot_needs_matplotlib(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("xentlib.cli.plan.find_spec", lambda name: None)
+    monkeypatch.setattr("xentlib.tools.cli.plan.find_spec", lambda name: None)
     assert "`--plot` needs matplotlib" in refused(capsys, *SIZES, "--plot", "x.svg")
 
 
 def test_the_plot_shows_every_route_and_where_two_cross(tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    from xentlib.cli.plan_plot import TOKENS, draw
+    from xentlib.tools.cli.plan_plot import TOKENS, draw
 
     sizes = sizes_of("llama3-8b")
     crossover = crossover_tokens(sizes.vocab, sizes.hidden, 8)

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from xentlib.parity import pace as parity_pace
-from xentlib.parity.display import PlainProgress, progress_on
-from xentlib.parity.pace import Pace, Planned
-from xentlib.parity.progress import SilentProgress
-from xentlib.parity.result import Section
+from xentlib.tools.parity import pace as parity_pace
+from xentlib.tools.parity.display import PlainProgress, progress_on
+from xentlib.tools.parity.pace import Pace, Planned
+from xentlib.tools.parity.progress import SilentProgress
+from xentlib.tools.parity.result import Section
 
 
 class Terminal(io.StringIO):

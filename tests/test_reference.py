@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from helpers.oracle import VALUE_ULP, tau_bound, torch_full_logits, units
-from xentlib.parity.problem import Case, Problem, build
 from xentlib.reference import nll_reference
+from xentlib.tools.parity.problem import Case, Problem, build
 from xentlib.ulp import ulp_distance
 
 GRADIENTS = (

@@ -9,17 +9,17 @@ from itertools import pairwise
 import pytest
 
 from helpers.parity_runs import FAILURES, HOSTILE, STATEMENTS, a_run, failed, measured, unfinished
-from xentlib.parity.report.document import to_json
-from xentlib.parity.report.numbers import value_text
-from xentlib.parity.report.page import render_page
-from xentlib.parity.report.plots import (
+from xentlib.tools.parity.report.document import to_json
+from xentlib.tools.parity.report.numbers import value_text
+from xentlib.tools.parity.report.page import render_page
+from xentlib.tools.parity.report.plots import (
     Series,
     histogram_bins,
     histogram_plot,
     histogram_reach,
     line_plot,
 )
-from xentlib.parity.result import Histogram, Measurement, ParityResult, Section, TrainingCurve
+from xentlib.tools.parity.result import Histogram, Measurement, ParityResult, Section, TrainingCurve
 
 # --- parity.html ---------------------------------------------------------------------------------
 

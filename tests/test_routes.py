@@ -14,9 +14,9 @@ from helpers.ranks import launch
 from helpers.vocab_shards import CASES, PLAIN, held
 from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
-from xentlib.parity.backends import run, run_logprobs
-from xentlib.parity.problem import Case, build, upstream_of
 from xentlib.plan import stream_rows
+from xentlib.tools.parity.backends import run, run_logprobs
+from xentlib.tools.parity.problem import Case, build, upstream_of
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

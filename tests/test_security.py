@@ -16,10 +16,10 @@ if not all((ROOT / folder).is_dir() for folder in PACKAGES):
 # Who may, and for what the page says so.
 MAY_IMPORT = {
     "pickle": {"xentlib/processes.py"},  # between ranks, in a private folder
-    "socket": {"xentlib/parity/rows/collectives.py"},  # a free port of this machine
-    "subprocess": {"xentlib/bench/worker.py"},  # the same interpreter
+    "socket": {"xentlib/tools/parity/rows/collectives.py"},  # a free port of this machine
+    "subprocess": {"xentlib/tools/bench/worker.py"},  # the same interpreter
     "multiprocessing": {"xentlib/processes.py"},
-    "ctypes": {"xentlib/processes.py", "xentlib/bench/memory.py"},
+    "ctypes": {"xentlib/processes.py", "xentlib/tools/bench/memory.py"},
 }
 NEVER = {
     *("urllib", "http", "ftplib", "smtplib", "requests", "httpx", "aiohttp", "huggingface_hub"),
@@ -32,12 +32,13 @@ METHODS = {
 }
 # Modules by a name that is not a constant where it is used: from a table of the sources.
 NAMED_ELSEWHERE = {
-    "xentlib/doctor/backends.py": "one of the two backends",
-    "xentlib/bench/worker.py": "one of the two backends",
-    "xentlib/parity/training/loop.py": "one of the two backends",
+    "xentlib/lazy.py": "a module of this package, by a table",
+    "xentlib/tools/doctor/backends.py": "one of the two backends",
+    "xentlib/tools/bench/worker.py": "one of the two backends",
+    "xentlib/tools/parity/training/loop.py": "one of the two backends",
     "torch_impl/integrations/lightning.py": "Lightning's two names",
-    "xentlib/cli/audit.py": "the module that the command is given",
-    "xentlib/conformance.py": "one of the two backends",
+    "xentlib/tools/cli/audit.py": "the module that the command is given",
+    "xentlib/tools/conformance.py": "one of the two backends",
 }
 
 

@@ -28,7 +28,7 @@ from trl import (  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
 from helpers.patched import V, held, llama  # noqa: E402
-from xentlib.crosscheck import CrossCheckError  # noqa: E402
+from xentlib.tools.crosscheck import CrossCheckError  # noqa: E402
 from xentlib.torch import chunked_logprobs  # noqa: E402
 from xentlib.torch.integrations import trl  # noqa: E402
 from xentlib.torch.integrations.trainer import CrossCheckCallback  # noqa: E402

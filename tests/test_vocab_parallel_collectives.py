@@ -13,7 +13,7 @@ import pytest
 from helpers.ranks import launch
 from helpers.vocab_shards import PLAIN, V
 from xentlib.contract import check, failures
-from xentlib.parity.problem import Case, Upstream, build
+from xentlib.tools.parity.problem import Case, Upstream, build
 from xentlib.ulp import bits_unequal
 
 torch = pytest.importorskip("torch")

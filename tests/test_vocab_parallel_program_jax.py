@@ -13,9 +13,9 @@ import pytest
 
 from helpers.vocab_shards import V
 from xentlib import PaddedVocab
-from xentlib.parity.backends import GRADIENTS
-from xentlib.parity.problem import build
 from xentlib.plan import shards
+from xentlib.tools.parity.backends import GRADIENTS
+from xentlib.tools.parity.problem import build
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from xentlib.contract import check, failures
-from xentlib.parity.backends import run
-from xentlib.parity.problem import Case, build
 from xentlib.plan import CPU_BLOCK_BYTES, plan_chunks
+from xentlib.tools.parity.backends import run
+from xentlib.tools.parity.problem import Case, build
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -1,5 +1,7 @@
 """The loss head in PyTorch: `import xentlib.torch`. The definition is in `xentlib`."""
 
+from typing import TYPE_CHECKING
+
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as missing:
@@ -7,26 +9,29 @@ except ModuleNotFoundError as missing:
 
     refuse_missing(missing, "torch", "PyTorch")
 
-from xentlib.accumulate import (
-    CountMismatchError,
-    UnsupportedWrapperError,
-    WindowStateError,
-    WindowStats,
-)
-from xentlib.collectives import Collective, CollectiveCount
-from xentlib.crosscheck import CrossCheckError
+from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
 from xentlib.lowrank import LowRankHead
 from xentlib.nll import NLLOutput
-from xentlib.torch.accumulate import TokenNormalizer
-from xentlib.torch.collectives import count_collectives
-from xentlib.torch.crosscheck import CrossCheck
-from xentlib.torch.evaluation import Evaluation
 from xentlib.torch.head import gather_head
-from xentlib.torch.labels import next_token_labels
 from xentlib.torch.module import NLLHead
 from xentlib.torch.public import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
-from xentlib.torch.window import Window
+
+if TYPE_CHECKING:
+    from xentlib.accumulate import (
+        CountMismatchError,
+        UnsupportedWrapperError,
+        WindowStateError,
+        WindowStats,
+    )
+    from xentlib.collectives import Collective, CollectiveCount
+    from xentlib.tools.crosscheck import CrossCheckError
+    from xentlib.torch.accumulate import TokenNormalizer
+    from xentlib.torch.collectives import count_collectives
+    from xentlib.torch.crosscheck import CrossCheck
+    from xentlib.torch.evaluation import Evaluation
+    from xentlib.torch.labels import next_token_labels
+    from xentlib.torch.window import Window
 
 __all__ = [
     "Collective",
@@ -51,3 +56,23 @@ __all__ = [
     "next_token_labels",
     "vocab_parallel_logprobs",
 ]
+
+# What a call of the loss does not need
+__getattr__ = loading(
+    __name__,
+    {
+        "Collective": "xentlib.collectives",
+        "CollectiveCount": "xentlib.collectives",
+        "CountMismatchError": "xentlib.accumulate",
+        "CrossCheck": "xentlib.torch.crosscheck",
+        "CrossCheckError": "xentlib.tools.crosscheck",
+        "Evaluation": "xentlib.torch.evaluation",
+        "TokenNormalizer": "xentlib.torch.accumulate",
+        "UnsupportedWrapperError": "xentlib.accumulate",
+        "Window": "xentlib.torch.window",
+        "WindowStateError": "xentlib.accumulate",
+        "WindowStats": "xentlib.accumulate",
+        "count_collectives": "xentlib.torch.collectives",
+        "next_token_labels": "xentlib.torch.labels",
+    },
+)

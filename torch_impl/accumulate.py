@@ -15,7 +15,6 @@ from xentlib.checks.window import check_nonfinite, check_windows
 from xentlib.checks.words import check_choice
 from xentlib.options import EMPTY, MODES, Empty, Mode, NonFinite
 from xentlib.torch.window import Window
-from xentlib.torch.wrappers.read import read
 
 __all__ = ["TokenNormalizer"]
 
@@ -102,6 +101,8 @@ class TokenNormalizer:
 
     def _read(self) -> None:
         """The wrapper as it is now: hooks, factors and accumulation steps may change."""
+        from xentlib.torch.wrappers.read import read
+
         self.wrapper = read(*self.given)
         self._check_alone()
         self.group = self.wrapper.group if self.count_group is None else self.count_group

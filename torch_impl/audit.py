@@ -1,4 +1,4 @@
-"""What a step of PyTorch returns, as numbers that `xentlib.audit` holds against the oracle."""
+"""What a step of PyTorch returns, as numbers that `tools.audit` holds against the oracle."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xentlib.audit.called import Step, arguments, kind_of, numbers, of_function, returned, stacked
-from xentlib.audit.problem import Array, Options, Problem
-from xentlib.audit.reading import Numbers, Oracle
-from xentlib.audit.report import Report
-from xentlib.audit.verdict import judge, oracle_of
 from xentlib.checks.audit import check_backward, check_group
+from xentlib.tools.audit.called import (
+    Step,
+    arguments,
+    kind_of,
+    numbers,
+    of_function,
+    returned,
+    stacked,
+)
+from xentlib.tools.audit.problem import Array, Options, Problem
+from xentlib.tools.audit.reading import Numbers, Oracle
+from xentlib.tools.audit.report import Report
+from xentlib.tools.audit.verdict import judge, oracle_of
 
 __all__ = ["audit"]
 
@@ -42,7 +50,7 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
         kind: "step"; "loss", a function of (hidden [N, H], weight [V, H], labels [N]) that returns
             a mean; "logprobs", one that returns a log-probability for each label, or (logprobs,
             entropy). None: "step" for two arguments, "loss" for three.
-        options: what the step applies, fields of `xentlib.audit.Options`: bias, softcap,
+        options: what the step applies, fields of `xentlib.tools.audit.Options`: bias, softcap,
             logit_scale, temperature, label_smoothing, z_loss, documents.
 
     Raises:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from xentlib.checks.crosscheck import check_step_number
-from xentlib.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
 from xentlib.interop import to_numpy
 from xentlib.nll import OUTPUTS
-from xentlib.parity.problem import Problem
+from xentlib.tools.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
+from xentlib.tools.parity.problem import Problem
 from xentlib.torch.describe import dtype_name
 from xentlib.torch.observed import OBSERVERS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,14 @@ from xentlib.checks.route import check_route, refuse_routed
 from xentlib.checks.words import check_floating
 from xentlib.lowrank import LowRankHead
 from xentlib.options import Gather
-from xentlib.plan import choose_gather
 from xentlib.torch.describe import describe, dtype_name, only_tensors
 from xentlib.torch.heads import head_of
 from xentlib.torch.lowrank import low_rank_of, unpacked, with_weight
 from xentlib.torch.shards import Resident, Rows, is_dtensor
-from xentlib.torch.wrappers import deepspeed, fsdp2, fsdp2_rows
+from xentlib.torch.wrappers.detect import kept_by_zero
+
+if TYPE_CHECKING:
+    from xentlib.torch.wrappers.fsdp2 import Owner
 
 __all__ = ["gather_head", "with_head"]
 
@@ -52,10 +54,8 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
             weight = plain.weight
             more = {} if low is None else {"a": low.a, "b": low.b}
             rows = given.vocab_parallel is not None
-            fsdp2.check_copies(rows, weight=weight, bias=plain.bias, **more)
-            heads = deepspeed.sharded(weight, given.bias)
-            if low is not None:
-                heads = deepspeed.sharded(weight, given.bias, low.a, low.b)
+            check_copies(rows, weight=weight, bias=plain.bias, **more)
+            heads = kept_by_zero(weight, given.bias, *more.values())
             if given.gather == "auto":
                 given = given._replace(gather=chosen(plain, low, recompute), tokens_per_rank=None)
             if low is not None:
@@ -63,12 +63,15 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
             if given.gather != "head":
                 return by_route(given, rows_of(given, heads), function)
             if heads:
+                from xentlib.torch.wrappers import deepspeed
+
                 return deepspeed.call_with_head(
                     heads, given.hidden, lambda: function(given), recompute=recompute
                 )
             owner = owner_of(weight)
             if owner is None:
                 return function(given)
+            from xentlib.torch.wrappers import fsdp2
 
             def gathered(hidden: Tensor, whole: Tensor, bias: Tensor | None) -> R:
                 head = with_weight(given.weight, whole, owner.whole)
@@ -93,11 +96,27 @@ def at_home(given: Arguments) -> Arguments:
 
 
 def sharded(parameter: Any) -> Any:
-    return fsdp2.sharded(parameter) if is_dtensor(parameter) else parameter
+    if not is_dtensor(parameter):
+        return parameter
+    from xentlib.torch.wrappers import fsdp2
+
+    return fsdp2.sharded(parameter)
+
+
+def check_copies(rows: bool, **head: Any) -> None:
+    """Of FSDP2's parameters; only what was computed can be one."""
+    if all(getattr(x, "grad_fn", None) is None for x in head.values()):
+        return
+    from xentlib.torch.wrappers import fsdp2
+
+    fsdp2.check_copies(rows, **head)
 
 
 def chosen(given: Arguments, low: LowRankHead[Any] | None, recompute: bool) -> Gather:
     """What `gather="auto"` stands for; the head of what no `fully_shard` shards."""
+    from xentlib.plan.routes import choose_gather
+    from xentlib.torch.wrappers import fsdp2_rows
+
     owner = owner_of(given.weight)
     parts = (given.weight,) if low is None else (given.weight, low.a, low.b)
     if owner is None or given.weight.ndim != 2 or not fsdp2_rows.by_rows(owner, *parts):
@@ -128,12 +147,16 @@ def rows_of(given: Arguments, heads: list[Any]) -> Rows:
     """This rank's, of a head that a wrapper has sharded."""
     given, low = unpacked(given)
     if heads:
+        from xentlib.torch.wrappers import deepspeed
+
         if given.tokens_parallel is not None:
             refuse_nodes("ZeRO-3")
         return deepspeed.rows_of(given.weight, given.bias, given.weight_layout, given.gather)
     owner = owner_of(given.weight)
     if owner is None:
         refuse_routed(given.gather)
+    from xentlib.torch.wrappers import fsdp2_rows
+
     more = {"low": low, "mesh": given.tokens_parallel}
     return fsdp2_rows.rows_of(owner, given.weight, given.bias, given.weight_layout, **more)
 
@@ -188,10 +211,14 @@ def gather_head(
     says so. Row A15 of the contract; D7 of the design.
     """
     weight, bias = sharded(weight), sharded(bias)
-    heads, owner = deepspeed.sharded(weight, bias), owner_of(weight)
+    heads, owner = kept_by_zero(weight, bias), owner_of(weight)
     if heads:
+        from xentlib.torch.wrappers import deepspeed
+
         weight, bias = deepspeed.copies(heads, weight, bias)
     elif owner is not None:
+        from xentlib.torch.wrappers import fsdp2
+
         whole, bias = fsdp2.copies(owner, weight, bias)
         assert whole is not None
         weight = whole
@@ -200,6 +227,10 @@ def gather_head(
     yield weight, bias
 
 
-def owner_of(weight: Any) -> fsdp2.Owner | None:
+def owner_of(weight: Any) -> Owner | None:
     """The `fully_shard` that shards a head, if one does."""
-    return fsdp2.find_owner(weight) if is_dtensor(weight) else None
+    if not is_dtensor(weight):
+        return None
+    from xentlib.torch.wrappers import fsdp2
+
+    return fsdp2.find_owner(weight)

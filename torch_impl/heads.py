@@ -14,15 +14,7 @@ from xentlib.call import Arguments
 from xentlib.checks.lowrank import check_base
 from xentlib.checks.module import check_beside_module, refuse_module
 from xentlib.torch.lowrank import low_rank_of
-from xentlib.torch.wrappers.accelerate import keeps_forward
-from xentlib.torch.wrappers.peft import (
-    adapters_of,
-    is_adapter,
-    lora_of,
-    refuse_base,
-    saved_of,
-    with_adapters,
-)
+from xentlib.torch.wrappers.detect import is_a, is_loaded, keeps_forward
 
 __all__ = ["head_of", "kept", "parameters_of"]
 
@@ -39,8 +31,10 @@ def head_of(given: Arguments, *, alone: bool = True) -> Arguments:
         return given._replace(weight=low._replace(weight=given.weight))
     if not isinstance(module, nn.Module):
         refuse_quantised("a weight", module)
-        if alone:
-            refuse_base(module)
+        if alone and not torch.compiler.is_compiling() and is_loaded("peft"):
+            from xentlib.torch.wrappers import peft
+
+            peft.refuse_base(module)
         return given
     weight, bias, lora = parameters_of(module, given.gather)
     both = bias is not None and given.bias is not None
@@ -48,14 +42,20 @@ def head_of(given: Arguments, *, alone: bool = True) -> Arguments:
     given = given._replace(weight=weight, bias=given.bias if bias is None else bias)
     if lora is None:
         return given
-    refuse_hooks(*adapters_of(lora))
-    return with_adapters(given, lora)
+    from xentlib.torch.wrappers import peft
+
+    refuse_hooks(*peft.adapters_of(lora))
+    return peft.with_adapters(given, lora)
 
 
 def parameters_of(module: nn.Module, gather: str = "head") -> tuple[Tensor, Tensor | None, Any]:
     """The weight and the bias of a head, and the layer of PEFT that adds adapters to them."""
-    inner = saved_of(module)
-    lora = lora_of(inner)
+    inner, lora = module, None
+    if is_loaded("peft"):
+        from xentlib.torch.wrappers import peft
+
+        inner = peft.saved_of(module)
+        lora = peft.lora_of(inner)
     base: Any = inner if lora is None else lora.base_layer
     if not (is_linear(base) or isinstance(base, nn.Embedding)):
         refuse(module if lora is None else base)
@@ -117,7 +117,7 @@ def refuse_quantised(name: str, weight: object) -> None:
 
 def refuse(module: nn.Module) -> NoReturn:
     kind = f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__}"
-    if is_adapter(module):
+    if is_a("peft.tuners.tuners_utils", "BaseTunerLayer", module):
         refuse_module(
             f"{kind}, an adapter that is not LoRA on a linear layer",
             "Leave the head out of its `target_modules`, or merge the adapter.",

@@ -23,7 +23,7 @@ from xentlib.torch.describe import describe
 from xentlib.torch.heads import kept
 from xentlib.torch.public import chunked_logprobs, chunked_nll
 from xentlib.torch.shards import is_dtensor
-from xentlib.torch.wrappers import deepspeed, fsdp2
+from xentlib.torch.wrappers.detect import kept_by_zero
 
 __all__ = ["NLLHead"]
 
@@ -116,12 +116,18 @@ class NLLHead(nn.Linear):
         # without labels, for the hooks that gather and reduce, and keeps its result from the other.
         labels = named.get("labels", given[1] if len(given) > 1 else None)
         weight = self._parameters.get("weight")  # not the attribute, which DeepSpeed gathers
-        if labels is not None and is_dtensor(weight) and fsdp2.keeps_alone(self, weight, HOOKS):
-            return self.forward(*given, **named)
+        if labels is not None and is_dtensor(weight):
+            from xentlib.torch.wrappers import fsdp2
+
+            if fsdp2.keeps_alone(self, weight, HOOKS):
+                return self.forward(*given, **named)
         # Nor is it gathered where its rows stay; a hook of the user's own still runs.
         gather = {**self.options, **named}.get("gather", "head")
-        if labels is not None and gather != "head" and deepspeed.keeps_alone(self, weight, HOOKS):
-            return self.forward(*given, **named)
+        if labels is not None and gather != "head" and kept_by_zero(weight):
+            from xentlib.torch.wrappers import deepspeed
+
+            if deepspeed.keeps_alone(self, HOOKS):
+                return self.forward(*given, **named)
         return super().__call__(*given, **named)
 
     def forward(  # type: ignore[override]

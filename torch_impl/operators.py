@@ -55,7 +55,7 @@ def made(part: Any, values: Iterator[Any]) -> Any:
 def flattened(part: Any) -> list[Any]:
     values: list[Any] = []
     for x in part:
-        if is_part(x):
+        if isinstance(x, tuple) and is_part(x):
             values += flattened(x)
         else:
             values.append(x)

@@ -12,7 +12,7 @@ Shapes: N tokens, R ranks, E numbers that must agree.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,10 @@ from xentlib.checks.head import check_class_weights
 from xentlib.checks.shards import check_agreement, check_tiles, refuse_whole_head
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.core.device import traits
-from xentlib.torch.core.places import Places
 from xentlib.torch.core.softmax import ALGEBRA
+
+if TYPE_CHECKING:
+    from xentlib.torch.core.places import Places
 
 __all__ = [
     "Agreement",

@@ -15,11 +15,13 @@ Where the logits are given there are no GEMMs: steps 3 to 6, and dz rounded once
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from xentlib.call import Array, Head
 from xentlib.options import ComputeDtype, Gather, WeightLayout
-from xentlib.plan import VocabShard
+
+if TYPE_CHECKING:
+    from xentlib.plan import VocabShard
 
 __all__ = ["LogprobOutput", "chunked_logprobs", "vocab_parallel_logprobs"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fuzzing.draw import Drawn
 from xentlib.contract import Measurement
-from xentlib.parity import findings
+from xentlib.tools.parity import findings
 
 UNCLAIMED = {
     "data": "rho, the share correctly rounded and the loss by its terms are claimed for logits of "

@@ -9,8 +9,8 @@ import numpy as np
 from fuzzing.draw import Drawn
 from xentlib import reference
 from xentlib.contract import ROW_OF, U
-from xentlib.parity.problem import Problem, Upstream
 from xentlib.reference.softmax import softmax
+from xentlib.tools.parity.problem import Problem, Upstream
 from xentlib.ulp import FORMATS
 
 GRADIENTS = ("d_hidden", "d_weight", "d_bias")

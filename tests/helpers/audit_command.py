@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
-from xentlib.cli import main
+from xentlib.tools.cli import main
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -2,7 +2,7 @@
 
 import math
 
-from xentlib.parity.result import Histogram, Measurement, ParityResult, Section, TrainingCurve
+from xentlib.tools.parity.result import Histogram, Measurement, ParityResult, Section, TrainingCurve
 
 STATEMENTS = {
     "A1": "every gradient, torch against JAX",

@@ -5,10 +5,10 @@ import os
 import sys
 from types import ModuleType, SimpleNamespace
 
-from xentlib import cli
-from xentlib.cli import available
-from xentlib.parity.pace import Planned
-from xentlib.parity.result import Histogram, Measurement, Section, TrainingCurve
+from xentlib.tools import cli
+from xentlib.tools.cli import available
+from xentlib.tools.parity.pace import Planned
+from xentlib.tools.parity.result import Histogram, Measurement, Section, TrainingCurve
 
 EVERYTHING = {"torch", "jax", "flax", "optax", "tokenizers"}
 
@@ -71,7 +71,7 @@ def staged(monkeypatch):
         ("suite", operator_sections),
         ("training.section", training_section),
     ):
-        module = ModuleType(f"xentlib.parity.{name}")
+        module = ModuleType(f"xentlib.tools.parity.{name}")
         setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from xentlib.parity.training.loop import TrainingRun, train
-from xentlib.parity.training.model import ModelSizes, initial_weights
-from xentlib.parity.training.steps import AdamW
-from xentlib.parity.training.text import encode_documents, read_documents, train_tokenizer
-from xentlib.parity.training.windows import TextWindow, make_windows
+from xentlib.tools.parity.training.loop import TrainingRun, train
+from xentlib.tools.parity.training.model import ModelSizes, initial_weights
+from xentlib.tools.parity.training.steps import AdamW
+from xentlib.tools.parity.training.text import encode_documents, read_documents, train_tokenizer
+from xentlib.tools.parity.training.windows import TextWindow, make_windows
 
 VOCAB, LENGTH, STEPS = 400, 48, 6
 SIZES = ModelSizes(vocab=VOCAB, length=LENGTH, hidden=32, heads=2, layers=2, mlp=64)

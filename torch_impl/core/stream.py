@@ -24,7 +24,6 @@ from xentlib.plan import VocabShard, stream_rows
 from xentlib.torch.call import HeadCall
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.gradients import Gradients, GradientSums
-from xentlib.torch.core.nodes import NodeSums, NodeWalk
 from xentlib.torch.core.softmax import ALGEBRA
 from xentlib.torch.core.spread import Sending, Terms, shake_hands
 from xentlib.torch.core.stats import StatSums, add_chunk, all_stats, target_info
@@ -263,6 +262,8 @@ def walk_of(call: HeadCall, terms: Terms) -> Walk | Streamed:
     if call.route == "stream":
         return Streamed(call, terms)
     if call.nodes is not None:
+        from xentlib.torch.core.nodes import NodeWalk
+
         return NodeWalk(call, terms)
     return Walk(call, terms)
 
@@ -276,6 +277,9 @@ def sums_of(walk: Walk | Streamed, needs: list[bool], rows: int) -> GradientSums
     """For the gradients of a head of so many rows."""
     if isinstance(walk, Streamed):
         return StreamSums(walk, needs, rows)
-    if isinstance(walk, NodeWalk):
+    if walk.places is not None:
+        from xentlib.torch.core.nodes import NodeSums, NodeWalk
+
+        assert isinstance(walk, NodeWalk)
         return NodeSums(walk, needs)
     return GradientSums(walk, needs, rows)

@@ -5,7 +5,7 @@ Shapes: N tokens, M valid tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch import Tensor
 from xentlib.checks.tokens import check_label_range
 from xentlib.plan import VocabShard
 from xentlib.torch.core.device import traits
-from xentlib.torch.core.places import Places
+
+if TYPE_CHECKING:
+    from xentlib.torch.core.places import Places
 
 __all__ = ["Tokens", "check_labels", "counted", "select_tokens"]
 

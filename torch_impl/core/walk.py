@@ -18,7 +18,6 @@ from xentlib.torch.core.device import chunk_bytes, traits
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
 from xentlib.torch.core.low import LowRank, Seen
-from xentlib.torch.core.places import places_of
 from xentlib.torch.core.spread import Spread, Terms
 from xentlib.torch.core.tokens import Tokens, select_tokens
 from xentlib.torch.describe import dtype_name
@@ -52,6 +51,8 @@ class Walk:
         numbers = call.shard if self.spread is None else self.spread.numbers
         places = None
         if call.nodes is not None and call.shard is not None and self.spread is not None:
+            from xentlib.torch.core.places import places_of
+
             places = places_of(call.nodes, call.shard, self.spread.rank, hidden.device)
         self.places = places
         if parallel is None:

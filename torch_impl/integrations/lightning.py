@@ -18,8 +18,8 @@ from xentlib.torch.core.device import onto
 from xentlib.torch.crosscheck import CrossCheck
 from xentlib.torch.describe import describe
 from xentlib.torch.told import known, told
+from xentlib.torch.wrappers.detect import is_a
 from xentlib.torch.wrappers.fsdp2 import Sharded
-from xentlib.torch.wrappers.loaded import is_a
 from xentlib.torch.wrappers.read import read
 
 __all__ = ["CrossCheckCallback", "TokenMean"]

@@ -16,7 +16,8 @@ from xentlib.torch.core.device import traits
 from xentlib.torch.heads import parameters_of
 from xentlib.torch.integrations.unmade import LOSS_SCALARS, UnmadeLogits, UnmadeLogitsError, thread
 from xentlib.torch.told import known, label_loss
-from xentlib.torch.wrappers.accelerate import keeps_forward, set_class
+from xentlib.torch.wrappers.accelerate import set_class
+from xentlib.torch.wrappers.detect import keeps_forward
 
 __all__ = ["UnmadeLogits", "UnmadeLogitsError", "patch", "unpatch"]
 

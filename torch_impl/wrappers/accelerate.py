@@ -6,28 +6,21 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from xentlib.accumulate import Reduction, UnsupportedWrapperError
 from xentlib.torch.wrappers.deepspeed import Engine
+from xentlib.torch.wrappers.detect import OLD_FORWARD, keeps_forward
 from xentlib.torch.wrappers.plain import Around, Plain
 
-__all__ = ["Accelerated", "keeps_forward", "set_class"]
-
-# Where a module that `dispatch_model` has given a forward of its own keeps the one that it calls.
-KEPT = "_old_forward"
-
-
-def keeps_forward(module: nn.Module) -> bool:
-    """Whether the forward on a module is Accelerate's, which calls that of its class."""
-    return KEPT in vars(module)
+__all__ = ["Accelerated", "set_class"]
 
 
 def set_class(module: Any, kind: Any) -> None:
     """Another class for a module, whose forward Accelerate then calls, too."""
     module.__class__ = kind
     if keeps_forward(module):
-        setattr(module, KEPT, MethodType(kind.forward, module))
+        setattr(module, OLD_FORWARD, MethodType(kind.forward, module))
 
 
 class Accelerated(Around):

@@ -24,25 +24,16 @@ from xentlib.plan import shard_of
 from xentlib.torch.shards import Rows
 from xentlib.torch.wrappers.plain import Plain
 
-__all__ = ["Engine", "call_with_head", "copies", "keeps_alone", "rows_of", "sharded"]
+__all__ = ["Engine", "call_with_head", "copies", "keeps_alone", "rows_of"]
 
 T = TypeVar("T")
 
 
-def sharded(*parameters: Any) -> list[Any]:
-    """Those that ZeRO-3 keeps, each once; some may be whole now, and sharded in the backward."""
-    found: list[Any] = []
-    for p in parameters:
-        if hasattr(p, "ds_status") and all(p is not q for q in found):
-            found.append(p)
-    return found
-
-
-def keeps_alone(module: torch.nn.Module, weight: Any, hooks: tuple[str, ...]) -> bool:
-    """Whether ZeRO-3 keeps the weight, and no hook but its own is in the module's `hooks`."""
+def keeps_alone(module: torch.nn.Module, hooks: tuple[str, ...]) -> bool:
+    """Whether no hook but ZeRO-3's is in the module's dictionaries `hooks`."""
     found = [hook for name in hooks for hook in getattr(module, name).values()]
     origins = [getattr(getattr(hook, "func", hook), "__module__", "") for hook in found]
-    return hasattr(weight, "ds_status") and all(x.startswith("deepspeed.") for x in origins)
+    return all(x.startswith("deepspeed.") for x in origins)
 
 
 def without_elements(parameters: list[Any]) -> list[Any]:

@@ -21,10 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xentlib.call import Arguments
 from xentlib.checks.module import refuse_module
 from xentlib.lowrank import LowRankHead
-from xentlib.torch.wrappers import deepspeed
-from xentlib.torch.wrappers.loaded import is_a
+from xentlib.torch.wrappers.detect import is_a, kept_by_zero
 
-__all__ = ["adapters_of", "is_adapter", "lora_of", "refuse_base", "saved_of", "with_adapters"]
+__all__ = ["adapters_of", "lora_of", "refuse_base", "saved_of", "with_adapters"]
 
 LAYERS: Any = WeakIdKeyDictionary()  # of frozen parameters: the layer that `layer_of` found, if any
 
@@ -37,10 +36,6 @@ def saved_of(module: nn.Module) -> nn.Module:
     kept = wrapper.disable_adapters or wrapper.active_adapter not in wrapper.modules_to_save
     found: nn.Module = wrapper.original_module
     return found if kept else wrapper.modules_to_save[wrapper.active_adapter]
-
-
-def is_adapter(module: nn.Module) -> bool:
-    return is_a("peft.tuners.tuners_utils", "BaseTunerLayer", module)
 
 
 def lora_of(module: nn.Module) -> Any:
@@ -60,7 +55,7 @@ def lora_of(module: nn.Module) -> Any:
 def refuse_base(weight: Any) -> None:
     """Refuse the weight of a linear layer to which PEFT adds adapters: the loss would be that of
     the base alone, and the adapters would get no gradient."""
-    layer = None if torch.compiler.is_compiling() else layer_of(weight)
+    layer = layer_of(weight)
     if layer is None or layer.merged or layer.disable_adapters:
         return
     if layer._get_available_adapters().isdisjoint(layer.active_adapters):
@@ -148,7 +143,7 @@ def with_adapters(given: Arguments, layer: Any) -> Arguments:
         a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
         parts.append(LowRankHead(weight, a, b, times * float(layer.scaling[name]), keep))
     more = [layer.lora_B[name].bias for name in names]
-    sharded = hasattr(weight, "placements") or bool(deepspeed.sharded(weight, bias))
+    sharded = hasattr(weight, "placements") or bool(kept_by_zero(weight, bias))
     if sharded and (len(parts) > 1 or more[0] is not None):
         refuse_module(
             f"a {type(layer).__name__} of PEFT with several adapters or a `lora_bias`, whose base "

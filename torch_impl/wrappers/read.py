@@ -9,9 +9,9 @@ from torch import nn
 from xentlib.accumulate import UnsupportedWrapperError
 from xentlib.torch.wrappers.accelerate import Accelerated
 from xentlib.torch.wrappers.deepspeed import Engine
+from xentlib.torch.wrappers.detect import is_a
 from xentlib.torch.wrappers.fabric import Fabricated, inside_fabric
 from xentlib.torch.wrappers.fsdp2 import Sharded
-from xentlib.torch.wrappers.loaded import is_a
 from xentlib.torch.wrappers.plain import Plain, Replicated, own_hooks
 
 __all__ = ["read"]

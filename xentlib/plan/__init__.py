@@ -1,6 +1,9 @@
 """How work is split, from sizes alone: chunks of tokens, shards of a vocabulary, memory, and how
 tokens and rows that are spread over ranks meet."""
 
+from typing import TYPE_CHECKING
+
+from xentlib.lazy import loading
 from xentlib.plan.chunks import (
     CPU_BLOCK_BYTES,
     GPU_COLUMN_MULTIPLE,
@@ -13,10 +16,6 @@ from xentlib.plan.chunks import (
     pad_rows,
     plan_chunks,
 )
-from xentlib.plan.exchanges import Exchange, Rates
-from xentlib.plan.memory import given_peak_bytes, peak_bytes
-from xentlib.plan.route import Route
-from xentlib.plan.routes import choose_gather, crossover_tokens, head_routes
 from xentlib.plan.shards import (
     PaddedVocab,
     VocabShard,
@@ -25,6 +24,12 @@ from xentlib.plan.shards import (
     spread_tokens,
     stream_rows,
 )
+
+if TYPE_CHECKING:
+    from xentlib.plan.exchanges import Exchange, Rates
+    from xentlib.plan.memory import given_peak_bytes, peak_bytes
+    from xentlib.plan.route import Route
+    from xentlib.plan.routes import choose_gather, crossover_tokens, head_routes
 
 __all__ = [
     "CPU_BLOCK_BYTES",
@@ -52,3 +57,18 @@ __all__ = [
     "spread_tokens",
     "stream_rows",
 ]
+
+# What plans a run, and no call
+__getattr__ = loading(
+    __name__,
+    {
+        "Exchange": "xentlib.plan.exchanges",
+        "Rates": "xentlib.plan.exchanges",
+        "Route": "xentlib.plan.route",
+        "choose_gather": "xentlib.plan.routes",
+        "crossover_tokens": "xentlib.plan.routes",
+        "given_peak_bytes": "xentlib.plan.memory",
+        "head_routes": "xentlib.plan.routes",
+        "peak_bytes": "xentlib.plan.memory",
+    },
+)

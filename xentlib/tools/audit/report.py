@@ -1,0 +1,119 @@
+"""What an audit found: data, and the text that a person reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from textwrap import fill
+from typing import Any
+
+from xentlib.tools.audit.defects import BY_NAME
+
+__all__ = ["Finding", "Report"]
+
+SCHEMA = "xentlib.audit/1"
+BACKENDS = {"torch": "PyTorch", "jax": "JAX"}
+NONE_OF_THESE = "wrong, and none of these"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One quantity that is wrong.
+
+    Attributes:
+        of: "gradients of the head", "loss", "gradient of the hidden states", "values".
+        defects: sets of defects that each explain it; several where they cannot be told apart on
+            this problem, none where nothing fits.
+        factor: number that is left over beside the defects, 1 if none.
+        off: rho / u from the oracle.
+        distance: rho / u from the numbers of the defects; None where nothing fits.
+        note: what else was seen.
+    """
+
+    of: str
+    defects: tuple[tuple[str, ...], ...]
+    factor: float
+    off: float
+    distance: float | None
+    note: str = ""
+
+    @property
+    def title(self) -> str:
+        sets = [" and ".join(names) for names in self.defects]
+        times = f"a factor of {self.factor:.6g} that has no name"
+        if self.factor != 1.0:
+            sets = [f"{names} and {times}" if names else times for names in sets]
+        return ", or ".join(sets) or NONE_OF_THESE
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Result of an audit. `str(report)` is the text, `report.passed` whether nothing was found.
+
+    Attributes:
+        backend: "torch" or "jax".
+        kind: "step", "loss" or "logprobs".
+        problem: what the step was given, in words.
+        findings: what is wrong; empty if nothing.
+        held: rho / u from the oracle of each quantity that was compared.
+        looked_for: defects that would have shown.
+        not_looked_for: the others, each with the reason.
+        not_compared: quantities that the step did not give.
+    """
+
+    backend: str
+    kind: str
+    problem: str
+    findings: tuple[Finding, ...]
+    held: dict[str, float]
+    looked_for: tuple[str, ...]
+    not_looked_for: dict[str, str] = field(default_factory=dict)
+    not_compared: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        lines = [f"{BACKENDS[self.backend]}, {self.kind}: {self.problem}", ""]
+        lines += [line for finding in self.findings for line in self._said(finding)]
+        if self.passed:
+            compared = ", ".join(f"{name} ({x:.3g})" for name, x in self.held.items())
+            lines += [_filled(f"nothing found. Compared (rho / u from the oracle): {compared}")]
+        if self.not_compared:
+            lines += [_filled(f"not compared, as it was not given: {_names(self.not_compared)}")]
+        lines += [_filled(f"looked for: {_names(self.looked_for)}")]
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.not_looked_for.items():
+            reasons.setdefault(why, []).append(name)
+        lines += [
+            _filled(f"not looked for ({why}): {_names(names)}") for why, names in reasons.items()
+        ]
+        return "\n".join(lines)
+
+    def _said(self, finding: Finding) -> list[str]:
+        lines = [f"{finding.of}: {finding.title}"]
+        pages = []
+        for name in dict.fromkeys(name for names in finding.defects for name in names):
+            lines.append(_filled(f"{name}: {BY_NAME[name].sentence}", "  "))
+            pages.append(f"docs/{BY_NAME[name].page(self.backend)}")
+        size = f"relative distance to the oracle {finding.off * 2**-24:.2g}"
+        if finding.distance is not None:
+            size += f", to what this gives {finding.distance * 2**-24:.2g}"
+        lines.append(_filled(f"{size}{'; ' + finding.note if finding.note else ''}", "  "))
+        lines += [f"  cure: {page}" for page in dict.fromkeys(pages)]
+        return [*lines, ""]
+
+    def to_json(self) -> str:
+        found = {"schema": SCHEMA, "passed": self.passed, **asdict(self)}
+        return json.dumps(found, indent=1, default=float) + "\n"
+
+
+def _names(names: Any) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return fill(
+        text, 98, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False
+    )

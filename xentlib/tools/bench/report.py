@@ -1,0 +1,244 @@
+"""A benchmark's numbers as text: a table on the terminal, Markdown for the documentation, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from xentlib.tools.bench.cases import HeadSizes
+from xentlib.tools.bench.contestant import BARE, FLOOR, KINDS, OURS, Kind
+from xentlib.tools.bench.result import ContestantResult, Report, Run
+
+__all__ = [
+    "as_json",
+    "as_markdown",
+    "as_table",
+    "environment_line",
+    "from_json",
+    "print_run",
+    "write_json",
+]
+
+MIB = 1 << 20
+LEFT = ("contestant", "computes", "quartiles")
+WIDE = 190  # columns, where no terminal says
+
+
+def milliseconds(seconds: float) -> str:
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
+def mebibytes(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count / MIB:,.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"
+
+
+def columns(run: Run) -> list[str]:
+    """Columns with something in them. Memory is "peak" by the allocator or compiler."""
+    names = ["contestant", "computes", "ms", "best ms", "x floor", "quartiles", "loss off by"]
+    for name, attribute in (("peak MiB", "peak_bytes"), ("resident MiB", "resident_bytes")):
+        if any(getattr(row, attribute) is not None for row in run.rows):
+            names.append(name)
+    if any(row.plan_bytes is not None for row in run.rows):
+        names.append("plan MiB")
+    return names
+
+
+def cells(row: ContestantResult, run: Run) -> dict[str, str]:
+    found = {"contestant": row.contestant, "computes": row.kind}
+    if row.failed is not None:
+        return found | {"ms": "–", "quartiles": row.failed}
+    if row.time is not None:
+        found |= {"ms": milliseconds(row.time.median), "best ms": milliseconds(row.time.best)}
+    if row.ratio is not None:
+        ratio = row.ratio
+        found["x floor"] = f"{ratio.median:.2f}"
+        if row.contestant != FLOOR:
+            found["quartiles"] = f"{ratio.low:.2f}–{ratio.high:.2f}"
+    off = loss_off(row, run)
+    if off is not None:
+        found["loss off by"] = f"{off:.0e}"
+    return found | {
+        "peak MiB": mebibytes(row.peak_bytes),
+        "resident MiB": mebibytes(row.resident_bytes),
+        "plan MiB": mebibytes(row.plan_bytes),
+    }
+
+
+def loss_off(row: ContestantResult, run: Run) -> float | None:
+    """Speed bought with rounded logits shows here; ours is right to float32 (row A8)."""
+    ours = run.row(OURS, row.kind).loss
+    if row.contestant == OURS or row.loss is None or not ours:
+        return None
+    return abs(row.loss - ours) / abs(ours)
+
+
+def as_table(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Head and body; loss + gradient first, that being what training pays for."""
+    names = columns(run)
+    rows = sorted(run.rows, key=lambda row: KINDS.index(row.kind))
+    found = [cells(row, run) for row in rows]
+    return names, [[row.get(name, "") for name in names] for row in found]
+
+
+# --- terminal -----------------------------------------------------------------------------------
+
+
+def print_run(run: Run) -> None:
+    if find_spec("rich") is not None:
+        print_rich(run)
+    else:
+        print("\n".join(plain_table(run)), end="\n\n")
+
+
+def print_rich(run: Run) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    names, rows = as_table(run)
+    table = Table(title=run.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
+    for before, row in zip([rows[0], *rows], rows):
+        if before[1] != row[1]:
+            table.add_section()
+        table.add_row(*row, style={OURS: "bold green", **dict.fromkeys(BARE, "dim")}.get(row[0]))
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE
+    console.print(table)
+
+
+def plain_table(run: Run) -> Iterator[str]:
+    names, rows = as_table(run)
+    widths = [max(len(row[i]) for row in [names, *rows]) for i in range(len(names))]
+    yield run.title
+    for row in [names, *rows]:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+
+def environment_line(report: Report) -> str:
+    found = report.environment
+    versions = [f"{key} {found[key]}" for key in ("xentlib", "torch", "jax") if key in found]
+    parts = [f"{found['cpu']}, {found['cores']} cores", *versions, f"Python {found['python']}"]
+    return "; ".join([*parts, found["date"]])
+
+
+# --- files --------------------------------------------------------------------------------------
+
+LEGEND = (
+    "Every contestant ran once in each round. A cell: time, as the median of the ratios to the "
+    "bare GEMMs of the same round, with its quartiles; then extra memory at the peak of one call, "
+    "results included, as the allocator (torch) or the compiler (JAX) counts it, for xentlib "
+    "beside what `xentlib.plan` predicts. The bare GEMMs, whose cell has their time, have float32 "
+    "results for both dtypes, new ones in every call as everybody's gradients are; with old "
+    "buffers they skip the first touch of that memory. Loss off by: the largest relative distance "
+    "from xentlib's loss."
+)
+
+
+def as_markdown(report: Report, plot: str | None = None) -> str:
+    lines = [environment_line(report) + ".", "", LEGEND, ""]
+    if plot is not None:
+        lines += [f"![Time over the floor and extra memory]({plot})", ""]
+    for runs in alike(report):
+        for kind in KINDS:
+            lines += pivot(runs, kind)
+    return "\n".join(lines)
+
+
+def alike(report: Report) -> list[list[Run]]:
+    """Runs that differ in the case alone, side by side in one table."""
+    found: dict[tuple[str, str, str], list[Run]] = {}
+    for run in report.runs:
+        found.setdefault((run.backend, run.dtype, run.device), []).append(run)
+    return list(found.values())
+
+
+def pivot(runs: Sequence[Run], kind: Kind) -> list[str]:
+    """One kind: a row for each contestant, a column for each case."""
+    runs = [run for run in runs if any(row.kind == kind for row in run.rows)]
+    if not runs:
+        return []
+    one = runs[0]
+    names = ["contestant", *(sizes(run) for run in runs), "loss off by"]
+    lines = [f"**{one.backend}, {one.dtype}, {kind}, {one.device}**", ""]
+    lines += [markdown_row(names), markdown_row(["---", *["---:"] * len(runs), "---:"])]
+    for name in dict.fromkeys(row.contestant for row in one.rows):
+        rows = [run.row(name, kind) for run in runs]
+        off = [loss_off(row, run) for row, run in zip(rows, runs)]
+        known = [value for value in off if value is not None]
+        shown = [name, *map(cell, rows), f"{max(known):.0e}" if known else ""]
+        lines.append(
+            markdown_row([f"**{text}**" if text and name == OURS else text for text in shown])
+        )
+    return [*lines, ""]
+
+
+def sizes(run: Run) -> str:
+    case = run.case
+    softcap = "" if case.softcap is None else f", softcap {case.softcap:g}"
+    numbers = f"N={case.num_tokens} H={case.hidden_size} V={case.vocab_size}{softcap}"
+    return f"{case.name}<br>{numbers}"
+
+
+def cell(row: ContestantResult) -> str:
+    if row.failed is not None:
+        return row.failed
+    if row.time is None or row.ratio is None:
+        return ""
+    if row.contestant == FLOOR:
+        return f"{milliseconds(row.time.median)} ms"
+    ratio = row.ratio
+    text = f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
+    if row.peak_bytes is not None:
+        text += f"<br>{mebibytes(row.peak_bytes)} MiB"
+    if row.plan_bytes is not None:
+        text += f" of {mebibytes(row.plan_bytes)}"
+    return text
+
+
+def markdown_row(row: list[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in row) + " |"
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    found = asdict(report)
+    found["schema"] = 2
+    for run, entry in zip(report.runs, found["runs"]):
+        for row, row_entry in zip(run.rows, entry["rows"]):
+            floor = run.row(FLOOR, row.kind).time
+            row_entry |= {
+                "ms_median": None if row.time is None else 1e3 * row.time.median,
+                "ms_iqr": None if row.time is None else 1e3 * (row.time.high - row.time.low),
+                "floor_ms": None if floor is None else 1e3 * floor.median,
+                "ratio": None if row.ratio is None else asdict(row.ratio),
+            }
+    return found
+
+
+def from_json(found: dict[str, Any]) -> Report:
+    """The report of `as_json`; what follows from its measurements is made anew."""
+
+    def result(row: dict[str, Any]) -> ContestantResult:
+        names = {field.name for field in fields(ContestantResult)}
+        return ContestantResult(**{name: row[name] for name in names & row.keys()})
+
+    runs = [
+        Run(**{**run, "case": HeadSizes(**run["case"]), "rows": [*map(result, run["rows"])]})
+        for run in found["runs"]
+    ]
+    return Report(found["environment"], runs)
+
+
+def write_json(report: Report, path: Path) -> None:
+    """A line for each contestant."""
+    text = json.dumps(as_json(report))
+    path.write_text(text.replace('{"contestant"', '\n{"contestant"') + "\n")

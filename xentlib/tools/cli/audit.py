@@ -1,0 +1,211 @@
+"""`xentlib audit module:function`: import it, hold it against the oracle, say what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from xentlib.tools.audit.problem import KINDS
+from xentlib.tools.cli.available import BACKENDS, prepare
+from xentlib.tools.cli.usage import UsageError
+
+__all__ = ["add_arguments", "run"]
+
+NUMBERS = {
+    "softcap": "softcap of the logits that the step applies",
+    "logit_scale": "number by which the step multiplies the logits",
+    "temperature": "number by which the step divides the logits",
+    "label_smoothing": "label smoothing of the step's loss",
+    "z_loss": "coefficient of the squared log-sum-exp in the step's loss",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="the step, importable from the current directory: train:step of train.py",
+    )
+    parser.add_argument(
+        "--backend", choices=BACKENDS, help="default: the framework that the module has imported"
+    )
+    parser.add_argument(
+        "--kind",
+        choices=KINDS,
+        help="step(head, micro_batches), or a function of (hidden, weight, labels) that returns a "
+        "mean loss, or log-probabilities (default: step for two arguments, loss for three)",
+    )
+    parser.add_argument("--bias", action="store_true", help="the head has a bias")
+    for name, words in NUMBERS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=words)
+    parser.add_argument(
+        "--no-documents",
+        dest="documents",
+        action="store_false",
+        help="a row is one document: the step need not tell several apart",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="of JAX: devices over which the step spreads the rows; of PyTorch torchrun says it "
+        "(default: 1)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON too")
+
+
+def run(args: argparse.Namespace) -> int:
+    module, name = _parts(args.target)
+    under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    _before_jax(args.ranks)
+    step = _found(module, name)
+    backend = args.backend or _loaded(args.target)
+    if backend == "torch" and args.ranks is not None:
+        raise UsageError(
+            "`--ranks` is of JAX, which has its devices in one process; in PyTorch run "
+            "`torchrun --nproc-per-node N -m xentlib audit ...`."
+        )
+    if backend == "jax" and under_torchrun:
+        raise UsageError(
+            "`xentlib audit` of a step in JAX must be run in one process; got several of "
+            "torchrun's. Run it without, and pass `--ranks N` for N devices."
+        )
+    options: dict[str, Any] = {"bias": args.bias, "documents": args.documents}
+    options |= {x: getattr(args, x) for x in NUMBERS if getattr(args, x) is not None}
+    if args.out is not None:
+        _write(args.out, "")  # before the step is run, not after it
+    report, rank = _audit(backend, step, args, options, under_torchrun)
+    if rank == 0:
+        print(report, flush=True)
+        if args.out is not None:
+            _write(args.out, report.to_json())
+    if under_torchrun:  # which ends the others as soon as one has failed
+        import torch.distributed as dist
+
+        dist.barrier()
+        dist.destroy_process_group()
+    return 0 if report.passed else 1
+
+
+def _parts(target: str) -> tuple[str, str]:
+    module, colon, name = target.partition(":")
+    call = "(" in name
+    if not colon or not module or not name or module.endswith(".py") or "/" in module or call:
+        path = Path(module.removesuffix(".py"))
+        told, where = module.removesuffix(".py"), "in the folder that it can be imported from"
+        if path.is_absolute() or ".." in path.parts:
+            told, where = path.name, f"in the folder '{path.parent}'"
+        told = told.strip("./").replace("/", ".") or "module"
+        raise UsageError(
+            f"the step must be named as MODULE:FUNCTION; got '{target}'. Write "
+            f"'{told}:{name.partition('(')[0] or 'step'}', {where}."
+        )
+    return module, name
+
+
+def _before_jax(ranks: int | None) -> None:
+    """What JAX reads as it is imported, which the module may do."""
+    prepare(("jax",), "cpu")
+    flag = "--xla_force_host_platform_device_count"
+    if ranks and ranks > 1 and flag not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {flag}={ranks}"
+
+
+def _found(module: str, name: str) -> Callable[..., Any]:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0] and error.name != module:
+            raise UsageError(f"'{module}' could not be imported: {error}.") from error
+        raise UsageError(
+            f"'{module}' must be a module that can be imported from '{Path.cwd()}'; there is none. "
+            f"Run the command in the folder of '{module.replace('.', '/')}.py'."
+        ) from error
+    except SystemExit as error:  # what a script does that reads its command line
+        raise UsageError(
+            f"'{module}' could not be imported: it ends the process (SystemExit: {error.code}). "
+            f"Put what it runs as a script, its command line too, under "
+            f"`if __name__ == '__main__':`."
+        ) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise UsageError(
+            f"'{module}' could not be imported: {type(error).__name__}: {error}"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            there = sorted(
+                x
+                for x, y in vars(found).items()
+                if callable(y) and getattr(y, "__module__", module) == module and x[0] != "_"
+            )
+            raise UsageError(
+                f"'{module}' must have '{name}'; it has {', '.join(there) or 'no function'}, in "
+                f"{getattr(sys.modules[module], '__file__', None) or 'no file'}."
+            )
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _loaded(target: str) -> str:
+    loaded = [name for name in BACKENDS if name in sys.modules]
+    if len(loaded) != 1:
+        which = "both PyTorch and JAX" if loaded else "neither PyTorch nor JAX"
+        raise UsageError(
+            f"`--backend` must be given where the module has imported {which}: "
+            f"`xentlib audit {target} --backend torch`, or jax."
+        )
+    return loaded[0]
+
+
+def _audit(
+    backend: str,
+    step: Callable[..., Any],
+    args: argparse.Namespace,
+    options: dict[str, Any],
+    under_torchrun: bool,
+) -> tuple[Any, int]:
+    """The report, and this process's rank."""
+    try:
+        if backend == "jax":
+            from xentlib.jax.audit import audit as audit_jax
+
+            return audit_jax(step, kind=args.kind, ranks=args.ranks or 1, **options), 0
+        from xentlib.torch.audit import audit as audit_torch
+
+        if not under_torchrun:
+            return audit_torch(step, kind=args.kind, **options), 0
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        return audit_torch(step, kind=args.kind, **options), dist.get_rank()
+    except ImportError as error:
+        raise UsageError(f"{error}") from error
+    except (Exception, SystemExit) as error:
+        rank = f" on rank {os.environ['RANK']}" if under_torchrun else ""
+        own = error.__traceback__
+        while own is not None and own.tb_next is not None:
+            own = own.tb_next
+        if own is not None and "xentlib/checks" in own.tb_frame.f_code.co_filename:
+            raise UsageError(f"the step '{args.target}'{rank}: {error}") from error
+        traceback.print_exc()
+        raise UsageError(
+            f"the step '{args.target}' raised {type(error).__name__}{rank}: {error}"
+        ) from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"`--out` must be a file that can be written; got '{path}': {error.strerror}."
+        ) from error

@@ -1,0 +1,151 @@
+"""`xentlib doctor`: what of this environment is usable, what is not, why, and what to install."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import xentlib
+from xentlib.contract import Measurement
+from xentlib.tools.cli.available import BACKENDS, check_device, prepare
+from xentlib.tools.cli.usage import UsageError
+from xentlib.tools.doctor.backends import imported, jax_findings, system, torch_findings
+from xentlib.tools.doctor.finding import Finding, bad
+from xentlib.tools.doctor.model import ConfigError, findings, read_config
+from xentlib.tools.doctor.packages import PACKAGES, inspect, ranges
+from xentlib.tools.parity.report.document import finite
+
+__all__ = ["add_arguments", "run"]
+
+SCHEMA = "xentlib.doctor/1"
+PARTS = ("backends", "devices", "kernels", "trainers", "commands", "contract", "model")
+MARKS = {"ok": "ok", "note": "note", "absent": "-", "bad": "BAD"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a model's folder, or its config.json: what its head needs, and what `patch` says",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        default=8192,
+        metavar="N",
+        help="of a batch, for the memory of --model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where rows of the contract are measured; auto takes cuda where every installed "
+        "backend has it (default: %(default)s)",
+    )
+    parser.add_argument("--no-rows", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON to stdout instead of the report"
+    )
+
+
+def positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {text!r}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 1 where something that is installed cannot be used, 2 where nothing computes."""
+    try:
+        config = None if args.model is None else read_config(args.model)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    installed = [name for name in BACKENDS if find_spec(name) is not None]
+    found = system()
+    prepare(installed, args.device)
+    admits = ranges()
+    found += [inspect(package, admits) for package in PACKAGES]
+    broken = {name: imported(name) for name in installed}
+    found += [one for one in broken.values() if one is not None]
+    usable = tuple(name for name in installed if broken[name] is None)
+    for name, look in (("torch", torch_findings), ("jax", jax_findings)):
+        if name in usable:
+            seen = look()
+            found += seen
+            if any(one.part == "devices" for one in bad(seen)):  # nothing to compute on
+                usable = tuple(other for other in usable if other != name)
+
+    device = "cpu"
+    measured: list[Measurement] = []
+    if usable:
+        from xentlib.tools.doctor.rows import as_finding, device_of, measure
+
+        check_device("cpu" if args.device == "auto" else args.device, usable)
+        device = device_of(usable) if args.device == "auto" else args.device
+        if not args.no_rows:
+            measured, failed, seconds = measure(usable, device)
+            found.append(as_finding(measured, failed, seconds, device))
+    if config is not None:
+        found += findings(config, args.tokens)
+
+    status = 2 if not usable else 1 if bad(found) else 0
+    if args.json:
+        print(json.dumps(finite(document(found, measured, usable, status)), indent=1))
+    else:
+        print("\n".join(lines(found)))
+    verdict = said(found, usable)
+    print(
+        f"\n{verdict}" if status == 0 and not args.json else f"xentlib: {verdict}",
+        file=sys.stdout if status == 0 and not args.json else sys.stderr,
+    )
+    return status
+
+
+def document(
+    found: list[Finding], measured: list[Measurement], usable: tuple[str, ...], status: int
+) -> dict[str, object]:
+    return {
+        "schema": SCHEMA,
+        "xentlib": xentlib.__version__,
+        "status": status,
+        "usable": list(usable),
+        "findings": [asdict(one) for one in found],
+        "measurements": [asdict(one) for one in measured],
+    }
+
+
+def lines(found: list[Finding]) -> Iterator[str]:
+    """The report: a line a finding, and one for what to do."""
+    yield f"xentlib {xentlib.__version__}"
+    width = max(len(one.name) for one in found)
+    for part in PARTS:
+        of_it = [one for one in found if one.part == part]
+        if of_it:
+            yield f"\n{part}"
+        for one in of_it:
+            yield f"  {MARKS[one.status]:<5}{one.name:<{width}}  {one.said}"
+            if one.cure:
+                yield f"       {'':<{width}}  -> {one.cure}"
+
+
+def said(found: list[Finding], usable: tuple[str, ...]) -> str:
+    """The verdict, in a sentence."""
+    wrong = ", ".join(one.name for one in bad(found))
+    if not usable and wrong:
+        return f"nothing can be computed here, as what is marked BAD cannot be used: {wrong}."
+    if not usable:
+        return (
+            "nothing can be computed here, as neither PyTorch nor JAX is installed; install with "
+            "`pip install 'xentlib[torch]'`, `pip install 'xentlib[jax]'` or both."
+        )
+    here = " and ".join(f"xentlib.{name}" for name in usable)
+    if wrong:
+        return f"{here} can be imported, and what is marked BAD cannot be used as it is: {wrong}."
+    return f"{here} can be used."

@@ -1,0 +1,102 @@
+"""`xentlib parity`: section after section, each written down as soon as it is done."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from xentlib.tools.cli.available import (
+    backends_for,
+    check_device,
+    check_kernels,
+    check_paths,
+    prepare,
+    training_left_out,
+)
+from xentlib.tools.cli.environment import environment_of
+from xentlib.tools.cli.resume import run_before
+from xentlib.tools.cli.usage import note
+from xentlib.tools.parity.result import ParityResult, Section
+
+if TYPE_CHECKING:
+    from xentlib.tools.parity.pace import Planned
+    from xentlib.tools.parity.progress import Progress
+
+__all__ = ["run"]
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    backends = backends_for(args.backend)
+    check_kernels(args.kernels, args.device, backends)
+    left_out = training_left_out(backends, args.text, args.device, args.kernels)
+    check_paths(args.text, args.out)
+    prepare(backends, args.device)
+    check_device(args.device, backends)
+    environment = environment_of(args, backends, left_out)
+    before = run_before(args.out, environment, args.resume)
+
+    from xentlib.tools.parity.display import progress_on
+    from xentlib.tools.parity.pace import Pace
+    from xentlib.tools.parity.report.document import to_json
+    from xentlib.tools.parity.report.files import DATA, write_report
+    from xentlib.tools.parity.report.table import print_table
+    from xentlib.tools.parity.suite import operator_sections
+
+    plan = operator_sections(backends, args.suite, args.seed, args.device)
+    if not left_out:
+        from xentlib.tools.parity.training.section import training_section
+
+        plan.append(training_section(backends, text=args.text, seed=args.seed))
+    result = before if args.resume and before else ParityResult(environment=environment)
+    result.planned = [part.name for part in plan]
+    done = {section.name for section in result.sections if not section.error}
+    kept = len(done)
+    pace = Pace(plan)
+    for section in result.sections:
+        if section.name in done:
+            pace.done(section.name, section.seconds)
+    try:
+        with progress_on(sys.stderr, pace) as progress:
+            for part in plan:
+                if part.name in done:
+                    continue
+                pace.begin(part.name)
+                section = _section(part, progress, pace.slowness)
+                pace.done(part.name, None if section.error else section.seconds)
+                result.add(section)
+                write_report(result, args.out)
+                kept += not section.error
+                if section.error:
+                    note(f"{part.name} could not be run: {section.reason}")
+    except KeyboardInterrupt:
+        if not kept:
+            raise
+        again = [*argv, *(["--resume"] if "--resume" not in argv else [])]
+        note(f"{kept} of {len(plan)} sections are kept in '{args.out / DATA}'")
+        print(f"xentlib: interrupted; go on with `xentlib {shlex.join(again)}`", file=sys.stderr)
+        return 130
+
+    paths = write_report(result, args.out)
+    if args.json:
+        sys.stdout.write(to_json(result))
+    else:
+        print_table(result, sys.stdout)
+    print("\n".join(map(str, paths)), file=sys.stderr if args.json else sys.stdout)
+    return 0 if result.passed else 1
+
+
+def _section(part: Planned, progress: Progress, slowness: float) -> Section:
+    """What the section finds. What stops it is an error of it alone: the others are run."""
+    start = time.perf_counter()
+    try:
+        found = part.run(progress, slowness)
+    except Exception as error:  # noqa: BLE001 - hours of other sections do not hang on it
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        found = Section(part.name, error=f"{said}\n{traceback.format_exc()}")
+    return replace(found, seconds=time.perf_counter() - start)

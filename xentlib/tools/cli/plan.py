@@ -1,0 +1,339 @@
+"""`xentlib plan`: what each route to a sharded head sends, needs and takes, from sizes alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xentlib.dtypes import FLOATS
+from xentlib.plan import Rates, Route, crossover_tokens, head_routes
+from xentlib.plan.routes import OPTIONS, RouteOptions
+from xentlib.tools.bench.cases import REAL
+from xentlib.tools.cli.usage import UsageError
+from xentlib.tools.doctor.model import SOFTCAPS, ConfigError, head_of_file, read_config
+
+__all__ = ["Sizes", "add_arguments", "document", "run", "sizes_of"]
+
+SCHEMA = "xentlib.plan/1"
+NAMES = {head.name: head for head in REAL}
+GPUS = 8  # of a node, where it is not said how many nodes there are
+GIB, GB = 2**30, 1e9
+PLOTS = (".svg", ".png", ".pdf")
+HYBRID = " hybrid is `gather='hidden'` with a mesh [nodes, ranks of a node] as `tokens_parallel`."
+
+
+class Sizes(NamedTuple):
+    """A head, and what its configuration says of the call."""
+
+    name: str
+    vocab: int
+    hidden: int
+    dtype: str
+    softcap: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    of = parser.add_argument
+    of(
+        "--model",
+        metavar="NAME",
+        help=f"a head by its name ({', '.join(NAMES)}), a model's folder, or its config.json",
+    )
+    of("--vocab", type=whole, metavar="V", help="classes, in place of --model")
+    of("--hidden", type=whole, metavar="H", help="width of the hidden states, with --vocab")
+    of(
+        "--tokens",
+        type=whole,
+        default=8192,
+        metavar="N",
+        help="of a rank in a call (default: %(default)s)",
+    )
+    of(
+        "--ranks",
+        type=whole,
+        default=8,
+        metavar="R",
+        help="that share the head (default: %(default)s)",
+    )
+    of(
+        "--nodes",
+        type=whole,
+        metavar="G",
+        help=f"that those ranks are spread over (default: one for every {GPUS} ranks)",
+    )
+    of(
+        "--replicas",
+        type=whole,
+        default=1,
+        metavar="N",
+        help="of the sharded head, HSDP (default: %(default)s)",
+    )
+    of(
+        "--micro-batches",
+        type=whole,
+        default=1,
+        metavar="M",
+        help="for each reduction of gradients (default: %(default)s)",
+    )
+    of("--dtype", choices=FLOATS, help="of the hidden states (default: that of the model)")
+    for name, words in (
+        ("head", "that the head is gathered in (default: that of the hidden states)"),
+        ("reduce", "of the head's gradient in its reduction (default: float32)"),
+        ("param", "that the parameter is held in (default: float32)"),
+    ):
+        of(f"--{name}-dtype", choices=FLOATS, help=words)
+    of("--recompute", action="store_true", help="chunked_logprobs, and not chunked_nll")
+    of("--module", action="store_true", help="NLLHead in one fully_shard with other modules")
+    of("--kept", action="store_true", help="the gathered head stays whole until the backward")
+    of(
+        "--options",
+        nargs="+",
+        choices=OPTIONS,
+        default=[],
+        metavar="NAME",
+        help=f"of the call, which send something more: {', '.join(OPTIONS)}",
+    )
+    of("--max-chunk-mib", type=whole, metavar="MIB", help="budget of a chunk of logits")
+    of("--chunk-tokens", type=whole, metavar="T", help="of a rank in a chunk, in place of a budget")
+    of("--block-rows", type=whole, metavar="K", help="of every rank in a block of the stream")
+    rates = Rates()
+    of(
+        "--gemm-rate",
+        type=number,
+        default=rates.gemm / 1e12,
+        metavar="TFLOPS",
+        help="of the matrix products, in TFLOP/s (default: %(default)g)",
+    )
+    of(
+        "--node-rate",
+        type=number,
+        default=rates.node / GB,
+        metavar="GBS",
+        help="of a GPU's links within its node, in GB/s (default: %(default)g)",
+    )
+    of(
+        "--network-rate",
+        type=number,
+        default=rates.network / GB,
+        metavar="GBS",
+        help="of the network between nodes, in GB/s for each GPU (default: %(default)g)",
+    )
+    of(
+        "--latency",
+        type=number,
+        default=rates.latency * 1e6,
+        metavar="US",
+        help="of a collective that moves nothing, in microseconds (default: %(default)g)",
+    )
+    of("--json", action="store_true", help="print JSON to stdout instead of the table")
+    of(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help=f"time and memory against tokens, {', '.join(PLOTS)}",
+    )
+
+
+def whole(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more; got {text!r}")
+    return value
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number; got {text!r}")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 2 where there is nothing to plan."""
+    sizes = asked(args)
+    if args.plot is not None:
+        _can_plot(args.plot)
+    nodes = args.nodes or (args.ranks // GPUS if args.ranks % GPUS == 0 else 1)
+    dtype = args.dtype or sizes.dtype
+    more: RouteOptions = {
+        "nodes": nodes,
+        "replicas": args.replicas,
+        "dtype": dtype,
+        "head_dtype": args.head_dtype or dtype,
+        "reduce_dtype": args.reduce_dtype or "float32",
+        "param_dtype": args.param_dtype or "float32",
+        "micro_batches": args.micro_batches,
+        "recompute": args.recompute,
+        "module": args.module,
+        "kept": args.kept,
+        "options": sorted({*args.options, *(["softcap"] if sizes.softcap else [])}),
+        "max_chunk_bytes": args.max_chunk_mib and args.max_chunk_mib << 20,
+        "chunk_tokens": args.chunk_tokens,
+        "block_rows": args.block_rows,
+        "rates": Rates(
+            args.gemm_rate * 1e12,
+            args.node_rate * GB,
+            args.network_rate * GB,
+            args.latency / 1e6,
+        ),
+    }
+    try:
+        found = document(sizes, args.tokens, args.ranks, more)
+    except ValueError as error:
+        raise UsageError(f"{error}") from error
+    print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
+    if args.plot is not None:
+        from xentlib.tools.cli.plan_plot import save
+
+        try:
+            save(sizes, args.ranks, more, found["crossover_tokens"], args.plot)
+        except OSError as error:
+            raise UsageError(
+                f"`--plot` must be a file that can be written; got '{args.plot}': {error.strerror}."
+            ) from error
+    return 0
+
+
+def asked(args: argparse.Namespace) -> Sizes:
+    """The head that the arguments name, in one of two ways."""
+    both = args.vocab, args.hidden
+    if (args.model is None) == (both == (None, None)) or (args.model is None and None in both):
+        given = [f"`--{x}`" for x in ("model", "vocab", "hidden") if getattr(args, x) is not None]
+        raise UsageError(
+            f"the head must be named by `--model`, or by `--vocab` and `--hidden`; got "
+            f"{' and '.join(given) or 'none of them'}."
+        )
+    if args.model is None:
+        return Sizes("", *both, "bfloat16", softcap=False)
+    return sizes_of(args.model)
+
+
+def sizes_of(model: str) -> Sizes:
+    """Of a head by its name, hyphens or not, or of a configuration."""
+    plain = {name.replace("-", ""): head for name, head in NAMES.items()}
+    head = plain.get(model.lower().replace("-", ""))
+    if head is not None:
+        capped = head.softcap is not None
+        return Sizes(head.name, head.vocab_size, head.hidden_size, "bfloat16", capped)
+    if not Path(model).exists():
+        near = get_close_matches(model.lower(), NAMES, 1)
+        raise UsageError(
+            f"`--model` must be one of {', '.join(NAMES)}, a model's folder or its config.json; "
+            f"got '{model}'" + (f"; did you mean '{near[0]}'?" if near else ".")
+        )
+    try:
+        config = read_config(Path(model))
+    except ConfigError as error:
+        raise UsageError(f"{error}") from error
+    found = head_of_file(config)
+    if found is None:
+        raise UsageError(
+            f"`--model` must name a `vocab_size` and a `hidden_size`; '{model}' has not both. Pass "
+            f"`--vocab` and `--hidden` instead."
+        )
+    capped = any(name in found.options for name in SOFTCAPS)
+    return Sizes(Path(model).name, found.vocab, found.hidden, found.dtype, capped)
+
+
+def document(sizes: Sizes, tokens: int, ranks: int, more: RouteOptions) -> dict[str, Any]:
+    """All there is to say, in bytes, FLOP and seconds."""
+    routes = head_routes(tokens, sizes.vocab, sizes.hidden, ranks, **more)
+    ours = [name for name in routes if name != "full logits"]
+    setup: dict[str, Any] = {**more, "options": list(more.get("options", ()))}
+    setup["rates"] = (more.get("rates") or Rates())._asdict()
+    return {
+        "schema": SCHEMA,
+        "head": {"name": sizes.name, "vocab_size": sizes.vocab, "hidden_size": sizes.hidden},
+        "tokens_per_rank": tokens,
+        "ranks": ranks,
+        "setup": setup,
+        "crossover_tokens": crossover_tokens(sizes.vocab, sizes.hidden, ranks, **more),
+        "fastest": min(ours, key=lambda name: routes[name].seconds),
+        "smallest": min(ours, key=lambda name: routes[name].peak_bytes),
+        "routes": [of_route(route) for route in routes.values()],
+    }
+
+
+def of_route(route: Route) -> dict[str, Any]:
+    return {
+        "name": route.name,
+        "gemm_flops": route.flops,
+        "exchanges": [{**asdict(x), "received": round(x.received)} for x in route.exchanges],
+        "received_bytes": round(route.received),
+        "peak_bytes": route.peak_bytes,
+        "peak": dict(route.peak),
+        "chunk_tokens": route.chunk_tokens,
+        "num_chunks": route.num_chunks,
+        "block_rows": route.block_rows,
+        "gemm_seconds": route.gemm_seconds,
+        "link_seconds": route.link_seconds,
+        "seconds": route.seconds,
+    }
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The table, what it is made of, and what follows from it."""
+    head, setup, routes = found["head"], found["setup"], found["routes"]
+    name = f"{head['name']}: " if head["name"] else ""
+    spread = f" on {setup['nodes']} nodes" if setup["nodes"] > 1 else ""
+    replicas = f", {setup['replicas']} replicas" if setup["replicas"] > 1 else ""
+    yield (
+        f"{name}V = {head['vocab_size']:,}, H = {head['hidden_size']:,}, "
+        f"{found['tokens_per_rank']:,} tokens a rank and call, {found['ranks']:,} ranks{spread}"
+        f"{replicas}"
+    )
+    yield ""
+    titles = ("route", "TFLOP", "GB received", "GiB at the peak", "ms", "products", "links")
+    rows = [(*titles, "chunks")]
+    for x in routes:
+        seconds = (f"{1e3 * x[k]:.1f}" for k in ("seconds", "gemm_seconds", "link_seconds"))
+        sent, peak = f"{x['received_bytes'] / GB:.2f}", f"{x['peak_bytes'] / GIB:.2f}"
+        chunks = f"{x['num_chunks']} of {x['chunk_tokens']:,} tokens"
+        rows.append((x["name"], f"{x['gemm_flops'] / 1e12:.1f}", sent, peak, *seconds, chunks))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *rest = (
+            cell.ljust(w) if k == 0 else cell.rjust(w)
+            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join((first, *rest))
+    for x in routes:
+        yield f"\n{x['name']}"
+        for sent in x["exchanges"]:
+            when = "backward" if sent["backward"] else "forward"
+            often = ", once a window" if sent["per_sync"] and setup["micro_batches"] > 1 else ""
+            yield (
+                f"  {when:<8}  {sent['count']:>6} {sent['kind']:<14}  {sent['bytes']:>19,} bytes"
+                f"  {sent['what']}{often}"
+            )
+        parts = sorted(x["peak"].items(), key=lambda part: -part[1])
+        said = ", ".join(f"{what} {size / GIB:.2f}" for what, size in parts if size >= GIB / 200)
+        yield f"  GiB at the peak: {said or 'less than 0.01'}"
+    crossover = found["crossover_tokens"]
+    yield (
+        f"\nfastest: {found['fastest']}; least memory: {found['smallest']}; "
+        + (f"hidden before head up to {crossover:,} tokens" if crossover else "head before hidden")
+        + ". Seconds are predicted, with nothing overlapped."
+        + (HYBRID if any(x["name"] == "hybrid" for x in routes) else "")
+    )
+
+
+def _can_plot(path: Path) -> None:
+    if path.suffix not in PLOTS:
+        raise UsageError(
+            f"`--plot` must end with {', '.join(PLOTS[:-1])} or {PLOTS[-1]}; got '{path}'."
+        )
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "`--plot` needs matplotlib, which is not installed; install it with "
+            "`pip install 'xentlib[plot]'`."
+        )

@@ -1,0 +1,74 @@
+"""Time and memory of the routes against tokens a rank, as a picture; the crossover is marked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xentlib.plan import Route, head_routes
+from xentlib.plan.routes import RouteOptions
+from xentlib.tools.bench.plot import COLOURS, FAINT, INK, OURS_COLOUR, WIDTH, letters
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from xentlib.tools.cli.plan import Sizes
+
+__all__ = ["draw", "save"]
+
+TOKENS = tuple(1 << k for k in range(8, 18))
+LOOKS = {
+    "full logits": (COLOURS[4], "--"),
+    "head": (COLOURS[0], "-"),
+    "hidden": (OURS_COLOUR, "-"),
+    "stream": (COLOURS[1], "-"),
+    "hybrid": (COLOURS[2], "-."),
+}
+
+
+def save(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int, path: Path) -> None:
+    figure = draw(sizes, ranks, more, crossover)
+    # Without a date the same plan gives the same file.
+    dates: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    with letters():
+        figure.savefig(path, dpi=200, facecolor="white", metadata=dates.get(path.suffix, {}))
+
+
+def draw(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int) -> Figure:
+    """Two panels: milliseconds, and GiB at the peak."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    found = [head_routes(n, sizes.vocab, sizes.hidden, ranks, **more) for n in TOKENS]
+    with letters():
+        figure = Figure((WIDTH, 2.7), layout=ConstrainedLayoutEngine())
+        time, memory = figure.subplots(1, 2)
+        _panel(time, found, "ms", lambda route: 1e3 * route.seconds)
+        _panel(memory, found, "GiB at the peak", lambda route: route.peak_bytes / 2**30)
+        if TOKENS[0] <= crossover <= TOKENS[-1]:
+            for axes in (time, memory):
+                axes.axvline(crossover, color=INK, linewidth=0.8, linestyle=":")
+            where, up = (crossover, 0.02), ("data", "axes fraction")
+            time.annotate(f" {crossover:,}", where, xycoords=up, fontsize=7, color=INK)
+        handles, labels = time.get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=7
+        )
+    return figure
+
+
+def _panel(axes: Axes, found: list[dict[str, Route]], title: str, value: Any) -> None:
+    for name in found[0]:
+        colour, line = LOOKS[name]
+        values = [value(routes[name]) for routes in found]
+        axes.plot(TOKENS, values, color=colour, linestyle=line, linewidth=1.4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(TOKENS[::3], [f"{n:,}" for n in TOKENS[::3]])
+    axes.set_xlabel("tokens a rank and call")
+    axes.set_title(title, fontsize=8, loc="left")
+    axes.grid(color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,348 @@
+"""Every k steps of a run, a step's loss and head gradient computed a second time: what both
+backends' `CrossCheck` share. Frameworks are loaded on demand.
+
+Shapes: N tokens, K of them that are compared, V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xentlib.checks.crosscheck import check_schedule
+from xentlib.contract import ROW_OF, Measurement, check, failures
+from xentlib.reference.chunks import divisor_of, summed_reference
+from xentlib.tools.parity.problem import Problem
+from xentlib.ulp import dtype_named, round_to
+
+__all__ = [
+    "CheckedStep",
+    "CrossCheckError",
+    "CrossCheckWarning",
+    "Schedule",
+    "Seen",
+    "chosen",
+    "of_rows",
+]
+
+Array = npt.NDArray[Any]
+GRADIENT_ROWS = {"d hidden": "A5", "d weight": "A6", "d bias": "A6"}
+UNLESS_CANCELLED = ("bf16 ULP unless cancelled", "fp16 ULP unless cancelled")
+LARGEST_FLOAT16 = 65504.0
+# float32 numbers below are 0 on devices that flush them, of which a step may be made.
+SMALLEST = 2.0**-126
+log = logging.getLogger("xentlib.crosscheck")
+
+
+class CrossCheckWarning(UserWarning):
+    """A row of the contract is exceeded in a checked step."""
+
+
+class CrossCheckError(RuntimeError):
+    """The same, where `exceeded="raise"`; or a checked step in which nothing could be checked."""
+
+
+class Seen(NamedTuple):
+    """One call of a step: its arguments and what it returned, as NumPy arrays.
+
+    `problem` has the tokens that are compared, flat; `gradients` are theirs, d weight and d bias
+    those of all. `whole` is of all tokens, for the sum of a loss whose other tokens are not
+    compared.
+    """
+
+    problem: Problem
+    gemm_dtype: str
+    loss: Array
+    num_tokens: Array
+    logprobs: Array  # [K]
+    gradients: dict[str, Array] | None  # None: no backward came
+    whole: Whole | None = None
+
+
+class Whole(NamedTuple):
+    """Of all N tokens of a call of which K are compared."""
+
+    labels: Array
+    logprobs: Array
+    lse: Array
+    where: Array | None
+    token_weights: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedStep:
+    """What a checked step has shown.
+
+    Attributes:
+        step: its number.
+        measurements: one for each metric of each quantity of each call.
+        calls: how many calls were compared.
+        seconds: that the comparison took, without the copies.
+        note: why something was not compared, or nothing.
+    """
+
+    step: int
+    measurements: tuple[Measurement, ...]
+    calls: int
+    seconds: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.note and all(m.passed for m in self.measurements)
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """The worst of each quantity and metric, "loss ULP" and "d weight tau" for instance."""
+        found: dict[str, float] = {}
+        for m in self.measurements:
+            turn = min if m.at_least else max
+            name = f"{m.quantity} {m.metric}"
+            found[name] = turn(found.get(name, m.value), m.value)
+        return found
+
+    def __str__(self) -> str:
+        found = {k: x for k, x in self.worst.items() if x or "unequal" not in k}
+        said = [f"{name} {value:.3g}" for name, value in found.items()]
+        said += [self.note] if self.note else []
+        return f"cross-check of step {self.step}: {', '.join(said)} ({self.seconds:.2f} s)"
+
+
+class Schedule:
+    """Which steps are checked and how, and what they have shown. See `CrossCheck`."""
+
+    backend = ""
+    counterpart = ""
+
+    def __init__(
+        self,
+        every: int,
+        *,
+        against: str = "oracle",
+        tokens: int | None = None,
+        exceeded: str = "warn",
+        seed: int = 0,
+    ) -> None:
+        check_schedule(every, against, tokens, exceeded, seed, self.counterpart)
+        self.every, self.against, self.tokens = every, against, tokens
+        self.exceeded = exceeded
+        self.random = np.random.default_rng(seed)
+        self.results: list[CheckedStep] = []
+        self.start()
+
+    def start(self) -> None:
+        """What a backend keeps beside that."""
+
+    def due(self, step: int) -> bool:
+        """Whether a step is checked: the first one is, so that what is wrong shows at once."""
+        return step % self.every == 0
+
+    def finish(self, step: int, calls: Sequence[Seen]) -> CheckedStep:
+        """Compare the calls of a step; log it, and warn or raise where a row is exceeded."""
+        start, found, left_out, note = time.perf_counter(), [], [], ""
+        for number, seen in enumerate(calls):
+            case = f"step {step}, call {number + 1} of {len(calls)}: {seen.problem.text}"
+            if not finite(seen.problem):
+                left_out.append(f"{number + 1}")
+                continue
+            by = self.counterpart if self.against == "other" else ""
+            hold = with_backend if by else with_oracle
+            found += hold(seen, *([by] if by else []), backend=self.backend, case=case)
+        if left_out:
+            note = (
+                f"call {', '.join(left_out)} of {len(calls)} could not be compared, as its hidden "
+                f"states, head or upstream gradient hold inf or NaN"
+            )
+        result = CheckedStep(step, tuple(found), len(calls), time.perf_counter() - start, note)
+        self.results.append(result)
+        log.info("%s", result)
+        if not result.passed:
+            said = "; ".join([*failures(found), *([note] if note else [])])
+            message = f"cross-check of step {step} with the {self.named}: {said}"
+            if self.exceeded == "raise":
+                raise CrossCheckError(message)
+            warnings.warn(message, CrossCheckWarning, stacklevel=3)
+        return result
+
+    @property
+    def named(self) -> str:
+        return "float64 oracle" if self.against == "oracle" else f"{self.counterpart} backend"
+
+
+def chosen(valid_N: Array, tokens: int | None, random: np.random.Generator) -> Array | None:
+    """Indices of the tokens that are compared, ascending; None for all."""
+    there = np.flatnonzero(valid_N)
+    if tokens is None or there.size <= tokens:
+        return None
+    return np.sort(random.choice(there, tokens, replace=False))
+
+
+def of_rows(
+    problem: Problem, rows: Array | None, logprobs: Array, lse: Array
+) -> tuple[Problem, Array, Whole | None]:
+    """A problem whose hidden states are those of `rows`, the rest of all tokens: all of those
+    rows, divided as before."""
+    if rows is None:
+        return problem, logprobs, None
+    given = {x: getattr(problem, x) for x in ("where", "token_weights")}
+    whole = Whole(problem.labels, logprobs, lse, **given)
+    every = {**problem.options, **given, "class_weights": problem.class_weights}
+    options = {**problem.options, "denominator": divisor_of(problem.labels, every)}
+    if np.ndim(options.get("temperature", 1.0)):
+        options["temperature"] = options["temperature"][rows]
+    cut = {name: None if x is None else x[rows] for name, x in given.items()}
+    text = f"{problem.text}, {len(rows)} of its tokens"
+    some = problem.changed(labels=problem.labels[rows], options=options, text=text, **cut)
+    return some, logprobs[rows], whole
+
+
+def finite(problem: Problem) -> bool:
+    """Of what a loss is made of; a bias may be -inf, and a token that is not valid anything."""
+    rows = np.asarray(problem.hidden, np.float32)[problem.valid]
+    head = np.asarray(problem.weight, np.float32)
+    return bool(np.isfinite(rows).all() and np.isfinite(head).all()) and np.isfinite(
+        problem.upstream
+    )
+
+
+# --- one call -------------------------------------------------------------------------------------
+
+
+def with_oracle(seen: Seen, **details: Any) -> list[Measurement]:
+    """One call against the float64 oracle."""
+    problem, got = rounded(seen.problem, seen.gemm_dtype), seen.gradients or {}
+    low = seen.gemm_dtype in ROW_OF
+    reference = summed_reference(
+        **{name: x for name, x in problem.of_the_oracle.items() if name != "compute_dtype"},
+        dz_dtype=seen.gemm_dtype if low else "float64",
+        head="d weight" in got or "d bias" in got,
+    )
+    found, valid, row = exact(seen, **details), problem.valid, "A8" if low else "A2"
+    # Errors of tokens are independent of each other, so they add up in quadrature.
+    spread = np.sqrt(np.square(reference.bound_tokens).sum())
+    loss, scale, of = reference.loss, reference.loss_magnitude + spread, "loss"
+    if seen.whole is not None:
+        (loss, scale), of = summed(seen, seen.whole), "loss of the log-probabilities"
+    if loss is not None:
+        found += check(row, seen.loss, loss, magnitude=scale, quantity=of, **details)
+    logprobs = reference.logprobs[valid]
+    scale = np.abs(logprobs) + reference.bound_logprobs[valid]
+    given = seen.logprobs[valid]
+    found += check(row, given, logprobs, magnitude=scale, quantity="log-probability", **details)
+    for name, given in got.items():
+        truth, bound, terms = (
+            getattr(reference, name.replace("d ", part)) for part in ("d_", "bound_", "magnitude_")
+        )
+        short = ROW_OF.get(seen.gemm_dtype) or ROW_OF.get(given.dtype.name)
+        found += check(
+            short or GRADIENT_ROWS[name],
+            without_ends(name, given, truth, problem),
+            truth,
+            bound,
+            magnitude=terms,
+            metrics=UNLESS_CANCELLED if short else ("tau",),
+            quantity=name,
+            **details,
+        )
+    return found
+
+
+def with_backend(seen: Seen, by: str, **details: Any) -> list[Measurement]:
+    """One call against the other backend, which is given the same numbers in its own arrays."""
+    from xentlib.tools.parity.backends import run
+
+    if seen.gemm_dtype == "float16" and seen.gradients:
+        raise CrossCheckError(
+            "`against` must be 'oracle' for a head in float16; got 'other', and no row of the "
+            "contract holds float16 gradients of two backends to each other."
+        )
+    problem, dtype = rounded(seen.problem, seen.gemm_dtype), dtype_named(seen.gemm_dtype)
+    cast = {name: getattr(problem, name).astype(dtype) for name in ("hidden", "weight")}
+    cast["labels"] = problem.labels.astype(np.int32)
+    other = run(by, problem.changed(**cast), outputs=(), gradient=bool(seen.gradients))
+    details["backend"] = f"{details['backend']}/{by}"
+    found = exact(seen, **details)
+    loss = np.asarray(other.loss)
+    norm = ("rho / u",)
+    found += check("A9", seen.loss, loss, metrics=norm, quantity="loss", **details)
+    for name, given in (seen.gradients or {}).items():
+        ours, theirs = given, np.asarray(getattr(other, name.replace(" ", "_")))
+        metrics = norm
+        if "bfloat16" in (seen.gemm_dtype, given.dtype.name):
+            ours, theirs = (x.astype(dtype_named("bfloat16")) for x in (given, theirs))
+            metrics = ("bf16 bit-equal",)
+        found += check("A9", ours, theirs, other=theirs, metrics=metrics, quantity=name, **details)
+    return found
+
+
+def exact(seen: Seen, **details: Any) -> list[Measurement]:
+    """A0: the number of valid tokens, and the gradient of the others."""
+    problem = seen.problem
+    valid = problem.valid
+    if seen.whole is not None:
+        labels, where = seen.whole.labels, seen.whole.where
+        valid = labels != problem.options.get("ignore_index", -100)
+        valid = valid if where is None else valid & where
+    number = np.asarray(valid.sum(), np.int64)
+    got = np.asarray(seen.num_tokens).astype(np.int64)
+    found = check("A0", got, number, quantity="token count", **details)
+    if seen.gradients and "d hidden" in seen.gradients:
+        rows = seen.gradients["d hidden"][~problem.valid]
+        of = "d hidden of invalid rows"
+        found += check("A0", rows, np.zeros_like(rows), quantity=of, **details)
+    return found
+
+
+def summed(seen: Seen, whole: Whole) -> tuple[Any, Any]:
+    """The loss of all tokens by their own log-probabilities, and its scale; of label smoothing,
+    which is of all logits, nothing."""
+    options = seen.problem.options
+    if options.get("label_smoothing"):
+        return None, None
+    valid = whole.labels != options.get("ignore_index", -100)
+    valid = valid if whole.where is None else valid & whole.where
+    labels = np.where(valid, whole.labels, 0)
+    of_class = seen.problem.class_weights
+    own = np.ones(len(labels)) if of_class is None else of_class[labels].astype(np.float64)
+    lse = whole.lse.astype(np.float64)
+    terms = options.get("z_loss", 0.0) * lse * lse - own * whole.logprobs.astype(np.float64)
+    weights = 1.0 if whole.token_weights is None else whole.token_weights.astype(np.float64)
+    terms = np.where(valid, terms * weights, 0.0) / options["denominator"]
+    return terms.sum(), np.abs(terms).sum()
+
+
+def rounded(problem: Problem, gemm_dtype: str) -> Problem:
+    """Operands as the products take them: under autocast rounded once to its dtype."""
+    if gemm_dtype not in ROW_OF:
+        return problem
+    names = ("hidden", "weight")
+    wide = {x: getattr(problem, x) for x in names if getattr(problem, x).dtype.name != gemm_dtype}
+    return problem.changed(**{name: round_to(x, gemm_dtype) for name, x in wide.items()})
+
+
+def without_ends(name: str, given: Array, truth: Any, problem: Problem) -> Array:
+    """A gradient with the truth in place of what a format's ends alone make of it: numbers below
+    the smallest normal one, which devices flush to 0, and infinities above the largest."""
+    terms = 1.0
+    if name == "d weight":
+        terms = len(problem.labels) * peak(problem.hidden[problem.valid])
+    elif name == "d hidden":
+        terms = max(problem.weight.shape) * peak(problem.weight)
+    lost = SMALLEST * (1.0 + max(terms, len(problem.labels))) * max(1.0, abs(problem.upstream))
+    wide = np.asarray(given, np.float64)
+    with np.errstate(invalid="ignore"):
+        ends = np.abs(wide - truth) <= lost
+        if given.dtype == np.float16:
+            ends |= (wide == np.sign(truth) * np.inf) & (np.abs(truth) > LARGEST_FLOAT16)
+    return np.where(ends, truth, wide)
+
+
+def peak(x: Array) -> float:
+    return float(np.max(np.abs(np.asarray(x, np.float64)), initial=0.0))

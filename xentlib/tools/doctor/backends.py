@@ -1,0 +1,162 @@
+"""The two backends: whether they can be imported, their devices, and whose kernels compute."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from xentlib.kernels import CHOICES, VARIABLE, chosen
+from xentlib.tools.doctor.finding import Finding, Status
+from xentlib.tools.doctor.packages import there, version_of
+
+__all__ = [
+    "VARIABLES",
+    "driver",
+    "imported",
+    "jax_findings",
+    "system",
+    "torch_devices",
+    "torch_findings",
+]
+
+# What changes who computes, where, or which bits come out.
+VARIABLES = (
+    VARIABLE,
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "DS_ACCELERATOR",
+    "JAX_PLATFORMS",
+    "JAX_ENABLE_X64",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
+DRIVER = Path("/proc/driver/nvidia/version")
+GIB = 2**30
+
+
+def driver() -> bool:
+    """Whether the machine has NVIDIA's driver, whatever the frameworks make of it."""
+    return DRIVER.exists()
+
+
+def system() -> list[Finding]:
+    """Python, and the variables that are set."""
+    version = platform.python_version()
+    about = f"{version} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    found = [Finding("backends", "Python", "ok", about)]
+    said = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    if said:
+        found.append(Finding("backends", "environment", "note", ", ".join(said)))
+    return found
+
+
+def imported(backend: str) -> Finding | None:
+    """What stops `import xentlib.torch` or `import xentlib.jax`; None where nothing does."""
+    try:
+        import_module(f"xentlib.{backend}")
+    except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
+        said = f"cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
+        cure = f"pip install --force-reinstall 'xentlib[{backend}]' in a fresh environment"
+        return Finding("backends", backend, "bad", said, cure)
+    return None
+
+
+# --- PyTorch --------------------------------------------------------------------------------------
+
+
+def torch_findings() -> list[Finding]:
+    """Devices, kernels and what ranks can use; PyTorch can be imported."""
+    import torch
+
+    return [*torch_devices(torch), _kernels(torch), _wrappers(torch)]
+
+
+def torch_devices(torch: Any) -> list[Finding]:
+    if torch.cuda.is_available():
+        found = []
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            said = (
+                f"{about.name}, {about.total_memory / GIB:.0f} GiB, compute capability "
+                f"{about.major}.{about.minor}"
+            )
+            found.append(Finding("devices", f"torch cuda:{index}", "ok", said))
+        return found
+    said = f"the CPU, {torch.get_num_threads()} threads"
+    build = torch.version.cuda or torch.version.hip
+    if not driver():
+        return [Finding("devices", "torch", "ok", said)]
+    why = "this build has no CUDA" if build is None else f"this build, for CUDA {build}, sees none"
+    said += f"; the machine has NVIDIA's driver, but {why}"
+    cure = "install PyTorch's CUDA build (pip install torch, without an index of CPU builds)"
+    if build is not None:
+        cure = "look at CUDA_VISIBLE_DEVICES, and whether the driver is new enough for the build"
+    return [Finding("devices", "torch", "note", said, cure)]
+
+
+def _kernels(torch: Any) -> Finding:
+    """Who computes on the default device, and why Triton's programs do not where they do not."""
+    from xentlib.torch.core.kernels import kernels_for, why_no_triton
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        choice = chosen()
+        name = kernels_for(device, torch.float32).__name__
+    except (RuntimeError, ValueError) as error:
+        cure = f"unset {VARIABLE}, or set it to one of {', '.join(CHOICES)}"
+        return Finding("kernels", "PyTorch", "bad", str(error), cure)
+    if name == "Triton":
+        return Finding("kernels", "PyTorch", "ok", f"Triton's programs compute on {device}")
+    said = f"eager operators compute on {device}"
+    if choice == "eager":
+        return Finding("kernels", "PyTorch", "note", f"{said}, as {VARIABLE}=eager says")
+    why = why_no_triton(device)
+    said += f": {why}" if why else ": Triton's programs could not be run"
+    missing = device.type == "cuda" and not there("triton")
+    status: Status = "ok" if device.type == "cpu" else "note"
+    return Finding("kernels", "PyTorch", status, said, "pip install triton" if missing else "")
+
+
+def _wrappers(torch: Any) -> Finding:
+    name = "DDP, FSDP2, tensor parallel"
+    if not torch.distributed.is_available():
+        said = "this build of PyTorch has no torch.distributed"
+        return Finding("trainers", name, "note", said, "install another build for several ranks")
+    made = [
+        kind
+        for kind, has in (
+            ("gloo", torch.distributed.is_gloo_available),
+            ("nccl", torch.distributed.is_nccl_available),
+        )
+        if has()
+    ]
+    return Finding("trainers", name, "ok", f"of PyTorch; process groups: {', '.join(made)}")
+
+
+# --- JAX ------------------------------------------------------------------------------------------
+
+
+def jax_findings() -> list[Finding]:
+    """Devices; JAX can be imported. Its compiler is the only implementation of the kernels."""
+    import jax
+
+    try:
+        devices = jax.devices()
+    except Exception as error:  # noqa: BLE001 - a RuntimeError or, of a plugin, whatever it raises
+        said = f"JAX finds no device: {type(error).__name__}: {error}".partition("\n")[0]
+        cure = "look at JAX_PLATFORMS, and at the plugin of JAX for your accelerator"
+        return [Finding("devices", "jax", "bad", said, cure)]
+    kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))
+    said = f"{len(devices)} x {devices[0].platform} ({kinds}), jaxlib {version_of('jaxlib')}"
+    kernels = Finding("kernels", "JAX", "ok", "XLA compiles them")
+    if devices[0].platform == "cpu" and driver() and "JAX_PLATFORMS" not in os.environ:
+        said += "; the machine has NVIDIA's driver, but no plugin of JAX for it is installed"
+        cure = "pip install 'jax[cuda13]' or 'jax[cuda12]', as your driver allows"
+        return [Finding("devices", "jax", "note", said, cure), kernels]
+    return [Finding("devices", "jax", "ok", said), kernels]

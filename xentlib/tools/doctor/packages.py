@@ -1,0 +1,146 @@
+"""Packages: which are there, whether xentlib admits their versions, and with which it was tested.
+
+The ranges are read from pyproject.toml in a checkout, else from what the installation recorded.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
+from operator import eq, ge, gt, le, lt, ne
+from pathlib import Path
+from typing import NamedTuple
+
+import xentlib
+from xentlib.tools.doctor.finding import Finding
+
+__all__ = ["PACKAGES", "Package", "admitted", "inspect", "ranges", "version_of", "within"]
+
+
+class Package(NamedTuple):
+    """A package that xentlib works with."""
+
+    name: str  # of the distribution
+    module: str
+    part: str  # of the report
+    extra: str  # of xentlib that installs it; none of them does where it is empty
+    use: str
+    tested: tuple[str, ...]  # versions that the suite has been run with, in ascending order
+
+
+PACKAGES = (
+    Package("numpy", "numpy", "backends", "", "the definition", ("2.0.0", "2.4.6", "2.5.5")),
+    Package("ml_dtypes", "ml_dtypes", "backends", "", "16-bit dtypes", ("0.5.0", "0.6.0")),
+    Package("torch", "torch", "backends", "torch", "xentlib.torch", ("2.11.0", "2.13.0", "2.15.0")),
+    Package("jax", "jax", "backends", "jax", "xentlib.jax", ("0.10.2", "0.11.2")),
+    Package("triton", "triton", "kernels", "", "programs for NVIDIA GPUs", ("3.9.0",)),
+    Package("flax", "flax", "trainers", "flax", "NNX, Linen", ("0.12.4", "0.12.8", "0.12.12")),
+    Package("optax", "optax", "trainers", "flax", "token_normalized", ("0.2.6", "0.2.8")),
+    Package("deepspeed", "deepspeed", "trainers", "deepspeed", "ZeRO", ("0.19.7", "0.19.8")),
+    Package(
+        "transformers", "transformers", "trainers", "hf", "patch, Trainer", ("5.0.0", "5.23.0")
+    ),
+    Package("accelerate", "accelerate", "trainers", "hf", "Accelerator", ("1.10.0", "1.15.0")),
+    Package("peft", "peft", "trainers", "hf", "adapters on the head", ("0.21.0", "0.21.2")),
+    Package("trl", "trl", "trainers", "trainers", "TRL's trainers", ("1.16.0",)),
+    Package("lightning", "lightning", "trainers", "trainers", "Trainer, Fabric", ("2.6.6",)),
+    Package("torchtitan", "torchtitan", "trainers", "", "loss_config", ("0.3.0",)),
+    Package("rich", "rich", "commands", "cli", "the table of parity", ("13.0.0", "15.0.0")),
+    Package("tokenizers", "tokenizers", "commands", "cli", "parity trains", ("0.22.2", "0.23.3")),
+    Package("matplotlib", "matplotlib", "commands", "plot", "plots of bench", ("3.11.2",)),
+)
+
+REQUIREMENT = re.compile(r"^([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)")
+CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*([\w.]+)")
+COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+    ">=": ge,
+    "<=": le,
+    "==": eq,
+    "!=": ne,
+    ">": gt,
+    "<": lt,
+}
+
+
+def requirements() -> list[str]:
+    """What xentlib asks for, with every extra; those of the sources where there are sources."""
+    project = Path(xentlib.__file__).parents[1] / "pyproject.toml"
+    if project.is_file():
+        found = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        if found.get("name") == "xentlib":
+            extras = found.get("optional-dependencies", {}).values()
+            return [*found["dependencies"], *(x for extra in extras for x in extra)]
+    try:
+        return metadata.requires("xentlib") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def ranges() -> dict[str, str]:
+    """The range of each package by its name, such as ">=0.10.2,<0.12"."""
+    found: dict[str, str] = {}
+    for text in requirements():
+        parts = REQUIREMENT.match(text)
+        if parts and parts[2].strip():
+            found.setdefault(parts[1], parts[2].strip().strip("()"))
+    return found
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Its numbers, without zeros at the end: that of a pre-release is the release it is of."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    found = [int(x) for x in numbers[0].split(".")] if numbers else []
+    while found and not found[-1]:
+        found.pop()
+    return tuple(found)
+
+
+def within(version: str, admitted: str) -> bool:
+    """Whether a version is in a range."""
+    have = release(version)
+    return all(COMPARE[sign](have, release(limit)) for sign, limit in CLAUSE.findall(admitted))
+
+
+def admitted(clauses: str) -> str:
+    """A range as a reader says it."""
+    return clauses.replace(",", ", ") or "any version"
+
+
+def there(module: str) -> bool:
+    """Whether a module can be found; none is imported."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def version_of(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def inspect(package: Package, admits: dict[str, str]) -> Finding:
+    """A package: there or not, in range or not, tested or not."""
+    name, module, part, extra, use, tested = package
+    install = f"pip install 'xentlib[{extra}]'" if extra else f"pip install {name}"
+    if not there(module):
+        return Finding(part, name, "absent", f"not installed ({use})", install)
+    version = version_of(name)
+    if version is None:
+        return Finding(part, name, "note", f"installed ({use}); its version is not recorded")
+    if not within(version, admits.get(name, "")):
+        clauses = admits[name]
+        said = f"{version} is outside of what xentlib admits ({use}): {admitted(clauses)}"
+        return Finding(part, name, "bad", said, f"pip install '{name}{clauses}'")
+    least, most = tested[0], tested[-1]
+    with_them = f"tested with {least}" + (f" to {most}" if most != least else "")
+    if release(version) > release(most):
+        return Finding(part, name, "note", f"{version}, newer than what was {with_them} ({use})")
+    if release(version) < release(least):
+        return Finding(part, name, "note", f"{version}, older than what was {with_them} ({use})")
+    return Finding(part, name, "ok", f"{version} ({use}), {with_them}")

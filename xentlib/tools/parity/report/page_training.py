@@ -1,0 +1,116 @@
+"""The training on the page: its losses, how far they are apart, and the head's gradients."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from xentlib.tools.parity.report.numbers import (
+    allowance_used,
+    bound_text,
+    duration,
+    number,
+    value_text,
+)
+from xentlib.tools.parity.report.plots import Series, line_plot, style_of
+from xentlib.tools.parity.report.summary import RowSummary, backend_name
+from xentlib.tools.parity.result import Measurement, ParityResult, TrainingCurve
+
+__all__ = ["training"]
+
+# How a training measurement says which step it is of: "training, step 3".
+_STEP = re.compile(r"(?:^|, )step (\d+)\b")
+
+
+def training(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+    curves = [c for c in result.curves if c.losses]
+    if not curves:
+        return
+    yield "<h2>Training on real text</h2>"
+    yield '<ul class="legend">'
+    yield from map(_curve_key, curves)
+    yield "</ul>"
+    series = [Series(backend_name(c.backend), style_of(c.backend), c.losses) for c in curves]
+    yield _figure(
+        "Loss",
+        "nats a token, each optimizer step",
+        line_plot(series, label="Loss of each optimizer step", kind="tall"),
+    )
+    if len(curves) == 2:
+        yield _difference(result, *curves)
+    yield from _head_gradients(result)
+    yield '<p class="axis">optimizer step</p>'
+
+
+def _curve_key(curve: TrainingCurve) -> str:
+    tokens = f"{sum(curve.tokens):,} tokens, " if curve.tokens else ""
+    return (
+        f'<li><i class="key {style_of(curve.backend)}"></i>{escape(backend_name(curve.backend))} '
+        f"<span>{number(curve.losses[0], 4)} → {number(curve.losses[-1], 4)} in "
+        f"{len(curve.losses)} steps, {tokens}{duration(curve.seconds)}</span></li>"
+    )
+
+
+def _figure(title: str, detail: str, plot: str) -> str:
+    return (
+        f'<figure class="wide"><figcaption><b>{escape(title)}</b> '
+        f"<span>{detail}</span></figcaption>{plot}</figure>"
+    )
+
+
+def _difference(result: ParityResult, one: TrainingCurve, other: TrainingCurve) -> str:
+    """|a - b| / |b| of each step, on a logarithmic axis."""
+    apart = [
+        math.nan if math.isnan(a - b) else abs(a - b) / (abs(b) or 1.0)
+        for a, b in zip(one.losses, other.losses)
+    ]
+    bound = next(
+        (m for m in result.measurements if "loss" in m.quantity and "relative" in m.metric), None
+    )
+    worst = math.nan if any(map(math.isnan, apart)) else max(apart)
+    detail = f"of the two losses; at most {number(worst)}"
+    if bound is not None:
+        detail += f', <i class="key bound"></i>bound {escape(bound_text(bound))}'
+    if 0.0 in apart:
+        detail += f"; equal in {apart.count(0.0)} of {len(apart)} steps, marked on the floor"
+    return _figure(
+        "Relative difference",
+        detail,
+        line_plot(
+            [Series("relative difference", "both", apart)],
+            label=f"Relative difference of the two losses at each step, at most {number(worst)}",
+            kind="low",
+            bound=bound.bound if bound else None,
+            log=True,
+        ),
+    )
+
+
+def _head_gradients(result: ParityResult) -> Iterator[str]:
+    """Row A9 at each step, one plot a quantity and metric."""
+    found: dict[tuple[str, str], list[tuple[int, Measurement]]] = {}
+    for m in result.measurements:
+        step = _STEP.search(m.case)
+        if m.row == "A9" and step:
+            found.setdefault((m.quantity, m.metric), []).append((int(step[1]), m))
+    for (quantity, metric), steps in found.items():
+        steps.sort(key=lambda pair: pair[0])
+        measured: Sequence[Measurement] = [m for _, m in steps]
+        worst = min(measured, key=lambda m: (m.passed, -allowance_used(m)))
+        log = not worst.at_least and worst.value > 30 * worst.bound > 0
+        yield _figure(
+            f"A9, {quantity}: {metric}",
+            f'PyTorch against JAX; worst {value_text(worst)}, <i class="key bound"></i>'
+            f"bound {bound_text(worst)}",
+            line_plot(
+                [Series(f"{quantity}, {metric}", "both", [m.value for m in measured])],
+                label=f"Row A9, {quantity}, {metric} at each step, worst {value_text(worst)}",
+                kind="low",
+                bound=worst.bound,
+                log=log,
+                from_zero=not log and not worst.at_least,
+                first_step=steps[0][0],
+            ),
+        )

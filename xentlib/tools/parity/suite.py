@@ -1,0 +1,134 @@
+"""The operator part of a parity run: every row of the contract over the case grid, in sections.
+
+Each backend is held against the float64 oracle and the two against each other, through their public
+functions. What a section measures stands in `rows/`, one file a group of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from xentlib.contract import ROW_OF
+from xentlib.tools.parity.cases import (
+    AUDIT,
+    BASE,
+    CHUNK_CASES,
+    CONFIDENT,
+    FULL_GRID,
+    GRID,
+    WITH_OPTIONS,
+    logit_sets,
+    low_precision,
+    named,
+)
+from xentlib.tools.parity.device import contract_settings, on_device
+from xentlib.tools.parity.findings import Findings
+from xentlib.tools.parity.pace import Planned
+from xentlib.tools.parity.problem import Case, Problem, build
+from xentlib.tools.parity.progress import Progress
+from xentlib.tools.parity.result import Section
+from xentlib.tools.parity.rows import collectives, nll, nll_mutants, per_token, sharded, windows
+
+__all__ = ["few_sections", "operator_sections"]
+
+Measure = Callable[[Findings, Any], None]
+# Of audit mode, for per-token outputs: one of each standard deviation, with options and without.
+FOUR = named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3")
+
+
+def operator_sections(
+    backends: tuple[str, ...], suite: str, seed: int, device: str = "cpu"
+) -> list[Planned]:
+    """Sections that measure the rows of the contract for the installed backends.
+
+    Args:
+        backends: "torch", "jax" or both; rows between backends need both.
+        suite: "quick" or "full" (more cases and three seeds).
+        seed: of every array.
+        device: the default one of both frameworks. Ranks and devices of a mesh are on the CPU, and
+            their sections are left out elsewhere.
+    """
+    full = suite == "full"
+    grid = FULL_GRID if full else GRID
+    seeds = range(seed, seed + (3 if full else 1))
+    audit_seeds = range(seed, seed + (5 if full else 1))
+    bf16, fp16 = low_precision(grid), low_precision(grid, "float16")
+    sections: list[tuple[str, list[Any], Measure]] = [
+        ("fp32 against the oracle", _problems(grid, seeds), nll.single),
+        ("bf16 against the oracle", _problems(bf16, seeds), nll.low),
+        ("fp16 against the oracle", _problems(fp16, seeds), nll.low),
+        ("audit mode, bit for bit", _problems(AUDIT, audit_seeds), nll.audit),
+        ("log-probabilities of given logits", logit_sets(seed), nll.logits),
+        ("chunk sizes", _problems(CHUNK_CASES, [seed]), nll.chunks),
+        ("run to run", _problems((BASE, WITH_OPTIONS), [seed]), nll.repeat),
+        ("windows of micro-batches", _problems((BASE, CONFIDENT), seeds), windows.windows),
+        ("mutants", _problems((BASE,), [seed]), nll_mutants.mutants),
+        ("per-token outputs, fp32", _problems(grid, seeds), per_token.single),
+        ("per-token outputs, bf16", _problems(bf16, seeds), per_token.low),
+        ("per-token outputs, fp16", _problems(fp16, seeds), per_token.low),
+        ("per-token outputs of given logits", logit_sets(seed), per_token.logits),
+        ("per-token outputs, chunk sizes", _problems(CHUNK_CASES, [seed]), per_token.chunks),
+        ("per-token outputs, run to run", _problems((BASE,), [seed]), per_token.repeat),
+        ("per-token outputs, mutants", _problems((BASE,), [seed]), per_token.mutants),
+        ("vocabularies over ranks", [seed], sharded.sharded),
+        ("collectives", [suite], collectives.collectives),
+        ("per-token outputs in audit mode", _problems(FOUR, [seed]), per_token.audit),
+        ("windows in audit mode", _problems((BASE, CONFIDENT), seeds), windows.audit),
+    ]
+    return _planned(sections, backends, device)
+
+
+def few_sections(backends: tuple[str, ...], device: str = "cpu") -> list[Planned]:
+    """One small problem for each of the rows that a user's device decides on: what `xentlib doctor`
+    measures. Sizes, ranks, windows and mutants are left to `xentlib parity`."""
+    low = [case for dtype in ROW_OF for case in low_precision((BASE,), dtype)]
+    audit = named(AUDIT, "audit-fp16-options")
+    sections: list[tuple[str, list[Any], Measure]] = [
+        ("fp32 against the oracle", _problems((BASE,), [0]), nll.single),
+        ("16 bits against the oracle", _problems(low, [0]), nll.low),
+        ("log-probabilities of given logits", logit_sets(0, "gaps-31"), nll.logits),
+        ("per-token outputs, fp32", _problems((BASE,), [0]), per_token.single),
+        ("run to run", _problems((BASE,), [0]), nll.repeat),
+        ("audit mode, bit for bit", _problems(audit, [0]), nll.audit),
+    ]
+    return _planned(sections, backends, device)
+
+
+def _planned(
+    sections: list[tuple[str, list[Any], Measure]], backends: tuple[str, ...], device: str
+) -> list[Planned]:
+    """Those that can be run with these backends on this device."""
+    between_backends = (nll.audit, per_token.audit, windows.audit)
+    on_ranks = (sharded.sharded, collectives.collectives)
+    return [
+        Planned(name, len(items), partial(_section, backends, device, name, items, measure))
+        for name, items, measure in sections
+        if (len(backends) == 2 or measure not in between_backends)
+        and (device == "cpu" or measure not in on_ranks)
+    ]
+
+
+def _section(
+    backends: tuple[str, ...],
+    device: str,
+    name: str,
+    items: list[Any],
+    measure: Measure,
+    progress: Progress,
+    slowness: float,
+) -> Section:
+    findings = Findings(backends, slowness)
+    progress.stage(name, len(items))
+    with contract_settings(backends), on_device(device, backends):
+        for given in items:
+            item = given() if callable(given) else given
+            measure(findings, item)
+            progress.advance(getattr(item, "text", ""))
+    return Section(name, tuple(findings.measurements), tuple(findings.histograms))
+
+
+def _problems(cases: Iterable[Case], seeds: Iterable[int]) -> list[Callable[[], Problem]]:
+    """Problems that are built when their turn comes: those of the full suite fill 1.6 GiB."""
+    return [partial(build, case, seed) for seed in seeds for case in cases]

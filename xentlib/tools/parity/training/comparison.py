@@ -1,0 +1,164 @@
+"""Training in each backend, and the runs held against each other.
+
+Shapes: M micro-batches, B sequences, L positions, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from xentlib.contract import Bound, check
+from xentlib.reference import nll_reference
+from xentlib.tools.parity.progress import Progress
+from xentlib.tools.parity.result import Measurement, TrainingCurve
+from xentlib.tools.parity.training.head import head_window
+from xentlib.tools.parity.training.loop import train
+from xentlib.tools.parity.training.model import ModelSizes, Weights
+from xentlib.tools.parity.training.steps import ADAMW, AdamW, HeadStep
+from xentlib.tools.parity.training.windows import IGNORE_INDEX, TextWindow
+
+__all__ = [
+    "TrainingReport",
+    "against_jax",
+    "against_oracle",
+    "compare",
+    "compare_curves",
+    "counts",
+]
+
+CURVES = Bound("relative", 1e-3)  # two fp32 runs of 40 steps part by 3e-7
+LEARNT = Bound("ratio", 0.98)  # 0.71 after 40 steps; text without a pattern gains little
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingReport:
+    """What the training part finds."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    curves: list[TrainingCurve] = field(default_factory=list)
+
+
+def compare(
+    backends: Sequence[str],
+    windows: Sequence[TextWindow],
+    weights: Weights,
+    *,
+    sizes: ModelSizes,
+    optimizer: AdamW = ADAMW,
+    progress: Progress | None = None,
+) -> TrainingReport:
+    """Train in each of `backends` and hold the runs against each other, as the module says.
+
+    With one backend there are its curve, its counts, its head gradients against the oracle and
+    whether it learns; nothing of the other framework is loaded.
+    """
+    report = TrainingReport()
+    micro_batches, batch, length = windows[0].tokens.shape
+    case = (
+        f"training, fp32, {micro_batches} x [{batch}, {length}] a window, "
+        f"H={sizes.hidden}, V={sizes.vocab}"
+    )
+    both = {"torch", "jax"} <= set(backends)
+    for backend in backends:
+
+        def observe(at: HeadStep, backend: str = backend) -> None:
+            step = f"{case}, step {at.step + 1}"
+            if both and backend == "torch":
+                report.measurements.extend(against_jax(at, step))
+            if at.step in {0, len(windows) - 1}:
+                report.measurements.extend(against_oracle(at, backend, step))
+
+        run = train(
+            backend,
+            windows,
+            weights,
+            sizes=sizes,
+            optimizer=optimizer,
+            observe=observe,
+            progress=progress,
+        )
+        report.curves.append(run.curve)
+        report.measurements.extend(counts(run.curve, windows, case))
+        report.measurements.append(_learnt(run.curve, case))
+    if both:
+        report.measurements.append(compare_curves(report.curves, case))
+    return report
+
+
+def against_jax(at: HeadStep, case: str) -> list[Measurement]:
+    theirs = head_window("jax", at)
+    details: dict[str, Any] = {"backend": "torch/jax", "case": case}
+    norm: dict[str, Any] = {"metrics": ("rho / u",), **details}
+    valid, gradient = int((at.labels != IGNORE_INDEX).sum()), theirs.gradient
+    return [
+        *check("A0", theirs.num_tokens, valid, quantity="tokens of a window", **details),
+        *check("A9", at.loss, theirs.loss, other=theirs.loss, quantity="loss", **norm),
+        *check("A9", at.gradient, gradient, other=gradient, quantity="d weight", **norm),
+    ]
+
+
+def against_oracle(at: HeadStep, backend: str, case: str) -> list[Measurement]:
+    gradient, bound = np.zeros(at.head.shape), np.zeros(at.head.shape)
+    total = (at.labels != IGNORE_INDEX).sum()
+    for hidden, labels in zip(at.hidden, at.labels, strict=True):
+        valid = labels != IGNORE_INDEX
+        part = nll_reference(hidden[valid], at.head, labels[valid], denominator=float(total))
+        gradient += part.d_weight
+        bound += part.bound_weight
+    return check(
+        "A6",
+        at.gradient,
+        gradient,
+        bound,
+        backend=backend,
+        case=case,
+        quantity="d weight",
+    )
+
+
+def counts(curve: TrainingCurve, windows: Sequence[TextWindow], case: str) -> list[Measurement]:
+    expected = np.array([window.total for window in windows])
+    return check(
+        "A0",
+        np.array(curve.tokens),
+        expected,
+        backend=curve.backend,
+        case=case,
+        quantity="tokens of each window",
+    )
+
+
+def _learnt(curve: TrainingCurve, case: str) -> Measurement:
+    last = curve.losses[-max(1, len(curve.losses) // 8) :]
+    value = float(np.mean(last)) / curve.losses[0]
+    return _curve_row(
+        curve.backend, case, "last losses over the first", LEARNT, value, len(curve.losses)
+    )
+
+
+def compare_curves(curves: Sequence[TrainingCurve], case: str) -> Measurement:
+    """The largest relative distance of the two losses over the steps, |torch - jax| / |jax|."""
+    losses = {curve.backend: np.array(curve.losses) for curve in curves}
+    apart = np.abs(losses["torch"] - losses["jax"]) / np.abs(losses["jax"])
+    worst = f"{case}, most at step {int(np.argmax(apart)) + 1}"
+    return _curve_row("torch/jax", worst, "loss", CURVES, float(apart.max()), apart.size)
+
+
+def _curve_row(
+    backend: str, case: str, quantity: str, bound: Bound, value: float, entries: int
+) -> Measurement:
+    return Measurement(
+        "curve",
+        backend,
+        case,
+        quantity,
+        bound.metric,
+        value,
+        bound.value,
+        bound.holds(value),
+        entries,
+    )
