@@ -21,11 +21,8 @@ PACKAGE = ("xentlib", "torch_impl", "jax_impl")
 # Also under the names that they had before.
 GENERATED = {
     "xentlib/arguments.py",
-    "xentlib/call.py",
     "torch_impl/api.py",
-    "torch_impl/public.py",
     "jax_impl/api.py",
-    "jax_impl/public.py",
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE = LAYOUT | {tokenize.COMMENT, tokenize.ENDMARKER, tokenize.ENCODING}

@@ -5,8 +5,8 @@ docstrings in both backends, copied from their definition in `xentlib`.
     python .ci/public.py --check    exit status 1 if a file is not what would be written
 
 The definition of a function of a head is a signature and a docstring (`xentlib/nll.py`,
-`xentlib/logprobs.py`). From it come `xentlib/call.py`, the arguments of a call as one object, and
-`torch_impl/public.py` and `jax_impl/public.py`, functions that make such an object and hand it on.
+`xentlib/logprobs.py`). From it come `xentlib/arguments.py`, the arguments of a call as one object,
+and `torch_impl/api.py` and `jax_impl/api.py`, functions that make such an object and hand it on.
 Other public names stand where they are implemented; their docstring there is a copy.
 """
 
@@ -75,9 +75,9 @@ def standing(path: str) -> str:
 def files() -> Iterator[tuple[str, str]]:
     """Each file and what is to stand in it."""
     definitions = {name: definition(spec, name) for name, spec, *_ in FUNCTIONS}
-    yield "xentlib/call.py", call_module(definitions)
+    yield "xentlib/arguments.py", call_module(definitions)
     for column in ARRAYS:
-        yield f"{column}/public.py", public_module(column, definitions)
+        yield f"{column}/api.py", public_module(column, definitions)
     texts: dict[str, str] = {}
     for name, spec, paths in DOCUMENTED:
         for path in paths:
@@ -188,13 +188,13 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
         sorted(
             f"from {module} import {names}\n"
             for module, names in (
-                ("xentlib.call", "Arguments, LogitsArguments"),
+                ("xentlib.arguments", "Arguments, LogitsArguments"),
                 ("xentlib.logprobs", "LogprobOutput"),
-                *((("xentlib.lowrank", "LowRankHead"),) if "LowRankHead" in head else ()),
+                *((("xentlib.lora", "LowRankHead"),) if "LowRankHead" in head else ()),
                 ("xentlib.nll", "NLLOutput"),
                 ("xentlib.options", "ComputeDtype, Gather, OutputName, Reduction, WeightLayout"),
                 ("xentlib.plan", "VocabShard"),
-                (f"{package}.given", "given_logprobs"),
+                (f"{package}.from_logits", "given_logprobs"),
                 (f"{package}.logprobs", "head_logprobs"),
                 (f"{package}.nll", "nll"),
             )

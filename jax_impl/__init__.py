@@ -9,10 +9,10 @@ except ModuleNotFoundError as missing:
 
     refuse_missing(missing, "jax", "JAX")
 
-from xentlib.jax.public import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+from xentlib.jax.api import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
 from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
-from xentlib.lowrank import LowRankHead
+from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
 
 if TYPE_CHECKING:

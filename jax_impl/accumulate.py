@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from xentlib.accumulate import WindowStats
+from xentlib.checks.validators import check_choice
 from xentlib.checks.window import (
     check_count_of_all,
     check_integer_count,
@@ -23,14 +24,11 @@ from xentlib.checks.window import (
     check_token_count,
     check_window_count,
 )
-from xentlib.checks.words import check_choice
-from xentlib.jax.describe import describe
+from xentlib.jax.array_spec import array_spec
+from xentlib.jax.micro_batch import check_traced, known, loss_and_count, token_count_of
 from xentlib.jax.ranks import as_primal, checks_types, vary, varying
-from xentlib.jax.told import check_traced, count_told, known, told
 from xentlib.nll import NLLOutput
 from xentlib.options import NONFINITE, NonFinite
-
-__all__ = ["TokenNormalizedState", "accumulate_grads", "is_token_normalized", "token_normalized"]
 
 
 def accumulate_grads(
@@ -86,7 +84,7 @@ def accumulate_grads(
     own = varying(lax.axis_index(axis_name)) if types else frozenset()
     # Gradients of parameters that vary are this device's own: summed once, after the loop.
     here = vary(params, own)
-    grad_fn = jax.value_and_grad(partial(loss_and_count, sum_and_count_fn), has_aux=True)
+    grad_fn = jax.value_and_grad(partial(called_with, sum_and_count_fn), has_aux=True)
     number = jax.tree.leaves(micro_batches)[0].shape[0]
 
     def one(carry: Any, batch: Any) -> tuple[Any, None]:
@@ -133,11 +131,11 @@ def accumulate_grads(
     return WindowStats(loss, total, scale, number, skipped, dropped), grads
 
 
-def loss_and_count(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[Any, Any]:
+def called_with(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[Any, Any]:
     """What a user's function returns, as `jax.value_and_grad` takes it: a sum and its count."""
     given = function(params, batch)
     pair = isinstance(given, (tuple, list)) and not isinstance(given, NLLOutput) and len(given) == 2
-    return told(*given) if pair else told(given)
+    return loss_and_count(*given) if pair else loss_and_count(given)
 
 
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -313,11 +311,11 @@ def token_normalized(
         is_last: Any,
         **extra: Any,
     ) -> tuple[Any, TokenNormalizedState]:
-        given = count_told(token_count, weighted)
+        given = token_count_of(token_count, weighted)
         given = given if isinstance(given, jax.Array) else np.asarray(given)
         if not weighted:
-            check_integer_count("token_count", describe(given))
-        check_token_count("token_count", describe(given), known(given), weighted)
+            check_integer_count("token_count", array_spec(given))
+        check_token_count("token_count", array_spec(given), known(given), weighted)
         if not weighted:
             check_window_count(known(state.num_tokens), known(given))
         count = jnp.asarray(given)

@@ -12,8 +12,6 @@ import jax
 
 from xentlib.collectives import Collective, CollectiveCount
 
-__all__ = ["Operation", "count_collectives", "operations"]
-
 KIND_OF = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",

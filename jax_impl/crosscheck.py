@@ -13,19 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
+from xentlib.checks.array_spec import plain
 from xentlib.checks.crosscheck import check_traced_step
-from xentlib.checks.operand import plain
 from xentlib.dtypes import resolve_dtypes
+from xentlib.jax.array_spec import is_array
 from xentlib.jax.derivatives import primal_values, refused, wanted
-from xentlib.jax.describe import is_array
 from xentlib.jax.heads import head_of, unwrapped
-from xentlib.jax.lowrank import low_rank_of
+from xentlib.jax.lora import low_rank_of
 from xentlib.jax.nll import nll
 from xentlib.jax.ranks import vary, varying
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
-from xentlib.tools.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
+from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule, chosen, of_rows
 from xentlib.tools.parity.problem import Problem
 
 __all__ = ["CrossCheck"]
@@ -35,7 +35,7 @@ ARRAYS = ("where", "token_weights", "class_weights")
 KEPT = ("logprobs", "lse")  # of a call, beside what it is asked for
 
 
-class Told(NamedTuple):
+class CallRecord(NamedTuple):
     """What a checked call hands to the host."""
 
     step: Any
@@ -165,11 +165,11 @@ class CrossCheck(Schedule):
             named = dict(zip(NAMES, leaves, strict=True))
             return nll(fixed._replace(**named, labels=labels, **constants))
 
-        told_by = partial(self.told, fixed)
+        record = partial(self.told, fixed)
 
-        def tell(told: Told) -> None:
+        def tell(told: CallRecord) -> None:
             due = told.step % self.every == 0
-            lax.cond(due, lambda: jax.debug.callback(told_by, told), lambda: None)
+            lax.cond(due, lambda: jax.debug.callback(record, told), lambda: None)
 
         @jax.custom_vjp
         def function(
@@ -178,7 +178,7 @@ class CrossCheck(Schedule):
             leaves = hidden, weight, bias
             out = call(leaves, labels, constants)
             nothing = (None,) * len(leaves)
-            tell(Told(step, leaves, labels, constants, out, jnp.ones(()), nothing))
+            tell(CallRecord(step, leaves, labels, constants, out, jnp.ones(()), nothing))
             return out
 
         def forward(
@@ -207,7 +207,7 @@ class CrossCheck(Schedule):
                 return (None, *(None for _ in leaves), None, None)
             left = iter(pull(upstream)[0])
             gradients = tuple(None if mark is None else next(left) for mark in marks)
-            tell(Told(step, leaves, labels, constants, out, upstream, gradients))
+            tell(CallRecord(step, leaves, labels, constants, out, upstream, gradients))
             return (None, *gradients, None, None)
 
         function.defvjp(forward, backward, symbolic_zeros=True)
@@ -215,15 +215,15 @@ class CrossCheck(Schedule):
 
     # On the host
 
-    def told(self, fixed: Arguments, told: Told) -> None:
+    def told(self, fixed: Arguments, told: CallRecord) -> None:
         """What a callback brings. An exception here would end the program in other words."""
         try:
             told = jax.tree.map(np.array, told)
-            self.finish(int(told.step), [self.seen_of(fixed, told)])
+            self.finish(int(told.step), [self.checked_call_of(fixed, told)])
         except Exception as error:  # noqa: BLE001 - `wait` raises it
             self.raised.append(error)
 
-    def seen_of(self, fixed: Arguments, told: Told) -> Seen:
+    def checked_call_of(self, fixed: Arguments, told: CallRecord) -> CheckedCall:
         hidden, weight, bias = told.leaves
         width, labels = hidden.shape[-1], told.labels.reshape(-1)
         flat = {
@@ -262,7 +262,7 @@ class CrossCheck(Schedule):
         own = (np.reshape(getattr(told.output, name), -1) for name in KEPT)
         problem, logprobs, whole = of_rows(problem, rows, *own)
         loss, number = told.output.loss, told.output.num_tokens
-        return Seen(problem, gemm, loss, number, logprobs, gradients or None, whole)
+        return CheckedCall(problem, gemm, loss, number, logprobs, gradients or None, whole)
 
 
 def in_jit(x: Any) -> bool:

@@ -11,8 +11,6 @@ from jax.tree_util import GetAttrKey
 
 from xentlib.checks.tokens import refuse_derivative
 
-__all__ = ["REFUSED", "Needs", "differentiated_once", "named", "primal_values", "refused", "wanted"]
-
 REFUSED = ("z_loss", "logprobs", "entropy", "lse")  # results of `chunked_nll` without a derivative
 
 

@@ -12,11 +12,9 @@ from jax import lax
 from xentlib.checks.placement import check_axis
 from xentlib.checks.window import check_named_loss, check_one_loss
 from xentlib.jax.accumulate import two_sum
+from xentlib.jax.micro_batch import check_name, loss_and_count
 from xentlib.jax.ranks import vary, varying
-from xentlib.jax.told import check_name, told
 from xentlib.nll import NLLOutput
-
-__all__ = ["Evaluation"]
 
 ZEROS = np.zeros(2, np.float32)
 ZEROS.flags.writeable = False
@@ -78,7 +76,7 @@ class Evaluation(NamedTuple):
         named = {"loss": loss, "loss_sum": loss_sum, "loss_mean": loss_mean}
         name = check_one_loss([name for name, x in named.items() if x is not None])
         mean, given = name == "loss_mean", named[name]
-        loss, num_tokens = told(given, num_tokens, mean=mean)
+        loss, num_tokens = loss_and_count(given, num_tokens, mean=mean)
         check_named_loss(name != "loss" or isinstance(given, NLLOutput))
         check_name(given, mean)
         if mean:  # of no token it may be NaN

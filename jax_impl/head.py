@@ -12,27 +12,15 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xentlib.call import Arguments
-from xentlib.checks.operand import plain
+from xentlib.arguments import Arguments
+from xentlib.checks.array_spec import plain
 from xentlib.checks.route import check_route, check_rows_stay
 from xentlib.checks.shards import check_shards
-from xentlib.checks.words import check_floating
-from xentlib.jax.describe import describe
+from xentlib.checks.validators import check_floating
+from xentlib.jax.array_spec import array_spec
 from xentlib.jax.ranks import Axis
-from xentlib.lowrank import LowRankHead
+from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab
-
-__all__ = [
-    "Placement",
-    "Spread",
-    "alone",
-    "of_all_tokens",
-    "over_mesh",
-    "own_piece",
-    "place",
-    "placed",
-    "whole_rows",
-]
 
 T = TypeVar("T")
 
@@ -168,7 +156,7 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
     check_route(told)
     hidden, weight = given.hidden, given.weight
     for name, x in (("hidden", hidden), ("weight", weight)):
-        check_floating(name, describe(x))
+        check_floating(name, array_spec(x))
     dtypes = [str(x.dtype) for x in (hidden, weight)]
     columns, width = weight.shape if given.weight_layout == "VH" else weight.shape[::-1]
     from xentlib.plan.routes import choose_gather

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 
-from xentlib.call import Arguments
-from xentlib.checks.lowrank import check_base
+from xentlib.arguments import Arguments
+from xentlib.checks.array_spec import plain
+from xentlib.checks.lora import check_base
 from xentlib.checks.module import check_beside_module, refuse_module
-from xentlib.checks.operand import plain
-from xentlib.jax.describe import framework_of, is_array, refuse_array
-from xentlib.jax.lowrank import low_rank_of
-from xentlib.lowrank import LowRankHead
+from xentlib.jax.array_spec import framework_of, is_array, refuse_array
+from xentlib.jax.lora import low_rank_of
+from xentlib.lora import LowRankHead
 from xentlib.options import WeightLayout
-
-__all__ = ["head_of", "unwrapped"]
 
 OURS = (("xentlib.jax.module", "NLLHead"), ("xentlib.jax.module", "LinenNLLHead"))
 ADAPTERS = (("flax.nnx", "LoRA"), ("flax.nnx", "LoRALinear"))

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xentlib.checks.array_spec import plain
 from xentlib.checks.labels import check_next_token_labels, check_offsets
-from xentlib.checks.operand import plain
 from xentlib.checks.placement import check_axis
+from xentlib.jax.array_spec import array_spec, concrete_on_cpu
 from xentlib.jax.core.tokens import check_kept
-from xentlib.jax.describe import concrete_on_cpu, describe
-
-__all__ = ["next_token_labels"]
 
 
 def next_token_labels(
@@ -75,11 +73,11 @@ def next_token_labels(
     """
     ignore_index = plain(ignore_index)
     shift = check_next_token_labels(
-        describe(labels),
-        describe(segment_ids),
-        describe(cu_seqlens),
-        describe(position_ids),
-        describe(where),
+        array_spec(labels),
+        array_spec(segment_ids),
+        array_spec(cu_seqlens),
+        array_spec(position_ids),
+        array_spec(where),
         shift,
         ignore_index,
     )

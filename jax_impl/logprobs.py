@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
-from xentlib.call import Arguments
-from xentlib.jax.call import Arrays, Options, as_gradients, bind, flat
+from xentlib.arguments import Arguments
+from xentlib.jax.binding import Arrays, Options, as_gradients, bind, flat
+from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
@@ -23,7 +24,6 @@ from xentlib.jax.core.gradients import (
     without_power,
     zero_gradients,
 )
-from xentlib.jax.core.softmax import exp
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
 from xentlib.jax.core.walk import (
     Chunk,
@@ -39,20 +39,6 @@ from xentlib.jax.derivatives import Needs, primal_values, wanted
 from xentlib.jax.head import Placement, over_mesh, whole_rows
 from xentlib.jax.ranks import upstream_of, vary, varying
 from xentlib.logprobs import LogprobOutput
-
-__all__ = [
-    "Residuals",
-    "Upstream",
-    "clean_upstream",
-    "coefficients",
-    "forward_of",
-    "head_logprobs",
-    "logprobs_backward",
-    "logprobs_forward",
-    "shaped",
-    "terms_of",
-    "upstream_in",
-]
 
 
 class Residuals(NamedTuple):

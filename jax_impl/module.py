@@ -18,19 +18,17 @@ from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.checks.module import check_head_options, check_kept_option, check_linear
 from xentlib.checks.placement import check_mesh_axes
+from xentlib.jax.api import chunked_logprobs, chunked_nll
 from xentlib.jax.head import Placement, axes_of, place
 from xentlib.jax.logprobs import head_logprobs
 from xentlib.jax.nll import nll
-from xentlib.jax.public import chunked_logprobs, chunked_nll
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.options import WeightLayout
 from xentlib.plan import PaddedVocab
-
-__all__ = ["LinenNLLHead", "NLLHead"]
 
 LAYER = frozenset(inspect.signature(nnx.Linear.__init__).parameters)
 

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.algebra import TokenStats, WantedStats, is_zero
-from xentlib.call import Arguments
-from xentlib.jax.call import Arrays, Options, as_gradients, bind, flat
+from xentlib.arguments import Arguments
+from xentlib.jax.binding import Arrays, Options, as_gradients, bind, flat
+from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
@@ -25,7 +26,6 @@ from xentlib.jax.core.gradients import (
     without_power,
     zero_gradients,
 )
-from xentlib.jax.core.softmax import ALGEBRA
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of, target_info
 from xentlib.jax.core.walk import (
     Chunk,
@@ -39,12 +39,10 @@ from xentlib.jax.core.walk import (
 )
 from xentlib.jax.derivatives import REFUSED, Needs, named, primal_values, refused, wanted
 from xentlib.jax.head import Placement, of_all_tokens, over_mesh, whole_rows
+from xentlib.jax.micro_batch import labelled
 from xentlib.jax.ranks import agreed_upstream, upstream_of, vary, varying
-from xentlib.jax.told import labelled
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
-
-__all__ = ["nll", "nll_backward", "nll_forward"]
 
 
 class Carry(NamedTuple):

@@ -20,29 +20,12 @@ import numpy as np
 from jax import lax
 
 from xentlib.algebra import NonTargetStats
-from xentlib.call import Arguments
-from xentlib.checks.operand import plain
+from xentlib.arguments import Arguments
+from xentlib.checks.array_spec import plain
 from xentlib.checks.placement import check_axis, check_varying
 from xentlib.checks.shards import check_shard, check_shards, refuse_whole_head
-from xentlib.jax.core.softmax import ALGEBRA
+from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.plan import PaddedVocab, VocabShard
-
-__all__ = [
-    "Alike",
-    "Axis",
-    "agreed_upstream",
-    "alike",
-    "apart",
-    "as_primal",
-    "axis_for",
-    "axis_of",
-    "combine",
-    "shard_here",
-    "upstream_of",
-    "varies_over",
-    "vary",
-    "varying",
-]
 
 T = TypeVar("T")
 

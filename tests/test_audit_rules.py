@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from xentlib.tools.audit.defects import DEFECTS, forms
+from xentlib.tools.audit.hypotheses import Hypothesis, Numbers
 from xentlib.tools.audit.problem import IGNORE, Options
-from xentlib.tools.audit.reading import Numbers, Reading
 from xentlib.tools.audit.verdict import judge, oracle_of
 
 ALL = Options(True, 30.0, 0.5, 1.3, 0.1, 1e-3)
@@ -77,7 +77,7 @@ def test_every_form_of_every_defect_is_named(which):
 @pytest.mark.parametrize("which", PROBLEMS)
 def test_right_numbers_are_right(which):
     oracle = oracle_of(*PROBLEMS[which])
-    report = judge("jax", oracle, returned(oracle, Reading()))
+    report = judge("jax", oracle, returned(oracle, Hypothesis()))
     assert report.passed
     assert set(report.looked_for).isdisjoint(report.not_looked_for)
     kind = oracle.problem.kind
@@ -91,7 +91,7 @@ def changed(numbers, **more):
 
 def test_wrong_numbers_that_no_rule_gives_have_no_name():
     oracle = oracle_of("step", PLAIN, 1)
-    right = returned(oracle, Reading())
+    right = returned(oracle, Hypothesis())
     w = right.d_weight
     noise = np.random.default_rng(0).standard_normal(w.shape).astype(np.float32)
     row, one = w.copy(), w.copy()
@@ -107,10 +107,10 @@ def test_wrong_numbers_that_no_rule_gives_have_no_name():
 
 def test_a_number_that_is_left_over_is_said():
     oracle = oracle_of("step", PLAIN, 1)
-    right = returned(oracle, Reading())
+    right = returned(oracle, Hypothesis())
     report = judge("torch", oracle, changed(right, d_weight=right.d_weight * np.float32(1.001)))
     assert titles(report) == "a factor of 1.001 that has no name"
-    means = returned(oracle, Reading(divisor="micro-batches"))
+    means = returned(oracle, Hypothesis(divisor="micro-batches"))
     report = judge("torch", oracle, changed(means, d_weight=means.d_weight * np.float32(65536)))
     assert titles(report) == (
         "mean of the means of micro-batches and a factor of 65536 that has no name"
@@ -121,7 +121,7 @@ def test_three_defects_at_once():
     oracle = oracle_of("step", ALL, 2)
     by_name = {defect.name: defect for defect in DEFECTS}
     names = ("labels across documents", "mean of the means of ranks", "temperature not applied")
-    reading = Reading()
+    reading = Hypothesis()
     for name in names:
         (reading,) = forms(by_name[name], oracle.problem, reading)
     report = judge("torch", oracle, returned(oracle, reading))
@@ -131,13 +131,13 @@ def test_three_defects_at_once():
 def test_two_that_cannot_be_told_apart_are_both_named():
     """On three ranks with three micro-batches the two numbers are one."""
     oracle = oracle_of("step", PLAIN, 3)
-    report = judge("torch", oracle, returned(oracle, Reading(scale=1 / 3)))
+    report = judge("torch", oracle, returned(oracle, Hypothesis(scale=1 / 3)))
     assert titles(report) == "off by the number of ranks, or off by the accumulation steps"
 
 
 def test_what_the_loss_says_beside_the_gradients():
     oracle = oracle_of("step", PLAIN, 2)
-    right, means = (returned(oracle, Reading(divisor=x)) for x in ("tokens", "ranks"))
+    right, means = (returned(oracle, Hypothesis(divisor=x)) for x in ("tokens", "ranks"))
     for loss, note in (
         (right.loss, "the loss is right"),
         (means.loss, "the loss is wrong in the same way"),
@@ -155,7 +155,7 @@ def test_what_the_loss_says_beside_the_gradients():
 def test_hidden_states_may_have_a_factor_of_their_own_in_a_step_alone():
     for which, passed in (("two ranks", True), ("loss", False)):
         oracle = oracle_of(*PROBLEMS[which])
-        right = returned(oracle, Reading())
+        right = returned(oracle, Hypothesis())
         report = judge("torch", oracle, changed(right, d_hidden=right.d_hidden * 2))
         assert report.passed is passed
         report = judge("torch", oracle, changed(right, d_hidden=-right.d_hidden))
@@ -177,7 +177,7 @@ def test_counts_of_the_problem_all_differ():
 
 def test_a_report_is_json():
     oracle = oracle_of("step", PLAIN, 1)
-    report = judge("jax", oracle, returned(oracle, Reading(divisor="micro-batches")))
+    report = judge("jax", oracle, returned(oracle, Hypothesis(divisor="micro-batches")))
     found = json.loads(report.to_json())
     assert found["findings"][0]["of"] == "gradients of the head"
     assert found["looked_for"] == list(report.looked_for)

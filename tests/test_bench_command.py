@@ -20,7 +20,7 @@ from xentlib.tools.bench.contestant import (
     PER_TOKEN,
     TRAINING,
     Contestant,
-    Field,
+    Lineup,
 )
 from xentlib.tools.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
 from xentlib.tools.bench.plot import draw
@@ -68,7 +68,7 @@ def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
 
     speeds = {FLOOR: 1.0, OURS: 1.5, "slow": 1.1 * SLOW, "too big": None, "absent": 1.0}
     contestants = tuple(contestant(*item) for item in speeds.items())
-    field = Field(contestants, "cpu", lambda: None, lambda result: None, None)
+    field = Lineup(contestants, "cpu", lambda: None, lambda result: None, None)
     rounds = SLOW_ROUNDS + 4
     rows = {row.contestant: row for row in measure(field, rounds)}
     assert [len(rows[name].seconds) for name in speeds] == [rounds, rounds, SLOW_ROUNDS, 0, 0]

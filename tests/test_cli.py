@@ -272,7 +272,7 @@ def test_kernels_are_chosen_for_the_whole_process(stage, tmp_path, monkeypatch, 
     assert parity(tmp_path, "--kernels", "eager", "--backend", "jax") == 2
     assert "`--kernels eager` is of PyTorch" in complaint(capsys)
     monkeypatch.setattr(
-        "xentlib.tools.cli.available.find_spec", lambda name: name != "triton" or None
+        "xentlib.tools.cli.requirements.find_spec", lambda name: name != "triton" or None
     )
     assert parity(tmp_path, "--kernels", "triton") == 2
     assert "needs Triton, which is not installed" in complaint(capsys)

@@ -13,7 +13,7 @@ import xentlib
 from helpers.played import but_for_times, complaint, parity, sections, staged, written
 from xentlib.tools.cli import environment
 from xentlib.tools.cli import parity as cli_parity
-from xentlib.tools.parity import pace
+from xentlib.tools.parity import eta
 
 
 @pytest.fixture
@@ -210,8 +210,8 @@ def test_an_unfinished_run_is_not_replaced_without_a_word(stage, tmp_path, capsy
 
 def test_time_limits_follow_the_sections_that_are_done(stage, tmp_path, monkeypatch):
     """Also those of the run that is gone on from: each section here is expected to take 2 s."""
-    monkeypatch.setattr(pace, "STEP_SECONDS", 2.0)
-    monkeypatch.setattr(pace, "SECONDS_OF_STEP", {})
+    monkeypatch.setattr(eta, "STEP_SECONDS", 2.0)
+    monkeypatch.setattr(eta, "SECONDS_OF_STEP", {})
     clock = iter([0.0, 6.0, 6.0, 20.0, 20.0, 34.0])
     monkeypatch.setattr(cli_parity, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     found, stage.parts = stage.parts, stage.parts | {"training": RuntimeError("late")}

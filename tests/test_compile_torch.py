@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.tools.parity.problem import Case
 
 torch = pytest.importorskip("torch")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
 from xentlib.torch import nll as torch_nll  # noqa: E402
-from xentlib.torch.call import bind  # noqa: E402
+from xentlib.torch.binding import bind  # noqa: E402
 from xentlib.torch.operators import flattened  # noqa: E402
 
 COMPILERS = ["aot_eager", *(["inductor"] if shutil.which("c++") or shutil.which("g++") else [])]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.torch
 
 from xentlib.tools.crosscheck import CrossCheckError, CrossCheckWarning  # noqa: E402
 from xentlib.torch import CrossCheck, chunked_nll  # noqa: E402
-from xentlib.torch.observed import OBSERVERS  # noqa: E402
+from xentlib.torch.hooks import LOSS_HOOKS  # noqa: E402
 
 H, V, N = 24, 157, 21
 
@@ -70,7 +70,7 @@ def test_two_checks_see_the_same_step(head: Any) -> None:
             loss_of(head).backward()
     assert [[x.step for x in check.results] for check in checks] == [[0, 1, 2], [0, 2]]
     assert all({"d hidden"} < {m.quantity for m in x.results[0].measurements} for x in checks)
-    assert OBSERVERS == []
+    assert LOSS_HOOKS == []
 
 
 def test_a_block_inside_of_a_block_is_refused(head: Any) -> None:
@@ -78,7 +78,7 @@ def test_a_block_inside_of_a_block_is_refused(head: Any) -> None:
     refused = "`step` must be left before it is entered again"
     with pytest.raises(CrossCheckError, match=refused), check.step(), check.step():
         loss_of(head).backward()
-    assert OBSERVERS == []
+    assert LOSS_HOOKS == []
     with check.step():
         loss_of(head).backward()
     assert len(check.results) == 1
@@ -100,7 +100,7 @@ def test_a_copy_goes_on_by_itself(head: Any, copied: Any) -> None:
 def test_a_number_that_is_none(number: Any) -> None:
     with pytest.raises(TypeError, match="`number` must be an integer"), CrossCheck(2).step(number):
         pass
-    assert OBSERVERS == []
+    assert LOSS_HOOKS == []
 
 
 def test_a_head_that_is_written_to_past_its_version(head: Any) -> None:

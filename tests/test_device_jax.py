@@ -53,8 +53,8 @@ def as_on_a_gpu(monkeypatch):
     """Its traits, but for the rows of a chunk; labels compared in several groups, the last of them
     ragged."""
     least = device.KINDS["cpu"].least_rows
-    traits = device.KINDS["gpu"]._replace(least_rows=least, scatters_wide=True)
-    monkeypatch.setattr(device, "KINDS", {"cpu": traits})
+    device_info = device.KINDS["gpu"]._replace(least_rows=least, scatters_wide=True)
+    monkeypatch.setattr(device, "KINDS", {"cpu": device_info})
     monkeypatch.setattr(gradients, "LABEL_GROUP", 50)
     jax.clear_caches()
     yield

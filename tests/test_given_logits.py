@@ -26,7 +26,7 @@ from helpers.given_logits import (
     oracle,
     same_bits,
 )
-from xentlib.call import LogitsArguments
+from xentlib.arguments import LogitsArguments
 from xentlib.contract import check, failures
 from xentlib.tools.parity.backends import run
 from xentlib.tools.parity.cases import logit_sets
@@ -209,8 +209,8 @@ def test_torch_compiles_into_one_graph() -> None:
 def test_torch_operators_pass_opcheck() -> None:
     """D6: schema, registration of the gradient, fake kernels."""
     torch = pytest.importorskip("torch")
-    from xentlib.torch import given, logprobs
-    from xentlib.torch.call import bind_logits
+    from xentlib.torch import from_logits, logprobs
+    from xentlib.torch.binding import bind_logits
     from xentlib.torch.operators import flattened
 
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -222,11 +222,11 @@ def test_torch_operators_pass_opcheck() -> None:
     forward = flattened(
         (call, logprobs.Values(True, torch.float32, [True, False, False, False, False]))
     )
-    torch.library.opcheck(given.given_op.op, forward, test_utils=names)
-    *_, kept, _ = given.given_op.op(*forward)
-    pulled = logprobs.Pulled(g, g, None, kept.detach())
+    torch.library.opcheck(from_logits.given_op.op, forward, test_utils=names)
+    *_, kept, _ = from_logits.given_op.op(*forward)
+    pulled = logprobs.Cotangents(g, g, None, kept.detach())
     backward = flattened((pulled, call._replace(logits=x.detach())))
-    torch.library.opcheck(given.given_backward_op.op, backward, test_utils=names)
+    torch.library.opcheck(from_logits.given_backward_op.op, backward, test_utils=names)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ if not all((ROOT / folder).is_dir() for folder in PACKAGES):
 SOURCE_LINES = 400
 TEST_LINES = 400
 
-GENERATED = ("xentlib.call", "xentlib.torch.public", "xentlib.jax.public")
+GENERATED = ("xentlib.arguments", "xentlib.torch.api", "xentlib.jax.api")
 TESTS = sorted((ROOT / "tests").glob("test_*.py"))
 
 

@@ -15,18 +15,18 @@ if not all((ROOT / folder).is_dir() for folder in PACKAGES):
 # Lowest first: modules and folders of the definition, and of both backends.
 LAYERS = {
     "definition": {
-        "xentlib": "nll logprobs labels accumulate evaluation lowrank call options head "
+        "xentlib": "nll logprobs labels accumulate evaluation lora arguments options head "
         "collectives dtypes interop kernels processes algebra lazy"
     },
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
-    "core": {"backend": "core triton operators derivatives collectives"},
+    "core": {"backend": "core triton operators derivatives collectives array_spec"},
     "wrappers": {"backend": "wrappers"},
     "placement": {"backend": "shards ranks heads"},
-    "binding": {"backend": "call describe lowrank"},
-    "functions": {"backend": "nll logprobs given"},
-    "api": {"backend": "public"},
+    "binding": {"backend": "binding lora"},
+    "functions": {"backend": "nll logprobs from_logits"},
+    "api": {"backend": "api"},
     "heads": {
-        "backend": "head module integrations accumulate window told observed evaluation labels"
+        "backend": "head module integrations accumulate window micro_batch hooks evaluation labels"
     },
     "packages": {},  # `xentlib`, `xentlib.torch` and `xentlib.jax` themselves
     "tools": {
@@ -38,34 +38,32 @@ ORDER = [*LAYERS]
 BACKENDS = ("xentlib.torch", "xentlib.jax")
 # What is so today. It may only get shorter: an import that is gone is taken out of here.
 UPWARDS = {
-    "xentlib.jax.call": {"xentlib.jax.head"},
-    "xentlib.jax.core.gradients": {"xentlib.jax.call", "xentlib.jax.head", "xentlib.jax.ranks"},
-    "xentlib.jax.core.low": {"xentlib.jax.call"},
+    "xentlib.jax.binding": {"xentlib.jax.head"},
+    "xentlib.jax.core.gradients": {"xentlib.jax.binding", "xentlib.jax.head", "xentlib.jax.ranks"},
+    "xentlib.jax.core.lora": {"xentlib.jax.binding"},
     "xentlib.jax.core.stats": {"xentlib.jax.ranks"},
-    "xentlib.jax.core.tokens": {"xentlib.jax.describe"},
-    "xentlib.jax.core.walk": {"xentlib.jax.call", "xentlib.jax.ranks"},
-    "xentlib.jax.heads": {"xentlib.jax.describe", "xentlib.jax.lowrank"},
+    "xentlib.jax.core.walk": {"xentlib.jax.binding", "xentlib.jax.ranks"},
+    "xentlib.jax.heads": {"xentlib.jax.lora"},
     "xentlib.jax.logprobs": {"xentlib.jax.head"},
-    "xentlib.jax.nll": {"xentlib.jax.head", "xentlib.jax.told"},
-    "xentlib.torch.core.given": {"xentlib.torch.call", "xentlib.torch.ranks"},
+    "xentlib.jax.nll": {"xentlib.jax.head", "xentlib.jax.micro_batch"},
+    "xentlib.torch.core.from_logits": {"xentlib.torch.binding", "xentlib.torch.ranks"},
     "xentlib.torch.core.gradients": {"xentlib.torch.ranks"},
-    "xentlib.torch.core.low": {"xentlib.torch.call"},
-    "xentlib.torch.core.nodes": {"xentlib.torch.call", "xentlib.torch.ranks"},
-    "xentlib.torch.core.spread": {"xentlib.torch.call", "xentlib.torch.ranks"},
+    "xentlib.torch.core.lora": {"xentlib.torch.binding"},
+    "xentlib.torch.core.nodes": {"xentlib.torch.binding", "xentlib.torch.ranks"},
+    "xentlib.torch.core.spread": {"xentlib.torch.binding", "xentlib.torch.ranks"},
     "xentlib.torch.core.stats": {"xentlib.torch.ranks"},
-    "xentlib.torch.core.stream": {"xentlib.torch.call", "xentlib.torch.ranks"},
+    "xentlib.torch.core.stream": {"xentlib.torch.binding", "xentlib.torch.ranks"},
     "xentlib.torch.core.walk": {
-        "xentlib.torch.call",
-        "xentlib.torch.describe",
+        "xentlib.torch.binding",
         "xentlib.torch.ranks",
     },
-    "xentlib.torch.heads": {"xentlib.torch.lowrank"},
+    "xentlib.torch.heads": {"xentlib.torch.lora"},
     "xentlib.torch.integrations.lightning": {"xentlib.torch.crosscheck"},
     "xentlib.torch.integrations.trainer": {"xentlib.torch.crosscheck"},
     "xentlib.torch.logprobs": {"xentlib.torch.head"},
-    "xentlib.torch.nll": {"xentlib.torch.head", "xentlib.torch.observed", "xentlib.torch.told"},
+    "xentlib.torch.nll": {"xentlib.torch.head", "xentlib.torch.hooks", "xentlib.torch.micro_batch"},
     "xentlib.torch.wrappers.deepspeed": {"xentlib.torch.shards"},
-    "xentlib.torch.wrappers.fsdp2_rows": {"xentlib.torch.lowrank", "xentlib.torch.shards"},
+    "xentlib.torch.wrappers.fsdp2_rows": {"xentlib.torch.lora", "xentlib.torch.shards"},
 }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.measured import CAPPED, SMALL, by_id, few_programs, hold
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.reference import logprobs_reference
 from xentlib.tools.parity.backends import run, run_logprobs
@@ -308,7 +308,7 @@ def test_torch_compiles_into_one_graph() -> None:
 def test_torch_operators_pass_opcheck() -> None:
     torch = pytest.importorskip("torch")
     from xentlib.torch import logprobs
-    from xentlib.torch.call import bind
+    from xentlib.torch.binding import bind
     from xentlib.torch.operators import flattened
 
     x, w = torch.randn(9, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
@@ -319,7 +319,7 @@ def test_torch_operators_pass_opcheck() -> None:
     forward = flattened((call, logprobs.Values(True, torch.float32, needs)))
     torch.library.opcheck(logprobs.logprobs_op.op, forward, test_utils=names)
     *_, kept, _ = logprobs.logprobs_op.op(*forward)
-    pulled = logprobs.Pulled(g := torch.randn(9), g, None, kept.detach())
+    pulled = logprobs.Cotangents(g := torch.randn(9), g, None, kept.detach())
     call = call._replace(hidden=x.detach(), weight=w.detach())
     backward = flattened((pulled, call, logprobs.Needs(needs)))
     torch.library.opcheck(logprobs.logprobs_backward_op.op, backward, test_utils=names)

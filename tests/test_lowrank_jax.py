@@ -32,7 +32,7 @@ from helpers.lowrank import (  # noqa: E402
 from helpers.lowrank_jax import CHUNK, NAMES, called, gradients, leaves_of  # noqa: E402
 from xentlib.jax import LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.jax.core import gradients as sums  # noqa: E402
-from xentlib.jax.core import low as part  # noqa: E402
+from xentlib.jax.core import lora as part  # noqa: E402
 from xentlib.jax.core import walk  # noqa: E402
 from xentlib.tools.parity.device import on_jax  # noqa: E402
 from xentlib.tools.parity.problem import Case, upstream_of  # noqa: E402

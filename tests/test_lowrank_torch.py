@@ -31,7 +31,7 @@ from helpers.on_meta import as_on_a_gpu  # noqa: E402
 from xentlib.tools.parity.device import numpy_of, on_torch  # noqa: E402
 from xentlib.tools.parity.problem import Case, upstream_of  # noqa: E402
 from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
-from xentlib.torch.core.low import LowRank, LowSums, parts_of  # noqa: E402
+from xentlib.torch.core.lora import LowRank, LowSums, parts_of  # noqa: E402
 
 CHUNK = 16 * V * 4  # of 16 tokens: several chunks
 

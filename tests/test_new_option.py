@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.new_option import EDITS, NAME, ROOT, edited
-from xentlib.call import Scalars
+from xentlib.arguments import Scalars
 from xentlib.tools.parity.cases import GRID
 
 pytest.importorskip("torch")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.held import hold_gradients
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.contract import check, failures
 from xentlib.plan import plan_chunks
 
@@ -129,7 +129,7 @@ def test_chunks_without_a_valid_token_cost_nothing():
         return original(low, high, body, carry)
 
     from xentlib.jax import nll as module
-    from xentlib.jax.call import bind, flat
+    from xentlib.jax.binding import bind, flat
     from xentlib.jax.derivatives import Needs
 
     patch = pytest.MonkeyPatch()

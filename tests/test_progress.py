@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from xentlib.tools.parity import pace as parity_pace
+from xentlib.tools.parity import eta as parity_pace
 from xentlib.tools.parity.display import PlainProgress, progress_on
-from xentlib.tools.parity.pace import Pace, Planned
+from xentlib.tools.parity.eta import Pace, Planned
 from xentlib.tools.parity.progress import SilentProgress
 from xentlib.tools.parity.result import Section
 

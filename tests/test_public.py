@@ -16,7 +16,7 @@ from xentlib import evaluation as evaluation_spec
 from xentlib import labels as labels_spec
 from xentlib import logprobs as logprobs_spec
 from xentlib import nll as nll_spec
-from xentlib.call import Arguments, LogitsArguments
+from xentlib.arguments import Arguments, LogitsArguments
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {

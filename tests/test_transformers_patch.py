@@ -28,8 +28,8 @@ from transformers import (  # noqa: E402
 from helpers.patched import CHUNK, LENGTH, ROWS, Logits, V, batch, held, llama, step  # noqa: E402
 from xentlib.torch import Evaluation, chunked_nll, next_token_labels  # noqa: E402
 from xentlib.torch.integrations.transformers import (  # noqa: E402
-    UnmadeLogits,
-    UnmadeLogitsError,
+    LazyLogits,
+    LazyLogitsError,
     patch,
     unpatch,
 )
@@ -165,7 +165,7 @@ def test_in_place_of_logits() -> None:
     logits = llama().eval()(batch()["input_ids"]).logits
     out = model.eval()(**batch())
     assert torch.equal(out.logits, logits.topk(3).indices)
-    assert isinstance(model.train()(**batch()).logits, UnmadeLogits)
+    assert isinstance(model.train()(**batch()).logits, LazyLogits)
     assert torch.equal(model(**batch()).logits.make(), logits.float())
     loss, found = model.eval()(**batch(), return_dict=False)[:2]
     assert torch.equal(found, out.logits)
@@ -233,7 +233,7 @@ def test_what_logits_alone_can_do_raises(misuse) -> None:
     logits = patched()(**batch()).logits
     assert logits.shape == (ROWS, LENGTH, V)
     assert len(logits) == ROWS
-    with pytest.raises(UnmadeLogitsError, match="logits that are not made must only be"):
+    with pytest.raises(LazyLogitsError, match="logits that are not made must only be"):
         misuse(logits)
 
 
@@ -354,7 +354,7 @@ def test_two_threads_call_one_model() -> None:
         thread.start()
     for thread in threads:
         thread.join(900)
-    losses = [out.loss.detach() for out in turns if isinstance(out.logits, UnmadeLogits)]
+    losses = [out.loss.detach() for out in turns if isinstance(out.logits, LazyLogits)]
     logits = [out.logits for out in turns if isinstance(out.logits, torch.Tensor)]
     assert len(losses) == len(logits) == 2
     for got in losses:
@@ -369,4 +369,4 @@ def test_spread_over_devices() -> None:
     places = {"model": "cpu", "lm_head": "cpu"}
     model = patch(dispatch_model(llama(), places, force_hooks=True))
     held(step(model), step(llama()))
-    assert isinstance(model(**batch()).logits, UnmadeLogits)
+    assert isinstance(model(**batch()).logits, LazyLogits)

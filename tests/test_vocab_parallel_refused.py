@@ -82,7 +82,7 @@ def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]
     mine = whole[:79] if rank == 0 else whole[79:]
     chunked_nll(hidden, mine, labels, **every)  # the shards are learnt
     if not reading:
-        ranks.free_to_read = lambda x: False
+        ranks.host_readable = lambda x: False
     tokens = torch.linspace(0.5, 2.0, len(labels))
     places = torch.arange(157)
     places[[1, 3]] = places[[3, 1]] if rank else places[[1, 3]]

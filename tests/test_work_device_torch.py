@@ -229,7 +229,7 @@ def test_the_way_of_a_gpu_has_a_cpu_s_bits(monkeypatch: Any, dtype: str, functio
         w = weight.T.contiguous() if layout == "VH" else weight.clone()
         call["weight"] = w.to(getattr(torch, dtype)).requires_grad_()
         if layout == "HV":
-            gpu = device.KINDS["cpu"]._replace(free_to_read=False, ordered_put=True)
+            gpu = device.KINDS["cpu"]._replace(host_readable=False, ordered_put=True)
             monkeypatch.setitem(device.KINDS, "cpu", gpu)
         loss = FUNCTIONS[function](**call, weight_layout=layout)
         dx, dw = torch.autograd.grad(loss, [call["hidden"], call["weight"]], torch.tensor(-0.37))

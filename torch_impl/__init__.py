@@ -11,11 +11,11 @@ except ModuleNotFoundError as missing:
 
 from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
-from xentlib.lowrank import LowRankHead
+from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
+from xentlib.torch.api import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
 from xentlib.torch.head import gather_head
 from xentlib.torch.module import NLLHead
-from xentlib.torch.public import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
 
 if TYPE_CHECKING:
     from xentlib.accumulate import (

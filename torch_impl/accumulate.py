@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.accumulate import Lifecycle, UnsupportedWrapperError, WindowState, WindowStateError
+from xentlib.checks.validators import check_choice
 from xentlib.checks.window import check_nonfinite, check_windows
-from xentlib.checks.words import check_choice
 from xentlib.options import EMPTY, MODES, Empty, Mode, NonFinite
 from xentlib.torch.window import Window
-
-__all__ = ["TokenNormalizer"]
 
 
 class TokenNormalizer:
@@ -101,9 +99,9 @@ class TokenNormalizer:
 
     def _read(self) -> None:
         """The wrapper as it is now: hooks, factors and accumulation steps may change."""
-        from xentlib.torch.wrappers.read import read
+        from xentlib.torch.wrappers.models import detect_wrapper
 
-        self.wrapper = read(*self.given)
+        self.wrapper = detect_wrapper(*self.given)
         self._check_alone()
         self.group = self.wrapper.group if self.count_group is None else self.count_group
         ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)

@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xentlib.checks.audit import check_backward, check_group
-from xentlib.tools.audit.called import (
+from xentlib.tools.audit.hypotheses import Numbers, Oracle
+from xentlib.tools.audit.problem import Array, Options, Problem
+from xentlib.tools.audit.report import Report
+from xentlib.tools.audit.step_adapters import (
     Step,
     arguments,
     kind_of,
@@ -20,9 +23,6 @@ from xentlib.tools.audit.called import (
     returned,
     stacked,
 )
-from xentlib.tools.audit.problem import Array, Options, Problem
-from xentlib.tools.audit.reading import Numbers, Oracle
-from xentlib.tools.audit.report import Report
 from xentlib.tools.audit.verdict import judge, oracle_of
 
 __all__ = ["audit"]

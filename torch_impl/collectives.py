@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xentlib.collectives import Collective, CollectiveCount
 
-__all__ = ["count_collectives"]
-
 # Beginnings of the names of operators, in c10d (`_allgather_base_`) and in functional collectives
 # (`all_gather_into_tensor_coalesced`), without underscores.
 KIND_OF = {

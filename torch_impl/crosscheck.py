@@ -18,10 +18,10 @@ from torch import Tensor
 from xentlib.checks.crosscheck import check_step_number
 from xentlib.interop import to_numpy
 from xentlib.nll import OUTPUTS
-from xentlib.tools.crosscheck import CrossCheckError, Schedule, Seen, chosen, of_rows
+from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule, chosen, of_rows
 from xentlib.tools.parity.problem import Problem
-from xentlib.torch.describe import dtype_name
-from xentlib.torch.observed import OBSERVERS
+from xentlib.torch.array_spec import dtype_name
+from xentlib.torch.hooks import LOSS_HOOKS
 
 __all__ = ["CrossCheck"]
 
@@ -141,12 +141,12 @@ class CrossCheck(Schedule):
         # Also of a run that is resumed the first one.
         if self.due(number) or self.first:
             self.first = False
-            OBSERVERS.append(self)
+            LOSS_HOOKS.append(self)
         return number
 
     def end(self, number: int) -> None:
         """The end of a step: if it is a checked one, it is compared."""
-        if self not in OBSERVERS:
+        if self not in LOSS_HOOKS:
             return
         taken = self.taken
         self.close()
@@ -164,13 +164,13 @@ class CrossCheck(Schedule):
                 f"`loss.backward()` into it; a loss that has no backward, of an evaluation, is "
                 f"made under `torch.no_grad()`."
             )
-        self.finish(number, [seen_of(x) for x in taken])
+        self.finish(number, [checked_call_of(x) for x in taken])
 
     def close(self) -> None:
         """Nothing is looked at any more; what was is forgotten."""
         self.taken, self.heads = [], []
-        if self in OBSERVERS:
-            OBSERVERS.remove(self)
+        if self in LOSS_HOOKS:
+            LOSS_HOOKS.remove(self)
 
     # What `chunked_nll` tells
 
@@ -264,9 +264,9 @@ def on(rows: Any, x: Tensor) -> Tensor:
     return torch.from_numpy(np.asarray(rows)).to(x.device)
 
 
-def seen_of(taken: Taken) -> Seen:
+def checked_call_of(taken: Taken) -> CheckedCall:
     problem = taken.problem.changed(upstream=taken.upstream)
     some, logprobs, whole = of_rows(problem, taken.rows, taken.logprobs, taken.lse)
-    return Seen(
+    return CheckedCall(
         some, taken.gemm_dtype, taken.loss, taken.num_tokens, logprobs, taken.gradients, whole
     )

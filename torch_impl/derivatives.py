@@ -12,15 +12,6 @@ from torch.autograd import forward_ad
 
 from xentlib.checks.tokens import refuse_derivative
 
-__all__ = [
-    "differentiated_once",
-    "not_differentiable",
-    "not_forward_mode",
-    "not_transformed",
-    "wanted",
-    "without_gradient",
-]
-
 
 def not_forward_mode(function: str, *inputs: Any) -> None:
     """Refuse tangents, which an operator without a rule for them drops without a word. A compiler

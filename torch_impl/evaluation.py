@@ -8,15 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks.operand import plain
+from xentlib.checks.array_spec import plain
 from xentlib.checks.window import check_named_loss, check_one_loss, check_token_count
 from xentlib.nll import NLLOutput
+from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
-from xentlib.torch.describe import describe
+from xentlib.torch.micro_batch import known, loss_and_count
 from xentlib.torch.shards import find_group
-from xentlib.torch.told import known, told
-
-__all__ = ["Evaluation"]
 
 
 class Evaluation:
@@ -77,10 +75,10 @@ class Evaluation:
         loss = plain(named[name])
         if isinstance(loss, (int, float)):
             loss = torch.tensor(loss, dtype=torch.float64)
-        given, mean = told(loss, num_tokens), name == "loss_mean"
+        given, mean = loss_and_count(loss, num_tokens), name == "loss_mean"
         given.check_sum("Pass reduction='sum' to it.", normalized=mean)
         value, count = known(given.loss), known(given.weight)
-        check_token_count("num_tokens", describe(given.weight), count, True, value)
+        check_token_count("num_tokens", array_spec(given.weight), count, True, value)
         if mean:
             given.check_mean()
         exact = given.origin is not None and given.origin.exact

@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from xentlib.call import Arguments
-from xentlib.checks.lowrank import check_low_rank_route
+from xentlib.arguments import Arguments
+from xentlib.checks.lora import check_low_rank_route
 from xentlib.checks.placement import refuse_dtensor, refuse_nodes
 from xentlib.checks.route import check_route, refuse_routed
-from xentlib.checks.words import check_floating
-from xentlib.lowrank import LowRankHead
+from xentlib.checks.validators import check_floating
+from xentlib.lora import LowRankHead
 from xentlib.options import Gather
-from xentlib.torch.describe import describe, dtype_name, only_tensors
+from xentlib.torch.array_spec import array_spec, dtype_name, only_tensors
 from xentlib.torch.heads import head_of
-from xentlib.torch.lowrank import low_rank_of, unpacked, with_weight
-from xentlib.torch.shards import Resident, Rows, is_dtensor
+from xentlib.torch.lora import low_rank_of, unpacked, with_weight
+from xentlib.torch.shards import LocalHead, Resident, is_dtensor
 from xentlib.torch.wrappers.detect import kept_by_zero
 
 if TYPE_CHECKING:
     from xentlib.torch.wrappers.fsdp2 import Owner
 
-__all__ = ["gather_head", "with_head"]
 
 R = TypeVar("R")
 
@@ -122,7 +121,7 @@ def chosen(given: Arguments, low: LowRankHead[Any] | None, recompute: bool) -> G
     if owner is None or given.weight.ndim != 2 or not fsdp2_rows.by_rows(owner, *parts):
         return "head"
     for name in ("hidden", "weight"):
-        check_floating(name, describe(getattr(given, name)))
+        check_floating(name, array_spec(getattr(given, name)))
     policy, hidden = owner.group.mp_policy, given.hidden
     gathered = policy.param_dtype or given.weight.dtype
     reduced = policy.reduce_dtype or gathered
@@ -143,7 +142,7 @@ def chosen(given: Arguments, low: LowRankHead[Any] | None, recompute: bool) -> G
     )
 
 
-def rows_of(given: Arguments, heads: list[Any]) -> Rows:
+def rows_of(given: Arguments, heads: list[Any]) -> LocalHead:
     """This rank's, of a head that a wrapper has sharded."""
     given, low = unpacked(given)
     if heads:
@@ -161,7 +160,7 @@ def rows_of(given: Arguments, heads: list[Any]) -> Rows:
     return fsdp2_rows.rows_of(owner, given.weight, given.bias, given.weight_layout, **more)
 
 
-def by_route(given: Arguments, rows: Rows, function: Callable[[Arguments], R]) -> R:
+def by_route(given: Arguments, rows: LocalHead, function: Callable[[Arguments], R]) -> R:
     """`function` of this rank's rows, to which the hidden states of all ranks travel."""
     resident = Resident(rows.group, rows.shard, rows.scale, given.gather, rows.nodes)
     given = given._replace(

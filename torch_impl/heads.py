@@ -10,13 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from xentlib.call import Arguments
-from xentlib.checks.lowrank import check_base
+from xentlib.arguments import Arguments
+from xentlib.checks.lora import check_base
 from xentlib.checks.module import check_beside_module, refuse_module
-from xentlib.torch.lowrank import low_rank_of
+from xentlib.torch.lora import low_rank_of
 from xentlib.torch.wrappers.detect import is_a, is_loaded, keeps_forward
-
-__all__ = ["head_of", "kept", "parameters_of"]
 
 # Whose hooks on a head are not missed: what they gather and reduce, the call gathers and reduces.
 KNOWN_HOOKS = ("torch.distributed", "deepspeed", "accelerate")

@@ -10,14 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from xentlib.checks.array_spec import plain
 from xentlib.checks.labels import check_next_token_labels, check_offsets
-from xentlib.checks.operand import plain
+from xentlib.torch.array_spec import array_spec, only_tensors
 from xentlib.torch.core.device import onto
-from xentlib.torch.describe import describe, only_tensors
+from xentlib.torch.micro_batch import readable
 from xentlib.torch.shards import find_group
-from xentlib.torch.told import readable
-
-__all__ = ["next_token_labels"]
 
 
 def next_token_labels(
@@ -84,11 +82,11 @@ def next_token_labels(
     )
     ignore_index = plain(ignore_index)
     shift = check_next_token_labels(
-        describe(labels),
-        describe(segment_ids),
-        describe(cu_seqlens),
-        describe(position_ids),
-        describe(where),
+        array_spec(labels),
+        array_spec(segment_ids),
+        array_spec(cu_seqlens),
+        array_spec(position_ids),
+        array_spec(where),
         shift,
         ignore_index,
     )

@@ -12,37 +12,19 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.logprobs import LogprobOutput
-from xentlib.torch.call import DIFFERENTIATED, HeadCall, bind
-from xentlib.torch.core.given import Given
+from xentlib.torch.binding import DIFFERENTIATED, HeadCall, bind
+from xentlib.torch.core.from_logits import GivenLogits
 from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
 from xentlib.torch.core.spread import Terms
 from xentlib.torch.core.stream import Streamed, stats_of, sums_of, walk_of
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted
 from xentlib.torch.head import with_head
-from xentlib.torch.lowrank import fake_low_rank
+from xentlib.torch.lora import fake_low_rank
 from xentlib.torch.operators import operator
 from xentlib.torch.ranks import numbers_of, over_shards
-
-__all__ = [
-    "SIX",
-    "Forward",
-    "Pulled",
-    "Residuals",
-    "Values",
-    "clean_upstream",
-    "coefficients",
-    "fake_outputs",
-    "head_logprobs",
-    "keep",
-    "kept_of",
-    "logprobs_backward",
-    "logprobs_forward",
-    "outputs_of",
-    "shaped",
-]
 
 
 class Residuals(NamedTuple):
@@ -62,7 +44,7 @@ class Values(NamedTuple):
     wanted: list[bool]  # gradients, as `DIFFERENTIATED` has them: alike on all ranks of a head
 
 
-class Pulled(NamedTuple):
+class Cotangents(NamedTuple):
     """What a backward operator takes beside its call: upstream gradients and residuals [4, N]."""
 
     d_logprobs: Tensor | None
@@ -89,17 +71,17 @@ def logprobs_forward(call: HeadCall, values: Values) -> Forward:
     entropy, output_dtype, needs = values
     walk = walk_of(call, Terms("chunked_logprobs", needs, float(entropy)))
     walk.meet()
-    walk.agree("chunked_logprobs")
+    walk.check_consistent("chunked_logprobs")
     if walk.parallel is not None:
-        walk.parallel.agreement.exact("entropy", float(entropy))
-        walk.parallel.agreement.exact("gradient", needs[0] + 2.0 * needs[3])
+        walk.parallel.consistency.exact("entropy", float(entropy))
+        walk.parallel.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
     stats = stats_of(walk, WantedStats(entropy))
     return outputs_of(stats, walk, output_dtype)
 
 
 def outputs_of(
     stats: TokenStats,
-    walk: Walk | Streamed | Given,
+    walk: Walk | Streamed | GivenLogits,
     output_dtype: torch.dtype,
     label_smoothing: float = 0.0,
 ) -> Forward:
@@ -126,7 +108,7 @@ def outputs_of(
     return output, residuals, shard
 
 
-def logprobs_backward(pulled: Pulled, call: HeadCall, needs: list[bool]) -> tuple[Tensor, ...]:
+def logprobs_backward(pulled: Cotangents, call: HeadCall, needs: list[bool]) -> tuple[Tensor, ...]:
     """Steps 6 to 8: the gradients in their inputs' dtypes; empty if not needed."""
     found = gradient_sums(pulled, call, needs)
     # On CPU rows that were not computed are +0 already, elsewhere their dz was.
@@ -137,7 +119,7 @@ def logprobs_backward(pulled: Pulled, call: HeadCall, needs: list[bool]) -> tupl
     )
 
 
-def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradients:
+def gradient_sums(pulled: Cotangents, call: HeadCall, needs: list[bool]) -> Gradients:
     """The same before they are rounded. The chunk is given up with the walk, before there are
     gradients beside their sums."""
     residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
@@ -167,7 +149,7 @@ def gradient_sums(pulled: Pulled, call: HeadCall, needs: list[bool]) -> Gradient
     return found
 
 
-def clean_upstream(walk: Walk | Streamed | Given, pulled: Pulled) -> Tensor:
+def clean_upstream(walk: Walk | Streamed | GivenLogits, pulled: Cotangents) -> Tensor:
     """[3, N]: gradients of log-probability, entropy and lse; 0 where there is none, or no token."""
     zeros = torch.zeros(walk.own.valid.shape, **walk.like)
     gradients = (pulled.d_logprobs, pulled.d_entropy, pulled.d_lse)
@@ -217,15 +199,15 @@ def fake_outputs(
     return (*outputs, residuals, none if shard is None else torch.empty_like(shard))
 
 
-@operator("logprobs_backward", Pulled, HeadCall, Needs, returns=FIVE)
-def logprobs_backward_op(pulled: Pulled, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
+@operator("logprobs_backward", Cotangents, HeadCall, Needs, returns=FIVE)
+def logprobs_backward_op(pulled: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
     """`logprobs_backward` as one operator, opaque to the compiler."""
     with torch.autocast(call.hidden.device.type, enabled=False):
         return logprobs_backward(pulled, call, needs.needs)
 
 
 @logprobs_backward_op.fake
-def _(pulled: Pulled, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
+def _(pulled: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
     hidden, weight = call.hidden, call.weight
     need_hidden, need_weight, need_bias, *need_low = needs.needs
     vocab_size = weight.shape[1 if call.transposed else 0]
@@ -251,7 +233,7 @@ def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> Non
 
 def kept_of(
     ctx: Any, function: str, gradients: Sequence[Tensor | None]
-) -> tuple[Any, Pulled] | None:
+) -> tuple[Any, Cotangents] | None:
     """The call and what its backward pulls back; None if nothing is."""
     differentiated_once(function, "log_softmax")
     d_logprobs, d_entropy, d_lse, *_ = gradients
@@ -259,7 +241,7 @@ def kept_of(
         return None
     residuals, *tensors = ctx.saved_tensors
     call = ctx.call._replace(**dict(zip(ctx.tensors, tensors, strict=True)))
-    return call, Pulled(d_logprobs, d_entropy, d_lse, residuals)
+    return call, Cotangents(d_logprobs, d_entropy, d_lse, residuals)
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] | None:

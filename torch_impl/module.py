@@ -19,13 +19,11 @@ from xentlib.checks.module import (
 )
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
-from xentlib.torch.describe import describe
+from xentlib.torch.api import chunked_logprobs, chunked_nll
+from xentlib.torch.array_spec import array_spec
 from xentlib.torch.heads import kept
-from xentlib.torch.public import chunked_logprobs, chunked_nll
 from xentlib.torch.shards import is_dtensor
 from xentlib.torch.wrappers.detect import kept_by_zero
-
-__all__ = ["NLLHead"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -138,7 +136,7 @@ class NLLHead(nn.Linear):
             check_head_options(options, [])
             return nn.functional.linear(hidden, self.weight, self.bias)
         options = {**self.options, **options}
-        check_denominator_dtype(describe(options.get("denominator")))
+        check_denominator_dtype(array_spec(options.get("denominator")))
         function = chunked_logprobs if self.per_token else chunked_nll
         weight, bias = (kept(self, x, options.get("gather", "head")) for x in ("weight", "bias"))
         result: NLLOutput[Tensor] | LogprobOutput[Tensor] = function(

@@ -13,30 +13,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib.algebra import TokenStats, WantedStats
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.checks.tokens import check_divisor
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
-from xentlib.torch.call import DIFFERENTIATED, HeadCall, bind
-from xentlib.torch.core.device import traits
-from xentlib.torch.core.gradients import Gradients, power_of_two, turned
-from xentlib.torch.core.kernels import LossTerms, OnePass
-from xentlib.torch.core.softmax import ALGEBRA
+from xentlib.torch.array_spec import as_tensor
+from xentlib.torch.binding import DIFFERENTIATED, HeadCall, bind
+from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.device import device_info
+from xentlib.torch.core.gradients import Gradients, needs_transpose, power_of_two
+from xentlib.torch.core.kernels import FusedLoss, LossTerms
 from xentlib.torch.core.spread import Terms, same_upstream
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, target_info
 from xentlib.torch.core.stream import Streamed, sums_of, walk_of
 from xentlib.torch.core.tokens import counted
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted, without_gradient
-from xentlib.torch.describe import as_tensor
 from xentlib.torch.head import with_head
-from xentlib.torch.lowrank import fake_low_rank
-from xentlib.torch.observed import observe_backward, observe_forward
+from xentlib.torch.hooks import run_backward_hooks, run_forward_hooks
+from xentlib.torch.lora import fake_low_rank
+from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import operator
-from xentlib.torch.ranks import free_to_read, over_shards
-from xentlib.torch.told import label_loss
-
-__all__ = ["nll", "nll_backward", "nll_forward"]
+from xentlib.torch.ranks import host_readable, over_shards
 
 
 class Loss(NamedTuple):
@@ -86,20 +84,20 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
 
-    walk.agree("chunked_nll")
+    walk.check_consistent("chunked_nll")
     if walk.parallel is not None:
-        agreement = walk.parallel.agreement
-        agreement.exact("outputs", outputs)
-        agreement.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
+        consistency = walk.parallel.consistency
+        consistency.exact("outputs", outputs)
+        consistency.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
         count = 0 if loss.class_weights is None else loss.class_weights.shape[0]
-        agreement.exact("class_weights", float(count))
-        agreement.per_class("class_weights", walk.class_weights)
+        consistency.exact("class_weights", float(count))
+        consistency.per_class("class_weights", walk.class_weights)
         if walk.spread is not None:
             of_head = sum(2.0**k * need for k, need in enumerate(needs[1:]))
-            agreement.exact("gradient of the head", of_head)
+            consistency.exact("gradient of the head", of_head)
         else:
-            agreement.per_token("token_weights", loss.token_weights, num_tokens)
-            agreement.close("denominator", divisor)
+            consistency.per_token("token_weights", loss.token_weights, num_tokens)
+            consistency.close("denominator", divisor)
     every = sums_of(walk, needs, call.weight.shape[call.transposed])
     stats_wanted = WantedStats(loss.entropy, scalars.label_smoothing > 0, loss.predicted)
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct, predicted. One write a block.
@@ -129,7 +127,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
             kernels = part.kernels()
             for rows in part.blocks(chunk, fresh=not each):
                 # 3. to 5. Softmax without the target column, then the target
-                if at_once and isinstance(kernels, OnePass):
+                if at_once and isinstance(kernels, FusedLoss):
                     # 3. to 7. at once
                     direct = isinstance(rows.places, slice)
                     values_7B = per_token_7N[:, rows.places]
@@ -196,7 +194,7 @@ def refused_divisor(call: HeadCall, loss: Loss) -> float | None:
     """A denominator that is not positive, of a call with a token that counts; None where it cannot
     be read."""
     given = loss.denominator
-    if given is None or not free_to_read(given) or not given <= 0:
+    if given is None or not host_readable(given) or not given <= 0:
         return None
     valid_N, _ = counted(call.labels, call.where, call.ignore_index)
     weights_N = valid_N.double()
@@ -226,7 +224,7 @@ def nll_backward(
     ranks whose tokens are in the head's gradients, `head_scale` theirs."""
     # Without a valid token the upstream gradient may be anything, inf included: the result is +0.
     gradient = torch.where(valid_N.any(), gradient, 0.0).to(accumulators[0].dtype)
-    on_cpu = traits(gradient).free_to_read
+    on_cpu = device_info(gradient).host_readable
     # Times 1 changes nothing and costs a pass over d weight; the value is free to read on CPU, and
     # without `reuse` there may be none.
     one = reuse and on_cpu and gradient.item() == 1.0
@@ -275,7 +273,7 @@ def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     scalar = hidden.new_empty((), dtype=output_dtype)
     token = hidden.new_empty(num_tokens, dtype=output_dtype)
     need_hidden, need_weight, need_bias, *need_low = needs
-    again = call.transposed and not turned(call.transposed, hidden.device)
+    again = call.transposed and not needs_transpose(call.transposed, hidden.device)
     shape = (weight.shape[::-1] if again else weight.shape) if need_weight else (0, 0)
     d_weight = hidden.new_empty(shape, dtype=compute_dtype)
     d_weight = d_weight.T if again else d_weight
@@ -333,7 +331,7 @@ def _backward(
         reuse=eager and not keeps_graph(),
     )
     gradients = dict(zip(DIFFERENTIATED, found, strict=True))
-    observe_backward(ctx, gradient, gradients)
+    run_backward_hooks(ctx, gradient, gradients)
     return gradients
 
 
@@ -375,7 +373,7 @@ def nll(given: Arguments) -> NLLOutput[Tensor]:
         needs=wanted(*(getattr(call, name) for name in DIFFERENTIATED)),
     )
     output = nll_op(call, loss)
-    observe_forward(call, loss, output)
+    run_forward_hooks(call, loss, output)
     total, num_tokens, weight_sum, z_term, *rest = output
     leaves = [getattr(call, name) for name in DIFFERENTIATED]
     if call.scalars.z_loss:

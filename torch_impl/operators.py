@@ -14,8 +14,6 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-__all__ = ["Operator", "operator"]
-
 TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",

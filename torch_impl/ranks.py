@@ -20,29 +20,16 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.algebra import NonTargetStats
-from xentlib.call import SCALARS, Scalars
+from xentlib.arguments import SCALARS, Scalars
 from xentlib.checks.head import check_class_weights
-from xentlib.checks.shards import check_agreement, check_tiles, refuse_whole_head
+from xentlib.checks.shards import check_tiles, refuse_inconsistent, refuse_whole_head
 from xentlib.plan import VocabShard, shard_of
-from xentlib.torch.core.device import traits
-from xentlib.torch.core.softmax import ALGEBRA
+from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.device import device_info
 
 if TYPE_CHECKING:
-    from xentlib.torch.core.places import Places
+    from xentlib.torch.core.class_order import ClassOrder
 
-__all__ = [
-    "Agreement",
-    "VocabParallel",
-    "begin_agreement",
-    "free_to_read",
-    "gather_into",
-    "group_named",
-    "numbers_of",
-    "over_shards",
-    "scatter_into",
-    "undeclared",
-    "vocab_parallel_of",
-]
 
 T = TypeVar("T")
 
@@ -88,12 +75,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     return found
 
 
-def free_to_read(x: Tensor) -> bool:
+def host_readable(x: Tensor) -> bool:
     """Whether the host may look at numbers without waiting for a device."""
-    return traits(x).free_to_read
+    return device_info(x).host_readable
 
 
-class Agreement:
+class RankConsistency:
     """Numbers by name that every rank must have alike, and by how much they may differ."""
 
     def __init__(self, like: dict[str, Any]) -> None:
@@ -199,7 +186,7 @@ class VocabParallel:
         numbers: Tensor,
         rows: int,
         like: dict[str, Any],
-        places: Places | None = None,
+        places: ClassOrder | None = None,
     ) -> None:
         """`places`: of classes that do not stand in their order, which a shard counts then."""
         self.group, self.rows, self.places = group_named(group), rows, places
@@ -222,18 +209,18 @@ class VocabParallel:
             total = max(1, self.ranks * rows) if self.vocab_size is None else self.vocab_size
             start, stop = min(start, total), min(start + rows, total)
             self.shard = VocabShard(start, stop, total, rows - (stop - start))
-        self.agreement = Agreement(like)
+        self.consistency = RankConsistency(like)
         self.agreed = self.ranks == 1
         self.wrong: Tensor | None = None
 
     def of_rows(self, some: Tensor) -> None:
         """Some of this rank's rows [any, any], of a head or of logits: alike on every rank, they
         are the whole vocabulary's. Before all other numbers."""
-        x = torch.nan_to_num(some.detach().to(**self.agreement.like))
+        x = torch.nan_to_num(some.detach().to(**self.consistency.like))
         if not x.numel():
             x = x.new_zeros(1, 1)
         for number in (x.sum(), x.amin(), x.amax()):
-            self.agreement.exact("rows", number)
+            self.consistency.exact("rows", number)
 
     def own_part(self, weights: Tensor) -> Tensor:
         """Of [V] numbers; of shards that are guessed, as many of any. How many there are is checked
@@ -243,30 +230,30 @@ class VocabParallel:
             check_class_weights(self.weights, shard.vocab_size)
         own = weights[shard.start : shard.stop]
         if self.places is not None:
-            own = weights[self.places.class_at(torch.arange(shard.size, device=weights.device))]
+            own = weights[self.places.to_class(torch.arange(shard.size, device=weights.device))]
         return own if own.shape[0] == shard.size else weights.new_ones(shard.size)
 
-    def class_at(self, columns: Tensor) -> Tensor:
+    def to_class(self, columns: Tensor) -> Tensor:
         """Of columns of this rank, as floats; the first of several has the lowest."""
         if self.places is None:
             of_start: Tensor = columns + self.shard.start
             return of_start
         # Where no other class is on this rank a column is any number.
-        found = self.places.class_at(columns.long().clamp(0, max(0, self.shard.size - 1)))
+        found = self.places.to_class(columns.long().clamp(0, max(0, self.shard.size - 1)))
         return found.to(columns.dtype)
 
     def sent(self) -> Tensor:
         """What travels with the first MAX: [3 E] that must agree, [3 R] sizes, whether known."""
-        shard, agreement = self.shard, self.agreement
-        agreement.exact("shard", float(self.declared))
-        agreement.exact("vocab_size", float(self.vocab_size or 0))
-        agreement.exact("vocab", float(shard.vocab_size))
-        agreement.exact("largest", 0.0 if self.declared else float(self.largest))
-        ours = torch.zeros(3 * self.ranks + 1, **agreement.like)
+        shard, consistency = self.shard, self.consistency
+        consistency.exact("shard", float(self.declared))
+        consistency.exact("vocab_size", float(self.vocab_size or 0))
+        consistency.exact("vocab", float(shard.vocab_size))
+        consistency.exact("largest", 0.0 if self.declared else float(self.largest))
+        ours = torch.zeros(3 * self.ranks + 1, **consistency.like)
         for k, number in enumerate((self.rows, shard.start, shard.stop)):
             ours[k * self.ranks + self.rank] = number
         ours[-1] = float(self.confirmed or self.declared)
-        return torch.cat([agreement.packed(), ours])
+        return torch.cat([consistency.packed(), ours])
 
     def received(self, largest: Tensor) -> Tensor:
         """Whether ranks disagree, of the maximum over them.
@@ -274,13 +261,13 @@ class VocabParallel:
         Where the numbers are read every rank raises, or none: on a CPU, where that is free, and for
         shards that no rank has confirmed.
         """
-        names = self.agreement.names
-        broken_E = Agreement.broken(largest[: 3 * len(names)])
+        names = self.consistency.names
+        broken_E = RankConsistency.broken(largest[: 3 * len(names)])
         sizes_3R = largest[3 * len(names) : -1].view(3, -1)
         whole, torn = self._whole(broken_E, sizes_3R[0]), self._torn(sizes_3R)
         counts = [k for k, name in enumerate(names) if name != "rows"]
         wrong = broken_E[counts[0] : counts[-1] + 1].any() | whole | torn
-        unread = not free_to_read(largest)
+        unread = not host_readable(largest)
         unread = unread and (self.confirmed or self.declared or bool(largest[-1] > 0))
         if not unread and bool(wrong):
             self._refuse(broken_E.tolist(), bool(whole), bool(torn), sizes_3R.long().tolist())
@@ -300,7 +287,7 @@ class VocabParallel:
         many rows as there are classes say nothing: all but one rank's may be padding."""
         if not self.may_be_whole:
             return broken_E.new_zeros(())
-        (least,), (largest,) = self.agreement.values[1], self.agreement.values[2]
+        (least,), (largest,) = self.consistency.values[1], self.consistency.values[2]
         alike: Tensor = ~broken_E[:3].any() & (least < largest) & (rows_R == rows_R[0]).all()
         return alike
 
@@ -327,15 +314,15 @@ class VocabParallel:
         """Raise for what differs, on all ranks alike: for what their arguments say, and for what
         follows from shards once those are known. Where any rank guessed its shard wrongly all go
         again, those that guessed right as well."""
-        names = [name for name, bad in zip(self.agreement.names, broken, strict=True) if bad]
+        names = [name for name, bad in zip(self.consistency.names, broken, strict=True) if bad]
         rows, start, stop = sizes
-        check_agreement([name for name in names if name in ("shard", "vocab_size")])
+        refuse_inconsistent([name for name in names if name in ("shard", "vocab_size")])
         if whole:
             refuse_whole_head(rows[0], self.ranks)
         if not self.declared and (torn or "vocab" in names or "largest" in names):
             self._know(shard_of(tuple(rows), self.rank, self.vocab_size), rows)
             raise Resplit
-        check_agreement([name for name in names if name != "rows"])
+        refuse_inconsistent([name for name in names if name != "rows"])
         check_tiles(list(zip(start, stop, strict=True)), self.shard.vocab_size)
 
     def combine(
@@ -384,16 +371,16 @@ def vocab_parallel_of(
     numbers: Tensor | None,
     rows: int,
     like: dict[str, Any],
-    places: Places | None = None,
+    places: ClassOrder | None = None,
 ) -> VocabParallel | None:
     """From what an operator may take as arguments; None without a group."""
     return None if numbers is None else VocabParallel(group, numbers, rows, like, places)
 
 
-def begin_agreement(
+def begin_consistency(
     parallel: VocabParallel, rows: Tensor, labels: Tensor, valid: Tensor
-) -> Agreement:
+) -> RankConsistency:
     """What all ranks must have alike in every call: some rows, labels, which tokens count."""
     parallel.of_rows(rows)
-    parallel.agreement.labels(labels.long(), valid)
-    return parallel.agreement
+    parallel.consistency.labels(labels.long(), valid)
+    return parallel.consistency

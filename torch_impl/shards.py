@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks.operand import plain
+from xentlib.checks.array_spec import plain
 from xentlib.checks.placement import (
     check_group,
     check_logits_placement,
@@ -23,26 +23,9 @@ from xentlib.checks.placement import (
     refuse_dtensor,
 )
 from xentlib.checks.shards import check_shard
-from xentlib.lowrank import LowRankHead
+from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.ranks import numbers_of, undeclared
-
-__all__ = [
-    "Local",
-    "Nodes",
-    "Resident",
-    "Rows",
-    "check_same_group",
-    "chunked",
-    "find_group",
-    "is_dtensor",
-    "local_columns",
-    "local_logits",
-    "local_low_rank",
-    "local_rows",
-    "part_of",
-    "replicated",
-]
 
 
 def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup:
@@ -122,7 +105,7 @@ class Resident(NamedTuple):
     nodes: Nodes | None = None
 
 
-class Rows(NamedTuple):
+class LocalHead(NamedTuple):
     """This rank's rows of a head that a wrapper has sharded, whose gradients are complete."""
 
     weight: Tensor | LowRankHead[Tensor]

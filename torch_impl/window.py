@@ -18,14 +18,12 @@ from xentlib.checks.window import (
     check_token_count,
 )
 from xentlib.nll import NLLOutput
+from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
-from xentlib.torch.describe import describe
-from xentlib.torch.told import known, told
+from xentlib.torch.micro_batch import known, loss_and_count
 
 if TYPE_CHECKING:
     from xentlib.torch.accumulate import TokenNormalizer
-
-__all__ = ["Window"]
 
 
 DIVIDES = (
@@ -132,9 +130,9 @@ class Window:
         size = torch.zeros_like(total)
         for k, y in enumerate(labels):
             check_counted(
-                describe(y),
-                None if where is None else describe(where[k]),
-                None if weights is None else describe(weights[k]),
+                array_spec(y),
+                None if where is None else array_spec(where[k]),
+                None if weights is None else array_spec(weights[k]),
             )
             valid = y.long() != ignore_index  # in 8 bits -100 is 156
             if where is not None:
@@ -262,13 +260,13 @@ class Window:
             TypeError: a loss or a count of fewer than 32 bits.
         """
         self.norm.lifecycle.step("backward", "window.backward")
-        given = told(loss, num_tokens)
+        given = loss_and_count(loss, num_tokens)
         total = given.loss
         given.check_sum(DIVIDES, normalized)
         weighted = self.declared is None or self.declared[2] is not None
         value = None if self.filling else known(total)
         check_token_count(
-            "num_tokens", describe(given.weight), known(given.weight), weighted, value
+            "num_tokens", array_spec(given.weight), known(given.weight), weighted, value
         )
         self.wrapper.check_forward()
         self.seen += 1

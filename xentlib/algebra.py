@@ -9,18 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-__all__ = [
-    "FLOOR",
-    "Algebra",
-    "Coefficients",
-    "NonTargetStats",
-    "TargetInfo",
-    "TokenStats",
-    "WantedStats",
-    "is_zero",
-    "unpack_stats",
-]
-
 Array = Any  # a tensor or an array of the backend
 INF = float("inf")
 # exp of this is 0 in float64 too: stands for -inf where a product with 0 must stay 0.

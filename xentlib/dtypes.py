@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FLOATS", "INT32", "INTEGERS", "ITEMSIZE", "holds", "resolve_dtypes"]
-
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 # uint64 has ids that no signed index can hold.

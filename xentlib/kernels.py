@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["CHOICES", "VARIABLE", "chosen"]
-
 VARIABLE = "XENTLIB_KERNELS"
 CHOICES = ("auto", "eager", "triton")
 

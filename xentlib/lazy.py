@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["loading"]
-
 
 def loading(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """A package's `__getattr__`, of which `modules` has for each name the module that it is in."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from xentlib.call import Array, Head
+from xentlib.arguments import Array, Head
 from xentlib.options import ComputeDtype, Gather, WeightLayout
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from xentlib.call import Array, Head
+from xentlib.arguments import Array, Head
 from xentlib.options import OUTPUTS, ComputeDtype, Gather, OutputName, Reduction, WeightLayout
 
 __all__ = ["OUTPUTS", "NLLOutput", "chunked_nll"]

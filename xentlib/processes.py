@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["RanksError", "RanksFailed", "RanksLate", "end_with_parent", "launch"]
-
 KILL = 9  # signal.SIGKILL, a name that Windows lacks
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLL_SECONDS = 0.5

@@ -6,8 +6,6 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["bits_unequal", "round_to", "spacing", "ulp_distance"]
-
 Array = NDArray[np.generic]
 Float64 = NDArray[np.float64]
 

@@ -10,10 +10,8 @@ from jax import lax
 
 from xentlib.plan import GPU_COLUMN_MULTIPLE
 
-__all__ = ["Traits", "as_bits", "from_bits", "traits"]
 
-
-class Traits(NamedTuple):
+class DeviceInfo(NamedTuple):
     """Of the backend that programs are compiled for."""
 
     # Below 64 rows XLA's CPU GEMM takes another kernel for a row-major right operand, and a row's
@@ -36,19 +34,19 @@ class Traits(NamedTuple):
 
 
 KINDS = {
-    "cpu": Traits(least_rows=64, scatters_wide=True, stores_exp=True),
-    "gpu": Traits(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
+    "cpu": DeviceInfo(least_rows=64, scatters_wide=True, stores_exp=True),
+    "gpu": DeviceInfo(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
 }
-ANOTHER = Traits(least_rows=1)
+ANOTHER = DeviceInfo(least_rows=1)
 
 
-def traits() -> Traits:
+def device_info() -> DeviceInfo:
     return KINDS.get(jax.default_backend(), ANOTHER)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
     """16-bit floats as integers where floats are scattered wide."""
-    low = x.dtype.itemsize == 2 and traits().scatters_wide
+    low = x.dtype.itemsize == 2 and device_info().scatters_wide
     return lax.bitcast_convert_type(x, jnp.uint16) if low else x
 
 

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["column_sums", "contract", "round_to"]
-
 MANTISSA = {"bfloat16": (8, 7), "float16": (5, 10)}
 # float16 is normal from here on; below, its numbers are the multiples of 2^-24.
 FP16_NORMAL = 2.0**-14

@@ -13,24 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.algebra import Coefficients
-from xentlib.jax.call import DIFFERENTIATED, Options
-from xentlib.jax.core.device import traits
+from xentlib.jax.binding import DIFFERENTIATED, Options
+from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import contract, round_to
-from xentlib.jax.core.low import from_hidden, pulled, to_a, to_b
+from xentlib.jax.core.lora import backprop_lora, from_hidden, to_a, to_b
 from xentlib.jax.core.walk import Chunk, Walk
 from xentlib.jax.derivatives import Needs
 from xentlib.jax.head import Spread, own_piece
 from xentlib.jax.ranks import as_primal
-
-__all__ = [
-    "Gradients",
-    "add_gradients",
-    "own_columns",
-    "power_of_two",
-    "round_gradients",
-    "without_power",
-    "zero_gradients",
-]
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.
@@ -103,7 +93,7 @@ def add_gradients(
     options, compute = walk.options, walk.options.compute_dtype
     axis_v, _ = walk.axes
     x_TH, y_T = chunk.x_TH, chunk.block.y_T1[:, 0]
-    low, seen = walk.low, chunk.low
+    low, activations = walk.low, chunk.low
     assert walk.operand is not None
     dz_TV, dz_y_T, part_V = walk.kernels.dz(
         chunk.block, lse_T, of, left=left, round_to=options.gemm_dtype, column_sums=needs.bias
@@ -116,12 +106,12 @@ def add_gradients(
     # 8. Gradient GEMMs of the rest, then the target's terms: they are most of both gradients, and
     # every small term that a GEMM adds after one is rounded at its size (tau of d hidden 4.8
     # against 1.5, of d weight on real text 9.6 against 1.5).
-    if low is not None and seen is not None and (needs.hidden or needs.low_in):
-        du_TR = pulled(low, dz_TV, dz_y_T1, y_T)
+    if low is not None and activations is not None and (needs.hidden or needs.low_in):
+        du_TR = backprop_lora(low, dz_TV, dz_y_T1, y_T)
     if needs.hidden:
         dx_TH = contract(dz_TV, walk.operand, 1, axis_v, compute)
-        if low is not None and seen is not None:
-            dx_TH = dx_TH + from_hidden(low, du_TR, seen)
+        if low is not None and activations is not None:
+            dx_TH = dx_TH + from_hidden(low, du_TR, activations)
         w_y_TH = jnp.take(walk.operand, y_T, axis=axis_v, mode="clip")
         w_y_TH = (w_y_TH.T if options.transposed else w_y_TH).astype(compute)
         dx_TH = dx_TH + dz_y_T1 * w_y_TH
@@ -137,12 +127,12 @@ def add_gradients(
         total = gradients.weight + contract(left, right, 0, 0, compute)
         total = add_targets(total, y_T, dz_y_T1[:, 0], x_TH, axis_v)
         gradients = gradients._replace(weight=total)
-    if low is not None and seen is not None:
+    if low is not None and activations is not None:
         if needs.low_in:
-            gradients = gradients._replace(low_in=gradients.low_in + to_a(du_TR, seen))
+            gradients = gradients._replace(low_in=gradients.low_in + to_a(du_TR, activations))
         if needs.low_out:
-            total = gradients.low_out + to_b(low, dz_TV, seen)
-            total = add_targets(total, y_T, dz_y_T1[:, 0], seen.u_TR)
+            total = gradients.low_out + to_b(low, dz_TV, activations)
+            total = add_targets(total, y_T, dz_y_T1[:, 0], activations.u_TR)
             gradients = gradients._replace(low_out=total)
     return gradients
 
@@ -161,7 +151,7 @@ def add_targets(
     the dtype of the hidden states, so that product's terms are the same as the others'.
     """
     compute = total.dtype
-    if traits().adds_in_order:
+    if device_info().adds_in_order:
         if x_TH is None:
             return total.at[y_T].add(dz_T)
         own_TH = dz_T[:, None] * x_TH.astype(compute)

@@ -11,18 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
-from xentlib.call import Scalars
-
-__all__ = [
-    "Kernels",
-    "Rows",
-    "Shape",
-    "kernels_for",
-    "runnable",
-]
+from xentlib.arguments import Scalars
 
 
-class Shape(NamedTuple):
+class LogitTransform(NamedTuple):
     """What step 2 makes of a product, and what weighs classes: the same for a whole call."""
 
     bias_V: jax.Array | None = None
@@ -32,7 +24,7 @@ class Shape(NamedTuple):
     padded_from: jax.Array | int | None = None  # the first column that is no class; None: all are
 
 
-class Rows(NamedTuple):
+class LogitsBlock(NamedTuple):
     """A block of logits: the rows of a chunk."""
 
     z_TV: jax.Array  # as the product has left it
@@ -45,15 +37,17 @@ class Rows(NamedTuple):
 class Kernels(Protocol):
     """Both calls, for the blocks of one call."""
 
-    def __init__(self, shape: Shape) -> None: ...
+    def __init__(self, shape: LogitTransform) -> None: ...
 
-    def stats(self, rows: Rows, wanted: WantedStats) -> tuple[jax.Array, NonTargetStats, Any]:
+    def stats(
+        self, rows: LogitsBlock, wanted: WantedStats
+    ) -> tuple[jax.Array, NonTargetStats, Any]:
         """Steps 2 to 4: bias, scale, softcap and temperature, the target's logit, the statistics of
         the rest, and what `dz` of the same kernels may use of the same rows."""
 
     def dz(
         self,
-        rows: Rows,
+        rows: LogitsBlock,
         lse_T: jax.Array,
         of: Coefficients,
         *,

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.algebra import NonTargetStats, TargetInfo, TokenStats, WantedStats, unpack_stats
-from xentlib.jax.core.softmax import ALGEBRA
+from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.jax.core.walk import Chunk, Walk, over_chunks
 from xentlib.jax.ranks import combine, varying
-
-__all__ = ["all_stats", "axes_of_stats", "put_rows", "stats_of", "target_info"]
 
 
 def all_stats(walk: Walk, wanted: WantedStats, *, only: Chunk | None = None) -> TokenStats:

@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.checks.tokens import check_divisor, check_label_range, check_narrowed
 from xentlib.dtypes import holds
-from xentlib.jax.describe import concrete_on_cpu
+from xentlib.jax.array_spec import concrete_on_cpu
 from xentlib.plan import VocabShard
-
-__all__ = ["Tokens", "check_kept", "check_labels", "check_values", "of_shard", "select_tokens"]
 
 
 class Tokens(NamedTuple):

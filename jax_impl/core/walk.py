@@ -12,27 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.call import Arrays, Constants, Options, with_arrays
-from xentlib.jax.core.device import traits
+from xentlib.jax.binding import Arrays, Constants, Options, with_arrays
+from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import contract
-from xentlib.jax.core.kernels import Kernels, Rows, Shape, kernels_for
-from xentlib.jax.core.low import LowRank, Seen, add_logits, low_rank, seen_by
+from xentlib.jax.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
+from xentlib.jax.core.lora import LoraActivations, LowRank, add_logits, low_rank, seen_by
 from xentlib.jax.core.tokens import Tokens, of_shard, select_tokens
 from xentlib.jax.derivatives import differentiated_once
 from xentlib.jax.ranks import Alike, alike, apart, shard_here, vary, varying
 from xentlib.plan import MAX_ROWS, ChunkPlan, VocabShard, pad_rows, plan_chunks
-
-__all__ = [
-    "Chunk",
-    "Walk",
-    "at_rows",
-    "meet",
-    "only_chunk",
-    "over_chunks",
-    "scaled",
-    "unpack",
-    "walk_of",
-]
 
 T = TypeVar("T")
 
@@ -52,7 +40,7 @@ class Walk(NamedTuple):
     alike: Alike | None  # what devices with other shards must have too
     plan: ChunkPlan
     chunk_rows: int
-    shape: Shape
+    shape: LogitTransform
     low: LowRank | None  # beside the operand
     # Of this device's tokens, where this walk is over those of several devices; see `meet`.
     own: Any = None
@@ -86,9 +74,9 @@ class Chunk(NamedTuple):
     start: jax.Array
     rows_T: jax.Array  # which token
     x_TH: jax.Array
-    block: Rows
+    block: LogitsBlock
     own_T: jax.Array  # rows of `hidden` that are this device's, N of those that do not count
-    low: Seen | None  # what the low-rank part of the head has of them
+    low: LoraActivations | None  # what the low-rank part of the head has of them
 
 
 def walk_of(options: Options, arrays: Arrays) -> Walk:
@@ -142,7 +130,7 @@ def walk_of(options: Options, arrays: Arrays) -> Walk:
         dtype=options.gemm_dtype,
         compute_dtype=options.compute_dtype,
         max_chunk_bytes=options.chunk_bytes,
-        least=traits().least_rows,
+        least=device_info().least_rows,
     )
     first: Any = padded_from(shard)
     low_out = arrays.low_out
@@ -151,7 +139,7 @@ def walk_of(options: Options, arrays: Arrays) -> Walk:
         weight = zero_from(first, weight, 1 if options.transposed else 0)
         bias = None if bias is None else zero_from(first, bias, 0)
         low_out = None if low_out is None else zero_from(first, low_out, 0)
-    more = 0 if weight is None else -columns % traits().column_multiple
+    more = 0 if weight is None else -columns % device_info().column_multiple
     if weight is not None:
         weight = weight.astype(options.gemm_dtype)
     if more and weight is not None:
@@ -165,7 +153,7 @@ def walk_of(options: Options, arrays: Arrays) -> Walk:
     order_N = jnp.argsort(~tokens.valid, stable=True).astype(jnp.int32)
     # Where N is not known, a chunk more, so that there is one for certain.
     padding = -num_tokens % rows + (0 if isinstance(num_tokens, int) else rows)
-    shape = Shape(
+    shape = LogitTransform(
         bias_V=None if bias is None else bias.astype(options.compute_dtype),
         scale=constants.logit_scale,
         scalars=options.scalars,
@@ -322,15 +310,15 @@ def _logits(walk: Walk, index: jax.Array) -> Chunk:
         x_TH = lax.all_gather(x_TH, walk.options.gathered, tiled=True)
         rows_T = lax.dynamic_slice(walk.order, (start,), (walk.chunk_rows,))
         in_chunk_T = walk.tokens.valid[rows_T]
-    seen = None
+    activations = None
     if walk.operand is None:
         z_TV = x_TH.astype(compute)
     else:
         z_TV = contract(x_TH, walk.operand, 1, walk.axes[1], compute)
         if walk.low is not None:
-            seen = seen_by(walk.low, x_TH, rows_T)
-            z_TV = add_logits(walk.low, z_TV, seen)
-    return Chunk(start, rows_T, x_TH, block_at(walk, rows_T, z_TV, in_chunk_T), own_T, seen)
+            activations = seen_by(walk.low, x_TH, rows_T)
+            z_TV = add_logits(walk.low, z_TV, activations)
+    return Chunk(start, rows_T, x_TH, block_at(walk, rows_T, z_TV, in_chunk_T), own_T, activations)
 
 
 def own_rows(walk: Walk, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -347,14 +335,14 @@ def own_rows(walk: Walk, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
     return rows_T, in_chunk_T, x_TH
 
 
-def block_at(walk: Walk, rows_T: jax.Array, z_TV: jax.Array, in_chunk_T: jax.Array) -> Rows:
+def block_at(walk: Walk, rows_T: jax.Array, z_TV: jax.Array, in_chunk_T: jax.Array) -> LogitsBlock:
     """Logits of some tokens, with what is known of each."""
     tokens, temperature_T = walk.tokens, None
     if walk.constants.temperature is not None:
         per_token = jnp.broadcast_to(walk.constants.temperature, tokens.labels.shape)
         temperature_T = per_token[rows_T].astype(walk.options.compute_dtype)
     owned_T = None if tokens.owned is None else tokens.owned[rows_T]
-    return Rows(z_TV, tokens.labels[rows_T][:, None], temperature_T, in_chunk_T, owned_T)
+    return LogitsBlock(z_TV, tokens.labels[rows_T][:, None], temperature_T, in_chunk_T, owned_T)
 
 
 def at_rows(walk: Walk, chunk: Chunk, packed: T) -> T:

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.algebra import FLOOR, Coefficients, NonTargetStats, WantedStats
-from xentlib.jax.core.device import traits
+from xentlib.jax.core.algebra import exp
+from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import column_sums as sums_of_columns
 from xentlib.jax.core.gemm import round_to as rounded
-from xentlib.jax.core.kernels import Rows, Shape
-from xentlib.jax.core.softmax import exp
-
-__all__ = ["XLA"]
+from xentlib.jax.core.kernels import LogitsBlock, LogitTransform
 
 
 class Logits(NamedTuple):
@@ -33,17 +31,19 @@ class Logits(NamedTuple):
 class XLA:
     """See `kernels.Kernels`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LogitTransform) -> None:
         self.shape = shape
 
-    def stats(self, rows: Rows, wanted: WantedStats) -> tuple[jax.Array, NonTargetStats, Logits]:
+    def stats(
+        self, rows: LogitsBlock, wanted: WantedStats
+    ) -> tuple[jax.Array, NonTargetStats, Logits]:
         """Steps 2 to 4."""
         logits = self.prepare(rows)
         return logits.z_y, self.rest_stats(logits, wanted), logits
 
     def dz(
         self,
-        rows: Rows,
+        rows: LogitsBlock,
         lse_T: jax.Array,
         of: Coefficients,
         *,
@@ -52,7 +52,7 @@ class XLA:
         column_sums: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Steps 6 and 7."""
-        if self.shape.scalars.softcap is not None and not traits().stores_exp:
+        if self.shape.scalars.softcap is not None and not device_info().stores_exp:
             # Made again from the product: as arrays, the capped logits and the cap's derivative
             # cost a GPU 26 bytes a logit, not 22, and another half of a chunk.
             left, rows = None, rows._replace(z_TV=lax.optimization_barrier(rows.z_TV))
@@ -68,7 +68,7 @@ class XLA:
         sums_V = sums_of_columns(dz_TV, dz_TV.dtype.name) if column_sums else None
         return dz_TV if round_to is None else rounded(dz_TV, round_to), dz_y_T, sums_V
 
-    def prepare(self, rows: Rows) -> Logits:
+    def prepare(self, rows: LogitsBlock) -> Logits:
         """Bias, scale, softcap and temperature; a target in column V is on another device, and none
         is taken out."""
         shape, z_TV, derivative_TV = self.shape, rows.z_TV, None
@@ -108,7 +108,7 @@ class XLA:
             sum_d = rest_TV.sum(axis=1)
         sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if wanted.entropy else None
         everything = e_TV.sum(axis=1)
-        if traits().stores_exp:
+        if device_info().stores_exp:
             # Two sums one after the other, so that the fractions can take the place of e.
             everything, e_TV = lax.optimization_barrier((everything, e_TV))
         s = (e_TV - jnp.floor(e_TV)).sum(axis=1)

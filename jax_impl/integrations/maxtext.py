@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen.spmd import logical_to_mesh_axes
 
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
 from xentlib.jax.integrations.placed import placed_nll
 

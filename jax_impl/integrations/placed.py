@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.jax.head import axes_of, place
 from xentlib.jax.nll import nll
 from xentlib.nll import NLLOutput

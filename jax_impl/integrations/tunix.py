@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.interpreters import pxla
 
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
 from xentlib.jax.integrations.placed import placed_nll
 from xentlib.options import WeightLayout

@@ -76,9 +76,9 @@ def in_torch(
     import torch
 
     from xentlib.algebra import TargetInfo, WantedStats
-    from xentlib.call import Scalars
-    from xentlib.torch.core.kernels import Rows, Shape
-    from xentlib.torch.core.softmax import ALGEBRA
+    from xentlib.arguments import Scalars
+    from xentlib.torch.core.algebra import ALGEBRA
+    from xentlib.torch.core.kernels import LogitsBlock, LogitTransform
     from xentlib.torch.logprobs import Residuals, coefficients
 
     def tensor(x: Any) -> Any:
@@ -88,10 +88,10 @@ def in_torch(
         z_BV, y_B1 = tensor(block.product), tensor(block.labels)[:, None]
         temperature, valid = tensor(block.temperature), tensor(block.valid)
         every = slice(0, B)
-        return Rows(every, every, z_BV, y_B1, temperature, valid, None)
+        return LogitsBlock(every, every, z_BV, y_B1, temperature, valid, None)
 
     dtype = tensor(block.product).dtype
-    shape = Shape(V, tensor(block.bias), tensor(block.scale), Scalars(block.softcap))
+    shape = LogitTransform(V, tensor(block.bias), tensor(block.scale), Scalars(block.softcap))
     kernels = implementation(B, V, dtype, torch.get_default_device(), shape)
     wanted = WantedStats(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
     seen = rows()
@@ -119,9 +119,9 @@ def in_jax(
     import jax.numpy as jnp
 
     from xentlib.algebra import TargetInfo, WantedStats
-    from xentlib.call import Scalars
-    from xentlib.jax.core.kernels import Rows, Shape
-    from xentlib.jax.core.softmax import ALGEBRA
+    from xentlib.arguments import Scalars
+    from xentlib.jax.core.algebra import ALGEBRA
+    from xentlib.jax.core.kernels import LogitsBlock, LogitTransform
     from xentlib.jax.logprobs import Residuals, Upstream, coefficients, terms_of
 
     def array(x: Any) -> Any:
@@ -131,9 +131,9 @@ def in_jax(
     def both(product: Any, labels: Any, valid: Any, upstream: Any, temperature: Any) -> Any:
         dtype = product.dtype
         scale = None if block.scale is None else jnp.asarray(block.scale, dtype)
-        kernels = implementation(Shape(array(block.bias), scale, Scalars(block.softcap)))
+        kernels = implementation(LogitTransform(array(block.bias), scale, Scalars(block.softcap)))
         wanted = WantedStats(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
-        rows = Rows(product, labels[:, None], temperature, valid, None)
+        rows = LogitsBlock(product, labels[:, None], temperature, valid, None)
         z_y, rest, left = kernels.stats(rows, wanted)
         stats = ALGEBRA.token_stats(z_y, rest, V, TargetInfo(labels, 1.0, float(V)))
         g_3B = upstream if scale is None else upstream * scale

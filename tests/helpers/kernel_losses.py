@@ -9,10 +9,10 @@ import torch
 
 from helpers.kernel_blocks import B, Block, V, draw
 from xentlib.algebra import WantedStats
-from xentlib.call import Scalars
+from xentlib.arguments import Scalars
 from xentlib.contract import check
 from xentlib.reference import nll_reference
-from xentlib.torch.core.kernels import LossTerms, Rows, Shape
+from xentlib.torch.core.kernels import LogitsBlock, LogitTransform, LossTerms
 from xentlib.torch.triton.launch import Triton
 
 WIDTH = 320  # of a row in memory, in float32
@@ -44,10 +44,12 @@ def loss_of(
     elif dtype != torch.float32:
         into_BV = buffer_BL.view(dtype)[:, WIDTH : WIDTH + V]
     weights = tensor(terms.weights)
-    shape = Shape(V, tensor(block.bias), tensor(block.scale), Scalars(block.softcap), weights)
+    shape = LogitTransform(
+        V, tensor(block.bias), tensor(block.scale), Scalars(block.softcap), weights
+    )
     every, labels = slice(0, B), tensor(block.labels)
     temperature, valid = tensor(block.temperature), tensor(block.valid)
-    rows = Rows(every, every, z_BV, labels[:, None], temperature, valid, None)
+    rows = LogitsBlock(every, every, z_BV, labels[:, None], temperature, valid, None)
     values, dz_y = torch.full((7, B), torch.nan), torch.full((B,), torch.nan)
     Triton(B, V, torch.float32, torch.get_default_device(), shape).loss(
         rows,

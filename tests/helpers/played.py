@@ -6,8 +6,8 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 from xentlib.tools import cli
-from xentlib.tools.cli import available
-from xentlib.tools.parity.pace import Planned
+from xentlib.tools.cli import requirements
+from xentlib.tools.parity.eta import Planned
 from xentlib.tools.parity.result import Histogram, Measurement, Section, TrainingCurve
 
 EVERYTHING = {"torch", "jax", "flax", "optax", "tokenizers"}
@@ -75,7 +75,7 @@ def staged(monkeypatch):
         setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(
-        available, "find_spec", lambda name: name if name in played.installed else None
+        requirements, "find_spec", lambda name: name if name in played.installed else None
     )
     # Set first, so that what `main` sets is undone with it.
     for name in ("XLA_FLAGS", "JAX_PLATFORMS", "XLA_PYTHON_CLIENT_PREALLOCATE"):

@@ -56,7 +56,7 @@ class Routes(NamedTuple):
 
 def as_on_a_device() -> Any:
     """While it lasts no number is read on the host, as on a GPU: tokens that are masked stay."""
-    return patch.dict(KINDS, cpu=KINDS["cpu"]._replace(free_to_read=False))
+    return patch.dict(KINDS, cpu=KINDS["cpu"]._replace(host_readable=False))
 
 
 def on_ranks(rank: int, world: int, calls: list[Routed]) -> list[Routes | None]:

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from xentlib.plan import default_chunk_bytes
 
-__all__ = ["Traits", "chunk_bytes", "onto", "traits"]
 
-
-class Traits(NamedTuple):
+class DeviceInfo(NamedTuple):
     """Of a kind of device."""
 
-    free_to_read: bool  # the host may look at numbers without waiting for the device
+    host_readable: bool  # the host may look at numbers without waiting for the device
     wide_products: bool  # its GEMM takes 16-bit operands and returns float32
     ordered_put: bool  # `index_put_` adds in the order of its rows, and `index_add_` is atomic
     cpu_libraries: bool  # MKL and oneDNN multiply, MKL takes exp
@@ -24,13 +22,13 @@ class Traits(NamedTuple):
 
 
 KINDS = {
-    "cpu": Traits(True, False, False, True, False, False),
-    "cuda": Traits(False, True, True, False, True, True),
+    "cpu": DeviceInfo(True, False, False, True, False, False),
+    "cuda": DeviceInfo(False, True, True, False, True, True),
 }
-ANOTHER = Traits(False, False, False, False, False, False)
+ANOTHER = DeviceInfo(False, False, False, False, False, False)
 
 
-def traits(where: Tensor | torch.device) -> Traits:
+def device_info(where: Tensor | torch.device) -> DeviceInfo:
     """Of a device, or of the one that a tensor is on."""
     device = where.device if isinstance(where, Tensor) else where
     return KINDS.get(device.type, ANOTHER)
@@ -50,6 +48,6 @@ def onto(x: Tensor, device: torch.device) -> Tensor:
     The copy of a copy: pageable memory is read before the call returns, where a caller's pinned
     memory is read later, and may hold something else by then.
     """
-    if x.device.type == "cpu" and traits(device).takes_copies:
+    if x.device.type == "cpu" and device_info(device).takes_copies:
         return x.clone().to(device, non_blocking=True)
     return x.to(device)

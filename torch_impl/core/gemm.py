@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.torch.core.device import traits
-
-__all__ = ["add_rows_", "addmm_", "gemm_precision", "mm", "operand", "storage_dtype"]
+from xentlib.torch.core.device import device_info
 
 LOW = (torch.bfloat16, torch.float16)
 SCRATCH_BYTES = 8 << 20
@@ -36,7 +34,7 @@ def storage_dtype(
     gemm_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
     """Dtype in which operands of `gemm_dtype` values are handed to this device's GEMM."""
-    return gemm_dtype if traits(device).wide_products else compute_dtype
+    return gemm_dtype if device_info(device).wide_products else compute_dtype
 
 
 def operand(x: Tensor, gemm_dtype: torch.dtype, compute_dtype: torch.dtype) -> Tensor:
@@ -124,7 +122,7 @@ def mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 def addmm_(acc: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """acc += a @ b in the dtype of `acc`; the first product of an accumulator writes it."""
     depth = a.shape[1]
-    narrow = traits(acc).cpu_libraries and min(acc.shape) < NARROW
+    narrow = device_info(acc).cpu_libraries and min(acc.shape) < NARROW
     if narrow and (depth > NARROW_DEPTH or not (first or by_onednn(a, b, acc))):
         for start in range(0, depth, NARROW_DEPTH):
             part = slice(start, start + NARROW_DEPTH)
@@ -155,7 +153,7 @@ def by_onednn(a: Tensor, b: Tensor, out: Tensor) -> bool:
     mkldnn: Any = torch.backends.mkldnn
     return (
         ONEDNN
-        and traits(a).cpu_libraries
+        and device_info(a).cpu_libraries
         and a.dtype == torch.float32
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -191,7 +189,7 @@ def add_rows_(acc: Tensor, index: Tensor, rows: Tensor) -> None:
 
     `index_put_` sorts on CUDA and is atomic on CPU; `index_add_` is the other way round.
     """
-    if traits(acc).ordered_put:
+    if device_info(acc).ordered_put:
         acc.index_put_((index,), rows, accumulate=True)
     else:
         acc.index_add_(0, index, rows)

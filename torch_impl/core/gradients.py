@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import Coefficients
-from xentlib.torch.core.device import traits
+from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
-from xentlib.torch.core.kernels import Kernels, Rows
-from xentlib.torch.core.low import LowSums
+from xentlib.torch.core.kernels import Kernels, LogitsBlock
+from xentlib.torch.core.lora import LowSums
 from xentlib.torch.core.spread import Sending
 from xentlib.torch.core.walk import Chunk, Walk
 from xentlib.torch.ranks import VocabParallel
-
-__all__ = ["GradientSums", "Gradients", "power_of_two", "rounded", "turned"]
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.
@@ -42,14 +40,14 @@ def order_in_chunks(walk: Walk, y_M: Tensor) -> Tensor:
     return torch.sort(chunk_M * (walk.local_size + 1) + y_M, stable=True).indices
 
 
-def turned(transposed: bool, device: torch.device) -> bool:
+def needs_transpose(transposed: bool, device: torch.device) -> bool:
     """Whether d weight of an [H, V] head is summed in that layout, not in [V, H].
 
     CUDA's `index_put_`, which adds the targets' rows, copies a sum with gaps there and back: at
     Llama-3's head 8.4 GB a chunk, which take as long as three quarters of a product. There the sum
     is [V, H] and the gradient is turned once, as it is rounded.
     """
-    return transposed and not traits(device).ordered_put
+    return transposed and not device_info(device).ordered_put
 
 
 class Gradients(NamedTuple):
@@ -78,9 +76,9 @@ class GradientSums:
         """`hidden`: a sum that d hidden is added to, of other rows of the head."""
         self.added = hidden is not None
         self.walk, self.needs, self.padding = walk, needs, rows - walk.local_size
-        self.turned = turned(walk.transposed, walk.hidden.device)
+        self.needs_transpose = needs_transpose(walk.transposed, walk.hidden.device)
         shape = (walk.local_size, walk.hidden_size)
-        shape = shape[::-1] if self.turned else shape
+        shape = shape[::-1] if self.needs_transpose else shape
         num_tokens = walk.hidden.shape[0]
         if hidden is None:
             hidden = torch.zeros(num_tokens if needs[0] else 0, walk.hidden_size, **walk.like)
@@ -90,7 +88,7 @@ class GradientSums:
         self.low = None if walk.low is None else LowSums(walk.low, needs[3], needs[4], walk.made)
         self.summing: Any = None
         self.returning: tuple[Sending, int] | None = None  # d hidden of the chunk before
-        self.weight_VH = self.weight.T if self.turned else self.weight
+        self.weight_VH = self.weight.T if self.needs_transpose else self.weight
         self.dz_TV = walk.logits_TV
         store = storage_dtype(walk.gemm_dtype, walk.compute_dtype, walk.hidden.device)
         if store != walk.compute_dtype:
@@ -113,13 +111,13 @@ class GradientSums:
         """Walks over the head, with the sums of each: one."""
         yield self.walk, self
 
-    def into(self, rows: Rows) -> Tensor | None:
+    def into(self, rows: LogitsBlock) -> Tensor | None:
         """Where dz of a block goes; None: in place of its logits."""
         if self.dz_TV is self.walk.logits_TV:
             return None
         return self.dz_TV[rows.span, : self.walk.local_size]
 
-    def take(self, rows: Rows, kernels: Kernels, lse_B: Tensor, of: Coefficients) -> None:
+    def take(self, rows: LogitsBlock, kernels: Kernels, lse_B: Tensor, of: Coefficients) -> None:
         """Steps 6 and 7 for a block: dz of the rest in place of the logits, that of the target
         beside it, both rounded to the GEMM dtype."""
         gemm_dtype, need_bias = self.walk.gemm_dtype, self.needs[2] and bool(self.walk.local_size)
@@ -161,17 +159,17 @@ class GradientSums:
             dz_TV[size:].zero_()
         rows = walk.tokens.places(chunk.start, chunk.start + size)
         dz_y_T, y_T = self.dz_y_T[:size], self.targets_M[chunk.start : chunk.start + size]
-        low, seen = self.low, chunk.low
-        if low is not None and seen is not None and (self.needs[0] or self.needs[3]):
-            du_TR = low.pulled(dz_TV, dz_y_T, y_T)
+        low, activations = self.low, chunk.low
+        if low is not None and activations is not None and (self.needs[0] or self.needs[3]):
+            du_TR = low.backprop_lora(dz_TV, dz_y_T, y_T)
         if self.needs[0]:
             direct = isinstance(rows, slice) and padded == size
             direct = direct and walk.spread is None and not self.added
             dx_TH = self.hidden[rows] if direct else z_TV.new_empty(padded, walk.hidden_size)
             with gemm_precision(walk.gemm_dtype, z_TV.device):
                 mm(dz_TV, walk.operand_VH, out=dx_TH)
-            if low is not None and seen is not None:
-                low.add_to_hidden(dx_TH, du_TR, seen)
+            if low is not None and activations is not None:
+                low.add_to_hidden(dx_TH, du_TR, activations)
             walk.made.add_to_hidden(dx_TH[:size], dz_y_T, walk.operand_VH, y_T)
             if walk.spread is not None:
                 self._send_back(dx_TH, chunk)  # meanwhile, d weight of this chunk
@@ -183,15 +181,15 @@ class GradientSums:
                 self._start_sum()  # meanwhile, d weight of this chunk
         order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
         if self.needs[1]:
-            left, right = (x_TH.T, dz_TV) if self.turned else (dz_TV.T, x_TH)
+            left, right = (x_TH.T, dz_TV) if self.needs_transpose else (dz_TV.T, x_TH)
             with gemm_precision(walk.gemm_dtype, z_TV.device):
                 addmm_(self.weight, left, right, first=chunk.start == 0)
             walk.made.add_to_weight(self.weight_VH, dz_y_T, x_TH[:size], y_T, order_T, chunk.start)
-        if low is not None and seen is not None:
+        if low is not None and activations is not None:
             if self.needs[3]:
-                low.add_to_a(du_TR, seen)
+                low.add_to_a(du_TR, activations)
             if self.needs[4]:
-                low.add_to_b(dz_TV, dz_y_T, y_T, order_T, chunk.start, seen)
+                low.add_to_b(dz_TV, dz_y_T, y_T, order_T, chunk.start, activations)
 
     def _send_back(self, dx_TH: Tensor, chunk: Chunk) -> None:
         """d hidden of a chunk, to the ranks whose tokens they are."""
@@ -224,7 +222,7 @@ class GradientSums:
         if self.summing is not None:
             self.summing.wait()
         if self.padding:
-            corner = (0, self.padding) if self.turned else (0, 0, 0, self.padding)
+            corner = (0, self.padding) if self.needs_transpose else (0, 0, 0, self.padding)
             self.weight = (
                 torch.nn.functional.pad(self.weight, corner) if self.needs[1] else self.weight
             )
@@ -236,7 +234,7 @@ class GradientSums:
                 self.walk.parallel.start_sum(low_in).wait()
             if self.padding and self.needs[4]:
                 low_out = torch.nn.functional.pad(low_out, (0, 0, 0, self.padding))
-        again = self.walk.transposed and not self.turned
+        again = self.walk.transposed and not self.needs_transpose
         weight = self.weight.T if again else self.weight
         found = Gradients(self.hidden, weight, self.bias, low_in, low_out)
         if exponent is not None:

@@ -17,21 +17,11 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
-from xentlib.call import Scalars
+from xentlib.arguments import Scalars
 from xentlib.kernels import chosen
 
-__all__ = [
-    "Kernels",
-    "LossTerms",
-    "OnePass",
-    "Rows",
-    "Shape",
-    "kernels_for",
-    "runnable",
-]
 
-
-class Shape(NamedTuple):
+class LogitTransform(NamedTuple):
     """What step 2 makes of a product, and what weighs classes: the same for a whole call."""
 
     columns: int  # that are classes; the others are at -inf
@@ -42,7 +32,7 @@ class Shape(NamedTuple):
 
 
 @dataclass(slots=True)
-class Rows:
+class LogitsBlock:
     """A block of a chunk, small enough to stay in a CPU's cache."""
 
     span: slice  # within the chunk
@@ -74,12 +64,12 @@ class Kernels(Protocol):
     sorted_targets: ClassVar[bool]  # `add_to_weight` wants `order_B`
 
     def __init__(
-        self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: Shape
+        self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: LogitTransform
     ) -> None:
         """For blocks of so many rows and columns."""
 
     def stats(
-        self, rows: Rows, wanted: WantedStats, *, dz_follows: bool
+        self, rows: LogitsBlock, wanted: WantedStats, *, dz_follows: bool
     ) -> tuple[Tensor, NonTargetStats]:
         """Steps 2 to 4, of fresh rows: bias, scale, softcap and temperature, the target's logit,
         the statistics of the rest. Leaves `rows` as `dz` of the same kernels wants them, with the
@@ -87,7 +77,7 @@ class Kernels(Protocol):
 
     def dz(
         self,
-        rows: Rows,
+        rows: LogitsBlock,
         lse_B: Tensor,
         of: Coefficients,
         *,
@@ -121,12 +111,12 @@ class Kernels(Protocol):
 
 
 @runtime_checkable
-class OnePass(Kernels, Protocol):
+class FusedLoss(Kernels, Protocol):
     """With both calls, and what `chunked_nll` makes between them, as one."""
 
     def loss(
         self,
-        rows: Rows,
+        rows: LogitsBlock,
         wanted: WantedStats,
         terms: LossTerms,
         *,

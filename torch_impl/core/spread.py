@@ -20,19 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.checks.route import refuse_copies
-from xentlib.checks.shards import check_agreement, check_upstream
+from xentlib.checks.shards import check_upstream, refuse_inconsistent
 from xentlib.checks.tokens import (
     check_divisor,
     check_divisor_elsewhere,
     check_labels_elsewhere,
 )
 from xentlib.plan import ChunkPlan, shard_of, spread_tokens
-from xentlib.torch.call import HeadCall
+from xentlib.torch.binding import HeadCall
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.tokens import Tokens, check_labels, counted
-from xentlib.torch.ranks import free_to_read, gather_into, group_named, numbers_of, scatter_into
-
-__all__ = ["Sending", "Spread", "Terms", "same_upstream", "shake_hands"]
+from xentlib.torch.ranks import gather_into, group_named, host_readable, numbers_of, scatter_into
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Numbers of a rank that the others go by, of tokens that travel.
@@ -96,7 +94,7 @@ def shake_hands(
     of_hidden, *of_head = (*terms.needs, *[False] * (5 - len(terms.needs)))
     wanted = sum(2**k * bool(need) for k, need in enumerate(of_head))
     together = route == "hidden"  # d hidden is a sum over ranks, and each has its own bias
-    is_bad = tokens is not None and free_to_read(tokens.bad) and bool(tokens.bad.any())
+    is_bad = tokens is not None and host_readable(tokens.bad) and bool(tokens.bad.any())
     alike = {
         "gather": ROUTES.index(route),
         "function": FUNCTIONS.index(terms.function),
@@ -122,14 +120,14 @@ def shake_hands(
     gather_into(all_RS.view(-1), ours, group=group)
     columns = dict(zip((*numbers, *alike), all_RS.T.tolist(), strict=True))
     differs = [name for name in alike if len(set(columns[name])) > 1]
-    check_agreement([name for name in differs if name in ("gather", "function")])
+    refuse_inconsistent([name for name in differs if name in ("gather", "function")])
     if tokens is not None:
         check_labels(call.labels, tokens.bad, call.ignore_index, int(call.shard[2]))
         check_labels_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 1])
     if terms.refused is not None:
         check_divisor(terms.refused)
     check_divisor_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 2])
-    check_agreement(differs)
+    refuse_inconsistent(differs)
     return columns
 
 
@@ -161,7 +159,7 @@ class Spread:
         # Of rows that the caller has cut, copies of a token add up in their gradient; a wrapper's
         # mean over ranks takes that back.
         self.may_be_copies = call.route == "tokens" and self.ranks > 1 and any(terms.needs[1:])
-        self.may_be_copies = self.may_be_copies and free_to_read(hidden)
+        self.may_be_copies = self.may_be_copies and host_readable(hidden)
         self.largest_rows, self.chunk_bytes = max(rows_R), min(columns["budget"])
         # Numbers per token that travel, and what is made of them, where any rank has them.
         self.tempered, self.d_entropy = any(columns["temperature"]), any(columns["d_entropy"])
@@ -305,7 +303,7 @@ def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
     high = torch.where(counts_R, value_R, -torch.inf).amax()
     low = torch.where(counts_R, value_R, torch.inf).amin()
     differs = high > low  # False of NaN
-    if free_to_read(gradient) and differs:
+    if host_readable(gradient) and differs:
         check_upstream(value_R.tolist())
     return torch.where(counts_R.any(), torch.where(differs, torch.nan, high), 0.0)
 

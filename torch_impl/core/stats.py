@@ -8,22 +8,12 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import NonTargetStats, TargetInfo, TokenStats, WantedStats, unpack_stats
-from xentlib.torch.core.given import Given
-from xentlib.torch.core.kernels import Kernels, Rows
-from xentlib.torch.core.softmax import ALGEBRA
+from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.from_logits import GivenLogits
+from xentlib.torch.core.kernels import Kernels, LogitsBlock
 from xentlib.torch.core.tokens import check_labels
 from xentlib.torch.core.walk import Chunk, Walk
 from xentlib.torch.ranks import VocabParallel
-
-__all__ = [
-    "StatSums",
-    "add_chunk",
-    "all_stats",
-    "at_rows",
-    "chunk_stats",
-    "given_stats",
-    "target_info",
-]
 
 
 def all_stats(walk: Walk, wanted: WantedStats) -> TokenStats:
@@ -43,7 +33,7 @@ def chunk_stats(walk: Walk, chunk: Chunk, wanted: WantedStats) -> TokenStats:
     return sums.finish()
 
 
-def given_stats(given: Given, wanted: WantedStats) -> TokenStats:
+def given_stats(given: GivenLogits, wanted: WantedStats) -> TokenStats:
     """Of all N tokens, from logits that are there."""
     sums, kernels = StatSums(given, wanted), given.kernels()
     for rows in given.blocks():
@@ -61,12 +51,14 @@ class StatSums:
     """Steps 3 to 5 for all N tokens, or those of a chunk, with one MAX and one packed SUM over a
     vocabulary's shards."""
 
-    def __init__(self, walk: Walk | Given, wanted: WantedStats, chunk: Chunk | None = None) -> None:
+    def __init__(
+        self, walk: Walk | GivenLogits, wanted: WantedStats, chunk: Chunk | None = None
+    ) -> None:
         self.walk, self.wanted, self.chunk = walk, wanted, chunk
         count = walk.tokens.valid.shape[0] if chunk is None else chunk.size
         self.packed = torch.zeros(4 + sum(wanted), count, **walk.like)
 
-    def add(self, rows: Rows, kernels: Kernels) -> None:
+    def add(self, rows: LogitsBlock, kernels: Kernels) -> None:
         z_y, rest = kernels.stats(rows, self.wanted, dz_follows=False)
         places = rows.places if self.chunk is None else rows.span
         self.packed[:, places] = torch.stack([z_y, *(x for x in rest if x is not None)])
@@ -77,7 +69,7 @@ class StatSums:
         z_y, rest = unpack_stats(self.packed, self.wanted)
         walk, places = self.walk, self._places()
         if rest.top is not None and walk.parallel is not None:
-            rest = rest._replace(top=walk.parallel.class_at(rest.top))
+            rest = rest._replace(top=walk.parallel.to_class(rest.top))
         owned = walk.tokens.owned
         owned = torch.ones_like(z_y, dtype=torch.bool) if owned is None else owned[places]
         own: Tensor | float = float(walk.local_size)

@@ -21,17 +21,15 @@ from torch import Tensor
 from xentlib.algebra import NonTargetStats, TokenStats, WantedStats
 from xentlib.checks.head import check_class_weights
 from xentlib.plan import VocabShard, stream_rows
-from xentlib.torch.call import HeadCall
+from xentlib.torch.binding import HeadCall
+from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.gradients import Gradients, GradientSums
-from xentlib.torch.core.softmax import ALGEBRA
 from xentlib.torch.core.spread import Sending, Terms, shake_hands
 from xentlib.torch.core.stats import StatSums, add_chunk, all_stats, target_info
 from xentlib.torch.core.tokens import select_tokens
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.ranks import gather_into, group_named, scatter_into
-
-__all__ = ["StreamSums", "Streamed", "stats_of", "sums_of", "walk_of"]
 
 
 class Passing(NamedTuple):
@@ -45,7 +43,7 @@ class Passing(NamedTuple):
     def own_part(self, weights: Tensor) -> Tensor:
         return weights[self.shard.start : self.shard.stop]
 
-    def class_at(self, columns: Tensor) -> Tensor:
+    def to_class(self, columns: Tensor) -> Tensor:
         """Of columns of the block, as floats; the first of several has the lowest."""
         places = self.shard.start + columns.long().clamp(0, self.shard.size - 1)
         return self.order_V[places].to(columns.dtype)
@@ -190,7 +188,7 @@ class Streamed:
         """As in `Walk`."""
         return values
 
-    def agree(self, function: str) -> None:
+    def check_consistent(self, function: str) -> None:
         """As in `Walk`: what ranks must have alike has been told."""
 
 

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from xentlib.checks.tokens import check_label_range
 from xentlib.plan import VocabShard
-from xentlib.torch.core.device import traits
+from xentlib.torch.core.device import device_info
 
 if TYPE_CHECKING:
-    from xentlib.torch.core.places import Places
-
-__all__ = ["Tokens", "check_labels", "counted", "select_tokens"]
+    from xentlib.torch.core.class_order import ClassOrder
 
 
 class Tokens(NamedTuple):
@@ -53,7 +51,7 @@ def select_tokens(
     vocab_size: int,
     shard: VocabShard | None,
     device: torch.device,
-    places: Places | None = None,
+    places: ClassOrder | None = None,
 ) -> Tokens:
     """Of a call on `device`. A shard's columns are counted from its start, in the order of classes
     or of `places`; a target elsewhere is in the spare column. Its labels are checked once all ranks
@@ -62,10 +60,10 @@ def select_tokens(
     labels = labels.long()
     in_range_N = (labels >= 0) & (labels < vocab_size)
     bad_N = valid_N & ~in_range_N
-    packed = traits(labels).free_to_read
+    packed = device_info(labels).host_readable
     if shard is None:
         check_labels(labels, bad_N, ignore_index, vocab_size)
-    if packed and not traits(device).free_to_read:  # never over shards
+    if packed and not device_info(device).host_readable:  # never over shards
         return sent(labels, valid_N, rows_M, device)
     targets_N = labels = torch.where(valid_N & in_range_N, labels, 0)
     owned_N = None
@@ -83,7 +81,7 @@ def counted(
     valid_N = labels.long() != ignore_index  # as a uint8, -100 would be 156
     if where is not None:
         valid_N = valid_N & where
-    rows_M = valid_N.nonzero()[:, 0] if traits(labels).free_to_read else None
+    rows_M = valid_N.nonzero()[:, 0] if device_info(labels).host_readable else None
     if rows_M is not None and rows_M.shape[0] == labels.shape[0]:
         rows_M = None
     return valid_N, rows_M
@@ -96,7 +94,7 @@ def sent(labels: Tensor, valid: Tensor, rows: Tensor | None, device: torch.devic
     # Pinned, as pageable memory beyond a staging buffer would be waited for.
     packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
     torch.cat(parts, out=packed)
-    labels, *more = packed.to(device, non_blocking=traits(device).takes_copies).split(sizes)
+    labels, *more = packed.to(device, non_blocking=device_info(device).takes_copies).split(sizes)
     valid, targets = labels >= 0, labels.clamp(min=0)
     found = more[0] if more else None
     return Tokens(targets, targets, None, valid, torch.zeros_like(valid), found, True)
@@ -104,5 +102,5 @@ def sent(labels: Tensor, valid: Tensor, rows: Tensor | None, device: torch.devic
 
 def check_labels(labels: Tensor, bad: Tensor, ignore_index: int, vocab_size: int) -> None:
     """Refuse a label outside the vocabulary where it can be read without a device sync."""
-    if traits(labels).free_to_read and bad.any():
+    if device_info(labels).host_readable and bad.any():
         check_label_range(int(labels[bad][0]), vocab_size, ignore_index)

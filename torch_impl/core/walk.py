@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from xentlib.plan import block_bytes, pad_columns, pad_rows, plan_chunks
-from xentlib.torch.call import HeadCall
-from xentlib.torch.core.device import chunk_bytes, traits
+from xentlib.torch.array_spec import dtype_name
+from xentlib.torch.binding import HeadCall
+from xentlib.torch.core.device import chunk_bytes, device_info
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
-from xentlib.torch.core.kernels import Kernels, Rows, Shape, kernels_for
-from xentlib.torch.core.low import LowRank, Seen
+from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
+from xentlib.torch.core.lora import LoraActivations, LowRank
 from xentlib.torch.core.spread import Spread, Terms
 from xentlib.torch.core.tokens import Tokens, select_tokens
-from xentlib.torch.describe import dtype_name
-from xentlib.torch.ranks import begin_agreement, vocab_parallel_of
-
-__all__ = ["Chunk", "Walk", "rows_at"]
+from xentlib.torch.ranks import begin_consistency, vocab_parallel_of
 
 
 class Chunk(NamedTuple):
@@ -31,7 +29,7 @@ class Chunk(NamedTuple):
     size: int
     x_TH: Tensor  # operand of the GEMMs
     z_TV: Tensor  # logits, and dz in their place
-    low: Seen | None  # what the low-rank part of the head has of them
+    low: LoraActivations | None  # what the low-rank part of the head has of them
 
 
 class Walk:
@@ -51,9 +49,9 @@ class Walk:
         numbers = call.shard if self.spread is None else self.spread.numbers
         places = None
         if call.nodes is not None and call.shard is not None and self.spread is not None:
-            from xentlib.torch.core.places import places_of
+            from xentlib.torch.core.class_order import class_order_of
 
-            places = places_of(call.nodes, call.shard, self.spread.rank, hidden.device)
+            places = class_order_of(call.nodes, call.shard, self.spread.rank, hidden.device)
         self.places = places
         if parallel is None:
             parallel = vocab_parallel_of(call.group, numbers, rows, self.like, places)
@@ -118,7 +116,7 @@ class Walk:
             self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
         self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
         self.low = None if call.low_in is None else LowRank(call, self.local_size)
-        self.shape = Shape(
+        self.shape = LogitTransform(
             columns=self.local_size,
             bias_V=None if call.bias is None else call.bias[: self.local_size].to(compute_dtype),
             scale=None if call.logit_scale is None else call.logit_scale.to(compute_dtype),
@@ -126,7 +124,7 @@ class Walk:
             class_weights_V=self.own_weights,
         )
         rows = pad_rows(self.plan.chunk_tokens) if self.plan.num_tokens else 0
-        columns = pad_columns(self.width) if traits(hidden).aligned_rows else self.width
+        columns = pad_columns(self.width) if device_info(hidden).aligned_rows else self.width
         self.buffer_TL = torch.empty(rows, columns, **self.like)
         self.logits_TV = self.buffer_TL[:, : self.width]
         self.filled = False
@@ -163,22 +161,24 @@ class Walk:
         """[..., N] of this rank's tokens, of values of the walk's."""
         return values if self.spread is None else self.spread.of_own(self.own, values)
 
-    def agree(self, function: str) -> None:
+    def check_consistent(self, function: str) -> None:
         """Before a forward over shards: what every rank must have alike."""
         if self.parallel is None or self.parallel.agreed:
             return
-        agreement = begin_agreement(self.parallel, self.some_rows, self.labels, self.tokens.valid)
+        consistency = begin_consistency(
+            self.parallel, self.some_rows, self.labels, self.tokens.valid
+        )
         if self.spread is None:
-            agreement.tokens("hidden", self.hidden, self.tokens.valid)
-        agreement.exact("max_chunk_bytes", float(self.plan.chunk_tokens))
-        agreement.close("logit_scale", self.shape.scale)
-        agreement.per_token("temperature", self.temperature, self.tokens.valid.shape[0])
-        agreement.scalars(self.shape.scalars, function)
-        agreement.exact("reduce_hidden_grad", float(self.reduce_hidden))
+            consistency.tokens("hidden", self.hidden, self.tokens.valid)
+        consistency.exact("max_chunk_bytes", float(self.plan.chunk_tokens))
+        consistency.close("logit_scale", self.shape.scale)
+        consistency.per_token("temperature", self.temperature, self.tokens.valid.shape[0])
+        consistency.scalars(self.shape.scalars, function)
+        consistency.exact("reduce_hidden_grad", float(self.reduce_hidden))
         low = self.low
-        agreement.exact("the rank of the head", 0.0 if low is None else low.a_RH.shape[0])
-        agreement.close("a", None if low is None else low.a_RH.sum())
-        agreement.close("scale", None if low is None else low.scale)
+        consistency.exact("the rank of the head", 0.0 if low is None else low.a_RH.shape[0])
+        consistency.close("a", None if low is None else low.a_RH.sum())
+        consistency.close("scale", None if low is None else low.scale)
 
     def chunks(self) -> Iterator[Chunk]:
         theirs = None if self.spread is None else self.spread.hidden_of_chunks(self.own)
@@ -195,22 +195,22 @@ class Walk:
             if fill:
                 x_TH = torch.cat([x_TH, x_TH.new_zeros(fill, self.hidden_size)])
             z_TV = self.logits_TV[: size + fill]
-            seen = None if self.low is None else self.low.seen(x_TH, keep_TH)
+            activations = None if self.low is None else self.low.activations(x_TH, keep_TH)
             if not self.filled and self.local_size:
                 with gemm_precision(self.gemm_dtype, self.hidden.device):
                     mm(x_TH, self.operand_VH.T, out=z_TV[:, : self.local_size])
-                if self.low is not None and seen is not None:
-                    self.low.add_logits(z_TV[:, : self.local_size], seen)
+                if self.low is not None and activations is not None:
+                    self.low.add_logits(z_TV[:, : self.local_size], activations)
             if not self.filled and self.width > self.local_size:
                 z_TV[:, self.local_size :] = -torch.inf
-            yield Chunk(start, size, x_TH, z_TV, seen)
+            yield Chunk(start, size, x_TH, z_TV, activations)
 
     def kernels(self) -> Kernels:
         """With their scratch; give them up before a GEMM, whose own takes its place."""
         rows, device = self.block_rows, self.hidden.device
         return self.made(rows, self.width, self.compute_dtype, device, self.shape)
 
-    def blocks(self, chunk: Chunk, *, fresh: bool = True) -> Iterator[Rows]:
+    def blocks(self, chunk: Chunk, *, fresh: bool = True) -> Iterator[LogitsBlock]:
         """Of a chunk; not `fresh` where statistics of its logits have been made in place."""
         for low in range(0, chunk.size, self.block_rows):
             span = slice(low, min(low + self.block_rows, chunk.size))
@@ -219,7 +219,7 @@ class Walk:
             of = (self.tokens, self.temperature, span, places, z_BV, self.compute_dtype)
             yield rows_at(*of, fresh=as_made)
 
-    def scaled(self, factor_B: Tensor, rows: Rows) -> Tensor:
+    def scaled(self, factor_B: Tensor, rows: LogitsBlock) -> Tensor:
         """Factors of dz, times d z / d x where that is one number for a token."""
         if self.shape.scale is not None:
             factor_B = factor_B * self.shape.scale
@@ -235,7 +235,7 @@ def rows_at(
     dtype: torch.dtype,
     *,
     fresh: bool = True,
-) -> Rows:
+) -> LogitsBlock:
     """Logits of some tokens, with what is known of each."""
     temperature_B = None
     if temperature is not None:
@@ -243,4 +243,4 @@ def rows_at(
     valid_B = None if tokens.packed else tokens.valid[places]
     owned_B = None if tokens.owned is None else tokens.owned[places]
     y_B1 = tokens.labels[places, None]
-    return Rows(span, places, z_BV, y_B1, temperature_B, valid_B, owned_B, fresh)
+    return LogitsBlock(span, places, z_BV, y_B1, temperature_B, valid_B, owned_B, fresh)

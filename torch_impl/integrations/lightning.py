@@ -14,13 +14,13 @@ from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError
 from xentlib.checks.window import check_token_count
+from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
 from xentlib.torch.crosscheck import CrossCheck
-from xentlib.torch.describe import describe
-from xentlib.torch.told import known, told
+from xentlib.torch.micro_batch import known, loss_and_count
 from xentlib.torch.wrappers.detect import is_a
-from xentlib.torch.wrappers.fsdp2 import Sharded
-from xentlib.torch.wrappers.read import read
+from xentlib.torch.wrappers.fsdp2 import FSDP2
+from xentlib.torch.wrappers.models import detect_wrapper
 
 __all__ = ["CrossCheckCallback", "TokenMean"]
 
@@ -115,7 +115,7 @@ class TokenMean(base()):  # type: ignore[misc]
         self.seen = self.latest.clone()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if isinstance(self.wrapper, Sharded):
+        if isinstance(self.wrapper, FSDP2):
             self.wrapper.reduced = True
             self.wrapper.check_reduced()
         self.summed(self.seen)
@@ -190,9 +190,9 @@ class TokenMean(base()):  # type: ignore[misc]
         if isinstance(out, Mapping):
             more = dict(out)
             loss = more.pop("loss", None)
-            given = told(loss, more.pop("num_tokens", None))
+            given = loss_and_count(loss, more.pop("num_tokens", None))
         else:
-            given = told(out, None)
+            given = loss_and_count(out, None)
         loss, weight = given.loss, given.weight
         given.check_sum("Pass reduction='sum' to it.")
         if weight is None:
@@ -201,7 +201,7 @@ class TokenMean(base()):  # type: ignore[misc]
                 "`TokenMean`; got a loss alone, perhaps a mean. Return the output of "
                 "`chunked_nll(..., reduction='sum')` itself, or {'loss': sum, 'num_tokens': n}."
             )
-        check_token_count("num_tokens", describe(weight), known(weight), True, known(loss))
+        check_token_count("num_tokens", array_spec(weight), known(weight), True, known(loss))
         self.latest = torch.stack(
             [onto(weight, self.wrapper.device).double(), loss.detach().double()]
         )
@@ -277,7 +277,7 @@ def strategy_of(trainer: Any, module: Any) -> Any:
         )
     # `configure_model` has called `fully_shard`, on the module or inside of it.
     inside = any(is_a("torch.distributed.fsdp", "FSDPModule", x) for x in module.modules())
-    wrapper = Sharded(module, None) if inside else read(model, None, None, None, True)
+    wrapper = FSDP2(module, None) if inside else detect_wrapper(model, None, None, None, True)
     if wrapper.reduction.wrapper == "plain" and trainer.world_size > 1:
         refuse(
             f"the strategy must reduce gradients over the {trainer.world_size} ranks in a way that "

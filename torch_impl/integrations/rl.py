@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from xentlib.torch.api import chunked_logprobs, vocab_parallel_logprobs
 from xentlib.torch.labels import next_token_labels
-from xentlib.torch.public import chunked_logprobs, vocab_parallel_logprobs
 
 __all__ = [
     "FusedLinearForPPO",

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xentlib.call import SCALARS
+from xentlib.arguments import SCALARS
 from xentlib.checks.module import check_head_options
-from xentlib.checks.words import check_flag
+from xentlib.checks.validators import check_flag
+from xentlib.torch.api import chunked_nll
 from xentlib.torch.heads import parameters_of
-from xentlib.torch.public import chunked_nll
 from xentlib.torch.shards import is_dtensor
 from xentlib.torch.wrappers.fsdp2 import Owner, divisors, find_owner, sharded
 

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from xentlib.torch.crosscheck import CrossCheck
-from xentlib.torch.observed import OBSERVERS
+from xentlib.torch.hooks import LOSS_HOOKS
 
 __all__ = ["CrossCheckCallback"]
 
@@ -40,7 +40,7 @@ class CrossCheckCallback(TrainerCallback):
         self.logged = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for observer in [*OBSERVERS]:  # of a run that ended in the middle of a checked step
+        for observer in [*LOSS_HOOKS]:  # of a run that ended in the middle of a checked step
             observer.close()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

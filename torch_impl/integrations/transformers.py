@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from xentlib.torch.core.device import traits
+from xentlib.torch.core.device import device_info
 from xentlib.torch.heads import parameters_of
-from xentlib.torch.integrations.unmade import LOSS_SCALARS, UnmadeLogits, UnmadeLogitsError, thread
-from xentlib.torch.told import known, label_loss
+from xentlib.torch.integrations.lazy_logits import LOSS_SCALARS, LazyLogits, LazyLogitsError, thread
+from xentlib.torch.micro_batch import known, label_loss
 from xentlib.torch.wrappers.accelerate import set_class
 from xentlib.torch.wrappers.detect import keeps_forward
 
-__all__ = ["UnmadeLogits", "UnmadeLogitsError", "patch", "unpatch"]
+__all__ = ["LazyLogits", "LazyLogitsError", "patch", "unpatch"]
 
 OPTIONS = (*sorted(("compute_dtype", "max_chunk_bytes", *LOSS_SCALARS)),)
 
@@ -46,7 +46,7 @@ def patch(
         Trainer(model, arguments, train_dataset=data).train()
 
     A call with `labels` runs the model's own forward and its own loss function, with an
-    `UnmadeLogits` where the head's logits would be: slices, factors and soft caps on the way are
+    `LazyLogits` where the head's logits would be: slices, factors and soft caps on the way are
     recorded, and `cross_entropy` of it is `chunked_nll`. Whatever else a model does to its logits
     raises. Auxiliary losses, shifts of labels and `num_items_in_batch` are the model's own. Calls
     without `labels`, `generate` among them, are unchanged, and so are `state_dict`,
@@ -58,7 +58,7 @@ def patch(
             Patch after `get_peft_model` and before `accelerator.prepare`.
         in_place_of_logits: in evaluation the output's `logits` are what this makes of the logits
             [T, V] of some tokens at a time, for instance `lambda logits: logits.argmax(-1)`: [T]
-            or [T, ...], for `compute_metrics`. None leaves the `UnmadeLogits`.
+            or [T, ...], for `compute_metrics`. None leaves the `LazyLogits`.
         options: `label_smoothing`, `z_loss`, `compute_dtype` or `max_chunk_bytes` of `chunked_nll`.
 
     Returns:
@@ -196,7 +196,7 @@ def head_class(kind: Any) -> Any:
         asked["calls"] += 1
         weight = parameters_of(self)[0]
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
-        return UnmadeLogits(hidden, self, weight.shape[0], dtype, asked["options"])
+        return LazyLogits(hidden, self, weight.shape[0], dtype, asked["options"])
 
     patched = same_name(kind, "head", {"__call__": __call__, "multiplies": True})
     return patched
@@ -268,7 +268,7 @@ def without_logits(out: Any, function: Callable[[Tensor], Tensor] | None) -> Any
         return out
     items = out.items() if isinstance(out, dict) else enumerate(out)
     made: dict[Any, Any] = {
-        k: x.reduced(function) if isinstance(x, UnmadeLogits) else x for k, x in items
+        k: x.reduced(function) if isinstance(x, LazyLogits) else x for k, x in items
     }
     return type(out)(**made) if isinstance(out, dict) else tuple(made.values())
 
@@ -292,7 +292,7 @@ def warn_of_labels(model: Any, ids: Any, labels: Any) -> None:
     both = (ids, labels)
     if torch.compiler.is_compiling() or any(type(x) is not Tensor or x.ndim != 2 for x in both):
         return
-    if ids.shape != labels.shape or not all(traits(x).free_to_read for x in both):
+    if ids.shape != labels.shape or not all(device_info(x).host_readable for x in both):
         return
     target, valid = labels[:, :-1], labels[:, :-1] != -100
     shifted = int(valid.sum()) >= 8 and bool((target == ids[:, 1:])[valid].all())

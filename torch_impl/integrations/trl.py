@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.torch.public import chunked_logprobs
+from xentlib.torch.api import chunked_logprobs
 
 __all__ = ["use"]
 

@@ -11,17 +11,6 @@ import os
 import triton
 import triton.language as tl
 
-__all__ = [
-    "INTERPRETED",
-    "difference_exp",
-    "divide",
-    "exp",
-    "log1p",
-    "round_to",
-    "tanh_and_slope",
-    "two_diff",
-]
-
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 

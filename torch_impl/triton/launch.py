@@ -14,11 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats, unpack_stats
-from xentlib.torch.core.kernels import LossTerms, Rows, Shape
+from xentlib.torch.core.kernels import LogitsBlock, LogitTransform, LossTerms
 from xentlib.torch.triton import programs
 from xentlib.torch.triton.elementary import INTERPRETED
-
-__all__ = ["Triton", "options"]
 
 # 8 entries a thread are two loads of 128 bits, and at 512 threads 48 registers each; a softcap or
 # the sums of a smoothing, which are float64, would spill, and have 4.
@@ -52,7 +50,7 @@ class Triton:
     sorted_targets: ClassVar[bool] = True
 
     def __init__(
-        self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: Shape
+        self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: LogitTransform
     ) -> None:
         bias_V, weights_V = shape.bias_V, shape.class_weights_V
         self.device = device
@@ -62,7 +60,7 @@ class Triton:
         )
 
     def stats(
-        self, rows: Rows, wanted: WantedStats, *, dz_follows: bool
+        self, rows: LogitsBlock, wanted: WantedStats, *, dz_follows: bool
     ) -> tuple[Tensor, NonTargetStats]:
         """Steps 2 to 4."""
         packed = rows.z_BV.new_empty(4 + sum(wanted), rows.z_BV.shape[0], dtype=torch.float32)
@@ -76,7 +74,7 @@ class Triton:
 
     def dz(
         self,
-        rows: Rows,
+        rows: LogitsBlock,
         lse_B: Tensor,
         of: Coefficients,
         *,
@@ -98,7 +96,7 @@ class Triton:
 
     def loss(
         self,
-        rows: Rows,
+        rows: LogitsBlock,
         wanted: WantedStats,
         terms: LossTerms,
         *,
@@ -120,7 +118,7 @@ class Triton:
             GRADIENT=terms.dz_y_B is not None, **self.options(smoothing=wanted.smoothing),
         )  # fmt: skip
 
-    def column_sums(self, rows: Rows, lse_B: Tensor, of: Coefficients) -> Tensor:
+    def column_sums(self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients) -> Tensor:
         """Before `dz` overwrites the logits: 4 bytes a logit more, for a gradient of the bias."""
         count, columns = rows.z_BV.shape[0], self.shape.columns
         sums_V = rows.z_BV.new_empty(columns, dtype=torch.float32)
@@ -162,7 +160,7 @@ class Triton:
 
     # Arguments of the programs
 
-    def launch(self, program: Any, rows: Rows, **given: Any) -> None:
+    def launch(self, program: Any, rows: LogitsBlock, **given: Any) -> None:
         if rows.z_BV.shape[0]:
             with self.on_device():
                 program[(rows.z_BV.shape[0],)](**self.of(rows), **given)
@@ -174,7 +172,7 @@ class Triton:
     def on_device(self) -> Any:
         return device_of(self.device)
 
-    def of(self, rows: Rows) -> dict[str, Any]:
+    def of(self, rows: LogitsBlock) -> dict[str, Any]:
         assert rows.z_BV.stride(1) == 1 or self.shape.columns <= 1, "programs read dense rows"
         valid_B = None if rows.valid_B is None else rows.valid_B.view(torch.uint8)
         return {
@@ -185,7 +183,7 @@ class Triton:
             "V": self.shape.columns,
         }
 
-    def shape_of(self, rows: Rows) -> dict[str, Any]:
+    def shape_of(self, rows: LogitsBlock) -> dict[str, Any]:
         shape, temperature_B = self.shape, rows.temperature_B
         return {
             "bias_ptr": shape.bias_V,
@@ -196,7 +194,9 @@ class Triton:
             "ld_temperature": 0 if temperature_B is None else temperature_B.stride(0),
         }
 
-    def written(self, rows: Rows, into_BV: Tensor, dtype: torch.dtype | None) -> dict[str, Any]:
+    def written(
+        self, rows: LogitsBlock, into_BV: Tensor, dtype: torch.dtype | None
+    ) -> dict[str, Any]:
         same = into_BV.untyped_storage().data_ptr() == rows.z_BV.untyped_storage().data_ptr()
         return {
             "dz_ptr": into_BV,

@@ -20,15 +20,6 @@ from xentlib.torch.triton.row import (
     zero_row,
 )
 
-__all__ = [
-    "add_to_hidden",
-    "add_to_weight",
-    "column_sums",
-    "dz_rows",
-    "loss_rows",
-    "stats_rows",
-]
-
 # Numbers of tokens, for which nothing is compiled again.
 VARYING = ["ld_out", "ld_values", "T", "first"]
 

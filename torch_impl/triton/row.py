@@ -19,16 +19,6 @@ from xentlib.torch.triton.elementary import (
     tanh_and_slope,
 )
 
-__all__ = [
-    "dz_of",
-    "scan_row",
-    "shape_logits",
-    "stored",
-    "token_stats",
-    "write_dz",
-    "zero_row",
-]
-
 NONE = tl.constexpr(float("-inf"))
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Stands for -inf where a product with 0 must stay 0.

@@ -9,11 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from xentlib.accumulate import Reduction, UnsupportedWrapperError
-from xentlib.torch.wrappers.deepspeed import Engine
+from xentlib.torch.wrappers.deepspeed import DeepSpeed
 from xentlib.torch.wrappers.detect import OLD_FORWARD, keeps_forward
-from xentlib.torch.wrappers.plain import Around, Plain
-
-__all__ = ["Accelerated", "set_class"]
+from xentlib.torch.wrappers.plain import Around, NoWrapper
 
 
 def set_class(module: Any, kind: Any) -> None:
@@ -23,13 +21,13 @@ def set_class(module: Any, kind: Any) -> None:
         setattr(module, OLD_FORWARD, MethodType(kind.forward, module))
 
 
-class Accelerated(Around):
+class Accelerate(Around):
     """What Accelerate has prepared: its backward divides, and its optimizer steps at its flag."""
 
-    def __init__(self, inner: Plain, accelerator: Any) -> None:
+    def __init__(self, inner: NoWrapper, accelerator: Any) -> None:
         super().__init__(inner)
         self.accelerator = accelerator
-        if isinstance(inner, Engine):
+        if isinstance(inner, DeepSpeed):
             raise UnsupportedWrapperError(
                 "`model` must not be DeepSpeed's under Accelerate, which steps inside its "
                 "backward; got both. Pass the engine of `deepspeed.initialize`, without Accelerate."

@@ -21,10 +21,8 @@ from xentlib.checks.route import (
     refuse_inner_backward,
 )
 from xentlib.plan import shard_of
-from xentlib.torch.shards import Rows
-from xentlib.torch.wrappers.plain import Plain
-
-__all__ = ["Engine", "call_with_head", "copies", "keeps_alone", "rows_of"]
+from xentlib.torch.shards import LocalHead
+from xentlib.torch.wrappers.plain import NoWrapper
 
 T = TypeVar("T")
 
@@ -127,7 +125,7 @@ def _empty(parameters: list[Any]) -> None:
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
 
 
-def rows_of(weight: Any, bias: Any, layout: str, gather: str) -> Rows:
+def rows_of(weight: Any, bias: Any, layout: str, gather: str) -> LocalHead:
     """This rank's rows, whose gradients the engine's step finds where it looks for its own.
 
     A parameter is cut in the order of its memory, so that a rank has whole rows if their number is
@@ -145,7 +143,7 @@ def rows_of(weight: Any, bias: Any, layout: str, gather: str) -> Rows:
     found = [_rows(p, dist.get_rank(group)) for p in parameters]
     sizes = (shape[0] // ranks,) * ranks
     shard = shard_of(sizes, dist.get_rank(group))
-    return Rows(found[0], found[1] if len(found) > 1 else None, group, shard, 1.0 / ranks)
+    return LocalHead(found[0], found[1] if len(found) > 1 else None, group, shard, 1.0 / ranks)
 
 
 def _unproven(parameters: list[Any]) -> list[str]:
@@ -260,7 +258,7 @@ def _written(optimizer: Any) -> Any:
     return optimizer._offload_boundary_param_ids
 
 
-class Engine(Plain):
+class DeepSpeed(NoWrapper):
     """DeepSpeed, ZeRO 0 to 3."""
 
     def __init__(self, engine: Any, scaler: Any, scale_wrt_gas: bool) -> None:

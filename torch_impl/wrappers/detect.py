@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["is_a", "is_loaded", "keeps_forward", "kept_by_zero"]
-
 # Where a module that Accelerate's `dispatch_model` has given a forward keeps the one that it calls.
 OLD_FORWARD = "_old_forward"
 

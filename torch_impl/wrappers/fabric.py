@@ -11,10 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError
-from xentlib.torch.wrappers.deepspeed import Engine
-from xentlib.torch.wrappers.plain import Around, Plain
-
-__all__ = ["Fabricated", "inside_fabric"]
+from xentlib.torch.wrappers.deepspeed import DeepSpeed
+from xentlib.torch.wrappers.plain import Around, NoWrapper
 
 # As `lightning` and as `lightning-fabric` have it.
 MODULES = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
@@ -30,11 +28,11 @@ def inside_fabric(model: Any) -> Any:
     return getattr(called, "_orig_mod", called)
 
 
-class Fabricated(Around):
+class Fabric(Around):
     """What Fabric has set up: its backward is its precision's, which may scale the loss."""
 
-    def __init__(self, inner: Plain, model: Any) -> None:
-        if isinstance(inner, Engine):
+    def __init__(self, inner: NoWrapper, model: Any) -> None:
+        if isinstance(inner, DeepSpeed):
             raise UnsupportedWrapperError(
                 "`model` must not be DeepSpeed's under Fabric, whose backward it wants; got both. "
                 "Pass the engine of `deepspeed.initialize`, without Fabric."

@@ -21,21 +21,7 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
-from xentlib.torch.wrappers.plain import Plain
-
-__all__ = [
-    "PARTIAL",
-    "Owner",
-    "Sharded",
-    "call_with_head",
-    "check_copies",
-    "copies",
-    "divisors",
-    "find_owner",
-    "keeps_alone",
-    "never_gathered",
-    "sharded",
-]
+from xentlib.torch.wrappers.plain import NoWrapper
 
 T = TypeVar("T")
 OWNERS: Any = WeakIdKeyDictionary()  # of parameters that were asked for, with what is sharded
@@ -282,7 +268,7 @@ def _differentiable(result: Any) -> list[Tensor]:
     return [x for x in parts if isinstance(x, Tensor) and x.requires_grad]
 
 
-class Sharded(Plain):
+class FSDP2(NoWrapper):
     """FSDP2: `fully_shard`, of one dimension or with replicas."""
 
     reduced = False  # whether a micro-batch has come that reduces

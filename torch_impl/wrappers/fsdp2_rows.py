@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks.lowrank import check_low_rank_rows
+from xentlib.checks.lora import check_low_rank_rows
 from xentlib.checks.placement import refuse_nodes
 from xentlib.checks.route import check_rows, refuse_whole
-from xentlib.lowrank import LowRankHead
-from xentlib.torch.lowrank import together
-from xentlib.torch.shards import Rows, is_dtensor, part_of
+from xentlib.lora import LowRankHead
+from xentlib.torch.lora import all_gather_rows
+from xentlib.torch.shards import LocalHead, is_dtensor, part_of
 from xentlib.torch.wrappers.fsdp2 import PARTIAL, Owner, find_owner, never_gathered
-
-__all__ = ["by_rows", "ranks_of", "rows_of"]
 
 
 def rows_of(
@@ -28,7 +26,7 @@ def rows_of(
     *,
     low: LowRankHead[Any] | None = None,
     mesh: Any = None,
-) -> Rows:
+) -> LocalHead:
     """What the wrapper does with a gradient is done with that of the rows: the same division, and
     one sum over replicas where it would sum over them. `mesh`: of the nodes over which rows are
     gathered first, or None."""
@@ -58,15 +56,15 @@ def rows_of(
         rows: Tensor = whole.to_local()
         if replicas is not None and rows.requires_grad:
             held = next(p for p in group.fsdp_params if p.sharded_param is whole)
-            rows = OverReplicas.apply(rows, group, held, replicas)  # type: ignore[no-untyped-call]
+            rows = AllReduceGrad.apply(rows, group, held, replicas)  # type: ignore[no-untyped-call]
         return rows
 
     head: Any = local(weight)
     if low is not None:
-        a = together(local(low.a), low.a.shape[0], over)
+        a = all_gather_rows(local(low.a), low.a.shape[0], over)
         head = low._replace(weight=head, a=a, b=local(low.b))
     narrow = policy.param_dtype in (torch.bfloat16, torch.float16)
-    return Rows(
+    return LocalHead(
         head,
         None if bias is None else local(bias),
         among,
@@ -94,7 +92,7 @@ def ranks_of(owner: Owner) -> int:
     return dist.get_world_size(owner.group.mesh_info.shard_process_group)
 
 
-class OverReplicas(torch.autograd.Function):
+class AllReduceGrad(torch.autograd.Function):
     """Rows as they are; their gradient summed over replicas when FSDP2 would: until then it is
     kept, as `sharded_param.grad` would be summed by nobody."""
 

@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xentlib.call import Arguments
+from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
-from xentlib.lowrank import LowRankHead
+from xentlib.lora import LowRankHead
 from xentlib.torch.wrappers.detect import is_a, kept_by_zero
-
-__all__ = ["adapters_of", "lora_of", "refuse_base", "saved_of", "with_adapters"]
 
 LAYERS: Any = WeakIdKeyDictionary()  # of frozen parameters: the layer that `layer_of` found, if any
 

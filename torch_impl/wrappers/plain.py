@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
 
-__all__ = ["Around", "Plain", "Replicated", "own_hooks"]
 
-
-class Plain:
+class NoWrapper:
     """A model that nothing wraps; what a wrapper does differently is its class's own."""
 
     def __init__(self, model: nn.Module, scaler: Any) -> None:
@@ -155,7 +153,7 @@ class Plain:
             setattr(x, name, None)
 
 
-class Replicated(Plain):
+class DDP(NoWrapper):
     """DistributedDataParallel."""
 
     def __init__(self, model: Any, scaler: Any, sums: bool | None) -> None:
@@ -184,10 +182,10 @@ class Replicated(Plain):
         self.model.require_backward_grad_sync = True
 
 
-class Around(Plain):
+class Around(NoWrapper):
     """What stands around a wrapper, with a backward of its own."""
 
-    def __init__(self, inner: Plain) -> None:
+    def __init__(self, inner: NoWrapper) -> None:
         super().__init__(inner.model, None)
         self.inner, self.reduction = inner, inner.reduction
         self.ranks, self.group = inner.ranks, inner.group

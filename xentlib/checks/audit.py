@@ -8,21 +8,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "check_arguments",
-    "check_backward",
-    "check_gradient",
-    "check_gradients_there",
-    "check_group",
-    "check_hiddens",
-    "check_loss",
-    "check_per_token_values",
-    "check_ranks",
-    "check_step",
-    "check_unchanged",
-    "described",
-]
-
 PROTOCOL = {
     "step": "step(head, micro_batches)",
     "loss": "loss(hidden, weight, labels), then the bias if there is one,",

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from xentlib.call import Arguments, LogitsArguments
+from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.checks.array_spec import ArraySpec
 from xentlib.checks.head import check_class_weights, check_weight
-from xentlib.checks.operand import Operand
 from xentlib.checks.plan import check_chunk_bytes
 from xentlib.checks.route import check_route
 from xentlib.checks.tokens import check_tokens
-from xentlib.checks.words import (
+from xentlib.checks.validators import (
     check_choice,
     check_device,
     check_flag,
@@ -22,16 +22,6 @@ from xentlib.checks.words import (
 )
 from xentlib.dtypes import resolve_dtypes
 from xentlib.options import COMPUTE, OUTPUTS, REDUCTIONS, RULES
-
-__all__ = [
-    "LogitsProblem",
-    "NLLProblem",
-    "check_compute_dtype",
-    "check_head",
-    "check_logits",
-    "check_outputs",
-    "check_reduced",
-]
 
 
 class NLLProblem(NamedTuple):
@@ -64,8 +54,8 @@ def check_head(
     classes: int | None = None,
     labels_on_host: bool = False,
 ) -> NLLProblem:
-    """Validate one call of `chunked_nll` or `chunked_logprobs`, its arrays given as `Operand`, and
-    say in which dtypes it runs.
+    """Validate one call of `chunked_nll` or `chunked_logprobs`, its arrays given as `ArraySpec`,
+    and say in which dtypes it runs.
 
     `autocast_dtype` is the GEMM dtype that an autocast region asks for, if one is active;
     `sharded` says that the head is one rank's rows, of which there may be none, of `classes` in
@@ -149,7 +139,7 @@ def check_numbers(call: Arguments | LogitsArguments, leading: tuple[int, ...]) -
         check_rule(name, value, rule, leading if name == "temperature" else ())
 
 
-def check_compute_dtype(compute_dtype: object, hidden: Operand, weight: Operand) -> None:
+def check_compute_dtype(compute_dtype: object, hidden: ArraySpec, weight: ArraySpec) -> None:
     """Refuse logits in a dtype below the inputs'."""
     if compute_dtype is None:
         return

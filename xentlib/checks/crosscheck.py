@@ -8,8 +8,6 @@ from typing import Any
 
 from xentlib.dtypes import INTEGERS
 
-__all__ = ["check_schedule", "check_step_number", "check_traced_step"]
-
 AGAINST = ("oracle", "other")
 EXCEEDED = ("warn", "raise")
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from xentlib.checks.operand import Operand
-from xentlib.checks.words import check_choice
+from xentlib.checks.array_spec import ArraySpec
+from xentlib.checks.validators import check_choice
 from xentlib.options import LAYOUTS
 
-__all__ = [
-    "check_class_weights",
-    "check_weight",
-]
 
-
-def check_weight(weight: Operand, hidden: Operand, layout: str, *, sharded: bool = False) -> int:
+def check_weight(
+    weight: ArraySpec, hidden: ArraySpec, layout: str, *, sharded: bool = False
+) -> int:
     """Validate the head against `hidden`; return V."""
     check_choice("weight_layout", layout, LAYOUTS)
     width = hidden.shape[-1]

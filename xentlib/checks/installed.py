@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-__all__ = ["refuse_missing"]
-
 
 def refuse_missing(missing: ModuleNotFoundError, backend: str, framework: str) -> NoReturn:
     """Name the extra; what a framework that is installed lacks is its own to say."""

@@ -6,20 +6,18 @@ import math
 from numbers import Integral
 from typing import Any
 
-from xentlib.checks.operand import Operand
+from xentlib.checks.array_spec import ArraySpec
 from xentlib.checks.tokens import check_ignore_index
-from xentlib.checks.words import check_integers
+from xentlib.checks.validators import check_integers
 from xentlib.dtypes import holds
-
-__all__ = ["check_next_token_labels", "check_offsets"]
 
 
 def check_next_token_labels(
-    labels: Operand,
-    segment_ids: Operand | None,
-    cu_seqlens: Operand | None,
-    position_ids: Operand | None,
-    where: Operand | None,
+    labels: ArraySpec,
+    segment_ids: ArraySpec | None,
+    cu_seqlens: ArraySpec | None,
+    position_ids: ArraySpec | None,
+    where: ArraySpec | None,
     shift: Any,
     ignore_index: int,
 ) -> int:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NoReturn
 
-from xentlib.checks.operand import Operand, Scalar
-
-__all__ = [
-    "check_beside_module",
-    "check_denominator_dtype",
-    "check_head_options",
-    "check_kept_option",
-    "check_linear",
-    "check_parallel_style",
-    "refuse_module",
-]
-
+from xentlib.checks.array_spec import ArraySpec, Scalar
 
 # Layers of other packages, by package or by name: what is lost, and what to do with the head.
 ELSEWHERE = {
@@ -113,7 +102,7 @@ def check_kept_option(name: str, value: object) -> None:
 
 def check_denominator_dtype(denominator: Scalar) -> None:
     """Refuse a count that a wrapper has rounded on its way into a module."""
-    if isinstance(denominator, Operand) and denominator.dtype in ("bfloat16", "float16"):
+    if isinstance(denominator, ArraySpec) and denominator.dtype in ("bfloat16", "float16"):
         raise TypeError(
             f"`denominator` must be a number, an integer or float32; got {denominator.dtype}, "
             f"in which counts are rounded. FSDP2 casts floating tensors that a module is given "

@@ -5,22 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-__all__ = [
-    "check_axis",
-    "check_group",
-    "check_logits_placement",
-    "check_mesh_axes",
-    "check_nodes",
-    "check_nodes_ranks",
-    "check_placement",
-    "check_replicated",
-    "check_same_ranks",
-    "check_same_tokens",
-    "check_varying",
-    "refuse_dtensor",
-    "refuse_nodes",
-]
-
 
 def check_group(found: object, name: str = "vocab_parallel") -> NoReturn:
     """Refuse what is neither a process group nor a mesh of one dimension."""

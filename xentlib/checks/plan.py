@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from xentlib.checks.words import check_choice, check_flag, check_number
+from xentlib.checks.validators import check_choice, check_flag, check_number
 from xentlib.dtypes import FLOATS
 from xentlib.options import COMPUTE
-
-__all__ = [
-    "check_chunk_bytes",
-    "check_memory",
-    "check_plan_arguments",
-    "check_routes",
-]
 
 
 def check_plan_arguments(

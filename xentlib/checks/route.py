@@ -5,24 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from xentlib.call import Arguments
-from xentlib.checks.words import check_choice
+from xentlib.arguments import Arguments
+from xentlib.checks.validators import check_choice
 from xentlib.options import GATHERS
-
-__all__ = [
-    "check_engine",
-    "check_flat_rows",
-    "check_own_tokens",
-    "check_route",
-    "check_route_here",
-    "check_rows",
-    "check_rows_stay",
-    "refuse_copies",
-    "refuse_gathered",
-    "refuse_inner_backward",
-    "refuse_routed",
-    "refuse_whole",
-]
 
 
 def check_route(call: Arguments) -> None:

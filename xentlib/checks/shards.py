@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, NoReturn
 
-from xentlib.checks.words import check_number
-
-__all__ = [
-    "check_agreement",
-    "check_shard",
-    "check_shards",
-    "check_tiles",
-    "check_upstream",
-    "refuse_whole_head",
-]
+from xentlib.checks.validators import check_number
 
 
 def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
@@ -79,7 +70,7 @@ def check_shard(shard: Any, columns: int) -> None:
         )
 
 
-def check_agreement(names: Sequence[str]) -> None:
+def refuse_inconsistent(names: Sequence[str]) -> None:
     """Refuse arguments that differ between the ranks that a vocabulary is spread over."""
     if not names:
         return

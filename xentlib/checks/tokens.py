@@ -5,26 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
-from xentlib.checks.operand import Operand
-from xentlib.checks.words import check_device, check_floating, check_integers, check_per_token
+from xentlib.checks.array_spec import ArraySpec
+from xentlib.checks.validators import check_device, check_floating, check_integers, check_per_token
 from xentlib.dtypes import holds
-
-__all__ = [
-    "check_divisor",
-    "check_divisor_elsewhere",
-    "check_ignore_index",
-    "check_label_range",
-    "check_labels_elsewhere",
-    "check_narrowed",
-    "check_tokens",
-    "refuse_derivative",
-]
 
 
 def check_tokens(
-    source: Operand,
-    labels: Operand,
-    where: Operand | None,
+    source: ArraySpec,
+    labels: ArraySpec,
+    where: ArraySpec | None,
     ignore_index: object,
     name: str = "hidden",
     *,

@@ -6,33 +6,10 @@ import math
 from collections.abc import Sequence
 
 from xentlib.accumulate import CountOverflowError
-from xentlib.checks.operand import Operand
-from xentlib.checks.words import check_choice
+from xentlib.checks.array_spec import ArraySpec
+from xentlib.checks.validators import check_choice
 from xentlib.dtypes import INT32, INTEGERS
 from xentlib.options import NONFINITE
-
-__all__ = [
-    "check_as_made",
-    "check_count_of_all",
-    "check_count_of_sum",
-    "check_counted",
-    "check_denominator_of_window",
-    "check_integer_count",
-    "check_loss_mean",
-    "check_loss_sum",
-    "check_named_loss",
-    "check_nonfinite",
-    "check_one_loss",
-    "check_outermost",
-    "check_own_count",
-    "check_rounds",
-    "check_single_accumulation",
-    "check_token_count",
-    "check_token_normalized",
-    "check_undivided",
-    "check_window_count",
-    "check_windows",
-]
 
 
 def check_windows(
@@ -87,14 +64,14 @@ def check_rounds(numbers: Sequence[int]) -> None:
         )
 
 
-def check_counted(labels: Operand, where: Operand | None, weights: Operand | None) -> None:
+def check_counted(labels: ArraySpec, where: ArraySpec | None, weights: ArraySpec | None) -> None:
     """Validate what is counted of one micro-batch: nothing is broadcast."""
-    if isinstance(labels, Operand) and labels.dtype not in INTEGERS:
+    if isinstance(labels, ArraySpec) and labels.dtype not in INTEGERS:
         raise TypeError(
             f"`labels` must be integers; got {labels.dtype}. Pass the labels, not a mask of them."
         )
     for name, given in (("labels", labels), ("where", where), ("token_weights", weights)):
-        if given is not None and not isinstance(given, Operand):
+        if given is not None and not isinstance(given, ArraySpec):
             raise TypeError(
                 f"`{name}` must be a tensor for each micro-batch; got {type(given).__name__}. Pass "
                 f"`[torch.as_tensor(x) for x in {name}]`."
@@ -108,8 +85,8 @@ def check_counted(labels: Operand, where: Operand | None, weights: Operand | Non
 
 def check_loss_sum(loss: object, divided: bool, instead: str) -> None:
     """Validate a loss that a window adds up; `instead` is the way out for one that is no sum."""
-    if not isinstance(loss, Operand) or loss.shape != ():
-        came = f"shape {loss.shape}" if isinstance(loss, Operand) else type(loss).__name__
+    if not isinstance(loss, ArraySpec) or loss.shape != ():
+        came = f"shape {loss.shape}" if isinstance(loss, ArraySpec) else type(loss).__name__
         raise ValueError(
             f"`loss` must be one number, the sum over this rank's valid tokens; got {came}. Pass "
             f"`loss.sum()`, or an NLLOutput of reduction='sum'."
@@ -167,8 +144,8 @@ def check_token_count(
             f"`NLLOutput` itself, which has its count and says whether it is a sum, or the "
             f"weight of the valid tokens."
         )
-    if not isinstance(count, Operand) or count.shape != ():
-        came = f"shape {count.shape}" if isinstance(count, Operand) else type(count).__name__
+    if not isinstance(count, ArraySpec) or count.shape != ():
+        came = f"shape {count.shape}" if isinstance(count, ArraySpec) else type(count).__name__
         raise ValueError(
             f"`{name}` must be one number, the weight of the valid tokens; got {came}. Add it up."
         )
@@ -244,7 +221,7 @@ def check_loss_mean(is_mean: bool) -> None:
         )
 
 
-def check_integer_count(name: str, count: Operand) -> None:
+def check_integer_count(name: str, count: ArraySpec) -> None:
     """Refuse a sum of weights where tokens are counted in int32."""
     if count.dtype not in (*INTEGERS, "uint64"):
         raise TypeError(

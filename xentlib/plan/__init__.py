@@ -26,7 +26,7 @@ from xentlib.plan.shards import (
 )
 
 if TYPE_CHECKING:
-    from xentlib.plan.exchanges import Exchange, Rates
+    from xentlib.plan.collective_cost import Exchange, Rates
     from xentlib.plan.memory import given_peak_bytes, peak_bytes
     from xentlib.plan.route import Route
     from xentlib.plan.routes import choose_gather, crossover_tokens, head_routes
@@ -62,8 +62,8 @@ __all__ = [
 __getattr__ = loading(
     __name__,
     {
-        "Exchange": "xentlib.plan.exchanges",
-        "Rates": "xentlib.plan.exchanges",
+        "Exchange": "xentlib.plan.collective_cost",
+        "Rates": "xentlib.plan.collective_cost",
         "Route": "xentlib.plan.route",
         "choose_gather": "xentlib.plan.routes",
         "crossover_tokens": "xentlib.plan.routes",

@@ -8,24 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xentlib.checks.operand import plain
+from xentlib.checks.array_spec import plain
 from xentlib.checks.plan import check_plan_arguments
 from xentlib.dtypes import ITEMSIZE
-
-__all__ = [
-    "CPU_BLOCK_BYTES",
-    "GPU_COLUMN_MULTIPLE",
-    "MAX_ROWS",
-    "ROW_MULTIPLE",
-    "TILE_ROWS",
-    "ChunkPlan",
-    "block_bytes",
-    "block_tokens",
-    "default_chunk_bytes",
-    "pad_columns",
-    "pad_rows",
-    "plan_chunks",
-]
 
 # A chunk's GEMM rows come out with the same bits in any chunk whose row count is a multiple of 8
 # (contract row A10). MKL on AVX-512 takes another kernel for a single left-over row: 17-row chunks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from xentlib.checks.words import check_choice
+from xentlib.checks.validators import check_choice
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.chunks import (
     GPU_COLUMN_MULTIPLE,
@@ -20,18 +20,6 @@ from xentlib.plan.chunks import (
     pad_columns,
     plan_chunks,
 )
-
-__all__ = [
-    "D_HIDDEN",
-    "D_WEIGHT",
-    "LOGITS",
-    "ROWS",
-    "SCRATCH",
-    "WIDENED",
-    "given_peak_bytes",
-    "peak_bytes",
-    "torch_walk",
-]
 
 # What memory is for, as plans name it.
 LOGITS, SCRATCH, ROWS = "logits of a chunk", "scratch of the softmax", "rows of a chunk"

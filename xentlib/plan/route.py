@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.chunks import ChunkPlan
-from xentlib.plan.exchanges import Exchange, Rates
+from xentlib.plan.collective_cost import Exchange, Rates
+from xentlib.plan.route_config import RouteConfig
 from xentlib.plan.route_memory import Moments, of_full_logits, of_head, of_hidden, of_stream
-from xentlib.plan.setup import Setup
-
-__all__ = ["Route", "routes_of"]
 
 LABEL = 8  # bytes
 # Integers of 8 bytes that ranks tell each other before a walk, whichever it is.
@@ -99,7 +97,7 @@ class Route:
         return self.micro_batches if x.per_sync else 1
 
 
-def routes_of(s: Setup, rates: Rates) -> dict[str, Route]:
+def routes_of(s: RouteConfig, rates: Rates) -> dict[str, Route]:
     made = [_full_logits(s, rates), _head(s, rates), _hidden(s, rates), _stream(s, rates)]
     if s.nodes > 1 and s.replicas == 1:
         made.append(_hybrid(s, rates))
@@ -107,7 +105,7 @@ def routes_of(s: Setup, rates: Rates) -> dict[str, Route]:
 
 
 def _made(
-    s: Setup,
+    s: RouteConfig,
     rates: Rates,
     name: str,
     exchanges: list[Exchange],
@@ -127,7 +125,7 @@ def _made(
     return Route(name, sent, flops, moments, *shape, rates)
 
 
-def _full_logits(s: Setup, rates: Rates) -> Route:
+def _full_logits(s: RouteConfig, rates: Rates) -> Route:
     return _made(
         s,
         rates,
@@ -142,7 +140,7 @@ def _full_logits(s: Setup, rates: Rates) -> Route:
     )
 
 
-def _head(s: Setup, rates: Rates) -> Route:
+def _head(s: RouteConfig, rates: Rates) -> Route:
     plan = s.plan_of_own()
     return _made(
         s,
@@ -158,7 +156,7 @@ def _head(s: Setup, rates: Rates) -> Route:
     )
 
 
-def _of_fsdp2(s: Setup, *, again: bool) -> list[Exchange]:
+def _of_fsdp2(s: RouteConfig, *, again: bool) -> list[Exchange]:
     entries = s.ranks * s.rows * s.hidden
     gathered, reduced = entries * ITEMSIZE[s.head_dtype], entries * ITEMSIZE[s.reduce_dtype]
     where = s.ranks, s.nodes
@@ -170,14 +168,14 @@ def _of_fsdp2(s: Setup, *, again: bool) -> list[Exchange]:
     ]
 
 
-def _over_replicas(s: Setup, size: int) -> Exchange:
+def _over_replicas(s: RouteConfig, size: int) -> Exchange:
     at = s.replicas, s.replicas
     return Exchange(
         "all_reduce", "d weight of replicas", 1, size, *at, backward=True, per_sync=True
     )
 
 
-def _hidden(s: Setup, rates: Rates) -> Route:
+def _hidden(s: RouteConfig, rates: Rates) -> Route:
     plan = s.plan_of_shared(s.rows, s.ranks)
     exchanges = _of_tokens(s, plan, s.ranks, s.nodes)
     exchanges.append(_over_replicas(s, s.rows * s.hidden * s.size))
@@ -195,13 +193,13 @@ def _hidden(s: Setup, rates: Rates) -> Route:
     )
 
 
-def _twice(s: Setup, chunks: int) -> bool:
+def _twice(s: RouteConfig, chunks: int) -> bool:
     """Whether logits are computed, and hidden states gathered, twice: the derivative of a softcap
     is gone once it has been applied, so statistics of all chunks come first."""
     return s.recompute or ("softcap" in s.options and chunks > 1)
 
 
-def _of_tokens(s: Setup, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchange]:
+def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchange]:
     """Hidden states to rows, and what belongs to each token; of `ranks` on `nodes`, all of which or
     one node's."""
     tokens, where = plan.num_tokens, (ranks, nodes)
@@ -241,7 +239,7 @@ def _of_tokens(s: Setup, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchan
     return found
 
 
-def _stream(s: Setup, rates: Rates) -> Route:
+def _stream(s: RouteConfig, rates: Rates) -> Route:
     """Logits, and rows on their way, twice: statistics of all blocks come first."""
     rows, plan = s.plan_of_blocks()
     blocks = -(-s.rows // rows)
@@ -280,7 +278,7 @@ def _stream(s: Setup, rates: Rates) -> Route:
     )
 
 
-def _hybrid(s: Setup, rates: Rates) -> Route:
+def _hybrid(s: RouteConfig, rates: Rates) -> Route:
     """Rows of the same place of all nodes, which meet the tokens of their own node: "hidden" with a
     mesh of nodes."""
     ranks, rows = s.ranks // s.nodes, s.rows_of_node

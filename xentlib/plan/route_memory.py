@@ -9,9 +9,7 @@ from __future__ import annotations
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.chunks import ChunkPlan
 from xentlib.plan.memory import D_HIDDEN, D_WEIGHT, LOGITS, ROWS, WIDENED, torch_walk
-from xentlib.plan.setup import Setup
-
-__all__ = ["Moments", "of_full_logits", "of_head", "of_hidden", "of_stream"]
+from xentlib.plan.route_config import RouteConfig
 
 # By the name of the moment, what stands then.
 Moments = dict[str, dict[str, int]]
@@ -27,7 +25,7 @@ OF_A_TOKEN = 80
 BLOCKS, OWN = "blocks of rows and d weight on their way", "d weight of this rank's rows"
 
 
-def of_head(s: Setup, plan: ChunkPlan) -> Moments:
+def of_head(s: RouteConfig, plan: ChunkPlan) -> Moments:
     """FSDP2 gathers into a buffer and copies out of it; of a forward's last gather the buffer stays
     until that forward is done, which here is the walk."""
     gathered = _gathered(s)
@@ -43,7 +41,7 @@ def of_head(s: Setup, plan: ChunkPlan) -> Moments:
     return _with_earlier(s, found | _reduced(s))
 
 
-def of_full_logits(s: Setup) -> Moments:
+def of_full_logits(s: RouteConfig) -> Moments:
     """`cross_entropy(head(hidden).float(), labels)`: log-probabilities are kept, of them the loss
     makes a gradient, and of that the softmax another one."""
     gathered = _gathered(s)
@@ -67,7 +65,7 @@ def of_full_logits(s: Setup) -> Moments:
     return _with_earlier(s, found | _reduced(s))
 
 
-def of_hidden(s: Setup, plan: ChunkPlan, rows: int, ranks: int, *, gathered: bool) -> Moments:
+def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathered: bool) -> Moments:
     """Tokens of `ranks` meet `rows` that stay; `gathered` from the same place of other nodes."""
     chunk = plan.chunk_tokens * s.hidden
     coming = plan.num_chunks > 1  # one is computed, one is on its way, of whose part the source
@@ -98,7 +96,7 @@ def of_hidden(s: Setup, plan: ChunkPlan, rows: int, ranks: int, *, gathered: boo
     return _with_earlier(s, found, own * ITEMSIZE[s.param_dtype])
 
 
-def of_stream(s: Setup, plan: ChunkPlan, rows: int) -> Moments:
+def of_stream(s: RouteConfig, plan: ChunkPlan, rows: int) -> Moments:
     """Blocks of R K rows: one is computed, one is on its way, and so is d weight of the last."""
     block = s.ranks * rows * s.hidden
     at_a_time = 2 if rows < s.rows else 1
@@ -117,13 +115,13 @@ def of_stream(s: Setup, plan: ChunkPlan, rows: int) -> Moments:
     return _with_earlier(s, found, s.rows * s.hidden * own)
 
 
-def _gathered(s: Setup) -> int:
+def _gathered(s: RouteConfig) -> int:
     whole = s.ranks * s.rows * s.hidden * ITEMSIZE[s.head_dtype]
     return whole if s.ranks > 1 else 0  # it is there
 
 
 def _walk(
-    s: Setup, plan: ChunkPlan, *, gradient: bool = True, again: bool = False
+    s: RouteConfig, plan: ChunkPlan, *, gradient: bool = True, again: bool = False
 ) -> dict[str, int]:
     """`again`: statistics are there before gradients, which then need no scratch of theirs."""
     walk = torch_walk(
@@ -139,14 +137,14 @@ def _walk(
     return walk
 
 
-def _operand(s: Setup, rows: int) -> int:
+def _operand(s: RouteConfig, rows: int) -> int:
     """A copy of rows in the dtype that products take, where the parameter has another."""
     if s.on_cpu and s.gemm_size < s.size:
         return rows * s.hidden * s.size
     return rows * s.hidden * s.gemm_size if s.param_dtype != s.gemm_dtype else 0
 
 
-def _sums(s: Setup, rows: int, weight_size: int) -> dict[str, int]:
+def _sums(s: RouteConfig, rows: int, weight_size: int) -> dict[str, int]:
     """Float32 sums beside the gradients that are made of them; of its own dtype a sum is one."""
     d_weight, d_hidden = rows * s.hidden, s.tokens * s.hidden
     rounded = d_weight * weight_size if weight_size < s.size else 0
@@ -154,7 +152,7 @@ def _sums(s: Setup, rows: int, weight_size: int) -> dict[str, int]:
     return {D_WEIGHT: d_weight * s.size, D_HIDDEN: d_hidden * s.size, ROUNDED: rounded}
 
 
-def _reduced(s: Setup) -> Moments:
+def _reduced(s: RouteConfig) -> Moments:
     """Of the wrapper's reduction, while the gradient is still there. Gloo makes a copy of what goes
     into it."""
     if s.ranks == 1:
@@ -171,7 +169,7 @@ def _reduced(s: Setup) -> Moments:
     }
 
 
-def _with_earlier(s: Setup, found: Moments, size: int | None = None) -> Moments:
+def _with_earlier(s: RouteConfig, found: Moments, size: int | None = None) -> Moments:
     """FSDP2 keeps d weight whole, in the dtype of the reduction, until the micro-batch that
     reduces; of rows that stay a rank has `size` bytes of its own."""
     if s.micro_batches == 1:

@@ -13,11 +13,9 @@ from collections.abc import Collection
 from typing import Literal, TypedDict, Unpack
 
 from xentlib.checks.plan import check_memory, check_routes
-from xentlib.plan.exchanges import Rates
+from xentlib.plan.collective_cost import Rates
 from xentlib.plan.route import Route, routes_of
-from xentlib.plan.setup import Setup
-
-__all__ = ["CHOICES", "OPTIONS", "RouteOptions", "choose_gather", "crossover_tokens", "head_routes"]
+from xentlib.plan.route_config import RouteConfig
 
 # Of a call, those that send something more.
 OPTIONS = ("softcap", "temperature", "entropy", "lse", "label_smoothing", "predicted")
@@ -131,7 +129,7 @@ def head_routes(
         platform=platform,
         rates=rates and rates._asdict(),
     )
-    setup = Setup(
+    setup = RouteConfig(
         tokens_per_rank,
         vocab_size,
         hidden_size,

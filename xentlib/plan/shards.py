@@ -11,15 +11,6 @@ from typing import Any, NamedTuple
 from xentlib.checks.shards import check_shards
 from xentlib.plan.chunks import ROW_MULTIPLE, ChunkPlan, pad_rows
 
-__all__ = [
-    "PaddedVocab",
-    "VocabShard",
-    "exchanges_per_chunk",
-    "shard_of",
-    "spread_tokens",
-    "stream_rows",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:

@@ -12,8 +12,6 @@ import numpy as np
 from xentlib.reference.nll import divided_by, nll_reference
 from xentlib.reference.softmax import Float64, f64
 
-__all__ = ["SummedReference", "divisor_of", "summed_reference"]
-
 # `nll_reference` holds about so many [N, V] arrays of float64 at once.
 ARRAYS = 20
 CHUNK_BYTES = 256 << 20

@@ -9,8 +9,6 @@ import numpy as np
 from xentlib.reference.softmax import Float64, Softmax
 from xentlib.ulp import round_to
 
-__all__ = ["Gradients", "gradients_of"]
-
 
 class Gradients(NamedTuple):
     d_hidden: Float64

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from xentlib.reference.gradients import gradients_of
 from xentlib.reference.softmax import Float64, f64, softmax
 
-__all__ = ["LogprobReference", "logprobs_reference"]
-
 
 class LogprobReference(NamedTuple):
     """Per-token values and the gradients of sum(g * value) in float64; names as in NLLReference."""

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from xentlib.reference.gradients import gradients_of
 from xentlib.reference.softmax import Float64, f64, softmax
 
-__all__ = ["NLLReference", "divided_by", "nll_reference"]
-
 
 class NLLReference(NamedTuple):
     """Values and gradients in float64. `bound_*` are the running error bounds in units of u;

@@ -7,9 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Float64", "Softmax", "f64", "softmax"]
-
-
 Float64 = NDArray[np.float64]
 
 

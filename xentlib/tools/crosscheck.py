@@ -23,11 +23,11 @@ from xentlib.tools.parity.problem import Problem
 from xentlib.ulp import dtype_named, round_to
 
 __all__ = [
+    "CheckedCall",
     "CheckedStep",
     "CrossCheckError",
     "CrossCheckWarning",
     "Schedule",
-    "Seen",
     "chosen",
     "of_rows",
 ]
@@ -49,7 +49,7 @@ class CrossCheckError(RuntimeError):
     """The same, where `exceeded="raise"`; or a checked step in which nothing could be checked."""
 
 
-class Seen(NamedTuple):
+class CheckedCall(NamedTuple):
     """One call of a step: its arguments and what it returned, as NumPy arrays.
 
     `problem` has the tokens that are compared, flat; `gradients` are theirs, d weight and d bias
@@ -144,7 +144,7 @@ class Schedule:
         """Whether a step is checked: the first one is, so that what is wrong shows at once."""
         return step % self.every == 0
 
-    def finish(self, step: int, calls: Sequence[Seen]) -> CheckedStep:
+    def finish(self, step: int, calls: Sequence[CheckedCall]) -> CheckedStep:
         """Compare the calls of a step; log it, and warn or raise where a row is exceeded."""
         start, found, left_out, note = time.perf_counter(), [], [], ""
         for number, seen in enumerate(calls):
@@ -215,7 +215,7 @@ def finite(problem: Problem) -> bool:
 # --- one call -------------------------------------------------------------------------------------
 
 
-def with_oracle(seen: Seen, **details: Any) -> list[Measurement]:
+def with_oracle(seen: CheckedCall, **details: Any) -> list[Measurement]:
     """One call against the float64 oracle."""
     problem, got = rounded(seen.problem, seen.gemm_dtype), seen.gradients or {}
     low = seen.gemm_dtype in ROW_OF
@@ -254,7 +254,7 @@ def with_oracle(seen: Seen, **details: Any) -> list[Measurement]:
     return found
 
 
-def with_backend(seen: Seen, by: str, **details: Any) -> list[Measurement]:
+def with_backend(seen: CheckedCall, by: str, **details: Any) -> list[Measurement]:
     """One call against the other backend, which is given the same numbers in its own arrays."""
     from xentlib.tools.parity.backends import run
 
@@ -282,7 +282,7 @@ def with_backend(seen: Seen, by: str, **details: Any) -> list[Measurement]:
     return found
 
 
-def exact(seen: Seen, **details: Any) -> list[Measurement]:
+def exact(seen: CheckedCall, **details: Any) -> list[Measurement]:
     """A0: the number of valid tokens, and the gradient of the others."""
     problem = seen.problem
     valid = problem.valid
@@ -300,7 +300,7 @@ def exact(seen: Seen, **details: Any) -> list[Measurement]:
     return found
 
 
-def summed(seen: Seen, whole: Whole) -> tuple[Any, Any]:
+def summed(seen: CheckedCall, whole: Whole) -> tuple[Any, Any]:
     """The loss of all tokens by their own log-probabilities, and its scale; of label smoothing,
     which is of all logits, nothing."""
     options = seen.problem.options

@@ -1,7 +1,7 @@
 """The defects that are looked for, as data: name, what is read instead, one sentence, the cure.
 
-A defect replaces one choice of a `Reading`; it may come in several forms, such as the length of the
-chunk that is dropped. What it needs of a problem to be there at all is data too.
+A defect replaces one choice of a `Hypothesis`; it may come in several forms, such as the length of
+the chunk that is dropped. What it needs of a problem to be there at all is data too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from xentlib.tools.audit.forms import (
+from xentlib.tools.audit.defect_variants import (
     GRADIENT_ROUNDED,
     LOGITS_ROUNDED,
     OPERANDS_ROUNDED,
@@ -32,10 +32,8 @@ from xentlib.tools.audit.forms import (
     without,
     without_bias,
 )
+from xentlib.tools.audit.hypotheses import Hypothesis, Reduced, Upstream
 from xentlib.tools.audit.problem import Problem
-from xentlib.tools.audit.reading import Reading, Reduced, Upstream
-
-__all__ = ["DEFECTS", "Defect", "forms", "scales"]
 
 ANY = ("step", "loss", "logprobs")
 LOSSES = ("step", "loss")
@@ -53,7 +51,7 @@ class Defect(NamedTuple):
 
     Attributes:
         name: as a report has it.
-        axis: the field of `Reading` that it replaces.
+        axis: the field of `Hypothesis` that it replaces.
         sentence: what was done instead of what is right.
         cure: page of docs/, by backend where they differ.
         forms: values of that field, for a problem; none where the problem cannot have the defect.
@@ -265,9 +263,9 @@ DEFECTS = (
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 
 
-def forms(defect: Defect, problem: Problem, base: Reading | None = None) -> Iterator[Reading]:
+def forms(defect: Defect, problem: Problem, base: Hypothesis | None = None) -> Iterator[Hypothesis]:
     """The readings that have the defect, everything else as in `base`."""
-    base = Reading() if base is None else base
+    base = Hypothesis() if base is None else base
     if problem.kind in defect.kinds:
         for value in defect.forms(problem):
             yield replace(base, **{defect.axis: value})

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.checks.words import check_choice, check_flag, check_number
-
-__all__ = ["IGNORE", "KINDS", "Array", "Options", "Problem", "build", "next_labels"]
+from xentlib.checks.validators import check_choice, check_flag, check_number
 
 Array = npt.NDArray[Any]
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from xentlib.tools.audit.defects import BY_NAME
 
-__all__ = ["Finding", "Report"]
-
 SCHEMA = "xentlib.audit/1"
 BACKENDS = {"torch": "PyTorch", "jax": "JAX"}
 NONE_OF_THESE = "wrong, and none of these"

@@ -8,12 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from xentlib.tools.audit.match import LIMIT, Fit, distance, explain, holds, tell
+from xentlib.tools.audit.diagnose import LIMIT, Fit, distance, explain, holds, tell
+from xentlib.tools.audit.hypotheses import Hypothesis, Numbers, Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem, build
-from xentlib.tools.audit.reading import Numbers, Oracle, Reading
 from xentlib.tools.audit.report import Finding, Report
-
-__all__ = ["judge", "oracle_of"]
 
 HEAD, HIDDEN = "gradients of the head", "gradient of the hidden states"
 
@@ -51,12 +49,12 @@ def judge(
     bias = got.d_bias is not None
     value = "values" if problem.kind == "logprobs" else "loss"
 
-    def head(reading: Reading) -> Sequence[Array]:
+    def head(reading: Hypothesis) -> Sequence[Array]:
         return _of_head(oracle.numbers(reading), bias)
 
     findings: list[Finding] = []
     given = _of_head(got, bias)
-    held = {HEAD: distance(given, head(Reading()))}
+    held = {HEAD: distance(given, head(Hypothesis()))}
     fits: list[Fit] = []
     if not holds(held[HEAD]):
         fits = explain(problem, given, head)
@@ -67,10 +65,10 @@ def judge(
     else:
         values = [np.asarray(got.loss, np.float64)]
 
-        def losses(reading: Reading) -> Sequence[Array]:
+        def losses(reading: Hypothesis) -> Sequence[Array]:
             return [_shown(oracle.numbers(reading), got)]
 
-        held[value] = distance(values, losses(Reading()))
+        held[value] = distance(values, losses(Hypothesis()))
         if not findings and not holds(held[value]):
             most = 1 if problem.kind == "step" else 2
             found = [fit for fit in explain(problem, values, losses, most) if fit.factor == 1.0]
@@ -113,7 +111,7 @@ def _of_hidden(problem: Problem, got: Array, oracle: Oracle) -> float:
     """Of a step in units of their own: a wrapper that takes the mean over ranks wants each rank's
     hidden states to have as many times the right gradient, and finished gradients may be scaled
     after the backward."""
-    right = oracle.d_hidden(Reading())
+    right = oracle.d_hidden(Hypothesis())
     scale = float(np.vdot(got, right) / np.vdot(right, right)) if problem.kind == "step" else 1.0
     return distance([got], [max(scale, 0.0) * right])
 
@@ -128,7 +126,7 @@ def _shown(right: Numbers, got: Numbers) -> Array:
 def _of_the_loss(oracle: Oracle, got: Numbers, fits: list[Fit]) -> str:
     if got.loss is None:
         return ""
-    if holds(distance([got.loss], [_shown(oracle.numbers(Reading()), got)])):
+    if holds(distance([got.loss], [_shown(oracle.numbers(Hypothesis()), got)])):
         return "the loss is right"
     for fit in fits:
         own = [_shown(oracle.numbers(fit.reading), got)]

@@ -10,19 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = [
-    "CASES",
-    "DTYPES",
-    "REAL",
-    "SUITES",
-    "Arrays",
-    "Draws",
-    "HeadSizes",
-    "OnHost",
-    "Suite",
-    "make_arrays",
-]
-
 DTYPES = ("float32", "bfloat16")
 
 # Real heads spread their logits by about this much; a wider spread only makes the softmax cheaper

@@ -7,25 +7,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
-__all__ = [
-    "ALL",
-    "BARE",
-    "FLOOR",
-    "KINDS",
-    "OURS",
-    "PER_TOKEN",
-    "REUSED",
-    "TRAINING",
-    "Contestant",
-    "Field",
-    "Kind",
-    "Peer",
-    "Wanted",
-    "contestants_of",
-    "floors",
-    "not_installed",
-]
-
 Kind = Literal["loss", "loss + gradient", "log-probs + gradient"]
 TRAINING: Kind = "loss + gradient"
 PER_TOKEN: Kind = "log-probs + gradient"
@@ -106,7 +87,7 @@ class Contestant:
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class Lineup:
     """All contestants of one framework on one case, one dtype and one device."""
 
     contestants: tuple[Contestant, ...]

@@ -22,16 +22,14 @@ from xentlib.tools.bench.contestant import (
     REUSED,
     TRAINING,
     Contestant,
-    Field,
     Kind,
+    Lineup,
     Peer,
     Wanted,
     contestants_of,
     floors,
 )
 from xentlib.tools.bench.peers_jax import peers
-
-__all__ = ["build", "draws"]
 
 Inputs = tuple[jax.Array, ...]
 
@@ -65,7 +63,7 @@ class OnDevice:
         return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Field:
+def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Lineup:
     """The field of JAX."""
     where = place(device)
     dtype = np.float32 if arrays.dtype == "float32" else ml_dtypes.bfloat16
@@ -87,7 +85,7 @@ def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Field:
         *floors(wanted, floor),
         *contestants_of(peers(), wanted, where.platform, arrays.softcap, make),
     ]
-    return Field(
+    return Lineup(
         tuple(contestants),
         "cpu" if where.platform == "cpu" else where.device_kind,
         partial(jax.block_until_ready, inputs),

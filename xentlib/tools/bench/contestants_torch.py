@@ -22,16 +22,14 @@ from xentlib.tools.bench.contestant import (
     REUSED,
     TRAINING,
     Contestant,
-    Field,
     Kind,
+    Lineup,
     Peer,
     Wanted,
     contestants_of,
     floors,
 )
 from xentlib.tools.bench.peers_torch import peers
-
-__all__ = ["build", "draws"]
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -62,7 +60,7 @@ class OnDevice:
         return x.bfloat16().float()
 
 
-def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Field:
+def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Lineup:
     """The field of PyTorch."""
     device = place(device)
     dtype = getattr(torch, arrays.dtype)
@@ -86,7 +84,7 @@ def build(arrays: Arrays, device: str = "auto", wanted: Wanted = ALL) -> Field:
     ]
     on_cuda = kind_of_device == "cuda"
     wait = torch.cuda.synchronize if on_cuda else _nothing
-    return Field(
+    return Lineup(
         tuple(contestants),
         torch.cuda.get_device_name(device) if on_cuda else "cpu",
         wait,

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import xentlib
 
-__all__ = ["environment"]
-
 PACKAGES = ("numpy", "torch", "triton", "jax", "jaxlib", "optax")
 PEERS = ("liger-kernel", "cut-cross-entropy", "trl", "quack-kernels", "tokamax")
 CPUINFO = Path("/proc/cpuinfo")

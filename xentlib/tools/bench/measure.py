@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from xentlib.tools.bench.contestant import BARE, FLOOR, Contestant, Field
+from xentlib.tools.bench.contestant import BARE, FLOOR, Contestant, Lineup
 from xentlib.tools.bench.result import ContestantResult
-
-__all__ = ["SLOW", "SLOW_ROUNDS", "add_peaks", "measure", "order_of_round", "why"]
 
 # Who needs this many times the floor is known well enough after one round.
 SLOW = 3.0
@@ -33,7 +31,7 @@ def order_of_round(items: Sequence[T], index: int) -> list[T]:
 
 
 def measure(
-    field: Field, rounds: int, tick: Callable[[str], None] = lambda _: None
+    field: Lineup, rounds: int, tick: Callable[[str], None] = lambda _: None
 ) -> list[ContestantResult]:
     """One row for each contestant. `tick` hears what was just done.
 
@@ -60,7 +58,7 @@ def measure(
     return rows
 
 
-def warm_up(field: Field, contestant: Contestant, row: ContestantResult) -> None:
+def warm_up(field: Lineup, contestant: Contestant, row: ContestantResult) -> None:
     """Compile, touch memory for the first time, and note the loss or why there is none."""
     row.failed = contestant.excuse
     if row.failed is not None:
@@ -85,7 +83,7 @@ def why(error: Exception) -> str:
     return f"raised {type(error).__name__}" + (f": {said}" if said else "")
 
 
-def add_peaks(field: Field, rows: Sequence[ContestantResult]) -> None:
+def add_peaks(field: Lineup, rows: Sequence[ContestantResult]) -> None:
     """Memory as the framework counts it, of whoever ran; in any process, as it counts its own."""
     for contestant, row in zip(field.contestants, rows):
         if row.failed is not None or contestant.name in BARE:
@@ -96,7 +94,7 @@ def add_peaks(field: Field, rows: Sequence[ContestantResult]) -> None:
             row.peak_bytes = field.peak_bytes(contestant.run)
 
 
-def clock(field: Field, contestant: Contestant) -> float:
+def clock(field: Lineup, contestant: Contestant) -> float:
     field.wait()
     start = time.perf_counter()
     result = contestant.run()

@@ -13,18 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xentlib.tools.bench.contestant import Contestant, Field
+from xentlib.tools.bench.contestant import Contestant, Lineup
 from xentlib.tools.bench.measure import why
 from xentlib.tools.bench.result import ContestantResult
-
-__all__ = ["probe", "resident_growth"]
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # proc(5): the peak of resident memory becomes what is resident now
 
 
-def probe(field: Field) -> list[ContestantResult]:
+def probe(field: Lineup) -> list[ContestantResult]:
     """Growth for every contestant of `field`; call it in a fresh process with one contestant."""
     rows = []
     for contestant in field.contestants:

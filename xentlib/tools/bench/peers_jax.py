@@ -18,8 +18,6 @@ from xentlib.jax import chunked_logprobs, chunked_nll
 from xentlib.plan import plan_chunks
 from xentlib.tools.bench.contestant import OURS, Peer, not_installed
 
-__all__ = ["peers"]
-
 
 def ours(
     x_NH: jax.Array, w_VH: jax.Array, y_N: jax.Array, softcap: float | None, reduction: str

@@ -17,8 +17,6 @@ from torch import Tensor
 from xentlib.tools.bench.contestant import OURS, Peer, not_installed
 from xentlib.torch import chunked_logprobs, chunked_nll
 
-__all__ = ["peers"]
-
 # As documented: in bfloat16 only "auto" accumulates in float32, the others in bfloat16.
 POLICIES = ("auto", "accurate", "balanced", "compact")
 # What TRL's own trainers pass.

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "save"]
 
 OURS_COLOUR = "#0b7a75"
 INK, FAINT = "#1f2933", "#d9dee4"

@@ -13,16 +13,6 @@ from xentlib.tools.bench.cases import HeadSizes
 from xentlib.tools.bench.contestant import BARE, FLOOR, KINDS, OURS, Kind
 from xentlib.tools.bench.result import ContestantResult, Report, Run
 
-__all__ = [
-    "as_json",
-    "as_markdown",
-    "as_table",
-    "environment_line",
-    "from_json",
-    "print_run",
-    "write_json",
-]
-
 MIB = 1 << 20
 LEFT = ("contestant", "computes", "quartiles")
 WIDE = 190  # columns, where no terminal says

@@ -9,8 +9,6 @@ from statistics import median, quantiles
 from xentlib.tools.bench.cases import HeadSizes
 from xentlib.tools.bench.contestant import FLOOR, Kind
 
-__all__ = ["ContestantResult", "Report", "Run", "Spread", "spread"]
-
 
 @dataclass(frozen=True, slots=True)
 class Spread:

@@ -18,12 +18,10 @@ from typing import Any, Literal
 
 from xentlib.processes import end_with_parent
 from xentlib.tools.bench.cases import HeadSizes, make_arrays
-from xentlib.tools.bench.contestant import KINDS, Field, Kind, Wanted
+from xentlib.tools.bench.contestant import KINDS, Kind, Lineup, Wanted
 from xentlib.tools.bench.measure import add_peaks, measure
 from xentlib.tools.bench.memory import probe
 from xentlib.tools.bench.result import ContestantResult
-
-__all__ = ["Request", "WorkerError", "ask", "build_field"]
 
 
 class WorkerError(RuntimeError):
@@ -82,11 +80,11 @@ def messages(process: Popen[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def build_field(request: Request) -> Field:
+def build_field(request: Request) -> Lineup:
     module = importlib.import_module(f"xentlib.tools.bench.contestants_{request.backend}")
     draws = module.draws(request.device, request.seed)
     arrays = make_arrays(request.case, request.dtype, draws)
-    field: Field = module.build(arrays, request.device, Wanted(request.only, request.kinds))
+    field: Lineup = module.build(arrays, request.device, Wanted(request.only, request.kinds))
     return field
 
 

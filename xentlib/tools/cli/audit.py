@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.tools.audit.problem import KINDS
-from xentlib.tools.cli.available import BACKENDS, prepare
-from xentlib.tools.cli.usage import UsageError
-
-__all__ = ["add_arguments", "run"]
+from xentlib.tools.cli.errors import UsageError
+from xentlib.tools.cli.requirements import BACKENDS, prepare
 
 NUMBERS = {
     "softcap": "softcap of the logits that the step applies",

@@ -18,8 +18,6 @@ from xentlib.tools.bench.report import as_markdown, environment_line, print_run,
 from xentlib.tools.bench.result import Report, Run
 from xentlib.tools.bench.worker import Request, WorkerError, ask
 
-__all__ = ["add_arguments", "run"]
-
 BACKENDS = ("torch", "jax")
 SHORT = {"fp32": "float32", "bf16": "bfloat16"}
 

@@ -12,10 +12,8 @@ from typing import NoReturn
 
 import xentlib
 from xentlib.kernels import CHOICES
-from xentlib.tools.cli.available import BACKENDS
-from xentlib.tools.cli.usage import UsageError
-
-__all__ = ["main"]
+from xentlib.tools.cli.errors import UsageError
+from xentlib.tools.cli.requirements import BACKENDS
 
 DEVICES = ("cpu", "cuda")
 

@@ -12,15 +12,13 @@ from pathlib import Path
 
 import xentlib
 from xentlib.contract import Measurement
-from xentlib.tools.cli.available import BACKENDS, check_device, prepare
-from xentlib.tools.cli.usage import UsageError
+from xentlib.tools.cli.errors import UsageError
+from xentlib.tools.cli.requirements import BACKENDS, check_device, prepare
 from xentlib.tools.doctor.backends import imported, jax_findings, system, torch_findings
 from xentlib.tools.doctor.finding import Finding, bad
 from xentlib.tools.doctor.model import ConfigError, findings, read_config
 from xentlib.tools.doctor.packages import PACKAGES, inspect, ranges
 from xentlib.tools.parity.report.document import finite
-
-__all__ = ["add_arguments", "run"]
 
 SCHEMA = "xentlib.doctor/1"
 PARTS = ("backends", "devices", "kernels", "trainers", "commands", "contract", "model")

@@ -12,9 +12,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 import xentlib
-from xentlib.tools.cli.available import BACKENDS
-
-__all__ = ["code_digest", "environment_of"]
+from xentlib.tools.cli.requirements import BACKENDS
 
 VERSIONS_OF = (
     "torch",

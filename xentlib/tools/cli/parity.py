@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from xentlib.tools.cli.available import (
+from xentlib.tools.cli.environment import environment_of
+from xentlib.tools.cli.errors import note
+from xentlib.tools.cli.requirements import (
     backends_for,
     check_device,
     check_kernels,
@@ -19,16 +21,12 @@ from xentlib.tools.cli.available import (
     prepare,
     training_left_out,
 )
-from xentlib.tools.cli.environment import environment_of
 from xentlib.tools.cli.resume import run_before
-from xentlib.tools.cli.usage import note
 from xentlib.tools.parity.result import ParityResult, Section
 
 if TYPE_CHECKING:
-    from xentlib.tools.parity.pace import Planned
+    from xentlib.tools.parity.eta import Planned
     from xentlib.tools.parity.progress import Progress
-
-__all__ = ["run"]
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -42,7 +40,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     before = run_before(args.out, environment, args.resume)
 
     from xentlib.tools.parity.display import progress_on
-    from xentlib.tools.parity.pace import Pace
+    from xentlib.tools.parity.eta import Pace
     from xentlib.tools.parity.report.document import to_json
     from xentlib.tools.parity.report.files import DATA, write_report
     from xentlib.tools.parity.report.table import print_table

@@ -15,10 +15,8 @@ from xentlib.dtypes import FLOATS
 from xentlib.plan import Rates, Route, crossover_tokens, head_routes
 from xentlib.plan.routes import OPTIONS, RouteOptions
 from xentlib.tools.bench.cases import REAL
-from xentlib.tools.cli.usage import UsageError
+from xentlib.tools.cli.errors import UsageError
 from xentlib.tools.doctor.model import SOFTCAPS, ConfigError, head_of_file, read_config
-
-__all__ = ["Sizes", "add_arguments", "document", "run", "sizes_of"]
 
 SCHEMA = "xentlib.plan/1"
 NAMES = {head.name: head for head in REAL}

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from xentlib.tools.cli.plan import Sizes
 
-__all__ = ["draw", "save"]
 
 TOKENS = tuple(1 << k for k in range(8, 18))
 LOOKS = {

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xentlib.tools.cli.usage import UsageError, note
+from xentlib.tools.cli.errors import UsageError, note
 from xentlib.tools.parity.result import ParityResult
-
-__all__ = ["run_before"]
 
 
 def run_before(out: Path, environment: dict[str, str], resume: bool) -> ParityResult | None:

@@ -12,16 +12,6 @@ from xentlib.kernels import CHOICES, VARIABLE, chosen
 from xentlib.tools.doctor.finding import Finding, Status
 from xentlib.tools.doctor.packages import there, version_of
 
-__all__ = [
-    "VARIABLES",
-    "driver",
-    "imported",
-    "jax_findings",
-    "system",
-    "torch_devices",
-    "torch_findings",
-]
-
 # What changes who computes, where, or which bits come out.
 VARIABLES = (
     VARIABLE,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Status", "bad"]
-
 # usable; usable, but look at it; not there, and nothing needs it; cannot be used as it is.
 Status = Literal["ok", "note", "absent", "bad"]
 

@@ -17,8 +17,6 @@ from xentlib.plan.memory import peak_bytes
 from xentlib.tools.doctor.finding import Finding
 from xentlib.tools.doctor.packages import there
 
-__all__ = ["SOFTCAPS", "ConfigError", "Head", "findings", "head_of_file", "read_config"]
-
 # What a configuration calls a soft cap of its logits, and a factor: some multiply, some divide.
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
 SCALES = (

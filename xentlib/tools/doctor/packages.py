@@ -17,8 +17,6 @@ from typing import NamedTuple
 import xentlib
 from xentlib.tools.doctor.finding import Finding
 
-__all__ = ["PACKAGES", "Package", "admitted", "inspect", "ranges", "version_of", "within"]
-
 
 class Package(NamedTuple):
     """A package that xentlib works with."""

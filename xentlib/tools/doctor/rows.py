@@ -10,8 +10,6 @@ from xentlib.contract import Measurement
 from xentlib.tools.doctor.finding import Finding
 from xentlib.tools.parity.progress import SilentProgress
 
-__all__ = ["as_finding", "device_of", "measure"]
-
 
 def device_of(backends: Sequence[str]) -> str:
     """Where all of them can compute: "cuda" if each sees one, else "cpu"."""

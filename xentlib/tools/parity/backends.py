@@ -13,8 +13,6 @@ from xentlib.tools.parity.outcomes import GRADIENTS, GivenLogits, Outcome, PerTo
 from xentlib.tools.parity.problem import Problem, Upstream
 from xentlib.tools.parity.runners import Call, Wrap, runner_of
 
-__all__ = ["GRADIENTS", "GivenLogits", "Outcome", "PerToken", "run", "run_given", "run_logprobs"]
-
 Array = npt.NDArray[Any]
 
 

@@ -15,22 +15,6 @@ import numpy.typing as npt
 
 from xentlib.tools.parity.problem import Case
 
-__all__ = [
-    "AUDIT",
-    "BASE",
-    "CHUNK_CASES",
-    "CONFIDENT",
-    "FULL_GRID",
-    "GRID",
-    "NARROW",
-    "WITH_OPTIONS",
-    "chunks_of",
-    "few_chunks_of",
-    "logit_sets",
-    "low_precision",
-    "named",
-]
-
 OPTIONS: dict[str, Any] = {
     "softcap": 5.0,
     "label_smoothing": 0.1,

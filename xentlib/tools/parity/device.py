@@ -12,16 +12,6 @@ import numpy.typing as npt
 
 from xentlib.interop import to_jax, to_numpy, to_torch
 
-__all__ = [
-    "contract_settings",
-    "described",
-    "missing_on",
-    "numpy_of",
-    "on_device",
-    "on_jax",
-    "on_torch",
-]
-
 
 def on_torch(x: Any) -> Any:
     """A NumPy array as a tensor of its own on PyTorch's default device; anything else as it is."""

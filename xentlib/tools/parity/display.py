@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from xentlib.tools.parity.pace import Pace
+from xentlib.tools.parity.eta import Pace
 from xentlib.tools.parity.progress import Progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichBars
     from rich.progress import Task, TaskID
-
-__all__ = ["PlainProgress", "progress_on"]
 
 
 class PlainProgress:

@@ -14,8 +14,6 @@ from xentlib.tools.parity.outcomes import Outcome
 from xentlib.tools.parity.result import Histogram
 from xentlib.ulp import ulp_distance
 
-__all__ = ["BETWEEN", "BOTH", "GRADIENT_ROWS", "Findings", "label", "part_of"]
-
 Array = npt.NDArray[Any]
 BOTH = "torch/jax"
 GRADIENT_ROWS = {"d_hidden": "A5", "d_weight": "A6", "d_bias": "A6"}

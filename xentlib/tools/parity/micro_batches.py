@@ -15,8 +15,6 @@ import numpy.typing as npt
 from xentlib.tools.parity.device import numpy_of, on_jax, on_torch
 from xentlib.tools.parity.problem import Problem
 
-__all__ = ["ROADS", "WindowOutcome", "evaluated", "micro_batches", "run_window"]
-
 Array = npt.NDArray[Any]
 # Where micro-batches begin, as a share of the tokens; the third one is empty.
 EDGES = (0.0, 0.4, 0.45, 0.45, 0.9, 1.0)

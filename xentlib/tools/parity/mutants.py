@@ -16,8 +16,6 @@ from xentlib.reference import NLLReference
 from xentlib.tools.parity.problem import Problem
 from xentlib.ulp import round_to
 
-__all__ = ["array_mutants", "problem_mutants"]
-
 Array = npt.NDArray[Any]
 
 

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-__all__ = ["GRADIENTS", "GivenLogits", "Outcome", "PerToken"]
-
 Array = npt.NDArray[Any]
 GRADIENTS = ("d_hidden", "d_weight", "d_bias")
 

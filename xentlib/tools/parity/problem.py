@@ -21,8 +21,6 @@ from xentlib.reference import (
 )
 from xentlib.ulp import dtype_named
 
-__all__ = ["Case", "Problem", "Upstream", "build", "logits_problem", "upstream_of"]
-
 Array = npt.NDArray[Any]
 ARRAY_ARGUMENTS = ("bias", "where", "token_weights", "class_weights")
 PER_TOKEN_OPTIONS = frozenset(inspect.signature(chunked_logprobs).parameters)

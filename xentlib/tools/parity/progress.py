@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Progress", "SilentProgress"]
-
 
 class Progress(Protocol):
     """What a part of the run may say about itself."""

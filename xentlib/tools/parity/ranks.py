@@ -10,8 +10,6 @@ from typing import Any
 
 from xentlib.processes import RanksFailed, RanksLate, launch
 
-__all__ = ["PRELOADED", "WORLD", "run_ranks", "start_gloo"]
-
 WORLD = 4
 SECONDS = 600  # that ranks may go without progress; on two idle cores the longest take 30 in all
 # Of a collective: a rank that waits for a slow one must not give up before `launch` does.

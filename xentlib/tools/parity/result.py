@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 
 from xentlib.contract import Measurement
 
-__all__ = ["Histogram", "Measurement", "ParityResult", "Section", "TrainingCurve"]
-
 
 @dataclass(frozen=True, slots=True)
 class Histogram:

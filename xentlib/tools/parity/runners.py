@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from xentlib.tools.parity.device import numpy_of, on_jax, on_torch
 
-__all__ = ["Call", "Found", "Wrap", "runner_of"]
-
 Array = npt.NDArray[Any]
 Wrap = Callable[[Any, int], Any] | None
 # Outputs by name, and the gradients of the leaves; None of what is not there.

@@ -15,8 +15,6 @@ from xentlib.tools.parity.problem import Problem, Upstream
 from xentlib.tools.parity.ranks import WORLD, run_ranks, start_gloo
 from xentlib.ulp import bits_unequal
 
-__all__ = ["Sharded", "ShardedCall", "jax_rank", "run_calls", "torch_rank"]
-
 Array = npt.NDArray[Any]
 
 

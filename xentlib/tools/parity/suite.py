@@ -24,14 +24,12 @@ from xentlib.tools.parity.cases import (
     named,
 )
 from xentlib.tools.parity.device import contract_settings, on_device
+from xentlib.tools.parity.eta import Planned
 from xentlib.tools.parity.findings import Findings
-from xentlib.tools.parity.pace import Planned
 from xentlib.tools.parity.problem import Case, Problem, build
 from xentlib.tools.parity.progress import Progress
 from xentlib.tools.parity.result import Section
 from xentlib.tools.parity.rows import collectives, nll, nll_mutants, per_token, sharded, windows
-
-__all__ = ["few_sections", "operator_sections"]
 
 Measure = Callable[[Findings, Any], None]
 # Of audit mode, for per-token outputs: one of each standard deviation, with options and without.

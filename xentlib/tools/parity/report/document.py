@@ -8,16 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from xentlib.contract import Measurement
 from xentlib.tools.parity.report.summary import row_statements, summarise, verdict
 from xentlib.tools.parity.result import (
     Histogram,
-    Measurement,
     ParityResult,
     Section,
     TrainingCurve,
 )
-
-__all__ = ["SCHEMA", "finite", "from_json", "to_json"]
 
 SCHEMA = "xentlib.parity/1"
 

@@ -10,8 +10,6 @@ from xentlib.tools.parity.report.page import render_page
 from xentlib.tools.parity.report.summary import row_statements
 from xentlib.tools.parity.result import ParityResult
 
-__all__ = ["DATA", "write_report"]
-
 DATA = "parity.json"
 
 

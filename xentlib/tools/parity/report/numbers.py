@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-from xentlib.tools.parity.result import Measurement
-
-__all__ = ["allowance_used", "bound_text", "duration", "number", "value_text"]
+from xentlib.contract import Measurement
 
 
 def allowance_used(m: Measurement) -> float:

@@ -13,8 +13,6 @@ from xentlib.tools.parity.report.page_training import training
 from xentlib.tools.parity.report.summary import RowSummary, summarise, verdict
 from xentlib.tools.parity.result import ParityResult
 
-__all__ = ["render_page"]
-
 _ESSENTIALS = ("suite", "seed", "torch", "jax", "python", "system")  # read without opening
 
 _MOST_FAILURES = 12

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from xentlib.contract import Measurement
 from xentlib.tools.parity.report.numbers import allowance_used, bound_text, number, value_text
 from xentlib.tools.parity.report.summary import RowSummary, backend_name
-from xentlib.tools.parity.result import Measurement, ParityResult
-
-__all__ = ["contract", "table"]
+from xentlib.tools.parity.result import ParityResult
 
 
 def contract(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 
+from xentlib.contract import Measurement
 from xentlib.tools.parity.report.numbers import bound_text, value_text
 from xentlib.tools.parity.report.plots import (
     histogram_bins,
@@ -14,9 +15,7 @@ from xentlib.tools.parity.report.plots import (
     style_of,
 )
 from xentlib.tools.parity.report.summary import RowSummary, backend_name
-from xentlib.tools.parity.result import Histogram, Measurement, ParityResult
-
-__all__ = ["histograms"]
+from xentlib.tools.parity.result import Histogram, ParityResult
 
 
 def histograms(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:

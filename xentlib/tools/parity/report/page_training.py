@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from xentlib.contract import Measurement
 from xentlib.tools.parity.report.numbers import (
     allowance_used,
     bound_text,
@@ -16,9 +17,7 @@ from xentlib.tools.parity.report.numbers import (
 )
 from xentlib.tools.parity.report.plots import Series, line_plot, style_of
 from xentlib.tools.parity.report.summary import RowSummary, backend_name
-from xentlib.tools.parity.result import Measurement, ParityResult, TrainingCurve
-
-__all__ = ["training"]
+from xentlib.tools.parity.result import ParityResult, TrainingCurve
 
 # How a training measurement says which step it is of: "training, step 3".
 _STEP = re.compile(r"(?:^|, )step (\d+)\b")

@@ -15,15 +15,6 @@ from itertools import pairwise
 from xentlib.tools.parity.report.numbers import number
 from xentlib.tools.parity.result import Histogram
 
-__all__ = [
-    "Series",
-    "histogram_bins",
-    "histogram_plot",
-    "histogram_reach",
-    "line_plot",
-    "style_of",
-]
-
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 _STYLES = {"torch": "torch", "jax": "jax"}  # a backend's colour; every comparison has a third

@@ -6,17 +6,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from xentlib.contract import Measurement
 from xentlib.tools.parity.report.numbers import allowance_used
-from xentlib.tools.parity.result import Measurement, ParityResult
-
-__all__ = [
-    "RowSummary",
-    "backend_name",
-    "row_statements",
-    "summarise",
-    "verdict",
-    "worst_first",
-]
+from xentlib.tools.parity.result import ParityResult
 
 _NAMES = {"torch": "PyTorch", "jax": "JAX", "torch/jax": "PyTorch and JAX"}
 

@@ -10,8 +10,6 @@ from xentlib.tools.parity.report.numbers import bound_text, duration, number, va
 from xentlib.tools.parity.report.summary import RowSummary, row_statements, summarise, verdict
 from xentlib.tools.parity.result import ParityResult
 
-__all__ = ["print_table"]
-
 _COLUMNS = ("row", "what", "backend", "metric", "worst", "bound", "entries", "result")
 LOG_WIDTH = 128  # columns of a table that goes to a file or a pipe
 

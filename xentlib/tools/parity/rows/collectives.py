@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.budgets import BUDGETS, budget_entries, check_budget
-from xentlib.tools.parity.counted import Count, N, jax_rank, torch_rank, zero_rank
+from xentlib.tools.parity.collective_cases import Count, N, jax_rank, torch_rank, zero_rank
 from xentlib.tools.parity.findings import Findings
 from xentlib.tools.parity.ranks import WORLD, run_ranks
-
-__all__ = ["collectives"]
 
 CHUNKS = (1, 7, 64)
 FEW_CHUNKS = (1, 7)

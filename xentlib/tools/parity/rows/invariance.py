@@ -10,8 +10,6 @@ from typing import Any
 
 from xentlib.tools.parity.findings import Findings
 
-__all__ = ["chunks", "repeat"]
-
 Label = Callable[[str], str]
 CHUNK = 128  # rows, so that there are several
 

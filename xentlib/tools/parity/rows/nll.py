@@ -17,8 +17,6 @@ from xentlib.tools.parity.outcomes import Outcome
 from xentlib.tools.parity.problem import Problem, logits_problem
 from xentlib.tools.parity.rows import invariance
 
-__all__ = ["audit", "chunks", "exact", "logits", "low", "repeat", "single"]
-
 Array = npt.NDArray[Any]
 
 

@@ -16,8 +16,6 @@ from xentlib.tools.parity.mutants import array_mutants, problem_mutants
 from xentlib.tools.parity.outcomes import Outcome
 from xentlib.tools.parity.problem import Problem, build
 
-__all__ = ["loss", "low", "mutants", "single"]
-
 Array = npt.NDArray[Any]
 
 

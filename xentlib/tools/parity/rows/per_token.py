@@ -19,8 +19,6 @@ from xentlib.tools.parity.outcomes import PerToken
 from xentlib.tools.parity.problem import Problem, Upstream, logits_problem, upstream_of
 from xentlib.tools.parity.rows import invariance
 
-__all__ = ["audit", "chunks", "logits", "low", "mutants", "repeat", "single"]
-
 Array = npt.NDArray[Any]
 SEED = 5
 

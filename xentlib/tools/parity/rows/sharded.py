@@ -14,8 +14,6 @@ from xentlib.tools.parity.mutants import array_mutants
 from xentlib.tools.parity.problem import Case, Problem, Upstream, build, logits_problem, upstream_of
 from xentlib.tools.parity.shards import Sharded, ShardedCall, run_calls
 
-__all__ = ["calls_for", "chunked", "chunked_calls", "sharded", "splits"]
-
 Array = npt.NDArray[Any]
 SEED = 7
 EVEN = Case("shards", 257, 64, 1008, std=3.0, confident=0.3)

@@ -14,8 +14,6 @@ from xentlib.tools.parity.micro_batches import ROADS, evaluated, micro_batches, 
 from xentlib.tools.parity.mutants import array_mutants
 from xentlib.tools.parity.problem import Problem
 
-__all__ = ["audit", "windows"]
-
 Array = npt.NDArray[Any]
 
 

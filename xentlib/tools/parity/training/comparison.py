@@ -11,24 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from xentlib.contract import Bound, check
+from xentlib.contract import Bound, Measurement, check
 from xentlib.reference import nll_reference
 from xentlib.tools.parity.progress import Progress
-from xentlib.tools.parity.result import Measurement, TrainingCurve
+from xentlib.tools.parity.result import TrainingCurve
 from xentlib.tools.parity.training.head import head_window
 from xentlib.tools.parity.training.loop import train
 from xentlib.tools.parity.training.model import ModelSizes, Weights
 from xentlib.tools.parity.training.steps import ADAMW, AdamW, HeadStep
 from xentlib.tools.parity.training.windows import IGNORE_INDEX, TextWindow
-
-__all__ = [
-    "TrainingReport",
-    "against_jax",
-    "against_oracle",
-    "compare",
-    "compare_curves",
-    "counts",
-]
 
 CURVES = Bound("relative", 1e-3)  # two fp32 runs of 40 steps part by 3e-7
 LEARNT = Bound("ratio", 0.98)  # 0.71 after 40 steps; text without a pattern gains little

@@ -9,8 +9,6 @@ import numpy as np
 
 from xentlib.tools.parity.training.steps import Float32, HeadStep
 
-__all__ = ["HeadWindow", "head_window"]
-
 
 class HeadWindow(NamedTuple):
     """A window of the head alone, by one backend."""

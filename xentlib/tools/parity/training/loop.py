@@ -15,10 +15,8 @@ from xentlib.tools.parity.training.model import ModelSizes, Weights
 from xentlib.tools.parity.training.steps import ADAMW, AdamW, HeadStep
 from xentlib.tools.parity.training.windows import TextWindow
 
-__all__ = ["Observer", "TrainingRun", "train"]
-
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
-Observer = Callable[[HeadStep], None]
+LossHook = Callable[[HeadStep], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ def train(
     *,
     sizes: ModelSizes,
     optimizer: AdamW = ADAMW,
-    observe: Observer | None = None,
+    observe: LossHook | None = None,
     progress: Progress | None = None,
 ) -> TrainingRun:
     """One optimizer step a window, in "torch" or "jax", fp32.

@@ -17,8 +17,6 @@ from xentlib.tools.parity.training.model_jax import LanguageModel, build
 from xentlib.tools.parity.training.steps import AdamW, Record, head_step
 from xentlib.tools.parity.training.windows import TextWindow
 
-__all__ = ["train"]
-
 
 def train(
     windows: Sequence[TextWindow], weights: Weights, sizes: ModelSizes, adamw: AdamW, record: Record

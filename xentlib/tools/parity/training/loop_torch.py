@@ -13,8 +13,6 @@ from xentlib.tools.parity.training.model_torch import build
 from xentlib.tools.parity.training.steps import AdamW, Record, head_step
 from xentlib.tools.parity.training.windows import TextWindow
 
-__all__ = ["train"]
-
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:

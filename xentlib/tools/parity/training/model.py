@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ModelSizes", "Weights", "initial_weights", "rotary_angles"]
-
 Weights = dict[str, npt.NDArray[np.float32]]
 
 

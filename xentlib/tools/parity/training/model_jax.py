@@ -13,8 +13,6 @@ from flax import nnx
 
 from xentlib.tools.parity.training.model import ModelSizes, Weights, rotary_angles
 
-__all__ = ["Attention", "Block", "LanguageModel", "build"]
-
 # `build` fills in the weights: nothing is drawn here.
 Linear = partial(nnx.Linear, use_bias=False, kernel_init=nnx.initializers.zeros)
 Embed = partial(nnx.Embed, embedding_init=nnx.initializers.zeros)

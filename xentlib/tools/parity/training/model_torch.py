@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from xentlib.tools.parity.training.model import ModelSizes, Weights, rotary_angles
 
-__all__ = ["Attention", "Block", "LanguageModel", "build"]
-
 
 def rotate(x_BLAD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x_BLAD.chunk(2, dim=-1)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from xentlib.tools.parity.pace import Planned
+from xentlib.tools.parity.eta import Planned
 from xentlib.tools.parity.progress import Progress, SilentProgress
 from xentlib.tools.parity.result import Section
 from xentlib.tools.parity.training.comparison import TrainingReport, compare
 from xentlib.tools.parity.training.model import ModelSizes, initial_weights
 from xentlib.tools.parity.training.text import encode_documents, read_documents, train_tokenizer
 from xentlib.tools.parity.training.windows import make_windows
-
-__all__ = ["run_training", "training_section"]
 
 STEPS = 40
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ADAMW", "AdamW", "Float32", "HeadStep", "Record", "head_step"]
-
 Float32 = npt.NDArray[np.float32]
 
 

@@ -19,7 +19,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["MIN_DOCUMENT", "encode_documents", "read_documents", "train_tokenizer"]
 
 MAX_BYTES = 4 << 20  # of text: 3 s to train 8192 tokens on two cores; 40 steps read a tenth of it
 NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from xentlib.tools.parity.training.text import MIN_DOCUMENT
 
-__all__ = ["IGNORE_INDEX", "TextWindow", "make_windows"]
-
 IGNORE_INDEX = -100
 
 

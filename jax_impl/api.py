@@ -1,0 +1,399 @@
+"""The functions of the head, for people and their editors.
+
+Written by `make public` from the definitions in `xentlib/nll.py` and `xentlib/logprobs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.jax.from_logits import given_logprobs
+from xentlib.jax.logprobs import head_logprobs
+from xentlib.jax.nll import nll
+from xentlib.logprobs import LogprobOutput
+from xentlib.nll import NLLOutput
+from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightLayout
+from xentlib.plan import VocabShard
+
+__all__ = [
+    "chunked_logprobs",
+    "chunked_nll",
+    "vocab_parallel_logprobs",
+]
+
+
+def chunked_nll(
+    hidden: jax.Array,
+    weight: Any,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    where: jax.Array | None = None,
+    token_weights: jax.Array | None = None,
+    class_weights: jax.Array | None = None,
+    ignore_index: int = -100,
+    logit_scale: float | jax.Array = 1.0,
+    softcap: float | jax.Array | None = None,
+    temperature: float | jax.Array = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float | jax.Array = 0.0,
+    reduction: Reduction = "mean",
+    denominator: float | jax.Array | None = None,
+    outputs: Sequence[OutputName] = (),
+    vocab_parallel: Any = None,
+    tokens_parallel: Any = None,
+    gather: Gather = "head",
+    tokens_per_rank: int | None = None,
+    reduce_hidden_grad: bool = True,
+    compute_dtype: ComputeDtype | None = None,
+    max_chunk_bytes: int | None = None,
+    weight_layout: WeightLayout = "VH",
+) -> NLLOutput[jax.Array]:
+    """Negative log-likelihood of a language-model head, without ever storing the logits.
+
+        x = hidden @ weight.T + bias
+        s = softcap * tanh(logit_scale * x / softcap)      (logit_scale * x without a softcap)
+        z = s / temperature
+        lse = log sum_v exp(z_v),   logprob = z_y - lse
+        nll = -(1 - eps) * c_y * logprob - (eps / V) * sum_v c_v (z_v - lse)
+        loss = sum over valid tokens of token_weight * (nll + z_loss * lse^2) / denominator
+
+    with class weights c, 1 where there are none.
+
+    A token is valid where its label is not `ignore_index` and `where`, if given, is true. Tokens
+    that are not valid are taken out before any arithmetic: inf or NaN there reaches nothing and
+    their gradient is exactly +0. With no valid token the loss is 0 and all gradients are 0.
+
+    Gradients for `hidden`, `weight` and `bias` are computed in the forward pass, chunk by chunk:
+    three GEMMs, one where no gradient is wanted. With `vocab_parallel` and several chunks the
+    statistics of all shards must be known first: `xentlib.plan.exchanges_per_chunk` says whether
+    they are exchanged in every chunk, or once for a fourth GEMM. All other arguments are
+    constants; asking for their gradient raises.
+
+    Args:
+        hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
+        weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
+            differ from that of `hidden`. Or a `LowRankHead`; or what it is the weight of, with its
+            bias: in PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, PEFT's LoRA on one,
+            whose adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
+        labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
+            be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
+            number of valid tokens is known there without a device sync, and only they are computed.
+        bias: [V] or None.
+        where: [...] bool or None; False takes a token out.
+        token_weights: [...] floating point or None; may be negative (advantages).
+        class_weights: [V] floating point or None, c in the equations: `weight=` of torch's
+            `cross_entropy`, label smoothing included. Of the whole vocabulary, on every rank.
+        ignore_index: label of tokens without a loss.
+        logit_scale: number or 0-d array that multiplies the logits.
+        softcap: positive number, 0-d array (in PyTorch read by the host), or None.
+        temperature: positive number, 0-d array, or [...] one per token.
+        label_smoothing: eps in [0, 1], torch and optax convention: eps / V on every class, times
+            its class weight.
+        z_loss: coefficient >= 0 of lse^2, a number or a 0-d array (in PyTorch read by the host).
+        reduction: "mean" over the weights of the valid tokens (each times its label's class
+            weight, as in torch), or "sum".
+        denominator: number or 0-d array; if given the loss is the sum divided by it, whatever
+            `reduction` says. Pass the token count of the whole window to accumulate micro-batches.
+            0 where no token is valid gives 0; with valid tokens it raises wherever it can be read
+            without a device sync, and gives inf elsewhere.
+        outputs: any of "logprobs", "entropy", "lse", "correct", "predicted": per token, without
+            gradient, 0 (False, -1) for tokens that are not valid. "predicted" costs vocabulary
+            shards one number more a token and rank. A loss that depends on one raises in its
+            backward (NaN inside `jit`): `chunked_logprobs` has their gradients.
+        vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
+            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding.
+            `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of
+            any sizes, none included, and a DTensor sharded on the vocabulary if you like.
+            `hidden`, `labels` and the rest are the same on every rank, and so are the results and
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
+            must be the same travel with the MAX: where ranks differ every one of them raises, or
+            has NaN where reading them would be a device sync (and in JAX).
+        tokens_parallel: the ranks of `vocab_parallel` again, where the tokens are spread over them
+            too: `hidden`, `labels` and what else is per token are then this rank's own, of any
+            number, none included, and so are its results and d hidden; the options are the same on
+            every rank, and the head's gradient is that of the sum of all ranks' results. Every rank
+            makes the call, with or without tokens, and its backward, with the same upstream
+            gradient. In PyTorch, with `gather="hidden"`: a DeviceMesh [nodes, ranks of a node] of
+            FSDP2's ranks; rows are gathered over nodes, and hidden states stay in their own.
+        gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
+            with tokens of their own. "head": its rows, gathered whole for the call, [V, H].
+            "hidden": the hidden states, chunk by chunk, to rows that stay where they are: no [V, H]
+            on any rank. "stream": the rows, block by block, twice: no [V, H] either, and what is
+            sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
+            `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 or ZeRO-3
+            shards; in JAX, which has no "stream", on Explicit meshes and of Flax's `NLLHead`.
+        tokens_per_rank: for `gather="auto"` alone, and alike on every rank: about what one has.
+        reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
+            False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
+            before the head adds the parts up (Megatron's copy to the tensor-parallel region, a
+            gather of the sequence whose backward is a reduce-scatter): that region would multiply a
+            sum by the number of ranks. Each part is rounded to the dtype of `hidden` first.
+        compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
+            everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
+        max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
+        weight_layout: "VH" or "HV"; neither is transposed. Copied only where operands must be cast
+            (a 16-bit head on CPU in torch, mixed dtypes, the audit mode).
+
+    Returns:
+        NLLOutput, float32 (float64 for float64 inputs), never below.
+
+    Raises:
+        ValueError: shapes, devices or values that do not belong together; a label outside [0, V)
+            of a valid token wherever values can be read without a device sync (elsewhere that
+            token's outputs, and what sums over them, are NaN).
+        TypeError: a dtype that cannot be used.
+        RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
+
+    Numerics: logits accumulate in float32 and are never rounded below it; p = exp(z - lse) from the
+    rounded lse; the log-probability of a confident token comes from log1p of the sum without its
+    column; factors multiply dz in float32 before the GEMMs; dz is rounded once to the GEMM dtype;
+    d weight and d bias accumulate in float32 over ascending chunks; every gradient is rounded once,
+    after the upstream gradient. Under float16, dz carries a power of two so that small
+    probabilities survive. Rows A0 to A14 of the contract.
+
+    Sources: gradient in forward and chunking over tokens as in Liger-Kernel (arXiv 2410.10989) and
+    Cut Cross-Entropy (arXiv 2411.09009); z-loss as in PaLM (arXiv 2204.02311); soft-capping as in
+    Gemma 2 (arXiv 2408.00118); label smoothing as in arXiv 1512.00567.
+    """
+    return nll(
+        Arguments(
+            hidden=hidden,
+            weight=weight,
+            labels=labels,
+            bias=bias,
+            where=where,
+            token_weights=token_weights,
+            class_weights=class_weights,
+            ignore_index=ignore_index,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            temperature=temperature,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+            denominator=denominator,
+            outputs=outputs,
+            vocab_parallel=vocab_parallel,
+            tokens_parallel=tokens_parallel,
+            gather=gather,
+            tokens_per_rank=tokens_per_rank,
+            reduce_hidden_grad=reduce_hidden_grad,
+            compute_dtype=compute_dtype,
+            max_chunk_bytes=max_chunk_bytes,
+            weight_layout=weight_layout,
+        )
+    )
+
+
+def chunked_logprobs(
+    hidden: jax.Array,
+    weight: Any,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    where: jax.Array | None = None,
+    ignore_index: int = -100,
+    logit_scale: float | jax.Array = 1.0,
+    softcap: float | jax.Array | None = None,
+    temperature: float | jax.Array = 1.0,
+    entropy: bool = False,
+    vocab_parallel: Any = None,
+    tokens_parallel: Any = None,
+    gather: Gather = "head",
+    tokens_per_rank: int | None = None,
+    reduce_hidden_grad: bool = True,
+    compute_dtype: ComputeDtype | None = None,
+    max_chunk_bytes: int | None = None,
+    weight_layout: WeightLayout = "VH",
+) -> LogprobOutput[jax.Array]:
+    """Log-probability of each label, and entropy, from hidden states; the logits are never stored.
+
+        x = hidden @ weight.T + bias
+        s = softcap * tanh(logit_scale * x / softcap)      (logit_scale * x without a softcap)
+        z = s / temperature
+        lse = log sum_v exp(z_v),   logprob = z_y - lse,   entropy = -sum_v p_v log p_v
+
+    Every output but `correct` may be part of a loss, each token with a gradient of its own:
+
+        d logprob / dz = onehot_y - p,   d lse / dz = p,   d entropy / dz = -p (log p + entropy)
+
+    Tokens that are not valid (label `ignore_index`, or `where` false) are taken out before any
+    arithmetic; their outputs and their gradients are exactly 0.
+
+    The backward computes the logits again, chunk by chunk: four GEMMs in all, one where no gradient
+    is wanted. Beside its inputs the call keeps four numbers per token. For a loss that is a
+    weighted sum of log-probabilities known in advance, `chunked_nll` needs three GEMMs.
+
+    Args:
+        hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
+        weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
+            differ from that of `hidden`. Or a `LowRankHead`; or what it is the weight of, with its
+            bias: in PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, PEFT's LoRA on one,
+            whose adapters are computed; in JAX a Flax or Equinox linear or embedding layer.
+        labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
+            be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
+            number of valid tokens is known there without a device sync, and only they are computed.
+        bias: [V] or None.
+        where: [...] bool or None; False takes a token out.
+        ignore_index: label of tokens to leave out.
+        logit_scale: number or 0-d array that multiplies the logits.
+        softcap: positive number, 0-d array (in PyTorch read by the host), or None.
+        temperature: positive number, 0-d array, or [...] one per token.
+        entropy: compute the entropy too. Not asked for, it costs nothing.
+        vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
+            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding.
+            `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of
+            any sizes, none included, and a DTensor sharded on the vocabulary if you like.
+            `hidden`, `labels` and the rest are the same on every rank, and so are the results and
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
+            must be the same travel with the MAX: where ranks differ every one of them raises, or
+            has NaN where reading them would be a device sync (and in JAX).
+        tokens_parallel: the ranks of `vocab_parallel` again, where the tokens are spread over them
+            too: `hidden`, `labels` and what else is per token are then this rank's own, of any
+            number, none included, and so are its results and d hidden; the options are the same on
+            every rank, and the head's gradient is that of the sum of all ranks' results. Every rank
+            makes the call, with or without tokens, and its backward. In PyTorch, with
+            `gather="hidden"`: a DeviceMesh [nodes, ranks of a node] of FSDP2's ranks; rows are
+            gathered over nodes, and hidden states stay in their own.
+        gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
+            with tokens of their own. "head": its rows, gathered whole for the call, [V, H].
+            "hidden": the hidden states, chunk by chunk, to rows that stay where they are: no [V, H]
+            on any rank. "stream": the rows, block by block, twice: no [V, H] either, and what is
+            sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
+            `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 or ZeRO-3
+            shards; in JAX, which has no "stream", on Explicit meshes and of Flax's `NLLHead`.
+        tokens_per_rank: for `gather="auto"` alone, and alike on every rank: about what one has.
+        reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
+            False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
+            before the head adds the parts up (Megatron's copy to the tensor-parallel region, a
+            gather of the sequence whose backward is a reduce-scatter): that region would multiply a
+            sum by the number of ranks. Each part is rounded to the dtype of `hidden` first.
+        compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
+            everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
+        max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
+        weight_layout: "VH" or "HV"; neither is transposed.
+
+    Returns:
+        LogprobOutput, float32 (float64 for float64 inputs), never below.
+
+    Raises:
+        ValueError: shapes, devices or values that do not belong together; a label outside [0, V)
+            of a valid token wherever values can be read without a device sync (elsewhere that
+            token's outputs, and what sums over them, are NaN).
+        TypeError: a dtype that cannot be used.
+        RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
+
+    Numerics: as `chunked_nll`. The log-probability of a confident token comes from log1p of the sum
+    without its column, so it is never above 0 and keeps its digits near it; the upstream gradients,
+    the scale and the temperature multiply dz in float32 before the GEMMs; dz is rounded once to the
+    GEMM dtype; every gradient is rounded once. Rows A3 to A7, A10 and A11 of the contract.
+
+    Sources: keeping lse and forming p from it as in Cut Cross-Entropy (arXiv 2411.09009).
+    """
+    return head_logprobs(
+        Arguments(
+            hidden=hidden,
+            weight=weight,
+            labels=labels,
+            bias=bias,
+            where=where,
+            ignore_index=ignore_index,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            temperature=temperature,
+            entropy=entropy,
+            vocab_parallel=vocab_parallel,
+            tokens_parallel=tokens_parallel,
+            gather=gather,
+            tokens_per_rank=tokens_per_rank,
+            reduce_hidden_grad=reduce_hidden_grad,
+            compute_dtype=compute_dtype,
+            max_chunk_bytes=max_chunk_bytes,
+            weight_layout=weight_layout,
+        )
+    )
+
+
+def vocab_parallel_logprobs(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    vocab_parallel: Any = None,
+    where: jax.Array | None = None,
+    ignore_index: int = -100,
+    temperature: float | jax.Array = 1.0,
+    label_smoothing: float = 0.0,
+    entropy: bool = False,
+    max_chunk_bytes: int | None = None,
+    shard: VocabShard | None = None,
+) -> LogprobOutput[jax.Array]:
+    """Log-probability of each label, and entropy, from logits that are there, spread over ranks.
+
+        z = logits / temperature      (this rank's columns of them)
+        lse = log sum_v exp(z_v),   logprob = z_y - lse,   entropy = -sum_v p_v log p_v
+        d logprob / dz = onehot_y - p,   d lse / dz = p,   d entropy / dz = -p (log p + entropy)
+
+    The sums run over the columns of all ranks, labels are ids of the whole vocabulary, and results
+    are the same on every rank; each gets the gradient of its own columns. One MAX and one packed
+    SUM over [N] numbers in the forward, none in the backward. Neither the logits nor a tensor that
+    another operator saved is written to, and no one-hot rows are made: the target's gradient goes
+    straight into its column. Rows are worked on in blocks, so beside the gradient of the logits a
+    call needs `xentlib.plan.given_peak_bytes`, whatever the number of tokens.
+
+    Args:
+        logits: [..., C] this rank's columns, in rank order; float16, bfloat16, float32, float64.
+            C may differ from rank to rank, and may be 0. In PyTorch also a DTensor that is sharded
+            over its last dimension on a one-dimensional mesh, which needs no other argument, or one
+            that every rank has whole.
+        labels: [...] integers of any dtype but uint64, ids of the whole vocabulary. On the CPU in
+            PyTorch as for `chunked_logprobs`.
+        vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
+            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last columns are
+            padding. None: `logits` has all columns.
+        where: [...] bool or None; False takes a token out.
+        ignore_index: label of tokens to leave out.
+        temperature: positive number, 0-d array, or [...] one per token.
+        label_smoothing: eps in [0, 1]. `logprobs` is then the smoothed log-likelihood, whose
+            negative is the loss of torch, optax and `chunked_nll`,
+            (1 - eps) * logprob + (eps / V) * sum_v (z_v - lse).
+        entropy: compute the entropy too. Not asked for, it costs nothing.
+        max_chunk_bytes: budget of the float32 copy of some rows; None for the default of the
+            device.
+        shard: the classes of this rank's columns, on every rank or on none; every class on one
+            rank. Without it they follow from the numbers of columns, which travel with the MAX.
+
+    Returns:
+        LogprobOutput, float32 (float64 for float64 logits), never below.
+
+    Raises:
+        ValueError: shapes, devices or values that do not belong together; the whole vocabulary
+            handed in as a shard; a label outside [0, V) of a valid token wherever values can be
+            read without a device sync (elsewhere that token's outputs are NaN).
+        TypeError: a dtype that cannot be used.
+        RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
+
+    Numerics: as `chunked_logprobs` from step 3 on; dz is computed in float32 and rounded once to
+    the dtype of the logits. Rows A3, A4, A10, A11 and A13 of the contract.
+
+    Sources: two-phase reduction as in Megatron-LM (arXiv 1909.08053), with lse kept so that the
+    backward reduces nothing.
+    """
+    return given_logprobs(
+        LogitsArguments(
+            logits=logits,
+            labels=labels,
+            vocab_parallel=vocab_parallel,
+            where=where,
+            ignore_index=ignore_index,
+            temperature=temperature,
+            label_smoothing=label_smoothing,
+            entropy=entropy,
+            max_chunk_bytes=max_chunk_bytes,
+            shard=shard,
+        )
+    )

@@ -1,0 +1,179 @@
+"""What a caller tells of a micro-batch: its loss, and the weight of its tokens; and what a program
+says of a loss of `chunked_nll`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal
+
+from xentlib.checks.array_spec import ArraySpec, plain
+from xentlib.checks.window import (
+    check_count_of_sum,
+    check_integer_count,
+    check_loss_mean,
+    check_loss_sum,
+    check_own_count,
+    check_token_count,
+    check_undivided,
+)
+from xentlib.jax.array_spec import array_spec, concrete_on_cpu
+from xentlib.nll import NLLOutput
+
+SUM = "Pass reduction='sum' to it."
+# Names in a program, which no function of the caller's takes out, cached or not.
+DIVIDED, SUMMED, COUNT = "xentlib mean", "xentlib sum", "xentlib count"
+SINCE, SHARE = "divided by its count", "1 / count"
+STRONGEST = (SUMMED, SINCE, DIVIDED, COUNT, SHARE)
+# Primitives through which a sum stays a sum, and a mean a mean.
+SAME = {"add", "add_any", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "max", "min"}
+SAME |= {
+    "name",
+    "neg",
+    "pbroadcast",
+    "pcast",
+    "psum",
+    "psum_invariant",
+    "pvary",
+    "reduce_precision",
+}
+SAME |= {"reduce_sum", "reshape", "reshard", "select_n", "sharding_constraint", "squeeze", "sub"}
+LOOPS = ("cond", "scan", "while")
+COUNTS_OF_MEANS: dict[int, weakref.ref[Any]] = {}
+# Losses as `chunked_nll` has returned them, traced or not: whether each may be a sum, or a mean.
+LOSSES: dict[int, tuple[weakref.ref[Any], bool, bool]] = {}
+
+
+def labelled(out: NLLOutput[Any], denominator: Any) -> NLLOutput[Any]:
+    """An output whose loss and counts have names in the program that they are traced into;
+    `denominator` as it was given."""
+    total = checkpoint_name(out.loss, SUMMED if out.denominator is None else DIVIDED)
+    number, weight = (checkpoint_name(x, COUNT) for x in (out.num_tokens, out.weight_sum))
+    # What 1 divides is a sum too. A sum of weights is not read: that would be a wait.
+    divided = out.denominator is not None
+    is_sum = not divided or known(denominator) == 1
+    LOSSES[id(total)] = weakref.ref(total, partial(forget_loss, id(total))), is_sum, divided
+    if out.denominator is not None:
+        for x in (number, weight):
+            COUNTS_OF_MEANS[id(x)] = weakref.ref(x, partial(forget, id(x)))
+    return out._replace(loss=total, num_tokens=number, weight_sum=weight)
+
+
+def forget(key: int, _: Any) -> None:
+    COUNTS_OF_MEANS.pop(key, None)
+
+
+def forget_loss(key: int, _: Any) -> None:
+    LOSSES.pop(key, None)
+
+
+def check_name(loss: Any, mean: bool) -> None:
+    """Refuse a loss under another name than that of what it is, where it is the very array that
+    `chunked_nll` has returned: what has left a `jit` says nothing."""
+    label, is_sum, is_mean = LOSSES.get(id(loss), (None, True, True))
+    if label is None or label() is not loss:
+        return
+    if mean:
+        check_loss_mean(is_mean)
+    else:
+        check_loss_sum(array_spec(loss), not is_sum, SUM)
+
+
+def check_traced(loss: Any, jaxpr: Any) -> None:
+    """Refuse a loss, the first output of a program, that is a mean of `chunked_nll`."""
+    kind = kinds(jaxpr, ())[0]
+    check_loss_sum(ArraySpec(loss.shape, str(loss.dtype)), kind == DIVIDED, SUM)
+    check_undivided(kind == SINCE)
+
+
+def kinds(jaxpr: Any, given: Sequence[str]) -> list[str]:
+    """Of each output what it is of a call of `chunked_nll`, "" where it is something else, was
+    multiplied, or comes out of a loop."""
+    seen: dict[Any, str] = dict(zip(jaxpr.invars, given))
+
+    def of(x: Any) -> str:
+        return "" if isinstance(x, Literal) else seen.get(x, "")
+
+    for eqn in jaxpr.eqns:
+        name, inputs = eqn.primitive.name, [of(x) for x in eqn.invars]
+        inner = [eqn.params[x] for x in ("jaxpr", "call_jaxpr") if x in eqn.params]
+        outputs = [""]
+        if name == "name" and eqn.params["name"] in STRONGEST:
+            outputs = [eqn.params["name"]]
+        elif inner and name not in LOOPS:
+            program = getattr(inner[0], "jaxpr", inner[0])
+            if len(program.invars) == len(inputs):
+                outputs = kinds(program, inputs)
+        elif name in ("div", "mul"):
+            outputs = [quotient(name, *inputs)]
+        elif name in SAME:
+            one = next((x for x in STRONGEST if x in inputs), "")
+            outputs = inputs if len(inputs) == len(eqn.outvars) else [one]
+        seen.update(zip(eqn.outvars, outputs))
+    return [of(x) for x in jaxpr.outvars]
+
+
+def quotient(name: str, a: str, b: str) -> str:
+    """Of a division, or a product with what is one over a count."""
+    if {a, b} == ({SUMMED, COUNT} if name == "div" else {SUMMED, SHARE}):
+        return SINCE if name == "mul" or a == SUMMED else ""
+    if name == "div":
+        return a if a in (SUMMED, SINCE, DIVIDED) else SHARE if b == COUNT else ""
+    return ""
+
+
+def loss_and_count(loss: Any, num_tokens: Any = None, *, mean: bool = False) -> tuple[Any, Any]:
+    """A sum, or where it is named one a mean, and the weight of its tokens: an `NLLOutput`'s, or as
+    they were given."""
+    out, divided = loss if isinstance(loss, NLLOutput) else None, False
+    if num_tokens is not None and not isinstance(num_tokens, jax.Array):
+        num_tokens = np.asarray(num_tokens)
+    if out is not None:
+        loss, divided = out.loss, out.denominator is not None
+        number, total = known(out.num_tokens), known(out.weight_sum)
+        if num_tokens is None:
+            num_tokens = out.weight_sum
+        check_own_count(known(num_tokens), total if mean else number, total)
+        if mean:
+            check_loss_mean(divided and known(out.denominator) in (None, total))
+    if isinstance(plain(loss), (int, float)):
+        loss = np.asarray(loss, np.float64)
+    check_loss_sum(array_spec(loss), divided and not mean, SUM)
+    value, count = known(loss), None if num_tokens is None else known(num_tokens)
+    check_token_count("num_tokens", array_spec(num_tokens), count, True, value)
+    return loss, num_tokens
+
+
+def token_count_of(given: Any, weighted: bool) -> Any:
+    """The number or the weight of an `NLLOutput`'s tokens; any other count as it is.
+
+    Where weights are not counted and the loss has some, the number is no denominator: refused, or
+    -1 where that is traced.
+    """
+    if not isinstance(given, NLLOutput):
+        if given is None:
+            check_token_count("token_count", None, None, weighted)
+        label = COUNTS_OF_MEANS.get(id(given))
+        check_count_of_sum(label is None or label() is not given)
+        return given
+    check_loss_sum(array_spec(given.loss), given.denominator is not None, SUM)
+    number, weight = jnp.asarray(given.num_tokens), jnp.asarray(given.weight_sum)
+    if weighted:
+        return weight
+    alike = weight == number.astype(weight.dtype)
+    if known(alike) is False:
+        check_integer_count("token_count", array_spec(weight))
+    return jnp.where(alike, number, -1)
+
+
+def known(x: Any) -> Any:
+    """A number that can be read without waiting, or None."""
+    return np.asarray(x).item() if concrete_on_cpu(x) and not np.ndim(x) else None

@@ -1,0 +1,198 @@
+"""The one door from a public call to an operator: this rank's rows, checked and flat."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib.arguments import Arguments, LogitsArguments, Scalars
+from xentlib.checks.array_spec import plain
+from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_logits
+from xentlib.checks.lora import check_low_rank
+from xentlib.lora import LowRankHead
+from xentlib.torch.array_spec import (
+    array_spec,
+    as_tensor,
+    autocast_dtype,
+    only_tensors,
+    same_tokens,
+)
+from xentlib.torch.derivatives import not_differentiable, not_forward_mode, not_transformed
+from xentlib.torch.lora import unpacked
+from xentlib.torch.shards import (
+    check_same_group,
+    local_columns,
+    local_logits,
+    local_low_rank,
+    local_rows,
+    replicated,
+)
+
+# What a gradient is computed for; every other tensor is a constant.
+LEAVES = ("hidden", "weight", "bias", "logits")
+
+
+# Of a head's operators, in the order of their gradients
+DIFFERENTIATED = ("hidden", "weight", "bias", "low_in", "low_out")
+
+
+class HeadCall(NamedTuple):
+    """What every operator of a head takes; flat, but for `hidden` [N, H] and the head."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    where: Tensor | None
+    logit_scale: Tensor | None
+    temperature: Tensor | None
+    shard: Tensor | None  # start, stop, V of this rank's rows
+    ignore_index: int
+    scalars: Scalars
+    gemm_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    chunk_bytes: int  # 0: what the device's memory allows
+    transposed: bool
+    group: str  # "" without vocabulary shards
+    reduce_hidden: bool  # d hidden is summed over the shards
+    route: str  # where the group's ranks have tokens of their own, as `Local` has it, or ""
+    nodes: Tensor | None  # [nodes, ranks]: the part of the head of each, gathered over nodes first
+    peers: str  # group of the ranks at this rank's place in its node; "" without nodes
+    every: str  # group of the ranks of all nodes
+    head_scale: float  # of d weight and d bias: where a wrapper would average over its ranks
+    low_in: Tensor | None  # A, B, mask and factor of a `LowRankHead`
+    low_out: Tensor | None
+    low_keep: Tensor | None
+    low_scale: float
+
+
+class LogitsCall(NamedTuple):
+    """What the operators of given logits take; flat, but for `logits` [N, C]."""
+
+    logits: Tensor
+    labels: Tensor
+    where: Tensor | None
+    temperature: Tensor | None
+    shard: Tensor | None  # as in `HeadCall`
+    ignore_index: int
+    compute_dtype: torch.dtype
+    chunk_bytes: int
+    group: str
+    scalars: Scalars
+
+
+def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCall]:
+    """A call of a head's function as this rank has it, its sizes, and what an operator takes."""
+    given, low = unpacked(Arguments(*map(plain, given)))
+    weight, bias, local = local_rows(
+        given.weight, given.bias, given.vocab_parallel, given.weight_layout
+    )
+    if low is not None:
+        low = local_low_rank(low, given.vocab_parallel)
+    check_same_group(given.vocab_parallel, given.tokens_parallel)
+    given = given._replace(
+        hidden=replicated("hidden", given.hidden),
+        labels=replicated("labels", given.labels),
+        weight=weight,
+        bias=bias,
+    )
+    hidden, labels = given.hidden, given.labels
+    same_tokens(hidden, labels, given.where, given.token_weights, given.temperature)
+    problem = check_head(
+        Arguments(*map(array_spec, given)),
+        autocast_dtype=autocast_dtype(hidden),
+        sharded=given.vocab_parallel is not None,
+        # Shards meet once a chunk, and there must be as many on all ranks whatever their labels.
+        labels_on_host=given.vocab_parallel is None,
+    )
+    check_derivatives(function, given)
+    if low is not None:
+        not_forward_mode(function, low.a, low.b)
+        not_transformed(function, low.a, low.b)
+        check_low_rank(LowRankHead(*map(array_spec, low)), array_spec(hidden), problem)
+    gemm, compute = (getattr(torch, x) for x in (problem.gemm_dtype, problem.compute_dtype))
+    flat = hidden.reshape(-1, problem.hidden_size)
+    call = HeadCall(
+        hidden=flat,
+        weight=weight,
+        labels=labels.reshape(-1),
+        bias=bias,
+        where=tokens(given.where),
+        logit_scale=as_tensor(given.logit_scale, 1.0, hidden, compute),
+        temperature=tokens(as_tensor(given.temperature, 1.0, hidden, compute)),
+        shard=local.shard,
+        ignore_index=given.ignore_index,
+        scalars=scalars_of(given),
+        gemm_dtype=gemm,
+        compute_dtype=compute,
+        chunk_bytes=given.max_chunk_bytes or 0,
+        transposed=given.weight_layout == "HV",
+        group=local.group,
+        reduce_hidden=given.reduce_hidden_grad,
+        route="" if given.tokens_parallel is None else local.route,
+        nodes=local.nodes,
+        peers=local.peers,
+        every=local.every,
+        head_scale=local.scale,
+        low_in=None if low is None else low.a,
+        low_out=None if low is None else low.b,
+        low_keep=None if low is None or low.keep is None else low.keep.reshape(flat.shape),
+        low_scale=1.0 if low is None else float(low.scale),
+    )
+    return given, problem, call
+
+
+def bind_logits(
+    function: str, given: LogitsArguments
+) -> tuple[LogitsArguments, LogitsProblem, LogitsCall]:
+    """The same of a function of given logits."""
+    only_tensors(**given._asdict())
+    given = LogitsArguments(*map(plain, given))
+    logits, parallel, shard = local_logits(given.logits, given.vocab_parallel, given.shard)
+    labels = replicated("labels", given.labels)
+    given = given._replace(logits=logits, labels=labels, vocab_parallel=parallel, shard=shard)
+    same_tokens(logits, labels, given.where, given.temperature)
+    whole = given.vocab_parallel is None
+    problem = check_logits(LogitsArguments(*map(array_spec, given)), labels_on_host=whole)
+    check_derivatives(function, given)
+    compute = getattr(torch, problem.compute_dtype)
+    columns = logits.reshape(problem.num_tokens, problem.columns)
+    local = local_columns(columns, parallel, shard)
+    call = LogitsCall(
+        logits=columns,
+        labels=labels.reshape(-1),
+        where=tokens(given.where),
+        temperature=tokens(as_tensor(given.temperature, 1.0, logits, compute)),
+        shard=local.shard,
+        ignore_index=given.ignore_index,
+        compute_dtype=compute,
+        chunk_bytes=given.max_chunk_bytes or 0,
+        group=local.group,
+        scalars=scalars_of(given),
+    )
+    return given, problem, call
+
+
+def scalars_of(given: Arguments | LogitsArguments) -> Scalars:
+    """What the host reads, and what the function does not have at its default."""
+    numbers: dict[str, Any] = {}
+    for name in Scalars._fields:
+        value = getattr(given, name, Scalars._field_defaults[name])
+        numbers[name] = None if value is None else float(value)
+    return Scalars(**numbers)
+
+
+def check_derivatives(function: str, given: Arguments | LogitsArguments) -> None:
+    """Refuse derivatives that would be dropped without a word: tangents, and gradients of what is
+    a constant."""
+    named: dict[str, Any] = given._asdict()
+    not_forward_mode(function, *named.values())
+    not_transformed(function, *named.values())
+    not_differentiable(**{name: x for name, x in named.items() if name not in LEAVES})
+
+
+def tokens(x: Tensor | None) -> Tensor | None:
+    """One number for each token, or one for all, in a row."""
+    return None if x is None else x.reshape(-1)

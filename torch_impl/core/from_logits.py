@@ -1,0 +1,91 @@
+"""Steps 1 and 2 of `xentlib.nll` where the logits are there already.
+
+Shapes: N tokens, C columns, B rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xentlib.plan import block_bytes, block_tokens
+from xentlib.torch.binding import LogitsCall
+from xentlib.torch.core.device import chunk_bytes
+from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
+from xentlib.torch.core.tokens import select_tokens
+from xentlib.torch.core.walk import rows_at
+from xentlib.torch.ranks import begin_consistency, vocab_parallel_of
+
+
+class GivenLogits:
+    """Blocks of rows of the logits."""
+
+    def __init__(self, call: LogitsCall) -> None:
+        logits, compute_dtype = call.logits, call.compute_dtype
+        self.logits, self.temperature, self.compute_dtype = logits, call.temperature, compute_dtype
+        self.labels, self.ignore_index = call.labels, call.ignore_index
+        self.scalars = call.scalars
+        self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
+        self.parallel = vocab_parallel_of(call.group, call.shard, logits.shape[1], self.like)
+        part = None if self.parallel is None else self.parallel.shard
+        self.local_size = logits.shape[1] if part is None else part.size
+        self.vocab_size = self.local_size if part is None else part.vocab_size
+        self.spread = None
+        self.own = self.tokens = select_tokens(
+            call.labels, call.where, call.ignore_index, self.vocab_size, part, logits.device
+        )
+        self.class_weights: Tensor | None = None  # which a head alone takes
+        self.own_weights: Tensor | None = None
+        self.shape = LogitTransform(self.local_size, scalars=call.scalars)
+        self.made = kernels_for(logits.device, compute_dtype, call.scalars)
+        self.width = self.local_size + (part is not None and self.made.spare_column)
+        self.block_rows = block_tokens(
+            min(chunk_bytes(call.chunk_bytes, logits.device), block_bytes(logits.device.type)),
+            self.width,
+            compute_dtype.itemsize,
+        )
+
+    def check_consistent(self) -> None:
+        """As in `Walk`."""
+        if self.parallel is not None and not self.parallel.agreed:
+            # Of a rank of padding, that: it tells it from the whole vocabulary on each rank.
+            rows = self.logits[:3, : self.local_size or None]
+            consistency = begin_consistency(self.parallel, rows, self.labels, self.tokens.valid)
+            consistency.per_token("temperature", self.temperature, self.logits.shape[0])
+            consistency.scalars(self.scalars, "vocab_parallel_logprobs")
+
+    def mine(self, values: Tensor) -> Tensor:
+        """As in `Walk`: of this rank's tokens, which are all."""
+        return values
+
+    def kernels(self) -> Kernels:
+        """For all of the blocks."""
+        device, size = self.logits.device, min(self.block_rows, self.tokens.computed)
+        return self.made(size, self.width, self.compute_dtype, device, self.shape)
+
+    def blocks(self) -> Iterator[LogitsBlock]:
+        """All in one buffer, and rows that do not count are 0; the logits themselves, where kernels
+        only read them."""
+        tokens = self.tokens
+        if self.made.whole_chunks:
+            if tokens.computed:
+                places = tokens.places(0, tokens.computed)
+                z_MV = self.logits[places, : self.local_size]
+                z_MV = z_MV if z_MV.stride(1) == 1 else z_MV.contiguous()
+                span = slice(0, tokens.computed)
+                yield rows_at(tokens, self.temperature, span, places, z_MV, self.compute_dtype)
+            return
+        copied_BV = torch.empty(min(self.block_rows, tokens.computed), self.width, **self.like)
+        for start in range(0, tokens.computed, self.block_rows):
+            stop = min(start + self.block_rows, tokens.computed)
+            places = tokens.places(start, stop)
+            z_BV = copied_BV[: stop - start]
+            z_BV[:, : self.local_size] = self.logits[places, : self.local_size]
+            if not tokens.packed:
+                z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
+            z_BV[:, self.local_size :] = -torch.inf
+            span = slice(start, stop)
+            yield rows_at(tokens, self.temperature, span, places, z_BV, self.compute_dtype)

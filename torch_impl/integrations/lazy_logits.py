@@ -1,0 +1,342 @@
+"""Logits that are not made: what stands in their place between a head and its loss.
+
+Shapes: V vocabulary, H hidden width, T tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from xentlib.arguments import SCALARS
+from xentlib.plan import block_tokens
+from xentlib.torch.api import chunked_logprobs, chunked_nll
+from xentlib.torch.core.device import chunk_bytes
+from xentlib.torch.heads import parameters_of
+
+__all__ = ["LazyLogits", "LazyLogitsError"]
+
+Number = float  # in the class that name is the cast
+
+
+class LazyLogitsError(AttributeError, TypeError):
+    """Something was asked of logits that are not made, which only the logits themselves can do."""
+
+
+class Factor(NamedTuple):
+    """A product and a quotient, so that a cap that divides and multiplies leaves exactly 1."""
+
+    times: float = 1.0
+    over: float = 1.0
+
+
+ONE = Factor()
+
+
+class Unmade(type):
+    """The class's name as Accelerate's TypeError quotes it, where `Trainer` gathers logits."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"{super().__repr__()}, logits that are not made: for `compute_metrics` pass "
+            f"`in_place_of_logits` to `patch`, or pass `prediction_loss_only=True` to Trainer"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LazyLogits(metaclass=Unmade):
+    """Logits [..., V], as the hidden states [..., H] and the head that they would come from.
+
+        inner * x, or with a soft cap outer * tanh(inner * x);  x = head(hidden)
+
+    They can be sliced, flattened, scaled, capped and cast, which models and losses do to logits
+    on the way to a loss, and handed to `torch.nn.functional.cross_entropy`, which is then
+    `chunked_nll`: float32 whatever dtype they are said to have. `make()` makes the logits.
+
+    Raises:
+        UnmadeLogitsError: anything else is asked of them.
+    """
+
+    hidden: Tensor
+    head: nn.Module
+    num_classes: int
+    dtype: torch.dtype
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `chunked_nll`
+    inner: Factor = ONE
+    outer: Factor | None = None
+    classes_second: bool = False  # [B, V, L], as a loss may want them
+
+    # What a tensor says of itself
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = list(self.hidden.shape[:-1])
+        sizes.insert(1 if self.classes_second else len(sizes), self.num_classes)
+        return torch.Size(sizes)
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"UnmadeLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    # What is done to them on the way to a loss
+
+    def float(self) -> LazyLogits:
+        return replace(self, dtype=torch.promote_types(self.dtype, torch.float32))
+
+    def to(self, *to: Any, **options: Any) -> LazyLogits:
+        """A dtype they are said to have, or a device for their hidden states."""
+        found = self
+        for x in (*to, *options.values()):
+            if isinstance(x, torch.dtype):
+                found = replace(found, dtype=x)
+            elif not isinstance(x, bool):
+                where = x.device if isinstance(x, (Tensor, LazyLogits)) else x
+                found = replace(found, hidden=found.hidden.to(where))
+        return found
+
+    def contiguous(self) -> LazyLogits:
+        return self
+
+    clone = contiguous  # nothing is ever written to them
+
+    def reshape(self, *shape: Any) -> LazyLogits:
+        sizes = list(shape if isinstance(shape[0], int) else shape[0])
+        rest = 1
+        for n in sizes:
+            rest *= 1 if n == -1 else n
+        sizes = [self.shape.numel() // max(rest, 1) if n == -1 else n for n in sizes]
+        if sizes[-1] != self.num_classes or self.classes_second:
+            self.refuse(f"the shape {tuple(sizes)} for {tuple(self.shape)}")
+        return replace(self, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
+
+    view = reshape
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> LazyLogits:
+        if self.classes_second or end_dim in (-1, self.ndim - 1):
+            self.refuse("classes flattened with tokens")
+        return replace(self, hidden=self.hidden.flatten(start_dim, end_dim))
+
+    def transpose(self, first: int, second: int) -> LazyLogits:
+        if self.ndim != 3 or {first % 3, second % 3} != {1, 2}:
+            self.refuse(f"transpose({first}, {second})")
+        return replace(self, classes_second=not self.classes_second)
+
+    def permute(self, *axes: Any) -> LazyLogits:
+        if (tuple(axes) if isinstance(axes[0], int) else tuple(axes[0])) != (0, 2, 1):
+            self.refuse(f"permute{axes}")
+        return self.transpose(1, 2)
+
+    def __getitem__(self, index: Any) -> LazyLogits:
+        """Of tokens; of classes, the first n of them."""
+        places = index if isinstance(index, tuple) else (index,)
+        dots = any(x is ... for x in places)
+        taken = sum(x.ndim if is_mask(x) else x is not None for x in places if x is not ...)
+        num_classes = self.num_classes
+        if self.classes_second:
+            self.refuse("an index where classes come second")
+        if places[-1] is not ... and (dots or taken == self.ndim):
+            last = places[-1]
+            if not isinstance(last, slice) or last.start not in (None, 0) or last.step is not None:
+                self.refuse("an index over classes")
+            num_classes = len(range(num_classes)[last])
+            index = (*places[:-1], slice(None))
+        return replace(self, hidden=self.hidden[index], num_classes=num_classes)
+
+    def mul(self, by: Any) -> LazyLogits:
+        if isinstance(by, bool) or not isinstance(by, (int, float)):
+            self.refuse(f"a product with a {type(by).__name__}")
+        if self.outer is None:
+            return replace(self, inner=Factor(self.inner.times * by, self.inner.over))
+        return replace(self, outer=Factor(self.outer.times * by, self.outer.over))
+
+    def div(self, by: Any) -> LazyLogits:
+        if isinstance(by, bool) or not isinstance(by, (int, float)):
+            self.refuse(f"a quotient with a {type(by).__name__}")
+        if self.outer is None:
+            return replace(self, inner=Factor(self.inner.times, self.inner.over * by))
+        return replace(self, outer=Factor(self.outer.times, self.outer.over * by))
+
+    __mul__ = __rmul__ = mul
+    __truediv__ = true_divide = div
+
+    def tanh(self) -> LazyLogits:
+        if self.outer is not None:
+            self.refuse("a second tanh")
+        return replace(self, outer=ONE)
+
+    # The loss, and the logits after all
+
+    def call(self) -> dict[str, Any]:
+        """Arguments of a function of the head; its softcap * tanh(logit_scale * x / softcap)."""
+        scale, over = self.inner
+        found: dict[str, Any] = {"weight": self.head, "bias": None, **self.options}
+        if self.outer is not None:
+            found["softcap"] = self.outer.times / self.outer.over
+            scale, over = scale * self.outer.times, over * self.outer.over
+        found["logit_scale"] = scale / over
+        weight, bias, layer = parameters_of(self.head)
+        if self.num_classes != weight.shape[0]:
+            # Rows that pad the vocabulary: the model has cut their logits off.
+            if layer is not None:
+                self.refuse("fewer classes than the head of an adapter has")
+            found["weight"] = weight[: self.num_classes]
+            found["bias"] = None if bias is None else bias[: self.num_classes]
+        return found
+
+    def cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: None = None,
+        ignore_index: int = -100,
+        reduce: None = None,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        label_smoothing: Number = 0.0,
+    ) -> Tensor:
+        """`torch.nn.functional.cross_entropy` of them; 0, not NaN, where no target is valid."""
+        if size_average is not None or reduce is not None:
+            self.refuse("`size_average` or `reduce`, which torch has given up")
+        if target.is_floating_point() or target.shape != self.hidden.shape[:-1]:
+            self.refuse(f"a target of {target.dtype} and shape {tuple(target.shape)}")
+        call = self.call()
+        if label_smoothing:
+            if "label_smoothing" in call:
+                self.refuse("label smoothing from the loss and from `patch`")
+            call["label_smoothing"] = label_smoothing
+        hidden = self.hidden.to(parameters_of(self.head)[0].device)
+        call |= {"hidden": hidden, "labels": target.to(hidden.device), "ignore_index": ignore_index}
+        with made_by(self.head):
+            if reduction == "none":
+                if weight is not None or LOSS_SCALARS & set(call):
+                    self.refuse("losses of single tokens with class weights, smoothing or z-loss")
+                logprobs: Tensor = chunked_logprobs(**call).logprobs
+                return -logprobs.to(self.device)
+            out = chunked_nll(**call, class_weights=weight, reduction=reduction)
+        asked = vars(self.head).get("unmade", {}).get(thread())
+        if asked is not None:  # a patched model's call
+            asked["outputs"].append(out)
+        loss: Tensor = out.loss.to(self.device)
+        return loss
+
+    def make(self) -> Tensor:
+        """The logits [..., V], all of them, with a gradient, in the dtype they are said to have."""
+        made = self.made_of(self.hidden)
+        return made.transpose(1, 2) if self.classes_second else made
+
+    def made_of(self, hidden: Tensor) -> Tensor:
+        with made_by(self.head):
+            z: Tensor = self.head(hidden)[..., : self.num_classes].to(self.dtype)
+        z = z * (self.inner.times / self.inner.over)
+        return z if self.outer is None else torch.tanh(z) * (self.outer.times / self.outer.over)
+
+    @torch.no_grad()
+    def reduced(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """What a function of [T, V] logits makes of them, chunk by chunk, without a gradient.
+
+        Args:
+            function: [T, V] to [T, ...], of any T: `lambda logits: logits.argmax(-1)`.
+
+        Returns:
+            [..., ...], the dimensions of the tokens and those of the function.
+        """
+        budget = chunk_bytes(0, self.device, self.num_classes * 4)
+        rows = self.hidden.reshape(-1, self.hidden.shape[-1])
+        parts = rows.split(block_tokens(budget, self.num_classes, 4))
+        made = [function(self.made_of(part)) for part in parts]
+        for x, part in zip(made, parts, strict=True):
+            if not isinstance(x, Tensor) or x.shape[:1] != part.shape[:1]:
+                came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(
+                    f"`in_place_of_logits` must make a tensor [T, ...] of logits [T, V]; got "
+                    f"{came} for T = {len(part)}. Return `logits.argmax(-1)` for instance, or "
+                    f"`logits.topk(5).indices`."
+                )
+        found = torch.cat(made)
+        return found.reshape(*self.hidden.shape[:-1], *found.shape[1:])
+
+    # Everything else
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, options = getattr(function, "__name__", str(function)), dict(kwargs or {})
+        given = args or (options.pop("input", None),)
+        if isinstance(given[0], cls) and name in FUNCTIONS:
+            return getattr(given[0], name)(*given[1:], **options)
+        return refuse_logits(f"`torch`'s {name}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself looks for
+            raise AttributeError(name)
+        self.refuse(f"`{name}`")
+
+    def other(self, x: Any) -> NoReturn:
+        self.refuse(f"arithmetic or a comparison with a {type(x).__name__}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __pow__ = __matmul__ = other
+    __lt__ = __le__ = __gt__ = __ge__ = other
+
+    def __neg__(self) -> NoReturn:
+        self.refuse("a minus sign")
+
+    def refuse(self, what: str) -> NoReturn:
+        refuse_logits(what)
+
+
+def refuse_logits(what: str) -> NoReturn:
+    raise LazyLogitsError(
+        f"logits that are not made must only be sliced, flattened, scaled, capped and handed "
+        f"to `cross_entropy`; got {what}. Call `.make()` for all logits, pass "
+        f"`in_place_of_logits` to `patch`, or `unpatch` the model."
+    )
+
+
+ARITHMETIC = ("cross_entropy", "tanh", "mul", "div", "true_divide")
+# What a loss is made of beside log-probabilities: options of `chunked_nll` alone
+LOSS_SCALARS = {*SCALARS["chunked_nll"]} - {*SCALARS["chunked_logprobs"]}
+FUNCTIONS = (*ARITHMETIC, "flatten", "permute", "reshape", "transpose")
+
+
+@contextmanager
+def made_by(head: Any) -> Iterator[None]:
+    """The head as it is without a patch: wrappers' hooks run in a call of it."""
+    calls, here = vars(head).get("unmade", {}), thread()
+    asked = calls.pop(here, None)
+    try:
+        yield
+    finally:
+        if asked is not None:
+            calls[here] = asked
+
+
+def thread() -> int:
+    """Which thread this is: one may call a model with labels while another calls it without. A
+    compiler traces in one, and does not know its number."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool

@@ -1,0 +1,119 @@
+"""The words of a message: an argument's dtype, shape, device or value, and what it must be.
+
+Each message names the argument, what was expected, what came, and the way out where the expectation
+does not tell it. Wrong dtypes raise `TypeError`, wrong shapes and values `ValueError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from xentlib.checks.array_spec import ArraySpec, Scalar
+from xentlib.dtypes import FLOATS, INTEGERS
+from xentlib.options import Rule
+
+
+def quoted(items: Sequence[str]) -> str:
+    return ", ".join(f"'{item}'" for item in items)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {quoted(choices)}; got {value!r}.")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False; got {value!r}.")
+
+
+def check_number(name: str, value: object, rule: str, *, ok: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not ok:
+        raise ValueError(f"`{name}` must be {rule}; got {value!r}.")
+
+
+def check_rule(name: str, value: Scalar, rule: Rule, leading: tuple[int, ...] = ()) -> None:
+    """Of a number, or of an array of one or of one for each token."""
+    if isinstance(value, ArraySpec) and rule.array:
+        if value.shape not in ((), leading):
+            raise ValueError(
+                f"`{name}` must be {rule.expected}; got shape {value.shape}. Reduce or reshape it "
+                f"to {leading or '()'}."
+            )
+        if value.dtype not in FLOATS + INTEGERS:
+            raise TypeError(
+                f"`{name}` must be {rule.expected}; got dtype {value.dtype}. Cast it to float32."
+            )
+        return
+    # No math.isfinite: the compiler traces numbers that it keeps symbolic through this.
+    ok = isinstance(value, (int, float)) and rule.low <= value <= rule.high
+    ok = ok and isinstance(value, (int, float)) and -math.inf < value < math.inf
+    check_number(name, value, rule.expected, ok=ok and not (rule.open_low and value == rule.low))
+
+
+def check_floating(name: str, operand: ArraySpec) -> None:
+    if operand.dtype not in FLOATS:
+        # Integers of a quantised head, cast to floats, are a head without its scales.
+        quantised = (
+            "A quantised head is its integers times scales: pass what its own method dequantises "
+            "it to, or leave the head out of the quantisation."
+        )
+        raise TypeError(
+            f"`{name}` must be floating point ({', '.join(FLOATS)}); got {operand.dtype}. "
+            f"{quantised if name == 'weight' else 'Cast it before the call.'}"
+        )
+
+
+def check_integers(name: str, operand: object, way_out: str) -> None:
+    rule, came = "integers", getattr(operand, "dtype", None)
+    if not isinstance(operand, ArraySpec):
+        rule, came = "an array of integers", type(operand).__name__
+        way_out = "Make it an array of the backend first."
+    elif came == "uint64":
+        rule, way_out = "integers of any dtype but uint64", "Cast it to int64."
+    if came not in INTEGERS:
+        raise TypeError(f"`{name}` must be {rule}; got {came}. {way_out}")
+
+
+def check_per_token(
+    name: str, operand: ArraySpec, leading: tuple[int, ...], source: str = "hidden"
+) -> None:
+    if operand.shape != leading:
+        check_off_by_one(name, operand.shape, leading, source)
+        raise ValueError(
+            f"`{name}` must have shape {leading}, one entry per token of `{source}`; "
+            f"got {operand.shape}. Reshape it, or flatten `{source}` to match."
+        )
+
+
+def check_off_by_one(
+    name: str, shape: tuple[int, ...], leading: tuple[int, ...], source: str
+) -> None:
+    """Refuse a shift that one side of a call has made by slicing, and the other has not."""
+    if not shape or shape[:-1] != leading[:-1] or abs(shape[-1] - leading[-1]) != 1:
+        return
+    before = ":, " * (len(leading) - 1)
+    mine, theirs = f"`{name}[{before}1:]`", f"`{source}[{before}:-1]`"
+    fewer = shape[-1] < leading[-1]
+    if name == "labels":
+        way_out = (
+            f"Slice {theirs if fewer else mine} too, or pass the whole of `{source}` with "
+            f"`next_token_labels` of the whole labels."
+        )
+    elif fewer:
+        way_out = "Add a last column, for the token that predicts nothing."
+    else:
+        way_out = f"Slice {mine} too, as the labels are."
+    raise ValueError(
+        f"`{name}` must have shape {leading}, one entry per token of `{source}`; got {shape}, one "
+        f"column {'fewer' if fewer else 'more'}, as after {mine if fewer else theirs}. {way_out}"
+    )
+
+
+def check_device(name: str, operand: ArraySpec, other: ArraySpec, source: str = "hidden") -> None:
+    if None not in (operand.device, other.device) and operand.device != other.device:
+        raise ValueError(
+            f"`{name}` must be on the device of `{source}` ({other.device}); got "
+            f"{operand.device}. Move one of them before the call."
+        )

@@ -1,0 +1,260 @@
+"""What a step would return under a reading of its task: the right one, or that of a defect.
+
+A reading is one choice for each of six questions: which label belongs to which token, what the sum
+is divided by, over whom it is taken, which logits the head gives, which gradients come from above,
+and what number is left over. The right choice of each is its default. The numbers are the float64
+oracle's: per token once for each pair of labels and head, and weighted sums of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xentlib.reference import logprobs_reference, nll_reference
+from xentlib.tools.audit.problem import IGNORE, Array, Problem
+from xentlib.ulp import round_to
+
+BLOCK = 64
+
+
+class Labelled(NamedTuple):
+    """[R, M, B, L] labels, which of them take part, and whether the others are counted still."""
+
+    labels: Array | None = None
+    keep: Array | None = None
+    counted: bool = False
+
+    @property
+    def key(self) -> bytes:
+        """Of the labels alone, which is what the oracle is asked about."""
+        return b"" if self.labels is None else self.labels.tobytes()
+
+
+class Reduced(NamedTuple):
+    """Over whom a gradient is summed. `own`: "" over all ranks; of this rank's tokens alone, "part"
+    of the right sum, "times" the number of ranks, or the "mean" of its own. `rows`: each rank's
+    slice of the head's rows is its own. `root`: every rank has what this one has."""
+
+    own: str = ""
+    rows: bool = False
+    root: int | None = None
+
+
+class Head(NamedTuple):
+    """Options other than the problem's; and what is rounded to `dtype`, of the "operands" of the
+    product, the "logits", their "gradient" and the "result"."""
+
+    changes: tuple[tuple[str, Any], ...] = ()
+    bias: bool = True
+    dtype: str = ""
+    rounded: tuple[str, ...] = ()
+
+    def round(self, x: Array, what: str) -> Array:
+        return round_to(x, self.dtype) if self.dtype and what in self.rounded else x
+
+
+class Upstream(NamedTuple):
+    """What multiplies the gradients that arrive: `entropy` those of entropies; `first` gives every
+    token the first one's."""
+
+    entropy: float = 1.0
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    labels: Labelled = field(default_factory=Labelled)
+    divisor: str = "tokens"
+    reduced: Reduced = field(default_factory=Reduced)
+    head: Head = field(default_factory=Head)
+    upstream: Upstream = field(default_factory=Upstream)
+    scale: float = 1.0
+
+
+class Numbers(NamedTuple):
+    """What a step returns, or would: one entry a rank. None: not there, not looked at."""
+
+    loss: Array | None  # [R]; of `logprobs` the values, [R, outputs, N]
+    d_weight: Array  # [R, V, H]
+    d_bias: Array | None  # [R, V]
+    d_hidden: Array | None = None  # [R, M, B, L, H]
+
+
+class Oracle:
+    """The numbers of any reading of one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.x = problem.hidden.reshape(-1, problem.hidden.shape[-1]).astype(np.float64)
+        self.w = problem.weight.astype(np.float64)
+        self.units: dict[Any, tuple[Array, Array, Array, Array]] = {}
+
+    def labels_of(self, reading: Hypothesis) -> Array:
+        found = reading.labels.labels
+        return self.problem.targets if found is None else found
+
+    def numbers(self, reading: Hypothesis) -> Numbers:
+        """The step's numbers under a reading, without d hidden."""
+        if self.problem.kind == "logprobs":
+            return self._of_logprobs(reading)
+        nll, dz, x, _ = self._unit(reading)
+        losses, d_weights, d_biases = [], [], []
+        for weights in self._weights(reading):
+            losses.append((weights * nll).sum())
+            weighted = reading.head.round(weights[:, None] * dz, "gradient")
+            d_weights.append(reading.head.round(weighted.T @ x, "result"))
+            d_biases.append(weighted.sum(axis=0))
+        d_weight, d_bias = np.stack(d_weights), np.stack(d_biases)
+        if reading.reduced.rows:
+            d_weight[:], d_bias[:] = _by_rows(d_weight), _by_rows(d_bias)
+        if not reading.head.bias:
+            d_bias[:] = 0.0
+        s = reading.scale
+        there = self.problem.bias is not None
+        return Numbers(s * np.stack(losses), s * d_weight, s * d_bias if there else None)
+
+    def d_hidden(self, reading: Hypothesis) -> Array:
+        """[R, M, B, L, H], each token's in its own rank."""
+        if self.problem.kind == "logprobs":
+            _, dz, _, w = self._per_token(reading)
+        else:
+            _, unit, _, w = self._unit(reading)
+            dz = self._weights(reading).sum(axis=0)[:, None] * unit
+            if not reading.reduced.own:
+                dz = dz / self.problem.ranks
+            dz = reading.head.round(dz, "gradient")
+        found: Array = reading.scale * (dz @ w).reshape(self.problem.hidden.shape)
+        return found
+
+    # --- which token counts how much ------------------------------------------------------------
+
+    def _weights(self, reading: Hypothesis) -> Array:
+        """[R, N]: the factor of every token in what each rank has."""
+        problem, how = self.problem, reading.reduced
+        valid = self.labels_of(reading) != IGNORE
+        keep = reading.labels.keep
+        kept = valid if keep is None else valid & keep
+        counted = valid if reading.labels.counted else kept
+        ranks = range(problem.ranks)
+        if not how.own:
+            weights = kept * _divided(counted, reading.divisor)
+            return np.broadcast_to(weights.reshape(-1), (problem.ranks, weights.size))
+        found = []
+        for rank in ranks:
+            of = rank if how.root is None else how.root
+            mine = np.zeros(valid.shape, np.bool_)
+            mine[of] = True
+            if how.own == "mean":
+                factor = np.zeros(valid.shape)
+                factor[of] = _divided(counted[of : of + 1], reading.divisor)[0]
+            else:
+                factor = _divided(counted, reading.divisor)
+                factor = factor * (problem.ranks if how.own == "times" else 1)
+            found.append((kept * mine * factor).reshape(-1))
+        return np.stack(found)
+
+    # --- the oracle, per token ------------------------------------------------------------------
+
+    def _logits(self, head: Head) -> tuple[Array, Array, Array]:
+        """x W^T + b with its operands, rounded where the reading says so."""
+        x = head.round(self.x, "operands")
+        w = head.round(self.w, "operands")
+        z = x @ w.T
+        if self.problem.bias is not None and head.bias:
+            z = z + self.problem.bias.astype(np.float64)
+        return head.round(z, "logits"), x, w
+
+    def _unit(self, reading: Hypothesis) -> tuple[Array, Array, Array, Array]:
+        """Of every token with factor 1: loss [N] and d logits [N, V]; and the operands."""
+        key = (reading.labels.key, reading.head)
+        if key not in self.units:
+            options = self.problem.options
+            given = {**options.of_logits, **options.of_loss, **dict(reading.head.changes)}
+            z, x, w = self._logits(reading.head)
+            labels = self.labels_of(reading).reshape(-1)
+            sums = {"reduction": "sum", "ignore_index": IGNORE, **given}
+            logprobs, lse, dz = _by_blocks(nll_reference, z, ("logprobs", "lse"), labels, **sums)
+            eps, z_loss = given["label_smoothing"], given["z_loss"]
+            nll = eps * (lse - _squashed(z, given).mean(axis=1)) - (1 - eps) * logprobs
+            nll = nll + z_loss * lse**2
+            self.units[key] = (np.where(labels != IGNORE, nll, 0.0), dz, x, w)
+        return self.units[key]
+
+    def _per_token(self, reading: Hypothesis) -> tuple[Array, Array, Array, Array]:
+        """Values [2, N] and d logits [N, V] for the gradients that arrive; and the operands."""
+        key = (reading.labels.key, reading.head, reading.upstream)
+        if key not in self.units:
+            given = {**self.problem.options.of_logits, **dict(reading.head.changes)}
+            z, x, w = self._logits(reading.head)
+            g, h = self.problem.d_logprobs.reshape(-1), self.problem.d_entropy.reshape(-1)
+            if reading.upstream.first:
+                g, h = np.full_like(g, g[0]), np.full_like(h, h[0])
+            labels = self.labels_of(reading).reshape(-1)
+            g, h = g[:, None], (h * reading.upstream.entropy)[:, None]
+            *values, dz = _by_blocks(
+                logprobs_reference,
+                z,
+                ("logprobs", "entropy"),
+                labels,
+                d_logprobs=g,
+                d_entropy=h,
+                **given,
+            )
+            dz = reading.head.round(dz, "gradient")
+            self.units[key] = (np.stack(values), dz, x, w)
+        return self.units[key]
+
+    def _of_logprobs(self, reading: Hypothesis) -> Numbers:
+        values, dz, x, _ = self._per_token(reading)
+        s = reading.scale
+        d_weight = reading.head.round(dz.T @ x, "result")
+        bias = dz.sum(axis=0) if reading.head.bias else np.zeros(dz.shape[1])
+        there = self.problem.bias is not None
+        return Numbers(s * values[None], s * d_weight[None], s * bias[None] if there else None)
+
+
+def _by_blocks(
+    reference: Any, z: Array, names: tuple[str, ...], labels: Array, **options: Any
+) -> list[Array]:
+    """Outputs of the oracle for given logits, and their gradient: hidden = 1 and weight = z^T. In
+    blocks, whose products are too small for threads that other processes would hold up."""
+    found = []
+    for i in range(0, len(z), BLOCK):
+        part = slice(i, i + BLOCK)
+        own = {k: x[part, 0] if np.ndim(x) == 2 else x for k, x in options.items()}
+        one = reference(np.eye(len(z[part])), z[part].T, labels[part], **own)
+        found.append([*(getattr(one, name) for name in names), one.d_weight.T])
+    return [np.concatenate(column) for column in zip(*found)]
+
+
+def _divided(valid: Array, divisor: str) -> Array:
+    """[R, M, B, L]: the factor of a token in the mean, or in the mean of means."""
+    ranks, micro_batches = valid.shape[:2]
+    groups = {
+        "tokens": ((0, 1, 2, 3), 1),
+        "micro-batches": ((0, 2, 3), micro_batches),
+        "ranks": ((1, 2, 3), ranks),
+        "both": ((2, 3), ranks * micro_batches),
+        "rows": ((3,), valid.any(axis=3).sum()),
+    }
+    axes, number = groups[divisor]
+    count = np.maximum(valid.sum(axis=axes, keepdims=True), 1)
+    factor: Array = 1.0 / (max(int(number), 1) * count)
+    return np.broadcast_to(factor, valid.shape)
+
+
+def _by_rows(x: Array) -> Array:
+    """Of [R, V, ...] rank s's slice of the rows from rank s, sliced as `torch.chunk` does."""
+    each = -(-x.shape[1] // x.shape[0])
+    return np.concatenate([x[s, s * each : (s + 1) * each] for s in range(len(x))])
+
+
+def _squashed(z: Array, options: dict[str, Any]) -> Array:
+    """Logits as the softmax sees them."""
+    u = options["logit_scale"] * z
+    cap = options["softcap"]
+    found: Array = (cap * np.tanh(u / cap) if cap else u) / options["temperature"]
+    return found
