@@ -97,12 +97,16 @@ def tokens_of(rank: int) -> tuple[Any, Any]:
     return torch.randn(N, H), torch.randint(V, (N,))
 
 
+HELD: list[Any] = []  # FSDP2 knows a parameter for as long as its module is there
+
+
 def head_of(shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("shard",), **how: Any) -> Any:
     """Over the last dimension of a mesh, as replicas over the other."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(9)
     head = torch.nn.Linear(H, V, bias=False)
+    HELD.append(head)
     mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
     return fully_shard(head, mesh=mesh if names[0] != "other" else mesh[names[1]], **how)
 

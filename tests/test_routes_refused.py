@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 from helpers.routed import as_on_a_device  # noqa: E402
 
 V, H, N = 22, 8, 12
+HELD: list[Any] = []  # FSDP2 knows a parameter for as long as its module is there
 
 
 def own_rows(rank: int, world: int, group: Any, hidden: Any, labels: Any, **more: Any) -> Any:
@@ -42,6 +43,7 @@ def fsdp_head(how: dict[str, Any] | None = None, **options: Any) -> Any:
     torch.manual_seed(2)
     head = NLLHead(H, V, bias=False, **options)
     fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (2,)), **(how or {}))
+    HELD.append(head)
     return head
 
 
