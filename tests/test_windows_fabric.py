@@ -26,8 +26,8 @@ from helpers.windows_ranks import (  # noqa: E402
     window_of,
 )
 from xentlib.torch import TokenNormalizer  # noqa: E402
-from xentlib.torch.wrappers.deepspeed import Engine  # noqa: E402
-from xentlib.torch.wrappers.fabric import Fabricated  # noqa: E402
+from xentlib.torch.wrappers.deepspeed import DeepSpeed  # noqa: E402
+from xentlib.torch.wrappers.fabric import Fabric  # noqa: E402
 
 # Fabric, alone or inside of Lightning. It replaces `torch.compile`: ranks alone import it.
 PACKAGES = [
@@ -122,4 +122,4 @@ def test_a_module_of_fabric() -> None:
 def test_deepspeed_under_fabric_is_refused() -> None:
     """D12: Fabric has it on GPUs alone, where no test has seen what its engine divides by."""
     with pytest.raises(UnsupportedWrapperError, match="DeepSpeed's under Fabric"):
-        Fabricated(object.__new__(Engine), None)
+        Fabric(object.__new__(DeepSpeed), None)

@@ -31,8 +31,8 @@ from helpers.windows_ranks import (  # noqa: E402
     window_of,
 )
 from xentlib.torch import TokenNormalizer  # noqa: E402
-from xentlib.torch.wrappers.fsdp2 import Sharded  # noqa: E402
-from xentlib.torch.wrappers.plain import Plain  # noqa: E402
+from xentlib.torch.wrappers.fsdp2 import FSDP2  # noqa: E402
+from xentlib.torch.wrappers.plain import NoWrapper  # noqa: E402
 
 # --- a model that nothing wraps -------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ def replicated(rank: int, world: int) -> dict[str, Any]:
         run_window(norm, model, window_of(rank))
         found["right"][f"after {name}"] = numbers(model)
         assert not model._forward_pre_hooks
-    with unchecked(Plain, "check_forward"):
+    with unchecked(NoWrapper, "check_forward"):
         for name, body in WRONG.items():
             model = ddp()
             attempt(TokenNormalizer(model), model, window_of(rank), body)
@@ -222,7 +222,7 @@ def sharded(rank: int, world: int) -> dict[str, Any]:
             attempt(TokenNormalizer(model), model, window_of(rank), body)
         found["refused"][name] = str(caught.value)
         assert not TokenNormalizer(model).wrapper.gradients()
-        with unchecked(Sharded, "check_reduced"):
+        with unchecked(FSDP2, "check_reduced"):
             model = make()
             attempt(TokenNormalizer(model), model, window_of(rank), body)
         found["unreduced"][name] = [p.grad for p in TokenNormalizer(model).wrapper.parameters()]

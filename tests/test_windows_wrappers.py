@@ -47,7 +47,7 @@ from helpers.windows_ranks import (  # noqa: E402
     wrapped,
 )
 from xentlib.torch import NLLHead, TokenNormalizer  # noqa: E402
-from xentlib.torch.wrappers.plain import Plain  # noqa: E402
+from xentlib.torch.wrappers.plain import NoWrapper  # noqa: E402
 
 
 def accelerated(rank: int, world: int) -> list[Any]:
@@ -241,7 +241,7 @@ def reread(rank: int, world: int) -> dict[str, Any]:
     with pytest.raises(ZeroDivisionError):
         attempt(TokenNormalizer(engine), engine, mine, lambda *_: 1 / 0)
     assert len(engine._forward_pre_hooks) == hooks
-    with unchecked(Plain, "check_forward"):
+    with unchecked(NoWrapper, "check_forward"):
         engine = wrapped("ZeRO-3")
         attempt(TokenNormalizer(engine), engine, mine, INNER)
     found["unseen"] = stepped("ZeRO-3", engine)
