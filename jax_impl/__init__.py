@@ -50,33 +50,33 @@ __all__ = [
 ]
 
 
-# What a call of the loss does not need
-load = loading(
-    __name__,
-    {
-        "Collective": "xentlib.collectives",
-        "CollectiveCount": "xentlib.collectives",
-        "CountOverflowError": "xentlib.accumulate",
-        "CrossCheck": "xentlib.jax.crosscheck",
-        "CrossCheckError": "xentlib.tools.crosscheck",
-        "Evaluation": "xentlib.jax.evaluation",
-        "LinenNLLHead": "xentlib.jax.module",
-        "NLLHead": "xentlib.jax.module",
-        "TokenNormalizedState": "xentlib.jax.accumulate",
-        "WindowStats": "xentlib.accumulate",
-        "accumulate_grads": "xentlib.jax.accumulate",
-        "count_collectives": "xentlib.jax.collectives",
-        "next_token_labels": "xentlib.jax.labels",
-        "token_normalized": "xentlib.jax.accumulate",
-    },
-)
+# What a call of the loss does not need. A type checker does not run this: it has the names above.
+if not TYPE_CHECKING:
+    load = loading(
+        __name__,
+        {
+            "Collective": "xentlib.collectives",
+            "CollectiveCount": "xentlib.collectives",
+            "CountOverflowError": "xentlib.accumulate",
+            "CrossCheck": "xentlib.jax.crosscheck",
+            "CrossCheckError": "xentlib.tools.crosscheck",
+            "Evaluation": "xentlib.jax.evaluation",
+            "LinenNLLHead": "xentlib.jax.module",
+            "NLLHead": "xentlib.jax.module",
+            "TokenNormalizedState": "xentlib.jax.accumulate",
+            "WindowStats": "xentlib.accumulate",
+            "accumulate_grads": "xentlib.jax.accumulate",
+            "count_collectives": "xentlib.jax.collectives",
+            "next_token_labels": "xentlib.jax.labels",
+            "token_normalized": "xentlib.jax.accumulate",
+        },
+    )
 
-
-def __getattr__(name: str) -> Any:
-    """The modules of Flax alone need it."""
-    try:
-        return load(name)
-    except ModuleNotFoundError as missing:
-        if missing.name != "flax":
-            raise
-        raise ImportError(f"`{name}` needs Flax. Run: pip install 'xentlib[flax]'") from missing
+    def __getattr__(name: str) -> Any:
+        """The modules of Flax alone need it."""
+        try:
+            return load(name)
+        except ModuleNotFoundError as missing:
+            if missing.name != "flax":
+                raise
+            raise ImportError(f"`{name}` needs Flax. Run: pip install 'xentlib[flax]'") from missing

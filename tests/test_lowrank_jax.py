@@ -290,7 +290,7 @@ def test_mutants_are_rejected(monkeypatch: Any, uncached: None, name: str) -> No
 def test_a_scale_that_is_forgotten_is_rejected(monkeypatch: Any, uncached: None, way: str) -> None:
     """A14."""
     p = low_problem(PLAIN)
-    where, name = (walk, "seen_by") if way == "forward" else (sums, "pulled")
+    where, name = (walk, "seen_by") if way == "forward" else (sums, "backprop_lora")
     right = getattr(where, name)
     wrong = lambda low, *given: right(low._replace(scale=jnp.float32(1)), *given)  # noqa: E731
     monkeypatch.setattr(where, name, wrong)

@@ -187,7 +187,7 @@ def test_mutants_are_rejected(monkeypatch: Any, name: str) -> None:
 def test_a_scale_that_is_forgotten_is_rejected(monkeypatch: Any, way: str) -> None:
     """A14."""
     p = low_problem(CASES["bias, confident"])
-    method, of = ("seen", LowRank) if way == "forward" else ("pulled", LowSums)
+    method, of = ("activations", LowRank) if way == "forward" else ("backprop_lora", LowSums)
     right = getattr(of, method)
 
     def forgotten(self: Any, *given: Any) -> Any:

@@ -68,5 +68,5 @@ def test_evaluation_of_trainer(tmp_path) -> None:
     assert 0 <= found["eval_accuracy"] <= 1
     for got in (alone, found):
         held({"loss": torch.tensor(got["eval_loss"])}, {"loss": torch.tensor(want["eval_loss"])})
-    with pytest.raises(TypeError, match=r"UnmadeLogits'>, .*pass `in_place_of_logits` to `patch`"):
+    with pytest.raises(TypeError, match=r"LazyLogits'>, .*pass `in_place_of_logits` to `patch`"):
         evaluated(patch(llama()), tmp_path, accuracy)

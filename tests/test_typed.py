@@ -25,7 +25,7 @@ def f(h: {array}, w: {array}, y: {array}) -> None:
     chunked_nll(h, w, y).los
     reveal_type(chunked_nll(h, w, y, reduction="sum", outputs=("lse",)).loss)
 """
-PATHS = ("", ".public", ".accumulate")
+PATHS = ("", ".api", ".accumulate")
 READ = [f"xentlib.{x}{path}" for x in ("torch", "jax") for path in PATHS]
 READ += ["torch", "jax", "xentlib.nll", "xentlib.logprobs", "xentlib.options"]
 SETTINGS = f"""

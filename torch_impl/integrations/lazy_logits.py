@@ -39,7 +39,7 @@ class Factor(NamedTuple):
 ONE = Factor()
 
 
-class Unmade(type):
+class LazyClass(type):
     """The class's name as Accelerate's TypeError quotes it, where `Trainer` gathers logits."""
 
     def __repr__(cls) -> str:
@@ -50,7 +50,7 @@ class Unmade(type):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LazyLogits(metaclass=Unmade):
+class LazyLogits(metaclass=LazyClass):
     """Logits [..., V], as the hidden states [..., H] and the head that they would come from.
 
         inner * x, or with a soft cap outer * tanh(inner * x);  x = head(hidden)
@@ -60,7 +60,7 @@ class LazyLogits(metaclass=Unmade):
     `chunked_nll`: float32 whatever dtype they are said to have. `make()` makes the logits.
 
     Raises:
-        UnmadeLogitsError: anything else is asked of them.
+        LazyLogitsError: anything else is asked of them.
     """
 
     hidden: Tensor
@@ -98,7 +98,7 @@ class LazyLogits(metaclass=Unmade):
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"UnmadeLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     # What is done to them on the way to a loss
 

@@ -58,17 +58,18 @@ __all__ = [
     "stream_rows",
 ]
 
-# What plans a run, and no call
-__getattr__ = loading(
-    __name__,
-    {
-        "Exchange": "xentlib.plan.collective_cost",
-        "Rates": "xentlib.plan.collective_cost",
-        "Route": "xentlib.plan.route",
-        "choose_gather": "xentlib.plan.routes",
-        "crossover_tokens": "xentlib.plan.routes",
-        "given_peak_bytes": "xentlib.plan.memory",
-        "head_routes": "xentlib.plan.routes",
-        "peak_bytes": "xentlib.plan.memory",
-    },
-)
+# What plans a run, and no call. A type checker does not run this: it has the names above.
+if not TYPE_CHECKING:
+    __getattr__ = loading(
+        __name__,
+        {
+            "Exchange": "xentlib.plan.collective_cost",
+            "Rates": "xentlib.plan.collective_cost",
+            "Route": "xentlib.plan.route",
+            "choose_gather": "xentlib.plan.routes",
+            "crossover_tokens": "xentlib.plan.routes",
+            "given_peak_bytes": "xentlib.plan.memory",
+            "head_routes": "xentlib.plan.routes",
+            "peak_bytes": "xentlib.plan.memory",
+        },
+    )
