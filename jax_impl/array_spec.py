@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.checks.array_spec import ArraySpec
+from xentlib.checks.validators import ArraySpec
 
 
 def array_spec(x: Any) -> Any:

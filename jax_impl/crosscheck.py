@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from xentlib.arguments import Arguments
-from xentlib.checks.array_spec import plain
 from xentlib.checks.crosscheck import check_traced_step
+from xentlib.checks.validators import plain
 from xentlib.dtypes import resolve_dtypes
 from xentlib.jax.array_spec import is_array
 from xentlib.jax.derivatives import primal_values, refused, wanted

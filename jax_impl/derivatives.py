@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import GetAttrKey
 
-from xentlib.checks.tokens import refuse_derivative
+from xentlib.checks.call import refuse_derivative
 
 REFUSED = ("z_loss", "logprobs", "entropy", "lse")  # results of `chunked_nll` without a derivative
 

@@ -13,10 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xentlib.arguments import Arguments
-from xentlib.checks.array_spec import plain
 from xentlib.checks.route import check_route, check_rows_stay
 from xentlib.checks.shards import check_shards
-from xentlib.checks.validators import check_floating
+from xentlib.checks.validators import check_floating, plain
 from xentlib.jax.array_spec import array_spec
 from xentlib.jax.ranks import Axis
 from xentlib.lora import LowRankHead

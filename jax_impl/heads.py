@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.arguments import Arguments
-from xentlib.checks.array_spec import plain
 from xentlib.checks.lora import check_base
 from xentlib.checks.module import check_beside_module, refuse_module
+from xentlib.checks.validators import plain
 from xentlib.jax.array_spec import framework_of, is_array, refuse_array
 from xentlib.jax.lora import low_rank_of
 from xentlib.lora import LowRankHead

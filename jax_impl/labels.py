@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks.array_spec import plain
 from xentlib.checks.labels import check_next_token_labels, check_offsets
 from xentlib.checks.placement import check_axis
+from xentlib.checks.validators import plain
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu
 from xentlib.jax.core.tokens import check_kept
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.arguments import Arguments
-from xentlib.checks.array_spec import ArraySpec
+from xentlib.checks.validators import ArraySpec
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu, is_array
 from xentlib.lora import LowRankHead
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
-from xentlib.checks.array_spec import ArraySpec, plain
+from xentlib.checks.validators import ArraySpec, plain
 from xentlib.checks.window import (
     check_count_of_sum,
     check_integer_count,

@@ -21,9 +21,9 @@ from jax import lax
 
 from xentlib.algebra import NonTargetStats
 from xentlib.arguments import Arguments
-from xentlib.checks.array_spec import plain
 from xentlib.checks.placement import check_axis, check_varying
 from xentlib.checks.shards import check_shard, check_shards, refuse_whole_head
+from xentlib.checks.validators import plain
 from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.plan import PaddedVocab, VocabShard
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from xentlib.checks.array_spec import ArraySpec, plain
+from xentlib.checks.validators import ArraySpec, plain
 from xentlib.options import RULES
 from xentlib.torch.core.device import onto
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
-from xentlib.checks.array_spec import plain
 from xentlib.checks.call import LogitsProblem, NLLProblem, check_head, check_logits
 from xentlib.checks.lora import check_low_rank
+from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
 from xentlib.torch.array_spec import (
     array_spec,

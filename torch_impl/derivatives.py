@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
-from xentlib.checks.tokens import refuse_derivative
+from xentlib.checks.call import refuse_derivative
 
 
 def not_forward_mode(function: str, *inputs: Any) -> None:

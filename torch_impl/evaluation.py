@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks.array_spec import plain
+from xentlib.checks.validators import plain
 from xentlib.checks.window import check_named_loss, check_one_loss, check_token_count
 from xentlib.nll import NLLOutput
 from xentlib.torch.array_spec import array_spec

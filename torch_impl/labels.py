@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xentlib.checks.array_spec import plain
 from xentlib.checks.labels import check_next_token_labels, check_offsets
+from xentlib.checks.validators import plain
 from xentlib.torch.array_spec import array_spec, only_tensors
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import readable

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.checks.array_spec import plain
+from xentlib.checks.validators import plain
 from xentlib.checks.window import (
     check_as_made,
     check_loss_mean,

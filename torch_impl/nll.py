@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib.algebra import TokenStats, WantedStats
 from xentlib.arguments import Arguments
-from xentlib.checks.tokens import check_divisor
+from xentlib.checks.call import check_divisor
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.array_spec import as_tensor

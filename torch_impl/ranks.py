@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.algebra import NonTargetStats
 from xentlib.arguments import SCALARS, Scalars
-from xentlib.checks.head import check_class_weights
+from xentlib.checks.call import check_class_weights
 from xentlib.checks.shards import check_tiles, refuse_inconsistent, refuse_whole_head
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.core.algebra import ALGEBRA

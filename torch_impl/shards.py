@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks.array_spec import plain
 from xentlib.checks.placement import (
     check_group,
     check_logits_placement,
@@ -23,6 +22,7 @@ from xentlib.checks.placement import (
     refuse_dtensor,
 )
 from xentlib.checks.shards import check_shard
+from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.ranks import numbers_of, undeclared

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xentlib.arguments import Arguments
-from xentlib.checks.tokens import check_divisor, check_label_range, check_narrowed
+from xentlib.checks.call import check_divisor, check_label_range, check_narrowed
 from xentlib.dtypes import holds
 from xentlib.jax.array_spec import concrete_on_cpu
 from xentlib.plan import VocabShard

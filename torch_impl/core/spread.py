@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks.route import refuse_copies
-from xentlib.checks.shards import check_upstream, refuse_inconsistent
-from xentlib.checks.tokens import (
+from xentlib.checks.call import (
     check_divisor,
     check_divisor_elsewhere,
     check_labels_elsewhere,
 )
+from xentlib.checks.route import refuse_copies
+from xentlib.checks.shards import check_upstream, refuse_inconsistent
 from xentlib.plan import ChunkPlan, shard_of, spread_tokens
 from xentlib.torch.binding import HeadCall
 from xentlib.torch.core.device import chunk_bytes

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.algebra import NonTargetStats, TokenStats, WantedStats
-from xentlib.checks.head import check_class_weights
+from xentlib.checks.call import check_class_weights
 from xentlib.plan import VocabShard, stream_rows
 from xentlib.torch.binding import HeadCall
 from xentlib.torch.core.algebra import ALGEBRA

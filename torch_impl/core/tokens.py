@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.checks.tokens import check_label_range
+from xentlib.checks.call import check_label_range
 from xentlib.plan import VocabShard
 from xentlib.torch.core.device import device_info
 

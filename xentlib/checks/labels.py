@@ -6,9 +6,8 @@ import math
 from numbers import Integral
 from typing import Any
 
-from xentlib.checks.array_spec import ArraySpec
-from xentlib.checks.tokens import check_ignore_index
-from xentlib.checks.validators import check_integers
+from xentlib.checks.call import check_ignore_index
+from xentlib.checks.validators import ArraySpec, check_integers
 from xentlib.dtypes import holds
 
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from xentlib.arguments import Arguments
-from xentlib.checks.array_spec import ArraySpec
 from xentlib.checks.call import NLLProblem
-from xentlib.checks.validators import check_device, check_floating
+from xentlib.checks.validators import ArraySpec, check_device, check_floating
 from xentlib.lora import LowRankHead
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NoReturn
 
-from xentlib.checks.array_spec import ArraySpec, Scalar
+from xentlib.checks.validators import ArraySpec, Scalar
 
 # Layers of other packages, by package or by name: what is lost, and what to do with the head.
 ELSEWHERE = {

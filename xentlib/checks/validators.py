@@ -1,4 +1,4 @@
-"""The words of a message: an argument's dtype, shape, device or value, and what it must be.
+"""What a check may know of an argument: its dtype, shape, device or value, and what these must be.
 
 Each message names the argument, what was expected, what came, and the way out where the expectation
 does not tell it. Wrong dtypes raise `TypeError`, wrong shapes and values `ValueError`.
@@ -8,10 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from xentlib.checks.array_spec import ArraySpec, Scalar
+import numpy as np
+
 from xentlib.dtypes import FLOATS, INTEGERS
 from xentlib.options import Rule
+
+
+class ArraySpec(NamedTuple):
+    """What a check may know of an array: shape, dtype name, and device (None: not one device)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str | None = None
+
+
+Scalar = float | int | ArraySpec | None
+
+
+def plain(value: Any) -> Any:
+    """Python's number for one of NumPy's; anything else as it is."""
+    alone = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
+    return value.item() if alone else value
 
 
 def quoted(items: Sequence[str]) -> str:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from xentlib.accumulate import CountOverflowError
-from xentlib.checks.array_spec import ArraySpec
-from xentlib.checks.validators import check_choice
+from xentlib.checks.validators import ArraySpec, check_choice
 from xentlib.dtypes import INT32, INTEGERS
 from xentlib.options import NONFINITE
 
