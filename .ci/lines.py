@@ -18,12 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ("xentlib", "torch_impl", "jax_impl")
-# Also under the names that they had before.
-GENERATED = {
-    "xentlib/arguments.py",
-    "torch_impl/api.py",
-    "jax_impl/api.py",
-}
+# Also under the names that they had before the redesign: `call.py` and `public.py`.
+GENERATED = {"xentlib/arguments.py", "xentlib/call.py"}
+GENERATED |= {f"{column}/{name}.py" for column in PACKAGE[1:] for name in ("api", "public")}
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE = LAYOUT | {tokenize.COMMENT, tokenize.ENDMARKER, tokenize.ENCODING}
 
