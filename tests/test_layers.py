@@ -21,12 +21,12 @@ LAYERS = {
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
     "core": {"backend": "core triton operators derivatives collectives array_spec"},
     "wrappers": {"backend": "wrappers"},
-    "placement": {"backend": "shards ranks heads"},
-    "binding": {"backend": "binding lora"},
+    "placement": {"backend": "shards ranks lora head heads"},
+    "binding": {"backend": "binding"},
     "functions": {"backend": "nll logprobs from_logits"},
     "api": {"backend": "api"},
     "heads": {
-        "backend": "head module integrations accumulate window micro_batch hooks evaluation labels"
+        "backend": "module integrations accumulate window micro_batch hooks evaluation labels"
     },
     "packages": {},  # `xentlib`, `xentlib.torch` and `xentlib.jax` themselves
     "tools": {
@@ -38,14 +38,11 @@ ORDER = [*LAYERS]
 BACKENDS = ("xentlib.torch", "xentlib.jax")
 # What is so today. It may only get shorter: an import that is gone is taken out of here.
 UPWARDS = {
-    "xentlib.jax.binding": {"xentlib.jax.head"},
     "xentlib.jax.core.gradients": {"xentlib.jax.binding", "xentlib.jax.head", "xentlib.jax.ranks"},
     "xentlib.jax.core.lora": {"xentlib.jax.binding"},
     "xentlib.jax.core.stats": {"xentlib.jax.ranks"},
     "xentlib.jax.core.walk": {"xentlib.jax.binding", "xentlib.jax.ranks"},
-    "xentlib.jax.heads": {"xentlib.jax.lora"},
-    "xentlib.jax.logprobs": {"xentlib.jax.head"},
-    "xentlib.jax.nll": {"xentlib.jax.head", "xentlib.jax.micro_batch"},
+    "xentlib.jax.nll": {"xentlib.jax.micro_batch"},
     "xentlib.torch.core.from_logits": {"xentlib.torch.binding", "xentlib.torch.ranks"},
     "xentlib.torch.core.gradients": {"xentlib.torch.ranks"},
     "xentlib.torch.core.lora": {"xentlib.torch.binding"},
@@ -57,11 +54,9 @@ UPWARDS = {
         "xentlib.torch.binding",
         "xentlib.torch.ranks",
     },
-    "xentlib.torch.heads": {"xentlib.torch.lora"},
     "xentlib.torch.integrations.lightning": {"xentlib.torch.crosscheck"},
     "xentlib.torch.integrations.trainer": {"xentlib.torch.crosscheck"},
-    "xentlib.torch.logprobs": {"xentlib.torch.head"},
-    "xentlib.torch.nll": {"xentlib.torch.head", "xentlib.torch.hooks", "xentlib.torch.micro_batch"},
+    "xentlib.torch.nll": {"xentlib.torch.hooks", "xentlib.torch.micro_batch"},
     "xentlib.torch.wrappers.deepspeed": {"xentlib.torch.shards"},
     "xentlib.torch.wrappers.fsdp2_rows": {"xentlib.torch.lora", "xentlib.torch.shards"},
 }

@@ -1,27 +1,31 @@
-"""A head that a wrapper has sharded, in PyTorch: gathered for a call, or for a block of code."""
+"""The head of a call, in PyTorch: a tensor, or the arrays that a module multiplies with; one that a
+wrapper has sharded is gathered, for a call or for a block of code.
+
+Shapes: V vocabulary, H hidden width.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from xentlib.arguments import Arguments
-from xentlib.checks.lora import check_low_rank_route
+from xentlib.checks.lora import check_base, check_low_rank_route
+from xentlib.checks.module import check_beside_module, refuse_module
 from xentlib.checks.placement import refuse_dtensor, refuse_nodes
 from xentlib.checks.route import check_route, refuse_routed
 from xentlib.checks.validators import check_floating
 from xentlib.lora import LowRankHead
 from xentlib.options import Gather
 from xentlib.torch.array_spec import array_spec, dtype_name, only_tensors
-from xentlib.torch.heads import head_of
 from xentlib.torch.lora import low_rank_of, unpacked, with_weight
 from xentlib.torch.shards import LocalHead, Resident, is_dtensor
-from xentlib.torch.wrappers.detect import kept_by_zero
+from xentlib.torch.wrappers.detect import is_a, is_loaded, keeps_forward, kept_by_zero
 
 if TYPE_CHECKING:
     from xentlib.torch.wrappers.fsdp2 import Owner
@@ -233,3 +237,114 @@ def owner_of(weight: Any) -> Owner | None:
     from xentlib.torch.wrappers import fsdp2
 
     return fsdp2.find_owner(weight)
+
+
+# Whose hooks on a head are not missed: what they gather and reduce, the call gathers and reduces.
+KNOWN_HOOKS = ("torch.distributed", "deepspeed", "accelerate")
+
+
+def head_of(given: Arguments, *, alone: bool = True) -> Arguments:
+    """The call with a module's arrays in place of the module; `alone`: without a low-rank part."""
+    low, module = low_rank_of(given.weight), given.weight
+    if low is not None:
+        given = head_of(given._replace(weight=low.weight), alone=False)
+        check_base(type(low.weight).__name__, low_rank_of(given.weight) is None)
+        return given._replace(weight=low._replace(weight=given.weight))
+    if not isinstance(module, nn.Module):
+        refuse_quantised("a weight", module)
+        if alone and not torch.compiler.is_compiling() and is_loaded("peft"):
+            from xentlib.torch.wrappers import peft
+
+            peft.refuse_base(module)
+        return given
+    weight, bias, lora = parameters_of(module, given.gather)
+    both = bias is not None and given.bias is not None
+    check_beside_module(type(module).__name__, both, given.weight_layout)
+    given = given._replace(weight=weight, bias=given.bias if bias is None else bias)
+    if lora is None:
+        return given
+    from xentlib.torch.wrappers import peft
+
+    refuse_hooks(*peft.adapters_of(lora))
+    return peft.with_adapters(given, lora)
+
+
+def parameters_of(module: nn.Module, gather: str = "head") -> tuple[Tensor, Tensor | None, Any]:
+    """The weight and the bias of a head, and the layer of PEFT that adds adapters to them."""
+    inner, lora = module, None
+    if is_loaded("peft"):
+        from xentlib.torch.wrappers import peft
+
+        inner = peft.saved_of(module)
+        lora = peft.lora_of(inner)
+    base: Any = inner if lora is None else lora.base_layer
+    if not (is_linear(base) or isinstance(base, nn.Embedding)):
+        refuse(module if lora is None else base)
+    if isinstance(base, nn.Linear):  # the hooks of an embedding are of the lookup
+        refuse_hooks(module, inner, base)
+    weight, bias = (kept(base, name, gather) for name in ("weight", "bias"))
+    refuse_quantised(f"the weight of a {type(base).__name__}", weight)
+    return weight, bias, lora
+
+
+def kept(module: nn.Module, name: str, gather: str) -> Any:
+    """A parameter; by another route than the gathered head's as the module keeps it, since in its
+    engine's forward DeepSpeed gathers what is read by its name."""
+    found = None if gather == "head" else module._parameters.get(name)
+    return getattr(module, name, None) if found is None else found
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether its weight and bias are all that it computes with: `nn.Linear`, and what of ours has
+    a forward of its own and says so."""
+    if not isinstance(module, nn.Linear):
+        return False
+    replaced = "forward" in vars(module) and not keeps_forward(module)
+    kind = type(module)
+    own = kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Module.__call__
+    plain = not (own or replaced)
+    return plain or getattr(type(module), "multiplies", False)
+
+
+def refuse_hooks(*modules: nn.Module) -> None:
+    """Refuse hooks that would not run: `torch.nn.utils.weight_norm` makes the weight in one."""
+    if torch.compiler.is_compiling():  # which does not trace the names of modules
+        return
+    for module in modules:
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            whose = getattr(hook, "func", hook)  # of a `functools.partial`
+            origin = getattr(whose, "__module__", None) or type(whose).__module__
+            if not origin.startswith(KNOWN_HOOKS):
+                name = getattr(whose, "__qualname__", type(whose).__qualname__)
+                refuse_module(
+                    f"a {type(module).__name__} with the forward hook {origin}.{name}, which "
+                    f"would not run",
+                    "Remove the hook, or pass the weight [V, H] that it leads to.",
+                )
+
+
+def refuse_quantised(name: str, weight: object) -> None:
+    """torchao's tensors say that they are of the dtype that they stand for."""
+    if torch.compiler.is_compiling():
+        return
+    kind = type(weight)
+    if isinstance(weight, Tensor) and kind.__module__.partition(".")[0] == "torchao":
+        raise TypeError(
+            f"`weight` must be a head in floating point; got {name} as a {kind.__name__} of "
+            f"torchao, which is quantised. Leave the head out of the quantisation, or pass "
+            f"`weight.dequantize()`."
+        )
+
+
+def refuse(module: nn.Module) -> NoReturn:
+    kind = f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__}"
+    if is_a("peft.tuners.tuners_utils", "BaseTunerLayer", module):
+        refuse_module(
+            f"{kind}, an adapter that is not LoRA on a linear layer",
+            "Leave the head out of its `target_modules`, or merge the adapter.",
+        )
+    refuse_module(
+        f"{kind}, whose forward is its own",
+        "Pass an `nn.Linear`, an `nn.Embedding`, or the weight [V, H] that it multiplies with; of "
+        "a quantised layer the weight that its own method dequantises.",
+    )

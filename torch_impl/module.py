@@ -21,7 +21,7 @@ from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.api import chunked_logprobs, chunked_nll
 from xentlib.torch.array_spec import array_spec
-from xentlib.torch.heads import kept
+from xentlib.torch.head import kept
 from xentlib.torch.shards import is_dtensor
 from xentlib.torch.wrappers.detect import kept_by_zero
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
 from xentlib.arguments import Scalars
-from xentlib.kernels import chosen
+from xentlib.kernels import CHOICES, VARIABLE
 
 
 class LogitTransform(NamedTuple):
@@ -176,6 +176,17 @@ def kernels_for(
         f"`XENTLIB_KERNELS=triton` must find kernels for the device of the call; got {device}: "
         f"{why}. Set XENTLIB_KERNELS=auto, or unset it."
     )
+
+
+def chosen() -> str:
+    """What the environment says, "auto" if nothing."""
+    choice = os.environ.get(VARIABLE, "auto")
+    if choice not in CHOICES:
+        raise ValueError(
+            f"`{VARIABLE}` must be one of {', '.join(CHOICES)}; got {choice!r}. Unset it for the "
+            f"fastest that the device can run."
+        )
+    return choice
 
 
 def why_no_triton(device: torch.device) -> str:

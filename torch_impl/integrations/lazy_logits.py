@@ -18,7 +18,7 @@ from xentlib.arguments import SCALARS
 from xentlib.plan import block_tokens
 from xentlib.torch.api import chunked_logprobs, chunked_nll
 from xentlib.torch.core.device import chunk_bytes
-from xentlib.torch.heads import parameters_of
+from xentlib.torch.head import parameters_of
 
 __all__ = ["LazyLogits", "LazyLogitsError"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from xentlib.torch.core.device import device_info
-from xentlib.torch.heads import parameters_of
+from xentlib.torch.head import parameters_of
 from xentlib.torch.integrations.lazy_logits import LOSS_SCALARS, LazyLogits, LazyLogitsError, thread
 from xentlib.torch.micro_batch import known, label_loss
 from xentlib.torch.wrappers.accelerate import set_class

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from xentlib.arguments import Arguments, LogitsArguments
-from xentlib.checks.plan import check_chunk_bytes
 from xentlib.checks.route import check_route
 from xentlib.checks.validators import (
     ArraySpec,
     check_choice,
+    check_chunk_bytes,
     check_device,
     check_flag,
     check_floating,

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xentlib.checks.plan import check_plan_arguments
-from xentlib.checks.validators import plain
+from xentlib.checks.validators import check_plan_arguments, plain
 from xentlib.dtypes import ITEMSIZE
 
 # A chunk's GEMM rows come out with the same bits in any chunk whose row count is a multiple of 8

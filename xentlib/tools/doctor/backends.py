@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from xentlib.kernels import CHOICES, VARIABLE, chosen
+from xentlib.kernels import CHOICES, VARIABLE
 from xentlib.tools.doctor.finding import Finding, Status
 from xentlib.tools.doctor.packages import there, version_of
 
@@ -92,7 +92,7 @@ def torch_devices(torch: Any) -> list[Finding]:
 
 def _kernels(torch: Any) -> Finding:
     """Who computes on the default device, and why Triton's programs do not where they do not."""
-    from xentlib.torch.core.kernels import kernels_for, why_no_triton
+    from xentlib.torch.core.kernels import chosen, kernels_for, why_no_triton
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
