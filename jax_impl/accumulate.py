@@ -25,8 +25,8 @@ from xentlib.checks.window import (
     check_window_count,
 )
 from xentlib.jax.array_spec import array_spec
+from xentlib.jax.core.vocab import as_primal, checks_types, vary, varying
 from xentlib.jax.micro_batch import check_traced, known, loss_and_count, token_count_of
-from xentlib.jax.ranks import as_primal, checks_types, vary, varying
 from xentlib.nll import NLLOutput
 from xentlib.options import NONFINITE, NonFinite
 

@@ -16,10 +16,10 @@ from xentlib.checks.validators import plain
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import array, array_spec, as_array, is_array, need_x64, only_arrays
 from xentlib.jax.core.tokens import check_labels, check_values
+from xentlib.jax.core.vocab import Axis, axis_for, axis_of, varies_over
 from xentlib.jax.head import Placement, Spread, alone, axes_of, placed
 from xentlib.jax.heads import head_of, unwrapped
 from xentlib.jax.lora import described, unpacked
-from xentlib.jax.ranks import Axis, axis_for, axis_of, varies_over
 from xentlib.plan import default_chunk_bytes
 
 

@@ -18,11 +18,11 @@ from xentlib.checks.crosscheck import check_traced_step
 from xentlib.checks.validators import plain
 from xentlib.dtypes import resolve_dtypes
 from xentlib.jax.array_spec import is_array
+from xentlib.jax.core.vocab import vary, varying
 from xentlib.jax.derivatives import primal_values, refused, wanted
 from xentlib.jax.heads import head_of, unwrapped
 from xentlib.jax.lora import low_rank_of
 from xentlib.jax.nll import nll
-from xentlib.jax.ranks import vary, varying
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
 from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule, chosen, of_rows

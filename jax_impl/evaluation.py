@@ -12,8 +12,8 @@ from jax import lax
 from xentlib.checks.placement import check_axis
 from xentlib.checks.window import check_named_loss, check_one_loss
 from xentlib.jax.accumulate import two_sum
+from xentlib.jax.core.vocab import vary, varying
 from xentlib.jax.micro_batch import check_name, loss_and_count
-from xentlib.jax.ranks import vary, varying
 from xentlib.nll import NLLOutput
 
 ZEROS = np.zeros(2, np.float32)

@@ -16,6 +16,7 @@ from xentlib.arguments import LogitsArguments
 from xentlib.jax.binding import Arrays, Constants, Options, bind_logits, flat
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
+from xentlib.jax.core.vocab import as_primal
 from xentlib.jax.core.walk import Chunk, at_rows, over_chunks, scaled, walk_of
 from xentlib.jax.derivatives import primal_values, wanted
 from xentlib.jax.logprobs import (
@@ -28,7 +29,6 @@ from xentlib.jax.logprobs import (
     terms_of,
     upstream_in,
 )
-from xentlib.jax.ranks import as_primal
 from xentlib.logprobs import LogprobOutput
 
 

@@ -17,7 +17,7 @@ from xentlib.checks.route import check_route, check_rows_stay
 from xentlib.checks.shards import check_shards
 from xentlib.checks.validators import check_floating, plain
 from xentlib.jax.array_spec import array_spec
-from xentlib.jax.ranks import Axis
+from xentlib.jax.core.vocab import Axis
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab
 

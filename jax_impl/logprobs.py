@@ -25,6 +25,7 @@ from xentlib.jax.core.gradients import (
     zero_gradients,
 )
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
+from xentlib.jax.core.vocab import upstream_of, vary, varying
 from xentlib.jax.core.walk import (
     Chunk,
     Walk,
@@ -37,7 +38,6 @@ from xentlib.jax.core.walk import (
 )
 from xentlib.jax.derivatives import Needs, primal_values, wanted
 from xentlib.jax.head import Placement, over_mesh, whole_rows
-from xentlib.jax.ranks import upstream_of, vary, varying
 from xentlib.logprobs import LogprobOutput
 
 

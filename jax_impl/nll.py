@@ -27,6 +27,7 @@ from xentlib.jax.core.gradients import (
     zero_gradients,
 )
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of, target_info
+from xentlib.jax.core.vocab import agreed_upstream, upstream_of, vary, varying
 from xentlib.jax.core.walk import (
     Chunk,
     at_rows,
@@ -40,7 +41,6 @@ from xentlib.jax.core.walk import (
 from xentlib.jax.derivatives import REFUSED, Needs, named, primal_values, refused, wanted
 from xentlib.jax.head import Placement, of_all_tokens, over_mesh, whole_rows
 from xentlib.jax.micro_batch import labelled
-from xentlib.jax.ranks import agreed_upstream, upstream_of, vary, varying
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 

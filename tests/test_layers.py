@@ -21,7 +21,7 @@ LAYERS = {
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
     "core": {"backend": "core triton operators derivatives collectives array_spec"},
     "wrappers": {"backend": "wrappers"},
-    "placement": {"backend": "shards ranks lora head heads"},
+    "placement": {"backend": "shards lora head heads"},
     "binding": {"backend": "binding"},
     "functions": {"backend": "nll logprobs from_logits"},
     "api": {"backend": "api"},
@@ -38,22 +38,10 @@ ORDER = [*LAYERS]
 BACKENDS = ("xentlib.torch", "xentlib.jax")
 # What is so today. It may only get shorter: an import that is gone is taken out of here.
 UPWARDS = {
-    "xentlib.jax.core.gradients": {"xentlib.jax.binding", "xentlib.jax.head", "xentlib.jax.ranks"},
+    "xentlib.jax.core.gradients": {"xentlib.jax.binding", "xentlib.jax.head"},
     "xentlib.jax.core.lora": {"xentlib.jax.binding"},
-    "xentlib.jax.core.stats": {"xentlib.jax.ranks"},
-    "xentlib.jax.core.walk": {"xentlib.jax.binding", "xentlib.jax.ranks"},
+    "xentlib.jax.core.walk": {"xentlib.jax.binding"},
     "xentlib.jax.nll": {"xentlib.jax.micro_batch"},
-    "xentlib.torch.core.from_logits": {"xentlib.torch.binding", "xentlib.torch.ranks"},
-    "xentlib.torch.core.gradients": {"xentlib.torch.ranks"},
-    "xentlib.torch.core.lora": {"xentlib.torch.binding"},
-    "xentlib.torch.core.nodes": {"xentlib.torch.binding", "xentlib.torch.ranks"},
-    "xentlib.torch.core.spread": {"xentlib.torch.binding", "xentlib.torch.ranks"},
-    "xentlib.torch.core.stats": {"xentlib.torch.ranks"},
-    "xentlib.torch.core.stream": {"xentlib.torch.binding", "xentlib.torch.ranks"},
-    "xentlib.torch.core.walk": {
-        "xentlib.torch.binding",
-        "xentlib.torch.ranks",
-    },
     "xentlib.torch.integrations.lightning": {"xentlib.torch.crosscheck"},
     "xentlib.torch.integrations.trainer": {"xentlib.torch.crosscheck"},
     "xentlib.torch.nll": {"xentlib.torch.hooks", "xentlib.torch.micro_batch"},

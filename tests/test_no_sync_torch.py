@@ -26,10 +26,10 @@ from xentlib.torch import (  # noqa: E402
     chunked_logprobs,
     chunked_nll,
     next_token_labels,
-    ranks,
     vocab_parallel_logprobs,
 )
 from xentlib.torch import nll as nll_module  # noqa: E402
+from xentlib.torch.core import vocab  # noqa: E402
 from xentlib.torch.core.eager import Eager  # noqa: E402
 
 N, H, V = 19, 16, 131
@@ -165,7 +165,7 @@ SHARDED = [x for x in LOSS if x != "class weights"]
 @pytest.fixture
 def known(group: Any) -> Any:
     """A group that has made the exchange once: whose classes are where is known."""
-    ranks.KNOWN.setdefault(group[0], {})[V, None] = VocabShard(0, V, WHOLE), V
+    vocab.KNOWN.setdefault(group[0], {})[V, None] = VocabShard(0, V, WHOLE), V
     return group
 
 

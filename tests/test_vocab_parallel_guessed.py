@@ -40,16 +40,16 @@ WAYS: dict[str, dict[str, Any]] = {
 def on_heads(rank: int, world: int) -> dict[tuple[str, str], list[tuple[Any, Any]]]:
     """Of each head the results of this rank, and of the whole head in one process."""
     from xentlib import PaddedVocab
-    from xentlib.torch import ranks
+    from xentlib.torch.core import vocab
 
     group = torch.distributed.group.WORLD
     found = {}
     for way in WAYS:
         for name, heads in HEADS.items():
-            ranks.KNOWN.pop(group, None)  # as in a new process
+            vocab.KNOWN.pop(group, None)  # as in a new process
             found[name, way] = [result(rank, way, sizes, group) for sizes in heads]
         for name, rows in PADDED.items():
-            ranks.KNOWN.pop(group, None)
+            vocab.KNOWN.pop(group, None)
             padded = result(rank, way, (rows, 0, 0), PaddedVocab(group, rows), fill=rows)
             found[f"padded, {name}", way] = [padded]
     return found
@@ -106,7 +106,8 @@ def test_heads_of_any_shards_after_each_other(on_three: Any, name: str, way: str
 def wrong_calls(rank: int, world: int) -> list[dict[str, str]]:
     """With nothing known of shards, and with those of another head."""
     from xentlib import PaddedVocab, VocabShard
-    from xentlib.torch import chunked_logprobs, chunked_nll, ranks, vocab_parallel_logprobs
+    from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+    from xentlib.torch.core import vocab
 
     group = torch.distributed.group.WORLD
     draw = torch.Generator().manual_seed(0)
@@ -144,7 +145,7 @@ def wrong_calls(rank: int, world: int) -> list[dict[str, str]]:
     }
     found = []
     for before in ((), ((10, 15, 0),), ((25, 7, 1), (10, 2, 8))):
-        ranks.KNOWN.pop(group, None)
+        vocab.KNOWN.pop(group, None)
         for sizes in before:
             chunked_nll(
                 hidden, torch.ones(sum(sizes), H).split(sizes)[rank], labels % 20,

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
 from helpers.vocab_shards_jax import KINDS, PLAIN, N, hold_shards, sharded  # noqa: E402
 from xentlib.jax import chunked_logprobs, chunked_nll  # noqa: E402
-from xentlib.jax.ranks import vary  # noqa: E402
+from xentlib.jax.core.vocab import vary  # noqa: E402
 
 
 def attempt(parallel: Any, weight: Any, bias: Any, **how: Any) -> None:

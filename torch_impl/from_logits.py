@@ -13,9 +13,10 @@ from torch import Tensor
 from xentlib.algebra import WantedStats
 from xentlib.arguments import LogitsArguments
 from xentlib.logprobs import LogprobOutput
-from xentlib.torch.binding import LogitsCall, bind_logits
+from xentlib.torch.binding import bind_logits
 from xentlib.torch.core.from_logits import GivenLogits
 from xentlib.torch.core.stats import given_stats
+from xentlib.torch.core.vocab import over_shards
 from xentlib.torch.logprobs import (
     SIX,
     Cotangents,
@@ -30,8 +31,7 @@ from xentlib.torch.logprobs import (
     outputs_of,
     shaped,
 )
-from xentlib.torch.operators import operator
-from xentlib.torch.ranks import over_shards
+from xentlib.torch.operators import LogitsCall, operator
 
 
 def given_forward(given: GivenLogits, entropy: bool, output_dtype: torch.dtype) -> Forward:

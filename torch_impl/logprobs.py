@@ -14,17 +14,17 @@ from torch import Tensor
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.arguments import Arguments
 from xentlib.logprobs import LogprobOutput
-from xentlib.torch.binding import DIFFERENTIATED, HeadCall, bind
+from xentlib.torch.binding import bind
 from xentlib.torch.core.from_logits import GivenLogits
 from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
 from xentlib.torch.core.spread import Terms
 from xentlib.torch.core.stream import Streamed, stats_of, sums_of, walk_of
+from xentlib.torch.core.vocab import numbers_of, over_shards
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted
 from xentlib.torch.head import with_head
 from xentlib.torch.lora import fake_low_rank
-from xentlib.torch.operators import operator
-from xentlib.torch.ranks import numbers_of, over_shards
+from xentlib.torch.operators import DIFFERENTIATED, HeadCall, operator
 
 
 class Residuals(NamedTuple):

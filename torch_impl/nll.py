@@ -18,7 +18,7 @@ from xentlib.checks.call import check_divisor
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.array_spec import as_tensor
-from xentlib.torch.binding import DIFFERENTIATED, HeadCall, bind
+from xentlib.torch.binding import bind
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gradients import Gradients, needs_transpose, power_of_two
@@ -27,14 +27,14 @@ from xentlib.torch.core.spread import Terms, same_upstream
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, target_info
 from xentlib.torch.core.stream import Streamed, sums_of, walk_of
 from xentlib.torch.core.tokens import counted
+from xentlib.torch.core.vocab import host_readable, over_shards
 from xentlib.torch.core.walk import Walk
 from xentlib.torch.derivatives import differentiated_once, wanted, without_gradient
 from xentlib.torch.head import with_head
 from xentlib.torch.hooks import run_backward_hooks, run_forward_hooks
 from xentlib.torch.lora import fake_low_rank
 from xentlib.torch.micro_batch import label_loss
-from xentlib.torch.operators import operator
-from xentlib.torch.ranks import host_readable, over_shards
+from xentlib.torch.operators import DIFFERENTIATED, HeadCall, operator
 
 
 class Loss(NamedTuple):

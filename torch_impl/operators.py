@@ -9,10 +9,61 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+
+from xentlib.arguments import Scalars
+
+# Of a head's operators, in the order of their gradients
+DIFFERENTIATED = ("hidden", "weight", "bias", "low_in", "low_out")
+
+
+class HeadCall(NamedTuple):
+    """What every operator of a head takes; flat, but for `hidden` [N, H] and the head."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    bias: Tensor | None
+    where: Tensor | None
+    logit_scale: Tensor | None
+    temperature: Tensor | None
+    shard: Tensor | None  # start, stop, V of this rank's rows
+    ignore_index: int
+    scalars: Scalars
+    gemm_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    chunk_bytes: int  # 0: what the device's memory allows
+    transposed: bool
+    group: str  # "" without vocabulary shards
+    reduce_hidden: bool  # d hidden is summed over the shards
+    route: str  # where the group's ranks have tokens of their own, as `Local` has it, or ""
+    nodes: Tensor | None  # [nodes, ranks]: the part of the head of each, gathered over nodes first
+    peers: str  # group of the ranks at this rank's place in its node; "" without nodes
+    every: str  # group of the ranks of all nodes
+    head_scale: float  # of d weight and d bias: where a wrapper would average over its ranks
+    low_in: Tensor | None  # A, B, mask and factor of a `LowRankHead`
+    low_out: Tensor | None
+    low_keep: Tensor | None
+    low_scale: float
+
+
+class LogitsCall(NamedTuple):
+    """What the operators of given logits take; flat, but for `logits` [N, C]."""
+
+    logits: Tensor
+    labels: Tensor
+    where: Tensor | None
+    temperature: Tensor | None
+    shard: Tensor | None  # as in `HeadCall`
+    ignore_index: int
+    compute_dtype: torch.dtype
+    chunk_bytes: int
+    group: str
+    scalars: Scalars
+
 
 TYPES = {
     Tensor: "Tensor",

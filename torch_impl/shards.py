@@ -25,7 +25,7 @@ from xentlib.checks.shards import check_shard
 from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
-from xentlib.torch.ranks import numbers_of, undeclared
+from xentlib.torch.core.vocab import numbers_of, undeclared
 
 
 def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup:

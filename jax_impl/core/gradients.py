@@ -17,10 +17,10 @@ from xentlib.jax.binding import DIFFERENTIATED, Options
 from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import contract, round_to
 from xentlib.jax.core.lora import backprop_lora, from_hidden, to_a, to_b
+from xentlib.jax.core.vocab import as_primal
 from xentlib.jax.core.walk import Chunk, Walk
 from xentlib.jax.derivatives import Needs
 from xentlib.jax.head import Spread, own_piece
-from xentlib.jax.ranks import as_primal
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.

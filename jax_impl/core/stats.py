@@ -10,8 +10,8 @@ from jax import lax
 
 from xentlib.algebra import NonTargetStats, TargetInfo, TokenStats, WantedStats, unpack_stats
 from xentlib.jax.core.algebra import ALGEBRA
+from xentlib.jax.core.vocab import combine, varying
 from xentlib.jax.core.walk import Chunk, Walk, over_chunks
-from xentlib.jax.ranks import combine, varying
 
 
 def all_stats(walk: Walk, wanted: WantedStats, *, only: Chunk | None = None) -> TokenStats:

@@ -18,8 +18,8 @@ from xentlib.jax.core.gemm import contract
 from xentlib.jax.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
 from xentlib.jax.core.lora import LoraActivations, LowRank, add_logits, low_rank, seen_by
 from xentlib.jax.core.tokens import Tokens, of_shard, select_tokens
+from xentlib.jax.core.vocab import Alike, alike, apart, shard_here, vary, varying
 from xentlib.jax.derivatives import differentiated_once
-from xentlib.jax.ranks import Alike, alike, apart, shard_here, vary, varying
 from xentlib.plan import MAX_ROWS, ChunkPlan, VocabShard, pad_rows, plan_chunks
 
 T = TypeVar("T")

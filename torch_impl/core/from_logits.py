@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from xentlib.plan import block_bytes, block_tokens
-from xentlib.torch.binding import LogitsCall
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
 from xentlib.torch.core.tokens import select_tokens
+from xentlib.torch.core.vocab import begin_consistency, vocab_parallel_of
 from xentlib.torch.core.walk import rows_at
-from xentlib.torch.ranks import begin_consistency, vocab_parallel_of
+from xentlib.torch.operators import LogitsCall
 
 
 class GivenLogits:

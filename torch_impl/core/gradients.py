@@ -17,8 +17,8 @@ from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, stora
 from xentlib.torch.core.kernels import Kernels, LogitsBlock
 from xentlib.torch.core.lora import LowSums
 from xentlib.torch.core.spread import Sending
+from xentlib.torch.core.vocab import VocabParallel
 from xentlib.torch.core.walk import Chunk, Walk
-from xentlib.torch.ranks import VocabParallel
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.

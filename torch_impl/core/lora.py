@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.torch.binding import HeadCall
 from xentlib.torch.core.gemm import addmm_, gemm_precision, storage_dtype
 from xentlib.torch.core.kernels import Kernels
+from xentlib.torch.operators import HeadCall
 
 # Of 8 bits or more each: what float32 has.
 PARTS = 3

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.plan import VocabShard
-from xentlib.torch.binding import HeadCall
 from xentlib.torch.core.gradients import Gradients, GradientSums
 from xentlib.torch.core.spread import Terms, shake_hands
 from xentlib.torch.core.tokens import select_tokens
+from xentlib.torch.core.vocab import gather_into, group_named, scatter_into
 from xentlib.torch.core.walk import Walk
-from xentlib.torch.ranks import gather_into, group_named, scatter_into
+from xentlib.torch.operators import HeadCall
 
 
 class NodeWalk(Walk):

@@ -27,10 +27,16 @@ from xentlib.checks.call import (
 from xentlib.checks.route import refuse_copies
 from xentlib.checks.shards import check_upstream, refuse_inconsistent
 from xentlib.plan import ChunkPlan, shard_of, spread_tokens
-from xentlib.torch.binding import HeadCall
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.tokens import Tokens, check_labels, counted
-from xentlib.torch.ranks import gather_into, group_named, host_readable, numbers_of, scatter_into
+from xentlib.torch.core.vocab import (
+    gather_into,
+    group_named,
+    host_readable,
+    numbers_of,
+    scatter_into,
+)
+from xentlib.torch.operators import HeadCall
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Numbers of a rank that the others go by, of tokens that travel.

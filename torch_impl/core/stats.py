@@ -12,8 +12,8 @@ from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.from_logits import GivenLogits
 from xentlib.torch.core.kernels import Kernels, LogitsBlock
 from xentlib.torch.core.tokens import check_labels
+from xentlib.torch.core.vocab import VocabParallel
 from xentlib.torch.core.walk import Chunk, Walk
-from xentlib.torch.ranks import VocabParallel
 
 
 def all_stats(walk: Walk, wanted: WantedStats) -> TokenStats:

@@ -21,15 +21,15 @@ from torch import Tensor
 from xentlib.algebra import NonTargetStats, TokenStats, WantedStats
 from xentlib.checks.call import check_class_weights
 from xentlib.plan import VocabShard, stream_rows
-from xentlib.torch.binding import HeadCall
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.gradients import Gradients, GradientSums
 from xentlib.torch.core.spread import Sending, Terms, shake_hands
 from xentlib.torch.core.stats import StatSums, add_chunk, all_stats, target_info
 from xentlib.torch.core.tokens import select_tokens
+from xentlib.torch.core.vocab import gather_into, group_named, scatter_into
 from xentlib.torch.core.walk import Walk
-from xentlib.torch.ranks import gather_into, group_named, scatter_into
+from xentlib.torch.operators import HeadCall
 
 
 class Passing(NamedTuple):

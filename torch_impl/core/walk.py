@@ -14,14 +14,14 @@ from torch import Tensor
 
 from xentlib.plan import block_bytes, pad_columns, pad_rows, plan_chunks
 from xentlib.torch.array_spec import dtype_name
-from xentlib.torch.binding import HeadCall
 from xentlib.torch.core.device import chunk_bytes, device_info
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
 from xentlib.torch.core.lora import LoraActivations, LowRank
 from xentlib.torch.core.spread import Spread, Terms
 from xentlib.torch.core.tokens import Tokens, select_tokens
-from xentlib.torch.ranks import begin_consistency, vocab_parallel_of
+from xentlib.torch.core.vocab import begin_consistency, vocab_parallel_of
+from xentlib.torch.operators import HeadCall
 
 
 class Chunk(NamedTuple):
