@@ -73,7 +73,8 @@ DIFFERENT = {
 
 def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]]]:
     """Each of DIFFERENT, through the functions that take it; and what may differ."""
-    from xentlib.torch import chunked_logprobs, chunked_nll, ranks
+    from xentlib.torch import chunked_logprobs, chunked_nll
+    from xentlib.torch.core import vocab
 
     group, problem = torch.distributed.group.WORLD, build(PLAIN, 7)
     every = {"vocab_parallel": group, "max_chunk_bytes": 16 * 80 * 4}
@@ -82,7 +83,7 @@ def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]
     mine = whole[:79] if rank == 0 else whole[79:]
     chunked_nll(hidden, mine, labels, **every)  # the shards are learnt
     if not reading:
-        ranks.host_readable = lambda x: False
+        vocab.host_readable = lambda x: False
     tokens = torch.linspace(0.5, 2.0, len(labels))
     places = torch.arange(157)
     places[[1, 3]] = places[[3, 1]] if rank else places[[1, 3]]
