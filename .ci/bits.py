@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,10 @@ def main() -> int:
     collectives = differences(before, here, "collectives")
     for line in (*unequal, *collectives):
         print(line)
+    if args.table:
+        # Of ranks that send the same, one line
+        lines = sorted({re.sub(r", rank \d+ of", ", of", line) for line in collectives})
+        args.table.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     numbers = sum(len(call["bits"]) for call in here.values())
     print(
         f"{len(here)} calls, {numbers} arrays: {len(unequal)} unequal bits, "
@@ -65,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     )
     new.add_argument("base", nargs="?", help="a commit")
     new.add_argument("--write", type=Path)
+    new.add_argument("--table", type=Path, help="writes the collectives that are not the same")
     new.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     return new
 

@@ -58,6 +58,8 @@ def over_shards(
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     over = group if vocab is None else xentlib.PaddedVocab(group, vocab)
     rows = sizes or even(V, world)
+    if len(set(rows)) > 1 and not tokens:
+        over = declared(rows[rank], over, vocab)
     own = even(N, world) if tokens else (N,) * world
     hidden, labels = drawn(N, H, seed=1), labels_of(vocab=vocab or V)
     if tokens:
@@ -74,13 +76,18 @@ def over_shards(
     )
 
 
+def declared(rows: int, over: Any, vocab: int | None = None) -> Any:
+    """Shards of any sizes; commits before `VocabShard.of_ranks` find them out themselves."""
+    of_ranks = getattr(xentlib.VocabShard, "of_ranks", None)
+    return over if of_ranks is None else of_ranks(rows, dist.group.WORLD, vocab)
+
+
 def logits_over_shards(**options: Any) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     logits = cut(3 * drawn(N, V, seed=4), rank, even(V, world), 1).requires_grad_()
+    over = declared(logits.shape[1], dist.group.WORLD)
     return measured(
-        lambda: ours.vocab_parallel_logprobs(
-            logits, labels_of(), vocab_parallel=dist.group.WORLD, **options
-        ),
+        lambda: ours.vocab_parallel_logprobs(logits, labels_of(), vocab_parallel=over, **options),
         {"logits": logits},
     )
 
@@ -156,7 +163,7 @@ def on_ranks() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "shards, nll", over_shards(nll, outputs=OUTPUTS, **LOSS)
     yield "shards, nll, chunks", over_shards(nll, **FEW)
     yield "shards, nll, audit", over_shards(nll, **AUDIT, **LOSS)
-    yield "shards, uneven", over_shards(nll, uneven)  # to be declared
+    yield "shards, uneven", over_shards(nll, uneven)
     yield "shards, padded", over_shards(nll, vocab=V - 6)
     yield "shards, logprobs", over_shards(logprobs, **entropy, **OPTIONS)
     yield "shards, from logits", logits_over_shards(**entropy)

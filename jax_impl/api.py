@@ -106,9 +106,10 @@ def chunked_nll(
             shards one number more a token and rank. A loss that depends on one raises in its
             backward (NaN inside `jit`): `chunked_logprobs` has their gradients.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
-            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding.
-            `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of
-            any sizes, none included, and a DTensor sharded on the vocabulary if you like.
+            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding;
+            in PyTorch `VocabShard.of_ranks(rows, group)` where ranks have different numbers of
+            rows, none included. `weight` and `bias` are then this rank's rows of the head, in rank
+            order, or a DTensor sharded on the vocabulary.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
             d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
             must be the same travel with the MAX: where ranks differ every one of them raises, or
@@ -246,9 +247,10 @@ def chunked_logprobs(
         temperature: positive number, 0-d array, or [...] one per token.
         entropy: compute the entropy too. Not asked for, it costs nothing.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
-            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding.
-            `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of
-            any sizes, none included, and a DTensor sharded on the vocabulary if you like.
+            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding;
+            in PyTorch `VocabShard.of_ranks(rows, group)` where ranks have different numbers of
+            rows, none included. `weight` and `bias` are then this rank's rows of the head, in rank
+            order, or a DTensor sharded on the vocabulary.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
             d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
             must be the same travel with the MAX: where ranks differ every one of them raises, or
@@ -354,7 +356,8 @@ def vocab_parallel_logprobs(
             PyTorch as for `chunked_logprobs`.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
             of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last columns are
-            padding. None: `logits` has all columns.
+            padding; in PyTorch `VocabShard.of_ranks(columns, group)` where ranks have different
+            numbers of columns. None: `logits` has all columns.
         where: [...] bool or None; False takes a token out.
         ignore_index: label of tokens to leave out.
         temperature: positive number, 0-d array, or [...] one per token.
@@ -365,7 +368,7 @@ def vocab_parallel_logprobs(
         max_chunk_bytes: budget of the float32 copy of some rows; None for the default of the
             device.
         shard: the classes of this rank's columns, on every rank or on none; every class on one
-            rank. Without it they follow from the numbers of columns, which travel with the MAX.
+            rank. Without it every rank has as many columns.
 
     Returns:
         LogprobOutput, float32 (float64 for float64 logits), never below.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,70 +14,12 @@ from xentlib.checks.route import check_own_tokens, check_route_here
 from xentlib.checks.validators import plain
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import array, array_spec, as_array, is_array, need_x64, only_arrays
+from xentlib.jax.core.call import Arrays, Constants, Options
 from xentlib.jax.core.tokens import check_labels, check_values
-from xentlib.jax.core.vocab import Axis, axis_for, axis_of, varies_over
-from xentlib.jax.head import Placement, Spread, alone, axes_of, placed
-from xentlib.jax.heads import head_of, unwrapped
-from xentlib.jax.lora import described, unpacked
+from xentlib.jax.core.vocab import axis_for, axis_of, varies_over
+from xentlib.jax.head import described, head_of, unpacked, unwrapped
+from xentlib.jax.placement import Placement, alone, axes_of, placed
 from xentlib.plan import default_chunk_bytes
-
-
-class Options(NamedTuple):
-    """What a trace depends on; hashable, until a trace puts arrays in place of numbers."""
-
-    ignore_index: int
-    gemm_dtype: str
-    compute_dtype: str
-    output_dtype: str
-    chunk_bytes: int
-    scalars: Scalars = Scalars()  # at the default until the trace, where one is an array
-    mean: bool = False
-    entropy: bool = False
-    predicted: bool = False
-    transposed: bool = False
-    axis: Axis | None = None
-    spread: Spread | None = None
-    # Mesh axes whose devices have tokens of their own, all of which meet each device's rows.
-    gathered: tuple[Any, ...] = ()
-
-
-class Constants(NamedTuple):
-    """Arrays without a gradient, flat; None where absent."""
-
-    where: jax.Array | None = None
-    token_weights: jax.Array | None = None
-    logit_scale: jax.Array | None = None
-    temperature: jax.Array | None = None
-    denominator: jax.Array | None = None
-    shard: jax.Array | None = None  # [2] start and stop of this device's classes, if given
-    # Of those that are arrays, so that no program is compiled for each number
-    scalars: Mapping[str, jax.Array] = {}
-    class_weights: jax.Array | None = None  # [V]
-    keep: jax.Array | None = None  # [N, H], of a `LowRankHead`, as is the next
-    scale: jax.Array | None = None
-
-
-# Of a head's arrays, in the order of `Needs` and of the gradients.
-DIFFERENTIATED = ("hidden", "weight", "bias", "low_in", "low_out")
-# Of these there is one for each token, or one for all.
-PER_TOKEN = ("where", "token_weights", "temperature")
-
-
-class Arrays(NamedTuple):
-    """What a trace takes beside its options."""
-
-    hidden: jax.Array  # or logits
-    labels: jax.Array
-    constants: Constants
-    weight: jax.Array | None = None
-    bias: jax.Array | None = None
-    low_in: jax.Array | None = None  # A [R, H] and B [V, R] of a `LowRankHead`
-    low_out: jax.Array | None = None
-
-    @property
-    def leaves(self) -> tuple[jax.Array | None, ...]:
-        """What has gradients."""
-        return tuple(getattr(self, name) for name in DIFFERENTIATED)
 
 
 class Bound(NamedTuple):
@@ -151,7 +92,7 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
         chunk_bytes=given.max_chunk_bytes or chunk_bytes,
         transposed=given.weight_layout == "HV",
         axis=axis,
-        spread=place.spread if place else None,
+        mesh_axes=place.mesh_axes if place else None,
         gathered=gathered,
     )
     arrays = Arrays(
@@ -198,18 +139,6 @@ def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
     return problem, Bound(options, arrays, None)
 
 
-def with_arrays(options: Options, constants: Constants) -> Options:
-    """Options of a trace, in the compute dtype."""
-    arrays: Any = {k: x.astype(options.compute_dtype) for k, x in constants.scalars.items()}
-    return options._replace(scalars=options.scalars._replace(**arrays))
-
-
-def as_gradients(found: dict[str, jax.Array | None]) -> Any:
-    """By name, in the tree of the arrays; None is no gradient."""
-    none: Any = dict.fromkeys(Arrays._fields)
-    return Arrays(**(none | found))
-
-
 def numbers_of(given: Arguments | LogitsArguments) -> Scalars:
     """What a trace may depend on; an array, and what the function does not have, at its default."""
     numbers: dict[str, Any] = Scalars()._asdict()
@@ -223,21 +152,3 @@ def numbers_of(given: Arguments | LogitsArguments) -> Scalars:
 def arrays_of(given: Arguments) -> dict[str, Any]:
     """Those that are arrays."""
     return {x: array(y) for x in Scalars._fields if is_array(y := getattr(given, x))}
-
-
-def flat(arrays: Arrays) -> Arrays:
-    """As a trace takes them: [N, H], and per token [N]."""
-
-    def one(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else jnp.reshape(x, (-1,))
-
-    hidden, labels, constants = arrays.hidden, arrays.labels, arrays.constants
-    shape, keep = (labels.size, hidden.shape[-1]), constants.keep
-    per_token: dict[str, Any] = {n: one(getattr(constants, n)) for n in PER_TOKEN}
-    return arrays._replace(
-        hidden=jnp.reshape(hidden, shape),
-        labels=jnp.reshape(labels, (-1,)),
-        constants=constants._replace(
-            keep=None if keep is None else jnp.reshape(keep, shape), **per_token
-        ),
-    )

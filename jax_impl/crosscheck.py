@@ -20,8 +20,7 @@ from xentlib.dtypes import resolve_dtypes
 from xentlib.jax.array_spec import is_array
 from xentlib.jax.core.vocab import vary, varying
 from xentlib.jax.derivatives import primal_values, refused, wanted
-from xentlib.jax.heads import head_of, unwrapped
-from xentlib.jax.lora import low_rank_of
+from xentlib.jax.head import head_of, low_rank_of, unwrapped
 from xentlib.jax.nll import nll
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES

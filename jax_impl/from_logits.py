@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.arguments import LogitsArguments
-from xentlib.jax.binding import Arrays, Constants, Options, bind_logits, flat
+from xentlib.jax.binding import bind_logits
+from xentlib.jax.core.call import Arrays, Constants, Options, flat
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
+from xentlib.jax.core.logits import Chunk, chunked_logits, scaled
+from xentlib.jax.core.loop import at_rows, over_chunks
 from xentlib.jax.core.vocab import as_primal
-from xentlib.jax.core.walk import Chunk, at_rows, over_chunks, scaled, walk_of
 from xentlib.jax.derivatives import primal_values, wanted
 from xentlib.jax.logprobs import (
     Residuals,
@@ -36,7 +38,7 @@ def given_forward(
     options: Options, logits: jax.Array, labels: jax.Array, constants: Constants
 ) -> tuple[LogprobOutput[Any], Residuals]:
     """Steps 3 to 5 for logits [N, C] that are there."""
-    return forward_of(walk_of(options, Arrays(logits, labels, constants)))
+    return forward_of(chunked_logits(options, Arrays(logits, labels, constants)))
 
 
 def given_backward(
@@ -48,20 +50,20 @@ def given_backward(
     constants: Constants,
 ) -> jax.Array:
     """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
-    walk = walk_of(options, Arrays(logits, labels, constants))
-    given = jax.tree.map(partial(scaled, walk), clean_upstream(walk, upstream))
-    terms_N = terms_of(kept, given, options.scalars.label_smoothing, walk.vocab_size)
-    terms_M = jax.tree.map(lambda x: jnp.pad(x[walk.order], (0, 1)), terms_N)
+    chunked = chunked_logits(options, Arrays(logits, labels, constants))
+    given = jax.tree.map(partial(scaled, chunked), clean_upstream(chunked, upstream))
+    terms_N = terms_of(kept, given, options.scalars.label_smoothing, chunked.vocab_size)
+    terms_M = jax.tree.map(lambda x: jnp.pad(x[chunked.order], (0, 1)), terms_N)
 
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
-        terms_T = at_rows(walk, chunk, terms_M)
+        terms_T = at_rows(chunked, chunk, terms_M)
         dz = coefficients(terms_T)
-        dz_TV, dz_y_T, _ = walk.kernels.dz(chunk.block, terms_T.kept_lse, dz)
+        dz_TV, dz_y_T, _ = chunked.kernels.dz(chunk.block, terms_T.kept_lse, dz)
         own_TV = lax.broadcasted_iota(jnp.int32, dz_TV.shape, 1) == chunk.block.y_T1
         dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), logits.dtype.name)
         return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")
 
-    d_logits = over_chunks(walk, body, as_bits(jnp.zeros_like(logits)), terms_M)
+    d_logits = over_chunks(chunked, body, as_bits(jnp.zeros_like(logits)), terms_M)
     return as_primal(from_bits(d_logits, logits), logits)
 
 

@@ -1,251 +1,202 @@
-"""How the head is placed, in JAX: whole arrays on a mesh, of which each device takes a part, and
-shards over the axes that spread tokens, gathered once."""
+"""A head as it is given, in JAX, module or LoRA: the arrays that it multiplies with.
+
+Flax and Equinox are never imported here: what is not loaded has no modules to pass.
+Shapes: V vocabulary, H hidden width.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple, TypeVar
+import sys
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from xentlib.arguments import Arguments
-from xentlib.checks.route import check_route, check_rows_stay
-from xentlib.checks.shards import check_shards
-from xentlib.checks.validators import check_floating, plain
-from xentlib.jax.array_spec import array_spec
-from xentlib.jax.core.vocab import Axis
+from xentlib.checks.lora import check_base
+from xentlib.checks.module import check_beside_module, refuse_module
+from xentlib.checks.validators import ArraySpec, plain
+from xentlib.jax.array_spec import (
+    array_spec,
+    concrete_on_cpu,
+    framework_of,
+    is_array,
+    refuse_array,
+)
 from xentlib.lora import LowRankHead
-from xentlib.plan import PaddedVocab
+from xentlib.options import WeightLayout
 
-T = TypeVar("T")
-
-Axes = tuple[Any, ...]  # names of mesh axes, the slowest first
-
-
-class Spread(NamedTuple):
-    """Inside a `shard_map` of ours: axes that spread tokens, and those that shard each dimension of
-    what this device needs of the head."""
-
-    tokens: Axes
-    weight: tuple[Axes, Axes]
-    bias: tuple[Axes]
+OURS = (("xentlib.jax.module", "NLLHead"), ("xentlib.jax.module", "LinenNLLHead"))
+ADAPTERS = (("flax.nnx", "LoRA"), ("flax.nnx", "LoRALinear"))
+BOXES = (("flax.nnx", "Variable", "get_value"), ("flax.core.meta", "AxisMetadata", "unbox"))
+PLAIN = (type(None), bool, int, float, str, tuple)
+ARRAY = "the array that it multiplies with, [V, H], or [H, V] with `weight_layout='HV'`"
 
 
-class Placement(NamedTuple):
-    """Of a call on whole arrays: where each array's parts are on a mesh."""
+class Layer(NamedTuple):
+    """A class whose weight and bias are all that it computes with."""
 
-    mesh: Any
-    tokens: P  # of the leading dimensions
-    weight: P
-    bias: P
-    low_out: P
-    axis: Axis | None
-    spread: Spread
-    gathered: Axes = ()  # of the axes that spread tokens, those whose devices send them each other
+    package: str
+    name: str
+    weight: str
+    layout: WeightLayout
+    methods: tuple[str, ...] = ("__call__",)  # one of them multiplies
 
 
-def axes_of(entry: Any) -> Axes:
-    """Of one dimension in a PartitionSpec."""
-    return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
+LAYERS = (
+    Layer("flax.nnx", "Linear", "kernel", "HV"),
+    Layer("flax.nnx", "Embed", "embedding", "VH", ("__call__", "attend")),
+    Layer("flax.linen", "Dense", "kernel", "HV"),
+    Layer("flax.linen", "Embed", "embedding", "VH", ("__call__", "attend")),
+    Layer("equinox.nn", "Linear", "weight", "VH"),
+    Layer("equinox.nn", "Embedding", "weight", "VH"),
+)
 
 
-def placed(given: Arguments, low: LowRankHead[Any] | None, *, recompute: bool) -> Placement | None:
-    """By the arrays' types, on a mesh with Explicit axes."""
-    hidden, weight = given.hidden, given.weight
-    specs = [explicit(x) for x in (hidden, weight, given.bias)]
-    beside = () if low is None else (low.a, low.b, low.keep)
-    meshes = [found[0] for found in (*specs, *map(explicit, beside)) if found]
-    if not meshes or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
-        return None
-    tokens, head, own = (found[1] if found else P() for found in specs)
-    tokens = P(*tokens[: jnp.ndim(hidden) - 1])
-    return place(meshes[0], tokens, head, own, given, recompute=recompute)
-
-
-def explicit(x: Any) -> tuple[Any, P] | None:
-    """Mesh and spec of an array whose type says how it is sharded."""
-    if not isinstance(x, jax.Array):
-        return None
-    found = jax.typeof(x).sharding
-    named = {name for entry in found.spec for name in axes_of(entry)}
-    return (found.mesh, found.spec) if named else None
-
-
-def alone(*arrays: Any) -> bool:
-    """Whether no mesh is known of whose axes the compiler places arrays: a device has all of them,
-    or inside `shard_map` what is its own."""
-    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
-    return not any(
-        kind is AxisType.Auto and mesh.shape[name] > 1
-        for mesh in (*meshes, jax.sharding.get_abstract_mesh())
-        for name, kind in zip(mesh.axis_names, mesh.axis_types)
-    )
-
-
-def place(
-    mesh: Any, tokens: P, weight: P, bias: P, given: Arguments, *, recompute: bool = False
-) -> Placement:
-    """Axes of the vocabulary that spread no tokens, the leading ones, stay spread; shards over
-    token axes are gathered by us, over others by the compiler before the call. With
-    `gather="hidden"` all axes of the vocabulary stay spread, and tokens are gathered over theirs.
-
-    `vocab_parallel` names the axes that stay spread, or None. `recompute`: the function's backward
-    reads the head's values again, which is for `gather="auto"`.
-    """
-    layout, parallel, stay = given.weight_layout, given.vocab_parallel, given.gather == "hidden"
-    shape = jnp.shape(given.weight)
-    name, classes = parallel if isinstance(parallel, PaddedVocab) else (parallel, None)
-    over = tuple(one for entry in tokens for one in axes_of(entry))
-    entries = (*weight, None, None)[:2]
-    v, h = map(axes_of, entries if layout == "VH" else entries[::-1])
-    leading = [i for i, one in enumerate(v) if one in over]
-    of_others = v[: min(leading, default=len(v))] if name is None else axes_of(name)
-    of_rows = v if v[: len(axes_of(name))] == axes_of(name) else of_others
-    if given.gather == "auto":
-        sizes = {True: 1, False: 1}  # of the axes that spread tokens, and of the others
-        for one in of_rows:
-            sizes[one in over] *= mesh.shape[one]
-        there = any(one in over for one in of_rows) and not any(one in over for one in h)
-        stay = there and travels(given, sizes[False], sizes[True], recompute=recompute)
-    kept = of_rows if stay else of_others
-
-    def pieces(axes: Axes, kept: Axes = ()) -> Axes:
-        rest = axes[len(kept) :] if axes[: len(kept)] == kept else ()
-        return tuple(one for one in rest if one in over)
-
-    cut = (pieces(v, kept), pieces(h))
-    own = pieces(axes_of((*bias, None)[0]), kept)
-    gathered = tuple(one for one in kept if one in over) if stay else ()
-    if stay:
-        check_rows_stay(over, kept, h)
-    columns = shape[0 if layout == "VH" else 1]
-    axis = None
-    if kept:
-        ranks = math.prod(mesh.shape[one] for one in kept)
-        classes = columns if classes is None else classes
-        check_shards((columns // ranks,) * ranks, classes)
-        axis = Axis(kept if len(kept) > 1 else kept[0], classes)
-    specs = ((*kept, *cut[0]) or None, cut[1] or None)
-    if layout == "HV":
-        cut, specs = cut[::-1], specs[::-1]
-    spread = Spread(over, cut, (own,))
-    # Of B the axes that spread tokens are gathered, and d B is summed over them, by the compiler:
-    # R columns, where the weight has H.
-    return Placement(
-        mesh,
-        tokens,
-        P(*specs),
-        P((*kept, *own) or None),
-        P(kept or None, None),
-        axis,
-        spread,
-        gathered,
-    )
-
-
-def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bool:
-    """Whether `gather="auto"` stands for "hidden", of a vocabulary in `shards` that are spread over
-    `ranks` with tokens of their own."""
-    count = plain(given.tokens_per_rank)
-    told = given._replace(vocab_parallel=None, tokens_parallel=None, tokens_per_rank=count)
-    check_route(told)
-    hidden, weight = given.hidden, given.weight
-    for name, x in (("hidden", hidden), ("weight", weight)):
-        check_floating(name, array_spec(x))
-    dtypes = [str(x.dtype) for x in (hidden, weight)]
-    columns, width = weight.shape if given.weight_layout == "VH" else weight.shape[::-1]
-    from xentlib.plan.routes import choose_gather
-
-    found = choose_gather(
-        count,
-        columns // shards,
-        width,
-        ranks,
-        dtype=dtypes[0],
-        head_dtype=dtypes[1],
-        reduce_dtype="float64" if "float64" in dtypes else "float32",
-        param_dtype=dtypes[1],
-        recompute=recompute,
-        kept=True,  # what is gathered is there until the backward
-        max_chunk_bytes=given.max_chunk_bytes,
-        platform="cpu" if jax.default_backend() == "cpu" else "gpu",
-    )
-    return found == "hidden"  # without a limit of memory it never is "stream"
-
-
-def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:
-    """`call` on each device's part of the arrays that `prepare` made; `outputs` is like its result
-    and true where there is one entry per token.
-
-    Gradients come back where the arrays were.
-    """
-    leading, rows = arrays.labels.ndim, place.tokens
-    states = P(*(*rows, *(None,) * leading)[:leading], None)
-    constants = arrays.constants
-    given = jax.tree.map(lambda x: rows if x.ndim == leading else P(), constants)
-    known = {"class_weights": P(), "keep": states}
-    known = {name: x for name, x in known.items() if getattr(constants, name) is not None}
-    known = {"constants": given._replace(**known)}
-    known |= {"hidden": states, "weight": place.weight, "labels": rows}
-    known |= {"bias": place.bias, "low_in": P(), "low_out": place.low_out}
-    absent = {name: None for name, x in arrays._asdict().items() if x is None}
-    specs = arrays._replace(**known | absent)
-    types = dict(zip(place.mesh.axis_names, place.mesh.axis_types))
-    names = {name for name, kind in types.items() if kind is not AxisType.Manual}
-    if AxisType.Explicit in types.values():
-        arrays = jax.tree.map(
-            lambda x, spec: jax.sharding.reshard(x, NamedSharding(place.mesh, spec)), arrays, specs
+def head_of(given: Arguments) -> Arguments:
+    """The call with a module's arrays in place of the module, in the dtypes that it casts to."""
+    low, module = low_rank_of(given.weight), given.weight
+    if low is not None:
+        low = LowRankHead(*map(unwrapped, map(plain, low)))
+        check_base(type(low.weight).__name__, low_rank_of(low.weight) is None)
+        given = head_of(given._replace(weight=low.weight))
+        return given._replace(weight=low._replace(weight=given.weight))
+    if is_array(module):
+        return given
+    layer = next((x for x in LAYERS if isinstance(module, loaded(x.package, x.name))), None)
+    if layer is None or not is_plain(module, layer):
+        refuse(module)
+    kind = type(module).__name__
+    options = ("options", "tokens", "vocab_parallel") if isinstance(module, both(OURS)) else ()
+    if any(getattr(module, x) for x in options):
+        refuse_module(
+            f"a {kind} with options of its own, which would be lost",
+            "Call it with the labels, `head(hidden, labels)`.",
         )
-    return jax.shard_map(
-        call,
-        mesh=place.mesh,
-        in_specs=(specs,),
-        out_specs=jax.tree.map(lambda per_token: rows if per_token else P(), outputs),
-        axis_names=names,
-    )(arrays)
+    own = getattr(module, "dot_general", None)
+    if own not in (None, jax.lax.dot_general) or getattr(module, "dot_general_cls", None):
+        refuse_module(
+            f"a {kind} with a `dot_general` of its own, which may quantise",
+            f"Leave that out, or pass {ARRAY}.",
+        )
+    weight, bias = parameters(module, layer, given.hidden)
+    if not is_array(weight):
+        came = "nothing yet" if weight is None else f"a {type(weight).__name__}, no array"
+        refuse_module(
+            f"a {kind} whose `{layer.weight}` is {came}",
+            f"Pass {ARRAY}; of a quantised layer what its own method dequantises it to.",
+        )
+    layout: WeightLayout = getattr(module, "weight_layout", layer.layout)
+    agreed = given.weight_layout == layout
+    two = bias is not None and given.bias is not None
+    check_beside_module(kind, two, "VH" if agreed else given.weight_layout)
+    hidden, weight, bias = cast(module, layer, given.hidden, weight, bias)
+    bias = given.bias if bias is None else bias
+    return given._replace(hidden=hidden, weight=weight, bias=bias, weight_layout=layout)
 
 
-def whole_rows(spread: Spread | None, transposed: bool, arrays: Any) -> Any:
-    """What this device multiplies, gathered once, before the loop."""
-    if spread is None:
-        dimensions = {"hidden": 1, "weight": 0 if transposed else 1, "low_in": 1, "low_out": 1}
-        given = {name: (getattr(arrays, name), k) for name, k in dimensions.items()}
-        found = {name: uncut(x, k) for name, (x, k) in given.items() if x is not None}
-        return arrays._replace(**found)
+def parameters(module: Any, layer: Layer, hidden: Any) -> tuple[Any, Any]:
+    """Weight and bias, or None."""
+    if layer.package != "flax.linen":
+        return tuple(unwrapped(getattr(module, x, None)) for x in (layer.weight, "bias"))
+    kind = type(module).__name__
+    if module.scope is None:
+        refuse_module(
+            f"an unbound {kind}, which has no parameters",
+            "Pass `model.bind(variables).head`, or the array, "
+            "`variables['params']['head']['kernel']` with `weight_layout='HV'`.",
+        )
+    if layer.weight == "embedding":
+        return unwrapped(module.embedding), None
+    if module.is_initializing() and not module.has_variable("params", "kernel"):
+        module(jnp.zeros((1, hidden.shape[-1]), hidden.dtype))  # its own forward makes them
+    names = ("kernel", "bias") if module.use_bias else ("kernel",)
+    weight, *bias = (unwrapped(module.get_variable("params", name)) for name in names)
+    return weight, (bias[0] if bias else None)
 
-    def gather(x: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
-        for dimension, names in enumerate(cut):
-            x = lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
+
+def cast(module: Any, layer: Layer, *arrays: Any) -> tuple[Any, Any, Any]:
+    """Hidden states, weight and bias in the layer's own `dtype`, by its own function. Without one
+    a layer takes their common dtype, as the call itself does."""
+    promote = getattr(module, "promote_dtype", None)
+    if promote is None or (module.dtype is None and framework_of(promote) == "flax"):
+        return arrays
+    operands = arrays if layer.weight == "kernel" else arrays[:2]
+    operands = operands if layer.package == "flax.linen" else (operands,)
+    hidden, weight, *bias = promote(*operands, dtype=module.dtype)
+    return hidden, weight, (bias[0] if bias else None)
+
+
+def unwrapped(x: Any) -> Any:
+    """The array in an NNX variable, or in a box of Linen's that says how it is sharded."""
+    if type(x) in PLAIN:  # most arguments of a call, whose 22 would take 50 us
         return x
-
-    bias = None if arrays.bias is None else gather(arrays.bias, spread.bias)
-    return arrays._replace(weight=gather(arrays.weight, spread.weight), bias=bias)
-
-
-def uncut(x: jax.Array, dimension: int) -> jax.Array:
-    """Not sharded in `dimension`, where the compiler places arrays: sharded there, it would
-    multiply shards and sum [chunk, V] logits over devices in each iteration."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty or mesh.size == 1 or AxisType.Auto not in mesh.axis_types:
-        return x
-    spec = P(*(None if i == dimension else P.UNCONSTRAINED for i in range(x.ndim)))
-    found: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    return found
+    for package, name, method in BOXES:
+        if isinstance(x, loaded(package, name)):
+            return getattr(x, method)()
+    return x
 
 
-def own_piece(gradient: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
-    """Summed over the devices that have the other shards."""
-    for dimension, names in enumerate(cut):
-        if names:
-            gradient = lax.psum_scatter(gradient, names, scatter_dimension=dimension, tiled=True)
-    return gradient
+def is_plain(module: Any, layer: Layer) -> bool:
+    """Whether its class multiplies as the layer does, or is ours."""
+    kinds = (*loaded(layer.package, layer.name), *both(OURS))
+    return any(
+        all(getattr(type(module), x) is getattr(kind, x, None) for x in layer.methods)
+        for kind in kinds
+    )
 
 
-def of_all_tokens(spread: Spread | None, x: T) -> T:
-    """Sums over the tokens of this device, made those of all."""
-    total: T = lax.psum(x, spread.tokens) if spread and spread.tokens else x
-    return total
+def loaded(package: str, name: str) -> tuple[type, ...]:
+    """A class of a package, if that is loaded."""
+    found = getattr(sys.modules.get(package), name, None)
+    return () if found is None else (found,)
+
+
+def both(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
+    return tuple(kind for package, name in names for kind in loaded(package, name))
+
+
+def refuse(given: Any) -> NoReturn:
+    """In the words for what it is: an array of another kind, parameters by name, or a module."""
+    package, kind = framework_of(type(given)), type(given).__name__
+    if isinstance(given, (list, tuple, int, float, type(None))) or kind == "Tensor":
+        refuse_array("weight", given)
+    if isinstance(given, both(ADAPTERS)):
+        refuse_module(
+            f"a {kind} of NNX, whose adapters would be lost",
+            "Pass `LowRankHead(kernel[...], lora_a[...].T, lora_b[...].T)` of its arrays, with "
+            "`weight_layout='HV'`.",
+        )
+    if hasattr(given, "keys"):
+        refuse_module(
+            f"a {kind}",
+            "Pass an array of it, such as `weight['kernel']` with `weight_layout='HV'`, and "
+            "`bias=weight['bias']`.",
+        )
+    refuse_module(
+        f"{package}'s {kind}, whose forward is its own",
+        f"Pass a linear or an embedding layer of NNX, Linen (bound) or Equinox, or {ARRAY}.",
+    )
+
+
+def low_rank_of(head: Any) -> LowRankHead[jax.Array] | None:
+    return head if isinstance(head, LowRankHead) else None
+
+
+def unpacked(given: Arguments) -> tuple[Arguments, LowRankHead[jax.Array] | None]:
+    """The call with the weight alone, and the head that it is of, if it has a low-rank part."""
+    low = low_rank_of(given.weight)
+    return (given, None) if low is None else (given._replace(weight=low.weight), low)
+
+
+def described(low: LowRankHead[Any]) -> LowRankHead[ArraySpec]:
+    """As it is checked. A head that goes through `jit` or a transformation with its arrays has an
+    array for its scale: that of a trace is some number."""
+    scale: Any = low.scale
+    if is_array(scale) and not jnp.ndim(scale) and is_real(scale):
+        scale = scale.item() if concrete_on_cpu(scale) else 1.0
+    return LowRankHead(*map(array_spec, low._replace(scale=scale)))
+
+
+def is_real(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)

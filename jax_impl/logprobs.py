@@ -1,6 +1,6 @@
 """Per-token log-probabilities in JAX: the steps of `xentlib.logprobs`, under their numbers.
 
-Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to walk.
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.arguments import Arguments
-from xentlib.jax.binding import Arrays, Options, as_gradients, bind, flat
+from xentlib.jax.binding import bind
 from xentlib.jax.core.algebra import exp
+from xentlib.jax.core.call import Arrays, Options, as_gradients, flat
 from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
@@ -24,20 +25,12 @@ from xentlib.jax.core.gradients import (
     without_power,
     zero_gradients,
 )
+from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
+from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
 from xentlib.jax.core.vocab import upstream_of, vary, varying
-from xentlib.jax.core.walk import (
-    Chunk,
-    Walk,
-    at_rows,
-    meet,
-    over_chunks,
-    scaled,
-    unpack,
-    walk_of,
-)
 from xentlib.jax.derivatives import Needs, primal_values, wanted
-from xentlib.jax.head import Placement, over_mesh, whole_rows
+from xentlib.jax.placement import Placement, over_mesh, whole_rows
 from xentlib.logprobs import LogprobOutput
 
 
@@ -79,28 +72,28 @@ class Terms(NamedTuple):
 
 def logprobs_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[Any], Residuals]:
     """Per-token outputs, and what the backward needs of them. The arrays are flat."""
-    return forward_of(walk_of(options, arrays))
+    return forward_of(chunked_logits(options, arrays))
 
 
-def forward_of(walk: Walk) -> tuple[LogprobOutput[Any], Residuals]:
+def forward_of(logits: ChunkedLogits) -> tuple[LogprobOutput[Any], Residuals]:
     """Steps 2 to 5."""
-    options, eps = walk.options, walk.options.scalars.label_smoothing
+    options, eps = logits.options, logits.options.scalars.label_smoothing
     stats_wanted = WantedStats(options.entropy, eps > 0)
-    own, (walk, _) = walk, meet(walk, ())
+    own, (logits, _) = logits, gather_tokens(logits, ())
 
     def body(chunk: Chunk, packed_6M: jax.Array) -> jax.Array:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, rest, _ = walk.kernels.stats(chunk.block, stats_wanted)
-        values = kept_values(stats_of(walk, chunk.rows_T, z_y, rest), eps)
-        return put_rows(walk, chunk, packed_6M, values)
+        z_y, rest, _ = logits.kernels.stats(chunk.block, stats_wanted)
+        values = kept_values(stats_of(logits, chunk.rows_T, z_y, rest), eps)
+        return put_rows(logits, chunk, packed_6M, values)
 
     if options.axis is None or options.gathered:
         packed_6M = jnp.zeros((6, own.order.size), options.compute_dtype)
         if options.gathered:
-            packed_6M = vary(packed_6M, axes_of_stats(walk, varying(walk)))
-        packed_6M = over_chunks(walk, body, packed_6M, exchange=bool(options.gathered))
+            packed_6M = vary(packed_6M, axes_of_stats(logits, varying(logits)))
+        packed_6M = over_chunks(logits, body, packed_6M, exchange=bool(options.gathered))
     else:
-        packed_6M = kept_values(all_stats(walk, stats_wanted), eps)
+        packed_6M = kept_values(all_stats(logits, stats_wanted), eps)
     return outputs_of(unpack(own, packed_6M), options.entropy, options.output_dtype)
 
 
@@ -136,37 +129,37 @@ def logprobs_backward(
 ) -> dict[str, jax.Array | None]:
     """Gradients by name, from logits that are computed again."""
     compute = options.compute_dtype
-    walk = walk_of(options, arrays)
-    given = clean_upstream(walk, upstream)
+    logits = chunked_logits(options, arrays)
+    given = clean_upstream(logits, upstream)
     sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
     exponent = power_of_two(options, sizes.sum(axis=0))
     if exponent is not None:
         given = jax.tree.map(lambda g: jnp.ldexp(g, exponent), given)
-    given = jax.tree.map(partial(scaled, walk), given)
-    terms_N = terms_of(kept, given, options.scalars.label_smoothing, walk.vocab_size)
-    own, (walk, terms_N) = walk, meet(walk, terms_N)
-    terms_M = jax.tree.map(lambda x: jnp.pad(x[walk.order], (0, 1)), terms_N)
+    given = jax.tree.map(partial(scaled, logits), given)
+    terms_N = terms_of(kept, given, options.scalars.label_smoothing, logits.vocab_size)
+    own, (logits, terms_N) = logits, gather_tokens(logits, terms_N)
+    terms_M = jax.tree.map(lambda x: jnp.pad(x[logits.order], (0, 1)), terms_N)
 
     def body(chunk: Chunk, gradients: Gradients) -> Gradients:
         # 6. to 8. dz and the gradients
-        terms_T = at_rows(walk, chunk, terms_M)
+        terms_T = at_rows(logits, chunk, terms_M)
         dz = coefficients(terms_T)
-        return add_gradients(walk, chunk, needs, gradients, terms_T.kept_lse, dz)
+        return add_gradients(logits, chunk, needs, gradients, terms_T.kept_lse, dz)
 
-    sums = vary(zero_gradients(walk, needs), varying(walk, terms_M))
-    gradients = over_chunks(walk, body, sums, terms_M, exchange=bool(options.gathered))
+    sums = vary(zero_gradients(logits, needs), varying(logits, terms_M))
+    gradients = over_chunks(logits, body, sums, terms_M, exchange=bool(options.gathered))
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
-    gradients = own_columns(walk, gradients)
-    return round_gradients(gradients, own.tokens.valid, arrays.leaves, options.spread)
+    gradients = own_columns(logits, gradients)
+    return round_gradients(gradients, own.tokens.valid, arrays.leaves, options.mesh_axes)
 
 
-def clean_upstream(walk: Walk, upstream: Upstream) -> Upstream:
+def clean_upstream(logits: ChunkedLogits, upstream: Upstream) -> Upstream:
     """0 for tokens that are not valid: what follows them may have any gradient, inf included, and
     the largest sets the power of two."""
-    compute = walk.options.compute_dtype
+    compute = logits.options.compute_dtype
     found: Upstream = jax.tree.map(
-        lambda g: jnp.where(walk.tokens.valid, g.astype(compute), 0), upstream
+        lambda g: jnp.where(logits.tokens.valid, g.astype(compute), 0), upstream
     )
     return found
 
@@ -211,14 +204,14 @@ def coefficients(terms_T: Terms) -> Coefficients:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
-    arrays = whole_rows(options.spread, options.transposed, arrays)
+    arrays = whole_rows(options.mesh_axes, options.transposed, arrays)
     return logprobs_forward(options, arrays)[0]
 
 
 def _logprobs_fwd(options: Options, primals: Any) -> tuple[LogprobOutput[Any], Any]:
     needs = wanted(primals.constants, *primals.leaves)
     # The backward reads the gathered head again: it is kept rather than gathered twice.
-    arrays = whole_rows(options.spread, options.transposed, primal_values(primals))
+    arrays = whole_rows(options.mesh_axes, options.transposed, primal_values(primals))
     output, kept = logprobs_forward(options, arrays)
     # A residual must be an array, their tree the same whatever is wanted: the sizes say what is.
     return output, (arrays, kept, [jnp.zeros((int(need),)) for need in needs])

@@ -22,9 +22,9 @@ from xentlib.arguments import Arguments
 from xentlib.checks.module import check_head_options, check_kept_option, check_linear
 from xentlib.checks.placement import check_mesh_axes
 from xentlib.jax.api import chunked_logprobs, chunked_nll
-from xentlib.jax.head import Placement, axes_of, place
 from xentlib.jax.logprobs import head_logprobs
 from xentlib.jax.nll import nll
+from xentlib.jax.placement import Placement, axes_of, place
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.options import WeightLayout

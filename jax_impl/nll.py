@@ -1,6 +1,6 @@
 """Chunked negative log-likelihood in JAX: the steps of `xentlib.nll`, under their numbers.
 
-Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to walk.
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from jax import lax
 
 from xentlib.algebra import TokenStats, WantedStats, is_zero
 from xentlib.arguments import Arguments
-from xentlib.jax.binding import Arrays, Options, as_gradients, bind, flat
+from xentlib.jax.binding import bind
 from xentlib.jax.core.algebra import ALGEBRA
+from xentlib.jax.core.call import Arrays, Options, as_gradients, flat, of_all_tokens
 from xentlib.jax.core.gradients import (
     Gradients,
     add_gradients,
@@ -26,23 +27,15 @@ from xentlib.jax.core.gradients import (
     without_power,
     zero_gradients,
 )
+from xentlib.jax.core.logits import Chunk, chunked_logits, scaled
+from xentlib.jax.core.loop import at_rows, gather_tokens, only_chunk, over_chunks, unpack
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of, target_info
 from xentlib.jax.core.vocab import agreed_upstream, upstream_of, vary, varying
-from xentlib.jax.core.walk import (
-    Chunk,
-    at_rows,
-    meet,
-    only_chunk,
-    over_chunks,
-    scaled,
-    unpack,
-    walk_of,
-)
 from xentlib.jax.derivatives import REFUSED, Needs, named, primal_values, refused, wanted
-from xentlib.jax.head import Placement, of_all_tokens, over_mesh, whole_rows
 from xentlib.jax.micro_batch import labelled
+from xentlib.jax.placement import Placement, over_mesh, whole_rows
 from xentlib.nll import OUTPUTS, NLLOutput
-from xentlib.plan import exchanges_per_chunk
+from xentlib.plan import schedule
 
 
 class Carry(NamedTuple):
@@ -62,16 +55,16 @@ def nll_forward(
     The arrays are flat. The accumulators lack the upstream gradient.
     """
     compute, constants = options.compute_dtype, arrays.constants
-    walk = walk_of(options, whole_rows(options.spread, options.transposed, arrays))
-    options, scalars = walk.options, walk.options.scalars
-    count, valid_N = of_all_tokens(options.spread, walk.num_valid), walk.tokens.valid
-    everywhere = target_info(walk, slice(None))
+    logits = chunked_logits(options, whole_rows(options.mesh_axes, options.transposed, arrays))
+    options, scalars = logits.options, logits.options.scalars
+    count, valid_N = of_all_tokens(options.mesh_axes, logits.num_valid), logits.tokens.valid
+    everywhere = target_info(logits, slice(None))
     weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
     if constants.token_weights is not None:
         weights_N = jnp.where(valid_N, constants.token_weights.astype(compute), 0.0)
     if constants.token_weights is not None or constants.class_weights is not None:
         counted_N = jnp.where(valid_N, weights_N * everywhere.weight, 0.0)
-        weight_sum = of_all_tokens(options.spread, counted_N.sum())
+        weight_sum = of_all_tokens(options.mesh_axes, counted_N.sum())
     if constants.denominator is not None:
         divisor = constants.denominator.astype(compute)
     else:
@@ -79,67 +72,73 @@ def nll_forward(
     # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
     divisor = jnp.where((count == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
     factor_N = weights_N * (1.0 / divisor)
-    factor_N = jnp.where(walk.tokens.bad, jnp.nan, factor_N)
+    factor_N = jnp.where(logits.tokens.bad, jnp.nan, factor_N)
     exponent = power_of_two(options, factor_N)
     if exponent is not None:
         factor_N = jnp.ldexp(factor_N, exponent)
-    own, (walk, factor_N) = walk, meet(walk, scaled(walk, factor_N))
+    own, (logits, factor_N) = logits, gather_tokens(logits, scaled(logits, factor_N))
 
     stats_wanted = WantedStats(options.entropy, scalars.label_smoothing > 0, options.predicted)
-    carry = Carry(jnp.zeros((7, own.order.size), compute), zero_gradients(walk, needs))
+    carry = Carry(jnp.zeros((7, own.order.size), compute), zero_gradients(logits, needs))
 
     def differentiated(
         chunk: Chunk, stats: TokenStats, sums: Gradients, left: Any = None
     ) -> Gradients:
         # 6. to 8. dz and the gradients
         factor_T = factor_N[chunk.rows_T]
-        label = target_info(walk, chunk.rows_T)
-        dz = ALGEBRA.coefficients(stats, factor_T, label, scalars, walk.vocab_size)
-        return add_gradients(walk, chunk, needs, sums, stats.lse, dz, left)
+        label = target_info(logits, chunk.rows_T)
+        dz = ALGEBRA.coefficients(stats, factor_T, label, scalars, logits.vocab_size)
+        return add_gradients(logits, chunk, needs, sums, stats.lse, dz, left)
 
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, rest, left = walk.kernels.stats(chunk.block, stats_wanted)
-        stats = stats_of(walk, chunk.rows_T, z_y, rest)
-        values_7T = ALGEBRA.values(stats, target_info(walk, chunk.rows_T), scalars)
-        rows_7M = put_rows(walk, chunk, carry.per_token, values_7T)
+        z_y, rest, left = logits.kernels.stats(chunk.block, stats_wanted)
+        stats = stats_of(logits, chunk.rows_T, z_y, rest)
+        values_7T = ALGEBRA.values(stats, target_info(logits, chunk.rows_T), scalars)
+        rows_7M = put_rows(logits, chunk, carry.per_token, values_7T)
         if not any(needs):
             return carry._replace(per_token=rows_7M)
         return Carry(rows_7M, differentiated(chunk, stats, carry.gradients, left))
 
     # Statistics over shards come before gradients: in each chunk, or in all of them. The logits are
     # then computed again, unless one chunk holds them all.
-    # Where tokens of several devices meet, they do so in each chunk anyway.
-    each = options.axis is not None and any(needs)
-    each = each and exchanges_per_chunk(walk.plan, jax.default_backend())
-    each = each or walk.own is not None
-    if options.axis is None or each:
+    gathered = logits.own is not None
+    when = schedule(
+        logits.plan,
+        jax.default_backend(),
+        sharded=options.axis is not None,
+        gathered=gathered,
+        once=any(needs) or gathered,
+    )
+    if when != "two passes":
         if options.axis is not None:
-            axes = varying(walk, factor_N)
-            per_token = vary(carry.per_token, axes_of_stats(walk, axes))
+            axes = varying(logits, factor_N)
+            per_token = vary(carry.per_token, axes_of_stats(logits, axes))
             carry = Carry(per_token, vary(carry.gradients, axes))
-        per_token, gradients = over_chunks(walk, body, carry, factor_N, exchange=each)
+        per_token, gradients = over_chunks(
+            logits, body, carry, factor_N, exchange=when == "each chunk"
+        )
     else:
-        only = only_chunk(walk)
-        stats_M = all_stats(walk, stats_wanted, only=only)
-        per_token = ALGEBRA.values(stats_M, target_info(walk, walk.order), scalars)
+        only = only_chunk(logits)
+        stats_M = all_stats(logits, stats_wanted, only=only)
+        per_token = ALGEBRA.values(stats_M, target_info(logits, logits.order), scalars)
         gradients = carry.gradients
         stats_M = jax.tree.map(lambda x: jnp.pad(x, (0, 1)), stats_M)
 
         def again(chunk: Chunk, sums: Gradients) -> Gradients:
-            return differentiated(chunk, at_rows(walk, chunk, stats_M), sums)
+            return differentiated(chunk, at_rows(logits, chunk, stats_M), sums)
 
         if any(needs):
-            gradients = over_chunks(walk, again, gradients, factor_N, stats_M, only=only)
+            gradients = over_chunks(logits, again, gradients, factor_N, stats_M, only=only)
     if exponent is not None:
         gradients = without_power(gradients, exponent, compute)
-    gradients = own_columns(walk, gradients)
+    gradients = own_columns(logits, gradients)
 
     # 9. Reduce
     loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(own, per_token)
     predicted_N = jnp.where(valid_N & ~own.tokens.bad, predicted_N, -1.0)
     sums = jnp.stack([(loss_N * weights_N).sum(), (z_loss_N * weights_N).sum()])
-    loss, z_loss = of_all_tokens(options.spread, sums)
+    loss, z_loss = of_all_tokens(options.mesh_axes, sums)
     output = NLLOutput(
         (loss / divisor).astype(options.output_dtype),
         count,
@@ -169,7 +168,7 @@ def nll_backward(
         of_head = agreed_upstream(gradient, valid_N.any(), options.gathered)
     factors = Gradients(own, of_head, of_head, of_head, of_head)
     multiplied = jax.tree.map(lambda x, factor: x * factor.astype(x.dtype), accumulators, factors)
-    return round_gradients(multiplied, valid_N, primals, options.spread)
+    return round_gradients(multiplied, valid_N, primals, options.mesh_axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -109,6 +109,7 @@ def gradients(rank: int, world: int) -> list[dict[str, Any]]:
     """Of each way that is right, with those of the parameter itself."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+    from xentlib import VocabShard
     from xentlib.torch import chunked_nll
 
     mean, found = Partial("avg"), []
@@ -129,6 +130,8 @@ def gradients(rank: int, world: int) -> list[dict[str, Any]]:
             if copied:
                 to = [Shard(0) if p.is_shard() else Replicate() for p in placements]
                 w = w.redistribute(placements=to).to_local(grad_placements=placements)
+                if tp is not None:  # a plain tensor, which does not say what part it is
+                    options = {"vocab_parallel": VocabShard.of_ranks(len(w), tp)}
             chunked_nll(h, w, y, **options).loss.backward()
             both.append(head.weight.grad.full_tensor().numpy().copy())
             head.zero_grad()

@@ -223,7 +223,7 @@ def test_torch_operators_pass_opcheck() -> None:
         (call, logprobs.Values(True, torch.float32, [True, False, False, False, False]))
     )
     torch.library.opcheck(from_logits.given_op.op, forward, test_utils=names)
-    *_, kept, _ = from_logits.given_op.op(*forward)
+    *_, kept = from_logits.given_op.op(*forward)
     pulled = logprobs.Cotangents(g, g, None, kept.detach())
     backward = flattened((pulled, call._replace(logits=x.detach())))
     torch.library.opcheck(from_logits.given_backward_op.op, backward, test_utils=names)

@@ -46,10 +46,11 @@ def on_rank(rank: int, group: Any, layout: Layout) -> list[dict[str, Any]]:
     start, stop = list(pairwise(accumulate(widths, initial=0)))[rank]
     shard = VocabShard(ends[rank] - layout[rank][0], ends[rank], V, layout[rank][1])
     spread = [{"vocab_parallel": group, "shard": shard}]
-    if sum(widths) == V:
-        spread.append({"vocab_parallel": group})
-    elif laid_out(np.zeros((1, V)), layout)[1][:V].all():
-        spread.append({"vocab_parallel": PaddedVocab(group, V)})
+    if laid_out(np.zeros((1, V)), layout)[1][:V].all():
+        over: Any = VocabShard.of_ranks(widths[rank], group, V)
+        if len(set(widths)) == 1:
+            over = group if sum(widths) == V else PaddedVocab(group, V)
+        spread.append({"vocab_parallel": over})
     found = []
     for case in CASES.values():
         call = make(**case)

@@ -21,7 +21,7 @@ LAYERS = {
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
     "core": {"backend": "core triton operators derivatives collectives array_spec"},
     "wrappers": {"backend": "wrappers"},
-    "placement": {"backend": "shards lora head heads"},
+    "placement": {"backend": "shards lora head placement"},
     "binding": {"backend": "binding"},
     "functions": {"backend": "nll logprobs from_logits"},
     "api": {"backend": "api"},
@@ -38,9 +38,6 @@ ORDER = [*LAYERS]
 BACKENDS = ("xentlib.torch", "xentlib.jax")
 # What is so today. It may only get shorter: an import that is gone is taken out of here.
 UPWARDS = {
-    "xentlib.jax.core.gradients": {"xentlib.jax.binding", "xentlib.jax.head"},
-    "xentlib.jax.core.lora": {"xentlib.jax.binding"},
-    "xentlib.jax.core.walk": {"xentlib.jax.binding"},
     "xentlib.jax.nll": {"xentlib.jax.micro_batch"},
     "xentlib.torch.integrations.lightning": {"xentlib.torch.crosscheck"},
     "xentlib.torch.integrations.trainer": {"xentlib.torch.crosscheck"},

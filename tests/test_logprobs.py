@@ -318,7 +318,7 @@ def test_torch_operators_pass_opcheck() -> None:
     needs = [True, True, False, False, False]
     forward = flattened((call, logprobs.Values(True, torch.float32, needs)))
     torch.library.opcheck(logprobs.logprobs_op.op, forward, test_utils=names)
-    *_, kept, _ = logprobs.logprobs_op.op(*forward)
+    *_, kept = logprobs.logprobs_op.op(*forward)
     pulled = logprobs.Cotangents(g := torch.randn(9), g, None, kept.detach())
     call = call._replace(hidden=x.detach(), weight=w.detach())
     backward = flattened((pulled, call, logprobs.Needs(needs)))

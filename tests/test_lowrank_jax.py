@@ -32,8 +32,8 @@ from helpers.lowrank import (  # noqa: E402
 from helpers.lowrank_jax import CHUNK, NAMES, called, gradients, leaves_of  # noqa: E402
 from xentlib.jax import LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.jax.core import gradients as sums  # noqa: E402
+from xentlib.jax.core import logits as chunked  # noqa: E402
 from xentlib.jax.core import lora as part  # noqa: E402
-from xentlib.jax.core import walk  # noqa: E402
 from xentlib.tools.parity.device import on_jax  # noqa: E402
 from xentlib.tools.parity.problem import Case, upstream_of  # noqa: E402
 
@@ -263,7 +263,7 @@ MUTANTS = {
     "B's gradient dropped": (sums, "to_b", lambda *a: 0.0, {"b"}),
     "A's gradient dropped": (sums, "to_a", lambda *a: 0.0, {"a"}),
     "d hidden without it": (sums, "from_hidden", lambda *a: 0.0, {"hidden"}),
-    "logits without it": (walk, "add_logits", lambda low, z, seen: z, {"hidden", "a", "b"}),
+    "logits without it": (chunked, "add_logits", lambda low, z, seen: z, {"hidden", "a", "b"}),
 }
 
 
@@ -290,7 +290,7 @@ def test_mutants_are_rejected(monkeypatch: Any, uncached: None, name: str) -> No
 def test_a_scale_that_is_forgotten_is_rejected(monkeypatch: Any, uncached: None, way: str) -> None:
     """A14."""
     p = low_problem(PLAIN)
-    where, name = (walk, "seen_by") if way == "forward" else (sums, "backprop_lora")
+    where, name = (chunked, "activations_of") if way == "forward" else (sums, "backprop_lora")
     right = getattr(where, name)
     wrong = lambda low, *given: right(low._replace(scale=jnp.float32(1)), *given)  # noqa: E731
     monkeypatch.setattr(where, name, wrong)

@@ -34,7 +34,7 @@ FROZEN = ("plain", "shards", "FSDP2, head", "FSDP2, hidden", "FSDP2, stream")
 
 def on_shards(rank: int, function: str, p: LowProblem, sizes: Any = SIZES) -> dict[str, Any]:
     """Gradients of this rank's rows, through logits of several chunks."""
-    from xentlib import PaddedVocab
+    from xentlib import PaddedVocab, VocabShard
     from xentlib.tools.parity.device import numpy_of, on_torch
     from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll
 
@@ -53,7 +53,10 @@ def on_shards(rank: int, function: str, p: LowProblem, sizes: Any = SIZES) -> di
     leaves = {name: on_torch(x).requires_grad_(name != "weight") for name, x in arrays.items()}
     head = LowRankHead(leaves["weight"], leaves["a"], leaves["b"], p.scale)
     bias = on_torch(np.pad(p.base.bias[rows], (0, more)))
-    given = {"bias": bias, "max_chunk_bytes": CHUNK, "vocab_parallel": PaddedVocab(group, V)}
+    over: Any = PaddedVocab(group, V)
+    if len(set(sizes)) > 1:
+        over = VocabShard.of_ranks(sizes[rank], group, V)
+    given = {"bias": bias, "max_chunk_bytes": CHUNK, "vocab_parallel": over}
     labels = on_torch(p.base.labels)
     if function == "chunked_nll":
         loss = chunked_nll(leaves["hidden"], head, labels, **given, **p.base.options).loss

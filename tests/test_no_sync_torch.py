@@ -19,7 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from helpers.on_meta import Waits, as_on_a_gpu  # noqa: E402
 from xentlib.nll import OUTPUTS  # noqa: E402
-from xentlib.plan import VocabShard  # noqa: E402
+from xentlib.plan import VocabShard, chunks  # noqa: E402
 from xentlib.torch import (  # noqa: E402
     Evaluation,
     TokenNormalizer,
@@ -28,8 +28,6 @@ from xentlib.torch import (  # noqa: E402
     next_token_labels,
     vocab_parallel_logprobs,
 )
-from xentlib.torch import nll as nll_module  # noqa: E402
-from xentlib.torch.core import vocab  # noqa: E402
 from xentlib.torch.core.eager import Eager  # noqa: E402
 
 N, H, V = 19, 16, 131
@@ -162,18 +160,11 @@ WHOLE = 2 * V
 SHARDED = [x for x in LOSS if x != "class weights"]
 
 
-@pytest.fixture
-def known(group: Any) -> Any:
-    """A group that has made the exchange once: whose classes are where is known."""
-    vocab.KNOWN.setdefault(group[0], {})[V, None] = VocabShard(0, V, WHOLE), V
-    return group
-
-
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("chunks", [{}, CHUNKS], ids=["one chunk", "many"])
-def test_a_loss_over_shards(known: Any, monkeypatch: Any, chunks: Any, name: str) -> None:
+def test_a_loss_over_shards(group: Any, monkeypatch: Any, chunks: Any, name: str) -> None:
     """D7. Catches: numbers that must be alike on all ranks, each copied to the device by itself."""
-    parallel, sent = known
+    parallel, sent = group
     call = head("bfloat16") | options(LOSS, name)
     with as_on_a_gpu():
         out = chunked_nll(**call, **chunks, vocab_parallel=parallel)
@@ -181,9 +172,9 @@ def test_a_loss_over_shards(known: Any, monkeypatch: Any, chunks: Any, name: str
     assert len(sent) == 3  # a MAX, a SUM, and that of d hidden
 
 
-def test_a_loss_over_shards_that_exchanges_in_every_chunk(known: Any, monkeypatch: Any) -> None:
-    parallel, sent = known
-    monkeypatch.setattr(nll_module, "exchanges_per_chunk", lambda *_: True)
+def test_a_loss_over_shards_that_exchanges_in_every_chunk(group: Any, monkeypatch: Any) -> None:
+    parallel, sent = group
+    monkeypatch.setattr(chunks, "exchanges_per_chunk", lambda *_: True)
     call = head("bfloat16") | {"class_weights": there(WHOLE), "label_smoothing": 0.1}
     with as_on_a_gpu():
         out = chunked_nll(**call, **CHUNKS, vocab_parallel=parallel)
@@ -192,8 +183,8 @@ def test_a_loss_over_shards_that_exchanges_in_every_chunk(known: Any, monkeypatc
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
-def test_log_probabilities_over_shards(known: Any, name: str) -> None:
-    parallel, sent = known
+def test_log_probabilities_over_shards(group: Any, name: str) -> None:
+    parallel, sent = group
     call = head("bfloat16") | options(PER_TOKEN, name)
     with as_on_a_gpu():
         out = chunked_logprobs(**call, **CHUNKS, vocab_parallel=parallel)
@@ -203,28 +194,15 @@ def test_log_probabilities_over_shards(known: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", LOGITS)
 @pytest.mark.parametrize("declared", [False, True])
-def test_given_logits_over_shards(known: Any, declared: bool, name: str) -> None:
-    """A15, with `shard=` and, from its second call on, without."""
-    parallel, sent = known
+def test_given_logits_over_shards(group: Any, declared: bool, name: str) -> None:
+    """A15, with `shard=` and without."""
+    parallel, sent = group
     call = {"logits": there(N, V, grad=True), "labels": there(N, dtype=INT)} | options(LOGITS, name)
     shard = VocabShard(0, V, WHOLE) if declared else None
     with as_on_a_gpu():
         out = vocab_parallel_logprobs(**call, vocab_parallel=parallel, shard=shard)
         backward([out.logprobs], call)
     assert len(sent) == 2
-
-
-@pytest.mark.parametrize("declared", [False, True])
-def test_what_the_first_call_of_a_group_reads(group: Any, declared: bool) -> None:
-    """Whether any rank knows the shards, unless they are declared."""
-    parallel, _ = group
-    call = {"logits": there(N, V), "labels": there(N, dtype=INT), "vocab_parallel": parallel}
-    if declared:
-        with as_on_a_gpu():
-            vocab_parallel_logprobs(**call, shard=VocabShard(0, V, WHOLE))
-        return
-    with pytest.raises(Waits, match="reads numbers"), as_on_a_gpu():
-        vocab_parallel_logprobs(**call)
 
 
 # --- windows and evaluations ---------------------------------------------------------------------

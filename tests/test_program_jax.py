@@ -129,7 +129,8 @@ def test_chunks_without_a_valid_token_cost_nothing():
         return original(low, high, body, carry)
 
     from xentlib.jax import nll as module
-    from xentlib.jax.binding import bind, flat
+    from xentlib.jax.binding import bind
+    from xentlib.jax.core.call import flat
     from xentlib.jax.derivatives import Needs
 
     patch = pytest.MonkeyPatch()

@@ -14,7 +14,7 @@ from helpers.held import hold_in_norm  # noqa: E402
 from helpers.ranks import launch  # noqa: E402
 from xentlib.torch.integrations import rl  # noqa: E402
 
-B, L, H, V, PAD = 3, 7, 16, 101, 2
+B, L, H, V, PAD = 3, 7, 16, 102, 2
 
 
 def problem(dtype=torch.float32, length=L):
@@ -107,7 +107,7 @@ def on_rank(rank, world):
     import torch.distributed as dist
 
     group = dist.group.WORLD
-    start, stop = (0, 60) if rank == 0 else (60, V)
+    start, stop = (0, V // 2) if rank == 0 else (V // 2, V)
     hidden, weight, ids = problem(length=L + PAD)
     rows = weight.detach()[start:stop].clone().requires_grad_()
     found = {}
@@ -146,7 +146,7 @@ def test_a_vocabulary_over_ranks() -> None:
         first, second = (found[name] for found in ranks)
         hold_in_norm([first[0], second[0]], [want.detach()] * 2, name)
         hold_in_norm([first[1] + second[1]], [d_hidden], name)
-        hold_in_norm([first[2], second[2]], d_weight.split([60, V - 60]), name)
+        hold_in_norm([first[2], second[2]], d_weight.split(V // 2), name)
         if name == "logits":  # whose product with the head sums nothing
             continue
         for found in ranks:
@@ -159,9 +159,9 @@ def test_what_they_do_and_we_do_not_is_refused() -> None:
     logits = (hidden @ weight.T).detach()
     with pytest.raises(ValueError, match="`reduction` must be 'none' here; got 'mean'"):
         rl.linear_cross_entropy(hidden, weight, ids, 1.0, "mean")
-    with pytest.raises(ValueError, match="`vocab_end_index` must be 101 here; got 202"):
+    with pytest.raises(ValueError, match="`vocab_end_index` must be 102 here; got 204"):
         rl.from_parallel_logits_to_logprobs(logits, ids, 0, 2 * V, None)
-    with pytest.raises(ValueError, match="`vocab_end_index` must be 111 here; got 101"):
+    with pytest.raises(ValueError, match="`vocab_end_index` must be 112 here; got 102"):
         rl.from_parallel_hidden_to_logprobs(hidden, weight, ids, 10, V, None)
     for kept in ({"top_k": 5, "top_p": 1.0}, {"top_k": None, "top_p": 0.9}):
         with pytest.raises(

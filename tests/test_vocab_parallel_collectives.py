@@ -12,6 +12,7 @@ import pytest
 
 from helpers.ranks import launch
 from helpers.vocab_shards import PLAIN, V
+from xentlib import VocabShard
 from xentlib.contract import check, failures
 from xentlib.tools.parity.problem import Case, Upstream, build
 from xentlib.ulp import bits_unequal
@@ -31,10 +32,10 @@ def counted(
     from torch.profiler import ProfilerActivity, profile
 
     from xentlib import torch as ours
-    from xentlib.plan import shards
+    from xentlib.plan import chunks as sizes
 
     if in_every_chunk:
-        shards.EXCHANGE_FLOPS["cpu"] = 0.0
+        sizes.EXCHANGE_FLOPS["cpu"] = 0.0
 
     group = torch.distributed.group.WORLD
     weight = torch.nn.Parameter(torch.randn(V // world, 24))
@@ -86,24 +87,23 @@ def variants(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
     from torch.profiler import ProfilerActivity, profile
 
     from xentlib.plan import chunks as sizes
-    from xentlib.plan import shards
     from xentlib.torch import chunked_nll
 
     group, found = torch.distributed.group.WORLD, []
     problem = build(Case("variants", 61, 24, 157, confident=0.3), 3)
     rows = slice(0, 79) if rank == 0 else slice(79, None)
+    shard = VocabShard.of_ranks(79 - rank, group)
     for least, block in ((1e9, sizes.CPU_BLOCK_BYTES), (0.0, 8 * 80 * 4)):
-        shards.EXCHANGE_FLOPS["cpu"], sizes.CPU_BLOCK_BYTES = least, block
+        sizes.EXCHANGE_FLOPS["cpu"], sizes.CPU_BLOCK_BYTES = least, block
         hidden = torch.tensor(problem.hidden, requires_grad=True)
         weight = torch.tensor(problem.weight[rows], requires_grad=True)
 
         def call(hidden: Any = hidden, weight: Any = weight) -> Any:
             return chunked_nll(
-                hidden, weight, torch.tensor(problem.labels), vocab_parallel=group,
+                hidden, weight, torch.tensor(problem.labels), vocab_parallel=shard,
                 max_chunk_bytes=16 * 80 * 4, outputs=("logprobs", "entropy"), **options,
             )  # fmt: skip
 
-        call()  # shards of two sizes are learnt
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             out = call()
         out.loss.backward()
@@ -200,11 +200,12 @@ def regions(rank: int, world: int, function: str) -> list[Any]:
     problem = build(replace(PLAIN, tokens=60), 7)
     labels, whole = torch.tensor(problem.labels), torch.tensor(problem.hidden)
     mine = slice(0, 79) if rank == 0 else slice(79, None)
+    shard = VocabShard.of_ranks(79 - rank, group)
     weight, bias = torch.tensor(problem.weight[mine]), torch.tensor(problem.bias[mine])
 
     def d_of(leaf: Any, hidden: Any, **options: Any) -> Any:
         out = call(
-            hidden, weight, labels, bias=bias, vocab_parallel=group, max_chunk_bytes=16 * 80 * 4,
+            hidden, weight, labels, bias=bias, vocab_parallel=shard, max_chunk_bytes=16 * 80 * 4,
             **options,
         )  # fmt: skip
         loss = out.loss if function == "chunked_nll" else -out.logprobs.sum() / (labels >= 0).sum()

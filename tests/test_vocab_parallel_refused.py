@@ -73,15 +73,16 @@ DIFFERENT = {
 
 def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]]]:
     """Each of DIFFERENT, through the functions that take it; and what may differ."""
+    from xentlib import VocabShard
     from xentlib.torch import chunked_logprobs, chunked_nll
     from xentlib.torch.core import vocab
 
     group, problem = torch.distributed.group.WORLD, build(PLAIN, 7)
-    every = {"vocab_parallel": group, "max_chunk_bytes": 16 * 80 * 4}
+    shard = VocabShard.of_ranks(79 - rank, group)
+    every = {"vocab_parallel": shard, "max_chunk_bytes": 16 * 80 * 4}
     hidden, whole = torch.tensor(problem.hidden), torch.tensor(problem.weight)
     labels = torch.tensor(problem.labels)
     mine = whole[:79] if rank == 0 else whole[79:]
-    chunked_nll(hidden, mine, labels, **every)  # the shards are learnt
     if not reading:
         vocab.host_readable = lambda x: False
     tokens = torch.linspace(0.5, 2.0, len(labels))
@@ -117,8 +118,12 @@ def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]
         "logit_scale": {"logit_scale": torch.tensor(1.0 + rank / 16)},
         "denominator": {"denominator": 40 + rank},
         "gradient": {"hidden": hidden.clone().requires_grad_(rank == 0)},
-        "whole head": {"weight": whole},
-        "whole kernel": {"weight": whole.T.contiguous(), "weight_layout": "HV"},
+        "whole head": {"weight": whole, "vocab_parallel": group},
+        "whole kernel": {
+            "weight": whole.T.contiguous(),
+            "weight_layout": "HV",
+            "vocab_parallel": group,
+        },
         "label": {"labels": torch.where(torch.arange(len(labels)) == 5, 157, labels)},
     }
     said = []
@@ -148,8 +153,7 @@ def test_what_differs_between_ranks_is_refused(reading: bool) -> None:
     for said in launch(2, differing, reading):
         for name, found in said:
             for one in found:
-                # A new head is read everywhere, labels are where they are on a CPU.
-                if reading or name in ("whole head", "whole kernel", "label"):
+                if reading or name == "label":  # which is on a CPU
                     assert DIFFERENT[name][1] in one, (name, one)
                 else:
                     assert one is True, (name, one)
@@ -158,6 +162,7 @@ def test_what_differs_between_ranks_is_refused(reading: bool) -> None:
 def not_differing(rank: int, world: int) -> list[float]:
     """What may differ: roundings, what is in rows that do not count, objects that were built anew
     on one rank alone, heads of one size here and of other sizes there."""
+    from xentlib import VocabShard
     from xentlib.torch import chunked_nll
 
     group, problem = torch.distributed.group.WORLD, build(PLAIN, 7)
@@ -175,7 +180,8 @@ def not_differing(rank: int, world: int) -> list[float]:
     ) -> float:
         mine = whole[:size] if rank == 0 else whole[size:]
         weight = torch.nn.Parameter(mine.clone()) if fresh else mine
-        loss = chunked_nll(hidden, weight, labels, vocab_parallel=group).loss
+        shard = VocabShard.of_ranks(len(mine), group)
+        loss = chunked_nll(hidden, weight, labels, vocab_parallel=shard).loss
         return float((loss - want).abs())
 
     junk = torch.where(rows == -100, torch.full_like(hidden, 1e3 * rank), hidden)

@@ -24,7 +24,7 @@ from xentlib.torch import (  # noqa: E402
     nll,
     vocab_parallel_logprobs,
 )
-from xentlib.torch.core import device, tokens, walk  # noqa: E402
+from xentlib.torch.core import device, tokens  # noqa: E402
 from xentlib.torch.nll import nll_op  # noqa: E402
 
 BF16, BOOL, INT = torch.bfloat16, torch.bool, torch.int64
@@ -104,12 +104,14 @@ def test_what_the_host_sends_is_what_it_would_compute_with(monkeypatch: Any, fun
     want = loss_and_gradients(leaves, p.upstream, total)
     calls = []
 
-    def select(labels: Tensor, where: Any, ignore: int, vocab: int, *rest: Any) -> tokens.Tokens:
-        plain = tokens.select_tokens(labels, where, ignore, vocab, *rest)
-        calls.append(tokens.sent(labels.long(), plain.valid, plain.rows, labels.device))
+    select_tokens = tokens.select_tokens
+
+    def select(labels: Tensor, where: Any, ignore: int, *rest: Any) -> tokens.Selected:
+        plain = select_tokens(labels, where, ignore, *rest)
+        calls.append(tokens.onto_device(labels.long(), plain.valid, plain.rows, labels.device))
         return calls[-1]
 
-    monkeypatch.setattr(walk, "select_tokens", select)
+    monkeypatch.setattr(tokens, "select_tokens", select)
     got = loss_and_gradients(leaves, p.upstream, total)
     assert calls
     assert all(same(a, b) for a, b in zip(want, got, strict=True))

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from helpers.leaves_torch import OUTPUTS, loss_and_gradients, same, tensors  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
-from xentlib.torch.core import gemm, walk  # noqa: E402
+from xentlib.torch.core import gemm, logits  # noqa: E402
 from xentlib.torch.core import gradients as sums  # noqa: E402
 
 
@@ -110,7 +110,7 @@ def test_float32_stays_float32(monkeypatch, precision):
         return torch_nll_mm(*args, **kwargs)
 
     torch_nll_mm = gemm.mm
-    monkeypatch.setattr(walk, "mm", mm)
+    monkeypatch.setattr(logits, "mm", mm)
     monkeypatch.setattr(sums, "mm", mm)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

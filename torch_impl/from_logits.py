@@ -16,9 +16,8 @@ from xentlib.logprobs import LogprobOutput
 from xentlib.torch.binding import bind_logits
 from xentlib.torch.core.from_logits import GivenLogits
 from xentlib.torch.core.stats import given_stats
-from xentlib.torch.core.vocab import over_shards
 from xentlib.torch.logprobs import (
-    SIX,
+    FIVE,
     Cotangents,
     Forward,
     Residuals,
@@ -28,6 +27,7 @@ from xentlib.torch.logprobs import (
     fake_outputs,
     keep,
     kept_of,
+    kept_values,
     outputs_of,
     shaped,
 )
@@ -37,14 +37,15 @@ from xentlib.torch.operators import LogitsCall, operator
 def given_forward(given: GivenLogits, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 3 to 5 for logits that are there."""
     given.check_consistent()
-    stats = given_stats(given, WantedStats(entropy, given.scalars.label_smoothing > 0))
-    return outputs_of(stats, given, output_dtype, given.scalars.label_smoothing)
+    smoothing = given.scalars.label_smoothing
+    stats = given_stats(given, WantedStats(entropy, smoothing > 0))
+    return outputs_of(given.tokens, kept_values(stats), stats, output_dtype, smoothing)
 
 
-def given_backward(pulled: Cotangents, given: GivenLogits) -> Tensor:
+def given_backward(upstream: Cotangents, given: GivenLogits) -> Tensor:
     """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
-    residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
-    g_3N = clean_upstream(given, pulled)
+    residuals, entropy = Residuals(*upstream.residuals), upstream.d_entropy is not None
+    g_3N = clean_upstream(given.tokens, upstream, given.compute_dtype)
     tokens, logits, size = given.tokens, given.logits, given.local_size
     whole = tokens.computed == logits.shape[0]
     d_logits = torch.empty_like(logits) if whole else torch.zeros_like(logits)
@@ -60,7 +61,7 @@ def given_backward(pulled: Cotangents, given: GivenLogits) -> Tensor:
             kept,
             entropy=entropy,
             smoothing=given.scalars.label_smoothing,
-            vocab_size=given.vocab_size,
+            vocab_size=given.vocab.size,
         )
         # A gradient has the strides of its logits, which may be those of a transposed view.
         direct = isinstance(rows.places, slice) and d_logits.stride(1) == 1
@@ -71,26 +72,26 @@ def given_backward(pulled: Cotangents, given: GivenLogits) -> Tensor:
     return d_logits
 
 
-@operator("given_forward", LogitsCall, Values, returns=SIX)
+@operator("given_forward", LogitsCall, Values, returns=FIVE)
 def given_op(call: LogitsCall, values: Values) -> tuple[Tensor, ...]:
     """`given_forward` as one operator, opaque to the compiler; returns what `logprobs_op` does."""
-    output, residuals, shard = over_shards(lambda: given_forward(GivenLogits(call), *values[:2]))
-    return (*output, torch.stack(residuals), shard)
+    output, residuals = given_forward(GivenLogits(call), *values[:2])
+    return (*output, torch.stack(residuals))
 
 
 @given_op.fake
 def _(call: LogitsCall, values: Values) -> tuple[Tensor, ...]:
-    return fake_outputs(call.logits, values.output_dtype, call.compute_dtype, call.shard)
+    return fake_outputs(call.logits, values.output_dtype, call.compute_dtype)
 
 
 @operator("given_backward", Cotangents, LogitsCall, returns="Tensor")
-def given_backward_op(pulled: Cotangents, call: LogitsCall) -> Tensor:
+def given_backward_op(upstream: Cotangents, call: LogitsCall) -> Tensor:
     """`given_backward` as one operator, opaque to the compiler."""
-    return given_backward(pulled, GivenLogits(call))
+    return given_backward(upstream, GivenLogits(call))
 
 
 @given_backward_op.fake
-def _(pulled: Cotangents, call: LogitsCall) -> Tensor:
+def _(upstream: Cotangents, call: LogitsCall) -> Tensor:
     return torch.empty_like(call.logits)
 
 
@@ -98,8 +99,8 @@ def _given_backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | N
     kept = kept_of(ctx, "vocab_parallel_logprobs", gradients)
     if kept is None:
         return None
-    call, pulled = kept
-    return {"logits": given_backward_op(pulled, call)}
+    call, upstream = kept
+    return {"logits": given_backward_op(upstream, call)}
 
 
 given_op.gradient(keep, _given_backward)

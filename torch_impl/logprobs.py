@@ -15,12 +15,11 @@ from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.arguments import Arguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.binding import bind
-from xentlib.torch.core.from_logits import GivenLogits
 from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
-from xentlib.torch.core.spread import Terms
-from xentlib.torch.core.stream import Streamed, stats_of, sums_of, walk_of
-from xentlib.torch.core.vocab import numbers_of, over_shards
-from xentlib.torch.core.walk import Walk
+from xentlib.torch.core.handshake import Terms
+from xentlib.torch.core.loop import HeadLoop
+from xentlib.torch.core.stats import all_stats
+from xentlib.torch.core.tokens import Selected
 from xentlib.torch.derivatives import differentiated_once, wanted
 from xentlib.torch.head import with_head
 from xentlib.torch.lora import fake_low_rank
@@ -60,102 +59,98 @@ class Needs(NamedTuple):
 
 
 FIVE = f"({', '.join(['Tensor'] * len(DIFFERENTIATED))})"
-SIX = f"({', '.join(['Tensor'] * 6)})"
-Forward = tuple[
-    LogprobOutput[Tensor], Residuals, Tensor
-]  # the shard as all ranks know it, or nothing
+Forward = tuple[LogprobOutput[Tensor], Residuals]
 
 
 def logprobs_forward(call: HeadCall, values: Values) -> Forward:
     """Steps 1 to 5."""
     entropy, output_dtype, needs = values
-    walk = walk_of(call, Terms("chunked_logprobs", needs, float(entropy)))
-    walk.meet()
-    walk.check_consistent("chunked_logprobs")
-    if walk.parallel is not None:
-        walk.parallel.consistency.exact("entropy", float(entropy))
-        walk.parallel.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
-    stats = stats_of(walk, WantedStats(entropy))
-    return outputs_of(stats, walk, output_dtype)
+    loop = HeadLoop(call, Terms("chunked_logprobs", needs, float(entropy)))
+    loop.exchange()
+    vocab = loop.check_consistent()
+    if vocab is not None:
+        vocab.consistency.exact("entropy", float(entropy))
+        vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
+    stats = all_stats(loop, WantedStats(entropy))
+    return outputs_of(loop.own, loop.local(kept_values(stats)), stats, output_dtype)
+
+
+def kept_values(stats: TokenStats) -> Tensor:
+    """[5, tokens]: lse, 1 - p_y, log-probability, entropy, correct."""
+    return torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
 
 
 def outputs_of(
+    own: Selected,
+    values_5N: Tensor,
     stats: TokenStats,
-    walk: Walk | Streamed | GivenLogits,
     output_dtype: torch.dtype,
     label_smoothing: float = 0.0,
 ) -> Forward:
-    tokens, parallel = walk.own, walk.parallel
-    per_token_5N = tokens.clean(
-        walk.mine(
-            torch.stack((stats.lse, stats.p_rest, stats.logprob, stats.entropy, stats.correct))
-        )
-    )
-    shard = tokens.labels.new_empty(0) if parallel is None else numbers_of(parallel.shard)
-    if isinstance(walk, Streamed):
-        shard = walk.numbers
+    per_token_5N = own.clean(values_5N)
     residuals = Residuals(*per_token_5N[:4])
     logprob = residuals.logprob
     if stats.mean_logp is not None:
         logprob = (1.0 - label_smoothing) * logprob + label_smoothing * stats.mean_logp
-        logprob = tokens.clean(logprob)
+        logprob = own.clean(logprob)
     output = LogprobOutput(
         logprob.to(output_dtype, copy=True),
         residuals.entropy.to(output_dtype, copy=True),
         residuals.lse.to(output_dtype, copy=True),
         per_token_5N[4] > 0,
     )
-    return output, residuals, shard
+    return output, residuals
 
 
-def logprobs_backward(pulled: Cotangents, call: HeadCall, needs: list[bool]) -> tuple[Tensor, ...]:
+def logprobs_backward(
+    upstream: Cotangents, call: HeadCall, needs: list[bool]
+) -> tuple[Tensor, ...]:
     """Steps 6 to 8: the gradients in their inputs' dtypes; empty if not needed."""
-    found = gradient_sums(pulled, call, needs)
+    accumulators = gradient_sums(upstream, call, needs)
     # On CPU rows that were not computed are +0 already, elsewhere their dz was.
     inputs = (getattr(call, name) for name in DIFFERENTIATED)
     return tuple(
         rounded(x, (call.hidden if like is None else like).dtype)
-        for x, like in zip(found, inputs, strict=True)
+        for x, like in zip(accumulators, inputs, strict=True)
     )
 
 
-def gradient_sums(pulled: Cotangents, call: HeadCall, needs: list[bool]) -> Gradients:
-    """The same before they are rounded. The chunk is given up with the walk, before there are
+def gradient_sums(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> Gradients:
+    """The same before they are rounded. The chunk is given up with the loop, before there are
     gradients beside their sums."""
-    residuals, entropy = Residuals(*pulled.residuals), pulled.d_entropy is not None
-    walk = walk_of(call, Terms("the backward of chunked_logprobs", needs, d_entropy=entropy))
-    if walk.spread is not None:
-        entropy = walk.spread.d_entropy  # of the tokens of any rank
+    residuals, entropy = Residuals(*upstream.residuals), upstream.d_entropy is not None
+    terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
+    loop = HeadLoop(call, terms)
+    entropy = loop.d_entropy  # of the tokens of any rank
 
-    *kept, g_logprob, g_entropy, g_lse = walk.meet(*residuals, *clean_upstream(walk, pulled))
+    cleaned_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
+    *kept, g_logprob, g_entropy, g_lse = loop.exchange(*residuals, *cleaned_3N)
     residuals, g_3N = Residuals(*kept), torch.stack((g_logprob, g_entropy, g_lse))
     exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
         g_3N = torch.ldexp(g_3N, exponent)
-    every = sums_of(walk, needs, call.weight.shape[call.transposed])
-    for part, sums in every.passes(exponent):
-        for chunk in part.chunks():
-            kernels = part.kernels()
-            for rows in part.blocks(chunk):
-                g_3B = part.scaled(g_3N[:, rows.places], rows)
+    sums = loop.sums(needs)
+    for logits, of_block in sums.passes(exponent):
+        for chunk in logits.chunks():
+            kernels = logits.kernels()
+            for rows in logits.blocks(chunk):
+                g_3B = logits.scaled(g_3N[:, rows.places], rows)
                 of_rows = Residuals(*(x[rows.places] for x in residuals))
                 dz = coefficients(g_3B, of_rows, entropy=entropy)
-                sums.take(rows, kernels, of_rows.lse, dz)
+                of_block.take(rows, kernels, of_rows.lse, dz)
             del kernels
-            sums.add(chunk)
-    found = every.finish(exponent)
-    for x in found[1:] if call.head_scale != 1.0 else ():
+            of_block.add(chunk)
+    accumulators = sums.finish(exponent)
+    for x in accumulators[1:] if call.head_scale != 1.0 else ():
         x.mul_(call.head_scale)
-    return found
+    return accumulators
 
 
-def clean_upstream(walk: Walk | Streamed | GivenLogits, pulled: Cotangents) -> Tensor:
+def clean_upstream(own: Selected, upstream: Cotangents, dtype: torch.dtype) -> Tensor:
     """[3, N]: gradients of log-probability, entropy and lse; 0 where there is none, or no token."""
-    zeros = torch.zeros(walk.own.valid.shape, **walk.like)
-    gradients = (pulled.d_logprobs, pulled.d_entropy, pulled.d_lse)
-    return torch.stack(
-        [zeros if g is None else walk.own.clean(g.to(walk.compute_dtype)) for g in gradients]
-    )
+    gradients = (upstream.d_logprobs, upstream.d_entropy, upstream.d_lse)
+    zeros = upstream.residuals.new_zeros(own.valid.shape, dtype=dtype)
+    return torch.stack([zeros if g is None else own.clean(g.to(dtype)) for g in gradients])
 
 
 def coefficients(
@@ -175,39 +170,36 @@ def coefficients(
     return Coefficients(alpha, beta, -uniform, target + (uniform - smoothing * g_logprob))
 
 
-@operator("logprobs_forward", HeadCall, Values, returns=SIX)
+@operator("logprobs_forward", HeadCall, Values, returns=FIVE)
 def logprobs_op(call: HeadCall, values: Values) -> tuple[Tensor, ...]:
-    """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N], shard
-    [3] or nothing."""
+    """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N]."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        output, residuals, shard = over_shards(lambda: logprobs_forward(call, values))
-    return (*output, torch.stack(residuals), shard)
+        output, residuals = logprobs_forward(call, values)
+    return (*output, torch.stack(residuals))
 
 
 @logprobs_op.fake
 def _(call: HeadCall, values: Values) -> tuple[Tensor, ...]:
-    return fake_outputs(call.hidden, values.output_dtype, call.compute_dtype, call.shard)
+    return fake_outputs(call.hidden, values.output_dtype, call.compute_dtype)
 
 
 def fake_outputs(
-    like: Tensor, output_dtype: torch.dtype, compute_dtype: torch.dtype, shard: Tensor | None
+    like: Tensor, output_dtype: torch.dtype, compute_dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     dtypes = [output_dtype] * 3 + [torch.bool]
     outputs = [like.new_empty(like.shape[0], dtype=dtype) for dtype in dtypes]
-    residuals = like.new_empty(4, like.shape[0], dtype=compute_dtype)
-    none = like.new_empty(0, dtype=torch.int64)
-    return (*outputs, residuals, none if shard is None else torch.empty_like(shard))
+    return (*outputs, like.new_empty(4, like.shape[0], dtype=compute_dtype))
 
 
 @operator("logprobs_backward", Cotangents, HeadCall, Needs, returns=FIVE)
-def logprobs_backward_op(pulled: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
+def logprobs_backward_op(upstream: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
     """`logprobs_backward` as one operator, opaque to the compiler."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        return logprobs_backward(pulled, call, needs.needs)
+        return logprobs_backward(upstream, call, needs.needs)
 
 
 @logprobs_backward_op.fake
-def _(pulled: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
+def _(upstream: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
     hidden, weight = call.hidden, call.weight
     need_hidden, need_weight, need_bias, *need_low = needs.needs
     vocab_size = weight.shape[1 if call.transposed else 0]
@@ -221,11 +213,10 @@ def _(pulled: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
 
 
 def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> None:
-    """What a backward needs: the call, with the shard that its forward knew, and residuals."""
-    *outputs, residuals, shard = output
+    """What a backward needs: the call, and residuals."""
+    *outputs, residuals = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(outputs[-1], residuals, shard)
-    call = call._replace(shard=None if call.shard is None else shard)
+    ctx.mark_non_differentiable(outputs[-1], residuals)
     tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
     ctx.save_for_backward(residuals, *tensors.values())
     ctx.tensors, ctx.call = list(tensors), call._replace(**dict.fromkeys(tensors))
@@ -244,14 +235,14 @@ def kept_of(
     return call, Cotangents(d_logprobs, d_entropy, d_lse, residuals)
 
 
-def _backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] | None:
-    kept = kept_of(ctx, "chunked_logprobs", gradients)
+def _backward(ctx: Any, *of_outputs: Tensor | None) -> dict[str, Tensor | None] | None:
+    kept = kept_of(ctx, "chunked_logprobs", of_outputs)
     if kept is None:
         return None
-    call, pulled = kept
+    call, upstream = kept
     needs = logprobs_op.needed(ctx, *DIFFERENTIATED)
-    found = logprobs_backward_op(pulled, call, Needs(needs))
-    return {name: g if need else None for name, g, need in zip(DIFFERENTIATED, found, needs)}
+    gradients = logprobs_backward_op(upstream, call, Needs(needs))
+    return {name: g if need else None for name, g, need in zip(DIFFERENTIATED, gradients, needs)}
 
 
 logprobs_op.gradient(keep, _backward)

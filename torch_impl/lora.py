@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xentlib.arguments import Arguments
 from xentlib.lora import LowRankHead
-from xentlib.torch.core.vocab import gather_into
+from xentlib.torch.core.groups import gather_into
 
 
 def low_rank_of(head: Any) -> LowRankHead[Tensor] | None:

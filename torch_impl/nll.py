@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,19 +16,16 @@ from xentlib.algebra import TokenStats, WantedStats
 from xentlib.arguments import Arguments
 from xentlib.checks.call import check_divisor
 from xentlib.nll import OUTPUTS, NLLOutput
-from xentlib.plan import exchanges_per_chunk
 from xentlib.torch.array_spec import as_tensor
 from xentlib.torch.binding import bind
 from xentlib.torch.core.algebra import ALGEBRA
-from xentlib.torch.core.device import device_info
+from xentlib.torch.core.device import device_info, host_readable
 from xentlib.torch.core.gradients import Gradients, needs_transpose, power_of_two
+from xentlib.torch.core.handshake import Terms, same_upstream
 from xentlib.torch.core.kernels import FusedLoss, LossTerms
-from xentlib.torch.core.spread import Terms, same_upstream
+from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, target_info
-from xentlib.torch.core.stream import Streamed, sums_of, walk_of
-from xentlib.torch.core.tokens import counted
-from xentlib.torch.core.vocab import host_readable, over_shards
-from xentlib.torch.core.walk import Walk
+from xentlib.torch.core.tokens import Selected, counted
 from xentlib.torch.derivatives import differentiated_once, wanted, without_gradient
 from xentlib.torch.head import with_head
 from xentlib.torch.hooks import run_backward_hooks, run_forward_hooks
@@ -53,132 +50,138 @@ class Loss(NamedTuple):
 def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradients, Tensor]:
     """Loss and per-token values, gradient accumulators, and the mask of valid tokens [N]."""
     # 1. Valid tokens, and what each of them counts for
-    scalars, outputs = call.scalars, loss.entropy + 2.0 * loss.predicted
-    refused = refused_divisor(call, loss)
-    terms = Terms("chunked_nll", loss.needs, outputs, loss.class_weights, refused=refused)
-    walk = walk_of(call, terms)
-    own, compute_dtype, like = walk.own, walk.compute_dtype, walk.like
-    num_tokens = call.hidden.shape[0]
-    valid_N, needs = own.valid, loss.needs
-    everywhere = target_info(walk, slice(None))
-    weights_N = torch.ones(num_tokens, **like)
-    if loss.token_weights is not None:
-        weights_N = loss.token_weights.to(compute_dtype)
-    weights_N = torch.where(valid_N, weights_N, 0.0)
-    total_valid = valid_N.sum()
-    weight_sum = total_valid.to(compute_dtype)
-    if loss.token_weights is not None or loss.class_weights is not None:
-        weight_sum = torch.where(valid_N, weights_N * everywhere.weight, 0.0).sum()
-    if loss.denominator is not None:
-        divisor = loss.denominator.to(compute_dtype)
-    else:
-        divisor = weight_sum if loss.mean else torch.ones((), **like)
-    # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
-    divisor = torch.where((total_valid == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
+    scalars, needs = call.scalars, loss.needs
+    refused, outputs = refused_divisor(call, loss), loss.entropy + 2.0 * loss.predicted
+    loop = HeadLoop(call, Terms("chunked_nll", needs, outputs, loss.class_weights, refused=refused))
+    weights_N, weight_sum, divisor = token_weights(loop, loss)
     factor_N = weights_N * (1.0 / divisor)
-    factor_N = torch.where(own.bad, torch.nan, factor_N)
-    (factor_N,), tokens = walk.meet(factor_N), walk.tokens
-    if walk.spread is not None:
-        everywhere = target_info(walk, slice(None))
+    factor_N = torch.where(loop.own.bad, torch.nan, factor_N)
+    (factor_N,) = loop.exchange(factor_N)
     exponent = power_of_two(call.gemm_dtype, factor_N)
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
+    check_consistent(loop, loss, divisor)
 
-    walk.check_consistent("chunked_nll")
-    if walk.parallel is not None:
-        consistency = walk.parallel.consistency
-        consistency.exact("outputs", outputs)
-        consistency.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
-        count = 0 if loss.class_weights is None else loss.class_weights.shape[0]
-        consistency.exact("class_weights", float(count))
-        consistency.per_class("class_weights", walk.class_weights)
-        if walk.spread is not None:
-            of_head = sum(2.0**k * need for k, need in enumerate(needs[1:]))
-            consistency.exact("gradient of the head", of_head)
-        else:
-            consistency.per_token("token_weights", loss.token_weights, num_tokens)
-            consistency.close("denominator", divisor)
-    every = sums_of(walk, needs, call.weight.shape[call.transposed])
-    stats_wanted = WantedStats(loss.entropy, scalars.label_smoothing > 0, loss.predicted)
+    wanted_stats = WantedStats(loss.entropy, scalars.label_smoothing > 0, loss.predicted)
+    everywhere, sums = target_info(loop, slice(None)), loop.sums(needs)
     # Rows: loss, its z-loss part, logprob, entropy, lse, correct, predicted. One write a block.
-    per_token_7N = torch.zeros(7, tokens.valid.shape[0], **like)
+    per_token_7N = torch.zeros(7, loop.tokens.valid.shape[0], **loop.like)
     whole: TokenStats | None = None
-    # Statistics over shards come before gradients: in all of the chunks, or in each as they come.
-    each = False
-    if isinstance(walk, Streamed):
-        whole = walk.stats(stats_wanted)
-    elif walk.parallel is not None:
-        each = any(needs) and scalars.softcap is None
-        if walk.spread is None:
-            each = each and exchanges_per_chunk(walk.plan, call.hidden.device.type)
-        if not each:
-            whole = all_stats(walk, stats_wanted)
-    if whole is not None:
+    when = loop.schedule(needs)
+    if when == "two passes":
+        whole = all_stats(loop, wanted_stats)
         per_token_7N = ALGEBRA.values(whole, everywhere, scalars)
     # A gradient of the bias sums dz over rows before it is rounded: statistics come first.
-    at_once = isinstance(walk, Walk) and walk.parallel is None and not needs[2]
-    for part, sums in every.passes(exponent) if whole is None or any(needs) else ():
-        for chunk in part.chunks():  # 2. Logits
-            if each:
-                of_chunk = chunk_stats(part, chunk, stats_wanted)
-                places = tokens.places(chunk.start, chunk.start + chunk.size)
-                label = target_info(walk, places)
+    at_once = when == "fused" and not needs[2] and loop.kernels.fused_loss
+    for logits, of_block in sums.passes(exponent) if whole is None or any(needs) else ():
+        for chunk in logits.chunks():  # 2. Logits
+            stats = whole
+            if when == "each chunk":
+                of_chunk = chunk_stats(logits, chunk, wanted_stats)
+                places = loop.tokens.places(chunk.start, chunk.start + chunk.size)
+                label = target_info(loop, places)
                 per_token_7N[:, places] = ALGEBRA.values(of_chunk, label, scalars)
-            kernels = part.kernels()
-            for rows in part.blocks(chunk, fresh=not each):
-                # 3. to 5. Softmax without the target column, then the target
-                if at_once and isinstance(kernels, FusedLoss):
-                    # 3. to 7. at once
+            kernels = logits.kernels()
+            for rows in logits.blocks(chunk, fresh=when != "each chunk"):
+                factor_B = factor_N[rows.places]
+                if at_once:  # 3. to 7.
+                    dz_y_B = of_block.dz_y_T[rows.span] if any(needs) else None
                     direct = isinstance(rows.places, slice)
                     values_7B = per_token_7N[:, rows.places]
-                    if not direct:
-                        values_7B = torch.empty_like(values_7B)
-                    kernels.loss(
+                    values_7B = values_7B if direct else torch.empty_like(values_7B)
+                    weights_sum = None if loop.class_weights is None else loop.class_weights.sum()
+                    of_loss = LossTerms(factor_B, scalars, weights_sum, values_7B, dz_y_B)
+                    cast(FusedLoss, kernels).loss(
                         rows,
-                        stats_wanted,
-                        LossTerms(
-                            factor_N[rows.places],
-                            scalars,
-                            None if walk.class_weights is None else walk.class_weights.sum(),
-                            values_7B,
-                            sums.dz_y_T[rows.span] if any(needs) else None,
-                        ),
-                        into_BV=sums.into(rows),
+                        wanted_stats,
+                        of_loss,
+                        into_BV=of_block.into(rows),
                         round_to=call.gemm_dtype,
                     )
                     if not direct:
                         per_token_7N[:, rows.places] = values_7B
                     continue
-                label = target_info(walk, rows.places)
+                # 3. to 5. Softmax without the target column, then the target
+                label = target_info(loop, rows.places)
                 if whole is not None:
                     stats = at_rows(whole, rows.places)
-                elif each:
+                elif when == "each chunk":
                     stats = at_rows(of_chunk, rows.span)
                 else:
-                    z_y, rest = kernels.stats(rows, stats_wanted, dz_follows=any(needs))
-                    stats = ALGEBRA.token_stats(z_y, rest, walk.vocab_size, label)
+                    z_y, rest = kernels.stats(rows, wanted_stats, dz_follows=any(needs))
+                    stats = ALGEBRA.token_stats(z_y, rest, loop.vocab.size, label)
                     per_token_7N[:, rows.places] = ALGEBRA.values(stats, label, scalars)
                 if any(needs):
                     # 6. and 7. dz of the rest in place of the logits, dz of the target beside it
-                    factor_B = part.scaled(factor_N[rows.places], rows)
-                    dz = ALGEBRA.coefficients(stats, factor_B, label, scalars, walk.vocab_size)
-                    sums.take(rows, kernels, stats.lse, dz)
+                    factor_B = logits.scaled(factor_B, rows)
+                    dz = ALGEBRA.coefficients(stats, factor_B, label, scalars, loop.vocab.size)
+                    of_block.take(rows, kernels, stats.lse, dz)
             del kernels
-            sums.add(chunk)  # 8. Gradient GEMMs
-    gradients = every.finish(exponent)
-
+            of_block.add(chunk)  # 8. Gradient GEMMs
+    gradients = sums.finish(exponent)
     # 9. Reduce. What is 0 was divided by 1 above, unless it has tokens: then ranks that shake hands
     # have refused it, those of `vocab_parallel` have compared it.
     if refused is not None:
         check_divisor(refused)
-    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = own.clean(
-        walk.mine(per_token_7N)
-    )
-    predicted_N = torch.where(valid_N & ~own.bad, predicted_N, -1.0)
+    output = reduced(loop.own, loop.local(per_token_7N), weights_N, weight_sum, divisor, loss)
+    return output, gradients, loop.own.valid
+
+
+def token_weights(loop: HeadLoop, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+    """[N] weights of this rank's tokens, 0 where one does not count; their sum, with those of the
+    classes; and what the loss is divided by."""
+    valid_N = loop.own.valid
+    weights_N = torch.ones(valid_N.shape, **loop.like)
+    if loss.token_weights is not None:
+        weights_N = loss.token_weights.to(loop.compute_dtype)
+    weights_N = torch.where(valid_N, weights_N, 0.0)
+    total_valid = valid_N.sum()
+    weight_sum = total_valid.to(loop.compute_dtype)
+    if loss.token_weights is not None or loss.class_weights is not None:
+        of_class_N = target_info(loop, slice(None)).weight
+        weight_sum = torch.where(valid_N, weights_N * of_class_N, 0.0).sum()
+    if loss.denominator is not None:
+        divisor = loss.denominator.to(loop.compute_dtype)
+    else:
+        divisor = weight_sum if loss.mean else torch.ones((), **loop.like)
+    # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
+    nothing = (total_valid == 0) | ((weight_sum == 0) & (divisor == 0))
+    return weights_N, weight_sum, torch.where(nothing, 1.0, divisor)
+
+
+def check_consistent(loop: HeadLoop, loss: Loss, divisor: Tensor) -> None:
+    """Over shards: what every rank must have the same, that of the loss included."""
+    vocab = loop.check_consistent()
+    if vocab is None:
+        return
+    consistency, needs, weights = vocab.consistency, loss.needs, loss.class_weights
+    consistency.exact("outputs", loop.terms.outputs)
+    consistency.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
+    consistency.exact("class_weights", 0.0 if weights is None else float(weights.shape[0]))
+    consistency.per_class("class_weights", loop.class_weights)
+    if loop.gathered:
+        of_head = sum(2.0**k * need for k, need in enumerate(needs[1:]))
+        consistency.exact("gradient of the head", of_head)
+    else:
+        consistency.per_token("token_weights", loss.token_weights, loop.own.valid.shape[0])
+        consistency.close("denominator", divisor)
+
+
+def reduced(
+    own: Selected,
+    per_token_7N: Tensor,
+    weights_N: Tensor,
+    weight_sum: Tensor,
+    divisor: Tensor,
+    loss: Loss,
+) -> NLLOutput[Tensor]:
+    """Step 9, of this rank's tokens."""
     output_dtype = loss.output_dtype
-    output = NLLOutput(
+    loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = own.clean(per_token_7N)
+    predicted_N = torch.where(own.valid & ~own.bad, predicted_N, -1.0)
+    return NLLOutput(
         ((loss_N * weights_N).sum() / divisor).to(output_dtype),
-        total_valid,
+        own.valid.sum(),
         weight_sum.to(output_dtype),
         ((z_loss_N * weights_N).sum() / divisor).to(output_dtype),
         logprob_N.to(output_dtype, copy=True),
@@ -187,7 +190,6 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
         correct_N > 0,
         predicted_N.long(),
     )
-    return output, gradients, valid_N
 
 
 def refused_divisor(call: HeadCall, loss: Loss) -> float | None:
@@ -260,7 +262,7 @@ def nll_backward(
 def nll_op(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        output, gradients, valid_N = over_shards(lambda: nll_forward(call, loss))
+        output, gradients, valid_N = nll_forward(call, loss)
     return (*output[:9], *gradients, valid_N)
 
 

@@ -21,7 +21,7 @@ from xentlib.checks.placement import (
     check_same_tokens,
     refuse_dtensor,
 )
-from xentlib.checks.shards import check_shard
+from xentlib.checks.shards import check_ranks_known, check_rows, check_shard
 from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
@@ -43,6 +43,9 @@ def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
     """The group, and the number of classes where it was declared."""
     if isinstance(parallel, PaddedVocab):
         return find_group(parallel.over), plain(parallel.vocab_size)
+    if isinstance(parallel, VocabShard):
+        check_ranks_known(parallel)
+        return find_group(parallel.over), parallel.vocab_size
     return find_group(parallel), None
 
 
@@ -145,6 +148,9 @@ def local_rows(
     if is_dtensor(weight):
         shard = shard_of(chunked(weight.shape[axis], ranks), dist.get_rank(group), vocab_size)
         return local_part("weight", weight, axis), bias, Local(name, numbers_of(shard))
+    if isinstance(parallel, VocabShard):
+        check_rows(parallel, weight.shape[axis])
+        return weight, bias, Local(name, numbers_of(parallel))
     return weight, bias, Local(name, undeclared(vocab_size))
 
 
@@ -206,6 +212,8 @@ def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Lo
     if parallel is None:
         return Local("", None)
     group, vocab_size = unpadded(parallel)
+    if shard is None and isinstance(parallel, VocabShard):
+        shard = parallel
     if shard is not None:
         check_shard(shard, logits.shape[1])
         return Local(group.group_name, numbers_of(shard))

@@ -56,8 +56,8 @@ BUDGETS = {
     "vocabulary shard": Budget({"all_reduce": 3}),
     "vocabulary shard, recompute": Budget({"all_reduce": 2}, REDUCE),
     "FSDP2, vocabulary shard": Budget(GATHER | {"all_reduce": 3}, SCATTER),
-    # Sizes, labels with factors; in each chunk its hidden states, MAX, SUM and d hidden. Upstream
-    # gradients, which must be alike.
+    # A handshake, labels with factors; in each chunk its hidden states, MAX, SUM and d hidden.
+    # Upstream gradients, which must be the same.
     "tokens over the ranks": Budget(
         {"all_gather": 2}, GATHER, each=GATHER | {"all_reduce": 2} | SCATTER
     ),
@@ -67,14 +67,14 @@ BUDGETS = {
         each=GATHER,
         each_backward=GATHER | SCATTER,
     ),
-    # The same in a node, by its own chunks; over nodes what must be alike, rows and d weight. A
-    # bias is one gather more, and its gradient one reduce-scatter.
+    # The same in a node, by its own chunks; over nodes the handshake, rows and d weight. A bias is
+    # one gather more, and its gradient one reduce-scatter.
     "rows over nodes": Budget(
-        {"all_gather": 4} | SCATTER, GATHER, each=GATHER | {"all_reduce": 2} | SCATTER
+        {"all_gather": 3} | SCATTER, GATHER, each=GATHER | {"all_reduce": 2} | SCATTER
     ),
     "rows over nodes, recompute": Budget(
-        {"all_gather": 4, "all_reduce": 2},
-        {"all_gather": 4} | SCATTER,
+        {"all_gather": 3, "all_reduce": 2},
+        {"all_gather": 3} | SCATTER,
         each=GATHER,
         each_backward=GATHER | SCATTER,
     ),
@@ -99,7 +99,7 @@ BUDGETS = {
         each={"all_gather": 2},
         each_backward={"all_gather": 2} | SCATTER,
     ),
-    # What ranks must have alike; each block twice, once for statistics, once for gradients. A bias
+    # A handshake; each block twice, once for statistics, once for gradients. A bias
     # is one gather more, and its gradient one reduce-scatter.
     "stream": Budget(GATHER, GATHER, each={"all_gather": 2} | SCATTER),
     "stream, recompute": Budget(GATHER, GATHER, each=GATHER, each_backward=GATHER | SCATTER),

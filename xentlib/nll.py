@@ -143,9 +143,10 @@ def chunked_nll(
             shards one number more a token and rank. A loss that depends on one raises in its
             backward (NaN inside `jit`): `chunked_logprobs` has their gradients.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
-            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding.
-            `weight` and `bias` are then this rank's rows of the head, in rank order, in PyTorch of
-            any sizes, none included, and a DTensor sharded on the vocabulary if you like.
+            of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding;
+            in PyTorch `VocabShard.of_ranks(rows, group)` where ranks have different numbers of
+            rows, none included. `weight` and `bias` are then this rank's rows of the head, in rank
+            order, or a DTensor sharded on the vocabulary.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
             d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
             must be the same travel with the MAX: where ranks differ every one of them raises, or

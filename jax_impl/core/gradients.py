@@ -13,14 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.algebra import Coefficients
-from xentlib.jax.binding import DIFFERENTIATED, Options
+from xentlib.jax.core.call import DIFFERENTIATED, MeshAxes, Options, own_piece
 from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import contract, round_to
+from xentlib.jax.core.logits import Chunk, ChunkedLogits
 from xentlib.jax.core.lora import backprop_lora, from_hidden, to_a, to_b
 from xentlib.jax.core.vocab import as_primal
-from xentlib.jax.core.walk import Chunk, Walk
 from xentlib.jax.derivatives import Needs
-from xentlib.jax.head import Spread, own_piece
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.
@@ -46,7 +45,7 @@ class Gradients(NamedTuple):
 
 def power_of_two(options: Options, factor_N: jax.Array) -> jax.Array | None:
     """Exponent that brings float16 dz of these factors to where float16 has digits; one for all
-    tokens that meet the same rows."""
+    tokens that the same rows multiply."""
     # Without a token there is nothing to scale, and XLA refuses a `shard_map` outside of `jit` in
     # which a function of constants alone is called.
     if options.gemm_dtype != "float16" or not factor_N.size:
@@ -64,15 +63,15 @@ def without_power(gradients: Gradients, exponent: jax.Array, compute_dtype: str)
     return Gradients(*(x * unscale for x in gradients))
 
 
-def zero_gradients(walk: Walk, needs: Needs) -> Gradients:
-    compute = walk.options.compute_dtype
-    num_tokens, hidden_size = walk.hidden.shape
-    assert walk.operand is not None
-    columns = walk.operand.shape[walk.axes[0]]
-    a, b = ((), ()) if walk.low is None else (walk.low.a_RH.shape, walk.low.b_VR.shape)
+def zero_gradients(logits: ChunkedLogits, needs: Needs) -> Gradients:
+    compute = logits.options.compute_dtype
+    num_tokens, hidden_size = logits.hidden.shape
+    assert logits.operand is not None
+    columns = logits.operand.shape[logits.axes[0]]
+    a, b = ((), ()) if logits.low is None else (logits.low.a_RH.shape, logits.low.b_VR.shape)
     return Gradients(
         jnp.zeros((num_tokens if needs.hidden else 0, hidden_size), compute),
-        jnp.zeros(walk.operand.shape if needs.weight else (0, 0), compute),
+        jnp.zeros(logits.operand.shape if needs.weight else (0, 0), compute),
         jnp.zeros((columns if needs.bias else 0,), compute),
         jnp.zeros(a if needs.low_in else (0, 0), compute),
         jnp.zeros(b if needs.low_out else (0, 0), compute),
@@ -80,7 +79,7 @@ def zero_gradients(walk: Walk, needs: Needs) -> Gradients:
 
 
 def add_gradients(
-    walk: Walk,
+    logits: ChunkedLogits,
     chunk: Chunk,
     needs: Needs,
     gradients: Gradients,
@@ -90,12 +89,12 @@ def add_gradients(
 ) -> Gradients:
     """Steps 6 to 8: dz of the rest and of the target, and both into the sums. `left` is what
     `stats` has left of the chunk's block, if it was called."""
-    options, compute = walk.options, walk.options.compute_dtype
-    axis_v, _ = walk.axes
+    options, compute = logits.options, logits.options.compute_dtype
+    axis_v, _ = logits.axes
     x_TH, y_T = chunk.x_TH, chunk.block.y_T1[:, 0]
-    low, activations = walk.low, chunk.low
-    assert walk.operand is not None
-    dz_TV, dz_y_T, part_V = walk.kernels.dz(
+    low, activations = logits.low, chunk.low
+    assert logits.operand is not None
+    dz_TV, dz_y_T, part_V = logits.kernels.dz(
         chunk.block, lse_T, of, left=left, round_to=options.gemm_dtype, column_sums=needs.bias
     )
     if part_V is not None:
@@ -109,10 +108,10 @@ def add_gradients(
     if low is not None and activations is not None and (needs.hidden or needs.low_in):
         du_TR = backprop_lora(low, dz_TV, dz_y_T1, y_T)
     if needs.hidden:
-        dx_TH = contract(dz_TV, walk.operand, 1, axis_v, compute)
+        dx_TH = contract(dz_TV, logits.operand, 1, axis_v, compute)
         if low is not None and activations is not None:
             dx_TH = dx_TH + from_hidden(low, du_TR, activations)
-        w_y_TH = jnp.take(walk.operand, y_T, axis=axis_v, mode="clip")
+        w_y_TH = jnp.take(logits.operand, y_T, axis=axis_v, mode="clip")
         w_y_TH = (w_y_TH.T if options.transposed else w_y_TH).astype(compute)
         dx_TH = dx_TH + dz_y_T1 * w_y_TH
         if options.gathered:
@@ -181,15 +180,15 @@ def each_once(y_T: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
     return same_TT & first_T[:, None], jnp.where(first_T, y_T, columns + 1 + rows_T)
 
 
-def own_columns(walk: Walk, gradients: Gradients) -> Gradients:
+def own_columns(logits: ChunkedLogits, gradients: Gradients) -> Gradients:
     """Without the zeros that filled the head up."""
-    if walk.operand is None or walk.operand.shape[walk.axes[0]] == walk.columns:
+    if logits.operand is None or logits.operand.shape[logits.axes[0]] == logits.columns:
         return gradients
     weight, bias, low_out = gradients.weight, gradients.bias, gradients.low_out
     if weight.size:
-        weight = lax.slice_in_dim(weight, 0, walk.columns, axis=walk.axes[0])
+        weight = lax.slice_in_dim(weight, 0, logits.columns, axis=logits.axes[0])
     return gradients._replace(
-        weight=weight, bias=bias[: walk.columns], low_out=low_out[: walk.columns]
+        weight=weight, bias=bias[: logits.columns], low_out=low_out[: logits.columns]
     )
 
 
@@ -197,17 +196,17 @@ def round_gradients(
     gradients: Gradients,
     valid_N: jax.Array,
     primals: Sequence[jax.Array | None],
-    spread: Spread | None,
+    mesh_axes: MeshAxes | None,
 ) -> dict[str, jax.Array | None]:
     """Each accumulator by name, summed over the devices that share its primal, and rounded once to
     its dtype; None stands for a zero gradient. Of the primals, in that order, only the types are
     used."""
-    if spread is not None:
+    if mesh_axes is not None:
         gradients = gradients._replace(
-            weight=own_piece(gradients.weight, spread.weight)
+            weight=own_piece(gradients.weight, mesh_axes.weight)
             if gradients.weight.size
             else gradients.weight,
-            bias=own_piece(gradients.bias, spread.bias),
+            bias=own_piece(gradients.bias, mesh_axes.bias),
         )
     hidden_NH = gradients.hidden
     if hidden_NH.size:

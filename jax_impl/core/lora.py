@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.binding import Constants, Options
+from xentlib.jax.core.call import Constants, Options
 from xentlib.jax.core.gemm import contract, round_to
 
 # Of 8 bits or more each: what float32 has.
@@ -51,7 +51,7 @@ def parts_of(x: jax.Array, exact: str, dtype: str) -> Parts:
 
 
 class LowRank(NamedTuple):
-    """A and B of a walk, in the compute dtype; their products are never below it."""
+    """A and B of a head, in the compute dtype; their products are never below it."""
 
     a_RH: jax.Array
     b_VR: jax.Array
@@ -84,7 +84,7 @@ def low_rank(options: Options, a: Any, b: jax.Array, constants: Constants) -> Lo
     )
 
 
-def seen_by(low: LowRank, x_TH: jax.Array, rows_T: jax.Array) -> LoraActivations:
+def activations_of(low: LowRank, x_TH: jax.Array, rows_T: jax.Array) -> LoraActivations:
     """Of a chunk, whose rows are these tokens."""
     compute = low.a_RH.dtype
     x_TH, keep_TH = x_TH.astype(compute), None

@@ -8,8 +8,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from xentlib.arguments import Arguments
-from xentlib.jax.head import axes_of, place
 from xentlib.jax.nll import nll
+from xentlib.jax.placement import axes_of, place
 from xentlib.nll import NLLOutput
 
 __all__ = ["placed_nll"]

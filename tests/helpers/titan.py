@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from helpers.wide import Wide
+from xentlib import VocabShard
 from xentlib.torch.integrations.torchtitan import HeadLoss
 
 V, H, B, L = 101, 16, 2, 12
@@ -215,7 +216,8 @@ def sharded_rows(rank: int) -> tuple[float, dict[str, Any]]:
     model.norm = nn.Sequential()
     model.norm.forward = lambda x: Copied.apply(norm(x))  # type: ignore[method-assign]
     model.norm.inner = norm
-    options = {"vocab_parallel": dist.group.WORLD, "reduce_hidden_grad": False}
+    shard = VocabShard.of_ranks(len(rows), dist.group.WORLD)
+    options = {"vocab_parallel": shard, "reduce_hidden_grad": False}
     total, found = step(model, batches(), **options)
     found["norm.weight"] = found.pop("norm.inner.weight")
     found.pop("lm_head.weight")

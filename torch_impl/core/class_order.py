@@ -22,15 +22,15 @@ class ClassOrder(NamedTuple):
     first_R: Tensor  # place of the first class of a part
     parts_G: Tensor  # of this rank
 
-    def of(self, labels_N: Tensor) -> Tensor:
+    def to_place(self, classes: Tensor) -> Tensor:
         """Where classes stand; all of them are in the vocabulary."""
-        found: Tensor = self.first_R[labels_N // self.each] + labels_N % self.each
-        return found
+        places: Tensor = self.first_R[classes // self.each] + classes % self.each
+        return places
 
     def to_class(self, columns: Tensor) -> Tensor:
         """Of columns of this rank."""
-        found: Tensor = self.parts_G[columns // self.each] * self.each + columns % self.each
-        return found
+        classes: Tensor = self.parts_G[columns // self.each] * self.each + columns % self.each
+        return classes
 
 
 def class_order_of(nodes_GL: Tensor, shard: Tensor, rank: int, device: torch.device) -> ClassOrder:

@@ -34,6 +34,11 @@ def device_info(where: Tensor | torch.device) -> DeviceInfo:
     return KINDS.get(device.type, ANOTHER)
 
 
+def host_readable(x: Tensor) -> bool:
+    """Whether the host may look at numbers without waiting for a device."""
+    return device_info(x).host_readable
+
+
 def chunk_bytes(asked: int, device: torch.device, row_bytes: int = 0) -> int:
     """Of a chunk's logits: what was asked for, or what the device's memory allows."""
     memory = 0

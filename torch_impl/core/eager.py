@@ -22,6 +22,7 @@ class Eager:
     whole_chunks: ClassVar[bool] = False
     spare_column: ClassVar[bool] = True
     sorted_targets: ClassVar[bool] = False
+    fused_loss: ClassVar[bool] = False
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: LogitTransform

@@ -14,14 +14,20 @@ from torch import Tensor
 from xentlib.plan import block_bytes, block_tokens
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
+from xentlib.torch.core.logits import block_at
 from xentlib.torch.core.tokens import select_tokens
-from xentlib.torch.core.vocab import begin_consistency, vocab_parallel_of
-from xentlib.torch.core.walk import rows_at
+from xentlib.torch.core.vocab import LocalVocab, ShardedVocab
 from xentlib.torch.operators import LogitsCall
+
+# What a SUM over shards has of a token, whatever the options: the target's logit, a count, the
+# softmax's sum, that of the entropy and that of label smoothing.
+SUM_ROWS = 5
 
 
 class GivenLogits:
     """Blocks of rows of the logits."""
+
+    gathered = False  # tokens are the same on every rank
 
     def __init__(self, call: LogitsCall) -> None:
         logits, compute_dtype = call.logits, call.compute_dtype
@@ -29,19 +35,19 @@ class GivenLogits:
         self.labels, self.ignore_index = call.labels, call.ignore_index
         self.scalars = call.scalars
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
-        self.parallel = vocab_parallel_of(call.group, call.shard, logits.shape[1], self.like)
-        part = None if self.parallel is None else self.parallel.shard
-        self.local_size = logits.shape[1] if part is None else part.size
-        self.vocab_size = self.local_size if part is None else part.vocab_size
-        self.spread = None
-        self.own = self.tokens = select_tokens(
-            call.labels, call.where, call.ignore_index, self.vocab_size, part, logits.device
+        self.vocab = LocalVocab(logits.shape[1])
+        if call.shard is not None:
+            columns = logits.shape[1]
+            self.vocab = ShardedVocab(call.group, call.shard, columns, self.like, sum_rows=SUM_ROWS)
+        self.local_size = self.vocab.local_size
+        self.tokens = select_tokens(
+            call.labels, call.where, call.ignore_index, self.vocab, logits.device
         )
         self.class_weights: Tensor | None = None  # which a head alone takes
         self.own_weights: Tensor | None = None
-        self.shape = LogitTransform(self.local_size, scalars=call.scalars)
         self.made = kernels_for(logits.device, compute_dtype, call.scalars)
-        self.width = self.local_size + (part is not None and self.made.spare_column)
+        self.width = self.local_size + (self.vocab.sharded and self.made.spare_column)
+        self.shape = LogitTransform(self.local_size, scalars=call.scalars)
         self.block_rows = block_tokens(
             min(chunk_bytes(call.chunk_bytes, logits.device), block_bytes(logits.device.type)),
             self.width,
@@ -49,17 +55,13 @@ class GivenLogits:
         )
 
     def check_consistent(self) -> None:
-        """As in `Walk`."""
-        if self.parallel is not None and not self.parallel.agreed:
+        """Before a forward over shards: what every rank must have the same."""
+        if isinstance(self.vocab, ShardedVocab) and not self.vocab.verified:
             # Of a rank of padding, that: it tells it from the whole vocabulary on each rank.
-            rows = self.logits[:3, : self.local_size or None]
-            consistency = begin_consistency(self.parallel, rows, self.labels, self.tokens.valid)
+            rows, consistency = self.logits[:3, : self.local_size or None], self.vocab.consistency
+            consistency.begin("vocab_parallel_logprobs", rows, self.labels, self.tokens.valid)
             consistency.per_token("temperature", self.temperature, self.logits.shape[0])
             consistency.scalars(self.scalars, "vocab_parallel_logprobs")
-
-    def mine(self, values: Tensor) -> Tensor:
-        """As in `Walk`: of this rank's tokens, which are all."""
-        return values
 
     def kernels(self) -> Kernels:
         """For all of the blocks."""
@@ -76,7 +78,7 @@ class GivenLogits:
                 z_MV = self.logits[places, : self.local_size]
                 z_MV = z_MV if z_MV.stride(1) == 1 else z_MV.contiguous()
                 span = slice(0, tokens.computed)
-                yield rows_at(tokens, self.temperature, span, places, z_MV, self.compute_dtype)
+                yield block_at(tokens, self.temperature, span, places, z_MV, self.compute_dtype)
             return
         copied_BV = torch.empty(min(self.block_rows, tokens.computed), self.width, **self.like)
         for start in range(0, tokens.computed, self.block_rows):
@@ -88,4 +90,4 @@ class GivenLogits:
                 z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
             z_BV[:, self.local_size :] = -torch.inf
             span = slice(start, stop)
-            yield rows_at(tokens, self.temperature, span, places, z_BV, self.compute_dtype)
+            yield block_at(tokens, self.temperature, span, places, z_BV, self.compute_dtype)

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class Kernels(Protocol):
     whole_chunks: ClassVar[bool]  # takes a chunk's rows at once, and has no scratch of their size
     spare_column: ClassVar[bool]  # a target of another rank needs a column of this one, at -inf
     sorted_targets: ClassVar[bool]  # `add_to_weight` wants `order_B`
+    fused_loss: ClassVar[bool]  # has `loss`
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: LogitTransform
@@ -110,9 +111,8 @@ class Kernels(Protocol):
         `order_B` is the rows sorted by `y`, numbered from `first` on, where `sorted_targets`."""
 
 
-@runtime_checkable
 class FusedLoss(Kernels, Protocol):
-    """With both calls, and what `chunked_nll` makes between them, as one."""
+    """With both calls, and what `chunked_nll` makes between them, as one: where `fused_loss`."""
 
     def loss(
         self,

@@ -1,24 +1,25 @@
-"""Step 1 in PyTorch: which tokens count, and where their labels are.
+"""Step 1 in PyTorch: which tokens count, where their labels are, and whose tokens a chunk has.
 
-Shapes: N tokens, M valid tokens.
+Shapes: N tokens, M valid tokens, T tokens of a chunk, H hidden width.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from xentlib.checks.call import check_label_range
-from xentlib.plan import VocabShard
-from xentlib.torch.core.device import device_info
+from xentlib.plan import ChunkPlan, plan_chunks
+from xentlib.torch.array_spec import dtype_name
+from xentlib.torch.core.device import chunk_bytes, device_info
+from xentlib.torch.core.vocab import LocalVocab
+from xentlib.torch.operators import HeadCall
 
-if TYPE_CHECKING:
-    from xentlib.torch.core.class_order import ClassOrder
 
-
-class Tokens(NamedTuple):
+class Selected(NamedTuple):
     """Step 1: the tokens that count. Of labels on the CPU only they are computed, since reading
     their number costs no device sync; elsewhere every token is, the rest masked."""
 
@@ -38,6 +39,16 @@ class Tokens(NamedTuple):
         """Places of the computed tokens from `start` to `stop`."""
         return slice(start, stop) if self.rows is None else self.rows[start:stop]
 
+    def of_columns(self, vocab: LocalVocab) -> Selected:
+        """With the columns of a vocabulary. A shard's are counted from its start, in the order of
+        classes or in its own; a target elsewhere is in the spare column."""
+        if vocab.shard is None:
+            return self._replace(labels=self.targets, owned=None)
+        places = self.targets if vocab.order is None else vocab.order.to_place(self.targets)
+        owned = (places >= vocab.shard.start) & (places < vocab.shard.stop)
+        columns = torch.where(owned, places - vocab.shard.start, vocab.shard.size)
+        return self._replace(labels=columns, owned=owned)
+
     def clean(self, values: Tensor) -> Tensor:
         """Values [..., N]: NaN where the label was bad, 0 where the token is not valid."""
         values = torch.where(self.bad, torch.nan, values)
@@ -48,30 +59,31 @@ def select_tokens(
     labels: Tensor,
     where: Tensor | None,
     ignore_index: int,
-    vocab_size: int,
-    shard: VocabShard | None,
+    vocab: LocalVocab,
     device: torch.device,
-    places: ClassOrder | None = None,
-) -> Tokens:
-    """Of a call on `device`. A shard's columns are counted from its start, in the order of classes
-    or of `places`; a target elsewhere is in the spare column. Its labels are checked once all ranks
-    are known to have the same."""
+) -> Selected:
+    """Of a call on `device`. Over shards labels are checked once all ranks are known to have the
+    same."""
     valid_N, rows_M = counted(labels, where, ignore_index)
     labels = labels.long()
-    in_range_N = (labels >= 0) & (labels < vocab_size)
+    in_range_N = (labels >= 0) & (labels < vocab.size)
     bad_N = valid_N & ~in_range_N
     packed = device_info(labels).host_readable
-    if shard is None:
-        check_labels(labels, bad_N, ignore_index, vocab_size)
+    if vocab.shard is None:
+        check_labels(labels, bad_N, ignore_index, vocab.size)
     if packed and not device_info(device).host_readable:  # never over shards
-        return sent(labels, valid_N, rows_M, device)
-    targets_N = labels = torch.where(valid_N & in_range_N, labels, 0)
-    owned_N = None
-    if shard is not None:
-        at_N = labels if places is None else places.of(labels)
-        owned_N = (at_N >= shard.start) & (at_N < shard.stop)
-        labels = torch.where(owned_N, at_N - shard.start, shard.size)
-    return Tokens(labels, targets_N, owned_N, valid_N, bad_N, rows_M, packed)
+        return onto_device(labels, valid_N, rows_M, device)
+    targets_N = torch.where(valid_N & in_range_N, labels, 0)
+    return Selected(targets_N, targets_N, None, valid_N, bad_N, rows_M, packed).of_columns(vocab)
+
+
+def out_of_range(
+    labels: Tensor, where: Tensor | None, ignore_index: int, vocab_size: int
+) -> Tensor:
+    """[N]: tokens that count, with a label outside the vocabulary."""
+    valid_N, _ = counted(labels, where, ignore_index)
+    labels = labels.long()
+    return valid_N & ((labels < 0) | (labels >= vocab_size))
 
 
 def counted(
@@ -87,7 +99,9 @@ def counted(
     return valid_N, rows_M
 
 
-def sent(labels: Tensor, valid: Tensor, rows: Tensor | None, device: torch.device) -> Tokens:
+def onto_device(
+    labels: Tensor, valid: Tensor, rows: Tensor | None, device: torch.device
+) -> Selected:
     """What the host has found, in one copy that nobody waits for."""
     parts = [torch.where(valid, labels, -1), *(() if rows is None else (rows,))]
     sizes = [x.shape[0] for x in parts]
@@ -96,11 +110,77 @@ def sent(labels: Tensor, valid: Tensor, rows: Tensor | None, device: torch.devic
     torch.cat(parts, out=packed)
     labels, *more = packed.to(device, non_blocking=device_info(device).takes_copies).split(sizes)
     valid, targets = labels >= 0, labels.clamp(min=0)
-    found = more[0] if more else None
-    return Tokens(targets, targets, None, valid, torch.zeros_like(valid), found, True)
+    computed = more[0] if more else None
+    return Selected(targets, targets, None, valid, torch.zeros_like(valid), computed, True)
 
 
 def check_labels(labels: Tensor, bad: Tensor, ignore_index: int, vocab_size: int) -> None:
     """Refuse a label outside the vocabulary where it can be read without a device sync."""
     if device_info(labels).host_readable and bad.any():
         check_label_range(int(labels[bad][0]), vocab_size, ignore_index)
+
+
+class OwnTokens:
+    """Chunks of this rank's own tokens."""
+
+    gathered = False
+
+    def __init__(self, call: HeadCall, vocab: LocalVocab, *, d_entropy: bool = False) -> None:
+        """`d_entropy`: a loss is made of entropies."""
+        self.d_entropy = d_entropy
+        self.call, self.hidden, self.keep = call, call.hidden, call.low_keep
+        self.own = self.all = select_tokens(
+            call.labels, call.where, call.ignore_index, vocab, call.hidden.device
+        )
+        self.labels, self.temperature = call.labels, call.temperature
+
+    def plan(self, columns: int, row_bytes: int) -> ChunkPlan:
+        """Chunks for logits of so many columns; `row_bytes` of one token may have more of them."""
+        budget = chunk_bytes(self.call.chunk_bytes, self.hidden.device, row_bytes)
+        return plan_of(self.call, self.own.computed, columns, budget)
+
+    def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
+        """Numbers [N] of this rank's tokens, as those of all tokens of the chunks. Before the first
+        chunk; labels and temperature go with them."""
+        return per_token
+
+    def local(self, values: Tensor) -> Tensor:
+        """[..., N] of this rank's tokens, of values of all."""
+        return values
+
+    def chunks(self, plan: ChunkPlan) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Hidden states [T, H] of one chunk after the other, 0 where a token does not count, and
+        the mask of what LoRA has of them."""
+        for start, stop in plan.bounds():
+            rows = self.own.places(start, stop)
+            x_TH = self.hidden[rows]
+            if not self.own.packed:
+                x_TH = torch.where(self.own.valid[rows, None], x_TH, 0.0)
+            yield x_TH, None if self.keep is None else self.keep[rows]
+
+    def view(self, d_hidden: Tensor, start: int, size: int) -> Tensor | None:
+        """Where a chunk's d hidden may be written at once, if it may."""
+        rows = self.own.places(start, start + size)
+        return d_hidden[rows] if isinstance(rows, slice) else None
+
+    def put(self, d_hidden: Tensor, dx_TH: Tensor, start: int, size: int, *, add: bool) -> None:
+        """A chunk's d hidden into that of this rank's tokens, or added to it."""
+        rows = self.own.places(start, start + size)
+        if add:
+            d_hidden[rows] += dx_TH[:size]
+        else:
+            d_hidden[rows] = dx_TH[:size]
+
+    def wait(self, d_hidden: Tensor) -> None:
+        """For what is under way to `d_hidden`."""
+
+
+def plan_of(call: HeadCall, computed: int, columns: int, budget: int) -> ChunkPlan:
+    return plan_chunks(
+        computed,
+        max(1, columns),  # a rank may have none
+        call.hidden.shape[1],
+        dtype=dtype_name(call.gemm_dtype),
+        compute_dtype=dtype_name(call.compute_dtype),
+        max_chunk_bytes=budget,
+    )

@@ -303,7 +303,7 @@ def loss_class() -> Any:
             **loss_inputs: Any,
         ) -> Any:
             checking = spmd.is_type_checking()
-            self.options = {**self.options, **local_shards()}
+            self.options = {**local_shards(), **self.options}
             with spmd.no_typecheck():
                 loss, metrics = super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
                 if checking:

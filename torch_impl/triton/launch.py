@@ -48,6 +48,7 @@ class Triton:
     whole_chunks: ClassVar[bool] = True
     spare_column: ClassVar[bool] = False
     sorted_targets: ClassVar[bool] = True
+    fused_loss: ClassVar[bool] = True
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: LogitTransform

@@ -70,6 +70,35 @@ def check_shard(shard: Any, columns: int) -> None:
         )
 
 
+def check_ranks_known(shard: Any) -> None:
+    """Refuse, for `vocab_parallel`, a shard that does not say which ranks have the others."""
+    if shard.over is None:
+        raise TypeError(
+            f"`vocab_parallel` must say which ranks share the vocabulary; got {shard}. Pass "
+            f"`VocabShard.of_ranks(rows, group)`, made once, or the group of these ranks."
+        )
+
+
+def check_rows(shard: Any, rows: int) -> None:
+    """Refuse a head whose rows are not those that `VocabShard.of_ranks` was told of."""
+    if shard.size + shard.padding != rows:
+        raise ValueError(
+            f"`vocab_parallel` must describe the {rows} rows of `weight`; got a shard of "
+            f"{shard.size} classes and {shard.padding} rows of padding. Pass "
+            f"`VocabShard.of_ranks(rows, group)` of this head."
+        )
+
+
+def refuse_uneven(rows: Sequence[int]) -> NoReturn:
+    """Of ranks that did not say how many rows each has, and have not as many."""
+    raise ValueError(
+        f"`vocab_parallel` must come with as many rows (columns of logits) on every rank, or say "
+        f"how many each has; got {', '.join(map(str, rows))}. Pass "
+        f"`vocab_parallel=VocabShard.of_ranks(rows, group)`, made once on every rank, or pad the "
+        f"last ones and pass `PaddedVocab(group, vocab_size)`."
+    )
+
+
 def refuse_inconsistent(names: Sequence[str]) -> None:
     """Refuse arguments that differ between the ranks that a vocabulary is spread over."""
     if not names:
@@ -82,7 +111,8 @@ def refuse_inconsistent(names: Sequence[str]) -> None:
         "like `a` of a `LowRankHead`",
         "gather": "`gather` and `tokens_parallel` must be the same on every rank of the head",
         "function": "the function must be the same on every rank of the head",
-        "shard": "`shard` must be passed on every rank of `vocab_parallel`, or on none",
+        "shard": "sizes of shards (`shard=`, `VocabShard.of_ranks`, a DTensor) must be declared on "
+        "every rank of `vocab_parallel`, or on none",
     }.get(name, f"`{name}` must be the same on every rank of `vocab_parallel`")
     way = "Pass the same to all."
     if name in ("labels", "hidden", "temperature", "token_weights"):

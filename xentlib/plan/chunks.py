@@ -162,3 +162,46 @@ def plan_chunks(
     rows = max(rows // multiple * multiple, ROW_MULTIPLE)
     rows = max(min(rows, max(pad_rows(num_tokens), ROW_MULTIPLE)), least)
     return ChunkPlan(num_tokens, vocab_size, hidden_size, rows, itemsize)
+
+
+# FLOP of a chunk's logits from which a second computation costs more than the two exchanges that
+# spare it. Two of gloo between processes of one machine: 2 ms, 2e8 FLOP of a core; of NCCL: 50 us,
+# 4e10 FLOP of an H100. Several times that, since ranks that meet more often wait more often.
+EXCHANGE_FLOPS = {"cpu": 1e9, "accelerator": 2e11}
+
+
+def exchanges_per_chunk(plan: ChunkPlan, platform: str) -> bool:
+    """How `chunked_nll` over vocabulary shards learns each token's lse before it differentiates.
+
+    True: ranks exchange statistics in every chunk, two collectives each, and the logits are
+    computed once (three GEMMs). False: two collectives in all, whatever the number of chunks, and
+    the logits are computed twice (four GEMMs). One chunk needs neither. In PyTorch a softcap makes
+    it four GEMMs and two collectives always: its derivative is gone once it has been applied.
+
+    Args:
+        plan: of the call, from `plan_chunks` with this rank's rows of the head.
+        platform: "cpu" or another.
+    """
+    flops = 2.0 * plan.chunk_tokens * plan.vocab_size * plan.hidden_size
+    least = EXCHANGE_FLOPS["cpu" if platform == "cpu" else "accelerator"]
+    return plan.num_chunks > 1 and flops >= least
+
+
+def schedule(
+    plan: ChunkPlan, platform: str, *, sharded: bool, gathered: bool = False, once: bool = True
+) -> str:
+    """When the gradients of a chunk may begin: "fused", with its statistics; "each chunk", once
+    ranks have exchanged those of the chunk; "two passes", once all statistics are known, for which
+    the logits are computed again.
+
+    Args:
+        plan: of the call, as for `exchanges_per_chunk`.
+        platform: "cpu" or another.
+        sharded: whether statistics are sums over ranks.
+        gathered: whether a chunk holds tokens of several ranks, which meet for it in any case.
+        once: whether a chunk's gradients can be made of the logits that its statistics leave.
+    """
+    if not sharded:
+        return "fused"
+    each = once and (gathered or exchanges_per_chunk(plan, platform))
+    return "each chunk" if each else "two passes"

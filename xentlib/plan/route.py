@@ -14,12 +14,11 @@ from xentlib.plan.chunks import ChunkPlan
 from xentlib.plan.collective_cost import Exchange, Rates
 from xentlib.plan.route_config import RouteConfig
 from xentlib.plan.route_memory import Moments, of_full_logits, of_head, of_hidden, of_stream
+from xentlib.plan.shards import ROOM
 
 LABEL = 8  # bytes
-# Integers of 8 bytes that ranks tell each other before a walk, whichever it is.
-HANDSHAKE = 22 * 8
-# Numbers that ranks must have alike in a forward, thrice, and sizes of shards go with a MAX.
-ALIKE = {"chunked_nll": 27, "chunked_logprobs": 22}
+# Integers of 8 bytes that ranks exchange first, on the host, whatever the route.
+HANDSHAKE = 24 * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ def _over_replicas(s: RouteConfig, size: int) -> Exchange:
 
 def _hidden(s: RouteConfig, rates: Rates) -> Route:
     plan = s.plan_of_shared(s.rows, s.ranks)
-    exchanges = _of_tokens(s, plan, s.ranks, s.nodes)
+    exchanges = [*_handshakes(s), *_of_tokens(s, plan, s.ranks, s.nodes)]
     exchanges.append(_over_replicas(s, s.rows * s.hidden * s.size))
     return _made(
         s,
@@ -199,6 +198,15 @@ def _twice(s: RouteConfig, chunks: int) -> bool:
     return s.recompute or ("softcap" in s.options and chunks > 1)
 
 
+def _handshakes(s: RouteConfig) -> list[Exchange]:
+    """Of all ranks that share the head, before each loop over its logits."""
+    size, where = s.ranks * HANDSHAKE, (s.ranks, s.nodes)
+    return [
+        Exchange("all_gather", "handshake", 1, size, *where),
+        Exchange("all_gather", "handshake", int(s.recompute), size, *where, backward=True),
+    ]
+
+
 def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchange]:
     """Hidden states to rows, and what belongs to each token; of `ranks` on `nodes`, all of which or
     one node's."""
@@ -210,14 +218,13 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
     sums = 3 + len({"entropy", "label_smoothing"} & s.options)
     sums += ranks * ("predicted" in s.options)
     at_once = _twice(s, chunks)
-    alike = 3 * ALIKE["chunked_logprobs" if s.recompute else "chunked_nll"] + 3 * ranks + 1
+    same = 3 * ROOM + 3 * ranks
     times = 1 if at_once else chunks
     forward = chunks * (2 if at_once and not s.recompute else 1)
     found = [
-        Exchange("all_gather", "numbers of tokens", 1, ranks * HANDSHAKE, *where),
         Exchange("all_gather", "labels and factors", 1, tokens * numbers, *where),
         Exchange("all_gather", "hidden states", forward, forward // chunks * states, *where),
-        Exchange("all_reduce", "largest logits", times, (tokens + alike) * s.size, *where),
+        Exchange("all_reduce", "largest logits", times, (tokens + same) * s.size, *where),
         Exchange("all_reduce", "sums of the softmax", times, tokens * sums * s.size, *where),
     ]
     if s.recompute:
@@ -225,7 +232,6 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
         # Three upstream gradients and four statistics, with the label and the temperature.
         numbers += 7 * s.size
         found += [
-            Exchange("all_gather", "numbers of tokens", 1, ranks * HANDSHAKE, *where, **last),
             Exchange("all_gather", "labels and upstream", 1, tokens * numbers, *where, **last),
             Exchange("all_gather", "hidden states", chunks, states, *where, **last),
         ]
@@ -246,10 +252,8 @@ def _stream(s: RouteConfig, rates: Rates) -> Route:
     where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden
     passed = entries * s.gemm_size
     late = {"backward": s.recompute}
-    told = s.ranks * HANDSHAKE
     exchanges = [
-        Exchange("all_gather", "sizes of blocks", 1, told, *where),
-        Exchange("all_gather", "sizes of blocks", int(s.recompute), told, *where, backward=True),
+        *_handshakes(s),
         Exchange("all_gather", "blocks of rows", blocks, passed, *where),
         Exchange("all_gather", "blocks of rows", blocks, passed, *where, **late),
         Exchange("reduce_scatter", "d weight", blocks, entries * s.size, *where, **late),
@@ -284,13 +288,11 @@ def _hybrid(s: RouteConfig, rates: Rates) -> Route:
     ranks, rows = s.ranks // s.nodes, s.rows_of_node
     plan = s.plan_of_shared(rows, ranks)
     over, entries = (s.nodes, s.nodes), rows * s.hidden
-    passed, told, where = entries * s.gemm_size, s.ranks * HANDSHAKE, (s.ranks, s.nodes)
-    again = int(s.recompute)
+    passed, again = entries * s.gemm_size, int(s.recompute)
     exchanges = [
-        Exchange("all_gather", "sizes of all nodes", 1, told, *where),
+        *_handshakes(s),
         Exchange("all_gather", "rows of all nodes", 1, passed, *over),
         *_of_tokens(s, plan, ranks, 1),
-        Exchange("all_gather", "sizes of all nodes", again, told, *where, backward=True),
         Exchange("all_gather", "rows of all nodes", again, passed, *over, backward=True),
         Exchange("reduce_scatter", "d weight", 1, entries * s.size, *over, backward=s.recompute),
     ]

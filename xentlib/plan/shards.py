@@ -5,11 +5,17 @@ Shapes: V vocabulary, P ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from xentlib.arguments import Scalars
 from xentlib.checks.shards import check_shards
-from xentlib.plan.chunks import ROW_MULTIPLE, ChunkPlan, pad_rows
+from xentlib.plan.chunks import ROW_MULTIPLE, pad_rows
+
+# What ranks of a vocabulary must have the same travels with the first MAX of a call, which in
+# PyTorch has room for so many numbers whatever the function and its options: ranks whose calls
+# differ then learn it from a MAX of one size. `chunked_nll` has most, 37 beside the scalar options.
+ROOM = 40 + len(Scalars._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +23,43 @@ class VocabShard:
     """One rank's part of a vocabulary: classes `start` to `stop` of `vocab_size`.
 
     `padding` more columns (rows of a head) follow them that are no classes. In JAX `start` and
-    `stop` may be arrays, made from the axis index.
+    `stop` may be arrays, made from the axis index. One that `of_ranks` has made also says which
+    ranks have the other parts, and can be passed as `vocab_parallel`.
     """
 
     start: Any
     stop: Any
     vocab_size: int
     padding: Any = 0
+    over: Any = None  # the ranks that have the other parts
+    largest: int = 0  # rows of the largest part; 0: parts are of one size, but for the last ones
+
+    @classmethod
+    def of_ranks(cls, rows: int, over: Any, vocab_size: int | None = None) -> VocabShard:
+        """This rank's part, where parts are of any sizes. PyTorch only: in JAX they are of one.
+
+            shard = VocabShard.of_ranks(len(my_rows), group)  # once, at set-up, on every rank
+            loss = chunked_nll(hidden, my_rows, labels, vocab_parallel=shard).loss
+
+        Args:
+            rows: of this rank's part of the head, or columns of its logits, padding included; may
+                be 0.
+            over: the ranks that share the vocabulary, a ProcessGroup or a one-dimensional
+                DeviceMesh. Parts are in rank order.
+            vocab_size: classes of all parts, where the last rows are padding; without it, all rows.
+
+        Raises:
+            ValueError: `rows` of all ranks are fewer than `vocab_size`.
+
+        Sends one number of each rank, as an object. Every rank must call it.
+        """
+        import torch.distributed as dist
+
+        group = over.get_group() if hasattr(over, "get_group") else over
+        sizes: list[Any] = [0] * dist.get_world_size(group)
+        dist.all_gather_object(sizes, int(rows), group=group)
+        shard = shard_of(tuple(sizes), dist.get_rank(group), vocab_size)
+        return replace(shard, over=over, largest=max(sizes))
 
     @property
     def size(self) -> Any:
@@ -85,26 +121,3 @@ def stream_rows(rows: int, hidden_size: int, ranks: int, budget: int) -> int:
     most = max(1, min(rows, budget // (8 * 4 * max(1, ranks * hidden_size))))
     blocks = max(1, -(-rows // most))
     return max(1, -(-rows // blocks))
-
-
-# FLOP of a chunk's logits from which a second computation costs more than the two exchanges that
-# spare it. Two of gloo between processes of one machine: 2 ms, 2e8 FLOP of a core; of NCCL: 50 us,
-# 4e10 FLOP of an H100. Several times that, since ranks that meet more often wait more often.
-EXCHANGE_FLOPS = {"cpu": 1e9, "accelerator": 2e11}
-
-
-def exchanges_per_chunk(plan: ChunkPlan, platform: str) -> bool:
-    """How `chunked_nll` over vocabulary shards learns each token's lse before it differentiates.
-
-    True: ranks exchange statistics in every chunk, two collectives each, and the logits are
-    computed once (three GEMMs). False: two collectives in all, whatever the number of chunks, and
-    the logits are computed twice (four GEMMs). One chunk needs neither. In PyTorch a softcap makes
-    it four GEMMs and two collectives always: its derivative is gone once it has been applied.
-
-    Args:
-        plan: of the call, from `plan_chunks` with this rank's rows of the head.
-        platform: "cpu" or another.
-    """
-    flops = 2.0 * plan.chunk_tokens * plan.vocab_size * plan.hidden_size
-    least = EXCHANGE_FLOPS["cpu" if platform == "cpu" else "accelerator"]
-    return plan.num_chunks > 1 and flops >= least

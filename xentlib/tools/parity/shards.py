@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.plan import PaddedVocab
+from xentlib.plan import PaddedVocab, VocabShard
 from xentlib.tools.parity.backends import run, run_given, run_logprobs
 from xentlib.tools.parity.problem import Problem, Upstream
 from xentlib.tools.parity.ranks import WORLD, run_ranks, start_gloo
@@ -84,7 +84,10 @@ def torch_rank(rank: int, world: int, folder: str, calls: list[ShardedCall]) -> 
             found.append(None)
             continue
         part = _rows(call.problem, partial(_shard, sizes=call.sizes, rank=rank))
-        options = {**part.options, "vocab_parallel": groups[len(call.sizes)]}
+        over: Any = groups[len(call.sizes)]
+        if len(set(call.sizes)) > 1:
+            over = VocabShard.of_ranks(call.sizes[rank], over)
+        options = {**part.options, "vocab_parallel": over}
         if call.chunk_tokens is not None:  # the same on every rank, whatever rows it has
             itemsize = 8 if call.audit or part.hidden.dtype == np.float64 else 4
             options["max_chunk_bytes"] = call.chunk_tokens * max(call.sizes) * itemsize

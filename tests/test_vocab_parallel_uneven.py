@@ -1,5 +1,5 @@
-"""Vocabularies over gloo ranks whose shards nobody has declared: what a rank remembers of other
-heads, or guesses, decides nothing. All ranks come back, right or with one sentence."""
+"""Vocabularies over gloo ranks in shards of any sizes, which `VocabShard.of_ranks` declares: right
+whatever heads came before. Undeclared, all ranks refuse them in one sentence."""
 
 from __future__ import annotations
 
@@ -39,20 +39,23 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def on_heads(rank: int, world: int) -> dict[tuple[str, str], list[tuple[Any, Any]]]:
     """Of each head the results of this rank, and of the whole head in one process."""
-    from xentlib import PaddedVocab
-    from xentlib.torch.core import vocab
+    from xentlib import PaddedVocab, VocabShard
 
     group = torch.distributed.group.WORLD
-    found = {}
+    results = {}
     for way in WAYS:
         for name, heads in HEADS.items():
-            vocab.KNOWN.pop(group, None)  # as in a new process
-            found[name, way] = [result(rank, way, sizes, group) for sizes in heads]
+            results[name, way] = [
+                result(rank, way, sizes, VocabShard.of_ranks(sizes[rank], group)) for sizes in heads
+            ]
         for name, rows in PADDED.items():
-            vocab.KNOWN.pop(group, None)
-            padded = result(rank, way, (rows, 0, 0), PaddedVocab(group, rows), fill=rows)
-            found[f"padded, {name}", way] = [padded]
-    return found
+            for kind, over in (
+                ("padded", PaddedVocab(group, rows)),
+                ("declared", VocabShard.of_ranks(rows, group, rows)),
+            ):
+                padded = result(rank, way, (rows, 0, 0), over, fill=rows)
+                results[f"{kind}, {name}", way] = [padded]
+    return results
 
 
 def result(
@@ -91,11 +94,13 @@ def on_three() -> list[Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", [*HEADS, *(f"padded, {name}" for name in PADDED)])
+@pytest.mark.parametrize(
+    "name", [*HEADS, *(f"{kind}, {name}" for kind in ("padded", "declared") for name in PADDED)]
+)
 def test_heads_of_any_shards_after_each_other(on_three: Any, name: str, way: str) -> None:
     """A1. Catches: class weights, a label or a shard that is judged by another head's sizes, on
-    some ranks alone; a denominator of guessed sizes that is compared; a head of one class, or whose
-    padding fills the other ranks, that is taken for a whole one."""
+    some ranks alone; chunks of a rank's own size; a head of one class, or whose padding fills the
+    other ranks, that is taken for a whole one."""
     for found in on_three:
         for got, want in found[name, way]:
             for one, other in zip(got, want, strict=True):
@@ -104,10 +109,9 @@ def test_heads_of_any_shards_after_each_other(on_three: Any, name: str, way: str
 
 
 def wrong_calls(rank: int, world: int) -> list[dict[str, str]]:
-    """With nothing known of shards, and with those of another head."""
+    """Before any other call, and after those of other heads."""
     from xentlib import PaddedVocab, VocabShard
     from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
-    from xentlib.torch.core import vocab
 
     group = torch.distributed.group.WORLD
     draw = torch.Generator().manual_seed(0)
@@ -115,15 +119,22 @@ def wrong_calls(rank: int, world: int) -> list[dict[str, str]]:
     labels = torch.randint(25, (N,), generator=draw)
     weights = torch.rand(27, generator=draw)
 
-    def nll(rows: Any = None, y: Any = labels, parallel: Any = group, **more: Any) -> Any:
-        rows = head.split((10, 7, 8))[rank] if rows is None else rows
+    sizes = (10, 7, 8)
+    shard = VocabShard.of_ranks(sizes[rank], group)
+
+    def nll(rows: Any = None, y: Any = labels, parallel: Any = shard, **more: Any) -> Any:
+        rows = head.split(sizes)[rank] if rows is None else rows
         return chunked_nll(hidden, rows, y, vocab_parallel=parallel, **more)
 
     def without_grad() -> Any:
-        x = hidden.clone().requires_grad_()
-        rows = head.split((10, 7, 8))[rank]
+        x, rows = hidden.clone().requires_grad_(), head.split(sizes)[rank]
         with torch.set_grad_enabled(rank != 1):
-            return chunked_logprobs(x, rows, labels, vocab_parallel=group)
+            return chunked_logprobs(x, rows, labels, vocab_parallel=shard)
+
+    def functions() -> Any:
+        rows = head.split(sizes)[rank]
+        function = chunked_nll if rank else chunked_logprobs
+        return function(hidden, rows, labels, vocab_parallel=shard)
 
     def columns(shard: Any) -> Any:
         logits = torch.zeros(N, 10)
@@ -134,7 +145,15 @@ def wrong_calls(rank: int, world: int) -> list[dict[str, str]]:
         "class weights of other lengths": lambda: nll(class_weights=weights[: 25 + rank % 2]),
         "class weights on one rank": lambda: nll(class_weights=weights[:25] if rank else None),
         "a label": lambda: nll(y=torch.where(labels == labels[3], 25, labels)),
-        "a whole head": lambda: nll(head),
+        "a whole head": lambda: nll(head, parallel=group),
+        "undeclared": lambda: nll(parallel=group),
+        "undeclared columns": lambda: vocab_parallel_logprobs(
+            torch.zeros(N, sizes[rank]), labels, vocab_parallel=group
+        ),
+        "declared on one rank": lambda: nll(parallel=group if rank else shard),
+        "of another head": lambda: nll(head[: 9 + rank]),
+        "a shard alone": lambda: nll(parallel=VocabShard(0, 10, 25)),
+        "functions": functions,
         "padding of other vocabularies": lambda: nll(parallel=PaddedVocab(group, 25 - rank % 2)),
         "shards of other vocabularies": lambda: columns(
             VocabShard(10 * rank, 10 * rank + 10, 30 - rank % 2)
@@ -145,12 +164,10 @@ def wrong_calls(rank: int, world: int) -> list[dict[str, str]]:
     }
     found = []
     for before in ((), ((10, 15, 0),), ((25, 7, 1), (10, 2, 8))):
-        vocab.KNOWN.pop(group, None)
-        for sizes in before:
-            chunked_nll(
-                hidden, torch.ones(sum(sizes), H).split(sizes)[rank], labels % 20,
-                vocab_parallel=group,
-            )  # fmt: skip
+        for of_ranks in before:
+            rows = torch.ones(sum(of_ranks), H).split(of_ranks)[rank]
+            over = VocabShard.of_ranks(len(rows), group)
+            chunked_nll(hidden, rows, labels % 20, vocab_parallel=over)
         found.append(said_by(calls))
     return found
 
@@ -167,6 +184,14 @@ SAID = {
     "class weights on one rank": f"`class_weights` {SAME}",
     "a label": "`labels` must lie in [0, 25)",
     "a whole head": "`vocab_parallel` must come with this rank's part of 25 classes",
+    "undeclared": "`vocab_parallel` must come with as many rows (columns of logits) on every rank, "
+    "or say how many each has; got 10, 7, 8. Pass `vocab_parallel=VocabShard.of_ranks(rows, group)`"
+    ", made once on every rank",
+    "undeclared columns": "`vocab_parallel` must come with as many rows (columns of logits) on",
+    "declared on one rank": "sizes of shards (`shard=`, `VocabShard.of_ranks`, a DTensor) must be",
+    "of another head": "`vocab_parallel` must describe the ",
+    "a shard alone": "`vocab_parallel` must say which ranks share the vocabulary; got VocabShard(",
+    "functions": "the function must be the same on every rank of the head; got ranks that differ",
     "padding of other vocabularies": f"`vocab_size` {SAME}",
     "shards of other vocabularies": f"`vocab_size` {SAME}",
     "no grad": "`hidden` must require grad on every rank of `vocab_parallel`, or on none",
@@ -177,5 +202,6 @@ SAID = {
 def test_a_wrong_call_says_so_whatever_ranks_remember(said: Any, name: str) -> None:
     """Every rank says the same, so that none waits for the others."""
     for after in zip(*said, strict=True):
-        assert len({found[name] for found in after}) == 1, after
+        if name != "of another head":  # which says how many rows the rank has
+            assert len({found[name] for found in after}) == 1, after
         assert after[0][name].startswith(SAID[name]), after[0][name]

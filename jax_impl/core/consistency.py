@@ -1,0 +1,159 @@
+"""What the devices of a sharded vocabulary must have the same, in a few numbers that travel with
+the MAX.
+
+Shapes: N tokens, H hidden width, E numbers that must be the same, S of them for an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xentlib.jax.core.vocab import Axis, checks_types, varying
+
+
+class RankConsistency(NamedTuple):
+    """What every device must have the same, as numbers that travel with the MAX."""
+
+    values: jax.Array  # [E]
+    tolerances: jax.Array  # [E]
+    rows: jax.Array | None  # [3] of this device's rows, which must not be all devices'
+
+    def packed(self) -> jax.Array:
+        rows = self.values[:0] if self.rows is None else self.rows
+        return jnp.concatenate([self.values, -self.values, self.tolerances, rows, -rows])
+
+    def broken(self, largest: jax.Array) -> jax.Array:
+        """Of the maximum over the devices: whether they differ, or hold the same shard."""
+        count = self.values.shape[0]
+        high, low, tolerance = jnp.reshape(largest[: 3 * count], (3, count))
+        wrong = (high + low > tolerance).any()
+        if self.rows is not None:
+            high, low = jnp.reshape(largest[3 * count :], (2, 3))
+            wrong |= (high + low == 0).all() & (high[1] < high[2])
+        differs: jax.Array = wrong
+        return differs
+
+
+# Sums with random signs, each in units of the root of its sum of squares: those of other tokens
+# differ by about 1.4, those of one array in two roundings of bfloat16 by 0.004.
+SIGNS, SIGNED_TOLERANCE, TOLERANCE = 4, 0.1, 1e-5
+
+
+def same_tokens(
+    axis: Axis,
+    labels: jax.Array,
+    valid: jax.Array,
+    temperature: jax.Array | None,
+    hidden: jax.Array | None,
+    rows: jax.Array | None,
+    dtype: str,
+    *,
+    a: jax.Array | None = None,
+    keep: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    token_weights: jax.Array | None = None,
+    class_weights: jax.Array | None = None,
+    numbers: Sequence[jax.Array | None] = (),
+) -> RankConsistency | None:
+    """Of a call over shards whose tokens are the same on every device; None where the types say
+    that nothing can differ. `numbers` are its options that are one number, None where it is the
+    neutral one or no array."""
+    if checks_types(axis.name):
+        may = varying(labels, valid, temperature, hidden, a, keep, scale, token_weights)
+        if not varying(lax.axis_index(axis.name)) & (may | varying(class_weights, numbers)):
+            return None
+        rows = None  # they vary by type
+    (count,) = labels.shape
+    own = jnp.where(valid, labels.astype(jnp.uint32) + 1, 0)
+    mixed = own * np.uint32(0x9E3779B1) ^ mix(count)
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x2C1B3C6D)
+    # 24 bits, which float32 holds exactly.
+    total = ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum(dtype=jnp.uint32) & 0xFFFFFF
+    values, tolerances = [total.astype(dtype)[None]], [jnp.zeros(1, dtype)]
+    per_token = None if temperature is None else jnp.broadcast_to(temperature, (count,))
+    # Of tokens that do not count a weight may be anything, as on devices that pad on their own.
+    weights = None if token_weights is None else jnp.where(valid, token_weights, 0)
+    for x in (per_token, weights, a, scale):
+        if x is None:
+            continue
+        x_N = jnp.nan_to_num(x.astype(dtype)).reshape(-1)
+        values += [x_N.sum()[None], signs(x_N.size, SIGNS).astype(dtype) @ x_N]
+        norm = jnp.sqrt((x_N * x_N).sum())
+        tolerances += [TOLERANCE * jnp.abs(x_N).sum()[None]]
+        tolerances += [jnp.broadcast_to(SIGNED_TOLERANCE * norm, (SIGNS,))]
+    more, theirs = of_options(class_weights, numbers, dtype)
+    values, tolerances = [*values, more], [*tolerances, theirs]
+    for x in (hidden, None if keep is None else keep.astype(dtype)):
+        if x is None:
+            continue
+        signs_SN = jnp.where(valid[None], signs(count, SIGNS), 0).astype(x.dtype)
+        sums_SH = jnp.nan_to_num(jnp.dot(signs_SN, x, preferred_element_type=dtype))
+        values += [(sums_SH * signs(sums_SH.shape[1], 1).astype(dtype)).sum(axis=1)]
+        tolerances += [SIGNED_TOLERANCE * jnp.sqrt((sums_SH * sums_SH).sum(axis=1))]
+    return RankConsistency(
+        jnp.concatenate(values), jnp.concatenate(tolerances), numbers_of(rows, dtype)
+    )
+
+
+def distinct_tokens(
+    axis: Axis,
+    rows: jax.Array,
+    dtype: str,
+    *,
+    class_weights: jax.Array | None = None,
+    numbers: Sequence[jax.Array | None] = (),
+) -> RankConsistency | None:
+    """Of a call whose devices have tokens of their own: their shards must differ, their options
+    must not."""
+    types = checks_types(axis.name)
+    if types and not varying(lax.axis_index(axis.name)) & varying(class_weights, numbers):
+        return None
+    of_rows = None if types else numbers_of(rows, dtype)
+    return RankConsistency(*of_options(class_weights, numbers, dtype), of_rows)
+
+
+def of_options(
+    class_weights: jax.Array | None, numbers: Sequence[jax.Array | None], dtype: str
+) -> tuple[jax.Array, jax.Array]:
+    """[E] of what is one for each class, or one number, and by how much they may differ."""
+    values, tolerances = [jnp.zeros(0, dtype)], [jnp.zeros(0, dtype)]
+    for x in numbers:
+        if x is not None:
+            one = jnp.nan_to_num(x.astype(dtype)).reshape(1)
+            values, tolerances = [*values, one], [*tolerances, TOLERANCE * jnp.abs(one)]
+    if class_weights is not None:
+        x_V = jnp.nan_to_num(class_weights.astype(dtype))
+        values += [(factors(x_V.size).astype(dtype) * x_V).sum()[None]]
+        tolerances += [TOLERANCE * jnp.sqrt((x_V * x_V).sum())[None]]
+    return jnp.concatenate(values), jnp.concatenate(tolerances)
+
+
+def numbers_of(rows: jax.Array | None, dtype: str) -> jax.Array | None:
+    if rows is None or not rows.size:
+        return None
+    x = jnp.nan_to_num(rows.astype(dtype))
+    return jnp.stack([x.sum(), x.min(), x.max()])
+
+
+def mix(count: int) -> jax.Array:
+    index = jnp.arange(count, dtype=jnp.uint32)
+    return (index * np.uint32(0x85EBCA77)) ^ ((index * np.uint32(0xC2B2AE3D)) >> 13)
+
+
+def signs(count: int, number: int) -> jax.Array:
+    """[number, count] of 1 and -1."""
+    bits = mix(count)[None] >> jnp.arange(7, 7 + number, dtype=jnp.uint32)[:, None]
+    return 1 - 2 * (bits & 1).astype(jnp.int32)
+
+
+def factors(count: int) -> jax.Array:
+    """[count] of either sign, from 0.5 to 1, hardly two the same: of signs alone every second
+    pair of entries could change places unseen."""
+    bits = ((mix(count) >> 7) & 0xFFFF) >> 1
+    return signs(count, 1)[0].astype(jnp.float32) * (0.5 + bits.astype(jnp.float32) * 2.0**-16)

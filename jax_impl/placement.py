@@ -1,0 +1,227 @@
+"""How the head is placed, in JAX: whole arrays on a mesh, of which each device takes a part, and
+shards over the axes that spread tokens, gathered once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from xentlib.arguments import Arguments
+from xentlib.checks.route import check_route, check_rows_stay
+from xentlib.checks.shards import check_shards
+from xentlib.checks.validators import check_floating, plain
+from xentlib.jax.array_spec import array_spec
+from xentlib.jax.core.call import Axes, MeshAxes
+from xentlib.jax.core.vocab import Axis
+from xentlib.lora import LowRankHead
+from xentlib.plan import PaddedVocab
+
+T = TypeVar("T")
+
+
+class Placement(NamedTuple):
+    """Of a call on whole arrays: where each array's parts are on a mesh."""
+
+    mesh: Any
+    tokens: P  # of the leading dimensions
+    weight: P
+    bias: P
+    low_out: P
+    axis: Axis | None
+    mesh_axes: MeshAxes
+    gathered: Axes = ()  # of the axes that spread tokens, those whose devices send them each other
+
+
+def axes_of(entry: Any) -> Axes:
+    """Of one dimension in a PartitionSpec."""
+    return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def placed(given: Arguments, low: LowRankHead[Any] | None, *, recompute: bool) -> Placement | None:
+    """By the arrays' types, on a mesh with Explicit axes."""
+    hidden, weight = given.hidden, given.weight
+    specs = [explicit(x) for x in (hidden, weight, given.bias)]
+    beside = () if low is None else (low.a, low.b, low.keep)
+    meshes = [found[0] for found in (*specs, *map(explicit, beside)) if found]
+    if not meshes or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
+        return None
+    tokens, head, own = (found[1] if found else P() for found in specs)
+    tokens = P(*tokens[: jnp.ndim(hidden) - 1])
+    return place(meshes[0], tokens, head, own, given, recompute=recompute)
+
+
+def explicit(x: Any) -> tuple[Any, P] | None:
+    """Mesh and spec of an array whose type says how it is sharded."""
+    if not isinstance(x, jax.Array):
+        return None
+    found = jax.typeof(x).sharding
+    named = {name for entry in found.spec for name in axes_of(entry)}
+    return (found.mesh, found.spec) if named else None
+
+
+def alone(*arrays: Any) -> bool:
+    """Whether no mesh is known of whose axes the compiler places arrays: a device has all of them,
+    or inside `shard_map` what is its own."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    return not any(
+        kind is AxisType.Auto and mesh.shape[name] > 1
+        for mesh in (*meshes, jax.sharding.get_abstract_mesh())
+        for name, kind in zip(mesh.axis_names, mesh.axis_types)
+    )
+
+
+def place(
+    mesh: Any, tokens: P, weight: P, bias: P, given: Arguments, *, recompute: bool = False
+) -> Placement:
+    """Axes of the vocabulary that spread no tokens, the leading ones, stay spread; shards over
+    token axes are gathered by us, over others by the compiler before the call. With
+    `gather="hidden"` all axes of the vocabulary stay spread, and tokens are gathered over theirs.
+
+    `vocab_parallel` names the axes that stay spread, or None. `recompute`: the function's backward
+    reads the head's values again, which is for `gather="auto"`.
+    """
+    layout, parallel, stay = given.weight_layout, given.vocab_parallel, given.gather == "hidden"
+    shape = jnp.shape(given.weight)
+    name, classes = parallel if isinstance(parallel, PaddedVocab) else (parallel, None)
+    over = tuple(one for entry in tokens for one in axes_of(entry))
+    entries = (*weight, None, None)[:2]
+    v, h = map(axes_of, entries if layout == "VH" else entries[::-1])
+    leading = [i for i, one in enumerate(v) if one in over]
+    of_others = v[: min(leading, default=len(v))] if name is None else axes_of(name)
+    of_rows = v if v[: len(axes_of(name))] == axes_of(name) else of_others
+    if given.gather == "auto":
+        sizes = {True: 1, False: 1}  # of the axes that spread tokens, and of the others
+        for one in of_rows:
+            sizes[one in over] *= mesh.shape[one]
+        there = any(one in over for one in of_rows) and not any(one in over for one in h)
+        stay = there and travels(given, sizes[False], sizes[True], recompute=recompute)
+    kept = of_rows if stay else of_others
+
+    def pieces(axes: Axes, kept: Axes = ()) -> Axes:
+        rest = axes[len(kept) :] if axes[: len(kept)] == kept else ()
+        return tuple(one for one in rest if one in over)
+
+    cut = (pieces(v, kept), pieces(h))
+    own = pieces(axes_of((*bias, None)[0]), kept)
+    gathered = tuple(one for one in kept if one in over) if stay else ()
+    if stay:
+        check_rows_stay(over, kept, h)
+    columns = shape[0 if layout == "VH" else 1]
+    axis = None
+    if kept:
+        ranks = math.prod(mesh.shape[one] for one in kept)
+        classes = columns if classes is None else classes
+        check_shards((columns // ranks,) * ranks, classes)
+        axis = Axis(kept if len(kept) > 1 else kept[0], classes)
+    specs = ((*kept, *cut[0]) or None, cut[1] or None)
+    if layout == "HV":
+        cut, specs = cut[::-1], specs[::-1]
+    mesh_axes = MeshAxes(over, cut, (own,))
+    # Of B the axes that spread tokens are gathered, and d B is summed over them, by the compiler:
+    # R columns, where the weight has H.
+    return Placement(
+        mesh,
+        tokens,
+        P(*specs),
+        P((*kept, *own) or None),
+        P(kept or None, None),
+        axis,
+        mesh_axes,
+        gathered,
+    )
+
+
+def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bool:
+    """Whether `gather="auto"` stands for "hidden", of a vocabulary in `shards` that are spread over
+    `ranks` with tokens of their own."""
+    count = plain(given.tokens_per_rank)
+    told = given._replace(vocab_parallel=None, tokens_parallel=None, tokens_per_rank=count)
+    check_route(told)
+    hidden, weight = given.hidden, given.weight
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        check_floating(name, array_spec(x))
+    dtypes = [str(x.dtype) for x in (hidden, weight)]
+    columns, width = weight.shape if given.weight_layout == "VH" else weight.shape[::-1]
+    from xentlib.plan.routes import choose_gather
+
+    found = choose_gather(
+        count,
+        columns // shards,
+        width,
+        ranks,
+        dtype=dtypes[0],
+        head_dtype=dtypes[1],
+        reduce_dtype="float64" if "float64" in dtypes else "float32",
+        param_dtype=dtypes[1],
+        recompute=recompute,
+        kept=True,  # what is gathered is there until the backward
+        max_chunk_bytes=given.max_chunk_bytes,
+        platform="cpu" if jax.default_backend() == "cpu" else "gpu",
+    )
+    return found == "hidden"  # without a limit of memory it never is "stream"
+
+
+def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:
+    """`call` on each device's part of the arrays that `prepare` made; `outputs` is like its result
+    and true where there is one entry per token.
+
+    Gradients come back where the arrays were.
+    """
+    leading, rows = arrays.labels.ndim, place.tokens
+    states = P(*(*rows, *(None,) * leading)[:leading], None)
+    constants = arrays.constants
+    given = jax.tree.map(lambda x: rows if x.ndim == leading else P(), constants)
+    known = {"class_weights": P(), "keep": states}
+    known = {name: x for name, x in known.items() if getattr(constants, name) is not None}
+    known = {"constants": given._replace(**known)}
+    known |= {"hidden": states, "weight": place.weight, "labels": rows}
+    known |= {"bias": place.bias, "low_in": P(), "low_out": place.low_out}
+    absent = {name: None for name, x in arrays._asdict().items() if x is None}
+    specs = arrays._replace(**known | absent)
+    types = dict(zip(place.mesh.axis_names, place.mesh.axis_types))
+    names = {name for name, kind in types.items() if kind is not AxisType.Manual}
+    if AxisType.Explicit in types.values():
+        arrays = jax.tree.map(
+            lambda x, spec: jax.sharding.reshard(x, NamedSharding(place.mesh, spec)), arrays, specs
+        )
+    return jax.shard_map(
+        call,
+        mesh=place.mesh,
+        in_specs=(specs,),
+        out_specs=jax.tree.map(lambda per_token: rows if per_token else P(), outputs),
+        axis_names=names,
+    )(arrays)
+
+
+def whole_rows(mesh_axes: MeshAxes | None, transposed: bool, arrays: Any) -> Any:
+    """What this device multiplies, gathered once, before the loop."""
+    if mesh_axes is None:
+        dimensions = {"hidden": 1, "weight": 0 if transposed else 1, "low_in": 1, "low_out": 1}
+        given = {name: (getattr(arrays, name), k) for name, k in dimensions.items()}
+        found = {name: uncut(x, k) for name, (x, k) in given.items() if x is not None}
+        return arrays._replace(**found)
+
+    def gather(x: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
+        for dimension, names in enumerate(cut):
+            x = lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
+        return x
+
+    bias = None if arrays.bias is None else gather(arrays.bias, mesh_axes.bias)
+    return arrays._replace(weight=gather(arrays.weight, mesh_axes.weight), bias=bias)
+
+
+def uncut(x: jax.Array, dimension: int) -> jax.Array:
+    """Not sharded in `dimension`, where the compiler places arrays: sharded there, it would
+    multiply shards and sum [chunk, V] logits over devices in each iteration."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty or mesh.size == 1 or AxisType.Auto not in mesh.axis_types:
+        return x
+    spec = P(*(None if i == dimension else P.UNCONSTRAINED for i in range(x.ndim)))
+    found: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return found

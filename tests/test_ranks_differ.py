@@ -1,0 +1,156 @@
+"""What ranks may differ in, on two and three ranks, on the host and as on a device: every rank
+raises the same, or has NaN, or is right. What could make ranks wait for each other is not called,
+and stands in a table of the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.ranks import launch
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+N, H, V = 24, 8, 30
+WAYS = ("vocab_parallel", "tokens_parallel", "hidden", "stream")
+# What each rank passes; the last one differs. None: what all others pass.
+DIFFER: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "nothing": lambda last: {},
+    "softcap": lambda last: {"softcap": 30.0 if last else None},
+    "another softcap": lambda last: {"softcap": 30.0 + last},
+    "label_smoothing": lambda last: {"label_smoothing": 0.1 * last},
+    "z_loss": lambda last: {"z_loss": 1e-3 * last},
+    "logit_scale": lambda last: {"logit_scale": 1.0 + last / 16},
+    "class weights on one": lambda last: {"class_weights": torch.ones(V) if last else None},
+    "class weights": lambda last: {"class_weights": torch.linspace(0.5, 1.5, V).roll(int(last))},
+    "long class weights": lambda last: {"class_weights": torch.ones(V + last)},
+    "outputs": lambda last: {"outputs": ("entropy",) if last else ()},
+    "predicted": lambda last: {"outputs": ("predicted",) if last else ()},
+    "ignore_index": lambda last: {"ignore_index": -5 if last else -100},
+    "max_chunk_bytes": lambda last: {"max_chunk_bytes": 32 * V * (2 if last else 1)},
+    "compute_dtype": lambda last: {"compute_dtype": "float64" if last else None},
+    "rows undeclared": lambda last: {},
+    "function": lambda last: {},
+    "no_grad": lambda last: {},
+    "a frozen head": lambda last: {},
+    "route": lambda last: {},
+    "number of tokens": lambda last: {},
+}
+# Of `vocab_parallel`, whose ranks compare in the first MAX: what changes the size or the number of
+# collectives, and is not compared before them. The docs' table has the same rows.
+SIZES = ("compute_dtype", "number of tokens")  # of the MAX itself: on a host too
+WAITS = ("rows undeclared", "function", "no_grad", "max_chunk_bytes", "softcap", *SIZES)
+# Each rank's own where tokens are: right.
+OWN = ("number of tokens", "rows undeclared")
+# Not alike, and no rank's result depends on it.
+RIGHT = {("vocab_parallel", "ignore_index"), ("vocab_parallel", "a frozen head")}
+
+
+def called(rank: int, world: int, way: str, name: str) -> Any:
+    """One call of this rank, whose result is NaN or not."""
+    from torch import distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from xentlib.torch import chunked_logprobs, chunked_nll
+
+    last, group = rank == world - 1, dist.group.WORLD
+    torch.manual_seed(0 if way == "vocab_parallel" else rank)
+    count = N - 3 * last if name == "number of tokens" else N
+    hidden = torch.randn(N, H)[:count].requires_grad_()
+    labels = torch.randint(V, (N,))[:count]
+    options = DIFFER[name](last)
+    torch.manual_seed(1)
+    head = torch.nn.Linear(H, V, bias=False)
+    if name == "a frozen head" and last:
+        head.requires_grad_(False)
+    if way in ("vocab_parallel", "tokens_parallel"):
+        sizes = [V // world] * world
+        if name == "rows undeclared":
+            sizes = [V // world + 1] + [V // world] * (world - 2) + [V // world - 1]
+        weight = head.weight.detach().split(sizes)[rank].clone()
+        weight.requires_grad_(head.weight.requires_grad)
+        options |= {"vocab_parallel": group}
+        if way == "tokens_parallel" and not (name == "route" and last):
+            options |= {"tokens_parallel": group}
+    else:
+        fully_shard(head, mesh=dist.init_device_mesh("cpu", (world,)))
+        weight = head.weight
+        other = "stream" if way == "hidden" else "hidden"
+        options |= {"gather": other if name == "route" and last else way}
+    function = chunked_nll
+    if name == "function" and last:
+        function = chunked_logprobs
+    with torch.no_grad() if name == "no_grad" and last else nullcontext():
+        out = function(hidden, weight, labels, **options)
+    return bool(torch.isnan(out[0]).any())
+
+
+def skipped(way: str, name: str, device: bool) -> bool:
+    if name == "route":  # "head" or `vocab_parallel` alone beside a route waits
+        return way in ("vocab_parallel", "tokens_parallel")
+    if way == "vocab_parallel":
+        return name in (WAITS if device else SIZES)
+    return way != "tokens_parallel" and name == "rows undeclared"
+
+
+def on_rank(rank: int, world: int) -> dict[tuple[str, str, bool], Any]:
+    from helpers.routed import as_on_a_device
+
+    results: dict[tuple[str, str, bool], Any] = {}
+    for way in WAYS:
+        for name in DIFFER:
+            for device in (False, True):
+                if skipped(way, name, device):
+                    continue
+                with as_on_a_device() if device else nullcontext():
+                    try:
+                        results[way, name, device] = called(rank, world, way, name)
+                    except ValueError as error:
+                        results[way, name, device] = str(error)
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request: Any) -> list[dict[Any, Any]]:
+    return launch(request.param, on_rank)
+
+
+def expected(way: str, name: str, device: bool) -> str:
+    if name == "nothing" or (way, name) in RIGHT:
+        return "right"
+    if name in OWN and way != "vocab_parallel":
+        return "right"
+    if way == "vocab_parallel":
+        return "nan" if device else "raises"
+    if device and name in ("class weights", "logit_scale"):
+        return "nan" if way != "stream" else "right"  # whose values no rank can read
+    return "raises"
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("name", DIFFER)
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_differ(found: Any, way: str, name: str, device: bool) -> None:
+    if skipped(way, name, device):
+        assert not any((way, name, device) in rank for rank in found)
+        return
+    outcomes = [rank[way, name, device] for rank in found]
+    want = expected(way, name, device)
+    if want == "raises":
+        assert all(isinstance(x, str) for x in outcomes), outcomes
+    else:
+        assert outcomes == [want == "nan"] * len(outcomes), outcomes
+
+
+def test_the_docs_say_what_can_wait() -> None:
+    page = Path(__file__).parents[1] / "docs" / "tensor-parallel.md"
+    if not page.is_file():
+        pytest.skip("the pages are not there")
+    text = page.read_text("utf-8")
+    rows = text[text.index("What can still wait") :].split("\n\n")[1].splitlines()[2:]
+    assert len(rows) == len(WAITS) + 1  # and another route

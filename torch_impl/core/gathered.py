@@ -1,0 +1,188 @@
+"""Chunks that hold some tokens of every rank of a sharded vocabulary: their hidden states are
+gathered for it, and the gradients of those scattered again.
+
+All tokens stand chunk by chunk, in a chunk rank by rank. Every rank has as many of them as the
+longest, its own first, the rest masked, so that all ranks make the same collectives.
+
+Shapes: N tokens of this rank, R ranks, L tokens of the longest rank, filled to whole chunks, S
+tokens of a rank in a chunk, T = R S tokens of a chunk, M = R L tokens in all, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xentlib.checks.route import refuse_copies
+from xentlib.plan import ChunkPlan, spread_tokens
+from xentlib.torch.core.device import host_readable
+from xentlib.torch.core.groups import (
+    PendingCollective,
+    gather_into,
+    group_named,
+    start_all_gather,
+    start_reduce_scatter,
+)
+from xentlib.torch.core.handshake import Agreed, Terms
+from xentlib.torch.core.kernels import kernels_for
+from xentlib.torch.core.tokens import OwnTokens, plan_of, select_tokens
+from xentlib.torch.core.vocab import LocalVocab
+from xentlib.torch.operators import HeadCall
+
+
+class GatheredTokens(OwnTokens):
+    """Chunks of the tokens of all ranks that share the vocabulary."""
+
+    gathered = True
+
+    def __init__(self, call: HeadCall, vocab: LocalVocab, agreed: Agreed, terms: Terms) -> None:
+        super().__init__(call, vocab, d_entropy=any(agreed.d_entropy))
+        self.vocab, self.group = vocab, group_named(call.group)
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        # Of rows that the caller has cut, copies of a token add up in their gradient; a wrapper's
+        # mean over ranks takes that back.
+        self.may_be_copies = call.route == "tokens" and self.ranks > 1 and any(terms.needs[1:])
+        self.may_be_copies = self.may_be_copies and host_readable(call.hidden)
+        self.longest = max(agreed.tokens)
+        # A number per token that travels where any rank has it.
+        if self.temperature is None and any(agreed.temperature):
+            self.temperature = call.hidden.new_ones(1, dtype=call.compute_dtype)
+        made = kernels_for(call.hidden.device, call.compute_dtype, call.scalars)
+        columns = vocab.largest + made.spare_column  # of all ranks: they have the same chunks
+        whole = plan_of(call, self.ranks * self.longest, columns, min(agreed.budget))
+        self.per_chunk, self.length = spread_tokens(whole.chunk_tokens, self.ranks, self.longest)
+        tokens, in_chunk = self.ranks * self.length, self.ranks * self.per_chunk
+        self.whole = replace(whole, num_tokens=tokens, chunk_tokens=in_chunk)
+        self.returning: tuple[PendingCollective, int] | None = None  # d hidden of a chunk
+
+    def plan(self, columns: int, row_bytes: int) -> ChunkPlan:
+        """Of as many tokens of every rank in each chunk."""
+        return self.whole
+
+    def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
+        """What is needed of a token beside its hidden states, in one all-gather."""
+        call, count = self.call, self.own.valid.shape[0]
+        numbers = [x.expand(count) for x in per_token]
+        if self.temperature is not None:
+            numbers.append(self.temperature.to(call.compute_dtype).expand(count))
+        labels = torch.where(self.own.valid, self.labels.long(), call.ignore_index)
+        self.labels, *numbers = self._of_all_ranks(labels, numbers)
+        if self.temperature is not None:
+            # Of a token that fills a chunk it is 0, and nothing may be divided by that.
+            temperature = numbers.pop()
+            self.temperature = torch.where(temperature == 0, 1.0, temperature)
+        tokens = select_tokens(self.labels, None, call.ignore_index, self.vocab, call.hidden.device)
+        # Tokens that are not valid stay, so that chunks are the same on all ranks.
+        self.all = tokens._replace(rows=None, packed=False)
+        return tuple(numbers)
+
+    def _of_all_ranks(self, labels: Tensor, numbers: list[Tensor]) -> list[Tensor]:
+        """[M]: labels, and numbers per token in the compute dtype, of every rank's tokens."""
+        filled = [self._filled(x, 0) for x in numbers]
+        filled = [self._filled(labels, self.call.ignore_index), *filled]
+        packed = [_bytes(x) for x in filled]
+        sent = torch.cat(packed, dim=1).contiguous()
+        gathered = sent.new_empty(self.ranks * sent.shape[0], sent.shape[1])
+        gather_into(gathered, sent, group=self.group)
+        self.may_be_copies = self.may_be_copies and self._same_of_all(gathered)
+        sizes = [x.shape[1] for x in packed]
+        in_chunks = []
+        for part, x in zip(gathered.split(sizes, dim=1), filled, strict=True):
+            of_ranks = part.reshape(-1).view(x.dtype).view(self.ranks, self.length)
+            parts = [x.reshape(-1) for x in of_ranks.split(self.per_chunk, dim=1)]
+            in_chunks.append(torch.cat(parts))
+        return in_chunks
+
+    def local(self, values: Tensor) -> Tensor:
+        """[..., N] of this rank, of [..., M]; 0 for tokens that were not computed."""
+        leading = values.shape[:-1]
+        sizes = [len(x) for x in torch.empty(self.length).split(self.per_chunk)]
+        chunks = values.split([self.ranks * size for size in sizes], dim=-1)
+        own = [
+            x.reshape(*leading, self.ranks, size)[..., self.rank, :]
+            for x, size in zip(chunks, sizes, strict=True)
+        ]
+        count = self.own.computed
+        result = values.new_zeros(*leading, self.own.valid.shape[0])
+        result[..., self.own.places(0, count)] = torch.cat(own, -1)[..., :count]
+        return result
+
+    def _filled(self, x_N: Tensor, value: int) -> Tensor:
+        """[L]: of the computed tokens, and a value beyond them."""
+        filled = x_N.new_full((self.length,), value)
+        filled[: self.own.computed] = x_N[self.own.places(0, self.own.computed)]
+        return filled
+
+    def chunks(self, plan: ChunkPlan) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """In the dtype of the products; the next chunk travels while one is computed."""
+        pending: list[PendingCollective] | None = None
+        for start in range(0, self.length, self.per_chunk):
+            x_TH, *bits = [x.wait() for x in (self._start(start) if pending is None else pending)]
+            if start == 0 and self.may_be_copies and self._same_of_all(x_TH):
+                refuse_copies(self.ranks)
+            following = start + self.per_chunk
+            pending = self._start(following) if following < self.length else None
+            yield x_TH, _unpacked(bits[0], x_TH.shape[1]) if bits else None
+            del x_TH, bits
+
+    def _same_of_all(self, gathered: Tensor) -> bool:
+        """Whether what was gathered is the same of every rank."""
+        of_ranks = gathered.view(self.ranks, -1)
+        return bool((of_ranks == of_ranks[0]).all())
+
+    def _start(self, start: int) -> list[PendingCollective]:
+        size, own = min(self.per_chunk, self.length - start), self.own
+        places = own.places(start, max(start, min(start + size, own.computed)))
+        x_SH = self.hidden[places]
+        if not own.packed:
+            x_SH = torch.where(own.valid[places, None], x_SH, 0.0)
+        # Rounded to the dtype of the products first: what travels loses nothing.
+        sent_SH = x_SH.new_zeros(size, x_SH.shape[1], dtype=self.call.gemm_dtype)
+        sent_SH[: x_SH.shape[0]] = x_SH
+        if self.keep is None:
+            return [start_all_gather(sent_SH, self.group)]
+        bits = _packed(self.keep[places])
+        sent_bits = bits.new_zeros(size, bits.shape[1])
+        sent_bits[: bits.shape[0]] = bits
+        return [start_all_gather(x, self.group) for x in (sent_SH, sent_bits)]
+
+    def view(self, d_hidden: Tensor, start: int, size: int) -> Tensor | None:
+        return None
+
+    def put(self, d_hidden: Tensor, dx_TH: Tensor, start: int, size: int, *, add: bool) -> None:
+        """To the ranks whose tokens they are, summed over the shards in the compute dtype: rounded
+        parts would leave 60 % of bfloat16 entries as their sum rounds, at 4 ranks (row A7)."""
+        self.returning = start_reduce_scatter(dx_TH, self.group), start
+
+    def wait(self, d_hidden: Tensor) -> None:
+        if self.returning is None:
+            return
+        pending, start = self.returning
+        dx_SH, low = pending.wait(), start // self.ranks
+        high = max(low, min(low + self.per_chunk, self.own.computed))
+        if high > low:
+            d_hidden[self.own.places(low, high)] = dx_SH[: high - low]
+        self.returning = None
+
+
+def _packed(mask: Tensor) -> Tensor:
+    """[n, ceil(H / 8)] bytes of a mask [n, H]."""
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[1] % 8))
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    bits: Tensor = padded.unflatten(1, (-1, 8)) << places
+    return bits.sum(2, dtype=torch.uint8)
+
+
+def _unpacked(bits: Tensor, width: int) -> Tensor:
+    """The mask [n, H] again."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, :, None] >> places) & 1).bool().flatten(1)[:, :width]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """[n, itemsize]"""
+    return x.contiguous().view(-1, 1).view(torch.uint8)

@@ -1,0 +1,153 @@
+"""Logits of a head, chunk by chunk: steps 1 and 2 of `xentlib.nll`.
+
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk (filled up to whole rows of a
+GEMM's tile), B rows of a block of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib.plan import block_bytes, pad_columns, pad_rows
+from xentlib.torch.core.device import device_info
+from xentlib.torch.core.gemm import gemm_precision, mm, operand
+from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
+from xentlib.torch.core.lora import LoraActivations, LowRank
+from xentlib.torch.core.tokens import OwnTokens, Selected
+from xentlib.torch.core.vocab import LocalVocab
+from xentlib.torch.operators import HeadCall
+
+
+class Chunk(NamedTuple):
+    start: int
+    size: int
+    x_TH: Tensor  # operand of the GEMMs
+    z_TV: Tensor  # logits, and dz in their place
+    low: LoraActivations | None  # what the low-rank part of the head has of them
+
+
+class ChunkedLogits:
+    """Steps 1 and 2 of some rows of a head: logits of one chunk after the other, in one buffer."""
+
+    def __init__(
+        self,
+        call: HeadCall,
+        chunks_of: OwnTokens,
+        vocab: LocalVocab,
+        class_weights: Tensor | None,
+    ) -> None:
+        """Of the rows of `call`; `chunks_of` says whose tokens are in a chunk, which have been
+        exchanged by now, and `vocab` which classes the rows are."""
+        hidden, compute_dtype = call.hidden, call.compute_dtype
+        self.chunks_of, self.vocab, self.class_weights = chunks_of, vocab, class_weights
+        self.tokens = chunks_of.all.of_columns(vocab)
+        self.ignore_index, self.transposed = call.ignore_index, call.transposed
+        # Where tokens are gathered each rank keeps its own part of d hidden.
+        self.sums_hidden = call.reduce_hidden and not chunks_of.gathered
+        self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
+        self.hidden = hidden
+        self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
+        self.made = kernels_for(hidden.device, compute_dtype, call.scalars)
+        # Rows beyond those of the vocabulary are padding.
+        all_VH = call.weight.T if call.transposed else call.weight
+        weight_VH = all_VH[: vocab.local_size]
+        self.local_size, self.hidden_size = weight_VH.shape
+        self.own_weights = None if class_weights is None else vocab.own_part(class_weights)
+        # Of a shard there may be a spare column, at -inf, for targets that other ranks hold.
+        whole = vocab.shard is None
+        self.width = self.local_size + (not whole and self.made.spare_column)
+        # Over shards a second chunk may cost an exchange or a GEMM.
+        row_bytes = self.width * compute_dtype.itemsize if whole else 0
+        columns = self.width
+        if not whole:  # chunks of the same tokens on all ranks
+            columns = max(vocab.largest, self.local_size) + self.made.spare_column
+        self.plan = chunks_of.plan(columns, row_bytes)
+        self.block_rows = self.plan.chunk_tokens
+        if not self.made.whole_chunks:
+            self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
+        self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
+        self.low = None if call.low_in is None else LowRank(call, self.local_size)
+        self.shape = LogitTransform(
+            columns=self.local_size,
+            bias_V=None if call.bias is None else call.bias[: self.local_size].to(compute_dtype),
+            scale=None if call.logit_scale is None else call.logit_scale.to(compute_dtype),
+            scalars=call.scalars,
+            class_weights_V=self.own_weights,
+        )
+        rows = pad_rows(self.plan.chunk_tokens) if self.plan.num_tokens else 0
+        columns = pad_columns(self.width) if device_info(hidden).aligned_rows else self.width
+        self.buffer_TL = torch.empty(rows, columns, **self.like)
+        self.logits_TV = self.buffer_TL[:, : self.width]
+        self.filled = False
+
+    @property
+    def labels(self) -> Tensor:
+        return self.chunks_of.labels
+
+    @property
+    def gathered(self) -> bool:
+        return self.chunks_of.gathered
+
+    def chunks(self) -> Iterator[Chunk]:
+        hidden = self.chunks_of.chunks(self.plan)
+        for start, stop in self.plan.bounds():
+            size = stop - start
+            x_TH, keep_TH = next(hidden)
+            x_TH = operand(x_TH, self.gemm_dtype, self.compute_dtype).contiguous()
+            fill = pad_rows(size) - size
+            if fill:
+                x_TH = torch.cat([x_TH, x_TH.new_zeros(fill, self.hidden_size)])
+            z_TV = self.logits_TV[: size + fill]
+            activations = None if self.low is None else self.low.activations(x_TH, keep_TH)
+            if not self.filled and self.local_size:
+                with gemm_precision(self.gemm_dtype, self.hidden.device):
+                    mm(x_TH, self.operand_VH.T, out=z_TV[:, : self.local_size])
+                if self.low is not None and activations is not None:
+                    self.low.add_logits(z_TV[:, : self.local_size], activations)
+            if not self.filled and self.width > self.local_size:
+                z_TV[:, self.local_size :] = -torch.inf
+            yield Chunk(start, size, x_TH, z_TV, activations)
+
+    def kernels(self) -> Kernels:
+        """With their scratch; give them up before a GEMM, whose own takes its place."""
+        rows, device = self.block_rows, self.hidden.device
+        return self.made(rows, self.width, self.compute_dtype, device, self.shape)
+
+    def blocks(self, chunk: Chunk, *, fresh: bool = True) -> Iterator[LogitsBlock]:
+        """Of a chunk; not `fresh` where statistics of its logits have been made in place."""
+        for low in range(0, chunk.size, self.block_rows):
+            span = slice(low, min(low + self.block_rows, chunk.size))
+            places = self.tokens.places(chunk.start + span.start, chunk.start + span.stop)
+            z_BV, as_made = chunk.z_TV[span], fresh and not self.filled
+            of = (self.tokens, self.chunks_of.temperature, span, places, z_BV, self.compute_dtype)
+            yield block_at(*of, fresh=as_made)
+
+    def scaled(self, factor_B: Tensor, rows: LogitsBlock) -> Tensor:
+        """Factors of dz, times d z / d x where that is one number for a token."""
+        if self.shape.scale is not None:
+            factor_B = factor_B * self.shape.scale
+        return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
+
+
+def block_at(
+    tokens: Selected,
+    temperature: Tensor | None,
+    span: slice,
+    places: slice | Tensor,
+    z_BV: Tensor,
+    dtype: torch.dtype,
+    *,
+    fresh: bool = True,
+) -> LogitsBlock:
+    """Logits of some tokens, with what is known of each."""
+    temperature_B = None
+    if temperature is not None:
+        temperature_B = temperature.expand(tokens.valid.shape[0])[places].to(dtype)
+    valid_B = None if tokens.packed else tokens.valid[places]
+    owned_B = None if tokens.owned is None else tokens.owned[places]
+    y_B1 = tokens.labels[places, None]
+    return LogitsBlock(span, places, z_BV, y_B1, temperature_B, valid_B, owned_B, fresh)

@@ -1,0 +1,231 @@
+"""The loop over a head's logits, out of three parts: whose tokens a chunk has, which rows a block
+has, and which classes those are.
+
+Shapes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xentlib.plan import schedule, shard_of
+from xentlib.torch.core.gathered import GatheredTokens
+from xentlib.torch.core.gradients import Gradients, GradientSums
+from xentlib.torch.core.groups import group_named
+from xentlib.torch.core.handshake import Agreed, Terms, shake_hands
+from xentlib.torch.core.kernels import Kernels, kernels_for
+from xentlib.torch.core.logits import ChunkedLogits
+from xentlib.torch.core.tokens import OwnTokens, Selected
+from xentlib.torch.core.vocab import LocalVocab, ShardedVocab, numbers_of
+from xentlib.torch.operators import HeadCall
+
+
+class Sums(Protocol):
+    """Gradients of a head of which every block of rows has a pass."""
+
+    def passes(self, exponent: Tensor | None) -> Iterator[tuple[ChunkedLogits, GradientSums]]:
+        """Blocks whose chunks are to be added to the sums beside them; `exponent` is the power of
+        two that dz carries."""
+
+    def finish(self, exponent: Tensor | None) -> Gradients:
+        """Of this rank's tokens and rows, without that power."""
+
+
+class Rows(Protocol):
+    """Rows of the head, in the blocks that tokens meet."""
+
+    streamed: bool  # several blocks, whose statistics all come before the first gradient
+
+    def blocks(self, loop: HeadLoop) -> Iterator[ChunkedLogits]: ...
+
+    def sums(self, loop: HeadLoop, needs: list[bool]) -> Sums: ...
+
+
+Parts = tuple[Rows, LocalVocab, OwnTokens]
+
+
+class LocalRows:
+    """This rank's rows, in one block. They do not hold their loop: a circle of references would
+    keep a chunk of logits until Python collects its garbage."""
+
+    streamed = False
+
+    def __init__(self, call: HeadCall) -> None:
+        self.call, self.size = call, call.weight.shape[call.transposed]
+        self.logits: ChunkedLogits | None = None
+
+    def block(self, loop: HeadLoop) -> ChunkedLogits:
+        if self.logits is None:
+            parts = loop.chunks_of, loop.vocab, loop.class_weights
+            self.logits = ChunkedLogits(self.call, *parts)
+            self.call = loop.call  # which does not hold rows that were gathered
+        return self.logits
+
+    def blocks(self, loop: HeadLoop) -> Iterator[ChunkedLogits]:
+        yield self.block(loop)
+
+    def sums(self, loop: HeadLoop, needs: list[bool]) -> Sums:
+        return GradientSums(self.block(loop), needs, self.size)
+
+
+class HeadLoop:
+    """Steps 1 and 2 of a call, of the parts that its route has."""
+
+    def __init__(self, call: HeadCall, terms: Terms) -> None:
+        self.call, self.terms, self.route = call, terms, route_of(call)
+        self.compute_dtype, self.ignore_index = call.compute_dtype, call.ignore_index
+        self.like: dict[str, Any] = {"dtype": call.compute_dtype, "device": call.hidden.device}
+        # Before ranks go ways of their own
+        agreed = shake_hands(call, terms, self.route) if self.route else None
+        weights = terms.class_weights
+        self.class_weights = None if weights is None else weights.to(call.compute_dtype)
+        parts: Parts = ROUTES[self.route](self, agreed)
+        self.rows, self.vocab, self.chunks_of = parts
+
+    @property
+    def own(self) -> Selected:
+        """This rank's tokens."""
+        return self.chunks_of.own
+
+    @property
+    def tokens(self) -> Selected:
+        """Those of the chunks: the same, where tokens do not travel."""
+        return self.chunks_of.all
+
+    @property
+    def labels(self) -> Tensor:
+        return self.chunks_of.labels
+
+    @property
+    def gathered(self) -> bool:
+        return self.chunks_of.gathered
+
+    @property
+    def kernels(self) -> type[Kernels]:
+        return kernels_for(self.call.hidden.device, self.compute_dtype, self.call.scalars)
+
+    @property
+    def d_entropy(self) -> bool:
+        """Whether the loss of any rank whose tokens are here is made of entropies."""
+        return self.chunks_of.d_entropy
+
+    def local(self, values: Tensor) -> Tensor:
+        """[..., N] of this rank's tokens, of values of the chunks' tokens."""
+        return self.chunks_of.local(values)
+
+    def blocks(self) -> Iterator[ChunkedLogits]:
+        return self.rows.blocks(self)
+
+    def sums(self, needs: list[bool]) -> Sums:
+        return self.rows.sums(self, needs)
+
+    def schedule(self, needs: list[bool]) -> str:
+        """When gradients may begin, as `xentlib.plan.schedule` has it."""
+        if self.rows.streamed:
+            return "two passes"
+        (logits,) = self.blocks()
+        # A softcap's derivative is gone once it has been applied.
+        once = any(needs) and self.call.scalars.softcap is None
+        platform, sharded = self.call.hidden.device.type, self.vocab.sharded
+        return schedule(logits.plan, platform, sharded=sharded, gathered=self.gathered, once=once)
+
+    def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
+        """Numbers [N] of this rank's tokens, as those of the chunks' tokens. Before the first
+        chunk."""
+        return self.chunks_of.exchange(*per_token)
+
+    def check_consistent(self) -> ShardedVocab | None:
+        """Before a forward over shards: what every rank must have the same. What a function adds
+        goes to the `consistency` of the result; None, where nothing is left to compare."""
+        call, vocab = self.call, self.vocab
+        if not isinstance(vocab, ShardedVocab) or vocab.verified:
+            return None
+        consistency, (logits,) = vocab.consistency, self.blocks()
+        valid, low = self.tokens.valid, logits.low
+        # By which ranks find out that each has the whole head; of a rank of padding, that.
+        rows_VH = call.weight.T if call.transposed else call.weight
+        rows_VH = rows_VH[: logits.local_size or None]
+        some = rows_VH[:: max(1, (rows_VH.shape[0] - 1) // 2)][:3]
+        consistency.begin(self.terms.function, some, self.labels, valid)
+        if not self.gathered:
+            consistency.tokens("hidden", call.hidden, valid)
+        consistency.exact("max_chunk_bytes", float(logits.plan.chunk_tokens))
+        consistency.close("logit_scale", logits.shape.scale)
+        consistency.per_token("temperature", self.chunks_of.temperature, valid.shape[0])
+        consistency.scalars(call.scalars, self.terms.function)
+        consistency.exact("reduce_hidden_grad", float(call.reduce_hidden))
+        consistency.exact("the rank of the head", 0.0 if low is None else low.a_RH.shape[0])
+        consistency.close("a", None if low is None else low.a_RH.sum())
+        consistency.close("scale", None if low is None else low.scale)
+        return vocab
+
+
+# What the SUM over shards has of a token in every call of a function, whatever its options: the
+# target's logit, a count, the softmax's sum, that of the entropy; of a loss also that of label
+# smoothing and, for the most probable class, one number of each rank.
+SUM_ROWS = {"chunked_nll": 5, "chunked_logprobs": 4, "the backward of chunked_logprobs": 4}
+
+
+def not_gathered(loop: HeadLoop, agreed: Agreed | None) -> Parts:
+    """The head of one rank or, over shards, tokens that all ranks have the same."""
+    call, rows = loop.call, LocalRows(loop.call)
+    vocab = LocalVocab(rows.size)
+    if call.shard is not None:
+        of_ranks = dist.get_world_size(group_named(call.group)) if loop.terms.of_loss else 0
+        sum_rows = SUM_ROWS[loop.terms.function] + of_ranks
+        vocab = ShardedVocab(call.group, call.shard, rows.size, loop.like, sum_rows=sum_rows)
+    return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
+
+
+def gathered_hidden(loop: HeadLoop, agreed: Agreed) -> Parts:
+    """Each rank's tokens meet the rows of all ranks: hidden states travel."""
+    call, rows, shard = loop.call, LocalRows(loop.call), loop.call.shard
+    assert shard is not None
+    undeclared, largest = int(shard[0]) < 0, max(agreed.rows)
+    if undeclared:
+        rank, classes = dist.get_rank(group_named(call.group)), int(shard[2])
+        shard = numbers_of(shard_of(tuple(agreed.rows), rank, None if classes < 0 else classes))
+    shard = torch.cat([shard[:3], shard.new_tensor([largest])])
+    vocab = ShardedVocab(call.group, shard, rows.size, loop.like, may_be_whole=undeclared)
+    return rows, vocab, GatheredTokens(call, vocab, agreed, loop.terms)
+
+
+def gathered_in_nodes(loop: HeadLoop, agreed: Agreed) -> Parts:
+    """Rows are gathered over nodes first, hidden states in each node."""
+    from xentlib.torch.core.nodes import NodeRows
+
+    call, rows = loop.call, NodeRows(loop.call)
+    vocab = ShardedVocab(call.group, rows.shard, rows.size, loop.like, order=rows.order)
+    group, every = group_named(call.group), group_named(call.every)
+    ranks = [dist.get_group_rank(every, x) for x in dist.get_process_group_ranks(group)]
+    return rows, vocab, GatheredTokens(call, vocab, agreed.of(ranks), loop.terms)
+
+
+def streamed_rows(loop: HeadLoop, agreed: Agreed) -> Parts:
+    """Rows of all ranks pass by each rank's tokens, some at a time."""
+    from xentlib.torch.core.stream import StreamedRows
+
+    rows = StreamedRows(loop.call, loop.class_weights, min(agreed.budget))
+    vocab = LocalVocab(rows.vocab_size)
+    return rows, vocab, OwnTokens(loop.call, vocab, d_entropy=loop.terms.d_entropy)
+
+
+# What travels in a call: a new route is a new row.
+ROUTES: dict[str, Any] = {
+    "": not_gathered,
+    "hidden": gathered_hidden,
+    "nodes": gathered_in_nodes,
+    "stream": streamed_rows,
+}
+
+
+def route_of(call: HeadCall) -> str:
+    """What travels; "tokens" are hidden states too."""
+    if call.nodes is not None:
+        return "nodes"
+    return "hidden" if call.route == "tokens" else call.route
