@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_reduced
 from xentlib.checks.lora import check_low_rank, check_low_rank_here
-from xentlib.checks.route import check_own_tokens, check_route_here
+from xentlib.checks.route import check_own_tokens, check_route, check_route_here
 from xentlib.checks.validators import plain
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import array, array_spec, as_array, is_array, need_x64, only_arrays
@@ -58,9 +58,11 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
         check_low_rank(described(low), array_spec(hidden), problem)
     vocab_size = problem.vocab_size if axis is None else axis.vocab_size
     gathered = place.gathered if place else axes_of(given.tokens_parallel)
-    check_route_here(
-        given, placed=place is not None, alone=given.gather != "auto" or alone(hidden, weight)
-    )
+    if (given.gather, given.tokens_parallel, given.tokens_per_rank) != ("head", None, None):
+        check_route(given)
+        check_route_here(
+            given, placed=place is not None, alone=given.gather != "auto" or alone(hidden, weight)
+        )
     if given.tokens_parallel is not None:
         check_own_tokens(varies_over(hidden, given.tokens_parallel), given.tokens_parallel)
     check_values(given, vocab_size)

@@ -27,7 +27,7 @@ from helpers.heads_jax import KERNEL, ONE, OPTIONS, TWO, H, N, V, budget, inputs
 from helpers.hlo import entries  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
 from helpers.vocab_shards_jax import KINDS, hold_shards, value, value_over_data, whole  # noqa: E402
-from xentlib.jax import chunked_nll, count_collectives, head  # noqa: E402
+from xentlib.jax import chunked_nll, count_collectives, placement  # noqa: E402
 from xentlib.jax.collectives import operations  # noqa: E402
 
 # case, axes, the weight's pieces, the dimension they are gathered in, bias
@@ -165,7 +165,7 @@ def test_nothing_is_constrained_without_a_mesh():
 
 def test_left_alone_the_compiler_sums_logits(monkeypatch):
     """A14: without our constraint the check above fails."""
-    monkeypatch.setattr(head, "uncut", lambda x, dimension: x)
+    monkeypatch.setattr(placement, "uncut", lambda x, dimension: x)
     jax.clear_caches()
     _, _, sent = left("nll", "width")
     jax.clear_caches()

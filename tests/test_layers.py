@@ -19,15 +19,16 @@ LAYERS = {
         "collectives dtypes interop kernels processes algebra lazy"
     },
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
-    "core": {"backend": "core triton operators derivatives collectives array_spec"},
+    "core": {
+        "backend": "core triton operators derivatives collectives array_spec shards hooks "
+        "micro_batch"
+    },
     "wrappers": {"backend": "wrappers"},
-    "placement": {"backend": "shards lora head placement"},
+    "placement": {"backend": "head placement"},
     "binding": {"backend": "binding"},
     "functions": {"backend": "nll logprobs from_logits"},
     "api": {"backend": "api"},
-    "heads": {
-        "backend": "module integrations accumulate window micro_batch hooks evaluation labels"
-    },
+    "heads": {"backend": "module integrations accumulate window evaluation labels"},
     "packages": {},  # `xentlib`, `xentlib.torch` and `xentlib.jax` themselves
     "tools": {
         "xentlib": "tools __main__",
@@ -38,12 +39,8 @@ ORDER = [*LAYERS]
 BACKENDS = ("xentlib.torch", "xentlib.jax")
 # What is so today. It may only get shorter: an import that is gone is taken out of here.
 UPWARDS = {
-    "xentlib.jax.nll": {"xentlib.jax.micro_batch"},
     "xentlib.torch.integrations.lightning": {"xentlib.torch.crosscheck"},
     "xentlib.torch.integrations.trainer": {"xentlib.torch.crosscheck"},
-    "xentlib.torch.nll": {"xentlib.torch.hooks", "xentlib.torch.micro_batch"},
-    "xentlib.torch.wrappers.deepspeed": {"xentlib.torch.shards"},
-    "xentlib.torch.wrappers.fsdp2_rows": {"xentlib.torch.lora", "xentlib.torch.shards"},
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import NoneType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -117,3 +117,11 @@ def as_tensor(value: Any, neutral: float | None, like: Tensor, dtype: torch.dtyp
     if value is None or value == neutral:
         return None
     return torch.full((), float(value), dtype=dtype, device=like.device)
+
+
+def is_dtensor(x: Any) -> TypeGuard[Any]:
+    """Without importing DTensor if it is not loaded yet: that takes a second. What is loaded is an
+    attribute of its package; of `sys.modules` a compiler traces each of its thousands of entries.
+    """
+    module = getattr(torch.distributed, "tensor", None)
+    return module is not None and isinstance(x, module.DTensor)

@@ -16,48 +16,38 @@ from xentlib.torch.array_spec import (
     array_spec,
     as_tensor,
     autocast_dtype,
+    is_dtensor,
     only_tensors,
     same_tokens,
 )
 from xentlib.torch.derivatives import not_differentiable, not_forward_mode, not_transformed
-from xentlib.torch.lora import unpacked
+from xentlib.torch.head import unpacked
 from xentlib.torch.operators import HeadCall, LogitsCall
-from xentlib.torch.shards import (
-    check_same_group,
-    local_columns,
-    local_logits,
-    local_low_rank,
-    local_rows,
-    replicated,
-)
+from xentlib.torch.shards import Local, local_columns, local_head, local_logits, replicated
 
 # What a gradient is computed for; every other tensor is a constant.
 LEAVES = ("hidden", "weight", "bias", "logits")
 
 
-def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCall]:
-    """A call of a head's function as this rank has it, its sizes, and what an operator takes."""
+def bind(
+    function: str, given: Arguments, local: Local | None = None
+) -> tuple[Arguments, NLLProblem, HeadCall]:
+    """A call of a head's function as this rank has it, its sizes, and what an operator takes.
+    `local`: where the rows belong, if a wrapper has sharded the head and they stay there."""
     given, low = unpacked(Arguments(*map(plain, given)))
-    weight, bias, local = local_rows(
-        given.weight, given.bias, given.vocab_parallel, given.weight_layout
-    )
-    if low is not None:
-        low = local_low_rank(low, given.vocab_parallel)
-    check_same_group(given.vocab_parallel, given.tokens_parallel)
-    given = given._replace(
-        hidden=replicated("hidden", given.hidden),
-        labels=replicated("labels", given.labels),
-        weight=weight,
-        bias=bias,
-    )
-    hidden, labels = given.hidden, given.labels
+    of_mesh = (given.hidden, given.labels, given.weight, given.bias, *(low or ()))
+    if given.vocab_parallel is not None or any(map(is_dtensor, of_mesh)):
+        given, low, placed = local_head(given, low)
+        local = local or placed
+    local = local or Local()
+    hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
     same_tokens(hidden, labels, given.where, given.token_weights, given.temperature)
     problem = check_head(
         Arguments(*map(array_spec, given)),
         autocast_dtype=autocast_dtype(hidden),
-        sharded=given.vocab_parallel is not None,
+        sharded=bool(local.group),
         # Shards meet once a chunk, and there must be as many on all ranks whatever their labels.
-        labels_on_host=given.vocab_parallel is None,
+        labels_on_host=not local.group,
     )
     check_derivatives(function, given)
     if low is not None:
@@ -83,7 +73,7 @@ def bind(function: str, given: Arguments) -> tuple[Arguments, NLLProblem, HeadCa
         transposed=given.weight_layout == "HV",
         group=local.group,
         reduce_hidden=given.reduce_hidden_grad,
-        route="" if given.tokens_parallel is None else local.route,
+        route=local.route,
         nodes=local.nodes,
         peers=local.peers,
         every=local.every,

@@ -22,9 +22,8 @@ from xentlib.checks.route import check_route, refuse_routed
 from xentlib.checks.validators import check_floating
 from xentlib.lora import LowRankHead
 from xentlib.options import Gather
-from xentlib.torch.array_spec import array_spec, dtype_name, only_tensors
-from xentlib.torch.lora import low_rank_of, unpacked, with_weight
-from xentlib.torch.shards import LocalHead, Resident, is_dtensor
+from xentlib.torch.array_spec import array_spec, dtype_name, is_dtensor, only_tensors
+from xentlib.torch.shards import LocalHead, resident
 from xentlib.torch.wrappers.detect import is_a, is_loaded, keeps_forward, kept_by_zero
 
 if TYPE_CHECKING:
@@ -34,14 +33,14 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callable[[Arguments], R]]:
-    """For a function of a head, which a wrapper may have sharded: it is gathered, or by another
-    route the function has this rank's rows of it.
+def with_head(*, recompute: bool) -> Callable[[Callable[..., R]], Callable[[Arguments], R]]:
+    """For a function of a call and of where its rows belong: a head that a wrapper has sharded is
+    gathered, or by another route the function has this rank's rows of it.
 
     `recompute`: its backward reads the head's values again.
     """
 
-    def wrap(function: Callable[[Arguments], R]) -> Callable[[Arguments], R]:
+    def wrap(function: Callable[..., R]) -> Callable[[Arguments], R]:
         @wraps(function)
         def call(given: Arguments) -> R:
             named = given._asdict()
@@ -52,7 +51,8 @@ def with_head(*, recompute: bool) -> Callable[[Callable[[Arguments], R]], Callab
                 del named["weight"]
             only_tensors(**named)
             given = at_home(head_of(given))
-            check_route(given)
+            if (given.gather, given.tokens_parallel, given.tokens_per_rank) != ("head", None, None):
+                check_route(given)
             plain, low = unpacked(given)
             weight = plain.weight
             more = {} if low is None else {"a": low.a, "b": low.b}
@@ -164,22 +164,15 @@ def rows_of(given: Arguments, heads: list[Any]) -> LocalHead:
     return fsdp2_rows.rows_of(owner, given.weight, given.bias, given.weight_layout, **more)
 
 
-def by_route(given: Arguments, rows: LocalHead, function: Callable[[Arguments], R]) -> R:
-    """`function` of this rank's rows, to which the hidden states of all ranks travel."""
-    resident = Resident(rows.group, rows.shard, rows.scale, given.gather, rows.nodes)
-    given = given._replace(
-        weight=rows.weight,
-        bias=rows.bias,
-        vocab_parallel=resident,
-        tokens_parallel=resident,
-        gather="head",
-        tokens_per_rank=None,
-    )
+def by_route(given: Arguments, rows: LocalHead, function: Callable[..., R]) -> R:
+    """`function` of this rank's rows, and of where they belong: to tokens or rows that travel."""
+    local = resident(rows, given.gather)
+    given = given._replace(weight=rows.weight, bias=rows.bias)
     if rows.gemm_dtype is None:
-        return function(given)
+        return function(given, local)
     # The policy's dtype is that of the products; the rows' gradient stays as wide as the rows.
     with torch.autocast(given.hidden.device.type, rows.gemm_dtype):
-        return function(given)
+        return function(given, local)
 
 
 @contextmanager
@@ -348,3 +341,21 @@ def refuse(module: nn.Module) -> NoReturn:
         "Pass an `nn.Linear`, an `nn.Embedding`, or the weight [V, H] that it multiplies with; of "
         "a quantised layer the weight that its own method dequantises.",
     )
+
+
+def low_rank_of(head: Any) -> LowRankHead[Tensor] | None:
+    return head if isinstance(head, LowRankHead) else None
+
+
+def unpacked(given: Arguments) -> tuple[Arguments, LowRankHead[Tensor] | None]:
+    """The call with the weight alone, and the head that it is of, if it has a low-rank part."""
+    low = low_rank_of(given.weight)
+    return (given, None) if low is None else (given._replace(weight=low.weight), low)
+
+
+def with_weight(head: Any, weight: Tensor, whole: Callable[[Any], Any]) -> Any:
+    """The head with another weight in place of its own; A and B as `whole` has them."""
+    low = low_rank_of(head)
+    if low is None:
+        return weight
+    return low._replace(weight=weight, a=whole(low.a), b=whole(low.b))

@@ -18,12 +18,13 @@ from xentlib.torch.binding import bind
 from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
 from xentlib.torch.core.handshake import Terms
 from xentlib.torch.core.loop import HeadLoop
+from xentlib.torch.core.lora import fake_low_rank
 from xentlib.torch.core.stats import all_stats
 from xentlib.torch.core.tokens import Selected
 from xentlib.torch.derivatives import differentiated_once, wanted
 from xentlib.torch.head import with_head
-from xentlib.torch.lora import fake_low_rank
 from xentlib.torch.operators import DIFFERENTIATED, HeadCall, operator
+from xentlib.torch.shards import Local
 
 
 class Residuals(NamedTuple):
@@ -249,9 +250,9 @@ logprobs_op.gradient(keep, _backward)
 
 
 @with_head(recompute=True)
-def head_logprobs(given: Arguments) -> LogprobOutput[Tensor]:
+def head_logprobs(given: Arguments, local: Local | None = None) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
-    given, problem, call = bind("chunked_logprobs", given)
+    given, problem, call = bind("chunked_logprobs", given, local)
     needs = wanted(*(getattr(call, name) for name in DIFFERENTIATED))
     values = Values(given.entropy, getattr(torch, problem.output_dtype), needs)
     return shaped(logprobs_op(call, values), problem.leading, given.entropy)

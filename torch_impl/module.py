@@ -20,9 +20,8 @@ from xentlib.checks.module import (
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.api import chunked_logprobs, chunked_nll
-from xentlib.torch.array_spec import array_spec
+from xentlib.torch.array_spec import array_spec, is_dtensor
 from xentlib.torch.head import kept
-from xentlib.torch.shards import is_dtensor
 from xentlib.torch.wrappers.detect import kept_by_zero
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -24,14 +24,15 @@ from xentlib.torch.core.gradients import Gradients, needs_transpose, power_of_tw
 from xentlib.torch.core.handshake import Terms, same_upstream
 from xentlib.torch.core.kernels import FusedLoss, LossTerms
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats, target_info
-from xentlib.torch.core.tokens import Selected, counted
+from xentlib.torch.core.lora import fake_low_rank
+from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats
+from xentlib.torch.core.tokens import Selected, counted, target_info
 from xentlib.torch.derivatives import differentiated_once, wanted, without_gradient
 from xentlib.torch.head import with_head
 from xentlib.torch.hooks import run_backward_hooks, run_forward_hooks
-from xentlib.torch.lora import fake_low_rank
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import DIFFERENTIATED, HeadCall, operator
+from xentlib.torch.shards import Local
 
 
 class Loss(NamedTuple):
@@ -72,7 +73,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
         whole = all_stats(loop, wanted_stats)
         per_token_7N = ALGEBRA.values(whole, everywhere, scalars)
     # A gradient of the bias sums dz over rows before it is rounded: statistics come first.
-    at_once = when == "fused" and not needs[2] and loop.kernels.fused_loss
+    at_once = when == "fused" and not needs[2]
     for logits, of_block in sums.passes(exponent) if whole is None or any(needs) else ():
         for chunk in logits.chunks():  # 2. Logits
             stats = whole
@@ -84,7 +85,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
             kernels = logits.kernels()
             for rows in logits.blocks(chunk, fresh=when != "each chunk"):
                 factor_B = factor_N[rows.places]
-                if at_once:  # 3. to 7.
+                if at_once and logits.made.fused_loss:  # 3. to 7.
                     dz_y_B = of_block.dz_y_T[rows.span] if any(needs) else None
                     direct = isinstance(rows.places, slice)
                     values_7B = per_token_7N[:, rows.places]
@@ -359,9 +360,9 @@ def keeps_graph() -> bool:
 
 
 @with_head(recompute=False)
-def nll(given: Arguments) -> NLLOutput[Tensor]:
+def nll(given: Arguments, local: Local | None = None) -> NLLOutput[Tensor]:
     """`chunked_nll` of its arguments."""
-    given, problem, call = bind("chunked_nll", given)
+    given, problem, call = bind("chunked_nll", given, local)
     divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
     weights = given.token_weights
     loss = Loss(

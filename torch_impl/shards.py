@@ -4,12 +4,13 @@ that hold the others.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xentlib.arguments import Arguments
 from xentlib.checks.placement import (
     check_group,
     check_logits_placement,
@@ -25,6 +26,7 @@ from xentlib.checks.shards import check_ranks_known, check_rows, check_shard
 from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
+from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.core.vocab import numbers_of, undeclared
 
 
@@ -77,14 +79,14 @@ def part_of(
 
 
 class Local(NamedTuple):
-    """Group and shard as an operator takes them; ("", None) for a whole vocabulary."""
+    """Group and shard as an operator takes them; those of a whole vocabulary as they begin."""
 
-    group: str
-    shard: Tensor | None  # [3] of `numbers_of` or `undeclared`; on the CPU
+    group: str = ""
+    shard: Tensor | None = None  # [4] of `numbers_of` or `undeclared`; on the CPU
     scale: float = 1.0  # of the head's gradients
     # Where tokens are spread over the group too: what of a wrapper's head travels, or "tokens",
     # those of rows that the caller has cut
-    route: str = "tokens"
+    route: str = ""
     nodes: Tensor | None = None  # [nodes, ranks], on the CPU; peers, every: as `Nodes` has them
     peers: str = ""
     every: str = ""
@@ -96,16 +98,6 @@ class Nodes(NamedTuple):
     parts: list[list[int]]  # of each rank of each node: which part of the head it keeps
     peers: dist.ProcessGroup  # at this rank's place, of all nodes
     every: dist.ProcessGroup  # all of them
-
-
-class Resident(NamedTuple):
-    """For `vocab_parallel`: rows that a wrapper has sharded and that stay where they are."""
-
-    over: dist.ProcessGroup
-    shard: VocabShard
-    scale: float  # what the wrapper would multiply the sum of its ranks' gradients by
-    route: str
-    nodes: Nodes | None = None
 
 
 class LocalHead(NamedTuple):
@@ -120,11 +112,39 @@ class LocalHead(NamedTuple):
     nodes: Nodes | None = None
 
 
+def resident(rows: LocalHead, route: str) -> Local:
+    """Where rows belong that a wrapper has sharded and that stay where they are."""
+    local = Local(rows.group.group_name, numbers_of(rows.shard), rows.scale, route)
+    if rows.nodes is None:
+        return local
+    parts, peers, every = rows.nodes
+    parts_GL = torch.tensor(parts, device="cpu")
+    return local._replace(nodes=parts_GL, peers=peers.group_name, every=every.group_name)
+
+
+def local_head(
+    given: Arguments, low: LowRankHead[Tensor] | None
+) -> tuple[Arguments, LowRankHead[Tensor] | None, Local]:
+    """A call with this rank's rows and with plain tensors in place of DTensors, and where the rows
+    belong."""
+    parallel = given.vocab_parallel
+    weight, bias, local = local_rows(given.weight, given.bias, parallel, given.weight_layout)
+    if low is not None:
+        low = local_low_rank(low, parallel)
+    if given.tokens_parallel is not None and parallel is not None:
+        over = unpadded(parallel)[0], find_group(given.tokens_parallel, "tokens_parallel")
+        check_same_tokens(*map(dist.get_process_group_ranks, over))
+        local = local._replace(route="tokens")
+    hidden, labels = replicated("hidden", given.hidden), replicated("labels", given.labels)
+    given = given._replace(hidden=hidden, labels=labels, weight=weight, bias=bias)
+    return given, low, local
+
+
 def local_rows(
     weight: Tensor, bias: Tensor | None, parallel: Any, layout: str
 ) -> tuple[Tensor, Tensor | None, Local]:
     """This rank's rows of the head as plain tensors, and where they belong."""
-    whole = Local("", None)
+    whole = Local()
     if weight.ndim != 2:  # refused where shapes are checked
         return weight, bias, whole
     if parallel is None:
@@ -132,14 +152,6 @@ def local_rows(
             if is_dtensor(x):
                 refuse_dtensor(name, tuple(x.placements))
         return weight, bias, whole
-    if isinstance(parallel, Resident):
-        over, shard, scale, route, nodes = parallel
-        local = Local(over.group_name, numbers_of(shard), scale, route)
-        if nodes is not None:
-            parts = torch.tensor(nodes.parts, device="cpu")
-            groups = nodes.peers.group_name, nodes.every.group_name
-            local = local._replace(nodes=parts, peers=groups[0], every=groups[1])
-        return weight, bias, local
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
     name, ranks = group.group_name, dist.get_world_size(group)
@@ -162,14 +174,6 @@ def local_low_rank(low: LowRankHead[Tensor], parallel: Any) -> LowRankHead[Tenso
             refuse_dtensor("b", tuple(b.placements))
         b = local_part("b", b, 0)
     return low._replace(a=a, b=b)
-
-
-def check_same_group(vocab_parallel: Any, tokens_parallel: Any) -> None:
-    """Refuse tokens that are spread over other ranks than the vocabulary."""
-    if tokens_parallel is None or vocab_parallel is None or isinstance(vocab_parallel, Resident):
-        return
-    groups = unpadded(vocab_parallel)[0], find_group(tokens_parallel, "tokens_parallel")
-    check_same_tokens(*map(dist.get_process_group_ranks, groups))
 
 
 def chunked(classes: int, ranks: int) -> tuple[int, ...]:
@@ -210,7 +214,7 @@ def local_part(name: str, x: Any, axis: int) -> Tensor:
 def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Local:
     """Where this rank's columns [N, C] belong."""
     if parallel is None:
-        return Local("", None)
+        return Local()
     group, vocab_size = unpadded(parallel)
     if shard is None and isinstance(parallel, VocabShard):
         shard = parallel
@@ -218,14 +222,6 @@ def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Lo
         check_shard(shard, logits.shape[1])
         return Local(group.group_name, numbers_of(shard))
     return Local(group.group_name, undeclared(vocab_size))
-
-
-def is_dtensor(x: Any) -> TypeGuard[Any]:
-    """Without importing DTensor if it is not loaded yet: that takes a second. What is loaded is an
-    attribute of its package; of `sys.modules` a compiler traces each of its thousands of entries.
-    """
-    module = getattr(torch.distributed, "tensor", None)
-    return module is not None and isinstance(x, module.DTensor)
 
 
 def replicated(name: str, x: Any) -> Any:

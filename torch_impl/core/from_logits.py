@@ -15,8 +15,8 @@ from xentlib.plan import block_bytes, block_tokens
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
 from xentlib.torch.core.logits import block_at
-from xentlib.torch.core.tokens import select_tokens
-from xentlib.torch.core.vocab import LocalVocab, ShardedVocab
+from xentlib.torch.core.tokens import LocalVocab, select_tokens
+from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.operators import LogitsCall
 
 # What a SUM over shards has of a token, whatever the options: the target's logit, a count, the

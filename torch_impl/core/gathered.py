@@ -29,8 +29,7 @@ from xentlib.torch.core.groups import (
 )
 from xentlib.torch.core.handshake import Agreed, Terms
 from xentlib.torch.core.kernels import kernels_for
-from xentlib.torch.core.tokens import OwnTokens, plan_of, select_tokens
-from xentlib.torch.core.vocab import LocalVocab
+from xentlib.torch.core.tokens import LocalVocab, OwnTokens, plan_of, select_tokens
 from xentlib.torch.operators import HeadCall
 
 

@@ -61,3 +61,28 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         HOST_GROUPS[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     twin: dist.ProcessGroup = HOST_GROUPS[group]
     return twin
+
+
+def all_gather_rows(rows: Tensor, count: int, over: dist.ProcessGroup) -> Tensor:
+    """All `count` rows of a parameter [r, H], of which each rank has as torch.chunk cuts."""
+    whole: Tensor = AllGatherRows.apply(rows, count, over)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class AllGatherRows(torch.autograd.Function):
+    """All ranks' rows of a parameter, whose gradient each rank has of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, count: int, over: Any) -> Tensor:
+        ranks = dist.get_world_size(over)
+        each = -(-count // ranks)
+        ctx.start, ctx.stop = (min(k * each, count) for k in (over.rank(), over.rank() + 1))
+        sent = rows.new_zeros(each, *rows.shape[1:])
+        sent[: rows.shape[0]] = rows
+        whole = rows.new_empty(ranks * each, *rows.shape[1:])
+        gather_into(whole, sent, group=over)
+        return whole[:count]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient[ctx.start : ctx.stop].clone(), None, None

@@ -17,8 +17,7 @@ from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
 from xentlib.torch.core.lora import LoraActivations, LowRank
-from xentlib.torch.core.tokens import OwnTokens, Selected
-from xentlib.torch.core.vocab import LocalVocab
+from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
 from xentlib.torch.operators import HeadCall
 
 

@@ -18,10 +18,9 @@ from xentlib.torch.core.gathered import GatheredTokens
 from xentlib.torch.core.gradients import Gradients, GradientSums
 from xentlib.torch.core.groups import group_named
 from xentlib.torch.core.handshake import Agreed, Terms, shake_hands
-from xentlib.torch.core.kernels import Kernels, kernels_for
 from xentlib.torch.core.logits import ChunkedLogits
-from xentlib.torch.core.tokens import OwnTokens, Selected
-from xentlib.torch.core.vocab import LocalVocab, ShardedVocab, numbers_of
+from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
+from xentlib.torch.core.vocab import ShardedVocab, numbers_of
 from xentlib.torch.operators import HeadCall
 
 
@@ -104,10 +103,6 @@ class HeadLoop:
     @property
     def gathered(self) -> bool:
         return self.chunks_of.gathered
-
-    @property
-    def kernels(self) -> type[Kernels]:
-        return kernels_for(self.call.hidden.device, self.compute_dtype, self.call.scalars)
 
     @property
     def d_entropy(self) -> bool:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import NonTargetStats, TargetInfo, TokenStats, WantedStats, unpack_stats
+from xentlib.algebra import NonTargetStats, TokenStats, WantedStats, unpack_stats
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.from_logits import GivenLogits
 from xentlib.torch.core.kernels import Kernels, LogitsBlock
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
-from xentlib.torch.core.tokens import check_labels
+from xentlib.torch.core.tokens import check_labels, target_info
 
 
 class ColumnStats(NamedTuple):
@@ -114,17 +114,6 @@ def combined(part: Any, columns: ColumnStats, places: slice | Tensor) -> TokenSt
     if vocab.sharded:
         check_labels(part.labels, tokens.bad, part.ignore_index, vocab.size)
     return ALGEBRA.token_stats(z_y, rest, vocab.size, target_info(part, places))
-
-
-def target_info(part: Any, places: slice | Tensor) -> TargetInfo:
-    """Of some tokens, of what has a vocabulary, tokens and class weights."""
-    target = part.tokens.targets[places]
-    if part.class_weights is None:
-        return TargetInfo(target, 1.0, float(part.vocab.size))
-    # Never out of bounds, also where class weights of another length are still to be refused.
-    last = part.class_weights.shape[0] - 1
-    weight = part.class_weights[target.clamp(max=last)]
-    return TargetInfo(target, weight, part.class_weights.sum())
 
 
 def at_rows(stats: TokenStats, index: slice | Tensor) -> TokenStats:

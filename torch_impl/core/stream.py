@@ -31,7 +31,7 @@ from xentlib.torch.core.groups import (
 )
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop, Sums
-from xentlib.torch.core.vocab import LocalVocab
+from xentlib.torch.core.tokens import LocalVocab
 from xentlib.torch.operators import HeadCall
 
 

@@ -6,17 +6,54 @@ Shapes: N tokens, M valid tokens, T tokens of a chunk, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from xentlib.algebra import NonTargetStats, TargetInfo
 from xentlib.checks.call import check_label_range
-from xentlib.plan import ChunkPlan, plan_chunks
+from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
 from xentlib.torch.array_spec import dtype_name
 from xentlib.torch.core.device import chunk_bytes, device_info
-from xentlib.torch.core.vocab import LocalVocab
 from xentlib.torch.operators import HeadCall
+
+
+class LocalVocab:
+    """Which classes this rank's columns are: all of them, or those of a shard, in the order of
+    classes or in one of their own. Nothing is exchanged."""
+
+    sharded = False
+
+    def __init__(self, size: int, shard: VocabShard | None = None, order: Any = None) -> None:
+        """`order`: of classes that do not stand in their order, by which a shard is counted then.
+        It has `to_place(classes)` and `to_class(columns)`."""
+        self.size, self.shard, self.order = size, shard, order
+        self.local_size: int = size if shard is None else shard.size
+        self.largest = self.local_size
+
+    def own_part(self, weights: Tensor) -> Tensor:
+        """Of [V] numbers."""
+        if self.order is not None:
+            return weights[
+                self.order.to_class(torch.arange(self.local_size, device=weights.device))
+            ]
+        return weights if self.shard is None else weights[self.shard.start : self.shard.stop]
+
+    def to_class(self, columns: Tensor) -> Tensor:
+        """Of columns of this rank, as floats; the first of several has the lowest."""
+        if self.order is not None:
+            # Where no other class is on this rank a column is any number.
+            places = columns.long().clamp(0, max(0, self.local_size - 1))
+            classes: Tensor = self.order.to_class(places)
+            return classes.to(columns.dtype)
+        return columns if self.shard is None else columns + self.shard.start
+
+    def combine(
+        self, z_y: Tensor, owned: Tensor, rest: NonTargetStats, weights: Tensor | float, most: int
+    ) -> tuple[Tensor, NonTargetStats]:
+        """As `ShardedVocab` has it: these are of all classes already."""
+        return z_y, rest
 
 
 class Selected(NamedTuple):
@@ -118,6 +155,17 @@ def check_labels(labels: Tensor, bad: Tensor, ignore_index: int, vocab_size: int
     """Refuse a label outside the vocabulary where it can be read without a device sync."""
     if device_info(labels).host_readable and bad.any():
         check_label_range(int(labels[bad][0]), vocab_size, ignore_index)
+
+
+def target_info(part: Any, places: slice | Tensor) -> TargetInfo:
+    """Of some tokens, of what has a vocabulary, tokens and class weights."""
+    target = part.tokens.targets[places]
+    if part.class_weights is None:
+        return TargetInfo(target, 1.0, float(part.vocab.size))
+    # Never out of bounds, also where class weights of another length are still to be refused.
+    last = part.class_weights.shape[0] - 1
+    weight = part.class_weights[target.clamp(max=last)]
+    return TargetInfo(target, weight, part.class_weights.sum())
 
 
 class OwnTokens:

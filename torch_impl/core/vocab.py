@@ -30,6 +30,7 @@ from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import RankConsistency
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.groups import group_named
+from xentlib.torch.core.tokens import LocalVocab
 
 
 def undeclared(vocab_size: int | None) -> Tensor:
@@ -41,43 +42,6 @@ def numbers_of(shard: VocabShard) -> Tensor:
     """What an operator takes for a shard that is declared."""
     numbers = [shard.start, shard.stop, shard.vocab_size, shard.largest]
     return torch.tensor(numbers, device="cpu")
-
-
-class LocalVocab:
-    """Which classes this rank's columns are: all of them, or those of a shard, in the order of
-    classes or in one of their own. Nothing is exchanged."""
-
-    sharded = False
-
-    def __init__(self, size: int, shard: VocabShard | None = None, order: Any = None) -> None:
-        """`order`: of classes that do not stand in their order, by which a shard is counted then.
-        It has `to_place(classes)` and `to_class(columns)`."""
-        self.size, self.shard, self.order = size, shard, order
-        self.local_size: int = size if shard is None else shard.size
-        self.largest = self.local_size
-
-    def own_part(self, weights: Tensor) -> Tensor:
-        """Of [V] numbers."""
-        if self.order is not None:
-            return weights[
-                self.order.to_class(torch.arange(self.local_size, device=weights.device))
-            ]
-        return weights if self.shard is None else weights[self.shard.start : self.shard.stop]
-
-    def to_class(self, columns: Tensor) -> Tensor:
-        """Of columns of this rank, as floats; the first of several has the lowest."""
-        if self.order is not None:
-            # Where no other class is on this rank a column is any number.
-            places = columns.long().clamp(0, max(0, self.local_size - 1))
-            classes: Tensor = self.order.to_class(places)
-            return classes.to(columns.dtype)
-        return columns if self.shard is None else columns + self.shard.start
-
-    def combine(
-        self, z_y: Tensor, owned: Tensor, rest: NonTargetStats, weights: Tensor | float, most: int
-    ) -> tuple[Tensor, NonTargetStats]:
-        """As `ShardedVocab` has it: these are of all classes already."""
-        return z_y, rest
 
 
 class ShardedVocab(LocalVocab):
@@ -227,7 +191,10 @@ class ShardedVocab(LocalVocab):
             tops = torch.zeros(self.ranks, count, dtype=m.dtype, device=m.device)
             tops[self.rank] = first
             packed += tops
-        packed += [torch.zeros_like(m)] * (self.sum_rows - len(packed))
+        # On a host ranks whose options differ have raised by now. Elsewhere the SUM has one size for
+        # all of a function's calls: theirs are NaN, and none waits.
+        if not host_readable(m):
+            packed += [torch.zeros_like(m)] * (self.sum_rows - len(packed))
         sums = torch.stack(packed)
         dist.all_reduce(sums, group=self.group)
         z_y, ones, s, *more = sums

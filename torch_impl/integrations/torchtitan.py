@@ -19,8 +19,8 @@ from xentlib.arguments import SCALARS
 from xentlib.checks.module import check_head_options
 from xentlib.checks.validators import check_flag
 from xentlib.torch.api import chunked_nll
+from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.head import parameters_of
-from xentlib.torch.shards import is_dtensor
 from xentlib.torch.wrappers.fsdp2 import Owner, divisors, find_owner, sharded
 
 __all__ = ["HeadLoss", "loss_config"]

@@ -13,8 +13,9 @@ from xentlib.checks.lora import check_low_rank_rows
 from xentlib.checks.placement import refuse_nodes
 from xentlib.checks.route import check_rows, refuse_whole
 from xentlib.lora import LowRankHead
-from xentlib.torch.lora import all_gather_rows
-from xentlib.torch.shards import LocalHead, is_dtensor, part_of
+from xentlib.torch.array_spec import is_dtensor
+from xentlib.torch.core.groups import all_gather_rows
+from xentlib.torch.shards import LocalHead, part_of
 from xentlib.torch.wrappers.fsdp2 import PARTIAL, Owner, find_owner, never_gathered
 
 

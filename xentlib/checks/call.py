@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from xentlib.arguments import Arguments, LogitsArguments
-from xentlib.checks.route import check_route
 from xentlib.checks.validators import (
     ArraySpec,
     check_choice,
@@ -87,7 +86,6 @@ def check_head(
         check_class_weights(shape[0] if len(shape) == 1 else -1, total)
         check_device("class_weights", call.class_weights, hidden)
     check_flag("reduce_hidden_grad", call.reduce_hidden_grad)
-    check_route(call)
     if not call.reduce_hidden_grad and not sharded:
         raise ValueError(
             "`reduce_hidden_grad` must be True without `vocab_parallel`; got False, which leaves "
