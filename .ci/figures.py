@@ -139,7 +139,7 @@ def measure() -> None:
 
 def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The rows, what they were measured on, and the figure's caption."""
-    from xentlib.tools.bench.environment import environment
+    from xentlib.tools.harness.environment import environment
 
     found = environment()
     about = (

@@ -25,7 +25,7 @@ from xentlib.jax.nll import nll
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
 from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule, chosen, of_rows
-from xentlib.tools.parity.problem import Problem
+from xentlib.tools.harness.problems import Problem
 
 __all__ = ["CrossCheck"]
 

@@ -34,9 +34,9 @@ from fuzzing.others import others_agree
 from fuzzing.shrink import shrunken
 from fuzzing.truth import truth_of
 from xentlib.contract import failures
-from xentlib.tools.parity.backends import run, run_given, run_logprobs
-from xentlib.tools.parity.device import contract_settings
-from xentlib.tools.parity.problem import Upstream, upstream_of
+from xentlib.tools.harness.backends import run, run_given, run_logprobs
+from xentlib.tools.harness.device import contract_settings
+from xentlib.tools.harness.problems import Upstream, upstream_of
 
 __all__ = ["PERIOD", "RUN", "attempt", "draw", "fuzz", "hold", "problem_of"]
 

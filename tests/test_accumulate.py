@@ -12,8 +12,8 @@ import pytest
 from helpers.measured import hold
 from xentlib.accumulate import STEPS, Lifecycle, WindowState, WindowStateError, reduction_of
 from xentlib.contract import check, failures
-from xentlib.tools.parity.cases import BASE, CONFIDENT
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.cases import BASE, CONFIDENT
+from xentlib.tools.harness.problems import build
 from xentlib.tools.parity.rows import windows
 
 

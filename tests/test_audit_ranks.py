@@ -11,7 +11,7 @@ import pytest
 from helpers.orphans import remove_locks
 from helpers.ranks import launch
 from xentlib import processes
-from xentlib.tools.parity.ranks import PRELOADED
+from xentlib.tools.harness.ranks import PRELOADED
 
 
 def on_rank(rank, world):
@@ -53,7 +53,7 @@ def test_on_gloo_ranks(k, name):
 def starting(rank, world, folder):
     """A step that starts the group itself."""
     from helpers.audited_torch import one_batch
-    from xentlib.tools.parity.ranks import start_gloo
+    from xentlib.tools.harness.ranks import start_gloo
     from xentlib.torch.audit import audit
 
     def step(head, micro_batches):

@@ -13,8 +13,8 @@ import pytest
 
 from helpers.held import hold_gradients
 from xentlib.contract import check, failures
-from xentlib.tools.parity.backends import run
-from xentlib.tools.parity.problem import Case, build
+from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.problems import Case, build
 from xentlib.ulp import bits_unequal
 
 jax = pytest.importorskip("jax")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from xentlib.contract import check, failures
-from xentlib.tools.parity.device import numpy_of
-from xentlib.tools.parity.problem import Case
+from xentlib.tools.harness.device import numpy_of
+from xentlib.tools.harness.problems import Case
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

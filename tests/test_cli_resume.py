@@ -11,8 +11,8 @@ import pytest
 
 import xentlib
 from helpers.played import but_for_times, complaint, parity, sections, staged, written
-from xentlib.tools.cli import environment
 from xentlib.tools.cli import parity as cli_parity
+from xentlib.tools.harness import environment
 from xentlib.tools.parity import eta
 
 
@@ -174,7 +174,7 @@ def test_every_line_of_code_counts(tmp_path, monkeypatch):
     digests = {environment.code_digest()}
     for changed in (
         "xentlib/ulp.py",
-        "xentlib/tools/parity/cases.py",
+        "xentlib/tools/harness/cases.py",
         "torch_impl/nll.py",
         "jax_impl/nll.py",
     ):
@@ -266,7 +266,7 @@ def test_a_device(stage, tmp_path, monkeypatch, capsys):
     assert parity(tmp_path, "--device", "cuda") == 2
     assert "a device that torch and jax can use" in complaint(capsys)
     names = {"torch": "a GPU", "jax": "the GPU"}
-    monkeypatch.setattr("xentlib.tools.parity.device.described", lambda _, backend: names[backend])
+    monkeypatch.setattr("xentlib.tools.harness.device.described", lambda _, backend: names[backend])
     assert parity(tmp_path, "--device", "cuda") == 0
     assert stage.device == "cuda"
     assert stage.variables["JAX_PLATFORMS"] == "cuda,cpu"
@@ -284,7 +284,8 @@ REAL = """
 import sys
 from xentlib.tools import cli
 from xentlib.tools.cli import parity
-from xentlib.tools.parity import ranks, suite
+from xentlib.tools.harness import ranks
+from xentlib.tools.parity import suite
 real = suite.operator_sections
 names = {names!r}
 suite.operator_sections = lambda *a: [part for part in real(*a) if part.name in names]

@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from xentlib.arguments import Arguments
-from xentlib.tools.parity.problem import Case
+from xentlib.tools.harness.problems import Case
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from xentlib.tools.conformance import OPTIONS, Loss, conform
-from xentlib.tools.parity.cases import BASE, Case, named
-from xentlib.tools.parity.cases import GRID as ALL
+from xentlib.tools.harness.cases import BASE, Case, named
+from xentlib.tools.harness.cases import GRID as ALL
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

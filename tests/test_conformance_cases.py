@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from xentlib.tools.conformance import Conformance, Loss, conform, fit, made
-from xentlib.tools.parity.cases import GRID as ALL
-from xentlib.tools.parity.cases import Case, named
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.cases import GRID as ALL
+from xentlib.tools.harness.cases import Case, named
+from xentlib.tools.harness.problems import build
 from xentlib.ulp import round_to
 
 torch = pytest.importorskip("torch")

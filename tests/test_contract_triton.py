@@ -14,11 +14,11 @@ from conftest import HAS_TORCH
 from helpers.held import hold_in_norm
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from helpers.vocab_shards import held
-from xentlib.tools.parity.backends import run, run_logprobs
-from xentlib.tools.parity.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
-from xentlib.tools.parity.problem import Case, build, upstream_of
+from xentlib.tools.harness.backends import run, run_logprobs
+from xentlib.tools.harness.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
+from xentlib.tools.harness.problems import Case, build, upstream_of
+from xentlib.tools.harness.shards import ShardedCall, run_calls
 from xentlib.tools.parity.rows import nll, per_token, windows
-from xentlib.tools.parity.shards import ShardedCall, run_calls
 
 if not HAS_TORCH:
     pytest.skip("PyTorch is not installed", allow_module_level=True)
@@ -83,7 +83,7 @@ def test_given_logits(measure: Callable[..., None], item: Any) -> None:
 def test_chunks_do_not_show(measure: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A10: one chunk, three with a part of one, and two."""
     for name in ("CHUNKS", "FEW_CHUNKS"):  # of 24 rows and more a chunk has all there are
-        monkeypatch.setattr(f"xentlib.tools.parity.cases.{name}", (8, 16))
+        monkeypatch.setattr(f"xentlib.tools.harness.cases.{name}", (8, 16))
     hold(measure, ("torch",), build(replace(CAPPED, tokens=21), 7))
 
 

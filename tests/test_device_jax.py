@@ -13,8 +13,8 @@ import pytest
 
 from helpers import lowrank
 from helpers.measured import SMALL, by_id, hold
-from xentlib.tools.parity.cases import BASE, CHUNK_CASES, WITH_OPTIONS, low_precision, named
-from xentlib.tools.parity.problem import Case, build, upstream_of
+from xentlib.tools.harness.cases import BASE, CHUNK_CASES, WITH_OPTIONS, low_precision, named
+from xentlib.tools.harness.problems import Case, build, upstream_of
 from xentlib.tools.parity.rows import nll, per_token
 
 jax = pytest.importorskip("jax")

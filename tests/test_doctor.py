@@ -20,8 +20,9 @@ from xentlib.tools import cli
 from xentlib.tools.cli import doctor as command
 from xentlib.tools.doctor import backends, packages
 from xentlib.tools.doctor.packages import PACKAGES, Package, inspect, ranges, within
-from xentlib.tools.parity import backends as parity_backends
-from xentlib.tools.parity import findings, suite
+from xentlib.tools.harness import backends as parity_backends
+from xentlib.tools.harness import findings
+from xentlib.tools.parity import suite
 
 ROOT = Path(__file__).resolve().parents[1]
 

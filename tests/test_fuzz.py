@@ -11,7 +11,7 @@ import pytest
 
 import fuzz
 from xentlib.contract import check, failures
-from xentlib.tools.parity import problem
+from xentlib.tools.harness import problems as problem
 
 for name in ("torch", "jax", "optax"):
     pytest.importorskip(name)

@@ -28,9 +28,9 @@ from helpers.given_logits import (
 )
 from xentlib.arguments import LogitsArguments
 from xentlib.contract import check, failures
-from xentlib.tools.parity.backends import run
-from xentlib.tools.parity.cases import logit_sets
-from xentlib.tools.parity.problem import Case, build
+from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.cases import logit_sets
+from xentlib.tools.harness.problems import Case, build
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

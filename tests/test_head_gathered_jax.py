@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from xentlib.contract import check, failures
-from xentlib.tools.parity.backends import GRADIENTS
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.backends import GRADIENTS
+from xentlib.tools.harness.problems import build
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

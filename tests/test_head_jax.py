@@ -15,8 +15,8 @@ import pytest
 
 from xentlib.budgets import check_budget
 from xentlib.contract import failures
-from xentlib.tools.parity.backends import GRADIENTS
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.backends import GRADIENTS
+from xentlib.tools.harness.problems import build
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

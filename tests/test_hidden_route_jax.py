@@ -15,8 +15,8 @@ import pytest
 from helpers.vocab_shards import V as CLASSES
 from xentlib import PaddedVocab
 from xentlib.contract import check, failures
-from xentlib.tools.parity.backends import GRADIENTS
-from xentlib.tools.parity.problem import Case, build
+from xentlib.tools.harness.backends import GRADIENTS
+from xentlib.tools.harness.problems import Case, build
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

@@ -15,8 +15,8 @@ import pytest
 from xentlib import PaddedVocab
 from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
-from xentlib.tools.parity.backends import GRADIENTS
-from xentlib.tools.parity.problem import Case, build
+from xentlib.tools.harness.backends import GRADIENTS
+from xentlib.tools.harness.problems import Case, build
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")

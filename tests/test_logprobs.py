@@ -16,8 +16,8 @@ from helpers.measured import CAPPED, SMALL, by_id, few_programs, hold
 from xentlib.arguments import Arguments
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.reference import logprobs_reference
-from xentlib.tools.parity.backends import run, run_logprobs
-from xentlib.tools.parity.cases import (
+from xentlib.tools.harness.backends import run, run_logprobs
+from xentlib.tools.harness.cases import (
     AUDIT,
     BASE,
     CHUNK_CASES,
@@ -26,9 +26,9 @@ from xentlib.tools.parity.cases import (
     low_precision,
     named,
 )
-from xentlib.tools.parity.device import numpy_of
-from xentlib.tools.parity.findings import GRADIENT_ROWS
-from xentlib.tools.parity.problem import Case, Problem, Upstream, build, upstream_of
+from xentlib.tools.harness.device import numpy_of
+from xentlib.tools.harness.findings import GRADIENT_ROWS
+from xentlib.tools.harness.problems import Case, Problem, Upstream, build, upstream_of
 from xentlib.tools.parity.rows import per_token
 
 

@@ -13,8 +13,8 @@ import pytest
 from helpers.held import hold_gradients
 from helpers.measured import by_id
 from xentlib.contract import check, failures, rho, rounded_fraction
-from xentlib.tools.parity.cases import CHUNK_CASES, logit_sets, named
-from xentlib.tools.parity.problem import Case, build, logits_problem, upstream_of
+from xentlib.tools.harness.cases import CHUNK_CASES, logit_sets, named
+from xentlib.tools.harness.problems import Case, build, logits_problem, upstream_of
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

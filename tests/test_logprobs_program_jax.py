@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from xentlib.tools.parity.problem import upstream_of
+from xentlib.tools.harness.problems import upstream_of
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

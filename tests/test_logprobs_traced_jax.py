@@ -12,7 +12,7 @@ import pytest
 
 from helpers.held import hold_gradients
 from xentlib import logprobs as spec
-from xentlib.tools.parity.problem import Case, build, upstream_of
+from xentlib.tools.harness.problems import Case, build, upstream_of
 from xentlib.ulp import bits_unequal
 
 jax = pytest.importorskip("jax")

@@ -13,8 +13,8 @@ import pytest
 
 from helpers.lowrank import CASES, dense, given_to, held_to, hold, low_problem, oracle
 from xentlib.lora import LowRankHead
-from xentlib.tools.parity.device import numpy_of, on_jax, on_torch
-from xentlib.tools.parity.problem import upstream_of
+from xentlib.tools.harness.device import numpy_of, on_jax, on_torch
+from xentlib.tools.harness.problems import upstream_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
 torch = pytest.importorskip("torch")

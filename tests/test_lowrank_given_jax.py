@@ -22,7 +22,7 @@ from helpers.lowrank import CASES, V, held_to, hold, low_problem, oracle  # noqa
 from helpers.lowrank_jax import called, leaves_of  # noqa: E402
 from xentlib.jax import CrossCheck, LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.tools.crosscheck import CrossCheckError  # noqa: E402
-from xentlib.tools.parity.device import on_jax  # noqa: E402
+from xentlib.tools.harness.device import on_jax  # noqa: E402
 
 PROBLEM = low_problem(CASES["plain"])
 LABELS = on_jax(PROBLEM.base.labels)

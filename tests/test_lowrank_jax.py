@@ -34,8 +34,8 @@ from xentlib.jax import LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.jax.core import gradients as sums  # noqa: E402
 from xentlib.jax.core import logits as chunked  # noqa: E402
 from xentlib.jax.core import lora as part  # noqa: E402
-from xentlib.tools.parity.device import on_jax  # noqa: E402
-from xentlib.tools.parity.problem import Case, upstream_of  # noqa: E402
+from xentlib.tools.harness.device import on_jax  # noqa: E402
+from xentlib.tools.harness.problems import Case, upstream_of  # noqa: E402
 
 PLAIN = CASES["bias, confident"]
 ROWS = {"bfloat16": ("A7", "bf16"), "float16": ("A16", "fp16")}

@@ -15,7 +15,7 @@ import pytest
 
 from helpers.lowrank import LowProblem, given_to, held_to, hold, low_problem, oracle, rejected
 from xentlib import PaddedVocab
-from xentlib.tools.parity.problem import Case, upstream_of
+from xentlib.tools.harness.problems import Case, upstream_of
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

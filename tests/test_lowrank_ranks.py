@@ -13,7 +13,7 @@ from helpers.held import hold_in_norm
 from helpers.lowrank import LowProblem, held_to, hold, low_problem, oracle, rejected
 from helpers.ranks import launch
 from helpers.vocab_shards import same_on_all_ranks
-from xentlib.tools.parity.problem import Case, upstream_of
+from xentlib.tools.harness.problems import Case, upstream_of
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -35,7 +35,7 @@ FROZEN = ("plain", "shards", "FSDP2, head", "FSDP2, hidden", "FSDP2, stream")
 def on_shards(rank: int, function: str, p: LowProblem, sizes: Any = SIZES) -> dict[str, Any]:
     """Gradients of this rank's rows, through logits of several chunks."""
     from xentlib import PaddedVocab, VocabShard
-    from xentlib.tools.parity.device import numpy_of, on_torch
+    from xentlib.tools.harness.device import numpy_of, on_torch
     from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll
 
     group, axis = torch.distributed.group.WORLD, p.base.options.get("weight_layout") == "HV"
@@ -75,7 +75,7 @@ def on_shards(rank: int, function: str, p: LowProblem, sizes: Any = SIZES) -> di
 def fsdp_leaves(p: LowProblem, *, adapters: bool) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    from xentlib.tools.parity.device import on_torch
+    from xentlib.tools.harness.device import on_torch
 
     head = torch.nn.Linear(H, V, bias=False)
     head.weight = torch.nn.Parameter(on_torch(p.base.weight), requires_grad=False)
@@ -87,7 +87,7 @@ def fsdp_leaves(p: LowProblem, *, adapters: bool) -> Any:
 
 def under_fsdp(function: str, p: LowProblem) -> dict[str, Any]:
     """Of a head whose A and B are in its group, with this rank's own tokens."""
-    from xentlib.tools.parity.device import on_torch
+    from xentlib.tools.harness.device import on_torch
     from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll, count_collectives
 
     head = fsdp_leaves(p, adapters=True)

@@ -22,9 +22,9 @@ from helpers.refused import said_by
 from helpers.vocab_shards import PLAIN, V
 from xentlib.budgets import check_budget
 from xentlib.contract import failures
-from xentlib.tools.parity.backends import run
-from xentlib.tools.parity.cases import EXTRAS, OPTIONS
-from xentlib.tools.parity.problem import Case, upstream_of
+from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.cases import EXTRAS, OPTIONS
+from xentlib.tools.harness.problems import Case, upstream_of
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -191,7 +191,7 @@ def on_two(rank: int, world: int) -> dict[str, Any]:
     """What calls say, or how many collectives they make; gradients under a policy of bfloat16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from xentlib.tools.parity.device import numpy_of, on_torch
+    from xentlib.tools.harness.device import numpy_of, on_torch
     from xentlib.torch import LowRankHead, chunked_nll, count_collectives
 
     p = low_problem(POLICY, R, adapter="float32")

@@ -28,8 +28,8 @@ from helpers.lowrank import (  # noqa: E402
     rejected,
 )
 from helpers.on_meta import as_on_a_gpu  # noqa: E402
-from xentlib.tools.parity.device import numpy_of, on_torch  # noqa: E402
-from xentlib.tools.parity.problem import Case, upstream_of  # noqa: E402
+from xentlib.tools.harness.device import numpy_of, on_torch  # noqa: E402
+from xentlib.tools.harness.problems import Case, upstream_of  # noqa: E402
 from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.torch.core.lora import LowRank, LowSums, parts_of  # noqa: E402
 

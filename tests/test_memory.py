@@ -96,9 +96,9 @@ import os
 os.sched_setaffinity(0, {cpus})
 os.environ["XLA_FLAGS"] = "--xla_allow_excess_precision=false"
 import hashlib
-from xentlib.tools.parity.backends import run
-from xentlib.tools.parity.cases import BASE
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.cases import BASE
+from xentlib.tools.harness.problems import build
 outcome = run("jax", build(BASE, 0), chunk_tokens=128)
 print(hashlib.sha256(b"".join(x.tobytes() for x in outcome)).hexdigest())
 """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from xentlib.contract import check, failures
-from xentlib.tools.parity.device import numpy_of
+from xentlib.tools.harness.device import numpy_of
 
 torch = pytest.importorskip("torch")
 pytestmark = [

@@ -15,7 +15,7 @@ import pytest
 
 from xentlib import PaddedVocab
 from xentlib.contract import check, failures
-from xentlib.tools.parity.problem import Case, build
+from xentlib.tools.harness.problems import Case, build
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("flax")

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.new_option import EDITS, NAME, ROOT, edited
 from xentlib.arguments import Scalars
-from xentlib.tools.parity.cases import GRID
+from xentlib.tools.harness.cases import GRID
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")

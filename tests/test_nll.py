@@ -1,6 +1,6 @@
 """`chunked_nll` of both backends against the oracle, row by row of the contract.
 
-The cases are those of the parity run (`tools.parity.cases`); each row's mutants are rejected in
+The cases are those of the parity run (`tools.harness.cases`); each row's mutants are rejected in
 `test_every_check_rejects_its_mutants`. Below, one test for each bug that a rounding point or a rule
 of the definition keeps away; its docstring names the line whose removal it catches.
 """
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from helpers.measured import CAPPED, SMALL, by_id, few_programs, hold
 from xentlib.contract import Measurement, check, failures, rho
-from xentlib.tools.parity.backends import run
-from xentlib.tools.parity.cases import (
+from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.cases import (
     AUDIT,
     BASE,
     CHUNK_CASES,
@@ -30,9 +30,9 @@ from xentlib.tools.parity.cases import (
     low_precision,
     named,
 )
-from xentlib.tools.parity.findings import GRADIENT_ROWS, Findings
-from xentlib.tools.parity.outcomes import Outcome
-from xentlib.tools.parity.problem import Case, Problem, build
+from xentlib.tools.harness.findings import GRADIENT_ROWS, Findings
+from xentlib.tools.harness.outcomes import Outcome
+from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.rows import nll, nll_mutants
 from xentlib.ulp import dtype_named
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from xentlib.contract import check, failures
-from xentlib.tools.parity.backends import run
-from xentlib.tools.parity.cases import BASE
-from xentlib.tools.parity.problem import Case, build, logits_problem
-from xentlib.tools.parity.shards import ShardedCall, run_calls
+from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.cases import BASE
+from xentlib.tools.harness.problems import Case, build, logits_problem
+from xentlib.tools.harness.shards import ShardedCall, run_calls
 
 
 def test_a_confident_token_keeps_its_loss_and_gradient(backend: str) -> None:

@@ -13,8 +13,8 @@ from helpers.ranks import launch
 from helpers.vocab_shards import CASES, PLAIN, held
 from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
-from xentlib.tools.parity.backends import run, run_logprobs
-from xentlib.tools.parity.problem import Case, build, logits_problem, upstream_of
+from xentlib.tools.harness.backends import run, run_logprobs
+from xentlib.tools.harness.problems import Case, build, logits_problem, upstream_of
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

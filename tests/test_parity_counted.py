@@ -9,9 +9,9 @@ import pytest
 
 from xentlib.budgets import BUDGETS
 from xentlib.plan import head_routes, plan_chunks
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.ranks import WORLD
 from xentlib.tools.parity.collective_cases import Count, H, N, V
-from xentlib.tools.parity.findings import Findings
-from xentlib.tools.parity.ranks import WORLD
 from xentlib.tools.parity.rows import collectives
 from xentlib.tools.parity.rows.collectives import CHUNKS, FEW_CHUNKS, HEADS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xentlib.tools.parity.device import on_device, on_jax
+from xentlib.tools.harness.device import on_device, on_jax
 
 
 @pytest.mark.torch

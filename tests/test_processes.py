@@ -11,8 +11,8 @@ import time
 import pytest
 
 from xentlib import processes
-from xentlib.tools.parity import ranks
-from xentlib.tools.parity.shards import torch_rank
+from xentlib.tools.harness import ranks
+from xentlib.tools.harness.shards import torch_rank
 
 SPIN = """
 import os, sys

@@ -220,7 +220,7 @@ def test_the_definition_does_not_compute(name):
     [
         ("xentlib", ["torch", "jax", "jaxlib", "flax"]),
         ("xentlib.interop", ["torch", "jax", "jaxlib"]),
-        ("xentlib.tools.parity.problem", ["torch", "jax", "jaxlib"]),
+        ("xentlib.tools.harness.problems", ["torch", "jax", "jaxlib"]),
         ("xentlib.torch", ["jax", "jaxlib", "flax"]),
         ("xentlib.jax", ["torch", "flax"]),
     ],

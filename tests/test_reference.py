@@ -15,7 +15,7 @@ import pytest
 
 from helpers.oracle import VALUE_ULP, tau_bound, torch_full_logits, units
 from xentlib.reference import nll_reference
-from xentlib.tools.parity.problem import Case, Problem, build
+from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.ulp import ulp_distance
 
 GRADIENTS = (

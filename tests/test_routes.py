@@ -15,8 +15,8 @@ from helpers.vocab_shards import CASES, PLAIN, held
 from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
 from xentlib.plan import stream_rows
-from xentlib.tools.parity.backends import run, run_logprobs
-from xentlib.tools.parity.problem import Case, build, upstream_of
+from xentlib.tools.harness.backends import run, run_logprobs
+from xentlib.tools.harness.problems import Case, build, upstream_of
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]

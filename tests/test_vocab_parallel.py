@@ -10,12 +10,12 @@ import pytest
 from helpers.ranks import launch
 from helpers.vocab_shards import CASES, PLAIN, V, held
 from xentlib.contract import check, failures
-from xentlib.tools.parity.backends import run, run_logprobs
-from xentlib.tools.parity.findings import Findings
-from xentlib.tools.parity.outcomes import GivenLogits
-from xentlib.tools.parity.problem import Case, Upstream, build, logits_problem, upstream_of
+from xentlib.tools.harness.backends import run, run_logprobs
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.outcomes import GivenLogits
+from xentlib.tools.harness.problems import Case, Upstream, build, logits_problem, upstream_of
+from xentlib.tools.harness.shards import Sharded, ShardedCall, run_calls
 from xentlib.tools.parity.rows import sharded
-from xentlib.tools.parity.shards import Sharded, ShardedCall, run_calls
 from xentlib.ulp import bits_unequal
 
 torch = pytest.importorskip("torch")

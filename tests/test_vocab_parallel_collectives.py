@@ -14,7 +14,7 @@ from helpers.ranks import launch
 from helpers.vocab_shards import PLAIN, V
 from xentlib import VocabShard
 from xentlib.contract import check, failures
-from xentlib.tools.parity.problem import Case, Upstream, build
+from xentlib.tools.harness.problems import Case, Upstream, build
 from xentlib.ulp import bits_unequal
 
 torch = pytest.importorskip("torch")

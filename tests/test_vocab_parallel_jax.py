@@ -15,10 +15,10 @@ import pytest
 from helpers.vocab_shards import V
 from xentlib import PaddedVocab
 from xentlib.contract import check, failures
-from xentlib.tools.parity.findings import Findings
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.problems import build
+from xentlib.tools.harness.shards import run_calls
 from xentlib.tools.parity.rows import sharded as parity_shards
-from xentlib.tools.parity.shards import run_calls
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.vocab_shards import same_on_all_ranks
 from xentlib.processes import launch
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.problems import build
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax
@@ -53,7 +53,7 @@ def test_two_processes():
 EIGHT = """
 from helpers.mesh_jax import mesh_of
 from helpers.vocab_shards_jax import OPTIONS, hold_shards, sharded
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.problems import build
 for kind in ("nll", "logprobs"):
     hold_shards(build(OPTIONS, 7), kind, sharded(build(OPTIONS, 7), kind, mesh_of(tp=8), 20))
 print("held")

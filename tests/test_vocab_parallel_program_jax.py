@@ -14,8 +14,8 @@ import pytest
 from helpers.vocab_shards import V
 from xentlib import PaddedVocab
 from xentlib.plan import chunks
-from xentlib.tools.parity.backends import GRADIENTS
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.backends import GRADIENTS
+from xentlib.tools.harness.problems import build
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

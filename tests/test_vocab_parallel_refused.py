@@ -10,7 +10,7 @@ import pytest
 
 from helpers.ranks import launch
 from helpers.vocab_shards import PLAIN
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.problems import build
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -15,7 +15,7 @@ import pytest
 from helpers.vocab_shards import V
 from xentlib import PaddedVocab
 from xentlib.contract import check, failures
-from xentlib.tools.parity.problem import build
+from xentlib.tools.harness.problems import build
 
 jax = pytest.importorskip("jax")
 pytestmark = pytest.mark.jax

@@ -12,8 +12,8 @@ import pytest
 
 from xentlib.contract import check, failures
 from xentlib.plan import CPU_BLOCK_BYTES, plan_chunks
-from xentlib.tools.parity.backends import run
-from xentlib.tools.parity.problem import Case, build
+from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.problems import Case, build
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

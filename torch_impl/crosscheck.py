@@ -19,7 +19,7 @@ from xentlib.checks.crosscheck import check_step_number
 from xentlib.interop import to_numpy
 from xentlib.nll import OUTPUTS
 from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule, chosen, of_rows
-from xentlib.tools.parity.problem import Problem
+from xentlib.tools.harness.problems import Problem
 from xentlib.torch.array_spec import dtype_name
 from xentlib.torch.hooks import LOSS_HOOKS
 

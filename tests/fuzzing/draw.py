@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from xentlib.tools.parity.problem import Case, Problem, build
+from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.ulp import dtype_named
 
 PERIOD = 128

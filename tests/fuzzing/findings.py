@@ -7,7 +7,7 @@ from typing import Any
 
 from fuzzing.draw import Drawn
 from xentlib.contract import Measurement
-from xentlib.tools.parity import findings
+from xentlib.tools.harness import findings
 
 UNCLAIMED = {
     "data": "rho, the share correctly rounded and the loss by its terms are claimed for logits of "

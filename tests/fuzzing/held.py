@@ -12,8 +12,8 @@ from fuzzing.findings import Findings, gradients_of
 from fuzzing.truth import Truth
 from helpers.oracle import tau_bound
 from xentlib.contract import ROW_OF, ROWS
-from xentlib.tools.parity.findings import BETWEEN
-from xentlib.tools.parity.problem import Problem
+from xentlib.tools.harness.findings import BETWEEN
+from xentlib.tools.harness.problems import Problem
 from xentlib.ulp import round_to
 
 VALUES = ("logprobs", "entropy", "lse")

@@ -11,7 +11,7 @@ from fuzzing.draw import Drawn
 from fuzzing.findings import Findings
 from fuzzing.truth import GRADIENTS, Truth, oracle_of
 from helpers.oracle import VALUE_ULP, tau_bound, torch_full_logits, units
-from xentlib.tools.parity.problem import Problem, Upstream
+from xentlib.tools.harness.problems import Problem, Upstream
 from xentlib.ulp import ulp_distance
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fuzzing.draw import Drawn
-from xentlib.tools.parity.problem import Case
+from xentlib.tools.harness.problems import Case
 
 
 def simpler(d: Drawn) -> Iterator[Drawn]:

@@ -10,7 +10,7 @@ from fuzzing.draw import Drawn
 from xentlib import reference
 from xentlib.contract import ROW_OF, U
 from xentlib.reference.softmax import softmax
-from xentlib.tools.parity.problem import Problem, Upstream
+from xentlib.tools.harness.problems import Problem, Upstream
 from xentlib.ulp import FORMATS
 
 GRADIENTS = ("d_hidden", "d_weight", "d_bias")

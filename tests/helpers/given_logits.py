@@ -13,7 +13,7 @@ import numpy as np
 
 from xentlib import reference
 from xentlib.contract import ROW_OF, check, failures
-from xentlib.tools.parity.device import numpy_of, on_torch
+from xentlib.tools.harness.device import numpy_of, on_torch
 from xentlib.ulp import dtype_named
 
 V = 157

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from helpers.vocab_shards import CASES
 from helpers.vocab_shards_jax import whole
 from xentlib.jax import count_collectives
-from xentlib.tools.parity.backends import GRADIENTS
-from xentlib.tools.parity.cases import named
-from xentlib.tools.parity.problem import Problem, upstream_of
+from xentlib.tools.harness.backends import GRADIENTS
+from xentlib.tools.harness.cases import named
+from xentlib.tools.harness.problems import Problem, upstream_of
 
 N, H, V = 220, 24, 156
 OPTIONS, KERNEL, LOW = (

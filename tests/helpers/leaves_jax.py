@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from xentlib.interop import to_jax
-from xentlib.tools.parity.problem import Case, Problem, build
+from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.ulp import bits_unequal
 
 OUTPUTS = ("logprobs", "entropy", "lse", "correct")

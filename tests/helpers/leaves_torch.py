@@ -12,8 +12,8 @@ import torch
 
 from helpers.held import hold_gradients
 from xentlib.contract import check, failures
-from xentlib.tools.parity.device import numpy_of, on_torch
-from xentlib.tools.parity.problem import Case, Problem, build
+from xentlib.tools.harness.device import numpy_of, on_torch
+from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.torch import chunked_nll
 from xentlib.ulp import bits_unequal
 

@@ -10,8 +10,8 @@ from helpers.leaves_jax import BUDGET, NAMES
 from xentlib.interop import to_jax
 from xentlib.jax import LogprobOutput, chunked_logprobs
 from xentlib.reference import LogprobReference, logprobs_reference
-from xentlib.tools.parity.cases import OPTIONS
-from xentlib.tools.parity.problem import Problem
+from xentlib.tools.harness.cases import OPTIONS
+from xentlib.tools.harness.problems import Problem
 
 OURS = {name: value for name, value in OPTIONS.items() if name in ("softcap", "logit_scale")}
 

@@ -14,7 +14,7 @@ import numpy as np
 from helpers.held import ROWS as HEAD_ROWS
 from helpers.held import hold_gradients
 from xentlib.contract import check, failures
-from xentlib.tools.parity.problem import Case, Problem, Upstream, build
+from xentlib.tools.harness.problems import Case, Problem, Upstream, build
 from xentlib.ulp import dtype_named
 
 ROWS = HEAD_ROWS | {"a": "A6", "b": "A6"}

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from helpers.lowrank import LowProblem, V, given_to
 from xentlib.jax import LowRankHead, chunked_nll
-from xentlib.tools.parity.device import numpy_of, on_jax
-from xentlib.tools.parity.problem import Upstream, upstream_of
+from xentlib.tools.harness.device import numpy_of, on_jax
+from xentlib.tools.harness.problems import Upstream, upstream_of
 
 CHUNK = 64 * V * 4  # of as few tokens as a CPU has in one: several chunks from 65 on
 NAMES = ("hidden", "a", "b")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from xentlib.contract import failures
-from xentlib.tools.parity.cases import GRID
-from xentlib.tools.parity.findings import Findings
-from xentlib.tools.parity.problem import Case
+from xentlib.tools.harness.cases import GRID
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.problems import Case
 
 SMALL = [case for case in GRID if case.id != "large"]
 # Its chunks of 8 and 24 rows fill no whole number of vectors.

@@ -46,7 +46,7 @@ EDITS = {
             f"    dz[rows, y_N] += {NAME}\n"
         ),
     },
-    "xentlib/tools/parity/cases.py": {'    "z_loss": 1e-3,\n': f'    "{NAME}": 0.3,\n'},
+    "xentlib/tools/harness/cases.py": {'    "z_loss": 1e-3,\n': f'    "{NAME}": 0.3,\n'},
 }
 
 
@@ -69,9 +69,9 @@ def edited(folder: Path, *left_out: str) -> None:
 def oracle() -> None:
     """The case that has the option, in both backends."""
     from xentlib.contract import check
-    from xentlib.tools.parity.backends import run
-    from xentlib.tools.parity.cases import WITH_OPTIONS
-    from xentlib.tools.parity.problem import build
+    from xentlib.tools.harness.backends import run
+    from xentlib.tools.harness.cases import WITH_OPTIONS
+    from xentlib.tools.harness.problems import build
 
     problem = build(replace(WITH_OPTIONS, tokens=37, hidden=16, vocab=131), 1)
     assert NAME in problem.options

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from xentlib.contract import ROWS, U, tau
-from xentlib.tools.parity.problem import Problem
+from xentlib.tools.harness.problems import Problem
 
 # 4 ULP is row A2 at 24 bits. A value sums H products, V exponentials and N tokens; at most 16 of
 # them here, each half an ULP of the largest.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import importlib
 
-from xentlib.tools.parity.ranks import PRELOADED
+from xentlib.tools.harness.ranks import PRELOADED
 
 OTHERS = ("deepspeed", "deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer", "peft")
 

@@ -12,7 +12,7 @@ from typing import Any
 from helpers.orphans import remove_locks
 from helpers.seconds import rank_ends
 from xentlib import processes
-from xentlib.tools.parity.ranks import start_gloo
+from xentlib.tools.harness.ranks import start_gloo
 
 PRELOADED = ("helpers.preloaded",)
 TESTS = str(Path(__file__).parents[1])

@@ -17,7 +17,7 @@ KEPT = 24
 def keep_references() -> None:
     """In this process, of the problems of parity's run: of `test_nll.py` and `test_logprobs.py`
     the oracle took a third of the time, half of it on what it had answered before."""
-    from xentlib.tools.parity import problem
+    from xentlib.tools.harness import problems as problem
 
     problem.nll_reference = kept(problem.nll_reference)
     problem.logprobs_reference = kept(problem.logprobs_reference)

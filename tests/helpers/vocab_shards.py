@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from xentlib.contract import ROW_OF, check, failures
-from xentlib.tools.parity.cases import EXTRAS, OPTIONS
-from xentlib.tools.parity.problem import Case
+from xentlib.tools.harness.cases import EXTRAS, OPTIONS
+from xentlib.tools.harness.problems import Case
 from xentlib.ulp import bits_unequal
 
 V = 157

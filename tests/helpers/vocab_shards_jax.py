@@ -24,8 +24,8 @@ from xentlib import PaddedVocab
 from xentlib.contract import check, failures
 from xentlib.jax import chunked_logprobs, chunked_nll
 from xentlib.nll import OUTPUTS
-from xentlib.tools.parity.backends import GRADIENTS, run, run_logprobs
-from xentlib.tools.parity.problem import Case, Problem, upstream_of
+from xentlib.tools.harness.backends import GRADIENTS, run, run_logprobs
+from xentlib.tools.harness.problems import Case, Problem, upstream_of
 
 # In rows that are no classes, in turn: whatever they reach shows.
 PADDING = (np.nan, np.inf)

@@ -191,8 +191,8 @@ class ShardedVocab(LocalVocab):
             tops = torch.zeros(self.ranks, count, dtype=m.dtype, device=m.device)
             tops[self.rank] = first
             packed += tops
-        # On a host ranks whose options differ have raised by now. Elsewhere the SUM has one size for
-        # all of a function's calls: theirs are NaN, and none waits.
+        # On a host ranks whose options differ have raised by now. Elsewhere the SUM has one size
+        # for all of a function's calls: theirs are NaN, and none waits.
         if not host_readable(m):
             packed += [torch.zeros_like(m)] * (self.sum_rows - len(packed))
         sums = torch.stack(packed)

@@ -21,11 +21,11 @@ from xentlib.checks.installed import refuse_missing
 from xentlib.contract import ROW_OF
 from xentlib.options import RULES
 from xentlib.reference import nll_reference
-from xentlib.tools.parity.cases import BASE, GRID, low_precision
-from xentlib.tools.parity.device import contract_settings, numpy_of, on_jax, on_torch
-from xentlib.tools.parity.findings import Findings
-from xentlib.tools.parity.outcomes import Outcome
-from xentlib.tools.parity.problem import ARRAY_ARGUMENTS, Case, Problem, build
+from xentlib.tools.harness.cases import BASE, GRID, low_precision
+from xentlib.tools.harness.device import contract_settings, numpy_of, on_jax, on_torch
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.outcomes import Outcome
+from xentlib.tools.harness.problems import ARRAY_ARGUMENTS, Case, Problem, build
 from xentlib.tools.parity.report.table import print_table
 from xentlib.tools.parity.result import ParityResult, Section
 from xentlib.tools.parity.rows import nll, nll_mutants

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from xentlib.checks.crosscheck import check_schedule
 from xentlib.contract import ROW_OF, Measurement, check, failures
 from xentlib.reference.chunks import divisor_of, summed_reference
-from xentlib.tools.parity.problem import Problem
+from xentlib.tools.harness.problems import Problem
 from xentlib.ulp import dtype_named, round_to
 
 __all__ = [
@@ -256,7 +256,7 @@ def with_oracle(seen: CheckedCall, **details: Any) -> list[Measurement]:
 
 def with_backend(seen: CheckedCall, by: str, **details: Any) -> list[Measurement]:
     """One call against the other backend, which is given the same numbers in its own arrays."""
-    from xentlib.tools.parity.backends import run
+    from xentlib.tools.harness.backends import run
 
     if seen.gemm_dtype == "float16" and seen.gradients:
         raise CrossCheckError(

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from xentlib.plan import peak_bytes, plan_chunks
 from xentlib.tools.bench.cases import CASES, DTYPES, SUITES, HeadSizes, Suite
 from xentlib.tools.bench.contestant import BARE, KINDS, OURS, PER_TOKEN, TRAINING, Kind
-from xentlib.tools.bench.environment import environment
 from xentlib.tools.bench.report import as_markdown, environment_line, print_run, write_json
 from xentlib.tools.bench.result import Report, Run
 from xentlib.tools.bench.worker import Request, WorkerError, ask
+from xentlib.tools.harness.environment import environment
 
 BACKENDS = ("torch", "jax")
 SHORT = {"fp32": "float32", "bf16": "bfloat16"}

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from xentlib.tools.cli.environment import environment_of
 from xentlib.tools.cli.errors import note
 from xentlib.tools.cli.requirements import (
     backends_for,
@@ -22,6 +21,7 @@ from xentlib.tools.cli.requirements import (
     training_left_out,
 )
 from xentlib.tools.cli.resume import run_before
+from xentlib.tools.harness.environment import environment_of
 from xentlib.tools.parity.result import ParityResult, Section
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ def backends_for(asked: str | None) -> tuple[str, ...]:
 
 
 def check_device(device: str, backends: Sequence[str]) -> None:
-    from xentlib.tools.parity.device import missing_on
+    from xentlib.tools.harness.device import missing_on
 
     missing = missing_on(device, backends)
     if missing:

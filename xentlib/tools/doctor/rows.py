@@ -13,7 +13,7 @@ from xentlib.tools.parity.progress import SilentProgress
 
 def device_of(backends: Sequence[str]) -> str:
     """Where all of them can compute: "cuda" if each sees one, else "cpu"."""
-    from xentlib.tools.parity.device import missing_on
+    from xentlib.tools.harness.device import missing_on
 
     return "cpu" if missing_on("cuda", backends) else "cuda"
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xentlib.budgets import BUDGETS
-from xentlib.tools.parity.ranks import WORLD, start_gloo
+from xentlib.tools.harness.ranks import WORLD, start_gloo
 
 # 2048 tokens are 1, 7 or 64 chunks to the one: of 2048, 320, which is a multiple of 64, and 32. Of
 # 255 classes four ranks have 64, or 63, which are 1, 7 or 64 blocks.

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.tools.parity.device import numpy_of, on_jax, on_torch
-from xentlib.tools.parity.problem import Problem
+from xentlib.tools.harness.device import numpy_of, on_jax, on_torch
+from xentlib.tools.harness.problems import Problem
 
 Array = npt.NDArray[Any]
 # Where micro-batches begin, as a share of the tokens; the third one is empty.

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.reference import NLLReference
-from xentlib.tools.parity.problem import Problem
+from xentlib.tools.harness.problems import Problem
 from xentlib.ulp import round_to
 
 Array = npt.NDArray[Any]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from xentlib.contract import ROW_OF
-from xentlib.tools.parity.cases import (
+from xentlib.tools.harness.cases import (
     AUDIT,
     BASE,
     CHUNK_CASES,
@@ -23,10 +23,10 @@ from xentlib.tools.parity.cases import (
     low_precision,
     named,
 )
-from xentlib.tools.parity.device import contract_settings, on_device
+from xentlib.tools.harness.device import contract_settings, on_device
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.eta import Planned
-from xentlib.tools.parity.findings import Findings
-from xentlib.tools.parity.problem import Case, Problem, build
 from xentlib.tools.parity.progress import Progress
 from xentlib.tools.parity.result import Section
 from xentlib.tools.parity.rows import collectives, nll, nll_mutants, per_token, sharded, windows

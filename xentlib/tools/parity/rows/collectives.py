@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.budgets import BUDGETS, budget_entries, check_budget
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.ranks import WORLD, run_ranks
 from xentlib.tools.parity.collective_cases import Count, N, jax_rank, torch_rank, zero_rank
-from xentlib.tools.parity.findings import Findings
-from xentlib.tools.parity.ranks import WORLD, run_ranks
 
 CHUNKS = (1, 7, 64)
 FEW_CHUNKS = (1, 7)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xentlib.tools.parity.findings import Findings
+from xentlib.tools.harness.findings import Findings
 
 Label = Callable[[str], str]
 CHUNK = 128  # rows, so that there are several

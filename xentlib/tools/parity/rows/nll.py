@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from xentlib.contract import ROW_OF
 from xentlib.reference import NLLReference
-from xentlib.tools.parity.backends import run
-from xentlib.tools.parity.cases import chunks_of
-from xentlib.tools.parity.findings import BETWEEN, BOTH, GRADIENT_ROWS, Findings, label, part_of
-from xentlib.tools.parity.outcomes import Outcome
-from xentlib.tools.parity.problem import Problem, logits_problem
+from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.cases import chunks_of
+from xentlib.tools.harness.findings import BETWEEN, BOTH, GRADIENT_ROWS, Findings, label, part_of
+from xentlib.tools.harness.outcomes import Outcome
+from xentlib.tools.harness.problems import Problem, logits_problem
 from xentlib.tools.parity.rows import invariance
 
 Array = npt.NDArray[Any]

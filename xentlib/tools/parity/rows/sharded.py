@@ -7,12 +7,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.tools.parity.backends import run, run_logprobs
-from xentlib.tools.parity.cases import EXTRAS, OPTIONS, few_chunks_of, logit_sets
-from xentlib.tools.parity.findings import Findings, label, part_of
+from xentlib.tools.harness.backends import run, run_logprobs
+from xentlib.tools.harness.cases import EXTRAS, OPTIONS, few_chunks_of, logit_sets
+from xentlib.tools.harness.findings import Findings, label, part_of
+from xentlib.tools.harness.problems import (
+    Case,
+    Problem,
+    Upstream,
+    build,
+    logits_problem,
+    upstream_of,
+)
+from xentlib.tools.harness.shards import Sharded, ShardedCall, run_calls
 from xentlib.tools.parity.mutants import array_mutants
-from xentlib.tools.parity.problem import Case, Problem, Upstream, build, logits_problem, upstream_of
-from xentlib.tools.parity.shards import Sharded, ShardedCall, run_calls
 
 Array = npt.NDArray[Any]
 SEED = 7

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.tools.parity.findings import BOTH, Findings, label, part_of
+from xentlib.tools.harness.findings import BOTH, Findings, label, part_of
+from xentlib.tools.harness.problems import Problem
 from xentlib.tools.parity.micro_batches import ROADS, evaluated, micro_batches, run_window
 from xentlib.tools.parity.mutants import array_mutants
-from xentlib.tools.parity.problem import Problem
 
 Array = npt.NDArray[Any]
 

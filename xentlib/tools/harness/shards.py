@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.plan import PaddedVocab, VocabShard
-from xentlib.tools.parity.backends import run, run_given, run_logprobs
-from xentlib.tools.parity.problem import Problem, Upstream
-from xentlib.tools.parity.ranks import WORLD, run_ranks, start_gloo
+from xentlib.tools.harness.backends import run, run_given, run_logprobs
+from xentlib.tools.harness.problems import Problem, Upstream
+from xentlib.tools.harness.ranks import WORLD, run_ranks, start_gloo
 from xentlib.ulp import bits_unequal
 
 Array = npt.NDArray[Any]

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.nll import OUTPUTS
-from xentlib.tools.parity.outcomes import GRADIENTS, GivenLogits, Outcome, PerToken
-from xentlib.tools.parity.problem import Problem, Upstream
-from xentlib.tools.parity.runners import Call, Wrap, runner_of
+from xentlib.tools.harness.outcomes import GRADIENTS, GivenLogits, Outcome, PerToken
+from xentlib.tools.harness.problems import Problem, Upstream
+from xentlib.tools.harness.runners import Call, Wrap, runner_of
 
 Array = npt.NDArray[Any]
 

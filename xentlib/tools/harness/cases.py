@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.tools.parity.problem import Case
+from xentlib.tools.harness.problems import Case
 
 OPTIONS: dict[str, Any] = {
     "softcap": 5.0,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.tools.parity.device import numpy_of, on_jax, on_torch
+from xentlib.tools.harness.device import numpy_of, on_jax, on_torch
 
 Array = npt.NDArray[Any]
 Wrap = Callable[[Any, int], Any] | None

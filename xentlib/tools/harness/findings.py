@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.contract import Measurement, check, failures
-from xentlib.tools.parity.backends import run as public
-from xentlib.tools.parity.outcomes import Outcome
+from xentlib.tools.harness.backends import run as public
+from xentlib.tools.harness.outcomes import Outcome
 from xentlib.tools.parity.result import Histogram
 from xentlib.ulp import ulp_distance
 

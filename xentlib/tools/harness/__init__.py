@@ -1,0 +1,1 @@
+"""What the tools measure with: problems, how both backends run them, on ranks and shards too."""
