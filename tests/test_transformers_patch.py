@@ -26,7 +26,7 @@ from transformers import (  # noqa: E402
 )
 
 from helpers.patched import CHUNK, LENGTH, ROWS, Logits, V, batch, held, llama, step  # noqa: E402
-from xentlib.torch import Evaluation, chunked_nll, next_token_labels  # noqa: E402
+from xentlib.torch import Evaluation, chunked_logprobs, chunked_nll, next_token_labels  # noqa: E402
 from xentlib.torch.integrations.transformers import (  # noqa: E402
     LazyLogits,
     LazyLogitsError,
@@ -166,10 +166,27 @@ def test_in_place_of_logits() -> None:
     out = model.eval()(**batch())
     assert torch.equal(out.logits, logits.topk(3).indices)
     assert isinstance(model.train()(**batch()).logits, LazyLogits)
-    assert torch.equal(model(**batch()).logits.make(), logits.float())
+    assert torch.equal(model(**batch()).logits.materialize(), logits.float())
     loss, found = model.eval()(**batch(), return_dict=False)[:2]
     assert torch.equal(found, out.logits)
     assert loss == out.loss
+
+
+def test_lazy_logits_have_the_loss_and_the_log_probabilities() -> None:
+    """The bits of the functions on the logits' hidden states and head, scaled and cut as they are."""
+    lazy = patched()(**batch()).logits
+    labels = torch.where(batch()["labels"] < 0, -100, batch()["labels"] % (V - 3))
+    cut = lazy[:, :-1, : V - 3] / 2
+    hidden, weight = lazy.hidden[:, :-1], lazy.head.weight[: V - 3]
+    options = {"logit_scale": 0.5, "z_loss": 1e-3}
+    want = chunked_nll(hidden, weight, labels[:, 1:], **options)
+    assert torch.equal(cut.nll(labels[:, 1:], z_loss=1e-3).loss, want.loss)
+    logprobs = chunked_logprobs(hidden, weight, labels[:, 1:], logit_scale=0.5).logprobs
+    assert torch.equal(cut.logprobs(labels[:, 1:]).logprobs, logprobs)
+    assert cut.materialize().shape == (*hidden.shape[:-1], V - 3)
+    twice = patched(z_loss=1e-4)(**batch()).logits
+    with pytest.raises(LazyLogitsError, match="`z_loss` from the loss and from `patch`"):
+        twice.nll(labels, z_loss=1e-3)
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from xentlib.arguments import SCALARS
+from xentlib.logprobs import LogprobOutput
+from xentlib.nll import NLLOutput
 from xentlib.plan import block_tokens
 from xentlib.torch.api import chunked_logprobs, chunked_nll
 from xentlib.torch.core.device import chunk_bytes
@@ -57,7 +59,8 @@ class LazyLogits(metaclass=LazyClass):
 
     They can be sliced, flattened, scaled, capped and cast, which models and losses do to logits
     on the way to a loss, and handed to `torch.nn.functional.cross_entropy`, which is then
-    `chunked_nll`: float32 whatever dtype they are said to have. `make()` makes the logits.
+    `chunked_nll`: float32 whatever dtype they are said to have. `nll` and `logprobs` are the same
+    with our own options, and `materialize()` makes the logits.
 
     Raises:
         LazyLogitsError: anything else is asked of them.
@@ -188,15 +191,32 @@ class LazyLogits(metaclass=LazyClass):
 
     # The loss, and the logits after all
 
-    def call(self) -> dict[str, Any]:
+    def nll(self, labels: Tensor, **options: Any) -> NLLOutput[Tensor]:
+        """`chunked_nll` of their hidden states and head."""
+        with made_by(self.head):
+            out: NLLOutput[Tensor] = chunked_nll(**self.call(labels, options))
+        return out
+
+    def logprobs(self, labels: Tensor, **options: Any) -> LogprobOutput[Tensor]:
+        """`chunked_logprobs` of their hidden states and head."""
+        with made_by(self.head):
+            out: LogprobOutput[Tensor] = chunked_logprobs(**self.call(labels, options))
+        return out
+
+    def call(self, labels: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a function of the head; its softcap * tanh(logit_scale * x / softcap)."""
+        twice = sorted(set(options) & set(self.options))
+        if twice:
+            self.refuse(f"`{twice[0]}` from the loss and from `patch`")
         scale, over = self.inner
-        found: dict[str, Any] = {"weight": self.head, "bias": None, **self.options}
+        found: dict[str, Any] = {"weight": self.head, "bias": None, **self.options, **options}
         if self.outer is not None:
             found["softcap"] = self.outer.times / self.outer.over
             scale, over = scale * self.outer.times, over * self.outer.over
         found["logit_scale"] = scale / over
         weight, bias, layer = parameters_of(self.head)
+        found["hidden"] = self.hidden.to(weight.device)
+        found["labels"] = labels.to(weight.device)
         if self.num_classes != weight.shape[0]:
             # Rows that pad the vocabulary: the model has cut their logits off.
             if layer is not None:
@@ -220,39 +240,33 @@ class LazyLogits(metaclass=LazyClass):
             self.refuse("`size_average` or `reduce`, which torch has given up")
         if target.is_floating_point() or target.shape != self.hidden.shape[:-1]:
             self.refuse(f"a target of {target.dtype} and shape {tuple(target.shape)}")
-        call = self.call()
+        options: dict[str, Any] = {"ignore_index": ignore_index}
         if label_smoothing:
-            if "label_smoothing" in call:
-                self.refuse("label smoothing from the loss and from `patch`")
-            call["label_smoothing"] = label_smoothing
-        hidden = self.hidden.to(parameters_of(self.head)[0].device)
-        call |= {"hidden": hidden, "labels": target.to(hidden.device), "ignore_index": ignore_index}
-        with made_by(self.head):
-            if reduction == "none":
-                if weight is not None or LOSS_SCALARS & set(call):
-                    self.refuse("losses of single tokens with class weights, smoothing or z-loss")
-                logprobs: Tensor = chunked_logprobs(**call).logprobs
-                return -logprobs.to(self.device)
-            out = chunked_nll(**call, class_weights=weight, reduction=reduction)
+            options["label_smoothing"] = label_smoothing
+        if reduction == "none":
+            if weight is not None or LOSS_SCALARS & {*options, *self.options}:
+                self.refuse("losses of single tokens with class weights, smoothing or z-loss")
+            return -self.logprobs(target, **options).logprobs.to(self.device)
+        out = self.nll(target, class_weights=weight, reduction=reduction, **options)
         asked = vars(self.head).get("unmade", {}).get(thread())
         if asked is not None:  # a patched model's call
             asked["outputs"].append(out)
         loss: Tensor = out.loss.to(self.device)
         return loss
 
-    def make(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """The logits [..., V], all of them, with a gradient, in the dtype they are said to have."""
-        made = self.made_of(self.hidden)
+        made = self.materialize_of(self.hidden)
         return made.transpose(1, 2) if self.classes_second else made
 
-    def made_of(self, hidden: Tensor) -> Tensor:
+    def materialize_of(self, hidden: Tensor) -> Tensor:
         with made_by(self.head):
             z: Tensor = self.head(hidden)[..., : self.num_classes].to(self.dtype)
         z = z * (self.inner.times / self.inner.over)
         return z if self.outer is None else torch.tanh(z) * (self.outer.times / self.outer.over)
 
     @torch.no_grad()
-    def reduced(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def map_chunks(self, function: Callable[[Tensor], Tensor]) -> Tensor:
         """What a function of [T, V] logits makes of them, chunk by chunk, without a gradient.
 
         Args:
@@ -264,7 +278,7 @@ class LazyLogits(metaclass=LazyClass):
         budget = chunk_bytes(0, self.device, self.num_classes * 4)
         rows = self.hidden.reshape(-1, self.hidden.shape[-1])
         parts = rows.split(block_tokens(budget, self.num_classes, 4))
-        made = [function(self.made_of(part)) for part in parts]
+        made = [function(self.materialize_of(part)) for part in parts]
         for x, part in zip(made, parts, strict=True):
             if not isinstance(x, Tensor) or x.shape[:1] != part.shape[:1]:
                 came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -309,7 +323,7 @@ class LazyLogits(metaclass=LazyClass):
 def refuse_logits(what: str) -> NoReturn:
     raise LazyLogitsError(
         f"logits that are not made must only be sliced, flattened, scaled, capped and handed "
-        f"to `cross_entropy`; got {what}. Call `.make()` for all logits, pass "
+        f"to `cross_entropy`; got {what}. Call `.materialize()` for all logits, pass "
         f"`in_place_of_logits` to `patch`, or `unpatch` the model."
     )
 

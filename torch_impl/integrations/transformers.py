@@ -268,7 +268,7 @@ def without_logits(out: Any, function: Callable[[Tensor], Tensor] | None) -> Any
         return out
     items = out.items() if isinstance(out, dict) else enumerate(out)
     made: dict[Any, Any] = {
-        k: x.reduced(function) if isinstance(x, LazyLogits) else x for k, x in items
+        k: x.map_chunks(function) if isinstance(x, LazyLogits) else x for k, x in items
     }
     return type(out)(**made) if isinstance(out, dict) else tuple(made.values())
 
