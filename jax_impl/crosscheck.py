@@ -164,11 +164,11 @@ class CrossCheck(Schedule):
             named = dict(zip(NAMES, leaves, strict=True))
             return nll(fixed._replace(**named, labels=labels, **constants))
 
-        record = partial(self.told, fixed)
+        receive = partial(self.receive, fixed)
 
-        def tell(told: CallRecord) -> None:
-            due = told.step % self.every == 0
-            lax.cond(due, lambda: jax.debug.callback(record, told), lambda: None)
+        def send(record: CallRecord) -> None:
+            due = record.step % self.every == 0
+            lax.cond(due, lambda: jax.debug.callback(receive, record), lambda: None)
 
         @jax.custom_vjp
         def function(
@@ -177,7 +177,7 @@ class CrossCheck(Schedule):
             leaves = hidden, weight, bias
             out = call(leaves, labels, constants)
             nothing = (None,) * len(leaves)
-            tell(CallRecord(step, leaves, labels, constants, out, jnp.ones(()), nothing))
+            send(CallRecord(step, leaves, labels, constants, out, jnp.ones(()), nothing))
             return out
 
         def forward(
@@ -206,7 +206,7 @@ class CrossCheck(Schedule):
                 return (None, *(None for _ in leaves), None, None)
             left = iter(pull(upstream)[0])
             gradients = tuple(None if mark is None else next(left) for mark in marks)
-            tell(CallRecord(step, leaves, labels, constants, out, upstream, gradients))
+            send(CallRecord(step, leaves, labels, constants, out, upstream, gradients))
             return (None, *gradients, None, None)
 
         function.defvjp(forward, backward, symbolic_zeros=True)
@@ -214,20 +214,20 @@ class CrossCheck(Schedule):
 
     # On the host
 
-    def told(self, fixed: Arguments, told: CallRecord) -> None:
+    def receive(self, fixed: Arguments, record: CallRecord) -> None:
         """What a callback brings. An exception here would end the program in other words."""
         try:
-            told = jax.tree.map(np.array, told)
-            self.finish(int(told.step), [self.checked_call_of(fixed, told)])
+            record = jax.tree.map(np.array, record)
+            self.finish(int(record.step), [self.checked_call_of(fixed, record)])
         except Exception as error:  # noqa: BLE001 - `wait` raises it
             self.raised.append(error)
 
-    def checked_call_of(self, fixed: Arguments, told: CallRecord) -> CheckedCall:
-        hidden, weight, bias = told.leaves
-        width, labels = hidden.shape[-1], told.labels.reshape(-1)
+    def checked_call_of(self, fixed: Arguments, record: CallRecord) -> CheckedCall:
+        hidden, weight, bias = record.leaves
+        width, labels = hidden.shape[-1], record.labels.reshape(-1)
         flat = {
             name: x.reshape(-1) if x.ndim and name != "class_weights" else x
-            for name, x in told.constants.items()
+            for name, x in record.constants.items()
         }
         arrays = {name: flat.get(name) for name in ARRAYS}
         options = {name: flat.get(name, getattr(fixed, name)) for name in RULES}
@@ -241,7 +241,7 @@ class CrossCheck(Schedule):
         hidden = hidden.reshape(-1, width)
         gradients = {
             f"d {name}": g
-            for name, g in zip(NAMES, told.gradients, strict=True)
+            for name, g in zip(NAMES, record.gradients, strict=True)
             if g is not None and (rows is None or name == "hidden")
         }
         if "d hidden" in gradients:
@@ -254,13 +254,13 @@ class CrossCheck(Schedule):
             labels,
             bias,
             options=options,
-            upstream=float(told.upstream),
+            upstream=float(record.upstream),
             text=text,
             **arrays,
         )
-        own = (np.reshape(getattr(told.output, name), -1) for name in KEPT)
+        own = (np.reshape(getattr(record.output, name), -1) for name in KEPT)
         problem, logprobs, whole = of_rows(problem, rows, *own)
-        loss, number = told.output.loss, told.output.num_tokens
+        loss, number = record.output.loss, record.output.num_tokens
         return CheckedCall(problem, gemm, loss, number, logprobs, gradients or None, whole)
 
 

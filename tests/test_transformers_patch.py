@@ -173,7 +173,7 @@ def test_in_place_of_logits() -> None:
 
 
 def test_lazy_logits_have_the_loss_and_the_log_probabilities() -> None:
-    """The bits of the functions on the logits' hidden states and head, scaled and cut as they are."""
+    """The bits of the functions on the same hidden states and head, scaled and cut as they are."""
     lazy = patched()(**batch()).logits
     labels = torch.where(batch()["labels"] < 0, -100, batch()["labels"] % (V - 3))
     cut = lazy[:, :-1, : V - 3] / 2

@@ -43,11 +43,11 @@ def parts_of(x: jax.Array, exact: str, dtype: str) -> Parts:
     if dtype == "float16":
         exponent = FP16_EXPONENT - jnp.frexp(jnp.abs(x).max(initial=0.0))[1]
         x = jnp.ldexp(x, exponent)
-    found = []
+    parts = []
     for _ in range(PARTS):
-        found.append(round_to(x, dtype))
-        x = x - found[-1].astype(x.dtype)
-    return Parts(jnp.concatenate(found, axis=1), exponent)
+        parts.append(round_to(x, dtype))
+        x = x - parts[-1].astype(x.dtype)
+    return Parts(jnp.concatenate(parts, axis=1), exponent)
 
 
 class LowRank(NamedTuple):

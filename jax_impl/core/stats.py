@@ -61,10 +61,10 @@ def axes_of_stats(logits: ChunkedLogits, axes: frozenset[Any]) -> frozenset[Any]
     """Of those over which a logits varies by type: where its tokens' statistics do, which have been
     summed over the vocabulary's axis, each device keeping those of its own tokens."""
     assert logits.options.axis is not None
-    found = axes - varying(lax.axis_index(logits.options.axis.name))
+    varied = axes - varying(lax.axis_index(logits.options.axis.name))
     if logits.own is not None:
-        found |= varying(lax.axis_index(logits.options.gathered))
-    return found
+        varied |= varying(lax.axis_index(logits.options.gathered))
+    return varied
 
 
 def put_rows(

@@ -57,9 +57,9 @@ class Precision:
             while self.holders and self.wanted != wanted:
                 self.changed.wait()
             if not self.holders:
-                found = settings.fp32_precision
-                same = found == wanted or (wanted == "ieee" and found == "none")
-                self.wanted, self.before = wanted, None if same else found
+                now = settings.fp32_precision
+                same = now == wanted or (wanted == "ieee" and now == "none")
+                self.wanted, self.before = wanted, None if same else now
                 if not same:
                     settings.fp32_precision = wanted
             self.holders += 1

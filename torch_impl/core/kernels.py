@@ -136,13 +136,13 @@ def runnable() -> dict[str, type[Kernels]]:
     """By name, all that can run on this machine."""
     from xentlib.torch.core.eager import Eager
 
-    found: dict[str, type[Kernels]] = {"eager": Eager}
+    by_name: dict[str, type[Kernels]] = {"eager": Eager}
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda"))
     if not all(why_no_triton(device) for device in devices):
-        found["triton"] = triton_kernels()
-    return found
+        by_name["triton"] = triton_kernels()
+    return by_name
 
 
 def kernels_for(

@@ -44,11 +44,11 @@ def parts_of(x: Tensor, exact: torch.dtype, dtype: torch.dtype) -> Parts:
         largest = x.abs().amax() if x.numel() else x.sum()
         exponent = FP16_EXPONENT - torch.frexp(largest).exponent
         x = torch.ldexp(x, exponent)
-    found = []
+    parts = []
     for _ in range(PARTS):
-        found.append(x.to(dtype))
-        x = x - found[-1].to(x.dtype)
-    return Parts(torch.cat(found, 1), exponent)
+        parts.append(x.to(dtype))
+        x = x - parts[-1].to(x.dtype)
+    return Parts(torch.cat(parts, 1), exponent)
 
 
 class LoraActivations(NamedTuple):

@@ -139,7 +139,7 @@ def counted(
 def onto_device(
     labels: Tensor, valid: Tensor, rows: Tensor | None, device: torch.device
 ) -> Selected:
-    """What the host has found, in one copy that nobody waits for."""
+    """What the host knows of tokens, in one copy that nobody waits for."""
     parts = [torch.where(valid, labels, -1), *(() if rows is None else (rows,))]
     sizes = [x.shape[0] for x in parts]
     # Pinned, as pageable memory beyond a staging buffer would be waited for.
