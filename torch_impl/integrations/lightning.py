@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,24 @@ from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError
 from xentlib.checks.window import check_token_count
+from xentlib.lazy import loading
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
-from xentlib.torch.crosscheck import CrossCheck
 from xentlib.torch.micro_batch import known, loss_and_count
 from xentlib.torch.wrappers.detect import is_a
 from xentlib.torch.wrappers.fsdp2 import FSDP2
 from xentlib.torch.wrappers.models import detect_wrapper
 
+if TYPE_CHECKING:
+    from xentlib.torch.integrations.lightning_check import CrossCheckCallback
+
 __all__ = ["CrossCheckCallback", "TokenMean"]
+
+# A tool, which loads when it is asked for.
+if not TYPE_CHECKING:
+    __getattr__ = loading(
+        __name__, {"CrossCheckCallback": "xentlib.torch.integrations.lightning_check"}
+    )
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -211,44 +220,6 @@ class TokenMean(base()):  # type: ignore[misc]
             self.summed(first)
             self.typical = (first[0].abs() / self.wrapper.ranks).clamp(min=1.0)
         return {**more, "loss": loss / self.typical.to(loss.dtype), "num_tokens": weight}
-
-
-class CrossCheckCallback(base()):  # type: ignore[misc]
-    """`CrossCheck` around the steps of Lightning's `Trainer`. A callback.
-
-        Trainer(callbacks=[CrossCheckCallback(every=100)]).fit(...)
-
-    Every micro-batch of a checked step is checked, on every rank its own, with automatic
-    optimisation or without. What was measured is logged, as `crosscheck/loss ULP` and so on.
-
-    Args:
-        every: as in `CrossCheck`.
-        options: the others of `CrossCheck`.
-
-    Attributes:
-        check: the `CrossCheck`, with its `results`.
-
-    Raises:
-        CrossCheckError: in the first step, which is checked, no call of `chunked_nll` was seen.
-
-    Numerics: those of `CrossCheck`.
-    """
-
-    def __init__(self, every: int, **options: Any) -> None:
-        super().__init__()
-        self.check = CrossCheck(every, **options)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        self.step = self.check.begin(trainer.global_step)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        before = len(self.check.results)
-        self.check.end(self.step)
-        for result in self.check.results[before:]:
-            pl_module.log_dict({f"crosscheck/{k}": x for k, x in result.worst.items()})
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.check.close()
 
 
 def module_base(module: Any) -> Any:
