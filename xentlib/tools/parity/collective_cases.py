@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xentlib.budgets import BUDGETS
+from xentlib.plan import VocabShard
 from xentlib.tools.harness.ranks import WORLD, start_gloo
 
 # 2048 tokens are 1, 7 or 64 chunks to the one: of 2048, 320, which is a multiple of 64, and 32. Of
@@ -176,7 +177,7 @@ def _kept(kind: str) -> tuple[Any, Any, dict[str, Any]]:
         rows = len(range(V)[rank::world])
         net, group = _net(rows), torch.distributed.group.WORLD
         if LOW not in kind:
-            return net, net.head, {"vocab_parallel": group}
+            return net, net.head, {"vocab_parallel": VocabShard.of_ranks(rows, group)}
         a, b = (torch.ones(shape, requires_grad=True) for shape in ((2, H), (rows, 2)))
         keep = torch.ones(N, H, dtype=torch.bool) if kind.endswith("mask") else None
         low = LowRankHead(net.head.weight.detach(), a, b, keep=keep)
@@ -224,8 +225,7 @@ def _counted(
     tokens = torch.arange(N)
     labels = torch.where(tokens < count.valid[rank], tokens % V, -100)
     torch.manual_seed(0)  # ranks that share a vocabulary share their tokens
-    # Once before: the sizes of a vocabulary's shards are exchanged once for a head.
-    for _ in range(2):
+    for _ in range(2):  # the second is counted
         hidden = net(torch.randn(N, H, requires_grad=True))
         with ours.count_collectives() as forward:
             weight = () if is_function else (head.weight,)
