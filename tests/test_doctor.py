@@ -277,7 +277,7 @@ def test_tokens_are_at_least_one(capsys, value):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["doctor", "--tokens", value])
     assert stopped.value.code == 2
-    assert f"must be at least 1; got '{value}'" in capsys.readouterr().err
+    assert f"must be a whole number, 1 or more; got '{value}'" in capsys.readouterr().err
 
 
 # --- machines that are not here -------------------------------------------------------------------

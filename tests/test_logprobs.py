@@ -36,7 +36,7 @@ from xentlib.tools.parity.rows import per_token
 @pytest.mark.parametrize("case", few_programs(SMALL, ("sum", "denominator", "class-weights")))
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     """A0, A5, A6; M1 (a gradient of its own for each token), M12, M13."""
-    hold(per_token.single, (backend,), build(case, 7))
+    hold(per_token.against_oracle, (backend,), build(case, 7))
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
 )
 def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
     """A7, A16."""
-    hold(per_token.low, (backend,), build(case, 7))
+    hold(per_token.against_oracle, (backend,), build(case, 7))
 
 
 @pytest.mark.parametrize("item", logit_sets(7), ids=lambda item: item[0])
@@ -94,7 +94,7 @@ def test_audit_mode_bit_for_bit(case: Case) -> None:
     pytest.importorskip("jax")
     case = dataclasses.replace(case, vocab=997, hidden=64)
     hold(per_token.audit, ("torch", "jax"), build(case, 0))
-    hold(per_token.single, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
+    hold(per_token.against_oracle, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
 
 
 @pytest.mark.optimized

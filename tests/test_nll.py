@@ -50,26 +50,26 @@ AUDITED = (
 @pytest.mark.parametrize("case", SMALL, ids=by_id)
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     """A0, A2, A5, A6."""
-    hold(nll.single, (backend,), build(case, 7))
+    hold(nll.against_oracle, (backend,), build(case, 7))
 
 
 @pytest.mark.parametrize("case", few_programs(low_precision(tuple(SMALL))))
 def test_bf16_against_the_oracle(backend: str, case: Case) -> None:
     """A7, A8."""
-    hold(nll.low, (backend,), build(case, 7))
+    hold(nll.against_oracle, (backend,), build(case, 7))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", few_programs(low_precision(tuple(SMALL), "float16")))
 def test_fp16_against_the_oracle(backend: str, case: Case) -> None:
     """A8, A16. Catches: a rounding to float16 that takes subnormals to 0."""
-    hold(nll.low, (backend,), build(case, 7))
+    hold(nll.against_oracle, (backend,), build(case, 7))
 
 
 @pytest.mark.slow
 def test_many_tokens_of_a_narrow_head(backend: str) -> None:
     """A6 at H = 1 and 32,771 tokens. Catches: products that add one token after the other."""
-    hold(nll.single, (backend,), build(NARROW, 7))
+    hold(nll.against_oracle, (backend,), build(NARROW, 7))
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_an_output_of_an_invalid_row_is_named(backend: str, name: str) -> None:
         return outcome._replace(**{name: changed})
 
     findings = Findings((backend,), run=wrong)
-    nll.single(findings, build(BASE, 7))
+    nll.against_oracle(findings, build(BASE, 7))
     (said,) = failures(findings.measurements)
     assert "outputs of invalid rows" in said
 
@@ -143,7 +143,7 @@ def test_audit_mode_bit_for_bit(case: Case) -> None:
     pytest.importorskip("jax")
     case = dataclasses.replace(case, vocab=997, hidden=64)
     hold(nll.audit, ("torch", "jax"), build(case, 0))
-    hold(nll.single, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
+    hold(nll.against_oracle, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
 
 
 def gradients(problem: Problem, backend: str, **how: Any) -> list[Measurement]:

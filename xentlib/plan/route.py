@@ -118,7 +118,7 @@ def _made(
     block_rows: int = 0,
 ) -> Route:
     """`products` of `rows` of hidden states and `columns` of the head."""
-    flops = 2 * rows * columns * s.hidden * products
+    flops = 2 * rows * columns * s.hidden_size * products
     sent = tuple(x for x in exchanges if x.ranks > 1 and x.count)
     shape = chunk_tokens, num_chunks, block_rows, s.micro_batches
     return Route(name, sent, flops, moments, *shape, rates)
@@ -130,11 +130,11 @@ def _full_logits(s: RouteConfig, rates: Rates) -> Route:
         rates,
         "full logits",
         _of_fsdp2(s, again=not s.kept),
-        rows=s.tokens,
-        columns=s.vocab,
+        rows=s.tokens_per_rank,
+        columns=s.vocab_size,
         products=3,
         moments=of_full_logits(s),
-        chunk_tokens=s.tokens,
+        chunk_tokens=s.tokens_per_rank,
         num_chunks=1,
     )
 
@@ -146,17 +146,17 @@ def _head(s: RouteConfig, rates: Rates) -> Route:
         rates,
         "head",
         _of_fsdp2(s, again=(s.recompute or s.module) and not s.kept),
-        rows=s.tokens,
-        columns=s.vocab,
+        rows=s.tokens_per_rank,
+        columns=s.vocab_size,
         products=4 if s.recompute else 3,
         moments=of_head(s, plan),
-        chunk_tokens=min(plan.chunk_tokens, s.tokens),
+        chunk_tokens=min(plan.chunk_tokens, s.tokens_per_rank),
         num_chunks=plan.num_chunks,
     )
 
 
 def _of_fsdp2(s: RouteConfig, *, again: bool) -> list[Exchange]:
-    entries = s.ranks * s.rows * s.hidden
+    entries = s.ranks * s.rows * s.hidden_size
     gathered, reduced = entries * ITEMSIZE[s.head_dtype], entries * ITEMSIZE[s.reduce_dtype]
     where = s.ranks, s.nodes
     return [
@@ -177,7 +177,7 @@ def _over_replicas(s: RouteConfig, size: int) -> Exchange:
 def _hidden(s: RouteConfig, rates: Rates) -> Route:
     plan = s.plan_of_shared(s.rows, s.ranks)
     exchanges = [*_handshakes(s), *_of_tokens(s, plan, s.ranks, s.nodes)]
-    exchanges.append(_over_replicas(s, s.rows * s.hidden * s.size))
+    exchanges.append(_over_replicas(s, s.rows * s.hidden_size * s.size))
     return _made(
         s,
         rates,
@@ -212,7 +212,7 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
     one node's."""
     tokens, where = plan.num_tokens, (ranks, nodes)
     chunks = plan.num_chunks
-    states = tokens * s.hidden * s.gemm_size
+    states = tokens * s.hidden_size * s.gemm_size
     factor = 0 if s.recompute else s.size
     numbers = LABEL + factor + s.size * ("temperature" in s.options)
     sums = 3 + len({"entropy", "label_smoothing"} & s.options)
@@ -238,7 +238,7 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
     else:
         size = 2 * s.ranks * s.size
         found.append(Exchange("all_gather", "upstream", 1, size, s.ranks, s.nodes, backward=True))
-    d_hidden = tokens * s.hidden * s.size
+    d_hidden = tokens * s.hidden_size * s.size
     found.append(
         Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, backward=s.recompute)
     )
@@ -249,7 +249,7 @@ def _stream(s: RouteConfig, rates: Rates) -> Route:
     """Logits, and rows on their way, twice: statistics of all blocks come first."""
     rows, plan = s.plan_of_blocks()
     blocks = -(-s.rows // rows)
-    where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden
+    where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden_size
     passed = entries * s.gemm_size
     late = {"backward": s.recompute}
     exchanges = [
@@ -265,18 +265,18 @@ def _stream(s: RouteConfig, rates: Rates) -> Route:
             *where,
             backward=True,
         ),
-        _over_replicas(s, s.rows * s.hidden * s.size),
+        _over_replicas(s, s.rows * s.hidden_size * s.size),
     ]
     return _made(
         s,
         rates,
         "stream",
         exchanges,
-        rows=s.tokens,
+        rows=s.tokens_per_rank,
         columns=s.ranks * s.rows,
         products=4,
         moments=of_stream(s, plan, rows),
-        chunk_tokens=min(plan.chunk_tokens, s.tokens),
+        chunk_tokens=min(plan.chunk_tokens, s.tokens_per_rank),
         num_chunks=plan.num_chunks,
         block_rows=rows,
     )
@@ -287,7 +287,7 @@ def _hybrid(s: RouteConfig, rates: Rates) -> Route:
     mesh of nodes."""
     ranks, rows = s.ranks // s.nodes, s.rows_of_node
     plan = s.plan_of_shared(rows, ranks)
-    over, entries = (s.nodes, s.nodes), rows * s.hidden
+    over, entries = (s.nodes, s.nodes), rows * s.hidden_size
     passed, again = entries * s.gemm_size, int(s.recompute)
     exchanges = [
         *_handshakes(s),

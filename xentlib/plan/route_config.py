@@ -22,9 +22,9 @@ from xentlib.plan.shards import spread_tokens, stream_rows
 class RouteConfig:
     """The arguments of `head_routes`, checked."""
 
-    tokens: int
-    vocab: int
-    hidden: int
+    tokens_per_rank: int
+    vocab_size: int
+    hidden_size: int
     ranks: int
     replicas: int
     nodes: int
@@ -59,7 +59,7 @@ class RouteConfig:
     @property
     def rows(self) -> int:
         """That the fullest rank holds; others are filled up to them where they are gathered."""
-        return -(-self.vocab // self.ranks)
+        return -(-self.vocab_size // self.ranks)
 
     @property
     def on_cpu(self) -> bool:
@@ -72,32 +72,32 @@ class RouteConfig:
 
     def plan_of_own(self) -> ChunkPlan:
         """A rank's own tokens, the whole head."""
-        return self._planned(self.tokens, self.vocab, self._budget(own=True))
+        return self._planned(self.tokens_per_rank, self.vocab_size, self._budget(own=True))
 
     def plan_of_shared(self, rows: int, ranks: int) -> ChunkPlan:
         """Tokens of all `ranks`, `rows` of the head: the same T of each rank in a chunk, whole rows
         of a tile (row A10), and no more in all than a sum over them may have (row A6)."""
         columns = rows + (self.on_cpu and ranks > 1)  # one for the targets of other ranks
-        plan = self._planned(ranks * self.tokens, columns, self._budget(own=False))
+        plan = self._planned(ranks * self.tokens_per_rank, columns, self._budget(own=False))
         if self.chunk_tokens is not None:
             plan = replace(plan, chunk_tokens=ranks * self.chunk_tokens)
-        tokens, length = spread_tokens(plan.chunk_tokens, ranks, self.tokens)
+        tokens, length = spread_tokens(plan.chunk_tokens, ranks, self.tokens_per_rank)
         return replace(plan, num_tokens=ranks * length, chunk_tokens=ranks * tokens)
 
     def plan_of_blocks(self) -> tuple[int, ChunkPlan]:
         """K, and a rank's own tokens over the R K columns of a block."""
         budget = self.max_chunk_bytes or default_chunk_bytes(self.platform)
-        rows = self.block_rows or stream_rows(self.rows, self.hidden, self.ranks, budget)
+        rows = self.block_rows or stream_rows(self.rows, self.hidden_size, self.ranks, budget)
         rows = min(rows, self.rows)
         columns = self.ranks * rows + self.on_cpu
-        return rows, self._planned(self.tokens, columns, self._budget(own=False))
+        return rows, self._planned(self.tokens_per_rank, columns, self._budget(own=False))
 
     def _planned(self, tokens: int, columns: int, budget: int | None) -> ChunkPlan:
         dtype, compute = resolve_dtypes(self.dtype, self.head_dtype)[:2]
         plan = plan_chunks(
             tokens,
             columns,
-            self.hidden,
+            self.hidden_size,
             dtype=dtype,
             compute_dtype=compute,
             max_chunk_bytes=budget,

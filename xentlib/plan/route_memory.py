@@ -30,7 +30,7 @@ def of_head(s: RouteConfig, plan: ChunkPlan) -> Moments:
     until that forward is done, which here is the walk."""
     gathered = _gathered(s)
     both = {GATHERED: gathered, BUFFER: gathered}
-    sums = _sums(s, s.vocab, ITEMSIZE[s.head_dtype])
+    sums = _sums(s, s.vocab_size, ITEMSIZE[s.head_dtype])
     again = {GATHERED: gathered} if s.kept or s.module or s.recompute else {}
     found = {"forward": both | _walk(s, plan, gradient=not s.recompute)}
     if s.recompute:
@@ -47,12 +47,13 @@ def of_full_logits(s: RouteConfig) -> Moments:
     gathered = _gathered(s)
     both = {GATHERED: gathered, BUFFER: gathered}
     kept = {GATHERED: gathered} if s.kept else {}
-    entries, narrow = s.tokens * s.vocab, s.gemm_size
+    entries, narrow = s.tokens_per_rank * s.vocab_size, s.gemm_size
     low = {"logits": entries * narrow}
     wide = entries * s.size
     cast = low if narrow < s.size else {}
     d_logits = {"gradient of the logits": entries * narrow}
-    results = s.hidden * (s.vocab * ITEMSIZE[s.head_dtype] + s.tokens * ITEMSIZE[s.dtype])
+    results = s.vocab_size * ITEMSIZE[s.head_dtype] + s.tokens_per_rank * ITEMSIZE[s.dtype]
+    results *= s.hidden_size
     found = {
         "product": both | low,
         "cast": kept | cast | {"float32 logits": wide},
@@ -67,11 +68,11 @@ def of_full_logits(s: RouteConfig) -> Moments:
 
 def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathered: bool) -> Moments:
     """Tokens of `ranks` meet `rows` that stay; `gathered` from the same place of other nodes."""
-    chunk = plan.chunk_tokens * s.hidden
+    chunk = plan.chunk_tokens * s.hidden_size
     coming = plan.num_chunks > 1  # one is computed, one is on its way, of whose part the source
     walk = _walk(s, plan, again=s.on_cpu)
-    walk[D_WEIGHT] = rows * s.hidden * s.size
-    walk[D_HIDDEN] = s.tokens * s.hidden * s.size
+    walk[D_WEIGHT] = rows * s.hidden_size * s.size
+    walk[D_HIDDEN] = s.tokens_per_rank * s.hidden_size * s.size
     walk[WIDENED] = _operand(s, rows)
     walk[ROWS] = chunk * s.size if s.on_cpu and s.gemm_size < s.size else 0
     part = chunk // ranks
@@ -79,17 +80,17 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
     # d hidden leaves, and a part of it comes; gloo makes a copy of what leaves.
     walk[EXCHANGED] += (chunk * (2 if s.on_cpu else 1) + part) * s.size
     walk[PER_TOKEN] = plan.num_tokens * OF_A_TOKEN
-    own = s.rows * s.hidden
+    own = s.rows * s.hidden_size
     found = {"walk": walk}
     if gathered:
         # A CPU's copy takes the place of what was gathered.
         widened = s.on_cpu and s.gemm_size < s.size
-        walk[GATHERED] = 0 if widened else rows * s.hidden * s.gemm_size
-        walk[WIDENED] = rows * s.hidden * s.size if widened else 0
+        walk[GATHERED] = 0 if widened else rows * s.hidden_size * s.gemm_size
+        walk[WIDENED] = rows * s.hidden_size * s.size if widened else 0
         # The rows are gone by then; gloo makes a copy of what leaves.
         stays = {name: walk[name] for name in (LOGITS, ROWS, D_HIDDEN, PER_TOKEN)}
         found["rows' reduction"] = stays | {
-            INTO: rows * s.hidden * s.size * (2 if s.on_cpu else 1),
+            INTO: rows * s.hidden_size * s.size * (2 if s.on_cpu else 1),
             OUT_OF: own * s.size,
         }
     found["gradients rounded"] = _sums(s, s.rows, ITEMSIZE[s.param_dtype])
@@ -98,25 +99,25 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
 
 def of_stream(s: RouteConfig, plan: ChunkPlan, rows: int) -> Moments:
     """Blocks of R K rows: one is computed, one is on its way, and so is d weight of the last."""
-    block = s.ranks * rows * s.hidden
+    block = s.ranks * rows * s.hidden_size
     at_a_time = 2 if rows < s.rows else 1
     walk = _walk(s, plan)
     walk[D_WEIGHT] = 0
     walk[WIDENED] = block * s.size if s.on_cpu and s.gemm_size < s.size else 0
-    walk[BLOCKS] = at_a_time * block * (s.gemm_size + s.size) + rows * s.hidden * s.size
+    walk[BLOCKS] = at_a_time * block * (s.gemm_size + s.size) + rows * s.hidden_size * s.size
     walk[BLOCKS] += block * s.size if s.on_cpu else 0  # of gloo, of what leaves
-    walk[OWN] = s.rows * s.hidden * s.size
+    walk[OWN] = s.rows * s.hidden_size * s.size
     if s.param_dtype != s.gemm_dtype:
-        walk[CAST] = s.rows * s.hidden * s.gemm_size
+        walk[CAST] = s.rows * s.hidden_size * s.gemm_size
     # Beside the tokens' numbers three of each class: where it passes, and in which order.
-    walk[PER_TOKEN] = s.tokens * OF_A_TOKEN + 3 * 8 * s.vocab
+    walk[PER_TOKEN] = s.tokens_per_rank * OF_A_TOKEN + 3 * 8 * s.vocab_size
     own = ITEMSIZE[s.param_dtype]
     found = {"walk": walk, "gradients rounded": _sums(s, s.rows, own)}
-    return _with_earlier(s, found, s.rows * s.hidden * own)
+    return _with_earlier(s, found, s.rows * s.hidden_size * own)
 
 
 def _gathered(s: RouteConfig) -> int:
-    whole = s.ranks * s.rows * s.hidden * ITEMSIZE[s.head_dtype]
+    whole = s.ranks * s.rows * s.hidden_size * ITEMSIZE[s.head_dtype]
     return whole if s.ranks > 1 else 0  # it is there
 
 
@@ -133,20 +134,20 @@ def _walk(
         kernels=s.kernels,
     )
     if s.head_dtype != s.gemm_dtype:
-        walk[WIDENED] = plan.vocab_size * s.hidden * s.gemm_size
+        walk[WIDENED] = plan.vocab_size * s.hidden_size * s.gemm_size
     return walk
 
 
 def _operand(s: RouteConfig, rows: int) -> int:
     """A copy of rows in the dtype that products take, where the parameter has another."""
     if s.on_cpu and s.gemm_size < s.size:
-        return rows * s.hidden * s.size
-    return rows * s.hidden * s.gemm_size if s.param_dtype != s.gemm_dtype else 0
+        return rows * s.hidden_size * s.size
+    return rows * s.hidden_size * s.gemm_size if s.param_dtype != s.gemm_dtype else 0
 
 
 def _sums(s: RouteConfig, rows: int, weight_size: int) -> dict[str, int]:
     """Float32 sums beside the gradients that are made of them; of its own dtype a sum is one."""
-    d_weight, d_hidden = rows * s.hidden, s.tokens * s.hidden
+    d_weight, d_hidden = rows * s.hidden_size, s.tokens_per_rank * s.hidden_size
     rounded = d_weight * weight_size if weight_size < s.size else 0
     rounded += d_hidden * ITEMSIZE[s.dtype] if ITEMSIZE[s.dtype] < s.size else 0
     return {D_WEIGHT: d_weight * s.size, D_HIDDEN: d_hidden * s.size, ROUNDED: rounded}
@@ -157,14 +158,14 @@ def _reduced(s: RouteConfig) -> Moments:
     into it."""
     if s.ranks == 1:
         return {}
-    into = s.ranks * s.rows * s.hidden * ITEMSIZE[s.reduce_dtype]
+    into = s.ranks * s.rows * s.hidden_size * ITEMSIZE[s.reduce_dtype]
     cast = ITEMSIZE[s.param_dtype] if s.param_dtype != s.reduce_dtype else 0
     return {
         "reduction": {
-            GRADIENT: s.vocab * s.hidden * ITEMSIZE[s.head_dtype],
+            GRADIENT: s.vocab_size * s.hidden_size * ITEMSIZE[s.head_dtype],
             INTO: into * (2 if s.on_cpu else 1),
-            OUT_OF: s.rows * s.hidden * (ITEMSIZE[s.reduce_dtype] + cast),
-            "d hidden": s.tokens * s.hidden * ITEMSIZE[s.dtype],
+            OUT_OF: s.rows * s.hidden_size * (ITEMSIZE[s.reduce_dtype] + cast),
+            "d hidden": s.tokens_per_rank * s.hidden_size * ITEMSIZE[s.dtype],
         }
     }
 
@@ -175,6 +176,6 @@ def _with_earlier(s: RouteConfig, found: Moments, size: int | None = None) -> Mo
     if s.micro_batches == 1:
         return found
     if size is None:
-        size = s.vocab * s.hidden * ITEMSIZE[s.reduce_dtype]
+        size = s.vocab_size * s.hidden_size * ITEMSIZE[s.reduce_dtype]
     earlier = {EARLIER: size}
     return {name: parts | earlier for name, parts in found.items()}

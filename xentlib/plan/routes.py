@@ -10,7 +10,7 @@ rank, T tokens of a rank in a chunk, C chunks, K rows of every rank in a block, 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from xentlib.checks.plan import check_memory, check_routes
 from xentlib.plan.collective_cost import Rates
@@ -105,52 +105,9 @@ def head_routes(
     MAX; memory is a sum of the largest tensors. Seconds are a prediction from rates, with nothing
     overlapped.
     """
-    names = check_routes(
-        sizes={
-            "tokens_per_rank": tokens_per_rank,
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "ranks": ranks,
-            "nodes": nodes,
-            "replicas": replicas,
-            "micro_batches": micro_batches,
-        },
-        dtypes={
-            "dtype": dtype,
-            "head_dtype": head_dtype,
-            "reduce_dtype": reduce_dtype,
-            "param_dtype": param_dtype,
-        },
-        flags={"recompute": recompute, "module": module, "kept": kept, "kernels": kernels},
-        options=options,
-        known=OPTIONS,
-        limits={"chunk_tokens": chunk_tokens, "block_rows": block_rows},
-        max_chunk_bytes=max_chunk_bytes,
-        platform=platform,
-        rates=rates and rates._asdict(),
-    )
-    setup = RouteConfig(
-        tokens_per_rank,
-        vocab_size,
-        hidden_size,
-        ranks,
-        replicas,
-        nodes,
-        dtype,
-        head_dtype,
-        reduce_dtype,
-        param_dtype,
-        micro_batches,
-        kept,
-        module,
-        recompute,
-        names,
-        max_chunk_bytes,
-        chunk_tokens,
-        block_rows,
-        platform,
-        kernels,
-    )
+    given: dict[str, Any] = dict(locals())
+    given.pop("rates")
+    setup = RouteConfig(**{**given, "options": check_routes(given, OPTIONS, rates)})
     return routes_of(setup, rates or Rates())
 
 

@@ -163,13 +163,14 @@ def conform(
     with contract_settings((loss.backend,)):
         for dtype in loss.dtypes:
             grid = cases if dtype == "float32" else low_precision(cases, dtype)
-            measure = nll.single if dtype == "float32" else nll.low
             for case in grid:
                 fitted = fit(case, loss)
                 if isinstance(fitted, str):
                     left_out[case.id] = fitted
                     continue
-                sections.append(section(loss, findings, fitted.text, measure, fitted, seed))
+                sections.append(
+                    section(loss, findings, fitted.text, nll.against_oracle, fitted, seed)
+                )
             plain = fit(base if dtype == "float32" else low_precision((base,), dtype)[0], loss)
             assert isinstance(plain, Case)  # `check_cases`
             sections.append(section(loss, findings, f"mutants, {dtype}", mutants, plain, seed))

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from xentlib.checks.crosscheck import check_schedule
 from xentlib.contract import ROW_OF, Measurement, check, failures
 from xentlib.reference.chunks import divisor_of, summed_reference
+from xentlib.tools.harness.findings import GRADIENT_ROWS, check_gradient, part_of
 from xentlib.tools.harness.problems import Problem
 from xentlib.ulp import dtype_named, round_to
 
@@ -33,7 +34,6 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-GRADIENT_ROWS = {"d hidden": "A5", "d weight": "A6", "d bias": "A6"}
 UNLESS_CANCELLED = ("bf16 ULP unless cancelled", "fp16 ULP unless cancelled")
 LARGEST_FLOAT16 = 65504.0
 # float32 numbers below are 0 on devices that flush them, of which a step may be made.
@@ -237,16 +237,13 @@ def with_oracle(seen: CheckedCall, **details: Any) -> list[Measurement]:
     given = seen.logprobs[valid]
     found += check(row, given, logprobs, magnitude=scale, quantity="log-probability", **details)
     for name, given in got.items():
-        truth, bound, terms = (
-            getattr(reference, name.replace("d ", part)) for part in ("d_", "bound_", "magnitude_")
-        )
+        field = name.replace(" ", "_")
         short = ROW_OF.get(seen.gemm_dtype) or ROW_OF.get(given.dtype.name)
-        found += check(
-            short or GRADIENT_ROWS[name],
-            without_ends(name, given, truth, problem),
-            truth,
-            bound,
-            magnitude=terms,
+        found += check_gradient(
+            short or GRADIENT_ROWS[field],
+            field,
+            without_ends(name, given, part_of(reference, field), problem),
+            reference,
             metrics=UNLESS_CANCELLED if short else ("tau",),
             quantity=name,
             **details,

@@ -8,42 +8,33 @@ for the caption: `bench.md` has it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xentlib.tools.bench.contestant import BARE, OURS, TRAINING
 from xentlib.tools.bench.report import alike
 from xentlib.tools.bench.result import Report, Run
+from xentlib.tools.harness.plot import (
+    COLOURS,
+    INK,
+    OURS_COLOUR,
+    WIDTH,
+    letters,
+    new_figure,
+    panel,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-OURS_COLOUR = "#0b7a75"
-INK, FAINT = "#1f2933", "#d9dee4"
 MARKERS = "sDv^<>phXP*d8H"
-COLOURS = ("#c0392b", "#2c6fbb", "#8e5ea2", "#d98200", "#6b7280", "#a0522d", "#4d7c0f")
 FARTHEST = 4.0  # times the floor: one hopeless contestant must not make the others look alike
-WIDTH = 6.8  # inches of a page's text
 TALL = {1: 2.5, 2: 2.5, 3: 2.0}  # inches of a panel, by how many are beside each other
 MIB = 1 << 20
-
-
-def letters() -> AbstractContextManager[None]:
-    """Without serifs; TrueType in a PDF, as many publishers refuse Type 3, the default."""
-    import matplotlib as mpl
-
-    return mpl.rc_context(
-        {
-            "font.family": "sans-serif",
-            "font.size": 8,
-            "pdf.fonttype": 42,
-            "svg.hashsalt": "xentlib",
-        }
-    )
 
 
 def save(
@@ -52,19 +43,12 @@ def save(
     figure = draw(report)
     paths = [folder / f"{name}.{kind}" for kind in kinds]
     for path in paths:
-        # Without a date an unchanged run gives an unchanged file.
-        dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-        metadata: dict[str, Any] = dates.get(path.suffix, {})
-        with letters():
-            figure.savefig(path, dpi=200, facecolor="white", metadata=metadata)
+        save_figure(figure, path)
     return paths
 
 
 def draw(report: Report) -> Figure:
     """A panel for each run: loss + gradient. Below and left is better."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     rows = grid(report)
     runs = [run for row in rows for run in row]
     names = list(dict.fromkeys(name for run in runs for name in points(run)))
@@ -74,7 +58,7 @@ def draw(report: Report) -> Figure:
     with letters():
         height = TALL[across] * len(rows) + 0.17 * -(-len(names) // in_legend) + 0.1
         width = WIDTH if across > 1 else WIDTH / 2
-        figure = Figure((width, height), layout=ConstrainedLayoutEngine())
+        figure = new_figure(width, height)
         panels = figure.subplots(len(rows), across, squeeze=False)
         for row, beside in zip(rows, panels):
             for run, axes in zip_longest(row, beside):
@@ -146,8 +130,4 @@ def draw_run(axes: Axes, run: Run | None, names: list[str], one_case: bool) -> N
     axes.set_xlim(0, widest)
     axes.set_ylim(0, 1.1 * min(max((ratio for _, ratio in found.values()), default=1), FARTHEST))
     case = "" if one_case else f", {run.case.name}"
-    axes.set_title(f"{run.backend}, {run.dtype}{case}", fontsize=8, loc="left")
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    panel(axes, f"{run.backend}, {run.dtype}{case}")

@@ -12,6 +12,7 @@ from typing import Any
 from xentlib.tools.bench.cases import HeadSizes
 from xentlib.tools.bench.contestant import BARE, FLOOR, KINDS, OURS, Kind
 from xentlib.tools.bench.result import ContestantResult, Report, Run
+from xentlib.tools.harness.table import aligned
 
 MIB = 1 << 20
 LEFT = ("contestant", "computes", "quartiles")
@@ -108,10 +109,8 @@ def print_rich(run: Run) -> None:
 
 def plain_table(run: Run) -> Iterator[str]:
     names, rows = as_table(run)
-    widths = [max(len(row[i]) for row in [names, *rows]) for i in range(len(names))]
     yield run.title
-    for row in [names, *rows]:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+    yield from aligned([names, *rows])
 
 
 def environment_line(report: Report) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.tools.audit.problem import KINDS
+from xentlib.tools.cli.arguments import Row, add_rows
 from xentlib.tools.cli.errors import UsageError
 from xentlib.tools.cli.requirements import BACKENDS, prepare
 
@@ -22,40 +23,42 @@ NUMBERS = {
     "label_smoothing": "label smoothing of the step's loss",
     "z_loss": "coefficient of the squared log-sum-exp in the step's loss",
 }
+DESCRIPTION = (
+    "Import a function that returns a loss and the head's gradients, hold it against the float64 "
+    "oracle, and name the defect if there is one. Exit status 1 if anything is wrong."
+)
+CALLS = (
+    "step(head, micro_batches), or a function of (hidden, weight, labels) that returns a mean "
+    "loss, or log-probabilities (default: step for two arguments, loss for three)"
+)
+RANKS = (
+    "of JAX: devices over which the step spreads the rows; of PyTorch torchrun says it (default: 1)"
+)
+FRAMEWORK = "default: the framework that the module has imported"
+ARGUMENTS: tuple[Row, ...] = (
+    ("--backend", BACKENDS, None, None, FRAMEWORK),
+    ("--kind", KINDS, None, None, CALLS),
+    ("--bias", bool, None, None, "the head has a bias"),
+    *((f"--{x.replace('_', '-')}", float, None, "X", words) for x, words in NUMBERS.items()),
+    ("--ranks", int, None, "N", RANKS),
+    ("--out", Path, None, "FILE", "write the report as JSON too"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
     parser.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
         help="the step, importable from the current directory: train:step of train.py",
     )
-    parser.add_argument(
-        "--backend", choices=BACKENDS, help="default: the framework that the module has imported"
-    )
-    parser.add_argument(
-        "--kind",
-        choices=KINDS,
-        help="step(head, micro_batches), or a function of (hidden, weight, labels) that returns a "
-        "mean loss, or log-probabilities (default: step for two arguments, loss for three)",
-    )
-    parser.add_argument("--bias", action="store_true", help="the head has a bias")
-    for name, words in NUMBERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=words)
+    add_rows(parser, ARGUMENTS)
     parser.add_argument(
         "--no-documents",
         dest="documents",
         action="store_false",
         help="a row is one document: the step need not tell several apart",
     )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="of JAX: devices over which the step spreads the rows; of PyTorch torchrun says it "
-        "(default: 1)",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON too")
 
 
 def run(args: argparse.Namespace) -> int:

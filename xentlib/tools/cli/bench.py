@@ -16,34 +16,49 @@ from xentlib.tools.bench.contestant import BARE, KINDS, OURS, PER_TOKEN, TRAININ
 from xentlib.tools.bench.report import as_markdown, environment_line, print_run, write_json
 from xentlib.tools.bench.result import Report, Run
 from xentlib.tools.bench.worker import Request, WorkerError, ask
+from xentlib.tools.cli.arguments import Row, add_rows, whole
 from xentlib.tools.harness.environment import environment
 
 BACKENDS = ("torch", "jax")
 SHORT = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+ABOUT_SUITES = "; ".join(f"{name} ({suite.about})" for name, suite in SUITES.items())
+ABOUT_CASES = "; ".join(f"{case.name} ({case.about})" for case in CASES.values())
+OF_MORE = "several shapes at once, with dtypes, kinds and rounds that suit them: "
+ARGUMENTS: tuple[Row, ...] = (
+    (
         "--backend",
-        choices=[*BACKENDS, "both"],
-        default="both",
-        help="whose functions; both takes those that are installed (default: both)",
-    )
-    parser.add_argument(
-        "--suite",
-        choices=SUITES,
-        help="several shapes at once, with dtypes, kinds and rounds that suit them: "
-        + "; ".join(f"{name} ({suite.about})" for name, suite in SUITES.items()),
-    )
-    parser.add_argument(
-        "--case",
-        nargs="+",
-        choices=sorted(CASES),
-        metavar="NAME",
-        help="shapes: "
-        + "; ".join(f"{c.name} ({c.about})" for c in CASES.values())
-        + " (default: cpu)",
-    )
+        (*BACKENDS, "both"),
+        "both",
+        None,
+        "whose functions; both takes those that are installed",
+    ),
+    ("--suite", tuple(SUITES), None, None, OF_MORE + ABOUT_SUITES),
+    ("--rounds", whole, None, "N", "each runs every contestant once (default: 10)"),
+    ("--device", str, "auto", None, "cpu, cuda; auto takes what the framework takes"),
+    ("--out", Path, None, "DIR", "folder for bench.json, bench.md and bench.pdf, .png and .svg"),
+    ("--seed", int, 0, "N", "of the inputs"),
+    ("--no-memory", bool, None, None, "leave memory out"),
+    (
+        "--resident",
+        bool,
+        None,
+        None,
+        "growth of resident memory as well: one more process a contestant",
+    ),
+)
+WHO = "who is timed beside the bare GEMMs and xentlib (default: all that can be)"
+SEVERAL: tuple[Row, ...] = (
+    ("--case", tuple(sorted(CASES)), None, "NAME", f"shapes: {ABOUT_CASES} (default: cpu)"),
+    ("--kind", KINDS, None, "KIND", f"what is computed: {', '.join(KINDS)} (default: all)"),
+    ("--contestant", str, None, "NAME", WHO),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_rows(parser, ARGUMENTS)
+    add_rows(parser, SEVERAL, nargs="+")
     parser.add_argument(
         "--dtype",
         nargs="+",
@@ -52,50 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE",
         help=f"of hidden and weight: {', '.join(DTYPES)} (default: all)",
     )
-    parser.add_argument(
-        "--kind",
-        nargs="+",
-        choices=KINDS,
-        metavar="KIND",
-        help=f"what is computed: {', '.join(KINDS)} (default: all)",
-    )
-    parser.add_argument(
-        "--contestant",
-        nargs="+",
-        metavar="NAME",
-        help="who is timed beside the bare GEMMs and xentlib (default: all that can be)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=positive,
-        metavar="N",
-        help="each runs every contestant once (default: 10)",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="cpu, cuda; auto takes what the framework takes"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="folder for bench.json, bench.md and bench.pdf, .png and .svg",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the inputs (default: 0)"
-    )
-    parser.add_argument("--no-memory", action="store_true", help="leave memory out")
-    parser.add_argument(
-        "--resident",
-        action="store_true",
-        help="growth of resident memory as well: one more process a contestant",
-    )
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

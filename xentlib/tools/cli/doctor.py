@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xentlib
 from xentlib.contract import Measurement
+from xentlib.tools.cli.arguments import Row, add_rows, whole
 from xentlib.tools.cli.errors import UsageError
 from xentlib.tools.cli.requirements import BACKENDS, check_device, prepare
 from xentlib.tools.doctor.backends import imported, jax_findings, system, torch_findings
@@ -25,38 +26,24 @@ PARTS = ("backends", "devices", "kernels", "trainers", "commands", "contract", "
 MARKS = {"ok": "ok", "note": "note", "absent": "-", "bad": "BAD"}
 
 
+DESCRIPTION = (
+    "Look at backends, versions, kernels, trainers and devices, and measure a few rows of the "
+    "contract. Exit status 1 if something that is installed cannot be used."
+)
+HEAD = "a model's folder, or its config.json: what its head needs, and what `patch` says"
+PLACE = "where rows are measured; auto takes cuda where every installed backend has it"
+ARGUMENTS: tuple[Row, ...] = (
+    ("--model", Path, None, "PATH", HEAD),
+    ("--tokens", whole, 8192, "N", "of a batch, for the memory of --model"),
+    ("--device", ("auto", "cpu", "cuda"), "auto", None, PLACE),
+    ("--no-rows", bool, None, None, "measure nothing"),
+    ("--json", bool, None, None, "print JSON to stdout instead of the report"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="PATH",
-        help="a model's folder, or its config.json: what its head needs, and what `patch` says",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=positive,
-        default=8192,
-        metavar="N",
-        help="of a batch, for the memory of --model (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where rows of the contract are measured; auto takes cuda where every installed "
-        "backend has it (default: %(default)s)",
-    )
-    parser.add_argument("--no-rows", action="store_true", help="measure nothing")
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON to stdout instead of the report"
-    )
-
-
-def positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {text!r}")
-    return value
+    parser.description = DESCRIPTION
+    add_rows(parser, ARGUMENTS)
 
 
 def run(args: argparse.Namespace) -> int:

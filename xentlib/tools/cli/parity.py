@@ -7,12 +7,15 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xentlib.kernels import CHOICES
+from xentlib.tools.cli.arguments import Row, add_rows, seed
 from xentlib.tools.cli.errors import note
 from xentlib.tools.cli.requirements import (
+    BACKENDS,
     backends_for,
     check_device,
     check_kernels,
@@ -29,7 +32,39 @@ if TYPE_CHECKING:
     from xentlib.tools.parity.progress import Progress
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
+DESCRIPTION = (
+    "Hold the backends to the accuracy contract, each against the float64 oracle and PyTorch "
+    "against JAX, and train the same small language model in each. Exit status 1 if any row of the "
+    "contract falls short or a section could not be run."
+)
+KERNELS = (
+    "of PyTorch: its eager operators, or Triton's programs, interpreted on the CPU, without "
+    "training"
+)
+DEVICE = "where it computes; on cuda without ranks and training"
+FOLDER = "folder for parity.json and parity.html, created if need be"
+TEXT = "UTF-8 text to train on (default: the Python standard library's own sources)"
+RESUME = "go on from the sections that are in the folder, of the same run"
+WHICH = "default: both where both are installed, else the one that is"
+ARGUMENTS: tuple[Row, ...] = (
+    ("--suite", ("quick", "full"), "quick", None, "how many cases"),
+    ("--backend", (*BACKENDS, "both"), None, None, WHICH),
+    ("--device", ("cpu", "cuda"), "cpu", None, DEVICE),
+    ("--kernels", CHOICES, "auto", None, KERNELS),
+    ("--seed", seed, 0, "N", "of data and weights"),
+    ("--out", Path, Path("build/parity"), "DIR", FOLDER),
+    ("--text", Path, None, "FILE", TEXT),
+    ("--resume", bool, None, None, RESUME),
+    ("--json", bool, None, None, "print the JSON to stdout instead of the table"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    add_rows(parser, ARGUMENTS)
+
+
+def run(args: argparse.Namespace) -> int:
     backends = backends_for(args.backend)
     check_kernels(args.kernels, args.device, backends)
     left_out = training_left_out(backends, args.text, args.device, args.kernels)
@@ -75,7 +110,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         if not kept:
             raise
-        again = [*argv, *(["--resume"] if "--resume" not in argv else [])]
+        again = [*args.argv, *(["--resume"] if "--resume" not in args.argv else [])]
         note(f"{kept} of {len(plan)} sections are kept in '{args.out / DATA}'")
         print(f"xentlib: interrupted; go on with `xentlib {shlex.join(again)}`", file=sys.stderr)
         return 130

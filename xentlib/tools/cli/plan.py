@@ -15,8 +15,10 @@ from xentlib.dtypes import FLOATS
 from xentlib.plan import Rates, Route, crossover_tokens, head_routes
 from xentlib.plan.routes import OPTIONS, RouteOptions
 from xentlib.tools.bench.cases import REAL
+from xentlib.tools.cli.arguments import Row, add_rows, number, whole
 from xentlib.tools.cli.errors import UsageError
 from xentlib.tools.doctor.model import SOFTCAPS, ConfigError, head_of_file, read_config
+from xentlib.tools.harness.table import aligned
 
 SCHEMA = "xentlib.plan/1"
 NAMES = {head.name: head for head in REAL}
@@ -36,60 +38,61 @@ class Sizes(NamedTuple):
     softcap: bool
 
 
+DESCRIPTION = (
+    "Bytes, products, memory and predicted time of a sharded head over ranks, by what travels: the "
+    "head, the hidden states, or the head in blocks; beside full logits. Nothing is computed but "
+    "numbers, for up to thousands of ranks."
+)
+RATES = Rates()
+DTYPE_OF = {
+    "--dtype": "of the hidden states (default: that of the model)",
+    "--head-dtype": "that the head is gathered in (default: that of the hidden states)",
+    "--reduce-dtype": "of the head's gradient in its reduction (default: float32)",
+    "--param-dtype": "that the parameter is held in (default: float32)",
+}
+NODES = f"that those ranks are spread over (default: one for every {GPUS} ranks)"
+HEADS = f"a head by its name ({', '.join(NAMES)}), a model's folder, or its config.json"
+ARGUMENTS: tuple[Row, ...] = (
+    ("--model", str, None, "NAME", HEADS),
+    ("--vocab", whole, None, "V", "classes, in place of --model"),
+    ("--hidden", whole, None, "H", "width of the hidden states, with --vocab"),
+    ("--tokens", whole, 8192, "N", "of a rank in a call"),
+    ("--ranks", whole, 8, "R", "that share the head"),
+    ("--nodes", whole, None, "G", NODES),
+    ("--replicas", whole, 1, "N", "of the sharded head, HSDP"),
+    ("--micro-batches", whole, 1, "M", "for each reduction of gradients"),
+    *((flag, FLOATS, None, None, words) for flag, words in DTYPE_OF.items()),
+    ("--recompute", bool, None, None, "chunked_logprobs, and not chunked_nll"),
+    ("--module", bool, None, None, "NLLHead in one fully_shard with other modules"),
+    ("--kept", bool, None, None, "the gathered head stays whole until the backward"),
+    ("--max-chunk-mib", whole, None, "MIB", "budget of a chunk of logits"),
+    ("--chunk-tokens", whole, None, "T", "of a rank in a chunk, in place of a budget"),
+    ("--block-rows", whole, None, "K", "of every rank in a block of the stream"),
+    ("--gemm-rate", number, RATES.gemm / 1e12, "TFLOPS", "of the matrix products, in TFLOP/s"),
+    ("--node-rate", number, RATES.node / GB, "GBS", "of a GPU's links within its node, in GB/s"),
+    (
+        "--network-rate",
+        number,
+        RATES.network / GB,
+        "GBS",
+        "of the network between nodes, in GB/s for each GPU",
+    ),
+    (
+        "--latency",
+        number,
+        RATES.latency * 1e6,
+        "US",
+        "of a collective that moves nothing, in microseconds",
+    ),
+    ("--json", bool, None, None, "print JSON to stdout instead of the table"),
+    ("--plot", Path, None, "FILE", f"time and memory against tokens, {', '.join(PLOTS)}"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    of = parser.add_argument
-    of(
-        "--model",
-        metavar="NAME",
-        help=f"a head by its name ({', '.join(NAMES)}), a model's folder, or its config.json",
-    )
-    of("--vocab", type=whole, metavar="V", help="classes, in place of --model")
-    of("--hidden", type=whole, metavar="H", help="width of the hidden states, with --vocab")
-    of(
-        "--tokens",
-        type=whole,
-        default=8192,
-        metavar="N",
-        help="of a rank in a call (default: %(default)s)",
-    )
-    of(
-        "--ranks",
-        type=whole,
-        default=8,
-        metavar="R",
-        help="that share the head (default: %(default)s)",
-    )
-    of(
-        "--nodes",
-        type=whole,
-        metavar="G",
-        help=f"that those ranks are spread over (default: one for every {GPUS} ranks)",
-    )
-    of(
-        "--replicas",
-        type=whole,
-        default=1,
-        metavar="N",
-        help="of the sharded head, HSDP (default: %(default)s)",
-    )
-    of(
-        "--micro-batches",
-        type=whole,
-        default=1,
-        metavar="M",
-        help="for each reduction of gradients (default: %(default)s)",
-    )
-    of("--dtype", choices=FLOATS, help="of the hidden states (default: that of the model)")
-    for name, words in (
-        ("head", "that the head is gathered in (default: that of the hidden states)"),
-        ("reduce", "of the head's gradient in its reduction (default: float32)"),
-        ("param", "that the parameter is held in (default: float32)"),
-    ):
-        of(f"--{name}-dtype", choices=FLOATS, help=words)
-    of("--recompute", action="store_true", help="chunked_logprobs, and not chunked_nll")
-    of("--module", action="store_true", help="NLLHead in one fully_shard with other modules")
-    of("--kept", action="store_true", help="the gathered head stays whole until the backward")
-    of(
+    parser.description = DESCRIPTION
+    add_rows(parser, ARGUMENTS)
+    parser.add_argument(
         "--options",
         nargs="+",
         choices=OPTIONS,
@@ -97,62 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"of the call, which send something more: {', '.join(OPTIONS)}",
     )
-    of("--max-chunk-mib", type=whole, metavar="MIB", help="budget of a chunk of logits")
-    of("--chunk-tokens", type=whole, metavar="T", help="of a rank in a chunk, in place of a budget")
-    of("--block-rows", type=whole, metavar="K", help="of every rank in a block of the stream")
-    rates = Rates()
-    of(
-        "--gemm-rate",
-        type=number,
-        default=rates.gemm / 1e12,
-        metavar="TFLOPS",
-        help="of the matrix products, in TFLOP/s (default: %(default)g)",
-    )
-    of(
-        "--node-rate",
-        type=number,
-        default=rates.node / GB,
-        metavar="GBS",
-        help="of a GPU's links within its node, in GB/s (default: %(default)g)",
-    )
-    of(
-        "--network-rate",
-        type=number,
-        default=rates.network / GB,
-        metavar="GBS",
-        help="of the network between nodes, in GB/s for each GPU (default: %(default)g)",
-    )
-    of(
-        "--latency",
-        type=number,
-        default=rates.latency * 1e6,
-        metavar="US",
-        help="of a collective that moves nothing, in microseconds (default: %(default)g)",
-    )
-    of("--json", action="store_true", help="print JSON to stdout instead of the table")
-    of(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help=f"time and memory against tokens, {', '.join(PLOTS)}",
-    )
-
-
-def whole(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more; got {text!r}")
-    return value
-
-
-def number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a positive number; got {text!r}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -297,13 +244,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         sent, peak = f"{x['received_bytes'] / GB:.2f}", f"{x['peak_bytes'] / GIB:.2f}"
         chunks = f"{x['num_chunks']} of {x['chunk_tokens']:,} tokens"
         rows.append((x["name"], f"{x['gemm_flops'] / 1e12:.1f}", sent, peak, *seconds, chunks))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *rest = (
-            cell.ljust(w) if k == 0 else cell.rjust(w)
-            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join((first, *rest))
+    yield from aligned(rows, right=range(1, len(rows[0])))
     for x in routes:
         yield f"\n{x['name']}"
         for sent in x["exchanges"]:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from xentlib.plan import Route, head_routes
 from xentlib.plan.routes import RouteOptions
-from xentlib.tools.bench.plot import COLOURS, FAINT, INK, OURS_COLOUR, WIDTH, letters
+from xentlib.tools.harness.plot import (
+    COLOURS,
+    INK,
+    OURS_COLOUR,
+    WIDTH,
+    letters,
+    new_figure,
+    panel,
+    save_figure,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,21 +36,14 @@ LOOKS = {
 
 
 def save(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int, path: Path) -> None:
-    figure = draw(sizes, ranks, more, crossover)
-    # Without a date the same plan gives the same file.
-    dates: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    with letters():
-        figure.savefig(path, dpi=200, facecolor="white", metadata=dates.get(path.suffix, {}))
+    save_figure(draw(sizes, ranks, more, crossover), path)
 
 
 def draw(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int) -> Figure:
     """Two panels: milliseconds, and GiB at the peak."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     found = [head_routes(n, sizes.vocab, sizes.hidden, ranks, **more) for n in TOKENS]
     with letters():
-        figure = Figure((WIDTH, 2.7), layout=ConstrainedLayoutEngine())
+        figure = new_figure(WIDTH, 2.7)
         time, memory = figure.subplots(1, 2)
         _panel(time, found, "ms", lambda route: 1e3 * route.seconds)
         _panel(memory, found, "GiB at the peak", lambda route: route.peak_bytes / 2**30)
@@ -66,8 +68,4 @@ def _panel(axes: Axes, found: list[dict[str, Route]], title: str, value: Any) ->
     axes.set_yscale("log")
     axes.set_xticks(TOKENS[::3], [f"{n:,}" for n in TOKENS[::3]])
     axes.set_xlabel("tokens a rank and call")
-    axes.set_title(title, fontsize=8, loc="left")
-    axes.grid(color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    panel(axes, title)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.contract import Measurement, check, failures
+from xentlib.contract import ROW_OF, Measurement, check, failures
 from xentlib.tools.harness.backends import run as public
 from xentlib.tools.harness.outcomes import Outcome
+from xentlib.tools.harness.problems import Problem
 from xentlib.tools.parity.result import Histogram
 from xentlib.ulp import ulp_distance
 
@@ -25,6 +26,26 @@ BETWEEN = {
 }
 # Distances of ULP in powers of two: from exact to 2^24, where no digit is right.
 EDGES = (0.0, 0.5, *(2.0**k for k in range(25)), np.inf)
+
+
+def part_of(reference: Any, gradient: str, part: str = "d") -> Array:
+    """A gradient of an oracle by name, or its "bound" or "magnitude"."""
+    found: Array = getattr(reference, gradient.replace("d_", f"{part}_", 1))
+    return found
+
+
+def label(name: str) -> str:
+    """A field as a reader says it: "d hidden"."""
+    return name.replace("_", " ")
+
+
+def check_gradient(
+    row: str, name: str, got: Any, reference: Any, **details: Any
+) -> list[Measurement]:
+    """A gradient by its name against an oracle's, with its error bound and the sum of its absolute
+    terms."""
+    oracle, bound, terms = (part_of(reference, name, part) for part in ("d", "bound", "magnitude"))
+    return check(row, got, oracle, bound, magnitude=terms, **details)
 
 
 class Findings:
@@ -47,6 +68,39 @@ class Findings:
 
     def check(self, row: str, got: Any, oracle: Any, bound: Any = None, **details: Any) -> None:
         self.measurements += check(row, got, oracle, bound, **details)
+
+    def gradients(
+        self,
+        outcomes: Mapping[str, Any],
+        reference: Any,
+        problem: Problem,
+        named: Callable[[str], str] = label,
+        *,
+        count: bool = False,
+    ) -> None:
+        """Gradients of one problem by each backend: A5 and A6 of float32, A7 or A16 of 16 bits, and
+        A9 where there are two; `count` puts the distances into the histograms."""
+        dtype = problem.hidden.dtype.name
+        for backend, outcome in outcomes.items():
+            for name, got in outcome.gradients().items():
+                row = ROW_OF.get(dtype) or GRADIENT_ROWS[name]
+                details = {"backend": backend, "case": problem.text, "quantity": named(name)}
+                self.measurements += check_gradient(row, name, got, reference, **details)
+                if count:
+                    self.count_ulps(row, backend, named(name), got, part_of(reference, name))
+        if len(outcomes) < 2:
+            return
+        for name, got in outcomes["torch"].gradients().items():
+            self.check(
+                "A9",
+                got,
+                part_of(reference, name),
+                other=getattr(outcomes["jax"], name),
+                metrics=BETWEEN[dtype],
+                backend=BOTH,
+                case=problem.text,
+                quantity=named(name),
+            )
 
     def reject(
         self,
@@ -96,14 +150,3 @@ class Findings:
             Histogram(*key, EDGES, tuple(int(n) for n in counts))
             for key, counts in self._counts.items()
         ]
-
-
-def part_of(reference: Any, gradient: str, part: str = "d") -> Array:
-    """A gradient of an oracle by name, or its "bound" or "magnitude"."""
-    found: Array = getattr(reference, gradient.replace("d_", f"{part}_", 1))
-    return found
-
-
-def label(name: str) -> str:
-    """A field as a reader says it: "d hidden"."""
-    return name.replace("_", " ")

@@ -54,18 +54,18 @@ def operator_sections(
     audit_seeds = range(seed, seed + (5 if full else 1))
     bf16, fp16 = low_precision(grid), low_precision(grid, "float16")
     sections: list[tuple[str, list[Any], Measure]] = [
-        ("fp32 against the oracle", _problems(grid, seeds), nll.single),
-        ("bf16 against the oracle", _problems(bf16, seeds), nll.low),
-        ("fp16 against the oracle", _problems(fp16, seeds), nll.low),
+        ("fp32 against the oracle", _problems(grid, seeds), nll.against_oracle),
+        ("bf16 against the oracle", _problems(bf16, seeds), nll.against_oracle),
+        ("fp16 against the oracle", _problems(fp16, seeds), nll.against_oracle),
         ("audit mode, bit for bit", _problems(AUDIT, audit_seeds), nll.audit),
         ("log-probabilities of given logits", logit_sets(seed), nll.logits),
         ("chunk sizes", _problems(CHUNK_CASES, [seed]), nll.chunks),
         ("run to run", _problems((BASE, WITH_OPTIONS), [seed]), nll.repeat),
         ("windows of micro-batches", _problems((BASE, CONFIDENT), seeds), windows.windows),
         ("mutants", _problems((BASE,), [seed]), nll_mutants.mutants),
-        ("per-token outputs, fp32", _problems(grid, seeds), per_token.single),
-        ("per-token outputs, bf16", _problems(bf16, seeds), per_token.low),
-        ("per-token outputs, fp16", _problems(fp16, seeds), per_token.low),
+        ("per-token outputs, fp32", _problems(grid, seeds), per_token.against_oracle),
+        ("per-token outputs, bf16", _problems(bf16, seeds), per_token.against_oracle),
+        ("per-token outputs, fp16", _problems(fp16, seeds), per_token.against_oracle),
         ("per-token outputs of given logits", logit_sets(seed), per_token.logits),
         ("per-token outputs, chunk sizes", _problems(CHUNK_CASES, [seed]), per_token.chunks),
         ("per-token outputs, run to run", _problems((BASE,), [seed]), per_token.repeat),
@@ -84,10 +84,10 @@ def few_sections(backends: tuple[str, ...], device: str = "cpu") -> list[Planned
     low = [case for dtype in ROW_OF for case in low_precision((BASE,), dtype)]
     audit = named(AUDIT, "audit-fp16-options")
     sections: list[tuple[str, list[Any], Measure]] = [
-        ("fp32 against the oracle", _problems((BASE,), [0]), nll.single),
-        ("16 bits against the oracle", _problems(low, [0]), nll.low),
+        ("fp32 against the oracle", _problems((BASE,), [0]), nll.against_oracle),
+        ("16 bits against the oracle", _problems(low, [0]), nll.against_oracle),
         ("log-probabilities of given logits", logit_sets(0, "gaps-31"), nll.logits),
-        ("per-token outputs, fp32", _problems((BASE,), [0]), per_token.single),
+        ("per-token outputs, fp32", _problems((BASE,), [0]), per_token.against_oracle),
         ("run to run", _problems((BASE,), [0]), nll.repeat),
         ("audit mode, bit for bit", _problems(audit, [0]), nll.audit),
     ]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TextIO
 
+from xentlib.tools.harness.table import aligned
 from xentlib.tools.parity.report.numbers import bound_text, duration, number, value_text
 from xentlib.tools.parity.report.summary import RowSummary, row_statements, summarise, verdict
 from xentlib.tools.parity.result import ParityResult
@@ -79,7 +80,4 @@ def _rich_table(rows: list[RowSummary], stream: TextIO) -> None:
 
 def _plain_table(rows: list[RowSummary], stream: TextIO) -> None:
     lines = [list(_COLUMNS), *(line for row in rows for line in _lines(row))]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for line in lines:
-        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths))
-        print(text.rstrip(), file=stream)
+    print("\n".join(aligned(lines)), file=stream)

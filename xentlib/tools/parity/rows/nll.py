@@ -12,7 +12,7 @@ from xentlib.contract import ROW_OF
 from xentlib.reference import NLLReference
 from xentlib.tools.harness.backends import run
 from xentlib.tools.harness.cases import chunks_of
-from xentlib.tools.harness.findings import BETWEEN, BOTH, GRADIENT_ROWS, Findings, label, part_of
+from xentlib.tools.harness.findings import BOTH, Findings, label
 from xentlib.tools.harness.outcomes import Outcome
 from xentlib.tools.harness.problems import Problem, logits_problem
 from xentlib.tools.parity.rows import invariance
@@ -20,33 +20,24 @@ from xentlib.tools.parity.rows import invariance
 Array = npt.NDArray[Any]
 
 
-def single(findings: Findings, problem: Problem) -> None:
-    """A0, A2, A5, A6 of one fp32 problem, and A9 where both backends run."""
-    reference = problem.reference()
+def against_oracle(findings: Findings, problem: Problem) -> None:
+    """The loss and gradients of one problem: A0, A2, A5, A6 of float32, A8 and A7 or A16 of 16
+    bits; and A9 where both backends run."""
+    reference, low = oracle_of(problem), problem.hidden.dtype.name in ROW_OF
     outcomes = {backend: findings.run(backend, problem) for backend in findings.backends}
     for backend, outcome in outcomes.items():
         details = {"backend": backend, "case": problem.text}
-        exact(findings, problem, outcome, reference, **details)
-        findings.check(
-            "A2", outcome.loss, reference.loss, magnitude=reference.loss_magnitude, **details
-        )
-        for name, got in outcome.gradients().items():
-            row, oracle = GRADIENT_ROWS[name], part_of(reference, name)
-            bound = part_of(reference, name, "bound")
-            findings.check(row, got, oracle, bound, quantity=label(name), **details)
-            findings.count_ulps(row, backend, label(name), got, oracle)
-    if len(outcomes) == 2:
-        for name, got in outcomes["torch"].gradients().items():
-            findings.check(
-                "A9",
-                got,
-                part_of(reference, name),
-                other=getattr(outcomes["jax"], name),
-                metrics=BETWEEN["float32"],
-                backend=BOTH,
-                case=problem.text,
-                quantity=label(name),
-            )
+        if not low:
+            exact(findings, problem, outcome, reference, **details)
+        loss, scale = reference.loss, reference.loss_magnitude
+        findings.check("A8" if low else "A2", outcome.loss, loss, magnitude=scale, **details)
+    findings.gradients(outcomes, reference, problem, count=True)
+
+
+def oracle_of(problem: Problem) -> NLLReference:
+    """With the gradients of logits rounded as 16-bit products take them."""
+    dtype = problem.hidden.dtype.name
+    return problem.reference(dz_dtype=dtype) if dtype in ROW_OF else problem.reference()
 
 
 def exact(
@@ -98,38 +89,6 @@ def per_token(
     )
     wrong = sum(x.dtype != np.float32 for x in given)
     findings.check("A0", np.int64(wrong), np.int64(0), quantity="dtypes of outputs", **details)
-
-
-def low(findings: Findings, problem: Problem) -> None:
-    """A7 or A16, and A8, of one 16-bit problem; A9 where both backends run, of bf16 in bits."""
-    dtype = problem.hidden.dtype.name
-    row, reference = ROW_OF[dtype], problem.reference(dz_dtype=dtype)
-    outcomes = {backend: findings.run(backend, problem) for backend in findings.backends}
-    for backend, outcome in outcomes.items():
-        details = {"backend": backend, "case": problem.text}
-        findings.check(
-            "A8", outcome.loss, reference.loss, magnitude=reference.loss_magnitude, **details
-        )
-        for name, got in outcome.gradients().items():
-            magnitude = part_of(reference, name, "magnitude")
-            oracle = part_of(reference, name)
-            bound = part_of(reference, name, "bound")
-            findings.check(
-                row, got, oracle, bound, magnitude=magnitude, quantity=label(name), **details
-            )
-            findings.count_ulps(row, backend, label(name), got, oracle)
-    if len(outcomes) == 2:
-        for name, got in outcomes["torch"].gradients().items():
-            findings.check(
-                "A9",
-                got,
-                part_of(reference, name),
-                other=getattr(outcomes["jax"], name),
-                metrics=BETWEEN[dtype],
-                backend=BOTH,
-                case=problem.text,
-                quantity=label(name),
-            )
 
 
 def audit(findings: Findings, problem: Problem) -> None:

@@ -15,6 +15,7 @@ from xentlib.tools.harness.findings import BETWEEN, GRADIENT_ROWS, Findings, lab
 from xentlib.tools.harness.outcomes import Outcome
 from xentlib.tools.harness.problems import Problem, build
 from xentlib.tools.parity.mutants import array_mutants, problem_mutants
+from xentlib.tools.parity.rows.nll import oracle_of
 
 Array = npt.NDArray[Any]
 
@@ -75,7 +76,7 @@ def single(
 def low(findings: Findings, problem: Problem, backend: str) -> None:
     """A14 of the rows of one 16-bit problem."""
     dtype = problem.hidden.dtype.name
-    right, reference = findings.run(backend, problem), problem.reference(dz_dtype=dtype)
+    right, reference = findings.run(backend, problem), oracle_of(problem)
     for name, got in right.gradients().items():
 
         def pick(ref: NLLReference, name: str = name) -> Array:

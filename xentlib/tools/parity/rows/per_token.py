@@ -13,7 +13,7 @@ from xentlib.contract import ROW_OF
 from xentlib.reference import LogprobReference
 from xentlib.tools.harness.backends import run_logprobs
 from xentlib.tools.harness.cases import few_chunks_of
-from xentlib.tools.harness.findings import BETWEEN, BOTH, GRADIENT_ROWS, Findings, part_of
+from xentlib.tools.harness.findings import BOTH, GRADIENT_ROWS, Findings, part_of
 from xentlib.tools.harness.outcomes import PerToken
 from xentlib.tools.harness.problems import Problem, Upstream, logits_problem, upstream_of
 from xentlib.tools.parity.mutants import array_mutants
@@ -27,70 +27,38 @@ def _label(name: str) -> str:
     return f"{name.replace('_', ' ')} of per-token outputs"
 
 
-def single(findings: Findings, problem: Problem) -> None:
-    """A0, A5, A6 of one fp32 problem, and A9 where both backends run."""
-    upstream = upstream_of(problem, SEED)
-    reference = problem.per_token_reference(upstream)
-    found = {backend: run_logprobs(backend, problem, upstream) for backend in findings.backends}
-    for backend, outcome in found.items():
-        details: dict[str, Any] = {"backend": backend, "case": problem.text}
-        exact: dict[str, tuple[Any, Any]] = {"correct": (outcome.correct, reference.correct)}
-        values = np.stack([outcome.logprobs, np.asarray(outcome.entropy), outcome.lse])
-        gone = ~problem.valid
-        exact["invalid rows"] = (values[:, gone], np.zeros_like(values[:, gone]))
-        d_hidden = outcome.gradients()["d_hidden"][gone]
-        exact["d hidden of invalid rows"] = (d_hidden, np.zeros_like(d_hidden))
-        exact["log-probabilities above 0"] = (np.int64((outcome.logprobs > 0).sum()), np.int64(0))
-        for name, (got, expected) in exact.items():
-            findings.check("A0", got, expected, quantity=_label(name), **details)
-        for name, got in outcome.gradients().items():
-            oracle, bound = part_of(reference, name, "d"), part_of(reference, name, "bound")
-            findings.check(
-                GRADIENT_ROWS[name], got, oracle, bound, quantity=_label(name), **details
-            )
-    _between(findings, problem, reference, found, BETWEEN["float32"])
-
-
-def low(findings: Findings, problem: Problem) -> None:
-    """A7 or A16 of one 16-bit problem; A9 where both backends run, of bf16 in bits."""
+def against_oracle(findings: Findings, problem: Problem) -> None:
+    """Gradients of one problem: A0, A5, A6 of float32, A7 or A16 of 16 bits; and A9 where both
+    backends run."""
     upstream, dtype = upstream_of(problem, SEED), problem.hidden.dtype.name
-    reference = problem.per_token_reference(upstream, dz_dtype=dtype)
-    found = {backend: run_logprobs(backend, problem, upstream) for backend in findings.backends}
-    for backend, outcome in found.items():
-        for name, got in outcome.gradients().items():
-            findings.check(
-                ROW_OF[dtype],
-                got,
-                part_of(reference, name, "d"),
-                part_of(reference, name, "bound"),
-                magnitude=part_of(reference, name, "magnitude"),
-                backend=backend,
-                case=problem.text,
-                quantity=_label(name),
-            )
-    _between(findings, problem, reference, found, BETWEEN[dtype])
+    rounded = {"dz_dtype": dtype} if dtype in ROW_OF else {}
+    reference = problem.per_token_reference(upstream, **rounded)
+    outcomes = {backend: run_logprobs(backend, problem, upstream) for backend in findings.backends}
+    if dtype not in ROW_OF:
+        for backend, outcome in outcomes.items():
+            _exact(findings, problem, outcome, reference, backend)
+    findings.gradients(outcomes, reference, problem, _label)
 
 
-def _between(
+def _exact(
     findings: Findings,
     problem: Problem,
+    outcome: PerToken,
     reference: LogprobReference,
-    found: dict[str, PerToken],
-    metrics: tuple[str, ...],
+    backend: str,
 ) -> None:
-    if len(found) < 2:
-        return
-    for name, got in found["torch"].gradients().items():
-        findings.check(
-            "A9",
-            got,
-            part_of(reference, name, "d"),
-            other=getattr(found["jax"], name),
-            metrics=metrics,
-            backend=BOTH,
-            case=problem.text,
-            quantity=_label(name),
-        )
+    values = np.stack([outcome.logprobs, np.asarray(outcome.entropy), outcome.lse])
+    gone = ~problem.valid
+    rows, d_hidden = values[:, gone], outcome.gradients()["d_hidden"][gone]
+    exact: dict[str, tuple[Any, Any]] = {
+        "correct": (outcome.correct, reference.correct),
+        "invalid rows": (rows, np.zeros_like(rows)),
+        "d hidden of invalid rows": (d_hidden, np.zeros_like(d_hidden)),
+        "log-probabilities above 0": (np.int64((outcome.logprobs > 0).sum()), np.int64(0)),
+    }
+    for name, (got, expected) in exact.items():
+        details = {"backend": backend, "case": problem.text, "quantity": _label(name)}
+        findings.check("A0", got, expected, **details)
 
 
 def audit(findings: Findings, problem: Problem) -> None:

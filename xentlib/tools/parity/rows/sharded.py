@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from xentlib.tools.harness.backends import run, run_logprobs
 from xentlib.tools.harness.cases import EXTRAS, OPTIONS, few_chunks_of, logit_sets
-from xentlib.tools.harness.findings import Findings, label, part_of
+from xentlib.tools.harness.findings import Findings, check_gradient, label
 from xentlib.tools.harness.problems import (
     Case,
     Problem,
@@ -158,10 +158,11 @@ def _measure(findings: Findings, backend: str, call: ShardedCall, result: Sharde
         )
         return
     for name, got in outcome.gradients().items():
-        oracle, bound = part_of(reference, name), part_of(reference, name, "bound")
-        metrics = ("tau",) if name == "d_hidden" else None
-        quantity, row = f"{label(name)} over shards", GRADIENT_ROWS[name]
-        findings.check(row, got, oracle, bound, metrics=metrics, quantity=quantity, **details)
+        details["metrics"] = ("tau",) if name == "d_hidden" else None
+        details["quantity"] = f"{label(name)} over shards"
+        findings.measurements += check_gradient(
+            GRADIENT_ROWS[name], name, got, reference, **details
+        )
 
 
 def _reference(problem: Problem, upstream: Upstream | None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.tools.harness.findings import BOTH, Findings, label, part_of
+from xentlib.tools.harness.findings import BOTH, Findings, check_gradient, label
 from xentlib.tools.harness.problems import Problem
 from xentlib.tools.parity.micro_batches import ROADS, evaluated, micro_batches, run_window
 from xentlib.tools.parity.mutants import array_mutants
@@ -51,9 +51,11 @@ def windows(findings: Findings, problem: Problem) -> None:
                 )
             for name in ("hidden", "weight", "bias"):
                 got = getattr(found, f"d_{name}")
-                oracle, bound = (part_of(reference, f"d_{name}", part) for part in ("d", "bound"))
                 details["quantity"] = f"d {name}"
-                findings.check("A12", got, oracle, bound, **details)
+                findings.measurements += check_gradient(
+                    "A12", f"d_{name}", got, reference, **details
+                )
+        oracle, bound = reference.d_bias, reference.bound_bias
         wrong = {**array_mutants(got, oracle), "mean of means": mean_of_means(problem)}
         findings.reject("A12", wrong, oracle, bound, backend=backend, quantity="d bias of a window")
 
