@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.tools.conformance import Conformance, Loss, conform
-from xentlib.tools.parity.report.numbers import bound_text, value_text
-from xentlib.tools.parity.report.summary import row_statements, summarise
+from xentlib.tools.parity.report.summary import bound_text, row_statements, summarise, value_text
 
 HERE = Path(__file__).resolve()
 DATA = HERE.parents[1] / "docs" / "data" / "conformance.json"

@@ -57,7 +57,7 @@ IMAGES = (".png", ".svg")
 def contract_table() -> str:
     """The rows of `xentlib.contract`: what each covers, what is measured, the bound."""
     from xentlib.contract import ROWS, Measurement
-    from xentlib.tools.parity.report.numbers import bound_text
+    from xentlib.tools.parity.report.summary import bound_text
 
     def bounds(row: Any) -> Iterator[str]:
         for b in row.bounds:
@@ -73,8 +73,16 @@ def contract_table() -> str:
 def parity_tables(text: str) -> str:
     """A run that `xentlib parity` wrote: verdict, rows, training, and what it was run with."""
     from xentlib.tools.parity.report.document import from_json
-    from xentlib.tools.parity.report.numbers import bound_text, duration, number, value_text
-    from xentlib.tools.parity.report.summary import backend_name, row_statements, summarise, verdict
+    from xentlib.tools.parity.report.summary import (
+        backend_name,
+        bound_text,
+        duration,
+        number,
+        row_statements,
+        summarise,
+        value_text,
+        verdict,
+    )
 
     result = from_json(text)
     rows = summarise(result, row_statements())

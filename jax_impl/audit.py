@@ -66,13 +66,13 @@ def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any
 
     Numerics: float32 inputs; right is what holds rho / u of row A9 against the oracle.
     """
-    said = Options.of(options)
-    kind = kind_of(step, kind, said)
+    declared = Options.of(options)
+    kind = kind_of(step, kind, declared)
     check_ranks(ranks, jax.device_count(), kind)
     if kind != "step":
-        oracle, got = _of_function(step, kind, said)
-        return judge("jax", oracle, got, again=lambda: _of_function(step, kind, said)[1])
-    oracle = oracle_of(kind, said, ranks)
+        oracle, got = _of_function(step, kind, declared)
+        return judge("jax", oracle, got, again=lambda: _of_function(step, kind, declared)[1])
+    oracle = oracle_of(kind, declared, ranks)
     got = _of_step(step, oracle.problem)
     return judge("jax", oracle, got, again=lambda: _of_step(step, oracle.problem))
 
@@ -84,9 +84,9 @@ def _of_step(step: Step, problem: Problem) -> Numbers:
         {name: _array(x) for name, x in problem.micro_batch(slice(None), m).items()}
         for m in range(problem.micro_batches)
     ]
-    found = returned(step(head, batches))
+    result = returned(step(head, batches))
     every = [
-        numbers(problem, found, partial(_of_rank, rank=rank, ranks=problem.ranks), problem.weight)
+        numbers(problem, result, partial(_of_rank, rank=rank, ranks=problem.ranks), problem.weight)
         for rank in range(problem.ranks)
     ]
     got = stacked(every)
@@ -106,21 +106,21 @@ def _of_rank(x: Any, rank: int, ranks: int) -> Array:
     return np.asarray(x)
 
 
-def _of_function(function: Step, kind: str, said: Options) -> tuple[Oracle, Numbers]:
-    problem = oracle_of(kind, said).problem
+def _of_function(function: Step, kind: str, declared: Options) -> tuple[Oracle, Numbers]:
+    problem = oracle_of(kind, declared).problem
     labels = _array(problem.targets.reshape(-1))
     hidden = _array(problem.hidden.reshape(labels.size, -1))
     bias = None if problem.bias is None else _array(problem.bias)
 
     def called(hidden: Any, weight: Any, bias: Any) -> Any:
         leaves = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-        positional, named = arguments(function, leaves, said)
+        positional, named = arguments(function, leaves, declared)
         result = function(*positional, **named)
-        return of_function(kind, result, said, labels.size, jax.Array).values
+        return of_function(kind, result, declared, labels.size, jax.Array).values
 
     values, pull = jax.vjp(called, hidden, _array(problem.weight), bias)
     oracle = oracle_of(
-        kind, replace(said, entropy=len(values) == 2) if kind == "logprobs" else said
+        kind, replace(declared, entropy=len(values) == 2) if kind == "logprobs" else declared
     )
     problem = oracle.problem
     given: tuple[Any, ...] = (np.float32(problem.upstream),)
@@ -133,9 +133,9 @@ def _of_function(function: Step, kind: str, said: Options) -> tuple[Oracle, Numb
     )
     assert d_weight is not None
     assert d_hidden is not None
-    found = np.stack([np.asarray(x, np.float64).reshape(-1) for x in values])
+    stacked = np.stack([np.asarray(x, np.float64).reshape(-1) for x in values])
     return oracle, Numbers(
-        found[None] if kind == "logprobs" else found[0],
+        stacked[None] if kind == "logprobs" else stacked[0],
         d_weight[None],
         None if d_bias is None else d_bias[None],
         d_hidden.reshape(problem.hidden.shape),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_reduced
 from xentlib.checks.lora import check_low_rank, check_low_rank_here
-from xentlib.checks.route import check_own_tokens, check_route, check_route_here
+from xentlib.checks.shards import check_own_tokens, check_route, check_route_here
 from xentlib.checks.validators import plain
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import array, array_spec, as_array, is_array, need_x64, only_arrays

@@ -65,7 +65,7 @@ def operations(text: str) -> list[Operation]:
         if name in blocks and name not in looped:
             looped.add(name)
             todo += re.findall(NAME, blocks[name])
-    found = []
+    listed = []
     for name, block in blocks.items():
         types = dict(DEFINED.findall(block))
         for line in block.splitlines():
@@ -79,20 +79,20 @@ def operations(text: str) -> list[Operation]:
                 result = elements(result)[1]  # (operands, results, ...)
             reduction = re.search("to_apply=" + NAME, line)
             root = reduction and re.search(r"ROOT .* (\w+)\(", blocks[reduction[1]])
-            found.append(Operation(opcode, root[1] if root else "", result, name in looped))
-    return found
+            listed.append(Operation(opcode, root[1] if root else "", result, name in looped))
+    return listed
 
 
 def elements(types: str) -> list[str]:
     """Of a tuple's type; they may be tuples."""
-    found, depth = [""], 0
+    parts, depth = [""], 0
     for letter in types[1:-1]:
         depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(letter, 0)
         if letter == "," and not depth:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += letter
-    return [one.strip() for one in found]
+            parts[-1] += letter
+    return [one.strip() for one in parts]
 
 
 @contextmanager

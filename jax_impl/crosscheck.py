@@ -190,8 +190,8 @@ class CrossCheck(Schedule):
 
             def of(needed: list[Any]) -> tuple[Any, NLLOutput[Any]]:
                 left = iter(needed)
-                found = [next(left) if n else x for n, x in zip(needs, leaves, strict=True)]
-                out = call(found, labels, constants)
+                values = [next(left) if n else x for n, x in zip(needs, leaves, strict=True)]
+                out = call(values, labels, constants)
                 return out.loss, out
 
             some = [x for n, x in zip(needs, leaves, strict=True) if n]

@@ -148,8 +148,8 @@ def is_plain(module: Any, layer: Layer) -> bool:
 
 def loaded(package: str, name: str) -> tuple[type, ...]:
     """A class of a package, if that is loaded."""
-    found = getattr(sys.modules.get(package), name, None)
-    return () if found is None else (found,)
+    kind = getattr(sys.modules.get(package), name, None)
+    return () if kind is None else (kind,)
 
 
 def both(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:

@@ -120,11 +120,11 @@ def next_token_labels(
 def any_of_next(begins: jax.Array, columns: int) -> jax.Array:
     """Whether a document begins at any of the `columns` tokens behind each, by doubling. A running
     count would make the compiler gather whole rows where an Auto axis spreads them."""
-    seen = 1
-    while seen < columns:
-        step = min(seen, columns - seen)
+    reach = 1
+    while reach < columns:
+        step = min(reach, columns - reach)
         begins = begins[..., :-step] | begins[..., step:]
-        seen += step
+        reach += step
     return begins[..., 1:]
 
 

@@ -158,10 +158,10 @@ def clean_upstream(logits: ChunkedLogits, upstream: Upstream) -> Upstream:
     """0 for tokens that are not valid: what follows them may have any gradient, inf included, and
     the largest sets the power of two."""
     compute = logits.options.compute_dtype
-    found: Upstream = jax.tree.map(
+    cleaned: Upstream = jax.tree.map(
         lambda g: jnp.where(logits.tokens.valid, g.astype(compute), 0), upstream
     )
-    return found
+    return cleaned
 
 
 def terms_of(kept: Residuals, upstream: Upstream, eps: float, vocab_size: int) -> Terms:

@@ -97,10 +97,10 @@ def check_traced(loss: Any, jaxpr: Any) -> None:
 def kinds(jaxpr: Any, given: Sequence[str]) -> list[str]:
     """Of each output what it is of a call of `chunked_nll`, "" where it is something else, was
     multiplied, or comes out of a loop."""
-    seen: dict[Any, str] = dict(zip(jaxpr.invars, given))
+    kind_of: dict[Any, str] = dict(zip(jaxpr.invars, given))
 
     def of(x: Any) -> str:
-        return "" if isinstance(x, Literal) else seen.get(x, "")
+        return "" if isinstance(x, Literal) else kind_of.get(x, "")
 
     for eqn in jaxpr.eqns:
         name, inputs = eqn.primitive.name, [of(x) for x in eqn.invars]
@@ -117,7 +117,7 @@ def kinds(jaxpr: Any, given: Sequence[str]) -> list[str]:
         elif name in SAME:
             one = next((x for x in STRONGEST if x in inputs), "")
             outputs = inputs if len(inputs) == len(eqn.outvars) else [one]
-        seen.update(zip(eqn.outvars, outputs))
+        kind_of.update(zip(eqn.outvars, outputs))
     return [of(x) for x in jaxpr.outvars]
 
 

@@ -64,8 +64,8 @@ def placement(
     spread = tokens if isinstance(tokens, P) else P(tokens)
     name = parallel.over if isinstance(parallel, PaddedVocab) else parallel
     named = [one for entry in (*spread, name) for one in axes_of(entry)]
-    found = [jax.typeof(x).sharding.mesh for x in (kernel, hidden)]
-    mesh = next((x for x in found if not x.empty), jax.sharding.get_abstract_mesh())
+    meshes = [jax.typeof(x).sharding.mesh for x in (kernel, hidden)]
+    mesh = next((x for x in meshes if not x.empty), jax.sharding.get_abstract_mesh())
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     check_mesh_axes(named, list(types), len(spread), hidden.ndim - 1)
     if any(types[one] is AxisType.Manual for one in named):  # inside the user's own `shard_map`

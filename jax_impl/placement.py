@@ -13,8 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xentlib.arguments import Arguments
-from xentlib.checks.route import check_route, check_rows_stay
-from xentlib.checks.shards import check_shards
+from xentlib.checks.shards import check_route, check_rows_stay, check_shards
 from xentlib.checks.validators import check_floating, plain
 from xentlib.jax.array_spec import array_spec
 from xentlib.jax.core.call import Axes, MeshAxes
@@ -60,9 +59,9 @@ def explicit(x: Any) -> tuple[Any, P] | None:
     """Mesh and spec of an array whose type says how it is sharded."""
     if not isinstance(x, jax.Array):
         return None
-    found = jax.typeof(x).sharding
-    named = {name for entry in found.spec for name in axes_of(entry)}
-    return (found.mesh, found.spec) if named else None
+    sharding = jax.typeof(x).sharding
+    named = {name for entry in sharding.spec for name in axes_of(entry)}
+    return (sharding.mesh, sharding.spec) if named else None
 
 
 def alone(*arrays: Any) -> bool:
@@ -150,7 +149,7 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
     columns, width = weight.shape if given.weight_layout == "VH" else weight.shape[::-1]
     from xentlib.plan.routes import choose_gather
 
-    found = choose_gather(
+    chosen = choose_gather(
         count,
         columns // shards,
         width,
@@ -164,7 +163,7 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
         max_chunk_bytes=given.max_chunk_bytes,
         platform="cpu" if jax.default_backend() == "cpu" else "gpu",
     )
-    return found == "hidden"  # without a limit of memory it never is "stream"
+    return chosen == "hidden"  # without a limit of memory it never is "stream"
 
 
 def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:
@@ -204,8 +203,8 @@ def whole_rows(mesh_axes: MeshAxes | None, transposed: bool, arrays: Any) -> Any
     if mesh_axes is None:
         dimensions = {"hidden": 1, "weight": 0 if transposed else 1, "low_in": 1, "low_out": 1}
         given = {name: (getattr(arrays, name), k) for name, k in dimensions.items()}
-        found = {name: uncut(x, k) for name, (x, k) in given.items() if x is not None}
-        return arrays._replace(**found)
+        whole = {name: uncut(x, k) for name, (x, k) in given.items() if x is not None}
+        return arrays._replace(**whole)
 
     def gather(x: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
         for dimension, names in enumerate(cut):
@@ -223,5 +222,5 @@ def uncut(x: jax.Array, dimension: int) -> jax.Array:
     if mesh.empty or mesh.size == 1 or AxisType.Auto not in mesh.axis_types:
         return x
     spec = P(*(None if i == dimension else P.UNCONSTRAINED for i in range(x.ndim)))
-    found: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-    return found
+    whole: jax.Array = lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return whole

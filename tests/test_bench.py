@@ -28,8 +28,7 @@ from xentlib.tools.bench.contestant import (
     Wanted,
     not_installed,
 )
-from xentlib.tools.bench.measure import add_peaks
-from xentlib.tools.bench.memory import resident_growth
+from xentlib.tools.bench.measure import add_peaks, resident_growth
 from xentlib.tools.bench.result import ContestantResult
 
 TINY = CASES["tiny"]

@@ -13,7 +13,7 @@ import xentlib
 from helpers.played import but_for_times, complaint, parity, sections, staged, written
 from xentlib.tools.cli import parity as cli_parity
 from xentlib.tools.harness import environment
-from xentlib.tools.parity import eta
+from xentlib.tools.parity import progress as eta
 
 
 @pytest.fixture

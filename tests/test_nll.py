@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from helpers.measured import CAPPED, SMALL, by_id, few_programs, hold
 from xentlib.contract import Measurement, check, failures, rho
-from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.backends import Outcome, run
 from xentlib.tools.harness.cases import (
     AUDIT,
     BASE,
@@ -31,7 +31,6 @@ from xentlib.tools.harness.cases import (
     named,
 )
 from xentlib.tools.harness.findings import GRADIENT_ROWS, Findings
-from xentlib.tools.harness.outcomes import Outcome
 from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.rows import nll, nll_mutants
 from xentlib.ulp import dtype_named

@@ -14,10 +14,16 @@ from helpers.small_training import (
     small_windows,
 )
 from xentlib.contract import check, failures
+from xentlib.tools.parity.training.comparison import run_training
 from xentlib.tools.parity.training.model import initial_weights
-from xentlib.tools.parity.training.section import run_training
-from xentlib.tools.parity.training.text import encode_documents, read_documents, train_tokenizer
-from xentlib.tools.parity.training.windows import IGNORE_INDEX, TextWindow, make_windows
+from xentlib.tools.parity.training.text import (
+    IGNORE_INDEX,
+    TextWindow,
+    encode_documents,
+    make_windows,
+    read_documents,
+    train_tokenizer,
+)
 
 pytest.importorskip("tokenizers")
 

@@ -24,12 +24,11 @@ from xentlib.tools.parity.training.comparison import (
     compare,
     compare_curves,
     counts,
+    head_window,
 )
-from xentlib.tools.parity.training.head import head_window
-from xentlib.tools.parity.training.loop import TrainingRun
+from xentlib.tools.parity.training.loop import HeadStep, TrainingRun
 from xentlib.tools.parity.training.model import initial_weights
-from xentlib.tools.parity.training.steps import HeadStep
-from xentlib.tools.parity.training.windows import IGNORE_INDEX, TextWindow
+from xentlib.tools.parity.training.text import IGNORE_INDEX, TextWindow
 
 pytest.importorskip("tokenizers")
 
@@ -76,7 +75,7 @@ def test_one_backend_alone(backend, other):
 import sys
 from xentlib.tools.parity.training.comparison import compare
 from xentlib.tools.parity.training.model import ModelSizes, initial_weights
-from xentlib.tools.parity.training.windows import make_windows
+from xentlib.tools.parity.training.text import make_windows
 import numpy as np
 assert not {{"torch", "jax", "jaxlib", "flax", "optax"}} & set(sys.modules)
 sizes = ModelSizes(vocab=40, length=16, hidden=8, heads=2, layers=1, mlp=8)
@@ -290,7 +289,7 @@ def test_a_mutant_in_jax_fails_too(windows, monkeypatch):
     xj = pytest.importorskip("xentlib.jax")
     pytest.importorskip("torch")
     pytest.importorskip("flax")
-    from xentlib.tools.parity.training import head
+    from xentlib.tools.parity.training import comparison as head
 
     right = xj.chunked_nll
 

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from xentlib.tools.parity import eta as parity_pace
-from xentlib.tools.parity.display import PlainProgress, progress_on
-from xentlib.tools.parity.eta import Pace, Planned
-from xentlib.tools.parity.progress import SilentProgress
+from xentlib.tools.parity.progress import Pace, PlainProgress, Planned, SilentProgress, progress_on
 from xentlib.tools.parity.result import Section
 
 

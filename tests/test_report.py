@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 
 from helpers.parity_runs import FAILURES, STATEMENTS, a_run, failed, measured, unfinished
-from xentlib.tools.parity.report.document import from_json, to_json
-from xentlib.tools.parity.report.files import write_report
-from xentlib.tools.parity.report.numbers import allowance_used, bound_text, number, value_text
+from xentlib.tools.parity.report.document import from_json, to_json, write_report
 from xentlib.tools.parity.report.page import render_page
-from xentlib.tools.parity.report.summary import row_statements, summarise, verdict, worst_first
+from xentlib.tools.parity.report.summary import (
+    allowance_used,
+    bound_text,
+    number,
+    row_statements,
+    summarise,
+    value_text,
+    verdict,
+    worst_first,
+)
 from xentlib.tools.parity.report.table import print_table
 from xentlib.tools.parity.result import Histogram, ParityResult, Section
 

@@ -10,7 +10,6 @@ import pytest
 
 from helpers.parity_runs import FAILURES, HOSTILE, STATEMENTS, a_run, failed, measured, unfinished
 from xentlib.tools.parity.report.document import to_json
-from xentlib.tools.parity.report.numbers import value_text
 from xentlib.tools.parity.report.page import render_page
 from xentlib.tools.parity.report.plots import (
     Series,
@@ -19,6 +18,7 @@ from xentlib.tools.parity.report.plots import (
     histogram_reach,
     line_plot,
 )
+from xentlib.tools.parity.report.summary import value_text
 from xentlib.tools.parity.result import Histogram, Measurement, ParityResult, Section, TrainingCurve
 
 # --- parity.html ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "socket": {"xentlib/tools/parity/rows/collectives.py"},  # a free port of this machine
     "subprocess": {"xentlib/tools/bench/worker.py"},  # the same interpreter
     "multiprocessing": {"xentlib/processes.py"},
-    "ctypes": {"xentlib/processes.py", "xentlib/tools/bench/memory.py"},
+    "ctypes": {"xentlib/processes.py", "xentlib/tools/bench/measure.py"},
 }
 NEVER = {
     *("urllib", "http", "ftplib", "smtplib", "requests", "httpx", "aiohttp", "huggingface_hub"),

@@ -10,9 +10,8 @@ import pytest
 from helpers.ranks import launch
 from helpers.vocab_shards import CASES, PLAIN, V, held
 from xentlib.contract import check, failures
-from xentlib.tools.harness.backends import run, run_logprobs
+from xentlib.tools.harness.backends import GivenLogits, run, run_logprobs
 from xentlib.tools.harness.findings import Findings
-from xentlib.tools.harness.outcomes import GivenLogits
 from xentlib.tools.harness.problems import Case, Upstream, build, logits_problem, upstream_of
 from xentlib.tools.harness.shards import Sharded, ShardedCall, run_calls
 from xentlib.tools.parity.rows import sharded

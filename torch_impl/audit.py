@@ -59,16 +59,16 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
 
     Numerics: float32 inputs; right is what holds rho / u of row A9 against the oracle.
     """
-    said = Options.of(options)
-    kind = kind_of(step, kind, said)
+    declared = Options.of(options)
+    kind = kind_of(step, kind, declared)
     if kind != "step":
-        oracle, numbers_of_it, changed = _of_function(step, kind, said)
-        again = lambda: _of_function(step, kind, said)[1]  # noqa: E731
+        oracle, numbers_of_it, changed = _of_function(step, kind, declared)
+        again = lambda: _of_function(step, kind, declared)[1]  # noqa: E731
         return judge("torch", oracle, numbers_of_it, changed, again)
     there = _ranks()
     check_group(os.environ.get("WORLD_SIZE"), there)
     world = max(there, 1)
-    oracle = oracle_of(kind, said, world)
+    oracle = oracle_of(kind, declared, world)
     rank = dist.get_rank() if world > 1 else 0
     mine, changed = _of_step(step, oracle.problem, rank)
     check_group(None, _ranks(), there)
@@ -99,11 +99,11 @@ def _of_step(step: Step, problem: Problem, rank: int) -> tuple[Numbers, list[str
         batch["hidden"].requires_grad_()
         batches.append(batch)
     hiddens, given = [batch["hidden"] for batch in batches], [{**batch} for batch in batches]
-    found = returned(step(head, batches))
-    if found.d_weight is None:
+    result = returned(step(head, batches))
+    if result.d_weight is None:
         bias = None if problem.bias is None else head.bias
         d_bias = None if bias is None else torch.zeros(vocab) if bias.grad is None else bias.grad
-        found = found._replace(
+        result = result._replace(
             d_weight=head.weight.grad, d_bias=d_bias, d_hiddens=[x.grad for x in hiddens]
         )
     after = _numpy(head.weight)
@@ -111,11 +111,11 @@ def _of_step(step: Step, problem: Problem, rank: int) -> tuple[Numbers, list[str
     for m, batch in enumerate(given):
         before = problem.micro_batch(rank, m)
         changed += [x for x in before if not np.array_equal(_numpy(batch[x]), before[x])]
-    return numbers(problem, found, _numpy, after), [*dict.fromkeys(changed)]
+    return numbers(problem, result, _numpy, after), [*dict.fromkeys(changed)]
 
 
-def _of_function(function: Step, kind: str, said: Options) -> tuple[Oracle, Numbers, list[str]]:
-    problem = oracle_of(kind, said).problem
+def _of_function(function: Step, kind: str, declared: Options) -> tuple[Oracle, Numbers, list[str]]:
+    problem = oracle_of(kind, declared).problem
     width = problem.weight.shape[1]
     hidden = torch.tensor(problem.hidden.reshape(-1, width), requires_grad=True)
     weight = torch.tensor(problem.weight, requires_grad=True)
@@ -124,18 +124,18 @@ def _of_function(function: Step, kind: str, said: Options) -> tuple[Oracle, Numb
         bias = torch.tensor(problem.bias, requires_grad=True)
     labels = torch.tensor(problem.targets.reshape(-1))
     leaves = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-    positional, named = arguments(function, leaves, said)
+    positional, named = arguments(function, leaves, declared)
     result = function(*positional, **named)
     called = any(x.grad is not None for x in (hidden, weight))
     check_backward(kind, result, True, called)
-    found = of_function(kind, result, said, labels.numel(), Tensor)
-    check_backward(kind, found.values[0], found.values[0].requires_grad)
-    oracle = oracle_of(kind, found.options)
+    returned_values = of_function(kind, result, declared, labels.numel(), Tensor)
+    check_backward(kind, returned_values.values[0], returned_values.values[0].requires_grad)
+    oracle = oracle_of(kind, returned_values.options)
     problem = oracle.problem
     given: tuple[Any, ...] = (np.float32(problem.upstream),)
     if kind == "logprobs":
         given = (problem.d_logprobs, problem.d_entropy)
-    there = [(x, g) for x, g in zip(found.values, given) if x.requires_grad]
+    there = [(x, g) for x, g in zip(returned_values.values, given) if x.requires_grad]
     torch.autograd.backward(
         [x for x, _ in there],
         [torch.tensor(g, dtype=x.dtype).reshape(x.shape) for x, g in there],
@@ -145,7 +145,7 @@ def _of_function(function: Step, kind: str, said: Options) -> tuple[Oracle, Numb
     def gradient(x: Tensor) -> Array:
         return np.zeros(x.shape) if x.grad is None else _numpy(x.grad) / scale
 
-    values = np.stack([_numpy(x).reshape(-1) for x in found.values])
+    values = np.stack([_numpy(x).reshape(-1) for x in returned_values.values])
     got = Numbers(
         values[None] if kind == "logprobs" else values[0],
         gradient(weight)[None],
@@ -164,5 +164,5 @@ def _numpy(x: Any) -> Array:
     x = x.detach()
     if hasattr(x, "full_tensor"):
         x = x.full_tensor()
-    found: Array = x.to("cpu", torch.float64, copy=True).numpy()
-    return found
+    array: Array = x.to("cpu", torch.float64, copy=True).numpy()
+    return array

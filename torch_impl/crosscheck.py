@@ -213,29 +213,29 @@ class CrossCheck(Schedule):
             options,
             text=f"N={size} H={width} V={vocab} {dtype_name(call.gemm_dtype)}",
         )
-        found = dict(zip(OUTPUTS, output[4:9], strict=True))
+        named = dict(zip(OUTPUTS, output[4:9], strict=True))
         taken = Taken(
             problem,
             rows,
             dtype_name(call.gemm_dtype),
             host(output[0]),
             host(output[1]),
-            host(found["logprobs"]),
-            host(found["lse"]),
+            host(named["logprobs"]),
+            host(named["lse"]),
             output[0].requires_grad,
         )
         self.taken.append(taken)
         return taken
 
-    def backward(self, seen: Taken, upstream: Tensor, gradients: dict[str, Tensor | None]) -> None:
-        if seen.gradients is not None:  # a graph that is walked again
+    def backward(self, taken: Taken, upstream: Tensor, gradients: dict[str, Tensor | None]) -> None:
+        if taken.gradients is not None:  # a graph that is walked again
             return
-        seen.upstream, seen.gradients = float(upstream), {}
+        taken.upstream, taken.gradients = float(upstream), {}
         for name, gradient in gradients.items():
-            if gradient is not None and (seen.rows is None or name == "hidden"):
-                whole = seen.rows is None
-                part = gradient if whole else gradient[on(seen.rows, gradient)]
-                seen.gradients[f"d {name}"] = host(part)
+            if gradient is not None and (taken.rows is None or name == "hidden"):
+                whole = taken.rows is None
+                part = gradient if whole else gradient[on(taken.rows, gradient)]
+                taken.gradients[f"d {name}"] = host(part)
 
     def weight_of(self, weight: Tensor) -> Any:
         """One copy of a head for all the calls of a step, until it is written to: its version
@@ -256,8 +256,8 @@ def host(x: Tensor | None) -> Any:
 
 def number_of(x: Tensor | None) -> Any:
     """A factor of the logits, one or one for each token."""
-    found = host(x)
-    return 1.0 if found is None else found.reshape(()) if found.size == 1 else found
+    number = host(x)
+    return 1.0 if number is None else number.reshape(()) if number.size == 1 else number
 
 
 def on(rows: Any, x: Tensor) -> Tensor:

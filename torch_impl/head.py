@@ -18,13 +18,13 @@ from xentlib.arguments import Arguments
 from xentlib.checks.lora import check_base, check_low_rank_route
 from xentlib.checks.module import check_beside_module, refuse_module
 from xentlib.checks.placement import refuse_dtensor, refuse_nodes
-from xentlib.checks.route import check_route, refuse_routed
+from xentlib.checks.shards import check_route, refuse_routed
 from xentlib.checks.validators import check_floating
 from xentlib.lora import LowRankHead
 from xentlib.options import Gather
 from xentlib.torch.array_spec import array_spec, dtype_name, is_dtensor, only_tensors
 from xentlib.torch.shards import LocalHead, resident
-from xentlib.torch.wrappers.detect import is_a, is_loaded, keeps_forward, kept_by_zero
+from xentlib.torch.wrappers import is_a, is_loaded, keeps_forward, kept_by_zero
 
 if TYPE_CHECKING:
     from xentlib.torch.wrappers.fsdp2 import Owner
@@ -283,8 +283,8 @@ def parameters_of(module: nn.Module, gather: str = "head") -> tuple[Tensor, Tens
 def kept(module: nn.Module, name: str, gather: str) -> Any:
     """A parameter; by another route than the gathered head's as the module keeps it, since in its
     engine's forward DeepSpeed gathers what is read by its name."""
-    found = None if gather == "head" else module._parameters.get(name)
-    return getattr(module, name, None) if found is None else found
+    parameter = None if gather == "head" else module._parameters.get(name)
+    return getattr(module, name, None) if parameter is None else parameter
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -126,11 +126,11 @@ def next_token_labels(
 
 def any_of_next(begins: Tensor, columns: int) -> Tensor:
     """Whether a document begins at any of the `columns` tokens behind each, by doubling."""
-    seen = 1
-    while seen < columns:
-        step = min(seen, columns - seen)
+    reach = 1
+    while reach < columns:
+        step = min(reach, columns - reach)
         begins = begins[..., :-step] | begins[..., step:]
-        seen += step
+        reach += step
     return begins[..., 1:]
 
 
@@ -159,6 +159,6 @@ def next_columns(
     inside = owner < world
     owner = owner.clamp(max=world - 1)
     column = torch.where(inside, place - (ends - lengths)[owner], 0)
-    found = slices[:, 1:].view(world, lanes, columns)[owner, :, column]
-    found = torch.where(inside, found.T, ignore_index)
-    return list(found.view(len(rows), *leading, columns)), ends[rank] - length
+    columns_there = slices[:, 1:].view(world, lanes, columns)[owner, :, column]
+    columns_there = torch.where(inside, columns_there.T, ignore_index)
+    return list(columns_there.view(len(rows), *leading, columns)), ends[rank] - length

@@ -15,8 +15,8 @@ from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.arguments import Arguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.binding import bind
+from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
-from xentlib.torch.core.handshake import Terms
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.lora import fake_low_rank
 from xentlib.torch.core.stats import all_stats

@@ -49,8 +49,8 @@ class Origin(NamedTuple):
     def divided_since(self, weight: Any) -> bool:
         """By its count, which tells a divisor from other constants."""
         counts = (self.num_tokens, self.weight_sum, weight)
-        found = (same_count(x, count) for x in self.divisors for count in counts)
-        return self.denominator is None and not self.scaled and any(found)
+        equal = (same_count(x, count) for x in self.divisors for count in counts)
+        return self.denominator is None and not self.scaled and any(equal)
 
 
 class LossAndCount(NamedTuple):

@@ -22,7 +22,7 @@ from xentlib.nll import NLLOutput
 from xentlib.torch.api import chunked_logprobs, chunked_nll
 from xentlib.torch.array_spec import array_spec, is_dtensor
 from xentlib.torch.head import kept
-from xentlib.torch.wrappers.detect import kept_by_zero
+from xentlib.torch.wrappers import kept_by_zero
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -149,5 +149,5 @@ class NLLHead(nn.Linear):
         return super().register_forward_pre_hook(hook, **options)
 
     def extra_repr(self) -> str:
-        said = [super().extra_repr(), *(["per_token=True"] if self.per_token else [])]
-        return ", ".join(said + [f"{name}={value!r}" for name, value in self.options.items()])
+        parts = [super().extra_repr(), *(["per_token=True"] if self.per_token else [])]
+        return ", ".join(parts + [f"{name}={value!r}" for name, value in self.options.items()])

@@ -19,9 +19,9 @@ from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.torch.array_spec import as_tensor
 from xentlib.torch.binding import bind
 from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.consistency import Terms, same_upstream
 from xentlib.torch.core.device import device_info, host_readable
 from xentlib.torch.core.gradients import Gradients, needs_transpose, power_of_two
-from xentlib.torch.core.handshake import Terms, same_upstream
 from xentlib.torch.core.kernels import FusedLoss, LossTerms
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.lora import fake_low_rank
@@ -322,7 +322,7 @@ def _backward(
     of_all = None
     if ctx.together:
         of_all = same_upstream(gradient, valid_N.any(), ctx.together)
-    found = nll_backward(
+    pulled = nll_backward(
         gradient,
         Gradients(*accumulators),
         valid_N,
@@ -333,7 +333,7 @@ def _backward(
         eager=eager,
         reuse=eager and not keeps_graph(),
     )
-    gradients = dict(zip(DIFFERENTIATED, found, strict=True))
+    gradients = dict(zip(DIFFERENTIATED, pulled, strict=True))
     run_backward_hooks(ctx, gradient, gradients)
     return gradients
 

@@ -157,11 +157,11 @@ class Operator:
             setup(ctx, output, *self.split(inputs))
 
         def pulled(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-            found = backward(ctx, *gradients) or {}
-            unknown = [name for name in found if name not in self.fields]
+            named = backward(ctx, *gradients) or {}
+            unknown = [name for name in named if name not in self.fields]
             if unknown:  # it would be dropped without a word
                 raise KeyError(f"gradients must be of {self.fields}; got {unknown}")
-            return tuple(found.get(name) for name in self.fields)
+            return tuple(named.get(name) for name in self.fields)
 
         self.op.register_autograd(pulled, setup_context=context)
 

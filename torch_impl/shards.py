@@ -37,8 +37,8 @@ def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup
         parallel = parallel.get_group()
     if not isinstance(parallel, dist.ProcessGroup):
         check_group(parallel, name)
-    found: dist.ProcessGroup = parallel
-    return found
+    group: dist.ProcessGroup = parallel
+    return group
 
 
 def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:

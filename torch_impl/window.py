@@ -342,15 +342,15 @@ class Window:
 
         Numbers of tokens are the same exactly; weights are added up in another order, in float32.
         """
-        declared, seen, size = known(self.own), known(self.token_sum), known(self.size)
+        declared, summed, size = known(self.own), known(self.token_sum), known(self.size)
         if declared is None:
             return
         assert self.declared is not None
         apart = 0.0 if self.declared[2] is None else 1e-6 * size
-        if not abs(declared - seen) <= apart:
+        if not abs(declared - summed) <= apart:
             raise CountMismatchError(
                 f"`labels` must be those that the losses see; got {declared:.15g} valid tokens "
-                f"declared and {seen:.15g} in the losses. Count after the shift, with the mask "
+                f"declared and {summed:.15g} in the losses. Count after the shift, with the mask "
                 f"that the loss uses."
             )
 

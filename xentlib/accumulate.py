@@ -173,7 +173,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self.state = WindowState.IDLE
 
-    def step(self, action: str, said: str = "") -> None:
+    def step(self, action: str, name: str = "") -> None:
         """Do `action`, or raise in the caller's words.
 
         Raises:
@@ -183,7 +183,7 @@ class Lifecycle:
         if after is None:
             allowed = " or ".join(state.value for state in STEPS[action])
             raise WindowStateError(
-                f"`{said or action}` needs a window that is {allowed}; got one that is "
+                f"`{name or action}` needs a window that is {allowed}; got one that is "
                 f"{self.state.value}. {WAYS[action]}"
             )
         self.state = after

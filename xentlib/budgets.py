@@ -130,16 +130,16 @@ def budget_entries(
     an entry for each rank, phase and kind; `rounds` of what travels in them."""
     allowed = BUDGETS[budget]
 
-    def numbers(said: Mapping[str, int], theirs: tuple[str, ...] = ()) -> list[int]:
-        return [said.get(kind, 0) for kind in KINDS if kind not in theirs]
+    def numbers(counted: Mapping[str, int], theirs: tuple[str, ...] = ()) -> list[int]:
+        return [counted.get(kind, 0) for kind in KINDS if kind not in theirs]
 
     def with_rounds(once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, int]:
         return {kind: once.get(kind, 0) + rounds * each.get(kind, 0) for kind in KINDS}
 
-    got = [n for said in forward for n in numbers(said)]
+    got = [n for counted in forward for n in numbers(counted)]
     want = numbers(with_rounds(allowed.forward, allowed.each)) * len(forward)
-    for said in backward:
-        got += numbers(said, allowed.theirs)
+    for counted in backward:
+        got += numbers(counted, allowed.theirs)
         want += numbers(with_rounds(allowed.backward, allowed.each_backward), allowed.theirs)
     return np.array(got), np.array(want)
 

@@ -64,9 +64,9 @@ def _watch(parent: int) -> None:
 class RanksError(RuntimeError):
     """Ranks that have not come back: what each has said, and how many ranks there are in all."""
 
-    def __init__(self, said: list[str], world: int) -> None:
-        super().__init__("\n".join(said))
-        self.said = said
+    def __init__(self, outputs: list[str], world: int) -> None:
+        super().__init__("\n".join(outputs))
+        self.outputs = outputs
         self.world = world
 
 
@@ -77,8 +77,8 @@ class RanksFailed(RanksError):
 class RanksLate(RanksError):
     """They made no progress, or used too much processor time; `why` completes "2 ranks"."""
 
-    def __init__(self, said: list[str], world: int, why: str) -> None:
-        super().__init__(said, world)
+    def __init__(self, outputs: list[str], world: int, why: str) -> None:
+        super().__init__(outputs, world)
         self.why = why
 
 
@@ -124,10 +124,10 @@ def launch(
         finally:
             for rank in ranks:
                 _end(rank.process)
-        said = [rank.said.read_text(errors="replace") for rank in ranks]
+        outputs = [rank.stderr.read_text(errors="replace") for rank in ranks]
         # The one that failed first says the least of lost connections.
         for ending in ("failed", "waiting", "spinning"):
-            of_them = [text for state, text in zip(states, said, strict=True) if state == ending]
+            of_them = [text for state, text in zip(states, outputs, strict=True) if state == ending]
             if of_them and ending == "failed":
                 raise RanksFailed(of_them, world)
             if of_them:
@@ -137,13 +137,13 @@ def launch(
                 }
                 raise RanksLate(of_them, world, why[ending])
         # Written a moment ago by the processes above.
-        return [pickle.loads(rank.found.read_bytes()) for rank in ranks]
+        return [pickle.loads(rank.result.read_bytes()) for rank in ranks]
 
 
 class _Rank(NamedTuple):
     process: Any
-    said: Path  # all that it has written to standard error
-    found: Path  # what it has returned; there as a whole, or not at all
+    stderr: Path  # all that it has written to standard error
+    result: Path  # what it has returned; there as a whole, or not at all
 
 
 def _context(preload: Sequence[str]) -> Any:
@@ -155,12 +155,12 @@ def _context(preload: Sequence[str]) -> Any:
 
 
 def _rank(context: Any, rank: int, world: int, folder: str, variables: dict[str, str]) -> _Rank:
-    said, found = Path(folder, f"said{rank}"), Path(folder, f"found{rank}")
-    said.touch()
+    stderr, result = Path(folder, f"stderr{rank}"), Path(folder, f"result{rank}")
+    stderr.touch()
     process = context.Process(
-        target=_enter, args=(rank, world, folder, said, found, variables), name=f"rank {rank}"
+        target=_enter, args=(rank, world, folder, stderr, result, variables), name=f"rank {rank}"
     )
-    return _Rank(process, said, found)
+    return _Rank(process, stderr, result)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def _wait(ranks: list[_Rank], seconds: float) -> list[str]:
     while True:
         # In this order: a rank may end between the two.
         ended = [rank.process.exitcode is not None for rank in ranks]
-        done = [rank.found.exists() for rank in ranks]
+        done = [rank.result.exists() for rank in ranks]
         states = [
             "done" if there else "failed" if gone else ""
             for gone, there in zip(ended, done, strict=True)
@@ -265,7 +265,7 @@ def _end(process: Any) -> None:
 
 
 def _enter(
-    rank: int, world: int, folder: str, said: Path, found: Path, variables: dict[str, str]
+    rank: int, world: int, folder: str, stderr: Path, result: Path, variables: dict[str, str]
 ) -> None:
     """Be a rank. What it raises is written to standard error by multiprocessing, which ends it."""
     _end_with_launcher()
@@ -273,14 +273,14 @@ def _enter(
     os.environ.update(variables)
     # A file: a rank that fills a pipe which is not read yet would make the others wait. DeepSpeed
     # says much; the launcher's standard output is where the JSON of a parity run goes.
-    with said.open("wb") as errors, Path(os.devnull).open("wb") as nothing:
+    with stderr.open("wb") as errors, Path(os.devnull).open("wb") as nothing:
         os.dup2(errors.fileno(), 2)
         os.dup2(nothing.fileno(), 1)
     # Written by the process that started this one.
     work, arguments = pickle.loads(Path(folder, "work").read_bytes())
-    part = found.with_suffix(".part")
+    part = result.with_suffix(".part")
     part.write_bytes(pickle.dumps(work(rank, world, folder, *arguments)))
-    part.replace(found)
+    part.replace(result)
 
 
 def _end_with_launcher() -> None:

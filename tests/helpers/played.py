@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 from xentlib.tools import cli
 from xentlib.tools.cli import requirements
-from xentlib.tools.parity.eta import Planned
+from xentlib.tools.parity.progress import Planned
 from xentlib.tools.parity.result import Histogram, Measurement, Section, TrainingCurve
 
 EVERYTHING = {"torch", "jax", "flax", "optax", "tokenizers"}

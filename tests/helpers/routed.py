@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from helpers.lowrank import LowProblem
 from helpers.vocab_shards import same_on_all_ranks, vocab_axis
+from xentlib.tools.harness.backends import GRADIENTS
 from xentlib.tools.harness.device import numpy_of, on_torch
-from xentlib.tools.harness.outcomes import GRADIENTS
 from xentlib.tools.harness.problems import Problem, Upstream
 from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll, count_collectives
 from xentlib.torch.core.device import KINDS

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 
-from xentlib.tools.parity.training.loop import TrainingRun, train
+from xentlib.tools.parity.training.loop import AdamW, TrainingRun, train
 from xentlib.tools.parity.training.model import ModelSizes, initial_weights
-from xentlib.tools.parity.training.steps import AdamW
-from xentlib.tools.parity.training.text import encode_documents, read_documents, train_tokenizer
-from xentlib.tools.parity.training.windows import TextWindow, make_windows
+from xentlib.tools.parity.training.text import (
+    TextWindow,
+    encode_documents,
+    make_windows,
+    read_documents,
+    train_tokenizer,
+)
 
 VOCAB, LENGTH, STEPS = 400, 48, 6
 SIZES = ModelSizes(vocab=VOCAB, length=LENGTH, hidden=32, heads=2, layers=2, mlp=64)

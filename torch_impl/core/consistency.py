@@ -1,18 +1,33 @@
-"""What all ranks of a sharded vocabulary must have the same, in a few numbers that travel with the
-first MAX of a call.
+"""What all ranks of a head must have the same, and how they learn it: in a few numbers that travel
+with the first MAX of a sharded vocabulary; or, where tokens or rows of a head travel, in a
+handshake from host to host, first in a call, on all of its ranks.
 
-Shapes: N tokens, E numbers.
+Shapes: N tokens, E numbers, R ranks, S numbers of each.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.arguments import SCALARS, Scalars
-from xentlib.plan.shards import ROOM
+from xentlib.checks.call import (
+    check_divisor,
+    check_divisor_elsewhere,
+    check_labels_elsewhere,
+)
+from xentlib.checks.shards import check_upstream, refuse_inconsistent
+from xentlib.plan.split import ROOM
+from xentlib.torch.core.device import chunk_bytes, host_readable
+from xentlib.torch.core.groups import gather_into, group_named, host_group
+from xentlib.torch.core.tokens import check_labels, counted, out_of_range
+from xentlib.torch.operators import HeadCall
 
 FUNCTIONS = (
     "chunked_nll",
@@ -133,3 +148,149 @@ def factors(count: int, like: Tensor) -> Tensor:
     entries could change places unseen."""
     bits = (mix(count, like) >> 7) & 0xFFFF
     return (signs(count, like)[0] * (0.5 + (bits >> 1) * 2.0**-16)).to(like.dtype)
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ROUTES = ("hidden", "stream", "nodes")
+
+
+class Terms(NamedTuple):
+    """What a function brings to its loop, beside the call."""
+
+    function: str = FUNCTIONS[0]
+    needs: Sequence[bool] = ()  # gradients that will be asked for
+    outputs: float = 0.0  # which of the per-token results are computed, as one number
+    class_weights: Tensor | None = None
+    d_entropy: bool = False  # this rank's loss is made of entropies
+    refused: float | None = None  # the denominator of this rank's tokens, if it is not positive
+
+    @property
+    def of_loss(self) -> bool:
+        return self.function == FUNCTIONS[0]
+
+
+class Agreed(NamedTuple):
+    """Numbers of every rank by name, the same on all of them: whatever decides the number or the
+    size of a collective is made of these."""
+
+    tokens: list[int]
+    rows: list[int]
+    budget: list[int]
+    temperature: list[int]
+    d_entropy: list[int]
+
+    def of(self, ranks: Sequence[int]) -> Agreed:
+        """Of some of the ranks."""
+        return Agreed(*([numbers[rank] for rank in ranks] for numbers in self))
+
+
+def close_numbers(call: HeadCall, terms: Terms) -> dict[str, float]:
+    """What each rank has computed for itself, so that it may differ in roundings, by name; 0 where
+    it is not there or cannot be read."""
+    numbers, scale = {"logit_scale": 0.0, "class_weights": 0.0}, call.logit_scale
+    if scale is not None and host_readable(scale):
+        # As good as a logarithm beyond 1e-6, of either sign: a difference is then relative.
+        numbers["logit_scale"] = math.asinh(1e6 * float(scale))
+    if terms.class_weights is not None and host_readable(terms.class_weights):
+        weights = torch.nan_to_num(terms.class_weights.double())
+        weighed = (factors(len(weights), weights) * weights).sum()
+        numbers["class_weights"] = float(weighed / weights.norm().clamp(min=1e-300))
+    return numbers
+
+
+def bits_of(x: float) -> int:
+    """Of float64, as an integer: what is compared is then the number itself."""
+    bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
+    return bits
+
+
+def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
+    """Numbers of every rank, of a call by a row of the table of routes. Refuse on all of them what
+    must be the same, or they would not make the same collectives, or not add up the same loss; and
+    a denominator of 0. Where rows travel, also a label outside of the vocabulary on any rank.
+
+    All that decides a collective is in it, and it has one size for every route and function: ranks
+    whose calls differ read that, and none waits for the others.
+    """
+    assert call.shard is not None
+    group = group_named(call.every or call.group)
+    vocab_size, bad_N = int(call.shard[2]), None
+    _, rows_M = counted(call.labels, call.where, call.ignore_index)
+    if route != "hidden":  # whose ranks gather their labels, and refuse one together
+        bad_N = out_of_range(call.labels, call.where, call.ignore_index, vocab_size)
+    is_bad = bad_N is not None and host_readable(bad_N) and bool(bad_N.any())
+    of_rank = {
+        "bad": is_bad + 2 * (terms.refused is not None),
+        "tokens": call.hidden.shape[0] if rows_M is None else rows_M.shape[0],
+        "rows": call.weight.shape[call.transposed],
+        "budget": chunk_bytes(call.chunk_bytes, call.hidden.device),
+        "temperature": int(call.temperature is not None),
+        "d_entropy": int(terms.d_entropy),
+    }
+    same, close = same_numbers(call, terms, route), close_numbers(call, terms)
+    numbers = [*of_rank.values(), *same.values(), *map(bits_of, close.values())]
+    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    all_RS = sent.new_empty(dist.get_world_size(group), len(sent))
+    gather_into(all_RS.view(-1), sent, group=host_group(group))
+    exact_RS, close_RS = all_RS.split([len(sent) - len(close), len(close)], dim=1)
+    columns = dict(zip((*of_rank, *same), exact_RS.T.tolist(), strict=True))
+    differs = [name for name in same if len(set(columns[name])) > 1]
+    high, low = (close_RS.contiguous().view(torch.float64).aminmax(dim=0))[::-1]
+    differs += [name for name, far in zip(close, (high - low > TOLERANCE).tolist()) if far]
+    refuse_inconsistent([name for name in differs if name in ("gather", "function")])
+    if bad_N is not None:
+        check_labels(call.labels, bad_N, call.ignore_index, vocab_size)
+        check_labels_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 1])
+    if terms.refused is not None:
+        check_divisor(terms.refused)
+    check_divisor_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 2])
+    refuse_inconsistent(differs)
+    return Agreed(*(columns[name] for name in Agreed._fields))
+
+
+def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, int]:
+    """What every rank must have the same, by name."""
+    assert call.shard is not None
+    of_hidden, *of_head = (*terms.needs, *[False] * (5 - len(terms.needs)))
+    wanted = sum(2**k * bool(need) for k, need in enumerate(of_head))
+    hidden = route == "hidden"  # d hidden is a sum over ranks, and each has its own bias
+    dtypes = DTYPES.index(call.compute_dtype), DTYPES.index(call.gemm_dtype)
+    return {
+        "gather": ROUTES.index(route),
+        "function": FUNCTIONS.index(terms.function),
+        "max_chunk_bytes": call.chunk_bytes,
+        "the width of hidden": call.hidden.shape[1],
+        "the dtype of hidden": 10 * dtypes[0] + dtypes[1],
+        "keep": int(call.low_keep is not None),
+        "ignore_index": call.ignore_index,
+        "vocab_size": int(call.shard[2]),
+        "bias": 0 if hidden else int(call.bias is not None),
+        "gradient": int(of_hidden) if hidden else 0,
+        "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
+        "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
+        **{name: bits_of(value or 0.0) for name, value in call.scalars._asdict().items()},
+        "outputs" if terms.of_loss else "entropy": bits_of(terms.outputs),
+    }
+
+
+@torch.library.custom_op("xentlib::same_upstream", mutates_args=())
+def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
+    """The gradient [] that all ranks with tokens that count have alike, of a loss whose head's
+    gradient holds all of them by now; 0 where no rank has any, NaN where they differ and cannot be
+    read."""
+    over = group_named(group)
+    ours = torch.stack([gradient, counts.to(gradient.dtype)])
+    all_R2 = ours.new_empty(dist.get_world_size(over), 2)
+    gather_into(all_R2.view(-1), ours, group=over)
+    value_R, counts_R = all_R2[:, 0], all_R2[:, 1] > 0
+    high = torch.where(counts_R, value_R, -torch.inf).amax()
+    low = torch.where(counts_R, value_R, torch.inf).amin()
+    differs = high > low  # False of NaN
+    if host_readable(gradient) and differs:
+        check_upstream(value_R.tolist())
+    return torch.where(counts_R.any(), torch.where(differs, torch.nan, high), 0.0)
+
+
+@same_upstream.register_fake
+def _(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
+    return torch.empty_like(gradient)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.plan import schedule, shard_of
+from xentlib.torch.core.consistency import Agreed, Terms, shake_hands
 from xentlib.torch.core.gathered import GatheredTokens
 from xentlib.torch.core.gradients import Gradients, GradientSums
 from xentlib.torch.core.groups import group_named
-from xentlib.torch.core.handshake import Agreed, Terms, shake_hands
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
 from xentlib.torch.core.vocab import ShardedVocab, numbers_of

@@ -110,14 +110,14 @@ class LazyLogits(metaclass=LazyClass):
 
     def to(self, *to: Any, **options: Any) -> LazyLogits:
         """A dtype they are said to have, or a device for their hidden states."""
-        found = self
+        moved = self
         for x in (*to, *options.values()):
             if isinstance(x, torch.dtype):
-                found = replace(found, dtype=x)
+                moved = replace(moved, dtype=x)
             elif not isinstance(x, bool):
                 where = x.device if isinstance(x, (Tensor, LazyLogits)) else x
-                found = replace(found, hidden=found.hidden.to(where))
-        return found
+                moved = replace(moved, hidden=moved.hidden.to(where))
+        return moved
 
     def contiguous(self) -> LazyLogits:
         return self
@@ -209,21 +209,21 @@ class LazyLogits(metaclass=LazyClass):
         if twice:
             self.refuse(f"`{twice[0]}` from the loss and from `patch`")
         scale, over = self.inner
-        found: dict[str, Any] = {"weight": self.head, "bias": None, **self.options, **options}
+        arguments: dict[str, Any] = {"weight": self.head, "bias": None, **self.options, **options}
         if self.outer is not None:
-            found["softcap"] = self.outer.times / self.outer.over
+            arguments["softcap"] = self.outer.times / self.outer.over
             scale, over = scale * self.outer.times, over * self.outer.over
-        found["logit_scale"] = scale / over
+        arguments["logit_scale"] = scale / over
         weight, bias, layer = parameters_of(self.head)
-        found["hidden"] = self.hidden.to(weight.device)
-        found["labels"] = labels.to(weight.device)
+        arguments["hidden"] = self.hidden.to(weight.device)
+        arguments["labels"] = labels.to(weight.device)
         if self.num_classes != weight.shape[0]:
             # Rows that pad the vocabulary: the model has cut their logits off.
             if layer is not None:
                 self.refuse("fewer classes than the head of an adapter has")
-            found["weight"] = weight[: self.num_classes]
-            found["bias"] = None if bias is None else bias[: self.num_classes]
-        return found
+            arguments["weight"] = weight[: self.num_classes]
+            arguments["bias"] = None if bias is None else bias[: self.num_classes]
+        return arguments
 
     def cross_entropy(
         self,
@@ -287,8 +287,8 @@ class LazyLogits(metaclass=LazyClass):
                     f"{came} for T = {len(part)}. Return `logits.argmax(-1)` for instance, or "
                     f"`logits.topk(5).indices`."
                 )
-        found = torch.cat(made)
-        return found.reshape(*self.hidden.shape[:-1], *found.shape[1:])
+        joined = torch.cat(made)
+        return joined.reshape(*self.hidden.shape[:-1], *joined.shape[1:])
 
     # Everything else
 

@@ -18,7 +18,7 @@ from xentlib.lazy import loading
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import known, loss_and_count
-from xentlib.torch.wrappers.detect import is_a
+from xentlib.torch.wrappers import is_a
 from xentlib.torch.wrappers.fsdp2 import FSDP2
 from xentlib.torch.wrappers.models import detect_wrapper
 

@@ -166,9 +166,9 @@ def vocab_mesh(weight: Tensor) -> Any:
 
 
 def check_summed(owner: Owner | None) -> None:
-    found = set() if owner is None else divisors(owner) - {1.0}
-    if found and torch.is_grad_enabled():
-        by = "the number of ranks" if None in found else f"{found.pop():g}"
+    factors = set() if owner is None else divisors(owner) - {1.0}
+    if factors and torch.is_grad_enabled():
+        by = "the number of ranks" if None in factors else f"{factors.pop():g}"
         raise ValueError(
             f"`HeadLoss` must have its gradients summed over the ranks, as it divides by the "
             f"tokens of all of them; got FSDP2 that divides by {by}. Call "

@@ -54,7 +54,7 @@ class CrossCheckCallback(TrainerCallback):
     ) -> None:
         new, self.logged = self.check.results[self.logged :], len(self.check.results)
         for result in new:
-            found = {f"crosscheck/{name}": value for name, value in result.worst.items()}
+            worst = {f"crosscheck/{name}": value for name, value in result.worst.items()}
             for into in (logs, state.log_history[-1] if state.log_history else None):
                 if into is not None:
-                    into.update(found)
+                    into.update(worst)

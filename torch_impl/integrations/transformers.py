@@ -16,8 +16,8 @@ from xentlib.torch.core.device import device_info
 from xentlib.torch.head import parameters_of
 from xentlib.torch.integrations.lazy_logits import LOSS_SCALARS, LazyLogits, LazyLogitsError, thread
 from xentlib.torch.micro_batch import known, label_loss
+from xentlib.torch.wrappers import keeps_forward
 from xentlib.torch.wrappers.accelerate import set_class
-from xentlib.torch.wrappers.detect import keeps_forward
 
 __all__ = ["LazyLogits", "LazyLogitsError", "patch", "unpatch"]
 
@@ -136,8 +136,8 @@ def parts(model: Any) -> tuple[Any, Any]:
     """The model of `transformers` in a model, and its head."""
     inner = model
     while not is_pretrained(inner):
-        found = getattr(inner, "get_base_model", None)
-        inside = found() if found is not None else getattr(inner, "module", None)
+        base = getattr(inner, "get_base_model", None)
+        inside = base() if base is not None else getattr(inner, "module", None)
         if inside is None or inside is inner:
             refuse(f"a {type(model).__name__}")
         inner = inside

@@ -117,8 +117,8 @@ def replaced() -> Iterator[list[None]]:
             capped = softcap is not None and "mean_logits" in outputs
             if capped or not OURS.issuperset(outputs):
                 call = (hidden, weight, bias, targets, temperature, chunk_size, softcap)
-                found: tuple[Any, ...] = theirs.apply(*call, logit_scale, outputs)
-                return found
+                results: tuple[Any, ...] = theirs.apply(*call, logit_scale, outputs)
+                return results
             out = chunked_logprobs(
                 hidden,
                 weight,

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from xentlib.accumulate import Reduction, UnsupportedWrapperError
+from xentlib.torch.wrappers import OLD_FORWARD, keeps_forward
 from xentlib.torch.wrappers.deepspeed import DeepSpeed
-from xentlib.torch.wrappers.detect import OLD_FORWARD, keeps_forward
 from xentlib.torch.wrappers.plain import Around, NoWrapper
 
 

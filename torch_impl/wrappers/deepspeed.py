@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError, reduction_of
-from xentlib.checks.route import (
+from xentlib.checks.shards import (
     check_engine,
     check_flat_rows,
     refuse_gathered,
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 def keeps_alone(module: torch.nn.Module, hooks: tuple[str, ...]) -> bool:
     """Whether no hook but ZeRO-3's is in the module's dictionaries `hooks`."""
-    found = [hook for name in hooks for hook in getattr(module, name).values()]
-    origins = [getattr(getattr(hook, "func", hook), "__module__", "") for hook in found]
+    hooks_there = [hook for name in hooks for hook in getattr(module, name).values()]
+    origins = [getattr(getattr(hook, "func", hook), "__module__", "") for hook in hooks_there]
     return all(x.startswith("deepspeed.") for x in origins)
 
 
@@ -88,7 +88,7 @@ def copies(heads: list[Any], *parameters: Any) -> list[Any]:
     gathered = without_elements(heads)
     _gather(gathered)
     try:
-        found = [None if p is None else p.clone() for p in parameters]
+        cloned = [None if p is None else p.clone() for p in parameters]
     finally:
         _partition(gathered)
 
@@ -97,10 +97,10 @@ def copies(heads: list[Any], *parameters: Any) -> list[Any]:
         _stand_in(missing)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _empty(missing))
 
-    for x in found:
+    for x in cloned:
         if x is not None and x.requires_grad:
             x.register_hook(prepare)
-    return found
+    return cloned
 
 
 def _gather(parameters: list[Any]) -> None:
@@ -140,10 +140,10 @@ def rows_of(weight: Any, bias: Any, layout: str, gather: str) -> LocalHead:
     whole = weight.ds_persist or weight.ds_status.name == "AVAILABLE"
     if whole and not _tied(weight):
         refuse_gathered(gather)
-    found = [_rows(p, dist.get_rank(group)) for p in parameters]
+    rows = [_rows(p, dist.get_rank(group)) for p in parameters]
     sizes = (shape[0] // ranks,) * ranks
     shard = shard_of(sizes, dist.get_rank(group))
-    return LocalHead(found[0], found[1] if len(found) > 1 else None, group, shard, 1.0 / ranks)
+    return LocalHead(rows[0], rows[1] if len(rows) > 1 else None, group, shard, 1.0 / ranks)
 
 
 def _unproven(parameters: list[Any]) -> list[str]:
@@ -161,7 +161,7 @@ def _unproven(parameters: list[Any]) -> list[str]:
 
     pieces = [p.ds_tensor for p in parameters]
     scales = has("dynamic_loss_scale", "custom_loss_scaler", "torch_autocast_gradscaler")
-    found = {
+    features = {
         "fp16, or a loss scale that moves": scales or pieces[0].dtype == torch.float16,
         "parameters or optimizer states that are offloaded": has(
             "offload_optimizer", "offload_param", "offloaded_states", "params_in_nvme_and_cpu"
@@ -194,7 +194,7 @@ def _unproven(parameters: list[Any]) -> list[str]:
         f"a {type(optimizer).__name__}": type(optimizer).__name__
         != "DeepSpeedZeroOptimizer_Stage3",
     }
-    return [name for name, here in found.items() if here]
+    return [name for name, here in features.items() if here]
 
 
 def _tied(parameter: Any) -> bool:
@@ -235,10 +235,10 @@ def _rows(parameter: Any, rank: int) -> Tensor:
 
         def add() -> None:
             _reduce(optimizer)
-            written, found = _written(optimizer), gradient.view(-1)
+            written, added = _written(optimizer), gradient.view(-1)
             if parameter.ds_id in written:
-                found = safe_get_local_grad(parameter) + found
-            safe_set_local_grad(parameter, found)
+                added = safe_get_local_grad(parameter) + added
+            safe_set_local_grad(parameter, added)
             written.add(parameter.ds_id)
 
         torch.autograd.Variable._execution_engine.queue_callback(add)

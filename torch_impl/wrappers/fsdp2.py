@@ -44,8 +44,8 @@ class Owner(NamedTuple):
         """What the group gathers for a parameter: a leaf, whose gradient the group reduces."""
         for held in self.group.fsdp_params:
             if held.sharded_param is parameter:
-                found: Tensor = held.unsharded_param
-                return found
+                unsharded: Tensor = held.unsharded_param
+                return unsharded
         return parameter
 
     def kind(self, parameter: Tensor) -> Tensor | None:
@@ -103,8 +103,8 @@ def keeps_alone(module: nn.Module, weight: Any, hooks: tuple[str, ...]) -> bool:
         return False
     # Those of a `fully_shard` of several modules are closures, and others.
     own = (owner.state._pre_forward, owner.state._post_forward)
-    found = [hook for name in hooks for hook in getattr(module, name).values()]
-    return bool(found) and all(hook in own for hook in found)
+    hooks_there = [hook for name in hooks for hook in getattr(module, name).values()]
+    return bool(hooks_there) and all(hook in own for hook in hooks_there)
 
 
 def divisors(owner: Owner) -> set[Any]:
@@ -142,15 +142,15 @@ def call_with_head(
     need no values of the head in the backward, only its shape: unless they are a `recompute`, the
     module is not told that its parameters will be asked for again, and does not gather them.
     """
-    found: list[T] = []
+    results: list[T] = []
 
     def forward(hidden: Tensor) -> list[Tensor]:
         whole = owner.whole(weight)
         assert whole is not None
-        found.append(function(hidden, whole, owner.whole(bias)))
+        results.append(function(hidden, whole, owner.whole(bias)))
         # Hooks go on these. What the module returns may be cast to the policy's output dtype, and
         # is not used: ours stay float32.
-        return _differentiable(found[0]) if recompute else []
+        return _differentiable(results[0]) if recompute else []
 
     names, uses = vars(owner.module), owner.group._post_forward_indices
     before, used = names.get("forward"), len(uses)
@@ -168,9 +168,9 @@ def call_with_head(
         if len(uses) > used and order[-1] is owner.group:
             uses.pop()
             order.pop()
-        for x in _differentiable(found[0]):
+        for x in _differentiable(results[0]):
             x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
-    return found[0]
+    return results[0]
 
 
 @contextmanager
@@ -197,14 +197,14 @@ def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:
     owner.module.unshard()
     try:
         whole = [None if p is None else owner.whole(p) for p in parameters]
-        found = [None if w is None else w.clone() for w in whole]
+        cloned = [None if w is None else w.clone() for w in whole]
     finally:
         if not here:
             owner.module.reshard()
-    for x in found:
+    for x in cloned:
         if x is not None and x.requires_grad:
             x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
-    return found
+    return cloned
 
 
 def check_copies(rows: bool, **head: Any) -> None:
@@ -236,11 +236,11 @@ def check_copies(rows: bool, **head: Any) -> None:
 def _history(node: Any) -> Iterator[Any]:
     """Nodes of an autograd graph, from one on; 1,000 at most, of a weight that a network makes."""
     nodes: list[Any] = [node]
-    seen: set[Any] = set()
-    while nodes and len(seen) < 1000:
+    visited: set[Any] = set()
+    while nodes and len(visited) < 1000:
         node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if node is not None and node not in visited:
+            visited.add(node)
             yield node
             nodes += [before for before, _ in node.next_functions]
 
@@ -301,10 +301,10 @@ class FSDP2(NoWrapper):
         factors = {group.gradient_divide_factor for group in groups}
         if len(sizes) > 1 or len(factors) > 1:
             what = "meshes" if len(sizes) > 1 else "gradient divide factors"
-            found = sorted(map(str, sizes if len(sizes) > 1 else factors))
+            values = sorted(map(str, sizes if len(sizes) > 1 else factors))
             raise UnsupportedWrapperError(
                 f"`model` must divide all gradients by the same number; got {what} that differ "
-                f"between its modules: {', '.join(found)}. `set_gradient_divide_factor` is not "
+                f"between its modules: {', '.join(values)}. `set_gradient_divide_factor` is not "
                 f"recursive: call it on every FSDP module, or on none."
             )
         (self.ranks,), (divide,) = sizes, factors

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xentlib.checks.lora import check_low_rank_rows
 from xentlib.checks.placement import refuse_nodes
-from xentlib.checks.route import check_rows, refuse_whole
+from xentlib.checks.shards import check_sharded_rows, refuse_whole
 from xentlib.lora import LowRankHead
 from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.core.groups import all_gather_rows
@@ -41,8 +41,8 @@ def rows_of(
         != type(group).__module__.replace("_param_group", "_collectives"),
     }
     placements, ours = tuple(weight.placements), [] if bias is None else [bias]
-    hooked = ", ".join(x for x, found in hooks.items() if found)
-    check_rows(by_rows(owner, weight, *ours), placements, layout, hooked)
+    hooked = ", ".join(x for x, there in hooks.items() if there)
+    check_sharded_rows(by_rows(owner, weight, *ours), placements, layout, hooked)
     if low is not None:
         check_low_rank_rows(by_rows(owner, low.a, low.b), low.b.shape, weight.shape[0])
     if group.is_unsharded:

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from xentlib.accumulate import UnsupportedWrapperError
+from xentlib.torch.wrappers import is_a
 from xentlib.torch.wrappers.accelerate import Accelerate
 from xentlib.torch.wrappers.deepspeed import DeepSpeed
-from xentlib.torch.wrappers.detect import is_a
 from xentlib.torch.wrappers.fabric import Fabric, inside_fabric
 from xentlib.torch.wrappers.fsdp2 import FSDP2
 from xentlib.torch.wrappers.plain import DDP, NoWrapper, own_hooks

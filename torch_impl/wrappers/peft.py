@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
 from xentlib.lora import LowRankHead
-from xentlib.torch.wrappers.detect import is_a, kept_by_zero
+from xentlib.torch.wrappers import is_a, kept_by_zero
 
 LAYERS: Any = WeakIdKeyDictionary()  # of frozen parameters: the layer that `layer_of` found, if any
 
@@ -32,8 +32,8 @@ def saved_of(module: nn.Module) -> nn.Module:
         return module
     wrapper: Any = module
     kept = wrapper.disable_adapters or wrapper.active_adapter not in wrapper.modules_to_save
-    found: nn.Module = wrapper.original_module
-    return found if kept else wrapper.modules_to_save[wrapper.active_adapter]
+    saved: nn.Module = wrapper.original_module
+    return saved if kept else wrapper.modules_to_save[wrapper.active_adapter]
 
 
 def lora_of(module: nn.Module) -> Any:

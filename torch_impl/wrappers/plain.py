@@ -122,8 +122,8 @@ class NoWrapper:
 
     def gradients(self) -> list[tuple[Any, str, Tensor]]:
         """Those that are there."""
-        found = [(*place, getattr(*place, None)) for place in self.places()]
-        return [(x, name, g) for x, name, g in found if g is not None]
+        gradients = [(*place, getattr(*place, None)) for place in self.places()]
+        return [(x, name, g) for x, name, g in gradients if g is not None]
 
     def refusal(self) -> str:
         """Why finished gradients cannot be scaled; empty where they can."""

@@ -100,22 +100,22 @@ def check_gradient(name: str, shape: tuple[int, ...], *expected: tuple[int, ...]
         )
 
 
-def check_hiddens(found: object, micro_batches: int) -> None:
-    there = isinstance(found, (tuple, list)) or len(getattr(found, "shape", ())) > 0
-    if not there or len(found) != micro_batches:  # type: ignore[arg-type]
+def check_hiddens(d_hiddens: object, micro_batches: int) -> None:
+    there = isinstance(d_hiddens, (tuple, list)) or len(getattr(d_hiddens, "shape", ())) > 0
+    if not there or len(d_hiddens) != micro_batches:  # type: ignore[arg-type]
         raise ValueError(
             f"`step` must return as its third result the gradients of the hidden states, one for "
-            f"each of {micro_batches} micro-batches; got {described(found)}. Leave anything else "
-            f"out, such as metrics."
+            f"each of {micro_batches} micro-batches; got {described(d_hiddens)}. Leave anything "
+            f"else out, such as metrics."
         )
 
 
-def check_loss(found: object, size: int | None) -> None:
+def check_loss(loss: object, size: int | None) -> None:
     """`size`: how many numbers it is, None of what is no number."""
     if size != 1:
         raise ValueError(
             f"`step` must return a loss that is one number, alone or first in a tuple; got "
-            f"{described(found)}. Reduce it to the mean over the tokens that count; "
+            f"{described(loss)}. Reduce it to the mean over the tokens that count; "
             f"kind='logprobs' is for one number a token."
         )
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 
-def check_group(found: object, name: str = "vocab_parallel") -> NoReturn:
+def check_group(group: object, name: str = "vocab_parallel") -> NoReturn:
     """Refuse what is neither a process group nor a mesh of one dimension."""
-    dimensions = getattr(found, "ndim", None)
+    dimensions = getattr(group, "ndim", None)
     if isinstance(dimensions, int):
         raise ValueError(
             f"`{name}` must be a one-dimensional DeviceMesh; got {dimensions} dimensions. Pass "
@@ -16,7 +16,7 @@ def check_group(found: object, name: str = "vocab_parallel") -> NoReturn:
         )
     raise TypeError(
         f"`{name}` must be a ProcessGroup or a one-dimensional DeviceMesh; got "
-        f"{type(found).__name__}. Pass the group of these ranks, or None."
+        f"{type(group).__name__}. Pass the group of these ranks, or None."
     )
 
 

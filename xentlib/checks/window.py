@@ -231,11 +231,11 @@ def check_integer_count(name: str, count: ArraySpec) -> None:
 
 def check_window_count(so_far: object, more: object) -> None:
     """Refuse a count that int32 does not hold, where it can be read."""
-    seen = so_far if isinstance(so_far, int) else 0
-    if isinstance(more, int) and seen + more > INT32:
+    before = so_far if isinstance(so_far, int) else 0
+    if isinstance(more, int) and before + more > INT32:
         raise CountOverflowError(
-            f"`token_count` must leave the window's count below 2^31; got {seen} and {more} more. "
-            f"End the window earlier, or count weights in float32."
+            f"`token_count` must leave the window's count below 2^31; got {before} and {more} "
+            f"more. End the window earlier, or count weights in float32."
         )
 
 

@@ -4,11 +4,13 @@ tokens and rows that are spread over ranks meet."""
 from typing import TYPE_CHECKING
 
 from xentlib.lazy import loading
-from xentlib.plan.chunks import (
+from xentlib.plan.split import (
     CPU_BLOCK_BYTES,
     GPU_COLUMN_MULTIPLE,
     MAX_ROWS,
     ChunkPlan,
+    PaddedVocab,
+    VocabShard,
     block_bytes,
     block_tokens,
     default_chunk_bytes,
@@ -17,19 +19,15 @@ from xentlib.plan.chunks import (
     pad_rows,
     plan_chunks,
     schedule,
-)
-from xentlib.plan.shards import (
-    PaddedVocab,
-    VocabShard,
     shard_of,
     spread_tokens,
     stream_rows,
 )
 
 if TYPE_CHECKING:
-    from xentlib.plan.collective_cost import Exchange, Rates
     from xentlib.plan.memory import given_peak_bytes, peak_bytes
     from xentlib.plan.route import Route
+    from xentlib.plan.route_config import Exchange, Rates
     from xentlib.plan.routes import choose_gather, crossover_tokens, head_routes
 
 __all__ = [
@@ -65,8 +63,8 @@ if not TYPE_CHECKING:
     __getattr__ = loading(
         __name__,
         {
-            "Exchange": "xentlib.plan.collective_cost",
-            "Rates": "xentlib.plan.collective_cost",
+            "Exchange": "xentlib.plan.route_config",
+            "Rates": "xentlib.plan.route_config",
             "Route": "xentlib.plan.route",
             "choose_gather": "xentlib.plan.routes",
             "crossover_tokens": "xentlib.plan.routes",

@@ -9,7 +9,7 @@ from typing import Literal
 
 from xentlib.checks.validators import check_choice
 from xentlib.dtypes import ITEMSIZE
-from xentlib.plan.chunks import (
+from xentlib.plan.split import (
     GPU_COLUMN_MULTIPLE,
     MIB,
     TILE_ROWS,

@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xentlib.dtypes import ITEMSIZE
-from xentlib.plan.chunks import ChunkPlan
-from xentlib.plan.collective_cost import Exchange, Rates
-from xentlib.plan.route_config import RouteConfig
+from xentlib.plan.route_config import Exchange, Rates, RouteConfig
 from xentlib.plan.route_memory import Moments, of_full_logits, of_head, of_hidden, of_stream
-from xentlib.plan.shards import ROOM
+from xentlib.plan.split import ROOM, ChunkPlan
 
 LABEL = 8  # bytes
 # Integers of 8 bytes that ranks exchange first, on the host, whatever the route.
@@ -60,10 +58,10 @@ class Route:
 
     def counts(self, *, backward: bool | None = None) -> dict[str, int]:
         """Number of each kind of collective in a call that reduces gradients."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for x in self._of(backward):
-            found[x.kind] = found.get(x.kind, 0) + x.count
-        return found
+            counts[x.kind] = counts.get(x.kind, 0) + x.count
+        return counts
 
     def bytes(self, kind: str | None = None, *, backward: bool | None = None) -> int:
         """Of one kind, or of all, as `count_collectives` counts, in such a call."""
@@ -221,7 +219,7 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
     same = 3 * ROOM + 3 * ranks
     times = 1 if at_once else chunks
     forward = chunks * (2 if at_once and not s.recompute else 1)
-    found = [
+    exchanges = [
         Exchange("all_gather", "labels and factors", 1, tokens * numbers, *where),
         Exchange("all_gather", "hidden states", forward, forward // chunks * states, *where),
         Exchange("all_reduce", "largest logits", times, (tokens + same) * s.size, *where),
@@ -231,18 +229,20 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
         last = {"backward": True}
         # Three upstream gradients and four statistics, with the label and the temperature.
         numbers += 7 * s.size
-        found += [
+        exchanges += [
             Exchange("all_gather", "labels and upstream", 1, tokens * numbers, *where, **last),
             Exchange("all_gather", "hidden states", chunks, states, *where, **last),
         ]
     else:
         size = 2 * s.ranks * s.size
-        found.append(Exchange("all_gather", "upstream", 1, size, s.ranks, s.nodes, backward=True))
+        exchanges.append(
+            Exchange("all_gather", "upstream", 1, size, s.ranks, s.nodes, backward=True)
+        )
     d_hidden = tokens * s.hidden_size * s.size
-    found.append(
+    exchanges.append(
         Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, backward=s.recompute)
     )
-    return found
+    return exchanges
 
 
 def _stream(s: RouteConfig, rates: Rates) -> Route:

@@ -7,9 +7,9 @@ of a rank in a chunk, K rows of every rank in a block.
 from __future__ import annotations
 
 from xentlib.dtypes import ITEMSIZE
-from xentlib.plan.chunks import ChunkPlan
 from xentlib.plan.memory import D_HIDDEN, D_WEIGHT, LOGITS, ROWS, WIDENED, torch_walk
 from xentlib.plan.route_config import RouteConfig
+from xentlib.plan.split import ChunkPlan
 
 # By the name of the moment, what stands then.
 Moments = dict[str, dict[str, int]]
@@ -32,13 +32,13 @@ def of_head(s: RouteConfig, plan: ChunkPlan) -> Moments:
     both = {GATHERED: gathered, BUFFER: gathered}
     sums = _sums(s, s.vocab_size, ITEMSIZE[s.head_dtype])
     again = {GATHERED: gathered} if s.kept or s.module or s.recompute else {}
-    found = {"forward": both | _walk(s, plan, gradient=not s.recompute)}
+    moments = {"forward": both | _walk(s, plan, gradient=not s.recompute)}
     if s.recompute:
-        found["backward"] = again | _walk(s, plan)
+        moments["backward"] = again | _walk(s, plan)
     elif s.module and not s.kept:
-        found["gather for the backward"] = both | {k: sums[k] for k in (D_WEIGHT, D_HIDDEN)}
-    found["gradients rounded"] = again | sums
-    return _with_earlier(s, found | _reduced(s))
+        moments["gather for the backward"] = both | {k: sums[k] for k in (D_WEIGHT, D_HIDDEN)}
+    moments["gradients rounded"] = again | sums
+    return _with_earlier(s, moments | _reduced(s))
 
 
 def of_full_logits(s: RouteConfig) -> Moments:
@@ -54,7 +54,7 @@ def of_full_logits(s: RouteConfig) -> Moments:
     d_logits = {"gradient of the logits": entries * narrow}
     results = s.vocab_size * ITEMSIZE[s.head_dtype] + s.tokens_per_rank * ITEMSIZE[s.dtype]
     results *= s.hidden_size
-    found = {
+    moments = {
         "product": both | low,
         "cast": kept | cast | {"float32 logits": wide},
         "softmax": kept | {"float32 logits": wide, "log-probabilities": wide},
@@ -63,7 +63,7 @@ def of_full_logits(s: RouteConfig) -> Moments:
         "gather for the backward": (kept or both) | d_logits,
         "products of the backward": {GATHERED: gathered, "gradients": results} | d_logits,
     }
-    return _with_earlier(s, found | _reduced(s))
+    return _with_earlier(s, moments | _reduced(s))
 
 
 def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathered: bool) -> Moments:
@@ -81,7 +81,7 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
     walk[EXCHANGED] += (chunk * (2 if s.on_cpu else 1) + part) * s.size
     walk[PER_TOKEN] = plan.num_tokens * OF_A_TOKEN
     own = s.rows * s.hidden_size
-    found = {"walk": walk}
+    moments = {"walk": walk}
     if gathered:
         # A CPU's copy takes the place of what was gathered.
         widened = s.on_cpu and s.gemm_size < s.size
@@ -89,12 +89,12 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
         walk[WIDENED] = rows * s.hidden_size * s.size if widened else 0
         # The rows are gone by then; gloo makes a copy of what leaves.
         stays = {name: walk[name] for name in (LOGITS, ROWS, D_HIDDEN, PER_TOKEN)}
-        found["rows' reduction"] = stays | {
+        moments["rows' reduction"] = stays | {
             INTO: rows * s.hidden_size * s.size * (2 if s.on_cpu else 1),
             OUT_OF: own * s.size,
         }
-    found["gradients rounded"] = _sums(s, s.rows, ITEMSIZE[s.param_dtype])
-    return _with_earlier(s, found, own * ITEMSIZE[s.param_dtype])
+    moments["gradients rounded"] = _sums(s, s.rows, ITEMSIZE[s.param_dtype])
+    return _with_earlier(s, moments, own * ITEMSIZE[s.param_dtype])
 
 
 def of_stream(s: RouteConfig, plan: ChunkPlan, rows: int) -> Moments:
@@ -112,8 +112,8 @@ def of_stream(s: RouteConfig, plan: ChunkPlan, rows: int) -> Moments:
     # Beside the tokens' numbers three of each class: where it passes, and in which order.
     walk[PER_TOKEN] = s.tokens_per_rank * OF_A_TOKEN + 3 * 8 * s.vocab_size
     own = ITEMSIZE[s.param_dtype]
-    found = {"walk": walk, "gradients rounded": _sums(s, s.rows, own)}
-    return _with_earlier(s, found, s.rows * s.hidden_size * own)
+    moments = {"walk": walk, "gradients rounded": _sums(s, s.rows, own)}
+    return _with_earlier(s, moments, s.rows * s.hidden_size * own)
 
 
 def _gathered(s: RouteConfig) -> int:
@@ -170,12 +170,12 @@ def _reduced(s: RouteConfig) -> Moments:
     }
 
 
-def _with_earlier(s: RouteConfig, found: Moments, size: int | None = None) -> Moments:
+def _with_earlier(s: RouteConfig, moments: Moments, size: int | None = None) -> Moments:
     """FSDP2 keeps d weight whole, in the dtype of the reduction, until the micro-batch that
     reduces; of rows that stay a rank has `size` bytes of its own."""
     if s.micro_batches == 1:
-        return found
+        return moments
     if size is None:
         size = s.vocab_size * s.hidden_size * ITEMSIZE[s.reduce_dtype]
     earlier = {EARLIER: size}
-    return {name: parts | earlier for name, parts in found.items()}
+    return {name: parts | earlier for name, parts in moments.items()}

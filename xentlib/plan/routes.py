@@ -13,9 +13,8 @@ from collections.abc import Collection
 from typing import Any, Literal, TypedDict, Unpack
 
 from xentlib.checks.plan import check_memory, check_routes
-from xentlib.plan.collective_cost import Rates
 from xentlib.plan.route import Route, routes_of
-from xentlib.plan.route_config import RouteConfig
+from xentlib.plan.route_config import Rates, RouteConfig
 
 # Of a call, those that send something more.
 OPTIONS = ("softcap", "temperature", "entropy", "lse", "label_smoothing", "predicted")

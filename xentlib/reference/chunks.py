@@ -68,14 +68,14 @@ def summed_reference(
             name: value[part] if name in PER_TOKEN and np.ndim(value) else value
             for name, value in options.items()
         }
-        found = nll_reference(hidden[part], weight, labels[part], **own)._asdict()
+        part_reference = nll_reference(hidden[part], weight, labels[part], **own)._asdict()
         for name in SummedReference._fields:
             if name in ROWS:
-                rows[name].append(found[name])
+                rows[name].append(part_reference[name])
             elif name in sums:
-                sums[name] += found[name]
+                sums[name] += part_reference[name]
             else:
-                sums[name] = np.array(found[name])
+                sums[name] = np.array(part_reference[name])
     return SummedReference(**sums, **{name: np.concatenate(x) for name, x in rows.items()})
 
 

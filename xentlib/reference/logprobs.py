@@ -68,8 +68,8 @@ def logprobs_reference(
     rows, y_N = np.arange(s.z.shape[0]), s.onehot.argmax(axis=1)
 
     def upstream(g: Any) -> Float64:
-        found = np.broadcast_to(f64(g), s.leading).reshape(-1)
-        return np.where(s.valid, found, 0.0)[:, None]
+        flat = np.broadcast_to(f64(g), s.leading).reshape(-1)
+        return np.where(s.valid, flat, 0.0)[:, None]
 
     g_logprob, g_entropy, g_lse = upstream(d_logprobs), upstream(d_entropy), upstream(d_lse)
     with np.errstate(invalid="ignore"):

@@ -38,8 +38,8 @@ class Softmax(NamedTuple):
     @property
     def correct(self) -> NDArray[np.bool_]:
         rest = np.where(self.onehot == 1, -np.inf, self.z).max(axis=1)
-        found: NDArray[np.bool_] = (self.z_y > rest) & self.valid
-        return found
+        correct: NDArray[np.bool_] = (self.z_y > rest) & self.valid
+        return correct
 
     @property
     def predicted(self) -> NDArray[np.int64]:
@@ -60,8 +60,8 @@ class Softmax(NamedTuple):
     def p_error(self) -> Float64:
         """Bound on the error of p, and of p - y where it is -(1 - p_y)."""
         steps = self.a + self.expected_a + self.distance + np.abs(self.lse)[:, None] + 2
-        found: Float64 = self.p * steps + 2 * np.abs(self.p - self.onehot)
-        return found
+        error: Float64 = self.p * steps + 2 * np.abs(self.p - self.onehot)
+        return error
 
     def per_token(self, value: Float64) -> Float64:
         return np.where(self.valid, value, 0.0).reshape(self.leading)

@@ -21,10 +21,10 @@ from xentlib.checks.installed import refuse_missing
 from xentlib.contract import ROW_OF
 from xentlib.options import RULES
 from xentlib.reference import nll_reference
+from xentlib.tools.harness.backends import Outcome
 from xentlib.tools.harness.cases import BASE, GRID, low_precision
 from xentlib.tools.harness.device import contract_settings, numpy_of, on_jax, on_torch
 from xentlib.tools.harness.findings import Findings
-from xentlib.tools.harness.outcomes import Outcome
 from xentlib.tools.harness.problems import ARRAY_ARGUMENTS, Case, Problem, build
 from xentlib.tools.parity.report.table import print_table
 from xentlib.tools.parity.result import ParityResult, Section
@@ -95,10 +95,10 @@ class Conformance:
     @property
     def rows(self) -> dict[str, bool]:
         """Rows that were measured, and whether each holds."""
-        found: dict[str, bool] = {}
+        holds: dict[str, bool] = {}
         for m in self.result.measurements:
-            found[m.row] = found.get(m.row, True) and m.passed
-        return found
+            holds[m.row] = holds.get(m.row, True) and m.passed
+        return holds
 
     @property
     def passed(self) -> bool:
@@ -108,12 +108,12 @@ class Conformance:
     @property
     def choices(self) -> list[str]:
         """What it rounds in bf16 where the contract does not: a choice, no defect."""
-        said = []
+        sentences = []
         if self.loss_dtype not in ("float32", "float64", ""):
-            said.append(f"In bf16 its loss is a number in {self.loss_dtype}.")
+            sentences.append(f"In bf16 its loss is a number in {self.loss_dtype}.")
         if self.rounds_logits is not None and self.rounds_logits > 4:
-            said.append("In bf16 its loss is that of logits rounded to bf16.")
-        return said
+            sentences.append("In bf16 its loss is that of logits rounded to bf16.")
+        return sentences
 
     def __str__(self) -> str:
         """The table of a parity run, and what was left out."""
@@ -121,12 +121,12 @@ class Conformance:
         print(f"{self.loss.name} {self.loss.version}".strip(), file=stream)
         from xentlib.tools.parity.report.summary import row_statements
 
-        statements = {name: said for name, said in row_statements().items() if name in ROWS}
+        statements = {name: text for name, text in row_statements().items() if name in ROWS}
         print_table(self.result, stream, statements)
         for name, why in self.left_out.items():
             print(f"left out: {name}, {why}", file=stream)
-        for said in self.choices:
-            print(said, file=stream)
+        for text in self.choices:
+            print(text, file=stream)
         return stream.getvalue()
 
 
@@ -253,10 +253,10 @@ def section(
         measure(findings, made(case, seed))
     except Exception as raised:  # noqa: BLE001 - another library's, and it is reported
         error = f"{type(raised).__name__}: {raised}"
-    found = tuple(findings.measurements[before:])
+    measured = tuple(findings.measurements[before:])
     if case.ignored == 1.0:  # that the loss of nothing is 0 is row A0
-        found = tuple(m for m in found if m.row == "A0")
-    return Section(name, found, seconds=time.perf_counter() - start, error=error)
+        measured = tuple(m for m in measured if m.row == "A0")
+    return Section(name, measured, seconds=time.perf_counter() - start, error=error)
 
 
 def made(case: Case, seed: int) -> Problem:
@@ -318,8 +318,8 @@ def run(loss: Loss, problem: Problem) -> Outcome:
     arrays = {name: getattr(problem, name) for name in ARRAY_ARGUMENTS if name != "bias"}
     options = {k: x for k, x in {**arrays, **problem.options}.items() if x is not None}
     leaves = [problem.hidden, problem.weight, *([] if problem.bias is None else [problem.bias])]
-    found = (on_tape if loss.backend == "torch" else pulled)(loss, problem, leaves, options)
-    value, *gradients = map(numpy_of, found)
+    results = (on_tape if loss.backend == "torch" else pulled)(loss, problem, leaves, options)
+    value, *gradients = map(numpy_of, results)
     return Outcome(value, *[None] * 8, *gradients, *[None] * (3 - len(gradients)))
 
 
@@ -334,8 +334,10 @@ def on_tape(
     out = loss.function(*tensors[:2], on_torch(problem.labels).long(), **named)
     check_mean(out, torch.Tensor, getattr(out, "requires_grad", False))
     upstream = torch.full_like(out, problem.upstream)
-    found = torch.autograd.grad(out, tensors, upstream, allow_unused=True, materialize_grads=True)
-    return out.detach(), *found
+    gradients = torch.autograd.grad(
+        out, tensors, upstream, allow_unused=True, materialize_grads=True
+    )
+    return out.detach(), *gradients
 
 
 def pulled(

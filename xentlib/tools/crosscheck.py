@@ -101,18 +101,18 @@ class CheckedStep:
     @property
     def worst(self) -> dict[str, float]:
         """The worst of each quantity and metric, "loss ULP" and "d weight tau" for instance."""
-        found: dict[str, float] = {}
+        worst: dict[str, float] = {}
         for m in self.measurements:
             turn = min if m.at_least else max
             name = f"{m.quantity} {m.metric}"
-            found[name] = turn(found.get(name, m.value), m.value)
-        return found
+            worst[name] = turn(worst.get(name, m.value), m.value)
+        return worst
 
     def __str__(self) -> str:
-        found = {k: x for k, x in self.worst.items() if x or "unequal" not in k}
-        said = [f"{name} {value:.3g}" for name, value in found.items()]
-        said += [self.note] if self.note else []
-        return f"cross-check of step {self.step}: {', '.join(said)} ({self.seconds:.2f} s)"
+        worst = {k: x for k, x in self.worst.items() if x or "unequal" not in k}
+        texts = [f"{name} {value:.3g}" for name, value in worst.items()]
+        texts += [self.note] if self.note else []
+        return f"cross-check of step {self.step}: {', '.join(texts)} ({self.seconds:.2f} s)"
 
 
 class Schedule:
@@ -146,26 +146,26 @@ class Schedule:
 
     def finish(self, step: int, calls: Sequence[CheckedCall]) -> CheckedStep:
         """Compare the calls of a step; log it, and warn or raise where a row is exceeded."""
-        start, found, left_out, note = time.perf_counter(), [], [], ""
-        for number, seen in enumerate(calls):
-            case = f"step {step}, call {number + 1} of {len(calls)}: {seen.problem.text}"
-            if not finite(seen.problem):
+        start, measured, left_out, note = time.perf_counter(), [], [], ""
+        for number, call in enumerate(calls):
+            case = f"step {step}, call {number + 1} of {len(calls)}: {call.problem.text}"
+            if not finite(call.problem):
                 left_out.append(f"{number + 1}")
                 continue
             by = self.counterpart if self.against == "other" else ""
             hold = with_backend if by else with_oracle
-            found += hold(seen, *([by] if by else []), backend=self.backend, case=case)
+            measured += hold(call, *([by] if by else []), backend=self.backend, case=case)
         if left_out:
             note = (
                 f"call {', '.join(left_out)} of {len(calls)} could not be compared, as its hidden "
                 f"states, head or upstream gradient hold inf or NaN"
             )
-        result = CheckedStep(step, tuple(found), len(calls), time.perf_counter() - start, note)
+        result = CheckedStep(step, tuple(measured), len(calls), time.perf_counter() - start, note)
         self.results.append(result)
         log.info("%s", result)
         if not result.passed:
-            said = "; ".join([*failures(found), *([note] if note else [])])
-            message = f"cross-check of step {step} with the {self.named}: {said}"
+            what = "; ".join([*failures(measured), *([note] if note else [])])
+            message = f"cross-check of step {step} with the {self.named}: {what}"
             if self.exceeded == "raise":
                 raise CrossCheckError(message)
             warnings.warn(message, CrossCheckWarning, stacklevel=3)
@@ -215,31 +215,31 @@ def finite(problem: Problem) -> bool:
 # --- one call -------------------------------------------------------------------------------------
 
 
-def with_oracle(seen: CheckedCall, **details: Any) -> list[Measurement]:
+def with_oracle(call: CheckedCall, **details: Any) -> list[Measurement]:
     """One call against the float64 oracle."""
-    problem, got = rounded(seen.problem, seen.gemm_dtype), seen.gradients or {}
-    low = seen.gemm_dtype in ROW_OF
+    problem, got = rounded(call.problem, call.gemm_dtype), call.gradients or {}
+    low = call.gemm_dtype in ROW_OF
     reference = summed_reference(
         **{name: x for name, x in problem.of_the_oracle.items() if name != "compute_dtype"},
-        dz_dtype=seen.gemm_dtype if low else "float64",
+        dz_dtype=call.gemm_dtype if low else "float64",
         head="d weight" in got or "d bias" in got,
     )
-    found, valid, row = exact(seen, **details), problem.valid, "A8" if low else "A2"
+    measured, valid, row = exact(call, **details), problem.valid, "A8" if low else "A2"
     # Errors of tokens are independent of each other, so they add up in quadrature.
     spread = np.sqrt(np.square(reference.bound_tokens).sum())
     loss, scale, of = reference.loss, reference.loss_magnitude + spread, "loss"
-    if seen.whole is not None:
-        (loss, scale), of = summed(seen, seen.whole), "loss of the log-probabilities"
+    if call.whole is not None:
+        (loss, scale), of = summed(call, call.whole), "loss of the log-probabilities"
     if loss is not None:
-        found += check(row, seen.loss, loss, magnitude=scale, quantity=of, **details)
+        measured += check(row, call.loss, loss, magnitude=scale, quantity=of, **details)
     logprobs = reference.logprobs[valid]
     scale = np.abs(logprobs) + reference.bound_logprobs[valid]
-    given = seen.logprobs[valid]
-    found += check(row, given, logprobs, magnitude=scale, quantity="log-probability", **details)
+    given = call.logprobs[valid]
+    measured += check(row, given, logprobs, magnitude=scale, quantity="log-probability", **details)
     for name, given in got.items():
         field = name.replace(" ", "_")
-        short = ROW_OF.get(seen.gemm_dtype) or ROW_OF.get(given.dtype.name)
-        found += check_gradient(
+        short = ROW_OF.get(call.gemm_dtype) or ROW_OF.get(given.dtype.name)
+        measured += check_gradient(
             short or GRADIENT_ROWS[field],
             field,
             without_ends(name, given, part_of(reference, field), problem),
@@ -248,65 +248,67 @@ def with_oracle(seen: CheckedCall, **details: Any) -> list[Measurement]:
             quantity=name,
             **details,
         )
-    return found
+    return measured
 
 
-def with_backend(seen: CheckedCall, by: str, **details: Any) -> list[Measurement]:
+def with_backend(call: CheckedCall, by: str, **details: Any) -> list[Measurement]:
     """One call against the other backend, which is given the same numbers in its own arrays."""
     from xentlib.tools.harness.backends import run
 
-    if seen.gemm_dtype == "float16" and seen.gradients:
+    if call.gemm_dtype == "float16" and call.gradients:
         raise CrossCheckError(
             "`against` must be 'oracle' for a head in float16; got 'other', and no row of the "
             "contract holds float16 gradients of two backends to each other."
         )
-    problem, dtype = rounded(seen.problem, seen.gemm_dtype), dtype_named(seen.gemm_dtype)
+    problem, dtype = rounded(call.problem, call.gemm_dtype), dtype_named(call.gemm_dtype)
     cast = {name: getattr(problem, name).astype(dtype) for name in ("hidden", "weight")}
     cast["labels"] = problem.labels.astype(np.int32)
-    other = run(by, problem.changed(**cast), outputs=(), gradient=bool(seen.gradients))
+    other = run(by, problem.changed(**cast), outputs=(), gradient=bool(call.gradients))
     details["backend"] = f"{details['backend']}/{by}"
-    found = exact(seen, **details)
+    measured = exact(call, **details)
     loss = np.asarray(other.loss)
     norm = ("rho / u",)
-    found += check("A9", seen.loss, loss, metrics=norm, quantity="loss", **details)
-    for name, given in (seen.gradients or {}).items():
+    measured += check("A9", call.loss, loss, metrics=norm, quantity="loss", **details)
+    for name, given in (call.gradients or {}).items():
         ours, theirs = given, np.asarray(getattr(other, name.replace(" ", "_")))
         metrics = norm
-        if "bfloat16" in (seen.gemm_dtype, given.dtype.name):
+        if "bfloat16" in (call.gemm_dtype, given.dtype.name):
             ours, theirs = (x.astype(dtype_named("bfloat16")) for x in (given, theirs))
             metrics = ("bf16 bit-equal",)
-        found += check("A9", ours, theirs, other=theirs, metrics=metrics, quantity=name, **details)
-    return found
+        measured += check(
+            "A9", ours, theirs, other=theirs, metrics=metrics, quantity=name, **details
+        )
+    return measured
 
 
-def exact(seen: CheckedCall, **details: Any) -> list[Measurement]:
+def exact(call: CheckedCall, **details: Any) -> list[Measurement]:
     """A0: the number of valid tokens, and the gradient of the others."""
-    problem = seen.problem
+    problem = call.problem
     valid = problem.valid
-    if seen.whole is not None:
-        labels, where = seen.whole.labels, seen.whole.where
+    if call.whole is not None:
+        labels, where = call.whole.labels, call.whole.where
         valid = labels != problem.options.get("ignore_index", -100)
         valid = valid if where is None else valid & where
     number = np.asarray(valid.sum(), np.int64)
-    got = np.asarray(seen.num_tokens).astype(np.int64)
-    found = check("A0", got, number, quantity="token count", **details)
-    if seen.gradients and "d hidden" in seen.gradients:
-        rows = seen.gradients["d hidden"][~problem.valid]
+    got = np.asarray(call.num_tokens).astype(np.int64)
+    measured = check("A0", got, number, quantity="token count", **details)
+    if call.gradients and "d hidden" in call.gradients:
+        rows = call.gradients["d hidden"][~problem.valid]
         of = "d hidden of invalid rows"
-        found += check("A0", rows, np.zeros_like(rows), quantity=of, **details)
-    return found
+        measured += check("A0", rows, np.zeros_like(rows), quantity=of, **details)
+    return measured
 
 
-def summed(seen: CheckedCall, whole: Whole) -> tuple[Any, Any]:
+def summed(call: CheckedCall, whole: Whole) -> tuple[Any, Any]:
     """The loss of all tokens by their own log-probabilities, and its scale; of label smoothing,
     which is of all logits, nothing."""
-    options = seen.problem.options
+    options = call.problem.options
     if options.get("label_smoothing"):
         return None, None
     valid = whole.labels != options.get("ignore_index", -100)
     valid = valid if whole.where is None else valid & whole.where
     labels = np.where(valid, whole.labels, 0)
-    of_class = seen.problem.class_weights
+    of_class = call.problem.class_weights
     own = np.ones(len(labels)) if of_class is None else of_class[labels].astype(np.float64)
     lse = whole.lse.astype(np.float64)
     terms = options.get("z_loss", 0.0) * lse * lse - own * whole.logprobs.astype(np.float64)

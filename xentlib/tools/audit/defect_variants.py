@@ -22,10 +22,10 @@ def unshifted(p: Problem) -> list[Any]:
 
 def twice(p: Problem) -> list[Any]:
     """The given targets shifted again, across documents or not; two tokens ahead."""
-    found = [next_labels(p.targets, None), next_labels(p.targets, p.segments)]
+    shifted = [next_labels(p.targets, None), next_labels(p.targets, p.segments)]
     if p.kind != "logprobs":
-        found.append(next_labels(p.labels, p.segments, by=2))
-    return [Labelled(x) for x in found]
+        shifted.append(next_labels(p.labels, p.segments, by=2))
+    return [Labelled(x) for x in shifted]
 
 
 def backwards(p: Problem) -> list[Any]:
@@ -64,12 +64,12 @@ def last_chunk(p: Problem) -> list[Any]:
     left, or it is another defect."""
     ranks, m, b, n = p.targets.shape
     valid = p.targets != IGNORE
-    found: dict[bytes, Array] = {}
+    masks: dict[bytes, Array] = {}
 
     def add(keep: Array) -> None:
         rest = keep & valid
         if not (keep | ~valid).all() and rest.any(axis=(2, 3)).all():
-            found.setdefault(rest.tobytes(), keep)
+            masks.setdefault(rest.tobytes(), keep)
 
     for joined in (False, True) if ranks > 1 else (False,):
         tokens = (ranks if joined else 1) * b * n
@@ -88,16 +88,16 @@ def last_chunk(p: Problem) -> list[Any]:
         for k in range(1, tokens):
             add(back(np.broadcast_to(np.arange(tokens) < tokens - k, shape)))
             add(back(order <= counts // k * k))
-    return [Labelled(None, keep, counted) for keep in found.values() for counted in (True, False)]
+    return [Labelled(None, keep, counted) for keep in masks.values() for counted in (True, False)]
 
 
 def one_micro_batch(p: Problem) -> list[Any]:
-    found = []
+    variants = []
     for m in range(p.micro_batches) if p.micro_batches > 1 else ():
         keep = np.zeros(p.targets.shape, np.bool_)
         keep[:, m] = True
-        found += [Labelled(None, keep, counted) for counted in (True, False)]
-    return found
+        variants += [Labelled(None, keep, counted) for counted in (True, False)]
+    return variants
 
 
 # --- heads --------------------------------------------------------------------------------------

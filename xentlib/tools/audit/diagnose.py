@@ -53,8 +53,8 @@ class Fit(NamedTuple):
 
 def distance(got: Sequence[Array], want: Sequence[Array]) -> float:
     """The largest rho / u of them; infinite where something is not finite."""
-    found = [rho(g, w) for g, w in zip(got, want, strict=True)]
-    return max((x if np.isfinite(x) else np.inf for x in found), default=0.0)
+    distances = [rho(g, w) for g, w in zip(got, want, strict=True)]
+    return max((x if np.isfinite(x) else np.inf for x in distances), default=0.0)
 
 
 def holds(value: float) -> bool:
@@ -63,19 +63,19 @@ def holds(value: float) -> bool:
 
 def tell(oracle: Oracle, predict: Predict) -> tuple[list[str], dict[str, str]]:
     """Names of the defects that would show in this problem, and why the others would not."""
-    right, seen, unseen = predict(Hypothesis()), [], {}
+    right, visible, unseen = predict(Hypothesis()), [], {}
     kind = oracle.problem.kind
     for defect in DEFECTS:
         if kind not in defect.kinds:
             continue
-        found = list(forms(defect, oracle.problem))
-        if not found:
+        readings_of_it = list(forms(defect, oracle.problem))
+        if not readings_of_it:
             unseen[defect.name] = f"needs {defect.needs}"
-        elif all(distance(predict(reading), right) > 2 * LIMIT.value for reading in found):
-            seen.append(defect.name)
+        elif all(distance(predict(reading), right) > 2 * LIMIT.value for reading in readings_of_it):
+            visible.append(defect.name)
         else:
             unseen[defect.name] = "too small to show with these options"
-    return seen, unseen
+    return visible, unseen
 
 
 def explain(problem: Problem, got: Sequence[Array], predict: Predict, most: int = 3) -> list[Fit]:
@@ -106,9 +106,9 @@ def readings(problem: Problem, number: int) -> Iterator[tuple[tuple[str, ...], H
     """Every reading with so many defects, of different axes."""
     by_axis: dict[str, list[tuple[str, Any]]] = {axis: [] for axis in AXES}
     for defect in DEFECTS:
-        found = [getattr(reading, defect.axis, None) for reading in forms(defect, problem)]
-        if defect.axis in AXES and len(found) <= MOST_FORMS[number]:
-            by_axis[defect.axis] += [(defect.name, value) for value in found]
+        variants = [getattr(reading, defect.axis, None) for reading in forms(defect, problem)]
+        if defect.axis in AXES and len(variants) <= MOST_FORMS[number]:
+            by_axis[defect.axis] += [(defect.name, value) for value in variants]
     for axes in combinations(AXES, number):
         for chosen in product(*(by_axis[axis] for axis in axes)):
             values = {axis: value for axis, (_, value) in zip(axes, chosen, strict=True)}

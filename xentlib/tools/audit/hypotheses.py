@@ -93,8 +93,8 @@ class Oracle:
         self.units: dict[Any, tuple[Array, Array, Array, Array]] = {}
 
     def labels_of(self, reading: Hypothesis) -> Array:
-        found = reading.labels.labels
-        return self.problem.targets if found is None else found
+        labels = reading.labels.labels
+        return self.problem.targets if labels is None else labels
 
     def numbers(self, reading: Hypothesis) -> Numbers:
         """The step's numbers under a reading, without d hidden."""
@@ -126,8 +126,8 @@ class Oracle:
             if not reading.reduced.own:
                 dz = dz / self.problem.ranks
             dz = reading.head.round(dz, "gradient")
-        found: Array = reading.scale * (dz @ w).reshape(self.problem.hidden.shape)
-        return found
+        gradient: Array = reading.scale * (dz @ w).reshape(self.problem.hidden.shape)
+        return gradient
 
     # --- which token counts how much ------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Oracle:
         if not how.own:
             weights = kept * _divided(counted, reading.divisor)
             return np.broadcast_to(weights.reshape(-1), (problem.ranks, weights.size))
-        found = []
+        weights = []
         for rank in ranks:
             of = rank if how.root is None else how.root
             mine = np.zeros(valid.shape, np.bool_)
@@ -153,8 +153,8 @@ class Oracle:
             else:
                 factor = _divided(counted, reading.divisor)
                 factor = factor * (problem.ranks if how.own == "times" else 1)
-            found.append((kept * mine * factor).reshape(-1))
-        return np.stack(found)
+            weights.append((kept * mine * factor).reshape(-1))
+        return np.stack(weights)
 
     # --- the oracle, per token ------------------------------------------------------------------
 
@@ -221,13 +221,13 @@ def _by_blocks(
 ) -> list[Array]:
     """Outputs of the oracle for given logits, and their gradient: hidden = 1 and weight = z^T. In
     blocks, whose products are too small for threads that other processes would hold up."""
-    found = []
+    blocks = []
     for i in range(0, len(z), BLOCK):
         part = slice(i, i + BLOCK)
         own = {k: x[part, 0] if np.ndim(x) == 2 else x for k, x in options.items()}
         one = reference(np.eye(len(z[part])), z[part].T, labels[part], **own)
-        found.append([*(getattr(one, name) for name in names), one.d_weight.T])
-    return [np.concatenate(column) for column in zip(*found)]
+        blocks.append([*(getattr(one, name) for name in names), one.d_weight.T])
+    return [np.concatenate(column) for column in zip(*blocks)]
 
 
 def _divided(valid: Array, divisor: str) -> Array:
@@ -256,5 +256,5 @@ def _squashed(z: Array, options: dict[str, Any]) -> Array:
     """Logits as the softmax sees them."""
     u = options["logit_scale"] * z
     cap = options["softcap"]
-    found: Array = (cap * np.tanh(u / cap) if cap else u) / options["temperature"]
-    return found
+    logits: Array = (cap * np.tanh(u / cap) if cap else u) / options["temperature"]
+    return logits

@@ -142,11 +142,11 @@ class Problem:
         """What a step is given: [B, L] arrays, of several ranks one after the other."""
 
         def rows(x: Array) -> Array:
-            found = x[rank, m]
-            return found if isinstance(rank, int) else found.reshape(-1, *found.shape[2:])
+            cut = x[rank, m]
+            return cut if isinstance(rank, int) else cut.reshape(-1, *cut.shape[2:])
 
         places = np.arange(self.ids.shape[-1]) - _starts(self.segments)
-        found = {
+        cut = {
             "hidden": self.hidden,
             "input_ids": self.ids,
             "labels": self.labels,
@@ -156,17 +156,17 @@ class Problem:
             "segment_ids": self.segments,
             "position_ids": places,
         }
-        return {name: rows(x) for name, x in found.items()}
+        return {name: rows(x) for name, x in cut.items()}
 
 
 def next_labels(labels: Array, segments: Array | None, by: int = 1) -> Array:
     """`labels` of `by` positions later, of the same document where `segments` are given."""
-    found = np.full_like(labels, IGNORE)
-    found[..., :-by] = labels[..., by:]
+    shifted = np.full_like(labels, IGNORE)
+    shifted[..., :-by] = labels[..., by:]
     if segments is not None:
         same = segments[..., :-by] == segments[..., by:]
-        found[..., :-by] = np.where(same, found[..., :-by], IGNORE)
-    return found
+        shifted[..., :-by] = np.where(same, shifted[..., :-by], IGNORE)
+    return shifted
 
 
 def build(kind: str, options: Options, ranks: int = 1, seed: int = 0) -> Problem:

@@ -103,8 +103,8 @@ class Report:
         return [*lines, ""]
 
     def to_json(self) -> str:
-        found = {"schema": SCHEMA, "passed": self.passed, **asdict(self)}
-        return json.dumps(found, indent=1, default=float) + "\n"
+        document = {"schema": SCHEMA, "passed": self.passed, **asdict(self)}
+        return json.dumps(document, indent=1, default=float) + "\n"
 
 
 def _names(names: Any) -> str:

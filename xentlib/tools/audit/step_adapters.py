@@ -40,19 +40,19 @@ class Returned(NamedTuple):
     d_hiddens: Any = None
 
 
-def kind_of(step: Step, kind: str | None, said: Options) -> str:
+def kind_of(step: Step, kind: str | None, declared: Options) -> str:
     """What is asked for, or what the arguments tell: two for a step, three or more for a loss."""
     check_step(step)
     required, asked = _required(step), kind
     if kind is None:
         kind = "step" if required is None or len(required) == 2 else "loss"
-    said.check(kind)
+    declared.check(kind)
     if required is None:
         return kind
     if kind == "step":
         fits = len(required) == 2
     else:
-        fits = len(required) == 3 + said.bias or set(required) <= NAMES
+        fits = len(required) == 3 + declared.bias or set(required) <= NAMES
     check_arguments(asked, required, fits)
     return kind
 
@@ -72,22 +72,22 @@ def arguments(function: Step, given: dict[str, Any], options: Options) -> tuple[
 
 def _names(function: Step) -> list[str]:
     try:
-        found = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [p.name for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _required(function: Step) -> list[str] | None:
     """Names of the arguments that must be given; None where nobody can tell."""
     try:
-        found = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if any(p.kind is p.VAR_POSITIONAL for p in found):
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
-    return [p.name for p in found if p.default is p.empty and p.kind in kinds]
+    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
 
 
 def returned(result: Any) -> Returned:
@@ -120,34 +120,34 @@ def _of_name(result: Any, name: str) -> Any:
     return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
 
 
-def numbers(problem: Problem, found: Returned, to_numpy: ToNumPy, before: Array) -> Numbers:
+def numbers(problem: Problem, result: Returned, to_numpy: ToNumPy, before: Array) -> Numbers:
     """Of one rank, without the leading [R]; the shapes are checked.
 
     Args:
         before: the head's weight after the step, to see whether the step has changed it.
     """
     loss = None
-    if found.loss is not None:
-        loss = _one_number(found.loss, to_numpy)
-    if found.d_weight is None:
+    if result.loss is not None:
+        loss = _one_number(result.loss, to_numpy)
+    if result.d_weight is None:
         check_unchanged(problem.weight, before)
-    check_gradients_there(found.d_weight, found.whole)
-    weight = to_numpy(found.d_weight)
+    check_gradients_there(result.d_weight, result.whole)
+    weight = to_numpy(result.d_weight)
     vocab, width = problem.weight.shape
     if weight.shape == (width, vocab):  # a Flax kernel
         weight = weight.T
     check_gradient("weight", weight.shape, (vocab, width))
     bias = None
-    if problem.bias is not None and found.d_bias is not None:
-        bias = to_numpy(found.d_bias)
+    if problem.bias is not None and result.d_bias is not None:
+        bias = to_numpy(result.d_bias)
         check_gradient("bias", bias.shape, (vocab,))
     hidden = None
-    if found.d_hiddens is not None:
-        check_hiddens(found.d_hiddens, problem.micro_batches)
-        if all(x is not None for x in found.d_hiddens):
+    if result.d_hiddens is not None:
+        check_hiddens(result.d_hiddens, problem.micro_batches)
+        if all(x is not None for x in result.d_hiddens):
             ranks, _, rows, *rest = problem.hidden.shape
             shapes = (rows, *rest), (ranks * rows, *rest)  # of a rank, of all devices
-            each = [to_numpy(x) for x in found.d_hiddens]
+            each = [to_numpy(x) for x in result.d_hiddens]
             for x in each:
                 check_gradient("hidden", x.shape, *shapes)
             hidden = np.stack(each)
@@ -196,9 +196,9 @@ def of_function(kind: str, result: Any, options: Options, tokens: int, array: ty
         check_backward(kind, value, isinstance(value, array))
         check_loss(value, size(value))
         return Outputs((value,), options)
-    found = [_of_name(result, "logprobs"), _of_name(result, "entropy")]
-    if found[0] is None:
-        found = [*result[:2]] if isinstance(result, (tuple, list)) else [result]
-    there = tuple(x for x in found if x is not None)
+    outputs = [_of_name(result, "logprobs"), _of_name(result, "entropy")]
+    if outputs[0] is None:
+        outputs = [*result[:2]] if isinstance(result, (tuple, list)) else [result]
+    there = tuple(x for x in outputs if x is not None)
     check_per_token_values([size(x) for x in there], tokens, result)
     return Outputs(there, replace(options, entropy=len(there) == 2))

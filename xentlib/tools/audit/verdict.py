@@ -71,21 +71,21 @@ def judge(
         held[value] = distance(values, losses(Hypothesis()))
         if not findings and not holds(held[value]):
             most = 1 if problem.kind == "step" else 2
-            found = [fit for fit in explain(problem, values, losses, most) if fit.factor == 1.0]
-            findings.append(_finding(value, held[value], found, "the head's gradients are right"))
+            fits = [fit for fit in explain(problem, values, losses, most) if fit.factor == 1.0]
+            findings.append(_finding(value, held[value], fits, "the head's gradients are right"))
     if got.d_hidden is None:
         missing.append(HIDDEN)
     else:
         held[HIDDEN] = _of_hidden(problem, got.d_hidden, oracle)
         if not findings and not holds(held[HIDDEN]):
-            found = explain(problem, [got.d_hidden], lambda r: [oracle.d_hidden(r)], 1)
-            findings.append(_finding(HIDDEN, held[HIDDEN], found, "the head's gradients are right"))
+            fits = explain(problem, [got.d_hidden], lambda r: [oracle.d_hidden(r)], 1)
+            findings.append(_finding(HIDDEN, held[HIDDEN], fits, "the head's gradients are right"))
     whole: dict[str, list[Array | None]]
     whole = {HEAD: [*given], value: [got.loss], HIDDEN: [got.d_hidden]}
     for k, finding in enumerate(findings):
         if not finding.defects:
-            said = [finding.note, _hint(whole[finding.of], got, changed, again)]
-            findings[k] = replace(finding, note="; ".join(x for x in said if x))
+            notes = [finding.note, _hint(whole[finding.of], got, changed, again)]
+            findings[k] = replace(finding, note="; ".join(x for x in notes if x))
     if problem.bias is not None and not bias:
         missing.append("gradient of the bias")
     return Report(
@@ -100,11 +100,11 @@ def judge(
     )
 
 
-def _of_head(found: Numbers, bias: bool = True) -> list[Array]:
-    weight = np.asarray(found.d_weight, np.float64)
-    if found.d_bias is None or not bias:
+def _of_head(numbers: Numbers, bias: bool = True) -> list[Array]:
+    weight = np.asarray(numbers.d_weight, np.float64)
+    if numbers.d_bias is None or not bias:
         return [weight]
-    return [weight, np.asarray(found.d_bias, np.float64)]
+    return [weight, np.asarray(numbers.d_bias, np.float64)]
 
 
 def _of_hidden(problem: Problem, got: Array, oracle: Oracle) -> float:

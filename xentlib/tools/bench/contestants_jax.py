@@ -135,10 +135,10 @@ class Floor:
 
     def _product(self, slot: int, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> Any:
         # One after the other: products that run at once get in each other's way.
-        found = jax.block_until_ready(product(a, b, self.old[slot], axis_a, axis_b))
+        made = jax.block_until_ready(product(a, b, self.old[slot], axis_a, axis_b))
         if self.old[slot] is not None:
-            self.old[slot] = found
-        return found
+            self.old[slot] = made
+        return made
 
     def loss(self) -> tuple[jax.Array]:
         return (self._product(0, self.hidden_NH, self.weight_VH, 1, 1),)

@@ -114,16 +114,16 @@ def peers(dtype: torch.dtype) -> list[Peer]:
     old = None if hasattr(F, "linear_cross_entropy") else "needs torch 2.13"
     no_liger = not_installed("liger-kernel")
     no_cut = not_installed("cut-cross-entropy")
-    found = [Peer(OURS, ours), Peer("eager, full logits", eager)]
+    listed = [Peer(OURS, ours), Peer("eager, full logits", eager)]
     if dtype != torch.float32:
-        found.append(Peer("eager, float32 logits", partial(eager, upcast=True)))
-    found.append(Peer("torch.compile, full logits", torch_compile))
-    found += [
+        listed.append(Peer("eager, float32 logits", partial(eager, upcast=True)))
+    listed.append(Peer("torch.compile, full logits", torch_compile))
+    listed += [
         Peer(f"F.linear_cross_entropy {policy}", partial(core, policy=policy), old, softcap=False)
         for policy in POLICIES
     ]
     return [
-        *found,
+        *listed,
         Peer("Liger-Kernel", liger, no_liger, on="cuda"),
         Peer(
             "Liger-Kernel, float32 d weight",

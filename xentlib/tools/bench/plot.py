@@ -95,21 +95,21 @@ def grid(report: Report) -> list[list[Run]]:
 
 def points(run: Run) -> dict[str, tuple[float, float]]:
     """Of everyone with numbers: extra MiB and time over the floor."""
-    found = {}
+    points_of = {}
     for row in run.rows:
         if row.kind == TRAINING and row.ratio and row.peak_bytes and row.contestant not in BARE:
-            found[row.contestant] = (row.peak_bytes / MIB, row.ratio.median)
-    return found
+            points_of[row.contestant] = (row.peak_bytes / MIB, row.ratio.median)
+    return points_of
 
 
 def draw_run(axes: Axes, run: Run | None, names: list[str], one_case: bool) -> None:
     if run is None:
         axes.set_axis_off()
         return
-    found = points(run)
-    widest = 1.15 * max((memory for memory, _ in found.values()), default=1)
+    drawn = points(run)
+    widest = 1.15 * max((memory for memory, _ in drawn.values()), default=1)
     labelled: list[float] = []
-    for name, (memory, ratio) in found.items():
+    for name, (memory, ratio) in drawn.items():
         place = names.index(name)
         axes.plot(
             memory,
@@ -128,6 +128,6 @@ def draw_run(axes: Axes, run: Run | None, names: list[str], one_case: bool) -> N
             labelled.append(memory)
     axes.axhline(1, color=INK, linewidth=0.8, zorder=1)
     axes.set_xlim(0, widest)
-    axes.set_ylim(0, 1.1 * min(max((ratio for _, ratio in found.values()), default=1), FARTHEST))
+    axes.set_ylim(0, 1.1 * min(max((ratio for _, ratio in drawn.values()), default=1), FARTHEST))
     case = "" if one_case else f", {run.case.name}"
     panel(axes, f"{run.backend}, {run.dtype}{case}")

@@ -42,20 +42,20 @@ def columns(run: Run) -> list[str]:
 
 
 def cells(row: ContestantResult, run: Run) -> dict[str, str]:
-    found = {"contestant": row.contestant, "computes": row.kind}
+    texts = {"contestant": row.contestant, "computes": row.kind}
     if row.failed is not None:
-        return found | {"ms": "–", "quartiles": row.failed}
+        return texts | {"ms": "–", "quartiles": row.failed}
     if row.time is not None:
-        found |= {"ms": milliseconds(row.time.median), "best ms": milliseconds(row.time.best)}
+        texts |= {"ms": milliseconds(row.time.median), "best ms": milliseconds(row.time.best)}
     if row.ratio is not None:
         ratio = row.ratio
-        found["x floor"] = f"{ratio.median:.2f}"
+        texts["x floor"] = f"{ratio.median:.2f}"
         if row.contestant != FLOOR:
-            found["quartiles"] = f"{ratio.low:.2f}–{ratio.high:.2f}"
+            texts["quartiles"] = f"{ratio.low:.2f}–{ratio.high:.2f}"
     off = loss_off(row, run)
     if off is not None:
-        found["loss off by"] = f"{off:.0e}"
-    return found | {
+        texts["loss off by"] = f"{off:.0e}"
+    return texts | {
         "peak MiB": mebibytes(row.peak_bytes),
         "resident MiB": mebibytes(row.resident_bytes),
         "plan MiB": mebibytes(row.plan_bytes),
@@ -74,8 +74,8 @@ def as_table(run: Run) -> tuple[list[str], list[list[str]]]:
     """Head and body; loss + gradient first, that being what training pays for."""
     names = columns(run)
     rows = sorted(run.rows, key=lambda row: KINDS.index(row.kind))
-    found = [cells(row, run) for row in rows]
-    return names, [[row.get(name, "") for name in names] for row in found]
+    texts = [cells(row, run) for row in rows]
+    return names, [[row.get(name, "") for name in names] for row in texts]
 
 
 # --- terminal -----------------------------------------------------------------------------------
@@ -114,10 +114,10 @@ def plain_table(run: Run) -> Iterator[str]:
 
 
 def environment_line(report: Report) -> str:
-    found = report.environment
-    versions = [f"{key} {found[key]}" for key in ("xentlib", "torch", "jax") if key in found]
-    parts = [f"{found['cpu']}, {found['cores']} cores", *versions, f"Python {found['python']}"]
-    return "; ".join([*parts, found["date"]])
+    facts = report.environment
+    versions = [f"{key} {facts[key]}" for key in ("xentlib", "torch", "jax") if key in facts]
+    parts = [f"{facts['cpu']}, {facts['cores']} cores", *versions, f"Python {facts['python']}"]
+    return "; ".join([*parts, facts["date"]])
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -145,10 +145,10 @@ def as_markdown(report: Report, plot: str | None = None) -> str:
 
 def alike(report: Report) -> list[list[Run]]:
     """Runs that differ in the case alone, side by side in one table."""
-    found: dict[tuple[str, str, str], list[Run]] = {}
+    groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in report.runs:
-        found.setdefault((run.backend, run.dtype, run.device), []).append(run)
-    return list(found.values())
+        groups.setdefault((run.backend, run.dtype, run.device), []).append(run)
+    return list(groups.values())
 
 
 def pivot(runs: Sequence[Run], kind: Kind) -> list[str]:
@@ -199,9 +199,9 @@ def markdown_row(row: list[str]) -> str:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    found = asdict(report)
-    found["schema"] = 2
-    for run, entry in zip(report.runs, found["runs"]):
+    document = asdict(report)
+    document["schema"] = 2
+    for run, entry in zip(report.runs, document["runs"]):
         for row, row_entry in zip(run.rows, entry["rows"]):
             floor = run.row(FLOOR, row.kind).time
             row_entry |= {
@@ -210,10 +210,10 @@ def as_json(report: Report) -> dict[str, Any]:
                 "floor_ms": None if floor is None else 1e3 * floor.median,
                 "ratio": None if row.ratio is None else asdict(row.ratio),
             }
-    return found
+    return document
 
 
-def from_json(found: dict[str, Any]) -> Report:
+def from_json(document: dict[str, Any]) -> Report:
     """The report of `as_json`; what follows from its measurements is made anew."""
 
     def result(row: dict[str, Any]) -> ContestantResult:
@@ -222,9 +222,9 @@ def from_json(found: dict[str, Any]) -> Report:
 
     runs = [
         Run(**{**run, "case": HeadSizes(**run["case"]), "rows": [*map(result, run["rows"])]})
-        for run in found["runs"]
+        for run in document["runs"]
     ]
-    return Report(found["environment"], runs)
+    return Report(document["environment"], runs)
 
 
 def write_json(report: Report, path: Path) -> None:

@@ -19,8 +19,7 @@ from typing import Any, Literal
 from xentlib.processes import end_with_parent
 from xentlib.tools.bench.cases import HeadSizes, make_arrays
 from xentlib.tools.bench.contestant import KINDS, Kind, Lineup, Wanted
-from xentlib.tools.bench.measure import add_peaks, measure
-from xentlib.tools.bench.memory import probe
+from xentlib.tools.bench.measure import add_peaks, measure, probe
 from xentlib.tools.bench.result import ContestantResult
 
 
@@ -57,11 +56,11 @@ def ask(request: Request, tick: Callable[[str], None] = lambda _: None) -> dict[
     # torch's profiler writes to standard error whatever it is told; it is shown when things fail.
     with TemporaryFile("w+", errors="replace") as errors:
         with Popen(command, stdout=PIPE, stderr=errors, text=True, env=environment) as process:
-            for said in messages(process):
-                if "tick" in said:
-                    tick(said["tick"])
+            for message in messages(process):
+                if "tick" in message:
+                    tick(message["tick"])
                 else:
-                    answer = said
+                    answer = message
         if process.returncode or answer is None:
             errors.seek(0)
             tail = "\n".join(errors.read().splitlines()[-20:])

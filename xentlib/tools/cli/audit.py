@@ -121,7 +121,7 @@ def _before_jax(ranks: int | None) -> None:
 def _found(module: str, name: str) -> Callable[..., Any]:
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] and error.name != module:
             raise UsageError(f"'{module}' could not be imported: {error}.") from error
@@ -141,18 +141,18 @@ def _found(module: str, name: str) -> Callable[..., Any]:
             f"'{module}' could not be imported: {type(error).__name__}: {error}"
         ) from error
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             there = sorted(
                 x
-                for x, y in vars(found).items()
+                for x, y in vars(value).items()
                 if callable(y) and getattr(y, "__module__", module) == module and x[0] != "_"
             )
             raise UsageError(
                 f"'{module}' must have '{name}'; it has {', '.join(there) or 'no function'}, in "
                 f"{getattr(sys.modules[module], '__file__', None) or 'no file'}."
             )
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
 
 
 def _loaded(target: str) -> str:

@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         for job in jobs(args):
             for backend in backends:
-                found = run_one(job, backend, args, progress)
+                measured = run_one(job, backend, args, progress)
                 progress.clear()
-                print_run(found)
-                report.runs.append(found)
+                print_run(measured)
+                report.runs.append(measured)
                 if args.out is not None:  # a suite that is stopped leaves what it has
                     args.out.mkdir(parents=True, exist_ok=True)
                     write_json(report, args.out / "bench.json")
@@ -109,13 +109,13 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     """What is asked for; a suite decides what is not."""
     suite = SUITES[args.suite] if args.suite else Suite(("cpu",), ("cpu",), DTYPES, 10, "")
     cases = tuple(args.case or suite.cases)
-    found = []
+    listed = []
     for dtype in args.dtype or suite.dtypes:
         for name in cases:
             whole = args.case or name in suite.every_kind
             kinds = tuple(args.kind or (KINDS if whole else (TRAINING,)))
-            found.append(Job(CASES[name], dtype, kinds, args.rounds or suite.rounds))
-    return found
+            listed.append(Job(CASES[name], dtype, kinds, args.rounds or suite.rounds))
+    return listed
 
 
 def run_one(job: Job, backend: str, args: argparse.Namespace, progress: StatusLine) -> Run:
@@ -135,20 +135,22 @@ def run_one(job: Job, backend: str, args: argparse.Namespace, progress: StatusLi
         args.seed,
     )
     answer = ask(request, lambda done: progress.show(f"{what}: {done}"))
-    found = Run(backend, case, dtype, answer["device"], answer["threads"], rounds, answer["rows"])
-    if unknown := set(args.contestant or ()) - {row.contestant for row in found.rows}:
+    measured = Run(
+        backend, case, dtype, answer["device"], answer["threads"], rounds, answer["rows"]
+    )
+    if unknown := set(args.contestant or ()) - {row.contestant for row in measured.rows}:
         raise WorkerError(f"no contestant {', '.join(sorted(unknown))} in {backend}'s table")
-    found.pair_with_floor()
-    if found.device == "cpu":  # the formula is of the CPU's paths
+    measured.pair_with_floor()
+    if measured.device == "cpu":  # the formula is of the CPU's paths
         for kind in kinds:
-            found.row(OURS, kind).plan_bytes = planned(found, kind)
+            measured.row(OURS, kind).plan_bytes = planned(measured, kind)
     if args.resident:
-        add_resident(found, request, lambda done: progress.show(f"{what}: resident, {done}"))
-    return found
+        add_resident(measured, request, lambda done: progress.show(f"{what}: resident, {done}"))
+    return measured
 
 
-def add_resident(found: Run, request: Request, tick: Callable[[str], None]) -> None:
-    for row in found.rows:
+def add_resident(measured: Run, request: Request, tick: Callable[[str], None]) -> None:
+    for row in measured.rows:
         if row.failed is None and row.contestant not in BARE:
             tick(f"{row.contestant}, {row.kind}")
             one = replace(request, task="resident", only=(row.contestant,), kinds=(row.kind,))
@@ -156,13 +158,13 @@ def add_resident(found: Run, request: Request, tick: Callable[[str], None]) -> N
             row.resident_bytes = probed.resident_bytes
 
 
-def planned(found: Run, kind: Kind) -> int:
-    case = found.case
-    plan = plan_chunks(case.num_tokens, case.vocab_size, case.hidden_size, dtype=found.dtype)
+def planned(measured: Run, kind: Kind) -> int:
+    case = measured.case
+    plan = plan_chunks(case.num_tokens, case.vocab_size, case.hidden_size, dtype=measured.dtype)
     return peak_bytes(
         plan,
-        backend="jax" if found.backend == "jax" else "torch",
-        dtype=found.dtype,
+        backend="jax" if measured.backend == "jax" else "torch",
+        dtype=measured.dtype,
         gradient=kind != "loss",
         recompute=kind == PER_TOKEN,
     )

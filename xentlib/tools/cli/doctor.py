@@ -53,18 +53,18 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise UsageError(str(error)) from error
     installed = [name for name in BACKENDS if find_spec(name) is not None]
-    found = system()
+    findings_so_far = system()
     prepare(installed, args.device)
     admits = ranges()
-    found += [inspect(package, admits) for package in PACKAGES]
+    findings_so_far += [inspect(package, admits) for package in PACKAGES]
     broken = {name: imported(name) for name in installed}
-    found += [one for one in broken.values() if one is not None]
+    findings_so_far += [one for one in broken.values() if one is not None]
     usable = tuple(name for name in installed if broken[name] is None)
     for name, look in (("torch", torch_findings), ("jax", jax_findings)):
         if name in usable:
-            seen = look()
-            found += seen
-            if any(one.part == "devices" for one in bad(seen)):  # nothing to compute on
+            of_backend = look()
+            findings_so_far += of_backend
+            if any(one.part == "devices" for one in bad(of_backend)):  # nothing to compute on
                 usable = tuple(other for other in usable if other != name)
 
     device = "cpu"
@@ -76,16 +76,16 @@ def run(args: argparse.Namespace) -> int:
         device = device_of(usable) if args.device == "auto" else args.device
         if not args.no_rows:
             measured, failed, seconds = measure(usable, device)
-            found.append(as_finding(measured, failed, seconds, device))
+            findings_so_far.append(as_finding(measured, failed, seconds, device))
     if config is not None:
-        found += findings(config, args.tokens)
+        findings_so_far += findings(config, args.tokens)
 
-    status = 2 if not usable else 1 if bad(found) else 0
+    status = 2 if not usable else 1 if bad(findings_so_far) else 0
     if args.json:
-        print(json.dumps(finite(document(found, measured, usable, status)), indent=1))
+        print(json.dumps(finite(document(findings_so_far, measured, usable, status)), indent=1))
     else:
-        print("\n".join(lines(found)))
-    verdict = said(found, usable)
+        print("\n".join(lines(findings_so_far)))
+    verdict = said(findings_so_far, usable)
     print(
         f"\n{verdict}" if status == 0 and not args.json else f"xentlib: {verdict}",
         file=sys.stdout if status == 0 and not args.json else sys.stderr,
@@ -94,24 +94,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def document(
-    found: list[Finding], measured: list[Measurement], usable: tuple[str, ...], status: int
+    findings: list[Finding], measured: list[Measurement], usable: tuple[str, ...], status: int
 ) -> dict[str, object]:
     return {
         "schema": SCHEMA,
         "xentlib": xentlib.__version__,
         "status": status,
         "usable": list(usable),
-        "findings": [asdict(one) for one in found],
+        "findings": [asdict(one) for one in findings],
         "measurements": [asdict(one) for one in measured],
     }
 
 
-def lines(found: list[Finding]) -> Iterator[str]:
+def lines(findings: list[Finding]) -> Iterator[str]:
     """The report: a line a finding, and one for what to do."""
     yield f"xentlib {xentlib.__version__}"
-    width = max(len(one.name) for one in found)
+    width = max(len(one.name) for one in findings)
     for part in PARTS:
-        of_it = [one for one in found if one.part == part]
+        of_it = [one for one in findings if one.part == part]
         if of_it:
             yield f"\n{part}"
         for one in of_it:
@@ -120,9 +120,9 @@ def lines(found: list[Finding]) -> Iterator[str]:
                 yield f"       {'':<{width}}  -> {one.cure}"
 
 
-def said(found: list[Finding], usable: tuple[str, ...]) -> str:
+def said(findings: list[Finding], usable: tuple[str, ...]) -> str:
     """The verdict, in a sentence."""
-    wrong = ", ".join(one.name for one in bad(found))
+    wrong = ", ".join(one.name for one in bad(findings))
     if not usable and wrong:
         return f"nothing can be computed here, as what is marked BAD cannot be used: {wrong}."
     if not usable:

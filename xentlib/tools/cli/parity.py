@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from xentlib.kernels import CHOICES
 from xentlib.tools.cli.arguments import Row, add_rows, seed
-from xentlib.tools.cli.errors import note
+from xentlib.tools.cli.errors import UsageError, note
 from xentlib.tools.cli.requirements import (
     BACKENDS,
     backends_for,
@@ -23,13 +23,11 @@ from xentlib.tools.cli.requirements import (
     prepare,
     training_left_out,
 )
-from xentlib.tools.cli.resume import run_before
 from xentlib.tools.harness.environment import environment_of
 from xentlib.tools.parity.result import ParityResult, Section
 
 if TYPE_CHECKING:
-    from xentlib.tools.parity.eta import Planned
-    from xentlib.tools.parity.progress import Progress
+    from xentlib.tools.parity.progress import Planned, Progress
 
 
 DESCRIPTION = (
@@ -74,16 +72,14 @@ def run(args: argparse.Namespace) -> int:
     environment = environment_of(args, backends, left_out)
     before = run_before(args.out, environment, args.resume)
 
-    from xentlib.tools.parity.display import progress_on
-    from xentlib.tools.parity.eta import Pace
-    from xentlib.tools.parity.report.document import to_json
-    from xentlib.tools.parity.report.files import DATA, write_report
+    from xentlib.tools.parity.progress import Pace, progress_on
+    from xentlib.tools.parity.report.document import DATA, to_json, write_report
     from xentlib.tools.parity.report.table import print_table
     from xentlib.tools.parity.suite import operator_sections
 
     plan = operator_sections(backends, args.suite, args.seed, args.device)
     if not left_out:
-        from xentlib.tools.parity.training.section import training_section
+        from xentlib.tools.parity.training.comparison import training_section
 
         plan.append(training_section(backends, text=args.text, seed=args.seed))
     result = before if args.resume and before else ParityResult(environment=environment)
@@ -128,8 +124,47 @@ def _section(part: Planned, progress: Progress, slowness: float) -> Section:
     """What the section finds. What stops it is an error of it alone: the others are run."""
     start = time.perf_counter()
     try:
-        found = part.run(progress, slowness)
+        section = part.run(progress, slowness)
     except Exception as error:  # noqa: BLE001 - hours of other sections do not hang on it
-        said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        found = Section(part.name, error=f"{said}\n{traceback.format_exc()}")
-    return replace(found, seconds=time.perf_counter() - start)
+        message = f"{type(error).__name__}: {error}".partition("\n")[0]
+        section = Section(part.name, error=f"{message}\n{traceback.format_exc()}")
+    return replace(section, seconds=time.perf_counter() - start)
+
+
+def run_before(out: Path, environment: dict[str, str], resume: bool) -> ParityResult | None:
+    """The run that is in `out`, if this one can go on from it; with `resume` it has to."""
+    from xentlib.tools.parity.report.document import DATA, from_json
+
+    path = out / DATA
+    try:
+        before = from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if not resume:
+            return None
+        raise UsageError(
+            f"`--resume` goes on from '{path}', which is not there; run without it."
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not resume:
+            return None
+        raise UsageError(
+            f"`--resume` goes on from '{path}', which cannot be read as a parity run; "
+            f"run without it."
+        ) from error
+    other = [
+        f"{name} {before.environment.get(name, 'none')!r} and not {environment.get(name, 'none')!r}"
+        for name in dict.fromkeys([*environment, *before.environment])
+        if name != "date" and before.environment.get(name) != environment.get(name)
+    ]
+    if not other and not resume and (before.missing or before.failed):
+        run = len(before.sections) - len(before.failed)
+        note(
+            f"this run replaces the one in '{path}', which has {run} of {len(before.planned)} "
+            f"sections; `--resume` would have gone on from it"
+        )
+    if other and resume:
+        raise UsageError(
+            f"`--resume` goes on with the same run, and '{path}' is of {', '.join(other)}; "
+            f"run without it."
+        )
+    return before

@@ -132,15 +132,15 @@ def run(args: argparse.Namespace) -> int:
         ),
     }
     try:
-        found = document(sizes, args.tokens, args.ranks, more)
+        planned = document(sizes, args.tokens, args.ranks, more)
     except ValueError as error:
         raise UsageError(f"{error}") from error
-    print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
+    print(json.dumps(planned, indent=1) if args.json else "\n".join(lines(planned)))
     if args.plot is not None:
         from xentlib.tools.cli.plan_plot import save
 
         try:
-            save(sizes, args.ranks, more, found["crossover_tokens"], args.plot)
+            save(sizes, args.ranks, more, planned["crossover_tokens"], args.plot)
         except OSError as error:
             raise UsageError(
                 f"`--plot` must be a file that can be written; got '{args.plot}': {error.strerror}."
@@ -179,14 +179,14 @@ def sizes_of(model: str) -> Sizes:
         config = read_config(Path(model))
     except ConfigError as error:
         raise UsageError(f"{error}") from error
-    found = head_of_file(config)
-    if found is None:
+    sizes = head_of_file(config)
+    if sizes is None:
         raise UsageError(
             f"`--model` must name a `vocab_size` and a `hidden_size`; '{model}' has not both. Pass "
             f"`--vocab` and `--hidden` instead."
         )
-    capped = any(name in found.options for name in SOFTCAPS)
-    return Sizes(Path(model).name, found.vocab, found.hidden, found.dtype, capped)
+    capped = any(name in sizes.options for name in SOFTCAPS)
+    return Sizes(Path(model).name, sizes.vocab, sizes.hidden, sizes.dtype, capped)
 
 
 def document(sizes: Sizes, tokens: int, ranks: int, more: RouteOptions) -> dict[str, Any]:
@@ -225,15 +225,15 @@ def of_route(route: Route) -> dict[str, Any]:
     }
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(planned: dict[str, Any]) -> Iterator[str]:
     """The table, what it is made of, and what follows from it."""
-    head, setup, routes = found["head"], found["setup"], found["routes"]
+    head, setup, routes = planned["head"], planned["setup"], planned["routes"]
     name = f"{head['name']}: " if head["name"] else ""
     spread = f" on {setup['nodes']} nodes" if setup["nodes"] > 1 else ""
     replicas = f", {setup['replicas']} replicas" if setup["replicas"] > 1 else ""
     yield (
         f"{name}V = {head['vocab_size']:,}, H = {head['hidden_size']:,}, "
-        f"{found['tokens_per_rank']:,} tokens a rank and call, {found['ranks']:,} ranks{spread}"
+        f"{planned['tokens_per_rank']:,} tokens a rank and call, {planned['ranks']:,} ranks{spread}"
         f"{replicas}"
     )
     yield ""
@@ -255,11 +255,11 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
                 f"  {sent['what']}{often}"
             )
         parts = sorted(x["peak"].items(), key=lambda part: -part[1])
-        said = ", ".join(f"{what} {size / GIB:.2f}" for what, size in parts if size >= GIB / 200)
-        yield f"  GiB at the peak: {said or 'less than 0.01'}"
-    crossover = found["crossover_tokens"]
+        sizes = ", ".join(f"{what} {size / GIB:.2f}" for what, size in parts if size >= GIB / 200)
+        yield f"  GiB at the peak: {sizes or 'less than 0.01'}"
+    crossover = planned["crossover_tokens"]
     yield (
-        f"\nfastest: {found['fastest']}; least memory: {found['smallest']}; "
+        f"\nfastest: {planned['fastest']}; least memory: {planned['smallest']}; "
         + (f"hidden before head up to {crossover:,} tokens" if crossover else "head before hidden")
         + ". Seconds are predicted, with nothing overlapped."
         + (HYBRID if any(x["name"] == "hybrid" for x in routes) else "")

@@ -41,12 +41,12 @@ def save(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int, path: Pat
 
 def draw(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int) -> Figure:
     """Two panels: milliseconds, and GiB at the peak."""
-    found = [head_routes(n, sizes.vocab, sizes.hidden, ranks, **more) for n in TOKENS]
+    planned = [head_routes(n, sizes.vocab, sizes.hidden, ranks, **more) for n in TOKENS]
     with letters():
         figure = new_figure(WIDTH, 2.7)
         time, memory = figure.subplots(1, 2)
-        _panel(time, found, "ms", lambda route: 1e3 * route.seconds)
-        _panel(memory, found, "GiB at the peak", lambda route: route.peak_bytes / 2**30)
+        _panel(time, planned, "ms", lambda route: 1e3 * route.seconds)
+        _panel(memory, planned, "GiB at the peak", lambda route: route.peak_bytes / 2**30)
         if TOKENS[0] <= crossover <= TOKENS[-1]:
             for axes in (time, memory):
                 axes.axvline(crossover, color=INK, linewidth=0.8, linestyle=":")
@@ -59,10 +59,10 @@ def draw(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int) -> Figure
     return figure
 
 
-def _panel(axes: Axes, found: list[dict[str, Route]], title: str, value: Any) -> None:
-    for name in found[0]:
+def _panel(axes: Axes, planned: list[dict[str, Route]], title: str, value: Any) -> None:
+    for name in planned[0]:
         colour, line = LOOKS[name]
-        values = [value(routes[name]) for routes in found]
+        values = [value(routes[name]) for routes in planned]
         axes.plot(TOKENS, values, color=colour, linestyle=line, linewidth=1.4, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -39,11 +39,11 @@ def system() -> list[Finding]:
     """Python, and the variables that are set."""
     version = platform.python_version()
     about = f"{version} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
-    found = [Finding("backends", "Python", "ok", about)]
-    said = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
-    if said:
-        found.append(Finding("backends", "environment", "note", ", ".join(said)))
-    return found
+    findings = [Finding("backends", "Python", "ok", about)]
+    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    if variables:
+        findings.append(Finding("backends", "environment", "note", ", ".join(variables)))
+    return findings
 
 
 def imported(backend: str) -> Finding | None:
@@ -51,9 +51,9 @@ def imported(backend: str) -> Finding | None:
     try:
         import_module(f"xentlib.{backend}")
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
-        said = f"cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
+        text = f"cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
         cure = f"pip install --force-reinstall 'xentlib[{backend}]' in a fresh environment"
-        return Finding("backends", backend, "bad", said, cure)
+        return Finding("backends", backend, "bad", text, cure)
     return None
 
 
@@ -69,25 +69,25 @@ def torch_findings() -> list[Finding]:
 
 def torch_devices(torch: Any) -> list[Finding]:
     if torch.cuda.is_available():
-        found = []
+        findings = []
         for index in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(index)
-            said = (
+            text = (
                 f"{about.name}, {about.total_memory / GIB:.0f} GiB, compute capability "
                 f"{about.major}.{about.minor}"
             )
-            found.append(Finding("devices", f"torch cuda:{index}", "ok", said))
-        return found
-    said = f"the CPU, {torch.get_num_threads()} threads"
+            findings.append(Finding("devices", f"torch cuda:{index}", "ok", text))
+        return findings
+    text = f"the CPU, {torch.get_num_threads()} threads"
     build = torch.version.cuda or torch.version.hip
     if not driver():
-        return [Finding("devices", "torch", "ok", said)]
+        return [Finding("devices", "torch", "ok", text)]
     why = "this build has no CUDA" if build is None else f"this build, for CUDA {build}, sees none"
-    said += f"; the machine has NVIDIA's driver, but {why}"
+    text += f"; the machine has NVIDIA's driver, but {why}"
     cure = "install PyTorch's CUDA build (pip install torch, without an index of CPU builds)"
     if build is not None:
         cure = "look at CUDA_VISIBLE_DEVICES, and whether the driver is new enough for the build"
-    return [Finding("devices", "torch", "note", said, cure)]
+    return [Finding("devices", "torch", "note", text, cure)]
 
 
 def _kernels(torch: Any) -> Finding:
@@ -103,21 +103,21 @@ def _kernels(torch: Any) -> Finding:
         return Finding("kernels", "PyTorch", "bad", str(error), cure)
     if name == "Triton":
         return Finding("kernels", "PyTorch", "ok", f"Triton's programs compute on {device}")
-    said = f"eager operators compute on {device}"
+    text = f"eager operators compute on {device}"
     if choice == "eager":
-        return Finding("kernels", "PyTorch", "note", f"{said}, as {VARIABLE}=eager says")
+        return Finding("kernels", "PyTorch", "note", f"{text}, as {VARIABLE}=eager says")
     why = why_no_triton(device)
-    said += f": {why}" if why else ": Triton's programs could not be run"
+    text += f": {why}" if why else ": Triton's programs could not be run"
     missing = device.type == "cuda" and not there("triton")
     status: Status = "ok" if device.type == "cpu" else "note"
-    return Finding("kernels", "PyTorch", status, said, "pip install triton" if missing else "")
+    return Finding("kernels", "PyTorch", status, text, "pip install triton" if missing else "")
 
 
 def _wrappers(torch: Any) -> Finding:
     name = "DDP, FSDP2, tensor parallel"
     if not torch.distributed.is_available():
-        said = "this build of PyTorch has no torch.distributed"
-        return Finding("trainers", name, "note", said, "install another build for several ranks")
+        text = "this build of PyTorch has no torch.distributed"
+        return Finding("trainers", name, "note", text, "install another build for several ranks")
     made = [
         kind
         for kind, has in (
@@ -139,14 +139,14 @@ def jax_findings() -> list[Finding]:
     try:
         devices = jax.devices()
     except Exception as error:  # noqa: BLE001 - a RuntimeError or, of a plugin, whatever it raises
-        said = f"JAX finds no device: {type(error).__name__}: {error}".partition("\n")[0]
+        text = f"JAX finds no device: {type(error).__name__}: {error}".partition("\n")[0]
         cure = "look at JAX_PLATFORMS, and at the plugin of JAX for your accelerator"
-        return [Finding("devices", "jax", "bad", said, cure)]
+        return [Finding("devices", "jax", "bad", text, cure)]
     kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))
-    said = f"{len(devices)} x {devices[0].platform} ({kinds}), jaxlib {version_of('jaxlib')}"
+    text = f"{len(devices)} x {devices[0].platform} ({kinds}), jaxlib {version_of('jaxlib')}"
     kernels = Finding("kernels", "JAX", "ok", "XLA compiles them")
     if devices[0].platform == "cpu" and driver() and "JAX_PLATFORMS" not in os.environ:
-        said += "; the machine has NVIDIA's driver, but no plugin of JAX for it is installed"
+        text += "; the machine has NVIDIA's driver, but no plugin of JAX for it is installed"
         cure = "pip install 'jax[cuda13]' or 'jax[cuda12]', as your driver allows"
-        return [Finding("devices", "jax", "note", said, cure), kernels]
-    return [Finding("devices", "jax", "ok", said), kernels]
+        return [Finding("devices", "jax", "note", text, cure), kernels]
+    return [Finding("devices", "jax", "ok", text), kernels]

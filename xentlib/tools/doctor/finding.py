@@ -21,4 +21,4 @@ class Finding:
 
 
 def bad(findings: list[Finding]) -> list[Finding]:
-    return [found for found in findings if found.status == "bad"]
+    return [one for one in findings if one.status == "bad"]

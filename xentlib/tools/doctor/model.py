@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from xentlib.dtypes import FLOATS, ITEMSIZE
 from xentlib.plan import plan_chunks
-from xentlib.plan.chunks import default_chunk_bytes
 from xentlib.plan.memory import peak_bytes
+from xentlib.plan.split import default_chunk_bytes
 from xentlib.tools.doctor.finding import Finding
 from xentlib.tools.doctor.packages import there
 
@@ -53,7 +53,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         if file.is_file() and file.suffix != ".json":  # weights, which are not read
             raise ValueError
-        found = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "no JSON"
         cure = "Download the model's config.json first."
@@ -63,12 +63,12 @@ def read_config(path: Path) -> dict[str, Any]:
             f"`--model` must be a folder with a config.json, or such a file; got '{file}': {why}. "
             f"{cure}"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise ConfigError(
             f"`--model` must be a configuration of transformers, a JSON object; got '{file}', "
-            f"which holds a {type(found).__name__}."
+            f"which holds a {type(config).__name__}."
         )
-    return found
+    return config
 
 
 def findings(config: dict[str, Any], tokens: int) -> list[Finding]:
@@ -80,12 +80,12 @@ def findings(config: dict[str, Any], tokens: int) -> list[Finding]:
         head, patched = None, None
     head = head or head_of_file(config)
     if patched is None:
-        said = "not tried, as it needs PyTorch and transformers"
-        patched = Finding("model", "patch", "absent", said, "pip install 'xentlib[hf]'")
+        words = "not tried, as it needs PyTorch and transformers"
+        patched = Finding("model", "patch", "absent", words, "pip install 'xentlib[hf]'")
     if head is None or head.vocab < 1 or head.hidden < 1:
-        said = "the configuration names no `vocab_size` and `hidden_size` of 1 or more"
+        words = "the configuration names no `vocab_size` and `hidden_size` of 1 or more"
         cure = "pass the config.json of a causal language model"
-        return [Finding("model", "head", "bad", said, cure), patched]
+        return [Finding("model", "head", "bad", words, cure), patched]
     kind = type(built).__name__ if built is not None else _architecture(config)
     return [_head(kind, head), *_memory(head, tokens), patched]
 
@@ -100,24 +100,26 @@ def head_of_file(config: dict[str, Any]) -> Head | None:
     text: dict[str, Any] = next(
         (config[k] for k in ("text_config", "llm_config") if isinstance(config.get(k), dict)), {}
     )
-    said = {**config, **text}
-    vocab = said.get("vocab_size")
-    hidden = said.get("hidden_size", said.get("n_embd", said.get("d_model")))
+    merged = {**config, **text}
+    vocab = merged.get("vocab_size")
+    hidden = merged.get("hidden_size", merged.get("n_embd", merged.get("d_model")))
     if not isinstance(vocab, int) or not isinstance(hidden, int):
         return None
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
-    return Head(vocab, hidden, tied, _dtype(said), _options(said))
+    return Head(vocab, hidden, tied, _dtype(merged), _options(merged))
 
 
-def _dtype(said: dict[str, Any]) -> str:
-    named = str(said.get("dtype") or said.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+def _dtype(config: dict[str, Any]) -> str:
+    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
     return named if named in FLOATS else "bfloat16"
 
 
-def _options(said: dict[str, Any]) -> dict[str, Any]:
+def _options(config: dict[str, Any]) -> dict[str, Any]:
     """Those that do something: none where a factor is 1 or a cap is not set."""
-    found = {name: said.get(name) for name in (*SOFTCAPS, *SCALES)}
-    return {name: x for name, x in found.items() if x not in (None, False, 0, 1)}
+    options = {name: config.get(name) for name in (*SOFTCAPS, *SCALES)}
+    return {name: x for name, x in options.items() if x not in (None, False, 0, 1)}
 
 
 def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
@@ -130,16 +132,16 @@ def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
 
     name = _architecture(config)
     if not config.get("architectures"):
-        said = "the configuration names no class in `architectures`"
+        words = "the configuration names no class in `architectures`"
         cure = "name it there, as the model's own config.json does, or call `chunked_nll`"
-        return None, None, Finding("model", "patch", "bad", said, cure)
+        return None, None, Finding("model", "patch", "bad", words, cure)
     kind = getattr(transformers, name, None)
     if kind is None:
-        said = f"transformers {transformers.__version__} has no class {name}"
+        words = f"transformers {transformers.__version__} has no class {name}"
         if config.get("auto_map"):
-            said += "; code of the model's own is not run"
+            words += "; code of the model's own is not run"
         cure = "name the class in `architectures` of the config.json, or call `chunked_nll`"
-        return None, None, Finding("model", "patch", "bad", said, cure)
+        return None, None, Finding("model", "patch", "bad", words, cure)
     try:
         rest = {k: x for k, x in config.items() if k not in ("model_type", "auto_map")}
         made = AutoConfig.for_model(config.get("model_type", ""), **rest)
@@ -149,9 +151,9 @@ def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
             model = kind(made)
     except Exception as error:  # noqa: BLE001 - whatever a class makes of its configuration
         why = " ".join(f"{error}".split())
-        said = f"{name} cannot be built: {type(error).__name__}: {why[:LONGEST]}"
+        words = f"{name} cannot be built: {type(error).__name__}: {why[:LONGEST]}"
         cure = "compare the config.json with the installed version of transformers"
-        return None, None, Finding("model", "patch", "bad", said, cure)
+        return None, None, Finding("model", "patch", "bad", words, cure)
     text = made.get_text_config()
     said_of_it = {**vars(made), **vars(text)}
     output = model.get_output_embeddings()
@@ -166,13 +168,13 @@ def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
     except (TypeError, ValueError) as error:
         cure = "docs/transformers.md has every class; `chunked_nll` takes its hidden states"
         return head, model, Finding("model", "patch", "bad", f"refused: {error}", cure)
-    said = f"takes {name} of transformers {transformers.__version__}"
+    words = f"takes {name} of transformers {transformers.__version__}"
     if name in FAIL_IN_A_CALL:
-        said = f"refused in the first step: {FAIL_IN_A_CALL[name]}"
+        words = f"refused in the first step: {FAIL_IN_A_CALL[name]}"
         cure = "call `chunked_nll` with its hidden states"
-        return head, model, Finding("model", "patch", "bad", said, cure)
-    said += "; its loss is computed without logits, a softcap and factors as the model has them"
-    return head, model, Finding("model", "patch", "ok", said)
+        return head, model, Finding("model", "patch", "bad", words, cure)
+    words += "; its loss is computed without logits, a softcap and factors as the model has them"
+    return head, model, Finding("model", "patch", "ok", words)
 
 
 def _named(config: Any, names: set[str]) -> bool:
@@ -189,11 +191,11 @@ def _names_of(made: Any, text: Any, name: str) -> set[str]:
 
 def _head(kind: str, head: Head) -> Finding:
     tied = {True: "tied to the embedding", False: "not tied", None: "tied or not is not said"}
-    said = f"{kind}: V = {head.vocab:,}, H = {head.hidden:,}, {tied[head.tied]}, {head.dtype}"
+    words = f"{kind}: V = {head.vocab:,}, H = {head.hidden:,}, {tied[head.tied]}, {head.dtype}"
     cures = []
     if head.of_class:
         names = " and ".join(f"`{name}`" for name in head.of_class)
-        said += f"; the file names no {names}, so that is the default of the class"
+        words += f"; the file names no {names}, so that is the default of the class"
         cures.append("Compare with the model's own config.json")
     if head.options:
         cures.append(
@@ -201,8 +203,8 @@ def _head(kind: str, head: Head) -> Finding:
             "a factor `logit_scale=`, or 1 / it where the model's forward divides by it"
         )
     given = ", ".join(f"{name}={x}" for name, x in head.options.items())
-    said += f"; {given or 'no softcap, no factor on the logits'}"
-    return Finding("model", "head", "note" if cures else "ok", said, ". ".join(cures))
+    words += f"; {given or 'no softcap, no factor on the logits'}"
+    return Finding("model", "head", "note" if cures else "ok", words, ". ".join(cures))
 
 
 def _memory(head: Head, tokens: int) -> list[Finding]:
@@ -212,7 +214,7 @@ def _memory(head: Head, tokens: int) -> list[Finding]:
         f"{logits * ITEMSIZE[head.dtype] / GIB:.2f} GiB in {head.dtype}, "
         f"{logits * 4 / GIB:.2f} GiB in float32, and as much again for their gradient"
     )
-    found = [Finding("model", "full logits", "ok", f"{tokens:,} tokens: {full}")]
+    findings = [Finding("model", "full logits", "ok", f"{tokens:,} tokens: {full}")]
     sizes = tokens, head.vocab, head.hidden
     places: tuple[tuple[Literal["cpu", "gpu"], str, int | None], ...] = (
         ("cpu", "on the CPU", None),
@@ -226,6 +228,6 @@ def _memory(head: Head, tokens: int) -> list[Finding]:
             need = peak_bytes(plan, backend=backend, dtype=head.dtype, platform=platform)
             chunks = "1 chunk" if plan.num_chunks == 1 else f"{plan.num_chunks} chunks"
             needs.append(f"{need / GIB:.2f} GiB {where} in {chunks}")
-        said = f"{', '.join(needs)}, gradients of hidden and weight included"
-        found.append(Finding("model", f"chunked_nll in {backend}", "ok", said))
-    return found
+        words = f"{', '.join(needs)}, gradients of hidden and weight included"
+        findings.append(Finding("model", f"chunked_nll in {backend}", "ok", words))
+    return findings

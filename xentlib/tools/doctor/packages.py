@@ -67,10 +67,10 @@ def requirements() -> list[str]:
     """What xentlib asks for, with every extra; those of the sources where there are sources."""
     project = Path(xentlib.__file__).parents[1] / "pyproject.toml"
     if project.is_file():
-        found = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
-        if found.get("name") == "xentlib":
-            extras = found.get("optional-dependencies", {}).values()
-            return [*found["dependencies"], *(x for extra in extras for x in extra)]
+        tables = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {})
+        if tables.get("name") == "xentlib":
+            extras = tables.get("optional-dependencies", {}).values()
+            return [*tables["dependencies"], *(x for extra in extras for x in extra)]
     try:
         return metadata.requires("xentlib") or []
     except metadata.PackageNotFoundError:
@@ -79,21 +79,21 @@ def requirements() -> list[str]:
 
 def ranges() -> dict[str, str]:
     """The range of each package by its name, such as ">=0.10.2,<0.12"."""
-    found: dict[str, str] = {}
+    clauses_of: dict[str, str] = {}
     for text in requirements():
         parts = REQUIREMENT.match(text)
         if parts and parts[2].strip():
-            found.setdefault(parts[1], parts[2].strip().strip("()"))
-    return found
+            clauses_of.setdefault(parts[1], parts[2].strip().strip("()"))
+    return clauses_of
 
 
 def release(version: str) -> tuple[int, ...]:
     """Its numbers, without zeros at the end: that of a pre-release is the release it is of."""
     numbers = re.match(r"\d+(\.\d+)*", version)
-    found = [int(x) for x in numbers[0].split(".")] if numbers else []
-    while found and not found[-1]:
-        found.pop()
-    return tuple(found)
+    parts = [int(x) for x in numbers[0].split(".")] if numbers else []
+    while parts and not parts[-1]:
+        parts.pop()
+    return tuple(parts)
 
 
 def within(version: str, admitted: str) -> bool:
@@ -133,8 +133,8 @@ def inspect(package: Package, admits: dict[str, str]) -> Finding:
         return Finding(part, name, "note", f"installed ({use}); its version is not recorded")
     if not within(version, admits.get(name, "")):
         clauses = admits[name]
-        said = f"{version} is outside of what xentlib admits ({use}): {admitted(clauses)}"
-        return Finding(part, name, "bad", said, f"pip install '{name}{clauses}'")
+        words = f"{version} is outside of what xentlib admits ({use}): {admitted(clauses)}"
+        return Finding(part, name, "bad", words, f"pip install '{name}{clauses}'")
     least, most = tested[0], tested[-1]
     with_them = f"tested with {least}" + (f" to {most}" if most != least else "")
     if release(version) > release(most):

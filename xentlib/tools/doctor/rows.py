@@ -23,16 +23,16 @@ def measure(backends: tuple[str, ...], device: str) -> tuple[list[Measurement], 
     from xentlib.tools.parity.suite import few_sections
 
     begin = time.perf_counter()
-    found: list[Measurement] = []
+    measured: list[Measurement] = []
     failed: list[str] = []
     with _where(backends, device):
         for part in few_sections(backends, device):
             try:
-                found += part.run(SilentProgress(), 1.0).measurements
+                measured += part.run(SilentProgress(), 1.0).measurements
             except Exception as error:  # noqa: BLE001 - the other sections do not hang on it
-                said = f"{type(error).__name__}: {error}".partition("\n")[0]
-                failed.append(f"{part.name} could not be run: {said}")
-    return found, failed, time.perf_counter() - begin
+                message = f"{type(error).__name__}: {error}".partition("\n")[0]
+                failed.append(f"{part.name} could not be run: {message}")
+    return measured, failed, time.perf_counter() - begin
 
 
 @contextmanager
@@ -57,10 +57,10 @@ def as_finding(
     if failed or short or not measured:
         from xentlib.contract import failures
 
-        said = "; ".join([*failures(short)[:3], *failed]) or "nothing could be measured"
+        words = "; ".join([*failures(short)[:3], *failed]) or "nothing could be measured"
         cure = "run `xentlib parity` for all rows, and report what it writes"
-        return Finding("contract", "rows", "bad", f"{said} ({about})", cure)
-    said = f"{about}, all within their bounds; `xentlib parity` measures the others"
+        return Finding("contract", "rows", "bad", f"{words} ({about})", cure)
+    words = f"{about}, all within their bounds; `xentlib parity` measures the others"
     if device != "cpu":
-        said += "; off the CPU the contract makes no claim yet"
-    return Finding("contract", "rows", "ok", said)
+        words += "; off the CPU the contract makes no claim yet"
+    return Finding("contract", "rows", "ok", words)

@@ -1,19 +1,71 @@
-"""One problem through one backend, NumPy in and NumPy out. Frameworks are loaded on demand."""
+"""One problem through one backend, NumPy in and NumPy out, and what comes out. Frameworks are
+loaded on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from xentlib.nll import OUTPUTS
-from xentlib.tools.harness.outcomes import GRADIENTS, GivenLogits, Outcome, PerToken
 from xentlib.tools.harness.problems import Problem, Upstream
 from xentlib.tools.harness.runners import Call, Wrap, runner_of
 
 Array = npt.NDArray[Any]
+GRADIENTS = ("d_hidden", "d_weight", "d_bias")
+
+
+def _gradients(outcome: Outcome | PerToken) -> dict[str, Array]:
+    """By name, those that were asked for. A NamedTuple takes no method from a base class."""
+    pairs = ((name, getattr(outcome, name)) for name in GRADIENTS)
+    return {name: value for name, value in pairs if value is not None}
+
+
+class Outcome(NamedTuple):
+    """Everything a call of `chunked_nll` gives."""
+
+    loss: Array
+    num_tokens: Array | None
+    weight_sum: Array | None
+    z_loss: Array | None
+    logprobs: Array | None
+    entropy: Array | None
+    lse: Array | None
+    correct: Array | None
+    predicted: Array | None
+    d_hidden: Array | None = None
+    d_weight: Array | None = None
+    d_bias: Array | None = None
+
+    def gradients(self) -> dict[str, Array]:
+        return _gradients(self)
+
+
+class PerToken(NamedTuple):
+    """Everything a call of `chunked_logprobs` gives."""
+
+    logprobs: Array
+    entropy: Array | None
+    lse: Array
+    correct: Array
+    d_hidden: Array | None = None
+    d_weight: Array | None = None
+    d_bias: Array | None = None
+
+    def gradients(self) -> dict[str, Array]:
+        return _gradients(self)
+
+
+class GivenLogits(NamedTuple):
+    """Everything a call of `vocab_parallel_logprobs` gives."""
+
+    logprobs: Array
+    entropy: Array | None
+    lse: Array
+    correct: Array
+    d_logits: Array
 
 
 def run(
@@ -40,10 +92,12 @@ def run(
         "outputs": tuple(outputs),
     }
     call = _of_head("chunked_nll", problem, options, audit, chunk_tokens)
-    found, grads = runner_of(backend)(call, {"loss": problem.upstream} if gradient else {}, wrap)
-    if found["predicted"] is not None:
-        found["predicted"] = found["predicted"].astype(np.int64)  # int32 in JAX
-    values = (found[name] for name in Outcome._fields[: -len(GRADIENTS)])
+    outputs_of, grads = runner_of(backend)(
+        call, {"loss": problem.upstream} if gradient else {}, wrap
+    )
+    if outputs_of["predicted"] is not None:
+        outputs_of["predicted"] = outputs_of["predicted"].astype(np.int64)  # int32 in JAX
+    values = (outputs_of[name] for name in Outcome._fields[: -len(GRADIENTS)])
     return Outcome(*values, *grads)
 
 
@@ -59,8 +113,8 @@ def run_logprobs(
     """`chunked_logprobs` of `backend`, and its gradients for `upstream`; no entropy without one."""
     options = {**problem.per_token_options, "entropy": upstream.d_entropy is not None}
     call = _of_head("chunked_logprobs", problem, options, audit, chunk_tokens)
-    found, grads = runner_of(backend)(call, _by_output(upstream), wrap)
-    return PerToken(*found.values(), *grads)
+    results, grads = runner_of(backend)(call, _by_output(upstream), wrap)
+    return PerToken(*results.values(), *grads)
 
 
 def run_given(
@@ -87,12 +141,12 @@ def run_given(
         keywords["label_smoothing"] = label_smoothing
     leaves = (logits.astype(np.float64) if audit else logits,)
     call = Call("vocab_parallel_logprobs", leaves, problem.labels, keywords)
-    found, grads = runner_of(backend)(call, _by_output(upstream), wrap)
+    results, grads = runner_of(backend)(call, _by_output(upstream), wrap)
     if audit:  # float64 in, float64 out: rounded here to what the contract compares
-        rounded = {name: found[name] for name in ("logprobs", "entropy", "lse")}
-        found |= {k: None if x is None else x.astype(np.float32) for k, x in rounded.items()}
+        rounded = {name: results[name] for name in ("logprobs", "entropy", "lse")}
+        results |= {k: None if x is None else x.astype(np.float32) for k, x in rounded.items()}
         grads = [None if x is None else x.astype(np.float32) for x in grads]
-    return GivenLogits(*found.values(), *grads)
+    return GivenLogits(*results.values(), *grads)
 
 
 def _of_head(
@@ -108,13 +162,13 @@ def _of_head(
 
 
 def _how(problem: Problem, audit: bool, chunk_tokens: int | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"compute_dtype": "float64"} if audit else {}
+    options: dict[str, Any] = {"compute_dtype": "float64"} if audit else {}
     if chunk_tokens is not None:
         itemsize = 8 if audit or problem.hidden.dtype == np.float64 else 4
         layout = problem.options.get("weight_layout", "VH")
         vocab = problem.weight.shape[0 if layout == "VH" else 1]
-        found["max_chunk_bytes"] = chunk_tokens * max(vocab, 1) * itemsize
-    return found
+        options["max_chunk_bytes"] = chunk_tokens * max(vocab, 1) * itemsize
+    return options
 
 
 def _by_output(upstream: Upstream) -> dict[str, Array]:

@@ -75,8 +75,8 @@ FULL_GRID = (
 
 def named(cases: Iterable[Case], *ids: str) -> tuple[Case, ...]:
     """These of the cases, in the order of the ids; KeyError where there is no such case."""
-    found = {case.id: case for case in cases}
-    return tuple(found[one] for one in ids)
+    by_id = {case.id: case for case in cases}
+    return tuple(by_id[one] for one in ids)
 
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.contract import ROW_OF, Measurement, check, failures
+from xentlib.tools.harness.backends import Outcome
 from xentlib.tools.harness.backends import run as public
-from xentlib.tools.harness.outcomes import Outcome
 from xentlib.tools.harness.problems import Problem
 from xentlib.tools.parity.result import Histogram
 from xentlib.ulp import ulp_distance
@@ -30,8 +30,8 @@ EDGES = (0.0, 0.5, *(2.0**k for k in range(25)), np.inf)
 
 def part_of(reference: Any, gradient: str, part: str = "d") -> Array:
     """A gradient of an oracle by name, or its "bound" or "magnitude"."""
-    found: Array = getattr(reference, gradient.replace("d_", f"{part}_", 1))
-    return found
+    array: Array = getattr(reference, gradient.replace("d_", f"{part}_", 1))
+    return array
 
 
 def label(name: str) -> str:

@@ -44,14 +44,14 @@ def run_ranks(
             environment={"XLA_FLAGS": flags.strip(), **environment},
         )
     except RanksFailed as failed:
-        count, said = len(failed.said), "\n".join(failed.said)
-        first = next((x for x in reversed(failed.said[0].splitlines()) if x.strip()), "no word")
-        raise RuntimeError(f"{count} {backend} ranks failed, one with {first}\n{said}") from None
+        count, outputs = len(failed.outputs), "\n".join(failed.outputs)
+        first = next((x for x in reversed(failed.outputs[0].splitlines()) if x.strip()), "no word")
+        raise RuntimeError(f"{count} {backend} ranks failed, one with {first}\n{outputs}") from None
     except RanksLate as late:
-        count, said = len(late.said), "\n".join(late.said)
+        count, outputs = len(late.outputs), "\n".join(late.outputs)
         raise RuntimeError(
             f"{count} of {world} {backend} ranks {late.why}, which "
-            f"is the limit at this machine's speed\n{said}"
+            f"is the limit at this machine's speed\n{outputs}"
         ) from None
 
 

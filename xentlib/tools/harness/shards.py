@@ -42,8 +42,8 @@ def run_calls(backend: str, calls: Sequence[ShardedCall], slowness: float = 1.0)
     """Every call through ranks of `backend`."""
     if backend == "jax":
         return list(run_ranks(backend, jax_rank, calls, 1, slowness)[0])
-    found = run_ranks(backend, torch_rank, calls, WORLD, slowness)
-    return [_merged(call, [rank[k] for rank in found]) for k, call in enumerate(calls)]
+    of_ranks = run_ranks(backend, torch_rank, calls, WORLD, slowness)
+    return [_merged(call, [rank[k] for rank in of_ranks]) for k, call in enumerate(calls)]
 
 
 def _merged(call: ShardedCall, parts: list[Any]) -> Sharded:
@@ -78,10 +78,10 @@ def torch_rank(rank: int, world: int, folder: str, calls: list[ShardedCall]) -> 
 
     start_gloo(rank, world, folder)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, world + 1)}
-    found: list[Any] = []
+    results: list[Any] = []
     for call in calls:
         if rank >= len(call.sizes):
-            found.append(None)
+            results.append(None)
             continue
         part = _rows(call.problem, partial(_shard, sizes=call.sizes, rank=rank))
         over: Any = groups[len(call.sizes)]
@@ -92,9 +92,9 @@ def torch_rank(rank: int, world: int, folder: str, calls: list[ShardedCall]) -> 
             itemsize = 8 if call.audit or part.hidden.dtype == np.float64 else 4
             options["max_chunk_bytes"] = call.chunk_tokens * max(call.sizes) * itemsize
         part = part.changed(options=options)
-        found.append(_called("torch", call._replace(chunk_tokens=None), part))
+        results.append(_called("torch", call._replace(chunk_tokens=None), part))
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def _rows(problem: Problem, change: Callable[[Array, int], Array]) -> Problem:

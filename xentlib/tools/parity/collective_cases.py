@@ -77,9 +77,9 @@ def torch_rank(rank: int, world: int, folder: str, counts: list[Count]) -> list[
     start_gloo(rank, world, folder)
     from torch import distributed as dist
 
-    found = [_counted(count, rank, *_kept(count.head)) for count in counts]
+    counted = [_counted(count, rank, *_kept(count.head)) for count in counts]
     dist.destroy_process_group()
-    return found
+    return counted
 
 
 def jax_rank(rank: int, world: int, folder: str, counts: list[Count]) -> list[Phases]:
@@ -113,10 +113,10 @@ def _program(count: Count) -> Phases:
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         return jnp.sum(function(hidden, weight, labels, **options)[0])
 
-    with jax.set_mesh(mesh), ours.count_collectives() as found:
+    with jax.set_mesh(mesh), ours.count_collectives() as counted:
         jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1)))(*placed))
     # What is in a loop is sent in every iteration, and a program of one chunk has none.
-    sent, looped = found.counts(), found.looped()
+    sent, looped = counted.counts(), counted.looped()
     for one in looped:
         sent[one.kind] += count.chunks - 1
     if looped and not stays:
@@ -141,16 +141,16 @@ def zero_rank(rank: int, world: int, folder: str, counts: list[Count]) -> list[P
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }
-    found = []
+    counted = []
     for count in counts:
         net = _net(V)
         engine = deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[
             0
         ]
-        found.append(_counted(count, rank, engine, net.head, {}, engine.backward))
+        counted.append(_counted(count, rank, engine, net.head, {}, engine.backward))
         engine.destroy()
     torch.distributed.destroy_process_group()
-    return found
+    return counted
 
 
 def _net(rows: int) -> Any:

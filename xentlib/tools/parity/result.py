@@ -67,12 +67,12 @@ class ParityResult:
     @property
     def histograms(self) -> list[Histogram]:
         """One of each quantity, whatever sections have counted it."""
-        found: dict[tuple[str, str, str, tuple[float, ...]], Histogram] = {}
+        merged: dict[tuple[str, str, str, tuple[float, ...]], Histogram] = {}
         for h in (h for section in self.sections for h in section.histograms):
             key = (h.row, h.backend, h.quantity, h.edges)
-            before = found[key].counts if key in found else (0,) * len(h.counts)
-            found[key] = replace(h, counts=tuple(a + b for a, b in zip(before, h.counts)))
-        return list(found.values())
+            before = merged[key].counts if key in merged else (0,) * len(h.counts)
+            merged[key] = replace(h, counts=tuple(a + b for a, b in zip(before, h.counts)))
+        return list(merged.values())
 
     @property
     def curves(self) -> list[TrainingCurve]:
@@ -95,6 +95,6 @@ class ParityResult:
 
     @property
     def passed(self) -> bool:
-        found = self.measurements
+        measured = self.measurements
         whole = not self.failed and not self.missing
-        return whole and bool(found) and all(m.passed for m in found)
+        return whole and bool(measured) and all(m.passed for m in measured)

@@ -26,8 +26,7 @@ from xentlib.tools.harness.cases import (
 from xentlib.tools.harness.device import contract_settings, on_device
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build
-from xentlib.tools.parity.eta import Planned
-from xentlib.tools.parity.progress import Progress
+from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section
 from xentlib.tools.parity.rows import collectives, nll, nll_mutants, per_token, sharded, windows
 

@@ -1,4 +1,5 @@
-"""`parity.json`: everything that a run has found, in a fixed order, strict JSON; and back."""
+"""`parity.json`: everything that a run has found, in a fixed order, strict JSON; and back. It is
+written with the page beside it."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from xentlib.contract import Measurement
+from xentlib.tools.parity.report.page import render_page
 from xentlib.tools.parity.report.summary import row_statements, summarise, verdict
 from xentlib.tools.parity.result import (
     Histogram,
@@ -61,9 +64,9 @@ def from_json(text: str) -> ParityResult:
     """The run that `to_json` wrote; the summary of the rows is made anew where it is wanted."""
     document = json.loads(text)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        found = document.get("schema") if isinstance(document, dict) else document
+        schema = document.get("schema") if isinstance(document, dict) else document
         raise ValueError(
-            f"`text` must be a parity run of schema {SCHEMA!r}; got {found!r}. "
+            f"`text` must be a parity run of schema {SCHEMA!r}; got {schema!r}. "
             f"Write it again with `xentlib parity`."
         )
 
@@ -72,8 +75,8 @@ def from_json(text: str) -> ParityResult:
             if entry.get("section", "") == section:
                 yield {name: value for name, value in entry.items() if name != "section"}
 
-    def section(said: dict[str, Any]) -> Section:
-        name = said["name"]
+    def section(entry: dict[str, Any]) -> Section:
+        name = entry["name"]
         return Section(
             name,
             measurements=tuple(
@@ -88,16 +91,16 @@ def from_json(text: str) -> ParityResult:
                 TrainingCurve(**{**c, "losses": _floats(c["losses"]), "tokens": tuple(c["tokens"])})
                 for c in entries("training", name)
             ),
-            seconds=said["seconds"],
-            error=said["error"],
+            seconds=entry["seconds"],
+            error=entry["error"],
         )
 
     # Runs were one whole before they had sections.
     whole = [{"name": "", "state": "done", "seconds": document["seconds"], "error": ""}]
     sections = document.get("sections", whole)
     return ParityResult(
-        sections=[section(said) for said in sections if said["state"] != "not run"],
-        planned=[said["name"] for said in sections],
+        sections=[section(entry) for entry in sections if entry["state"] != "not run"],
+        planned=[entry["name"] for entry in sections],
         environment=document["environment"],
     )
 
@@ -114,3 +117,25 @@ def finite(value: Any) -> Any:
 
 def _floats(values: list[float | str]) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
+
+
+DATA = "parity.json"
+
+
+def write_report(
+    result: ParityResult, out: Path, statements: Mapping[str, str] | None = None
+) -> tuple[Path, Path]:
+    """Write `parity.json` and `parity.html` into the folder `out`; returns their paths.
+
+    Each is there as a whole at every moment: the one before, or this one.
+    """
+    if statements is None:
+        statements = row_statements()
+    out.mkdir(parents=True, exist_ok=True)
+    texts = {DATA: to_json(result, statements), "parity.html": render_page(result, statements)}
+    for name, text in texts.items():
+        part = out / f"{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(out / name)
+    data, page = (out / name for name in texts)
+    return data, page

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from xentlib.tools.parity.report.numbers import number
+from xentlib.tools.parity.report.summary import number
 from xentlib.tools.parity.result import Histogram
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

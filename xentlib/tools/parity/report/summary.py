@@ -1,14 +1,88 @@
-"""A run seen row by row: what table, page and `parity.json` have in common."""
+"""A run row by row, and its numbers as people read them: what table, page and `parity.json` have in
+common."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from xentlib.contract import Measurement
-from xentlib.tools.parity.report.numbers import allowance_used
 from xentlib.tools.parity.result import ParityResult
+
+
+def allowance_used(m: Measurement) -> float:
+    """The share of what the bound allows that was used up: 0 exact, 1 at the bound, NaN is inf."""
+    if math.isnan(m.value):
+        return math.inf
+    if not m.at_least:
+        value = abs(m.value)
+        return value / m.bound if m.bound > 0 else math.inf if value > 0 else 0.0
+    if _is_share(m):
+        return (1 - m.value) / (1 - m.bound)
+    return 0.0 if m.value >= m.bound else math.inf
+
+
+def number(value: float, digits: int = 3) -> str:
+    """`value` to `digits` significant digits: 34.5, 24,733,308, 2.60e-7. Counts are exact."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    scientific = f"{value:.{digits - 1}e}"  # rounds first: 9.996 is 10.0, not 10.00
+    mantissa, exponent = scientific.split("e")
+    if -4 < int(exponent) < 6:
+        return f"{value:,.{max(digits - 1 - int(exponent), 0)}f}"
+    return f"{mantissa}e{int(exponent)}"
+
+
+def bound_text(m: Measurement) -> str:
+    """The bound with its direction: "≤ 4", "≥ 99.5 %", "= 0"."""
+    sign = "≥" if m.at_least else "≤" if m.bound else "="
+    return f"{sign} {_bound(m)}"
+
+
+def value_text(m: Measurement) -> str:
+    """The value, with as many digits as it takes to be on its own side of the bound."""
+    scale, unit, digits = (100.0, " %", 4) if _is_share(m) else (1.0, "", 3)
+    value, bound = m.value * scale, float(_bound(m).removesuffix(" %").replace(",", ""))
+    text = number(value, digits)
+    while digits < 17 and math.isfinite(value):
+        shown = float(text.replace(",", ""))
+        crossed = shown >= bound > value if m.at_least else shown <= bound < value
+        if not crossed and not (unit and shown == 100.0 != value):
+            break
+        digits += 1
+        text = number(value, digits)
+    return text + unit
+
+
+def _bound(m: Measurement) -> str:
+    if not _is_share(m):
+        return _stripped(number(m.bound, 6))
+    return _stripped(number(m.bound * 100.0, 6)) + " %"
+
+
+def _is_share(m: Measurement) -> bool:
+    """A floor below one is a share of the entries, and is read as a percentage."""
+    return m.at_least and 0 < m.bound < 1
+
+
+def _stripped(text: str) -> str:
+    mantissa, e, exponent = text.partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return mantissa + e + exponent
+
+
+def duration(seconds: float) -> str:
+    """8.4 s, or 3 min 20 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s"
+
 
 _NAMES = {"torch": "PyTorch", "jax": "JAX", "torch/jax": "PyTorch and JAX"}
 
@@ -97,20 +171,20 @@ def verdict(result: ParityResult, rows: list[RowSummary]) -> str:
     """One sentence: does every row hold, and if not, which do not; and was everything run."""
     short = [row.id for row in rows if row.passed is False]
     failed = [section.name for section in result.failed]
-    said = []
+    parts = []
     if short:
-        said.append(f"{_listed(short)} {'falls' if len(short) == 1 else 'fall'} short")
+        parts.append(f"{_listed(short)} {'falls' if len(short) == 1 else 'fall'} short")
     if failed:
-        said.append(f"{_listed(failed)} could not be run")
+        parts.append(f"{_listed(failed)} could not be run")
     if result.missing:
         run = len(result.planned) - len(result.missing)
-        said.append(f"{run} of {len(result.planned)} sections have been run")
+        parts.append(f"{run} of {len(result.planned)} sections have been run")
     if not result.measurements:
-        return "; ".join(["Nothing was measured", *said])
-    if said:
-        return "; ".join(said if short else [*said, "what was measured holds"])
-    found = {name for m in result.measurements for name in m.backend.split("/")}
-    who = [_NAMES[name] for name in ("torch", "jax") if name in found]
+        return "; ".join(["Nothing was measured", *parts])
+    if parts:
+        return "; ".join(parts if short else [*parts, "what was measured holds"])
+    measured = {name for m in result.measurements for name in m.backend.split("/")}
+    who = [_NAMES[name] for name in ("torch", "jax") if name in measured]
     held = sum(row.passed is True for row in rows)
     verb = "holds" if len(who) == 1 else "hold"
     every = "the one row" if held == 1 else f"all {held} rows"

@@ -7,8 +7,16 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from xentlib.tools.harness.table import aligned
-from xentlib.tools.parity.report.numbers import bound_text, duration, number, value_text
-from xentlib.tools.parity.report.summary import RowSummary, row_statements, summarise, verdict
+from xentlib.tools.parity.report.summary import (
+    RowSummary,
+    bound_text,
+    duration,
+    number,
+    row_statements,
+    summarise,
+    value_text,
+    verdict,
+)
 from xentlib.tools.parity.result import ParityResult
 
 _COLUMNS = ("row", "what", "backend", "metric", "worst", "bound", "entries", "result")

@@ -81,9 +81,9 @@ def _measure(
         for valid in tokens
     ]
     world = 1 if kept == "jax" else WORLD
-    found = run_ranks(kept, RANKS[kept], counts, world, findings.slowness, **environment)
+    of_ranks = run_ranks(kept, RANKS[kept], counts, world, findings.slowness, **environment)
     for k, count in enumerate(counts):
-        forward, backward = ([rank[k][phase] for rank in found] for phase in (0, 1))
+        forward, backward = ([rank[k][phase] for rank in of_ranks] for phase in (0, 1))
         findings.measurements += check_budget(
             count.budget,
             forward,
@@ -101,8 +101,8 @@ def _reject(
 ) -> None:
     """A14: what regressed heads would have sent."""
 
-    def more(said: dict[str, int], kind: str, n: int = 1) -> dict[str, int]:
-        return {**said, kind: said.get(kind, 0) + n}
+    def more(counted: dict[str, int], kind: str, n: int = 1) -> dict[str, int]:
+        return {**counted, kind: counted.get(kind, 0) + n}
 
     allowed = BUDGETS[count.budget]
     reduced = [kind for kind in allowed.backward if kind != "all_gather"]
@@ -117,18 +117,18 @@ def _reject(
         wrong["a second reduction"] = (forward, [more(x, reduced[0]) for x in backward])
     if count.rounds:
         rounds = [
-            [{k: n - each.get(k, 0) for k, n in x.items()} for x in said]
-            for said, each in ((forward, allowed.each), (backward, allowed.each_backward))
+            [{k: n - each.get(k, 0) for k, n in x.items()} for x in counted]
+            for counted, each in ((forward, allowed.each), (backward, allowed.each_backward))
         ]
         wrong["a round less"] = (rounds[0], rounds[1])
         unsent = [
-            [{k: n for k, n in x.items() if k != "reduce_scatter"} for x in said]
-            for said in (forward, backward)
+            [{k: n for k, n in x.items() if k != "reduce_scatter"} for x in counted]
+            for counted in (forward, backward)
         ]
         wrong["nothing sent back"] = (unsent[0], unsent[1])
     entries = {
-        name: budget_entries(count.budget, *said, rounds=count.rounds)
-        for name, said in wrong.items()
+        name: budget_entries(count.budget, *counted, rounds=count.rounds)
+        for name, counted in wrong.items()
     }
     want = next(iter(entries.values()))[1]
     got = {name: pair[0] for name, pair in entries.items()}

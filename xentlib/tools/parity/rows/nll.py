@@ -10,10 +10,9 @@ import numpy.typing as npt
 
 from xentlib.contract import ROW_OF
 from xentlib.reference import NLLReference
-from xentlib.tools.harness.backends import run
+from xentlib.tools.harness.backends import Outcome, run
 from xentlib.tools.harness.cases import chunks_of
 from xentlib.tools.harness.findings import BOTH, Findings, label
-from xentlib.tools.harness.outcomes import Outcome
 from xentlib.tools.harness.problems import Problem, logits_problem
 from xentlib.tools.parity.rows import invariance
 

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from xentlib.contract import ROW_OF
 from xentlib.reference import NLLReference
+from xentlib.tools.harness.backends import Outcome
 from xentlib.tools.harness.cases import BASE, low_precision
 from xentlib.tools.harness.findings import BETWEEN, GRADIENT_ROWS, Findings, label, part_of
-from xentlib.tools.harness.outcomes import Outcome
 from xentlib.tools.harness.problems import Problem, build
 from xentlib.tools.parity.mutants import array_mutants, problem_mutants
 from xentlib.tools.parity.rows.nll import oracle_of

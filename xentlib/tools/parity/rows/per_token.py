@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from xentlib.contract import ROW_OF
 from xentlib.reference import LogprobReference
-from xentlib.tools.harness.backends import run_logprobs
+from xentlib.tools.harness.backends import PerToken, run_logprobs
 from xentlib.tools.harness.cases import few_chunks_of
 from xentlib.tools.harness.findings import BOTH, GRADIENT_ROWS, Findings, part_of
-from xentlib.tools.harness.outcomes import PerToken
 from xentlib.tools.harness.problems import Problem, Upstream, logits_problem, upstream_of
 from xentlib.tools.parity.mutants import array_mutants
 from xentlib.tools.parity.rows import invariance

@@ -33,34 +33,34 @@ GRADIENT_ROWS = {"d_hidden": "A13", "d_weight": "A6", "d_bias": "A6"}
 
 def splits(vocab: int) -> dict[str, tuple[int, ...]]:
     """Sizes of 1 to 4 shards, and of 3 whose last one is empty."""
-    found = {}
+    sizes_of = {}
     for ranks, name in enumerate(("one", "two", "three", "four"), 1):
         columns = -(-vocab // ranks)
-        found[name] = tuple(min(columns, vocab - k * columns) for k in range(ranks))
-    return {**found, "two and an empty one": (*found["two"], 0)}
+        sizes_of[name] = tuple(min(columns, vocab - k * columns) for k in range(ranks))
+    return {**sizes_of, "two and an empty one": (*sizes_of["two"], 0)}
 
 
 def calls_for(seed: int, audit: bool) -> list[ShardedCall]:
     """Both functions of a head over every split, in one chunk and in several; given logits."""
-    found = []
+    calls = []
     for case, chunk in ((EVEN, None), (UNEVEN, 64), *(((LOW, 64),) if audit else ())):
         problem = build(case, seed)
         upstream = upstream_of(problem, SEED)
         for sizes in splits(case.vocab).values():
             if case is not UNEVEN:
-                found.append(ShardedCall("chunked_nll", problem, sizes, None, audit, chunk))
+                calls.append(ShardedCall("chunked_nll", problem, sizes, None, audit, chunk))
             if case is not EVEN:
-                found.append(
+                calls.append(
                     ShardedCall("chunked_logprobs", problem, sizes, upstream, audit, chunk)
                 )
     for text, logits, labels in logit_sets(seed, "gaps-31", "gaps-1000"):
         problem, sizes_of = logits_problem(logits, labels, text), splits(logits.shape[1])
         for name in ("two", "three", "four"):
             upstream = upstream_of(problem, SEED)
-            found.append(
+            calls.append(
                 ShardedCall("vocab_parallel_logprobs", problem, sizes_of[name], upstream, audit)
             )
-    return found
+    return calls
 
 
 def chunked_calls(backend: str, seed: int) -> list[ShardedCall]:
@@ -77,11 +77,11 @@ def chunked_calls(backend: str, seed: int) -> list[ShardedCall]:
 
 
 def chunked(
-    findings: Findings, backend: str, calls: list[ShardedCall], found: list[Sharded]
+    findings: Findings, backend: str, calls: list[ShardedCall], results: list[Sharded]
 ) -> None:
     """A10 of calls from `chunked_calls`."""
     whole: dict[str, Any] = {}
-    for call, result in zip(calls, found, strict=True):
+    for call, result in zip(calls, results, strict=True):
         one = whole.setdefault(call.function, result.outcome)
         for name in ("logprobs", "entropy", "lse", "correct", "d_hidden"):
             findings.check(
@@ -100,13 +100,13 @@ def sharded(findings: Findings, seed: int) -> None:
     audits = {}
     for backend in findings.backends:
         cut = chunked_calls(backend, seed)
-        found = run_calls(backend, [*cut, *calls, *exact], findings.slowness)
-        chunked(findings, backend, cut, found[: len(cut)])
-        found = found[len(cut) :]
-        for call, result in zip(calls, found):
+        results_of_all = run_calls(backend, [*cut, *calls, *exact], findings.slowness)
+        chunked(findings, backend, cut, results_of_all[: len(cut)])
+        results_of_all = results_of_all[len(cut) :]
+        for call, result in zip(calls, results_of_all):
             _measure(findings, backend, call, result)
-        _mutants(findings, backend, calls[0], found[0])
-        audits[backend] = found[len(calls) :]
+        _mutants(findings, backend, calls[0], results_of_all[0])
+        audits[backend] = results_of_all[len(calls) :]
     for index, call in enumerate(exact):
         results = {backend: audits[backend][index].outcome for backend in findings.backends}
         if len(results) == 2:

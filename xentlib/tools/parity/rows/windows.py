@@ -32,25 +32,25 @@ def windows(findings: Findings, problem: Problem) -> None:
         )
         for road in ROADS[backend]:
             details: dict[str, Any] = {"backend": backend, "case": f"{problem.text}, {road}"}
-            found = run_window(backend, problem, road)
+            outcome = run_window(backend, problem, road)
             findings.check(
                 "A0",
-                found.num_tokens.astype(np.int64),
+                outcome.num_tokens.astype(np.int64),
                 np.asarray(reference.num_tokens, np.int64),
                 quantity="tokens of a window",
                 **details,
             )
-            if found.loss is not None:
+            if outcome.loss is not None:
                 findings.check(
                     "A2",
-                    found.loss.astype(np.float32),
+                    outcome.loss.astype(np.float32),
                     reference.loss,
                     magnitude=reference.loss_magnitude,
                     quantity="loss of a window",
                     **details,
                 )
             for name in ("hidden", "weight", "bias"):
-                got = getattr(found, f"d_{name}")
+                got = getattr(outcome, f"d_{name}")
                 details["quantity"] = f"d {name}"
                 findings.measurements += check_gradient(
                     "A12", f"d_{name}", got, reference, **details

@@ -18,7 +18,7 @@ follows. What is measured:
   may differ by 1e-3 relative, at every step. This is where labels off by one, a mean of means or
   another optimizer shows. Each must also learn: its last losses are below its first.
 
-Text becomes `windows`, which `loop` trains on in one backend; `comparison` holds two such runs
+Text becomes windows, which `loop` trains on in one backend; `comparison` holds two such runs
 against each other. Importing these modules loads neither framework but for the files named after
 one; `train` loads the one it is asked for.
 

@@ -1,4 +1,5 @@
-"""Training in each backend, and the runs held against each other.
+"""Training as a section of a parity run: text, vocabulary, windows, weights, both runs, and these
+held against each other.
 
 Shapes: M micro-batches, B sequences, L positions, H hidden width, V vocabulary.
 """
@@ -7,19 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xentlib.contract import Bound, Measurement, check
 from xentlib.reference import nll_reference
-from xentlib.tools.parity.progress import Progress
-from xentlib.tools.parity.result import TrainingCurve
-from xentlib.tools.parity.training.head import head_window
-from xentlib.tools.parity.training.loop import train
-from xentlib.tools.parity.training.model import ModelSizes, Weights
-from xentlib.tools.parity.training.steps import ADAMW, AdamW, HeadStep
-from xentlib.tools.parity.training.windows import IGNORE_INDEX, TextWindow
+from xentlib.tools.parity.progress import Planned, Progress, SilentProgress
+from xentlib.tools.parity.result import Section, TrainingCurve
+from xentlib.tools.parity.training.loop import ADAMW, AdamW, Float32, HeadStep, train
+from xentlib.tools.parity.training.model import ModelSizes, Weights, initial_weights
+from xentlib.tools.parity.training.text import (
+    IGNORE_INDEX,
+    TextWindow,
+    encode_documents,
+    make_windows,
+    read_documents,
+    train_tokenizer,
+)
 
 CURVES = Bound("relative", 1e-3)  # two fp32 runs of 40 steps part by 3e-7
 LEARNT = Bound("ratio", 0.98)  # 0.71 after 40 steps; text without a pattern gains little
@@ -153,3 +161,101 @@ def _curve_row(
         bound.holds(value),
         entries,
     )
+
+
+class HeadWindow(NamedTuple):
+    """A window of the head alone, by one backend."""
+
+    loss: float
+    num_tokens: int
+    gradient: Float32  # [V, H]
+
+
+def head_window(backend: str, at: HeadStep) -> HeadWindow:
+    """The window of `at` through `backend`'s `chunked_nll` and its accumulation."""
+    if backend == "torch":
+        import torch
+
+        from xentlib import torch as xt
+
+        head = torch.nn.Parameter(torch.tensor(at.head))
+        module = torch.nn.ParameterList([head])
+        batches = [
+            (torch.tensor(hidden), torch.tensor(labels))
+            for hidden, labels in zip(at.hidden, at.labels, strict=True)
+        ]
+        with xt.TokenNormalizer(module).window(labels=[y for _, y in batches]) as window:
+            for x, y in window.micro_batches(batches):
+                window.backward(xt.chunked_nll(x, head, y, reduction="sum"))
+        assert head.grad is not None
+        stats, gradient = window.stats, head.grad.numpy()
+    elif backend == "jax":
+        import jax
+
+        with jax.default_matmul_precision("highest"):
+            stats, gradient = _head_scan()(at.head, (at.hidden, at.labels))
+    else:
+        raise ValueError(f"`backend` must be 'torch' or 'jax'; got {backend!r}.")
+    return HeadWindow(float(stats.loss), int(stats.num_tokens), np.asarray(gradient))
+
+
+@cache
+def _head_scan() -> Any:
+    """Compiled once for each number of micro-batches."""
+    import jax
+
+    from xentlib import jax as xj
+
+    def sum_and_count(head: Any, batch: Any) -> Any:
+        output = xj.chunked_nll(batch[0], head, batch[1], reduction="sum")
+        return output.loss, output.num_tokens
+
+    return jax.jit(lambda head, batches: xj.accumulate_grads(sum_and_count, head, batches))
+
+
+STEPS = 40
+
+
+def run_training(
+    backends: Sequence[str] = ("torch", "jax"),
+    *,
+    text: Path | None = None,
+    seed: int = 0,
+    steps: int = STEPS,
+    progress: Progress | None = None,
+) -> TrainingReport:
+    """The whole training part: text, vocabulary of 8192, windows, weights, both runs, the report.
+
+    Args:
+        backends: what is installed and wanted: ("torch", "jax"), or one of them.
+        text: the user's file; None for the standard library's sources.
+        seed: of the windows and of the weights.
+        steps: optimizer steps.
+        progress: told about the vocabulary and about every step.
+
+    Raises:
+        ValueError: a text that cannot be used.
+        ModuleNotFoundError: `tokenizers`, or a framework that was asked for, is missing.
+    """
+    progress = progress or SilentProgress()
+    progress.stage("training, vocabulary", 3)
+    documents = read_documents(text)
+    progress.advance(f"{sum(map(len, documents)):,} characters")
+    tokenizer = train_tokenizer(documents)
+    sizes = ModelSizes(vocab=tokenizer.get_vocab_size())
+    progress.advance(f"{sizes.vocab:,} tokens")
+    encoded = encode_documents(tokenizer, documents)
+    windows = make_windows(encoded, steps=steps, length=sizes.length, seed=seed)
+    progress.advance()
+    weights = initial_weights(sizes, seed)
+    return compare(backends, windows, weights, sizes=sizes, progress=progress)
+
+
+def training_section(backends: Sequence[str], *, text: Path | None, seed: int) -> Planned:
+    """The training part as a section of a parity run."""
+
+    def run(progress: Progress, slowness: float) -> Section:
+        report = run_training(backends, text=text, seed=seed, progress=progress)
+        return Section("training", tuple(report.measurements), curves=tuple(report.curves))
+
+    return Planned("training", STEPS, run)

@@ -12,10 +12,10 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 
 from xentlib import jax as xj
+from xentlib.tools.parity.training.loop import AdamW, Record, head_step
 from xentlib.tools.parity.training.model import ModelSizes, Weights
 from xentlib.tools.parity.training.model_jax import LanguageModel, build
-from xentlib.tools.parity.training.steps import AdamW, Record, head_step
-from xentlib.tools.parity.training.windows import TextWindow
+from xentlib.tools.parity.training.text import TextWindow
 
 
 def train(
@@ -44,16 +44,16 @@ def train(
     with jax.default_matmul_precision("highest"):
         for step, text in enumerate(windows):
             head = np.asarray(model.head[...])
-            loss_sum, count, seen = 0.0, 0, []
+            loss_sum, count, taken = 0.0, 0, []
             micro_batches = list(zip(text.tokens, text.segments, text.labels, strict=True))
             for m, arrays in enumerate(micro_batches):
                 last = m == len(micro_batches) - 1
-                found = micro_batch(model, optimizer, arrays, jnp.bool_(last))
-                loss_sum, count = loss_sum + float(found[0]), count + int(found[1])
-                seen.append(found[2])
+                result = micro_batch(model, optimizer, arrays, jnp.bool_(last))
+                loss_sum, count = loss_sum + float(result[0]), count + int(result[1])
+                taken.append(result[2])
             loss = loss_sum / count
             gradient = nnx.to_pure_dict(optimizer.opt_state.inner[0])["head"]
-            record(loss, count, head_step(step, seen, head, loss, gradient))
+            record(loss, count, head_step(step, taken, head, loss, gradient))
 
 
 def _keep(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

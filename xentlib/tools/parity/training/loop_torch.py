@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 
 from xentlib import torch as xt
+from xentlib.tools.parity.training.loop import AdamW, Record, head_step
 from xentlib.tools.parity.training.model import ModelSizes, Weights
 from xentlib.tools.parity.training.model_torch import build
-from xentlib.tools.parity.training.steps import AdamW, Record, head_step
-from xentlib.tools.parity.training.windows import TextWindow
+from xentlib.tools.parity.training.text import TextWindow
 
 
 @contextmanager
@@ -49,15 +49,15 @@ def train(
             tokens, segments, labels = map(torch.from_numpy, arrays)
             batches.append((tokens, segments, xt.next_token_labels(labels, segment_ids=segments)))
         optimizer.zero_grad()
-        seen = []
+        taken = []
         with norm.window(labels=[labels for *_, labels in batches]) as window:
             for tokens, segments, labels in window.micro_batches(batches):
                 hidden = model(tokens, segments)
                 window.backward(xt.chunked_nll(hidden, model.head, labels, reduction="sum"))
-                seen.append((hidden.detach().numpy(), labels.numpy()))
+                taken.append((hidden.detach().numpy(), labels.numpy()))
         loss, count = window.stats.loss.item(), int(window.stats.num_tokens)
         assert model.head.grad is not None
-        record(loss, count, head_step(step, seen, model.head.detach(), loss, model.head.grad))
+        record(loss, count, head_step(step, taken, model.head.detach(), loss, model.head.grad))
         optimizer.step()
 
     with _one_torch_thread():
