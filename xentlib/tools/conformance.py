@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,10 @@ from xentlib.options import RULES
 from xentlib.reference import nll_reference
 from xentlib.tools.harness.backends import Outcome
 from xentlib.tools.harness.cases import BASE, GRID, low_precision
-from xentlib.tools.harness.device import contract_settings, numpy_of, on_jax, on_torch
+from xentlib.tools.harness.device import contract_settings
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import ARRAY_ARGUMENTS, Case, Problem, build
+from xentlib.tools.harness.runners import Call, runner_of
 from xentlib.tools.parity.report.table import print_table
 from xentlib.tools.parity.result import ParityResult, Section
 from xentlib.tools.parity.rows import nll, nll_mutants
@@ -313,49 +314,47 @@ def rounding(loss: Loss, base: Case, seed: int) -> tuple[str, float | None]:
 # --- one call -------------------------------------------------------------------------------------
 
 
+class Mean(NamedTuple):
+    """What an adapter's function returns."""
+
+    loss: Any
+
+
+class AdapterCall(Call):
+    """A call of an adapter's function, whose name stands for it."""
+
+    def of(self, ours: Any, leaves: Any, labels: Any, keywords: dict[str, Any]) -> Mean:
+        function: Any = self.function
+
+        def of_leaves(hidden: Any, weight: Any, bias: Any) -> Any:
+            named = keywords if bias is None else {"bias": bias, **keywords}
+            return function(hidden, weight, labels, **named)
+
+        if ours.__name__ == "xentlib.jax":
+            import jax
+
+            out = jax.jit(of_leaves)(*leaves)
+            check_mean(out, jax.Array)
+        else:
+            import torch
+
+            labels = labels.long()
+            out = of_leaves(*leaves)
+            check_mean(out, torch.Tensor, getattr(out, "requires_grad", False))
+        return Mean(out)
+
+
 def run(loss: Loss, problem: Problem) -> Outcome:
-    """The loss and its gradients, NumPy in and NumPy out."""
+    """The loss and its gradients, NumPy in and NumPy out; 0 for one that it does not have."""
     arrays = {name: getattr(problem, name) for name in ARRAY_ARGUMENTS if name != "bias"}
     options = {k: x for k, x in {**arrays, **problem.options}.items() if x is not None}
-    leaves = [problem.hidden, problem.weight, *([] if problem.bias is None else [problem.bias])]
-    results = (on_tape if loss.backend == "torch" else pulled)(loss, problem, leaves, options)
-    value, *gradients = map(numpy_of, results)
-    return Outcome(value, *[None] * 8, *gradients, *[None] * (3 - len(gradients)))
-
-
-def on_tape(
-    loss: Loss, problem: Problem, leaves: list[Array], options: dict[str, Any]
-) -> tuple[Any, ...]:
-    import torch
-
-    tensors = [on_torch(x).requires_grad_() for x in leaves]
-    named = {"bias": tensors[2]} if len(tensors) == 3 else {}
-    named |= {name: on_torch(x) for name, x in options.items()}
-    out = loss.function(*tensors[:2], on_torch(problem.labels).long(), **named)
-    check_mean(out, torch.Tensor, getattr(out, "requires_grad", False))
-    upstream = torch.full_like(out, problem.upstream)
-    gradients = torch.autograd.grad(
-        out, tensors, upstream, allow_unused=True, materialize_grads=True
-    )
-    return out.detach(), *gradients
-
-
-def pulled(
-    loss: Loss, problem: Problem, leaves: list[Array], options: dict[str, Any]
-) -> tuple[Any, ...]:
-    import jax
-
-    named = {name: on_jax(x) for name, x in options.items()}
-    labels = on_jax(problem.labels)
-
-    def function(*given: Any) -> Any:
-        bias = {"bias": given[2]} if len(given) == 3 else {}
-        out = loss.function(given[0], given[1], labels, **bias, **named)
-        check_mean(out, jax.Array)
-        return out
-
-    out, pull = jax.vjp(jax.jit(function), *map(on_jax, leaves))
-    return out, *pull(jax.numpy.asarray(problem.upstream, out.dtype))
+    leaves = (problem.hidden, problem.weight, problem.bias)
+    call: Any = AdapterCall(loss.function, leaves, problem.labels, options)  # type: ignore[arg-type]
+    values, gradients = runner_of(loss.backend)(call, {"loss": problem.upstream}, None)
+    for k, x in enumerate(leaves):
+        if x is not None and gradients[k] is None:
+            gradients[k] = np.zeros_like(x)
+    return Outcome(values["loss"], *[None] * 8, *gradients)
 
 
 def check_mean(out: Any, array: type, graph: bool = True) -> None:
