@@ -19,7 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from helpers.on_meta import Waits, as_on_a_gpu  # noqa: E402
 from xentlib.nll import OUTPUTS  # noqa: E402
-from xentlib.plan import VocabShard, chunks  # noqa: E402
+from xentlib.plan import VocabShard, split  # noqa: E402
 from xentlib.torch import (  # noqa: E402
     Evaluation,
     TokenNormalizer,
@@ -174,7 +174,7 @@ def test_a_loss_over_shards(group: Any, monkeypatch: Any, chunks: Any, name: str
 
 def test_a_loss_over_shards_that_exchanges_in_every_chunk(group: Any, monkeypatch: Any) -> None:
     parallel, sent = group
-    monkeypatch.setattr(chunks, "exchanges_per_chunk", lambda *_: True)
+    monkeypatch.setattr(split, "exchanges_per_chunk", lambda *_: True)
     call = head("bfloat16") | {"class_weights": there(WHOLE), "label_smoothing": 0.1}
     with as_on_a_gpu():
         out = chunked_nll(**call, **CHUNKS, vocab_parallel=parallel)

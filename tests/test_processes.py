@@ -57,7 +57,7 @@ def test_what_a_late_rank_has_said_is_in_the_error(monkeypatch):
     """However much that is."""
 
     def wait(started, seconds):
-        while started[0].said.stat().st_size < 10**6 + 4:
+        while started[0].stderr.stat().st_size < 10**6 + 4:
             assert started[0].process.exitcode is None
             time.sleep(0.05)
         return ["waiting"]
@@ -114,7 +114,7 @@ def test_ranks_that_wait_for_ever_in_gloo_are_late():
     pytest.importorskip("torch")
     with pytest.raises(processes.RanksLate) as late:
         processes.launch(asked_of_gloo, 2, seconds=3, preload=ranks.PRELOADED)
-    assert (len(late.value.said), late.value.why) == (2, "made no progress for 3 s")
+    assert (len(late.value.outputs), late.value.why) == (2, "made no progress for 3 s")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from xentlib.tools.parity import eta as parity_pace
+from xentlib.tools.parity import progress as parity_pace
 from xentlib.tools.parity.progress import Pace, PlainProgress, Planned, SilentProgress, progress_on
 from xentlib.tools.parity.result import Section
 

@@ -37,6 +37,7 @@ NAMED_ELSEWHERE = {
     "xentlib/tools/bench/worker.py": "one of the two backends",
     "xentlib/tools/parity/training/loop.py": "one of the two backends",
     "torch_impl/integrations/lightning.py": "Lightning's two names",
+    "xentlib/tools/cli/command.py": "a command's module, by a table",
     "xentlib/tools/cli/audit.py": "the module that the command is given",
     "xentlib/tools/conformance.py": "one of the two backends",
 }

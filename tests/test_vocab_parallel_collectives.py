@@ -32,7 +32,7 @@ def counted(
     from torch.profiler import ProfilerActivity, profile
 
     from xentlib import torch as ours
-    from xentlib.plan import chunks as sizes
+    from xentlib.plan import split as sizes
 
     if in_every_chunk:
         sizes.EXCHANGE_FLOPS["cpu"] = 0.0
@@ -86,7 +86,7 @@ def variants(rank: int, world: int, options: dict[str, Any]) -> list[Any]:
     """One call with statistics exchanged once, and in every chunk: results, collectives, GEMMs."""
     from torch.profiler import ProfilerActivity, profile
 
-    from xentlib.plan import chunks as sizes
+    from xentlib.plan import split as sizes
     from xentlib.torch import chunked_nll
 
     group, found = torch.distributed.group.WORLD, []

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.vocab_shards import V
 from xentlib import PaddedVocab
-from xentlib.plan import chunks
+from xentlib.plan import split
 from xentlib.tools.harness.backends import GRADIENTS
 from xentlib.tools.harness.problems import build
 
@@ -97,7 +97,7 @@ def test_statistics_in_every_chunk_spare_a_gemm(monkeypatch, check_vma):
     """A2, A5, A6, D7: the plan's other choice, one MAX and one SUM in the loop and three
     GEMMs. Catches: statistics of other tokens, a loss that varies by type, as many exchanges as a
     device has chunks of valid tokens."""
-    monkeypatch.setitem(chunks.EXCHANGE_FLOPS, "cpu", 0.0)
+    monkeypatch.setitem(split.EXCHANGE_FLOPS, "cpu", 0.0)
     jax.clear_caches()
     p, mesh = build(OPTIONS, 7), mesh_of(tp=4)
     got = sharded(p, "nll", mesh, 40, check_vma=check_vma)

@@ -69,7 +69,7 @@ def staged(monkeypatch):
 
     for name, function in (
         ("suite", operator_sections),
-        ("training.section", training_section),
+        ("training.comparison", training_section),
     ):
         module = ModuleType(f"xentlib.tools.parity.{name}")
         setattr(module, function.__name__, function)

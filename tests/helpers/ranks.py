@@ -39,7 +39,7 @@ def failing(world: int) -> Iterator[None]:
     try:
         yield
     except processes.RanksLate as late:
-        raise Hang(f"{len(late.said)} of {world} ranks {late.why}\n{late}") from None
+        raise Hang(f"{len(late.outputs)} of {world} ranks {late.why}\n{late}") from None
     except processes.RanksFailed as failed:
         raise AssertionError(str(failed)) from None
 
