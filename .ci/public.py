@@ -45,7 +45,7 @@ DOCUMENTED = (
     ("next_token_labels", "labels", ("torch_impl/labels.py", "jax_impl/labels.py")),
     ("count_collectives", "collectives", ("torch_impl/collectives.py", "jax_impl/collectives.py")),
     ("Evaluation", "evaluation", ("torch_impl/evaluation.py", "jax_impl/evaluation.py")),
-    ("gather_head", "head", ("torch_impl/head.py",)),
+    ("gather_head", "head", ("torch_impl/placement/head.py",)),
     ("TokenNormalizer", "accumulate", ("torch_impl/accumulate.py",)),
     ("accumulate_grads", "accumulate", ("jax_impl/accumulate.py",)),
     ("token_normalized", "accumulate", ("jax_impl/accumulate.py",)),

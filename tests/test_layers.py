@@ -20,15 +20,16 @@ LAYERS = {
     },
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
     "core": {
-        "backend": "core triton operators derivatives collectives array_spec shards hooks "
-        "micro_batch"
+        "backend": "core triton operators derivatives collectives array_spec hooks micro_batch"
     },
     "wrappers": {"backend": "wrappers"},
     "placement": {"backend": "head placement"},
     "binding": {"backend": "binding"},
     "functions": {"backend": "nll logprobs from_logits"},
     "api": {"backend": "api"},
-    "heads": {"backend": "module integrations accumulate window evaluation labels"},
+    "heads": {
+        "backend": "module head.module head.lazy_logits integrations accumulate window evaluation labels"
+    },
     "packages": {},  # `xentlib`, `xentlib.torch` and `xentlib.jax` themselves
     "tools": {
         "xentlib": "tools __main__",

@@ -14,8 +14,8 @@ from xentlib.logprobs import LogprobOutput
 from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
 from xentlib.torch.api import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
-from xentlib.torch.head import gather_head
-from xentlib.torch.module import NLLHead
+from xentlib.torch.head.module import NLLHead
+from xentlib.torch.placement.head import gather_head
 
 if TYPE_CHECKING:
     from xentlib.accumulate import (

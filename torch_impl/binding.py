@@ -21,25 +21,30 @@ from xentlib.torch.array_spec import (
     same_tokens,
 )
 from xentlib.torch.derivatives import not_differentiable, not_forward_mode, not_transformed
-from xentlib.torch.head import unpacked
-from xentlib.torch.operators import HeadCall, LogitsCall
-from xentlib.torch.shards import Local, local_columns, local_head, local_logits, replicated
+from xentlib.torch.head.modules import split_lora
+from xentlib.torch.operators import HeadCall, LogitsCall, RowLayout
+from xentlib.torch.placement.vocab_parallel import (
+    local_columns,
+    local_head,
+    local_logits,
+    replicated,
+)
 
 # What a gradient is computed for; every other tensor is a constant.
 LEAVES = ("hidden", "weight", "bias", "logits")
 
 
 def bind(
-    function: str, given: Arguments, local: Local | None = None
+    function: str, given: Arguments, local: RowLayout | None = None
 ) -> tuple[Arguments, NLLProblem, HeadCall]:
     """A call of a head's function as this rank has it, its sizes, and what an operator takes.
     `local`: where the rows belong, if a wrapper has sharded the head and they stay there."""
-    given, low = unpacked(Arguments(*map(plain, given)))
+    given, low = split_lora(Arguments(*map(plain, given)))
     of_mesh = (given.hidden, given.labels, given.weight, given.bias, *(low or ()))
     if given.vocab_parallel is not None or any(map(is_dtensor, of_mesh)):
         given, low, placed = local_head(given, low)
         local = local or placed
-    local = local or Local()
+    local = local or RowLayout()
     hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
     same_tokens(hidden, labels, given.where, given.token_weights, given.temperature)
     problem = check_head(
@@ -77,7 +82,7 @@ def bind(
         nodes=local.nodes,
         peers=local.peers,
         every=local.every,
-        head_scale=local.scale,
+        head_scale=local.head_scale,
         low_in=None if low is None else low.a,
         low_out=None if low is None else low.b,
         low_keep=None if low is None or low.keep is None else low.keep.reshape(flat.shape),

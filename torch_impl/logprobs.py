@@ -22,9 +22,8 @@ from xentlib.torch.core.lora import fake_low_rank
 from xentlib.torch.core.stats import all_stats
 from xentlib.torch.core.tokens import Selected
 from xentlib.torch.derivatives import differentiated_once, wanted
-from xentlib.torch.head import with_head
-from xentlib.torch.operators import DIFFERENTIATED, HeadCall, operator
-from xentlib.torch.shards import Local
+from xentlib.torch.operators import DIFFERENTIATED, HeadCall, RowLayout, operator
+from xentlib.torch.placement.head import with_head
 
 
 class Residuals(NamedTuple):
@@ -250,7 +249,7 @@ logprobs_op.gradient(keep, _backward)
 
 
 @with_head(recompute=True)
-def head_logprobs(given: Arguments, local: Local | None = None) -> LogprobOutput[Tensor]:
+def head_logprobs(given: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
     given, problem, call = bind("chunked_logprobs", given, local)
     needs = wanted(*(getattr(call, name) for name in DIFFERENTIATED))

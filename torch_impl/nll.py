@@ -28,11 +28,10 @@ from xentlib.torch.core.lora import fake_low_rank
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats
 from xentlib.torch.core.tokens import Selected, counted, target_info
 from xentlib.torch.derivatives import differentiated_once, wanted, without_gradient
-from xentlib.torch.head import with_head
 from xentlib.torch.hooks import run_backward_hooks, run_forward_hooks
 from xentlib.torch.micro_batch import label_loss
-from xentlib.torch.operators import DIFFERENTIATED, HeadCall, operator
-from xentlib.torch.shards import Local
+from xentlib.torch.operators import DIFFERENTIATED, HeadCall, RowLayout, operator
+from xentlib.torch.placement.head import with_head
 
 
 class Loss(NamedTuple):
@@ -360,7 +359,7 @@ def keeps_graph() -> bool:
 
 
 @with_head(recompute=False)
-def nll(given: Arguments, local: Local | None = None) -> NLLOutput[Tensor]:
+def nll(given: Arguments, local: RowLayout | None = None) -> NLLOutput[Tensor]:
     """`chunked_nll` of its arguments."""
     given, problem, call = bind("chunked_nll", given, local)
     divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)

@@ -20,6 +20,20 @@ from xentlib.arguments import Scalars
 DIFFERENTIATED = ("hidden", "weight", "bias", "low_in", "low_out")
 
 
+class RowLayout(NamedTuple):
+    """Which rows of a head a rank has, and who has the others; of a whole head as it begins."""
+
+    group: str = ""  # of the ranks that share the head
+    shard: Tensor | None = None  # [4] of `numbers_of` or `undeclared`; on the CPU
+    head_scale: float = 1.0  # of d weight and d bias, where a wrapper would average over its ranks
+    # Where the group's ranks have tokens of their own: what of a wrapper's head travels, or
+    # "tokens" for rows that the caller has cut.
+    route: str = ""
+    nodes: Tensor | None = None  # [nodes, ranks] on the CPU: the part of the head of each
+    peers: str = ""  # group of the ranks at this rank's place, of all nodes
+    every: str = ""  # group of the ranks of all nodes
+
+
 class HeadCall(NamedTuple):
     """What every operator of a head takes; flat, but for `hidden` [N, H] and the head."""
 

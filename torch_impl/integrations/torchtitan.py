@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from xentlib.arguments import SCALARS
 from xentlib.checks.module import check_head_options
 from xentlib.checks.validators import check_flag
-from xentlib.torch.api import chunked_nll
 from xentlib.torch.array_spec import is_dtensor
-from xentlib.torch.head import parameters_of
+from xentlib.torch.head.lazy_logits import LazyLogits
+from xentlib.torch.head.modules import parameters_of
 from xentlib.torch.wrappers.fsdp2 import Owner, divisors, find_owner, sharded
 
 __all__ = ["HeadLoss", "loss_config"]
@@ -131,7 +131,7 @@ class HeadLoss:
             options["denominator"] = global_valid_tokens
         else:
             options["reduction"] = "sum"
-        loss: Tensor = chunked_nll(hidden, weight, labels, bias=bias, **options).loss
+        loss: Tensor = LazyLogits(hidden, (weight, bias), options).nll(labels).loss
         return loss, {}
 
 

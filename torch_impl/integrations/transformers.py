@@ -13,8 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from xentlib.torch.core.device import device_info
-from xentlib.torch.head import parameters_of
-from xentlib.torch.integrations.lazy_logits import LOSS_SCALARS, LazyLogits, LazyLogitsError, thread
+from xentlib.torch.head.lazy_logits import (
+    LOSS_SCALARS,
+    LazyLogits,
+    LazyLogitsError,
+    lazy_calls,
+    thread,
+)
+from xentlib.torch.head.modules import parameters_of
 from xentlib.torch.micro_batch import known, label_loss
 from xentlib.torch.wrappers import keeps_forward
 from xentlib.torch.wrappers.accelerate import set_class
@@ -94,7 +100,7 @@ def patch(
     # The class, as `fully_shard` does it: copies, pickles and tied parameters are right by
     # themselves, which a function on the instance would break.
     set_class(head, head_class(kinds[0]))
-    head.unmade = {}  # what the call of each thread asks for
+    head._lazy_calls = {}  # by thread
     set_class(inner, model_class(kinds[1]))
     inner._xentlib = Patch(in_place_of_logits, options, inner.loss_type)
     # Trainer counts a batch's tokens after the shift if it knows the model's loss, by its name.
@@ -128,7 +134,7 @@ def unpatch(model: nn.Module) -> nn.Module:
         set_class(module, type(module).unpatched)
     inner.loss_type = inner._xentlib.loss_type
     del inner._xentlib
-    vars(head).pop("unmade", None)
+    vars(head).pop("_lazy_calls", None)
     return model
 
 
@@ -186,17 +192,15 @@ def same_name(kind: Any, make: str, members: dict[str, Any]) -> Any:
 
 @cache
 def head_class(kind: Any) -> Any:
-    """A head that makes no logits while its model asks for none."""
+    """A head that computes no logits while its model asks for none."""
 
     def __call__(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Before any hook of the module: a wrapper's would gather what `chunked_nll` gathers.
-        asked = vars(self)["unmade"].get(thread())
-        if asked is None:
+        call = lazy_calls(self).get(thread())
+        if call is None:
             return super(patched, self).__call__(hidden, *args, **kwargs)
-        asked["calls"] += 1
-        weight = parameters_of(self)[0]
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)
-        return LazyLogits(hidden, self, weight.shape[0], dtype, asked["options"])
+        call["calls"] += 1
+        return LazyLogits(hidden, self, call["options"])
 
     patched = same_name(kind, "head", {"__call__": __call__, "multiplies": True})
     return patched
@@ -204,7 +208,7 @@ def head_class(kind: Any) -> Any:
 
 @cache
 def model_class(kind: Any) -> Any:
-    """A model whose forward makes no logits where it is given labels."""
+    """A model whose forward computes no logits where it is given labels."""
     names = list(inspect.signature(kind.forward).parameters)[1:]
     place = names.index("labels")
 
@@ -224,25 +228,25 @@ def model_class(kind: Any) -> Any:
         if kwargs.get("shift_labels") is None:
             ids = args[0] if args and names[0] == "input_ids" else kwargs.get("input_ids")
             warn_of_labels(self, ids, labels)
-        head, kept = self.get_output_embeddings(), self._xentlib
-        asked = {"calls": 0, "options": kept.options, "outputs": []}
-        calls, here = vars(head).setdefault("unmade", {}), thread()
-        calls[here] = asked
+        head, settings = self.get_output_embeddings(), self._xentlib
+        call = {"calls": 0, "options": settings.options, "outputs": []}
+        calls, here = vars(head).setdefault("_lazy_calls", {}), thread()
+        calls[here] = call
         try:
             out = kind.forward(self, *args, **kwargs)
         finally:
             del calls[here]
         loss = out["loss"] if isinstance(out, dict) else out[0]
-        if not asked["calls"] or not isinstance(loss, Tensor):
-            came = "no loss" if asked["calls"] else "the logits of another"
+        if not call["calls"] or not isinstance(loss, Tensor):
+            got = "no loss" if call["calls"] else "the logits of another"
             raise RuntimeError(
                 f"a patched model must compute its loss from the head that "
-                f"`get_output_embeddings()` names; got {came} from {kind.__name__}. Patch it after "
+                f"`get_output_embeddings()` names; got {got} from {kind.__name__}. Patch it after "
                 f"what replaces the head (`get_peft_model`, `resize_token_embeddings`), or call "
                 f"`unpatch(model)`."
             )
-        label_model_loss(loss, asked["outputs"], kwargs.get("num_items_in_batch"))
-        return without_logits(out, None if self.training else kept.in_place_of_logits)
+        label_model_loss(loss, call["outputs"], kwargs.get("num_items_in_batch"))
+        return without_logits(out, None if self.training else settings.in_place_of_logits)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         if name == "forward":
@@ -263,14 +267,14 @@ def label_model_loss(loss: Tensor, outputs: list[Any], num_items: Any) -> None:
 
 
 def without_logits(out: Any, function: Callable[[Tensor], Tensor] | None) -> Any:
-    """The output with what a function makes of its logits; in training with its unmade logits."""
+    """The output with what a function makes of its logits; in training with its lazy logits."""
     if function is None:
         return out
     items = out.items() if isinstance(out, dict) else enumerate(out)
-    made: dict[Any, Any] = {
+    mapped: dict[Any, Any] = {
         k: x.map_chunks(function) if isinstance(x, LazyLogits) else x for k, x in items
     }
-    return type(out)(**made) if isinstance(out, dict) else tuple(made.values())
+    return type(out)(**mapped) if isinstance(out, dict) else tuple(mapped.values())
 
 
 def warn_of_forward(model: Any, forward: Any) -> None:

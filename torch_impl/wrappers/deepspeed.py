@@ -20,8 +20,6 @@ from xentlib.checks.shards import (
     refuse_gathered,
     refuse_inner_backward,
 )
-from xentlib.plan import shard_of
-from xentlib.torch.shards import LocalHead
 from xentlib.torch.wrappers.plain import NoWrapper
 
 T = TypeVar("T")
@@ -125,8 +123,11 @@ def _empty(parameters: list[Any]) -> None:
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
 
 
-def rows_of(weight: Any, bias: Any, layout: str, gather: str) -> LocalHead:
-    """This rank's rows, whose gradients the engine's step finds where it looks for its own.
+def rows_of(
+    weight: Any, bias: Any, layout: str, gather: str
+) -> tuple[Tensor, Tensor | None, dist.ProcessGroup]:
+    """This rank's rows, whose gradients the engine's step finds where it looks for its own, and the
+    ranks that have the others.
 
     A parameter is cut in the order of its memory, so that a rank has whole rows if their number is
     a multiple of the ranks.
@@ -141,9 +142,7 @@ def rows_of(weight: Any, bias: Any, layout: str, gather: str) -> LocalHead:
     if whole and not _tied(weight):
         refuse_gathered(gather)
     rows = [_rows(p, dist.get_rank(group)) for p in parameters]
-    sizes = (shape[0] // ranks,) * ranks
-    shard = shard_of(sizes, dist.get_rank(group))
-    return LocalHead(rows[0], rows[1] if len(rows) > 1 else None, group, shard, 1.0 / ranks)
+    return rows[0], rows[1] if len(rows) > 1 else None, group
 
 
 def _unproven(parameters: list[Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Logits that are not made: what stands in their place between a head and its loss.
+"""Logits that are not computed: the hidden states and the head in their place, up to a loss.
 
 Shapes: V vocabulary, H hidden width, T tokens of a chunk.
 """
@@ -20,7 +20,7 @@ from xentlib.nll import NLLOutput
 from xentlib.plan import block_tokens
 from xentlib.torch.api import chunked_logprobs, chunked_nll
 from xentlib.torch.core.device import chunk_bytes
-from xentlib.torch.head import parameters_of
+from xentlib.torch.head.modules import parameters_of
 
 __all__ = ["LazyLogits", "LazyLogitsError"]
 
@@ -28,7 +28,7 @@ Number = float  # in the class that name is the cast
 
 
 class LazyLogitsError(AttributeError, TypeError):
-    """Something was asked of logits that are not made, which only the logits themselves can do."""
+    """An operation that needs the logits themselves was called on lazy logits."""
 
 
 class Factor(NamedTuple):
@@ -60,20 +60,36 @@ class LazyLogits(metaclass=LazyClass):
     They can be sliced, flattened, scaled, capped and cast, which models and losses do to logits
     on the way to a loss, and handed to `torch.nn.functional.cross_entropy`, which is then
     `chunked_nll`: float32 whatever dtype they are said to have. `nll` and `logprobs` are the same
-    with our own options, and `materialize()` makes the logits.
+    with our own options, and `materialize()` computes the logits.
+
+    Args:
+        hidden: [..., H].
+        head: the module that multiplies with them, or its weight [V, H] and its bias or None.
+        options: of `chunked_nll` or `chunked_logprobs`, for every loss of these logits.
 
     Raises:
         LazyLogitsError: anything else is asked of them.
     """
 
     hidden: Tensor
-    head: nn.Module
-    num_classes: int
-    dtype: torch.dtype
-    options: Mapping[str, Any] = field(default_factory=dict)  # of `chunked_nll`
+    head: nn.Module | tuple[Tensor, Tensor | None]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    num_classes: int = -1  # all rows of the head
+    dtype: Any = None  # that of a product with the head
     inner: Factor = ONE
     outer: Factor | None = None
     classes_second: bool = False  # [B, V, L], as a loss may want them
+
+    def __post_init__(self) -> None:
+        if self.dtype is None:
+            weight = self.parameters()[0]
+            dtype = torch.promote_types(self.hidden.dtype, weight.dtype)
+            object.__setattr__(self, "dtype", dtype)
+            object.__setattr__(self, "num_classes", weight.shape[0])
+
+    def parameters(self) -> tuple[Tensor, Tensor | None, Any]:
+        """Weight, bias, and PEFT's layer around a module."""
+        return (*self.head, None) if isinstance(self.head, tuple) else parameters_of(self.head)
 
     # What a tensor says of itself
 
@@ -168,18 +184,17 @@ class LazyLogits(metaclass=LazyClass):
         return replace(self, hidden=self.hidden[index], num_classes=num_classes)
 
     def mul(self, by: Any) -> LazyLogits:
-        if isinstance(by, bool) or not isinstance(by, (int, float)):
-            self.refuse(f"a product with a {type(by).__name__}")
-        if self.outer is None:
-            return replace(self, inner=Factor(self.inner.times * by, self.inner.over))
-        return replace(self, outer=Factor(self.outer.times * by, self.outer.over))
+        return self.scaled("a product", by, times=by)
 
     def div(self, by: Any) -> LazyLogits:
+        return self.scaled("a quotient", by, over=by)
+
+    def scaled(self, what: str, by: Any, times: Any = 1.0, over: Any = 1.0) -> LazyLogits:
         if isinstance(by, bool) or not isinstance(by, (int, float)):
-            self.refuse(f"a quotient with a {type(by).__name__}")
-        if self.outer is None:
-            return replace(self, inner=Factor(self.inner.times, self.inner.over * by))
-        return replace(self, outer=Factor(self.outer.times, self.outer.over * by))
+            self.refuse(f"{what} with a {type(by).__name__}")
+        factor = self.inner if self.outer is None else self.outer
+        factor = Factor(factor.times * times, factor.over * over)
+        return replace(self, inner=factor) if self.outer is None else replace(self, outer=factor)
 
     __mul__ = __rmul__ = mul
     __truediv__ = true_divide = div
@@ -193,37 +208,41 @@ class LazyLogits(metaclass=LazyClass):
 
     def nll(self, labels: Tensor, **options: Any) -> NLLOutput[Tensor]:
         """`chunked_nll` of their hidden states and head."""
-        with made_by(self.head):
-            out: NLLOutput[Tensor] = chunked_nll(**self.call(labels, options))
+        with unpatched_call(self.head):
+            out: NLLOutput[Tensor] = chunked_nll(**self.arguments(labels, options))
         return out
 
     def logprobs(self, labels: Tensor, **options: Any) -> LogprobOutput[Tensor]:
         """`chunked_logprobs` of their hidden states and head."""
-        with made_by(self.head):
-            out: LogprobOutput[Tensor] = chunked_logprobs(**self.call(labels, options))
+        with unpatched_call(self.head):
+            out: LogprobOutput[Tensor] = chunked_logprobs(**self.arguments(labels, options))
         return out
 
-    def call(self, labels: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a function of the head; its softcap * tanh(logit_scale * x / softcap)."""
-        twice = sorted(set(options) & set(self.options))
+    def arguments(self, labels: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a function of the head, with softcap * tanh(logit_scale * x / softcap)."""
+        scale, over = self.inner
+        factors: dict[str, Any] = {}
+        if self.outer is not None:
+            factors["softcap"] = self.outer.times / self.outer.over
+            scale, over = scale * self.outer.times, over * self.outer.over
+        if scale != over:
+            factors["logit_scale"] = scale / over
+        twice = sorted((set(options) | set(factors)) & set(self.options))
         if twice:
             self.refuse(f"`{twice[0]}` from the loss and from `patch`")
-        scale, over = self.inner
-        arguments: dict[str, Any] = {"weight": self.head, "bias": None, **self.options, **options}
-        if self.outer is not None:
-            arguments["softcap"] = self.outer.times / self.outer.over
-            scale, over = scale * self.outer.times, over * self.outer.over
-        arguments["logit_scale"] = scale / over
-        weight, bias, layer = parameters_of(self.head)
-        arguments["hidden"] = self.hidden.to(weight.device)
-        arguments["labels"] = labels.to(weight.device)
+        weight, bias, layer = self.parameters()
+        hidden = self.hidden
+        head: dict[str, Any] = {"weight": weight, "bias": bias}
+        if not isinstance(self.head, tuple):  # which may be on another device than its loss
+            hidden, labels = hidden.to(weight.device), labels.to(weight.device)
+            head = {"weight": self.head}
         if self.num_classes != weight.shape[0]:
             # Rows that pad the vocabulary: the model has cut their logits off.
             if layer is not None:
                 self.refuse("fewer classes than the head of an adapter has")
-            arguments["weight"] = weight[: self.num_classes]
-            arguments["bias"] = None if bias is None else bias[: self.num_classes]
-        return arguments
+            head["weight"] = weight[: self.num_classes]
+            head["bias"] = None if bias is None else bias[: self.num_classes]
+        return {"hidden": hidden, "labels": labels, **head, **factors, **self.options, **options}
 
     def cross_entropy(
         self,
@@ -248,20 +267,22 @@ class LazyLogits(metaclass=LazyClass):
                 self.refuse("losses of single tokens with class weights, smoothing or z-loss")
             return -self.logprobs(target, **options).logprobs.to(self.device)
         out = self.nll(target, class_weights=weight, reduction=reduction, **options)
-        asked = vars(self.head).get("unmade", {}).get(thread())
-        if asked is not None:  # a patched model's call
-            asked["outputs"].append(out)
+        call = lazy_calls(self.head).get(thread())
+        if call is not None:  # of a patched model
+            call["outputs"].append(out)
         loss: Tensor = out.loss.to(self.device)
         return loss
 
     def materialize(self) -> Tensor:
         """The logits [..., V], all of them, with a gradient, in the dtype they are said to have."""
-        made = self.materialize_of(self.hidden)
-        return made.transpose(1, 2) if self.classes_second else made
+        logits = self.materialize_of(self.hidden)
+        return logits.transpose(1, 2) if self.classes_second else logits
 
     def materialize_of(self, hidden: Tensor) -> Tensor:
-        with made_by(self.head):
-            z: Tensor = self.head(hidden)[..., : self.num_classes].to(self.dtype)
+        with unpatched_call(self.head):
+            head = self.head
+            z = nn.functional.linear(hidden, *head) if isinstance(head, tuple) else head(hidden)
+        z = z[..., : self.num_classes].to(self.dtype)
         z = z * (self.inner.times / self.inner.over)
         return z if self.outer is None else torch.tanh(z) * (self.outer.times / self.outer.over)
 
@@ -278,16 +299,16 @@ class LazyLogits(metaclass=LazyClass):
         budget = chunk_bytes(0, self.device, self.num_classes * 4)
         rows = self.hidden.reshape(-1, self.hidden.shape[-1])
         parts = rows.split(block_tokens(budget, self.num_classes, 4))
-        made = [function(self.materialize_of(part)) for part in parts]
-        for x, part in zip(made, parts, strict=True):
+        results = [function(self.materialize_of(part)) for part in parts]
+        for x, part in zip(results, parts, strict=True):
             if not isinstance(x, Tensor) or x.shape[:1] != part.shape[:1]:
-                came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 raise TypeError(
                     f"`in_place_of_logits` must make a tensor [T, ...] of logits [T, V]; got "
-                    f"{came} for T = {len(part)}. Return `logits.argmax(-1)` for instance, or "
+                    f"{got} for T = {len(part)}. Return `logits.argmax(-1)` for instance, or "
                     f"`logits.topk(5).indices`."
                 )
-        joined = torch.cat(made)
+        joined = torch.cat(results)
         return joined.reshape(*self.hidden.shape[:-1], *joined.shape[1:])
 
     # Everything else
@@ -297,9 +318,9 @@ class LazyLogits(metaclass=LazyClass):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name, options = getattr(function, "__name__", str(function)), dict(kwargs or {})
-        given = args or (options.pop("input", None),)
-        if isinstance(given[0], cls) and name in FUNCTIONS:
-            return getattr(given[0], name)(*given[1:], **options)
+        first, *rest = args or (options.pop("input", None),)
+        if isinstance(first, cls) and name in FUNCTIONS:
+            return getattr(first, name)(*rest, **options)
         return refuse_logits(f"`torch`'s {name}")
 
     def __getattr__(self, name: str) -> Any:
@@ -334,16 +355,22 @@ LOSS_SCALARS = {*SCALARS["chunked_nll"]} - {*SCALARS["chunked_logprobs"]}
 FUNCTIONS = (*ARITHMETIC, "flatten", "permute", "reshape", "transpose")
 
 
+def lazy_calls(head: Any) -> dict[int, dict[str, Any]]:
+    """Of a patched head: by thread, the call of its model that is to have lazy logits of it."""
+    calls: dict[int, dict[str, Any]] = getattr(head, "__dict__", {}).get("_lazy_calls", {})
+    return calls
+
+
 @contextmanager
-def made_by(head: Any) -> Iterator[None]:
+def unpatched_call(head: Any) -> Iterator[None]:
     """The head as it is without a patch: wrappers' hooks run in a call of it."""
-    calls, here = vars(head).get("unmade", {}), thread()
-    asked = calls.pop(here, None)
+    calls, here = lazy_calls(head), thread()
+    call = calls.pop(here, None)
     try:
         yield
     finally:
-        if asked is not None:
-            calls[here] = asked
+        if call is not None:
+            calls[here] = call
 
 
 def thread() -> int:

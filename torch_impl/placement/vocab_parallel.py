@@ -4,9 +4,8 @@ that hold the others.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,8 +13,6 @@ from xentlib.arguments import Arguments
 from xentlib.checks.placement import (
     check_group,
     check_logits_placement,
-    check_nodes,
-    check_nodes_ranks,
     check_placement,
     check_replicated,
     check_same_ranks,
@@ -28,17 +25,22 @@ from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.core.vocab import numbers_of, undeclared
+from xentlib.torch.operators import RowLayout
 
 
 def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup:
     """The process group of a ProcessGroup or of a one-dimensional DeviceMesh."""
-    mesh_type = getattr(getattr(dist, "device_mesh", None), "DeviceMesh", ())
-    if isinstance(parallel, mesh_type) and parallel.ndim == 1:
+    if is_device_mesh(parallel) and parallel.ndim == 1:
         parallel = parallel.get_group()
     if not isinstance(parallel, dist.ProcessGroup):
         check_group(parallel, name)
     group: dist.ProcessGroup = parallel
     return group
+
+
+def is_device_mesh(x: Any) -> bool:
+    """A PyTorch without distributed support has no such class."""
+    return isinstance(x, getattr(getattr(dist, "device_mesh", None), "DeviceMesh", ()))
 
 
 def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
@@ -51,80 +53,9 @@ def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
     return find_group(parallel), None
 
 
-def part_of(
-    classes: int, every: dist.ProcessGroup, mesh: Any
-) -> tuple[VocabShard, dist.ProcessGroup, Nodes | None]:
-    """This rank's rows of a head that a wrapper spreads over `every` rank, and who has the others.
-
-    With `mesh`, of nodes and the ranks of a node: once rows are gathered over nodes.
-    """
-    sizes, ranks = chunked(classes, dist.get_world_size(every)), dist.get_process_group_ranks(every)
-    if mesh is None:
-        return shard_of(sizes, dist.get_rank(every)), every, None
-    mesh_type = getattr(getattr(dist, "device_mesh", None), "DeviceMesh", ())
-    check_nodes(isinstance(mesh, mesh_type), getattr(mesh, "ndim", None), type(mesh).__name__)
-    part = {rank: part for part, rank in enumerate(ranks)}
-    table = mesh.mesh.tolist()
-    parts = [[part.get(rank, -1) for rank in node] for node in table]
-    # Rows of one rank then come in the order of their classes, those that there are first.
-    ascend = all(list(place) == sorted(place) for place in zip(*parts, strict=True))
-    same = sorted(part for node in parts for part in node) == list(range(len(ranks)))
-    check_nodes_ranks(same and ascend, ranks, table)
-    if len(parts) == 1:
-        return shard_of(sizes, dist.get_rank(every)), every, None
-    among = mesh.get_group(1)
-    sizes = tuple(sum(sizes[part] for part in place) for place in zip(*parts, strict=True))
-    shard = shard_of(sizes, dist.get_rank(among))
-    return shard, among, Nodes(parts, mesh.get_group(0), every)
-
-
-class Local(NamedTuple):
-    """Group and shard as an operator takes them; those of a whole vocabulary as they begin."""
-
-    group: str = ""
-    shard: Tensor | None = None  # [4] of `numbers_of` or `undeclared`; on the CPU
-    scale: float = 1.0  # of the head's gradients
-    # Where tokens are spread over the group too: what of a wrapper's head travels, or "tokens",
-    # those of rows that the caller has cut
-    route: str = ""
-    nodes: Tensor | None = None  # [nodes, ranks], on the CPU; peers, every: as `Nodes` has them
-    peers: str = ""
-    every: str = ""
-
-
-class Nodes(NamedTuple):
-    """Ranks in nodes, where rows are gathered from those at one place of all nodes."""
-
-    parts: list[list[int]]  # of each rank of each node: which part of the head it keeps
-    peers: dist.ProcessGroup  # at this rank's place, of all nodes
-    every: dist.ProcessGroup  # all of them
-
-
-class LocalHead(NamedTuple):
-    """This rank's rows of a head that a wrapper has sharded, whose gradients are complete."""
-
-    weight: Tensor | LowRankHead[Tensor]
-    bias: Tensor | None
-    group: dist.ProcessGroup  # the ranks that have the others, once they are gathered over nodes
-    shard: VocabShard
-    scale: float  # as the wrapper averages over its ranks, or divides by what it was told
-    gemm_dtype: torch.dtype | None = None  # of its policy, where that is one of 16 bits
-    nodes: Nodes | None = None
-
-
-def resident(rows: LocalHead, route: str) -> Local:
-    """Where rows belong that a wrapper has sharded and that stay where they are."""
-    local = Local(rows.group.group_name, numbers_of(rows.shard), rows.scale, route)
-    if rows.nodes is None:
-        return local
-    parts, peers, every = rows.nodes
-    parts_GL = torch.tensor(parts, device="cpu")
-    return local._replace(nodes=parts_GL, peers=peers.group_name, every=every.group_name)
-
-
 def local_head(
     given: Arguments, low: LowRankHead[Tensor] | None
-) -> tuple[Arguments, LowRankHead[Tensor] | None, Local]:
+) -> tuple[Arguments, LowRankHead[Tensor] | None, RowLayout]:
     """A call with this rank's rows and with plain tensors in place of DTensors, and where the rows
     belong."""
     parallel = given.vocab_parallel
@@ -142,9 +73,9 @@ def local_head(
 
 def local_rows(
     weight: Tensor, bias: Tensor | None, parallel: Any, layout: str
-) -> tuple[Tensor, Tensor | None, Local]:
+) -> tuple[Tensor, Tensor | None, RowLayout]:
     """This rank's rows of the head as plain tensors, and where they belong."""
-    whole = Local()
+    whole = RowLayout()
     if weight.ndim != 2:  # refused where shapes are checked
         return weight, bias, whole
     if parallel is None:
@@ -159,11 +90,11 @@ def local_rows(
         bias = local_part("bias", bias, 0)
     if is_dtensor(weight):
         shard = shard_of(chunked(weight.shape[axis], ranks), dist.get_rank(group), vocab_size)
-        return local_part("weight", weight, axis), bias, Local(name, numbers_of(shard))
+        return local_part("weight", weight, axis), bias, RowLayout(name, numbers_of(shard))
     if isinstance(parallel, VocabShard):
         check_rows(parallel, weight.shape[axis])
-        return weight, bias, Local(name, numbers_of(parallel))
-    return weight, bias, Local(name, undeclared(vocab_size))
+        return weight, bias, RowLayout(name, numbers_of(parallel))
+    return weight, bias, RowLayout(name, undeclared(vocab_size))
 
 
 def local_low_rank(low: LowRankHead[Tensor], parallel: Any) -> LowRankHead[Tensor]:
@@ -211,17 +142,17 @@ def local_part(name: str, x: Any, axis: int) -> Tensor:
     return part
 
 
-def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Local:
+def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> RowLayout:
     """Where this rank's columns [N, C] belong."""
     if parallel is None:
-        return Local()
+        return RowLayout()
     group, vocab_size = unpadded(parallel)
     if shard is None and isinstance(parallel, VocabShard):
         shard = parallel
     if shard is not None:
         check_shard(shard, logits.shape[1])
-        return Local(group.group_name, numbers_of(shard))
-    return Local(group.group_name, undeclared(vocab_size))
+        return RowLayout(group.group_name, numbers_of(shard))
+    return RowLayout(group.group_name, undeclared(vocab_size))
 
 
 def replicated(name: str, x: Any) -> Any:

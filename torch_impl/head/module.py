@@ -21,7 +21,8 @@ from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.api import chunked_logprobs, chunked_nll
 from xentlib.torch.array_spec import array_spec, is_dtensor
-from xentlib.torch.head import kept
+from xentlib.torch.head.lazy_logits import LazyLogits
+from xentlib.torch.head.modules import parameter_of
 from xentlib.torch.wrappers import kept_by_zero
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -136,12 +137,10 @@ class NLLHead(nn.Linear):
             return nn.functional.linear(hidden, self.weight, self.bias)
         options = {**self.options, **options}
         check_denominator_dtype(array_spec(options.get("denominator")))
-        function = chunked_logprobs if self.per_token else chunked_nll
-        weight, bias = (kept(self, x, options.get("gather", "head")) for x in ("weight", "bias"))
-        result: NLLOutput[Tensor] | LogprobOutput[Tensor] = function(
-            hidden, weight, labels, bias=bias, **options
-        )
-        return result
+        gather = options.get("gather", "head")
+        parameters = parameter_of(self, "weight", gather), parameter_of(self, "bias", gather)
+        logits = LazyLogits(hidden, parameters, options)
+        return logits.logprobs(labels) if self.per_token else logits.nll(labels)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
         """As of any module; a style of tensor parallelism, which drops labels, is refused."""

@@ -1,0 +1,1 @@
+"""A head as a module: its parameters, `NLLHead`, and logits that are not computed."""

@@ -1,0 +1,1 @@
+"""Where a head's rows are in PyTorch, and how they and the tokens come together."""

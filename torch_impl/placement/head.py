@@ -1,0 +1,246 @@
+"""Where the head of a call is, in PyTorch: whole on this rank, gathered by the wrapper that has
+sharded it, or as this rank's rows.
+
+Shapes: V vocabulary, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from xentlib.arguments import Arguments
+from xentlib.checks.lora import check_low_rank_route
+from xentlib.checks.placement import refuse_dtensor
+from xentlib.checks.shards import check_route, refuse_routed
+from xentlib.checks.validators import check_floating
+from xentlib.lora import LowRankHead
+from xentlib.options import Gather
+from xentlib.torch.array_spec import array_spec, dtype_name, is_dtensor, only_tensors
+from xentlib.torch.head.modules import resolve_head, split_lora
+from xentlib.torch.wrappers import kept_by_zero
+
+if TYPE_CHECKING:
+    from xentlib.torch.wrappers.fsdp2 import Owner
+
+R = TypeVar("R")
+
+
+class Placement(Protocol):
+    """Calls a function of a call's `Arguments`, and of the `RowLayout` of its rows where these stay
+    on their ranks, with the head as the function can multiply with it."""
+
+    def run(self, function: Callable[..., R], call: Arguments) -> R: ...
+
+
+class WholeHead:
+    """No wrapper has sharded it; a vocabulary shard is whole to its rank."""
+
+    def run(self, function: Callable[..., R], call: Arguments) -> R:
+        return function(call)
+
+
+class GatheredByFSDP2(NamedTuple):
+    """Gathered by the hooks of its `fully_shard` for the length of a call."""
+
+    owner: Owner
+    recompute: bool
+
+    def run(self, function: Callable[..., R], call: Arguments) -> R:
+        from xentlib.torch.wrappers import fsdp2
+
+        plain, lora = split_lora(call)
+
+        def gathered(hidden: Tensor, whole: Tensor, bias: Tensor | None) -> R:
+            weight: Any = whole
+            if lora is not None:
+                a: Any = self.owner.whole(lora.a)
+                b: Any = self.owner.whole(lora.b)
+                weight = lora._replace(weight=whole, a=a, b=b)
+            return function(call._replace(hidden=hidden, weight=weight, bias=bias))
+
+        arrays = (call.hidden, plain.weight, call.bias)
+        return fsdp2.call_with_head(self.owner, *arrays, gathered, recompute=self.recompute)
+
+
+class GatheredByZero3(NamedTuple):
+    """Gathered by DeepSpeed for the length of a call."""
+
+    parameters: list[Any]
+    recompute: bool
+
+    def run(self, function: Callable[..., R], call: Arguments) -> R:
+        from xentlib.torch.wrappers import deepspeed
+
+        return deepspeed.call_with_head(
+            self.parameters, call.hidden, lambda: function(call), recompute=self.recompute
+        )
+
+
+def with_head(*, recompute: bool) -> Callable[[Callable[..., R]], Callable[[Arguments], R]]:
+    """Have a function of `Arguments` called as the placement of its head asks for.
+
+    `recompute`: its backward reads the head's values again.
+    """
+
+    def wrap(function: Callable[..., R]) -> Callable[[Arguments], R]:
+        @wraps(function)
+        def run(call: Arguments) -> R:
+            call, placement = place_head(call, recompute)
+            return placement.run(function, call)
+
+        return run
+
+    return wrap
+
+
+def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement]:
+    """The call with parameters in place of modules, and where its head is."""
+    plain, lora = split_lora(call)
+    arrays = plain._asdict()
+    if isinstance(plain.weight, (nn.Module, LowRankHead)):
+        del arrays["weight"]
+    only_tensors(**arrays)
+    call = with_parameters(resolve_head(call))
+    if (call.gather, call.tokens_parallel, call.tokens_per_rank) != ("head", None, None):
+        check_route(call)
+    plain, lora = split_lora(call)
+    adapters = {} if lora is None else {"a": lora.a, "b": lora.b}
+    rows = call.vocab_parallel is not None
+    check_copies(rows, weight=plain.weight, bias=plain.bias, **adapters)
+    zero3 = kept_by_zero(plain.weight, plain.bias, *adapters.values())
+    owner = owner_of(plain.weight)
+    if call.gather == "auto":
+        gather = choose(plain, lora, owner, recompute)
+        call = call._replace(gather=gather, tokens_per_rank=None)
+    if lora is not None:
+        check_low_rank_route(call, bool(zero3))
+    if call.gather != "head":
+        from xentlib.torch.placement.rows import fsdp2_rows, zero3_rows
+
+        if zero3:
+            return call, zero3_rows(call)
+        if owner is None:
+            refuse_routed(call.gather)
+        return call, fsdp2_rows(call, owner)
+    if zero3:
+        return call, GatheredByZero3(zero3, recompute)
+    return call, WholeHead() if owner is None else GatheredByFSDP2(owner, recompute)
+
+
+def with_parameters(call: Arguments) -> Arguments:
+    """With the parameters that `fully_shard` reduces gradients to, of what its modules have."""
+    plain, lora = split_lora(call)
+    weight, bias = sharded(plain.weight), sharded(plain.bias)
+    if lora is not None:
+        weight = lora._replace(weight=weight, a=sharded(lora.a), b=sharded(lora.b))
+    return call._replace(weight=weight, bias=bias)
+
+
+def sharded(parameter: Any) -> Any:
+    if not is_dtensor(parameter):
+        return parameter
+    from xentlib.torch.wrappers import fsdp2
+
+    return fsdp2.sharded(parameter)
+
+
+def owner_of(weight: Any) -> Owner | None:
+    """The `fully_shard` that shards a head, if one does."""
+    if not is_dtensor(weight):
+        return None
+    from xentlib.torch.wrappers import fsdp2
+
+    return fsdp2.find_owner(weight)
+
+
+def check_copies(rows: bool, **head: Any) -> None:
+    """Of FSDP2's parameters; only what was computed can be one."""
+    if all(getattr(x, "grad_fn", None) is None for x in head.values()):
+        return
+    from xentlib.torch.wrappers import fsdp2
+
+    fsdp2.check_copies(rows, **head)
+
+
+def choose(
+    call: Arguments, lora: LowRankHead[Any] | None, owner: Owner | None, recompute: bool
+) -> Gather:
+    """What `gather="auto"` stands for; the head of what no `fully_shard` shards."""
+    from xentlib.plan.routes import choose_gather
+    from xentlib.torch.placement.rows import by_rows, ranks_of
+
+    parts = (call.weight,) if lora is None else (call.weight, lora.a, lora.b)
+    if owner is None or call.weight.ndim != 2 or not by_rows(owner, *parts):
+        return "head"
+    for name in ("hidden", "weight"):
+        check_floating(name, array_spec(getattr(call, name)))
+    policy, hidden = owner.group.mp_policy, call.hidden
+    gathered = policy.param_dtype or call.weight.dtype
+    assert call.tokens_per_rank is not None
+    vocab_size, hidden_size = call.weight.shape
+    return choose_gather(
+        call.tokens_per_rank,
+        vocab_size,
+        hidden_size,
+        ranks_of(owner),
+        dtype=dtype_name(hidden.dtype),
+        head_dtype=dtype_name(gathered),
+        reduce_dtype=dtype_name(policy.reduce_dtype or gathered),
+        param_dtype=dtype_name(call.weight.dtype),
+        recompute=recompute,
+        max_chunk_bytes=call.max_chunk_bytes,
+        platform="cpu" if hidden.device.type == "cpu" else "gpu",
+    )
+
+
+@contextmanager
+def gather_head(
+    weight: Tensor, bias: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Gather a head that a wrapper has sharded, for the length of a block. PyTorch only.
+
+        with gather_head(model.head.weight, model.head.bias) as (weight, bias):
+            logits = F.linear(hidden, weight, bias)
+
+    For code of one's own: `chunked_nll` and `chunked_logprobs` do as much themselves, without the
+    copy. The block is given whole copies of sharded parameters, which are sharded again before it
+    begins; a copy lives for as long as there is a reference to it, a backward after the block
+    included. The gradient of a copy is reduced by the wrapper, as that of the parameter would be.
+    Every rank must enter. One gather is all that is sent, apart from the wrapper's own reduction.
+
+    Args:
+        weight: [V, H] or [H, V], a parameter: plain, under DDP, sharded by FSDP2's `fully_shard` or
+            by DeepSpeed ZeRO-3; a vocabulary shard that FSDP2 shards further is gathered to that
+            vocabulary shard.
+        bias: [V] or None; the parameter beside the weight.
+
+    Yields:
+        (weight, bias), whole, in the dtype that the wrapper computes in; unchanged if no wrapper
+        has sharded them.
+
+    Raises:
+        ValueError: a DTensor that `fully_shard` has not made.
+
+    Numerics: values are gathered as they are, or cast once where the wrapper has a policy that
+    says so. Row A15 of the contract; D7 of the design.
+    """
+    weight, bias = sharded(weight), sharded(bias)
+    heads, owner = kept_by_zero(weight, bias), owner_of(weight)
+    if heads:
+        from xentlib.torch.wrappers import deepspeed
+
+        weight, bias = deepspeed.copies(heads, weight, bias)
+    elif owner is not None:
+        from xentlib.torch.wrappers import fsdp2
+
+        whole, bias = fsdp2.copies(owner, weight, bias)
+        assert whole is not None
+        weight = whole
+    elif is_dtensor(weight):
+        refuse_dtensor("weight", tuple(weight.placements))
+    yield weight, bias
