@@ -28,7 +28,8 @@ LAYERS = {
     "functions": {"backend": "nll logprobs from_logits"},
     "api": {"backend": "api"},
     "heads": {
-        "backend": "module head.module head.lazy_logits integrations accumulate window evaluation labels"
+        "backend": "module head.module head.lazy_logits integrations accumulate window "
+        "evaluation labels"
     },
     "packages": {},  # `xentlib`, `xentlib.torch` and `xentlib.jax` themselves
     "tools": {
