@@ -191,12 +191,13 @@ def mutated(name: str) -> Iterator[None]:
     """The package with one line of it wrong."""
     from deepspeed import utils
 
+    from xentlib.torch.placement import rows
     from xentlib.torch.wrappers import deepspeed as ours
 
     get, put = utils.safe_get_local_grad, utils.safe_set_local_grad
-    rows_of, shard_of, written = ours.rows_of, ours.shard_of, ours._written
+    local_head, shard_of, written = rows.LocalHead, rows.shard_of, ours._written
     wrong: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-        "sum over ranks": (ours, "rows_of", lambda *a: rows_of(*a)._replace(scale=1.0)),
+        "sum over ranks": (rows, "LocalHead", lambda *a: local_head(*a)._replace(scale=1.0)),
         "overwritten": (utils, "safe_get_local_grad", lambda p: torch.zeros_like(get(p))),
         "of the last window": (ours, "_written", lambda optimizer: Everything()),
         "given up": (ours, "_written", lambda optimizer: Kept(written(optimizer))),
@@ -206,7 +207,7 @@ def mutated(name: str) -> Iterator[None]:
             lambda p, x: put(p, x.view(-1, *p.ds_shape[1:]).roll(1, 0).view(-1)),
         ),
         "the other's rows": (
-            ours,
+            rows,
             "shard_of",
             lambda sizes, rank: shard_of(sizes, (rank + 1) % len(sizes)),
         ),
