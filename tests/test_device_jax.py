@@ -15,7 +15,7 @@ from helpers import lowrank
 from helpers.measured import SMALL, by_id, hold
 from xentlib.tools.harness.cases import BASE, CHUNK_CASES, WITH_OPTIONS, low_precision, named
 from xentlib.tools.harness.problems import Case, build, upstream_of
-from xentlib.tools.parity.rows import nll, per_token
+from xentlib.tools.parity.rows.head import nll, per_token
 
 jax = pytest.importorskip("jax")
 pytestmark = [pytest.mark.jax, pytest.mark.cpu]

@@ -1,8 +1,5 @@
 """`chunked_logprobs` of both backends against the oracle, row by row of the contract, and what
-PyTorch does around it.
-
-The measurements are the parity run's own (`xentlib.tools.parity.rows.per_token`).
-"""
+PyTorch does around it. The measurements are the parity run's own (`parity/rows/head.py`)."""
 
 from __future__ import annotations
 
@@ -29,7 +26,8 @@ from xentlib.tools.harness.cases import (
 from xentlib.tools.harness.device import numpy_of
 from xentlib.tools.harness.findings import GRADIENT_ROWS
 from xentlib.tools.harness.problems import Case, Problem, Upstream, build, upstream_of
-from xentlib.tools.parity.rows import per_token
+from xentlib.tools.parity.rows.head import per_token
+from xentlib.tools.parity.rows.mutants import per_token_mutants
 
 
 # What a reduction or a class weighs has no say in per-token outputs.
@@ -76,7 +74,7 @@ def test_run_to_run(backend: str) -> None:
 @pytest.mark.full(backend="jax")  # the checks are the same, and each mutant a program
 def test_every_check_rejects_its_mutants(backend: str) -> None:
     """A14: an entropy gradient that is dropped (TRL) or has the wrong sign among them."""
-    hold(per_token.mutants, (backend,), build(BASE, 0))
+    hold(per_token_mutants, (backend,), build(BASE, 0))
 
 
 @pytest.mark.optimized
@@ -133,8 +131,8 @@ def test_what_is_masked_reaches_nothing(
     zeros = clean.changed(labels=labels, hidden=np.where(gone[:, None], 0 * clean.hidden, hidden))
     expected = run_logprobs(backend, zeros, upstream)
     got = run_logprobs(backend, zeros.changed(hidden=hidden), poisoned)
-    for name in expected._fields:
-        assert not failures(check("A0", getattr(got, name), getattr(expected, name)))
+    for name, value in expected.by_name().items():
+        assert not failures(check("A0", getattr(got, name), value))
     d_hidden = got.gradients()["d_hidden"][gone]
     assert not failures(check("A0", d_hidden, np.zeros_like(d_hidden)))
 

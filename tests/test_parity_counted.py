@@ -11,9 +11,8 @@ from xentlib.budgets import BUDGETS
 from xentlib.plan import head_routes, plan_chunks
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.ranks import WORLD
-from xentlib.tools.parity.collective_cases import Count, H, N, V
 from xentlib.tools.parity.rows import collectives
-from xentlib.tools.parity.rows.collectives import CHUNKS, FEW_CHUNKS, HEADS
+from xentlib.tools.parity.rows.collectives import CHUNKS, FEW_CHUNKS, HEADS, Count, H, N, V
 
 
 def test_every_budget_is_counted() -> None:

@@ -138,15 +138,17 @@ def test_models_are_twins(windows):
     nnx = pytest.importorskip("flax.nnx")
     import jax
 
-    from xentlib.tools.parity.training import model_jax, model_torch
+    from xentlib.tools.parity.training import in_jax, in_torch
 
     weights = initial_weights(SIZES, seed=5)
     tokens, segments = windows[0].tokens[0], windows[0].segments[0]
     with torch.no_grad():
-        ours = model_torch.build(SIZES, weights)(torch.asarray(tokens), torch.asarray(segments))
+        ours = in_torch.LanguageModel(SIZES, weights)(
+            torch.asarray(tokens), torch.asarray(segments)
+        )
     with jax.default_matmul_precision("highest"):
         call = nnx.jit(lambda model, *arrays: model(*arrays))
-        theirs = np.asarray(call(model_jax.build(SIZES, weights), tokens, segments))
+        theirs = np.asarray(call(in_jax.LanguageModel(SIZES, weights), tokens, segments))
     rho = {"metrics": ("rho / u",)}
     assert not failures(check("A9", ours.numpy(), None, other=theirs, **rho))
     # A token sees its own document's past: another first document leaves the second one alone.
@@ -154,7 +156,9 @@ def test_models_are_twins(windows):
     changed = tokens.copy()
     changed[b, :start] = (changed[b, :start] + 1) % VOCAB
     with torch.no_grad():
-        moved = model_torch.build(SIZES, weights)(torch.asarray(changed), torch.asarray(segments))
+        moved = in_torch.LanguageModel(SIZES, weights)(
+            torch.asarray(changed), torch.asarray(segments)
+        )
     second = segments[b] == 2
     assert not failures(
         check("A9", moved[b, second].numpy(), None, other=ours[b, second].numpy(), **rho)
@@ -167,12 +171,12 @@ def test_models_are_twins(windows):
 def test_no_parameter_is_left_out(windows):
     torch = pytest.importorskip("torch")
     nnx = pytest.importorskip("flax.nnx")
-    from xentlib.tools.parity.training import model_jax, model_torch
+    from xentlib.tools.parity.training import in_jax, in_torch
 
     weights = initial_weights(SIZES, seed=5)
     total = sum(value.size for value in weights.values())
-    ours = model_torch.build(SIZES, weights)
-    theirs = model_jax.build(SIZES, weights)
+    ours = in_torch.LanguageModel(SIZES, weights)
+    theirs = in_jax.LanguageModel(SIZES, weights)
     assert sum(p.numel() for p in ours.parameters()) == total
     assert sum(p.size for _, p in nnx.to_flat_state(nnx.state(theirs, nnx.Param))) == total
     # The given weights are copied: training writes to the model's own.

@@ -18,15 +18,15 @@ from helpers.small_training import (
     small_windows,
 )
 from xentlib.contract import check, failures
+from xentlib.tools.parity.result import TrainingCurve
 from xentlib.tools.parity.training.comparison import (
     against_jax,
     against_oracle,
     compare,
     compare_curves,
     counts,
-    head_window,
 )
-from xentlib.tools.parity.training.loop import HeadStep, TrainingRun
+from xentlib.tools.parity.training.loop import HeadStep
 from xentlib.tools.parity.training.model import initial_weights
 from xentlib.tools.parity.training.text import IGNORE_INDEX, TextWindow
 
@@ -39,7 +39,7 @@ def windows() -> list[TextWindow]:
 
 
 @pytest.fixture(scope="module")
-def jax_run(windows: list[TextWindow]) -> TrainingRun:
+def jax_run(windows: list[TextWindow]) -> TrainingCurve:
     pytest.importorskip("flax")
     return small_run("jax", windows)
 
@@ -92,7 +92,7 @@ assert "{other}" not in sys.modules
 def test_a_run_repeats_bit_for_bit(windows):
     torch = pytest.importorskip("torch")
     threads = torch.get_num_threads()
-    first, second = (np.array(small_run("torch", windows).curve.losses) for _ in range(2))
+    first, second = (np.array(small_run("torch", windows).losses) for _ in range(2))
     assert not failures(check("A11", second, first))
     assert torch.get_num_threads() == threads
 
@@ -230,8 +230,8 @@ def test_a_broken_operator_fails(mutant, windows, jax_run, monkeypatch):
             found.extend(against_oracle(at, "torch", "step 1"))
 
     run = small_run("torch", windows, observe=observe)
-    found.append(compare_curves([run.curve, jax_run.curve], "small"))
-    found.extend(counts(run.curve, windows, "small"))
+    found.append(compare_curves([run, jax_run], "small"))
+    found.extend(counts(run, windows, "small"))
     assert MUTANTS[mutant] <= {m.row for m in found if not m.passed}
 
 
@@ -243,7 +243,7 @@ def test_a_broken_operator_fails(mutant, windows, jax_run, monkeypatch):
 def test_another_optimizer_parts_the_curves(wrong, windows, jax_run):
     pytest.importorskip("torch")
     run = small_run("torch", windows, optimizer=wrong)
-    assert not compare_curves([run.curve, jax_run.curve], "small").passed
+    assert not compare_curves([run, jax_run], "small").passed
 
 
 def test_both_optimizers_are_the_formula():
@@ -281,7 +281,7 @@ def test_adam_for_adamw_parts_the_curves(windows, jax_run, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.optim, "AdamW", torch.optim.Adam)  # decay goes through the moments
     run = small_run("torch", windows)
-    assert not compare_curves([run.curve, jax_run.curve], "small").passed
+    assert not compare_curves([run, jax_run], "small").passed
 
 
 @pytest.mark.slow
@@ -289,7 +289,7 @@ def test_a_mutant_in_jax_fails_too(windows, monkeypatch):
     xj = pytest.importorskip("xentlib.jax")
     pytest.importorskip("torch")
     pytest.importorskip("flax")
-    from xentlib.tools.parity.training import comparison as head
+    from xentlib.tools.parity.training import in_jax as head
 
     right = xj.chunked_nll
 
@@ -319,16 +319,17 @@ def test_a_run_that_learns_nothing_fails(windows):
 def test_nan_fails(windows):
     pytest.importorskip("torch")
     run = small_run("torch", windows, optimizer=replace(FAST, lr=float("inf")))
-    assert np.isnan(run.curve.losses[-1])
-    other = replace(run.curve, backend="jax")
-    assert not compare_curves([run.curve, other], "small").passed
+    assert np.isnan(run.losses[-1])
+    other = replace(run, backend="jax")
+    assert not compare_curves([run, other], "small").passed
 
 
 def test_the_head_s_window_is_the_runs_own(windows):
     """What the check feeds to JAX is what PyTorch had: its own operator gives the same bits."""
     pytest.importorskip("torch")
+    from xentlib.tools.parity.training.in_torch import head_window
 
     def observe(at: HeadStep) -> None:
-        assert not failures(check("A11", head_window("torch", at).gradient, at.gradient))
+        assert not failures(check("A11", head_window(at).gradient, at.gradient))
 
     small_run("torch", windows[:2], observe=observe)

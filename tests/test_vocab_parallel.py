@@ -10,7 +10,7 @@ import pytest
 from helpers.ranks import launch
 from helpers.vocab_shards import CASES, PLAIN, V, held
 from xentlib.contract import check, failures
-from xentlib.tools.harness.backends import GivenLogits, run, run_logprobs
+from xentlib.tools.harness.backends import Outcome, run, run_logprobs
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Upstream, build, logits_problem, upstream_of
 from xentlib.tools.harness.shards import Sharded, ShardedCall, run_calls
@@ -233,7 +233,8 @@ def test_the_report_holds_given_logits_to_their_own_row() -> None:
     reference = problem.reference()
     right = reference.logprobs.astype(np.float32)
     for error, passes in ((0, True), (2.0**-12, False)):
-        outcome = GivenLogits(right + np.float32([error, 0]), None, None, reference.correct, None)
+        wrong = right + np.float32([error, 0])
+        outcome = Outcome(logprobs=wrong, correct=reference.correct)
         findings = Findings(("torch",))
         sharded._measure(findings, "torch", call, Sharded(outcome, None))
         assert (failures(findings.measurements) == []) is passes

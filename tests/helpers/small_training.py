@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from xentlib.tools.parity.training.loop import AdamW, TrainingRun, train
+from xentlib.tools.parity.result import TrainingCurve
+from xentlib.tools.parity.training.loop import AdamW, train
 from xentlib.tools.parity.training.model import ModelSizes, initial_weights
 from xentlib.tools.parity.training.text import (
     TextWindow,
@@ -32,6 +33,6 @@ def small_windows() -> list[TextWindow]:
     return make_windows(encoded, steps=STEPS, batch=2, length=LENGTH, seed=3)
 
 
-def small_run(backend: str, windows: list[TextWindow], **options) -> TrainingRun:
+def small_run(backend: str, windows: list[TextWindow], **options) -> TrainingCurve:
     weights = initial_weights(SIZES, seed=3)
     return train(backend, windows, weights, **{"sizes": SIZES, "optimizer": FAST} | options)

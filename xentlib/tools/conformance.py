@@ -18,18 +18,17 @@ import numpy.typing as npt
 
 from xentlib.checks.audit import described
 from xentlib.checks.installed import refuse_missing
-from xentlib.contract import ROW_OF
 from xentlib.options import RULES
 from xentlib.reference import nll_reference
-from xentlib.tools.harness.backends import Outcome
+from xentlib.tools.harness.backends import Call, Outcome, outcome_of
 from xentlib.tools.harness.cases import BASE, GRID, low_precision
 from xentlib.tools.harness.device import contract_settings
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import ARRAY_ARGUMENTS, Case, Problem, build
-from xentlib.tools.harness.runners import Call, runner_of
 from xentlib.tools.parity.report.table import print_table
 from xentlib.tools.parity.result import ParityResult, Section
-from xentlib.tools.parity.rows import nll, nll_mutants
+from xentlib.tools.parity.rows.head import nll
+from xentlib.tools.parity.rows.mutants import loss_and_gradients
 from xentlib.ulp import round_to
 
 __all__ = ["Conformance", "Loss", "conform"]
@@ -270,13 +269,7 @@ def made(case: Case, seed: int) -> Problem:
 def mutants(findings: Findings, problem: Problem) -> None:
     """A14, of one case in its dtype."""
     (backend,) = findings.backends
-    if problem.hidden.dtype.name in ROW_OF:
-        nll_mutants.low(findings, problem, backend)
-        return
-    right, reference = findings.run(backend, problem), problem.reference()
-    for _ in nll_mutants.single(findings, problem, right, reference, backend):
-        pass
-    nll_mutants.loss(findings, "A2", problem, right, reference, backend)
+    loss_and_gradients(findings, problem, backend)
 
 
 def repeat(findings: Findings, problem: Problem) -> None:
@@ -333,13 +326,13 @@ class AdapterCall(Call):
         if ours.__name__ == "xentlib.jax":
             import jax
 
-            out = jax.jit(of_leaves)(*leaves)
+            out = jax.jit(of_leaves)(*leaves.values())
             check_mean(out, jax.Array)
         else:
             import torch
 
             labels = labels.long()
-            out = of_leaves(*leaves)
+            out = of_leaves(**leaves)
             check_mean(out, torch.Tensor, getattr(out, "requires_grad", False))
         return Mean(out)
 
@@ -348,13 +341,11 @@ def run(loss: Loss, problem: Problem) -> Outcome:
     """The loss and its gradients, NumPy in and NumPy out; 0 for one that it does not have."""
     arrays = {name: getattr(problem, name) for name in ARRAY_ARGUMENTS if name != "bias"}
     options = {k: x for k, x in {**arrays, **problem.options}.items() if x is not None}
-    leaves = (problem.hidden, problem.weight, problem.bias)
+    leaves = problem.leaves
     call: Any = AdapterCall(loss.function, leaves, problem.labels, options)  # type: ignore[arg-type]
-    values, gradients = runner_of(loss.backend)(call, {"loss": problem.upstream}, None)
-    for k, x in enumerate(leaves):
-        if x is not None and gradients[k] is None:
-            gradients[k] = np.zeros_like(x)
-    return Outcome(values["loss"], *[None] * 8, *gradients)
+    outcome = outcome_of(loss.backend, call, {"loss": problem.upstream})
+    zeros = {f"d_{name}": np.zeros_like(x) for name, x in leaves.items() if x is not None}
+    return outcome._replace(**(zeros | outcome.gradients()))
 
 
 def check_mean(out: Any, array: type, graph: bool = True) -> None:

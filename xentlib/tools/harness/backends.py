@@ -1,120 +1,163 @@
-"""One problem through one backend, NumPy in and NumPy out, and what comes out. Frameworks are
-loaded on demand."""
+"""One problem through a public function of a backend, and its gradients: NumPy in and NumPy out.
+Frameworks are loaded on demand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from xentlib.nll import OUTPUTS
+from xentlib.tools.harness.device import numpy_of, on_jax, on_torch
 from xentlib.tools.harness.problems import Problem, Upstream
-from xentlib.tools.harness.runners import Call, Wrap, runner_of
 
 Array = npt.NDArray[Any]
+Wrap = Callable[[Any, int], Any] | None
 GRADIENTS = ("d_hidden", "d_weight", "d_bias")
 
 
-def _gradients(outcome: Outcome | PerToken) -> dict[str, Array]:
-    """By name, those that were asked for. A NamedTuple takes no method from a base class."""
-    pairs = ((name, getattr(outcome, name)) for name in GRADIENTS)
-    return {name: value for name, value in pairs if value is not None}
-
-
 class Outcome(NamedTuple):
-    """Everything a call of `chunked_nll` gives."""
+    """Everything a call gives, in arrays; None of what its function has not, or was not asked
+    for."""
 
-    loss: Array
-    num_tokens: Array | None
-    weight_sum: Array | None
-    z_loss: Array | None
-    logprobs: Array | None
-    entropy: Array | None
-    lse: Array | None
-    correct: Array | None
-    predicted: Array | None
-    d_hidden: Array | None = None
-    d_weight: Array | None = None
-    d_bias: Array | None = None
+    loss: Any = None
+    num_tokens: Any = None
+    weight_sum: Any = None
+    z_loss: Any = None
+    logprobs: Any = None
+    entropy: Any = None
+    lse: Any = None
+    correct: Any = None
+    predicted: Any = None
+    d_hidden: Any = None
+    d_weight: Any = None
+    d_bias: Any = None
+    d_logits: Any = None
 
-    def gradients(self) -> dict[str, Array]:
-        return _gradients(self)
-
-
-class PerToken(NamedTuple):
-    """Everything a call of `chunked_logprobs` gives."""
-
-    logprobs: Array
-    entropy: Array | None
-    lse: Array
-    correct: Array
-    d_hidden: Array | None = None
-    d_weight: Array | None = None
-    d_bias: Array | None = None
+    def by_name(self) -> dict[str, Array]:
+        """What there is."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
     def gradients(self) -> dict[str, Array]:
-        return _gradients(self)
+        return {name: x for name, x in self.by_name().items() if name.startswith("d_")}
 
 
-class GivenLogits(NamedTuple):
-    """Everything a call of `vocab_parallel_logprobs` gives."""
+class Call(NamedTuple):
+    """One call of a public function, in NumPy arrays."""
 
-    logprobs: Array
-    entropy: Array | None
-    lse: Array
-    correct: Array
-    d_logits: Array
+    function: str
+    leaves: dict[str, Array | None]  # hidden, weight and bias of a head; or logits
+    labels: Array
+    keywords: dict[str, Any]
+
+    def of(self, ours: Any, leaves: dict[str, Any], labels: Any, keywords: dict[str, Any]) -> Any:
+        """The function of a backend, of these arguments as that backend has them."""
+        return getattr(ours, self.function)(**leaves, labels=labels, **keywords)
+
+
+def outcome_of(backend: str, call: Call, upstream: Mapping[str, Any], wrap: Wrap = None) -> Outcome:
+    """A call and, for the gradients of its outputs by name, those of its leaves; without any,
+    forward alone. `wrap` is for JAX: what becomes of the function of the leaves."""
+    result, gradients = _torch(call, upstream) if backend == "torch" else _jax(call, upstream, wrap)
+    values = {name: x for name, x in result._asdict().items() if name in Outcome._fields}
+    values |= {f"d_{name}": g for name, g in zip(call.leaves, gradients, strict=True)}
+    outcome = Outcome(**{name: numpy_of(x) for name, x in values.items()})
+    if outcome.predicted is None:
+        return outcome
+    return outcome._replace(predicted=outcome.predicted.astype(np.int64))  # int32 in JAX
+
+
+def _torch(call: Call, upstream: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
+    import torch
+
+    from xentlib import torch as ours
+
+    leaves = {name: on_torch(x) for name, x in call.leaves.items()}
+    for leaf in leaves.values():
+        if leaf is not None:
+            leaf.requires_grad_(bool(upstream))
+    keywords = {name: on_torch(value) for name, value in call.keywords.items()}
+    result = call.of(ours, leaves, on_torch(call.labels), keywords)
+    if upstream:
+        outputs = [getattr(result, name) for name in upstream]
+        gradients = [
+            torch.as_tensor(on_torch(g), dtype=x.dtype, device=x.device)
+            for x, g in zip(outputs, upstream.values(), strict=True)
+        ]
+        torch.autograd.backward(outputs, gradients)
+    return result, [None if x is None else x.grad for x in leaves.values()]
+
+
+def _jax(call: Call, upstream: Mapping[str, Any], wrap: Wrap) -> tuple[Any, Sequence[Any]]:
+    import jax
+
+    from xentlib import jax as ours
+
+    def cross(x: Any) -> Any:
+        """What is spread over several devices must be on no device in particular before."""
+        if wrap is None:
+            return on_jax(x)
+        return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x
+
+    leaf_dtype = np.asarray(next(iter(call.leaves.values()))).dtype.name
+    with jax.enable_x64("float64" in (call.keywords.get("compute_dtype"), leaf_dtype)):
+        keywords = {name: cross(value) for name, value in call.keywords.items()}
+        labels = cross(call.labels)
+
+        def function(*leaves: Any) -> tuple[Any, Any]:
+            result = call.of(ours, dict(zip(call.leaves, leaves)), labels, keywords)
+            return [getattr(result, name) for name in upstream], result
+
+        leaves = [cross(x) for x in call.leaves.values()]
+        wrapped = function if wrap is None else wrap(function, len(leaves))
+        gradients: Any = [None] * len(leaves)
+        if upstream:
+            outputs, pull, result = jax.vjp(wrapped, *leaves, has_aux=True)
+            of_outputs = [cross(g) for g in upstream.values()]
+            gradients = pull([jax.numpy.asarray(g, x.dtype) for x, g in zip(outputs, of_outputs)])
+        else:
+            _, result = wrapped(*leaves)
+        if wrap is not None:  # off the devices that they are spread over
+            result, gradients = jax.device_get((result, gradients))
+        return result, gradients
+
+
+class How(TypedDict, total=False):
+    """How a problem is run, whatever the function."""
+
+    audit: bool  # compute in float64
+    chunk_tokens: int | None  # rows of a chunk; None for the backend's default
+    wrap: Wrap  # in JAX, what becomes of the function of the leaves: `shard_map` of it
 
 
 def run(
     backend: str,
     problem: Problem,
     *,
-    audit: bool = False,
-    chunk_tokens: int | None = None,
     outputs: Sequence[str] = OUTPUTS,
     gradient: bool = True,
-    wrap: Wrap = None,
+    **how: Unpack[How],
 ) -> Outcome:
-    """`chunked_nll` of `backend` ("torch" or "jax") and its gradients for `problem.upstream`.
-
-    Args:
-        audit: compute in float64.
-        chunk_tokens: rows of a chunk; None for the backend's default.
-        wrap: in JAX, what becomes of the function of hidden, weight and bias: `shard_map` of it.
-    """
-    options = {
+    """`chunked_nll` of `backend` ("torch" or "jax") and its gradients for `problem.upstream`."""
+    keywords = {
         **problem.options,
-        "token_weights": problem.token_weights,
-        "class_weights": problem.class_weights,
+        **{name: getattr(problem, name) for name in ("where", "token_weights", "class_weights")},
+        **_options(problem, **how),
         "outputs": tuple(outputs),
     }
-    call = _of_head("chunked_nll", problem, options, audit, chunk_tokens)
-    outputs_of, grads = runner_of(backend)(
-        call, {"loss": problem.upstream} if gradient else {}, wrap
-    )
-    if outputs_of["predicted"] is not None:
-        outputs_of["predicted"] = outputs_of["predicted"].astype(np.int64)  # int32 in JAX
-    values = (outputs_of[name] for name in Outcome._fields[: -len(GRADIENTS)])
-    return Outcome(*values, *grads)
+    call = Call("chunked_nll", problem.leaves, problem.labels, keywords)
+    upstream = {"loss": problem.upstream} if gradient else {}
+    return outcome_of(backend, call, upstream, how.get("wrap"))
 
 
-def run_logprobs(
-    backend: str,
-    problem: Problem,
-    upstream: Upstream,
-    *,
-    audit: bool = False,
-    chunk_tokens: int | None = None,
-    wrap: Wrap = None,
-) -> PerToken:
+def run_logprobs(backend: str, problem: Problem, upstream: Upstream, **how: Unpack[How]) -> Outcome:
     """`chunked_logprobs` of `backend`, and its gradients for `upstream`; no entropy without one."""
-    options = {**problem.per_token_options, "entropy": upstream.d_entropy is not None}
-    call = _of_head("chunked_logprobs", problem, options, audit, chunk_tokens)
-    results, grads = runner_of(backend)(call, _by_output(upstream), wrap)
-    return PerToken(*results.values(), *grads)
+    keywords = {**problem.per_token_options, **_options(problem, **how)}
+    keywords |= {"where": problem.where, "entropy": upstream.d_entropy is not None}
+    call = Call("chunked_logprobs", problem.leaves, problem.labels, keywords)
+    return outcome_of(backend, call, upstream.by_output, how.get("wrap"))
 
 
 def run_given(
@@ -122,56 +165,35 @@ def run_given(
     problem: Problem,
     upstream: Upstream,
     *,
-    audit: bool = False,
-    chunk_tokens: int | None = None,
     label_smoothing: float = 0.0,
-    wrap: Wrap = None,
-) -> GivenLogits:
+    **how: Unpack[How],
+) -> Outcome:
     """`vocab_parallel_logprobs` of `backend` for a problem whose weight is its logits transposed,
     in float64 where `audit`; they take the leading dimensions of the labels."""
-    logits = np.ascontiguousarray(problem.weight.T)
+    audit = how.pop("audit", False)
+    logits = np.ascontiguousarray(problem.weight.T, np.float64 if audit else None)
     logits = logits.reshape(*problem.labels.shape, logits.shape[1])
     keywords = {
         name: value
-        for name, value in {**problem.options, **_how(problem, False, chunk_tokens)}.items()
+        for name, value in {**problem.options, **_options(problem, **how)}.items()
         if name in ("ignore_index", "temperature", "vocab_parallel", "max_chunk_bytes")
     }
     keywords |= {"where": problem.where, "entropy": upstream.d_entropy is not None}
     if label_smoothing:
         keywords["label_smoothing"] = label_smoothing
-    leaves = (logits.astype(np.float64) if audit else logits,)
-    call = Call("vocab_parallel_logprobs", leaves, problem.labels, keywords)
-    results, grads = runner_of(backend)(call, _by_output(upstream), wrap)
-    if audit:  # float64 in, float64 out: rounded here to what the contract compares
-        rounded = {name: results[name] for name in ("logprobs", "entropy", "lse")}
-        results |= {k: None if x is None else x.astype(np.float32) for k, x in rounded.items()}
-        grads = [None if x is None else x.astype(np.float32) for x in grads]
-    return GivenLogits(*results.values(), *grads)
+    call = Call("vocab_parallel_logprobs", {"logits": logits}, problem.labels, keywords)
+    outcome = outcome_of(backend, call, upstream.by_output, how.get("wrap"))
+    # float64 in, float64 out: rounded here to what the contract compares.
+    wide = {n: x for n, x in outcome.by_name().items() if audit and x.dtype == np.float64}
+    return outcome._replace(**{name: x.astype(np.float32) for name, x in wide.items()})
 
 
-def _of_head(
-    function: str,
-    problem: Problem,
-    options: dict[str, Any],
-    audit: bool,
-    chunk_tokens: int | None,
-) -> Call:
-    leaves = (problem.hidden, problem.weight, problem.bias)
-    keywords = {"where": problem.where, **options, **_how(problem, audit, chunk_tokens)}
-    return Call(function, leaves, problem.labels, keywords)
-
-
-def _how(problem: Problem, audit: bool, chunk_tokens: int | None) -> dict[str, Any]:
+def _options(
+    problem: Problem, audit: bool = False, chunk_tokens: int | None = None, wrap: Wrap = None
+) -> dict[str, Any]:
     options: dict[str, Any] = {"compute_dtype": "float64"} if audit else {}
     if chunk_tokens is not None:
         itemsize = 8 if audit or problem.hidden.dtype == np.float64 else 4
-        layout = problem.options.get("weight_layout", "VH")
-        vocab = problem.weight.shape[0 if layout == "VH" else 1]
+        vocab = problem.weight.shape[problem.vocab_axis]
         options["max_chunk_bytes"] = chunk_tokens * max(vocab, 1) * itemsize
     return options
-
-
-def _by_output(upstream: Upstream) -> dict[str, Array]:
-    """The gradients that there are, by the output they are of."""
-    given = {name.removeprefix("d_"): g for name, g in upstream._asdict().items()}
-    return {name: g for name, g in given.items() if g is not None}

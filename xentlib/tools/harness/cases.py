@@ -21,6 +21,7 @@ OPTIONS: dict[str, Any] = {
     "z_loss": 1e-3,
     "logit_scale": 0.7,
 }
+SMOOTHED: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3}
 EXTRAS: dict[str, Any] = {"token_temperature": True, "token_weights": True, "where": True}
 
 # The case that mutants are made of: mean reduction, some tokens ignored, no weights.
@@ -43,32 +44,21 @@ GRID = (
     Case("all-ignored", 64, 32, 257, std=1.0, ignored=1.0),
     Case("one-token", 1, 32, 257, std=1.0, ignored=0.0),
     Case("one-class", 64, 32, 1, std=1.0, ignored=0.0),
-    Case(
-        "class-weights",
-        131,
-        48,
-        1009,
-        class_weights=True,
-        token_weights=True,
-        options={"label_smoothing": 0.1, "z_loss": 1e-3},
-    ),
+    Case("class-weights", 131, 48, 1009, token_weights=True, class_weights=True, options=SMOOTHED),
     # Half of the logits are so far into the cap that 1 - tanh^2 has no digit left.
     Case("saturated", 61, 64, 1009, std=9.0, options={"softcap": 0.7}),
     Case("large", 1024, 256, 8192, std=1.0),
 )
 # Sums over many tokens, in a product so narrow that a library may not cut it into blocks.
 NARROW = Case("narrow", 32_771, 1, 101)
+LARGE = {"wide": (256, 1024, 4096), "vocabulary": (256, 64, 32000), "tokens": (4096, 64, 2053)}
 FULL_GRID = (
     *GRID,
     NARROW,
     *(
-        Case(f"{name}-{std:g}", tokens, hidden, vocab, std=std, confident=0.3)
+        Case(f"{name}-{std:g}", *sizes, std=std, confident=0.3)
         for std in (0.3, 1.0, 3.0, 6.0)
-        for name, tokens, hidden, vocab in (
-            ("wide", 256, 1024, 4096),
-            ("vocabulary", 256, 64, 32000),
-            ("tokens", 4096, 64, 2053),
-        )
+        for name, sizes in LARGE.items()
     ),
 )
 
@@ -87,11 +77,8 @@ def low_precision(grid: tuple[Case, ...], dtype: str = "bfloat16") -> tuple[Case
     out too: its derivative multiplies the relative error of a logit by up to 26, and 1 % of the
     entries lie beside a tie."""
     small = ("one-token", "one-class", "all-ignored", "saturated")
-    return tuple(
-        replace(case, id=f"{case.id}-{SHORT[dtype]}", dtype=dtype)
-        for case in grid
-        if case.id not in small
-    )
+    cases = (case for case in grid if case.id not in small)
+    return tuple(replace(case, id=f"{case.id}-{SHORT[dtype]}", dtype=dtype) for case in cases)
 
 
 # 10.7 M entries. Most of them bf16: two float64 results on either side of a rounding boundary of
@@ -99,10 +86,7 @@ def low_precision(grid: tuple[Case, ...], dtype: str = "bfloat16") -> tuple[Case
 AUDIT = (
     *(
         Case(
-            f"audit-{index}",
-            512,
-            256,
-            2053 if index % 5 == 0 else 4099,
+            *(f"audit-{index}", 512, 256, 2053 if index % 5 == 0 else 4099),
             std=(0.3, 1.0, 3.0, 6.0)[index % 4],
             dtype="float32" if index % 5 == 0 else "bfloat16",
             options=OPTIONS if index % 2 else {},
@@ -114,10 +98,7 @@ AUDIT = (
     Case("audit-fp16", 512, 64, 2053, std=3.0, dtype="float16"),
     Case("audit-fp16-options", 257, 64, 2053, dtype="float16", options=OPTIONS, **EXTRAS),
     Case(
-        "audit-class-weights",
-        256,
-        64,
-        2053,
+        *("audit-class-weights", 256, 64, 2053),
         class_weights=True,
         dtype="bfloat16",
         options={"label_smoothing": 0.2},
@@ -131,18 +112,10 @@ CHUNKS = (8, 16, 24, 40, 64, 128, 200, 512)
 FEW_CHUNKS = (8, 24, 64, 200)
 
 
-def chunks_of(backend: str) -> tuple[int, ...]:
-    """Rows of a chunk to ask for. In JAX a chunk has 64 rows at least on CPU: up to there it is one
-    program, compiled once."""
-    return _different(CHUNKS, backend)
-
-
-def few_chunks_of(backend: str) -> tuple[int, ...]:
-    """Half of them, for functions that walk as `chunked_nll` does."""
-    return _different(FEW_CHUNKS, backend)
-
-
-def _different(chunks: tuple[int, ...], backend: str) -> tuple[int, ...]:
+def chunks_of(backend: str, *, few: bool = False) -> tuple[int, ...]:
+    """Rows of a chunk to ask for; half as many for functions that walk as `chunked_nll` does. In
+    JAX a chunk has 64 rows at least on CPU: up to there it is one program, compiled once."""
+    chunks = FEW_CHUNKS if few else CHUNKS
     return chunks if backend == "torch" else tuple(c for c in chunks if c == 8 or c > 64)
 
 
@@ -172,15 +145,11 @@ def logit_sets(seed: int, *names: str) -> list[LogitSet]:
         rows = np.arange(gap.size)
         logits[rows, labels] = -np.inf
         logits[rows, labels] = logits.max(axis=1) + gap
-        text = f"label's logit {-70} to {70} above the rest, V={vocab}"
+        text = f"label's logit -70 to 70 above the rest, V={vocab}"
         sets[f"gaps-{vocab}"] = (text, logits.astype(np.float32), labels)
-    for name, std, offset in (
-        ("flat", 1.0, 0.0),
-        ("sharp", 6.0, 0.0),
-        ("offset", 3.0, 1e4),
-        ("far-offset", 3.0, -1e6),
-    ):
+    spreads = {"flat": (1, 0.0), "sharp": (6, 0.0), "offset": (3, 1e4), "far-offset": (3, -1e6)}
+    for name, (std, offset) in spreads.items():
         logits = rng.standard_normal((256, 4099)) * std + offset
-        text = f"std={std:g} offset={offset:g} V=4099"
+        text = f"std={std} offset={offset:g} V=4099"
         sets[name] = (text, logits.astype(np.float32), rng.integers(0, 4099, 256))
     return [sets[name] for name in names or sets]

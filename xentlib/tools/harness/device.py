@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from xentlib.interop import to_jax, to_numpy, to_torch
 
@@ -31,8 +30,11 @@ def on_jax(x: Any) -> Any:
     return crossed if chosen is None else jax.device_put(crossed, chosen)
 
 
-def numpy_of(x: Any) -> npt.NDArray[Any]:
-    """A result of either framework as a NumPy array of its own, from whatever device it is on."""
+def numpy_of(x: Any) -> Any:
+    """A result of either framework as a NumPy array of its own, from whatever device it is on; None
+    as it is."""
+    if x is None:
+        return None
     device = getattr(x, "device", None)
     if getattr(device, "type", "cpu") != "cpu":  # a tensor's; a JAX array is fetched by NumPy
         x = x.cpu()

@@ -13,12 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.logprobs import chunked_logprobs
-from xentlib.reference import (
-    LogprobReference,
-    NLLReference,
-    logprobs_reference,
-    nll_reference,
-)
+from xentlib.reference import LogprobReference, NLLReference, logprobs_reference, nll_reference
 from xentlib.ulp import dtype_named
 
 Array = npt.NDArray[Any]
@@ -32,6 +27,12 @@ class Upstream(NamedTuple):
     d_logprobs: Array | None
     d_entropy: Array | None
     d_lse: Array | None
+
+    @property
+    def by_output(self) -> dict[str, Array]:
+        """The gradients that there are, by the output they are of."""
+        named = {name.removeprefix("d_"): g for name, g in self._asdict().items()}
+        return {name: g for name, g in named.items() if g is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +84,20 @@ class Problem:
         return replace(self, **changes)
 
     @property
+    def leaves(self) -> dict[str, Array | None]:
+        """What there are gradients of."""
+        return {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+
+    @property
+    def vocab_axis(self) -> int:
+        """The dimension of `weight` that classes are in."""
+        return 1 if self.options.get("weight_layout") == "HV" else 0
+
+    @property
     def of_the_oracle(self) -> dict[str, Any]:
         """What `nll_reference` is given."""
-        return {
-            "hidden": self.hidden,
-            "weight": self.weight,
-            "labels": self.labels,
-            "bias": self.bias,
-            "where": self.where,
-            "token_weights": self.token_weights,
-            "class_weights": self.class_weights,
-            "upstream": self.upstream,
-            **self.options,
-        }
+        names = ("labels", "where", "token_weights", "class_weights", "upstream")
+        return {**self.leaves, **{name: getattr(self, name) for name in names}, **self.options}
 
     def reference(self, *, dz_dtype: str = "float64") -> NLLReference:
         return nll_reference(**self.of_the_oracle, dz_dtype=dz_dtype)
@@ -108,17 +110,9 @@ class Problem:
     def per_token_reference(
         self, upstream: Upstream, *, dz_dtype: str = "float64"
     ) -> LogprobReference:
-        given = {name: g for name, g in upstream._asdict().items() if g is not None}
-        return logprobs_reference(
-            self.hidden,
-            self.weight,
-            self.labels,
-            bias=self.bias,
-            where=self.where,
-            dz_dtype=dz_dtype,
-            **given,
-            **self.per_token_options,
-        )
+        arrays: dict[str, Any] = {**self.leaves, "labels": self.labels, "where": self.where}
+        arrays |= {f"d_{name}": g for name, g in upstream.by_output.items()}
+        return logprobs_reference(**arrays, dz_dtype=dz_dtype, **self.per_token_options)
 
     @property
     def valid(self) -> npt.NDArray[np.bool_]:
@@ -147,21 +141,16 @@ def build(case: Case, seed: int) -> Problem:
     if case.layout == "HV":
         weight = np.ascontiguousarray(weight.T)
         options["weight_layout"] = "HV"
-    return Problem(
-        hidden,
-        weight,
-        labels,
-        bias if case.bias else None,
-        rng.random(case.tokens) < 0.8 if case.where else None,
-        rng.standard_normal(case.tokens).astype(np.float32) + 1.5 if case.token_weights else None,
-        options=options,
-        # A float32, so that both backends and the oracle multiply by the same number.
-        upstream=float(np.float32(rng.choice([-1, 1]) * rng.uniform(0.3, 3.0))),
-        text=case.text,
-        class_weights=rng.uniform(0.1, 2.0, case.vocab).astype(np.float32)
-        if case.class_weights
-        else None,
-    )
+    others: dict[str, Any] = {"bias": bias} if case.bias else {}
+    if case.where:
+        others["where"] = rng.random(case.tokens) < 0.8
+    if case.token_weights:
+        others["token_weights"] = rng.standard_normal(case.tokens).astype(np.float32) + 1.5
+    # A float32, so that both backends and the oracle multiply by the same number.
+    others["upstream"] = float(np.float32(rng.choice([-1, 1]) * rng.uniform(0.3, 3.0)))
+    if case.class_weights:
+        others["class_weights"] = rng.uniform(0.1, 2.0, case.vocab).astype(np.float32)
+    return Problem(hidden, weight, labels, options=options, text=case.text, **others)
 
 
 def upstream_of(problem: Problem, seed: int) -> Upstream:
@@ -176,11 +165,6 @@ def logits_problem(logits: Array, labels: Array, text: str) -> Problem:
 
     With `reduction="sum"` and upstream 1, d weight is dz transposed.
     """
-    eye = np.eye(logits.shape[0], dtype=logits.dtype)
-    return Problem(
-        eye,
-        np.ascontiguousarray(logits.T),
-        labels.astype(np.int32),
-        options={"reduction": "sum"},
-        text=text,
-    )
+    eye, weight = np.eye(len(logits), dtype=logits.dtype), np.ascontiguousarray(logits.T)
+    options = {"reduction": "sum"}
+    return Problem(eye, weight, labels.astype(np.int32), options=options, text=text)

@@ -28,7 +28,8 @@ from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section
-from xentlib.tools.parity.rows import collectives, nll, nll_mutants, per_token, sharded, windows
+from xentlib.tools.parity.rows import collectives, mutants, sharded, windows
+from xentlib.tools.parity.rows.head import nll, per_token
 
 Measure = Callable[[Findings, Any], None]
 # Of audit mode, for per-token outputs: one of each standard deviation, with options and without.
@@ -61,14 +62,14 @@ def operator_sections(
         ("chunk sizes", _problems(CHUNK_CASES, [seed]), nll.chunks),
         ("run to run", _problems((BASE, WITH_OPTIONS), [seed]), nll.repeat),
         ("windows of micro-batches", _problems((BASE, CONFIDENT), seeds), windows.windows),
-        ("mutants", _problems((BASE,), [seed]), nll_mutants.mutants),
+        ("mutants", _problems((BASE,), [seed]), mutants.nll_mutants),
         ("per-token outputs, fp32", _problems(grid, seeds), per_token.against_oracle),
         ("per-token outputs, bf16", _problems(bf16, seeds), per_token.against_oracle),
         ("per-token outputs, fp16", _problems(fp16, seeds), per_token.against_oracle),
         ("per-token outputs of given logits", logit_sets(seed), per_token.logits),
         ("per-token outputs, chunk sizes", _problems(CHUNK_CASES, [seed]), per_token.chunks),
         ("per-token outputs, run to run", _problems((BASE,), [seed]), per_token.repeat),
-        ("per-token outputs, mutants", _problems((BASE,), [seed]), per_token.mutants),
+        ("per-token outputs, mutants", _problems((BASE,), [seed]), mutants.per_token_mutants),
         ("vocabularies over ranks", [seed], sharded.sharded),
         ("collectives", [suite], collectives.collectives),
         ("per-token outputs in audit mode", _problems(FOUR, [seed]), per_token.audit),

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.tools.harness.backends import run, run_logprobs
-from xentlib.tools.harness.cases import EXTRAS, OPTIONS, few_chunks_of, logit_sets
-from xentlib.tools.harness.findings import Findings, check_gradient, label
+from xentlib.tools.harness.backends import Outcome
+from xentlib.tools.harness.cases import EXTRAS, OPTIONS, chunks_of, logit_sets
+from xentlib.tools.harness.findings import BOTH, GRADIENT_ROWS, Findings, check_gradient, label
 from xentlib.tools.harness.problems import (
     Case,
     Problem,
@@ -19,7 +19,8 @@ from xentlib.tools.harness.problems import (
     upstream_of,
 )
 from xentlib.tools.harness.shards import Sharded, ShardedCall, run_calls
-from xentlib.tools.parity.mutants import array_mutants
+from xentlib.tools.parity.rows.head import OF_TOKENS, same
+from xentlib.tools.parity.rows.mutants import answers, array_mutants
 
 Array = npt.NDArray[Any]
 SEED = 7
@@ -28,7 +29,7 @@ UNEVEN = Case("shards-options", 257, 64, 1009, std=3.0, options=OPTIONS, **EXTRA
 LOW = Case("shards-bf16", 257, 64, 1009, std=3.0, dtype="bfloat16", layout="HV")
 # A shard of 251 rows is shorter than one chunk of its tokens, and longer than several.
 CHUNKED = Case("shards-chunks", 256, 32, 1003, ignored=0.0)
-GRADIENT_ROWS = {"d_hidden": "A13", "d_weight": "A6", "d_bias": "A6"}
+GIVEN = "vocab_parallel_logprobs"
 
 
 def splits(vocab: int) -> dict[str, tuple[int, ...]]:
@@ -45,34 +46,31 @@ def calls_for(seed: int, audit: bool) -> list[ShardedCall]:
     calls = []
     for case, chunk in ((EVEN, None), (UNEVEN, 64), *(((LOW, 64),) if audit else ())):
         problem = build(case, seed)
-        upstream = upstream_of(problem, SEED)
         for sizes in splits(case.vocab).values():
-            if case is not UNEVEN:
-                calls.append(ShardedCall("chunked_nll", problem, sizes, None, audit, chunk))
-            if case is not EVEN:
-                calls.append(
-                    ShardedCall("chunked_logprobs", problem, sizes, upstream, audit, chunk)
-                )
+            for function, upstream in functions(problem):
+                if case is not (EVEN if upstream else UNEVEN):
+                    calls.append(ShardedCall(function, problem, sizes, upstream, audit, chunk))
     for text, logits, labels in logit_sets(seed, "gaps-31", "gaps-1000"):
         problem, sizes_of = logits_problem(logits, labels, text), splits(logits.shape[1])
-        for name in ("two", "three", "four"):
-            upstream = upstream_of(problem, SEED)
-            calls.append(
-                ShardedCall("vocab_parallel_logprobs", problem, sizes_of[name], upstream, audit)
-            )
+        calls += [
+            ShardedCall(GIVEN, problem, sizes_of[name], upstream_of(problem, SEED), audit)
+            for name in ("two", "three", "four")
+        ]
     return calls
+
+
+def functions(problem: Problem) -> tuple[tuple[str, Upstream | None], ...]:
+    """The functions of a head, and the gradient that each takes beside the problem."""
+    return (("chunked_nll", None), ("chunked_logprobs", upstream_of(problem, SEED)))
 
 
 def chunked_calls(backend: str, seed: int) -> list[ShardedCall]:
     """Both functions of a head over four shards, in one chunk first and then in several."""
-    problem = build(CHUNKED, seed)
+    problem, sizes = build(CHUNKED, seed), splits(CHUNKED.vocab)["four"]
     return [
-        ShardedCall(function, problem, splits(CHUNKED.vocab)["four"], upstream, False, chunk)
-        for function, upstream in (
-            ("chunked_nll", None),
-            ("chunked_logprobs", upstream_of(problem, SEED)),
-        )
-        for chunk in (None, *few_chunks_of(backend))
+        ShardedCall(function, problem, sizes, upstream, False, chunk)
+        for function, upstream in functions(problem)
+        for chunk in (None, *chunks_of(backend, few=True))
     ]
 
 
@@ -80,18 +78,12 @@ def chunked(
     findings: Findings, backend: str, calls: list[ShardedCall], results: list[Sharded]
 ) -> None:
     """A10 of calls from `chunked_calls`."""
-    whole: dict[str, Any] = {}
+    whole: dict[str, Outcome] = {}
     for call, result in zip(calls, results, strict=True):
-        one = whole.setdefault(call.function, result.outcome)
-        for name in ("logprobs", "entropy", "lse", "correct", "d_hidden"):
-            findings.check(
-                "A10",
-                getattr(result.outcome, name),
-                getattr(one, name),
-                backend=backend,
-                case=f"{_text(call)}, chunks of {call.chunk_tokens}",
-                quantity=f"{label(name)} over shards",
-            )
+        ours, one = result.outcome, whole.setdefault(call.function, result.outcome)
+        case = f"{_text(call)}, chunks of {call.chunk_tokens}"
+        names = set(OF_TOKENS) - {"predicted"}
+        same(findings, "A10", ours, one, over_shards, names, backend=backend, case=case)
 
 
 def sharded(findings: Findings, seed: int) -> None:
@@ -100,73 +92,57 @@ def sharded(findings: Findings, seed: int) -> None:
     audits = {}
     for backend in findings.backends:
         cut = chunked_calls(backend, seed)
-        results_of_all = run_calls(backend, [*cut, *calls, *exact], findings.slowness)
-        chunked(findings, backend, cut, results_of_all[: len(cut)])
-        results_of_all = results_of_all[len(cut) :]
-        for call, result in zip(calls, results_of_all):
+        results = run_calls(backend, [*cut, *calls, *exact], findings.slowness)
+        chunked(findings, backend, cut, results[: len(cut)])
+        results = results[len(cut) :]
+        for call, result in zip(calls, results):
             _measure(findings, backend, call, result)
-        _mutants(findings, backend, calls[0], results_of_all[0])
-        audits[backend] = results_of_all[len(calls) :]
+        _mutants(findings, backend, calls[0], results[0].outcome)
+        audits[backend] = results[len(calls) :]
     for index, call in enumerate(exact):
-        results = {backend: audits[backend][index].outcome for backend in findings.backends}
-        if len(results) == 2:
-            _equal(findings, "torch/jax", call, results["torch"], results["jax"])
-        for backend, outcome in results.items():
-            if call.function != "vocab_parallel_logprobs":
-                _equal(findings, backend, call, outcome, _dense(backend, call))
+        outcomes = {backend: audits[backend][index].outcome for backend in findings.backends}
+        details = {"case": _text(call)}
+        if len(outcomes) == 2:
+            same(findings, "A1", *outcomes.values(), over_shards, backend=BOTH, **details)
+        for backend, outcome in outcomes.items():
+            if call.function != GIVEN:
+                dense = call.run(backend, chunk_tokens=None)
+                same(findings, "A1", outcome, dense, over_shards, backend=backend, **details)
 
 
 def _text(call: ShardedCall) -> str:
     return f"{call.function}, shards of {call.sizes}; {call.problem.text}"
 
 
-def _dense(backend: str, call: ShardedCall) -> Any:
-    if call.upstream is None:
-        return run(backend, call.problem, audit=True)
-    return run_logprobs(backend, call.problem, call.upstream, audit=True)
-
-
-def _equal(findings: Findings, backend: str, call: ShardedCall, ours: Any, theirs: Any) -> None:
-    for name in ours._fields:
-        got, other = getattr(ours, name), getattr(theirs, name)
-        if name == "num_tokens":
-            got, other = got.astype(np.int64), other.astype(np.int64)
-        if got is not None:
-            quantity = f"{label(name)} over shards"
-            findings.check("A1", got, other, backend=backend, case=_text(call), quantity=quantity)
+def over_shards(name: str) -> str:
+    return f"{label(name)} over shards"
 
 
 def _measure(findings: Findings, backend: str, call: ShardedCall, result: Sharded) -> None:
-    outcome, problem = result.outcome, call.problem
+    outcome, reference = result.outcome, _reference(call)
     details: dict[str, Any] = {"backend": backend, "case": _text(call)}
-    reference = _reference(problem, call.upstream)
-    same = {"correct": (outcome.correct, reference.correct)}
+    bits = {"metrics": ("unequal entries",), **details}
+    findings.check("A13", outcome.correct, reference.correct, quantity="correct", **bits)
     if result.unequal is not None:
-        same["on every rank"] = (np.int64(result.unequal), np.int64(0))
-    for name, (got, expected) in same.items():
-        bits = {"metrics": ("unequal entries",), "quantity": name}
-        findings.check("A13", got, expected, **bits, **details)
-    if call.function == "vocab_parallel_logprobs":
-        findings.check(
-            "A13",
-            outcome.logprobs,
-            reference.logprobs,
-            magnitude=_scale(problem, reference),
-            metrics=("ULP",),
-            quantity="log-probability of given logits",
-            **details,
-        )
+        unequal, none = np.int64(result.unequal), np.int64(0)
+        findings.check("A13", unequal, none, quantity="on every rank", **bits)
+    if call.function == GIVEN:
+        details |= {"magnitude": _scale(call.problem, reference), "metrics": ("ULP",)}
+        details["quantity"] = "log-probability of given logits"
+        findings.check("A13", outcome.logprobs, reference.logprobs, **details)
         return
     for name, got in outcome.gradients().items():
-        details["metrics"] = ("tau",) if name == "d_hidden" else None
-        details["quantity"] = f"{label(name)} over shards"
-        findings.measurements += check_gradient(
-            GRADIENT_ROWS[name], name, got, reference, **details
-        )
+        row, metrics = ("A13", ("tau",)) if name == "d_hidden" else (GRADIENT_ROWS[name], None)
+        details |= {"metrics": metrics, "quantity": over_shards(name)}
+        findings.measurements += check_gradient(row, name, got, reference, **details)
 
 
-def _reference(problem: Problem, upstream: Upstream | None) -> Any:
-    return problem.reference() if upstream is None else problem.per_token_reference(upstream)
+def _reference(call: ShardedCall, **changes: Any) -> Any:
+    """The oracle of a call, or of another problem in its place."""
+    problem = call.problem.changed(**changes)
+    if call.upstream is None:
+        return problem.reference()
+    return problem.per_token_reference(call.upstream)
 
 
 def _scale(problem: Problem, reference: Any) -> Array:
@@ -177,27 +153,22 @@ def _scale(problem: Problem, reference: Any) -> Array:
     return scale
 
 
-def _mutants(findings: Findings, backend: str, call: ShardedCall, result: Sharded) -> None:
+def _mutants(findings: Findings, backend: str, call: ShardedCall, outcome: Outcome) -> None:
     """A14: what known bugs of shards return (M9) must not pass for d hidden."""
-    problem, got = call.problem, result.outcome.d_hidden
-    reference = _reference(problem, call.upstream)
-    half = problem.weight.shape[0] // 2
-    wrong = array_mutants(got, reference.d_hidden)
+    got, reference, problem = outcome.d_hidden, _reference(call), call.problem
+    vocab, labels = len(problem.weight), problem.labels
+    half = vocab // 2
+    of_one = np.where(np.arange(vocab)[:, None] < half, problem.weight, 0)
+    offset = np.where(labels >= half, labels - half, labels).astype(np.int32)
+    others = {
+        "of one shard": _reference(call, weight=of_one),
+        "labels of the first shard": _reference(call, labels=offset),
+    }
+    wrong = array_mutants(got, reference.d_hidden) | answers(others, "d_hidden", got.dtype)
     wrong["summed twice"] = 2 * got
-    wrong["of one shard"] = _reference(
-        problem.changed(weight=np.where(np.arange(2 * half)[:, None] < half, problem.weight, 0)),
-        call.upstream,
-    ).d_hidden.astype(got.dtype)
-    offset = np.where(problem.labels >= half, problem.labels - half, problem.labels)
-    wrong["labels of the first shard"] = _reference(
-        problem.changed(labels=offset.astype(np.int32)), call.upstream
-    ).d_hidden.astype(got.dtype)
     findings.reject(
-        "A13",
-        wrong,
-        reference.d_hidden,
-        reference.bound_hidden,
+        *("A13", wrong, reference.d_hidden, reference.bound_hidden),
         metrics=("tau",),
         backend=backend,
-        quantity="d hidden over shards",
+        quantity=over_shards("d_hidden"),
     )

@@ -7,10 +7,8 @@ Shapes: M micro-batches, B sequences, L positions, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +16,7 @@ from xentlib.contract import Bound, Measurement, check
 from xentlib.reference import nll_reference
 from xentlib.tools.parity.progress import Planned, Progress, SilentProgress
 from xentlib.tools.parity.result import Section, TrainingCurve
-from xentlib.tools.parity.training.loop import ADAMW, AdamW, Float32, HeadStep, train
+from xentlib.tools.parity.training.loop import ADAMW, AdamW, HeadStep, train
 from xentlib.tools.parity.training.model import ModelSizes, Weights, initial_weights
 from xentlib.tools.parity.training.text import (
     IGNORE_INDEX,
@@ -33,14 +31,6 @@ CURVES = Bound("relative", 1e-3)  # two fp32 runs of 40 steps part by 3e-7
 LEARNT = Bound("ratio", 0.98)  # 0.71 after 40 steps; text without a pattern gains little
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingReport:
-    """What the training part finds."""
-
-    measurements: list[Measurement] = field(default_factory=list)
-    curves: list[TrainingCurve] = field(default_factory=list)
-
-
 def compare(
     backends: Sequence[str],
     windows: Sequence[TextWindow],
@@ -49,13 +39,14 @@ def compare(
     sizes: ModelSizes,
     optimizer: AdamW = ADAMW,
     progress: Progress | None = None,
-) -> TrainingReport:
+) -> Section:
     """Train in each of `backends` and hold the runs against each other, as the module says.
 
     With one backend there are its curve, its counts, its head gradients against the oracle and
     whether it learns; nothing of the other framework is loaded.
     """
-    report = TrainingReport()
+    measurements: list[Measurement] = []
+    curves: list[TrainingCurve] = []
     micro_batches, batch, length = windows[0].tokens.shape
     case = (
         f"training, fp32, {micro_batches} x [{batch}, {length}] a window, "
@@ -67,29 +58,23 @@ def compare(
         def observe(at: HeadStep, backend: str = backend) -> None:
             step = f"{case}, step {at.step + 1}"
             if both and backend == "torch":
-                report.measurements.extend(against_jax(at, step))
+                measurements.extend(against_jax(at, step))
             if at.step in {0, len(windows) - 1}:
-                report.measurements.extend(against_oracle(at, backend, step))
+                measurements.extend(against_oracle(at, backend, step))
 
-        run = train(
-            backend,
-            windows,
-            weights,
-            sizes=sizes,
-            optimizer=optimizer,
-            observe=observe,
-            progress=progress,
-        )
-        report.curves.append(run.curve)
-        report.measurements.extend(counts(run.curve, windows, case))
-        report.measurements.append(_learnt(run.curve, case))
+        how: dict[str, Any] = {"sizes": sizes, "optimizer": optimizer, "progress": progress}
+        curve = train(backend, windows, weights, observe=observe, **how)
+        curves.append(curve)
+        measurements.extend([*counts(curve, windows, case), _learnt(curve, case)])
     if both:
-        report.measurements.append(compare_curves(report.curves, case))
-    return report
+        measurements.append(compare_curves(curves, case))
+    return Section("training", tuple(measurements), curves=tuple(curves))
 
 
 def against_jax(at: HeadStep, case: str) -> list[Measurement]:
-    theirs = head_window("jax", at)
+    from xentlib.tools.parity.training.in_jax import head_window
+
+    theirs = head_window(at)
     details: dict[str, Any] = {"backend": "torch/jax", "case": case}
     norm: dict[str, Any] = {"metrics": ("rho / u",), **details}
     valid, gradient = int((at.labels != IGNORE_INDEX).sum()), theirs.gradient
@@ -108,35 +93,21 @@ def against_oracle(at: HeadStep, backend: str, case: str) -> list[Measurement]:
         part = nll_reference(hidden[valid], at.head, labels[valid], denominator=float(total))
         gradient += part.d_weight
         bound += part.bound_weight
-    return check(
-        "A6",
-        at.gradient,
-        gradient,
-        bound,
-        backend=backend,
-        case=case,
-        quantity="d weight",
-    )
+    details: dict[str, Any] = {"backend": backend, "case": case, "quantity": "d weight"}
+    return check("A6", at.gradient, gradient, bound, **details)
 
 
 def counts(curve: TrainingCurve, windows: Sequence[TextWindow], case: str) -> list[Measurement]:
-    expected = np.array([window.total for window in windows])
-    return check(
-        "A0",
-        np.array(curve.tokens),
-        expected,
-        backend=curve.backend,
-        case=case,
-        quantity="tokens of each window",
-    )
+    tokens, expected = np.array(curve.tokens), np.array([window.total for window in windows])
+    details: dict[str, Any] = {"backend": curve.backend, "case": case}
+    return check("A0", tokens, expected, quantity="tokens of each window", **details)
 
 
 def _learnt(curve: TrainingCurve, case: str) -> Measurement:
     last = curve.losses[-max(1, len(curve.losses) // 8) :]
     value = float(np.mean(last)) / curve.losses[0]
-    return _curve_row(
-        curve.backend, case, "last losses over the first", LEARNT, value, len(curve.losses)
-    )
+    entries, quantity = len(curve.losses), "last losses over the first"
+    return _curve_row(curve.backend, case, quantity, LEARNT, value, entries)
 
 
 def compare_curves(curves: Sequence[TrainingCurve], case: str) -> Measurement:
@@ -150,67 +121,8 @@ def compare_curves(curves: Sequence[TrainingCurve], case: str) -> Measurement:
 def _curve_row(
     backend: str, case: str, quantity: str, bound: Bound, value: float, entries: int
 ) -> Measurement:
-    return Measurement(
-        "curve",
-        backend,
-        case,
-        quantity,
-        bound.metric,
-        value,
-        bound.value,
-        bound.holds(value),
-        entries,
-    )
-
-
-class HeadWindow(NamedTuple):
-    """A window of the head alone, by one backend."""
-
-    loss: float
-    num_tokens: int
-    gradient: Float32  # [V, H]
-
-
-def head_window(backend: str, at: HeadStep) -> HeadWindow:
-    """The window of `at` through `backend`'s `chunked_nll` and its accumulation."""
-    if backend == "torch":
-        import torch
-
-        from xentlib import torch as xt
-
-        head = torch.nn.Parameter(torch.tensor(at.head))
-        module = torch.nn.ParameterList([head])
-        batches = [
-            (torch.tensor(hidden), torch.tensor(labels))
-            for hidden, labels in zip(at.hidden, at.labels, strict=True)
-        ]
-        with xt.TokenNormalizer(module).window(labels=[y for _, y in batches]) as window:
-            for x, y in window.micro_batches(batches):
-                window.backward(xt.chunked_nll(x, head, y, reduction="sum"))
-        assert head.grad is not None
-        stats, gradient = window.stats, head.grad.numpy()
-    elif backend == "jax":
-        import jax
-
-        with jax.default_matmul_precision("highest"):
-            stats, gradient = _head_scan()(at.head, (at.hidden, at.labels))
-    else:
-        raise ValueError(f"`backend` must be 'torch' or 'jax'; got {backend!r}.")
-    return HeadWindow(float(stats.loss), int(stats.num_tokens), np.asarray(gradient))
-
-
-@cache
-def _head_scan() -> Any:
-    """Compiled once for each number of micro-batches."""
-    import jax
-
-    from xentlib import jax as xj
-
-    def sum_and_count(head: Any, batch: Any) -> Any:
-        output = xj.chunked_nll(batch[0], head, batch[1], reduction="sum")
-        return output.loss, output.num_tokens
-
-    return jax.jit(lambda head, batches: xj.accumulate_grads(sum_and_count, head, batches))
+    held = (bound.metric, value, bound.value, bound.holds(value))
+    return Measurement("curve", backend, case, quantity, *held, entries)
 
 
 STEPS = 40
@@ -223,8 +135,8 @@ def run_training(
     seed: int = 0,
     steps: int = STEPS,
     progress: Progress | None = None,
-) -> TrainingReport:
-    """The whole training part: text, vocabulary of 8192, windows, weights, both runs, the report.
+) -> Section:
+    """The whole training part: text, vocabulary of 8192, windows, weights, both runs.
 
     Args:
         backends: what is installed and wanted: ("torch", "jax"), or one of them.
@@ -255,7 +167,6 @@ def training_section(backends: Sequence[str], *, text: Path | None, seed: int) -
     """The training part as a section of a parity run."""
 
     def run(progress: Progress, slowness: float) -> Section:
-        report = run_training(backends, text=text, seed=seed, progress=progress)
-        return Section("training", tuple(report.measurements), curves=tuple(report.curves))
+        return run_training(backends, text=text, seed=seed, progress=progress)
 
     return Planned("training", STEPS, run)

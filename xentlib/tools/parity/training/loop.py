@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,34 +55,19 @@ class HeadStep:
     gradient: Float32  # [V, H], what was stepped on
 
 
-# A loop says of each step its loss, its tokens and what went through the head.
-Record = Callable[[float, int, HeadStep], None]
+class HeadWindow(NamedTuple):
+    """What one backend makes of the head of a step alone, with its `chunked_nll` and its
+    accumulation."""
+
+    loss: float
+    num_tokens: int
+    gradient: Float32  # [V, H]
 
 
-def head_step(
-    step: int, taken: Sequence[tuple[Any, Any]], head: Any, loss: float, gradient: Any
-) -> HeadStep:
-    hidden, labels = zip(*taken, strict=True)
-    return HeadStep(
-        step,
-        np.stack(hidden),
-        np.asarray(head),
-        np.stack(labels),
-        loss,
-        np.asarray(gradient),
-    )
-
-
+# A loop says of each step its loss, its tokens, hidden states and labels of each micro-batch, the
+# head and its gradient.
+Record = Callable[[float, int, Sequence[tuple[Any, Any]], Any, Any], None]
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
-LossHook = Callable[[HeadStep], None]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRun:
-    """One backend's run. `curve.tokens` is what the backend counted."""
-
-    curve: TrainingCurve
-    head_gradient_norms: tuple[float, ...]  # Frobenius, of every step
 
 
 def train(
@@ -92,10 +77,10 @@ def train(
     *,
     sizes: ModelSizes,
     optimizer: AdamW = ADAMW,
-    observe: LossHook | None = None,
+    observe: Callable[[HeadStep], None] | None = None,
     progress: Progress | None = None,
-) -> TrainingRun:
-    """One optimizer step a window, in "torch" or "jax", fp32.
+) -> TrainingCurve:
+    """One optimizer step a window, in "torch" or "jax", fp32; the tokens are what it counted.
 
     Args:
         backend: "torch" or "jax".
@@ -115,24 +100,25 @@ def train(
         raise ValueError(f"`backend` must be 'torch' or 'jax'; got {backend!r}.")
     progress.stage(f"training, {NAMES[backend]}", len(windows))
     losses: list[float] = []
-    tokens: list[int] = []
-    norms: list[float] = []
+    counts: list[int] = []
     watching = 0.0
 
-    def record(loss: float, count: int, head_step: HeadStep) -> None:
+    def record(
+        loss: float, count: int, taken: Sequence[tuple[Any, Any]], head: Any, gradient: Any
+    ) -> None:
         nonlocal watching
-        losses.append(loss)
-        tokens.append(count)
-        norms.append(float(np.linalg.norm(head_step.gradient)))
         before = time.perf_counter()
         if observe is not None:
-            observe(head_step)
+            hidden, labels = map(np.stack, zip(*taken, strict=True))
+            arrays = (hidden, np.asarray(head), labels, loss, np.asarray(gradient))
+            observe(HeadStep(len(losses), *arrays))
+        losses.append(loss)
+        counts.append(count)
         progress.advance(f"loss {loss:.3f}")
         watching += time.perf_counter() - before
 
-    loop = import_module(f"xentlib.tools.parity.training.loop_{backend}")
+    loop = import_module(f"xentlib.tools.parity.training.in_{backend}")
     start = time.perf_counter()
     loop.train(windows, weights, sizes, optimizer, record)
     seconds = time.perf_counter() - start - watching
-    curve = TrainingCurve(backend, tuple(losses), tuple(tokens), seconds)
-    return TrainingRun(curve, tuple(norms))
+    return TrainingCurve(backend, tuple(losses), tuple(counts), seconds)
