@@ -86,7 +86,10 @@ def low_precision(grid: tuple[Case, ...], dtype: str = "bfloat16") -> tuple[Case
 AUDIT = (
     *(
         Case(
-            *(f"audit-{index}", 512, 256, 2053 if index % 5 == 0 else 4099),
+            f"audit-{index}",
+            512,
+            256,
+            2053 if index % 5 == 0 else 4099,
             std=(0.3, 1.0, 3.0, 6.0)[index % 4],
             dtype="float32" if index % 5 == 0 else "bfloat16",
             options=OPTIONS if index % 2 else {},
@@ -98,7 +101,10 @@ AUDIT = (
     Case("audit-fp16", 512, 64, 2053, std=3.0, dtype="float16"),
     Case("audit-fp16-options", 257, 64, 2053, dtype="float16", options=OPTIONS, **EXTRAS),
     Case(
-        *("audit-class-weights", 256, 64, 2053),
+        "audit-class-weights",
+        256,
+        64,
+        2053,
         class_weights=True,
         dtype="bfloat16",
         options={"label_smoothing": 0.2},

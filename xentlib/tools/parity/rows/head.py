@@ -196,7 +196,10 @@ def random_upstream(problem: Problem) -> tuple[Upstream, ...]:
 
 nll = HeadRows(run, Problem.reference, lambda problem: (), exact_of_nll)
 per_token = HeadRows(
-    *(run_logprobs, Problem.per_token_reference, random_upstream, exact_of_tokens),
+    run_logprobs,
+    Problem.per_token_reference,
+    random_upstream,
+    exact_of_tokens,
     of=" of per-token outputs",
     is_nll=False,
 )

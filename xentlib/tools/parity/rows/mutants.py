@@ -113,13 +113,9 @@ def loss_and_gradients(
     wrong_of = gradients(findings, nll, backend, problem, right, others)
     if dtype == "bfloat16":
         for name, got in right.gradients().items():
-            findings.reject(
-                *("A9", wrong_of[name], part_of(reference, name)),
-                backend=backend,
-                quantity=f"{label(name)} bf16",
-                other=got,
-                metrics=BETWEEN[dtype],
-            )
+            details: dict[str, Any] = {"backend": backend, "quantity": f"{label(name)} bf16"}
+            details |= {"other": got, "metrics": BETWEEN[dtype]}
+            findings.reject("A9", wrong_of[name], part_of(reference, name), **details)
     exact, row = reference.loss, "A8" if dtype in ROW_OF else "A2"
     wrong = array_mutants(right.loss, exact) | answers(others, "loss", np.dtype(np.float32))
     details = {"backend": backend, "quantity": f"loss of {dtype}"}

@@ -166,9 +166,6 @@ def _mutants(findings: Findings, backend: str, call: ShardedCall, outcome: Outco
     }
     wrong = array_mutants(got, reference.d_hidden) | answers(others, "d_hidden", got.dtype)
     wrong["summed twice"] = 2 * got
-    findings.reject(
-        *("A13", wrong, reference.d_hidden, reference.bound_hidden),
-        metrics=("tau",),
-        backend=backend,
-        quantity=over_shards("d_hidden"),
-    )
+    oracle, bound = reference.d_hidden, reference.bound_hidden
+    details: dict[str, Any] = {"backend": backend, "quantity": over_shards("d_hidden")}
+    findings.reject("A13", wrong, oracle, bound, metrics=("tau",), **details)

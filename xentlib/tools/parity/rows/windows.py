@@ -49,9 +49,8 @@ def windows(findings: Findings, problem: Problem) -> None:
                 loss = outcome.loss.astype(np.float32)
                 findings.check("A2", loss, quantity="loss of a window", **of_loss, **details)
             for name, got in outcome.gradients().items():
-                findings.measurements += check_gradient(
-                    *("A12", name, got, reference), quantity=label(name), **details
-                )
+                named = {"quantity": label(name), **details}
+                findings.measurements += check_gradient("A12", name, got, reference, **named)
         oracle, bound = reference.d_bias, reference.bound_bias
         wrong = {**array_mutants(outcome.d_bias, oracle), "mean of means": mean_of_means(problem)}
         findings.reject("A12", wrong, oracle, bound, backend=backend, quantity="d bias of a window")
