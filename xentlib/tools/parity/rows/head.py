@@ -76,11 +76,13 @@ class HeadRows:
         """A1: everything that the two backends return in audit mode, bit for bit; which logit is
         the largest where float64 can tell."""
         sure = ~(problem.reference().margin < 2.0**-40)
-        outcomes = [self.call(backend, problem, audit=True) for backend in ("torch", "jax")]
-        for k, outcome in enumerate(outcomes):
-            of_largest = {n: x for n, x in outcome.by_name().items() if n in LARGEST}
-            outcomes[k] = outcome._replace(**{n: x[sure] for n, x in of_largest.items()})
-        same(findings, "A1", *outcomes, self.label, backend=BOTH, case=problem.text)
+        outcomes = []
+        for backend in ("torch", "jax"):
+            outcome = self.call(backend, problem, audit=True)
+            of_largest = {n: x[sure] for n, x in outcome.by_name().items() if n in LARGEST}
+            outcomes.append(outcome._replace(**of_largest))
+        ours, theirs = outcomes
+        same(findings, "A1", ours, theirs, self.label, backend=BOTH, case=problem.text)
 
     def logits(self, findings: Findings, item: tuple[str, Array, Array]) -> None:
         """A3 and A4: lse, log-probability and target gradient of logits that are given; entropy is
@@ -152,7 +154,7 @@ def same(
             findings.check(row, *pair, quantity=named(name), **details)
 
 
-def nothing(x: Array) -> tuple[Array, Array]:
+def nothing(x: Any) -> tuple[Any, Any]:
     """What must be zero, and that."""
     return x, np.zeros_like(x)
 
@@ -164,8 +166,8 @@ def exact_of_nll(problem: Problem, outcome: Outcome, reference: Any) -> Pairs:
         yield "correct", outcome.correct, reference.correct
         # Closer logits are equal in float32, or the other way.
         sure = ~(reference.margin < 2.0**-16)
-        predicted = (np.where(sure, x.predicted, 0) for x in (outcome, reference))
-        yield "predicted", *predicted
+        ours, exact = (np.where(sure, x.predicted, 0) for x in (outcome, reference))
+        yield "predicted", ours, exact
         values = [outcome.logprobs, outcome.entropy, outcome.lse]
         yield "outputs of invalid rows", *nothing(np.stack(values)[:, ~problem.valid])
         wrong = sum(x.dtype != np.float32 for x in values)

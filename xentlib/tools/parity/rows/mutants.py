@@ -138,8 +138,8 @@ def gradients(
         oracle, bound, terms = (part_of(reference, name, x) for x in ("d", "bound", "magnitude"))
         wrong_of[name] = wrong = array_mutants(got, oracle) | answers(others, name, got.dtype)
         row = ROW_OF.get(problem.hidden.dtype.name) or GRADIENT_ROWS[name]
-        details = {"backend": backend, "quantity": rows.label(name), "magnitude": terms}
-        findings.reject(row, wrong, oracle, bound, **details, **how)
+        details: dict[str, Any] = {"quantity": rows.label(name), "magnitude": terms, **how}
+        findings.reject(row, wrong, oracle, bound, backend=backend, **details)
     return wrong_of
 
 

@@ -101,13 +101,14 @@ def sharded(findings: Findings, seed: int) -> None:
         audits[backend] = results[len(calls) :]
     for index, call in enumerate(exact):
         outcomes = {backend: audits[backend][index].outcome for backend in findings.backends}
-        details = {"case": _text(call)}
         if len(outcomes) == 2:
-            same(findings, "A1", *outcomes.values(), over_shards, backend=BOTH, **details)
+            ours, theirs = outcomes.values()
+            same(findings, "A1", ours, theirs, over_shards, backend=BOTH, case=_text(call))
         for backend, outcome in outcomes.items():
             if call.function != GIVEN:
                 dense = call.run(backend, chunk_tokens=None)
-                same(findings, "A1", outcome, dense, over_shards, backend=backend, **details)
+                details = {"backend": backend, "case": _text(call)}
+                same(findings, "A1", outcome, dense, over_shards, **details)
 
 
 def _text(call: ShardedCall) -> str:

@@ -58,7 +58,6 @@ class LanguageModel(nnx.Module):
         return hidden
 
 
-@jax.default_matmul_precision("highest")
 def train(
     windows: Sequence[TextWindow], weights: Weights, sizes: ModelSizes, adamw: AdamW, record: Record
 ) -> None:
@@ -82,17 +81,18 @@ def train(
         optimizer.update(model, gradients, token_count=count, is_last=is_last)
         return loss_sum, count, (hidden, labels)
 
-    for text in windows:
-        head = np.asarray(model.head[...])
-        loss_sum, count, taken = 0.0, 0, []
-        micro_batches = list(zip(text.tokens, text.segments, text.labels, strict=True))
-        for m, arrays in enumerate(micro_batches):
-            is_last = jnp.bool_(m == len(micro_batches) - 1)
-            part, tokens, of_head = micro_batch(model, optimizer, arrays, is_last)
-            loss_sum, count = loss_sum + float(part), count + int(tokens)
-            taken.append(of_head)
-        gradient = nnx.to_pure_dict(optimizer.opt_state.inner[0])["head"]
-        record(loss_sum / count, count, taken, head, gradient)
+    with jax.default_matmul_precision("highest"):
+        for text in windows:
+            head = np.asarray(model.head[...])
+            loss_sum, count, taken = 0.0, 0, []
+            micro_batches = list(zip(text.tokens, text.segments, text.labels, strict=True))
+            for m, arrays in enumerate(micro_batches):
+                is_last = jnp.bool_(m == len(micro_batches) - 1)
+                part, tokens, of_head = micro_batch(model, optimizer, arrays, is_last)
+                loss_sum, count = loss_sum + float(part), count + int(tokens)
+                taken.append(of_head)
+            gradient = nnx.to_pure_dict(optimizer.opt_state.inner[0])["head"]
+            record(loss_sum / count, count, taken, head, gradient)
 
 
 def _keep(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -100,9 +100,9 @@ def _keep(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     return updates, updates
 
 
-@jax.default_matmul_precision("highest")
 def head_window(at: HeadStep) -> HeadWindow:
-    stats, gradient = _head_scan()(at.head, (at.hidden, at.labels))
+    with jax.default_matmul_precision("highest"):
+        stats, gradient = _head_scan()(at.head, (at.hidden, at.labels))
     return HeadWindow(float(stats.loss), int(stats.num_tokens), np.asarray(gradient))
 
 

@@ -31,8 +31,8 @@ def _norm(x: Tensor, factors: Tensor) -> Tensor:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     # PyTorch wants the heads before the positions.
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 gelu, split = partial(F.gelu, approximate="tanh"), torch.Tensor.chunk
