@@ -124,8 +124,12 @@ def worst_first(measurements: Iterable[Measurement]) -> list[Measurement]:
     return sorted(measurements, key=lambda m: (m.passed, -allowance_used(m)))
 
 
-def summarise(result: ParityResult, statements: Mapping[str, str]) -> list[RowSummary]:
-    """Every row of the contract in its order, then rows the contract does not name."""
+def summarise(
+    result: ParityResult, statements: Mapping[str, str] | None = None
+) -> list[RowSummary]:
+    """Every row of the contract in its order, then rows the contract does not name; `statements`
+    are by default the contract's own."""
+    statements = row_statements() if statements is None else statements
     rows: dict[str, list[Measurement]] = {name: [] for name in statements}
     for m in result.measurements:
         rows.setdefault(m.row, []).append(m)
