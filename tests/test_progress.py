@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from xentlib.tools.parity import progress as parity_pace
-from xentlib.tools.parity.progress import Pace, PlainProgress, Planned, SilentProgress, progress_on
+from xentlib.tools.parity.progress import Pace, PlainProgress, Planned, Progress, progress_on
 from xentlib.tools.parity.result import Section
 
 
@@ -94,4 +94,4 @@ def test_time_left_is_in_the_plain_lines_and_beside_the_bar(monkeypatch):
 
 
 def test_silent_progress():
-    a_stage(SilentProgress())
+    a_stage(Progress())

@@ -16,7 +16,7 @@ import numpy as np
 
 from xentlib.contract import Bound, Measurement, check
 from xentlib.reference import nll_reference
-from xentlib.tools.parity.progress import Planned, Progress, SilentProgress
+from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section, TrainingCurve
 from xentlib.tools.parity.training.loop import ADAMW, AdamW, Float32, HeadStep, train
 from xentlib.tools.parity.training.model import ModelSizes, Weights, initial_weights
@@ -237,7 +237,7 @@ def run_training(
         ValueError: a text that cannot be used.
         ModuleNotFoundError: `tokenizers`, or a framework that was asked for, is missing.
     """
-    progress = progress or SilentProgress()
+    progress = progress or Progress()
     progress.stage("training, vocabulary", 3)
     documents = read_documents(text)
     progress.advance(f"{sum(map(len, documents)):,} characters")
