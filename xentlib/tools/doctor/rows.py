@@ -27,11 +27,10 @@ def measure(backends: tuple[str, ...], device: str) -> tuple[list[Measurement], 
     failed: list[str] = []
     with _where(backends, device):
         for part in few_sections(backends, device):
-            try:
-                measured += part.run(Progress(), 1.0).measurements
-            except Exception as error:  # noqa: BLE001 - the other sections do not hang on it
-                message = f"{type(error).__name__}: {error}".partition("\n")[0]
-                failed.append(f"{part.name} could not be run: {message}")
+            section = part.section(Progress())
+            measured += section.measurements
+            if section.error:
+                failed.append(f"{part.name} could not be run: {section.reason}")
     return measured, failed, time.perf_counter() - begin
 
 
