@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     from xentlib.tools.parity.progress import Pace, progress_on
     from xentlib.tools.parity.report.document import DATA, to_json, write_report
-    from xentlib.tools.parity.report.table import print_table
+    from xentlib.tools.parity.report.summary import print_table
     from xentlib.tools.parity.suite import operator_sections
 
     plan = operator_sections(backends, args.suite, args.seed, args.device)
