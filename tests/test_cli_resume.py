@@ -210,8 +210,6 @@ def test_an_unfinished_run_is_not_replaced_without_a_word(stage, tmp_path, capsy
 
 def test_time_limits_follow_the_sections_that_are_done(stage, tmp_path, monkeypatch):
     """Also those of the run that is gone on from: each section here is expected to take 2 s."""
-    monkeypatch.setattr(eta, "STEP_SECONDS", 2.0)
-    monkeypatch.setattr(eta, "SECONDS_OF_STEP", {})
     clock = iter([0.0, 6.0, 6.0, 20.0, 20.0, 34.0])
     clocks = SimpleNamespace(perf_counter=lambda: next(clock), monotonic=time.monotonic)
     monkeypatch.setattr(eta, "time", clocks)

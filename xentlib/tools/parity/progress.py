@@ -27,36 +27,18 @@ class Progress:
         """One step of the stage is done; `note` says what it was."""
 
 
-# Seconds of a step of each section, both backends, on two idle cores (where a quick run took 201 s;
-# the shares are of one on a busy machine). A section that is not here counts as `STEP_SECONDS` a
-# step; the sections that are done put right what is wrong of all.
-STEP_SECONDS = 0.5
-SECONDS_OF_STEP = {
-    "audit mode, bit for bit": 0.4,
-    "chunk sizes": 2.2,
-    "run to run": 1.0,
-    "windows of micro-batches": 1.5,
-    "mutants": 2.5,
-    "per-token outputs, fp32": 0.7,
-    "per-token outputs, bf16": 0.7,
-    "per-token outputs, fp16": 0.7,
-    "per-token outputs, chunk sizes": 1.8,
-    "per-token outputs, run to run": 1.0,
-    "per-token outputs, mutants": 1.2,
-    "vocabularies over ranks": 50.0,
-    "collectives": 18.0,
-    "per-token outputs in audit mode": 0.7,
-    "windows in audit mode": 2.5,
-    "training": 0.65,
-}
-
-
 class Planned(NamedTuple):
-    """A section that is to be run: `run(progress, slowness)`, the second as `Pace` has it."""
+    """A section that is to be run: `run(progress, slowness)`, the second as `Pace` has it.
+
+    `step_seconds` are those of a step, of all backends, on two idle cores (where a quick run took
+    201 s; the shares are of one on a busy machine). The sections that are done put right what is
+    wrong of all.
+    """
 
     name: str
     steps: int
     run: Callable[[Progress, float], Section]
+    step_seconds: float = 0.5
 
     def section(self, progress: Progress, slowness: float = 1.0) -> Section:
         """What it finds. What stops it is an error of it alone: the others are run."""
@@ -73,9 +55,7 @@ class Pace:
     """How slow this machine is, from the sections that are done, and how long the others take."""
 
     def __init__(self, plan: Sequence[Planned]) -> None:
-        self._left = {
-            name: steps * SECONDS_OF_STEP.get(name, STEP_SECONDS) for name, steps, _ in plan
-        }
+        self._left = {part.name: part.steps * part.step_seconds for part in plan}
         self._expected = self._taken = 0.0
         self._running, self._began = "", 0.0
 

@@ -20,12 +20,10 @@ from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section
 from xentlib.tools.parity.rows import collectives, nll, nll_mutants, per_token, sharded, windows
 
-# Of a section: its name, the problems, and what measures one of them.
-Rows = tuple[str, Sequence[Any], Callable[[Findings, Any], None]]
+# Of a section: its name, the seconds of a step, the problems, and what measures one of them.
+Rows = tuple[str, float, Sequence[Any], Callable[[Findings, Any], None]]
 BETWEEN_BACKENDS = (nll.audit, per_token.audit, windows.audit)
 ON_RANKS = (sharded.sharded, collectives.collectives)
-# Of audit mode, for per-token outputs: one of each standard deviation, with options and without.
-FOUR = named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3")
 
 
 def operator_sections(
@@ -41,30 +39,36 @@ def operator_sections(
             their sections are left out elsewhere.
     """
     full = suite == "full"
-    grid = cases.FULL_GRID if full else cases.GRID
     seeds, audit_seeds = (range(seed, seed + (count if full else 1)) for count in (3, 5))
-    bf16, fp16 = low_precision(grid), low_precision(grid, "float16")
+    grid = cases.FULL_GRID if full else cases.GRID
+    fp32, bf16 = _problems(grid, seeds), _problems(low_precision(grid), seeds)
+    fp16 = _problems(low_precision(grid, "float16"), seeds)
+    base, chunks = _problems((BASE,), [seed]), _problems(cases.CHUNK_CASES, [seed])
+    two, options = _problems((BASE, CONFIDENT), seeds), _problems((cases.WITH_OPTIONS,), [seed])
+    audit, logits = _problems(AUDIT, audit_seeds), logit_sets(seed)
+    # For per-token outputs: one of each standard deviation, with options and without.
+    four = _problems(named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3"), [seed])
     sections: list[Rows] = [
-        ("fp32 against the oracle", _problems(grid, seeds), nll.against_oracle),
-        ("bf16 against the oracle", _problems(bf16, seeds), nll.against_oracle),
-        ("fp16 against the oracle", _problems(fp16, seeds), nll.against_oracle),
-        ("audit mode, bit for bit", _problems(AUDIT, audit_seeds), nll.audit),
-        ("log-probabilities of given logits", logit_sets(seed), nll.logits),
-        ("chunk sizes", _problems(cases.CHUNK_CASES, [seed]), nll.chunks),
-        ("run to run", _problems((BASE, cases.WITH_OPTIONS), [seed]), nll.repeat),
-        ("windows of micro-batches", _problems((BASE, CONFIDENT), seeds), windows.windows),
-        ("mutants", _problems((BASE,), [seed]), nll_mutants.mutants),
-        ("per-token outputs, fp32", _problems(grid, seeds), per_token.against_oracle),
-        ("per-token outputs, bf16", _problems(bf16, seeds), per_token.against_oracle),
-        ("per-token outputs, fp16", _problems(fp16, seeds), per_token.against_oracle),
-        ("per-token outputs of given logits", logit_sets(seed), per_token.logits),
-        ("per-token outputs, chunk sizes", _problems(cases.CHUNK_CASES, [seed]), per_token.chunks),
-        ("per-token outputs, run to run", _problems((BASE,), [seed]), per_token.repeat),
-        ("per-token outputs, mutants", _problems((BASE,), [seed]), per_token.mutants),
-        ("vocabularies over ranks", [seed], sharded.sharded),
-        ("collectives", [suite], collectives.collectives),
-        ("per-token outputs in audit mode", _problems(FOUR, [seed]), per_token.audit),
-        ("windows in audit mode", _problems((BASE, CONFIDENT), seeds), windows.audit),
+        ("fp32 against the oracle", 0.5, fp32, nll.against_oracle),
+        ("bf16 against the oracle", 0.5, bf16, nll.against_oracle),
+        ("fp16 against the oracle", 0.5, fp16, nll.against_oracle),
+        ("audit mode, bit for bit", 0.4, audit, nll.audit),
+        ("log-probabilities of given logits", 0.5, logits, nll.logits),
+        ("chunk sizes", 2.2, chunks, nll.chunks),
+        ("run to run", 1.0, base + options, nll.repeat),
+        ("windows of micro-batches", 1.5, two, windows.windows),
+        ("mutants", 2.5, base, nll_mutants.mutants),
+        ("per-token outputs, fp32", 0.7, fp32, per_token.against_oracle),
+        ("per-token outputs, bf16", 0.7, bf16, per_token.against_oracle),
+        ("per-token outputs, fp16", 0.7, fp16, per_token.against_oracle),
+        ("per-token outputs of given logits", 0.5, logits, per_token.logits),
+        ("per-token outputs, chunk sizes", 1.8, chunks, per_token.chunks),
+        ("per-token outputs, run to run", 1.0, base, per_token.repeat),
+        ("per-token outputs, mutants", 1.2, base, per_token.mutants),
+        ("vocabularies over ranks", 50.0, [seed], sharded.sharded),
+        ("collectives", 18.0, [suite], collectives.collectives),
+        ("per-token outputs in audit mode", 0.7, four, per_token.audit),
+        ("windows in audit mode", 2.5, two, windows.audit),
     ]
     return _planned(sections, backends, device)
 
@@ -74,13 +78,14 @@ def few_sections(backends: tuple[str, ...], device: str = "cpu") -> list[Planned
     measures. Sizes, ranks, windows and mutants are left to `xentlib parity`."""
     low = [case for dtype in ROW_OF for case in low_precision((BASE,), dtype)]
     audit = named(AUDIT, "audit-fp16-options")
+    base, logits = _problems((BASE,), [0]), logit_sets(0, "gaps-31")
     sections: list[Rows] = [
-        ("fp32 against the oracle", _problems((BASE,), [0]), nll.against_oracle),
-        ("16 bits against the oracle", _problems(low, [0]), nll.against_oracle),
-        ("log-probabilities of given logits", logit_sets(0, "gaps-31"), nll.logits),
-        ("per-token outputs, fp32", _problems((BASE,), [0]), per_token.against_oracle),
-        ("run to run", _problems((BASE,), [0]), nll.repeat),
-        ("audit mode, bit for bit", _problems(audit, [0]), nll.audit),
+        ("fp32 against the oracle", 0.5, base, nll.against_oracle),
+        ("16 bits against the oracle", 0.5, _problems(low, [0]), nll.against_oracle),
+        ("log-probabilities of given logits", 0.5, logits, nll.logits),
+        ("per-token outputs, fp32", 0.7, base, per_token.against_oracle),
+        ("run to run", 1.0, base, nll.repeat),
+        ("audit mode, bit for bit", 0.4, _problems(audit, [0]), nll.audit),
     ]
     return _planned(sections, backends, device)
 
@@ -89,7 +94,7 @@ def _planned(sections: list[Rows], backends: tuple[str, ...], device: str) -> li
     """Those that can be run with these backends on this device."""
 
     def run(rows: Rows, progress: Progress, slowness: float) -> Section:
-        name, items, measure = rows
+        name, _, items, measure = rows
         findings = Findings(backends, slowness)
         progress.stage(name, len(items))
         with contract_settings(backends), on_device(device, backends):
@@ -100,10 +105,10 @@ def _planned(sections: list[Rows], backends: tuple[str, ...], device: str) -> li
         return Section(name, tuple(findings.measurements), tuple(findings.histograms))
 
     return [
-        Planned(rows[0], len(rows[1]), partial(run, rows))
-        for rows in sections
-        if (len(backends) == 2 or rows[2] not in BETWEEN_BACKENDS)
-        and (device == "cpu" or rows[2] not in ON_RANKS)
+        Planned(name, len(items), partial(run, (name, seconds, items, measure)), seconds)
+        for name, seconds, items, measure in sections
+        if (len(backends) == 2 or measure not in BETWEEN_BACKENDS)
+        and (device == "cpu" or measure not in ON_RANKS)
     ]
 
 

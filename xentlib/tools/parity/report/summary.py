@@ -203,7 +203,8 @@ def print_table(
     try:
         _rich_table(rows, stream)
     except ModuleNotFoundError:
-        _plain_table(rows, stream)
+        lines = (line for row in rows for line in _lines(row))
+        print("\n".join(aligned([_COLUMNS, *lines])), file=stream)
     for section in result.failed:
         print(f"\n{section.name} could not be run: {section.reason}", file=stream)
     taken = f"{len(result.measurements):,} measurements in {duration(result.seconds)}"
@@ -255,8 +256,3 @@ def _rich_table(rows: list[RowSummary], stream: TextIO) -> None:
             cells[-1].stylize({None: "", True: "green", False: "bold red"}[row.passed])
             table.add_row(*cells, style="dim" if row.passed is None else "")
     console.print(table)
-
-
-def _plain_table(rows: list[RowSummary], stream: TextIO) -> None:
-    lines = [list(_COLUMNS), *(line for row in rows for line in _lines(row))]
-    print("\n".join(aligned(lines)), file=stream)

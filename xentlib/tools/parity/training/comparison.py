@@ -258,4 +258,4 @@ def training_section(backends: Sequence[str], *, text: Path | None, seed: int) -
         report = run_training(backends, text=text, seed=seed, progress=progress)
         return Section("training", tuple(report.measurements), curves=tuple(report.curves))
 
-    return Planned("training", STEPS, run)
+    return Planned("training", STEPS, run, step_seconds=0.65)
