@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
+from string import Template
 
 from xentlib.contract import Measurement
 from xentlib.tools.parity.report.markup import Markup, element, lines
@@ -25,31 +26,15 @@ _ESSENTIALS = ("suite", "seed", "torch", "jax", "python", "system")  # read with
 
 _MOST_FAILURES = 12
 
-_GLOSSARY = {
-    "oracle": "every value and gradient in closed form, in float64, without either framework",
-    "u": "2⁻²⁴ = 5.96e-8, half the spacing of float32 numbers just above 1",
-    "ULP": "distance in units of the spacing of the result's own floating-point format",
-    "tau": "the largest error of an entry over u times its error bound; a few, whatever the sizes",
-    "rho": "the error's norm over the oracle's norm, in units of u",
-    "error ratio": "the larger of the two backends' errors over the smaller one",
-    "meter": (
-        "how much of what the bound allows was used: empty is exact, full is the bound or more"
-    ),
-}
-
 
 def render_page(result: ParityResult, statements: Mapping[str, str] | None = None) -> str:
     """The whole page; `statements` gives each contract row its line."""
     rows = summarise(result, statements)
-    style = files("xentlib.tools.parity.report").joinpath("page.css").read_text(encoding="utf-8")
-    sections = (_header, _not_run, _failures, _contract, histograms, training, _closing)
+    sections = (_header, _failures, _contract, histograms, training)
     body = "\n".join(part for section in sections for part in section(result, rows))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_mark(result)[0]} xentlib parity</title>\n"
-        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    folder = files("xentlib.tools.parity.report")
+    page, style = (folder.joinpath(f"page.{x}").read_text("utf-8") for x in ("html", "css"))
+    return Template(page).substitute(mark=_mark(result)[0], style=style, body=body)
 
 
 def _mark(result: ParityResult) -> tuple[str, str]:
@@ -61,16 +46,13 @@ def _mark(result: ParityResult) -> tuple[str, str]:
 
 def _header(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
     mark, kind = _mark(result)
-    title, total = [verdict(result, rows)], len(result.measurements)
-    counted = []
-    if total:
-        failed = sum(not m.passed for m in result.measurements)
-        which = f"{failed:,} of {total:,}" if failed else f"All {total:,}"
-        where = "outside" if failed else "within"
-        title.insert(0, element("span.mark", mark, aria_hidden="true"))
-        counted.append(element("p", f"{which} measurements are {where} their bounds."))
+    total, failed = len(result.measurements), sum(not m.passed for m in result.measurements)
+    within = f"All {total:,} measurements are within their bounds."
+    outside = f"{failed:,} of {total:,} measurements are outside their bounds."
+    counted = [element("p", outside if failed else within)] if total else []
+    sign = [element("span.mark", mark, aria_hidden="true")] if total else []
     yield element("p.kicker", "xentlib parity")
-    yield element(f"header.verdict{kind}", element("h1", *title), *counted)
+    yield element(f"header.verdict{kind}", element("h1", *sign, verdict(result, rows)), *counted)
     held, short = (sum(row.passed is passed for row in rows) for passed in (True, False))
     figures = {
         "Contract rows that hold": f"{held} of {held + short}",
@@ -87,53 +69,45 @@ def _header(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
         yield element("p.note", element("b", name), f" {environment[name]}")
     if environment:
         essentials = " · ".join(f"{k} {environment[k]}" for k in _ESSENTIALS if k in environment)
-        facts = (_fact(*fact, long=len(fact[1]) > 26) for fact in environment.items())
-        yield _environment("Environment", essentials, facts)
+        facts = (_fact(k, v, ".long" if len(v) > 26 else "") for k, v in environment.items())
+        dl = element("dl", lines(facts))
+        yield _folded("details.environment", "Environment", essentials, dl)
     if result.planned:
         took = {section.name: duration(section.seconds) for section in result.sections}
-        ends = {section.name: ", could not be run" for section in result.failed}
-        facts = (
-            _fact(took.get(name, "not run"), name + ends.get(name, ""), long=True)
-            for name in result.planned
+        ends = {section.name: f"{section.name}, could not be run" for section in result.failed}
+        dl = element(
+            "dl",
+            lines(
+                _fact(took.get(name, "not run"), ends.get(name, name), ".long")
+                for name in result.planned
+            ),
         )
         count = f"{len(took)} of {len(result.planned)} have been run"
-        yield _environment("Sections", count, facts)
+        yield _folded("details.environment", "Sections", count, dl)
 
 
-def _environment(title: str, text: str, facts: Iterable[Markup]) -> Markup:
-    """Facts that are there to be opened."""
-    summary = element("summary", element("b", title), text)
-    return element("details.environment", summary, element("dl", lines(facts)))
+def _fact(name: str, value: str, kind: str = "") -> Markup:
+    return element(f"div{kind}", element("dt", name), element("dd", value))
 
 
-def _fact(name: str, value: str, long: bool = False) -> Markup:
-    return element("div.long" if long else "div", element("dt", name), element("dd", value))
-
-
-def _not_run(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
-    """The sections that could not be run, each with all that it said."""
-    parts = [
-        element(
-            "details",
-            element("summary", element("b", section.name), f" {section.reason}"),
-            element("pre", section.error),
-        )
-        for section in result.failed
-    ]
-    if parts:
-        title = element("h2", "What could not be run")
-        yield element("section.failures", title, lines(parts))
+def _folded(kind: str, title: str, text: str, content: Markup) -> Markup:
+    """Content that is there to be opened."""
+    return element(kind, element("summary", element("b", title), text), content)
 
 
 def _failures(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
-    """What fell short, before anything else."""
+    """What could not be run, with all that it said, and what fell short, before anything else."""
+    errors = [
+        _folded("details", section.name, f" {section.reason}", element("pre", section.error))
+        for section in result.failed
+    ]
     failed = [m for row in rows for m in row.measurements if not m.passed]
-    if failed:
-        parts = [_table(failed[:_MOST_FAILURES], with_row=True)]
-        if len(failed) > _MOST_FAILURES:
-            more = f"and {len(failed) - _MOST_FAILURES:,} more, in the rows below"
-            parts.append(element("p", more))
-        yield element("section.failures", element("h2", "What fell short"), lines(parts))
+    short = [_table(failed[:_MOST_FAILURES], with_row=True)] if failed else []
+    if len(failed) > _MOST_FAILURES:
+        short.append(element("p", f"and {len(failed) - _MOST_FAILURES:,} more, in the rows below"))
+    for title, parts in (("What could not be run", errors), ("What fell short", short)):
+        if parts:
+            yield element("section.failures", element("h2", title), lines(parts))
 
 
 def _contract(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
@@ -188,30 +162,17 @@ def _table(measurements: Iterable[Measurement], with_row: bool = False) -> Marku
     titles = ("Case", "Backend", "Quantity, metric", "Value", "Bound", "Entries")
     of_numbers = ("Value", "Entries")
     head = (element("th.n" if title in of_numbers else "th", title) for title in titles)
-    body = (
-        element(
-            "tr" if m.passed else "tr.over",
-            element("td.case", *(_link(m) if with_row else ()), m.case),
+    body = []
+    for m in measurements:
+        link = (element("a", m.row, href=f"#{m.row}"), " · ") if with_row else ()
+        cells = (
+            element("td.case", *link, m.case),
             element("td.b", backend_name(m.backend)),
             element("td.q", f"{m.quantity}, {m.metric}"),
             element("td.n.value", f"{'' if m.passed else '✗ '}{value_text(m)}"),
             element("td.b.to", bound_text(m)),
             element("td.n.size", number(m.entries)),
         )
-        for m in measurements
-    )
+        body.append(element("tr" if m.passed else "tr.over", *cells))
     table = element("table", element("thead", element("tr", *head)), element("tbody", lines(body)))
     return element("div.every", table, tabindex="0")
-
-
-def _link(m: Measurement) -> tuple[str, str]:
-    return element("a", m.row, href=f"#{m.row}"), " · "
-
-
-def _closing(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
-    words = (
-        Markup(element("dt", word) + element("dd", meaning)) for word, meaning in _GLOSSARY.items()
-    )
-    yield Markup(element("h2", "The words") + element("dl.glossary", lines(words)))
-    data = element("code", "parity.json")
-    yield element("footer", "The numbers behind this page are in ", data, " beside it.")
