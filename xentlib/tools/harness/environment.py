@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata, util
 from pathlib import Path
@@ -28,10 +29,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     """Of those that are installed."""
     by_name = {}
     for package in packages:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             by_name[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return by_name
 
 

@@ -70,20 +70,14 @@ def _header(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
     if environment:
         essentials = " · ".join(f"{k} {environment[k]}" for k in _ESSENTIALS if k in environment)
         facts = (_fact(k, v, ".long" if len(v) > 26 else "") for k, v in environment.items())
-        dl = element("dl", lines(facts))
-        yield _folded("details.environment", "Environment", essentials, dl)
+        listed = element("dl", lines(facts))
+        yield _folded("details.environment", "Environment", essentials, listed)
     if result.planned:
         took = {section.name: duration(section.seconds) for section in result.sections}
         ends = {section.name: f"{section.name}, could not be run" for section in result.failed}
-        dl = element(
-            "dl",
-            lines(
-                _fact(took.get(name, "not run"), ends.get(name, name), ".long")
-                for name in result.planned
-            ),
-        )
+        facts = (_fact(took.get(x, "not run"), ends.get(x, x), ".long") for x in result.planned)
         count = f"{len(took)} of {len(result.planned)} have been run"
-        yield _folded("details.environment", "Sections", count, dl)
+        yield _folded("details.environment", "Sections", count, element("dl", lines(facts)))
 
 
 def _fact(name: str, value: str, kind: str = "") -> Markup:

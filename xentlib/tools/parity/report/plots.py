@@ -31,7 +31,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 MOST_TICKS = 6  # of a histogram, which has 200 pixels where it is narrowest
 FEWEST_BINS = 4
 
-Tick = tuple[float, str]  # position in [0, 1] from the left or the bottom; label
+Ticks = list[tuple[float, str]]  # position in [0, 1] from the left or the bottom; label
 
 
 class Series(NamedTuple):
@@ -47,9 +47,7 @@ def style_of(backend: str) -> str:
     return backend if backend in ("torch", "jax") else "both"
 
 
-def _frame(
-    kind: str, label: str, drawing: Sequence[Markup], x_ticks: list[Tick], y_ticks: list[Tick]
-) -> Markup:
+def _frame(kind: str, label: str, drawing: list[Markup], x_ticks: Ticks, y_ticks: Ticks) -> Markup:
     """The drawing with its grid and tick labels."""
     grid = (element("path.grid", d=f"M0 {1000 - 1000 * at:.1f}H1000") for at, _ in y_ticks)
     below = (element("span", text, style=f"left:{100 * at:.2f}%") for at, text in x_ticks)
@@ -71,13 +69,10 @@ def histograms(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]
     if not counted:
         return
     yield element("h2", "How far, in ULP")
-    yield element(
-        "p.lead",
-        Markup(
-            "Entries by their distance, on a logarithmic count axis. Panels of one row share both "
-            "axes. A dashed line is the row's bound, where it has one in ULP; entries whose terms "
-            "cancel may be beyond it. Above each panel, the worst of what the row bounds."
-        ),
+    yield Markup(
+        '<p class="lead">Entries by their distance, on a logarithmic count axis. Panels of one row '
+        "share both axes. A dashed line is the row's bound, where it has one in ULP; entries whose "
+        "terms cancel may be beyond it. Above each panel, the worst of what the row bounds.</p>"
     )
     row_of = {row.id: row for row in rows}
     for name in dict.fromkeys([*row_of, *(h.row for h in counted)]):
@@ -95,16 +90,11 @@ def _panels(name: str, panels: list[Histogram], row: RowSummary | None) -> Marku
     bins = histogram_bins(panels, max(mark or 0.0 for mark in marks))
     figures = []
     for h, held, mark in zip(panels, bounds, marks, strict=True):
-        caption = element(
-            "figcaption",
-            element("b", h.quantity),
-            f", {backend_name(h.backend)}",
-            element("span", f"{sum(h.counts):,} entries, {histogram_reach(h)}"),
-            *(
-                element("span", f"{m.metric} {whole(value_text(m))} ({whole(bound_text(m))})")
-                for m in held
-            ),
-        )
+        said = [f"{sum(h.counts):,} entries, {histogram_reach(h)}"]
+        said += [f"{m.metric} {whole(value_text(m))} ({whole(bound_text(m))})" for m in held]
+        spans = (element("span", text) for text in said)
+        quantity = (element("b", h.quantity), f", {backend_name(h.backend)}")
+        caption = element("figcaption", *quantity, *spans)
         figures.append(element("figure", caption, histogram_plot(h, most, bins, mark)))
     return Markup(element("h3", f"{name} · {statement}") + element("div.panels", lines(figures)))
 
@@ -226,7 +216,7 @@ def training(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
     yield element("ul.legend", lines(map(_curve_key, curves)))
     series = [Series(backend_name(c.backend), style_of(c.backend), c.losses) for c in curves]
     plot = line_plot(series, label="Loss of each optimizer step", kind="tall")
-    yield _figure("Loss", ["nats a token, each optimizer step"], plot)
+    yield _figure("Loss", "nats a token, each optimizer step", plot)
     if len(curves) == 2:
         yield _difference(result, *curves)
     yield from _head_gradients(result)
@@ -235,35 +225,27 @@ def training(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
 
 def _curve_key(curve: TrainingCurve) -> Markup:
     tokens = f"{sum(curve.tokens):,} tokens, " if curve.tokens else ""
-    text = (
-        f"{number(curve.losses[0], 4)} → {number(curve.losses[-1], 4)} in "
-        f"{len(curve.losses)} steps, {tokens}{duration(curve.seconds)}"
-    )
+    steps = f"{len(curve.losses)} steps, {tokens}{duration(curve.seconds)}"
+    text = f"{number(curve.losses[0], 4)} → {number(curve.losses[-1], 4)} in {steps}"
     key = element(f"i.key.{style_of(curve.backend)}")
     return element("li", key, f"{backend_name(curve.backend)} ", element("span", text))
 
 
-def _figure(title: str, detail: Sequence[str], plot: Markup) -> Markup:
-    caption = element("figcaption", element("b", title), " ", element("span", *detail))
-    return element("figure.wide", caption, plot)
+def _figure(
+    title: str, detail: str, plot: Markup, bound: Measurement | None = None, more: str = ""
+) -> Markup:
+    """A plot below its title, what it shows, and the bound that is drawn in it."""
+    key = [] if bound is None else [", ", element("i.key.bound"), f"bound {bound_text(bound)}"]
+    shown = element("span", detail, *key, more)
+    return element("figure.wide", element("figcaption", element("b", title), " ", shown), plot)
 
 
 def _difference(result: ParityResult, one: TrainingCurve, other: TrainingCurve) -> Markup:
     """|a - b| / |b| of each step, on a logarithmic axis."""
-    apart = [
-        math.nan if math.isnan(a - b) else abs(a - b) / (abs(b) or 1.0)
-        for a, b in zip(one.losses, other.losses)
-    ]
-    bound = next(
-        (m for m in result.measurements if "loss" in m.quantity and "relative" in m.metric), None
-    )
+    apart = [abs(a - b) / (abs(b) or 1.0) for a, b in zip(one.losses, other.losses)]
+    bounds = (m for m in result.measurements if "loss" in m.quantity and "relative" in m.metric)
+    bound = next(bounds, None)
     worst = number(math.nan if any(map(math.isnan, apart)) else max(apart))
-    detail = [f"of the two losses; at most {worst}"]
-    if bound is not None:
-        detail += [", ", element("i.key.bound"), f"bound {bound_text(bound)}"]
-    if 0.0 in apart:
-        equal = f"{apart.count(0.0)} of {len(apart)} steps"
-        detail.append(f"; equal in {equal}, marked on the floor")
     plot = line_plot(
         [Series("relative difference", "both", apart)],
         label=f"Relative difference of the two losses at each step, at most {worst}",
@@ -271,7 +253,9 @@ def _difference(result: ParityResult, one: TrainingCurve, other: TrainingCurve) 
         bound=bound.bound if bound else None,
         log=True,
     )
-    return _figure("Relative difference", detail, plot)
+    equal = f"; equal in {apart.count(0.0)} of {len(apart)} steps, marked on the floor"
+    detail = f"of the two losses; at most {worst}"
+    return _figure("Relative difference", detail, plot, bound, equal if 0.0 in apart else "")
 
 
 def _head_gradients(result: ParityResult) -> Iterator[Markup]:
@@ -294,9 +278,8 @@ def _head_gradients(result: ParityResult) -> Iterator[Markup]:
             from_zero=not log and not worst.at_least,
             first_step=steps[0][0],
         )
-        shown = f"PyTorch against JAX; worst {value_text(worst)}, "
-        detail = [shown, element("i.key.bound"), f"bound {bound_text(worst)}"]
-        yield _figure(f"A9, {quantity}: {metric}", detail, plot)
+        detail = f"PyTorch against JAX; worst {value_text(worst)}"
+        yield _figure(f"A9, {quantity}: {metric}", detail, plot, worst)
 
 
 def line_plot(
@@ -346,16 +329,13 @@ def line_plot(
             marks.append(element(shape, element("title", title), d=f"M{place}h0"))
         drawing += [element(f"path.line.{line.style}", d=path or "M0 0"), *marks]
     stride = max(1, math.ceil(steps / 8 / 5) * 5) if steps > 8 else 1
-    x_ticks = [
-        (at_x(i) / 1000, str(first_step + i))
-        for i in range(steps)
-        if (first_step + i) % stride == 0 or i == 0
-    ]
+    labelled = (i for i in range(steps) if (first_step + i) % stride == 0 or i == 0)
+    x_ticks = [(at_x(i) / 1000, str(first_step + i)) for i in labelled]
     y_ticks = [((t - low) / (high - low), text) for t, text in ticks]
     return _frame(kind, label, drawing, x_ticks, y_ticks)
 
 
-def _linear_axis(values: Sequence[float]) -> tuple[float, float, list[Tick]]:
+def _linear_axis(values: Sequence[float]) -> tuple[float, float, Ticks]:
     """Ends and round ticks of an axis that holds `values` with a little air."""
     low, high = min(values), max(values)
     span = (high - low) or abs(high) or 1.0
@@ -369,7 +349,7 @@ def _linear_axis(values: Sequence[float]) -> tuple[float, float, list[Tick]]:
     return start * step, stop * step + 0.06 * (stop - start) * step, ticks
 
 
-def _log_axis(values: Sequence[float]) -> tuple[float, float, list[Tick]]:
+def _log_axis(values: Sequence[float]) -> tuple[float, float, Ticks]:
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     high = max(high, low + 1)
     stride = max(1, math.ceil((high - low) / 4))
