@@ -26,6 +26,9 @@ _ESSENTIALS = ("suite", "seed", "torch", "jax", "python", "system")  # read with
 
 _MOST_FAILURES = 12
 
+# Of a row that was not run, holds or does not: the class of the sheet, and the words.
+_BADGES = {None: ("none", "not run"), True: ("holds", "✓ holds"), False: ("short", "✗ fails")}
+
 
 def render_page(result: ParityResult, statements: Mapping[str, str] | None = None) -> str:
     """The whole page; `statements` gives each contract row its line."""
@@ -120,22 +123,21 @@ def _contract(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
 def _row(row: RowSummary) -> Markup:
     backends = ", ".join(map(backend_name, row.backends))
     backends = backends.replace("PyTorch, JAX, PyTorch and JAX", "each and together")
-    held = element("span.what", row.statement, element("small", backends))
-    what = (element("span.id", row.id), held)
-    if row.passed is None:
-        nothing = (element("span.worst"), element("span.entries"))
-        badge = element("span.badge.none", "not run")
-        return element("div.row.empty", *what, *nothing, badge, id=row.id)
-    sign = ("holds", "✓ holds") if row.passed else ("short", "✗ fails")
-    summary = element(
-        "summary",
-        *what,
-        element("span.worst", *(_worst(label, m) for label, m in row.worst), role="list"),
-        element("span.entries", number(row.entries)),
-        element(f"span.badge.{sign[0]}", sign[1]),
+    badge, words = _BADGES[row.passed]
+    cells = (
+        element("span.id", row.id),
+        element("span.what", row.statement, element("small", backends)),
+        element(
+            "span.worst", *(_worst(*x) for x in row.worst), role="list" if row.worst else False
+        ),
+        element("span.entries", number(row.entries) if row.measurements else ""),
+        element(f"span.badge.{badge}", words),
     )
+    if row.passed is None:
+        return element("div.row.empty", *cells, id=row.id)
+    table = lines([_table(row.measurements)])
     kind = "details.row" if row.passed else "details.row.fails"
-    return element(kind, summary, lines([_table(row.measurements)]), id=row.id, open=not row.passed)
+    return element(kind, element("summary", *cells), table, id=row.id, open=not row.passed)
 
 
 def _worst(label: str, m: Measurement) -> Markup:

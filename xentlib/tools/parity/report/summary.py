@@ -214,13 +214,10 @@ def print_table(
 def _lines(row: RowSummary) -> list[list[str]]:
     """A row of the contract as lines of the table: one a metric, the first with what they share."""
     shared = [row.id, row.statement, ", ".join(row.backends) or "–"]
-    entries = number(row.entries) if row.entries else ""
+    result = [number(row.entries) if row.entries else "", row.status]
     metrics = [[label, value_text(m), bound_text(m)] for label, m in row.worst]
     first, *others = metrics or [["", "", ""]]
-    return [
-        [*shared, *first, entries, row.status],
-        *([*[""] * 3, *metric, "", ""] for metric in others),
-    ]
+    return [[*shared, *first, *result], *(["", "", "", *metric, "", ""] for metric in others)]
 
 
 def _rich_table(rows: list[RowSummary], stream: TextIO) -> None:
