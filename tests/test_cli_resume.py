@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,6 @@ import pytest
 
 import xentlib
 from helpers.played import but_for_times, complaint, parity, sections, staged, written
-from xentlib.tools.cli import parity as cli_parity
 from xentlib.tools.harness import environment
 from xentlib.tools.parity import progress as eta
 
@@ -210,10 +210,9 @@ def test_an_unfinished_run_is_not_replaced_without_a_word(stage, tmp_path, capsy
 
 def test_time_limits_follow_the_sections_that_are_done(stage, tmp_path, monkeypatch):
     """Also those of the run that is gone on from: each section here is expected to take 2 s."""
-    monkeypatch.setattr(eta, "STEP_SECONDS", 2.0)
-    monkeypatch.setattr(eta, "SECONDS_OF_STEP", {})
     clock = iter([0.0, 6.0, 6.0, 20.0, 20.0, 34.0])
-    monkeypatch.setattr(cli_parity, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    clocks = SimpleNamespace(perf_counter=lambda: next(clock), monotonic=time.monotonic)
+    monkeypatch.setattr(eta, "time", clocks)
     found, stage.parts = stage.parts, stage.parts | {"training": RuntimeError("late")}
     assert parity(tmp_path) == 1
     assert stage.slowness == [1.0, 6 / 2, 20 / 4]
@@ -283,13 +282,13 @@ def test_a_device(stage, tmp_path, monkeypatch, capsys):
 REAL = """
 import sys
 from xentlib.tools import cli
-from xentlib.tools.cli import parity
+from xentlib.tools.cli import requirements
 from xentlib.tools.harness import ranks
 from xentlib.tools.parity import suite
 real = suite.operator_sections
 names = {names!r}
 suite.operator_sections = lambda *a: [part for part in real(*a) if part.name in names]
-parity.training_left_out = lambda *a: "left out here"
+requirements.training_left_out = lambda *a: "left out here"
 ranks.SECONDS = {seconds!r}
 sys.exit(cli.main(["parity", "--out", *sys.argv[1:]]))
 """

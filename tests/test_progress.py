@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from xentlib.tools.parity import progress as parity_pace
-from xentlib.tools.parity.progress import Pace, PlainProgress, Planned, SilentProgress, progress_on
+from xentlib.tools.parity.progress import Pace, PlainProgress, Planned, Progress, progress_on
 from xentlib.tools.parity.result import Section
 
 
@@ -48,16 +48,18 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
 
 
 def a_plan(**steps):
-    return [Planned(name, count, lambda *_: Section("")) for name, count in steps.items()]
+    """Of so many steps, and the seconds of a step."""
+    return [
+        Planned(name, count, lambda *_: Section(""), seconds)
+        for name, (count, seconds) in steps.items()
+    ]
 
 
 def test_time_left_follows_what_this_machine_has_taken(monkeypatch):
     """Of sections that are expected to take 60, 120 and 600 s."""
     now = [1000.0]
     monkeypatch.setattr(parity_pace, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(parity_pace, "SECONDS_OF_STEP", {"one": 60.0, "two": 60.0})
-    monkeypatch.setattr(parity_pace, "STEP_SECONDS", 100.0)
-    pace = Pace(a_plan(one=1, two=2, three=6))
+    pace = Pace(a_plan(one=(1, 60.0), two=(2, 60.0), three=(6, 100.0)))
     assert (pace.slowness, pace.left(), pace.text()) == (1.0, 780.0, "about 13 min left")
     pace.begin("one")
     now[0] += 30
@@ -76,7 +78,7 @@ def test_time_left_follows_what_this_machine_has_taken(monkeypatch):
 
 
 def test_time_left_is_in_the_plain_lines_and_beside_the_bar(monkeypatch):
-    stream, pace = io.StringIO(), Pace(a_plan(one=2))
+    stream, pace = io.StringIO(), Pace(a_plan(one=(2, 0.5)))
     monkeypatch.setattr(Pace, "left", lambda self: 500.0)
     with progress_on(stream, pace) as told:
         a_stage(told)
@@ -94,4 +96,4 @@ def test_time_left_is_in_the_plain_lines_and_beside_the_bar(monkeypatch):
 
 
 def test_silent_progress():
-    a_stage(SilentProgress())
+    a_stage(Progress())

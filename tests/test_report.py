@@ -15,13 +15,13 @@ from xentlib.tools.parity.report.summary import (
     allowance_used,
     bound_text,
     number,
+    print_table,
     row_statements,
     summarise,
     value_text,
     verdict,
     worst_first,
 )
-from xentlib.tools.parity.report.table import print_table
 from xentlib.tools.parity.result import Histogram, ParityResult, Section
 
 # --- parity.json ---------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def test_how_far_a_histogram_goes_is_said(counts, said):
 
 def test_histogram_has_a_bar_for_every_bin_that_holds_something():
     drawing = histogram_plot(
-        Histogram("A5", "torch", "d hidden", (0.0, 0.5, 1.0, math.inf), (9000, 0, 1)), "torch", 9000
+        Histogram("A5", "torch", "d hidden", (0.0, 0.5, 1.0, math.inf), (9000, 0, 1)), 9000
     )
     heights = [float(h) for h in re.findall(r'<rect [^>]*height="([\d.]+)"', drawing)]
     assert len(heights) == 2
@@ -212,7 +212,7 @@ def test_labels_below_a_histogram_do_not_touch(last):
     histogram = Histogram("A5", "torch", "d hidden", ULP_EDGES, tuple(counts))
     bins = histogram_bins([histogram])
     assert bins == max(last + 1, 4)
-    drawing = histogram_plot(histogram, "torch", 3, bins)
+    drawing = histogram_plot(histogram, 3, bins)
     found = re.findall(r'<span style="left:([\d.]+)%">([^<]*)<', drawing)
     assert len(found) >= 3
     ends = [(2 * float(left), 6.2 * len(text) / 2) for left, text in found]
@@ -227,9 +227,9 @@ def test_histogram_shows_its_bound_where_it_is(bound, bins, at):
     """Bins of equal width: 5 is a quarter into that from 4 to 8, which is shown for it alone."""
     histogram = Histogram("A3", "jax", "lse", ULP_EDGES, (5, 1, *[0] * (len(ULP_EDGES) - 3)))
     assert histogram_bins([histogram], bound) == bins
-    drawing = histogram_plot(histogram, "jax", 5, bins, bound)
+    drawing = histogram_plot(histogram, 5, bins, bound)
     assert re.findall(r'class="bound" d="M([\d.]+) 0V1000"', drawing) == [f"{at:.1f}"]
-    assert "bound" not in histogram_plot(histogram, "jax", 5, bins)
+    assert "bound" not in histogram_plot(histogram, 5, bins)
 
 
 def test_page_says_the_bounds_of_each_histogram_and_draws_those_in_ulp():

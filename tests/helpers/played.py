@@ -55,7 +55,7 @@ def staged(monkeypatch):
                 raise found
             return found
 
-        return Planned(name, 1, run)
+        return Planned(name, 1, run, step_seconds=2.0)
 
     def operator_sections(backends, suite, seed, device):
         played.operators = (backends, suite, seed)

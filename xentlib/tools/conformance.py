@@ -25,7 +25,7 @@ from xentlib.tools.harness.cases import BASE, GRID, low_precision
 from xentlib.tools.harness.device import contract_settings
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import ARRAY_ARGUMENTS, Case, Problem, build
-from xentlib.tools.parity.report.table import print_table
+from xentlib.tools.parity.report.summary import print_table, row_statements
 from xentlib.tools.parity.result import ParityResult, Section
 from xentlib.tools.parity.rows.head import nll
 from xentlib.tools.parity.rows.mutants import loss_and_gradients
@@ -119,8 +119,6 @@ class Conformance:
         """The table of a parity run, and what was left out."""
         stream = io.StringIO()
         print(f"{self.loss.name} {self.loss.version}".strip(), file=stream)
-        from xentlib.tools.parity.report.summary import row_statements
-
         statements = {name: text for name, text in row_statements().items() if name in ROWS}
         print_table(self.result, stream, statements)
         for name, why in self.left_out.items():

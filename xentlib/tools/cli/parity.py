@@ -5,30 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import time
-import traceback
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from xentlib.kernels import CHOICES
+from xentlib.tools.cli import requirements
 from xentlib.tools.cli.arguments import Row, add_rows, seed
 from xentlib.tools.cli.errors import UsageError, note
-from xentlib.tools.cli.requirements import (
-    BACKENDS,
-    backends_for,
-    check_device,
-    check_kernels,
-    check_paths,
-    prepare,
-    training_left_out,
-)
 from xentlib.tools.harness.environment import environment_of
-from xentlib.tools.parity.result import ParityResult, Section
-
-if TYPE_CHECKING:
-    from xentlib.tools.parity.progress import Planned, Progress
-
+from xentlib.tools.parity.result import ParityResult
 
 DESCRIPTION = (
     "Hold the backends to the accuracy contract, each against the float64 oracle and PyTorch "
@@ -46,7 +30,7 @@ RESUME = "go on from the sections that are in the folder, of the same run"
 WHICH = "default: both where both are installed, else the one that is"
 ARGUMENTS: tuple[Row, ...] = (
     ("--suite", ("quick", "full"), "quick", None, "how many cases"),
-    ("--backend", (*BACKENDS, "both"), None, None, WHICH),
+    ("--backend", (*requirements.BACKENDS, "both"), None, None, WHICH),
     ("--device", ("cpu", "cuda"), "cpu", None, DEVICE),
     ("--kernels", CHOICES, "auto", None, KERNELS),
     ("--seed", seed, 0, "N", "of data and weights"),
@@ -63,18 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    backends = backends_for(args.backend)
-    check_kernels(args.kernels, args.device, backends)
-    left_out = training_left_out(backends, args.text, args.device, args.kernels)
-    check_paths(args.text, args.out)
-    prepare(backends, args.device)
-    check_device(args.device, backends)
+    backends = requirements.backends_for(args.backend)
+    requirements.check_kernels(args.kernels, args.device, backends)
+    left_out = requirements.training_left_out(backends, args.text, args.device, args.kernels)
+    requirements.check_paths(args.text, args.out)
+    requirements.prepare(backends, args.device)
+    requirements.check_device(args.device, backends)
     environment = environment_of(args, backends, left_out)
     before = run_before(args.out, environment, args.resume)
 
     from xentlib.tools.parity.progress import Pace, progress_on
     from xentlib.tools.parity.report.document import DATA, to_json, write_report
-    from xentlib.tools.parity.report.table import print_table
+    from xentlib.tools.parity.report.summary import print_table
     from xentlib.tools.parity.suite import operator_sections
 
     plan = operator_sections(backends, args.suite, args.seed, args.device)
@@ -85,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
     result = before if args.resume and before else ParityResult(environment=environment)
     result.planned = [part.name for part in plan]
     done = {section.name for section in result.sections if not section.error}
-    kept = len(done)
     pace = Pace(plan)
     for section in result.sections:
         if section.name in done:
@@ -96,18 +79,19 @@ def run(args: argparse.Namespace) -> int:
                 if part.name in done:
                     continue
                 pace.begin(part.name)
-                section = _section(part, progress, pace.slowness)
+                section = part.section(progress, pace.slowness)
                 pace.done(part.name, None if section.error else section.seconds)
                 result.add(section)
                 write_report(result, args.out)
-                kept += not section.error
                 if section.error:
                     note(f"{part.name} could not be run: {section.reason}")
+                else:
+                    done.add(part.name)
     except KeyboardInterrupt:
-        if not kept:
+        if not done:
             raise
         again = [*args.argv, *(["--resume"] if "--resume" not in args.argv else [])]
-        note(f"{kept} of {len(plan)} sections are kept in '{args.out / DATA}'")
+        note(f"{len(done)} of {len(plan)} sections are kept in '{args.out / DATA}'")
         print(f"xentlib: interrupted; go on with `xentlib {shlex.join(again)}`", file=sys.stderr)
         return 130
 
@@ -120,17 +104,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.passed else 1
 
 
-def _section(part: Planned, progress: Progress, slowness: float) -> Section:
-    """What the section finds. What stops it is an error of it alone: the others are run."""
-    start = time.perf_counter()
-    try:
-        section = part.run(progress, slowness)
-    except Exception as error:  # noqa: BLE001 - hours of other sections do not hang on it
-        message = f"{type(error).__name__}: {error}".partition("\n")[0]
-        section = Section(part.name, error=f"{message}\n{traceback.format_exc()}")
-    return replace(section, seconds=time.perf_counter() - start)
-
-
 def run_before(out: Path, environment: dict[str, str], resume: bool) -> ParityResult | None:
     """The run that is in `out`, if this one can go on from it; with `resume` it has to."""
     from xentlib.tools.parity.report.document import DATA, from_json
@@ -138,18 +111,13 @@ def run_before(out: Path, environment: dict[str, str], resume: bool) -> ParityRe
     path = out / DATA
     try:
         before = from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if not resume:
-            return None
-        raise UsageError(
-            f"`--resume` goes on from '{path}', which is not there; run without it."
-        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         if not resume:
             return None
+        there = not isinstance(error, FileNotFoundError)
+        what = "cannot be read as a parity run" if there else "is not there"
         raise UsageError(
-            f"`--resume` goes on from '{path}', which cannot be read as a parity run; "
-            f"run without it."
+            f"`--resume` goes on from '{path}', which {what}; run without it."
         ) from error
     other = [
         f"{name} {before.environment.get(name, 'none')!r} and not {environment.get(name, 'none')!r}"

@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from xentlib.plan import Route, head_routes
 from xentlib.plan.routes import RouteOptions
-from xentlib.tools.harness.plot import (
-    COLOURS,
-    INK,
-    OURS_COLOUR,
-    WIDTH,
-    letters,
-    new_figure,
-    panel,
-    save_figure,
-)
+from xentlib.tools.harness import plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,31 +18,31 @@ if TYPE_CHECKING:
 
 TOKENS = tuple(1 << k for k in range(8, 18))
 LOOKS = {
-    "full logits": (COLOURS[4], "--"),
-    "head": (COLOURS[0], "-"),
-    "hidden": (OURS_COLOUR, "-"),
-    "stream": (COLOURS[1], "-"),
-    "hybrid": (COLOURS[2], "-."),
+    "full logits": (plot.COLOURS[4], "--"),
+    "head": (plot.COLOURS[0], "-"),
+    "hidden": (plot.OURS_COLOUR, "-"),
+    "stream": (plot.COLOURS[1], "-"),
+    "hybrid": (plot.COLOURS[2], "-."),
 }
 
 
 def save(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int, path: Path) -> None:
-    save_figure(draw(sizes, ranks, more, crossover), path)
+    plot.save_figure(draw(sizes, ranks, more, crossover), path)
 
 
 def draw(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int) -> Figure:
     """Two panels: milliseconds, and GiB at the peak."""
     planned = [head_routes(n, sizes.vocab, sizes.hidden, ranks, **more) for n in TOKENS]
-    with letters():
-        figure = new_figure(WIDTH, 2.7)
+    with plot.letters():
+        figure = plot.new_figure(plot.WIDTH, 2.7)
         time, memory = figure.subplots(1, 2)
         _panel(time, planned, "ms", lambda route: 1e3 * route.seconds)
         _panel(memory, planned, "GiB at the peak", lambda route: route.peak_bytes / 2**30)
         if TOKENS[0] <= crossover <= TOKENS[-1]:
             for axes in (time, memory):
-                axes.axvline(crossover, color=INK, linewidth=0.8, linestyle=":")
+                axes.axvline(crossover, color=plot.INK, linewidth=0.8, linestyle=":")
             where, up = (crossover, 0.02), ("data", "axes fraction")
-            time.annotate(f" {crossover:,}", where, xycoords=up, fontsize=7, color=INK)
+            time.annotate(f" {crossover:,}", where, xycoords=up, fontsize=7, color=plot.INK)
         handles, labels = time.get_legend_handles_labels()
         figure.legend(
             handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=7
@@ -68,4 +59,4 @@ def _panel(axes: Axes, planned: list[dict[str, Route]], title: str, value: Any) 
     axes.set_yscale("log")
     axes.set_xticks(TOKENS[::3], [f"{n:,}" for n in TOKENS[::3]])
     axes.set_xlabel("tokens a rank and call")
-    panel(axes, title)
+    plot.panel(axes, title)

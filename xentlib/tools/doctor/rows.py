@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from xentlib.contract import Measurement
 from xentlib.tools.doctor.finding import Finding
-from xentlib.tools.parity.progress import SilentProgress
+from xentlib.tools.parity.progress import Progress
 
 
 def device_of(backends: Sequence[str]) -> str:
@@ -27,11 +27,10 @@ def measure(backends: tuple[str, ...], device: str) -> tuple[list[Measurement], 
     failed: list[str] = []
     with _where(backends, device):
         for part in few_sections(backends, device):
-            try:
-                measured += part.run(SilentProgress(), 1.0).measurements
-            except Exception as error:  # noqa: BLE001 - the other sections do not hang on it
-                message = f"{type(error).__name__}: {error}".partition("\n")[0]
-                failed.append(f"{part.name} could not be run: {message}")
+            section = part.section(Progress())
+            measured += section.measurements
+            if section.error:
+                failed.append(f"{part.name} could not be run: {section.reason}")
     return measured, failed, time.perf_counter() - begin
 
 

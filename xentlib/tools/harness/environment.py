@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata, util
 from pathlib import Path
@@ -28,10 +29,8 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     """Of those that are installed."""
     by_name = {}
     for package in packages:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             by_name[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return by_name
 
 
@@ -44,8 +43,8 @@ def environment() -> dict[str, str]:
     was."""
     facts = {
         "date": now(),
-        "cpu": cpu_model(),
-        "cpu_units": ", ".join(unit for unit in UNITS if unit in cpu_flags()),
+        "cpu": cpu_line("model name") or platform.processor() or platform.machine(),
+        "cpu_units": ", ".join(unit for unit in UNITS if unit in cpu_line("flags").split()),
         "cores": str(usable_cores()),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -104,14 +103,6 @@ def code_digest() -> str:
                 digest.update(f"{package} {path.relative_to(folder).as_posix()}\n".encode())
                 digest.update(path.read_bytes())
     return f"SHA-256 {digest.hexdigest()[:12]}"
-
-
-def cpu_model() -> str:
-    return cpu_line("model name") or platform.processor() or platform.machine()
-
-
-def cpu_flags() -> list[str]:
-    return cpu_line("flags").split()
 
 
 def cpu_line(key: str) -> str:

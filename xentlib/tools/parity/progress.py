@@ -4,10 +4,11 @@ bar on a terminal, one line a stage elsewhere."""
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TextIO
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from xentlib.tools.parity.result import Section
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from rich.progress import Task, TaskID
 
 
-class Progress(Protocol):
-    """What a part of the run may say about itself."""
+class Progress:
+    """What a part of the run may say about itself; this one is silent."""
 
     def stage(self, name: str, total: int) -> None:
         """Begin `name`, made of `total` steps (0: not known); the stage before it is over."""
@@ -26,58 +27,37 @@ class Progress(Protocol):
         """One step of the stage is done; `note` says what it was."""
 
 
-class SilentProgress:
-    """Says nothing."""
+class Planned(NamedTuple):
+    """A section that is to be run: `run(progress, slowness)`, the second as `Pace` has it.
 
-    def stage(self, name: str, total: int) -> None:
-        pass
-
-    def advance(self, note: str = "") -> None:
-        pass
-
-
-# Seconds of a step of each section, both backends, on two idle cores (where a quick run took 201 s;
-# the shares are of one on a busy machine). A section that is not here counts as `STEP_SECONDS` a
-# step; the sections that are done put right what is wrong of all.
-STEP_SECONDS = 0.5
-SECONDS_OF_STEP = {
-    "audit mode, bit for bit": 0.4,
-    "chunk sizes": 2.2,
-    "run to run": 1.0,
-    "windows of micro-batches": 1.5,
-    "mutants": 2.5,
-    "per-token outputs, fp32": 0.7,
-    "per-token outputs, bf16": 0.7,
-    "per-token outputs, fp16": 0.7,
-    "per-token outputs, chunk sizes": 1.8,
-    "per-token outputs, run to run": 1.0,
-    "per-token outputs, mutants": 1.2,
-    "vocabularies over ranks": 50.0,
-    "collectives": 18.0,
-    "per-token outputs in audit mode": 0.7,
-    "windows in audit mode": 2.5,
-    "training": 0.65,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A section that is to be run: `run(progress, slowness)`, the second as `Pace` has it."""
+    `step_seconds` are those of a step, of all backends, on two idle cores (where a quick run took
+    201 s; the shares are of one on a busy machine). The sections that are done put right what is
+    wrong of all.
+    """
 
     name: str
     steps: int
     run: Callable[[Progress, float], Section]
+    step_seconds: float = 0.5
+
+    def section(self, progress: Progress, slowness: float = 1.0) -> Section:
+        """What it finds. What stops it is an error of it alone: the others are run."""
+        start = time.perf_counter()
+        try:
+            section = self.run(progress, slowness)
+        except Exception as error:  # noqa: BLE001 - hours of other sections do not hang on it
+            message = f"{type(error).__name__}: {error}".partition("\n")[0]
+            section = Section(self.name, error=f"{message}\n{traceback.format_exc()}")
+        return replace(section, seconds=time.perf_counter() - start)
 
 
 class Pace:
     """How slow this machine is, from the sections that are done, and how long the others take."""
 
     def __init__(self, plan: Sequence[Planned]) -> None:
-        self._left = {
-            part.name: part.steps * SECONDS_OF_STEP.get(part.name, STEP_SECONDS) for part in plan
-        }
+        self._left = {part.name: part.steps * part.step_seconds for part in plan}
         self._expected = self._taken = 0.0
-        self._began: tuple[str, float] | None = None
+        self._running, self._began = "", 0.0
 
     @property
     def slowness(self) -> float:
@@ -85,24 +65,20 @@ class Pace:
         return self._taken / self._expected if self._expected else 1.0
 
     def begin(self, name: str) -> None:
-        self._began = (name, time.monotonic())
+        self._running, self._began = name, time.monotonic()
 
     def done(self, name: str, seconds: float | None) -> None:
         """A section has taken so long; None where that says nothing, as it failed."""
         expected = self._left.pop(name, 0.0)
-        self._began = None
         if seconds is not None:
             self._expected += expected
             self._taken += seconds
 
     def left(self) -> float:
         """Seconds until everything is done."""
+        running = self._left.get(self._running, 0.0) * self.slowness
         rest = sum(self._left.values()) * self.slowness
-        if self._began is None:
-            return rest
-        name, start = self._began
-        expected = self._left.get(name, 0.0) * self.slowness
-        return rest - min(time.monotonic() - start, expected)
+        return rest - min(time.monotonic() - self._began, running)
 
     def text(self) -> str:
         """`left` for people: "under 1 min left", "about 12 min left"."""
@@ -110,13 +86,12 @@ class Pace:
         return f"about {minutes} min left" if minutes else "under 1 min left"
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """One line when a stage begins, with the seconds since the start and those that are left: for
     logs and pipes."""
 
     def __init__(self, stream: TextIO, pace: Pace | None = None) -> None:
-        self._stream = stream
-        self._pace = pace
+        self._stream, self._pace = stream, pace
         self._start = time.monotonic()
 
     def stage(self, name: str, total: int) -> None:
@@ -125,11 +100,8 @@ class PlainProgress:
         left = f", {self._pace.text()}" if self._pace else ""
         print(f"[{elapsed:6.1f} s] {name}{steps}{left}", file=self._stream, flush=True)
 
-    def advance(self, note: str = "") -> None:
-        pass
 
-
-class _BarProgress:
+class _BarProgress(Progress):
     """A bar for every stage, the notes beside the running one."""
 
     def __init__(self, bars: RichBars) -> None:
@@ -158,39 +130,32 @@ def progress_on(stream: TextIO, pace: Pace | None = None) -> Iterator[Progress]:
     """Bars where `stream` is a terminal and `rich` is installed, else one line a stage; with the
     time that is left where `pace` is given."""
     try:
+        from rich import progress as rich_progress
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            ProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-        from rich.progress import Progress as Bars
         from rich.text import Text
     except ModuleNotFoundError:
-        yield PlainProgress(stream, pace)
-        return
-    console = Console(file=stream)
-    if not console.is_terminal:
+        console = None
+    else:
+        console = Console(file=stream)
+    if console is None or not console.is_terminal:
         yield PlainProgress(stream, pace)
         return
 
-    class LeftColumn(ProgressColumn):
+    class LeftColumn(rich_progress.ProgressColumn):
         """Of the whole run, beside the stage that is running."""
 
         def render(self, task: Task) -> Text:
             return Text(pace.text() if pace and not task.finished else "")
 
     columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(bar_width=24),
+        rich_progress.MofNCompleteColumn(),
+        rich_progress.TimeElapsedColumn(),
         LeftColumn(),
-        TextColumn("{task.fields[note]}", style="dim", markup=False),
+        rich_progress.TextColumn("{task.fields[note]}", style="dim", markup=False),
     )
-    with Bars(*columns, console=console) as bars:
+    with rich_progress.Progress(*columns, console=console) as bars:
         progress = _BarProgress(bars)
         yield progress
         progress.finish()

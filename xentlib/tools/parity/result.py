@@ -54,11 +54,9 @@ class ParityResult:
 
     def add(self, section: Section) -> None:
         """In the place that is planned for it, whenever it was run and however often."""
-        others = [other for other in self.sections if other.name != section.name]
-        order = {name: place for place, name in enumerate(self.planned)}
-        self.sections = sorted(
-            [*others, section], key=lambda section: order.get(section.name, len(order))
-        )
+        by_name = {other.name: other for other in (*self.sections, section)}
+        order = dict.fromkeys([*self.planned, *by_name])
+        self.sections = [by_name[name] for name in order if name in by_name]
 
     @property
     def measurements(self) -> list[Measurement]:

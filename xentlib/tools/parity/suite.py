@@ -6,23 +6,13 @@ functions. What a section measures stands in `rows/`, one file a group of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from xentlib.contract import ROW_OF
-from xentlib.tools.harness.cases import (
-    AUDIT,
-    BASE,
-    CHUNK_CASES,
-    CONFIDENT,
-    FULL_GRID,
-    GRID,
-    WITH_OPTIONS,
-    logit_sets,
-    low_precision,
-    named,
-)
+from xentlib.tools.harness import cases
+from xentlib.tools.harness.cases import AUDIT, BASE, CONFIDENT, logit_sets, low_precision, named
 from xentlib.tools.harness.device import contract_settings, on_device
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build
@@ -31,9 +21,10 @@ from xentlib.tools.parity.result import Section
 from xentlib.tools.parity.rows import collectives, mutants, sharded, windows
 from xentlib.tools.parity.rows.head import nll, per_token
 
-Measure = Callable[[Findings, Any], None]
-# Of audit mode, for per-token outputs: one of each standard deviation, with options and without.
-FOUR = named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3")
+# Of a section: its name, the seconds of a step, the problems, and what measures one of them.
+Rows = tuple[str, float, Sequence[Any], Callable[[Findings, Any], None]]
+BETWEEN_BACKENDS = (nll.audit, per_token.audit, windows.audit)
+ON_RANKS = (sharded.sharded, collectives.collectives)
 
 
 def operator_sections(
@@ -49,31 +40,36 @@ def operator_sections(
             their sections are left out elsewhere.
     """
     full = suite == "full"
-    grid = FULL_GRID if full else GRID
-    seeds = range(seed, seed + (3 if full else 1))
-    audit_seeds = range(seed, seed + (5 if full else 1))
-    bf16, fp16 = low_precision(grid), low_precision(grid, "float16")
-    sections: list[tuple[str, list[Any], Measure]] = [
-        ("fp32 against the oracle", _problems(grid, seeds), nll.against_oracle),
-        ("bf16 against the oracle", _problems(bf16, seeds), nll.against_oracle),
-        ("fp16 against the oracle", _problems(fp16, seeds), nll.against_oracle),
-        ("audit mode, bit for bit", _problems(AUDIT, audit_seeds), nll.audit),
-        ("log-probabilities of given logits", logit_sets(seed), nll.logits),
-        ("chunk sizes", _problems(CHUNK_CASES, [seed]), nll.chunks),
-        ("run to run", _problems((BASE, WITH_OPTIONS), [seed]), nll.repeat),
-        ("windows of micro-batches", _problems((BASE, CONFIDENT), seeds), windows.windows),
-        ("mutants", _problems((BASE,), [seed]), mutants.nll_mutants),
-        ("per-token outputs, fp32", _problems(grid, seeds), per_token.against_oracle),
-        ("per-token outputs, bf16", _problems(bf16, seeds), per_token.against_oracle),
-        ("per-token outputs, fp16", _problems(fp16, seeds), per_token.against_oracle),
-        ("per-token outputs of given logits", logit_sets(seed), per_token.logits),
-        ("per-token outputs, chunk sizes", _problems(CHUNK_CASES, [seed]), per_token.chunks),
-        ("per-token outputs, run to run", _problems((BASE,), [seed]), per_token.repeat),
-        ("per-token outputs, mutants", _problems((BASE,), [seed]), mutants.per_token_mutants),
-        ("vocabularies over ranks", [seed], sharded.sharded),
-        ("collectives", [suite], collectives.collectives),
-        ("per-token outputs in audit mode", _problems(FOUR, [seed]), per_token.audit),
-        ("windows in audit mode", _problems((BASE, CONFIDENT), seeds), windows.audit),
+    seeds, audit_seeds = (range(seed, seed + (count if full else 1)) for count in (3, 5))
+    grid = cases.FULL_GRID if full else cases.GRID
+    fp32, bf16 = _problems(grid, seeds), _problems(low_precision(grid), seeds)
+    fp16 = _problems(low_precision(grid, "float16"), seeds)
+    base, chunks = _problems((BASE,), [seed]), _problems(cases.CHUNK_CASES, [seed])
+    two, options = _problems((BASE, CONFIDENT), seeds), _problems((cases.WITH_OPTIONS,), [seed])
+    audit, logits = _problems(AUDIT, audit_seeds), logit_sets(seed)
+    # For per-token outputs: one of each standard deviation, with options and without.
+    four = _problems(named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3"), [seed])
+    sections: list[Rows] = [
+        ("fp32 against the oracle", 0.5, fp32, nll.against_oracle),
+        ("bf16 against the oracle", 0.5, bf16, nll.against_oracle),
+        ("fp16 against the oracle", 0.5, fp16, nll.against_oracle),
+        ("audit mode, bit for bit", 0.4, audit, nll.audit),
+        ("log-probabilities of given logits", 0.5, logits, nll.logits),
+        ("chunk sizes", 2.2, chunks, nll.chunks),
+        ("run to run", 1.0, base + options, nll.repeat),
+        ("windows of micro-batches", 1.5, two, windows.windows),
+        ("mutants", 2.5, base, mutants.nll_mutants),
+        ("per-token outputs, fp32", 0.7, fp32, per_token.against_oracle),
+        ("per-token outputs, bf16", 0.7, bf16, per_token.against_oracle),
+        ("per-token outputs, fp16", 0.7, fp16, per_token.against_oracle),
+        ("per-token outputs of given logits", 0.5, logits, per_token.logits),
+        ("per-token outputs, chunk sizes", 1.8, chunks, per_token.chunks),
+        ("per-token outputs, run to run", 1.0, base, per_token.repeat),
+        ("per-token outputs, mutants", 1.2, base, mutants.per_token_mutants),
+        ("vocabularies over ranks", 50.0, [seed], sharded.sharded),
+        ("collectives", 18.0, [suite], collectives.collectives),
+        ("per-token outputs in audit mode", 0.7, four, per_token.audit),
+        ("windows in audit mode", 2.5, two, windows.audit),
     ]
     return _planned(sections, backends, device)
 
@@ -83,50 +79,40 @@ def few_sections(backends: tuple[str, ...], device: str = "cpu") -> list[Planned
     measures. Sizes, ranks, windows and mutants are left to `xentlib parity`."""
     low = [case for dtype in ROW_OF for case in low_precision((BASE,), dtype)]
     audit = named(AUDIT, "audit-fp16-options")
-    sections: list[tuple[str, list[Any], Measure]] = [
-        ("fp32 against the oracle", _problems((BASE,), [0]), nll.against_oracle),
-        ("16 bits against the oracle", _problems(low, [0]), nll.against_oracle),
-        ("log-probabilities of given logits", logit_sets(0, "gaps-31"), nll.logits),
-        ("per-token outputs, fp32", _problems((BASE,), [0]), per_token.against_oracle),
-        ("run to run", _problems((BASE,), [0]), nll.repeat),
-        ("audit mode, bit for bit", _problems(audit, [0]), nll.audit),
+    base, logits = _problems((BASE,), [0]), logit_sets(0, "gaps-31")
+    sections: list[Rows] = [
+        ("fp32 against the oracle", 0.5, base, nll.against_oracle),
+        ("16 bits against the oracle", 0.5, _problems(low, [0]), nll.against_oracle),
+        ("log-probabilities of given logits", 0.5, logits, nll.logits),
+        ("per-token outputs, fp32", 0.7, base, per_token.against_oracle),
+        ("run to run", 1.0, base, nll.repeat),
+        ("audit mode, bit for bit", 0.4, _problems(audit, [0]), nll.audit),
     ]
     return _planned(sections, backends, device)
 
 
-def _planned(
-    sections: list[tuple[str, list[Any], Measure]], backends: tuple[str, ...], device: str
-) -> list[Planned]:
+def _planned(sections: list[Rows], backends: tuple[str, ...], device: str) -> list[Planned]:
     """Those that can be run with these backends on this device."""
-    between_backends = (nll.audit, per_token.audit, windows.audit)
-    on_ranks = (sharded.sharded, collectives.collectives)
+
+    def run(rows: Rows, progress: Progress, slowness: float) -> Section:
+        name, _, items, measure = rows
+        findings = Findings(backends, slowness)
+        progress.stage(name, len(items))
+        with contract_settings(backends), on_device(device, backends):
+            for item in items:
+                problem = item() if callable(item) else item
+                measure(findings, problem)
+                progress.advance(getattr(problem, "text", ""))
+        return Section(name, tuple(findings.measurements), tuple(findings.histograms))
+
     return [
-        Planned(name, len(items), partial(_section, backends, device, name, items, measure))
-        for name, items, measure in sections
-        if (len(backends) == 2 or measure not in between_backends)
-        and (device == "cpu" or measure not in on_ranks)
+        Planned(name, len(items), partial(run, (name, seconds, items, measure)), seconds)
+        for name, seconds, items, measure in sections
+        if (len(backends) == 2 or measure not in BETWEEN_BACKENDS)
+        and (device == "cpu" or measure not in ON_RANKS)
     ]
 
 
-def _section(
-    backends: tuple[str, ...],
-    device: str,
-    name: str,
-    items: list[Any],
-    measure: Measure,
-    progress: Progress,
-    slowness: float,
-) -> Section:
-    findings = Findings(backends, slowness)
-    progress.stage(name, len(items))
-    with contract_settings(backends), on_device(device, backends):
-        for given in items:
-            item = given() if callable(given) else given
-            measure(findings, item)
-            progress.advance(getattr(item, "text", ""))
-    return Section(name, tuple(findings.measurements), tuple(findings.histograms))
-
-
-def _problems(cases: Iterable[Case], seeds: Iterable[int]) -> list[Callable[[], Problem]]:
+def _problems(grid: Iterable[Case], seeds: Iterable[int]) -> list[Callable[[], Problem]]:
     """Problems that are built when their turn comes: those of the full suite fill 1.6 GiB."""
-    return [partial(build, case, seed) for seed in seeds for case in cases]
+    return [partial(build, case, seed) for seed in seeds for case in grid]

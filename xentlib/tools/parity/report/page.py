@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
+from string import Template
 
 from xentlib.contract import Measurement
-from xentlib.tools.parity.report.page_plots import histograms, training
+from xentlib.tools.parity.report.markup import Markup, element, lines
+from xentlib.tools.parity.report.plots import histograms, training
 from xentlib.tools.parity.report.summary import (
     RowSummary,
     allowance_used,
@@ -21,212 +22,153 @@ from xentlib.tools.parity.report.summary import (
 )
 from xentlib.tools.parity.result import ParityResult
 
-
-def contract(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
-    yield "<h2>The contract, row by row</h2>"
-    yield (
-        '<p class="lead">The worst value of each metric beside its bound. '
-        "Open a row for every measurement behind it.</p>"
-    )
-    yield '<section class="contract">'
-    yield (
-        '<div class="head"><span>Row</span><span>What is held</span>'
-        "<span>Worst value, its bound, and how much of it was used</span>"
-        "<span>Entries</span><span></span></div>"
-    )
-    for row in rows:
-        yield from _row(row)
-    yield "</section>"
-
-
-def _row(row: RowSummary) -> Iterator[str]:
-    backends = ", ".join(map(backend_name, row.backends))
-    what = (
-        f'<span class="id">{escape(row.id)}</span><span class="what">{escape(row.statement)}'
-        f"<small>{escape(backends.replace('PyTorch, JAX, PyTorch and JAX', 'each and together'))}"
-        f"</small></span>"
-    )
-    if row.passed is None:
-        yield (
-            f'<div class="row empty" id="{escape(row.id)}">{what}<span class="worst"></span>'
-            '<span class="entries"></span><span class="badge none">not run</span></div>'
-        )
-        return
-    badge = (
-        '<span class="badge holds">✓ holds</span>'
-        if row.passed
-        else '<span class="badge short">✗ fails</span>'
-    )
-    worst = "".join(_worst(label, m) for label, m in row.worst)
-    yield (
-        f'<details class="row{"" if row.passed else " fails"}" id="{escape(row.id)}"'
-        f"{'' if row.passed else ' open'}><summary>{what}"
-        f'<span class="worst" role="list">{worst}</span>'
-        f'<span class="entries">{number(row.entries)}</span>{badge}</summary>'
-    )
-    yield from table(row.measurements)
-    yield "</details>"
-
-
-def _worst(label: str, m: Measurement) -> str:
-    over = "" if m.passed else " over"
-    used = min(allowance_used(m), 1.0)
-    return (
-        f'<span role="listitem"><span class="metric">{escape(label)}</span>'
-        f'<span class="value{over}">{value_text(m)}</span>'
-        f'<span class="bound">{bound_text(m)}</span>'
-        f'<span class="meter{over}" title="{100 * used:.0f} % of the allowance">'
-        f'<i style="width:{100 * used:.1f}%"></i></span></span>'
-    )
-
-
-def table(measurements: Sequence[Measurement], with_row: bool = False) -> Iterator[str]:
-    yield (
-        '<div class="every" tabindex="0"><table><thead><tr><th>Case</th><th>Backend</th>'
-        '<th>Quantity, metric</th><th class="n">Value</th><th>Bound</th>'
-        '<th class="n">Entries</th></tr></thead><tbody>'
-    )
-    for m in measurements:
-        row = f'<a href="#{escape(m.row)}">{escape(m.row)}</a> · ' if with_row else ""
-        yield (
-            f'<tr{"" if m.passed else " class=over"}><td class="case">{row}{escape(m.case)}</td>'
-            f'<td class="b">{escape(backend_name(m.backend))}</td>'
-            f'<td class="q">{escape(m.quantity)}, {escape(m.metric)}</td>'
-            f'<td class="n value">{"" if m.passed else "✗ "}{value_text(m)}</td>'
-            f'<td class="b to">{bound_text(m)}</td>'
-            f'<td class="n size">{number(m.entries)}</td></tr>'
-        )
-    yield "</tbody></table></div>"
-
-
 _ESSENTIALS = ("suite", "seed", "torch", "jax", "python", "system")  # read without opening
 
 _MOST_FAILURES = 12
 
-_GLOSSARY = (
-    ("oracle", "every value and gradient in closed form, in float64, without either framework"),
-    ("u", "2⁻²⁴ = 5.96e-8, half the spacing of float32 numbers just above 1"),
-    ("ULP", "distance in units of the spacing of the result's own floating-point format"),
-    (
-        "tau",
-        "the largest error of an entry over u times its error bound; a few, whatever the sizes",
-    ),
-    ("rho", "the error's norm over the oracle's norm, in units of u"),
-    ("error ratio", "the larger of the two backends' errors over the smaller one"),
-    (
-        "meter",
-        "how much of what the bound allows was used: empty is exact, full is the bound or more",
-    ),
-)
+# Of a row that was not run, holds or does not: the class of the sheet, and the words.
+_BADGES = {None: ("none", "not run"), True: ("holds", "✓ holds"), False: ("short", "✗ fails")}
 
 
-def render_page(result: ParityResult, statements: Mapping[str, str]) -> str:
+def render_page(result: ParityResult, statements: Mapping[str, str] | None = None) -> str:
     """The whole page; `statements` gives each contract row its line."""
     rows = summarise(result, statements)
-    style = files("xentlib.tools.parity.report").joinpath("page.css").read_text(encoding="utf-8")
-    body = "\n".join(
-        part
-        for section in (_header, _not_run, _failures, contract, histograms, training, _closing)
-        for part in section(result, rows)
-    )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_mark(result)[0]} xentlib parity</title>\n"
-        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    sections = (_header, _failures, _contract, histograms, training)
+    body = "\n".join(part for section in sections for part in section(result, rows))
+    folder = files("xentlib.tools.parity.report")
+    page, style = (folder.joinpath(f"page.{x}").read_text("utf-8") for x in ("html", "css"))
+    return Template(page).substitute(mark=_mark(result)[0], style=style, body=body)
 
 
 def _mark(result: ParityResult) -> tuple[str, str]:
     """A sign and a class of the sheet: holds, does not, or is not known yet."""
     if result.failed or not all(m.passed for m in result.measurements):
-        return "✗", " fail"
-    return ("✓", "") if result.passed else ("…", " open") if result.missing else ("✗", " fail")
+        return "✗", ".fail"
+    return ("✓", "") if result.passed else ("…", ".open") if result.missing else ("✗", ".fail")
 
 
-def _header(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
+def _header(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
     mark, kind = _mark(result)
-    failed = sum(not m.passed for m in result.measurements)
-    total = len(result.measurements)
-    counted = f"{failed:,} of {total:,} measurements" if failed else f"All {total:,} measurements"
-    yield '<p class="kicker">xentlib parity</p>'
-    yield (
-        f'<header class="verdict{kind}">'
-        f'<h1><span class="mark" aria-hidden="true">{mark}</span>'
-        f"{escape(verdict(result, rows))}</h1>"
-        f"<p>{counted} {'are outside' if failed else 'are within'} their bounds.</p></header>"
-        if total
-        else f'<header class="verdict{kind}"><h1>{escape(verdict(result, rows))}</h1></header>'
-    )
-    held, measured = (sum(row.passed is p for row in rows) for p in (True, False))
-    audit = next((row for row in rows if row.id == "A1" and row.measurements), None)
-    figures = [
-        ("Contract rows that hold", f"{held} of {held + measured}"),
-        ("Entries compared", number(sum(row.entries for row in rows))),
-        ("Time taken", duration(result.seconds)),
-    ]
-    if audit:
-        unequal = sum(m.value for m in audit.measurements)
-        figures.insert(
-            2, ("Unequal in audit mode", f"{number(unequal)} of {number(audit.entries)}")
-        )
-    yield '<dl class="figures">'
-    yield from (f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in figures)
-    yield "</dl>"
-    for name in sorted(k for k, v in result.environment.items() if v.startswith("left out")):
-        yield f'<p class="note"><b>{escape(name)}</b> {escape(result.environment[name])}</p>'
-    if result.environment:
-        named = [k for k in _ESSENTIALS if k in result.environment]
-        essentials = " · ".join(f"{k} {result.environment[k]}" for k in named)
-        yield (
-            f'<details class="environment"><summary><b>Environment</b>{escape(essentials)}'
-            "</summary><dl>"
-        )
-        for key, value in result.environment.items():
-            wide = ' class="long"' if len(value) > 26 else ""
-            yield f"<div{wide}><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
-        yield "</dl></details>"
+    total, failed = len(result.measurements), sum(not m.passed for m in result.measurements)
+    within = f"All {total:,} measurements are within their bounds."
+    outside = f"{failed:,} of {total:,} measurements are outside their bounds."
+    counted = [element("p", outside if failed else within)] if total else []
+    sign = [element("span.mark", mark, aria_hidden="true")] if total else []
+    yield element("p.kicker", "xentlib parity")
+    yield element(f"header.verdict{kind}", element("h1", *sign, verdict(result, rows)), *counted)
+    held, short = (sum(row.passed is passed for row in rows) for passed in (True, False))
+    figures = {
+        "Contract rows that hold": f"{held} of {held + short}",
+        "Entries compared": number(sum(row.entries for row in rows)),
+    }
+    for row in rows:
+        if row.id == "A1" and row.measurements:
+            unequal = number(sum(m.value for m in row.measurements))
+            figures["Unequal in audit mode"] = f"{unequal} of {number(row.entries)}"
+    figures["Time taken"] = duration(result.seconds)
+    yield element("dl.figures", lines(_fact(*figure) for figure in figures.items()))
+    environment = result.environment
+    for name in sorted(key for key, value in environment.items() if value.startswith("left out")):
+        yield element("p.note", element("b", name), f" {environment[name]}")
+    if environment:
+        essentials = " · ".join(f"{k} {environment[k]}" for k in _ESSENTIALS if k in environment)
+        facts = (_fact(k, v, ".long" if len(v) > 26 else "") for k, v in environment.items())
+        listed = element("dl", lines(facts))
+        yield _folded("details.environment", "Environment", essentials, listed)
     if result.planned:
-        took = {section.name: section for section in result.sections}
-        yield (
-            '<details class="environment"><summary><b>Sections</b>'
-            f"{len(took)} of {len(result.planned)} have been run</summary><dl>"
-        )
-        for name in result.planned:
-            section = took.get(name)
-            state = "not run" if section is None else duration(section.seconds)
-            what = f"{name}, could not be run" if section and section.error else name
-            yield f'<div class="long"><dt>{escape(state)}</dt><dd>{escape(what)}</dd></div>'
-        yield "</dl></details>"
+        took = {section.name: duration(section.seconds) for section in result.sections}
+        ends = {section.name: f"{section.name}, could not be run" for section in result.failed}
+        facts = (_fact(took.get(x, "not run"), ends.get(x, x), ".long") for x in result.planned)
+        count = f"{len(took)} of {len(result.planned)} have been run"
+        yield _folded("details.environment", "Sections", count, element("dl", lines(facts)))
 
 
-def _not_run(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
-    """The sections that could not be run, each with all that it said."""
-    if not result.failed:
-        return
-    yield '<section class="failures"><h2>What could not be run</h2>'
-    for section in result.failed:
-        yield (
-            f"<details><summary><b>{escape(section.name)}</b> {escape(section.reason)}</summary>"
-            f"<pre>{escape(section.error)}</pre></details>"
-        )
-    yield "</section>"
+def _fact(name: str, value: str, kind: str = "") -> Markup:
+    return element(f"div{kind}", element("dt", name), element("dd", value))
 
 
-def _failures(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
-    """What fell short, before anything else."""
+def _folded(kind: str, title: str, text: str, content: Markup) -> Markup:
+    """Content that is there to be opened."""
+    return element(kind, element("summary", element("b", title), text), content)
+
+
+def _failures(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
+    """What could not be run, with all that it said, and what fell short, before anything else."""
+    errors = [
+        _folded("details", section.name, f" {section.reason}", element("pre", section.error))
+        for section in result.failed
+    ]
     failed = [m for row in rows for m in row.measurements if not m.passed]
-    if not failed:
-        return
-    yield '<section class="failures"><h2>What fell short</h2>'
-    yield from table(failed[:_MOST_FAILURES], with_row=True)
+    short = [_table(failed[:_MOST_FAILURES], with_row=True)] if failed else []
     if len(failed) > _MOST_FAILURES:
-        yield f"<p>and {len(failed) - _MOST_FAILURES:,} more, in the rows below</p>"
-    yield "</section>"
+        short.append(element("p", f"and {len(failed) - _MOST_FAILURES:,} more, in the rows below"))
+    for title, parts in (("What could not be run", errors), ("What fell short", short)):
+        if parts:
+            yield element("section.failures", element("h2", title), lines(parts))
 
 
-def _closing(result: ParityResult, rows: list[RowSummary]) -> Iterator[str]:
-    yield '<h2>The words</h2><dl class="glossary">'
-    yield from (f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _GLOSSARY)
-    yield "</dl>"
-    yield "<footer>The numbers behind this page are in <code>parity.json</code> beside it.</footer>"
+def _contract(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
+    yield element("h2", "The contract, row by row")
+    yield element(
+        "p.lead",
+        "The worst value of each metric beside its bound. "
+        "Open a row for every measurement behind it.",
+    )
+    worst = "Worst value, its bound, and how much of it was used"
+    titles = ("Row", "What is held", worst, "Entries", "")
+    head = element("div.head", *(element("span", title) for title in titles))
+    yield element("section.contract", lines([head, *map(_row, rows)]))
+
+
+def _row(row: RowSummary) -> Markup:
+    backends = ", ".join(map(backend_name, row.backends))
+    backends = backends.replace("PyTorch, JAX, PyTorch and JAX", "each and together")
+    badge, words = _BADGES[row.passed]
+    cells = (
+        element("span.id", row.id),
+        element("span.what", row.statement, element("small", backends)),
+        element(
+            "span.worst", *(_worst(*x) for x in row.worst), role="list" if row.worst else False
+        ),
+        element("span.entries", number(row.entries) if row.measurements else ""),
+        element(f"span.badge.{badge}", words),
+    )
+    if row.passed is None:
+        return element("div.row.empty", *cells, id=row.id)
+    table = lines([_table(row.measurements)])
+    kind = "details.row" if row.passed else "details.row.fails"
+    return element(kind, element("summary", *cells), table, id=row.id, open=not row.passed)
+
+
+def _worst(label: str, m: Measurement) -> Markup:
+    over = "" if m.passed else ".over"
+    used = 100 * min(allowance_used(m), 1.0)
+    bar = element("i", style=f"width:{used:.1f}%")
+    return element(
+        "span",
+        element("span.metric", label),
+        element(f"span.value{over}", value_text(m)),
+        element("span.bound", bound_text(m)),
+        element(f"span.meter{over}", bar, title=f"{used:.0f} % of the allowance"),
+        role="listitem",
+    )
+
+
+def _table(measurements: Iterable[Measurement], with_row: bool = False) -> Markup:
+    titles = ("Case", "Backend", "Quantity, metric", "Value", "Bound", "Entries")
+    of_numbers = ("Value", "Entries")
+    head = (element("th.n" if title in of_numbers else "th", title) for title in titles)
+    body = []
+    for m in measurements:
+        link = (element("a", m.row, href=f"#{m.row}"), " · ") if with_row else ()
+        cells = (
+            element("td.case", *link, m.case),
+            element("td.b", backend_name(m.backend)),
+            element("td.q", f"{m.quantity}, {m.metric}"),
+            element("td.n.value", f"{'' if m.passed else '✗ '}{value_text(m)}"),
+            element("td.b.to", bound_text(m)),
+            element("td.n.size", number(m.entries)),
+        )
+        body.append(element("tr" if m.passed else "tr.over", *cells))
+    table = element("table", element("thead", element("tr", *head)), element("tbody", lines(body)))
+    return element("div.every", table, tabindex="0")

@@ -1,14 +1,16 @@
-"""A run row by row, and its numbers as people read them: what table, page and `parity.json` have in
-common."""
+"""A run row by row, and its numbers as people read them: what the page and `parity.json` have in
+common, and the table on the terminal."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple, TextIO
 
-from xentlib.contract import Measurement
+from xentlib.contract import ROWS, Measurement
+from xentlib.tools.harness.table import aligned
 from xentlib.tools.parity.result import ParityResult
 
 
@@ -40,13 +42,13 @@ def number(value: float, digits: int = 3) -> str:
 def bound_text(m: Measurement) -> str:
     """The bound with its direction: "≤ 4", "≥ 99.5 %", "= 0"."""
     sign = "≥" if m.at_least else "≤" if m.bound else "="
-    return f"{sign} {_bound(m)}"
+    return f"{sign} {_bound(m)}{' %' if _is_share(m) else ''}"
 
 
 def value_text(m: Measurement) -> str:
     """The value, with as many digits as it takes to be on its own side of the bound."""
     scale, unit, digits = (100.0, " %", 4) if _is_share(m) else (1.0, "", 3)
-    value, bound = m.value * scale, float(_bound(m).removesuffix(" %").replace(",", ""))
+    value, bound = m.value * scale, float(_bound(m).replace(",", ""))
     text = number(value, digits)
     while digits < 17 and math.isfinite(value):
         shown = float(text.replace(",", ""))
@@ -59,21 +61,16 @@ def value_text(m: Measurement) -> str:
 
 
 def _bound(m: Measurement) -> str:
-    if not _is_share(m):
-        return _stripped(number(m.bound, 6))
-    return _stripped(number(m.bound * 100.0, 6)) + " %"
+    text = number(m.bound * (100.0 if _is_share(m) else 1.0), 6)
+    mantissa, e, exponent = text.partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return mantissa + e + exponent
 
 
 def _is_share(m: Measurement) -> bool:
     """A floor below one is a share of the entries, and is read as a percentage."""
     return m.at_least and 0 < m.bound < 1
-
-
-def _stripped(text: str) -> str:
-    mantissa, e, exponent = text.partition("e")
-    if "." in mantissa:
-        mantissa = mantissa.rstrip("0").rstrip(".")
-    return mantissa + e + exponent
 
 
 def duration(seconds: float) -> str:
@@ -87,8 +84,7 @@ def duration(seconds: float) -> str:
 _NAMES = {"torch": "PyTorch", "jax": "JAX", "torch/jax": "PyTorch and JAX"}
 
 
-@dataclass(frozen=True, slots=True)
-class RowSummary:
+class RowSummary(NamedTuple):
     """One row of the contract: what it states and the worst that was found."""
 
     id: str
@@ -106,8 +102,6 @@ class RowSummary:
 
 def row_statements() -> dict[str, str]:
     """The contract's rows, id -> one line."""
-    from xentlib.contract import ROWS
-
     return {
         name: row.quantity if row.inputs == "any" else f"{row.quantity} · {row.inputs}"
         for name, row in ROWS.items()
@@ -124,8 +118,12 @@ def worst_first(measurements: Iterable[Measurement]) -> list[Measurement]:
     return sorted(measurements, key=lambda m: (m.passed, -allowance_used(m)))
 
 
-def summarise(result: ParityResult, statements: Mapping[str, str]) -> list[RowSummary]:
-    """Every row of the contract in its order, then rows the contract does not name."""
+def summarise(
+    result: ParityResult, statements: Mapping[str, str] | None = None
+) -> list[RowSummary]:
+    """Every row of the contract in its order, then rows the contract does not name; `statements`
+    are by default the contract's own."""
+    statements = row_statements() if statements is None else statements
     rows: dict[str, list[Measurement]] = {name: [] for name in statements}
     for m in result.measurements:
         rows.setdefault(m.row, []).append(m)
@@ -137,16 +135,11 @@ def summarise(result: ParityResult, statements: Mapping[str, str]) -> list[RowSu
 
 def _summary(name: str, statement: str, measurements: list[Measurement]) -> RowSummary:
     ranked = worst_first(measurements)
-    worst: dict[tuple[str, float, bool], Measurement] = {}
-    for m in measurements:  # the metrics keep the order in which they were measured
-        worst.setdefault((m.metric, m.bound, m.at_least), m)
-    for m in reversed(ranked):
-        worst[m.metric, m.bound, m.at_least] = m
+    # The metrics keep the order in which they were measured, and each the worst of its values.
+    worst = {(m.metric, m.bound, m.at_least): m for m in (*measurements, *reversed(ranked))}
     metrics = [metric for metric, _, _ in worst]
-    entries: dict[tuple[str, str, str], int] = {}
-    for m in measurements:
-        key = (m.backend, m.case, m.quantity)
-        entries[key] = max(entries.get(key, 0), m.entries)
+    fewest_first = sorted(measurements, key=lambda m: m.entries)
+    entries = {(m.backend, m.case, m.quantity): m.entries for m in fewest_first}
     return RowSummary(
         id=name,
         statement=statement or ", ".join(dict.fromkeys(m.quantity for m in measurements)),
@@ -186,12 +179,77 @@ def verdict(result: ParityResult, rows: list[RowSummary]) -> str:
     measured = {name for m in result.measurements for name in m.backend.split("/")}
     who = [_NAMES[name] for name in ("torch", "jax") if name in measured]
     held = sum(row.passed is True for row in rows)
-    verb = "holds" if len(who) == 1 else "hold"
-    every = "the one row" if held == 1 else f"all {held} rows"
-    return f"{_listed(who) or 'It'} {verb} {every} of the contract that were measured".replace(
-        "row of the contract that were", "row of the contract that was"
-    )
+    holds = "holds" if len(who) == 1 else "hold"
+    which, were = ("the one row", "was") if held == 1 else (f"all {held} rows", "were")
+    return f"{_listed(who) or 'It'} {holds} {which} of the contract that {were} measured"
 
 
 def _listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+# --- the table on the terminal -------------------------------------------------------------------
+
+_COLUMNS = ("row", "what", "backend", "metric", "worst", "bound", "entries", "result")
+LOG_WIDTH = 128  # columns of a table that goes to a file or a pipe
+
+
+def print_table(
+    result: ParityResult, stream: TextIO, statements: Mapping[str, str] | None = None
+) -> None:
+    """One line a row of the contract, one line a metric within it; below them what could not be
+    run, and the verdict."""
+    rows = summarise(result, statements)
+    try:
+        _rich_table(rows, stream)
+    except ModuleNotFoundError:
+        lines = (line for row in rows for line in _lines(row))
+        print("\n".join(aligned([_COLUMNS, *lines])), file=stream)
+    for section in result.failed:
+        print(f"\n{section.name} could not be run: {section.reason}", file=stream)
+    taken = f"{len(result.measurements):,} measurements in {duration(result.seconds)}"
+    print(f"\n{verdict(result, rows)}. {taken}.", file=stream)
+
+
+def _lines(row: RowSummary) -> list[list[str]]:
+    """A row of the contract as lines of the table: one a metric, the first with what they share."""
+    shared = [row.id, row.statement, ", ".join(row.backends) or "–"]
+    result = [number(row.entries) if row.entries else "", row.status]
+    metrics = [[label, value_text(m), bound_text(m)] for label, m in row.worst]
+    first, *others = metrics or [["", "", ""]]
+    return [[*shared, *first, *result], *(["", "", "", *metric, "", ""] for metric in others)]
+
+
+def _rich_table(rows: list[RowSummary], stream: TextIO) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=stream)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(file=stream, width=LOG_WIDTH)
+    narrow = console.width < 100
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in _COLUMNS:
+        if name == "backend" and narrow:
+            continue
+        # Numbers are never cut; where there is little room the words wrap.
+        table.add_column(
+            name,
+            justify="right" if name in ("worst", "bound", "entries") else "left",
+            overflow="fold",
+            no_wrap=name not in ("what", "metric"),
+            ratio={"what": 3, "metric": 2}.get(name) if narrow else None,
+        )
+    for row in rows:
+        for i, line in enumerate(_lines(row)):
+            cells = [Text(cell) for cell in line]
+            if narrow:
+                what, backends = cells[1], cells.pop(2)
+                what.append(f" · {backends}" if row.backends and i == 0 else "")
+            if row.worst and not row.worst[i][1].passed:
+                cells[-4].stylize("bold red")
+            cells[-1].stylize({None: "", True: "green", False: "bold red"}[row.passed])
+            table.add_row(*cells, style="dim" if row.passed is None else "")
+    console.print(table)

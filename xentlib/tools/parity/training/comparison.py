@@ -14,7 +14,7 @@ import numpy as np
 
 from xentlib.contract import Bound, Measurement, check
 from xentlib.reference import nll_reference
-from xentlib.tools.parity.progress import Planned, Progress, SilentProgress
+from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section, TrainingCurve
 from xentlib.tools.parity.training.loop import ADAMW, AdamW, HeadStep, train
 from xentlib.tools.parity.training.model import ModelSizes, Weights, initial_weights
@@ -149,7 +149,7 @@ def run_training(
         ValueError: a text that cannot be used.
         ModuleNotFoundError: `tokenizers`, or a framework that was asked for, is missing.
     """
-    progress = progress or SilentProgress()
+    progress = progress or Progress()
     progress.stage("training, vocabulary", 3)
     documents = read_documents(text)
     progress.advance(f"{sum(map(len, documents)):,} characters")
@@ -169,4 +169,4 @@ def training_section(backends: Sequence[str], *, text: Path | None, seed: int) -
     def run(progress: Progress, slowness: float) -> Section:
         return run_training(backends, text=text, seed=seed, progress=progress)
 
-    return Planned("training", STEPS, run)
+    return Planned("training", STEPS, run, step_seconds=0.65)

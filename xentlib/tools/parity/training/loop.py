@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.tools.parity.progress import Progress, SilentProgress
+from xentlib.tools.parity.progress import Progress
 from xentlib.tools.parity.result import TrainingCurve
 from xentlib.tools.parity.training.model import ModelSizes, Weights
 from xentlib.tools.parity.training.text import TextWindow
@@ -95,7 +95,7 @@ def train(
         ValueError: an unknown backend.
         ModuleNotFoundError: its framework is not installed; JAX needs flax and optax as well.
     """
-    progress = progress or SilentProgress()
+    progress = progress or Progress()
     if backend not in NAMES:
         raise ValueError(f"`backend` must be 'torch' or 'jax'; got {backend!r}.")
     progress.stage(f"training, {NAMES[backend]}", len(windows))
