@@ -12,21 +12,27 @@ import numpy as np
 import pytest
 
 from xentlib.tools.bench.cases import CASES, DTYPES, SUITES
-from xentlib.tools.bench.contestant import (
+from xentlib.tools.bench.implementation import (
     BARE,
     FLOOR,
     KINDS,
     OURS,
     PER_TOKEN,
     TRAINING,
-    Contestant,
     Lineup,
+    TimedCall,
 )
-from xentlib.tools.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
 from xentlib.tools.bench.plot import draw
-from xentlib.tools.bench.report import as_json, from_json
-from xentlib.tools.bench.result import ContestantResult, Report, Run
-from xentlib.tools.bench.worker import Request, WorkerError, ask
+from xentlib.tools.bench.report import Report, Result, Run, as_json, from_json
+from xentlib.tools.bench.worker import (
+    SLOW,
+    SLOW_ROUNDS,
+    Request,
+    WorkerError,
+    ask,
+    measure,
+    order_of_round,
+)
 from xentlib.tools.cli import bench as cli
 
 TINY = CASES["tiny"]
@@ -50,12 +56,27 @@ def test_rounds_turn():
     assert rounds[1] == rounds[0][::-1]
 
 
+class Played(Lineup):
+    """Whose calls are given."""
+
+    place = bare = call = None
+
+    def __init__(self):
+        pass
+
+    def wait(self):
+        pass
+
+    def ready(self, result):
+        pass
+
+
 @pytest.mark.slow
 def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
     now, calls = [0.0], []
-    monkeypatch.setattr("xentlib.tools.bench.measure.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("xentlib.tools.bench.worker.time.perf_counter", lambda: now[0])
 
-    def contestant(name, seconds):
+    def timed(name, seconds):
         def run():
             if seconds is None:
                 raise MemoryError("64 GiB\nand a stack")
@@ -64,11 +85,11 @@ def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
             return (np.float64(1),)
 
         excuse = "needs CUDA" if name == "absent" else None
-        return Contestant(name, "loss", run, excuse=excuse)
+        return TimedCall(name, "loss", run, excuse=excuse)
 
     speeds = {FLOOR: 1.0, OURS: 1.5, "slow": 1.1 * SLOW, "too big": None, "absent": 1.0}
-    contestants = tuple(contestant(*item) for item in speeds.items())
-    field = Lineup(contestants, "cpu", lambda: None, lambda result: None, None)
+    field = Played()
+    field.calls = [timed(*item) for item in speeds.items()]
     rounds = SLOW_ROUNDS + 4
     rows = {row.contestant: row for row in measure(field, rounds)}
     assert [len(rows[name].seconds) for name in speeds] == [rounds, rounds, SLOW_ROUNDS, 0, 0]
@@ -137,7 +158,7 @@ def test_a_worker_that_fails_says_why():
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
-def test_some_contestants(tmp_path, capsys):
+def test_some_implementations(tmp_path, capsys):
     """Beside the bare products and ours; a name that the backend's table has not is refused."""
     words = ("--backend", "torch", "--case", "tiny", "--dtype", "fp32", "--rounds", "1")
     words += ("--kind", "loss", "--no-memory", "--out", str(tmp_path))
@@ -148,13 +169,13 @@ def test_some_contestants(tmp_path, capsys):
     assert "no contestant nobody in torch's table" in capsys.readouterr().err
 
 
-def test_a_contestant_without_numbers_is_shown_with_its_reason():
-    rows = [ContestantResult(FLOOR, k, [1.0]) for k in KINDS] + [
-        ContestantResult(OURS, k, [2.0], peak_bytes=MIB, plan_bytes=2 * MIB) for k in KINDS
+def test_an_implementation_without_numbers_is_shown_with_its_reason():
+    rows = [Result(FLOOR, k, [1.0]) for k in KINDS] + [
+        Result(OURS, k, [2.0], peak_bytes=MIB, plan_bytes=2 * MIB) for k in KINDS
     ]
-    rows.append(ContestantResult("huge", TRAINING, failed="out of memory"))
-    rows.append(ContestantResult("huge", PER_TOKEN, failed="has no loss per token"))
-    rows.append(ContestantResult("huge", "loss", [3.0]))
+    rows.append(Result("huge", TRAINING, failed="out of memory"))
+    rows.append(Result("huge", PER_TOKEN, failed="has no loss per token"))
+    rows.append(Result("huge", "loss", [3.0]))
     run = Run("torch", TINY, "float32", "cpu", 2, 1, rows)
     run.pair_with_floor()
     report = Report({"cpu": "c", "cores": "2", "python": "3", "date": "today"}, [run])

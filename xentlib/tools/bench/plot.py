@@ -12,9 +12,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xentlib.tools.bench.contestant import BARE, OURS, TRAINING
-from xentlib.tools.bench.report import alike
-from xentlib.tools.bench.result import Report, Run
+from xentlib.tools.bench.implementation import BARE, OURS, TRAINING
+from xentlib.tools.bench.report import Report, Run, alike
 from xentlib.tools.harness.plot import (
     COLOURS,
     INK,

@@ -12,9 +12,15 @@ from typing import NamedTuple
 
 from xentlib.plan import peak_bytes, plan_chunks
 from xentlib.tools.bench.cases import CASES, DTYPES, SUITES, HeadSizes, Suite
-from xentlib.tools.bench.contestant import BARE, KINDS, OURS, PER_TOKEN, TRAINING, Kind
-from xentlib.tools.bench.report import as_markdown, environment_line, print_run, write_json
-from xentlib.tools.bench.result import Report, Run
+from xentlib.tools.bench.implementation import BARE, KINDS, OURS, PER_TOKEN, TRAINING, Kind
+from xentlib.tools.bench.report import (
+    Report,
+    Run,
+    as_markdown,
+    environment_line,
+    print_run,
+    write_json,
+)
 from xentlib.tools.bench.worker import Request, WorkerError, ask
 from xentlib.tools.cli.arguments import Row, add_rows, whole
 from xentlib.tools.harness.environment import environment
@@ -119,7 +125,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
 
 def run_one(job: Job, backend: str, args: argparse.Namespace, progress: StatusLine) -> Run:
-    """All contestants in one process; then resident memory, each in its own."""
+    """All implementations in one process; then resident memory, each in its own."""
     case, dtype, kinds, rounds = job
     what = f"{case.name} {dtype} {backend}"
     request = Request(
