@@ -34,6 +34,7 @@ from xentlib.tools.bench.worker import (
     order_of_round,
 )
 from xentlib.tools.cli import bench as cli
+from xentlib.tools.cli.command import add_arguments
 
 TINY = CASES["tiny"]
 MIB = 1 << 20
@@ -108,7 +109,7 @@ def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
 
 def arguments(*words):
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+    add_arguments(parser, cli)
     return parser.parse_args(words)
 
 

@@ -176,7 +176,7 @@ class Lineup(ABC):
         """Into buffers that are already there if `reuse`."""
 
     @abstractmethod
-    def call(self, row: Implementation, kind: Kind) -> dict[str, Callable[[], Any]]:
+    def call(self, row: Implementation, kind: Kind) -> dict[str, Any]:
         """`run` and `peak_bytes` of a row."""
 
     @abstractmethod

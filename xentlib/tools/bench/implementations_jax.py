@@ -169,7 +169,7 @@ class Field(Lineup):
     def bare(self, *, reuse: bool) -> JaxProducts:
         return JaxProducts(*self.inputs[:2], reuse=reuse)
 
-    def call(self, row: Implementation, kind: Kind) -> dict[str, Callable[[], Any]]:
+    def call(self, row: Implementation, kind: Kind) -> dict[str, Any]:
         reduction = "none" if kind == PER_TOKEN else "mean"
 
         def function(x_NH: Array, w_VH: Array, y_N: Array, upstream_N: Array) -> tuple[Array, ...]:

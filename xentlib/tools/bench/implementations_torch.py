@@ -150,7 +150,7 @@ class Field(Lineup):
     def bare(self, *, reuse: bool) -> TorchProducts:
         return TorchProducts(self.hidden_NH, self.weight_VH, reuse=reuse)
 
-    def call(self, row: Implementation, kind: Kind) -> dict[str, Callable[[], Any]]:
+    def call(self, row: Implementation, kind: Kind) -> dict[str, Any]:
         # Leaves of this call's own: no gradient is ever accumulated, so nothing is shared.
         leaves = self.hidden_NH.detach().requires_grad_(), self.weight_VH.detach().requires_grad_()
         reduction = "none" if kind == PER_TOKEN else "mean"

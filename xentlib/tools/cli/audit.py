@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.tools.audit.problem import KINDS
-from xentlib.tools.cli.arguments import Row, add_rows
-from xentlib.tools.cli.errors import UsageError
+from xentlib.tools.cli.command import Row
 from xentlib.tools.cli.requirements import BACKENDS, prepare
+from xentlib.tools.errors import UsageError
 
 NUMBERS = {
     "softcap": "softcap of the logits that the step applies",
@@ -35,30 +35,18 @@ RANKS = (
     "of JAX: devices over which the step spreads the rows; of PyTorch torchrun says it (default: 1)"
 )
 FRAMEWORK = "default: the framework that the module has imported"
+TARGET = "the step, importable from the current directory: train:step of train.py"
+ONE_DOCUMENT = "a row is one document: the step need not tell several apart"
 ARGUMENTS: tuple[Row, ...] = (
+    ("target", str, None, "MODULE:FUNCTION", TARGET),
     ("--backend", BACKENDS, None, None, FRAMEWORK),
     ("--kind", KINDS, None, None, CALLS),
     ("--bias", bool, None, None, "the head has a bias"),
     *((f"--{x.replace('_', '-')}", float, None, "X", words) for x, words in NUMBERS.items()),
     ("--ranks", int, None, "N", RANKS),
     ("--out", Path, None, "FILE", "write the report as JSON too"),
+    ("--no-documents", bool, None, None, ONE_DOCUMENT),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.add_argument(
-        "target",
-        metavar="MODULE:FUNCTION",
-        help="the step, importable from the current directory: train:step of train.py",
-    )
-    add_rows(parser, ARGUMENTS)
-    parser.add_argument(
-        "--no-documents",
-        dest="documents",
-        action="store_false",
-        help="a row is one document: the step need not tell several apart",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             "`xentlib audit` of a step in JAX must be run in one process; got several of "
             "torchrun's. Run it without, and pass `--ranks N` for N devices."
         )
-    options: dict[str, Any] = {"bias": args.bias, "documents": args.documents}
+    options: dict[str, Any] = {"bias": args.bias, "documents": not args.no_documents}
     options |= {x: getattr(args, x) for x in NUMBERS if getattr(args, x) is not None}
     if args.out is not None:
         _write(args.out, "")  # before the step is run, not after it

@@ -22,57 +22,48 @@ from xentlib.tools.bench.report import (
     write_json,
 )
 from xentlib.tools.bench.worker import Request, WorkerError, ask
-from xentlib.tools.cli.arguments import Row, add_rows, whole
+from xentlib.tools.cli.command import Row, whole
+from xentlib.tools.cli.requirements import BACKENDS
 from xentlib.tools.harness.environment import environment
 
-BACKENDS = ("torch", "jax")
 SHORT = {"fp32": "float32", "bf16": "bfloat16"}
-
-
 ABOUT_SUITES = "; ".join(f"{name} ({suite.about})" for name, suite in SUITES.items())
 ABOUT_CASES = "; ".join(f"{case.name} ({case.about})" for case in CASES.values())
+WHOSE = "whose functions; both takes those that are installed"
 OF_MORE = "several shapes at once, with dtypes, kinds and rounds that suit them: "
+OUT = "folder for bench.json, bench.md and bench.pdf, .png and .svg"
+RESIDENT = "growth of resident memory as well: one more process a contestant"
+WHO = "who is timed beside the bare GEMMs and xentlib (default: all that can be)"
+DTYPE = f"of hidden and weight: {', '.join(DTYPES)} (default: all)"
+SEVERAL = {"nargs": "+"}
 ARGUMENTS: tuple[Row, ...] = (
-    (
-        "--backend",
-        (*BACKENDS, "both"),
-        "both",
-        None,
-        "whose functions; both takes those that are installed",
-    ),
+    ("--backend", (*BACKENDS, "both"), "both", None, WHOSE),
     ("--suite", tuple(SUITES), None, None, OF_MORE + ABOUT_SUITES),
     ("--rounds", whole, None, "N", "each runs every contestant once (default: 10)"),
     ("--device", str, "auto", None, "cpu, cuda; auto takes what the framework takes"),
-    ("--out", Path, None, "DIR", "folder for bench.json, bench.md and bench.pdf, .png and .svg"),
+    ("--out", Path, None, "DIR", OUT),
     ("--seed", int, 0, "N", "of the inputs"),
     ("--no-memory", bool, None, None, "leave memory out"),
+    ("--resident", bool, None, None, RESIDENT),
     (
-        "--resident",
-        bool,
+        "--case",
+        tuple(sorted(CASES)),
         None,
-        None,
-        "growth of resident memory as well: one more process a contestant",
+        "NAME",
+        f"shapes: {ABOUT_CASES} (default: cpu)",
+        SEVERAL,
     ),
+    (
+        "--kind",
+        KINDS,
+        None,
+        "KIND",
+        f"what is computed: {', '.join(KINDS)} (default: all)",
+        SEVERAL,
+    ),
+    ("--contestant", str, None, "NAME", WHO, SEVERAL),
+    ("--dtype", DTYPES, None, "DTYPE", DTYPE, SEVERAL | {"type": lambda x: SHORT.get(x, x)}),
 )
-WHO = "who is timed beside the bare GEMMs and xentlib (default: all that can be)"
-SEVERAL: tuple[Row, ...] = (
-    ("--case", tuple(sorted(CASES)), None, "NAME", f"shapes: {ABOUT_CASES} (default: cpu)"),
-    ("--kind", KINDS, None, "KIND", f"what is computed: {', '.join(KINDS)} (default: all)"),
-    ("--contestant", str, None, "NAME", WHO),
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_rows(parser, ARGUMENTS)
-    add_rows(parser, SEVERAL, nargs="+")
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        choices=DTYPES,
-        type=lambda name: SHORT.get(name, name),
-        metavar="DTYPE",
-        help=f"of hidden and weight: {', '.join(DTYPES)} (default: all)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:

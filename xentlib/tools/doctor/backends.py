@@ -1,16 +1,20 @@
-"""The two backends: whether they can be imported, their devices, and whose kernels compute."""
+"""The two backends: whether they can be imported, their devices, whose kernels compute, and a few
+rows of the contract."""
 
 from __future__ import annotations
 
 import os
 import platform
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from xentlib.contract import Measurement, failures
 from xentlib.kernels import CHOICES, VARIABLE
-from xentlib.tools.doctor.finding import Finding, Status
-from xentlib.tools.doctor.packages import there, version_of
+from xentlib.tools.doctor.packages import Finding, Status, there, version_of
 
 # What changes who computes, where, or which bits come out.
 VARIABLES = (
@@ -118,15 +122,10 @@ def _wrappers(torch: Any) -> Finding:
     if not torch.distributed.is_available():
         text = "this build of PyTorch has no torch.distributed"
         return Finding("trainers", name, "note", text, "install another build for several ranks")
-    made = [
-        kind
-        for kind, has in (
-            ("gloo", torch.distributed.is_gloo_available),
-            ("nccl", torch.distributed.is_nccl_available),
-        )
-        if has()
-    ]
-    return Finding("trainers", name, "ok", f"of PyTorch; process groups: {', '.join(made)}")
+    dist = torch.distributed
+    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
+    groups = [*(["gloo"] if gloo else []), *(["nccl"] if nccl else [])]
+    return Finding("trainers", name, "ok", f"of PyTorch; process groups: {', '.join(groups)}")
 
 
 # --- JAX ------------------------------------------------------------------------------------------
@@ -150,3 +149,45 @@ def jax_findings() -> list[Finding]:
         cure = "pip install 'jax[cuda13]' or 'jax[cuda12]', as your driver allows"
         return [Finding("devices", "jax", "note", text, cure), kernels]
     return [Finding("devices", "jax", "ok", text), kernels]
+
+
+# --- rows of the contract -------------------------------------------------------------------------
+
+
+def measured_rows(backends: tuple[str, ...], device: str) -> tuple[list[Measurement], Finding]:
+    """What was measured; and which rows, how many measurements, and the worst of those that fall
+    short."""
+    from xentlib.tools.parity.progress import SilentProgress
+    from xentlib.tools.parity.suite import few_sections
+
+    begin = time.perf_counter()
+    measured: list[Measurement] = []
+    failed: list[str] = []
+    with on_cpu(backends) if device == "cpu" else nullcontext():
+        for part in few_sections(backends, device):
+            try:
+                measured += part.run(SilentProgress(), 1.0).measurements
+            except Exception as error:  # noqa: BLE001 - the other sections do not hang on it
+                message = f"{type(error).__name__}: {error}".partition("\n")[0]
+                failed.append(f"{part.name} could not be run: {message}")
+    seconds = time.perf_counter() - begin
+    rows = sorted({m.row for m in measured}, key=lambda row: int(row[1:]))
+    about = f"{len(measured)} measurements of rows {', '.join(rows)} on {device} in {seconds:.0f} s"
+    short = [m for m in measured if not m.passed]
+    if failed or short or not measured:
+        words = "; ".join([*failures(short)[:3], *failed]) or "nothing could be measured"
+        cure = "run `xentlib parity` for all rows, and report what it writes"
+        return measured, Finding("contract", "rows", "bad", f"{words} ({about})", cure)
+    words = f"{about}, all within their bounds; `xentlib parity` measures the others"
+    if device != "cpu":
+        words += "; off the CPU the contract makes no claim yet"
+    return measured, Finding("contract", "rows", "ok", words)
+
+
+def on_cpu(backends: Sequence[str]) -> AbstractContextManager[Any]:
+    """JAX too, where it would take its accelerator and PyTorch has none."""
+    if "jax" not in backends:
+        return nullcontext()
+    import jax
+
+    return jax.default_device(jax.devices("cpu")[0])
