@@ -146,14 +146,16 @@ def test_the_command_writes_what_it_measured(tmp_path, capsys):
 @pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
 def test_a_worker_of_its_own_for_resident_memory():
     kinds = (TRAINING, "loss")
-    answer = ask(Request("resident", "torch", TINY, "float32", "cpu", only=(OURS,), kinds=kinds))
+    answer = ask(
+        Request("torch", TINY, "float32", kinds, device="cpu", only=(OURS,), task="resident")
+    )
     assert [(row.contestant, row.kind) for row in answer["rows"]] == [(OURS, k) for k in kinds]
     assert [row.failed for row in answer["rows"]] == [None, None]
 
 
 def test_a_worker_that_fails_says_why():
     with pytest.raises(WorkerError, match=r"ended with status 1:[\s\S]*int8"):
-        ask(Request("time", "torch", TINY, "int8", "cpu"))
+        ask(Request("torch", TINY, "int8", device="cpu"))
 
 
 @pytest.mark.slow
@@ -208,18 +210,22 @@ def test_arguments():
 
 
 def test_what_is_asked_for():
-    (one, two) = cli.jobs(arguments())
-    assert one == (CASES["cpu"], "float32", KINDS, 10)
-    assert two == (CASES["cpu"], "bfloat16", KINDS, 10)
-    found = cli.jobs(arguments("--suite", "cpu"))
+    asked = cli.requests(arguments(), FRAMEWORKS)
+    assert asked == [
+        Request(backend, CASES["cpu"], dtype, KINDS, 10)
+        for dtype in ("float32", "bfloat16")
+        for backend in FRAMEWORKS
+    ]
+    found = cli.requests(arguments("--suite", "cpu"), ("jax",))
+    assert {job.backend for job in found} == {"jax"}
     assert [job.case.name for job in found] == [*SUITES["cpu"].cases] * len(DTYPES)
     every = {job.case.name for job in found if job.kinds == KINDS}
     assert every == set(SUITES["cpu"].every_kind)
     assert {job.kinds for job in found} == {KINDS, (TRAINING,)}
     assert {job.rounds for job in found} == {SUITES["cpu"].rounds}
     given = ("--suite", "gpu", "--kind", "loss", "--rounds", "1", "--dtype", "fp32")
-    found = cli.jobs(arguments(*given))
-    assert {job[1:] for job in found} == {("float32", ("loss",), 1)}
+    found = cli.requests(arguments(*given), ("torch",))
+    assert {(job.dtype, job.kinds, job.rounds) for job in found} == {("float32", ("loss",), 1)}
     assert {job.case.softcap for job in found} == {None, 30.0}
 
 

@@ -28,6 +28,10 @@ class HeadSizes:
     about: str
     softcap: float | None = None
 
+    @property
+    def sizes(self) -> str:
+        return f"N={self.num_tokens} H={self.hidden_size} V={self.vocab_size}"
+
 
 # Real heads. What the models' weights have: padded vocabularies, where they are padded.
 REAL = (

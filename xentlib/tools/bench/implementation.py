@@ -108,17 +108,22 @@ class TimedCall(NamedTuple):
 class BareProducts(ABC):
     """The three products that every loss needs: float32 results, dz in the inputs' dtype.
 
-    A framework's own has the operands, and dz unless it is float32: then the logits stand in for
-    their own gradient, as in a head that works in place.
+    Into buffers that are already there if there are `zeros`, which makes one of a shape. A
+    framework's own has a dz, unless that is float32: then the logits stand in for their own
+    gradient, as in a head that works in place.
     """
 
-    hidden_NH: Any
-    weight_VH: Any
     dz_NV: Any = None
+
+    def __init__(self, hidden_NH: Any, weight_VH: Any, zeros: Callable[..., Any] | None) -> None:
+        self.hidden_NH, self.weight_VH = hidden_NH, weight_VH
+        self.logits_shape = hidden_NH.shape[0], weight_VH.shape[0]
+        shapes = (self.logits_shape, hidden_NH.shape, weight_VH.shape)
+        self.buffers = [zeros(shape) if zeros else None for shape in shapes]
 
     @abstractmethod
     def product(self, slot: int, a: Any, b: Any, axis_a: int, axis_b: int) -> Any:
-        """Sum over one axis of each; in the memory that is there for `slot`, if there is some."""
+        """Sum over one axis of each, in the buffer of `slot` if there is one."""
 
     def loss(self) -> tuple[Any, ...]:
         return (self.product(0, self.hidden_NH, self.weight_VH, 1, 1),)
@@ -173,7 +178,7 @@ class Lineup(ABC):
 
     @abstractmethod
     def bare(self, *, reuse: bool) -> BareProducts:
-        """Into buffers that are already there if `reuse`."""
+        """Of the inputs; with buffers if `reuse`."""
 
     @abstractmethod
     def call(self, row: Implementation, kind: Kind) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class OnDevice(OnHost):
     def __init__(self, device: jax.Device, seed: int) -> None:
         self.key = jax.device_put(jax.random.key(seed), device)
 
-    def next_key(self) -> Array:
+    def next_key(self) -> Any:
         self.key, key = jax.random.split(self.key)
         return key
 
@@ -167,7 +167,9 @@ class Field(Lineup):
         return implementations(), where.platform
 
     def bare(self, *, reuse: bool) -> JaxProducts:
-        return JaxProducts(*self.inputs[:2], reuse=reuse)
+        hidden_NH, weight_VH, *_ = self.inputs
+        zeros = partial(jnp.zeros, dtype=jnp.float32, device=hidden_NH.device) if reuse else None
+        return JaxProducts(hidden_NH, weight_VH, zeros)
 
     def call(self, row: Implementation, kind: Kind) -> dict[str, Any]:
         reduction = "none" if kind == PER_TOKEN else "mean"
@@ -212,21 +214,16 @@ class Program:
 
 
 class JaxProducts(BareProducts):
-    def __init__(self, hidden_NH: Array, weight_VH: Array, *, reuse: bool) -> None:
-        self.hidden_NH, self.weight_VH = hidden_NH, weight_VH
-        shape = (hidden_NH.shape[0], weight_VH.shape[0])
-        self.old: list[Array | None] = [None, None, None]
-        if reuse:
-            shapes = (shape, hidden_NH.shape, weight_VH.shape)
-            self.old = [jnp.zeros(s, jnp.float32, device=hidden_NH.device) for s in shapes]
+    def __init__(self, hidden_NH: Array, weight_VH: Array, zeros: Any) -> None:
+        super().__init__(hidden_NH, weight_VH, zeros)
         if hidden_NH.dtype != jnp.float32:
-            self.dz_NV = jax.random.normal(jax.random.key(0), shape, hidden_NH.dtype)
+            self.dz_NV = jax.random.normal(jax.random.key(0), self.logits_shape, hidden_NH.dtype)
 
-    def product(self, slot: int, a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
+    def product(self, slot: int, a: Array, b: Array, axis_a: int, axis_b: int) -> Any:
         # One after the other: products that run at once get in each other's way.
-        result = jax.block_until_ready(product(a, b, self.old[slot], axis_a, axis_b))
-        if self.old[slot] is not None:
-            self.old[slot] = result
+        result = jax.block_until_ready(product(a, b, self.buffers[slot], axis_a, axis_b))
+        if self.buffers[slot] is not None:
+            self.buffers[slot] = result
         return result
 
 

@@ -148,7 +148,8 @@ class Field(Lineup):
         return implementations(dtype), kind_of_device
 
     def bare(self, *, reuse: bool) -> TorchProducts:
-        return TorchProducts(self.hidden_NH, self.weight_VH, reuse=reuse)
+        zeros = partial(torch.zeros, device=self.hidden_NH.device) if reuse else None
+        return TorchProducts(self.hidden_NH, self.weight_VH, zeros)
 
     def call(self, row: Implementation, kind: Kind) -> dict[str, Any]:
         # Leaves of this call's own: no gradient is ever accumulated, so nothing is shared.
@@ -182,24 +183,21 @@ class TorchProducts(BareProducts):
     told to use bfloat16 units for them: products stay exact, sums float32. The copies are made
     here, outside the clock."""
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, *, reuse: bool) -> None:
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, zeros: Any) -> None:
         device, dtype = hidden_NH.device, hidden_NH.dtype
         on_cpu = device.type == "cpu"
         self.precision = cpu_bf16_units if on_cpu and dtype == torch.bfloat16 else nullcontext
         store = torch.float32 if on_cpu else dtype
-        self.hidden_NH, self.weight_VH = hidden_NH.to(store), weight_VH.to(store)
-        shape = hidden_NH.shape[0], weight_VH.shape[0]
+        super().__init__(hidden_NH.to(store), weight_VH.to(store), zeros)
         self.more: dict[str, Any] = {}
         if store != torch.float32:
-            self.dz_NV = torch.randn(shape, device=device, dtype=store)
+            self.dz_NV = torch.randn(self.logits_shape, device=device, dtype=store)
             self.more = {"out_dtype": torch.float32}
-        shapes = (shape, hidden_NH.shape, weight_VH.shape)
-        self.old = [torch.zeros(shape, device=device) if reuse else None for shape in shapes]
 
     def product(self, slot: int, a: Tensor, b: Tensor, axis_a: int, axis_b: int) -> Tensor:
         a, b = a if axis_a == 1 else a.T, b if axis_b == 0 else b.T
         with self.precision():
-            return torch.mm(a, b, out=self.old[slot], **self.more)
+            return torch.mm(a, b, out=self.buffers[slot], **self.more)
 
 
 @contextmanager

@@ -16,7 +16,9 @@ from xentlib.tools.bench.implementation import BARE, FLOOR, KINDS, OURS, Kind
 from xentlib.tools.harness.table import aligned
 
 MIB = 1 << 20
+COLUMNS = ("contestant", "computes", "ms", "best ms", "x floor", "quartiles", "loss off by")
 LEFT = ("contestant", "computes", "quartiles")
+# Columns of memory, where there is something in them: "peak" is by the allocator or compiler.
 MEMORY = {"peak MiB": "peak_bytes", "resident MiB": "resident_bytes", "plan MiB": "plan_bytes"}
 WIDE = 190  # columns, where no terminal says
 
@@ -79,8 +81,7 @@ class Run:
     @property
     def title(self) -> str:
         case = self.case
-        sizes = f"N={case.num_tokens} H={case.hidden_size} V={case.vocab_size}"
-        return f"{self.backend}, {self.dtype}, {case.name} ({sizes}), {self.device}"
+        return f"{self.backend}, {self.dtype}, {case.name} ({case.sizes}), {self.device}"
 
     def row(self, contestant: str, kind: Kind) -> Result:
         return next(row for row in self.rows if (row.contestant, row.kind) == (contestant, kind))
@@ -114,13 +115,6 @@ def mebibytes(count: int | None) -> str:
     return f"{count / MIB:,.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"
 
 
-def columns(run: Run) -> list[str]:
-    """Columns with something in them. Memory is "peak" by the allocator or compiler."""
-    names = ["contestant", "computes", "ms", "best ms", "x floor", "quartiles", "loss off by"]
-    memory = [x for x in MEMORY if any(getattr(row, MEMORY[x]) is not None for row in run.rows)]
-    return names + memory
-
-
 def cells(row: Result, run: Run) -> dict[str, str]:
     texts = {"contestant": row.contestant, "computes": row.kind}
     if row.failed is not None:
@@ -148,10 +142,10 @@ def loss_off(row: Result, run: Run) -> float | None:
 
 def as_table(run: Run) -> tuple[list[str], list[list[str]]]:
     """Head and body; loss + gradient first, that being what training pays for."""
-    names = columns(run)
+    memory = [x for x in MEMORY if any(getattr(row, MEMORY[x]) is not None for row in run.rows)]
+    names = [*COLUMNS, *memory]
     rows = sorted(run.rows, key=lambda row: KINDS.index(row.kind))
-    texts = [cells(row, run) for row in rows]
-    return names, [[row.get(name, "") for name in names] for row in texts]
+    return names, [[cells(row, run).get(name, "") for name in names] for row in rows]
 
 
 # --- terminal -----------------------------------------------------------------------------------
@@ -223,7 +217,7 @@ def pivot(runs: Sequence[Run], kind: Kind) -> list[str]:
     if not runs:
         return []
     one = runs[0]
-    names = ["contestant", *(sizes(run) for run in runs), "loss off by"]
+    names = ["contestant", *map(title_of_column, runs), "loss off by"]
     lines = [f"**{one.backend}, {one.dtype}, {kind}, {one.device}**", ""]
     lines += [markdown_row(names), markdown_row(["---", *["---:"] * len(runs), "---:"])]
     for name in dict.fromkeys(row.contestant for row in one.rows):
@@ -231,17 +225,15 @@ def pivot(runs: Sequence[Run], kind: Kind) -> list[str]:
         off = [loss_off(row, run) for row, run in zip(rows, runs)]
         known = [value for value in off if value is not None]
         shown = [name, *map(cell, rows), f"{max(known):.0e}" if known else ""]
-        lines.append(
-            markdown_row([f"**{text}**" if text and name == OURS else text for text in shown])
-        )
+        if name == OURS:
+            shown = [text and f"**{text}**" for text in shown]
+        lines.append(markdown_row(shown))
     return [*lines, ""]
 
 
-def sizes(run: Run) -> str:
-    case = run.case
-    softcap = "" if case.softcap is None else f", softcap {case.softcap:g}"
-    numbers = f"N={case.num_tokens} H={case.hidden_size} V={case.vocab_size}{softcap}"
-    return f"{case.name}<br>{numbers}"
+def title_of_column(run: Run) -> str:
+    softcap = "" if run.case.softcap is None else f", softcap {run.case.softcap:g}"
+    return f"{run.case.name}<br>{run.case.sizes}{softcap}"
 
 
 def cell(row: Result) -> str:
@@ -281,16 +273,12 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def from_json(document: dict[str, Any]) -> Report:
     """The report of `as_json`; what follows from its measurements is made anew."""
-
-    def result(row: dict[str, Any]) -> Result:
-        names = {field.name for field in fields(Result)}
-        return Result(**{name: row[name] for name in names & row.keys()})
-
-    runs = [
-        Run(**{**run, "case": HeadSizes(**run["case"]), "rows": [*map(result, run["rows"])]})
-        for run in document["runs"]
-    ]
-    return Report(document["environment"], runs)
+    names = {field.name for field in fields(Result)}
+    report = Report(document["environment"])
+    for run in document["runs"]:
+        rows = [Result(**{name: row[name] for name in names & row.keys()}) for row in run["rows"]]
+        report.runs.append(Run(**{**run, "case": HeadSizes(**run["case"]), "rows": rows}))
+    return report
 
 
 def write_json(report: Report, path: Path) -> None:

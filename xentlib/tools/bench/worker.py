@@ -43,16 +43,16 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    task: Literal["time", "resident"]
     backend: str
     case: HeadSizes
     dtype: str
-    device: str
-    rounds: int = 0
-    only: tuple[str, ...] | None = None  # implementations; None is all
     kinds: tuple[Kind, ...] = KINDS
+    rounds: int = 0
+    device: str = "auto"
+    only: tuple[str, ...] | None = None  # implementations; None is all
     memory: bool = True  # the framework's count of it
     seed: int = 0
+    task: Literal["time", "resident"] = "time"
 
 
 def ask(request: Request, tick: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
