@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -163,7 +162,12 @@ def measured_rows(backends: tuple[str, ...], device: str) -> tuple[list[Measurem
     begin = time.perf_counter()
     measured: list[Measurement] = []
     failed: list[str] = []
-    with on_cpu(backends) if device == "cpu" else nullcontext():
+    on_device: AbstractContextManager[Any] = nullcontext()
+    if device == "cpu" and "jax" in backends:  # which would take its accelerator
+        import jax
+
+        on_device = jax.default_device(jax.devices("cpu")[0])
+    with on_device:
         for part in few_sections(backends, device):
             try:
                 measured += part.run(SilentProgress(), 1.0).measurements
@@ -182,12 +186,3 @@ def measured_rows(backends: tuple[str, ...], device: str) -> tuple[list[Measurem
     if device != "cpu":
         words += "; off the CPU the contract makes no claim yet"
     return measured, Finding("contract", "rows", "ok", words)
-
-
-def on_cpu(backends: Sequence[str]) -> AbstractContextManager[Any]:
-    """JAX too, where it would take its accelerator and PyTorch has none."""
-    if "jax" not in backends:
-        return nullcontext()
-    import jax
-
-    return jax.default_device(jax.devices("cpu")[0])
