@@ -105,25 +105,18 @@ class TimedCall(NamedTuple):
     excuse: str | None = None  # why it is not run
 
 
-class BareProducts(ABC):
+class BareProducts(NamedTuple):
     """The three products that every loss needs: float32 results, dz in the inputs' dtype.
 
-    Into buffers that are already there if there are `zeros`, which makes one of a shape. A
-    framework's own has a dz, unless that is float32: then the logits stand in for their own
-    gradient, as in a head that works in place.
+    `product(slot, a, b, axis_a, axis_b)` sums over one axis of each, in the buffer of `slot` if
+    there is one. Where dz is float32 the logits stand in for their own gradient, as in a head that
+    works in place.
     """
 
-    dz_NV: Any = None
-
-    def __init__(self, hidden_NH: Any, weight_VH: Any, zeros: Callable[..., Any] | None) -> None:
-        self.hidden_NH, self.weight_VH = hidden_NH, weight_VH
-        self.logits_shape = hidden_NH.shape[0], weight_VH.shape[0]
-        shapes = (self.logits_shape, hidden_NH.shape, weight_VH.shape)
-        self.buffers = [zeros(shape) if zeros else None for shape in shapes]
-
-    @abstractmethod
-    def product(self, slot: int, a: Any, b: Any, axis_a: int, axis_b: int) -> Any:
-        """Sum over one axis of each, in the buffer of `slot` if there is one."""
+    product: Callable[[int, Any, Any, int, int], Any]
+    hidden_NH: Any
+    weight_VH: Any
+    dz_NV: Any = None  # where it is not float32
 
     def loss(self) -> tuple[Any, ...]:
         return (self.product(0, self.hidden_NH, self.weight_VH, 1, 1),)
@@ -178,7 +171,7 @@ class Lineup(ABC):
 
     @abstractmethod
     def bare(self, *, reuse: bool) -> BareProducts:
-        """Of the inputs; with buffers if `reuse`."""
+        """Of the inputs, into buffers that are already there if `reuse`."""
 
     @abstractmethod
     def call(self, row: Implementation, kind: Kind) -> dict[str, Any]:

@@ -166,10 +166,24 @@ class Field(Lineup):
         self.inputs = jax.device_put((hidden_NH, weight_VH, labels_N, arrays.upstream_N), where)
         return implementations(), where.platform
 
-    def bare(self, *, reuse: bool) -> JaxProducts:
+    def bare(self, *, reuse: bool) -> BareProducts:
         hidden_NH, weight_VH, *_ = self.inputs
-        zeros = partial(jnp.zeros, dtype=jnp.float32, device=hidden_NH.device) if reuse else None
-        return JaxProducts(hidden_NH, weight_VH, zeros)
+        shapes = ((len(hidden_NH), len(weight_VH)), hidden_NH.shape, weight_VH.shape)
+        buffers: list[Array | None] = [None, None, None]
+        if reuse:
+            buffers = [jnp.zeros(shape, jnp.float32, device=hidden_NH.device) for shape in shapes]
+        dz_NV = None
+        if hidden_NH.dtype != jnp.float32:
+            dz_NV = jax.random.normal(jax.random.key(0), shapes[0], hidden_NH.dtype)
+
+        def product(slot: int, a: Array, b: Array, axis_a: int, axis_b: int) -> Any:
+            # One after the other: products that run at once get in each other's way.
+            result = jax.block_until_ready(product_into(buffers[slot], a, b, axis_a, axis_b))
+            if reuse:
+                buffers[slot] = result
+            return result
+
+        return BareProducts(product, hidden_NH, weight_VH, dz_NV)
 
     def call(self, row: Implementation, kind: Kind) -> dict[str, Any]:
         reduction = "none" if kind == PER_TOKEN else "mean"
@@ -213,22 +227,8 @@ class Program:
         return int(stats.temp_size_in_bytes + stats.output_size_in_bytes)
 
 
-class JaxProducts(BareProducts):
-    def __init__(self, hidden_NH: Array, weight_VH: Array, zeros: Any) -> None:
-        super().__init__(hidden_NH, weight_VH, zeros)
-        if hidden_NH.dtype != jnp.float32:
-            self.dz_NV = jax.random.normal(jax.random.key(0), self.logits_shape, hidden_NH.dtype)
-
-    def product(self, slot: int, a: Array, b: Array, axis_a: int, axis_b: int) -> Any:
-        # One after the other: products that run at once get in each other's way.
-        result = jax.block_until_ready(product(a, b, self.buffers[slot], axis_a, axis_b))
-        if self.buffers[slot] is not None:
-            self.buffers[slot] = result
-        return result
-
-
-@partial(jax.jit, static_argnums=(3, 4), donate_argnums=2, keep_unused=True)
-def product(a: Array, b: Array, out: Array | None, axis_a: int, axis_b: int) -> Array:
+@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0, keep_unused=True)
+def product_into(out: Array | None, a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
     """Sum over one axis of each, float32; in the memory of `out` if there is one.
 
     That matters: the first touch of a new [N, V] buffer costs half of its GEMM on CPU (0.30 s

@@ -147,9 +147,26 @@ class Field(Lineup):
         self.upstream_N = torch.as_tensor(arrays.upstream_N).to(device)
         return implementations(dtype), kind_of_device
 
-    def bare(self, *, reuse: bool) -> TorchProducts:
-        zeros = partial(torch.zeros, device=self.hidden_NH.device) if reuse else None
-        return TorchProducts(self.hidden_NH, self.weight_VH, zeros)
+    def bare(self, *, reuse: bool) -> BareProducts:
+        """On CPU no `mm` returns float32 from bfloat16, so operands are float32 copies and oneDNN
+        is told to use bfloat16 units for them: products stay exact, sums float32. The copies are
+        made here, outside the clock."""
+        device, dtype = self.hidden_NH.device, self.hidden_NH.dtype
+        on_cpu = device.type == "cpu"
+        precision = cpu_bf16_units if on_cpu and dtype == torch.bfloat16 else nullcontext
+        store = torch.float32 if on_cpu else dtype
+        num_tokens, vocab_size = len(self.hidden_NH), len(self.weight_VH)
+        shapes = ((num_tokens, vocab_size), self.hidden_NH.shape, self.weight_VH.shape)
+        buffers = [torch.zeros(shape, device=device) if reuse else None for shape in shapes]
+        more: dict[str, Any] = {} if store == torch.float32 else {"out_dtype": torch.float32}
+        dz_NV = torch.randn(shapes[0], device=device, dtype=store) if more else None
+
+        def product(slot: int, a: Tensor, b: Tensor, axis_a: int, axis_b: int) -> Tensor:
+            a, b = a if axis_a == 1 else a.T, b if axis_b == 0 else b.T
+            with precision():
+                return torch.mm(a, b, out=buffers[slot], **more)
+
+        return BareProducts(product, self.hidden_NH.to(store), self.weight_VH.to(store), dz_NV)
 
     def call(self, row: Implementation, kind: Kind) -> dict[str, Any]:
         # Leaves of this call's own: no gradient is ever accumulated, so nothing is shared.
@@ -176,28 +193,6 @@ class Field(Lineup):
 
     def ready(self, result: Any) -> None:
         self.wait()
-
-
-class TorchProducts(BareProducts):
-    """On CPU no `mm` returns float32 from bfloat16, so operands are float32 copies and oneDNN is
-    told to use bfloat16 units for them: products stay exact, sums float32. The copies are made
-    here, outside the clock."""
-
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, zeros: Any) -> None:
-        device, dtype = hidden_NH.device, hidden_NH.dtype
-        on_cpu = device.type == "cpu"
-        self.precision = cpu_bf16_units if on_cpu and dtype == torch.bfloat16 else nullcontext
-        store = torch.float32 if on_cpu else dtype
-        super().__init__(hidden_NH.to(store), weight_VH.to(store), zeros)
-        self.more: dict[str, Any] = {}
-        if store != torch.float32:
-            self.dz_NV = torch.randn(self.logits_shape, device=device, dtype=store)
-            self.more = {"out_dtype": torch.float32}
-
-    def product(self, slot: int, a: Tensor, b: Tensor, axis_a: int, axis_b: int) -> Tensor:
-        a, b = a if axis_a == 1 else a.T, b if axis_b == 0 else b.T
-        with self.precision():
-            return torch.mm(a, b, out=self.buffers[slot], **self.more)
 
 
 @contextmanager

@@ -69,15 +69,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def findings(config: dict[str, Any], tokens: int) -> list[Finding]:
     """The head, its memory for so many tokens, and `patch`."""
-    built = None
+    head, built = None, None
+    words = "not tried, as it needs PyTorch and transformers"
+    patched = Finding("model", "patch", "absent", words, "pip install 'xentlib[hf]'")
     if there("transformers") and there("torch"):
         head, built, patched = _built(config)
-    else:
-        head, patched = None, None
     head = head or head_of_file(config)
-    if patched is None:
-        words = "not tried, as it needs PyTorch and transformers"
-        patched = Finding("model", "patch", "absent", words, "pip install 'xentlib[hf]'")
     if head is None or head.vocab < 1 or head.hidden < 1:
         words = "the configuration names no `vocab_size` and `hidden_size` of 1 or more"
         cure = "pass the config.json of a causal language model"
@@ -106,9 +103,7 @@ def head_of_file(config: dict[str, Any]) -> Head | None:
 
 
 def _dtype(config: dict[str, Any]) -> str:
-    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
-        "torch."
-    )
+    named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return named if named in FLOATS else "bfloat16"
 
 
