@@ -72,15 +72,12 @@ def torch_findings() -> list[Finding]:
 
 def torch_devices(torch: Any) -> list[Finding]:
     if torch.cuda.is_available():
-        findings = []
-        for index in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(index)
-            text = (
-                f"{about.name}, {about.total_memory / GIB:.0f} GiB, compute capability "
-                f"{about.major}.{about.minor}"
-            )
-            findings.append(Finding("devices", f"torch cuda:{index}", "ok", text))
-        return findings
+        cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        texts = [
+            f"{x.name}, {x.total_memory / GIB:.0f} GiB, compute capability {x.major}.{x.minor}"
+            for x in cards
+        ]
+        return [Finding("devices", f"torch cuda:{k}", "ok", text) for k, text in enumerate(texts)]
     text = f"the CPU, {torch.get_num_threads()} threads"
     build = torch.version.cuda or torch.version.hip
     if not driver():
@@ -122,8 +119,7 @@ def _wrappers(torch: Any) -> Finding:
         text = "this build of PyTorch has no torch.distributed"
         return Finding("trainers", name, "note", text, "install another build for several ranks")
     dist = torch.distributed
-    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    groups = [*(["gloo"] if gloo else []), *(["nccl"] if nccl else [])]
+    groups = [kind for kind in ("gloo", "nccl") if getattr(dist, f"is_{kind}_available")()]
     return Finding("trainers", name, "ok", f"of PyTorch; process groups: {', '.join(groups)}")
 
 
