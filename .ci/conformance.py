@@ -41,12 +41,12 @@ def peers(backend: str) -> list[Any]:
     if backend == "torch":
         import torch
 
-        from xentlib.tools.bench.peers_torch import peers as found
+        from xentlib.tools.bench.implementations_torch import implementations
 
-        return [x for x in found(torch.bfloat16) if x.name not in LEFT_OUT]
-    from xentlib.tools.bench.peers_jax import peers as others
+        return [x for x in implementations(torch.bfloat16) if x.name not in LEFT_OUT]
+    from xentlib.tools.bench import implementations_jax
 
-    return others()
+    return implementations_jax.implementations()
 
 
 def adapter(peer: Any, backend: str) -> Loss:

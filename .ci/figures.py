@@ -91,8 +91,8 @@ def taken(ways: dict[str, Any], leaves: tuple[Any, Any]) -> dict[str, dict[str, 
     """Peak bytes beside the inputs and least processor time of each way, gradients included."""
     import torch
 
-    from xentlib.tools.bench.contestants_torch import cpu_peak_bytes
-    from xentlib.tools.bench.measure import order_of_round
+    from xentlib.tools.bench.implementations_torch import cpu_peak_bytes
+    from xentlib.tools.bench.worker import order_of_round
 
     def call(way: Any) -> Any:
         loss = way()

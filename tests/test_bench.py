@@ -1,7 +1,7 @@
 """`xentlib bench` times what it says it times. Nothing here looks at how long anything took.
 
-No contract rows: contestants are other people's code. What bounds their distance from float64 is
-what the plain framework code loses there, in the same dtype (D11).
+No contract rows: implementations are other people's code. What bounds their distance from float64
+is what the plain framework code loses there, in the same dtype (D11).
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import pytest
 
 from helpers.pairs import every_pair
 from xentlib.tools.bench.cases import CASES, DTYPES, HeadSizes, make_arrays
-from xentlib.tools.bench.contestant import (
+from xentlib.tools.bench.implementation import (
     BARE,
     FLOOR,
     KINDS,
     OURS,
     PER_TOKEN,
     TRAINING,
-    Peer,
-    Wanted,
+    Implementation,
     not_installed,
 )
-from xentlib.tools.bench.measure import add_peaks, resident_growth
-from xentlib.tools.bench.result import ContestantResult
+from xentlib.tools.bench.report import Result
+from xentlib.tools.bench.worker import add_peaks, resident_growth
 
 TINY = CASES["tiny"]
 # Half of its logits are where the cap bends them by more than a quarter.
@@ -73,8 +72,8 @@ def one_thread(monkeypatch):
 
 def build(backend, dtype="float32", only=None, kinds=KINDS, case=TINY):
     arrays = make_arrays(case, dtype)
-    module = import_module(f"xentlib.tools.bench.contestants_{backend}")
-    return arrays, module.build(arrays, "cpu", Wanted(only, kinds))
+    module = import_module(f"xentlib.tools.bench.implementations_{backend}")
+    return arrays, module.Field(arrays, "cpu", only, kinds)
 
 
 def to_float64(x):
@@ -84,7 +83,7 @@ def to_float64(x):
 
 
 def oracle(arrays, kind=TRAINING):
-    """What a contestant returns, in float64 from full logits."""
+    """What an implementation returns, in float64 from full logits."""
     x, w, y = (
         a.astype(d) for a, d in zip((arrays.hidden_NH, arrays.weight_VH, arrays.labels_N), "ffi")
     )
@@ -165,12 +164,12 @@ KEPT = every_pair(FIELDS)
         for key in FIELDS
     ],
 )
-def test_contestants_compute_the_same_loss_and_gradients(backend, dtype, case):
+def test_implementations_compute_the_same_loss_and_gradients(backend, dtype, case):
     if backend == "jax":
         pytest.importorskip("optax")
     arrays, field = build(backend, dtype, case=case)
     exact = {kind: oracle(arrays, kind) for kind in KINDS}
-    there = [c for c in field.contestants if c.name not in BARE and c.excuse is None]
+    there = [c for c in field.calls if c.name not in BARE and c.excuse is None]
     results = {(c.name, c.kind): c.run() for c in there}
     found = {key: errors(result, exact[key[1]]) for key, result in results.items()}
     assert {(OURS, kind) for kind in KINDS} <= set(found)
@@ -193,8 +192,8 @@ def test_another_computation_is_noticed(backend, dtype, mutant):
     if backend == "jax":
         pytest.importorskip("optax")
     arrays, field = build(backend, dtype, only=(EAGER[backend],), kinds=(TRAINING,))
-    (contestant,) = field.contestants
-    result, exact = contestant.run(), oracle(arrays)
+    (call,) = field.calls
+    result, exact = call.run(), oracle(arrays)
     eager = errors(result, exact)
     wrong = {
         "labels off by one": lambda: oracle(changed(arrays, labels_N=arrays.labels_N + 1)),
@@ -211,9 +210,8 @@ def test_another_computation_is_noticed(backend, dtype, mutant):
 
 
 def changed(arrays, **fields):
-    new = {**{name: getattr(arrays, name) for name in arrays.__slots__}, **fields}
-    new["labels_N"] = new["labels_N"] % TINY.vocab_size
-    return type(arrays)(**new)
+    new = arrays._replace(**fields)
+    return new._replace(labels_N=new.labels_N % TINY.vocab_size)
 
 
 @pytest.mark.parametrize("floor", BARE)
@@ -221,7 +219,7 @@ def changed(arrays, **fields):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_floor_is_three_products(backend, dtype, floor):
     arrays, field = build(backend, dtype, only=(floor,))
-    runs = {c.kind: c.run for c in field.contestants}
+    runs = {c.kind: c.run for c in field.calls}
     one, three = runs["loss"], runs[TRAINING]
     assert runs[PER_TOKEN] == three
     n, h, v = TINY.num_tokens, TINY.hidden_size, TINY.vocab_size
@@ -256,7 +254,7 @@ def test_every_head_has_arrays_of_its_dtype():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arrays_drawn_on_a_device_are_as_those_of_the_host(backend, dtype):
     """Catches: a rounding left out, labels that name no token, one stream for all arrays."""
-    module = import_module(f"xentlib.tools.bench.contestants_{backend}")
+    module = import_module(f"xentlib.tools.bench.implementations_{backend}")
 
     def drawn(seed):
         arrays = make_arrays(TINY, dtype, module.OnDevice(module.place("cpu"), seed))
@@ -286,7 +284,7 @@ def test_arrays_drawn_on_a_device_are_as_those_of_the_host(backend, dtype):
 @pytest.mark.torch
 def test_torch_counts_a_known_allocation():
     torch = pytest.importorskip("torch")
-    from xentlib.tools.bench.contestants_torch import cpu_peak_bytes
+    from xentlib.tools.bench.implementations_torch import cpu_peak_bytes
 
     def run():
         kept = torch.zeros(3 * MIB, dtype=torch.uint8)
@@ -316,7 +314,7 @@ def test_resident_growth_sees_what_no_framework_allocated():
 @pytest.mark.jax
 def test_jax_counts_a_known_allocation():
     jax = pytest.importorskip("jax")
-    from xentlib.tools.bench.contestants_jax import Program
+    from xentlib.tools.bench.implementations_jax import Program
 
     def outer(x, y):  # [1024, 1024] float32 to be multiplied, and as much again for the result
         return jax.numpy.sin(x[:, None] * y) @ jax.numpy.cos(x[:, None] * y)
@@ -330,9 +328,9 @@ def test_jax_counts_a_known_allocation():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_memory_of_a_contestant(backend):
+def test_memory_of_an_implementation(backend):
     _, field = build(backend, only=(OURS, FLOOR))
-    rows = [ContestantResult(c.name, c.kind) for c in field.contestants]
+    rows = [Result(c.name, c.kind) for c in field.calls]
     add_peaks(field, rows)
     peaks = {(row.contestant, row.kind): row.peak_bytes for row in rows}
     assert peaks[FLOOR, "loss"] is None
@@ -345,21 +343,22 @@ def test_memory_of_a_contestant(backend):
 
 
 def test_excuses():
-    peer = Peer("p", None, on="cuda", softcap=False, per_token=False)
-    assert peer.excuse(TRAINING, "cpu", None) == "needs CUDA"
-    assert peer.excuse(TRAINING, "cuda", None) is None
-    assert peer.excuse(TRAINING, "cuda", 30.0) == "has no softcap"
-    assert peer.excuse(PER_TOKEN, "cuda", None) == "has no loss per token"
-    assert Peer("p", None).excuse(PER_TOKEN, "cpu", 30.0) is None
-    assert Peer("p", None, "not installed").excuse(TRAINING, "cpu", None) == "not installed"
+    row = Implementation("p", None, on="cuda", softcap=False, per_token=False)
+    assert row.excuse(TRAINING, "cpu", None) == "needs CUDA"
+    assert row.excuse(TRAINING, "cuda", None) is None
+    assert row.excuse(TRAINING, "cuda", 30.0) == "has no softcap"
+    assert row.excuse(PER_TOKEN, "cuda", None) == "has no loss per token"
+    assert Implementation("p", None).excuse(PER_TOKEN, "cpu", 30.0) is None
+    absent = Implementation("p", None, "not installed")
+    assert absent.excuse(TRAINING, "cpu", None) == "not installed"
     assert not_installed("no-such-package") == "not installed: pip install no-such-package"
     assert not_installed("another-name", "numpy") is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nobody_is_dropped(backend):
-    names = {c.name for c in build(backend, case=CAPPED)[1].contestants}
-    assert names == {c.name for c in build(backend)[1].contestants} >= {OURS, *BARE}
+    names = {c.name for c in build(backend, case=CAPPED)[1].calls}
+    assert names == {c.name for c in build(backend)[1].calls} >= {OURS, *BARE}
     expected = {
         "torch": {"Liger-Kernel", "Cut Cross-Entropy", "TRL, chunked", "QuACK"},
         "jax": {"tokamax, xla", "MaxText-style tiling", "optax, full logits"},
@@ -370,6 +369,6 @@ def test_nobody_is_dropped(backend):
 @pytest.mark.torch
 def test_absent_kernels_say_so():
     pytest.importorskip("torch")
-    excuses = {c.name: c.excuse for c in build("torch", kinds=(TRAINING,))[1].contestants}
+    excuses = {c.name: c.excuse for c in build("torch", kinds=(TRAINING,))[1].calls}
     for name in ("Liger-Kernel", "Cut Cross-Entropy", "QuACK"):
         assert excuses[name] == "needs CUDA" or excuses[name].startswith("not installed: pip ")

@@ -12,22 +12,29 @@ import numpy as np
 import pytest
 
 from xentlib.tools.bench.cases import CASES, DTYPES, SUITES
-from xentlib.tools.bench.contestant import (
+from xentlib.tools.bench.implementation import (
     BARE,
     FLOOR,
     KINDS,
     OURS,
     PER_TOKEN,
     TRAINING,
-    Contestant,
     Lineup,
+    TimedCall,
 )
-from xentlib.tools.bench.measure import SLOW, SLOW_ROUNDS, measure, order_of_round
 from xentlib.tools.bench.plot import draw
-from xentlib.tools.bench.report import as_json, from_json
-from xentlib.tools.bench.result import ContestantResult, Report, Run
-from xentlib.tools.bench.worker import Request, WorkerError, ask
+from xentlib.tools.bench.report import Report, Result, Run, as_json, from_json
+from xentlib.tools.bench.worker import (
+    SLOW,
+    SLOW_ROUNDS,
+    Request,
+    WorkerError,
+    ask,
+    measure,
+    order_of_round,
+)
 from xentlib.tools.cli import bench as cli
+from xentlib.tools.cli.command import add_arguments
 
 TINY = CASES["tiny"]
 MIB = 1 << 20
@@ -50,12 +57,27 @@ def test_rounds_turn():
     assert rounds[1] == rounds[0][::-1]
 
 
+class Played(Lineup):
+    """Whose calls are given."""
+
+    place = bare = call = None
+
+    def __init__(self):
+        pass
+
+    def wait(self):
+        pass
+
+    def ready(self, result):
+        pass
+
+
 @pytest.mark.slow
 def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
     now, calls = [0.0], []
-    monkeypatch.setattr("xentlib.tools.bench.measure.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("xentlib.tools.bench.worker.time.perf_counter", lambda: now[0])
 
-    def contestant(name, seconds):
+    def timed(name, seconds):
         def run():
             if seconds is None:
                 raise MemoryError("64 GiB\nand a stack")
@@ -64,11 +86,11 @@ def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
             return (np.float64(1),)
 
         excuse = "needs CUDA" if name == "absent" else None
-        return Contestant(name, "loss", run, excuse=excuse)
+        return TimedCall(name, "loss", run, excuse=excuse)
 
     speeds = {FLOOR: 1.0, OURS: 1.5, "slow": 1.1 * SLOW, "too big": None, "absent": 1.0}
-    contestants = tuple(contestant(*item) for item in speeds.items())
-    field = Lineup(contestants, "cpu", lambda: None, lambda result: None, None)
+    field = Played()
+    field.calls = [timed(*item) for item in speeds.items()]
     rounds = SLOW_ROUNDS + 4
     rows = {row.contestant: row for row in measure(field, rounds)}
     assert [len(rows[name].seconds) for name in speeds] == [rounds, rounds, SLOW_ROUNDS, 0, 0]
@@ -87,7 +109,7 @@ def test_everyone_runs_once_a_round_and_the_hopeless_a_few_times(monkeypatch):
 
 def arguments(*words):
     parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+    add_arguments(parser, cli)
     return parser.parse_args(words)
 
 
@@ -124,20 +146,22 @@ def test_the_command_writes_what_it_measured(tmp_path, capsys):
 @pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
 def test_a_worker_of_its_own_for_resident_memory():
     kinds = (TRAINING, "loss")
-    answer = ask(Request("resident", "torch", TINY, "float32", "cpu", only=(OURS,), kinds=kinds))
+    answer = ask(
+        Request("torch", TINY, "float32", kinds, device="cpu", only=(OURS,), task="resident")
+    )
     assert [(row.contestant, row.kind) for row in answer["rows"]] == [(OURS, k) for k in kinds]
     assert [row.failed for row in answer["rows"]] == [None, None]
 
 
 def test_a_worker_that_fails_says_why():
     with pytest.raises(WorkerError, match=r"ended with status 1:[\s\S]*int8"):
-        ask(Request("time", "torch", TINY, "int8", "cpu"))
+        ask(Request("torch", TINY, "int8", device="cpu"))
 
 
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
-def test_some_contestants(tmp_path, capsys):
+def test_some_implementations(tmp_path, capsys):
     """Beside the bare products and ours; a name that the backend's table has not is refused."""
     words = ("--backend", "torch", "--case", "tiny", "--dtype", "fp32", "--rounds", "1")
     words += ("--kind", "loss", "--no-memory", "--out", str(tmp_path))
@@ -148,13 +172,13 @@ def test_some_contestants(tmp_path, capsys):
     assert "no contestant nobody in torch's table" in capsys.readouterr().err
 
 
-def test_a_contestant_without_numbers_is_shown_with_its_reason():
-    rows = [ContestantResult(FLOOR, k, [1.0]) for k in KINDS] + [
-        ContestantResult(OURS, k, [2.0], peak_bytes=MIB, plan_bytes=2 * MIB) for k in KINDS
+def test_an_implementation_without_numbers_is_shown_with_its_reason():
+    rows = [Result(FLOOR, k, [1.0]) for k in KINDS] + [
+        Result(OURS, k, [2.0], peak_bytes=MIB, plan_bytes=2 * MIB) for k in KINDS
     ]
-    rows.append(ContestantResult("huge", TRAINING, failed="out of memory"))
-    rows.append(ContestantResult("huge", PER_TOKEN, failed="has no loss per token"))
-    rows.append(ContestantResult("huge", "loss", [3.0]))
+    rows.append(Result("huge", TRAINING, failed="out of memory"))
+    rows.append(Result("huge", PER_TOKEN, failed="has no loss per token"))
+    rows.append(Result("huge", "loss", [3.0]))
     run = Run("torch", TINY, "float32", "cpu", 2, 1, rows)
     run.pair_with_floor()
     report = Report({"cpu": "c", "cores": "2", "python": "3", "date": "today"}, [run])
@@ -186,18 +210,22 @@ def test_arguments():
 
 
 def test_what_is_asked_for():
-    (one, two) = cli.jobs(arguments())
-    assert one == (CASES["cpu"], "float32", KINDS, 10)
-    assert two == (CASES["cpu"], "bfloat16", KINDS, 10)
-    found = cli.jobs(arguments("--suite", "cpu"))
+    asked = cli.requests(arguments(), FRAMEWORKS)
+    assert asked == [
+        Request(backend, CASES["cpu"], dtype, KINDS, 10)
+        for dtype in ("float32", "bfloat16")
+        for backend in FRAMEWORKS
+    ]
+    found = cli.requests(arguments("--suite", "cpu"), ("jax",))
+    assert {job.backend for job in found} == {"jax"}
     assert [job.case.name for job in found] == [*SUITES["cpu"].cases] * len(DTYPES)
     every = {job.case.name for job in found if job.kinds == KINDS}
     assert every == set(SUITES["cpu"].every_kind)
     assert {job.kinds for job in found} == {KINDS, (TRAINING,)}
     assert {job.rounds for job in found} == {SUITES["cpu"].rounds}
     given = ("--suite", "gpu", "--kind", "loss", "--rounds", "1", "--dtype", "fp32")
-    found = cli.jobs(arguments(*given))
-    assert {job[1:] for job in found} == {("float32", ("loss",), 1)}
+    found = cli.requests(arguments(*given), ("torch",))
+    assert {(job.dtype, job.kinds, job.rounds) for job in found} == {("float32", ("loss",), 1)}
     assert {job.case.softcap for job in found} == {None, 30.0}
 
 

@@ -238,7 +238,7 @@ def test_python_runs_the_package_as_the_command():
 def test_bench_is_handed_its_own_arguments(monkeypatch):
     seen = []
     module = ModuleType("xentlib.tools.cli.bench")
-    module.add_arguments = lambda parser: parser.add_argument("--repeats", type=int)
+    module.ARGUMENTS = (("--repeats", int, None, "N", "of all"),)
     module.run = lambda args: seen.append(args.repeats) or 3
     monkeypatch.setitem(sys.modules, "xentlib.tools.cli.bench", module)
     monkeypatch.setattr("xentlib.tools.cli.bench", module, raising=False)

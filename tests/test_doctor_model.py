@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from xentlib.tools.cli import main
-from xentlib.tools.doctor.model import FAIL_IN_A_CALL, ConfigError, findings, read_config
+from xentlib.tools.doctor.model import FAIL_IN_A_CALL, findings, read_config
+from xentlib.tools.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA = {
@@ -32,7 +33,7 @@ def found_of(config, tokens=4096):
 def test_a_file_that_is_no_configuration(tmp_path, capsys, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="`--model` must be"):
+    with pytest.raises(UsageError, match="`--model` must be"):
         read_config(tmp_path)
     assert main(["doctor", "--model", str(tmp_path), "--no-rows"]) == 2
     said = capsys.readouterr()
@@ -43,15 +44,15 @@ def test_a_file_that_is_no_configuration(tmp_path, capsys, text):
 def test_weights_are_not_read(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"[1]")
     monkeypatch.setattr(Path, "read_text", None)
-    with pytest.raises(ConfigError, match="no JSON"):
+    with pytest.raises(UsageError, match="no JSON"):
         read_config(tmp_path / "model.safetensors")
 
 
 def test_an_adapter_s_folder_and_one_without_the_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"got '.*config\.json': No such file"):
+    with pytest.raises(UsageError, match=r"got '.*config\.json': No such file"):
         read_config(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="an adapter's folder"):
+    with pytest.raises(UsageError, match="an adapter's folder"):
         read_config(tmp_path)
 
 

@@ -75,10 +75,10 @@ def test_commands_have_options_that_exist(tmp_path):
 
 
 @pytest.mark.parametrize("framework", INSTALLED)
-def test_contestants_have_names_that_exist(framework):
-    field = importlib.import_module(f"xentlib.tools.bench.peers_{framework}")
+def test_implementations_have_names_that_exist(framework):
+    field = importlib.import_module(f"xentlib.tools.bench.implementations_{framework}")
     given = [importlib.import_module("torch").bfloat16] if framework == "torch" else []
-    known = {peer.name for peer in field.peers(*given)}
+    known = {row.name for row in field.implementations(*given)}
     assert {name for _, name in GPU.PEERS[framework]} < known
 
 

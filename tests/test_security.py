@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "socket": {"xentlib/tools/parity/rows/collectives.py"},  # a free port of this machine
     "subprocess": {"xentlib/tools/bench/worker.py"},  # the same interpreter
     "multiprocessing": {"xentlib/processes.py"},
-    "ctypes": {"xentlib/processes.py", "xentlib/tools/bench/measure.py"},
+    "ctypes": {"xentlib/processes.py", "xentlib/tools/bench/worker.py"},
 }
 NEVER = {
     *("urllib", "http", "ftplib", "smtplib", "requests", "httpx", "aiohttp", "huggingface_hub"),
@@ -35,6 +35,7 @@ NAMED_ELSEWHERE = {
     "xentlib/lazy.py": "a module of this package, by a table",
     "xentlib/tools/doctor/backends.py": "one of the two backends",
     "xentlib/tools/bench/worker.py": "one of the two backends",
+    "xentlib/tools/bench/implementation.py": "a library's own function, by a table",
     "xentlib/tools/parity/training/loop.py": "one of the two backends",
     "torch_impl/integrations/lightning.py": "Lightning's two names",
     "xentlib/tools/cli/command.py": "a command's module, by a table",

@@ -62,18 +62,15 @@ if not TYPE_CHECKING:
     __getattr__ = loading(
         __name__,
         {
-            "Collective": "xentlib.collectives",
-            "CollectiveCount": "xentlib.collectives",
-            "CountMismatchError": "xentlib.accumulate",
-            "CrossCheck": "xentlib.torch.crosscheck",
-            "CrossCheckError": "xentlib.tools.crosscheck",
-            "Evaluation": "xentlib.torch.evaluation",
-            "TokenNormalizer": "xentlib.torch.accumulate",
-            "UnsupportedWrapperError": "xentlib.accumulate",
-            "Window": "xentlib.torch.window",
-            "WindowStateError": "xentlib.accumulate",
-            "WindowStats": "xentlib.accumulate",
-            "count_collectives": "xentlib.torch.collectives",
-            "next_token_labels": "xentlib.torch.labels",
+            "xentlib.accumulate": "CountMismatchError UnsupportedWrapperError WindowStateError "
+            "WindowStats",
+            "xentlib.collectives": "Collective CollectiveCount",
+            "xentlib.tools.crosscheck": "CrossCheckError",
+            "xentlib.torch.accumulate": "TokenNormalizer",
+            "xentlib.torch.collectives": "count_collectives",
+            "xentlib.torch.crosscheck": "CrossCheck",
+            "xentlib.torch.evaluation": "Evaluation",
+            "xentlib.torch.labels": "next_token_labels",
+            "xentlib.torch.window": "Window",
         },
     )

@@ -9,12 +9,13 @@ from typing import Any
 
 
 def loading(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__`, of which `modules` has for each name the module that it is in."""
+    """A package's `__getattr__`, of which `modules` has each module's names, a space apart."""
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def find(name: str) -> Any:
-        if name not in modules:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(modules[name]), name)
+        value = getattr(import_module(module_of[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -30,7 +30,7 @@ __all__ = ["CrossCheckCallback", "TokenMean"]
 # A tool, which loads when it is asked for.
 if not TYPE_CHECKING:
     __getattr__ = loading(
-        __name__, {"CrossCheckCallback": "xentlib.torch.integrations.lightning_check"}
+        __name__, {"xentlib.torch.integrations.lightning_check": "CrossCheckCallback"}
     )
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")

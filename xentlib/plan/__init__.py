@@ -63,13 +63,9 @@ if not TYPE_CHECKING:
     __getattr__ = loading(
         __name__,
         {
-            "Exchange": "xentlib.plan.route_config",
-            "Rates": "xentlib.plan.route_config",
-            "Route": "xentlib.plan.route",
-            "choose_gather": "xentlib.plan.routes",
-            "crossover_tokens": "xentlib.plan.routes",
-            "given_peak_bytes": "xentlib.plan.memory",
-            "head_routes": "xentlib.plan.routes",
-            "peak_bytes": "xentlib.plan.memory",
+            "xentlib.plan.memory": "given_peak_bytes peak_bytes",
+            "xentlib.plan.route": "Route",
+            "xentlib.plan.route_config": "Exchange Rates",
+            "xentlib.plan.routes": "choose_gather crossover_tokens head_routes",
         },
     )

@@ -1,4 +1,4 @@
-"""Shapes of loss heads, as data, and the arrays that every contestant is handed.
+"""Shapes of loss heads, as data, and the arrays that every implementation is handed.
 
 Shapes: N tokens, H hidden width, V vocabulary.
 """
@@ -6,7 +6,7 @@ Shapes: N tokens, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,10 @@ class HeadSizes:
     vocab_size: int
     about: str
     softcap: float | None = None
+
+    @property
+    def sizes(self) -> str:
+        return f"N={self.num_tokens} H={self.hidden_size} V={self.vocab_size}"
 
 
 # Real heads. What the models' weights have: padded vocabularies, where they are padded.
@@ -64,8 +68,7 @@ CASES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Suite:
+class Suite(NamedTuple):
     """What `--suite` runs."""
 
     cases: tuple[str, ...]
@@ -75,10 +78,7 @@ class Suite:
     about: str
 
 
-def names(heads: tuple[HeadSizes, ...]) -> tuple[str, ...]:
-    return tuple(head.name for head in heads)
-
-
+ALL_REAL = tuple(head.name for head in REAL)
 SUITES = {
     # Three of six, in eight minutes: a narrow head, a wide one, and one with a softcap.
     "cpu": Suite(
@@ -88,12 +88,11 @@ SUITES = {
         3,
         "an eighth of three heads, for two cores",
     ),
-    "gpu": Suite(names(REAL), names(REAL), ("bfloat16",), 10, "the heads themselves"),
+    "gpu": Suite(ALL_REAL, ALL_REAL, ("bfloat16",), 10, "the heads themselves"),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Arrays:
+class Arrays(NamedTuple):
     """Inputs, in float32, every value one that `dtype` can hold: casts to it are exact."""
 
     hidden_NH: Any
@@ -104,17 +103,8 @@ class Arrays:
     softcap: float | None
 
 
-class Draws(Protocol):
-    """Numbers by chance, as arrays of a framework."""
-
-    def normal(self, *shape: int) -> Any: ...
-    def integers(self, below: int, count: int) -> Any: ...
-    def rounded(self, x: Any) -> Any:
-        """To bfloat16 and back."""
-
-
 class OnHost:
-    """In NumPy: the same numbers for every contestant of either framework."""
+    """Numbers by chance in NumPy: the same for every implementation of either framework."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -126,12 +116,13 @@ class OnHost:
         return self.rng.integers(0, below, count)
 
     def rounded(self, x: Any) -> Any:
+        """To bfloat16 and back."""
         import ml_dtypes
 
         return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def make_arrays(case: HeadSizes, dtype: str, draws: Draws | None = None) -> Arrays:
+def make_arrays(case: HeadSizes, dtype: str, draws: OnHost | None = None) -> Arrays:
     """Every label counts."""
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}; got {dtype!r}.")

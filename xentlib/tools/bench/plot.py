@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from xentlib.tools.bench.contestant import BARE, OURS, TRAINING
-from xentlib.tools.bench.report import alike
-from xentlib.tools.bench.result import Report, Run
+from xentlib.tools.bench.implementation import BARE, OURS, TRAINING
+from xentlib.tools.bench.report import Report, Run, alike
 from xentlib.tools.harness.plot import (
     COLOURS,
     INK,
@@ -111,16 +110,11 @@ def draw_run(axes: Axes, run: Run | None, names: list[str], one_case: bool) -> N
     labelled: list[float] = []
     for name, (memory, ratio) in drawn.items():
         place = names.index(name)
-        axes.plot(
-            memory,
-            min(ratio, FARTHEST),
-            linestyle="none",
-            marker="o" if name == OURS else MARKERS[place % len(MARKERS)],
-            markersize=8 if name == OURS else 5.5,
-            color=OURS_COLOUR if name == OURS else COLOURS[place % len(COLOURS)],
-            label=name,
-            zorder=3 if name == OURS else 2,
-        )
+        marker, colour = MARKERS[place % len(MARKERS)], COLOURS[place % len(COLOURS)]
+        look: dict[str, Any] = {"marker": marker, "markersize": 5.5, "color": colour, "zorder": 2}
+        if name == OURS:
+            look = {"marker": "o", "markersize": 8, "color": OURS_COLOUR, "zorder": 3}
+        axes.plot(memory, min(ratio, FARTHEST), linestyle="none", label=name, **look)
         if ratio > FARTHEST:
             above = sum(abs(memory - other) < 0.2 * widest for other in labelled)
             down = (5, -3 - 9 * above)

@@ -1,22 +1,107 @@
-"""A benchmark's numbers as text: a table on the terminal, Markdown for the documentation, JSON."""
+"""What a benchmark finds, as data, and its views: a table on the terminal, Markdown for the
+documentation, JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 from xentlib.tools.bench.cases import HeadSizes
-from xentlib.tools.bench.contestant import BARE, FLOOR, KINDS, OURS, Kind
-from xentlib.tools.bench.result import ContestantResult, Report, Run
+from xentlib.tools.bench.implementation import BARE, FLOOR, KINDS, OURS, Kind
 from xentlib.tools.harness.table import aligned
 
 MIB = 1 << 20
+COLUMNS = ("contestant", "computes", "ms", "best ms", "x floor", "quartiles", "loss off by")
 LEFT = ("contestant", "computes", "quartiles")
+# Columns of memory, where there is something in them: "peak" is by the allocator or compiler.
+MEMORY = {"peak MiB": "peak_bytes", "resident MiB": "resident_bytes", "plan MiB": "plan_bytes"}
 WIDE = 190  # columns, where no terminal says
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, quartiles and smallest of some measurements."""
+
+    median: float
+    low: float
+    high: float
+    best: float
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    if not values:
+        return None
+    low, high = values[0], values[0]
+    if len(values) > 1:
+        low, _, high = quantiles(values, n=4, method="inclusive")
+    return Spread(median(values), low, high, min(values))
+
+
+@dataclass(slots=True)
+class Result:
+    """One implementation, one kind."""
+
+    contestant: str  # the implementation, by the name that `bench.json` has for it
+    kind: Kind
+    seconds: list[float] = field(default_factory=list)  # one for each round it ran in
+    ratios: list[float] = field(default_factory=list)  # to the floor of the same round
+    loss: float | None = None
+    # Extra bytes at the peak of one call, results included, inputs not.
+    peak_bytes: int | None = None  # torch: the allocator's; JAX: the compiler's
+    resident_bytes: int | None = None  # growth of the process, on Linux
+    plan_bytes: int | None = None  # what the plan's formula says
+    failed: str | None = None  # why there are no numbers
+
+    @property
+    def time(self) -> Spread | None:
+        return spread(self.seconds)
+
+    @property
+    def ratio(self) -> Spread | None:
+        return spread(self.ratios)
+
+
+@dataclass(slots=True)
+class Run:
+    """One framework on one case and dtype: the numbers that may be compared."""
+
+    backend: str
+    case: HeadSizes
+    dtype: str
+    device: str
+    threads: int | None
+    rounds: int
+    rows: list[Result]
+
+    @property
+    def title(self) -> str:
+        case = self.case
+        return f"{self.backend}, {self.dtype}, {case.name} ({case.sizes}), {self.device}"
+
+    def row(self, contestant: str, kind: Kind) -> Result:
+        return next(row for row in self.rows if (row.contestant, row.kind) == (contestant, kind))
+
+    def pair_with_floor(self) -> None:
+        """Fill in the ratios; the floor runs in every round."""
+        for row in self.rows:
+            floor = self.row(FLOOR, row.kind).seconds
+            row.ratios = [ours / bare for ours, bare in zip(row.seconds, floor)]
+
+
+@dataclass(slots=True)
+class Report:
+    """A whole call of `xentlib bench`."""
+
+    environment: dict[str, str]
+    runs: list[Run] = field(default_factory=list)
+
+
+# --- table ------------------------------------------------------------------------------------
 
 
 def milliseconds(seconds: float) -> str:
@@ -30,18 +115,7 @@ def mebibytes(count: int | None) -> str:
     return f"{count / MIB:,.0f}" if count >= 10 * MIB else f"{count / MIB:.2f}"
 
 
-def columns(run: Run) -> list[str]:
-    """Columns with something in them. Memory is "peak" by the allocator or compiler."""
-    names = ["contestant", "computes", "ms", "best ms", "x floor", "quartiles", "loss off by"]
-    for name, attribute in (("peak MiB", "peak_bytes"), ("resident MiB", "resident_bytes")):
-        if any(getattr(row, attribute) is not None for row in run.rows):
-            names.append(name)
-    if any(row.plan_bytes is not None for row in run.rows):
-        names.append("plan MiB")
-    return names
-
-
-def cells(row: ContestantResult, run: Run) -> dict[str, str]:
+def cells(row: Result, run: Run) -> dict[str, str]:
     texts = {"contestant": row.contestant, "computes": row.kind}
     if row.failed is not None:
         return texts | {"ms": "–", "quartiles": row.failed}
@@ -55,14 +129,10 @@ def cells(row: ContestantResult, run: Run) -> dict[str, str]:
     off = loss_off(row, run)
     if off is not None:
         texts["loss off by"] = f"{off:.0e}"
-    return texts | {
-        "peak MiB": mebibytes(row.peak_bytes),
-        "resident MiB": mebibytes(row.resident_bytes),
-        "plan MiB": mebibytes(row.plan_bytes),
-    }
+    return texts | {x: mebibytes(getattr(row, name)) for x, name in MEMORY.items()}
 
 
-def loss_off(row: ContestantResult, run: Run) -> float | None:
+def loss_off(row: Result, run: Run) -> float | None:
     """Speed bought with rounded logits shows here; ours is right to float32 (row A8)."""
     ours = run.row(OURS, row.kind).loss
     if row.contestant == OURS or row.loss is None or not ours:
@@ -72,28 +142,24 @@ def loss_off(row: ContestantResult, run: Run) -> float | None:
 
 def as_table(run: Run) -> tuple[list[str], list[list[str]]]:
     """Head and body; loss + gradient first, that being what training pays for."""
-    names = columns(run)
+    memory = [x for x in MEMORY if any(getattr(row, MEMORY[x]) is not None for row in run.rows)]
+    names = [*COLUMNS, *memory]
     rows = sorted(run.rows, key=lambda row: KINDS.index(row.kind))
-    texts = [cells(row, run) for row in rows]
-    return names, [[row.get(name, "") for name in names] for row in texts]
+    return names, [[cells(row, run).get(name, "") for name in names] for row in rows]
 
 
 # --- terminal -----------------------------------------------------------------------------------
 
 
 def print_run(run: Run) -> None:
-    if find_spec("rich") is not None:
-        print_rich(run)
-    else:
-        print("\n".join(plain_table(run)), end="\n\n")
-
-
-def print_rich(run: Run) -> None:
+    names, rows = as_table(run)
+    if find_spec("rich") is None:
+        print("\n".join([run.title, *aligned([names, *rows])]), end="\n\n")
+        return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    names, rows = as_table(run)
     table = Table(title=run.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for name in names:
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
@@ -105,12 +171,6 @@ def print_rich(run: Run) -> None:
     if not console.is_terminal:
         console.width = WIDE
     console.print(table)
-
-
-def plain_table(run: Run) -> Iterator[str]:
-    names, rows = as_table(run)
-    yield run.title
-    yield from aligned([names, *rows])
 
 
 def environment_line(report: Report) -> str:
@@ -157,7 +217,7 @@ def pivot(runs: Sequence[Run], kind: Kind) -> list[str]:
     if not runs:
         return []
     one = runs[0]
-    names = ["contestant", *(sizes(run) for run in runs), "loss off by"]
+    names = ["contestant", *map(title_of_column, runs), "loss off by"]
     lines = [f"**{one.backend}, {one.dtype}, {kind}, {one.device}**", ""]
     lines += [markdown_row(names), markdown_row(["---", *["---:"] * len(runs), "---:"])]
     for name in dict.fromkeys(row.contestant for row in one.rows):
@@ -165,20 +225,18 @@ def pivot(runs: Sequence[Run], kind: Kind) -> list[str]:
         off = [loss_off(row, run) for row, run in zip(rows, runs)]
         known = [value for value in off if value is not None]
         shown = [name, *map(cell, rows), f"{max(known):.0e}" if known else ""]
-        lines.append(
-            markdown_row([f"**{text}**" if text and name == OURS else text for text in shown])
-        )
+        if name == OURS:
+            shown = [text and f"**{text}**" for text in shown]
+        lines.append(markdown_row(shown))
     return [*lines, ""]
 
 
-def sizes(run: Run) -> str:
-    case = run.case
-    softcap = "" if case.softcap is None else f", softcap {case.softcap:g}"
-    numbers = f"N={case.num_tokens} H={case.hidden_size} V={case.vocab_size}{softcap}"
-    return f"{case.name}<br>{numbers}"
+def title_of_column(run: Run) -> str:
+    softcap = "" if run.case.softcap is None else f", softcap {run.case.softcap:g}"
+    return f"{run.case.name}<br>{run.case.sizes}{softcap}"
 
 
-def cell(row: ContestantResult) -> str:
+def cell(row: Result) -> str:
     if row.failed is not None:
         return row.failed
     if row.time is None or row.ratio is None:
@@ -215,16 +273,12 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def from_json(document: dict[str, Any]) -> Report:
     """The report of `as_json`; what follows from its measurements is made anew."""
-
-    def result(row: dict[str, Any]) -> ContestantResult:
-        names = {field.name for field in fields(ContestantResult)}
-        return ContestantResult(**{name: row[name] for name in names & row.keys()})
-
-    runs = [
-        Run(**{**run, "case": HeadSizes(**run["case"]), "rows": [*map(result, run["rows"])]})
-        for run in document["runs"]
-    ]
-    return Report(document["environment"], runs)
+    names = {field.name for field in fields(Result)}
+    report = Report(document["environment"])
+    for run in document["runs"]:
+        rows = [Result(**{name: row[name] for name in names & row.keys()}) for row in run["rows"]]
+        report.runs.append(Run(**{**run, "case": HeadSizes(**run["case"]), "rows": rows}))
+    return report
 
 
 def write_json(report: Report, path: Path) -> None:

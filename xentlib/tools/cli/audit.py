@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.tools.audit.problem import KINDS
-from xentlib.tools.cli.arguments import Row, add_rows
-from xentlib.tools.cli.errors import UsageError
+from xentlib.tools.cli.command import Row
 from xentlib.tools.cli.requirements import BACKENDS, prepare
+from xentlib.tools.errors import UsageError
 
 NUMBERS = {
     "softcap": "softcap of the logits that the step applies",
@@ -35,38 +35,29 @@ RANKS = (
     "of JAX: devices over which the step spreads the rows; of PyTorch torchrun says it (default: 1)"
 )
 FRAMEWORK = "default: the framework that the module has imported"
+TARGET = "the step, importable from the current directory: train:step of train.py"
+ONE_DOCUMENT = "a row is one document: the step need not tell several apart"
 ARGUMENTS: tuple[Row, ...] = (
+    ("target", str, None, "MODULE:FUNCTION", TARGET),
     ("--backend", BACKENDS, None, None, FRAMEWORK),
     ("--kind", KINDS, None, None, CALLS),
     ("--bias", bool, None, None, "the head has a bias"),
     *((f"--{x.replace('_', '-')}", float, None, "X", words) for x, words in NUMBERS.items()),
     ("--ranks", int, None, "N", RANKS),
     ("--out", Path, None, "FILE", "write the report as JSON too"),
+    ("--no-documents", bool, None, None, ONE_DOCUMENT),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.add_argument(
-        "target",
-        metavar="MODULE:FUNCTION",
-        help="the step, importable from the current directory: train:step of train.py",
-    )
-    add_rows(parser, ARGUMENTS)
-    parser.add_argument(
-        "--no-documents",
-        dest="documents",
-        action="store_false",
-        help="a row is one document: the step need not tell several apart",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     module, name = _parts(args.target)
     under_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    _before_jax(args.ranks)
-    step = _found(module, name)
-    backend = args.backend or _loaded(args.target)
+    prepare(("jax",), "cpu")  # what JAX reads as it is imported, which the module may do
+    flag = "--xla_force_host_platform_device_count"
+    if (args.ranks or 1) > 1 and flag not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {flag}={args.ranks}"
+    step = _step(module, name)
+    backend = args.backend or _imported_framework(args.target)
     if backend == "torch" and args.ranks is not None:
         raise UsageError(
             "`--ranks` is of JAX, which has its devices in one process; in PyTorch run "
@@ -77,11 +68,13 @@ def run(args: argparse.Namespace) -> int:
             "`xentlib audit` of a step in JAX must be run in one process; got several of "
             "torchrun's. Run it without, and pass `--ranks N` for N devices."
         )
-    options: dict[str, Any] = {"bias": args.bias, "documents": args.documents}
+    options = {"kind": args.kind, "bias": args.bias, "documents": not args.no_documents}
     options |= {x: getattr(args, x) for x in NUMBERS if getattr(args, x) is not None}
+    if backend == "jax":
+        options["ranks"] = args.ranks or 1
     if args.out is not None:
         _write(args.out, "")  # before the step is run, not after it
-    report, rank = _audit(backend, step, args, options, under_torchrun)
+    report, rank = _audit(backend, step, options, args.target, under_torchrun)
     if rank == 0:
         print(report, flush=True)
         if args.out is not None:
@@ -99,26 +92,18 @@ def _parts(target: str) -> tuple[str, str]:
     call = "(" in name
     if not colon or not module or not name or module.endswith(".py") or "/" in module or call:
         path = Path(module.removesuffix(".py"))
-        told, where = module.removesuffix(".py"), "in the folder that it can be imported from"
+        dotted, where = module.removesuffix(".py"), "in the folder that it can be imported from"
         if path.is_absolute() or ".." in path.parts:
-            told, where = path.name, f"in the folder '{path.parent}'"
-        told = told.strip("./").replace("/", ".") or "module"
+            dotted, where = path.name, f"in the folder '{path.parent}'"
+        dotted = dotted.strip("./").replace("/", ".") or "module"
         raise UsageError(
             f"the step must be named as MODULE:FUNCTION; got '{target}'. Write "
-            f"'{told}:{name.partition('(')[0] or 'step'}', {where}."
+            f"'{dotted}:{name.partition('(')[0] or 'step'}', {where}."
         )
     return module, name
 
 
-def _before_jax(ranks: int | None) -> None:
-    """What JAX reads as it is imported, which the module may do."""
-    prepare(("jax",), "cpu")
-    flag = "--xla_force_host_platform_device_count"
-    if ranks and ranks > 1 and flag not in os.environ["XLA_FLAGS"]:
-        os.environ["XLA_FLAGS"] += f" {flag}={ranks}"
-
-
-def _found(module: str, name: str) -> Callable[..., Any]:
+def _step(module: str, name: str) -> Callable[..., Any]:
     sys.path.insert(0, str(Path.cwd()))
     try:
         value: Any = importlib.import_module(module)
@@ -155,7 +140,7 @@ def _found(module: str, name: str) -> Callable[..., Any]:
     return value  # type: ignore[no-any-return]
 
 
-def _loaded(target: str) -> str:
+def _imported_framework(target: str) -> str:
     loaded = [name for name in BACKENDS if name in sys.modules]
     if len(loaded) != 1:
         which = "both PyTorch and JAX" if loaded else "neither PyTorch nor JAX"
@@ -167,27 +152,18 @@ def _loaded(target: str) -> str:
 
 
 def _audit(
-    backend: str,
-    step: Callable[..., Any],
-    args: argparse.Namespace,
-    options: dict[str, Any],
-    under_torchrun: bool,
+    backend: str, step: Any, options: dict[str, Any], target: str, under_torchrun: bool
 ) -> tuple[Any, int]:
     """The report, and this process's rank."""
     try:
-        if backend == "jax":
-            from xentlib.jax.audit import audit as audit_jax
-
-            return audit_jax(step, kind=args.kind, ranks=args.ranks or 1, **options), 0
-        from xentlib.torch.audit import audit as audit_torch
-
+        audit = importlib.import_module(f"xentlib.{backend}.audit").audit
         if not under_torchrun:
-            return audit_torch(step, kind=args.kind, **options), 0
+            return audit(step, **options), 0
         import torch.distributed as dist
 
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        return audit_torch(step, kind=args.kind, **options), dist.get_rank()
+        return audit(step, **options), dist.get_rank()
     except ImportError as error:
         raise UsageError(f"{error}") from error
     except (Exception, SystemExit) as error:
@@ -196,10 +172,10 @@ def _audit(
         while own is not None and own.tb_next is not None:
             own = own.tb_next
         if own is not None and "xentlib/checks" in own.tb_frame.f_code.co_filename:
-            raise UsageError(f"the step '{args.target}'{rank}: {error}") from error
+            raise UsageError(f"the step '{target}'{rank}: {error}") from error
         traceback.print_exc()
         raise UsageError(
-            f"the step '{args.target}' raised {type(error).__name__}{rank}: {error}"
+            f"the step '{target}' raised {type(error).__name__}{rank}: {error}"
         ) from error
 
 

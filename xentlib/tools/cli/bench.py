@@ -4,69 +4,54 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from xentlib.plan import peak_bytes, plan_chunks
-from xentlib.tools.bench.cases import CASES, DTYPES, SUITES, HeadSizes, Suite
-from xentlib.tools.bench.contestant import BARE, KINDS, OURS, PER_TOKEN, TRAINING, Kind
-from xentlib.tools.bench.report import as_markdown, environment_line, print_run, write_json
-from xentlib.tools.bench.result import Report, Run
+from xentlib.tools.bench.cases import CASES, DTYPES, SUITES, Suite
+from xentlib.tools.bench.implementation import BARE, KINDS, OURS, PER_TOKEN, TRAINING, Kind
+from xentlib.tools.bench.report import (
+    Report,
+    Run,
+    as_markdown,
+    environment_line,
+    print_run,
+    write_json,
+)
 from xentlib.tools.bench.worker import Request, WorkerError, ask
-from xentlib.tools.cli.arguments import Row, add_rows, whole
+from xentlib.tools.cli.command import Row, whole
+from xentlib.tools.cli.requirements import BACKENDS
 from xentlib.tools.harness.environment import environment
 
-BACKENDS = ("torch", "jax")
 SHORT = {"fp32": "float32", "bf16": "bfloat16"}
-
-
 ABOUT_SUITES = "; ".join(f"{name} ({suite.about})" for name, suite in SUITES.items())
 ABOUT_CASES = "; ".join(f"{case.name} ({case.about})" for case in CASES.values())
+SHAPES = f"shapes: {ABOUT_CASES} (default: cpu)"
+COMPUTED = f"what is computed: {', '.join(KINDS)} (default: all)"
+WHOSE = "whose functions; both takes those that are installed"
 OF_MORE = "several shapes at once, with dtypes, kinds and rounds that suit them: "
+OUT = "folder for bench.json, bench.md and bench.pdf, .png and .svg"
+RESIDENT = "growth of resident memory as well: one more process a contestant"
+WHO = "who is timed beside the bare GEMMs and xentlib (default: all that can be)"
+DTYPE = f"of hidden and weight: {', '.join(DTYPES)} (default: all)"
+SEVERAL = {"nargs": "+"}
 ARGUMENTS: tuple[Row, ...] = (
-    (
-        "--backend",
-        (*BACKENDS, "both"),
-        "both",
-        None,
-        "whose functions; both takes those that are installed",
-    ),
+    ("--backend", (*BACKENDS, "both"), "both", None, WHOSE),
     ("--suite", tuple(SUITES), None, None, OF_MORE + ABOUT_SUITES),
     ("--rounds", whole, None, "N", "each runs every contestant once (default: 10)"),
     ("--device", str, "auto", None, "cpu, cuda; auto takes what the framework takes"),
-    ("--out", Path, None, "DIR", "folder for bench.json, bench.md and bench.pdf, .png and .svg"),
+    ("--out", Path, None, "DIR", OUT),
     ("--seed", int, 0, "N", "of the inputs"),
     ("--no-memory", bool, None, None, "leave memory out"),
-    (
-        "--resident",
-        bool,
-        None,
-        None,
-        "growth of resident memory as well: one more process a contestant",
-    ),
+    ("--resident", bool, None, None, RESIDENT),
+    ("--case", tuple(sorted(CASES)), None, "NAME", SHAPES, SEVERAL),
+    ("--kind", KINDS, None, "KIND", COMPUTED, SEVERAL),
+    ("--contestant", str, None, "NAME", WHO, SEVERAL),
+    ("--dtype", DTYPES, None, "DTYPE", DTYPE, SEVERAL | {"type": lambda x: SHORT.get(x, x)}),
 )
-WHO = "who is timed beside the bare GEMMs and xentlib (default: all that can be)"
-SEVERAL: tuple[Row, ...] = (
-    ("--case", tuple(sorted(CASES)), None, "NAME", f"shapes: {ABOUT_CASES} (default: cpu)"),
-    ("--kind", KINDS, None, "KIND", f"what is computed: {', '.join(KINDS)} (default: all)"),
-    ("--contestant", str, None, "NAME", WHO),
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_rows(parser, ARGUMENTS)
-    add_rows(parser, SEVERAL, nargs="+")
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        choices=DTYPES,
-        type=lambda name: SHORT.get(name, name),
-        metavar="DTYPE",
-        help=f"of hidden and weight: {', '.join(DTYPES)} (default: all)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,19 +62,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"no {' or '.join(asked)} here: pip install 'xentlib[{asked[0]}]'", file=sys.stderr)
         return 2
     report = Report(environment())
-    progress = StatusLine()
     try:
-        for job in jobs(args):
-            for backend in backends:
-                measured = run_one(job, backend, args, progress)
-                progress.clear()
-                print_run(measured)
-                report.runs.append(measured)
-                if args.out is not None:  # a suite that is stopped leaves what it has
-                    args.out.mkdir(parents=True, exist_ok=True)
-                    write_json(report, args.out / "bench.json")
+        for request in requests(args, backends):
+            measured = run_one(request, args.resident)
+            show("")
+            print_run(measured)
+            report.runs.append(measured)
+            if args.out is not None:  # a suite that is stopped leaves what it has
+                args.out.mkdir(parents=True, exist_ok=True)
+                write_json(report, args.out / "bench.json")
     except WorkerError as error:
-        progress.clear()
+        show("")
         print(error, file=sys.stderr)
         return 1
     print(environment_line(report))
@@ -98,64 +81,47 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Job(NamedTuple):
-    case: HeadSizes
-    dtype: str
-    kinds: tuple[Kind, ...]
-    rounds: int
-
-
-def jobs(args: argparse.Namespace) -> list[Job]:
+def requests(args: argparse.Namespace, backends: Sequence[str]) -> list[Request]:
     """What is asked for; a suite decides what is not."""
     suite = SUITES[args.suite] if args.suite else Suite(("cpu",), ("cpu",), DTYPES, 10, "")
-    cases = tuple(args.case or suite.cases)
+    only = (*BARE, OURS, *args.contestant) if args.contestant else None
+    rounds, memory = args.rounds or suite.rounds, not args.no_memory
+    more: dict[str, Any] = {
+        "device": args.device,
+        "only": only,
+        "memory": memory,
+        "seed": args.seed,
+    }
     listed = []
     for dtype in args.dtype or suite.dtypes:
-        for name in cases:
-            whole = args.case or name in suite.every_kind
-            kinds = tuple(args.kind or (KINDS if whole else (TRAINING,)))
-            listed.append(Job(CASES[name], dtype, kinds, args.rounds or suite.rounds))
+        for name in args.case or suite.cases:
+            everything = args.case or name in suite.every_kind
+            kinds = tuple(args.kind or (KINDS if everything else (TRAINING,)))
+            of_case = CASES[name], dtype, kinds, rounds
+            listed += [Request(backend, *of_case, **more) for backend in backends]
     return listed
 
 
-def run_one(job: Job, backend: str, args: argparse.Namespace, progress: StatusLine) -> Run:
-    """All contestants in one process; then resident memory, each in its own."""
-    case, dtype, kinds, rounds = job
+def run_one(request: Request, resident: bool) -> Run:
+    """All implementations in one process; then resident memory, each in its own."""
+    backend, case, dtype = request.backend, request.case, request.dtype
     what = f"{case.name} {dtype} {backend}"
-    request = Request(
-        "time",
-        backend,
-        case,
-        dtype,
-        args.device,
-        rounds,
-        (*BARE, OURS, *args.contestant) if args.contestant else None,
-        kinds,
-        not args.no_memory,
-        args.seed,
-    )
-    answer = ask(request, lambda done: progress.show(f"{what}: {done}"))
-    measured = Run(
-        backend, case, dtype, answer["device"], answer["threads"], rounds, answer["rows"]
-    )
-    if unknown := set(args.contestant or ()) - {row.contestant for row in measured.rows}:
+    answer = ask(request, lambda done: show(f"{what}: {done}"))
+    device, threads, rows = answer["device"], answer["threads"], answer["rows"]
+    measured = Run(backend, case, dtype, device, threads, request.rounds, rows)
+    if unknown := set(request.only or ()) - {row.contestant for row in rows}:
         raise WorkerError(f"no contestant {', '.join(sorted(unknown))} in {backend}'s table")
     measured.pair_with_floor()
-    if measured.device == "cpu":  # the formula is of the CPU's paths
-        for kind in kinds:
+    if device == "cpu":  # the formula is of the CPU's paths
+        for kind in request.kinds:
             measured.row(OURS, kind).plan_bytes = planned(measured, kind)
-    if args.resident:
-        add_resident(measured, request, lambda done: progress.show(f"{what}: resident, {done}"))
-    return measured
-
-
-def add_resident(measured: Run, request: Request, tick: Callable[[str], None]) -> None:
-    for row in measured.rows:
+    for row in rows if resident else ():
         if row.failed is None and row.contestant not in BARE:
-            tick(f"{row.contestant}, {row.kind}")
+            show(f"{what}: resident, {row.contestant}, {row.kind}")
             one = replace(request, task="resident", only=(row.contestant,), kinds=(row.kind,))
             (probed,) = ask(one)["rows"]
             row.resident_bytes = probed.resident_bytes
+    return measured
 
 
 def planned(measured: Run, kind: Kind) -> int:
@@ -182,15 +148,7 @@ def write(report: Report, folder: Path) -> None:
     (folder / "bench.md").write_text(as_markdown(report, plot))
 
 
-class StatusLine:
-    """One line on a terminal that says what is running; silent elsewhere."""
-
-    def __init__(self) -> None:
-        self.on = sys.stderr.isatty()
-
-    def show(self, text: str) -> None:
-        if self.on:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        self.show("")
+def show(text: str) -> None:
+    """What is running, in one line of a terminal; nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

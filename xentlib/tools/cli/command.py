@@ -1,4 +1,4 @@
-"""Arguments of the command, and its exit status."""
+"""Arguments of the command, as tables, and its exit status."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import xentlib
-from xentlib.tools.cli.errors import UsageError
+from xentlib.tools.errors import UsageError
 
 # A module each, loaded when it is asked for.
 COMMANDS = {
@@ -21,6 +21,9 @@ COMMANDS = {
     "audit": "hold a step of yours against the float64 oracle, and name what is wrong with it",
     "plan": "say what each route to a sharded head sends, needs and takes, from sizes alone",
 }
+# A flag, or a name; a type, a tuple of choices, or bool for a switch; default; metavar; help; and a
+# dictionary of what `add_argument` is to have beside these, if anything.
+Row = tuple[Any, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,5 +75,41 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
                     f"`xentlib bench` needs {error.name}, which is not installed; "
                     f"install it with `pip install 'xentlib[plot]'`."
                 ) from error
-            module.add_arguments(command)
+            add_arguments(command, module)
     return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser, module: Any) -> None:
+    """Those of a command's table; help ends with the default where there is one."""
+    parser.description = getattr(module, "DESCRIPTION", None)
+    for flag, kind, default, metavar, words, *more in module.ARGUMENTS:
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", help=words)
+            continue
+        end = "" if default is None else f" (default: %(default){'g' if kind is number else 's'})"
+        of: dict[str, Any] = {"choices" if isinstance(kind, tuple) else "type": kind}
+        of |= {"default": default, "metavar": metavar, "help": words + end}
+        parser.add_argument(flag, **of, **(more[0] if more else {}))
+
+
+def whole(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more; got {text!r}")
+    return value
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more; got {text!r}")
+    return int(text)
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a positive number; got {text!r}")
+    return value

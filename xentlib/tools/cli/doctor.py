@@ -12,13 +12,18 @@ from pathlib import Path
 
 import xentlib
 from xentlib.contract import Measurement
-from xentlib.tools.cli.arguments import Row, add_rows, whole
-from xentlib.tools.cli.errors import UsageError
+from xentlib.tools.cli.command import Row, whole
 from xentlib.tools.cli.requirements import BACKENDS, check_device, prepare
-from xentlib.tools.doctor.backends import imported, jax_findings, system, torch_findings
-from xentlib.tools.doctor.finding import Finding, bad
-from xentlib.tools.doctor.model import ConfigError, findings, read_config
-from xentlib.tools.doctor.packages import PACKAGES, inspect, ranges
+from xentlib.tools.doctor import model
+from xentlib.tools.doctor.backends import (
+    imported,
+    jax_findings,
+    measured_rows,
+    system,
+    torch_findings,
+)
+from xentlib.tools.doctor.packages import PACKAGES, Finding, inspect, ranges
+from xentlib.tools.harness.device import missing_on
 from xentlib.tools.parity.report.document import finite
 
 SCHEMA = "xentlib.doctor/1"
@@ -41,69 +46,59 @@ ARGUMENTS: tuple[Row, ...] = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    add_rows(parser, ARGUMENTS)
-
-
 def run(args: argparse.Namespace) -> int:
     """Exit status 1 where something that is installed cannot be used, 2 where nothing computes."""
-    try:
-        config = None if args.model is None else read_config(args.model)
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
+    config = None if args.model is None else model.read_config(args.model)
     installed = [name for name in BACKENDS if find_spec(name) is not None]
-    findings_so_far = system()
+    findings = system()
     prepare(installed, args.device)
     admits = ranges()
-    findings_so_far += [inspect(package, admits) for package in PACKAGES]
+    findings += [inspect(package, admits) for package in PACKAGES]
     broken = {name: imported(name) for name in installed}
-    findings_so_far += [one for one in broken.values() if one is not None]
+    findings += [one for one in broken.values() if one is not None]
     usable = tuple(name for name in installed if broken[name] is None)
     for name, look in (("torch", torch_findings), ("jax", jax_findings)):
         if name in usable:
             of_backend = look()
-            findings_so_far += of_backend
+            findings += of_backend
             if any(one.part == "devices" for one in bad(of_backend)):  # nothing to compute on
                 usable = tuple(other for other in usable if other != name)
 
-    device = "cpu"
     measured: list[Measurement] = []
     if usable:
-        from xentlib.tools.doctor.rows import as_finding, device_of, measure
-
-        check_device("cpu" if args.device == "auto" else args.device, usable)
-        device = device_of(usable) if args.device == "auto" else args.device
+        device = args.device
+        if device == "auto":
+            device = "cpu" if missing_on("cuda", usable) else "cuda"
+        check_device(device, usable)
         if not args.no_rows:
-            measured, failed, seconds = measure(usable, device)
-            findings_so_far.append(as_finding(measured, failed, seconds, device))
+            measured, rows = measured_rows(usable, device)
+            findings.append(rows)
     if config is not None:
-        findings_so_far += findings(config, args.tokens)
+        findings += model.findings(config, args.tokens)
 
-    status = 2 if not usable else 1 if bad(findings_so_far) else 0
+    status = 2 if not usable else 1 if bad(findings) else 0
     if args.json:
-        print(json.dumps(finite(document(findings_so_far, measured, usable, status)), indent=1))
+        document = {
+            "schema": SCHEMA,
+            "xentlib": xentlib.__version__,
+            "status": status,
+            "usable": list(usable),
+            "findings": [one._asdict() for one in findings],
+            "measurements": [asdict(one) for one in measured],
+        }
+        print(json.dumps(finite(document), indent=1))
     else:
-        print("\n".join(lines(findings_so_far)))
-    verdict = said(findings_so_far, usable)
-    print(
-        f"\n{verdict}" if status == 0 and not args.json else f"xentlib: {verdict}",
-        file=sys.stdout if status == 0 and not args.json else sys.stderr,
-    )
+        print("\n".join(lines(findings)))
+    sentence = verdict(findings, usable)
+    if status == 0 and not args.json:
+        print(f"\n{sentence}")
+    else:
+        print(f"xentlib: {sentence}", file=sys.stderr)
     return status
 
 
-def document(
-    findings: list[Finding], measured: list[Measurement], usable: tuple[str, ...], status: int
-) -> dict[str, object]:
-    return {
-        "schema": SCHEMA,
-        "xentlib": xentlib.__version__,
-        "status": status,
-        "usable": list(usable),
-        "findings": [asdict(one) for one in findings],
-        "measurements": [asdict(one) for one in measured],
-    }
+def bad(findings: list[Finding]) -> list[Finding]:
+    return [one for one in findings if one.status == "bad"]
 
 
 def lines(findings: list[Finding]) -> Iterator[str]:
@@ -120,8 +115,8 @@ def lines(findings: list[Finding]) -> Iterator[str]:
                 yield f"       {'':<{width}}  -> {one.cure}"
 
 
-def said(findings: list[Finding], usable: tuple[str, ...]) -> str:
-    """The verdict, in a sentence."""
+def verdict(findings: list[Finding], usable: tuple[str, ...]) -> str:
+    """In a sentence."""
     wrong = ", ".join(one.name for one in bad(findings))
     if not usable and wrong:
         return f"nothing can be computed here, as what is marked BAD cannot be used: {wrong}."

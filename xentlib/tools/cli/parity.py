@@ -9,8 +9,8 @@ from pathlib import Path
 
 from xentlib.kernels import CHOICES
 from xentlib.tools.cli import requirements
-from xentlib.tools.cli.arguments import Row, add_rows, seed
-from xentlib.tools.cli.errors import UsageError, note
+from xentlib.tools.cli.command import Row, seed
+from xentlib.tools.errors import UsageError, note
 from xentlib.tools.harness.environment import environment_of
 from xentlib.tools.parity.result import ParityResult
 
@@ -39,11 +39,6 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--resume", bool, None, None, RESUME),
     ("--json", bool, None, None, "print the JSON to stdout instead of the table"),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    add_rows(parser, ARGUMENTS)
 
 
 def run(args: argparse.Namespace) -> int:

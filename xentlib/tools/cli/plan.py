@@ -15,9 +15,9 @@ from xentlib.dtypes import FLOATS
 from xentlib.plan import Rates, Route, crossover_tokens, head_routes
 from xentlib.plan.routes import OPTIONS, RouteOptions
 from xentlib.tools.bench.cases import REAL
-from xentlib.tools.cli.arguments import Row, add_rows, number, whole
-from xentlib.tools.cli.errors import UsageError
-from xentlib.tools.doctor.model import SOFTCAPS, ConfigError, head_of_file, read_config
+from xentlib.tools.cli.command import Row, number, whole
+from xentlib.tools.doctor.model import SOFTCAPS, head_of_file, read_config
+from xentlib.tools.errors import UsageError
 from xentlib.tools.harness.table import aligned
 
 SCHEMA = "xentlib.plan/1"
@@ -25,6 +25,10 @@ NAMES = {head.name: head for head in REAL}
 GPUS = 8  # of a node, where it is not said how many nodes there are
 GIB, GB = 2**30, 1e9
 PLOTS = (".svg", ".png", ".pdf")
+SPLIT_AND_SECONDS = (
+    *("chunk_tokens", "num_chunks", "block_rows"),
+    *("gemm_seconds", "link_seconds", "seconds"),
+)
 HYBRID = " hybrid is `gather='hidden'` with a mesh [nodes, ranks of a node] as `tokens_parallel`."
 
 
@@ -44,12 +48,11 @@ DESCRIPTION = (
     "numbers, for up to thousands of ranks."
 )
 RATES = Rates()
-DTYPE_OF = {
-    "--dtype": "of the hidden states (default: that of the model)",
-    "--head-dtype": "that the head is gathered in (default: that of the hidden states)",
-    "--reduce-dtype": "of the head's gradient in its reduction (default: float32)",
-    "--param-dtype": "that the parameter is held in (default: float32)",
-}
+DTYPE = "of the hidden states (default: that of the model)"
+HEAD_DTYPE = "that the head is gathered in (default: that of the hidden states)"
+OPTION = f"of the call, which send something more: {', '.join(OPTIONS)}"
+NETWORK = "of the network between nodes, in GB/s for each GPU"
+LATENCY = "of a collective that moves nothing, in microseconds"
 NODES = f"that those ranks are spread over (default: one for every {GPUS} ranks)"
 HEADS = f"a head by its name ({', '.join(NAMES)}), a model's folder, or its config.json"
 ARGUMENTS: tuple[Row, ...] = (
@@ -61,7 +64,10 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--nodes", whole, None, "G", NODES),
     ("--replicas", whole, 1, "N", "of the sharded head, HSDP"),
     ("--micro-batches", whole, 1, "M", "for each reduction of gradients"),
-    *((flag, FLOATS, None, None, words) for flag, words in DTYPE_OF.items()),
+    ("--dtype", FLOATS, None, None, DTYPE),
+    ("--head-dtype", FLOATS, None, None, HEAD_DTYPE),
+    ("--reduce-dtype", FLOATS, "float32", None, "of the head's gradient in its reduction"),
+    ("--param-dtype", FLOATS, "float32", None, "that the parameter is held in"),
     ("--recompute", bool, None, None, "chunked_logprobs, and not chunked_nll"),
     ("--module", bool, None, None, "NLLHead in one fully_shard with other modules"),
     ("--kept", bool, None, None, "the gathered head stays whole until the backward"),
@@ -70,67 +76,31 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--block-rows", whole, None, "K", "of every rank in a block of the stream"),
     ("--gemm-rate", number, RATES.gemm / 1e12, "TFLOPS", "of the matrix products, in TFLOP/s"),
     ("--node-rate", number, RATES.node / GB, "GBS", "of a GPU's links within its node, in GB/s"),
-    (
-        "--network-rate",
-        number,
-        RATES.network / GB,
-        "GBS",
-        "of the network between nodes, in GB/s for each GPU",
-    ),
-    (
-        "--latency",
-        number,
-        RATES.latency * 1e6,
-        "US",
-        "of a collective that moves nothing, in microseconds",
-    ),
+    ("--network-rate", number, RATES.network / GB, "GBS", NETWORK),
+    ("--latency", number, RATES.latency * 1e6, "US", LATENCY),
     ("--json", bool, None, None, "print JSON to stdout instead of the table"),
     ("--plot", Path, None, "FILE", f"time and memory against tokens, {', '.join(PLOTS)}"),
+    ("--options", OPTIONS, None, "NAME", OPTION, {"nargs": "+"}),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    add_rows(parser, ARGUMENTS)
-    parser.add_argument(
-        "--options",
-        nargs="+",
-        choices=OPTIONS,
-        default=[],
-        metavar="NAME",
-        help=f"of the call, which send something more: {', '.join(OPTIONS)}",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 2 where there is nothing to plan."""
     sizes = asked(args)
     if args.plot is not None:
-        _can_plot(args.plot)
-    nodes = args.nodes or (args.ranks // GPUS if args.ranks % GPUS == 0 else 1)
+        check_plot(args.plot)
     dtype = args.dtype or sizes.dtype
-    more: RouteOptions = {
-        "nodes": nodes,
-        "replicas": args.replicas,
+    values = vars(args) | {
+        "nodes": args.nodes or (args.ranks // GPUS if args.ranks % GPUS == 0 else 1),
         "dtype": dtype,
         "head_dtype": args.head_dtype or dtype,
-        "reduce_dtype": args.reduce_dtype or "float32",
-        "param_dtype": args.param_dtype or "float32",
-        "micro_batches": args.micro_batches,
-        "recompute": args.recompute,
-        "module": args.module,
-        "kept": args.kept,
-        "options": sorted({*args.options, *(["softcap"] if sizes.softcap else [])}),
+        "options": sorted({*(args.options or ()), *(["softcap"] if sizes.softcap else [])}),
         "max_chunk_bytes": args.max_chunk_mib and args.max_chunk_mib << 20,
-        "chunk_tokens": args.chunk_tokens,
-        "block_rows": args.block_rows,
         "rates": Rates(
-            args.gemm_rate * 1e12,
-            args.node_rate * GB,
-            args.network_rate * GB,
-            args.latency / 1e6,
+            args.gemm_rate * 1e12, args.node_rate * GB, args.network_rate * GB, args.latency / 1e6
         ),
     }
+    more: Any = {name: values[name] for name in RouteOptions.__annotations__ if name in values}
     try:
         planned = document(sizes, args.tokens, args.ranks, more)
     except ValueError as error:
@@ -175,11 +145,7 @@ def sizes_of(model: str) -> Sizes:
             f"`--model` must be one of {', '.join(NAMES)}, a model's folder or its config.json; "
             f"got '{model}'" + (f"; did you mean '{near[0]}'?" if near else ".")
         )
-    try:
-        config = read_config(Path(model))
-    except ConfigError as error:
-        raise UsageError(f"{error}") from error
-    sizes = head_of_file(config)
+    sizes = head_of_file(read_config(Path(model)))
     if sizes is None:
         raise UsageError(
             f"`--model` must name a `vocab_size` and a `hidden_size`; '{model}' has not both. Pass "
@@ -216,12 +182,7 @@ def of_route(route: Route) -> dict[str, Any]:
         "received_bytes": round(route.received),
         "peak_bytes": route.peak_bytes,
         "peak": dict(route.peak),
-        "chunk_tokens": route.chunk_tokens,
-        "num_chunks": route.num_chunks,
-        "block_rows": route.block_rows,
-        "gemm_seconds": route.gemm_seconds,
-        "link_seconds": route.link_seconds,
-        "seconds": route.seconds,
+        **{name: getattr(route, name) for name in SPLIT_AND_SECONDS},
     }
 
 
@@ -266,7 +227,7 @@ def lines(planned: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _can_plot(path: Path) -> None:
+def check_plot(path: Path) -> None:
     if path.suffix not in PLOTS:
         raise UsageError(
             f"`--plot` must end with {', '.join(PLOTS[:-1])} or {PLOTS[-1]}; got '{path}'."

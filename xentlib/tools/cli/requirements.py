@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from xentlib.kernels import VARIABLE
-from xentlib.tools.cli.errors import UsageError, note
+from xentlib.tools.errors import UsageError, note
 
 BACKENDS = ("torch", "jax")
 TRAINING_NEEDS = {"torch": ("tokenizers",), "jax": ("tokenizers", "flax", "optax")}

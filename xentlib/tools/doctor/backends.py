@@ -1,16 +1,19 @@
-"""The two backends: whether they can be imported, their devices, and whose kernels compute."""
+"""The two backends: whether they can be imported, their devices, whose kernels compute, and a few
+rows of the contract."""
 
 from __future__ import annotations
 
 import os
 import platform
+import time
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from xentlib.contract import Measurement, failures
 from xentlib.kernels import CHOICES, VARIABLE
-from xentlib.tools.doctor.finding import Finding, Status
-from xentlib.tools.doctor.packages import there, version_of
+from xentlib.tools.doctor.packages import Finding, Status, there, version_of
 
 # What changes who computes, where, or which bits come out.
 VARIABLES = (
@@ -69,15 +72,12 @@ def torch_findings() -> list[Finding]:
 
 def torch_devices(torch: Any) -> list[Finding]:
     if torch.cuda.is_available():
-        findings = []
-        for index in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(index)
-            text = (
-                f"{about.name}, {about.total_memory / GIB:.0f} GiB, compute capability "
-                f"{about.major}.{about.minor}"
-            )
-            findings.append(Finding("devices", f"torch cuda:{index}", "ok", text))
-        return findings
+        cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        texts = [
+            f"{x.name}, {x.total_memory / GIB:.0f} GiB, compute capability {x.major}.{x.minor}"
+            for x in cards
+        ]
+        return [Finding("devices", f"torch cuda:{k}", "ok", text) for k, text in enumerate(texts)]
     text = f"the CPU, {torch.get_num_threads()} threads"
     build = torch.version.cuda or torch.version.hip
     if not driver():
@@ -118,15 +118,9 @@ def _wrappers(torch: Any) -> Finding:
     if not torch.distributed.is_available():
         text = "this build of PyTorch has no torch.distributed"
         return Finding("trainers", name, "note", text, "install another build for several ranks")
-    made = [
-        kind
-        for kind, has in (
-            ("gloo", torch.distributed.is_gloo_available),
-            ("nccl", torch.distributed.is_nccl_available),
-        )
-        if has()
-    ]
-    return Finding("trainers", name, "ok", f"of PyTorch; process groups: {', '.join(made)}")
+    dist = torch.distributed
+    groups = [kind for kind in ("gloo", "nccl") if getattr(dist, f"is_{kind}_available")()]
+    return Finding("trainers", name, "ok", f"of PyTorch; process groups: {', '.join(groups)}")
 
 
 # --- JAX ------------------------------------------------------------------------------------------
@@ -150,3 +144,40 @@ def jax_findings() -> list[Finding]:
         cure = "pip install 'jax[cuda13]' or 'jax[cuda12]', as your driver allows"
         return [Finding("devices", "jax", "note", text, cure), kernels]
     return [Finding("devices", "jax", "ok", text), kernels]
+
+
+# --- rows of the contract -------------------------------------------------------------------------
+
+
+def measured_rows(backends: tuple[str, ...], device: str) -> tuple[list[Measurement], Finding]:
+    """What was measured; and which rows, how many measurements, and the worst of those that fall
+    short."""
+    from xentlib.tools.parity.progress import Progress
+    from xentlib.tools.parity.suite import few_sections
+
+    begin = time.perf_counter()
+    measured: list[Measurement] = []
+    failed: list[str] = []
+    on_device: AbstractContextManager[Any] = nullcontext()
+    if device == "cpu" and "jax" in backends:  # which would take its accelerator
+        import jax
+
+        on_device = jax.default_device(jax.devices("cpu")[0])
+    with on_device:
+        for part in few_sections(backends, device):
+            section = part.section(Progress())
+            measured += section.measurements
+            if section.error:
+                failed.append(f"{part.name} could not be run: {section.reason}")
+    seconds = time.perf_counter() - begin
+    rows = sorted({m.row for m in measured}, key=lambda row: int(row[1:]))
+    about = f"{len(measured)} measurements of rows {', '.join(rows)} on {device} in {seconds:.0f} s"
+    short = [m for m in measured if not m.passed]
+    if failed or short or not measured:
+        words = "; ".join([*failures(short)[:3], *failed]) or "nothing could be measured"
+        cure = "run `xentlib parity` for all rows, and report what it writes"
+        return measured, Finding("contract", "rows", "bad", f"{words} ({about})", cure)
+    words = f"{about}, all within their bounds; `xentlib parity` measures the others"
+    if device != "cpu":
+        words += "; off the CPU the contract makes no claim yet"
+    return measured, Finding("contract", "rows", "ok", words)

@@ -14,8 +14,8 @@ from xentlib.dtypes import FLOATS, ITEMSIZE
 from xentlib.plan import plan_chunks
 from xentlib.plan.memory import peak_bytes
 from xentlib.plan.split import default_chunk_bytes
-from xentlib.tools.doctor.finding import Finding
-from xentlib.tools.doctor.packages import there
+from xentlib.tools.doctor.packages import Finding, there
+from xentlib.tools.errors import UsageError
 
 # What a configuration calls a soft cap of its logits, and a factor: some multiply, some divide.
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "softcap")
@@ -30,10 +30,6 @@ FAIL_IN_A_CALL = {
 GIB = 2**30
 NAMES = ("vocab_size", "hidden_size")
 LONGEST = 200  # characters of what a class says of its configuration
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be read."""
 
 
 class Head(NamedTuple):
@@ -59,12 +55,12 @@ def read_config(path: Path) -> dict[str, Any]:
         cure = "Download the model's config.json first."
         if (path / "adapter_config.json").is_file():
             why, cure = "an adapter's folder", "Pass the folder of the model that it adapts."
-        raise ConfigError(
+        raise UsageError(
             f"`--model` must be a folder with a config.json, or such a file; got '{file}': {why}. "
             f"{cure}"
         ) from error
     if not isinstance(config, dict):
-        raise ConfigError(
+        raise UsageError(
             f"`--model` must be a configuration of transformers, a JSON object; got '{file}', "
             f"which holds a {type(config).__name__}."
         )
@@ -73,15 +69,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def findings(config: dict[str, Any], tokens: int) -> list[Finding]:
     """The head, its memory for so many tokens, and `patch`."""
-    built = None
+    head, built = None, None
+    words = "not tried, as it needs PyTorch and transformers"
+    patched = Finding("model", "patch", "absent", words, "pip install 'xentlib[hf]'")
     if there("transformers") and there("torch"):
         head, built, patched = _built(config)
-    else:
-        head, patched = None, None
     head = head or head_of_file(config)
-    if patched is None:
-        words = "not tried, as it needs PyTorch and transformers"
-        patched = Finding("model", "patch", "absent", words, "pip install 'xentlib[hf]'")
     if head is None or head.vocab < 1 or head.hidden < 1:
         words = "the configuration names no `vocab_size` and `hidden_size` of 1 or more"
         cure = "pass the config.json of a causal language model"
@@ -110,9 +103,7 @@ def head_of_file(config: dict[str, Any]) -> Head | None:
 
 
 def _dtype(config: dict[str, Any]) -> str:
-    named = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
-        "torch."
-    )
+    named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     return named if named in FLOATS else "bfloat16"
 
 

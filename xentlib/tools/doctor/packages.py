@@ -1,4 +1,5 @@
-"""Packages: which are there, whether xentlib admits their versions, and with which it was tested.
+"""What a finding is; and packages: which are there, whether xentlib admits their versions, and with
+which it was tested.
 
 The ranges are read from pyproject.toml in a checkout, else from what the installation recorded.
 """
@@ -12,10 +13,22 @@ from importlib import metadata
 from importlib.util import find_spec
 from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import xentlib
-from xentlib.tools.doctor.finding import Finding
+
+# usable; usable, but look at it; not there, and nothing needs it; cannot be used as it is.
+Status = Literal["ok", "note", "absent", "bad"]
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at, in one part of the report."""
+
+    part: str  # "backends", "kernels", ...
+    name: str  # "torch"
+    status: Status
+    said: str  # what was found
+    cure: str = ""  # what to do, where there is something to do
 
 
 class Package(NamedTuple):
@@ -53,14 +66,8 @@ PACKAGES = (
 
 REQUIREMENT = re.compile(r"^([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)")
 CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*([\w.]+)")
-COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-    ">=": ge,
-    "<=": le,
-    "==": eq,
-    "!=": ne,
-    ">": gt,
-    "<": lt,
-}
+COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]]
+COMPARE = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
 
 
 def requirements() -> list[str]:
@@ -102,11 +109,6 @@ def within(version: str, admitted: str) -> bool:
     return all(COMPARE[sign](have, release(limit)) for sign, limit in CLAUSE.findall(admitted))
 
 
-def admitted(clauses: str) -> str:
-    """A range as a reader says it."""
-    return clauses.replace(",", ", ") or "any version"
-
-
 def there(module: str) -> bool:
     """Whether a module can be found; none is imported."""
     try:
@@ -133,12 +135,13 @@ def inspect(package: Package, admits: dict[str, str]) -> Finding:
         return Finding(part, name, "note", f"installed ({use}); its version is not recorded")
     if not within(version, admits.get(name, "")):
         clauses = admits[name]
-        words = f"{version} is outside of what xentlib admits ({use}): {admitted(clauses)}"
+        admitted = clauses.replace(",", ", ")
+        words = f"{version} is outside of what xentlib admits ({use}): {admitted}"
         return Finding(part, name, "bad", words, f"pip install '{name}{clauses}'")
     least, most = tested[0], tested[-1]
     with_them = f"tested with {least}" + (f" to {most}" if most != least else "")
-    if release(version) > release(most):
-        return Finding(part, name, "note", f"{version}, newer than what was {with_them} ({use})")
-    if release(version) < release(least):
-        return Finding(part, name, "note", f"{version}, older than what was {with_them} ({use})")
+    newer, older = release(version) > release(most), release(version) < release(least)
+    if newer or older:
+        words = f"{version}, {'newer' if newer else 'older'} than what was {with_them} ({use})"
+        return Finding(part, name, "note", words)
     return Finding(part, name, "ok", f"{version} ({use}), {with_them}")

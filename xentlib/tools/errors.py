@@ -1,4 +1,4 @@
-"""What the command says to its user beside its results."""
+"""What a command says to its user beside its results."""
 
 from __future__ import annotations
 
