@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks.placement import check_axis
+from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.window import check_named_loss, check_one_loss
 from xentlib.jax.accumulate import two_sum
 from xentlib.jax.core.vocab import vary, varying
@@ -96,7 +96,7 @@ class Evaluation(NamedTuple):
             try:
                 lax.axis_size(axes)
             except (NameError, TypeError, ValueError):
-                check_axis(data_parallel, "data_parallel")
+                PLACEMENTS.refuse("axis", argument="data_parallel", name=data_parallel)
         if axes:
             packed = lax.psum(vary(packed, varying(lax.axis_index(axes))), axes)
         loss, num_tokens = packed.sum(0)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from xentlib.checks.labels import check_next_token_labels, check_offsets
-from xentlib.checks.placement import check_axis
+from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.validators import plain
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu
 from xentlib.jax.core.tokens import check_kept
@@ -140,7 +140,7 @@ def next_columns(
     try:
         size = lax.axis_size(axis)
     except (NameError, TypeError):
-        check_axis(axis, "sequence_parallel")
+        PLACEMENTS.refuse("axis", argument="sequence_parallel", name=axis)
     length = rows[0].shape[-1]
     columns = min(shift, size * length)
     start = lax.axis_index(axis) * length

@@ -22,7 +22,7 @@ from xentlib.checks.call import (
     check_divisor_elsewhere,
     check_labels_elsewhere,
 )
-from xentlib.checks.shards import check_upstream, refuse_inconsistent
+from xentlib.checks.shards import SHARDS, refuse_inconsistent
 from xentlib.plan.split import ROOM
 from xentlib.torch.core.device import chunk_bytes, host_readable
 from xentlib.torch.core.groups import gather_into, group_named, host_group
@@ -287,7 +287,7 @@ def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
     low = torch.where(counts_R, value_R, torch.inf).amin()
     differs = high > low  # False of NaN
     if host_readable(gradient) and differs:
-        check_upstream(value_R.tolist())
+        SHARDS.refuse("upstream", gradients=", ".join(f"{x:g}" for x in value_R.tolist()))
     return torch.where(counts_R.any(), torch.where(differs, torch.nan, high), 0.0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -25,6 +25,22 @@ class ArraySpec(NamedTuple):
 
 
 Scalar = float | int | ArraySpec | None
+
+
+class Refusals:
+    """Messages by name, all of one kind of error; who refuses fills in what is in braces."""
+
+    def __init__(self, error: type[Exception], **messages: str) -> None:
+        self.error, self.messages = error, messages
+
+    def require(self, message: str, holds: object, /, **values: object) -> None:
+        """Refuse by the message of that name unless something holds."""
+        text = self.messages[message]
+        if not holds:
+            raise self.error(text.format(**values))
+
+    def refuse(self, message: str, /, **values: object) -> NoReturn:
+        raise self.error(self.messages[message].format(**values))
 
 
 def plain(value: Any) -> Any:
