@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from xentlib.checks.placement import PLACEMENTS
-from xentlib.checks.window import check_named_loss, check_one_loss
+from xentlib.checks.window import WINDOWS, check_one_loss
 from xentlib.jax.accumulate import two_sum
 from xentlib.jax.core.vocab import vary, varying
 from xentlib.jax.micro_batch import check_name, loss_and_count
@@ -77,7 +77,7 @@ class Evaluation(NamedTuple):
         name = check_one_loss([name for name, x in named.items() if x is not None])
         mean, given = name == "loss_mean", named[name]
         loss, num_tokens = loss_and_count(given, num_tokens, mean=mean)
-        check_named_loss(name != "loss" or isinstance(given, NLLOutput))
+        WINDOWS.require("named", name != "loss" or isinstance(given, NLLOutput))
         check_name(given, mean)
         if mean:  # of no token it may be NaN
             count = jnp.asarray(num_tokens).astype(jnp.float32)
