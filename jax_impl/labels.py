@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks.labels import check_next_token_labels, check_offsets
+from xentlib.checks.labels import LABELS, check_next_token_labels
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.validators import plain
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu
@@ -82,7 +82,8 @@ def next_token_labels(
         ignore_index,
     )
     if cu_seqlens is not None and concrete_on_cpu(cu_seqlens):
-        check_offsets(int(np.asarray(cu_seqlens)[0]))
+        first = int(np.asarray(cu_seqlens)[0])
+        LABELS.require("offsets", first == 0, first=first)
     ids = {"labels": labels, "segment_ids": segment_ids, "position_ids": position_ids}
     check_kept(labels, ignore_index, ids)
     length = labels.shape[-1]

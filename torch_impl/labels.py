@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xentlib.checks.labels import check_next_token_labels, check_offsets
+from xentlib.checks.labels import LABELS, check_next_token_labels
 from xentlib.checks.validators import plain
 from xentlib.torch.array_spec import array_spec, only_tensors
 from xentlib.torch.core.device import onto
@@ -91,7 +91,8 @@ def next_token_labels(
         ignore_index,
     )
     if cu_seqlens is not None and readable(cu_seqlens):
-        check_offsets(int(cu_seqlens[0]))
+        first = int(cu_seqlens[0])
+        LABELS.require("offsets", first == 0, first=first)
     length = labels.shape[-1]
     # PyTorch has few operators for uint16 and uint32: no order, sum, clamp or gather.
     rows = [x.long() for x in (labels, segment_ids, position_ids) if x is not None]

@@ -17,11 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.arguments import SCALARS, Scalars
-from xentlib.checks.call import (
-    check_divisor,
-    check_divisor_elsewhere,
-    check_labels_elsewhere,
-)
+from xentlib.checks.call import CALLS
 from xentlib.checks.shards import SHARDS, refuse_inconsistent
 from xentlib.plan.split import ROOM
 from xentlib.torch.core.device import chunk_bytes, host_readable
@@ -240,10 +236,12 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     refuse_inconsistent([name for name in differs if name in ("gather", "function")])
     if bad_N is not None:
         check_labels(call.labels, bad_N, call.ignore_index, vocab_size)
-        check_labels_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 1])
+        ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 1)
+        CALLS.require("labels_elsewhere", not ranks, ranks=ranks)
     if terms.refused is not None:
-        check_divisor(terms.refused)
-    check_divisor_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 2])
+        CALLS.refuse("denominator", value=terms.refused)
+    ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 2)
+    CALLS.require("denominator_elsewhere", not ranks, ranks=ranks)
     refuse_inconsistent(differs)
     return Agreed(*(columns[name] for name in Agreed._fields))
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.arguments import Arguments
-from xentlib.checks.lora import check_low_rank_rows
+from xentlib.checks.lora import LOW_RANK
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.shards import ROUTES
 from xentlib.lora import LowRankHead
@@ -93,7 +93,9 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
     hooked = ", ".join(x for x, there in hooks.items() if there)
     ROUTES.require("hooked", not hooked, hooked=hooked)
     if lora is not None:
-        check_low_rank_rows(by_rows(owner, lora.a, lora.b), lora.b.shape, weight.shape[0])
+        LOW_RANK.require("together", by_rows(owner, lora.a, lora.b))
+        rows, (*of_b, rank) = weight.shape[0], lora.b.shape
+        LOW_RANK.require("b", of_b == [rows], rows=rows, rank=rank, shape=tuple(lora.b.shape))
     ROUTES.require("unsharded", not group.is_unsharded)
     never_gathered(group)
     assert over is not None

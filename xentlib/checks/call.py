@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.validators import (
     ArraySpec,
+    Refusals,
     check_choice,
     check_chunk_bytes,
     check_device,
@@ -21,6 +21,45 @@ from xentlib.checks.validators import (
 )
 from xentlib.dtypes import holds, resolve_dtypes
 from xentlib.options import COMPUTE, LAYOUTS, OUTPUTS, REDUCTIONS, RULES
+
+CALLS = Refusals(
+    ValueError,
+    bias="`bias` must have shape ({vocab_size},), one entry per row of the head; got {shape}. "
+    "Pass the bias of this head, or None.",
+    reduced="`reduce_hidden_grad` must be True without `vocab_parallel`; got False, which leaves "
+    "the sum over vocabulary shards to the model. Leave it out.",
+    shard_alone="`shard` must come with `vocab_parallel`; got {shard} without. Pass the group or "
+    "the axis that the vocabulary is spread over.",
+    columns="`logits` must have at least one column; got shape {shape}. Pass `vocab_parallel` if "
+    "another rank holds the vocabulary.",
+    # Logits in a dtype below the inputs'.
+    compute_dtype="`compute_dtype` must be None or 'float64' for float64 inputs; got 'float32'. "
+    "Cast the inputs to float32 instead.",
+    # What JAX's types would not let a gradient be.
+    reduced_in_jax="`reduce_hidden_grad` must be True in JAX, where the type of `hidden` says "
+    "whether its gradient is summed over the axis; got False. Leave it out, or pass hidden states "
+    "that vary over the axis (`jax.lax.pcast`).",
+    rows="`weight` must have at least one vocabulary row; got shape {shape}. Gather a partitioned "
+    "head before the call.",
+    ignore_index="`ignore_index` must fit 64 bits; got {value}, which no label can be. Pass -100 "
+    "by convention.",
+    # A valid label that lies outside the vocabulary.
+    labels="`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); got "
+    "{offender}. Mask that token with `where`, or set its label to `ignore_index`.",
+    # On every rank, for a label outside the vocabulary on some; they would wait for it.
+    labels_elsewhere="`labels` must be classes or `ignore_index` on every rank that shares the "
+    "head; got others on rank {ranks} of its group, which says which.",
+    # Nothing, by which the losses of some tokens would be divided.
+    denominator="`denominator` must be positive where a token is valid; got {value:g}. Pass the "
+    "number of the window's valid tokens, counted with the mask that this call uses.",
+    # On every rank, for a `denominator` of some that is refused there.
+    denominator_elsewhere="`denominator` must be positive on every rank whose tokens count; got 0 "
+    "or less on rank {ranks} of its group. Pass the number of the window's valid tokens, counted "
+    "with the mask that this call uses.",
+    # Integers of which JAX would drop the upper half without a word.
+    narrowed="`{name}` must fit {dtype}, in which a JAX without 64-bit types keeps int64; got "
+    "{value}. Wrap the call in `with jax.enable_x64(True):`.",
+)
 
 
 class NLLProblem(NamedTuple):
@@ -69,11 +108,8 @@ def check_head(
     check_device("weight", weight, hidden)
     if call.bias is not None:
         check_floating("bias", call.bias)
-        if call.bias.shape != (vocab_size,):
-            raise ValueError(
-                f"`bias` must have shape ({vocab_size},), one entry per row of the head; "
-                f"got {call.bias.shape}. Pass the bias of this head, or None."
-            )
+        shape = call.bias.shape
+        CALLS.require("bias", shape == (vocab_size,), vocab_size=vocab_size, shape=shape)
         check_device("bias", call.bias, hidden)
     if call.token_weights is not None:
         check_floating("token_weights", call.token_weights)
@@ -86,17 +122,16 @@ def check_head(
         check_class_weights(shape[0] if len(shape) == 1 else -1, total)
         check_device("class_weights", call.class_weights, hidden)
     check_flag("reduce_hidden_grad", call.reduce_hidden_grad)
-    if not call.reduce_hidden_grad and not sharded:
-        raise ValueError(
-            "`reduce_hidden_grad` must be True without `vocab_parallel`; got False, which leaves "
-            "the sum over vocabulary shards to the model. Leave it out."
-        )
+    CALLS.require("reduced", call.reduce_hidden_grad or sharded)
     check_numbers(call, leading)
     check_choice("reduction", call.reduction, REDUCTIONS)
     check_outputs(call.outputs)
     check_flag("entropy", call.entropy)
     check_chunk_bytes(call.max_chunk_bytes)
-    check_compute_dtype(call.compute_dtype, hidden, weight)
+    if call.compute_dtype is not None:
+        check_choice("compute_dtype", call.compute_dtype, COMPUTE)
+        below = call.compute_dtype == "float32" and "float64" in (hidden.dtype, weight.dtype)
+        CALLS.require("compute_dtype", not below)
     gemm, compute, output = resolve_dtypes(
         hidden.dtype, weight.dtype, call.compute_dtype, autocast_dtype
     )
@@ -115,16 +150,9 @@ def check_logits(call: LogitsArguments, *, labels_on_host: bool = False) -> Logi
     check_flag("entropy", call.entropy)
     check_chunk_bytes(call.max_chunk_bytes)
     columns = logits.shape[-1]
-    if call.vocab_parallel is None and call.shard is not None:
-        raise ValueError(
-            f"`shard` must come with `vocab_parallel`; got {call.shard} without. Pass the group or "
-            f"the axis that the vocabulary is spread over."
-        )
-    if columns < 1 and call.vocab_parallel is None:
-        raise ValueError(
-            f"`logits` must have at least one column; got shape {logits.shape}. Pass "
-            f"`vocab_parallel` if another rank holds the vocabulary."
-        )
+    if call.vocab_parallel is None:
+        CALLS.require("shard_alone", call.shard is None, shard=call.shard)
+        CALLS.require("columns", columns >= 1, shape=logits.shape)
     dtype = "float64" if logits.dtype == "float64" else "float32"
     return LogitsProblem(leading, math.prod(leading), columns, dtype, dtype)
 
@@ -135,18 +163,6 @@ def check_numbers(call: Arguments | LogitsArguments, leading: tuple[int, ...]) -
         if value is None and call._field_defaults.get(name) is None:
             continue
         check_rule(name, value, rule, leading if name == "temperature" else ())
-
-
-def check_compute_dtype(compute_dtype: object, hidden: ArraySpec, weight: ArraySpec) -> None:
-    """Refuse logits in a dtype below the inputs'."""
-    if compute_dtype is None:
-        return
-    check_choice("compute_dtype", compute_dtype, COMPUTE)
-    if compute_dtype == "float32" and "float64" in (hidden.dtype, weight.dtype):
-        raise ValueError(
-            "`compute_dtype` must be None or 'float64' for float64 inputs; got 'float32'. "
-            "Cast the inputs to float32 instead."
-        )
 
 
 def check_outputs(outputs: object) -> None:
@@ -160,16 +176,6 @@ def check_outputs(outputs: object) -> None:
             raise ValueError(
                 f"`outputs` must hold names from {quoted(OUTPUTS)}; got {name!r}. Leave it out."
             )
-
-
-def check_reduced(reduce_hidden_grad: object) -> None:
-    """Refuse what JAX's types would not let a gradient be."""
-    if reduce_hidden_grad is False:
-        raise ValueError(
-            "`reduce_hidden_grad` must be True in JAX, where the type of `hidden` says whether its "
-            "gradient is summed over the axis; got False. Leave it out, or pass hidden states that "
-            "vary over the axis (`jax.lax.pcast`)."
-        )
 
 
 def check_weight(
@@ -193,11 +199,7 @@ def check_weight(
             f"got {weight.shape}. {way_out}"
         )
     vocab_size = weight.shape[1 - axis]
-    if vocab_size < 1 and not sharded:
-        raise ValueError(
-            f"`weight` must have at least one vocabulary row; got shape {weight.shape}. "
-            f"Gather a partitioned head before the call."
-        )
+    CALLS.require("rows", vocab_size >= 1 or sharded, shape=weight.shape)
     return vocab_size
 
 
@@ -255,54 +257,7 @@ def check_ignore_index(value: object) -> None:
             f"`ignore_index` must be an integer; got {value!r}. Pass the label that marks tokens "
             f"without a loss, -100 by convention."
         )
-    if not holds("int64", value):
-        raise ValueError(
-            f"`ignore_index` must fit 64 bits; got {value}, which no label can be. Pass -100 by "
-            f"convention."
-        )
-
-
-def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None:
-    """Raise for one valid label that lies outside the vocabulary."""
-    raise ValueError(
-        f"`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); "
-        f"got {offender}. Mask that token with `where`, or set its label to `ignore_index`."
-    )
-
-
-def check_labels_elsewhere(ranks: Sequence[int]) -> None:
-    """Raise, on every rank, for a label outside the vocabulary on some; they would wait for it."""
-    if ranks:
-        raise ValueError(
-            f"`labels` must be classes or `ignore_index` on every rank that shares the head; got "
-            f"others on rank {', '.join(map(str, ranks))} of its group, which says which."
-        )
-
-
-def check_divisor_elsewhere(ranks: Sequence[int]) -> None:
-    """Raise, on every rank, for a `denominator` of some that `check_divisor` refuses there."""
-    if ranks:
-        raise ValueError(
-            f"`denominator` must be positive on every rank whose tokens count; got 0 or less on "
-            f"rank {', '.join(map(str, ranks))} of its group. Pass the number of the window's "
-            f"valid tokens, counted with the mask that this call uses."
-        )
-
-
-def check_narrowed(name: str, value: int, dtype: str) -> NoReturn:
-    """Refuse integers of which JAX would drop the upper half without a word."""
-    raise ValueError(
-        f"`{name}` must fit {dtype}, in which a JAX without 64-bit types keeps int64; got {value}. "
-        f"Wrap the call in `with jax.enable_x64(True):`."
-    )
-
-
-def check_divisor(value: float) -> NoReturn:
-    """Refuse to divide the losses of some tokens by nothing."""
-    raise ValueError(
-        f"`denominator` must be positive where a token is valid; got {value:g}. Pass the number of "
-        f"the window's valid tokens, counted with the mask that this call uses."
-    )
+    CALLS.require("ignore_index", holds("int64", value), value=value)
 
 
 def refuse_derivative(name: str, constant: str) -> NoReturn:
