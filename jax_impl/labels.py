@@ -14,6 +14,7 @@ from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.validators import plain
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu
 from xentlib.jax.core.tokens import check_kept
+from xentlib.labels import any_of_next
 
 
 def next_token_labels(
@@ -72,15 +73,8 @@ def next_token_labels(
     Numerics: integers only (contract row A0).
     """
     ignore_index = plain(ignore_index)
-    shift = check_next_token_labels(
-        array_spec(labels),
-        array_spec(segment_ids),
-        array_spec(cu_seqlens),
-        array_spec(position_ids),
-        array_spec(where),
-        shift,
-        ignore_index,
-    )
+    arrays = (labels, segment_ids, cu_seqlens, position_ids, where)
+    shift = check_next_token_labels(shift, ignore_index, *map(array_spec, arrays))
     if cu_seqlens is not None and concrete_on_cpu(cu_seqlens):
         first = int(np.asarray(cu_seqlens)[0])
         LABELS.require("offsets", first == 0, first=first)
@@ -116,17 +110,6 @@ def next_token_labels(
     if where is not None:
         shifted = jnp.where(where, shifted, ignored)
     return shifted
-
-
-def any_of_next(begins: jax.Array, columns: int) -> jax.Array:
-    """Whether a document begins at any of the `columns` tokens behind each, by doubling. A running
-    count would make the compiler gather whole rows where an Auto axis spreads them."""
-    reach = 1
-    while reach < columns:
-        step = min(reach, columns - reach)
-        begins = begins[..., :-step] | begins[..., step:]
-        reach += step
-    return begins[..., 1:]
 
 
 def next_columns(

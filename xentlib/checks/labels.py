@@ -31,13 +31,13 @@ LABELS = Refusals(
 
 
 def check_next_token_labels(
+    shift: Any,
+    ignore_index: int,
     labels: ArraySpec,
     segment_ids: ArraySpec | None,
     cu_seqlens: ArraySpec | None,
     position_ids: ArraySpec | None,
     where: ArraySpec | None,
-    shift: Any,
-    ignore_index: int,
 ) -> int:
     """Validate one call of `next_token_labels`; return its shift as Python's integer."""
     check_integers("labels", labels, "Pass token ids.")
