@@ -190,3 +190,53 @@ def test_every_option_of_help_is_on_the_page(command, capsys):
         r"xentlib (?:parity|bench|doctor|audit|plan)((?: -[^\n`]*)?)$", part, re.MULTILINE
     ):
         assert set(re.findall(r"--[\w-]+", words)) <= set(shown)
+
+
+# --- the tables of messages -----------------------------------------------------------------------
+
+
+def tables():
+    """Of each table of messages, by name: for each row the names of its places."""
+    return {
+        node.targets[0].id: {
+            row.arg: {
+                re.match(r"\w+", field)[0]
+                for _, field, *_ in string.Formatter().parse(ast.literal_eval(row.value))
+                if field is not None
+            }
+            for row in node.value.keywords
+        }
+        for tree in sources().values()
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) == "Refusals"
+    }
+
+
+def test_who_refuses_names_a_row_and_fills_its_places():
+    """No type checker sees a wrong name, and only a refused call would."""
+    rows, unused = tables(), {(table, row) for table, all_of in tables().items() for row in all_of}
+    wrong = []
+    for name, tree in sources().items():
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        words = {x.value for x in ast.walk(tree) if isinstance(x, ast.Constant)}
+        for node in calls:
+            table, _, method = ast.unparse(node.func).partition(".")
+            if table not in rows or method not in ("require", "refuse"):
+                continue
+            if not isinstance(node.args[0], ast.Constant):  # one of several, which stand beside it
+                unused -= {(table, row) for row in rows[table] if row in words}
+                continue
+            row, places = node.args[0].value, {keyword.arg for keyword in node.keywords}
+            unused.discard((table, row))
+            missing = rows[table].get(row, {"no such row"}) - places
+            more = places - {None} - rows[table].get(row, set())
+            if (
+                (missing and None not in places)
+                or more
+                or len(node.args) != 1 + (method == "require")
+            ):
+                wrong.append(f"{name}:{node.lineno}: {table} {row} {missing | more}")
+    assert len(rows) > 5
+    assert (wrong, unused) == ([], set())

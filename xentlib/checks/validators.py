@@ -160,15 +160,9 @@ def check_device(name: str, operand: ArraySpec, other: ArraySpec, source: str = 
 
 
 def check_plan_arguments(
-    num_tokens: int,
-    vocab_size: int,
-    hidden_size: int,
-    dtype: str,
-    compute_dtype: str | None,
-    max_chunk_bytes: int | None,
+    sizes: Mapping[str, int], dtype: str, compute_dtype: str | None, max_chunk_bytes: int | None
 ) -> None:
     """Refuse sizes and budgets that no chunk can have."""
-    sizes = {"num_tokens": num_tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}
     for name, value in sizes.items():
         least = 0 if name == "num_tokens" else 1
         ok = isinstance(value, int) and value >= least
