@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from xentlib.arguments import Arguments
-from xentlib.checks.module import MODULES, check_head_options, check_linear
+from xentlib.checks.module import check_head_options, check_kept_option, check_linear
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.jax.api import chunked_logprobs, chunked_nll
 from xentlib.jax.logprobs import head_logprobs
@@ -40,10 +40,7 @@ def check_options(per_token: bool, options: Mapping[str, Any], *, kept: bool) ->
     own = ("bias", "weight_layout", "vocab_parallel")
     check_head_options(options, [x for x in names if x not in own])
     for name, value in options.items() if kept else ():
-        try:
-            hash(value)
-        except TypeError:
-            MODULES.refuse("kept", name=name, kind=type(value).__name__)
+        check_kept_option(name, value)
 
 
 def call_head(

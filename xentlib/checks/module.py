@@ -29,9 +29,6 @@ MODULES = Refusals(
     "`ColwiseParallel`, which hands on the first argument alone. Leave the head out of the plan, "
     "or keep the `nn.Linear` in it and call `chunked_nll(hidden, head.weight, labels, "
     "bias=head.bias, vocab_parallel=mesh)`.",
-    # What a Flax module cannot keep beside its parameters.
-    kept="`{name}` must be a number, a string or a tuple to be kept by the head; got {kind}. Pass "
-    "it with each call.",
     # A count that a wrapper has rounded on its way into a module.
     rounded="`denominator` must be a number, an integer or float32; got {dtype}, in which counts "
     "are rounded. FSDP2 casts floating tensors that a module is given (`cast_forward_inputs`): "
@@ -91,3 +88,14 @@ def check_head_options(options: Collection[str], known: Collection[str]) -> None
         else:
             way = f"Pass any of {', '.join(known)}."
         raise TypeError(f"`{name}` is not an option of this call. {way}")
+
+
+def check_kept_option(name: str, value: object) -> None:
+    """Refuse what a Flax module cannot keep beside its parameters."""
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be a number, a string or a tuple to be kept by the head; got "
+            f"{type(value).__name__}. Pass it with each call."
+        ) from None
