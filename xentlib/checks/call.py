@@ -100,11 +100,9 @@ def check_head(
     all where that is known; `labels_on_host` that labels and mask may be on the CPU.
     """
     hidden, weight = call.hidden, call.weight
-    leading = check_tokens(
-        hidden, call.labels, call.where, call.ignore_index, on_host=labels_on_host
-    )
+    leading = check_tokens(call, "hidden", labels_on_host)
     check_floating("weight", weight)
-    vocab_size = check_weight(weight, hidden, call.weight_layout, sharded=sharded)
+    vocab_size = check_weight(weight, hidden, call.weight_layout, sharded)
     check_device("weight", weight, hidden)
     if call.bias is not None:
         check_floating("bias", call.bias)
@@ -132,20 +130,15 @@ def check_head(
         check_choice("compute_dtype", call.compute_dtype, COMPUTE)
         below = call.compute_dtype == "float32" and "float64" in (hidden.dtype, weight.dtype)
         CALLS.require("compute_dtype", not below)
-    gemm, compute, output = resolve_dtypes(
-        hidden.dtype, weight.dtype, call.compute_dtype, autocast_dtype
-    )
-    return NLLProblem(
-        leading, math.prod(leading), vocab_size, hidden.shape[-1], gemm, compute, output
-    )
+    sizes = leading, math.prod(leading), vocab_size, hidden.shape[-1]
+    dtypes = hidden.dtype, weight.dtype, call.compute_dtype, autocast_dtype
+    return NLLProblem(*sizes, *resolve_dtypes(*dtypes))
 
 
 def check_logits(call: LogitsArguments, *, labels_on_host: bool = False) -> LogitsProblem:
     """Validate one call of `vocab_parallel_logprobs` and say in which dtypes it runs."""
     logits = call.logits
-    leading = check_tokens(
-        logits, call.labels, call.where, call.ignore_index, "logits", on_host=labels_on_host
-    )
+    leading = check_tokens(call, "logits", labels_on_host)
     check_numbers(call, leading)
     check_flag("entropy", call.entropy)
     check_chunk_bytes(call.max_chunk_bytes)
@@ -178,9 +171,7 @@ def check_outputs(outputs: object) -> None:
             )
 
 
-def check_weight(
-    weight: ArraySpec, hidden: ArraySpec, layout: str, *, sharded: bool = False
-) -> int:
+def check_weight(weight: ArraySpec, hidden: ArraySpec, layout: str, sharded: bool) -> int:
     """Validate the head against `hidden`; return V."""
     check_choice("weight_layout", layout, LAYOUTS)
     width = hidden.shape[-1]
@@ -213,26 +204,20 @@ def check_class_weights(length: int, vocab_size: int | None) -> None:
         )
 
 
-def check_tokens(
-    source: ArraySpec,
-    labels: ArraySpec,
-    where: ArraySpec | None,
-    ignore_index: object,
-    name: str = "hidden",
-    *,
-    on_host: bool = False,
-) -> tuple[int, ...]:
+def check_tokens(call: Arguments | LogitsArguments, name: str, on_host: bool) -> tuple[int, ...]:
     """Validate which tokens there are and which count; return the leading dimensions.
 
-    `on_host`: labels and mask may be on the CPU, together, wherever `source` is.
+    `name`: of the argument that has the tokens. `on_host`: labels and mask may be on the CPU,
+    together, wherever that is.
     """
+    source, labels, where = getattr(call, name), call.labels, call.where
     states = name == "hidden"
     if len(source.shape) < 1 or (states and source.shape[-1] < 1):
         shape = "(..., hidden_size) with hidden_size >= 1" if states else "(..., columns)"
         what = "the states that go into the head" if states else "one row of logits for each token"
         raise ValueError(f"`{name}` must have shape {shape}; got {source.shape}. Pass {what}.")
     check_floating(name, source)
-    leading = source.shape[:-1]
+    leading: tuple[int, ...] = source.shape[:-1]
     check_integers("labels", labels, "Pass class indices, not one-hot rows or masks.")
     check_per_token("labels", labels, leading, name)
     apart = on_host and labels.device == "cpu" != source.device
@@ -247,7 +232,7 @@ def check_tokens(
         check_per_token("where", where, leading, name)
         beside, beside_name = (labels, "labels") if apart else (source, name)
         check_device("where", where, beside, beside_name)
-    check_ignore_index(ignore_index)
+    check_ignore_index(call.ignore_index)
     return leading
 
 
