@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 try:
     import jax  # noqa: F401
 except ModuleNotFoundError as missing:
-    from xentlib.checks.installed import refuse_missing
+    from xentlib.lazy import refuse_missing
 
     refuse_missing(missing, "jax", "JAX")
 

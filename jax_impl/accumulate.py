@@ -17,10 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from xentlib.accumulate import WindowStats
 from xentlib.checks.validators import check_choice
 from xentlib.checks.window import (
-    check_count_of_all,
+    WINDOW_TYPES,
+    WINDOWS,
     check_integer_count,
-    check_outermost,
-    check_single_accumulation,
     check_token_count,
     check_window_count,
 )
@@ -297,9 +296,8 @@ def token_normalized(
         state = inner.init(params)
         own = (TokenNormalizedState, optax.MultiStepsState, optax.ApplyEvery)
         kinds = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, own))
-        within = [any(isinstance(x, kind) for x in kinds) for kind in own]
-        check_outermost(within[0])
-        check_single_accumulation(*within[1:])
+        for kind, message in zip(own, ("outermost", "multi_steps", "apply_every")):
+            WINDOW_TYPES.require(message, not any(isinstance(x, kind) for x in kinds))
         return TokenNormalizedState(zeros(params), tokens, micro_batches, windows, state)
 
     def update(
@@ -314,13 +312,14 @@ def token_normalized(
         given = token_count_of(token_count, weighted)
         given = given if isinstance(given, jax.Array) else np.asarray(given)
         if not weighted:
-            check_integer_count("token_count", array_spec(given))
+            check_integer_count(array_spec(given))
         check_token_count("token_count", array_spec(given), known(given), weighted)
         if not weighted:
             check_window_count(known(state.num_tokens), known(given))
         count = jnp.asarray(given)
         own = varying(count) - varying(state.num_tokens)
-        check_count_of_all(sorted(map(str, own)))
+        axes = tuple(sorted(map(str, own)))
+        WINDOWS.require("count_of_all", not axes, over=axes[0] if len(axes) == 1 else axes)
         if nonfinite == "drop":
             fine = all_finite(updates)
             updates, count = kept((updates, count), fine)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
-from xentlib.checks.call import LogitsProblem, check_head, check_logits, check_reduced
+from xentlib.checks.call import CALLS, LogitsProblem, check_head, check_logits
 from xentlib.checks.lora import check_low_rank, check_low_rank_here
-from xentlib.checks.shards import check_own_tokens, check_route, check_route_here
+from xentlib.checks.shards import SHARDS, check_route, check_route_here
 from xentlib.checks.validators import plain
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import array, array_spec, as_array, is_array, need_x64, only_arrays
@@ -45,7 +45,7 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
     hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
     if low is not None:
         check_low_rank_here(given)
-    check_reduced(given.reduce_hidden_grad)
+    CALLS.require("reduced_in_jax", given.reduce_hidden_grad is not False)
     if place is None:
         place = placed(given, low, recompute=recompute)
     axis = place.axis if place else axis_of(given, None if low is None else low.b)
@@ -64,7 +64,8 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
             given, placed=place is not None, alone=given.gather != "auto" or alone(hidden, weight)
         )
     if given.tokens_parallel is not None:
-        check_own_tokens(varies_over(hidden, given.tokens_parallel), given.tokens_parallel)
+        varies = varies_over(hidden, given.tokens_parallel)
+        SHARDS.require("own_tokens", varies, axis=given.tokens_parallel)
     check_values(given, vocab_size)
     need_x64(problem.compute_dtype)
     compute = problem.compute_dtype

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks.placement import check_axis
-from xentlib.checks.window import check_named_loss, check_one_loss
+from xentlib.checks.placement import PLACEMENTS
+from xentlib.checks.window import WINDOWS, check_one_loss
 from xentlib.jax.accumulate import two_sum
 from xentlib.jax.core.vocab import vary, varying
 from xentlib.jax.micro_batch import check_name, loss_and_count
@@ -77,7 +77,7 @@ class Evaluation(NamedTuple):
         name = check_one_loss([name for name, x in named.items() if x is not None])
         mean, given = name == "loss_mean", named[name]
         loss, num_tokens = loss_and_count(given, num_tokens, mean=mean)
-        check_named_loss(name != "loss" or isinstance(given, NLLOutput))
+        WINDOWS.require("named", name != "loss" or isinstance(given, NLLOutput))
         check_name(given, mean)
         if mean:  # of no token it may be NaN
             count = jnp.asarray(num_tokens).astype(jnp.float32)
@@ -96,7 +96,7 @@ class Evaluation(NamedTuple):
             try:
                 lax.axis_size(axes)
             except (NameError, TypeError, ValueError):
-                check_axis(data_parallel, "data_parallel")
+                PLACEMENTS.refuse("axis", argument="data_parallel", name=data_parallel)
         if axes:
             packed = lax.psum(vary(packed, varying(lax.axis_index(axes))), axes)
         loss, num_tokens = packed.sum(0)

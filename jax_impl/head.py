@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.arguments import Arguments
-from xentlib.checks.lora import check_base
-from xentlib.checks.module import check_beside_module, refuse_module
+from xentlib.checks.module import MODULES, check_beside_module, refuse_module
 from xentlib.checks.validators import ArraySpec, plain
 from xentlib.jax.array_spec import (
     array_spec,
@@ -58,7 +57,8 @@ def head_of(given: Arguments) -> Arguments:
     low, module = low_rank_of(given.weight), given.weight
     if low is not None:
         low = LowRankHead(*map(unwrapped, map(plain, low)))
-        check_base(type(low.weight).__name__, low_rank_of(low.weight) is None)
+        single = low_rank_of(low.weight) is None
+        MODULES.require("low_rank", single, kind=type(low.weight).__name__)
         given = head_of(given._replace(weight=low.weight))
         return given._replace(weight=low._replace(weight=given.weight))
     if is_array(module):

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.checks.labels import check_next_token_labels, check_offsets
-from xentlib.checks.placement import check_axis
+from xentlib.checks.labels import LABELS, check_next_token_labels
+from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.validators import plain
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu
 from xentlib.jax.core.tokens import check_kept
+from xentlib.labels import any_of_next
 
 
 def next_token_labels(
@@ -72,17 +73,11 @@ def next_token_labels(
     Numerics: integers only (contract row A0).
     """
     ignore_index = plain(ignore_index)
-    shift = check_next_token_labels(
-        array_spec(labels),
-        array_spec(segment_ids),
-        array_spec(cu_seqlens),
-        array_spec(position_ids),
-        array_spec(where),
-        shift,
-        ignore_index,
-    )
+    arrays = (labels, segment_ids, cu_seqlens, position_ids, where)
+    shift = check_next_token_labels(shift, ignore_index, *map(array_spec, arrays))
     if cu_seqlens is not None and concrete_on_cpu(cu_seqlens):
-        check_offsets(int(np.asarray(cu_seqlens)[0]))
+        first = int(np.asarray(cu_seqlens)[0])
+        LABELS.require("offsets", first == 0, first=first)
     ids = {"labels": labels, "segment_ids": segment_ids, "position_ids": position_ids}
     check_kept(labels, ignore_index, ids)
     length = labels.shape[-1]
@@ -117,17 +112,6 @@ def next_token_labels(
     return shifted
 
 
-def any_of_next(begins: jax.Array, columns: int) -> jax.Array:
-    """Whether a document begins at any of the `columns` tokens behind each, by doubling. A running
-    count would make the compiler gather whole rows where an Auto axis spreads them."""
-    reach = 1
-    while reach < columns:
-        step = min(reach, columns - reach)
-        begins = begins[..., :-step] | begins[..., step:]
-        reach += step
-    return begins[..., 1:]
-
-
 def next_columns(
     rows: list[jax.Array], shift: int, ignored: Any, axis: Any
 ) -> tuple[list[jax.Array], jax.Array]:
@@ -140,7 +124,7 @@ def next_columns(
     try:
         size = lax.axis_size(axis)
     except (NameError, TypeError):
-        check_axis(axis, "sequence_parallel")
+        PLACEMENTS.refuse("axis", argument="sequence_parallel", name=axis)
     length = rows[0].shape[-1]
     columns = min(shift, size * length)
     start = lax.axis_index(axis) * length

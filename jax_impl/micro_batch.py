@@ -17,13 +17,11 @@ from jax.extend.core import Literal
 
 from xentlib.checks.validators import ArraySpec, plain
 from xentlib.checks.window import (
-    check_count_of_sum,
+    WINDOWS,
     check_integer_count,
-    check_loss_mean,
     check_loss_sum,
     check_own_count,
     check_token_count,
-    check_undivided,
 )
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu
 from xentlib.nll import NLLOutput
@@ -82,7 +80,7 @@ def check_name(loss: Any, mean: bool) -> None:
     if label is None or label() is not loss:
         return
     if mean:
-        check_loss_mean(is_mean)
+        WINDOWS.require("mean", is_mean)
     else:
         check_loss_sum(array_spec(loss), not is_sum, SUM)
 
@@ -91,7 +89,7 @@ def check_traced(loss: Any, jaxpr: Any) -> None:
     """Refuse a loss, the first output of a program, that is a mean of `chunked_nll`."""
     kind = kinds(jaxpr, ())[0]
     check_loss_sum(ArraySpec(loss.shape, str(loss.dtype)), kind == DIVIDED, SUM)
-    check_undivided(kind == SINCE)
+    WINDOWS.require("undivided", kind != SINCE)
 
 
 def kinds(jaxpr: Any, given: Sequence[str]) -> list[str]:
@@ -143,7 +141,7 @@ def loss_and_count(loss: Any, num_tokens: Any = None, *, mean: bool = False) -> 
             num_tokens = out.weight_sum
         check_own_count(known(num_tokens), total if mean else number, total)
         if mean:
-            check_loss_mean(divided and known(out.denominator) in (None, total))
+            WINDOWS.require("mean", divided and known(out.denominator) in (None, total))
     if isinstance(plain(loss), (int, float)):
         loss = np.asarray(loss, np.float64)
     check_loss_sum(array_spec(loss), divided and not mean, SUM)
@@ -162,7 +160,7 @@ def token_count_of(given: Any, weighted: bool) -> Any:
         if given is None:
             check_token_count("token_count", None, None, weighted)
         label = COUNTS_OF_MEANS.get(id(given))
-        check_count_of_sum(label is None or label() is not given)
+        WINDOWS.require("count_of_sum", label is None or label() is not given)
         return given
     check_loss_sum(array_spec(given.loss), given.denominator is not None, SUM)
     number, weight = jnp.asarray(given.num_tokens), jnp.asarray(given.weight_sum)
@@ -170,7 +168,7 @@ def token_count_of(given: Any, weighted: bool) -> Any:
         return weight
     alike = weight == number.astype(weight.dtype)
     if known(alike) is False:
-        check_integer_count("token_count", array_spec(weight))
+        check_integer_count(array_spec(weight))
     return jnp.where(alike, number, -1)
 
 

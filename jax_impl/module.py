@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from xentlib.arguments import Arguments
 from xentlib.checks.module import check_head_options, check_kept_option, check_linear
-from xentlib.checks.placement import check_mesh_axes
+from xentlib.checks.placement import PLACEMENTS
 from xentlib.jax.api import chunked_logprobs, chunked_nll
 from xentlib.jax.logprobs import head_logprobs
 from xentlib.jax.nll import nll
@@ -67,7 +67,10 @@ def placement(
     meshes = [jax.typeof(x).sharding.mesh for x in (kernel, hidden)]
     mesh = next((x for x in meshes if not x.empty), jax.sharding.get_abstract_mesh())
     types = dict(zip(mesh.axis_names, mesh.axis_types))
-    check_mesh_axes(named, list(types), len(spread), hidden.ndim - 1)
+    axes, unknown = tuple(types), [one for one in named if one not in types]
+    PLACEMENTS.require("mesh_axes", not unknown, axes=axes, unknown=(*unknown, None)[0])
+    leading = hidden.ndim - 1
+    PLACEMENTS.require("dimensions", len(spread) <= leading, of=leading, spread=len(spread))
     if any(types[one] is AxisType.Manual for one in named):  # inside the user's own `shard_map`
         return None
     given = given._replace(vocab_parallel=parallel)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import string
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -48,10 +49,23 @@ def template(node):
     return None
 
 
+def rows(tree):
+    """Templates of the tables of messages, whose places are in braces."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Refusals":
+            for keyword in node.keywords:
+                parts = string.Formatter().parse(ast.literal_eval(keyword.value))
+                places = [[*text] + [None] * (name is not None) for text, name, *_ in parts]
+                yield [c for part in places for c in part]
+
+
 @cache
 def strings():
     return [
-        found for tree in sources().values() for node in ast.walk(tree) if (found := template(node))
+        found
+        for tree in sources().values()
+        for found in (*map(template, ast.walk(tree)), *rows(tree))
+        if found
     ]
 
 
@@ -118,11 +132,13 @@ def raised():
                 continue
             if call.args and (found := template(call.args[0])):
                 yield name, found
+        yield from ((name, found) for found in rows(tree))
 
 
 def test_every_message_that_a_user_can_meet_is_quoted():
     messages = [(name, found) for name, found in raised() if literal(found)]
     assert len(messages) > 80
+    assert sum(name.startswith("xentlib/checks/") for name, _ in messages) > 100
     missing = []
     for name, found in messages:
         text = "".join(c or "…" for c in found)
@@ -174,3 +190,53 @@ def test_every_option_of_help_is_on_the_page(command, capsys):
         r"xentlib (?:parity|bench|doctor|audit|plan)((?: -[^\n`]*)?)$", part, re.MULTILINE
     ):
         assert set(re.findall(r"--[\w-]+", words)) <= set(shown)
+
+
+# --- the tables of messages -----------------------------------------------------------------------
+
+
+def tables():
+    """Of each table of messages, by name: for each row the names of its places."""
+    return {
+        node.targets[0].id: {
+            row.arg: {
+                re.match(r"\w+", field)[0]
+                for _, field, *_ in string.Formatter().parse(ast.literal_eval(row.value))
+                if field is not None
+            }
+            for row in node.value.keywords
+        }
+        for tree in sources().values()
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) == "Refusals"
+    }
+
+
+def test_who_refuses_names_a_row_and_fills_its_places():
+    """No type checker sees a wrong name, and only a refused call would."""
+    rows, unused = tables(), {(table, row) for table, all_of in tables().items() for row in all_of}
+    wrong = []
+    for name, tree in sources().items():
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        words = {x.value for x in ast.walk(tree) if isinstance(x, ast.Constant)}
+        for node in calls:
+            table, _, method = ast.unparse(node.func).partition(".")
+            if table not in rows or method not in ("require", "refuse"):
+                continue
+            if not isinstance(node.args[0], ast.Constant):  # one of several, which stand beside it
+                unused -= {(table, row) for row in rows[table] if row in words}
+                continue
+            row, places = node.args[0].value, {keyword.arg for keyword in node.keywords}
+            unused.discard((table, row))
+            missing = rows[table].get(row, {"no such row"}) - places
+            more = places - {None} - rows[table].get(row, set())
+            if (
+                (missing and None not in places)
+                or more
+                or len(node.args) != 1 + (method == "require")
+            ):
+                wrong.append(f"{name}:{node.lineno}: {table} {row} {missing | more}")
+    assert len(rows) > 5
+    assert (wrong, unused) == ([], set())

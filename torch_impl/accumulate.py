@@ -12,8 +12,8 @@ from torch import Tensor
 
 from xentlib.accumulate import Lifecycle, UnsupportedWrapperError, WindowState, WindowStateError
 from xentlib.checks.validators import check_choice
-from xentlib.checks.window import check_nonfinite, check_windows
-from xentlib.options import EMPTY, MODES, Empty, Mode, NonFinite
+from xentlib.checks.window import WINDOWS, check_windows
+from xentlib.options import EMPTY, MODES, NONFINITE, Empty, Mode, NonFinite
 from xentlib.torch.window import Window
 
 
@@ -89,7 +89,8 @@ class TokenNormalizer:
     ) -> None:
         check_choice("mode", mode, MODES)
         check_choice("empty", empty, EMPTY)
-        check_nonfinite(nonfinite, mode)
+        check_choice("nonfinite", nonfinite, NONFINITE)
+        WINDOWS.require("precount", nonfinite != "drop" or mode == "precount", mode=mode)
         self.mode, self.empty, self.nonfinite = mode, empty, nonfinite
         self.lifecycle = Lifecycle()
         self.finished: Tensor | None = None  # T of the last window

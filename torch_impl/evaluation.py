@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.checks.validators import plain
-from xentlib.checks.window import check_named_loss, check_one_loss, check_token_count
+from xentlib.checks.window import WINDOWS, check_one_loss, check_token_count
 from xentlib.nll import NLLOutput
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
@@ -82,7 +82,7 @@ class Evaluation:
         if mean:
             given.check_mean()
         exact = given.origin is not None and given.origin.exact
-        check_named_loss(name != "loss" or isinstance(loss, NLLOutput) or exact)
+        WINDOWS.require("named", name != "loss" or isinstance(loss, NLLOutput) or exact)
         device = given.loss.device if self.sums is None else self.sums.device
         pair = [onto(x.detach(), device).double() for x in (given.loss, given.weight)]
         if mean:  # of no token it may be NaN

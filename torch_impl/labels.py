@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xentlib.checks.labels import check_next_token_labels, check_offsets
+from xentlib.checks.labels import LABELS, check_next_token_labels
 from xentlib.checks.validators import plain
+from xentlib.labels import any_of_next
 from xentlib.torch.array_spec import array_spec, only_tensors
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import readable
@@ -81,17 +82,11 @@ def next_token_labels(
         where=where,
     )
     ignore_index = plain(ignore_index)
-    shift = check_next_token_labels(
-        array_spec(labels),
-        array_spec(segment_ids),
-        array_spec(cu_seqlens),
-        array_spec(position_ids),
-        array_spec(where),
-        shift,
-        ignore_index,
-    )
+    arrays = (labels, segment_ids, cu_seqlens, position_ids, where)
+    shift = check_next_token_labels(shift, ignore_index, *map(array_spec, arrays))
     if cu_seqlens is not None and readable(cu_seqlens):
-        check_offsets(int(cu_seqlens[0]))
+        first = int(cu_seqlens[0])
+        LABELS.require("offsets", first == 0, first=first)
     length = labels.shape[-1]
     # PyTorch has few operators for uint16 and uint32: no order, sum, clamp or gather.
     rows = [x.long() for x in (labels, segment_ids, position_ids) if x is not None]
@@ -122,16 +117,6 @@ def next_token_labels(
     if where is not None:
         shifted = torch.where(where, shifted, ignore_index)
     return shifted.to(labels.dtype)
-
-
-def any_of_next(begins: Tensor, columns: int) -> Tensor:
-    """Whether a document begins at any of the `columns` tokens behind each, by doubling."""
-    reach = 1
-    while reach < columns:
-        step = min(reach, columns - reach)
-        begins = begins[..., :-step] | begins[..., step:]
-        reach += step
-    return begins[..., 1:]
 
 
 def next_columns(

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from xentlib.checks.validators import plain
-from xentlib.checks.window import (
-    check_as_made,
-    check_loss_mean,
-    check_loss_sum,
-    check_own_count,
-    check_undivided,
-)
+from xentlib.checks.window import WINDOWS, check_loss_sum, check_own_count
 from xentlib.nll import NLLOutput
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import device_info
@@ -68,7 +62,7 @@ class LossAndCount(NamedTuple):
         divided = divided or self.denominator is not None or mean_and_more(self.loss)
         check_loss_sum(array_spec(self.loss), divided and not normalized, instead)
         if of is not None and not normalized:
-            check_undivided(of.divided_since(self.weight))
+            WINDOWS.require("undivided", not of.divided_since(self.weight))
 
     def check_mean(self) -> None:
         """Refuse a loss that is known not to be the mean over its tokens."""
@@ -78,7 +72,7 @@ class LossAndCount(NamedTuple):
         total = known(of.weight_sum)
         check_own_count(known(self.weight), total, total)
         by = of.divisors if of.denominator is None else (of.denominator,)
-        check_loss_mean(any(x is of.weight_sum or known(x) in (None, total) for x in by))
+        WINDOWS.require("mean", any(x is of.weight_sum or known(x) in (None, total) for x in by))
 
 
 def loss_and_count(loss: Any, num_tokens: Any) -> LossAndCount:
@@ -89,7 +83,7 @@ def loss_and_count(loss: Any, num_tokens: Any) -> LossAndCount:
     elif num_tokens is not None:
         num_tokens = torch.as_tensor(num_tokens)
     origin = origin_of(loss.loss if isinstance(loss, NLLOutput) else loss)
-    check_as_made(isinstance(loss, NLLOutput) and written_to(loss.loss))
+    WINDOWS.require("as_made", not (isinstance(loss, NLLOutput) and written_to(loss.loss)))
     if isinstance(loss, NLLOutput) and origin is None:
         origin = Origin(loss.num_tokens, loss.weight_sum, loss.denominator)
     if origin is not None and num_tokens is not None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib.algebra import TokenStats, WantedStats
 from xentlib.arguments import Arguments
-from xentlib.checks.call import check_divisor
+from xentlib.checks.call import CALLS
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.torch.array_spec import as_tensor
 from xentlib.torch.binding import bind
@@ -122,7 +122,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     # 9. Reduce. What is 0 was divided by 1 above, unless it has tokens: then ranks that shake hands
     # have refused it, those of `vocab_parallel` have compared it.
     if refused is not None:
-        check_divisor(refused)
+        CALLS.refuse("denominator", value=refused)
     output = reduced(loop.own, loop.local(per_token_7N), weights_N, weight_sum, divisor, loss)
     return output, gradients, loop.own.valid
 

@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.accumulate import CountMismatchError, WindowState, WindowStateError, WindowStats
-from xentlib.checks.window import (
-    check_counted,
-    check_denominator_of_window,
-    check_rounds,
-    check_token_count,
-)
+from xentlib.checks.window import WINDOWS, check_counted, check_token_count
 from xentlib.nll import NLLOutput
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
@@ -161,7 +156,9 @@ class Window:
         if self.uneven:  # read by the host, who hands out micro-batches
             self.rounds = int(packed[1:].max())
         elif self.norm.nonfinite == "drop":  # each takes a collective
-            check_rounds(packed[1:].int().tolist())
+            rounds = packed[1:].int().tolist()
+            least, most = min(rounds), max(rounds)
+            WINDOWS.require("rounds", least == most, least=least, most=most)
 
     @property
     def factor(self) -> Tensor:
@@ -265,9 +262,8 @@ class Window:
         given.check_sum(DIVIDES, normalized)
         weighted = self.declared is None or self.declared[2] is not None
         value = None if self.filling else known(total)
-        check_token_count(
-            "num_tokens", array_spec(given.weight), known(given.weight), weighted, value
-        )
+        weight = given.weight
+        check_token_count("num_tokens", array_spec(weight), known(weight), weighted, value)
         self.wrapper.check_forward()
         self.seen += 1
         if normalized and isinstance(loss, NLLOutput):
@@ -308,7 +304,7 @@ class Window:
         costs something."""
         ours = self.denominator
         same = ours == (0.0 if denominator is None else denominator.to(ours.device))
-        check_denominator_of_window(known(same) is not False)
+        WINDOWS.require("denominator", known(same) is not False)
         return torch.where(same, 1.0, torch.nan)
 
     # The end

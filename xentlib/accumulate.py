@@ -144,10 +144,7 @@ class WindowState(Enum):
 # What may be done, in which state, and the state after it.
 STEPS: dict[str, dict[WindowState, WindowState]] = {
     "count": {WindowState.IDLE: WindowState.COUNTING},
-    "open": {
-        WindowState.IDLE: WindowState.OPEN,
-        WindowState.COUNTING: WindowState.OPEN,
-    },
+    "open": dict.fromkeys((WindowState.IDLE, WindowState.COUNTING), WindowState.OPEN),
     "backward": {WindowState.OPEN: WindowState.OPEN},
     "seal": {WindowState.OPEN: WindowState.SEALED},
     "finish": {WindowState.SEALED: WindowState.READY},

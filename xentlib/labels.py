@@ -65,3 +65,14 @@ def next_token_labels(
     raise NotImplementedError(
         "call xentlib.torch.next_token_labels or xentlib.jax.next_token_labels"
     )
+
+
+def any_of_next(begins: Any, columns: int) -> Any:
+    """Whether a document begins at any of the `columns` tokens behind each, by doubling. A running
+    count would make JAX's compiler gather whole rows where an Auto axis spreads them."""
+    reach = 1
+    while reach < columns:
+        step = min(reach, columns - reach)
+        begins = begins[..., :-step] | begins[..., step:]
+        reach += step
+    return begins[..., 1:]

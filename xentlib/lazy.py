@@ -1,11 +1,12 @@
-"""Names of a package whose modules load when they are first asked for."""
+"""Names of a package whose modules load when they are first asked for; and a backend whose
+framework is not installed."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 
 def loading(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
@@ -20,3 +21,14 @@ def loading(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return find
+
+
+def refuse_missing(missing: ModuleNotFoundError, backend: str, framework: str) -> NoReturn:
+    """Name the extra; what a framework that is installed lacks is its own to say."""
+    if missing.name not in (backend, f"{backend}lib"):
+        raise missing
+    raise ModuleNotFoundError(
+        f"`xentlib.{backend}` needs {framework}, which is not installed. Run: pip install "
+        f"'xentlib[{backend}]'",
+        name=missing.name,
+    ) from missing

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xentlib.arguments import Arguments
-from xentlib.checks.call import check_divisor, check_label_range, check_narrowed
+from xentlib.checks.call import CALLS
 from xentlib.dtypes import holds
 from xentlib.jax.array_spec import concrete_on_cpu
 from xentlib.plan import VocabShard
@@ -60,13 +60,13 @@ def check_kept(labels: Any, ignore_index: int, ids: dict[str, Any]) -> None:
     """Refuse numbers that JAX would make others of: without 64-bit types it keeps 32 bits."""
     kept = jax.dtypes.canonicalize_dtype(labels.dtype)
     if holds(str(labels.dtype), ignore_index) and not holds(str(kept), ignore_index):
-        check_narrowed("ignore_index", ignore_index, str(kept))
+        CALLS.refuse("narrowed", name="ignore_index", value=ignore_index, dtype=kept)
     for name, x in ids.items():
         if isinstance(x, np.ndarray):
             kept = jax.dtypes.canonicalize_dtype(x.dtype)
             lost = x[x.astype(kept) != x]
             if lost.size:
-                check_narrowed(name, int(lost[0]), str(kept))
+                CALLS.refuse("narrowed", name=name, value=int(lost[0]), dtype=kept)
 
 
 def widen_labels(labels: Any) -> Any:
@@ -94,7 +94,7 @@ def check_values(given: Arguments, vocab_size: int) -> None:
     count = valid if weights is None else np.asarray(weights).astype(np.float64)[valid]
     divisor = float(np.asarray(denominator))
     if valid.any() and divisor <= 0 and (divisor < 0 or count.sum() != 0):
-        check_divisor(divisor)
+        CALLS.refuse("denominator", value=divisor)
 
 
 def check_labels(labels: Any, where: Any, ignore_index: int, vocab_size: int) -> None:
@@ -106,4 +106,5 @@ def check_labels(labels: Any, where: Any, ignore_index: int, vocab_size: int) ->
     valid = valid_tokens(labels, None if where is None else np.asarray(where), ignore_index)
     offenders = labels[valid & ((labels < 0) | (labels >= vocab_size))]
     if offenders.size:
-        check_label_range(int(offenders[0]), vocab_size, ignore_index)
+        offender = int(offenders[0])
+        CALLS.refuse("labels", offender=offender, ignore_index=ignore_index, vocab_size=vocab_size)

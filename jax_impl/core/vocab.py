@@ -19,8 +19,8 @@ from jax import lax
 
 from xentlib.algebra import NonTargetStats
 from xentlib.arguments import Arguments
-from xentlib.checks.placement import check_axis, check_varying
-from xentlib.checks.shards import check_shard, check_shards, refuse_whole_head
+from xentlib.checks.placement import PLACEMENTS
+from xentlib.checks.shards import SHARDS, check_shard, check_shards
 from xentlib.checks.validators import plain
 from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.plan import PaddedVocab, VocabShard
@@ -54,16 +54,17 @@ def axis_for(parallel: Any, columns: int, shard: VocabShard | None = None, **loc
     try:
         ranks = lax.axis_size(name)
     except (NameError, TypeError, ValueError):
-        check_axis(name)
+        PLACEMENTS.refuse("axis", argument="vocab_parallel", name=name)
     if vocab_size is None:
         vocab_size = ranks * columns
     check_shards((columns,) * ranks, vocab_size)
     # All but one device's may be padding: where there are types they tell, below.
     if ranks > 1 and columns == vocab_size and not checks_types(name):
-        refuse_whole_head(columns, ranks)
+        SHARDS.refuse("whole_head", vocab_size=columns, ranks=ranks)
     for argument, value in local.items():
         if value is not None:
-            check_varying(argument, varies_over(value, name), name)
+            varies = varies_over(value, name)
+            PLACEMENTS.require("varying", varies, name=argument, axis=name)
     return Axis(name, vocab_size)
 
 

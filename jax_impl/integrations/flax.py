@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.training import train_state
 
-from xentlib.checks.window import check_token_normalized
+from xentlib.checks.window import WINDOW_TYPES
 from xentlib.jax.accumulate import is_token_normalized, token_normalized
 
 __all__ = ["Optimizer", "TrainState"]
@@ -57,7 +57,7 @@ class TrainState(train_state.TrainState):
             kwargs: as in Flax, attributes to replace.
         """
         tx = self.tx
-        check_token_normalized(is_token_normalized(tx))
+        WINDOW_TYPES.require("token_normalized", is_token_normalized(tx))
 
         def update(grads: Any, state: Any, params: Any) -> Any:
             return tx.update(grads, state, params, token_count=token_count, is_last=is_last)

@@ -17,12 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.arguments import SCALARS, Scalars
-from xentlib.checks.call import (
-    check_divisor,
-    check_divisor_elsewhere,
-    check_labels_elsewhere,
-)
-from xentlib.checks.shards import check_upstream, refuse_inconsistent
+from xentlib.checks.call import CALLS
+from xentlib.checks.shards import SHARDS, refuse_inconsistent
 from xentlib.plan.split import ROOM
 from xentlib.torch.core.device import chunk_bytes, host_readable
 from xentlib.torch.core.groups import gather_into, group_named, host_group
@@ -240,10 +236,12 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     refuse_inconsistent([name for name in differs if name in ("gather", "function")])
     if bad_N is not None:
         check_labels(call.labels, bad_N, call.ignore_index, vocab_size)
-        check_labels_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 1])
+        ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 1)
+        CALLS.require("labels_elsewhere", not ranks, ranks=ranks)
     if terms.refused is not None:
-        check_divisor(terms.refused)
-    check_divisor_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 2])
+        CALLS.refuse("denominator", value=terms.refused)
+    ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 2)
+    CALLS.require("denominator_elsewhere", not ranks, ranks=ranks)
     refuse_inconsistent(differs)
     return Agreed(*(columns[name] for name in Agreed._fields))
 
@@ -287,7 +285,7 @@ def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
     low = torch.where(counts_R, value_R, torch.inf).amin()
     differs = high > low  # False of NaN
     if host_readable(gradient) and differs:
-        check_upstream(value_R.tolist())
+        SHARDS.refuse("upstream", gradients=", ".join(f"{x:g}" for x in value_R.tolist()))
     return torch.where(counts_R.any(), torch.where(differs, torch.nan, high), 0.0)
 
 

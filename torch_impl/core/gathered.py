@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.checks.shards import refuse_copies
+from xentlib.checks.shards import SHARDS
 from xentlib.plan import ChunkPlan, spread_tokens
 from xentlib.torch.core.consistency import Agreed, Terms
 from xentlib.torch.core.device import host_readable
@@ -122,7 +122,7 @@ class GatheredTokens(OwnTokens):
         for start in range(0, self.length, self.per_chunk):
             x_TH, *bits = [x.wait() for x in (self._start(start) if pending is None else pending)]
             if start == 0 and self.may_be_copies and self._same_of_all(x_TH):
-                refuse_copies(self.ranks)
+                SHARDS.refuse("copies", ranks=self.ranks)
             following = start + self.per_chunk
             pending = self._start(following) if following < self.length else None
             yield x_TH, _unpacked(bits[0], x_TH.shape[1]) if bits else None

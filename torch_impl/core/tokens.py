@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import NonTargetStats, TargetInfo
-from xentlib.checks.call import check_label_range
+from xentlib.checks.call import CALLS
 from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
 from xentlib.torch.array_spec import dtype_name
 from xentlib.torch.core.device import chunk_bytes, device_info
@@ -154,7 +154,8 @@ def onto_device(
 def check_labels(labels: Tensor, bad: Tensor, ignore_index: int, vocab_size: int) -> None:
     """Refuse a label outside the vocabulary where it can be read without a device sync."""
     if device_info(labels).host_readable and bad.any():
-        check_label_range(int(labels[bad][0]), vocab_size, ignore_index)
+        offender = int(labels[bad][0])
+        CALLS.refuse("labels", offender=offender, ignore_index=ignore_index, vocab_size=vocab_size)
 
 
 def target_info(part: Any, places: slice | Tensor) -> TargetInfo:

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from xentlib.algebra import NonTargetStats
 from xentlib.checks.call import check_class_weights
-from xentlib.checks.shards import (
-    check_shards,
-    check_tiles,
-    refuse_inconsistent,
-    refuse_uneven,
-    refuse_whole_head,
-)
+from xentlib.checks.shards import SHARDS, check_shards, check_tiles, refuse_inconsistent
 from xentlib.plan import VocabShard
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import RankConsistency
@@ -157,10 +151,10 @@ class ShardedVocab(LocalVocab):
         first = ("function", "shard", "vocab_size")
         refuse_inconsistent([name for name in first if name in names])
         if whole:
-            refuse_whole_head(rows[0], self.ranks)
+            SHARDS.refuse("whole_head", vocab_size=rows[0], ranks=self.ranks)
         if not self.declared:
             if len(set(rows)) > 1:
-                refuse_uneven(rows)
+                SHARDS.refuse("uneven", rows=", ".join(map(str, rows)))
             check_shards(rows, self.size)
         refuse_inconsistent([name for name in names if name != "rows"])
         check_tiles(list(zip(start, stop, strict=True)), self.size)

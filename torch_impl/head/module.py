@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xentlib.checks.module import (
-    check_denominator_dtype,
-    check_head_options,
-    check_linear,
-    check_parallel_style,
-)
+from xentlib.checks.module import MODULES, check_head_options, check_linear
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.api import chunked_logprobs, chunked_nll
@@ -136,7 +131,8 @@ class NLLHead(nn.Linear):
             check_head_options(options, [])
             return nn.functional.linear(hidden, self.weight, self.bias)
         options = {**self.options, **options}
-        check_denominator_dtype(array_spec(options.get("denominator")))
+        dtype = getattr(array_spec(options.get("denominator")), "dtype", None)
+        MODULES.require("rounded", dtype not in ("bfloat16", "float16"), dtype=dtype)
         gather = options.get("gather", "head")
         parameters = parameter_of(self, "weight", gather), parameter_of(self, "bias", gather)
         logits = LazyLogits(hidden, parameters, options)
@@ -144,7 +140,8 @@ class NLLHead(nn.Linear):
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
         """As of any module; a style of tensor parallelism, which drops labels, is refused."""
-        check_parallel_style(getattr(hook, "__module__", ""))
+        of_style = getattr(hook, "__module__", "") == "torch.distributed.tensor._api"
+        MODULES.require("parallel_style", not of_style)
         return super().register_forward_pre_hook(hook, **options)
 
     def extra_repr(self) -> str:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xentlib.arguments import Arguments
-from xentlib.checks.lora import check_base
-from xentlib.checks.module import check_beside_module, refuse_module
+from xentlib.checks.module import MODULES, check_beside_module, refuse_module
 from xentlib.lora import LowRankHead
 from xentlib.torch.wrappers import is_a, is_loaded, keeps_forward
 
@@ -25,7 +24,8 @@ def resolve_head(call: Arguments, *, inner: bool = False) -> Arguments:
     plain, lora = split_lora(call)
     if lora is not None:
         base = resolve_head(plain, inner=True)
-        check_base(type(plain.weight).__name__, not isinstance(base.weight, LowRankHead))
+        single, kind = not isinstance(base.weight, LowRankHead), type(plain.weight).__name__
+        MODULES.require("low_rank", single, kind=kind)
         return base._replace(weight=lora._replace(weight=base.weight))
     module = call.weight
     if not isinstance(module, nn.Module):

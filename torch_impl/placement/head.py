@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from xentlib.arguments import Arguments
 from xentlib.checks.lora import check_low_rank_route
-from xentlib.checks.placement import refuse_dtensor
-from xentlib.checks.shards import check_route, refuse_routed
+from xentlib.checks.placement import PLACEMENTS
+from xentlib.checks.shards import ROUTES, check_route
 from xentlib.checks.validators import check_floating
 from xentlib.lora import LowRankHead
 from xentlib.options import Gather
@@ -125,7 +125,7 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement]:
         if zero3:
             return call, zero3_rows(call)
         if owner is None:
-            refuse_routed(call.gather)
+            ROUTES.refuse("whole", gather=call.gather)
         return call, fsdp2_rows(call, owner)
     if zero3:
         return call, GatheredByZero3(zero3, recompute)
@@ -242,5 +242,5 @@ def gather_head(
         assert whole is not None
         weight = whole
     elif is_dtensor(weight):
-        refuse_dtensor("weight", tuple(weight.placements))
+        PLACEMENTS.refuse("dtensor", name="weight", placements=tuple(weight.placements))
     yield weight, bias

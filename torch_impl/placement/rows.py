@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.arguments import Arguments
-from xentlib.checks.lora import check_low_rank_rows
-from xentlib.checks.placement import check_nodes, check_nodes_ranks, refuse_nodes
-from xentlib.checks.shards import check_sharded_rows, refuse_whole
+from xentlib.checks.lora import LOW_RANK
+from xentlib.checks.placement import PLACEMENTS
+from xentlib.checks.shards import ROUTES
 from xentlib.lora import LowRankHead
 from xentlib.plan import VocabShard, shard_of
 from xentlib.torch.array_spec import is_dtensor
@@ -64,7 +64,7 @@ class LocalHead(NamedTuple):
 def zero3_rows(call: Arguments) -> LocalHead:
     """Of a head that DeepSpeed's ZeRO-3 keeps."""
     if call.tokens_parallel is not None:
-        refuse_nodes("ZeRO-3")
+        PLACEMENTS.refuse("no_nodes", wrapper="ZeRO-3")
     head = (call.weight, call.bias, call.weight_layout, call.gather)
     weight, bias, group = deepspeed.rows_of(*head)
     ranks = dist.get_world_size(group)
@@ -87,17 +87,20 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
         "a reduce-scatter of its own": type(group._reduce_scatter_comm).__module__
         != type(group).__module__.replace("_param_group", "_collectives"),
     }
-    placements, ours = tuple(weight.placements), [] if bias is None else [bias]
+    placements, layout = tuple(weight.placements), call.weight_layout
+    as_placed = by_rows(owner, weight, *([] if bias is None else [bias])) and layout == "VH"
+    ROUTES.require("fully_shard", as_placed, placements=placements, layout=layout)
     hooked = ", ".join(x for x, there in hooks.items() if there)
-    check_sharded_rows(by_rows(owner, weight, *ours), placements, call.weight_layout, hooked)
+    ROUTES.require("hooked", not hooked, hooked=hooked)
     if lora is not None:
-        check_low_rank_rows(by_rows(owner, lora.a, lora.b), lora.b.shape, weight.shape[0])
-    if group.is_unsharded:
-        refuse_whole()
+        LOW_RANK.require("together", by_rows(owner, lora.a, lora.b))
+        rows, (*of_b, rank) = weight.shape[0], lora.b.shape
+        LOW_RANK.require("b", of_b == [rows], rows=rows, rank=rank, shape=tuple(lora.b.shape))
+    ROUTES.require("unsharded", not group.is_unsharded)
     never_gathered(group)
     assert over is not None
     if mesh is not None and replicas is not None:
-        refuse_nodes("FSDP2 with replicas")
+        PLACEMENTS.refuse("no_nodes", wrapper="FSDP2 with replicas")
     shard, among, nodes = part_of(weight.shape[0], over, mesh)
 
     def local(whole: Any) -> Tensor:
@@ -133,14 +136,16 @@ def part_of(
     sizes, ranks = chunked(classes, dist.get_world_size(every)), dist.get_process_group_ranks(every)
     if mesh is None:
         return shard_of(sizes, dist.get_rank(every)), every, None
-    check_nodes(is_device_mesh(mesh), getattr(mesh, "ndim", None), type(mesh).__name__)
+    of_mesh, dimensions = is_device_mesh(mesh), getattr(mesh, "ndim", None)
+    came = f"one of {dimensions} dimensions" if of_mesh else f"a {type(mesh).__name__}"
+    PLACEMENTS.require("nodes", of_mesh and dimensions == 2, came=came)
     part = {rank: part for part, rank in enumerate(ranks)}
     table = mesh.mesh.tolist()
     parts = [[part.get(rank, -1) for rank in node] for node in table]
     # Rows of one rank then come in the order of their classes, those that there are first.
     ascend = all(list(place) == sorted(place) for place in zip(*parts, strict=True))
     same = sorted(part for node in parts for part in node) == list(range(len(ranks)))
-    check_nodes_ranks(same and ascend, ranks, table)
+    PLACEMENTS.require("nodes_ranks", same and ascend, ranks=ranks, nodes=table)
     if len(parts) == 1:
         return shard_of(sizes, dist.get_rank(every)), every, None
     among = mesh.get_group(1)

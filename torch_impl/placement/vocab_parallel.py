@@ -10,16 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.arguments import Arguments
-from xentlib.checks.placement import (
-    check_group,
-    check_logits_placement,
-    check_placement,
-    check_replicated,
-    check_same_ranks,
-    check_same_tokens,
-    refuse_dtensor,
-)
-from xentlib.checks.shards import check_ranks_known, check_rows, check_shard
+from xentlib.checks.placement import PLACEMENTS, check_group
+from xentlib.checks.shards import SHARDS, check_shard
 from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
@@ -48,7 +40,11 @@ def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
     if isinstance(parallel, PaddedVocab):
         return find_group(parallel.over), plain(parallel.vocab_size)
     if isinstance(parallel, VocabShard):
-        check_ranks_known(parallel)
+        if parallel.over is None:
+            raise TypeError(
+                f"`vocab_parallel` must say which ranks share the vocabulary; got {parallel}. Pass "
+                f"`VocabShard.of_ranks(rows, group)`, made once, or the group of these ranks."
+            )
         return find_group(parallel.over), parallel.vocab_size
     return find_group(parallel), None
 
@@ -64,7 +60,8 @@ def local_head(
         low = local_low_rank(low, parallel)
     if given.tokens_parallel is not None and parallel is not None:
         over = unpadded(parallel)[0], find_group(given.tokens_parallel, "tokens_parallel")
-        check_same_tokens(*map(dist.get_process_group_ranks, over))
+        vocab, tokens = map(dist.get_process_group_ranks, over)
+        PLACEMENTS.require("same_tokens", vocab == tokens, vocab=vocab, tokens=tokens)
         local = local._replace(route="tokens")
     hidden, labels = replicated("hidden", given.hidden), replicated("labels", given.labels)
     given = given._replace(hidden=hidden, labels=labels, weight=weight, bias=bias)
@@ -81,7 +78,7 @@ def local_rows(
     if parallel is None:
         for name, x in (("weight", weight), ("bias", bias)):
             if is_dtensor(x):
-                refuse_dtensor(name, tuple(x.placements))
+                PLACEMENTS.refuse("dtensor", name=name, placements=tuple(x.placements))
         return weight, bias, whole
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
@@ -92,7 +89,8 @@ def local_rows(
         shard = shard_of(chunked(weight.shape[axis], ranks), dist.get_rank(group), vocab_size)
         return local_part("weight", weight, axis), bias, RowLayout(name, numbers_of(shard))
     if isinstance(parallel, VocabShard):
-        check_rows(parallel, weight.shape[axis])
+        rows, size, padding = weight.shape[axis], parallel.size, parallel.padding
+        SHARDS.require("rows", size + padding == rows, rows=rows, size=size, padding=padding)
         return weight, bias, RowLayout(name, numbers_of(parallel))
     return weight, bias, RowLayout(name, undeclared(vocab_size))
 
@@ -102,7 +100,7 @@ def local_low_rank(low: LowRankHead[Tensor], parallel: Any) -> LowRankHead[Tenso
     a, b = replicated("a", low.a), low.b
     if is_dtensor(b):
         if parallel is None:
-            refuse_dtensor("b", tuple(b.placements))
+            PLACEMENTS.refuse("dtensor", name="b", placements=tuple(b.placements))
         b = local_part("b", b, 0)
     return low._replace(a=a, b=b)
 
@@ -125,19 +123,20 @@ def local_logits(
         return logits.to_local(), None, shard
     first, last = placements[0], logits.ndim - 1
     cut = mesh.ndim == 1 and type(first).__name__ == "Shard" and first.dim % logits.ndim == last
-    check_logits_placement(cut, placements)
+    PLACEMENTS.require("columns", cut, placements=placements)
     group, vocab_size = unpadded(mesh if parallel is None else parallel)
-    ranks = [dist.get_process_group_ranks(g) for g in (group, mesh.get_group())]
-    check_same_ranks(*ranks)
+    ranks, others = (dist.get_process_group_ranks(g) for g in (group, mesh.get_group()))
+    PLACEMENTS.require("same_ranks", ranks == others, mesh=others, group=ranks)
     if shard is None:
-        shard = shard_of(chunked(logits.shape[-1], len(ranks[0])), dist.get_rank(group), vocab_size)
+        shard = shard_of(chunked(logits.shape[-1], len(ranks)), dist.get_rank(group), vocab_size)
     return logits.to_local(), group, shard
 
 
 def local_part(name: str, x: Any, axis: int) -> Tensor:
     """Of a DTensor that is sharded along the vocabulary."""
     cut = x.device_mesh.ndim == 1 and x.placements[0].is_shard(axis)
-    check_placement(name, cut, axis, tuple(x.placements))
+    placements = tuple(x.placements)
+    PLACEMENTS.require("over_vocabulary", cut, name=name, axis=axis, placements=placements)
     part: Tensor = x.to_local()
     return part
 
@@ -159,5 +158,7 @@ def replicated(name: str, x: Any) -> Any:
     """A DTensor that every rank has whole, as the tensor that it is; a plain one as it comes."""
     if not is_dtensor(x):
         return x
-    check_replicated(name, all(p.is_replicate() for p in x.placements), tuple(x.placements))
+    placements = tuple(x.placements)
+    whole = all(p.is_replicate() for p in placements)
+    PLACEMENTS.require("replicated", whole, name=name, placements=placements)
     return x.to_local()

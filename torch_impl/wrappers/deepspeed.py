@@ -14,12 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError, reduction_of
-from xentlib.checks.shards import (
-    check_engine,
-    check_flat_rows,
-    refuse_gathered,
-    refuse_inner_backward,
-)
+from xentlib.checks.shards import ROUTES, check_flat_rows
 from xentlib.torch.wrappers.plain import NoWrapper
 
 T = TypeVar("T")
@@ -133,14 +128,15 @@ def rows_of(
     a multiple of the ranks.
     """
     parameters = [weight] if bias is None else [weight, bias]
-    check_engine(gather, _unproven(parameters))
+    unproven = _unproven(parameters)
+    ROUTES.require("engine", not unproven, features=", ".join(unproven), gather=gather)
     group, shape = weight.ds_process_group, tuple(weight.ds_shape)
     ranks = dist.get_world_size(group)
     check_flat_rows(gather, shape, None if bias is None else tuple(bias.ds_shape), layout, ranks)
     # What persists is whole from the first step on.
     whole = weight.ds_persist or weight.ds_status.name == "AVAILABLE"
     if whole and not _tied(weight):
-        refuse_gathered(gather)
+        ROUTES.refuse("gathered", gather=gather)
     rows = [_rows(p, dist.get_rank(group)) for p in parameters]
     return rows[0], rows[1] if len(rows) > 1 else None, group
 
@@ -230,7 +226,11 @@ def _rows(parameter: Any, rank: int) -> Tensor:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         if recomputed:  # an outer backward may still reduce the parameter's own gradient
-            refuse_inner_backward()
+            raise RuntimeError(
+                "`gather` must be 'head' inside of `torch.utils.checkpoint` with "
+                "`use_reentrant=True` under ZeRO-3, which would overwrite the rows' gradient; got "
+                "another route. Pass `use_reentrant=False`."
+            )
 
         def add() -> None:
             _reduce(optimizer)

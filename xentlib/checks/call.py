@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.validators import (
     ArraySpec,
+    Refusals,
     check_choice,
     check_chunk_bytes,
     check_device,
@@ -21,6 +21,45 @@ from xentlib.checks.validators import (
 )
 from xentlib.dtypes import holds, resolve_dtypes
 from xentlib.options import COMPUTE, LAYOUTS, OUTPUTS, REDUCTIONS, RULES
+
+CALLS = Refusals(
+    ValueError,
+    bias="`bias` must have shape ({vocab_size},), one entry per row of the head; got {shape}. "
+    "Pass the bias of this head, or None.",
+    reduced="`reduce_hidden_grad` must be True without `vocab_parallel`; got False, which leaves "
+    "the sum over vocabulary shards to the model. Leave it out.",
+    shard_alone="`shard` must come with `vocab_parallel`; got {shard} without. Pass the group or "
+    "the axis that the vocabulary is spread over.",
+    columns="`logits` must have at least one column; got shape {shape}. Pass `vocab_parallel` if "
+    "another rank holds the vocabulary.",
+    # Logits in a dtype below the inputs'.
+    compute_dtype="`compute_dtype` must be None or 'float64' for float64 inputs; got 'float32'. "
+    "Cast the inputs to float32 instead.",
+    # What JAX's types would not let a gradient be.
+    reduced_in_jax="`reduce_hidden_grad` must be True in JAX, where the type of `hidden` says "
+    "whether its gradient is summed over the axis; got False. Leave it out, or pass hidden states "
+    "that vary over the axis (`jax.lax.pcast`).",
+    rows="`weight` must have at least one vocabulary row; got shape {shape}. Gather a partitioned "
+    "head before the call.",
+    ignore_index="`ignore_index` must fit 64 bits; got {value}, which no label can be. Pass -100 "
+    "by convention.",
+    # A valid label that lies outside the vocabulary.
+    labels="`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); got "
+    "{offender}. Mask that token with `where`, or set its label to `ignore_index`.",
+    # On every rank, for a label outside the vocabulary on some; they would wait for it.
+    labels_elsewhere="`labels` must be classes or `ignore_index` on every rank that shares the "
+    "head; got others on rank {ranks} of its group, which says which.",
+    # Nothing, by which the losses of some tokens would be divided.
+    denominator="`denominator` must be positive where a token is valid; got {value:g}. Pass the "
+    "number of the window's valid tokens, counted with the mask that this call uses.",
+    # On every rank, for a `denominator` of some that is refused there.
+    denominator_elsewhere="`denominator` must be positive on every rank whose tokens count; got 0 "
+    "or less on rank {ranks} of its group. Pass the number of the window's valid tokens, counted "
+    "with the mask that this call uses.",
+    # Integers of which JAX would drop the upper half without a word.
+    narrowed="`{name}` must fit {dtype}, in which a JAX without 64-bit types keeps int64; got "
+    "{value}. Wrap the call in `with jax.enable_x64(True):`.",
+)
 
 
 class NLLProblem(NamedTuple):
@@ -61,19 +100,14 @@ def check_head(
     all where that is known; `labels_on_host` that labels and mask may be on the CPU.
     """
     hidden, weight = call.hidden, call.weight
-    leading = check_tokens(
-        hidden, call.labels, call.where, call.ignore_index, on_host=labels_on_host
-    )
+    leading = check_tokens(call, "hidden", labels_on_host)
     check_floating("weight", weight)
-    vocab_size = check_weight(weight, hidden, call.weight_layout, sharded=sharded)
+    vocab_size = check_weight(weight, hidden, call.weight_layout, sharded)
     check_device("weight", weight, hidden)
     if call.bias is not None:
         check_floating("bias", call.bias)
-        if call.bias.shape != (vocab_size,):
-            raise ValueError(
-                f"`bias` must have shape ({vocab_size},), one entry per row of the head; "
-                f"got {call.bias.shape}. Pass the bias of this head, or None."
-            )
+        shape = call.bias.shape
+        CALLS.require("bias", shape == (vocab_size,), vocab_size=vocab_size, shape=shape)
         check_device("bias", call.bias, hidden)
     if call.token_weights is not None:
         check_floating("token_weights", call.token_weights)
@@ -86,45 +120,32 @@ def check_head(
         check_class_weights(shape[0] if len(shape) == 1 else -1, total)
         check_device("class_weights", call.class_weights, hidden)
     check_flag("reduce_hidden_grad", call.reduce_hidden_grad)
-    if not call.reduce_hidden_grad and not sharded:
-        raise ValueError(
-            "`reduce_hidden_grad` must be True without `vocab_parallel`; got False, which leaves "
-            "the sum over vocabulary shards to the model. Leave it out."
-        )
+    CALLS.require("reduced", call.reduce_hidden_grad or sharded)
     check_numbers(call, leading)
     check_choice("reduction", call.reduction, REDUCTIONS)
     check_outputs(call.outputs)
     check_flag("entropy", call.entropy)
     check_chunk_bytes(call.max_chunk_bytes)
-    check_compute_dtype(call.compute_dtype, hidden, weight)
-    gemm, compute, output = resolve_dtypes(
-        hidden.dtype, weight.dtype, call.compute_dtype, autocast_dtype
-    )
-    return NLLProblem(
-        leading, math.prod(leading), vocab_size, hidden.shape[-1], gemm, compute, output
-    )
+    if call.compute_dtype is not None:
+        check_choice("compute_dtype", call.compute_dtype, COMPUTE)
+        below = call.compute_dtype == "float32" and "float64" in (hidden.dtype, weight.dtype)
+        CALLS.require("compute_dtype", not below)
+    sizes = leading, math.prod(leading), vocab_size, hidden.shape[-1]
+    dtypes = hidden.dtype, weight.dtype, call.compute_dtype, autocast_dtype
+    return NLLProblem(*sizes, *resolve_dtypes(*dtypes))
 
 
 def check_logits(call: LogitsArguments, *, labels_on_host: bool = False) -> LogitsProblem:
     """Validate one call of `vocab_parallel_logprobs` and say in which dtypes it runs."""
     logits = call.logits
-    leading = check_tokens(
-        logits, call.labels, call.where, call.ignore_index, "logits", on_host=labels_on_host
-    )
+    leading = check_tokens(call, "logits", labels_on_host)
     check_numbers(call, leading)
     check_flag("entropy", call.entropy)
     check_chunk_bytes(call.max_chunk_bytes)
     columns = logits.shape[-1]
-    if call.vocab_parallel is None and call.shard is not None:
-        raise ValueError(
-            f"`shard` must come with `vocab_parallel`; got {call.shard} without. Pass the group or "
-            f"the axis that the vocabulary is spread over."
-        )
-    if columns < 1 and call.vocab_parallel is None:
-        raise ValueError(
-            f"`logits` must have at least one column; got shape {logits.shape}. Pass "
-            f"`vocab_parallel` if another rank holds the vocabulary."
-        )
+    if call.vocab_parallel is None:
+        CALLS.require("shard_alone", call.shard is None, shard=call.shard)
+        CALLS.require("columns", columns >= 1, shape=logits.shape)
     dtype = "float64" if logits.dtype == "float64" else "float32"
     return LogitsProblem(leading, math.prod(leading), columns, dtype, dtype)
 
@@ -135,18 +156,6 @@ def check_numbers(call: Arguments | LogitsArguments, leading: tuple[int, ...]) -
         if value is None and call._field_defaults.get(name) is None:
             continue
         check_rule(name, value, rule, leading if name == "temperature" else ())
-
-
-def check_compute_dtype(compute_dtype: object, hidden: ArraySpec, weight: ArraySpec) -> None:
-    """Refuse logits in a dtype below the inputs'."""
-    if compute_dtype is None:
-        return
-    check_choice("compute_dtype", compute_dtype, COMPUTE)
-    if compute_dtype == "float32" and "float64" in (hidden.dtype, weight.dtype):
-        raise ValueError(
-            "`compute_dtype` must be None or 'float64' for float64 inputs; got 'float32'. "
-            "Cast the inputs to float32 instead."
-        )
 
 
 def check_outputs(outputs: object) -> None:
@@ -162,19 +171,7 @@ def check_outputs(outputs: object) -> None:
             )
 
 
-def check_reduced(reduce_hidden_grad: object) -> None:
-    """Refuse what JAX's types would not let a gradient be."""
-    if reduce_hidden_grad is False:
-        raise ValueError(
-            "`reduce_hidden_grad` must be True in JAX, where the type of `hidden` says whether its "
-            "gradient is summed over the axis; got False. Leave it out, or pass hidden states that "
-            "vary over the axis (`jax.lax.pcast`)."
-        )
-
-
-def check_weight(
-    weight: ArraySpec, hidden: ArraySpec, layout: str, *, sharded: bool = False
-) -> int:
+def check_weight(weight: ArraySpec, hidden: ArraySpec, layout: str, sharded: bool) -> int:
     """Validate the head against `hidden`; return V."""
     check_choice("weight_layout", layout, LAYOUTS)
     width = hidden.shape[-1]
@@ -193,11 +190,7 @@ def check_weight(
             f"got {weight.shape}. {way_out}"
         )
     vocab_size = weight.shape[1 - axis]
-    if vocab_size < 1 and not sharded:
-        raise ValueError(
-            f"`weight` must have at least one vocabulary row; got shape {weight.shape}. "
-            f"Gather a partitioned head before the call."
-        )
+    CALLS.require("rows", vocab_size >= 1 or sharded, shape=weight.shape)
     return vocab_size
 
 
@@ -211,26 +204,20 @@ def check_class_weights(length: int, vocab_size: int | None) -> None:
         )
 
 
-def check_tokens(
-    source: ArraySpec,
-    labels: ArraySpec,
-    where: ArraySpec | None,
-    ignore_index: object,
-    name: str = "hidden",
-    *,
-    on_host: bool = False,
-) -> tuple[int, ...]:
+def check_tokens(call: Arguments | LogitsArguments, name: str, on_host: bool) -> tuple[int, ...]:
     """Validate which tokens there are and which count; return the leading dimensions.
 
-    `on_host`: labels and mask may be on the CPU, together, wherever `source` is.
+    `name`: of the argument that has the tokens. `on_host`: labels and mask may be on the CPU,
+    together, wherever that is.
     """
+    source, labels, where = getattr(call, name), call.labels, call.where
     states = name == "hidden"
     if len(source.shape) < 1 or (states and source.shape[-1] < 1):
         shape = "(..., hidden_size) with hidden_size >= 1" if states else "(..., columns)"
         what = "the states that go into the head" if states else "one row of logits for each token"
         raise ValueError(f"`{name}` must have shape {shape}; got {source.shape}. Pass {what}.")
     check_floating(name, source)
-    leading = source.shape[:-1]
+    leading: tuple[int, ...] = source.shape[:-1]
     check_integers("labels", labels, "Pass class indices, not one-hot rows or masks.")
     check_per_token("labels", labels, leading, name)
     apart = on_host and labels.device == "cpu" != source.device
@@ -245,7 +232,7 @@ def check_tokens(
         check_per_token("where", where, leading, name)
         beside, beside_name = (labels, "labels") if apart else (source, name)
         check_device("where", where, beside, beside_name)
-    check_ignore_index(ignore_index)
+    check_ignore_index(call.ignore_index)
     return leading
 
 
@@ -255,54 +242,7 @@ def check_ignore_index(value: object) -> None:
             f"`ignore_index` must be an integer; got {value!r}. Pass the label that marks tokens "
             f"without a loss, -100 by convention."
         )
-    if not holds("int64", value):
-        raise ValueError(
-            f"`ignore_index` must fit 64 bits; got {value}, which no label can be. Pass -100 by "
-            f"convention."
-        )
-
-
-def check_label_range(offender: int, vocab_size: int, ignore_index: int) -> None:
-    """Raise for one valid label that lies outside the vocabulary."""
-    raise ValueError(
-        f"`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); "
-        f"got {offender}. Mask that token with `where`, or set its label to `ignore_index`."
-    )
-
-
-def check_labels_elsewhere(ranks: Sequence[int]) -> None:
-    """Raise, on every rank, for a label outside the vocabulary on some; they would wait for it."""
-    if ranks:
-        raise ValueError(
-            f"`labels` must be classes or `ignore_index` on every rank that shares the head; got "
-            f"others on rank {', '.join(map(str, ranks))} of its group, which says which."
-        )
-
-
-def check_divisor_elsewhere(ranks: Sequence[int]) -> None:
-    """Raise, on every rank, for a `denominator` of some that `check_divisor` refuses there."""
-    if ranks:
-        raise ValueError(
-            f"`denominator` must be positive on every rank whose tokens count; got 0 or less on "
-            f"rank {', '.join(map(str, ranks))} of its group. Pass the number of the window's "
-            f"valid tokens, counted with the mask that this call uses."
-        )
-
-
-def check_narrowed(name: str, value: int, dtype: str) -> NoReturn:
-    """Refuse integers of which JAX would drop the upper half without a word."""
-    raise ValueError(
-        f"`{name}` must fit {dtype}, in which a JAX without 64-bit types keeps int64; got {value}. "
-        f"Wrap the call in `with jax.enable_x64(True):`."
-    )
-
-
-def check_divisor(value: float) -> NoReturn:
-    """Refuse to divide the losses of some tokens by nothing."""
-    raise ValueError(
-        f"`denominator` must be positive where a token is valid; got {value:g}. Pass the number of "
-        f"the window's valid tokens, counted with the mask that this call uses."
-    )
+    CALLS.require("ignore_index", holds("int64", value), value=value)
 
 
 def refuse_derivative(name: str, constant: str) -> NoReturn:

@@ -3,73 +3,63 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from xentlib.arguments import Arguments
 from xentlib.checks.call import NLLProblem
-from xentlib.checks.validators import ArraySpec, check_device, check_floating
+from xentlib.checks.validators import ArraySpec, Refusals, check_device, check_floating
 from xentlib.lora import LowRankHead
 
-
-def check_base(kind: str, single: bool) -> None:
-    """Refuse a low-rank part beside a head that has one."""
-    if not single:
-        raise TypeError(
-            f"`weight` of `LowRankHead` must have no low-rank part of its own; got a {kind} with "
-            f"one. Concatenate A, and B, along the rank."
-        )
+LOW_RANK = Refusals(
+    ValueError,
+    a="`a` must have shape (rank, {width}) to match `hidden` {hidden}; got {shape}. Pass LoRA's A "
+    "as it multiplies hidden states, `hidden @ a.T`.",
+    b="`b` must have shape ({rows}, {rank}), a row for each row of the head; got {shape}. Pass "
+    "LoRA's B, and of a vocabulary shard its rows.",
+    scale="`scale` must be a finite number; got {came}. Pass alpha / r, and multiply `a` by what "
+    "is trained.",
+    keep="`keep` must have the shape of `hidden`, {hidden}; got {shape}. Pass one entry for each "
+    "of its entries.",
+    # A and B whose rows a wrapper does not keep as it keeps those of the head.
+    together="`a` and `b` must be sharded over their rows by the `fully_shard` of `weight`, with "
+    "`gather='hidden'`; got others. Keep the three in one module, or leave `gather` out.",
+)
+LOW_RANK_TYPES = Refusals(
+    TypeError,
+    array="`{name}` of `LowRankHead` must be an array of the backend; got {kind}. Pass the "
+    "parameter of the adapter.",
+    wide="`{name}` must be float32 or below beside a head that is computed in float32; got "
+    "float64. Cast it, or pass `compute_dtype='float64'`.",
+    keep="`keep` must be bool or None; got {keep}. Pass the mask of a dropout alone, and 1 / (1 - "
+    "p) as part of `scale`.",
+)
 
 
 def check_low_rank(low: LowRankHead[ArraySpec], hidden: ArraySpec, problem: NLLProblem) -> None:
     """Validate A, B, scale and mask, given as `ArraySpec`, beside a head that has been."""
     rows, width = problem.vocab_size, problem.hidden_size
     for name, x in (("a", low.a), ("b", low.b)):
-        if not isinstance(x, ArraySpec):
-            raise TypeError(
-                f"`{name}` of `LowRankHead` must be an array of the backend; got "
-                f"{type(x).__name__}. Pass the parameter of the adapter."
-            )
+        LOW_RANK_TYPES.require("array", isinstance(x, ArraySpec), name=name, kind=type(x).__name__)
         check_floating(name, x)
         check_device(name, x, hidden)
-        if x.dtype == "float64" and problem.compute_dtype != "float64":
-            raise TypeError(
-                f"`{name}` must be float32 or below beside a head that is computed in float32; got "
-                f"float64. Cast it, or pass `compute_dtype='float64'`."
-            )
-    rank = low.a.shape[0] if len(low.a.shape) == 2 else 0
-    if rank < 1 or low.a.shape[1] != width:
-        raise ValueError(
-            f"`a` must have shape (rank, {width}) to match `hidden` {hidden.shape}; got "
-            f"{low.a.shape}. Pass LoRA's A as it multiplies hidden states, `hidden @ a.T`."
-        )
-    if low.b.shape != (rank, rows)[::-1]:
-        raise ValueError(
-            f"`b` must have shape ({rows}, {rank}), a row for each row of the head; got "
-            f"{low.b.shape}. Pass LoRA's B, and of a vocabulary shard its rows."
-        )
+        wide = x.dtype == "float64" and problem.compute_dtype != "float64"
+        LOW_RANK_TYPES.require("wide", not wide, name=name)
+    a, b = low.a.shape, low.b.shape
+    rank = a[0] if len(a) == 2 else 0
+    fits = rank >= 1 and a[1] == width
+    LOW_RANK.require("a", fits, width=width, hidden=hidden.shape, shape=a)
+    LOW_RANK.require("b", b == (rows, rank), rows=rows, rank=rank, shape=b)
     scale: Any = low.scale
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not number or not math.isfinite(scale):
-        came = repr(scale)
-        if isinstance(scale, ArraySpec):
-            came = f"an array {list(scale.shape)} of {scale.dtype}"
-        raise ValueError(
-            f"`scale` must be a finite number; got {came}. Pass alpha / r, and multiply `a` by "
-            f"what is trained."
-        )
+        of_array = isinstance(scale, ArraySpec)
+        came = f"an array {list(scale.shape)} of {scale.dtype}" if of_array else repr(scale)
+        LOW_RANK.refuse("scale", came=came)
     if low.keep is None:
         return
-    if not isinstance(low.keep, ArraySpec) or low.keep.dtype != "bool":
-        raise TypeError(
-            f"`keep` must be bool or None; got {getattr(low.keep, 'dtype', low.keep)}. Pass the "
-            f"mask of a dropout alone, and 1 / (1 - p) as part of `scale`."
-        )
-    if low.keep.shape != hidden.shape:
-        raise ValueError(
-            f"`keep` must have the shape of `hidden`, {hidden.shape}; got {low.keep.shape}. Pass "
-            f"one entry for each of its entries."
-        )
+    dtype, shape = getattr(low.keep, "dtype", low.keep), hidden.shape
+    LOW_RANK_TYPES.require("keep", isinstance(low.keep, ArraySpec) and dtype == "bool", keep=dtype)
+    LOW_RANK.require("keep", low.keep.shape == shape, hidden=shape, shape=low.keep.shape)
     check_device("keep", low.keep, hidden)
 
 
@@ -98,21 +88,3 @@ def _refuse(what: str) -> NoReturn:
         f"`weight` must be one array here; got a `LowRankHead` with {what}. Leave that out, or "
         f"merge the low-rank part into the weight."
     )
-
-
-def check_low_rank_rows(together: bool, shape: Sequence[int], rows: int) -> None:
-    """Refuse A and B whose rows a wrapper does not keep as it keeps those of the head."""
-    if not together:
-        raise ValueError(
-            "`a` and `b` must be sharded over their rows by the `fully_shard` of `weight`, with "
-            "`gather='hidden'`; got others. Keep the three in one module, or leave `gather` out."
-        )
-    check_b(shape, rows, shape[-1])
-
-
-def check_b(shape: Sequence[int], rows: int, rank: int) -> None:
-    if tuple(shape) != (rows, rank):
-        raise ValueError(
-            f"`b` must have shape ({rows}, {rank}), a row for each row of the head; got "
-            f"{tuple(shape)}. Pass LoRA's B, and of a vocabulary shard its rows."
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NoReturn
 
-from xentlib.checks.validators import ArraySpec, Scalar
+from xentlib.checks.validators import Refusals
 
 # Layers of other packages, by package or by name: what is lost, and what to do with the head.
 ELSEWHERE = {
@@ -17,6 +17,26 @@ ELSEWHERE = {
     "(`llm_int8_skip_modules` in transformers), or call `chunked_nll` with the weight that its own "
     "method dequantises it to.",
 }
+OTHERWISE = (
+    "whose weight alone is not what it computes. Merge an adapter into its layer first, or call "
+    "`chunked_nll` with the weight that it stands for: base + scale * B @ A for LoRA."
+)
+MODULES = Refusals(
+    TypeError,
+    # A hook of `distribute_module`, which hands on the first argument alone, so that labels
+    # would be dropped and logits come back.
+    parallel_style="`NLLHead` must be called with its labels; got a parallel style such as "
+    "`ColwiseParallel`, which hands on the first argument alone. Leave the head out of the plan, "
+    "or keep the `nn.Linear` in it and call `chunked_nll(hidden, head.weight, labels, "
+    "bias=head.bias, vocab_parallel=mesh)`.",
+    # A count that a wrapper has rounded on its way into a module.
+    rounded="`denominator` must be a number, an integer or float32; got {dtype}, in which counts "
+    "are rounded. FSDP2 casts floating tensors that a module is given (`cast_forward_inputs`): "
+    "pass a Python number or an integer tensor.",
+    # A low-rank part beside a head that has one.
+    low_rank="`weight` of `LowRankHead` must have no low-rank part of its own; got a {kind} with "
+    "one. Concatenate A, and B, along the rank.",
+)
 
 
 def check_linear(kind: str, plain: bool, hooked: bool, package: str = "") -> None:
@@ -28,28 +48,9 @@ def check_linear(kind: str, plain: bool, hooked: bool, package: str = "") -> Non
         )
     if not plain:
         known = ELSEWHERE.get(kind) or ELSEWHERE.get(package)
-        if known:
-            kind = f"{kind} of {package}"
+        kind = f"{kind} of {package}" if known else kind
         raise TypeError(
-            f"`linear` must be a plain linear layer; got a {kind}, "
-            + (
-                known
-                or "whose weight alone is not what it computes. Merge an adapter into its layer "
-                "first, or call `chunked_nll` with the weight that it stands for: base + scale * "
-                "B @ A for LoRA."
-            )
-        )
-
-
-def check_parallel_style(hook: str) -> None:
-    """Refuse a hook of `distribute_module`, by the module that it is from: it hands on the first
-    argument alone, so that labels would be dropped and logits come back."""
-    if hook == "torch.distributed.tensor._api":
-        raise TypeError(
-            "`NLLHead` must be called with its labels; got a parallel style such as "
-            "`ColwiseParallel`, which hands on the first argument alone. Leave the head out of "
-            "the plan, or keep the `nn.Linear` in it and call `chunked_nll(hidden, head.weight, "
-            "labels, bias=head.bias, vocab_parallel=mesh)`."
+            f"`linear` must be a plain linear layer; got a {kind}, {known or OTHERWISE}"
         )
 
 
@@ -98,13 +99,3 @@ def check_kept_option(name: str, value: object) -> None:
             f"`{name}` must be a number, a string or a tuple to be kept by the head; got "
             f"{type(value).__name__}. Pass it with each call."
         ) from None
-
-
-def check_denominator_dtype(denominator: Scalar) -> None:
-    """Refuse a count that a wrapper has rounded on its way into a module."""
-    if isinstance(denominator, ArraySpec) and denominator.dtype in ("bfloat16", "float16"):
-        raise TypeError(
-            f"`denominator` must be a number, an integer or float32; got {denominator.dtype}, "
-            f"in which counts are rounded. FSDP2 casts floating tensors that a module is given "
-            f"(`cast_forward_inputs`): pass a Python number or an integer tensor."
-        )

@@ -7,8 +7,8 @@ does not tell it. Wrong dtypes raise `TypeError`, wrong shapes and values `Value
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -25,6 +25,27 @@ class ArraySpec(NamedTuple):
 
 
 Scalar = float | int | ArraySpec | None
+# Of `head_routes`.
+ROUTE_SIZES = (
+    *("tokens_per_rank", "vocab_size", "hidden_size", "ranks", "nodes", "replicas"),
+    *("micro_batches", "chunk_tokens", "block_rows"),
+)
+
+
+class Refusals:
+    """Messages by name, all of one kind of error; who refuses fills in what is in braces."""
+
+    def __init__(self, error: type[Exception], **messages: str) -> None:
+        self.error, self.messages = error, messages
+
+    def require(self, message: str, holds: object, /, **values: object) -> None:
+        """Refuse by the message of that name unless something holds."""
+        text = self.messages[message]
+        if not holds:
+            raise self.error(text.format(**values))
+
+    def refuse(self, message: str, /, **values: object) -> NoReturn:
+        raise self.error(self.messages[message].format(**values))
 
 
 def plain(value: Any) -> Any:
@@ -139,37 +160,59 @@ def check_device(name: str, operand: ArraySpec, other: ArraySpec, source: str = 
 
 
 def check_plan_arguments(
-    num_tokens: int,
-    vocab_size: int,
-    hidden_size: int,
-    dtype: str,
-    compute_dtype: str | None,
-    max_chunk_bytes: int | None,
+    sizes: Mapping[str, int], dtype: str, compute_dtype: str | None, max_chunk_bytes: int | None
 ) -> None:
     """Refuse sizes and budgets that no chunk can have."""
-    for name, value, least in (
-        ("num_tokens", num_tokens, 0),
-        ("vocab_size", vocab_size, 1),
-        ("hidden_size", hidden_size, 1),
-    ):
-        check_number(
-            name, value, f"an integer >= {least}", ok=isinstance(value, int) and value >= least
-        )
+    for name, value in sizes.items():
+        least = 0 if name == "num_tokens" else 1
+        ok = isinstance(value, int) and value >= least
+        check_number(name, value, f"an integer >= {least}", ok=ok)
     check_choice("dtype", dtype, FLOATS)
     if compute_dtype is not None:
         check_choice("compute_dtype", compute_dtype, COMPUTE)
     check_chunk_bytes(max_chunk_bytes)
 
 
-def check_chunk_bytes(max_chunk_bytes: object) -> None:
+def check_chunk_bytes(max_chunk_bytes: Any) -> None:
     if max_chunk_bytes is None:
         return
-    if (
-        isinstance(max_chunk_bytes, bool)
-        or not isinstance(max_chunk_bytes, int)
-        or max_chunk_bytes < 1
-    ):
+    number = isinstance(max_chunk_bytes, int) and not isinstance(max_chunk_bytes, bool)
+    if not number or max_chunk_bytes < 1:
         raise ValueError(
             f"`max_chunk_bytes` must be a positive integer, the bytes of one chunk of logits; "
             f"got {max_chunk_bytes!r}. Pass None for the default."
         )
+
+
+def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozenset[str]:
+    """The options by name, of the arguments of `head_routes`; refuse what no sharded head can
+    be."""
+    for name in ROUTE_SIZES:
+        value = arguments[name]
+        if value is not None or name not in ("chunk_tokens", "block_rows"):
+            ok = isinstance(value, int) and value >= 1
+            check_number(name, value, "an integer >= 1", ok=ok)
+    for name in ("dtype", "head_dtype", "reduce_dtype", "param_dtype"):
+        check_choice(name, arguments[name], FLOATS)
+    for name in ("recompute", "module", "kept", "kernels"):
+        check_flag(name, arguments[name])
+    check_choice("platform", arguments["platform"], ("gpu", "cpu"))
+    check_chunk_bytes(arguments["max_chunk_bytes"])
+    options, ranks, nodes = (arguments[name] for name in ("options", "ranks", "nodes"))
+    if isinstance(options, str):
+        raise ValueError(
+            f"`options` must be a tuple of names; got the string {options!r}. Write ({options!r},)."
+        )
+    for option in options:
+        check_choice("options", option, known)
+    if ranks % nodes:
+        raise ValueError(
+            f"`ranks` must be spread over `nodes` evenly; got {ranks} ranks on {nodes} nodes. Pass "
+            f"the ranks that share the head, and their nodes."
+        )
+    rates = arguments["rates"]
+    for name, rate in (rates._asdict() if rates else {}).items():
+        least = 0 if name == "latency" else 1
+        ok = isinstance(rate, (int, float)) and least <= rate < float("inf")
+        check_number(f"rates.{name}", rate, f"a finite number >= {least}", ok=ok)
+    return frozenset(options)

@@ -79,14 +79,7 @@ def peak_bytes(
     check_choice("backend", backend, ("torch", "jax"))
     check_choice("platform", platform, ("cpu", "gpu", "cuda"))
     if backend == "torch":
-        walk = torch_walk(
-            plan,
-            dtype=dtype,
-            gradient=gradient,
-            recompute=recompute,
-            platform=platform,
-            kernels=kernels,
-        )
+        walk = torch_walk(plan, dtype, gradient, recompute, platform, kernels)
         size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
         entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
         rounded = platform != "cpu" and gradient and narrow < size
@@ -111,13 +104,7 @@ def peak_bytes(
 
 
 def torch_walk(
-    plan: ChunkPlan,
-    *,
-    dtype: str,
-    gradient: bool = True,
-    recompute: bool = False,
-    platform: str = "cpu",
-    kernels: bool = True,
+    plan: ChunkPlan, dtype: str, gradient: bool, recompute: bool, platform: str, kernels: bool
 ) -> dict[str, int]:
     """What stands at once while PyTorch walks over the chunks of a call, in bytes, by name; the
     arguments are those of `peak_bytes`."""

@@ -94,63 +94,44 @@ class Route:
         return self.micro_batches if x.per_sync else 1
 
 
-def routes_of(s: RouteConfig, rates: Rates) -> dict[str, Route]:
-    made = [_full_logits(s, rates), _head(s, rates), _hidden(s, rates), _stream(s, rates)]
+def routes_of(s: RouteConfig) -> dict[str, Route]:
+    routes = [_full_logits(s), _head(s), _hidden(s), _stream(s)]
     if s.nodes > 1 and s.replicas == 1:
-        made.append(_hybrid(s, rates))
-    return {route.name: route for route in made}
+        routes.append(_hybrid(s))
+    return {route.name: route for route in routes}
 
 
-def _made(
+def _route(
     s: RouteConfig,
-    rates: Rates,
     name: str,
     exchanges: list[Exchange],
-    *,
-    rows: int,
-    columns: int,
-    products: int,
+    flops: int,
     moments: Moments,
-    chunk_tokens: int,
-    num_chunks: int,
+    chunks: tuple[int, int],
     block_rows: int = 0,
 ) -> Route:
-    """`products` of `rows` of hidden states and `columns` of the head."""
-    flops = 2 * rows * columns * s.hidden_size * products
+    """`chunks`: tokens of one, and their number."""
     sent = tuple(x for x in exchanges if x.ranks > 1 and x.count)
-    shape = chunk_tokens, num_chunks, block_rows, s.micro_batches
-    return Route(name, sent, flops, moments, *shape, rates)
+    return Route(name, sent, flops, moments, *chunks, block_rows, s.micro_batches, s.rates)
 
 
-def _full_logits(s: RouteConfig, rates: Rates) -> Route:
-    return _made(
-        s,
-        rates,
-        "full logits",
-        _of_fsdp2(s, again=not s.kept),
-        rows=s.tokens_per_rank,
-        columns=s.vocab_size,
-        products=3,
-        moments=of_full_logits(s),
-        chunk_tokens=s.tokens_per_rank,
-        num_chunks=1,
-    )
+def _flops(s: RouteConfig, rows: int, columns: int, products: int) -> int:
+    """`products` of `rows` of hidden states and `columns` of the head."""
+    return 2 * rows * columns * s.hidden_size * products
 
 
-def _head(s: RouteConfig, rates: Rates) -> Route:
-    plan = s.plan_of_own()
-    return _made(
-        s,
-        rates,
-        "head",
-        _of_fsdp2(s, again=(s.recompute or s.module) and not s.kept),
-        rows=s.tokens_per_rank,
-        columns=s.vocab_size,
-        products=4 if s.recompute else 3,
-        moments=of_head(s, plan),
-        chunk_tokens=min(plan.chunk_tokens, s.tokens_per_rank),
-        num_chunks=plan.num_chunks,
-    )
+def _full_logits(s: RouteConfig) -> Route:
+    exchanges, tokens = _of_fsdp2(s, again=not s.kept), s.tokens_per_rank
+    flops = _flops(s, tokens, s.vocab_size, 3)
+    return _route(s, "full logits", exchanges, flops, of_full_logits(s), (tokens, 1))
+
+
+def _head(s: RouteConfig) -> Route:
+    plan, tokens = s.plan_of_own(), s.tokens_per_rank
+    exchanges = _of_fsdp2(s, again=(s.recompute or s.module) and not s.kept)
+    flops = _flops(s, tokens, s.vocab_size, 4 if s.recompute else 3)
+    chunks = min(plan.chunk_tokens, tokens), plan.num_chunks
+    return _route(s, "head", exchanges, flops, of_head(s, plan), chunks)
 
 
 def _of_fsdp2(s: RouteConfig, *, again: bool) -> list[Exchange]:
@@ -166,28 +147,31 @@ def _of_fsdp2(s: RouteConfig, *, again: bool) -> list[Exchange]:
 
 
 def _over_replicas(s: RouteConfig, size: int) -> Exchange:
-    at = s.replicas, s.replicas
-    return Exchange(
-        "all_reduce", "d weight of replicas", 1, size, *at, backward=True, per_sync=True
-    )
+    at, when = (s.replicas, s.replicas), {"backward": True, "per_sync": True}
+    return Exchange("all_reduce", "d weight of replicas", 1, size, *at, **when)
 
 
-def _hidden(s: RouteConfig, rates: Rates) -> Route:
+def _hidden(s: RouteConfig) -> Route:
     plan = s.plan_of_shared(s.rows, s.ranks)
     exchanges = [*_handshakes(s), *_of_tokens(s, plan, s.ranks, s.nodes)]
     exchanges.append(_over_replicas(s, s.rows * s.hidden_size * s.size))
-    return _made(
-        s,
-        rates,
-        "hidden",
-        exchanges,
-        rows=plan.num_tokens,
-        columns=s.rows,
-        products=4 if _twice(s, plan.num_chunks) else 3,
-        moments=of_hidden(s, plan, s.rows, s.ranks, gathered=False),
-        chunk_tokens=plan.chunk_tokens // s.ranks,
-        num_chunks=plan.num_chunks,
-    )
+    moments = of_hidden(s, plan, s.rows, s.ranks, gathered=False)
+    return _meeting(s, "hidden", exchanges, plan, s.rows, s.ranks, moments)
+
+
+def _meeting(
+    s: RouteConfig,
+    name: str,
+    exchanges: list[Exchange],
+    plan: ChunkPlan,
+    rows: int,
+    ranks: int,
+    moments: Moments,
+) -> Route:
+    """Where the tokens of `ranks` meet `rows` of the head."""
+    flops = _flops(s, plan.num_tokens, rows, 4 if _twice(s, plan.num_chunks) else 3)
+    chunks = plan.chunk_tokens // ranks, plan.num_chunks
+    return _route(s, name, exchanges, flops, moments, chunks)
 
 
 def _twice(s: RouteConfig, chunks: int) -> bool:
@@ -234,55 +218,33 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
             Exchange("all_gather", "hidden states", chunks, states, *where, **last),
         ]
     else:
-        size = 2 * s.ranks * s.size
-        exchanges.append(
-            Exchange("all_gather", "upstream", 1, size, s.ranks, s.nodes, backward=True)
-        )
-    d_hidden = tokens * s.hidden_size * s.size
-    exchanges.append(
-        Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, backward=s.recompute)
-    )
-    return exchanges
+        of_all = 2 * s.ranks * s.size, s.ranks, s.nodes
+        exchanges.append(Exchange("all_gather", "upstream", 1, *of_all, backward=True))
+    d_hidden, late = tokens * s.hidden_size * s.size, {"backward": s.recompute}
+    return [*exchanges, Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, **late)]
 
 
-def _stream(s: RouteConfig, rates: Rates) -> Route:
+def _stream(s: RouteConfig) -> Route:
     """Logits, and rows on their way, twice: statistics of all blocks come first."""
     rows, plan = s.plan_of_blocks()
     blocks = -(-s.rows // rows)
     where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden_size
     passed = entries * s.gemm_size
-    late = {"backward": s.recompute}
+    late, once = {"backward": s.recompute}, int(not s.recompute)
     exchanges = [
         *_handshakes(s),
         Exchange("all_gather", "blocks of rows", blocks, passed, *where),
         Exchange("all_gather", "blocks of rows", blocks, passed, *where, **late),
         Exchange("reduce_scatter", "d weight", blocks, entries * s.size, *where, **late),
-        Exchange(
-            "all_gather",
-            "upstream",
-            int(not s.recompute),
-            2 * s.ranks * s.size,
-            *where,
-            backward=True,
-        ),
+        Exchange("all_gather", "upstream", once, 2 * s.ranks * s.size, *where, backward=True),
         _over_replicas(s, s.rows * s.hidden_size * s.size),
     ]
-    return _made(
-        s,
-        rates,
-        "stream",
-        exchanges,
-        rows=s.tokens_per_rank,
-        columns=s.ranks * s.rows,
-        products=4,
-        moments=of_stream(s, plan, rows),
-        chunk_tokens=min(plan.chunk_tokens, s.tokens_per_rank),
-        num_chunks=plan.num_chunks,
-        block_rows=rows,
-    )
+    flops = _flops(s, s.tokens_per_rank, s.ranks * s.rows, 4)
+    chunks = min(plan.chunk_tokens, s.tokens_per_rank), plan.num_chunks
+    return _route(s, "stream", exchanges, flops, of_stream(s, plan, rows), chunks, rows)
 
 
-def _hybrid(s: RouteConfig, rates: Rates) -> Route:
+def _hybrid(s: RouteConfig) -> Route:
     """Rows of the same place of all nodes, which meet the tokens of their own node: "hidden" with a
     mesh of nodes."""
     ranks, rows = s.ranks // s.nodes, s.rows_of_node
@@ -296,15 +258,5 @@ def _hybrid(s: RouteConfig, rates: Rates) -> Route:
         Exchange("all_gather", "rows of all nodes", again, passed, *over, backward=True),
         Exchange("reduce_scatter", "d weight", 1, entries * s.size, *over, backward=s.recompute),
     ]
-    return _made(
-        s,
-        rates,
-        "hybrid",
-        exchanges,
-        rows=plan.num_tokens,
-        columns=rows,
-        products=4 if _twice(s, plan.num_chunks) else 3,
-        moments=of_hidden(s, plan, rows, ranks, gathered=True),
-        chunk_tokens=plan.chunk_tokens // ranks,
-        num_chunks=plan.num_chunks,
-    )
+    moments = of_hidden(s, plan, rows, ranks, gathered=True)
+    return _meeting(s, "hybrid", exchanges, plan, rows, ranks, moments)

@@ -106,6 +106,7 @@ class RouteConfig:
     block_rows: int | None
     platform: str
     kernels: bool
+    rates: Rates
 
     @property
     def gemm_dtype(self) -> str:
@@ -158,14 +159,8 @@ class RouteConfig:
 
     def _planned(self, tokens: int, columns: int, budget: int | None) -> ChunkPlan:
         dtype, compute = resolve_dtypes(self.dtype, self.head_dtype)[:2]
-        plan = plan_chunks(
-            tokens,
-            columns,
-            self.hidden_size,
-            dtype=dtype,
-            compute_dtype=compute,
-            max_chunk_bytes=budget,
-        )
+        sizes = tokens, columns, self.hidden_size
+        plan = plan_chunks(*sizes, dtype=dtype, compute_dtype=compute, max_chunk_bytes=budget)
         if self.chunk_tokens is None:
             return plan
         return replace(plan, chunk_tokens=min(self.chunk_tokens, pad_rows(tokens)))

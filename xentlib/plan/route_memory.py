@@ -125,14 +125,8 @@ def _walk(
     s: RouteConfig, plan: ChunkPlan, *, gradient: bool = True, again: bool = False
 ) -> dict[str, int]:
     """`again`: statistics are there before gradients, which then need no scratch of theirs."""
-    walk = torch_walk(
-        plan,
-        dtype=s.gemm_dtype,
-        gradient=gradient,
-        recompute=s.recompute or again,
-        platform=s.platform,
-        kernels=s.kernels,
-    )
+    recompute = s.recompute or again
+    walk = torch_walk(plan, s.gemm_dtype, gradient, recompute, s.platform, s.kernels)
     if s.head_dtype != s.gemm_dtype:
         walk[WIDENED] = plan.vocab_size * s.hidden_size * s.gemm_size
     return walk

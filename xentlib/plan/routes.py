@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Literal, TypedDict, Unpack
 
-from xentlib.checks.plan import check_memory, check_routes
+from xentlib.checks.validators import check_number, check_routes
 from xentlib.plan.route import Route, routes_of
 from xentlib.plan.route_config import Rates, RouteConfig
 
@@ -104,10 +104,9 @@ def head_routes(
     MAX; memory is a sum of the largest tensors. Seconds are a prediction from rates, with nothing
     overlapped.
     """
-    given: dict[str, Any] = dict(locals())
-    given.pop("rates")
-    setup = RouteConfig(**{**given, "options": check_routes(given, OPTIONS, rates)})
-    return routes_of(setup, rates or Rates())
+    arguments: dict[str, Any] = dict(locals())
+    arguments |= {"options": check_routes(arguments, OPTIONS), "rates": rates or Rates()}
+    return routes_of(RouteConfig(**arguments))
 
 
 class RouteOptions(TypedDict, total=False):
@@ -159,7 +158,9 @@ def choose_gather(
     Raises:
         ValueError: those of `head_routes`.
     """
-    check_memory(memory)
+    if memory is not None:
+        ok = isinstance(memory, int) and memory >= 1
+        check_number("memory", memory, "None or an integer >= 1, bytes", ok=ok)
     routes = head_routes(tokens_per_rank, vocab_size, hidden_size, ranks, **more)
     fit = [x for x in CHOICES if memory is None or routes[x].peak_bytes <= memory]
     if not fit:

@@ -157,7 +157,8 @@ def plan_chunks(
     num_tokens, vocab_size, hidden_size, max_chunk_bytes = map(
         plain, (num_tokens, vocab_size, hidden_size, max_chunk_bytes)
     )
-    check_plan_arguments(num_tokens, vocab_size, hidden_size, dtype, compute_dtype, max_chunk_bytes)
+    sizes = {"num_tokens": num_tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}
+    check_plan_arguments(sizes, dtype, compute_dtype, max_chunk_bytes)
     compute = compute_dtype or ("float64" if dtype == "float64" else "float32")
     itemsize = ITEMSIZE[compute]
     budget = max_chunk_bytes or default_chunk_bytes("cpu", row_bytes=vocab_size * itemsize)

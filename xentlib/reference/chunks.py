@@ -5,10 +5,12 @@ Shapes: N tokens, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
+from xentlib.reference.gradients import Gradients
 from xentlib.reference.nll import divided_by, nll_reference
 from xentlib.reference.softmax import Float64, f64
 
@@ -17,7 +19,8 @@ ARRAYS = 20
 CHUNK_BYTES = 256 << 20
 
 
-class SummedReference(NamedTuple):
+@dataclass(frozen=True)
+class SummedReference(Gradients):
     """What `nll_reference` has of all tokens together; names as there."""
 
     loss: Float64
@@ -25,25 +28,12 @@ class SummedReference(NamedTuple):
     logprobs: Float64
     bound_logprobs: Float64
     bound_tokens: Float64
-    d_hidden: Float64
-    d_weight: Float64
-    d_bias: Float64
-    bound_hidden: Float64
-    bound_weight: Float64
-    bound_bias: Float64
-    magnitude_hidden: Float64
-    magnitude_weight: Float64
-    magnitude_bias: Float64
 
 
 # One row for each token; the rest are sums.
 ROWS = (
-    "logprobs",
-    "bound_logprobs",
-    "bound_tokens",
-    "d_hidden",
-    "bound_hidden",
-    "magnitude_hidden",
+    *("logprobs", "bound_logprobs", "bound_tokens"),
+    *("d_hidden", "bound_hidden", "magnitude_hidden"),
 )
 PER_TOKEN = ("where", "token_weights", "temperature")
 
@@ -69,7 +59,7 @@ def summed_reference(
             for name, value in options.items()
         }
         part_reference = nll_reference(hidden[part], weight, labels[part], **own)._asdict()
-        for name in SummedReference._fields:
+        for name in (field.name for field in fields(SummedReference)):
             if name in ROWS:
                 rows[name].append(part_reference[name])
             elif name in sums:

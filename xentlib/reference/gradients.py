@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,7 +10,8 @@ from xentlib.reference.softmax import Float64, Softmax
 from xentlib.ulp import round_to
 
 
-class Gradients(NamedTuple):
+@dataclass(frozen=True)
+class Gradients:
     d_hidden: Float64
     d_weight: Float64
     d_bias: Float64

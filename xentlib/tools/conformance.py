@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.checks.audit import described
-from xentlib.checks.installed import refuse_missing
+from xentlib.lazy import refuse_missing
 from xentlib.options import RULES
 from xentlib.reference import nll_reference
 from xentlib.tools.harness.backends import Call, Outcome, outcome_of
