@@ -20,10 +20,16 @@ from xentlib.torch.array_spec import (
     only_tensors,
     same_tokens,
 )
-from xentlib.torch.derivatives import not_differentiable, not_forward_mode, not_transformed
 from xentlib.torch.head.modules import split_lora
-from xentlib.torch.operators import HeadCall, LogitsCall, RowLayout
-from xentlib.torch.placement.vocab_parallel import (
+from xentlib.torch.operators import (
+    HeadCall,
+    LogitsCall,
+    RowLayout,
+    not_differentiable,
+    not_forward_mode,
+    not_transformed,
+)
+from xentlib.torch.placement.rows import (
     local_columns,
     local_head,
     local_logits,

@@ -27,10 +27,17 @@ from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.lora import fake_low_rank
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats
 from xentlib.torch.core.tokens import Selected, counted, target_info
-from xentlib.torch.derivatives import differentiated_once, wanted, without_gradient
 from xentlib.torch.hooks import run_backward_hooks, run_forward_hooks
 from xentlib.torch.micro_batch import label_loss
-from xentlib.torch.operators import DIFFERENTIATED, HeadCall, RowLayout, operator
+from xentlib.torch.operators import (
+    DIFFERENTIATED,
+    HeadCall,
+    RowLayout,
+    differentiated_once,
+    operator,
+    wanted,
+    without_gradient,
+)
 from xentlib.torch.placement.head import with_head
 
 

@@ -19,15 +19,16 @@ from torch import Tensor
 
 from xentlib.checks.shards import refuse_copies
 from xentlib.plan import ChunkPlan, spread_tokens
-from xentlib.torch.core.consistency import Agreed, Terms
-from xentlib.torch.core.device import host_readable
-from xentlib.torch.core.groups import (
+from xentlib.torch.core.consistency import (
+    Agreed,
     PendingCollective,
+    Terms,
     gather_into,
     group_named,
     start_all_gather,
     start_reduce_scatter,
 )
+from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.kernels import kernels_for
 from xentlib.torch.core.tokens import LocalVocab, OwnTokens, plan_of, select_tokens
 from xentlib.torch.operators import HeadCall

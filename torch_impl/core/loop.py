@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.plan import schedule, shard_of
-from xentlib.torch.core.consistency import Agreed, Terms, shake_hands
+from xentlib.torch.core.consistency import Agreed, Terms, group_named, shake_hands
 from xentlib.torch.core.gathered import GatheredTokens
 from xentlib.torch.core.gradients import Gradients, GradientSums
-from xentlib.torch.core.groups import group_named
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
 from xentlib.torch.core.vocab import ShardedVocab, numbers_of
@@ -192,7 +191,7 @@ def gathered_hidden(loop: HeadLoop, agreed: Agreed) -> Parts:
 
 def gathered_in_nodes(loop: HeadLoop, agreed: Agreed) -> Parts:
     """Rows are gathered over nodes first, hidden states in each node."""
-    from xentlib.torch.core.nodes import NodeRows
+    from xentlib.torch.core.rows import NodeRows
 
     call, rows = loop.call, NodeRows(loop.call)
     vocab = ShardedVocab(call.group, rows.shard, rows.size, loop.like, order=rows.order)
@@ -203,7 +202,7 @@ def gathered_in_nodes(loop: HeadLoop, agreed: Agreed) -> Parts:
 
 def streamed_rows(loop: HeadLoop, agreed: Agreed) -> Parts:
     """Rows of all ranks pass by each rank's tokens, some at a time."""
-    from xentlib.torch.core.stream import StreamedRows
+    from xentlib.torch.core.rows import StreamedRows
 
     rows = StreamedRows(loop.call, loop.class_weights, min(agreed.budget))
     vocab = LocalVocab(rows.vocab_size)

@@ -27,9 +27,8 @@ from xentlib.checks.shards import (
 )
 from xentlib.plan import VocabShard
 from xentlib.torch.core.algebra import ALGEBRA
-from xentlib.torch.core.consistency import RankConsistency
+from xentlib.torch.core.consistency import RankConsistency, group_named
 from xentlib.torch.core.device import host_readable
-from xentlib.torch.core.groups import group_named
 from xentlib.torch.core.tokens import LocalVocab
 
 

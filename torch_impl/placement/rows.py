@@ -1,10 +1,11 @@
-"""This rank's rows of a head that FSDP2 or ZeRO-3 has sharded, where they stay on their ranks: who
-has the others, and what is done with their gradient as the wrapper would do it."""
+"""This rank's part of a call: rows of a head that the caller has cut, or that FSDP2 or ZeRO-3 has
+sharded where they stay on their ranks, columns of logits, and the ranks that hold the others; and
+what is done with a wrapper's gradient as the wrapper would do it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,20 +13,173 @@ from torch import Tensor
 
 from xentlib.arguments import Arguments
 from xentlib.checks.lora import check_low_rank_rows
-from xentlib.checks.placement import check_nodes, check_nodes_ranks, refuse_nodes
-from xentlib.checks.shards import check_sharded_rows, refuse_whole
+from xentlib.checks.placement import (
+    check_group,
+    check_logits_placement,
+    check_nodes,
+    check_nodes_ranks,
+    check_placement,
+    check_replicated,
+    check_same_ranks,
+    check_same_tokens,
+    refuse_dtensor,
+    refuse_nodes,
+)
+from xentlib.checks.shards import (
+    check_ranks_known,
+    check_rows,
+    check_shard,
+    check_sharded_rows,
+    refuse_whole,
+)
+from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
-from xentlib.plan import VocabShard, shard_of
+from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.array_spec import is_dtensor
-from xentlib.torch.core.groups import all_gather_rows
-from xentlib.torch.core.vocab import numbers_of
+from xentlib.torch.core.consistency import all_gather_rows
+from xentlib.torch.core.vocab import numbers_of, undeclared
 from xentlib.torch.head.modules import split_lora
 from xentlib.torch.operators import RowLayout
-from xentlib.torch.placement.vocab_parallel import chunked, is_device_mesh
-from xentlib.torch.wrappers import deepspeed
-from xentlib.torch.wrappers.fsdp2 import PARTIAL, Owner, find_owner, never_gathered
+
+if TYPE_CHECKING:
+    from xentlib.torch.wrappers.fsdp2 import Owner
 
 R = TypeVar("R")
+
+
+def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup:
+    """The process group of a ProcessGroup or of a one-dimensional DeviceMesh."""
+    if is_device_mesh(parallel) and parallel.ndim == 1:
+        parallel = parallel.get_group()
+    if not isinstance(parallel, dist.ProcessGroup):
+        check_group(parallel, name)
+    group: dist.ProcessGroup = parallel
+    return group
+
+
+def is_device_mesh(x: Any) -> bool:
+    """A PyTorch without distributed support has no such class."""
+    return isinstance(x, getattr(getattr(dist, "device_mesh", None), "DeviceMesh", ()))
+
+
+def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
+    """The group, and the number of classes where it was declared."""
+    if isinstance(parallel, PaddedVocab):
+        return find_group(parallel.over), plain(parallel.vocab_size)
+    if isinstance(parallel, VocabShard):
+        check_ranks_known(parallel)
+        return find_group(parallel.over), parallel.vocab_size
+    return find_group(parallel), None
+
+
+def local_head(
+    given: Arguments, low: LowRankHead[Tensor] | None
+) -> tuple[Arguments, LowRankHead[Tensor] | None, RowLayout]:
+    """A call with this rank's rows and with plain tensors in place of DTensors, and where the rows
+    belong."""
+    parallel = given.vocab_parallel
+    weight, bias, local = local_rows(given.weight, given.bias, parallel, given.weight_layout)
+    if low is not None:
+        low = local_low_rank(low, parallel)
+    if given.tokens_parallel is not None and parallel is not None:
+        over = unpadded(parallel)[0], find_group(given.tokens_parallel, "tokens_parallel")
+        check_same_tokens(*map(dist.get_process_group_ranks, over))
+        local = local._replace(route="tokens")
+    hidden, labels = replicated("hidden", given.hidden), replicated("labels", given.labels)
+    given = given._replace(hidden=hidden, labels=labels, weight=weight, bias=bias)
+    return given, low, local
+
+
+def local_rows(
+    weight: Tensor, bias: Tensor | None, parallel: Any, layout: str
+) -> tuple[Tensor, Tensor | None, RowLayout]:
+    """This rank's rows of the head as plain tensors, and where they belong."""
+    whole = RowLayout()
+    if weight.ndim != 2:  # refused where shapes are checked
+        return weight, bias, whole
+    if parallel is None:
+        for name, x in (("weight", weight), ("bias", bias)):
+            if is_dtensor(x):
+                refuse_dtensor(name, tuple(x.placements))
+        return weight, bias, whole
+    axis = 0 if layout == "VH" else 1
+    group, vocab_size = unpadded(parallel)
+    name, ranks = group.group_name, dist.get_world_size(group)
+    if is_dtensor(bias):
+        bias = local_part("bias", bias, 0)
+    if is_dtensor(weight):
+        shard = shard_of(chunked(weight.shape[axis], ranks), dist.get_rank(group), vocab_size)
+        return local_part("weight", weight, axis), bias, RowLayout(name, numbers_of(shard))
+    if isinstance(parallel, VocabShard):
+        check_rows(parallel, weight.shape[axis])
+        return weight, bias, RowLayout(name, numbers_of(parallel))
+    return weight, bias, RowLayout(name, undeclared(vocab_size))
+
+
+def local_low_rank(low: LowRankHead[Tensor], parallel: Any) -> LowRankHead[Tensor]:
+    """A as every rank has it, and this rank's rows of B, as plain tensors."""
+    a, b = replicated("a", low.a), low.b
+    if is_dtensor(b):
+        if parallel is None:
+            refuse_dtensor("b", tuple(b.placements))
+        b = local_part("b", b, 0)
+    return low._replace(a=a, b=b)
+
+
+def chunked(classes: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of a DTensor's shards: it is split as torch.chunk splits."""
+    columns = -(-classes // ranks)
+    return tuple(max(0, min(columns, classes - k * columns)) for k in range(ranks))
+
+
+def local_logits(
+    logits: Any, parallel: Any, shard: VocabShard | None
+) -> tuple[Tensor, Any, VocabShard | None]:
+    """This rank's columns as a plain tensor, what they are spread over, and which they are: a
+    DTensor says so itself."""
+    if not is_dtensor(logits):
+        return logits, parallel, shard
+    mesh, placements = logits.device_mesh, tuple(logits.placements)
+    if parallel is None and all(p.is_replicate() for p in placements):
+        return logits.to_local(), None, shard
+    first, last = placements[0], logits.ndim - 1
+    cut = mesh.ndim == 1 and type(first).__name__ == "Shard" and first.dim % logits.ndim == last
+    check_logits_placement(cut, placements)
+    group, vocab_size = unpadded(mesh if parallel is None else parallel)
+    ranks = [dist.get_process_group_ranks(g) for g in (group, mesh.get_group())]
+    check_same_ranks(*ranks)
+    if shard is None:
+        shard = shard_of(chunked(logits.shape[-1], len(ranks[0])), dist.get_rank(group), vocab_size)
+    return logits.to_local(), group, shard
+
+
+def local_part(name: str, x: Any, axis: int) -> Tensor:
+    """Of a DTensor that is sharded along the vocabulary."""
+    cut = x.device_mesh.ndim == 1 and x.placements[0].is_shard(axis)
+    check_placement(name, cut, axis, tuple(x.placements))
+    part: Tensor = x.to_local()
+    return part
+
+
+def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> RowLayout:
+    """Where this rank's columns [N, C] belong."""
+    if parallel is None:
+        return RowLayout()
+    group, vocab_size = unpadded(parallel)
+    if shard is None and isinstance(parallel, VocabShard):
+        shard = parallel
+    if shard is not None:
+        check_shard(shard, logits.shape[1])
+        return RowLayout(group.group_name, numbers_of(shard))
+    return RowLayout(group.group_name, undeclared(vocab_size))
+
+
+def replicated(name: str, x: Any) -> Any:
+    """A DTensor that every rank has whole, as the tensor that it is; a plain one as it comes."""
+    if not is_dtensor(x):
+        return x
+    check_replicated(name, all(p.is_replicate() for p in x.placements), tuple(x.placements))
+    return x.to_local()
 
 
 class Nodes(NamedTuple):
@@ -63,6 +217,8 @@ class LocalHead(NamedTuple):
 
 def zero3_rows(call: Arguments) -> LocalHead:
     """Of a head that DeepSpeed's ZeRO-3 keeps."""
+    from xentlib.torch.wrappers import deepspeed
+
     if call.tokens_parallel is not None:
         refuse_nodes("ZeRO-3")
     head = (call.weight, call.bias, call.weight_layout, call.gather)
@@ -75,6 +231,8 @@ def zero3_rows(call: Arguments) -> LocalHead:
 def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
     """Of a head that `fully_shard` shards. What it does with a gradient is done with that of the
     rows: the same division, and one sum over replicas where it would sum over them."""
+    from xentlib.torch.wrappers import fsdp2
+
     plain, lora = split_lora(call)
     weight: Any = plain.weight
     bias: Any = plain.bias
@@ -94,7 +252,7 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
         check_low_rank_rows(by_rows(owner, lora.a, lora.b), lora.b.shape, weight.shape[0])
     if group.is_unsharded:
         refuse_whole()
-    never_gathered(group)
+    fsdp2.never_gathered(group)
     assert over is not None
     if mesh is not None and replicas is not None:
         refuse_nodes("FSDP2 with replicas")
@@ -151,6 +309,8 @@ def part_of(
 
 def by_rows(owner: Owner, *head: Any) -> bool:
     """Whether FSDP2 alone shards the parameters of a head, over their rows and in one group."""
+    from xentlib.torch.wrappers.fsdp2 import find_owner
+
     info = owner.group.mesh_info
     return hasattr(info, "shard_process_group") and all(
         is_dtensor(x)
@@ -177,6 +337,8 @@ class AllReduceGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        from xentlib.torch.wrappers.fsdp2 import PARTIAL
+
         before = getattr(ctx.held, PARTIAL, None)
         if before is not None:
             gradient = before + gradient
