@@ -29,6 +29,8 @@ from xentlib.torch.operators import (
     LogitsCall,
     RowLayout,
     differentiated_once,
+    flattened,
+    made,
     operator,
     wanted,
 )
@@ -150,8 +152,8 @@ def gradient_sums(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> Gr
             del kernels
             of_block.add(chunk)
     accumulators = sums.finish(exponent)
-    for x in accumulators[1:] if call.head_scale != 1.0 else ():
-        x.mul_(call.head_scale)
+    for x in accumulators[1:] if call.rows.head_scale != 1.0 else ():
+        x.mul_(call.rows.head_scale)
     return accumulators
 
 
@@ -226,9 +228,10 @@ def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> Non
     *outputs, residuals = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(outputs[-1], residuals)
-    tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
-    ctx.save_for_backward(residuals, *tensors.values())
-    ctx.tensors, ctx.call = list(tensors), call._replace(**dict.fromkeys(tensors))
+    fields = flattened(call)
+    ctx.save_for_backward(residuals, *(x for x in fields if isinstance(x, Tensor)))
+    ctx.kind = type(call)
+    ctx.fields = [Tensor if isinstance(x, Tensor) else x for x in fields]
 
 
 def kept_of(
@@ -240,7 +243,8 @@ def kept_of(
     if d_logprobs is None and d_entropy is None and d_lse is None:
         return None
     residuals, *tensors = ctx.saved_tensors
-    call = ctx.call._replace(**dict(zip(ctx.tensors, tensors, strict=True)))
+    saved = iter(tensors)
+    call = made(ctx.kind, (next(saved) if x is Tensor else x for x in ctx.fields))
     return call, Cotangents(d_logprobs, d_entropy, d_lse, residuals)
 
 

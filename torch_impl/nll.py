@@ -311,10 +311,10 @@ def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> 
     ctx.save_for_backward(*kept)
     leaves = (getattr(call, name) for name in DIFFERENTIATED)
     ctx.dtypes = [None if x is None else x.dtype for x in leaves]
-    ctx.needs, ctx.head_scale = loss.needs, call.head_scale
+    ctx.needs, ctx.head_scale = loss.needs, call.rows.head_scale
     # Ranks whose tokens are in one gradient of the head
-    together = call.every or call.group
-    ctx.together = together if call.route and any(loss.needs[1:]) else ""
+    together = call.rows.every or call.rows.group
+    ctx.together = together if call.rows.route and any(loss.needs[1:]) else ""
 
 
 def _backward(

@@ -39,7 +39,7 @@ class RowLayout(NamedTuple):
 
 
 class HeadCall(NamedTuple):
-    """What every operator of a head takes; flat, but for `hidden` [N, H] and the head."""
+    """What every operator of a head takes; per token flat, but for `hidden` [N, H]."""
 
     hidden: Tensor
     weight: Tensor
@@ -48,20 +48,14 @@ class HeadCall(NamedTuple):
     where: Tensor | None
     logit_scale: Tensor | None
     temperature: Tensor | None
-    shard: Tensor | None  # start, stop, V of this rank's rows
     ignore_index: int
     scalars: Scalars
     gemm_dtype: torch.dtype
     compute_dtype: torch.dtype
     chunk_bytes: int  # 0: what the device's memory allows
     transposed: bool
-    group: str  # "" without vocabulary shards
     reduce_hidden: bool  # d hidden is summed over the shards
-    route: str  # where the group's ranks have tokens of their own, as `Local` has it, or ""
-    nodes: Tensor | None  # [nodes, ranks]: the part of the head of each, gathered over nodes first
-    peers: str  # group of the ranks at this rank's place in its node; "" without nodes
-    every: str  # group of the ranks of all nodes
-    head_scale: float  # of d weight and d bias: where a wrapper would average over its ranks
+    rows: RowLayout
     low_in: Tensor | None  # A, B, mask and factor of a `LowRankHead`
     low_out: Tensor | None
     low_keep: Tensor | None
@@ -69,17 +63,16 @@ class HeadCall(NamedTuple):
 
 
 class LogitsCall(NamedTuple):
-    """What the operators of given logits take; flat, but for `logits` [N, C]."""
+    """What the operators of given logits take; per token flat, but for `logits` [N, C]."""
 
     logits: Tensor
     labels: Tensor
     where: Tensor | None
     temperature: Tensor | None
-    shard: Tensor | None  # as in `HeadCall`
     ignore_index: int
     compute_dtype: torch.dtype
     chunk_bytes: int
-    group: str
+    rows: RowLayout  # of the logits' columns
     scalars: Scalars
 
 

@@ -287,9 +287,9 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     All that decides a collective is in it, and it has one size for every route and function: ranks
     whose calls differ read that, and none waits for the others.
     """
-    assert call.shard is not None
-    group = group_named(call.every or call.group)
-    vocab_size, bad_N = int(call.shard[2]), None
+    assert call.rows.shard is not None
+    group = group_named(call.rows.every or call.rows.group)
+    vocab_size, bad_N = int(call.rows.shard[2]), None
     _, rows_M = counted(call.labels, call.where, call.ignore_index)
     if route != "hidden":  # whose ranks gather their labels, and refuse one together
         bad_N = out_of_range(call.labels, call.where, call.ignore_index, vocab_size)
@@ -325,7 +325,7 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
 
 def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, int]:
     """What every rank must have the same, by name."""
-    assert call.shard is not None
+    assert call.rows.shard is not None
     of_hidden, *of_head = (*terms.needs, *[False] * (5 - len(terms.needs)))
     wanted = sum(2**k * bool(need) for k, need in enumerate(of_head))
     hidden = route == "hidden"  # d hidden is a sum over ranks, and each has its own bias
@@ -338,7 +338,7 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, int]:
         "the dtype of hidden": 10 * dtypes[0] + dtypes[1],
         "keep": int(call.low_keep is not None),
         "ignore_index": call.ignore_index,
-        "vocab_size": int(call.shard[2]),
+        "vocab_size": int(call.rows.shard[2]),
         "bias": 0 if hidden else int(call.bias is not None),
         "gradient": int(of_hidden) if hidden else 0,
         "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),

@@ -41,11 +41,11 @@ class GatheredTokens(OwnTokens):
 
     def __init__(self, call: HeadCall, vocab: LocalVocab, agreed: Agreed, terms: Terms) -> None:
         super().__init__(call, vocab, d_entropy=any(agreed.d_entropy))
-        self.vocab, self.group = vocab, group_named(call.group)
+        self.vocab, self.group = vocab, group_named(call.rows.group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         # Of rows that the caller has cut, copies of a token add up in their gradient; a wrapper's
         # mean over ranks takes that back.
-        self.may_be_copies = call.route == "tokens" and self.ranks > 1 and any(terms.needs[1:])
+        self.may_be_copies = call.rows.route == "tokens" and self.ranks > 1 and any(terms.needs[1:])
         self.may_be_copies = self.may_be_copies and host_readable(call.hidden)
         self.longest = max(agreed.tokens)
         # A number per token that travels where any rank has it.

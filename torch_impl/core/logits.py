@@ -150,9 +150,9 @@ class GivenLogits:
         self.scalars = call.scalars
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
         self.vocab = LocalVocab(logits.shape[1])
-        if call.shard is not None:
+        if call.rows.group:
             columns = logits.shape[1]
-            self.vocab = ShardedVocab(call.group, call.shard, columns, self.like, sum_rows=SUM_ROWS)
+            self.vocab = ShardedVocab(call.rows, columns, self.like, sum_rows=SUM_ROWS)
         self.local_size = self.vocab.local_size
         self.tokens = select_tokens(
             call.labels, call.where, call.ignore_index, self.vocab, logits.device

@@ -169,23 +169,24 @@ def not_gathered(loop: HeadLoop, agreed: Agreed | None) -> Parts:
     """The head of one rank or, over shards, tokens that all ranks have the same."""
     call, rows = loop.call, LocalRows(loop.call)
     vocab = LocalVocab(rows.size)
-    if call.shard is not None:
-        of_ranks = dist.get_world_size(group_named(call.group)) if loop.terms.of_loss else 0
+    if call.rows.group:
+        of_ranks = dist.get_world_size(group_named(call.rows.group)) if loop.terms.of_loss else 0
         sum_rows = SUM_ROWS[loop.terms.function] + of_ranks
-        vocab = ShardedVocab(call.group, call.shard, rows.size, loop.like, sum_rows=sum_rows)
+        vocab = ShardedVocab(call.rows, rows.size, loop.like, sum_rows=sum_rows)
     return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
 
 
 def gathered_hidden(loop: HeadLoop, agreed: Agreed) -> Parts:
     """Each rank's tokens meet the rows of all ranks: hidden states travel."""
-    call, rows, shard = loop.call, LocalRows(loop.call), loop.call.shard
+    call, rows, shard = loop.call, LocalRows(loop.call), loop.call.rows.shard
     assert shard is not None
     undeclared, largest = int(shard[0]) < 0, max(agreed.rows)
     if undeclared:
-        rank, classes = dist.get_rank(group_named(call.group)), int(shard[2])
+        rank, classes = dist.get_rank(group_named(call.rows.group)), int(shard[2])
         shard = numbers_of(shard_of(tuple(agreed.rows), rank, None if classes < 0 else classes))
     shard = torch.cat([shard[:3], shard.new_tensor([largest])])
-    vocab = ShardedVocab(call.group, shard, rows.size, loop.like, may_be_whole=undeclared)
+    layout = call.rows._replace(shard=shard)
+    vocab = ShardedVocab(layout, rows.size, loop.like, may_be_whole=undeclared)
     return rows, vocab, GatheredTokens(call, vocab, agreed, loop.terms)
 
 
@@ -194,8 +195,8 @@ def gathered_in_nodes(loop: HeadLoop, agreed: Agreed) -> Parts:
     from xentlib.torch.core.rows import NodeRows
 
     call, rows = loop.call, NodeRows(loop.call)
-    vocab = ShardedVocab(call.group, rows.shard, rows.size, loop.like, order=rows.order)
-    group, every = group_named(call.group), group_named(call.every)
+    vocab = ShardedVocab(call.rows, rows.size, loop.like, order=rows.order)
+    group, every = group_named(call.rows.group), group_named(call.rows.every)
     ranks = [dist.get_group_rank(every, x) for x in dist.get_process_group_ranks(group)]
     return rows, vocab, GatheredTokens(call, vocab, agreed.of(ranks), loop.terms)
 
@@ -220,6 +221,6 @@ ROUTES: dict[str, Any] = {
 
 def route_of(call: HeadCall) -> str:
     """What travels; "tokens" are hidden states too."""
-    if call.nodes is not None:
+    if call.rows.nodes is not None:
         return "nodes"
-    return "hidden" if call.route == "tokens" else call.route
+    return "hidden" if call.rows.route == "tokens" else call.rows.route

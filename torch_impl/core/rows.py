@@ -77,15 +77,16 @@ class NodeRows(LocalRows):
 
     def __init__(self, call: HeadCall) -> None:
         super().__init__(call)
-        assert call.shard is not None
-        assert call.nodes is not None
-        group, self.peers = group_named(call.group), group_named(call.peers)
+        layout = call.rows
+        assert layout.shard is not None
+        assert layout.nodes is not None
+        group, self.peers = group_named(layout.group), group_named(layout.peers)
         self.nodes = dist.get_world_size(self.peers)
-        self.shard, self.own_rows = call.shard, self.size
-        self.each = -(-int(call.shard[2]) // (self.nodes * dist.get_world_size(group)))
+        self.own_rows = self.size
+        self.each = -(-int(layout.shard[2]) // (self.nodes * dist.get_world_size(group)))
         self.size = self.nodes * self.each
         device = call.hidden.device
-        self.order = class_order_of(call.nodes, call.shard, dist.get_rank(group), device)
+        self.order = class_order_of(layout.nodes, layout.shard, dist.get_rank(group), device)
         # In the dtype of the products: what travels loses nothing.
         weight = self._gathered(call.weight.to(call.gemm_dtype))
         bias = None if call.bias is None else self._gathered(call.bias)
@@ -152,10 +153,10 @@ class StreamedRows:
 
     def __init__(self, call: HeadCall, class_weights: Tensor | None, budget: int) -> None:
         """`budget`: bytes of a chunk's logits, the same on every rank."""
-        assert call.shard is not None
-        self.group, self.size = group_named(call.group), call.weight.shape[0]
+        assert call.rows.shard is not None
+        self.group, self.size = group_named(call.rows.group), call.weight.shape[0]
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.vocab_size, self.hidden_size = int(call.shard[2]), call.hidden.shape[1]
+        self.vocab_size, self.hidden_size = int(call.rows.shard[2]), call.hidden.shape[1]
         if class_weights is not None:
             check_class_weights(class_weights.shape[0], self.vocab_size)
         self.rows_each = -(-self.vocab_size // self.ranks)  # of every rank, but for the last ones

@@ -30,6 +30,7 @@ from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import RankConsistency, group_named
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.tokens import LocalVocab
+from xentlib.torch.operators import RowLayout
 
 
 def undeclared(vocab_size: int | None) -> Tensor:
@@ -51,8 +52,7 @@ class ShardedVocab(LocalVocab):
 
     def __init__(
         self,
-        group: str,
-        numbers: Tensor,
+        layout: RowLayout,
         rows: int,
         like: dict[str, Any],
         *,
@@ -60,12 +60,13 @@ class ShardedVocab(LocalVocab):
         may_be_whole: bool | None = None,
         sum_rows: int = 0,
     ) -> None:
-        """`numbers`: those of `numbers_of` or `undeclared`. `may_be_whole`: nobody has declared the
+        """`may_be_whole`: nobody has declared the
         shard, and it may be the whole vocabulary by mistake. `sum_rows`: what the SUM has of a
         token in every call of this function; the options that a call has, if 0."""
-        self.group, self.rows, self.sum_rows = group_named(group), rows, sum_rows
+        assert layout.shard is not None
+        self.group, self.rows, self.sum_rows = group_named(layout.group), rows, sum_rows
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        start, stop, vocab_size, largest = numbers.tolist()
+        start, stop, vocab_size, largest = layout.shard.tolist()
         self.declared = start >= 0
         self.vocab_size = None if vocab_size < 0 else vocab_size
         self.may_be_whole = not self.declared if may_be_whole is None else may_be_whole
