@@ -18,6 +18,7 @@ from xentlib.logprobs import LogprobOutput
 from xentlib.torch.binding import bind, bind_logits
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
+from xentlib.torch.core.kernels import DzOutput
 from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.lora import fake_low_rank
@@ -310,7 +311,7 @@ def given_backward(upstream: Cotangents, given: GivenLogits) -> Tensor:
         # A gradient has the strides of its logits, which may be those of a transposed view.
         direct = isinstance(rows.places, slice) and d_logits.stride(1) == 1
         into_BV = d_logits[rows.places, :size] if direct else None
-        kernels.dz(rows, kept.lse, dz, into_BV=into_BV, with_target=True)
+        kernels.dz(rows, kept.lse, dz, DzOutput(into_BV, with_target=True))
         if into_BV is None:
             d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
     return d_logits

@@ -98,13 +98,8 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
                     values_7B = values_7B if direct else torch.empty_like(values_7B)
                     weights_sum = None if loop.class_weights is None else loop.class_weights.sum()
                     of_loss = LossTerms(factor_B, scalars, weights_sum, values_7B, dz_y_B)
-                    cast(FusedLoss, kernels).loss(
-                        rows,
-                        wanted_stats,
-                        of_loss,
-                        into_BV=of_block.into(rows),
-                        round_to=call.gemm_dtype,
-                    )
+                    fused = cast(FusedLoss, kernels)
+                    fused.loss(rows, wanted_stats, of_loss, of_block.output(rows))
                     if not direct:
                         per_token_7N[:, rows.places] = values_7B
                     continue

@@ -14,7 +14,7 @@ from torch import Tensor
 from xentlib.algebra import Coefficients
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
-from xentlib.torch.core.kernels import Kernels, LogitsBlock
+from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, TargetTerms
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.lora import LowSums
 from xentlib.torch.core.vocab import ShardedVocab
@@ -112,32 +112,23 @@ class GradientSums:
         """Walks over the head, with the sums of each: one."""
         yield self.logits, self
 
-    def into(self, rows: LogitsBlock) -> Tensor | None:
-        """Where dz of a block goes; None: in place of its logits."""
-        if self.dz_TV is self.logits.logits_TV:
-            return None
-        return self.dz_TV[rows.span, : self.logits.local_size]
+    def output(self, rows: LogitsBlock, *, column_sums: bool = False) -> DzOutput:
+        """Where dz of a block goes: in place of its logits, where that is as wide."""
+        into_BV = None
+        if self.dz_TV is not self.logits.logits_TV:
+            into_BV = self.dz_TV[rows.span, : self.logits.local_size]
+        return DzOutput(into_BV, self.logits.gemm_dtype, column_sums=column_sums)
 
     def take(self, rows: LogitsBlock, kernels: Kernels, lse_B: Tensor, of: Coefficients) -> None:
         """Steps 6 and 7 for a block: dz of the rest in place of the logits, that of the target
         beside it, both rounded to the GEMM dtype."""
-        gemm_dtype, need_bias = (
-            self.logits.gemm_dtype,
-            self.needs[2] and bool(self.logits.local_size),
-        )
-        dz_y_B, part_V = kernels.dz(
-            rows,
-            lse_B,
-            of,
-            into_BV=self.into(rows),
-            round_to=gemm_dtype,
-            column_sums=need_bias,
-        )
+        need_bias = self.needs[2] and bool(self.logits.local_size)
+        dz_y_B, part_V = kernels.dz(rows, lse_B, of, self.output(rows, column_sums=need_bias))
         if part_V is not None:
             # A block's sums first: one after the other, 6,250 terms of one label err by 30 u.
             add_rows_(part_V, self._columns(rows.places), dz_y_B)
             self.bias.add_(part_V)
-        self.dz_y_T[rows.span] = dz_y_B.to(gemm_dtype)
+        self.dz_y_T[rows.span] = dz_y_B.to(self.logits.gemm_dtype)
 
     def _columns(self, index: slice | Tensor) -> Tensor:
         """The targets' rows of the head; 0 for those of other ranks, whose terms are 0."""
@@ -162,10 +153,12 @@ class GradientSums:
         dz_TV = self.dz_TV[:padded, : logits.local_size]
         if padded > size:
             dz_TV[size:].zero_()
-        dz_y_T, y_T = self.dz_y_T[:size], self.targets_M[chunk.start : chunk.start + size]
+        y_T = self.targets_M[chunk.start : chunk.start + size]
+        order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
+        terms = TargetTerms(self.dz_y_T[:size], y_T, order_T, chunk.start)
         low, activations = self.low, chunk.low
         if low is not None and activations is not None and (self.needs[0] or self.needs[3]):
-            du_TR = low.backprop_lora(dz_TV, dz_y_T, y_T)
+            du_TR = low.backprop_lora(dz_TV, terms)
         if self.needs[0]:
             view_TH = None
             if padded == size and not self.added:
@@ -175,24 +168,21 @@ class GradientSums:
                 mm(dz_TV, logits.operand_VH, out=dx_TH)
             if low is not None and activations is not None:
                 low.add_to_hidden(dx_TH, du_TR, activations)
-            logits.made.add_to_hidden(dx_TH[:size], dz_y_T, logits.operand_VH, y_T)
+            logits.made.add_to_hidden(dx_TH[:size], terms, logits.operand_VH)
             if view_TH is None:  # to other ranks meanwhile, with d weight of this chunk
                 self.tokens.put(self.hidden, dx_TH, chunk.start, size, add=self.added)
             if chunk.start + size == logits.tokens.computed:
                 self._start_sum()  # meanwhile, d weight of this chunk
-        order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
         if self.needs[1]:
             left, right = (x_TH.T, dz_TV) if self.needs_transpose else (dz_TV.T, x_TH)
             with gemm_precision(logits.gemm_dtype, z_TV.device):
                 addmm_(self.weight, left, right, first=chunk.start == 0)
-            logits.made.add_to_weight(
-                self.weight_VH, dz_y_T, x_TH[:size], y_T, order_T, chunk.start
-            )
+            logits.made.add_to_weight(self.weight_VH, terms, x_TH[:size])
         if low is not None and activations is not None:
             if self.needs[3]:
                 low.add_to_a(du_TR, activations)
             if self.needs[4]:
-                low.add_to_b(dz_TV, dz_y_T, y_T, order_T, chunk.start, activations)
+                low.add_to_b(dz_TV, terms, activations)
 
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""

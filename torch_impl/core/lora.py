@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xentlib.torch.core.gemm import addmm_, gemm_precision, storage_dtype
-from xentlib.torch.core.kernels import Kernels
+from xentlib.torch.core.kernels import Kernels, TargetTerms
 from xentlib.torch.operators import HeadCall
 
 # Of 8 bits or more each: what float32 has.
@@ -101,7 +101,7 @@ class LowSums:
         self.b = torch.zeros_like(low.b_VR) if need_b else low.b_VR.new_zeros(0, 0)
         self.parts = parts_of(low.b_VR, low.exact, low.dz_dtype)
 
-    def backprop_lora(self, dz_TV: Tensor, dz_y_T: Tensor, y_T: Tensor) -> Tensor:
+    def backprop_lora(self, dz_TV: Tensor, terms: TargetTerms) -> Tensor:
         """[T, R]: s dz B, the target's terms last."""
         low, rank = self.low, self.low.a_RH.shape[0]
         product = torch.empty(
@@ -110,7 +110,7 @@ class LowSums:
         with low.precision():
             addmm_(product, dz_TV, self.parts.tensor, first=True)
         du_TR = self.parts.whole(product, rank)
-        self.made.add_to_hidden(du_TR[: dz_y_T.shape[0]], dz_y_T, low.b_VR, y_T)
+        self.made.add_to_hidden(du_TR[: terms.dz_y_B.shape[0]], terms, low.b_VR)
         return du_TR.mul_(low.scale)
 
     def add_to_hidden(self, dx_TH: Tensor, du_TR: Tensor, activations: LoraActivations) -> None:
@@ -126,23 +126,14 @@ class LowSums:
         with self.low.precision():
             addmm_(self.a, du_TR.T, activations.x_TH, first=False)
 
-    def add_to_b(
-        self,
-        dz_TV: Tensor,
-        dz_y_T: Tensor,
-        y_T: Tensor,
-        order_T: Tensor | None,
-        first: int,
-        activations: LoraActivations,
-    ) -> None:
+    def add_to_b(self, dz_TV: Tensor, terms: TargetTerms, activations: LoraActivations) -> None:
         low, u_TR = self.low, activations.u_TR
         parts = parts_of(u_TR, u_TR.dtype, low.dz_dtype)
         product = self.b.new_empty(dz_TV.shape[1], parts.tensor.shape[1])
         with low.precision():
             addmm_(product, dz_TV.T, parts.tensor, first=True)
         self.b += parts.whole(product, u_TR.shape[1])
-        size = dz_y_T.shape[0]
-        self.made.add_to_weight(self.b, dz_y_T, u_TR[:size], y_T, order_T, first)
+        self.made.add_to_weight(self.b, terms, u_TR[: terms.dz_y_B.shape[0]])
 
 
 def fake_low_rank(call: Any, needs: list[bool], dtype: torch.dtype | None = None) -> list[Tensor]:
