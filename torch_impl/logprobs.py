@@ -17,11 +17,10 @@ from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.binding import bind, bind_logits
 from xentlib.torch.core.consistency import Terms
-from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
+from xentlib.torch.core.gradients import Gradients, fake_gradients, power_of_two, rounded
 from xentlib.torch.core.kernels import DzOutput
 from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.lora import fake_low_rank
 from xentlib.torch.core.stats import all_stats, given_stats
 from xentlib.torch.core.tokens import Selected
 from xentlib.torch.operators import (
@@ -78,13 +77,13 @@ def logprobs_forward(call: HeadCall, values: Values) -> Forward:
     """Steps 1 to 5."""
     entropy, output_dtype, needs = values
     loop = HeadLoop(call, Terms("chunked_logprobs", needs, float(entropy)))
-    loop.exchange()
+    loop.chunks_of.exchange()
     vocab = loop.check_consistent()
     if vocab is not None:
         vocab.consistency.exact("entropy", float(entropy))
         vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
     stats = all_stats(loop, WantedStats(entropy))
-    return outputs_of(loop.own, loop.local(kept_values(stats)), stats, output_dtype)
+    return outputs_of(loop.own, loop.chunks_of.local(kept_values(stats)), stats, output_dtype)
 
 
 def kept_values(stats: TokenStats) -> Tensor:
@@ -120,10 +119,9 @@ def logprobs_backward(
     """Steps 6 to 8: the gradients in their inputs' dtypes; empty if not needed."""
     accumulators = gradient_sums(upstream, call, needs)
     # On CPU rows that were not computed are +0 already, elsewhere their dz was.
-    inputs = (getattr(call, name) for name in DIFFERENTIATED)
     return tuple(
         rounded(x, (call.hidden if like is None else like).dtype)
-        for x, like in zip(accumulators, inputs, strict=True)
+        for x, like in zip(accumulators, call.leaves, strict=True)
     )
 
 
@@ -133,10 +131,10 @@ def gradient_sums(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> Gr
     residuals, entropy = Residuals(*upstream.residuals), upstream.d_entropy is not None
     terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
     loop = HeadLoop(call, terms)
-    entropy = loop.d_entropy  # of the tokens of any rank
+    entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
 
     cleaned_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
-    *kept, g_logprob, g_entropy, g_lse = loop.exchange(*residuals, *cleaned_3N)
+    *kept, g_logprob, g_entropy, g_lse = loop.chunks_of.exchange(*residuals, *cleaned_3N)
     residuals, g_3N = Residuals(*kept), torch.stack((g_logprob, g_entropy, g_lse))
     exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
@@ -212,16 +210,7 @@ def logprobs_backward_op(upstream: Cotangents, call: HeadCall, needs: Needs) -> 
 
 @logprobs_backward_op.fake
 def _(upstream: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
-    hidden, weight = call.hidden, call.weight
-    need_hidden, need_weight, need_bias, *need_low = needs.needs
-    vocab_size = weight.shape[1 if call.transposed else 0]
-    like_bias = hidden if call.bias is None else call.bias
-    return (
-        hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
-        weight.new_empty(weight.shape if need_weight else (0, 0)),
-        like_bias.new_empty(vocab_size if need_bias else 0),
-        *fake_low_rank(call, need_low),
-    )
+    return tuple(fake_gradients(call, needs.needs))
 
 
 def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> None:
@@ -266,8 +255,7 @@ logprobs_op.gradient(keep, _backward)
 def head_logprobs(given: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
     given, problem, call = bind("chunked_logprobs", given, local)
-    needs = wanted(*(getattr(call, name) for name in DIFFERENTIATED))
-    values = Values(given.entropy, getattr(torch, problem.output_dtype), needs)
+    values = Values(given.entropy, getattr(torch, problem.output_dtype), wanted(*call.leaves))
     return shaped(logprobs_op(call, values), problem.leading, given.entropy)
 
 

@@ -28,7 +28,7 @@ class RowLayout(NamedTuple):
     """Which rows of a head a rank has, and who has the others; of a whole head as it begins."""
 
     group: str = ""  # of the ranks that share the head
-    shard: Tensor | None = None  # [4] of `numbers_of` or `undeclared`; on the CPU
+    shard: Tensor | None = None  # [4] of `numbers_of`; on the CPU
     head_scale: float = 1.0  # of d weight and d bias, where a wrapper would average over its ranks
     # Where the group's ranks have tokens of their own: what of a wrapper's head travels, or
     # "tokens" for rows that the caller has cut.
@@ -60,6 +60,11 @@ class HeadCall(NamedTuple):
     low_out: Tensor | None
     low_keep: Tensor | None
     low_scale: float
+
+    @property
+    def leaves(self) -> list[Tensor | None]:
+        """What gradients are of, as `DIFFERENTIATED` names them."""
+        return [getattr(self, name) for name in DIFFERENTIATED]
 
 
 class LogitsCall(NamedTuple):

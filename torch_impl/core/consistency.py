@@ -8,7 +8,6 @@ Shapes: N tokens, E numbers, R ranks, S numbers of each.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from xentlib.checks.call import (
 from xentlib.checks.shards import check_upstream, refuse_inconsistent
 from xentlib.plan.split import ROOM
 from xentlib.torch.core.device import chunk_bytes, host_readable
-from xentlib.torch.core.tokens import check_labels, counted, out_of_range
+from xentlib.torch.core.tokens import check_labels, counted
 from xentlib.torch.operators import HeadCall
 
 FUNCTIONS = (
@@ -259,26 +258,6 @@ class Agreed(NamedTuple):
         return Agreed(*([numbers[rank] for rank in ranks] for numbers in self))
 
 
-def close_numbers(call: HeadCall, terms: Terms) -> dict[str, float]:
-    """What each rank has computed for itself, so that it may differ in roundings, by name; 0 where
-    it is not there or cannot be read."""
-    numbers, scale = {"logit_scale": 0.0, "class_weights": 0.0}, call.logit_scale
-    if scale is not None and host_readable(scale):
-        # As good as a logarithm beyond 1e-6, of either sign: a difference is then relative.
-        numbers["logit_scale"] = math.asinh(1e6 * float(scale))
-    if terms.class_weights is not None and host_readable(terms.class_weights):
-        weights = torch.nan_to_num(terms.class_weights.double())
-        weighed = (factors(len(weights), weights) * weights).sum()
-        numbers["class_weights"] = float(weighed / weights.norm().clamp(min=1e-300))
-    return numbers
-
-
-def bits_of(x: float) -> int:
-    """Of float64, as an integer: what is compared is then the number itself."""
-    bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
-    return bits
-
-
 def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     """Numbers of every rank, of a call by a row of the table of routes. Refuse on all of them what
     must be the same, or they would not make the same collectives, or not add up the same loss; and
@@ -287,32 +266,32 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     All that decides a collective is in it, and it has one size for every route and function: ranks
     whose calls differ read that, and none waits for the others.
     """
-    assert call.rows.shard is not None
-    group = group_named(call.rows.every or call.rows.group)
-    vocab_size, bad_N = int(call.rows.shard[2]), None
-    _, rows_M = counted(call.labels, call.where, call.ignore_index)
+    layout, bad_N = call.rows, None
+    assert layout.shard is not None
+    group, vocab_size = group_named(layout.every or layout.group), int(layout.shard[2])
+    valid_N, rows_M = counted(call.labels, call.where, call.ignore_index)
     if route != "hidden":  # whose ranks gather their labels, and refuse one together
-        bad_N = out_of_range(call.labels, call.where, call.ignore_index, vocab_size)
+        labels = call.labels.long()
+        bad_N = valid_N & ((labels < 0) | (labels >= vocab_size))
     is_bad = bad_N is not None and host_readable(bad_N) and bool(bad_N.any())
     of_rank = {
         "bad": is_bad + 2 * (terms.refused is not None),
         "tokens": call.hidden.shape[0] if rows_M is None else rows_M.shape[0],
         "rows": call.weight.shape[call.transposed],
         "budget": chunk_bytes(call.chunk_bytes, call.hidden.device),
-        "temperature": int(call.temperature is not None),
-        "d_entropy": int(terms.d_entropy),
+        "temperature": call.temperature is not None,
+        "d_entropy": terms.d_entropy,
     }
     same, close = same_numbers(call, terms, route), close_numbers(call, terms)
-    numbers = [*of_rank.values(), *same.values(), *map(bits_of, close.values())]
-    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    numbers = [*of_rank.values(), *same.values(), *close.values()]
+    sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     all_RS = sent.new_empty(dist.get_world_size(group), len(sent))
     gather_into(all_RS.view(-1), sent, group=host_group(group))
-    exact_RS, close_RS = all_RS.split([len(sent) - len(close), len(close)], dim=1)
-    columns = dict(zip((*of_rank, *same), exact_RS.T.tolist(), strict=True))
-    differs = [name for name in same if len(set(columns[name])) > 1]
-    high, low = (close_RS.contiguous().view(torch.float64).aminmax(dim=0))[::-1]
-    differs += [name for name, far in zip(close, (high - low > TOLERANCE).tolist()) if far]
+    spread = (all_RS.amax(0) - all_RS.amin(0)).tolist()[len(of_rank) :]
+    differs = [name for name, far in zip(same, spread) if far > 0]
+    differs += [name for name, far in zip(close, spread[len(same) :]) if far > TOLERANCE]
     refuse_inconsistent([name for name in differs if name in ("gather", "function")])
+    columns = dict(zip(of_rank, all_RS[:, : len(of_rank)].long().T.tolist(), strict=True))
     if bad_N is not None:
         check_labels(call.labels, bad_N, call.ignore_index, vocab_size)
         check_labels_elsewhere([rank for rank, bad in enumerate(columns["bad"]) if bad & 1])
@@ -323,7 +302,7 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     return Agreed(*(columns[name] for name in Agreed._fields))
 
 
-def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, int]:
+def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
     """What every rank must have the same, by name."""
     assert call.rows.shard is not None
     of_hidden, *of_head = (*terms.needs, *[False] * (5 - len(terms.needs)))
@@ -336,16 +315,30 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, int]:
         "max_chunk_bytes": call.chunk_bytes,
         "the width of hidden": call.hidden.shape[1],
         "the dtype of hidden": 10 * dtypes[0] + dtypes[1],
-        "keep": int(call.low_keep is not None),
+        "keep": call.low_keep is not None,
         "ignore_index": call.ignore_index,
         "vocab_size": int(call.rows.shard[2]),
-        "bias": 0 if hidden else int(call.bias is not None),
-        "gradient": int(of_hidden) if hidden else 0,
+        "bias": not hidden and call.bias is not None,
+        "gradient": hidden and of_hidden,
         "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
-        **{name: bits_of(value or 0.0) for name, value in call.scalars._asdict().items()},
-        "outputs" if terms.of_loss else "entropy": bits_of(terms.outputs),
+        **{name: value or 0.0 for name, value in call.scalars._asdict().items()},
+        "outputs" if terms.of_loss else "entropy": terms.outputs,
     }
+
+
+def close_numbers(call: HeadCall, terms: Terms) -> dict[str, float]:
+    """What each rank has computed for itself, so that it may differ in roundings, by name; 0 where
+    it is not there or cannot be read."""
+    numbers, scale = {"logit_scale": 0.0, "class_weights": 0.0}, call.logit_scale
+    if scale is not None and host_readable(scale):
+        # As good as a logarithm beyond 1e-6, of either sign: a difference is then relative.
+        numbers["logit_scale"] = math.asinh(1e6 * float(scale))
+    if terms.class_weights is not None and host_readable(terms.class_weights):
+        weights = torch.nan_to_num(terms.class_weights.double())
+        weighed = (factors(len(weights), weights) * weights).sum()
+        numbers["class_weights"] = float(weighed / weights.norm().clamp(min=1e-300))
+    return numbers
 
 
 @torch.library.custom_op("xentlib::same_upstream", mutates_args=())

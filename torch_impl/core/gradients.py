@@ -18,6 +18,7 @@ from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, TargetTer
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.lora import LowSums
 from xentlib.torch.core.vocab import ShardedVocab
+from xentlib.torch.operators import HeadCall
 
 # float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
 # p is normal down to 2^-24 and dz may still grow 32-fold.
@@ -57,6 +58,26 @@ class Gradients(NamedTuple):
     bias: Tensor
     low_in: Tensor
     low_out: Tensor
+
+
+def fake_gradients(
+    call: HeadCall, needs: list[bool], dtype: torch.dtype | None = None
+) -> Gradients:
+    """Shapes and dtypes for a compiler, empty where not needed: of accumulators in a compute dtype,
+    or of gradients in those of their inputs."""
+    likes = [call.hidden if x is None else x for x in call.leaves]
+    hidden, weight, _, low_in, low_out = (x.shape for x in likes)
+    shapes = (hidden, weight, (weight[call.transposed],), low_in, low_out)
+    none = ((0, hidden[1]), (0, 0), (0,), (0, 0), (0, 0))
+    parts = zip(likes, needs, shapes, none, strict=True)
+    gradients = Gradients(
+        *(x.new_empty(a if need else b, dtype=dtype or x.dtype) for x, need, a, b in parts)
+    )
+    if dtype is None or not call.transposed or needs_transpose(True, call.hidden.device):
+        return gradients
+    # The sum is [V, H], and turned.
+    turned = gradients.weight.new_empty(gradients.weight.shape[::-1]).T
+    return gradients._replace(weight=turned)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -103,15 +103,6 @@ class HeadLoop:
     def gathered(self) -> bool:
         return self.chunks_of.gathered
 
-    @property
-    def d_entropy(self) -> bool:
-        """Whether the loss of any rank whose tokens are here is made of entropies."""
-        return self.chunks_of.d_entropy
-
-    def local(self, values: Tensor) -> Tensor:
-        """[..., N] of this rank's tokens, of values of the chunks' tokens."""
-        return self.chunks_of.local(values)
-
     def blocks(self) -> Iterator[ChunkedLogits]:
         return self.rows.blocks(self)
 
@@ -127,11 +118,6 @@ class HeadLoop:
         once = any(needs) and self.call.scalars.softcap is None
         platform, sharded = self.call.hidden.device.type, self.vocab.sharded
         return schedule(logits.plan, platform, sharded=sharded, gathered=self.gathered, once=once)
-
-    def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
-        """Numbers [N] of this rank's tokens, as those of the chunks' tokens. Before the first
-        chunk."""
-        return self.chunks_of.exchange(*per_token)
 
     def check_consistent(self) -> ShardedVocab | None:
         """Before a forward over shards: what every rank must have the same. What a function adds

@@ -134,12 +134,3 @@ class LowSums:
             addmm_(product, dz_TV.T, parts.tensor, first=True)
         self.b += parts.whole(product, u_TR.shape[1])
         self.made.add_to_weight(self.b, terms, u_TR[: terms.dz_y_B.shape[0]])
-
-
-def fake_low_rank(call: Any, needs: list[bool], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Of A and B, shapes and dtypes of their gradients for a compiler; empty if not needed."""
-    empty = []
-    for x, need in zip((call.low_in, call.low_out), needs, strict=True):
-        like = call.hidden if x is None else x
-        empty.append(like.new_empty(like.shape if need else (0, 0), dtype=dtype or like.dtype))
-    return empty

@@ -33,14 +33,12 @@ from xentlib.torch.core.tokens import LocalVocab
 from xentlib.torch.operators import RowLayout
 
 
-def undeclared(vocab_size: int | None) -> Tensor:
-    """What an operator takes for one of as many shards of one size as there are ranks."""
-    return torch.tensor([-1, -1, -1 if vocab_size is None else vocab_size, 0], device="cpu")
-
-
-def numbers_of(shard: VocabShard) -> Tensor:
-    """What an operator takes for a shard that is declared."""
-    numbers = [shard.start, shard.stop, shard.vocab_size, shard.largest]
+def numbers_of(shard: VocabShard | None, vocab_size: int | None = None) -> Tensor:
+    """What an operator takes for a shard; for one that nobody has declared, of as many of one size
+    as there are ranks."""
+    numbers = [-1, -1, -1 if vocab_size is None else vocab_size, 0]
+    if shard is not None:
+        numbers = [shard.start, shard.stop, shard.vocab_size, shard.largest]
     return torch.tensor(numbers, device="cpu")
 
 

@@ -37,13 +37,6 @@ class Placement(Protocol):
     def run(self, function: Callable[..., R], call: Arguments) -> R: ...
 
 
-class WholeHead:
-    """No wrapper has sharded it; a vocabulary shard is whole to its rank."""
-
-    def run(self, function: Callable[..., R], call: Arguments) -> R:
-        return function(call)
-
-
 class GatheredByFSDP2(NamedTuple):
     """Gathered by the hooks of its `fully_shard` for the length of a call."""
 
@@ -91,15 +84,16 @@ def with_head(*, recompute: bool) -> Callable[[Callable[..., R]], Callable[[Argu
         @wraps(function)
         def run(call: Arguments) -> R:
             call, placement = place_head(call, recompute)
-            return placement.run(function, call)
+            return function(call) if placement is None else placement.run(function, call)
 
         return run
 
     return wrap
 
 
-def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement]:
-    """The call with parameters in place of modules, and where its head is."""
+def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement | None]:
+    """The call with parameters in place of modules, and where its head is; None if no wrapper has
+    sharded it: a vocabulary shard is whole to its rank."""
     plain, lora = split_lora(call)
     arrays = plain._asdict()
     if isinstance(plain.weight, (nn.Module, LowRankHead)):
@@ -129,7 +123,7 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement]:
         return call, fsdp2_rows(call, owner)
     if zero3:
         return call, GatheredByZero3(zero3, recompute)
-    return call, WholeHead() if owner is None else GatheredByFSDP2(owner, recompute)
+    return call, None if owner is None else GatheredByFSDP2(owner, recompute)
 
 
 def with_parameters(call: Arguments) -> Arguments:

@@ -37,7 +37,7 @@ from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.core.consistency import all_gather_rows
-from xentlib.torch.core.vocab import numbers_of, undeclared
+from xentlib.torch.core.vocab import numbers_of
 from xentlib.torch.head.modules import split_lora
 from xentlib.torch.operators import RowLayout
 
@@ -104,16 +104,16 @@ def local_rows(
         return weight, bias, whole
     axis = 0 if layout == "VH" else 1
     group, vocab_size = unpadded(parallel)
-    name, ranks = group.group_name, dist.get_world_size(group)
+    shard = None
     if is_dtensor(bias):
         bias = local_part("bias", bias, 0)
     if is_dtensor(weight):
-        shard = shard_of(chunked(weight.shape[axis], ranks), dist.get_rank(group), vocab_size)
-        return local_part("weight", weight, axis), bias, RowLayout(name, numbers_of(shard))
-    if isinstance(parallel, VocabShard):
+        shard = shard_of_rank(weight.shape[axis], group, vocab_size)
+        weight = local_part("weight", weight, axis)
+    elif isinstance(parallel, VocabShard):
         check_rows(parallel, weight.shape[axis])
-        return weight, bias, RowLayout(name, numbers_of(parallel))
-    return weight, bias, RowLayout(name, undeclared(vocab_size))
+        shard = parallel
+    return weight, bias, RowLayout(group.group_name, numbers_of(shard, vocab_size))
 
 
 def local_low_rank(low: LowRankHead[Tensor], parallel: Any) -> LowRankHead[Tensor]:
@@ -124,6 +124,13 @@ def local_low_rank(low: LowRankHead[Tensor], parallel: Any) -> LowRankHead[Tenso
             refuse_dtensor("b", tuple(b.placements))
         b = local_part("b", b, 0)
     return low._replace(a=a, b=b)
+
+
+def shard_of_rank(
+    classes: int, group: dist.ProcessGroup, vocab_size: int | None = None
+) -> VocabShard:
+    """This rank's part of a DTensor."""
+    return shard_of(chunked(classes, dist.get_world_size(group)), dist.get_rank(group), vocab_size)
 
 
 def chunked(classes: int, ranks: int) -> tuple[int, ...]:
@@ -149,7 +156,7 @@ def local_logits(
     ranks = [dist.get_process_group_ranks(g) for g in (group, mesh.get_group())]
     check_same_ranks(*ranks)
     if shard is None:
-        shard = shard_of(chunked(logits.shape[-1], len(ranks[0])), dist.get_rank(group), vocab_size)
+        shard = shard_of_rank(logits.shape[-1], group, vocab_size)
     return logits.to_local(), group, shard
 
 
@@ -170,8 +177,7 @@ def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> Ro
         shard = parallel
     if shard is not None:
         check_shard(shard, logits.shape[1])
-        return RowLayout(group.group_name, numbers_of(shard))
-    return RowLayout(group.group_name, undeclared(vocab_size))
+    return RowLayout(group.group_name, numbers_of(shard, vocab_size))
 
 
 def replicated(name: str, x: Any) -> Any:
@@ -182,31 +188,17 @@ def replicated(name: str, x: Any) -> Any:
     return x.to_local()
 
 
-class Nodes(NamedTuple):
-    """Ranks in nodes, where rows are gathered from those at one place of all nodes."""
-
-    parts: list[list[int]]  # of each rank of each node: which part of the head it keeps
-    peers: dist.ProcessGroup  # at this rank's place, of all nodes
-    every: dist.ProcessGroup  # all of them
-
-
 class LocalHead(NamedTuple):
     """A placement: this rank's rows, whose gradients are complete."""
 
     weight: Tensor | LowRankHead[Tensor]
     bias: Tensor | None
-    group: dist.ProcessGroup  # the ranks that have the others, once they are gathered over nodes
-    shard: VocabShard
+    layout: RowLayout
     scale: float  # as the wrapper averages over its ranks, or divides by what it was told
     gemm_dtype: torch.dtype | None = None  # of its policy, where that is one of 16 bits
-    nodes: Nodes | None = None
 
     def run(self, function: Callable[..., R], call: Arguments) -> R:
-        layout = RowLayout(self.group.group_name, numbers_of(self.shard), self.scale, call.gather)
-        if self.nodes is not None:
-            parts, peers, every = self.nodes
-            parts_GL = torch.tensor(parts, device="cpu")
-            layout = layout._replace(nodes=parts_GL, peers=peers.group_name, every=every.group_name)
+        layout = self.layout._replace(head_scale=self.scale, route=call.gather)
         call = call._replace(weight=self.weight, bias=self.bias)
         if self.gemm_dtype is None:
             return function(call, layout)
@@ -225,7 +217,7 @@ def zero3_rows(call: Arguments) -> LocalHead:
     weight, bias, group = deepspeed.rows_of(*head)
     ranks = dist.get_world_size(group)
     shard = shard_of((weight.shape[0],) * ranks, dist.get_rank(group))
-    return LocalHead(weight, bias, group, shard, 1.0 / ranks)
+    return LocalHead(weight, bias, RowLayout(group.group_name, numbers_of(shard)), 1.0 / ranks)
 
 
 def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
@@ -256,7 +248,7 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
     assert over is not None
     if mesh is not None and replicas is not None:
         refuse_nodes("FSDP2 with replicas")
-    shard, among, nodes = part_of(weight.shape[0], over, mesh)
+    layout = layout_of(weight.shape[0], over, mesh)
 
     def local(whole: Any) -> Tensor:
         rows: Tensor = whole.to_local()
@@ -273,24 +265,21 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
     return LocalHead(
         head,
         None if bias is None else local(bias),
-        among,
-        shard,
+        layout,
         1.0 / (group.gradient_divide_factor or info.mesh.size()),
         policy.param_dtype if narrow else None,
-        nodes,
     )
 
 
-def part_of(
-    classes: int, every: dist.ProcessGroup, mesh: Any
-) -> tuple[VocabShard, dist.ProcessGroup, Nodes | None]:
+def layout_of(classes: int, every: dist.ProcessGroup, mesh: Any) -> RowLayout:
     """This rank's rows of a head that a wrapper spreads over `every` rank, and who has the others.
 
     With `mesh`, of nodes and the ranks of a node: once rows are gathered over nodes.
     """
-    sizes, ranks = chunked(classes, dist.get_world_size(every)), dist.get_process_group_ranks(every)
+    layout = RowLayout(every.group_name, numbers_of(shard_of_rank(classes, every)))
     if mesh is None:
-        return shard_of(sizes, dist.get_rank(every)), every, None
+        return layout
+    ranks = dist.get_process_group_ranks(every)
     check_nodes(is_device_mesh(mesh), getattr(mesh, "ndim", None), type(mesh).__name__)
     part = {rank: part for part, rank in enumerate(ranks)}
     table = mesh.mesh.tolist()
@@ -300,11 +289,17 @@ def part_of(
     same = sorted(part for node in parts for part in node) == list(range(len(ranks)))
     check_nodes_ranks(same and ascend, ranks, table)
     if len(parts) == 1:
-        return shard_of(sizes, dist.get_rank(every)), every, None
-    among = mesh.get_group(1)
-    sizes = tuple(sum(sizes[part] for part in place) for place in zip(*parts, strict=True))
-    shard = shard_of(sizes, dist.get_rank(among))
-    return shard, among, Nodes(parts, mesh.get_group(0), every)
+        return layout
+    peers, among = mesh.get_group(0), mesh.get_group(1)
+    each = chunked(classes, len(ranks))
+    sizes = tuple(sum(each[part] for part in place) for place in zip(*parts, strict=True))
+    return RowLayout(
+        among.group_name,
+        numbers_of(shard_of(sizes, dist.get_rank(among))),
+        nodes=torch.tensor(parts, device="cpu"),
+        peers=peers.group_name,
+        every=every.group_name,
+    )
 
 
 def by_rows(owner: Owner, *head: Any) -> bool:
