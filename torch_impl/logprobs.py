@@ -17,7 +17,8 @@ from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.binding import bind, bind_logits
 from xentlib.torch.core.consistency import Terms
-from xentlib.torch.core.gradients import Gradients, fake_gradients, power_of_two, rounded
+from xentlib.torch.core.gemm import power_of_two
+from xentlib.torch.core.gradients import Gradients, fake_gradients, rounded
 from xentlib.torch.core.kernels import DzOutput
 from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.loop import HeadLoop

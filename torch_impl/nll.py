@@ -21,7 +21,8 @@ from xentlib.torch.binding import bind
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import Terms, same_upstream
 from xentlib.torch.core.device import device_info, host_readable
-from xentlib.torch.core.gradients import Gradients, fake_gradients, power_of_two
+from xentlib.torch.core.gemm import power_of_two
+from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.kernels import FusedLoss, LossTerms
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats

@@ -20,18 +20,7 @@ from xentlib.torch.core.lora import LowSums
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.operators import HeadCall
 
-# float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
-# p is normal down to 2^-24 and dz may still grow 32-fold.
-FP16_EXPONENT = 11
 BIAS = 2  # of the gradients, the one that comes from no product
-
-
-def power_of_two(gemm_dtype: torch.dtype, factors: Tensor) -> Tensor | None:
-    """Exponent that brings float16 dz of these factors to where float16 has digits."""
-    if gemm_dtype != torch.float16:
-        return None
-    largest = factors.abs().amax() if factors.numel() else factors.sum()
-    return FP16_EXPONENT - torch.frexp(largest).exponent
 
 
 def order_in_chunks(logits: ChunkedLogits, y_M: Tensor) -> Tensor:
@@ -147,15 +136,12 @@ class GradientSums:
         dz_y_B, part_V = kernels.dz(rows, lse_B, of, self.output(rows, column_sums=need_bias))
         if part_V is not None:
             # A block's sums first: one after the other, 6,250 terms of one label err by 30 u.
-            add_rows_(part_V, self._columns(rows.places), dz_y_B)
+            # 0 for the rows of other ranks, whose terms are 0.
+            y_B, owned_B = rows.y_B1[:, 0], rows.owned_B
+            y_B = y_B if owned_B is None else torch.where(owned_B, y_B, 0)
+            add_rows_(part_V, y_B, dz_y_B)
             self.bias.add_(part_V)
         self.dz_y_T[rows.span] = dz_y_B.to(self.logits.gemm_dtype)
-
-    def _columns(self, index: slice | Tensor) -> Tensor:
-        """The targets' rows of the head; 0 for those of other ranks, whose terms are 0."""
-        labels = self.logits.tokens.labels[index]
-        owned = self.logits.tokens.owned
-        return labels if owned is None else torch.where(owned[index], labels, 0)
 
     def add(self, chunk: Chunk) -> None:
         """Gradient GEMMs of the rest, then the target's terms: they are most of both gradients,
@@ -225,10 +211,10 @@ class GradientSums:
             self.summing.wait()
         if self.padding:
             corner = (0, self.padding) if self.needs_transpose else (0, 0, 0, self.padding)
-            self.weight = (
-                torch.nn.functional.pad(self.weight, corner) if self.needs[1] else self.weight
-            )
-            self.bias = torch.nn.functional.pad(self.bias, (0, self.padding * self.needs[2]))
+            if self.needs[1]:
+                self.weight = torch.nn.functional.pad(self.weight, corner)
+            if self.needs[2]:
+                self.bias = torch.nn.functional.pad(self.bias, (0, self.padding))
         low_in, low_out = (self.bias.new_empty(0, 0) for _ in range(2))
         if self.low is not None:
             low_in, low_out = self.low.a, self.low.b

@@ -185,25 +185,21 @@ class GivenLogits:
     def blocks(self) -> Iterator[LogitsBlock]:
         """All in one buffer, and rows that do not count are 0; the logits themselves, where kernels
         only read them."""
-        tokens = self.tokens
-        if self.made.whole_chunks:
-            if tokens.computed:
-                places = tokens.places(0, tokens.computed)
-                z_MV = self.logits[places, : self.local_size]
-                z_MV = z_MV if z_MV.stride(1) == 1 else z_MV.contiguous()
-                span = slice(0, tokens.computed)
-                yield block_at(tokens, self.temperature, span, places, z_MV, self.compute_dtype)
-            return
-        copied_BV = torch.empty(min(self.block_rows, tokens.computed), self.width, **self.like)
-        for start in range(0, tokens.computed, self.block_rows):
-            stop = min(start + self.block_rows, tokens.computed)
-            places = tokens.places(start, stop)
-            z_BV = copied_BV[: stop - start]
-            z_BV[:, : self.local_size] = self.logits[places, : self.local_size]
-            if not tokens.packed:
-                z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
-            z_BV[:, self.local_size :] = -torch.inf
-            span = slice(start, stop)
+        tokens, whole = self.tokens, self.made.whole_chunks
+        rows = tokens.computed if whole else min(self.block_rows, tokens.computed)
+        copied_BV = torch.empty(0 if whole else rows, self.width, **self.like)
+        for start in range(0, tokens.computed, max(1, rows)):
+            span = slice(start, min(start + rows, tokens.computed))
+            places = tokens.places(span.start, span.stop)
+            if whole:
+                z_BV = self.logits[places, : self.local_size]
+                z_BV = z_BV if z_BV.stride(1) == 1 else z_BV.contiguous()
+            else:
+                z_BV = copied_BV[: span.stop - start]
+                z_BV[:, : self.local_size] = self.logits[places, : self.local_size]
+                if not tokens.packed:
+                    z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
+                z_BV[:, self.local_size :] = -torch.inf
             yield block_at(tokens, self.temperature, span, places, z_BV, self.compute_dtype)
 
 

@@ -75,14 +75,14 @@ class HeadLoop:
     """Steps 1 and 2 of a call, of the parts that its route has."""
 
     def __init__(self, call: HeadCall, terms: Terms) -> None:
-        self.call, self.terms, self.route = call, terms, route_of(call)
+        self.call, self.terms, route = call, terms, route_of(call)
         self.compute_dtype, self.ignore_index = call.compute_dtype, call.ignore_index
         self.like: dict[str, Any] = {"dtype": call.compute_dtype, "device": call.hidden.device}
         # Before ranks go ways of their own
-        agreed = shake_hands(call, terms, self.route) if self.route else None
+        agreed = shake_hands(call, terms, route) if route else None
         weights = terms.class_weights
         self.class_weights = None if weights is None else weights.to(call.compute_dtype)
-        parts: Parts = ROUTES[self.route](self, agreed)
+        parts: Parts = ROUTES[route](self, agreed)
         self.rows, self.vocab, self.chunks_of = parts
 
     @property

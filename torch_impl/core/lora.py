@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.torch.core.gemm import addmm_, gemm_precision, storage_dtype
+from xentlib.torch.core.gemm import addmm_, gemm_precision, power_of_two, storage_dtype
 from xentlib.torch.core.kernels import Kernels, TargetTerms
 from xentlib.torch.operators import HeadCall
 
@@ -39,10 +39,8 @@ def parts_of(x: Tensor, exact: torch.dtype, dtype: torch.dtype) -> Parts:
     `dtype`: a copy of dz in float32 would be as large as a chunk."""
     if dtype in (x.dtype, exact):
         return Parts(x.to(dtype), None)
-    exponent = None
-    if dtype == torch.float16:
-        largest = x.abs().amax() if x.numel() else x.sum()
-        exponent = FP16_EXPONENT - torch.frexp(largest).exponent
+    exponent = power_of_two(dtype, x, FP16_EXPONENT)
+    if exponent is not None:
         x = torch.ldexp(x, exponent)
     parts = []
     for _ in range(PARTS):

@@ -22,6 +22,7 @@ from xentlib.lora import LowRankHead
 from xentlib.options import Gather
 from xentlib.torch.array_spec import array_spec, dtype_name, is_dtensor, only_tensors
 from xentlib.torch.head.modules import resolve_head, split_lora
+from xentlib.torch.placement.rows import by_rows, fsdp2_rows, ranks_of, zero3_rows
 from xentlib.torch.wrappers import kept_by_zero
 
 if TYPE_CHECKING:
@@ -114,8 +115,6 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
     if lora is not None:
         check_low_rank_route(call, bool(zero3))
     if call.gather != "head":
-        from xentlib.torch.placement.rows import fsdp2_rows, zero3_rows
-
         if zero3:
             return call, zero3_rows(call)
         if owner is None:
@@ -166,7 +165,6 @@ def choose(
 ) -> Gather:
     """What `gather="auto"` stands for; the head of what no `fully_shard` shards."""
     from xentlib.plan.routes import choose_gather
-    from xentlib.torch.placement.rows import by_rows, ranks_of
 
     parts = (call.weight,) if lora is None else (call.weight, lora.a, lora.b)
     if owner is None or call.weight.ndim != 2 or not by_rows(owner, *parts):
