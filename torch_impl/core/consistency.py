@@ -60,6 +60,20 @@ class PendingCollective(NamedTuple):
         return self.result
 
 
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R n, ...] of [n, ...], rank by rank."""
+    result = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    gather_into(result, x, group=group)
+    return result
+
+
+def filled(x: Tensor, count: int) -> Tensor:
+    """[count, ...] of [n, ...], 0 beyond it."""
+    result = x.new_zeros(count, *x.shape[1:])
+    result[: x.shape[0]] = x
+    return result
+
+
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> PendingCollective:
     """[R n, ...] of [n, ...], rank by rank."""
     result = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
@@ -102,14 +116,9 @@ class AllGatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, count: int, over: Any) -> Tensor:
-        ranks = dist.get_world_size(over)
-        each = -(-count // ranks)
+        each = -(-count // dist.get_world_size(over))
         ctx.start, ctx.stop = (min(k * each, count) for k in (over.rank(), over.rank() + 1))
-        sent = rows.new_zeros(each, *rows.shape[1:])
-        sent[: rows.shape[0]] = rows
-        whole = rows.new_empty(ranks * each, *rows.shape[1:])
-        gather_into(whole, sent, group=over)
-        return whole[:count]
+        return all_gather(filled(rows, each), over)[:count]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -285,8 +294,7 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     same, close = same_numbers(call, terms, route), close_numbers(call, terms)
     numbers = [*of_rank.values(), *same.values(), *close.values()]
     sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    all_RS = sent.new_empty(dist.get_world_size(group), len(sent))
-    gather_into(all_RS.view(-1), sent, group=host_group(group))
+    all_RS = all_gather(sent, host_group(group)).view(-1, len(sent))
     spread = (all_RS.amax(0) - all_RS.amin(0)).tolist()[len(of_rank) :]
     differs = [name for name, far in zip(same, spread) if far > 0]
     differs += [name for name, far in zip(close, spread[len(same) :]) if far > TOLERANCE]
@@ -348,8 +356,7 @@ def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
     read."""
     over = group_named(group)
     ours = torch.stack([gradient, counts.to(gradient.dtype)])
-    all_R2 = ours.new_empty(dist.get_world_size(over), 2)
-    gather_into(all_R2.view(-1), ours, group=over)
+    all_R2 = all_gather(ours, over).view(-1, 2)
     value_R, counts_R = all_R2[:, 0], all_R2[:, 1] > 0
     high = torch.where(counts_R, value_R, -torch.inf).amax()
     low = torch.where(counts_R, value_R, torch.inf).amin()

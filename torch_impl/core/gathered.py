@@ -23,7 +23,8 @@ from xentlib.torch.core.consistency import (
     Agreed,
     PendingCollective,
     Terms,
-    gather_into,
+    all_gather,
+    filled,
     group_named,
     start_all_gather,
     start_reduce_scatter,
@@ -82,16 +83,15 @@ class GatheredTokens(OwnTokens):
 
     def _of_all_ranks(self, labels: Tensor, numbers: list[Tensor]) -> list[Tensor]:
         """[M]: labels, and numbers per token in the compute dtype, of every rank's tokens."""
-        filled = [self._filled(x, 0) for x in numbers]
-        filled = [self._filled(labels, self.call.ignore_index), *filled]
-        packed = [_bytes(x) for x in filled]
+        whole = [self._filled(labels, self.call.ignore_index)]
+        whole += [self._filled(x, 0) for x in numbers]
+        packed = [_bytes(x) for x in whole]
         sent = torch.cat(packed, dim=1).contiguous()
-        gathered = sent.new_empty(self.ranks * sent.shape[0], sent.shape[1])
-        gather_into(gathered, sent, group=self.group)
+        gathered = all_gather(sent, self.group)
         self.may_be_copies = self.may_be_copies and self._same_of_all(gathered)
         sizes = [x.shape[1] for x in packed]
         in_chunks = []
-        for part, x in zip(gathered.split(sizes, dim=1), filled, strict=True):
+        for part, x in zip(gathered.split(sizes, dim=1), whole, strict=True):
             of_ranks = part.reshape(-1).view(x.dtype).view(self.ranks, self.length)
             parts = [x.reshape(-1) for x in of_ranks.split(self.per_chunk, dim=1)]
             in_chunks.append(torch.cat(parts))
@@ -113,9 +113,9 @@ class GatheredTokens(OwnTokens):
 
     def _filled(self, x_N: Tensor, value: int) -> Tensor:
         """[L]: of the computed tokens, and a value beyond them."""
-        filled = x_N.new_full((self.length,), value)
-        filled[: self.own.computed] = x_N[self.own.places(0, self.own.computed)]
-        return filled
+        whole = x_N.new_full((self.length,), value)
+        whole[: self.own.computed] = x_N[self.own.places(0, self.own.computed)]
+        return whole
 
     def chunks(self, plan: ChunkPlan) -> Iterator[tuple[Tensor, Tensor | None]]:
         """In the dtype of the products; the next chunk travels while one is computed."""
@@ -146,9 +146,7 @@ class GatheredTokens(OwnTokens):
         if self.keep is None:
             return [start_all_gather(sent_SH, self.group)]
         bits = _packed(self.keep[places])
-        sent_bits = bits.new_zeros(size, bits.shape[1])
-        sent_bits[: bits.shape[0]] = bits
-        return [start_all_gather(x, self.group) for x in (sent_SH, sent_bits)]
+        return [start_all_gather(x, self.group) for x in (sent_SH, filled(bits, size))]
 
     def view(self, d_hidden: Tensor, start: int, size: int) -> Tensor | None:
         return None

@@ -28,7 +28,8 @@ from xentlib.checks.call import check_class_weights
 from xentlib.plan import VocabShard, stream_rows
 from xentlib.torch.core.consistency import (
     PendingCollective,
-    gather_into,
+    all_gather,
+    filled,
     group_named,
     scatter_into,
     start_all_gather,
@@ -95,12 +96,8 @@ class NodeRows(LocalRows):
     def _gathered(self, own: Tensor) -> Tensor:
         """[v, ...] of every node; rows that the last ranks lack are 0 and no class."""
         if own.shape[0] < self.each:
-            filled = own.new_zeros(self.each, *own.shape[1:])
-            filled[: own.shape[0]] = own
-            own = filled
-        result = own.new_empty(self.size, *own.shape[1:])
-        gather_into(result, own.contiguous(), group=self.peers)
-        return result
+            own = filled(own, self.each)
+        return all_gather(own.contiguous(), self.peers)
 
     def scattered(self, whole: Tensor) -> Tensor:
         """This rank's rows [v, ...] of a gradient, summed over the nodes."""
@@ -176,11 +173,7 @@ class StreamedRows:
 
     def _whole_bias(self, bias: Tensor) -> Tensor:
         """[V], in the order of the classes."""
-        own = bias.new_zeros(self.rows_each)
-        own[: bias.shape[0]] = bias
-        whole = bias.new_empty(self.ranks * self.rows_each)
-        gather_into(whole, own, group=self.group)
-        return whole[: self.vocab_size]
+        return all_gather(filled(bias, self.rows_each), self.group)[: self.vocab_size]
 
     @property
     def num_blocks(self) -> int:
@@ -222,10 +215,8 @@ class StreamedRows:
         return self.taken_V[start:stop] - b * self.ranks * self.block
 
     def _start(self, b: int) -> PendingCollective:
-        own_KH = self.local.new_zeros(self.block, self.hidden_size)
         part = self.local[b * self.block : (b + 1) * self.block]
-        own_KH[: part.shape[0]] = part
-        return start_all_gather(own_KH, self.group)
+        return start_all_gather(filled(part, self.block), self.group)
 
     def sums(self, loop: HeadLoop, needs: list[bool]) -> Sums:
         return StreamSums(self, loop, needs)
@@ -281,8 +272,7 @@ class StreamSums:
         if exponent is not None:
             hidden, bias = torch.ldexp(hidden, -exponent), torch.ldexp(bias, -exponent)
         if self.needs[2]:
-            whole = bias.new_zeros(rows.ranks * rows.rows_each)
-            whole[: rows.vocab_size] = bias
+            whole = filled(bias, rows.ranks * rows.rows_each)
             bias = bias.new_empty(rows.rows_each)
             scatter_into(bias, whole, group=rows.group)
             bias = bias[: rows.size].clone()
