@@ -136,7 +136,7 @@ class GradientSums:
         dz_y_B, part_V = kernels.dz(rows, lse_B, of, self.output(rows, column_sums=need_bias))
         if part_V is not None:
             # A block's sums first: one after the other, 6,250 terms of one label err by 30 u.
-            # 0 for the rows of other ranks, whose terms are 0.
+            # A target of another rank is put into column 0, where its term is 0.
             y_B, owned_B = rows.y_B1[:, 0], rows.owned_B
             y_B = y_B if owned_B is None else torch.where(owned_B, y_B, 0)
             add_rows_(part_V, y_B, dz_y_B)
