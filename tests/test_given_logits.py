@@ -209,7 +209,7 @@ def test_torch_compiles_into_one_graph() -> None:
 def test_torch_operators_pass_opcheck() -> None:
     """D6: schema, registration of the gradient, fake kernels."""
     torch = pytest.importorskip("torch")
-    from xentlib.torch import from_logits, logprobs
+    from xentlib.torch import logprobs
     from xentlib.torch.binding import bind_logits
     from xentlib.torch.operators import flattened
 
@@ -222,11 +222,11 @@ def test_torch_operators_pass_opcheck() -> None:
     forward = flattened(
         (call, logprobs.Values(True, torch.float32, [True, False, False, False, False]))
     )
-    torch.library.opcheck(from_logits.given_op.op, forward, test_utils=names)
-    *_, kept = from_logits.given_op.op(*forward)
+    torch.library.opcheck(logprobs.given_op.op, forward, test_utils=names)
+    *_, kept = logprobs.given_op.op(*forward)
     pulled = logprobs.Cotangents(g, g, None, kept.detach())
     backward = flattened((pulled, call._replace(logits=x.detach())))
-    torch.library.opcheck(from_logits.given_backward_op.op, backward, test_utils=names)
+    torch.library.opcheck(logprobs.given_backward_op.op, backward, test_utils=names)
 
 
 @pytest.mark.slow

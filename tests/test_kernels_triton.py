@@ -174,7 +174,7 @@ def test_terms_of_the_targets(*, transposed: bool) -> None:
     order = torch.sort(y, stable=True).indices + 100
     acc = start.T.contiguous().T.clone(memory_format=torch.preserve_format)
     acc = acc if transposed else start.clone()
-    Triton.add_to_weight(acc, dz_y, x, y, order, 100)
+    Triton.add_to_weight(acc, kernels.TargetTerms(dz_y, y, order, 100), x)
     here = y < columns
     exact, size = start.double(), start.double().abs()
     for i in torch.nonzero(here)[:, 0]:
@@ -187,7 +187,7 @@ def test_terms_of_the_targets(*, transposed: bool) -> None:
     dx = torch.tensor(rng.standard_normal((rows, width)), dtype=torch.float32)
     before = dx.double()
     weight = head.T.contiguous().T if transposed else head
-    Triton.add_to_hidden(dx, dz_y, weight, y)
+    Triton.add_to_hidden(dx, kernels.TargetTerms(dz_y, y, None, 0), weight)
     term = torch.where(here, dz_y, 0.0).double()[:, None] * head[y.clamp(max=columns - 1)].double()
     exact, size = before + term, before.abs() + term.abs()
     assert not failures(check("A5", *on_host(dx, exact, size)))

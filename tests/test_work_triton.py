@@ -20,7 +20,7 @@ import torch
 
 from helpers.on_meta import OnDevice, as_on_a_gpu
 from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
-from xentlib.torch.core import from_logits, logits
+from xentlib.torch.core import logits
 from xentlib.torch.core.kernels import runnable
 
 if "triton" not in runnable():
@@ -54,8 +54,7 @@ class Programs:
 def programs(monkeypatch: pytest.MonkeyPatch) -> Programs:
     kept = Programs()
     monkeypatch.setattr(launch, "programs", kept)
-    for module in (logits, from_logits):
-        monkeypatch.setattr(module, "kernels_for", lambda *_: launch.Triton)
+    monkeypatch.setattr(logits, "kernels_for", lambda *_: launch.Triton)
     return kept
 
 

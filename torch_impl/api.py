@@ -16,8 +16,7 @@ from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
 from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightLayout
 from xentlib.plan import VocabShard
-from xentlib.torch.from_logits import given_logprobs
-from xentlib.torch.logprobs import head_logprobs
+from xentlib.torch.logprobs import given_logprobs, head_logprobs
 from xentlib.torch.nll import nll
 
 __all__ = [

@@ -41,19 +41,15 @@ def array_spec(x: Any) -> Any:
 def only_tensors(**arguments: Any) -> None:
     """Refuse arrays of another framework, lists, and whatever else has to be a tensor."""
     for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            check_other(name, value)
-
-
-def check_other(name: str, value: Any) -> None:
-    """Refuse an argument that is no tensor and has to be one, or is an array all the same."""
-    if name in REQUIRED or (value is not None and name in OPTIONAL):
-        refuse_array(name, value)
-    if name in NUMBERS:
-        value = plain(value)
-        # Numbers first: the compiler traces this, and knows no `__module__`.
-        if not isinstance(value, (int, float, NoneType)) and framework_of(value) in ARRAYS:
+        if isinstance(value, Tensor):
+            continue
+        if name in REQUIRED or (value is not None and name in OPTIONAL):
             refuse_array(name, value)
+        if name in NUMBERS:
+            number = plain(value)
+            # Numbers first: the compiler traces this, and knows no `__module__`.
+            if not isinstance(number, (int, float, NoneType)) and framework_of(number) in ARRAYS:
+                refuse_array(name, number)
 
 
 def refuse_array(name: str, value: Any) -> NoReturn:

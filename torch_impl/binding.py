@@ -20,10 +20,16 @@ from xentlib.torch.array_spec import (
     only_tensors,
     same_tokens,
 )
-from xentlib.torch.derivatives import not_differentiable, not_forward_mode, not_transformed
 from xentlib.torch.head.modules import split_lora
-from xentlib.torch.operators import HeadCall, LogitsCall, RowLayout
-from xentlib.torch.placement.vocab_parallel import (
+from xentlib.torch.operators import (
+    HeadCall,
+    LogitsCall,
+    RowLayout,
+    not_differentiable,
+    not_forward_mode,
+    not_transformed,
+)
+from xentlib.torch.placement.rows import (
     local_columns,
     local_head,
     local_logits,
@@ -69,20 +75,14 @@ def bind(
         where=tokens(given.where),
         logit_scale=as_tensor(given.logit_scale, 1.0, hidden, compute),
         temperature=tokens(as_tensor(given.temperature, 1.0, hidden, compute)),
-        shard=local.shard,
         ignore_index=given.ignore_index,
         scalars=scalars_of(given),
         gemm_dtype=gemm,
         compute_dtype=compute,
         chunk_bytes=given.max_chunk_bytes or 0,
         transposed=given.weight_layout == "HV",
-        group=local.group,
         reduce_hidden=given.reduce_hidden_grad,
-        route=local.route,
-        nodes=local.nodes,
-        peers=local.peers,
-        every=local.every,
-        head_scale=local.head_scale,
+        rows=local,
         low_in=None if low is None else low.a,
         low_out=None if low is None else low.b,
         low_keep=None if low is None or low.keep is None else low.keep.reshape(flat.shape),
@@ -106,17 +106,15 @@ def bind_logits(
     check_derivatives(function, given)
     compute = getattr(torch, problem.compute_dtype)
     columns = logits.reshape(problem.num_tokens, problem.columns)
-    local = local_columns(columns, parallel, shard)
     call = LogitsCall(
         logits=columns,
         labels=labels.reshape(-1),
         where=tokens(given.where),
         temperature=tokens(as_tensor(given.temperature, 1.0, logits, compute)),
-        shard=local.shard,
         ignore_index=given.ignore_index,
         compute_dtype=compute,
         chunk_bytes=given.max_chunk_bytes or 0,
-        group=local.group,
+        rows=local_columns(columns, parallel, shard),
         scalars=scalars_of(given),
     )
     return given, problem, call

@@ -175,7 +175,7 @@ class CrossCheck(Schedule):
     # What `chunked_nll` tells
 
     def forward(self, call: Any, loss: Any, output: tuple[Tensor, ...]) -> Taken:
-        if call.group:
+        if call.rows.group:
             raise CrossCheckError(
                 "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
                 "which a rank has a part. Check a run without it, or `xentlib parity`."

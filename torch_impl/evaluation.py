@@ -14,7 +14,7 @@ from xentlib.nll import NLLOutput
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import known, loss_and_count
-from xentlib.torch.placement.vocab_parallel import find_group
+from xentlib.torch.placement.rows import find_group
 
 
 class Evaluation:

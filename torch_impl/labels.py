@@ -16,7 +16,7 @@ from xentlib.labels import any_of_next
 from xentlib.torch.array_spec import array_spec, only_tensors
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import readable
-from xentlib.torch.placement.vocab_parallel import find_group
+from xentlib.torch.placement.rows import find_group
 
 
 def next_token_labels(

@@ -1,6 +1,7 @@
-"""Per-token log-probabilities in PyTorch: the steps of `xentlib.logprobs`, under their numbers.
+"""Per-token log-probabilities in PyTorch, of a head or of given logits: the steps of
+`xentlib.logprobs`, under their numbers.
 
-Shapes: N tokens, V vocabulary, H hidden width, B rows of a block of a chunk.
+Shapes: N tokens, V vocabulary, H hidden width, C columns of given logits, B rows of a block.
 """
 
 from __future__ import annotations
@@ -12,17 +13,28 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
-from xentlib.arguments import Arguments
+from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
-from xentlib.torch.binding import bind
+from xentlib.torch.binding import bind, bind_logits
 from xentlib.torch.core.consistency import Terms
-from xentlib.torch.core.gradients import Gradients, power_of_two, rounded
+from xentlib.torch.core.gemm import power_of_two
+from xentlib.torch.core.gradients import Gradients, fake_gradients, rounded
+from xentlib.torch.core.kernels import DzOutput
+from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.lora import fake_low_rank
-from xentlib.torch.core.stats import all_stats
+from xentlib.torch.core.stats import all_stats, given_stats
 from xentlib.torch.core.tokens import Selected
-from xentlib.torch.derivatives import differentiated_once, wanted
-from xentlib.torch.operators import DIFFERENTIATED, HeadCall, RowLayout, operator
+from xentlib.torch.operators import (
+    DIFFERENTIATED,
+    HeadCall,
+    LogitsCall,
+    RowLayout,
+    differentiated_once,
+    flattened,
+    made,
+    operator,
+    wanted,
+)
 from xentlib.torch.placement.head import with_head
 
 
@@ -66,13 +78,13 @@ def logprobs_forward(call: HeadCall, values: Values) -> Forward:
     """Steps 1 to 5."""
     entropy, output_dtype, needs = values
     loop = HeadLoop(call, Terms("chunked_logprobs", needs, float(entropy)))
-    loop.exchange()
+    loop.chunks_of.exchange()
     vocab = loop.check_consistent()
     if vocab is not None:
         vocab.consistency.exact("entropy", float(entropy))
         vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
     stats = all_stats(loop, WantedStats(entropy))
-    return outputs_of(loop.own, loop.local(kept_values(stats)), stats, output_dtype)
+    return outputs_of(loop.own, loop.chunks_of.local(kept_values(stats)), stats, output_dtype)
 
 
 def kept_values(stats: TokenStats) -> Tensor:
@@ -108,10 +120,9 @@ def logprobs_backward(
     """Steps 6 to 8: the gradients in their inputs' dtypes; empty if not needed."""
     accumulators = gradient_sums(upstream, call, needs)
     # On CPU rows that were not computed are +0 already, elsewhere their dz was.
-    inputs = (getattr(call, name) for name in DIFFERENTIATED)
     return tuple(
         rounded(x, (call.hidden if like is None else like).dtype)
-        for x, like in zip(accumulators, inputs, strict=True)
+        for x, like in zip(accumulators, call.leaves, strict=True)
     )
 
 
@@ -121,10 +132,10 @@ def gradient_sums(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> Gr
     residuals, entropy = Residuals(*upstream.residuals), upstream.d_entropy is not None
     terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
     loop = HeadLoop(call, terms)
-    entropy = loop.d_entropy  # of the tokens of any rank
+    entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
 
     cleaned_3N = clean_upstream(loop.own, upstream, call.compute_dtype)
-    *kept, g_logprob, g_entropy, g_lse = loop.exchange(*residuals, *cleaned_3N)
+    *kept, g_logprob, g_entropy, g_lse = loop.chunks_of.exchange(*residuals, *cleaned_3N)
     residuals, g_3N = Residuals(*kept), torch.stack((g_logprob, g_entropy, g_lse))
     exponent = power_of_two(call.gemm_dtype, g_3N.abs().sum(0))
     if exponent is not None:
@@ -141,8 +152,8 @@ def gradient_sums(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> Gr
             del kernels
             of_block.add(chunk)
     accumulators = sums.finish(exponent)
-    for x in accumulators[1:] if call.head_scale != 1.0 else ():
-        x.mul_(call.head_scale)
+    for x in accumulators[1:] if call.rows.head_scale != 1.0 else ():
+        x.mul_(call.rows.head_scale)
     return accumulators
 
 
@@ -200,16 +211,7 @@ def logprobs_backward_op(upstream: Cotangents, call: HeadCall, needs: Needs) -> 
 
 @logprobs_backward_op.fake
 def _(upstream: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
-    hidden, weight = call.hidden, call.weight
-    need_hidden, need_weight, need_bias, *need_low = needs.needs
-    vocab_size = weight.shape[1 if call.transposed else 0]
-    like_bias = hidden if call.bias is None else call.bias
-    return (
-        hidden.new_empty(hidden.shape if need_hidden else (0, hidden.shape[1])),
-        weight.new_empty(weight.shape if need_weight else (0, 0)),
-        like_bias.new_empty(vocab_size if need_bias else 0),
-        *fake_low_rank(call, need_low),
-    )
+    return tuple(fake_gradients(call, needs.needs))
 
 
 def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> None:
@@ -217,9 +219,10 @@ def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> Non
     *outputs, residuals = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(outputs[-1], residuals)
-    tensors = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor)}
-    ctx.save_for_backward(residuals, *tensors.values())
-    ctx.tensors, ctx.call = list(tensors), call._replace(**dict.fromkeys(tensors))
+    fields = flattened(call)
+    ctx.save_for_backward(residuals, *(x for x in fields if isinstance(x, Tensor)))
+    ctx.kind = type(call)
+    ctx.fields = [Tensor if isinstance(x, Tensor) else x for x in fields]
 
 
 def kept_of(
@@ -231,7 +234,8 @@ def kept_of(
     if d_logprobs is None and d_entropy is None and d_lse is None:
         return None
     residuals, *tensors = ctx.saved_tensors
-    call = ctx.call._replace(**dict(zip(ctx.tensors, tensors, strict=True)))
+    saved = iter(tensors)
+    call = made(ctx.kind, (next(saved) if x is Tensor else x for x in ctx.fields))
     return call, Cotangents(d_logprobs, d_entropy, d_lse, residuals)
 
 
@@ -252,8 +256,7 @@ logprobs_op.gradient(keep, _backward)
 def head_logprobs(given: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
     given, problem, call = bind("chunked_logprobs", given, local)
-    needs = wanted(*(getattr(call, name) for name in DIFFERENTIATED))
-    values = Values(given.entropy, getattr(torch, problem.output_dtype), needs)
+    values = Values(given.entropy, getattr(torch, problem.output_dtype), wanted(*call.leaves))
     return shaped(logprobs_op(call, values), problem.leading, given.entropy)
 
 
@@ -263,3 +266,82 @@ def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutp
         x if x.shape == leading else x.reshape(leading).clone() for x in results[:4]
     )
     return LogprobOutput(logprobs, entropies if entropy else None, lse, correct)
+
+
+def given_forward(given: GivenLogits, entropy: bool, output_dtype: torch.dtype) -> Forward:
+    """Steps 3 to 5 for logits that are there."""
+    given.check_consistent()
+    smoothing = given.scalars.label_smoothing
+    stats = given_stats(given, WantedStats(entropy, smoothing > 0))
+    return outputs_of(given.tokens, kept_values(stats), stats, output_dtype, smoothing)
+
+
+def given_backward(upstream: Cotangents, given: GivenLogits) -> Tensor:
+    """Step 6, in the logits' dtype: every row is written once, its target's column with it."""
+    residuals, entropy = Residuals(*upstream.residuals), upstream.d_entropy is not None
+    g_3N = clean_upstream(given.tokens, upstream, given.compute_dtype)
+    tokens, logits, size = given.tokens, given.logits, given.local_size
+    whole = tokens.computed == logits.shape[0]
+    d_logits = torch.empty_like(logits) if whole else torch.zeros_like(logits)
+    d_logits[:, size:] = 0.0
+    kernels = given.kernels()
+    for rows in given.blocks():
+        g_3B = g_3N[:, rows.places]
+        if rows.temperature_B is not None:
+            g_3B = g_3B / rows.temperature_B
+        kept = Residuals(*(x[rows.places] for x in residuals))
+        dz = coefficients(
+            g_3B,
+            kept,
+            entropy=entropy,
+            smoothing=given.scalars.label_smoothing,
+            vocab_size=given.vocab.size,
+        )
+        # A gradient has the strides of its logits, which may be those of a transposed view.
+        direct = isinstance(rows.places, slice) and d_logits.stride(1) == 1
+        into_BV = d_logits[rows.places, :size] if direct else None
+        kernels.dz(rows, kept.lse, dz, DzOutput(into_BV, with_target=True))
+        if into_BV is None:
+            d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
+    return d_logits
+
+
+@operator("given_forward", LogitsCall, Values, returns=FIVE)
+def given_op(call: LogitsCall, values: Values) -> tuple[Tensor, ...]:
+    """`given_forward` as one operator, opaque to the compiler; returns what `logprobs_op` does."""
+    output, residuals = given_forward(GivenLogits(call), *values[:2])
+    return (*output, torch.stack(residuals))
+
+
+@given_op.fake
+def _(call: LogitsCall, values: Values) -> tuple[Tensor, ...]:
+    return fake_outputs(call.logits, values.output_dtype, call.compute_dtype)
+
+
+@operator("given_backward", Cotangents, LogitsCall, returns="Tensor")
+def given_backward_op(upstream: Cotangents, call: LogitsCall) -> Tensor:
+    """`given_backward` as one operator, opaque to the compiler."""
+    return given_backward(upstream, GivenLogits(call))
+
+
+@given_backward_op.fake
+def _(upstream: Cotangents, call: LogitsCall) -> Tensor:
+    return torch.empty_like(call.logits)
+
+
+def _given_backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] | None:
+    kept = kept_of(ctx, "vocab_parallel_logprobs", gradients)
+    if kept is None:
+        return None
+    call, upstream = kept
+    return {"logits": given_backward_op(upstream, call)}
+
+
+given_op.gradient(keep, _given_backward)
+
+
+def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:
+    """`vocab_parallel_logprobs` of its arguments."""
+    given, problem, call = bind_logits("vocab_parallel_logprobs", given)
+    values = Values(given.entropy, getattr(torch, problem.output_dtype), [])
+    return shaped(given_op(call, values), problem.leading, given.entropy)

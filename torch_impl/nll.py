@@ -21,16 +21,23 @@ from xentlib.torch.binding import bind
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import Terms, same_upstream
 from xentlib.torch.core.device import device_info, host_readable
-from xentlib.torch.core.gradients import Gradients, needs_transpose, power_of_two
+from xentlib.torch.core.gemm import power_of_two
+from xentlib.torch.core.gradients import Gradients, fake_gradients
 from xentlib.torch.core.kernels import FusedLoss, LossTerms
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.lora import fake_low_rank
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats
 from xentlib.torch.core.tokens import Selected, counted, target_info
-from xentlib.torch.derivatives import differentiated_once, wanted, without_gradient
 from xentlib.torch.hooks import run_backward_hooks, run_forward_hooks
 from xentlib.torch.micro_batch import label_loss
-from xentlib.torch.operators import DIFFERENTIATED, HeadCall, RowLayout, operator
+from xentlib.torch.operators import (
+    DIFFERENTIATED,
+    HeadCall,
+    RowLayout,
+    differentiated_once,
+    operator,
+    wanted,
+    without_gradient,
+)
 from xentlib.torch.placement.head import with_head
 
 
@@ -56,7 +63,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     weights_N, weight_sum, divisor = token_weights(loop, loss)
     factor_N = weights_N * (1.0 / divisor)
     factor_N = torch.where(loop.own.bad, torch.nan, factor_N)
-    (factor_N,) = loop.exchange(factor_N)
+    (factor_N,) = loop.chunks_of.exchange(factor_N)
     exponent = power_of_two(call.gemm_dtype, factor_N)
     if exponent is not None:
         factor_N = torch.ldexp(factor_N, exponent)
@@ -91,13 +98,8 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
                     values_7B = values_7B if direct else torch.empty_like(values_7B)
                     weights_sum = None if loop.class_weights is None else loop.class_weights.sum()
                     of_loss = LossTerms(factor_B, scalars, weights_sum, values_7B, dz_y_B)
-                    cast(FusedLoss, kernels).loss(
-                        rows,
-                        wanted_stats,
-                        of_loss,
-                        into_BV=of_block.into(rows),
-                        round_to=call.gemm_dtype,
-                    )
+                    fused = cast(FusedLoss, kernels)
+                    fused.loss(rows, wanted_stats, of_loss, of_block.output(rows))
                     if not direct:
                         per_token_7N[:, rows.places] = values_7B
                     continue
@@ -123,7 +125,8 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     # have refused it, those of `vocab_parallel` have compared it.
     if refused is not None:
         CALLS.refuse("denominator", value=refused)
-    output = reduced(loop.own, loop.local(per_token_7N), weights_N, weight_sum, divisor, loss)
+    per_token_7N = loop.chunks_of.local(per_token_7N)
+    output = reduced(loop.own, per_token_7N, weights_N, weight_sum, divisor, loss)
     return output, gradients, loop.own.valid
 
 
@@ -268,32 +271,15 @@ def nll_op(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
 
 @nll_op.fake
 def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
-    hidden, weight, compute_dtype = call.hidden, call.weight, call.compute_dtype
-    output_dtype, needs = loss.output_dtype, loss.needs
-    num_tokens, hidden_size = hidden.shape
-    vocab_size = weight.shape[1 if call.transposed else 0]
-    scalar = hidden.new_empty((), dtype=output_dtype)
-    token = hidden.new_empty(num_tokens, dtype=output_dtype)
-    need_hidden, need_weight, need_bias, *need_low = needs
-    again = call.transposed and not needs_transpose(call.transposed, hidden.device)
-    shape = (weight.shape[::-1] if again else weight.shape) if need_weight else (0, 0)
-    d_weight = hidden.new_empty(shape, dtype=compute_dtype)
-    d_weight = d_weight.T if again else d_weight
+    hidden, number, count, flag = call.hidden, loss.output_dtype, torch.int64, torch.bool
+    num_tokens = hidden.shape[0]
+    of_call = (number, count, number, number)
+    of_token = (number, number, number, flag, count)
     return (
-        scalar,
-        hidden.new_empty((), dtype=torch.int64),
-        torch.empty_like(scalar),
-        torch.empty_like(scalar),
-        token,
-        torch.empty_like(token),
-        torch.empty_like(token),
-        hidden.new_empty(num_tokens, dtype=torch.bool),
-        hidden.new_empty(num_tokens, dtype=torch.int64),
-        hidden.new_empty((num_tokens if need_hidden else 0, hidden_size), dtype=compute_dtype),
-        d_weight,
-        hidden.new_empty(vocab_size if need_bias else 0, dtype=compute_dtype),
-        *fake_low_rank(call, need_low, compute_dtype),
-        hidden.new_empty(num_tokens, dtype=torch.bool),
+        *(hidden.new_empty((), dtype=dtype) for dtype in of_call),
+        *(hidden.new_empty(num_tokens, dtype=dtype) for dtype in of_token),
+        *fake_gradients(call, loss.needs, call.compute_dtype),
+        hidden.new_empty(num_tokens, dtype=flag),
     )
 
 
@@ -302,12 +288,11 @@ def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> 
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*constants, *kept)
     ctx.save_for_backward(*kept)
-    leaves = (getattr(call, name) for name in DIFFERENTIATED)
-    ctx.dtypes = [None if x is None else x.dtype for x in leaves]
-    ctx.needs, ctx.head_scale = loss.needs, call.head_scale
+    ctx.dtypes = [None if x is None else x.dtype for x in call.leaves]
+    ctx.needs, ctx.head_scale = loss.needs, call.rows.head_scale
     # Ranks whose tokens are in one gradient of the head
-    together = call.every or call.group
-    ctx.together = together if call.route and any(loss.needs[1:]) else ""
+    together = call.rows.every or call.rows.group
+    ctx.together = together if call.rows.route and any(loss.needs[1:]) else ""
 
 
 def _backward(
@@ -372,21 +357,20 @@ def nll(given: Arguments, local: RowLayout | None = None) -> NLLOutput[Tensor]:
         entropy="entropy" in given.outputs,
         predicted="predicted" in given.outputs,
         output_dtype=getattr(torch, problem.output_dtype),
-        needs=wanted(*(getattr(call, name) for name in DIFFERENTIATED)),
+        needs=wanted(*call.leaves),
     )
     output = nll_op(call, loss)
     run_forward_hooks(call, loss, output)
     total, num_tokens, weight_sum, z_term, *rest = output
-    leaves = [getattr(call, name) for name in DIFFERENTIATED]
     if call.scalars.z_loss:
-        z_term = without_gradient("z_loss", z_term, leaves)
+        z_term = without_gradient("z_loss", z_term, call.leaves)
     per_token = {
         name: value.reshape(problem.leading) if name in given.outputs else None
         for name, value in zip(OUTPUTS, rest)
     }
     for name, result in per_token.items():
         if result is not None and result.is_floating_point():
-            per_token[name] = without_gradient(name, result, leaves)
+            per_token[name] = without_gradient(name, result, call.leaves)
     if divisor is None and loss.mean:
         divisor = weight_sum
     label_loss(total, num_tokens, weight_sum, divisor)

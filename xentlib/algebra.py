@@ -120,13 +120,12 @@ class Algebra(NamedTuple):
         top = where(none, -INF, rest.m) == m
         scale = where(none, 0.0, self.exp_difference(rest.m, m))
         total = rest.ones + rest.s
-        sum_ed = sum_d = first = None
+        sum_ed = sum_d = None
         if rest.sum_ed is not None:
             sum_ed = scale * (rest.sum_ed + self.below(rest, m) * total)
         if rest.sum_d is not None:
             sum_d = rest.sum_d + weights * (rest.m - m)
-        if rest.top is not None:
-            first = where(top & ~none, rest.top, INF)
+        first = None if rest.top is None else where(top & ~none, rest.top, INF)
         ones, s = where(top, rest.ones, 0.0), where(top, rest.s, scale * total)
         return NonTargetStats(m, ones, s, sum_ed, sum_d, first)
 
@@ -141,13 +140,9 @@ class Algebra(NamedTuple):
         m = self.xp.maximum(*(self.xp.where(x.ones == 0, -INF, x.m) for x in (a, b)))
         m = self.xp.where(m == -INF, 0.0, m)
         a, b = self.relative_to(m, a, a_weights), self.relative_to(m, b, b_weights)
-        sum_ed = sum_d = first = None
-        if a.sum_ed is not None:
-            sum_ed = a.sum_ed + b.sum_ed
-        if a.sum_d is not None:
-            sum_d = a.sum_d + b.sum_d
-        if a.top is not None:
-            first = self.xp.minimum(a.top, b.top)
+        sum_ed = None if a.sum_ed is None else a.sum_ed + b.sum_ed
+        sum_d = None if a.sum_d is None else a.sum_d + b.sum_d
+        first = None if a.top is None else self.xp.minimum(a.top, b.top)
         return NonTargetStats(m, a.ones + b.ones, a.s + b.s, sum_ed, sum_d, first)
 
     def token_stats(

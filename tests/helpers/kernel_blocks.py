@@ -78,7 +78,7 @@ def in_torch(
     from xentlib.algebra import TargetInfo, WantedStats
     from xentlib.arguments import Scalars
     from xentlib.torch.core.algebra import ALGEBRA
-    from xentlib.torch.core.kernels import LogitsBlock, LogitTransform
+    from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform
     from xentlib.torch.logprobs import Residuals, coefficients
 
     def tensor(x: Any) -> Any:
@@ -105,7 +105,7 @@ def in_torch(
     if again:
         seen = rows()
     given = None if round_to is None else getattr(torch, round_to)
-    dz_y, sums = kernels.dz(seen, stats.lse, of, round_to=given, column_sums=True)
+    dz_y, sums = kernels.dz(seen, stats.lse, of, DzOutput(round_to=given, column_sums=True))
     found = (z_y, stats.lse, stats.logprob, stats.entropy, stats.predicted, stats.correct)
     found = (*found, seen.z_BV, dz_y, sums)
     return Made(*(None if x is None else x.cpu().numpy() for x in found))

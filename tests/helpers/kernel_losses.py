@@ -12,7 +12,7 @@ from xentlib.algebra import WantedStats
 from xentlib.arguments import Scalars
 from xentlib.contract import check
 from xentlib.reference import nll_reference
-from xentlib.torch.core.kernels import LogitsBlock, LogitTransform, LossTerms
+from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms
 from xentlib.torch.triton.launch import Triton
 
 WIDTH = 320  # of a row in memory, in float32
@@ -61,8 +61,7 @@ def loss_of(
             values,
             dz_y,
         ),
-        into_BV=into_BV,
-        round_to=dtype,
+        DzOutput(into_BV, dtype),
     )
     dz = (z_BV if into_BV is None else into_BV).float()
     assert not dz[torch.arange(B), labels].any()

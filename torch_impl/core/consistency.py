@@ -1,6 +1,6 @@
-"""What all ranks of a head must have the same, and how they learn it: in a few numbers that travel
-with the first MAX of a sharded vocabulary; or, where tokens or rows of a head travel, in a
-handshake from host to host, first in a call, on all of its ranks.
+"""The ranks that share a head: their process groups, what all of them must have the same, and how
+they learn it: in a few numbers that travel with the first MAX of a sharded vocabulary; or, where
+tokens or rows of a head travel, in a handshake from host to host, first in a call, on all of them.
 
 Shapes: N tokens, E numbers, R ranks, S numbers of each.
 """
@@ -8,21 +8,20 @@ Shapes: N tokens, E numbers, R ranks, S numbers of each.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.arguments import SCALARS, Scalars
 from xentlib.checks.call import CALLS
 from xentlib.checks.shards import SHARDS, refuse_inconsistent
 from xentlib.plan.split import ROOM
 from xentlib.torch.core.device import chunk_bytes, host_readable
-from xentlib.torch.core.groups import gather_into, group_named, host_group
-from xentlib.torch.core.tokens import check_labels, counted, out_of_range
+from xentlib.torch.core.tokens import check_labels, counted
 from xentlib.torch.operators import HeadCall
 
 FUNCTIONS = (
@@ -36,6 +35,90 @@ FUNCTIONS = (
 SIGNS, SIGNED_TOLERANCE = 4, 0.1
 # Of plain sums and of numbers that each rank computes for itself.
 TOLERANCE = 1e-5
+
+# torch 2.13 has other names for them, and warns of the old ones.
+gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Of groups that reach devices alone, the same ranks over gloo.
+HOST_GROUPS: Any = WeakIdKeyDictionary()
+
+
+class PendingCollective(NamedTuple):
+    """A collective under way, and the tensors that it works on."""
+
+    work: Any
+    result: Tensor
+    source: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.result
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[R n, ...] of [n, ...], rank by rank."""
+    result = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    gather_into(result, x, group=group)
+    return result
+
+
+def filled(x: Tensor, count: int) -> Tensor:
+    """[count, ...] of [n, ...], 0 beyond it."""
+    result = x.new_zeros(count, *x.shape[1:])
+    result[: x.shape[0]] = x
+    return result
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> PendingCollective:
+    """[R n, ...] of [n, ...], rank by rank."""
+    result = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    return PendingCollective(gather_into(result, x, group=group, async_op=True), result, x)
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> PendingCollective:
+    """This rank's [n, ...] of [R n, ...], summed over the ranks."""
+    result = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    return PendingCollective(scatter_into(result, x, group=group, async_op=True), result, x)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """From its name, which is what an operator may take."""
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    group: dist.ProcessGroup = resolve(name)
+    return group
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same ranks where numbers of the host travel without a device: the group itself, or one
+    over gloo that its ranks make at its first use."""
+    if torch.device("cpu") in group._device_types:
+        return group
+    if group not in HOST_GROUPS:
+        ranks = dist.get_process_group_ranks(group)
+        HOST_GROUPS[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    twin: dist.ProcessGroup = HOST_GROUPS[group]
+    return twin
+
+
+def all_gather_rows(rows: Tensor, count: int, over: dist.ProcessGroup) -> Tensor:
+    """All `count` rows of a parameter [r, H], of which each rank has as torch.chunk cuts."""
+    whole: Tensor = AllGatherRows.apply(rows, count, over)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class AllGatherRows(torch.autograd.Function):
+    """All ranks' rows of a parameter, whose gradient each rank has of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, count: int, over: Any) -> Tensor:
+        each = -(-count // dist.get_world_size(over))
+        ctx.start, ctx.stop = (min(k * each, count) for k in (over.rank(), over.rank() + 1))
+        return all_gather(filled(rows, each), over)[:count]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient[ctx.start : ctx.stop].clone(), None, None
 
 
 class RankConsistency:
@@ -180,6 +263,76 @@ class Agreed(NamedTuple):
         return Agreed(*([numbers[rank] for rank in ranks] for numbers in self))
 
 
+def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
+    """Numbers of every rank, of a call by a row of the table of routes. Refuse on all of them what
+    must be the same, or they would not make the same collectives, or not add up the same loss; and
+    a denominator of 0. Where rows travel, also a label outside of the vocabulary on any rank.
+
+    All that decides a collective is in it, and it has one size for every route and function: ranks
+    whose calls differ read that, and none waits for the others.
+    """
+    layout, bad_N = call.rows, None
+    assert layout.shard is not None
+    group, vocab_size = group_named(layout.every or layout.group), int(layout.shard[2])
+    valid_N, rows_M = counted(call.labels, call.where, call.ignore_index)
+    if route != "hidden":  # whose ranks gather their labels, and refuse one together
+        labels = call.labels.long()
+        bad_N = valid_N & ((labels < 0) | (labels >= vocab_size))
+    is_bad = bad_N is not None and host_readable(bad_N) and bool(bad_N.any())
+    of_rank = {
+        "bad": is_bad + 2 * (terms.refused is not None),
+        "tokens": call.hidden.shape[0] if rows_M is None else rows_M.shape[0],
+        "rows": call.weight.shape[call.transposed],
+        "budget": chunk_bytes(call.chunk_bytes, call.hidden.device),
+        "temperature": call.temperature is not None,
+        "d_entropy": terms.d_entropy,
+    }
+    same, close = same_numbers(call, terms, route), close_numbers(call, terms)
+    numbers = [*of_rank.values(), *same.values(), *close.values()]
+    sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    all_RS = all_gather(sent, host_group(group)).view(-1, len(sent))
+    spread = (all_RS.amax(0) - all_RS.amin(0)).tolist()[len(of_rank) :]
+    differs = [name for name, far in zip(same, spread) if far > 0]
+    differs += [name for name, far in zip(close, spread[len(same) :]) if far > TOLERANCE]
+    refuse_inconsistent([name for name in differs if name in ("gather", "function")])
+    columns = dict(zip(of_rank, all_RS[:, : len(of_rank)].long().T.tolist(), strict=True))
+    if bad_N is not None:
+        check_labels(call.labels, bad_N, call.ignore_index, vocab_size)
+        ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 1)
+        CALLS.require("labels_elsewhere", not ranks, ranks=ranks)
+    if terms.refused is not None:
+        CALLS.refuse("denominator", value=terms.refused)
+    ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 2)
+    CALLS.require("denominator_elsewhere", not ranks, ranks=ranks)
+    refuse_inconsistent(differs)
+    return Agreed(*(columns[name] for name in Agreed._fields))
+
+
+def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
+    """What every rank must have the same, by name."""
+    assert call.rows.shard is not None
+    of_hidden, *of_head = (*terms.needs, *[False] * (5 - len(terms.needs)))
+    wanted = sum(2**k * bool(need) for k, need in enumerate(of_head))
+    hidden = route == "hidden"  # d hidden is a sum over ranks, and each has its own bias
+    dtypes = DTYPES.index(call.compute_dtype), DTYPES.index(call.gemm_dtype)
+    return {
+        "gather": ROUTES.index(route),
+        "function": FUNCTIONS.index(terms.function),
+        "max_chunk_bytes": call.chunk_bytes,
+        "the width of hidden": call.hidden.shape[1],
+        "the dtype of hidden": 10 * dtypes[0] + dtypes[1],
+        "keep": call.low_keep is not None,
+        "ignore_index": call.ignore_index,
+        "vocab_size": int(call.rows.shard[2]),
+        "bias": not hidden and call.bias is not None,
+        "gradient": hidden and of_hidden,
+        "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
+        "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
+        **{name: value or 0.0 for name, value in call.scalars._asdict().items()},
+        "outputs" if terms.of_loss else "entropy": terms.outputs,
+    }
+
+
 def close_numbers(call: HeadCall, terms: Terms) -> dict[str, float]:
     """What each rank has computed for itself, so that it may differ in roundings, by name; 0 where
     it is not there or cannot be read."""
@@ -194,83 +347,6 @@ def close_numbers(call: HeadCall, terms: Terms) -> dict[str, float]:
     return numbers
 
 
-def bits_of(x: float) -> int:
-    """Of float64, as an integer: what is compared is then the number itself."""
-    bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
-    return bits
-
-
-def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
-    """Numbers of every rank, of a call by a row of the table of routes. Refuse on all of them what
-    must be the same, or they would not make the same collectives, or not add up the same loss; and
-    a denominator of 0. Where rows travel, also a label outside of the vocabulary on any rank.
-
-    All that decides a collective is in it, and it has one size for every route and function: ranks
-    whose calls differ read that, and none waits for the others.
-    """
-    assert call.shard is not None
-    group = group_named(call.every or call.group)
-    vocab_size, bad_N = int(call.shard[2]), None
-    _, rows_M = counted(call.labels, call.where, call.ignore_index)
-    if route != "hidden":  # whose ranks gather their labels, and refuse one together
-        bad_N = out_of_range(call.labels, call.where, call.ignore_index, vocab_size)
-    is_bad = bad_N is not None and host_readable(bad_N) and bool(bad_N.any())
-    of_rank = {
-        "bad": is_bad + 2 * (terms.refused is not None),
-        "tokens": call.hidden.shape[0] if rows_M is None else rows_M.shape[0],
-        "rows": call.weight.shape[call.transposed],
-        "budget": chunk_bytes(call.chunk_bytes, call.hidden.device),
-        "temperature": int(call.temperature is not None),
-        "d_entropy": int(terms.d_entropy),
-    }
-    same, close = same_numbers(call, terms, route), close_numbers(call, terms)
-    numbers = [*of_rank.values(), *same.values(), *map(bits_of, close.values())]
-    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    all_RS = sent.new_empty(dist.get_world_size(group), len(sent))
-    gather_into(all_RS.view(-1), sent, group=host_group(group))
-    exact_RS, close_RS = all_RS.split([len(sent) - len(close), len(close)], dim=1)
-    columns = dict(zip((*of_rank, *same), exact_RS.T.tolist(), strict=True))
-    differs = [name for name in same if len(set(columns[name])) > 1]
-    high, low = (close_RS.contiguous().view(torch.float64).aminmax(dim=0))[::-1]
-    differs += [name for name, far in zip(close, (high - low > TOLERANCE).tolist()) if far]
-    refuse_inconsistent([name for name in differs if name in ("gather", "function")])
-    if bad_N is not None:
-        check_labels(call.labels, bad_N, call.ignore_index, vocab_size)
-        ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 1)
-        CALLS.require("labels_elsewhere", not ranks, ranks=ranks)
-    if terms.refused is not None:
-        CALLS.refuse("denominator", value=terms.refused)
-    ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 2)
-    CALLS.require("denominator_elsewhere", not ranks, ranks=ranks)
-    refuse_inconsistent(differs)
-    return Agreed(*(columns[name] for name in Agreed._fields))
-
-
-def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, int]:
-    """What every rank must have the same, by name."""
-    assert call.shard is not None
-    of_hidden, *of_head = (*terms.needs, *[False] * (5 - len(terms.needs)))
-    wanted = sum(2**k * bool(need) for k, need in enumerate(of_head))
-    hidden = route == "hidden"  # d hidden is a sum over ranks, and each has its own bias
-    dtypes = DTYPES.index(call.compute_dtype), DTYPES.index(call.gemm_dtype)
-    return {
-        "gather": ROUTES.index(route),
-        "function": FUNCTIONS.index(terms.function),
-        "max_chunk_bytes": call.chunk_bytes,
-        "the width of hidden": call.hidden.shape[1],
-        "the dtype of hidden": 10 * dtypes[0] + dtypes[1],
-        "keep": int(call.low_keep is not None),
-        "ignore_index": call.ignore_index,
-        "vocab_size": int(call.shard[2]),
-        "bias": 0 if hidden else int(call.bias is not None),
-        "gradient": int(of_hidden) if hidden else 0,
-        "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
-        "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
-        **{name: bits_of(value or 0.0) for name, value in call.scalars._asdict().items()},
-        "outputs" if terms.of_loss else "entropy": bits_of(terms.outputs),
-    }
-
-
 @torch.library.custom_op("xentlib::same_upstream", mutates_args=())
 def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
     """The gradient [] that all ranks with tokens that count have alike, of a loss whose head's
@@ -278,8 +354,7 @@ def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
     read."""
     over = group_named(group)
     ours = torch.stack([gradient, counts.to(gradient.dtype)])
-    all_R2 = ours.new_empty(dist.get_world_size(over), 2)
-    gather_into(all_R2.view(-1), ours, group=over)
+    all_R2 = all_gather(ours, over).view(-1, 2)
     value_R, counts_R = all_R2[:, 0], all_R2[:, 1] > 0
     high = torch.where(counts_R, value_R, -torch.inf).amax()
     low = torch.where(counts_R, value_R, torch.inf).amin()

@@ -13,7 +13,7 @@ from torch import Tensor
 from xentlib.algebra import FLOOR, Coefficients, NonTargetStats, WantedStats
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import add_rows_
-from xentlib.torch.core.kernels import LogitsBlock, LogitTransform
+from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, TargetTerms
 
 
 class Eager:
@@ -44,15 +44,7 @@ class Eager:
         return z_y, self.rest_stats(rows.z_BV, rows.y_B1, wanted)
 
     def dz(
-        self,
-        rows: LogitsBlock,
-        lse_B: Tensor,
-        of: Coefficients,
-        *,
-        into_BV: Tensor | None = None,
-        round_to: torch.dtype | None = None,
-        with_target: bool = False,
-        column_sums: bool = False,
+        self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients, out: DzOutput
     ) -> tuple[Tensor, Tensor | None]:
         """Steps 6 and 7."""
         if rows.fresh:
@@ -70,35 +62,28 @@ class Eager:
         if rows.valid_B is not None:
             dz_BV.masked_fill_(~rows.valid_B[:, None], 0.0)
             dz_y_B = torch.where(rows.valid_B, dz_y_B, 0.0)
-        sums_V = dz_BV.sum(0) if column_sums else None
-        if with_target:
+        sums_V = dz_BV.sum(0) if out.column_sums else None
+        if out.with_target:
             # The target's own, or into the spare column.
             rows.z_BV.scatter_(1, rows.y_B1, dz_y_B[:, None])
-        rounded = round_to is not None and round_to != self.dtype
-        if rounded or into_BV is not None:
+        rounded = out.round_to is not None and out.round_to != self.dtype
+        if rounded or out.into_BV is not None:
             # Through new memory: `into_BV` may lie over other columns of the same rows.
-            into_BV = dz_BV if into_BV is None else into_BV
-            into_BV.copy_(dz_BV.to(round_to or into_BV.dtype))
+            into_BV = dz_BV if out.into_BV is None else out.into_BV
+            into_BV.copy_(dz_BV.to(out.round_to or into_BV.dtype))
         return dz_y_B, sums_V
 
     @staticmethod
-    def add_to_hidden(dx_BH: Tensor, dz_y_B: Tensor, weight_VH: Tensor, y_B: Tensor) -> None:
+    def add_to_hidden(dx_BH: Tensor, terms: TargetTerms, weight_VH: Tensor) -> None:
         """dx[i] += dz_y[i] weight[y[i]]; a row 0 is found for a `y` that is none, whose dz is 0."""
-        y_B = torch.where(y_B < weight_VH.shape[0], y_B, 0)
-        dx_BH.addcmul_(dz_y_B[:, None], weight_VH[y_B].to(dx_BH.dtype))
+        y_B = torch.where(terms.y_B < weight_VH.shape[0], terms.y_B, 0)
+        dx_BH.addcmul_(terms.dz_y_B[:, None], weight_VH[y_B].to(dx_BH.dtype))
 
     @staticmethod
-    def add_to_weight(
-        acc_VH: Tensor,
-        dz_y_B: Tensor,
-        x_BH: Tensor,
-        y_B: Tensor,
-        order_B: Tensor | None,
-        first: int,
-    ) -> None:
+    def add_to_weight(acc_VH: Tensor, terms: TargetTerms, x_BH: Tensor) -> None:
         """acc[y[i]] += dz_y[i] x[i]."""
-        y_B = torch.where(y_B < acc_VH.shape[0], y_B, 0)
-        add_rows_(acc_VH, y_B, dz_y_B[:, None] * x_BH.to(acc_VH.dtype))
+        y_B = torch.where(terms.y_B < acc_VH.shape[0], terms.y_B, 0)
+        add_rows_(acc_VH, y_B, terms.dz_y_B[:, None] * x_BH.to(acc_VH.dtype))
 
     def prepare(self, rows: LogitsBlock, *, derivative: bool) -> Tensor:
         """The product becomes logits, -inf in the target's column; returns the target's logit."""

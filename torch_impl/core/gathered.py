@@ -19,15 +19,17 @@ from torch import Tensor
 
 from xentlib.checks.shards import SHARDS
 from xentlib.plan import ChunkPlan, spread_tokens
-from xentlib.torch.core.consistency import Agreed, Terms
-from xentlib.torch.core.device import host_readable
-from xentlib.torch.core.groups import (
+from xentlib.torch.core.consistency import (
+    Agreed,
     PendingCollective,
-    gather_into,
+    Terms,
+    all_gather,
+    filled,
     group_named,
     start_all_gather,
     start_reduce_scatter,
 )
+from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.kernels import kernels_for
 from xentlib.torch.core.tokens import LocalVocab, OwnTokens, plan_of, select_tokens
 from xentlib.torch.operators import HeadCall
@@ -40,11 +42,11 @@ class GatheredTokens(OwnTokens):
 
     def __init__(self, call: HeadCall, vocab: LocalVocab, agreed: Agreed, terms: Terms) -> None:
         super().__init__(call, vocab, d_entropy=any(agreed.d_entropy))
-        self.vocab, self.group = vocab, group_named(call.group)
+        self.vocab, self.group = vocab, group_named(call.rows.group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         # Of rows that the caller has cut, copies of a token add up in their gradient; a wrapper's
         # mean over ranks takes that back.
-        self.may_be_copies = call.route == "tokens" and self.ranks > 1 and any(terms.needs[1:])
+        self.may_be_copies = call.rows.route == "tokens" and self.ranks > 1 and any(terms.needs[1:])
         self.may_be_copies = self.may_be_copies and host_readable(call.hidden)
         self.longest = max(agreed.tokens)
         # A number per token that travels where any rank has it.
@@ -81,16 +83,15 @@ class GatheredTokens(OwnTokens):
 
     def _of_all_ranks(self, labels: Tensor, numbers: list[Tensor]) -> list[Tensor]:
         """[M]: labels, and numbers per token in the compute dtype, of every rank's tokens."""
-        filled = [self._filled(x, 0) for x in numbers]
-        filled = [self._filled(labels, self.call.ignore_index), *filled]
-        packed = [_bytes(x) for x in filled]
+        whole = [self._filled(labels, self.call.ignore_index)]
+        whole += [self._filled(x, 0) for x in numbers]
+        packed = [_bytes(x) for x in whole]
         sent = torch.cat(packed, dim=1).contiguous()
-        gathered = sent.new_empty(self.ranks * sent.shape[0], sent.shape[1])
-        gather_into(gathered, sent, group=self.group)
+        gathered = all_gather(sent, self.group)
         self.may_be_copies = self.may_be_copies and self._same_of_all(gathered)
         sizes = [x.shape[1] for x in packed]
         in_chunks = []
-        for part, x in zip(gathered.split(sizes, dim=1), filled, strict=True):
+        for part, x in zip(gathered.split(sizes, dim=1), whole, strict=True):
             of_ranks = part.reshape(-1).view(x.dtype).view(self.ranks, self.length)
             parts = [x.reshape(-1) for x in of_ranks.split(self.per_chunk, dim=1)]
             in_chunks.append(torch.cat(parts))
@@ -112,9 +113,9 @@ class GatheredTokens(OwnTokens):
 
     def _filled(self, x_N: Tensor, value: int) -> Tensor:
         """[L]: of the computed tokens, and a value beyond them."""
-        filled = x_N.new_full((self.length,), value)
-        filled[: self.own.computed] = x_N[self.own.places(0, self.own.computed)]
-        return filled
+        whole = x_N.new_full((self.length,), value)
+        whole[: self.own.computed] = x_N[self.own.places(0, self.own.computed)]
+        return whole
 
     def chunks(self, plan: ChunkPlan) -> Iterator[tuple[Tensor, Tensor | None]]:
         """In the dtype of the products; the next chunk travels while one is computed."""
@@ -145,9 +146,7 @@ class GatheredTokens(OwnTokens):
         if self.keep is None:
             return [start_all_gather(sent_SH, self.group)]
         bits = _packed(self.keep[places])
-        sent_bits = bits.new_zeros(size, bits.shape[1])
-        sent_bits[: bits.shape[0]] = bits
-        return [start_all_gather(x, self.group) for x in (sent_SH, sent_bits)]
+        return [start_all_gather(x, self.group) for x in (sent_SH, filled(bits, size))]
 
     def view(self, d_hidden: Tensor, start: int, size: int) -> Tensor | None:
         return None

@@ -30,6 +30,11 @@ NARROW, NARROW_DEPTH = 16, 1024
 ONEDNN = torch.__version__ >= "2.12"
 
 
+# float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
+# p is normal down to 2^-24 and dz may still grow 32-fold.
+FP16_EXPONENT = 11
+
+
 def storage_dtype(
     gemm_dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
@@ -40,6 +45,16 @@ def storage_dtype(
 def operand(x: Tensor, gemm_dtype: torch.dtype, compute_dtype: torch.dtype) -> Tensor:
     """`x` rounded to `gemm_dtype`, in the storage dtype; itself where nothing changes."""
     return x.to(gemm_dtype).to(storage_dtype(gemm_dtype, compute_dtype, x.device))
+
+
+def power_of_two(
+    gemm_dtype: torch.dtype, x: Tensor, exponent: int = FP16_EXPONENT
+) -> Tensor | None:
+    """Exponent that brings float16 numbers of this size to where float16 has digits."""
+    if gemm_dtype != torch.float16:
+        return None
+    largest = x.abs().amax() if x.numel() else x.sum()
+    return exponent - torch.frexp(largest).exponent
 
 
 class Precision:

@@ -14,23 +14,13 @@ from torch import Tensor
 from xentlib.algebra import Coefficients
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
-from xentlib.torch.core.kernels import Kernels, LogitsBlock
+from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, TargetTerms
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
 from xentlib.torch.core.lora import LowSums
 from xentlib.torch.core.vocab import ShardedVocab
+from xentlib.torch.operators import HeadCall
 
-# float16 has no room for p / N: dz carries a power of two that puts the largest factor here, where
-# p is normal down to 2^-24 and dz may still grow 32-fold.
-FP16_EXPONENT = 11
 BIAS = 2  # of the gradients, the one that comes from no product
-
-
-def power_of_two(gemm_dtype: torch.dtype, factors: Tensor) -> Tensor | None:
-    """Exponent that brings float16 dz of these factors to where float16 has digits."""
-    if gemm_dtype != torch.float16:
-        return None
-    largest = factors.abs().amax() if factors.numel() else factors.sum()
-    return FP16_EXPONENT - torch.frexp(largest).exponent
 
 
 def order_in_chunks(logits: ChunkedLogits, y_M: Tensor) -> Tensor:
@@ -57,6 +47,26 @@ class Gradients(NamedTuple):
     bias: Tensor
     low_in: Tensor
     low_out: Tensor
+
+
+def fake_gradients(
+    call: HeadCall, needs: list[bool], dtype: torch.dtype | None = None
+) -> Gradients:
+    """Shapes and dtypes for a compiler, empty where not needed: of accumulators in a compute dtype,
+    or of gradients in those of their inputs."""
+    likes = [call.hidden if x is None else x for x in call.leaves]
+    hidden, weight, _, low_in, low_out = (x.shape for x in likes)
+    shapes = (hidden, weight, (weight[call.transposed],), low_in, low_out)
+    none = ((0, hidden[1]), (0, 0), (0,), (0, 0), (0, 0))
+    parts = zip(likes, needs, shapes, none, strict=True)
+    gradients = Gradients(
+        *(x.new_empty(a if need else b, dtype=dtype or x.dtype) for x, need, a, b in parts)
+    )
+    if dtype is None or not call.transposed or needs_transpose(True, call.hidden.device):
+        return gradients
+    # The sum is [V, H], and turned.
+    turned = gradients.weight.new_empty(gradients.weight.shape[::-1]).T
+    return gradients._replace(weight=turned)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,38 +122,26 @@ class GradientSums:
         """Walks over the head, with the sums of each: one."""
         yield self.logits, self
 
-    def into(self, rows: LogitsBlock) -> Tensor | None:
-        """Where dz of a block goes; None: in place of its logits."""
-        if self.dz_TV is self.logits.logits_TV:
-            return None
-        return self.dz_TV[rows.span, : self.logits.local_size]
+    def output(self, rows: LogitsBlock, *, column_sums: bool = False) -> DzOutput:
+        """Where dz of a block goes: in place of its logits, where that is as wide."""
+        into_BV = None
+        if self.dz_TV is not self.logits.logits_TV:
+            into_BV = self.dz_TV[rows.span, : self.logits.local_size]
+        return DzOutput(into_BV, self.logits.gemm_dtype, column_sums=column_sums)
 
     def take(self, rows: LogitsBlock, kernels: Kernels, lse_B: Tensor, of: Coefficients) -> None:
         """Steps 6 and 7 for a block: dz of the rest in place of the logits, that of the target
         beside it, both rounded to the GEMM dtype."""
-        gemm_dtype, need_bias = (
-            self.logits.gemm_dtype,
-            self.needs[2] and bool(self.logits.local_size),
-        )
-        dz_y_B, part_V = kernels.dz(
-            rows,
-            lse_B,
-            of,
-            into_BV=self.into(rows),
-            round_to=gemm_dtype,
-            column_sums=need_bias,
-        )
+        need_bias = self.needs[2] and bool(self.logits.local_size)
+        dz_y_B, part_V = kernels.dz(rows, lse_B, of, self.output(rows, column_sums=need_bias))
         if part_V is not None:
             # A block's sums first: one after the other, 6,250 terms of one label err by 30 u.
-            add_rows_(part_V, self._columns(rows.places), dz_y_B)
+            # A target of another rank is put into column 0, where its term is 0.
+            y_B, owned_B = rows.y_B1[:, 0], rows.owned_B
+            y_B = y_B if owned_B is None else torch.where(owned_B, y_B, 0)
+            add_rows_(part_V, y_B, dz_y_B)
             self.bias.add_(part_V)
-        self.dz_y_T[rows.span] = dz_y_B.to(gemm_dtype)
-
-    def _columns(self, index: slice | Tensor) -> Tensor:
-        """The targets' rows of the head; 0 for those of other ranks, whose terms are 0."""
-        labels = self.logits.tokens.labels[index]
-        owned = self.logits.tokens.owned
-        return labels if owned is None else torch.where(owned[index], labels, 0)
+        self.dz_y_T[rows.span] = dz_y_B.to(self.logits.gemm_dtype)
 
     def add(self, chunk: Chunk) -> None:
         """Gradient GEMMs of the rest, then the target's terms: they are most of both gradients,
@@ -162,10 +160,12 @@ class GradientSums:
         dz_TV = self.dz_TV[:padded, : logits.local_size]
         if padded > size:
             dz_TV[size:].zero_()
-        dz_y_T, y_T = self.dz_y_T[:size], self.targets_M[chunk.start : chunk.start + size]
+        y_T = self.targets_M[chunk.start : chunk.start + size]
+        order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
+        terms = TargetTerms(self.dz_y_T[:size], y_T, order_T, chunk.start)
         low, activations = self.low, chunk.low
         if low is not None and activations is not None and (self.needs[0] or self.needs[3]):
-            du_TR = low.backprop_lora(dz_TV, dz_y_T, y_T)
+            du_TR = low.backprop_lora(dz_TV, terms)
         if self.needs[0]:
             view_TH = None
             if padded == size and not self.added:
@@ -175,24 +175,21 @@ class GradientSums:
                 mm(dz_TV, logits.operand_VH, out=dx_TH)
             if low is not None and activations is not None:
                 low.add_to_hidden(dx_TH, du_TR, activations)
-            logits.made.add_to_hidden(dx_TH[:size], dz_y_T, logits.operand_VH, y_T)
+            logits.made.add_to_hidden(dx_TH[:size], terms, logits.operand_VH)
             if view_TH is None:  # to other ranks meanwhile, with d weight of this chunk
                 self.tokens.put(self.hidden, dx_TH, chunk.start, size, add=self.added)
             if chunk.start + size == logits.tokens.computed:
                 self._start_sum()  # meanwhile, d weight of this chunk
-        order_T = None if self.order_M is None else self.order_M[chunk.start :][:size]
         if self.needs[1]:
             left, right = (x_TH.T, dz_TV) if self.needs_transpose else (dz_TV.T, x_TH)
             with gemm_precision(logits.gemm_dtype, z_TV.device):
                 addmm_(self.weight, left, right, first=chunk.start == 0)
-            logits.made.add_to_weight(
-                self.weight_VH, dz_y_T, x_TH[:size], y_T, order_T, chunk.start
-            )
+            logits.made.add_to_weight(self.weight_VH, terms, x_TH[:size])
         if low is not None and activations is not None:
             if self.needs[3]:
                 low.add_to_a(du_TR, activations)
             if self.needs[4]:
-                low.add_to_b(dz_TV, dz_y_T, y_T, order_T, chunk.start, activations)
+                low.add_to_b(dz_TV, terms, activations)
 
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""
@@ -214,10 +211,10 @@ class GradientSums:
             self.summing.wait()
         if self.padding:
             corner = (0, self.padding) if self.needs_transpose else (0, 0, 0, self.padding)
-            self.weight = (
-                torch.nn.functional.pad(self.weight, corner) if self.needs[1] else self.weight
-            )
-            self.bias = torch.nn.functional.pad(self.bias, (0, self.padding * self.needs[2]))
+            if self.needs[1]:
+                self.weight = torch.nn.functional.pad(self.weight, corner)
+            if self.needs[2]:
+                self.bias = torch.nn.functional.pad(self.bias, (0, self.padding))
         low_in, low_out = (self.bias.new_empty(0, 0) for _ in range(2))
         if self.low is not None:
             low_in, low_out = self.low.a, self.low.b

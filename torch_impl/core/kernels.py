@@ -46,6 +46,24 @@ class LogitsBlock:
     derivative_BV: Tensor | None = None  # of the softcap, where a first call leaves it for a second
 
 
+class DzOutput(NamedTuple):
+    """Where dz of a block goes, and what comes with it."""
+
+    into_BV: Tensor | None = None  # in place of the logits, if None
+    round_to: torch.dtype | None = None
+    with_target: bool = False  # the target's, rounded, is put into its column as well
+    column_sums: bool = False
+
+
+class TargetTerms(NamedTuple):
+    """dz of the targets of some tokens, for what they add to gradients."""
+
+    dz_y_B: Tensor
+    y_B: Tensor  # the target's row of the head; nothing is added where it has none
+    order_B: Tensor | None  # the tokens sorted by `y_B`, from `first` on, where `sorted_targets`
+    first: int
+
+
 class LossTerms(NamedTuple):
     """Of `chunked_nll`, for the call that makes it whole: what it is made of, and where it goes."""
 
@@ -77,52 +95,27 @@ class Kernels(Protocol):
         softcap's derivative if `dz_follows` at once."""
 
     def dz(
-        self,
-        rows: LogitsBlock,
-        lse_B: Tensor,
-        of: Coefficients,
-        *,
-        into_BV: Tensor | None = None,
-        round_to: torch.dtype | None = None,
-        with_target: bool = False,
-        column_sums: bool = False,
+        self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients, out: DzOutput
     ) -> tuple[Tensor, Tensor | None]:
         """Steps 6 and 7, of fresh rows or of what `stats` has left: dz of the rest through the
         softcap, 0 in the target's column and where a row does not count, rounded to `round_to`; in
         place of the logits or in `into_BV`, which may be the upper half of the same rows, in 16
         bits. Returns dz of the target [B], 0 where that is not of this rank or the row does not
-        count, and if wanted for the sums [V] over the rows of the rest's dz; neither is rounded.
-        `with_target` puts the target's, rounded, into its column as well."""
+        count, and if wanted the sums [V] over the rows of the rest's dz; neither is rounded."""
 
     @staticmethod
-    def add_to_hidden(dx_BH: Tensor, dz_y_B: Tensor, weight_VH: Tensor, y_B: Tensor) -> None:
-        """dx[i] += dz_y[i] weight[y[i]]; nothing where `y` is no row of `weight`."""
+    def add_to_hidden(dx_BH: Tensor, terms: TargetTerms, weight_VH: Tensor) -> None:
+        """dx[i] += dz_y[i] weight[y[i]]."""
 
     @staticmethod
-    def add_to_weight(
-        acc_VH: Tensor,
-        dz_y_B: Tensor,
-        x_BH: Tensor,
-        y_B: Tensor,
-        order_B: Tensor | None,
-        first: int,
-    ) -> None:
-        """acc[y[i]] += dz_y[i] x[i], where `y` is a row of `acc`, in ascending order of i.
-        `order_B` is the rows sorted by `y`, numbered from `first` on, where `sorted_targets`."""
+    def add_to_weight(acc_VH: Tensor, terms: TargetTerms, x_BH: Tensor) -> None:
+        """acc[y[i]] += dz_y[i] x[i], in ascending order of i."""
 
 
 class FusedLoss(Kernels, Protocol):
     """With both calls, and what `chunked_nll` makes between them, as one: where `fused_loss`."""
 
-    def loss(
-        self,
-        rows: LogitsBlock,
-        wanted: WantedStats,
-        terms: LossTerms,
-        *,
-        into_BV: Tensor | None = None,
-        round_to: torch.dtype | None = None,
-    ) -> None:
+    def loss(self, rows: LogitsBlock, wanted: WantedStats, terms: LossTerms, out: DzOutput) -> None:
         """Steps 2 to 7 of fresh rows of a whole vocabulary; dz as `dz` has it."""
 
 
@@ -210,7 +203,8 @@ def trial(device: torch.device) -> str:
     try:
         made = triton_kernels()
         one = torch.ones(1, 1, device=device)
-        made.add_to_hidden(one.clone(), one[0], one, one[0].long() - 1)
+        terms = TargetTerms(one[0], one[0].long() - 1, None, 0)
+        made.add_to_hidden(one.clone(), terms, one)
     except Exception as error:  # noqa: BLE001 - of a driver, a compiler, a file system
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""

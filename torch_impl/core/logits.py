@@ -1,7 +1,7 @@
-"""Logits of a head, chunk by chunk: steps 1 and 2 of `xentlib.nll`.
+"""Logits of a head, chunk by chunk, or those that a call was given: steps 1 and 2 of `xentlib.nll`.
 
-Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk (filled up to whole rows of a
-GEMM's tile), B rows of a block of a chunk.
+Shapes: N tokens, V vocabulary, H hidden width, C columns of given logits, T tokens of a chunk
+(filled up to whole rows of a GEMM's tile), B rows of a block.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.plan import block_bytes, pad_columns, pad_rows
-from xentlib.torch.core.device import device_info
+from xentlib.plan import block_bytes, block_tokens, pad_columns, pad_rows
+from xentlib.torch.core.device import chunk_bytes, device_info
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
 from xentlib.torch.core.lora import LoraActivations, LowRank
-from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
-from xentlib.torch.operators import HeadCall
+from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected, select_tokens
+from xentlib.torch.core.vocab import ShardedVocab
+from xentlib.torch.operators import HeadCall, LogitsCall
 
 
 class Chunk(NamedTuple):
@@ -130,6 +131,76 @@ class ChunkedLogits:
         if self.shape.scale is not None:
             factor_B = factor_B * self.shape.scale
         return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
+
+
+# What a SUM over shards has of a token, whatever the options: the target's logit, a count, the
+# softmax's sum, that of the entropy and that of label smoothing.
+SUM_ROWS = 5
+
+
+class GivenLogits:
+    """Blocks of rows of the logits."""
+
+    gathered = False  # tokens are the same on every rank
+
+    def __init__(self, call: LogitsCall) -> None:
+        logits, compute_dtype = call.logits, call.compute_dtype
+        self.logits, self.temperature, self.compute_dtype = logits, call.temperature, compute_dtype
+        self.labels, self.ignore_index = call.labels, call.ignore_index
+        self.scalars = call.scalars
+        self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
+        self.vocab = LocalVocab(logits.shape[1])
+        if call.rows.group:
+            columns = logits.shape[1]
+            self.vocab = ShardedVocab(call.rows, columns, self.like, sum_rows=SUM_ROWS)
+        self.local_size = self.vocab.local_size
+        self.tokens = select_tokens(
+            call.labels, call.where, call.ignore_index, self.vocab, logits.device
+        )
+        self.class_weights: Tensor | None = None  # which a head alone takes
+        self.own_weights: Tensor | None = None
+        self.made = kernels_for(logits.device, compute_dtype, call.scalars)
+        self.width = self.local_size + (self.vocab.sharded and self.made.spare_column)
+        self.shape = LogitTransform(self.local_size, scalars=call.scalars)
+        self.block_rows = block_tokens(
+            min(chunk_bytes(call.chunk_bytes, logits.device), block_bytes(logits.device.type)),
+            self.width,
+            compute_dtype.itemsize,
+        )
+
+    def check_consistent(self) -> None:
+        """Before a forward over shards: what every rank must have the same."""
+        if isinstance(self.vocab, ShardedVocab) and not self.vocab.verified:
+            # Of a rank of padding, that: it tells it from the whole vocabulary on each rank.
+            rows, consistency = self.logits[:3, : self.local_size or None], self.vocab.consistency
+            consistency.begin("vocab_parallel_logprobs", rows, self.labels, self.tokens.valid)
+            consistency.per_token("temperature", self.temperature, self.logits.shape[0])
+            consistency.scalars(self.scalars, "vocab_parallel_logprobs")
+
+    def kernels(self) -> Kernels:
+        """For all of the blocks."""
+        device, size = self.logits.device, min(self.block_rows, self.tokens.computed)
+        return self.made(size, self.width, self.compute_dtype, device, self.shape)
+
+    def blocks(self) -> Iterator[LogitsBlock]:
+        """All in one buffer, and rows that do not count are 0; the logits themselves, where kernels
+        only read them."""
+        tokens, whole = self.tokens, self.made.whole_chunks
+        rows = tokens.computed if whole else min(self.block_rows, tokens.computed)
+        copied_BV = torch.empty(0 if whole else rows, self.width, **self.like)
+        for start in range(0, tokens.computed, max(1, rows)):
+            span = slice(start, min(start + rows, tokens.computed))
+            places = tokens.places(span.start, span.stop)
+            if whole:
+                z_BV = self.logits[places, : self.local_size]
+                z_BV = z_BV if z_BV.stride(1) == 1 else z_BV.contiguous()
+            else:
+                z_BV = copied_BV[: span.stop - start]
+                z_BV[:, : self.local_size] = self.logits[places, : self.local_size]
+                if not tokens.packed:
+                    z_BV.masked_fill_(~tokens.valid[places, None], 0.0)
+                z_BV[:, self.local_size :] = -torch.inf
+            yield block_at(tokens, self.temperature, span, places, z_BV, self.compute_dtype)
 
 
 def block_at(

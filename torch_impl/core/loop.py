@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.plan import schedule, shard_of
-from xentlib.torch.core.consistency import Agreed, Terms, shake_hands
+from xentlib.torch.core.consistency import Agreed, Terms, group_named, shake_hands
 from xentlib.torch.core.gathered import GatheredTokens
 from xentlib.torch.core.gradients import Gradients, GradientSums
-from xentlib.torch.core.groups import group_named
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
 from xentlib.torch.core.vocab import ShardedVocab, numbers_of
@@ -76,14 +75,14 @@ class HeadLoop:
     """Steps 1 and 2 of a call, of the parts that its route has."""
 
     def __init__(self, call: HeadCall, terms: Terms) -> None:
-        self.call, self.terms, self.route = call, terms, route_of(call)
+        self.call, self.terms, route = call, terms, route_of(call)
         self.compute_dtype, self.ignore_index = call.compute_dtype, call.ignore_index
         self.like: dict[str, Any] = {"dtype": call.compute_dtype, "device": call.hidden.device}
         # Before ranks go ways of their own
-        agreed = shake_hands(call, terms, self.route) if self.route else None
+        agreed = shake_hands(call, terms, route) if route else None
         weights = terms.class_weights
         self.class_weights = None if weights is None else weights.to(call.compute_dtype)
-        parts: Parts = ROUTES[self.route](self, agreed)
+        parts: Parts = ROUTES[route](self, agreed)
         self.rows, self.vocab, self.chunks_of = parts
 
     @property
@@ -104,15 +103,6 @@ class HeadLoop:
     def gathered(self) -> bool:
         return self.chunks_of.gathered
 
-    @property
-    def d_entropy(self) -> bool:
-        """Whether the loss of any rank whose tokens are here is made of entropies."""
-        return self.chunks_of.d_entropy
-
-    def local(self, values: Tensor) -> Tensor:
-        """[..., N] of this rank's tokens, of values of the chunks' tokens."""
-        return self.chunks_of.local(values)
-
     def blocks(self) -> Iterator[ChunkedLogits]:
         return self.rows.blocks(self)
 
@@ -128,11 +118,6 @@ class HeadLoop:
         once = any(needs) and self.call.scalars.softcap is None
         platform, sharded = self.call.hidden.device.type, self.vocab.sharded
         return schedule(logits.plan, platform, sharded=sharded, gathered=self.gathered, once=once)
-
-    def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
-        """Numbers [N] of this rank's tokens, as those of the chunks' tokens. Before the first
-        chunk."""
-        return self.chunks_of.exchange(*per_token)
 
     def check_consistent(self) -> ShardedVocab | None:
         """Before a forward over shards: what every rank must have the same. What a function adds
@@ -170,40 +155,41 @@ def not_gathered(loop: HeadLoop, agreed: Agreed | None) -> Parts:
     """The head of one rank or, over shards, tokens that all ranks have the same."""
     call, rows = loop.call, LocalRows(loop.call)
     vocab = LocalVocab(rows.size)
-    if call.shard is not None:
-        of_ranks = dist.get_world_size(group_named(call.group)) if loop.terms.of_loss else 0
+    if call.rows.group:
+        of_ranks = dist.get_world_size(group_named(call.rows.group)) if loop.terms.of_loss else 0
         sum_rows = SUM_ROWS[loop.terms.function] + of_ranks
-        vocab = ShardedVocab(call.group, call.shard, rows.size, loop.like, sum_rows=sum_rows)
+        vocab = ShardedVocab(call.rows, rows.size, loop.like, sum_rows=sum_rows)
     return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
 
 
 def gathered_hidden(loop: HeadLoop, agreed: Agreed) -> Parts:
     """Each rank's tokens meet the rows of all ranks: hidden states travel."""
-    call, rows, shard = loop.call, LocalRows(loop.call), loop.call.shard
+    call, rows, shard = loop.call, LocalRows(loop.call), loop.call.rows.shard
     assert shard is not None
     undeclared, largest = int(shard[0]) < 0, max(agreed.rows)
     if undeclared:
-        rank, classes = dist.get_rank(group_named(call.group)), int(shard[2])
+        rank, classes = dist.get_rank(group_named(call.rows.group)), int(shard[2])
         shard = numbers_of(shard_of(tuple(agreed.rows), rank, None if classes < 0 else classes))
     shard = torch.cat([shard[:3], shard.new_tensor([largest])])
-    vocab = ShardedVocab(call.group, shard, rows.size, loop.like, may_be_whole=undeclared)
+    layout = call.rows._replace(shard=shard)
+    vocab = ShardedVocab(layout, rows.size, loop.like, may_be_whole=undeclared)
     return rows, vocab, GatheredTokens(call, vocab, agreed, loop.terms)
 
 
 def gathered_in_nodes(loop: HeadLoop, agreed: Agreed) -> Parts:
     """Rows are gathered over nodes first, hidden states in each node."""
-    from xentlib.torch.core.nodes import NodeRows
+    from xentlib.torch.core.rows import NodeRows
 
     call, rows = loop.call, NodeRows(loop.call)
-    vocab = ShardedVocab(call.group, rows.shard, rows.size, loop.like, order=rows.order)
-    group, every = group_named(call.group), group_named(call.every)
+    vocab = ShardedVocab(call.rows, rows.size, loop.like, order=rows.order)
+    group, every = group_named(call.rows.group), group_named(call.rows.every)
     ranks = [dist.get_group_rank(every, x) for x in dist.get_process_group_ranks(group)]
     return rows, vocab, GatheredTokens(call, vocab, agreed.of(ranks), loop.terms)
 
 
 def streamed_rows(loop: HeadLoop, agreed: Agreed) -> Parts:
     """Rows of all ranks pass by each rank's tokens, some at a time."""
-    from xentlib.torch.core.stream import StreamedRows
+    from xentlib.torch.core.rows import StreamedRows
 
     rows = StreamedRows(loop.call, loop.class_weights, min(agreed.budget))
     vocab = LocalVocab(rows.vocab_size)
@@ -221,6 +207,6 @@ ROUTES: dict[str, Any] = {
 
 def route_of(call: HeadCall) -> str:
     """What travels; "tokens" are hidden states too."""
-    if call.nodes is not None:
+    if call.rows.nodes is not None:
         return "nodes"
-    return "hidden" if call.route == "tokens" else call.route
+    return "hidden" if call.rows.route == "tokens" else call.rows.route

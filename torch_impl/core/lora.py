@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.torch.core.gemm import addmm_, gemm_precision, storage_dtype
-from xentlib.torch.core.kernels import Kernels
+from xentlib.torch.core.gemm import addmm_, gemm_precision, power_of_two, storage_dtype
+from xentlib.torch.core.kernels import Kernels, TargetTerms
 from xentlib.torch.operators import HeadCall
 
 # Of 8 bits or more each: what float32 has.
@@ -39,10 +39,8 @@ def parts_of(x: Tensor, exact: torch.dtype, dtype: torch.dtype) -> Parts:
     `dtype`: a copy of dz in float32 would be as large as a chunk."""
     if dtype in (x.dtype, exact):
         return Parts(x.to(dtype), None)
-    exponent = None
-    if dtype == torch.float16:
-        largest = x.abs().amax() if x.numel() else x.sum()
-        exponent = FP16_EXPONENT - torch.frexp(largest).exponent
+    exponent = power_of_two(dtype, x, FP16_EXPONENT)
+    if exponent is not None:
         x = torch.ldexp(x, exponent)
     parts = []
     for _ in range(PARTS):
@@ -101,7 +99,7 @@ class LowSums:
         self.b = torch.zeros_like(low.b_VR) if need_b else low.b_VR.new_zeros(0, 0)
         self.parts = parts_of(low.b_VR, low.exact, low.dz_dtype)
 
-    def backprop_lora(self, dz_TV: Tensor, dz_y_T: Tensor, y_T: Tensor) -> Tensor:
+    def backprop_lora(self, dz_TV: Tensor, terms: TargetTerms) -> Tensor:
         """[T, R]: s dz B, the target's terms last."""
         low, rank = self.low, self.low.a_RH.shape[0]
         product = torch.empty(
@@ -110,7 +108,7 @@ class LowSums:
         with low.precision():
             addmm_(product, dz_TV, self.parts.tensor, first=True)
         du_TR = self.parts.whole(product, rank)
-        self.made.add_to_hidden(du_TR[: dz_y_T.shape[0]], dz_y_T, low.b_VR, y_T)
+        self.made.add_to_hidden(du_TR[: terms.dz_y_B.shape[0]], terms, low.b_VR)
         return du_TR.mul_(low.scale)
 
     def add_to_hidden(self, dx_TH: Tensor, du_TR: Tensor, activations: LoraActivations) -> None:
@@ -126,29 +124,11 @@ class LowSums:
         with self.low.precision():
             addmm_(self.a, du_TR.T, activations.x_TH, first=False)
 
-    def add_to_b(
-        self,
-        dz_TV: Tensor,
-        dz_y_T: Tensor,
-        y_T: Tensor,
-        order_T: Tensor | None,
-        first: int,
-        activations: LoraActivations,
-    ) -> None:
+    def add_to_b(self, dz_TV: Tensor, terms: TargetTerms, activations: LoraActivations) -> None:
         low, u_TR = self.low, activations.u_TR
         parts = parts_of(u_TR, u_TR.dtype, low.dz_dtype)
         product = self.b.new_empty(dz_TV.shape[1], parts.tensor.shape[1])
         with low.precision():
             addmm_(product, dz_TV.T, parts.tensor, first=True)
         self.b += parts.whole(product, u_TR.shape[1])
-        size = dz_y_T.shape[0]
-        self.made.add_to_weight(self.b, dz_y_T, u_TR[:size], y_T, order_T, first)
-
-
-def fake_low_rank(call: Any, needs: list[bool], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Of A and B, shapes and dtypes of their gradients for a compiler; empty if not needed."""
-    empty = []
-    for x, need in zip((call.low_in, call.low_out), needs, strict=True):
-        like = call.hidden if x is None else x
-        empty.append(like.new_empty(like.shape if need else (0, 0), dtype=dtype or like.dtype))
-    return empty
+        self.made.add_to_weight(self.b, terms, u_TR[: terms.dz_y_B.shape[0]])

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from xentlib.algebra import NonTargetStats, TokenStats, WantedStats, unpack_stats
 from xentlib.torch.core.algebra import ALGEBRA
-from xentlib.torch.core.from_logits import GivenLogits
 from xentlib.torch.core.kernels import Kernels, LogitsBlock
-from xentlib.torch.core.logits import Chunk, ChunkedLogits
+from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits
 from xentlib.torch.core.tokens import check_labels, target_info
 
 

@@ -114,15 +114,6 @@ def select_tokens(
     return Selected(targets_N, targets_N, None, valid_N, bad_N, rows_M, packed).of_columns(vocab)
 
 
-def out_of_range(
-    labels: Tensor, where: Tensor | None, ignore_index: int, vocab_size: int
-) -> Tensor:
-    """[N]: tokens that count, with a label outside the vocabulary."""
-    valid_N, _ = counted(labels, where, ignore_index)
-    labels = labels.long()
-    return valid_N & ((labels < 0) | (labels >= vocab_size))
-
-
 def counted(
     labels: Tensor, where: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -175,7 +166,7 @@ class OwnTokens:
     gathered = False
 
     def __init__(self, call: HeadCall, vocab: LocalVocab, *, d_entropy: bool = False) -> None:
-        """`d_entropy`: a loss is made of entropies."""
+        """`d_entropy`: a loss of tokens that are here, of any rank, is made of entropies."""
         self.d_entropy = d_entropy
         self.call, self.hidden, self.keep = call, call.hidden, call.low_keep
         self.own = self.all = select_tokens(

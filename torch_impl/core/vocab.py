@@ -21,20 +21,18 @@ from xentlib.checks.call import check_class_weights
 from xentlib.checks.shards import SHARDS, check_shards, check_tiles, refuse_inconsistent
 from xentlib.plan import VocabShard
 from xentlib.torch.core.algebra import ALGEBRA
-from xentlib.torch.core.consistency import RankConsistency
+from xentlib.torch.core.consistency import RankConsistency, group_named
 from xentlib.torch.core.device import host_readable
-from xentlib.torch.core.groups import group_named
 from xentlib.torch.core.tokens import LocalVocab
+from xentlib.torch.operators import RowLayout
 
 
-def undeclared(vocab_size: int | None) -> Tensor:
-    """What an operator takes for one of as many shards of one size as there are ranks."""
-    return torch.tensor([-1, -1, -1 if vocab_size is None else vocab_size, 0], device="cpu")
-
-
-def numbers_of(shard: VocabShard) -> Tensor:
-    """What an operator takes for a shard that is declared."""
-    numbers = [shard.start, shard.stop, shard.vocab_size, shard.largest]
+def numbers_of(shard: VocabShard | None, vocab_size: int | None = None) -> Tensor:
+    """What an operator takes for a shard; for one that nobody has declared, of as many of one size
+    as there are ranks."""
+    numbers = [-1, -1, -1 if vocab_size is None else vocab_size, 0]
+    if shard is not None:
+        numbers = [shard.start, shard.stop, shard.vocab_size, shard.largest]
     return torch.tensor(numbers, device="cpu")
 
 
@@ -46,8 +44,7 @@ class ShardedVocab(LocalVocab):
 
     def __init__(
         self,
-        group: str,
-        numbers: Tensor,
+        layout: RowLayout,
         rows: int,
         like: dict[str, Any],
         *,
@@ -55,12 +52,13 @@ class ShardedVocab(LocalVocab):
         may_be_whole: bool | None = None,
         sum_rows: int = 0,
     ) -> None:
-        """`numbers`: those of `numbers_of` or `undeclared`. `may_be_whole`: nobody has declared the
+        """`may_be_whole`: nobody has declared the
         shard, and it may be the whole vocabulary by mistake. `sum_rows`: what the SUM has of a
         token in every call of this function; the options that a call has, if 0."""
-        self.group, self.rows, self.sum_rows = group_named(group), rows, sum_rows
+        assert layout.shard is not None
+        self.group, self.rows, self.sum_rows = group_named(layout.group), rows, sum_rows
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        start, stop, vocab_size, largest = numbers.tolist()
+        start, stop, vocab_size, largest = layout.shard.tolist()
         self.declared = start >= 0
         self.vocab_size = None if vocab_size < 0 else vocab_size
         self.may_be_whole = not self.declared if may_be_whole is None else may_be_whole

@@ -22,6 +22,7 @@ from xentlib.lora import LowRankHead
 from xentlib.options import Gather
 from xentlib.torch.array_spec import array_spec, dtype_name, is_dtensor, only_tensors
 from xentlib.torch.head.modules import resolve_head, split_lora
+from xentlib.torch.placement.rows import by_rows, fsdp2_rows, ranks_of, zero3_rows
 from xentlib.torch.wrappers import kept_by_zero
 
 if TYPE_CHECKING:
@@ -35,13 +36,6 @@ class Placement(Protocol):
     on their ranks, with the head as the function can multiply with it."""
 
     def run(self, function: Callable[..., R], call: Arguments) -> R: ...
-
-
-class WholeHead:
-    """No wrapper has sharded it; a vocabulary shard is whole to its rank."""
-
-    def run(self, function: Callable[..., R], call: Arguments) -> R:
-        return function(call)
 
 
 class GatheredByFSDP2(NamedTuple):
@@ -91,15 +85,16 @@ def with_head(*, recompute: bool) -> Callable[[Callable[..., R]], Callable[[Argu
         @wraps(function)
         def run(call: Arguments) -> R:
             call, placement = place_head(call, recompute)
-            return placement.run(function, call)
+            return function(call) if placement is None else placement.run(function, call)
 
         return run
 
     return wrap
 
 
-def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement]:
-    """The call with parameters in place of modules, and where its head is."""
+def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement | None]:
+    """The call with parameters in place of modules, and where its head is; None if no wrapper has
+    sharded it: a vocabulary shard is whole to its rank."""
     plain, lora = split_lora(call)
     arrays = plain._asdict()
     if isinstance(plain.weight, (nn.Module, LowRankHead)):
@@ -120,8 +115,6 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement]:
     if lora is not None:
         check_low_rank_route(call, bool(zero3))
     if call.gather != "head":
-        from xentlib.torch.placement.rows import fsdp2_rows, zero3_rows
-
         if zero3:
             return call, zero3_rows(call)
         if owner is None:
@@ -129,7 +122,7 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement]:
         return call, fsdp2_rows(call, owner)
     if zero3:
         return call, GatheredByZero3(zero3, recompute)
-    return call, WholeHead() if owner is None else GatheredByFSDP2(owner, recompute)
+    return call, None if owner is None else GatheredByFSDP2(owner, recompute)
 
 
 def with_parameters(call: Arguments) -> Arguments:
@@ -172,7 +165,6 @@ def choose(
 ) -> Gather:
     """What `gather="auto"` stands for; the head of what no `fully_shard` shards."""
     from xentlib.plan.routes import choose_gather
-    from xentlib.torch.placement.rows import by_rows, ranks_of
 
     parts = (call.weight,) if lora is None else (call.weight, lora.a, lora.b)
     if owner is None or call.weight.ndim != 2 or not by_rows(owner, *parts):

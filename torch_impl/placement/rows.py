@@ -1,10 +1,11 @@
-"""This rank's rows of a head that FSDP2 or ZeRO-3 has sharded, where they stay on their ranks: who
-has the others, and what is done with their gradient as the wrapper would do it."""
+"""This rank's part of a call: rows of a head that the caller has cut, or that FSDP2 or ZeRO-3 has
+sharded where they stay on their ranks, columns of logits, and the ranks that hold the others; and
+what is done with a wrapper's gradient as the wrapper would do it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,28 +13,171 @@ from torch import Tensor
 
 from xentlib.arguments import Arguments
 from xentlib.checks.lora import LOW_RANK
-from xentlib.checks.placement import PLACEMENTS
-from xentlib.checks.shards import ROUTES
+from xentlib.checks.placement import PLACEMENTS, check_group
+from xentlib.checks.shards import ROUTES, SHARDS, check_shard
+from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
-from xentlib.plan import VocabShard, shard_of
+from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.array_spec import is_dtensor
-from xentlib.torch.core.groups import all_gather_rows
+from xentlib.torch.core.consistency import all_gather_rows
 from xentlib.torch.core.vocab import numbers_of
 from xentlib.torch.head.modules import split_lora
 from xentlib.torch.operators import RowLayout
-from xentlib.torch.placement.vocab_parallel import chunked, is_device_mesh
-from xentlib.torch.wrappers import deepspeed
-from xentlib.torch.wrappers.fsdp2 import PARTIAL, Owner, find_owner, never_gathered
+
+if TYPE_CHECKING:
+    from xentlib.torch.wrappers.fsdp2 import Owner
 
 R = TypeVar("R")
 
 
-class Nodes(NamedTuple):
-    """Ranks in nodes, where rows are gathered from those at one place of all nodes."""
+def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup:
+    """The process group of a ProcessGroup or of a one-dimensional DeviceMesh."""
+    if is_device_mesh(parallel) and parallel.ndim == 1:
+        parallel = parallel.get_group()
+    if not isinstance(parallel, dist.ProcessGroup):
+        check_group(parallel, name)
+    group: dist.ProcessGroup = parallel
+    return group
 
-    parts: list[list[int]]  # of each rank of each node: which part of the head it keeps
-    peers: dist.ProcessGroup  # at this rank's place, of all nodes
-    every: dist.ProcessGroup  # all of them
+
+def is_device_mesh(x: Any) -> bool:
+    """A PyTorch without distributed support has no such class."""
+    return isinstance(x, getattr(getattr(dist, "device_mesh", None), "DeviceMesh", ()))
+
+
+def unpadded(parallel: Any) -> tuple[dist.ProcessGroup, int | None]:
+    """The group, and the number of classes where it was declared."""
+    if isinstance(parallel, PaddedVocab):
+        return find_group(parallel.over), plain(parallel.vocab_size)
+    if isinstance(parallel, VocabShard):
+        if parallel.over is None:
+            raise TypeError(
+                f"`vocab_parallel` must say which ranks share the vocabulary; got {parallel}. Pass "
+                f"`VocabShard.of_ranks(rows, group)`, made once, or the group of these ranks."
+            )
+        return find_group(parallel.over), parallel.vocab_size
+    return find_group(parallel), None
+
+
+def local_head(
+    given: Arguments, low: LowRankHead[Tensor] | None
+) -> tuple[Arguments, LowRankHead[Tensor] | None, RowLayout]:
+    """A call with this rank's rows and with plain tensors in place of DTensors, and where the rows
+    belong."""
+    parallel = given.vocab_parallel
+    weight, bias, local = local_rows(given.weight, given.bias, parallel, given.weight_layout)
+    if low is not None:
+        low = local_low_rank(low, parallel)
+    if given.tokens_parallel is not None and parallel is not None:
+        over = unpadded(parallel)[0], find_group(given.tokens_parallel, "tokens_parallel")
+        vocab, tokens = map(dist.get_process_group_ranks, over)
+        PLACEMENTS.require("same_tokens", vocab == tokens, vocab=vocab, tokens=tokens)
+        local = local._replace(route="tokens")
+    hidden, labels = replicated("hidden", given.hidden), replicated("labels", given.labels)
+    given = given._replace(hidden=hidden, labels=labels, weight=weight, bias=bias)
+    return given, low, local
+
+
+def local_rows(
+    weight: Tensor, bias: Tensor | None, parallel: Any, layout: str
+) -> tuple[Tensor, Tensor | None, RowLayout]:
+    """This rank's rows of the head as plain tensors, and where they belong."""
+    whole = RowLayout()
+    if weight.ndim != 2:  # refused where shapes are checked
+        return weight, bias, whole
+    if parallel is None:
+        for name, x in (("weight", weight), ("bias", bias)):
+            if is_dtensor(x):
+                PLACEMENTS.refuse("dtensor", name=name, placements=tuple(x.placements))
+        return weight, bias, whole
+    axis = 0 if layout == "VH" else 1
+    group, vocab_size = unpadded(parallel)
+    shard = None
+    if is_dtensor(bias):
+        bias = local_part("bias", bias, 0)
+    if is_dtensor(weight):
+        shard = shard_of_rank(weight.shape[axis], group, vocab_size)
+        weight = local_part("weight", weight, axis)
+    elif isinstance(parallel, VocabShard):
+        rows, size, padding = weight.shape[axis], parallel.size, parallel.padding
+        SHARDS.require("rows", size + padding == rows, rows=rows, size=size, padding=padding)
+        shard = parallel
+    return weight, bias, RowLayout(group.group_name, numbers_of(shard, vocab_size))
+
+
+def local_low_rank(low: LowRankHead[Tensor], parallel: Any) -> LowRankHead[Tensor]:
+    """A as every rank has it, and this rank's rows of B, as plain tensors."""
+    a, b = replicated("a", low.a), low.b
+    if is_dtensor(b):
+        if parallel is None:
+            PLACEMENTS.refuse("dtensor", name="b", placements=tuple(b.placements))
+        b = local_part("b", b, 0)
+    return low._replace(a=a, b=b)
+
+
+def shard_of_rank(
+    classes: int, group: dist.ProcessGroup, vocab_size: int | None = None
+) -> VocabShard:
+    """This rank's part of a DTensor."""
+    return shard_of(chunked(classes, dist.get_world_size(group)), dist.get_rank(group), vocab_size)
+
+
+def chunked(classes: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of a DTensor's shards: it is split as torch.chunk splits."""
+    columns = -(-classes // ranks)
+    return tuple(max(0, min(columns, classes - k * columns)) for k in range(ranks))
+
+
+def local_logits(
+    logits: Any, parallel: Any, shard: VocabShard | None
+) -> tuple[Tensor, Any, VocabShard | None]:
+    """This rank's columns as a plain tensor, what they are spread over, and which they are: a
+    DTensor says so itself."""
+    if not is_dtensor(logits):
+        return logits, parallel, shard
+    mesh, placements = logits.device_mesh, tuple(logits.placements)
+    if parallel is None and all(p.is_replicate() for p in placements):
+        return logits.to_local(), None, shard
+    first, last = placements[0], logits.ndim - 1
+    cut = mesh.ndim == 1 and type(first).__name__ == "Shard" and first.dim % logits.ndim == last
+    PLACEMENTS.require("columns", cut, placements=placements)
+    group, vocab_size = unpadded(mesh if parallel is None else parallel)
+    ranks, others = (dist.get_process_group_ranks(g) for g in (group, mesh.get_group()))
+    PLACEMENTS.require("same_ranks", ranks == others, mesh=others, group=ranks)
+    if shard is None:
+        shard = shard_of_rank(logits.shape[-1], group, vocab_size)
+    return logits.to_local(), group, shard
+
+
+def local_part(name: str, x: Any, axis: int) -> Tensor:
+    """Of a DTensor that is sharded along the vocabulary."""
+    cut = x.device_mesh.ndim == 1 and x.placements[0].is_shard(axis)
+    placements = tuple(x.placements)
+    PLACEMENTS.require("over_vocabulary", cut, name=name, axis=axis, placements=placements)
+    part: Tensor = x.to_local()
+    return part
+
+
+def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> RowLayout:
+    """Where this rank's columns [N, C] belong."""
+    if parallel is None:
+        return RowLayout()
+    group, vocab_size = unpadded(parallel)
+    if shard is None and isinstance(parallel, VocabShard):
+        shard = parallel
+    if shard is not None:
+        check_shard(shard, logits.shape[1])
+    return RowLayout(group.group_name, numbers_of(shard, vocab_size))
+
+
+def replicated(name: str, x: Any) -> Any:
+    """A DTensor that every rank has whole, as the tensor that it is; a plain one as it comes."""
+    if not is_dtensor(x):
+        return x
+    placements = tuple(x.placements)
+    whole = all(p.is_replicate() for p in placements)
+    PLACEMENTS.require("replicated", whole, name=name, placements=placements)
+    return x.to_local()
 
 
 class LocalHead(NamedTuple):
@@ -41,18 +185,12 @@ class LocalHead(NamedTuple):
 
     weight: Tensor | LowRankHead[Tensor]
     bias: Tensor | None
-    group: dist.ProcessGroup  # the ranks that have the others, once they are gathered over nodes
-    shard: VocabShard
+    layout: RowLayout
     scale: float  # as the wrapper averages over its ranks, or divides by what it was told
     gemm_dtype: torch.dtype | None = None  # of its policy, where that is one of 16 bits
-    nodes: Nodes | None = None
 
     def run(self, function: Callable[..., R], call: Arguments) -> R:
-        layout = RowLayout(self.group.group_name, numbers_of(self.shard), self.scale, call.gather)
-        if self.nodes is not None:
-            parts, peers, every = self.nodes
-            parts_GL = torch.tensor(parts, device="cpu")
-            layout = layout._replace(nodes=parts_GL, peers=peers.group_name, every=every.group_name)
+        layout = self.layout._replace(head_scale=self.scale, route=call.gather)
         call = call._replace(weight=self.weight, bias=self.bias)
         if self.gemm_dtype is None:
             return function(call, layout)
@@ -63,18 +201,22 @@ class LocalHead(NamedTuple):
 
 def zero3_rows(call: Arguments) -> LocalHead:
     """Of a head that DeepSpeed's ZeRO-3 keeps."""
+    from xentlib.torch.wrappers import deepspeed
+
     if call.tokens_parallel is not None:
         PLACEMENTS.refuse("no_nodes", wrapper="ZeRO-3")
     head = (call.weight, call.bias, call.weight_layout, call.gather)
     weight, bias, group = deepspeed.rows_of(*head)
     ranks = dist.get_world_size(group)
     shard = shard_of((weight.shape[0],) * ranks, dist.get_rank(group))
-    return LocalHead(weight, bias, group, shard, 1.0 / ranks)
+    return LocalHead(weight, bias, RowLayout(group.group_name, numbers_of(shard)), 1.0 / ranks)
 
 
 def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
     """Of a head that `fully_shard` shards. What it does with a gradient is done with that of the
     rows: the same division, and one sum over replicas where it would sum over them."""
+    from xentlib.torch.wrappers import fsdp2
+
     plain, lora = split_lora(call)
     weight: Any = plain.weight
     bias: Any = plain.bias
@@ -97,11 +239,11 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
         rows, (*of_b, rank) = weight.shape[0], lora.b.shape
         LOW_RANK.require("b", of_b == [rows], rows=rows, rank=rank, shape=tuple(lora.b.shape))
     ROUTES.require("unsharded", not group.is_unsharded)
-    never_gathered(group)
+    fsdp2.never_gathered(group)
     assert over is not None
     if mesh is not None and replicas is not None:
         PLACEMENTS.refuse("no_nodes", wrapper="FSDP2 with replicas")
-    shard, among, nodes = part_of(weight.shape[0], over, mesh)
+    rows_layout = layout_of(weight.shape[0], over, mesh)
 
     def local(whole: Any) -> Tensor:
         rows: Tensor = whole.to_local()
@@ -118,24 +260,21 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
     return LocalHead(
         head,
         None if bias is None else local(bias),
-        among,
-        shard,
+        rows_layout,
         1.0 / (group.gradient_divide_factor or info.mesh.size()),
         policy.param_dtype if narrow else None,
-        nodes,
     )
 
 
-def part_of(
-    classes: int, every: dist.ProcessGroup, mesh: Any
-) -> tuple[VocabShard, dist.ProcessGroup, Nodes | None]:
+def layout_of(classes: int, every: dist.ProcessGroup, mesh: Any) -> RowLayout:
     """This rank's rows of a head that a wrapper spreads over `every` rank, and who has the others.
 
     With `mesh`, of nodes and the ranks of a node: once rows are gathered over nodes.
     """
-    sizes, ranks = chunked(classes, dist.get_world_size(every)), dist.get_process_group_ranks(every)
+    layout = RowLayout(every.group_name, numbers_of(shard_of_rank(classes, every)))
     if mesh is None:
-        return shard_of(sizes, dist.get_rank(every)), every, None
+        return layout
+    ranks = dist.get_process_group_ranks(every)
     of_mesh, dimensions = is_device_mesh(mesh), getattr(mesh, "ndim", None)
     came = f"one of {dimensions} dimensions" if of_mesh else f"a {type(mesh).__name__}"
     PLACEMENTS.require("nodes", of_mesh and dimensions == 2, came=came)
@@ -147,15 +286,23 @@ def part_of(
     same = sorted(part for node in parts for part in node) == list(range(len(ranks)))
     PLACEMENTS.require("nodes_ranks", same and ascend, ranks=ranks, nodes=table)
     if len(parts) == 1:
-        return shard_of(sizes, dist.get_rank(every)), every, None
-    among = mesh.get_group(1)
-    sizes = tuple(sum(sizes[part] for part in place) for place in zip(*parts, strict=True))
-    shard = shard_of(sizes, dist.get_rank(among))
-    return shard, among, Nodes(parts, mesh.get_group(0), every)
+        return layout
+    peers, among = mesh.get_group(0), mesh.get_group(1)
+    each = chunked(classes, len(ranks))
+    sizes = tuple(sum(each[part] for part in place) for place in zip(*parts, strict=True))
+    return RowLayout(
+        among.group_name,
+        numbers_of(shard_of(sizes, dist.get_rank(among))),
+        nodes=torch.tensor(parts, device="cpu"),
+        peers=peers.group_name,
+        every=every.group_name,
+    )
 
 
 def by_rows(owner: Owner, *head: Any) -> bool:
     """Whether FSDP2 alone shards the parameters of a head, over their rows and in one group."""
+    from xentlib.torch.wrappers.fsdp2 import find_owner
+
     info = owner.group.mesh_info
     return hasattr(info, "shard_process_group") and all(
         is_dtensor(x)
@@ -182,6 +329,8 @@ class AllReduceGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        from xentlib.torch.wrappers.fsdp2 import PARTIAL
+
         before = getattr(ctx.held, PARTIAL, None)
         if before is not None:
             gradient = before + gradient

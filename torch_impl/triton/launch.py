@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats, unpack_stats
-from xentlib.torch.core.kernels import LogitsBlock, LogitTransform, LossTerms
+from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms, TargetTerms
 from xentlib.torch.triton import programs
 from xentlib.torch.triton.elementary import INTERPRETED
 
@@ -74,40 +74,23 @@ class Triton:
         return unpack_stats(packed, wanted)
 
     def dz(
-        self,
-        rows: LogitsBlock,
-        lse_B: Tensor,
-        of: Coefficients,
-        *,
-        into_BV: Tensor | None = None,
-        round_to: torch.dtype | None = None,
-        with_target: bool = False,
-        column_sums: bool = False,
+        self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients, out: DzOutput
     ) -> tuple[Tensor, Tensor | None]:
         """Steps 6 and 7."""
-        sums_V = self.column_sums(rows, lse_B, of) if column_sums else None
-        into_BV = rows.z_BV if into_BV is None else into_BV
+        sums_V = self.column_sums(rows, lse_B, of) if out.column_sums else None
         dz_y_B = torch.empty_like(lse_B)
         self.launch(
-            programs.dz_rows, rows, **self.shape_of(rows), **self.written(rows, into_BV, round_to),
+            programs.dz_rows, rows, **self.shape_of(rows), **self.written(rows, out),
             lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma, own_ptr=of.own,
-            dz_y_ptr=dz_y_B, TARGET=with_target, **self.options(smoothing=False),
+            dz_y_ptr=dz_y_B, TARGET=out.with_target, **self.options(smoothing=False),
         )  # fmt: skip
         return dz_y_B, sums_V
 
-    def loss(
-        self,
-        rows: LogitsBlock,
-        wanted: WantedStats,
-        terms: LossTerms,
-        *,
-        into_BV: Tensor | None = None,
-        round_to: torch.dtype | None = None,
-    ) -> None:
+    def loss(self, rows: LogitsBlock, wanted: WantedStats, terms: LossTerms, out: DzOutput) -> None:
         """Steps 2 to 7."""
         into: dict[str, Any] = {"dz_ptr": None, "ld_dz": 0, "ROUND": tl.float32, "IN_PLACE": False}
         if terms.dz_y_B is not None:
-            into = self.written(rows, rows.z_BV if into_BV is None else into_BV, round_to)
+            into = self.written(rows, out)
         self.launch(
             programs.loss_rows, rows, **self.shape_of(rows), **into, factor_ptr=terms.factor_B,
             weights_sum_ptr=terms.weights_sum, values_ptr=terms.values_7B,
@@ -133,30 +116,23 @@ class Triton:
         return sums_V
 
     @staticmethod
-    def add_to_hidden(dx_BH: Tensor, dz_y_B: Tensor, weight_VH: Tensor, y_B: Tensor) -> None:
-        """dx[i] += dz_y[i] weight[y[i]]; nothing where `y` is no row of `weight`."""
-        rows, width = dz_y_B.shape[0], dx_BH.shape[1]
+    def add_to_hidden(dx_BH: Tensor, terms: TargetTerms, weight_VH: Tensor) -> None:
+        """dx[i] += dz_y[i] weight[y[i]]."""
+        rows, width = terms.dz_y_B.shape[0], dx_BH.shape[1]
         with device_of(dx_BH):
             programs.add_to_hidden[(rows, triton.cdiv(width, HIDDEN_BLOCK))](
-                dx_BH, dx_BH.stride(0), dz_y_B, y_B, weight_VH, *weight_VH.stride(),
+                dx_BH, dx_BH.stride(0), terms.dz_y_B, terms.y_B, weight_VH, *weight_VH.stride(),
                 weight_VH.shape[0], width, BLOCK=HIDDEN_BLOCK, **compiled(4),
             )  # fmt: skip
 
     @staticmethod
-    def add_to_weight(
-        acc_VH: Tensor,
-        dz_y_B: Tensor,
-        x_BH: Tensor,
-        y_B: Tensor,
-        order_B: Tensor | None,
-        first: int,
-    ) -> None:
+    def add_to_weight(acc_VH: Tensor, terms: TargetTerms, x_BH: Tensor) -> None:
         """acc[y[i]] += dz_y[i] x[i], a label's tokens in ascending order."""
-        rows, width = dz_y_B.shape[0], x_BH.shape[1]
+        rows, width = terms.dz_y_B.shape[0], x_BH.shape[1]
         with device_of(acc_VH):
             programs.add_to_weight[(rows, triton.cdiv(width, HIDDEN_BLOCK))](
-                acc_VH, *acc_VH.stride(), dz_y_B, y_B, order_B, first, x_BH, x_BH.stride(0), rows,
-                acc_VH.shape[0], width, BLOCK=HIDDEN_BLOCK, **compiled(4),
+                acc_VH, *acc_VH.stride(), terms.dz_y_B, terms.y_B, terms.order_B, terms.first, x_BH,
+                x_BH.stride(0), rows, acc_VH.shape[0], width, BLOCK=HIDDEN_BLOCK, **compiled(4),
             )  # fmt: skip
 
     # Arguments of the programs
@@ -195,14 +171,13 @@ class Triton:
             "ld_temperature": 0 if temperature_B is None else temperature_B.stride(0),
         }
 
-    def written(
-        self, rows: LogitsBlock, into_BV: Tensor, dtype: torch.dtype | None
-    ) -> dict[str, Any]:
+    def written(self, rows: LogitsBlock, out: DzOutput) -> dict[str, Any]:
+        into_BV = rows.z_BV if out.into_BV is None else out.into_BV
         same = into_BV.untyped_storage().data_ptr() == rows.z_BV.untyped_storage().data_ptr()
         return {
             "dz_ptr": into_BV,
             "ld_dz": into_BV.stride(0),
-            "ROUND": DTYPES[dtype or into_BV.dtype],
+            "ROUND": DTYPES[out.round_to or into_BV.dtype],
             "IN_PLACE": same,
         }
 

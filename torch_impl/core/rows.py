@@ -1,12 +1,18 @@
-"""Rows of a sharded head that pass by in blocks, some of every rank's at a time: twice, for the
-statistics of this rank's tokens and for gradients, whose part of d weight leaves for its ranks
-while the next block is multiplied.
+"""Rows of a sharded head that come from other ranks, beside this rank's own: those of its place in
+all nodes, gathered before they meet the tokens of their own node, whose d weight goes back; or of
+all ranks, some at a time, passing by twice, for the statistics of this rank's tokens and for
+gradients, whose part of d weight leaves for its ranks while the next block is multiplied.
 
-Classes are counted in the order in which they pass: block by block, in a block rank by rank. Blocks
-depend on the sizes of the head alone, so that all ranks have as many, with or without tokens.
+A wrapper gives each rank one part of the head, classes in order, the last parts shorter or empty.
+Gathered over nodes, the parts of one place are not next to each other, so classes are counted in
+the order in which the rows of a node stand: rank by rank, of a rank part by part. Of one rank they
+ascend. Passing by, classes are counted in the order in which they pass: block by block, in a block
+rank by rank. Blocks depend on the sizes of the head alone, so that all ranks have as many, with or
+without tokens.
 
-Shapes: N tokens, V vocabulary, H hidden width, R ranks, K rows of each rank in a block, C classes
-of a block, at most R K.
+Shapes: N tokens, V vocabulary, H hidden width. Of nodes: G nodes, L ranks of a node, R = G L parts,
+v = ceil(V / R) rows of each, C columns of this rank. Of a stream: R ranks, K rows of each rank in a
+block, C classes of a block, at most R K.
 """
 
 from __future__ import annotations
@@ -20,19 +26,107 @@ from torch import Tensor
 
 from xentlib.checks.call import check_class_weights
 from xentlib.plan import VocabShard, stream_rows
-from xentlib.torch.core.gradients import Gradients, GradientSums
-from xentlib.torch.core.groups import (
+from xentlib.torch.core.consistency import (
     PendingCollective,
-    gather_into,
+    all_gather,
+    filled,
     group_named,
     scatter_into,
     start_all_gather,
     start_reduce_scatter,
 )
+from xentlib.torch.core.gradients import Gradients, GradientSums
 from xentlib.torch.core.logits import ChunkedLogits
-from xentlib.torch.core.loop import HeadLoop, Sums
+from xentlib.torch.core.loop import HeadLoop, LocalRows, Sums
 from xentlib.torch.core.tokens import LocalVocab
 from xentlib.torch.operators import HeadCall
+
+
+class ClassOrder(NamedTuple):
+    """Of the classes of a vocabulary, and of this rank's columns."""
+
+    each: int  # rows of a part
+    first_R: Tensor  # place of the first class of a part
+    parts_G: Tensor  # of this rank
+
+    def to_place(self, classes: Tensor) -> Tensor:
+        """Where classes stand; all of them are in the vocabulary."""
+        places: Tensor = self.first_R[classes // self.each] + classes % self.each
+        return places
+
+    def to_class(self, columns: Tensor) -> Tensor:
+        """Of columns of this rank."""
+        classes: Tensor = self.parts_G[columns // self.each] * self.each + columns % self.each
+        return classes
+
+
+def class_order_of(nodes_GL: Tensor, shard: Tensor, rank: int, device: torch.device) -> ClassOrder:
+    """From what an operator may take: the part of the head that each rank of each node keeps, a
+    shard as `numbers_of` gives it, and this rank's place in its node."""
+    vocab_size = int(shard[2])
+    each = -(-vocab_size // nodes_GL.numel())
+    count_L = (vocab_size - nodes_GL * each).clamp(0, each).sum(0)
+    nodes_G1 = torch.arange(nodes_GL.shape[0], device=nodes_GL.device)[:, None]
+    first_R = torch.empty(nodes_GL.numel(), dtype=torch.int64, device=nodes_GL.device)
+    first_R[nodes_GL] = count_L.cumsum(0) - count_L + nodes_G1 * each
+    return ClassOrder(each, first_R.to(device), nodes_GL[:, rank].to(device))
+
+
+class NodeRows(LocalRows):
+    """The rows of this rank's place in all nodes, G v of them. Nodes make collectives of their own
+    within a call, as many as they have chunks."""
+
+    def __init__(self, call: HeadCall) -> None:
+        super().__init__(call)
+        layout = call.rows
+        assert layout.shard is not None
+        assert layout.nodes is not None
+        group, self.peers = group_named(layout.group), group_named(layout.peers)
+        self.nodes = dist.get_world_size(self.peers)
+        self.own_rows = self.size
+        self.each = -(-int(layout.shard[2]) // (self.nodes * dist.get_world_size(group)))
+        self.size = self.nodes * self.each
+        device = call.hidden.device
+        self.order = class_order_of(layout.nodes, layout.shard, dist.get_rank(group), device)
+        # In the dtype of the products: what travels loses nothing.
+        weight = self._gathered(call.weight.to(call.gemm_dtype))
+        bias = None if call.bias is None else self._gathered(call.bias)
+        self.call = call._replace(weight=weight, bias=bias)
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        """[v, ...] of every node; rows that the last ranks lack are 0 and no class."""
+        if own.shape[0] < self.each:
+            own = filled(own, self.each)
+        return all_gather(own.contiguous(), self.peers)
+
+    def scattered(self, whole: Tensor) -> Tensor:
+        """This rank's rows [v, ...] of a gradient, summed over the nodes."""
+        result = whole.new_empty(self.each, *whole.shape[1:])
+        scatter_into(result, whole, group=self.peers)
+        # What is kept until the backward has no room for rows that there are not.
+        return result if self.own_rows == self.each else result[: self.own_rows].clone()
+
+    def sums(self, loop: HeadLoop, needs: list[bool]) -> Sums:
+        return NodeSums(self, self.block(loop), needs)
+
+
+class NodeSums(GradientSums):
+    """Sums of the tokens of this node, and in the end of all nodes."""
+
+    def __init__(self, rows: NodeRows, logits: ChunkedLogits, needs: list[bool]) -> None:
+        super().__init__(logits, needs, rows.size)
+        self.rows = rows
+
+    def finish(self, exponent: Tensor | None) -> Gradients:
+        """d hidden of this rank's tokens, d weight and d bias of its rows and of all tokens, each
+        node's without its own power of two."""
+        gradients, logits = super().finish(exponent), self.logits
+        logits.operand_VH = logits.operand_VH.new_empty(0, logits.hidden_size)  # not beside those
+        if self.needs[1]:
+            gradients = gradients._replace(weight=self.rows.scattered(gradients.weight))
+        if self.needs[2]:
+            gradients = gradients._replace(bias=self.rows.scattered(gradients.bias))
+        return gradients
 
 
 class PassingOrder(NamedTuple):
@@ -56,10 +150,10 @@ class StreamedRows:
 
     def __init__(self, call: HeadCall, class_weights: Tensor | None, budget: int) -> None:
         """`budget`: bytes of a chunk's logits, the same on every rank."""
-        assert call.shard is not None
-        self.group, self.size = group_named(call.group), call.weight.shape[0]
+        assert call.rows.shard is not None
+        self.group, self.size = group_named(call.rows.group), call.weight.shape[0]
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.vocab_size, self.hidden_size = int(call.shard[2]), call.hidden.shape[1]
+        self.vocab_size, self.hidden_size = int(call.rows.shard[2]), call.hidden.shape[1]
         if class_weights is not None:
             check_class_weights(class_weights.shape[0], self.vocab_size)
         self.rows_each = -(-self.vocab_size // self.ranks)  # of every rank, but for the last ones
@@ -79,11 +173,7 @@ class StreamedRows:
 
     def _whole_bias(self, bias: Tensor) -> Tensor:
         """[V], in the order of the classes."""
-        own = bias.new_zeros(self.rows_each)
-        own[: bias.shape[0]] = bias
-        whole = bias.new_empty(self.ranks * self.rows_each)
-        gather_into(whole, own, group=self.group)
-        return whole[: self.vocab_size]
+        return all_gather(filled(bias, self.rows_each), self.group)[: self.vocab_size]
 
     @property
     def num_blocks(self) -> int:
@@ -125,10 +215,8 @@ class StreamedRows:
         return self.taken_V[start:stop] - b * self.ranks * self.block
 
     def _start(self, b: int) -> PendingCollective:
-        own_KH = self.local.new_zeros(self.block, self.hidden_size)
         part = self.local[b * self.block : (b + 1) * self.block]
-        own_KH[: part.shape[0]] = part
-        return start_all_gather(own_KH, self.group)
+        return start_all_gather(filled(part, self.block), self.group)
 
     def sums(self, loop: HeadLoop, needs: list[bool]) -> Sums:
         return StreamSums(self, loop, needs)
@@ -184,8 +272,7 @@ class StreamSums:
         if exponent is not None:
             hidden, bias = torch.ldexp(hidden, -exponent), torch.ldexp(bias, -exponent)
         if self.needs[2]:
-            whole = bias.new_zeros(rows.ranks * rows.rows_each)
-            whole[: rows.vocab_size] = bias
+            whole = filled(bias, rows.ranks * rows.rows_each)
             bias = bias.new_empty(rows.rows_each)
             scatter_into(bias, whole, group=rows.group)
             bias = bias[: rows.size].clone()
