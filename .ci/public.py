@@ -40,6 +40,11 @@ ARRAYS = {
     ),
     "jax_impl": ("jax.Array", "Any", "import jax"),
 }
+# Where each column computes log-probabilities, of a head and of given logits.
+LOGPROBS = {
+    "torch_impl": (("from_logits", "given_logprobs"), ("logprobs", "head_logprobs")),
+    "jax_impl": (("logprobs", "given_logprobs, head_logprobs"),),
+}
 # Of these the docstring alone is copied: name, file of the definition, files that implement it.
 DOCUMENTED = (
     ("next_token_labels", "labels", ("torch_impl/labels.py", "jax_impl/labels.py")),
@@ -194,8 +199,7 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.nll", "NLLOutput"),
                 ("xentlib.options", "ComputeDtype, Gather, OutputName, Reduction, WeightLayout"),
                 ("xentlib.plan", "VocabShard"),
-                (f"{package}.from_logits", "given_logprobs"),
-                (f"{package}.logprobs", "head_logprobs"),
+                *((f"{package}.{module}", names) for module, names in LOGPROBS[column]),
                 (f"{package}.nll", "nll"),
             )
         )

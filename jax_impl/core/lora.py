@@ -5,13 +5,13 @@ Shapes: N tokens, V vocabulary, H hidden width, R rank, T tokens of a chunk, P p
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.core.call import Constants, Options
+from xentlib.jax.core.call import Arrays, Options
 from xentlib.jax.core.gemm import contract, round_to
 
 # Of 8 bits or more each: what float32 has.
@@ -69,17 +69,18 @@ class LoraActivations(NamedTuple):
     u_TR: jax.Array
 
 
-def low_rank(options: Options, a: Any, b: jax.Array, constants: Constants) -> LowRank:
+def low_rank(options: Options, arrays: Arrays, b: jax.Array) -> LowRank:
     """`b` has a row for each of the operand's."""
     compute = options.compute_dtype
-    assert constants.scale is not None
+    assert arrays.low_in is not None
+    assert arrays.scale is not None
     b_VR = b.astype(compute)
     return LowRank(
-        a.astype(compute),
+        arrays.low_in.astype(compute),
         b_VR,
         parts_of(b_VR, b.dtype.name, options.gemm_dtype),
-        constants.scale.astype(compute),
-        constants.keep,
+        arrays.scale.astype(compute),
+        arrays.keep,
         options.gemm_dtype,
     )
 
@@ -97,10 +98,6 @@ def activations_of(low: LowRank, x_TH: jax.Array, rows_T: jax.Array) -> LoraActi
     return LoraActivations(x_TH, keep_TH, lax.optimization_barrier(u_TR))
 
 
-def add_logits(low: LowRank, z_TV: jax.Array, activations: LoraActivations) -> jax.Array:
-    return z_TV + contract(activations.u_TR, low.b_VR, 1, 1, z_TV.dtype.name)
-
-
 def backprop_lora(low: LowRank, dz_TV: jax.Array, dz_y_T1: jax.Array, y_T: jax.Array) -> jax.Array:
     """[T, R]: s dz B, the target's terms last."""
     compute = low.b_VR.dtype.name
@@ -114,10 +111,6 @@ def from_hidden(low: LowRank, du_TR: jax.Array, activations: LoraActivations) ->
     """[T, H]: what d hidden has of it."""
     part_TH = contract(du_TR, low.a_RH, 1, 0, low.a_RH.dtype.name)
     return part_TH if activations.keep_TH is None else jnp.where(activations.keep_TH, part_TH, 0.0)
-
-
-def to_a(du_TR: jax.Array, activations: LoraActivations) -> jax.Array:
-    return contract(du_TR, activations.x_TH, 0, 0, du_TR.dtype.name)
 
 
 def to_b(low: LowRank, dz_TV: jax.Array, activations: LoraActivations) -> jax.Array:
