@@ -17,7 +17,7 @@ from xentlib.jax.core.call import DIFFERENTIATED, Options, own_piece
 from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import contract, round_to
 from xentlib.jax.core.logits import Chunk, ChunkedLogits
-from xentlib.jax.core.lora import backprop_lora, from_hidden, to_b
+from xentlib.jax.core.lora import backprop_lora, from_hidden, to_a, to_b
 from xentlib.jax.core.vocab import as_primal
 from xentlib.jax.derivatives import Needs
 
@@ -162,9 +162,7 @@ def add_gradients(
         gradients = gradients._replace(weight=total)
     if low is not None and activations is not None:
         if needs.low_in:
-            gradients = gradients._replace(
-                low_in=gradients.low_in + contract(du_TR, activations.x_TH, 0, 0, compute)
-            )
+            gradients = gradients._replace(low_in=gradients.low_in + to_a(du_TR, activations))
         if needs.low_out:
             total = gradients.low_out + to_b(low, dz_TV, activations)
             total = add_targets(total, y_T, dz_y_T1[:, 0], activations.u_TR)

@@ -16,7 +16,7 @@ from xentlib.jax.core.consistency import RankConsistency, consistency_of
 from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import contract
 from xentlib.jax.core.kernels import XLA, LogitsBlock, LogitTransform
-from xentlib.jax.core.lora import LoraActivations, LowRank, activations_of, low_rank
+from xentlib.jax.core.lora import LoraActivations, LowRank, activations_of, add_logits, low_rank
 from xentlib.jax.core.tokens import Tokens, select_tokens
 from xentlib.jax.core.vocab import shard_here
 from xentlib.plan import MAX_ROWS, ChunkPlan, VocabShard, pad_rows, plan_chunks
@@ -183,7 +183,7 @@ def logits_of(logits: ChunkedLogits, index: jax.Array) -> Chunk:
         z_TV = contract(x_TH, logits.operand, 1, logits.axes[1], compute)
         if logits.low is not None:
             activations = activations_of(logits.low, x_TH, rows_T)
-            z_TV = z_TV + contract(activations.u_TR, logits.low.b_VR, 1, 1, compute)
+            z_TV = add_logits(logits.low, z_TV, activations)
     tokens, temperature_T = logits.tokens, None
     if logits.arrays.temperature is not None:
         per_token = jnp.broadcast_to(logits.arrays.temperature, tokens.labels.shape)

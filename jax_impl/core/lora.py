@@ -98,6 +98,10 @@ def activations_of(low: LowRank, x_TH: jax.Array, rows_T: jax.Array) -> LoraActi
     return LoraActivations(x_TH, keep_TH, lax.optimization_barrier(u_TR))
 
 
+def add_logits(low: LowRank, z_TV: jax.Array, activations: LoraActivations) -> jax.Array:
+    return z_TV + contract(activations.u_TR, low.b_VR, 1, 1, z_TV.dtype.name)
+
+
 def backprop_lora(low: LowRank, dz_TV: jax.Array, dz_y_T1: jax.Array, y_T: jax.Array) -> jax.Array:
     """[T, R]: s dz B, the target's terms last."""
     compute = low.b_VR.dtype.name
@@ -111,6 +115,10 @@ def from_hidden(low: LowRank, du_TR: jax.Array, activations: LoraActivations) ->
     """[T, H]: what d hidden has of it."""
     part_TH = contract(du_TR, low.a_RH, 1, 0, low.a_RH.dtype.name)
     return part_TH if activations.keep_TH is None else jnp.where(activations.keep_TH, part_TH, 0.0)
+
+
+def to_a(du_TR: jax.Array, activations: LoraActivations) -> jax.Array:
+    return contract(du_TR, activations.x_TH, 0, 0, du_TR.dtype.name)
 
 
 def to_b(low: LowRank, dz_TV: jax.Array, activations: LoraActivations) -> jax.Array:
