@@ -194,14 +194,7 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.nll", "NLLOutput"),
                 ("xentlib.options", "ComputeDtype, Gather, OutputName, Reduction, WeightLayout"),
                 ("xentlib.plan", "VocabShard"),
-                *(
-                    ((f"{package}.logprobs", "given_logprobs, head_logprobs"),)
-                    if column == "torch_impl"
-                    else (
-                        (f"{package}.from_logits", "given_logprobs"),
-                        (f"{package}.logprobs", "head_logprobs"),
-                    )
-                ),
+                (f"{package}.logprobs", "given_logprobs, head_logprobs"),
                 (f"{package}.nll", "nll"),
             )
         )

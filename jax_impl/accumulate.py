@@ -284,21 +284,22 @@ def token_normalized(
     inner = optax.with_extra_args_support(inner)
     count_type = jnp.float32 if weighted else jnp.int32
 
-    def zeros(tree: Any) -> Any:
+    def fresh(like: Any, windows: jax.Array, inner_state: Any) -> TokenNormalizedState:
+        """A window that begins. Zeros, not sums times zero: a NaN of one window must not reach the
+        next. No two leaves are one array: a state is donated."""
+        micro_batches = jnp.zeros((), jnp.int32)
         # As the parameters are spread: a sum that one device keeps would be gathered there.
-        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype=wide(x.dtype)), tree)
+        sums = jax.tree.map(lambda x: jnp.zeros_like(x, dtype=wide(x.dtype)), like)
+        tokens = jnp.zeros((), count_type)
+        return TokenNormalizedState(sums, tokens, micro_batches, windows, inner_state)
 
     def init(params: Any) -> TokenNormalizedState:
-        # No two leaves are one array: a state is donated.
-        tokens, micro_batches, windows = (
-            jnp.zeros((), dtype) for dtype in (count_type, jnp.int32, jnp.int32)
-        )
         state = inner.init(params)
         own = (TokenNormalizedState, optax.MultiStepsState, optax.ApplyEvery)
         kinds = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, own))
         for kind, message in zip(own, ("outermost", "multi_steps", "apply_every")):
             WINDOW_TYPES.require(message, not any(isinstance(x, kind) for x in kinds))
-        return TokenNormalizedState(zeros(params), tokens, micro_batches, windows, state)
+        return fresh(params, jnp.zeros((), jnp.int32), state)
 
     def update(
         updates: Any,
@@ -329,9 +330,8 @@ def token_normalized(
 
         def stepped(sums: Any) -> tuple[Any, Any]:
             # Means in the sums' own dtypes: in bf16 they would lose what the window has added up.
-            result: tuple[Any, Any] = inner.update(
-                over(sums, total, sums), state.inner, params, **extra
-            )
+            means = over(sums, total, sums)
+            result: tuple[Any, Any] = inner.update(means, state.inner, params, **extra)
             return result
 
         # As the step returns them: parameters' dtypes for one optimizer, float32 for another.
@@ -343,20 +343,13 @@ def token_normalized(
         def step(_: Any) -> tuple[Any, TokenNormalizedState]:
             new, after = stepped(sums)
             after = jax.tree.map(lambda a, b: jnp.asarray(a).astype(b.dtype), after, state.inner)
-            return new, fresh(after, state.windows + 1)
-
-        def fresh(after: Any, windows: jax.Array) -> TokenNormalizedState:
-            # Zeros, not sums times zero: a NaN of this window must not reach the next.
-            nothing = jnp.zeros((), jnp.int32)
-            return TokenNormalizedState(
-                zeros(state.sums), jnp.zeros((), count_type), nothing, windows, after
-            )
+            return new, fresh(state.sums, state.windows + 1, after)
 
         def wait(_: Any) -> tuple[Any, TokenNormalizedState]:
             return still(), TokenNormalizedState(sums, total, number, state.windows, state.inner)
 
         def skip(_: Any) -> tuple[Any, TokenNormalizedState]:
-            return still(), fresh(state.inner, state.windows)
+            return still(), fresh(state.sums, state.windows, state.inner)
 
         last = jnp.asarray(is_last, bool)
         stepping = jnp.logical_or(total != 0, empty == "zero")

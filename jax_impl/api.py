@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from xentlib.arguments import Arguments, LogitsArguments
-from xentlib.jax.from_logits import given_logprobs
-from xentlib.jax.logprobs import head_logprobs
+from xentlib.jax.logprobs import given_logprobs, head_logprobs
 from xentlib.jax.nll import nll
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput

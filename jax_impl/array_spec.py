@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.validators import ArraySpec
+
+# Arguments that must be arrays, and those that may also be None.
+REQUIRED = ("hidden", "logits", "labels")
+OPTIONAL = ("bias", "where", "token_weights", "class_weights")
 
 
 def array_spec(x: Any) -> Any:
@@ -63,11 +68,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
 
 
-def only_arrays(required: dict[str, Any], **optional: Any) -> None:
+def only_arrays(given: Arguments | LogitsArguments) -> None:
     """Refuse tensors of PyTorch, lists, and whatever else is no array."""
-    given = required | {name: x for name, x in optional.items() if x is not None}
-    for name, value in given.items():
-        if not is_array(value):
+    for name, value in given._asdict().items():
+        checked = name in REQUIRED or (name in OPTIONAL and value is not None)
+        if checked and not is_array(value):
             refuse_array(name, value)
 
 

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
-from xentlib.checks.call import CALLS, LogitsProblem, check_head, check_logits
+from xentlib.checks.call import CALLS, check_head, check_logits
 from xentlib.checks.lora import check_low_rank, check_low_rank_here
 from xentlib.checks.shards import SHARDS, check_route, check_route_here
 from xentlib.checks.validators import plain
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import array, array_spec, as_array, is_array, need_x64, only_arrays
-from xentlib.jax.core.call import Arrays, Constants, Options
+from xentlib.jax.core.call import Arrays, Options, Placement
 from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.core.vocab import axis_for, axis_of, varies_over
-from xentlib.jax.head import described, head_of, unpacked, unwrapped
-from xentlib.jax.placement import Placement, alone, axes_of, placed
+from xentlib.jax.head import described, head_of, unwrapped
+from xentlib.jax.placement import alone, axes_of, placed
 from xentlib.plan import default_chunk_bytes
 
-
-class Bound(NamedTuple):
-    """A call as a trace takes it, and where its whole arrays are on a mesh."""
-
-    options: Options
-    arrays: Arrays
-    place: Placement | None
+# Arrays of a call that a trace takes as they are.
+AS_GIVEN = ("hidden", "weight", "labels", "bias", "where", "token_weights", "class_weights")
 
 
-def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = False) -> Bound:
+def bind(
+    given: Arguments, place: Placement | None = None, *, recompute: bool = False
+) -> tuple[Options, Arrays]:
     """A call of a head's function; of `NLLHead`, which knows where its arrays are. `recompute`: its
     backward reads the head's values again."""
     given = Arguments(*map(unwrapped, map(plain, given)))
-    only_arrays(
-        {"hidden": given.hidden, "labels": given.labels},
-        bias=given.bias,
-        where=given.where,
-        token_weights=given.token_weights,
-        class_weights=given.class_weights,
-    )
-    given, low = unpacked(head_of(given))
-    hidden, weight, labels, bias = given.hidden, given.weight, given.labels, given.bias
+    only_arrays(given)
+    given, low = head_of(given)
+    hidden, weight = given.hidden, given.weight
     if low is not None:
         check_low_rank_here(given)
     CALLS.require("reduced_in_jax", given.reduce_hidden_grad is not False)
@@ -67,22 +58,11 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
         varies = varies_over(hidden, given.tokens_parallel)
         SHARDS.require("own_tokens", varies, axis=given.tokens_parallel)
     check_values(given, vocab_size)
-    need_x64(problem.compute_dtype)
     compute = problem.compute_dtype
+    need_x64(compute)
     # Over shards a second chunk may cost an exchange or a GEMM.
     row_bytes = 0 if axis is not None else problem.vocab_size * ITEMSIZE[compute]
     chunk_bytes = default_chunk_bytes(jax.default_backend(), row_bytes=row_bytes)
-    constants = Constants(
-        where=array(given.where),
-        token_weights=array(given.token_weights),
-        logit_scale=as_array(given.logit_scale, 1.0, compute),
-        temperature=as_array(given.temperature, 1.0, compute),
-        denominator=as_array(given.denominator, None, compute),
-        scalars=arrays_of(given),
-        class_weights=array(given.class_weights),
-        keep=None if low is None else array(low.keep),
-        scale=None if low is None else as_array(low.scale, None, compute),
-    )
     options = Options(
         ignore_index=given.ignore_index,
         scalars=numbers_of(given),
@@ -95,25 +75,29 @@ def bind(given: Arguments, place: Placement | None = None, *, recompute: bool = 
         chunk_bytes=given.max_chunk_bytes or chunk_bytes,
         transposed=given.weight_layout == "HV",
         axis=axis,
-        mesh_axes=place.mesh_axes if place else None,
+        place=place,
         gathered=gathered,
     )
+    adapters: dict[str, Any] = {}
+    if low is not None:
+        adapters = {"low_in": array(low.a), "low_out": array(low.b), "keep": array(low.keep)}
+        adapters["scale"] = as_array(low.scale, None, compute)
+    plain_arrays: dict[str, Any] = {name: array(getattr(given, name)) for name in AS_GIVEN}
     arrays = Arrays(
-        hidden=array(hidden),
-        labels=array(labels),
-        constants=constants,
-        weight=array(weight),
-        bias=array(bias),
-        low_in=None if low is None else array(low.a),
-        low_out=None if low is None else array(low.b),
+        **plain_arrays,
+        **adapters,
+        logit_scale=as_array(given.logit_scale, 1.0, compute),
+        temperature=as_array(given.temperature, 1.0, compute),
+        denominator=as_array(given.denominator, None, compute),
+        scalars=arrays_of(given),
     )
-    return Bound(options, arrays, place)
+    return options, arrays
 
 
-def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
-    """The same of a function of given logits, and its sizes."""
+def bind_logits(given: LogitsArguments) -> tuple[Options, Arrays]:
+    """The same of a function of given logits."""
     given = LogitsArguments(*map(unwrapped, map(plain, given)))
-    only_arrays({"logits": given.logits, "labels": given.labels}, where=given.where)
+    only_arrays(given)
     logits, labels, shard = given.logits, given.labels, given.shard
     problem = check_logits(LogitsArguments(*map(array_spec, given)))
     axis = None
@@ -123,11 +107,6 @@ def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
     check_labels(labels, given.where, given.ignore_index, vocab_size)
     need_x64(problem.compute_dtype)
     ends = None if shard is None else [jnp.int32(shard.start), jnp.int32(shard.stop)]
-    constants = Constants(
-        where=array(given.where),
-        temperature=as_array(given.temperature, 1.0, problem.compute_dtype),
-        shard=None if ends is None else jnp.stack(ends),
-    )
     options = Options(
         ignore_index=given.ignore_index,
         scalars=numbers_of(given),
@@ -138,8 +117,14 @@ def bind_logits(given: LogitsArguments) -> tuple[LogitsProblem, Bound]:
         chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
         axis=axis,
     )
-    arrays = Arrays(array(logits), array(labels), constants)
-    return problem, Bound(options, arrays, None)
+    arrays = Arrays(
+        hidden=array(logits),
+        labels=array(labels),
+        where=array(given.where),
+        temperature=as_array(given.temperature, 1.0, problem.compute_dtype),
+        shard=None if ends is None else jnp.stack(ends),
+    )
+    return options, arrays
 
 
 def numbers_of(given: Arguments | LogitsArguments) -> Scalars:

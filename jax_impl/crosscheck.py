@@ -20,7 +20,7 @@ from xentlib.dtypes import resolve_dtypes
 from xentlib.jax.array_spec import is_array
 from xentlib.jax.core.vocab import vary, varying
 from xentlib.jax.derivatives import primal_values, refused, wanted
-from xentlib.jax.head import head_of, low_rank_of, unwrapped
+from xentlib.jax.head import head_of, unwrapped
 from xentlib.jax.nll import nll
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
@@ -112,13 +112,13 @@ class CrossCheck(Schedule):
         """
         check_traced_step(step, getattr(step, "dtype", None), getattr(step, "shape", ()))
         given = Arguments(hidden, weight, labels, **options)
-        given = head_of(Arguments(*map(unwrapped, map(plain, given))))
+        given, low = head_of(Arguments(*map(unwrapped, map(plain, given))))
         if given.vocab_parallel is not None:
             raise CrossCheckError(
                 "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
                 "which a device has a part. Check a run without it, or `xentlib parity`."
             )
-        if low_rank_of(given.weight) is not None:
+        if low is not None:
             raise CrossCheckError(
                 "a checked call must have a head of one weight; got a `LowRankHead`. Check a run "
                 "with the low-rank part merged into the weight."

@@ -52,17 +52,18 @@ LAYERS = (
 )
 
 
-def head_of(given: Arguments) -> Arguments:
-    """The call with a module's arrays in place of the module, in the dtypes that it casts to."""
-    low, module = low_rank_of(given.weight), given.weight
-    if low is not None:
-        low = LowRankHead(*map(unwrapped, map(plain, low)))
-        single = low_rank_of(low.weight) is None
+def head_of(given: Arguments) -> tuple[Arguments, LowRankHead[jax.Array] | None]:
+    """The call with a module's arrays in place of the module, in the dtypes that it casts to, and
+    the head that its weight is of, if it has a low-rank part."""
+    module = given.weight
+    if isinstance(module, LowRankHead):
+        low = LowRankHead(*map(unwrapped, map(plain, module)))
+        single = not isinstance(low.weight, LowRankHead)
         MODULES.require("low_rank", single, kind=type(low.weight).__name__)
-        given = head_of(given._replace(weight=low.weight))
-        return given._replace(weight=low._replace(weight=given.weight))
+        given, _ = head_of(given._replace(weight=low.weight))
+        return given, low._replace(weight=given.weight)
     if is_array(module):
-        return given
+        return given, None
     layer = next((x for x in LAYERS if isinstance(module, loaded(x.package, x.name))), None)
     if layer is None or not is_plain(module, layer):
         refuse(module)
@@ -92,7 +93,8 @@ def head_of(given: Arguments) -> Arguments:
     check_beside_module(kind, two, "VH" if agreed else given.weight_layout)
     hidden, weight, bias = cast(module, layer, given.hidden, weight, bias)
     bias = given.bias if bias is None else bias
-    return given._replace(hidden=hidden, weight=weight, bias=bias, weight_layout=layout)
+    given = given._replace(hidden=hidden, weight=weight, bias=bias, weight_layout=layout)
+    return given, None
 
 
 def parameters(module: Any, layer: Layer, hidden: Any) -> tuple[Any, Any]:
@@ -179,24 +181,11 @@ def refuse(given: Any) -> NoReturn:
     )
 
 
-def low_rank_of(head: Any) -> LowRankHead[jax.Array] | None:
-    return head if isinstance(head, LowRankHead) else None
-
-
-def unpacked(given: Arguments) -> tuple[Arguments, LowRankHead[jax.Array] | None]:
-    """The call with the weight alone, and the head that it is of, if it has a low-rank part."""
-    low = low_rank_of(given.weight)
-    return (given, None) if low is None else (given._replace(weight=low.weight), low)
-
-
 def described(low: LowRankHead[Any]) -> LowRankHead[ArraySpec]:
     """As it is checked. A head that goes through `jit` or a transformation with its arrays has an
     array for its scale: that of a trace is some number."""
     scale: Any = low.scale
-    if is_array(scale) and not jnp.ndim(scale) and is_real(scale):
+    real = (jnp.floating, jnp.integer)
+    if is_array(scale) and not scale.ndim and any(jnp.issubdtype(scale.dtype, x) for x in real):
         scale = scale.item() if concrete_on_cpu(scale) else 1.0
     return LowRankHead(*map(array_spec, low._replace(scale=scale)))
-
-
-def is_real(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)

@@ -1,4 +1,5 @@
-"""Per-token log-probabilities in JAX: the steps of `xentlib.logprobs`, under their numbers.
+"""Per-token log-probabilities in JAX, of a head or of given logits: the steps of
+`xentlib.logprobs`, under their numbers.
 
 Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
 """
@@ -10,27 +11,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
-from xentlib.arguments import Arguments
-from xentlib.jax.binding import bind
+from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.algebra import exp
-from xentlib.jax.core.call import Arrays, Options, as_gradients, flat
-from xentlib.jax.core.gradients import (
-    Gradients,
-    add_gradients,
-    own_columns,
-    power_of_two,
-    round_gradients,
-    without_power,
-    zero_gradients,
-)
+from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, flat
+from xentlib.jax.core.device import as_bits, from_bits
+from xentlib.jax.core.gemm import round_to
+from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
-from xentlib.jax.core.vocab import upstream_of, vary, varying
+from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
 from xentlib.jax.derivatives import Needs, primal_values, wanted
-from xentlib.jax.placement import Placement, over_mesh, whole_rows
+from xentlib.jax.placement import run, whole_rows
 from xentlib.logprobs import LogprobOutput
 
 
@@ -51,12 +47,6 @@ class Upstream(NamedTuple):
     lse: jax.Array | None
 
 
-class EntropyTerms(NamedTuple):
-    slope: jax.Array  # the upstream gradient
-    rest: jax.Array
-    own: jax.Array
-
-
 class Terms(NamedTuple):
     """Per token: what step 6 adds up, for the rest and for the target's own dz."""
 
@@ -65,18 +55,15 @@ class Terms(NamedTuple):
     own_logprob: jax.Array
     lse: jax.Array
     own_lse: jax.Array
-    entropy: EntropyTerms | None
-    uniform: jax.Array | None  # label smoothing's, in every column
-    own_uniform: jax.Array | None  # what the target has of it
+    # Of an entropy: its upstream gradient, and what the rest and the target have of it
+    entropy: tuple[jax.Array, jax.Array, jax.Array] | None
+    # Of label smoothing: what is in every column, and what the target has of it
+    uniform: tuple[jax.Array, jax.Array] | None
 
 
 def logprobs_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[Any], Residuals]:
-    """Per-token outputs, and what the backward needs of them. The arrays are flat."""
-    return forward_of(chunked_logits(options, arrays))
-
-
-def forward_of(logits: ChunkedLogits) -> tuple[LogprobOutput[Any], Residuals]:
-    """Steps 2 to 5."""
+    """Steps 2 to 5: per-token outputs, and what the backward needs of them. The arrays are flat."""
+    logits = chunked_logits(options, arrays)
     options, eps = logits.options, logits.options.scalars.label_smoothing
     stats_wanted = WantedStats(options.entropy, eps > 0)
     own, (logits, _) = logits, gather_tokens(logits, ())
@@ -94,7 +81,14 @@ def forward_of(logits: ChunkedLogits) -> tuple[LogprobOutput[Any], Residuals]:
         packed_6M = over_chunks(logits, body, packed_6M, exchange=bool(options.gathered))
     else:
         packed_6M = kept_values(all_stats(logits, stats_wanted), eps)
-    return outputs_of(unpack(own, packed_6M), options.entropy, options.output_dtype)
+    lse_N, p_rest_N, logprob_N, entropy_N, correct_N, smoothed_N = unpack(own, packed_6M)
+    output = LogprobOutput(
+        smoothed_N.astype(options.output_dtype),
+        entropy_N.astype(options.output_dtype) if options.entropy else None,
+        lse_N.astype(options.output_dtype),
+        correct_N > 0,
+    )
+    return output, Residuals(lse_N, p_rest_N, logprob_N, entropy_N)
 
 
 def kept_values(stats: TokenStats, label_smoothing: float) -> jax.Array:
@@ -107,19 +101,6 @@ def kept_values(stats: TokenStats, label_smoothing: float) -> jax.Array:
     )
 
 
-def outputs_of(
-    values_6N: jax.Array, entropy: bool, output_dtype: str
-) -> tuple[LogprobOutput[Any], Residuals]:
-    lse_N, p_rest_N, logprob_N, entropy_N, correct_N, smoothed_N = values_6N
-    output = LogprobOutput(
-        smoothed_N.astype(output_dtype),
-        entropy_N.astype(output_dtype) if entropy else None,
-        lse_N.astype(output_dtype),
-        correct_N > 0,
-    )
-    return output, Residuals(lse_N, p_rest_N, logprob_N, entropy_N)
-
-
 def logprobs_backward(
     options: Options,
     needs: Needs,
@@ -128,17 +109,15 @@ def logprobs_backward(
     arrays: Arrays,
 ) -> dict[str, jax.Array | None]:
     """Gradients by name, from logits that are computed again."""
-    compute = options.compute_dtype
     logits = chunked_logits(options, arrays)
     given = clean_upstream(logits, upstream)
     sizes = jnp.stack([jnp.abs(g) for g in jax.tree.leaves(given)])
     exponent = power_of_two(options, sizes.sum(axis=0))
     if exponent is not None:
         given = jax.tree.map(lambda g: jnp.ldexp(g, exponent), given)
-    given = jax.tree.map(partial(scaled, logits), given)
-    terms_N = terms_of(kept, given, options.scalars.label_smoothing, logits.vocab_size)
+    terms_N = scaled_terms(logits, kept, given)
     own, (logits, terms_N) = logits, gather_tokens(logits, terms_N)
-    terms_M = jax.tree.map(lambda x: jnp.pad(x[logits.order], (0, 1)), terms_N)
+    terms_M = in_chunks(logits, terms_N)
 
     def body(chunk: Chunk, gradients: Gradients) -> Gradients:
         # 6. to 8. dz and the gradients
@@ -146,12 +125,42 @@ def logprobs_backward(
         dz = coefficients(terms_T)
         return add_gradients(logits, chunk, needs, gradients, terms_T.kept_lse, dz)
 
-    sums = vary(zero_gradients(logits, needs), varying(logits, terms_M))
+    sums = vary(Gradients.zeros(logits, needs), varying(logits, terms_M))
     gradients = over_chunks(logits, body, sums, terms_M, exchange=bool(options.gathered))
-    if exponent is not None:
-        gradients = without_power(gradients, exponent, compute)
-    gradients = own_columns(logits, gradients)
-    return round_gradients(gradients, own.tokens.valid, arrays.leaves, options.mesh_axes)
+    gradients = gradients.finished(logits, exponent)
+    return gradients.rounded(options, own.tokens.valid, arrays.leaves)
+
+
+def given_backward(
+    options: Options, kept: Residuals, upstream: Upstream, arrays: Arrays
+) -> jax.Array:
+    """Step 6 of given logits, in their dtype: every row is written once, its target's column with
+    it."""
+    logits, given = chunked_logits(options, arrays), arrays.hidden
+    terms_M = in_chunks(logits, scaled_terms(logits, kept, clean_upstream(logits, upstream)))
+
+    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
+        terms_T = at_rows(logits, chunk, terms_M)
+        dz = coefficients(terms_T)
+        dz_TV, dz_y_T, _ = logits.kernels.dz(chunk.block, terms_T.kept_lse, dz)
+        own_TV = lax.broadcasted_iota(jnp.int32, dz_TV.shape, 1) == chunk.block.y_T1
+        dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), given.dtype.name)
+        return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")
+
+    d_logits = over_chunks(logits, body, as_bits(jnp.zeros_like(given)), terms_M)
+    return as_primal(from_bits(d_logits, given), given)
+
+
+def scaled_terms(logits: ChunkedLogits, kept: Residuals, upstream: Upstream) -> Terms:
+    """[N] of upstream gradients that are clean."""
+    through = jax.tree.map(partial(scaled, logits), upstream)
+    return terms_of(kept, through, logits.options.scalars.label_smoothing, logits.vocab_size)
+
+
+def in_chunks(logits: ChunkedLogits, terms_N: Terms) -> Terms:
+    """[M + 1], in the order of the chunks' rows."""
+    terms_M: Terms = jax.tree.map(lambda x: jnp.pad(x[logits.order], (0, 1)), terms_N)
+    return terms_M
 
 
 def clean_upstream(logits: ChunkedLogits, upstream: Upstream) -> Upstream:
@@ -179,14 +188,13 @@ def terms_of(kept: Residuals, upstream: Upstream, eps: float, vocab_size: int) -
     if upstream.entropy is not None:
         # A label whose p is 0 has a log-probability of -inf: their product must be 0.
         above = jnp.maximum(kept.logprob, FLOOR) + kept.entropy
-        entropy = EntropyTerms(
-            upstream.entropy, upstream.entropy * kept.entropy, p_y * (upstream.entropy * above)
-        )
-    uniform = own_uniform = None
+        slope = upstream.entropy
+        entropy = slope, slope * kept.entropy, p_y * (slope * above)
+    uniform = None
     if eps:
-        uniform, own_uniform = logprob * (eps / vocab_size), logprob * (eps / vocab_size - eps)
+        uniform = logprob * (eps / vocab_size), logprob * (eps / vocab_size - eps)
     own = logprob * kept.p_rest
-    return Terms(kept.lse, logprob, own, lse, lse * p_y, entropy, uniform, own_uniform)
+    return Terms(kept.lse, logprob, own, lse, lse * p_y, entropy, uniform)
 
 
 def coefficients(terms_T: Terms) -> Coefficients:
@@ -194,27 +202,27 @@ def coefficients(terms_T: Terms) -> Coefficients:
     alpha, beta, gamma = terms_T.lse - terms_T.logprob, None, None
     own = terms_T.own_logprob + terms_T.own_lse
     if terms_T.entropy is not None:
-        alpha, beta = alpha - terms_T.entropy.rest, -terms_T.entropy.slope
-        own = own - terms_T.entropy.own
+        slope, rest, of_target = terms_T.entropy
+        alpha, beta, own = alpha - rest, -slope, own - of_target
     if terms_T.uniform is not None:
-        assert terms_T.own_uniform is not None
-        gamma, own = -terms_T.uniform, own + terms_T.own_uniform
+        every, of_target = terms_T.uniform
+        gamma, own = -every, own + of_target
     return Coefficients(alpha, beta, gamma, own)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
-    arrays = whole_rows(options.mesh_axes, options.transposed, arrays)
-    return logprobs_forward(options, arrays)[0]
+    return logprobs_forward(options, whole_rows(options, arrays))[0]
 
 
 def _logprobs_fwd(options: Options, primals: Any) -> tuple[LogprobOutput[Any], Any]:
     needs = wanted(primals.constants, *primals.leaves)
     # The backward reads the gathered head again: it is kept rather than gathered twice.
-    arrays = whole_rows(options.mesh_axes, options.transposed, primal_values(primals))
+    arrays = whole_rows(options, primal_values(primals))
     output, kept = logprobs_forward(options, arrays)
     # A residual must be an array, their tree the same whatever is wanted: the sizes say what is.
-    return output, (arrays, kept, [jnp.zeros((int(need),)) for need in needs])
+    markers = () if arrays.weight is None else tuple(jnp.zeros((int(need),)) for need in needs)
+    return output, (arrays, kept, markers)
 
 
 def _logprobs_bwd(
@@ -224,6 +232,8 @@ def _logprobs_bwd(
     upstream = upstream_in(options, cotangent)
     if upstream is None:
         return (None,)
+    if arrays.weight is None:
+        return (as_gradients({"hidden": given_backward(options, kept, upstream, arrays)}),)
     needs = Needs(*(marker.size > 0 for marker in markers))
     return (as_gradients(logprobs_backward(options, needs, kept, upstream, arrays)),)
 
@@ -241,28 +251,20 @@ _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
 _logprobs_jit = jax.jit(_logprobs, static_argnums=(0,))
 
 
-def shaped(result: LogprobOutput[Any], leading: tuple[int, ...]) -> LogprobOutput[Any]:
-    return LogprobOutput(*(None if x is None else jnp.reshape(x, leading) for x in result))
-
-
 def _logprobs_anywhere(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
     """On arrays with any leading dimensions, or this device's part of them."""
-    return shaped(_logprobs_jit(options, flat(arrays)), arrays.labels.shape)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _logprobs_over_mesh(options: Options, place: Placement, arrays: Arrays) -> LogprobOutput[Any]:
-    outputs = LogprobOutput(True, True if options.entropy else None, True, True)
-    result: LogprobOutput[Any] = over_mesh(
-        partial(_logprobs_anywhere, options), place, arrays, outputs
-    )
-    return result
+    result: LogprobOutput[Any] = _logprobs_jit(options, flat(arrays))
+    shaped: LogprobOutput[Any] = jax.tree.map(lambda x: x.reshape(arrays.labels.shape), result)
+    return shaped
 
 
 def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
-    options, arrays, place = bind(given, place, recompute=True)
-    if place:
-        result: LogprobOutput[Any] = _logprobs_over_mesh(options, place, arrays)
-        return result
-    return _logprobs_anywhere(options, arrays)
+    options, arrays = bind(given, place, recompute=True)
+    outputs = LogprobOutput(True, True if options.entropy else None, True, True)
+    return run(_logprobs_anywhere, options, arrays, outputs)
+
+
+def given_logprobs(given: LogitsArguments) -> LogprobOutput[Any]:
+    """`vocab_parallel_logprobs` of its arguments."""
+    return _logprobs_anywhere(*bind_logits(given))

@@ -41,13 +41,15 @@ SAME |= {
     "psum",
     "psum_invariant",
     "pvary",
-    "reduce_precision",
+    "reshape",
+    "squeeze",
 }
-SAME |= {"reduce_sum", "reshape", "reshard", "select_n", "sharding_constraint", "squeeze", "sub"}
+SAME |= {"reduce_precision", "reduce_sum", "reshard", "select_n", "sharding_constraint"}
+SAME |= {"squeeze", "sub"}
 LOOPS = ("cond", "scan", "while")
-COUNTS_OF_MEANS: dict[int, weakref.ref[Any]] = {}
-# Losses as `chunked_nll` has returned them, traced or not: whether each may be a sum, or a mean.
-LOSSES: dict[int, tuple[weakref.ref[Any], bool, bool]] = {}
+# What `chunked_nll` has returned, traced or not, by the arrays' identities: a loss that is a sum, a
+# mean, or both, and counts beside a mean.
+RETURNED: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
 
 
 def labelled(out: NLLOutput[Any], denominator: Any) -> NLLOutput[Any]:
@@ -55,34 +57,40 @@ def labelled(out: NLLOutput[Any], denominator: Any) -> NLLOutput[Any]:
     `denominator` as it was given."""
     total = checkpoint_name(out.loss, SUMMED if out.denominator is None else DIVIDED)
     number, weight = (checkpoint_name(x, COUNT) for x in (out.num_tokens, out.weight_sum))
-    # What 1 divides is a sum too. A sum of weights is not read: that would be a wait.
-    divided = out.denominator is not None
-    is_sum = not divided or known(denominator) == 1
-    LOSSES[id(total)] = weakref.ref(total, partial(forget_loss, id(total))), is_sum, divided
-    if out.denominator is not None:
-        for x in (number, weight):
-            COUNTS_OF_MEANS[id(x)] = weakref.ref(x, partial(forget, id(x)))
+    if out.denominator is None:
+        remember(total, SUMMED)
+    else:
+        # What 1 divides is a sum too. A sum of weights is not read: that would be a wait.
+        remember(total, DIVIDED, *((SUMMED,) if known(denominator) == 1 else ()))
+        remember(number, COUNT)
+        remember(weight, COUNT)
     return out._replace(loss=total, num_tokens=number, weight_sum=weight)
 
 
+def remember(x: Any, *names: str) -> None:
+    RETURNED[id(x)] = weakref.ref(x, partial(forget, id(x))), names
+
+
 def forget(key: int, _: Any) -> None:
-    COUNTS_OF_MEANS.pop(key, None)
+    RETURNED.pop(key, None)
 
 
-def forget_loss(key: int, _: Any) -> None:
-    LOSSES.pop(key, None)
+def returned(x: Any) -> tuple[str, ...]:
+    """What it is, if it is the very array that `chunked_nll` has returned: what has left a `jit`
+    says nothing."""
+    reference, names = RETURNED.get(id(x), (None, ()))
+    return names if reference is not None and reference() is x else ()
 
 
 def check_name(loss: Any, mean: bool) -> None:
-    """Refuse a loss under another name than that of what it is, where it is the very array that
-    `chunked_nll` has returned: what has left a `jit` says nothing."""
-    label, is_sum, is_mean = LOSSES.get(id(loss), (None, True, True))
-    if label is None or label() is not loss:
+    """Refuse a loss of `chunked_nll` under another name than that of what it is."""
+    names = returned(loss)
+    if not names or COUNT in names:
         return
     if mean:
-        WINDOWS.require("mean", is_mean)
+        WINDOWS.require("mean", DIVIDED in names)
     else:
-        check_loss_sum(array_spec(loss), not is_sum, SUM)
+        check_loss_sum(array_spec(loss), SUMMED not in names, SUM)
 
 
 def check_traced(loss: Any, jaxpr: Any) -> None:
@@ -159,8 +167,7 @@ def token_count_of(given: Any, weighted: bool) -> Any:
     if not isinstance(given, NLLOutput):
         if given is None:
             check_token_count("token_count", None, None, weighted)
-        label = COUNTS_OF_MEANS.get(id(given))
-        WINDOWS.require("count_of_sum", label is None or label() is not given)
+        WINDOWS.require("count_of_sum", COUNT not in returned(given))
         return given
     check_loss_sum(array_spec(given.loss), given.denominator is not None, SUM)
     number, weight = jnp.asarray(given.num_tokens), jnp.asarray(given.weight_sum)

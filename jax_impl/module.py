@@ -22,14 +22,19 @@ from xentlib.arguments import Arguments
 from xentlib.checks.module import check_head_options, check_kept_option, check_linear
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.jax.api import chunked_logprobs, chunked_nll
+from xentlib.jax.core.call import Placement
 from xentlib.jax.logprobs import head_logprobs
 from xentlib.jax.nll import nll
-from xentlib.jax.placement import Placement, axes_of, place
+from xentlib.jax.placement import axes_of, place
 from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.options import WeightLayout
 from xentlib.plan import PaddedVocab
 
+# Attributes of a layer that a head is made of: of `nnx.Embed` too, and of `nnx.Linear` alone.
+SHARED = ("dtype", "param_dtype", "promote_dtype")
+OF_LINEAR: tuple[str, ...] = ("in_features", "out_features", "use_bias")
+OF_LINEAR += ("precision", "dot_general", "preferred_element_type")
 LAYER = frozenset(inspect.signature(nnx.Linear.__init__).parameters)
 
 
@@ -43,38 +48,44 @@ def check_options(per_token: bool, options: Mapping[str, Any], *, kept: bool) ->
         check_kept_option(name, value)
 
 
+def options_of(module: NLLHead | LinenNLLHead, options: dict[str, Any]) -> dict[str, Any]:
+    """The module's, and those of a call with labels, which win."""
+    merged = dict(module.options) | options
+    check_options(module.per_token, merged, kept=False)
+    return merged
+
+
 def call_head(
-    module: NLLHead | LinenNLLHead, given: Arguments, specs: tuple[P, P]
+    module: NLLHead | LinenNLLHead, given: Arguments, *specs: P
 ) -> NLLOutput[jax.Array] | LogprobOutput[jax.Array]:
     """The head's function, under a mesh with its arrays where `specs` of kernel and bias say."""
-    place = placement(module, given, specs)
-    if place is None:
+    where = placement(module, given, *specs)
+    if where is None:
         given = given._replace(vocab_parallel=module.vocab_parallel)
-    return head_logprobs(given, place) if module.per_token else nll(given, place)
+    return head_logprobs(given, where) if module.per_token else nll(given, where)
 
 
 def placement(
-    module: NLLHead | LinenNLLHead, given: Arguments, specs: tuple[P, P]
+    module: NLLHead | LinenNLLHead, given: Arguments, kernel_spec: P, bias_spec: P
 ) -> Placement | None:
     """Of a call under a mesh that nobody but the module knows of."""
     tokens, parallel = module.tokens, module.vocab_parallel
     if tokens is None and parallel is None:
         return None
-    hidden, kernel = given.hidden, given.weight
     spread = tokens if isinstance(tokens, P) else P(tokens)
     name = parallel.over if isinstance(parallel, PaddedVocab) else parallel
     named = [one for entry in (*spread, name) for one in axes_of(entry)]
-    meshes = [jax.typeof(x).sharding.mesh for x in (kernel, hidden)]
+    meshes = [jax.typeof(x).sharding.mesh for x in (given.weight, given.hidden)]
     mesh = next((x for x in meshes if not x.empty), jax.sharding.get_abstract_mesh())
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     axes, unknown = tuple(types), [one for one in named if one not in types]
     PLACEMENTS.require("mesh_axes", not unknown, axes=axes, unknown=(*unknown, None)[0])
-    leading = hidden.ndim - 1
+    leading = given.hidden.ndim - 1
     PLACEMENTS.require("dimensions", len(spread) <= leading, of=leading, spread=len(spread))
     if any(types[one] is AxisType.Manual for one in named):  # inside the user's own `shard_map`
         return None
     given = given._replace(vocab_parallel=parallel)
-    return place(mesh, spread, *specs, given, recompute=module.per_token)
+    return place(mesh, spread, kernel_spec, bias_spec, given, recompute=module.per_token)
 
 
 class NLLHead(nnx.Linear):
@@ -149,31 +160,27 @@ class NLLHead(nnx.Linear):
             TypeError: a layer that computes something else. For LoRA, merge it, or call
                 `chunked_nll` with a `LowRankHead` of its arrays.
         """
-        given, kind, tied = linear, type(linear), isinstance(linear, nnx.Embed)
+        kind, tied = type(linear), isinstance(linear, nnx.Embed)
         if tied:
             plain = (kind.__call__, kind.attend) == (nnx.Embed.__call__, nnx.Embed.attend)
         else:
             calls = (nnx.Linear.__call__, NLLHead.__call__)
             plain = isinstance(linear, nnx.Linear) and kind.__call__ in calls
         check_linear(kind.__name__, plain, False)
-        names = ["dtype", "param_dtype", "promote_dtype"]
+        names = SHARED if tied else (*SHARED, *OF_LINEAR)
+        layer = {name: getattr(linear, name) for name in names}
         if tied:
-            layer = {"in_features": given.features, "out_features": given.num_embeddings}
+            layer |= {"in_features": linear.features, "out_features": linear.num_embeddings}
             layer["use_bias"] = False
-        else:
-            layer = {}
-            names += ["in_features", "out_features", "use_bias"]
-            names += ["precision", "dot_general", "preferred_element_type"]
-        layer |= {name: getattr(given, name) for name in names}
-        if isinstance(given, NLLHead):
-            told = {
-                name: getattr(given, name) for name in ("per_token", "tokens", "vocab_parallel")
+        if isinstance(linear, NLLHead):
+            own = {
+                name: getattr(linear, name) for name in ("per_token", "tokens", "vocab_parallel")
             }
-            arguments = told | dict(given.options) | arguments
+            arguments = own | dict(linear.options) | arguments
         head: NLLHead = nnx.eval_shape(lambda: cls(rngs=nnx.Rngs(0), **layer, **arguments))
-        head.kernel = given.embedding if tied else given.kernel
-        head.weight_layout = "VH" if tied else getattr(given, "weight_layout", "HV")
-        head.bias = None if tied else given.bias
+        head.kernel = linear.embedding if tied else linear.kernel
+        head.weight_layout = "VH" if tied else getattr(linear, "weight_layout", "HV")
+        head.bias = None if tied else linear.bias
         return head
 
     def __call__(  # type: ignore[override]
@@ -188,15 +195,11 @@ class NLLHead(nnx.Linear):
                 return logits
             query, weight = self.promote_dtype((inputs, self.kernel[...]), dtype=self.dtype)
             return jnp.dot(query, weight.T, out_sharding=out_sharding)
-        options = dict(self.options) | options
-        check_options(self.per_token, options, kept=False)
-        bias = None if self.bias is None else self.bias[...]
-        hidden, kernel, bias = self.promote_dtype(
-            (inputs, self.kernel[...], bias), dtype=self.dtype
-        )
-        specs = (annotated(self.kernel), annotated(self.bias))
+        options = options_of(self, options)
+        arrays = (inputs, self.kernel[...], None if self.bias is None else self.bias[...])
+        hidden, kernel, bias = self.promote_dtype(arrays, dtype=self.dtype)
         given = Arguments(hidden, kernel, labels, bias=bias, weight_layout=layout, **options)
-        return call_head(self, given, specs)
+        return call_head(self, given, annotated(self.kernel), annotated(self.bias))
 
 
 def annotated(param: Any) -> P:
@@ -253,20 +256,17 @@ class LinenNLLHead(nn.Dense):
             check_head_options(options, [])
             logits: jax.Array = super().__call__(inputs)
             return logits
-        options = dict(self.options) | options
-        check_options(self.per_token, options, kept=False)
+        options = options_of(self, options)
         shape = (jnp.shape(inputs)[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype)
         hidden, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        specs = (
-            boxed(self.kernel_init, shape, self.param_dtype),
-            boxed(self.bias_init, shape[1:], self.param_dtype),
-        )
+        kernel_spec = boxed(self.kernel_init, shape, self.param_dtype)
+        bias_spec = boxed(self.bias_init, shape[1:], self.param_dtype)
         given = Arguments(hidden, kernel, labels, bias=bias, weight_layout="HV", **options)
-        return call_head(self, given, specs)
+        return call_head(self, given, kernel_spec, bias_spec)
 
 
 def boxed(init: Any, shape: tuple[int, ...], dtype: Any) -> P:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +17,20 @@ from xentlib.algebra import TokenStats, WantedStats, is_zero
 from xentlib.arguments import Arguments
 from xentlib.jax.binding import bind
 from xentlib.jax.core.algebra import ALGEBRA
-from xentlib.jax.core.call import Arrays, Options, as_gradients, flat, of_all_tokens
-from xentlib.jax.core.gradients import (
-    Gradients,
-    add_gradients,
-    own_columns,
-    power_of_two,
-    round_gradients,
-    without_power,
-    zero_gradients,
-)
+from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, flat, of_all_tokens
+from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, only_chunk, over_chunks, unpack
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of, target_info
 from xentlib.jax.core.vocab import agreed_upstream, upstream_of, vary, varying
 from xentlib.jax.derivatives import REFUSED, Needs, named, primal_values, refused, wanted
 from xentlib.jax.micro_batch import labelled
-from xentlib.jax.placement import Placement, over_mesh, whole_rows
+from xentlib.jax.placement import run, whole_rows
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.plan import schedule
 
-
-class Carry(NamedTuple):
-    """What the loop over chunks accumulates."""
-
-    per_token: jax.Array  # rows: those of `Algebra.values`
-    gradients: Gradients
+# What the loop over chunks accumulates: rows of `Algebra.values`, and the sums.
+Carry = tuple[jax.Array, Gradients]
 
 
 def nll_forward(
@@ -54,19 +42,19 @@ def nll_forward(
 
     The arrays are flat. The accumulators lack the upstream gradient.
     """
-    compute, constants = options.compute_dtype, arrays.constants
-    logits = chunked_logits(options, whole_rows(options.mesh_axes, options.transposed, arrays))
+    compute = options.compute_dtype
+    logits = chunked_logits(options, whole_rows(options, arrays))
     options, scalars = logits.options, logits.options.scalars
-    count, valid_N = of_all_tokens(options.mesh_axes, logits.num_valid), logits.tokens.valid
+    count, valid_N = of_all_tokens(options, logits.num_valid), logits.tokens.valid
     everywhere = target_info(logits, slice(None))
     weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
-    if constants.token_weights is not None:
-        weights_N = jnp.where(valid_N, constants.token_weights.astype(compute), 0.0)
-    if constants.token_weights is not None or constants.class_weights is not None:
+    if arrays.token_weights is not None:
+        weights_N = jnp.where(valid_N, arrays.token_weights.astype(compute), 0.0)
+    if arrays.token_weights is not None or arrays.class_weights is not None:
         counted_N = jnp.where(valid_N, weights_N * everywhere.weight, 0.0)
-        weight_sum = of_all_tokens(options.mesh_axes, counted_N.sum())
-    if constants.denominator is not None:
-        divisor = constants.denominator.astype(compute)
+        weight_sum = of_all_tokens(options, counted_N.sum())
+    if arrays.denominator is not None:
+        divisor = arrays.denominator.astype(compute)
     else:
         divisor = weight_sum if options.mean else jnp.ones((), compute)
     # An all-masked window has nothing to divide; a zero weight sum would turn 0 into NaN.
@@ -79,7 +67,8 @@ def nll_forward(
     own, (logits, factor_N) = logits, gather_tokens(logits, scaled(logits, factor_N))
 
     stats_wanted = WantedStats(options.entropy, scalars.label_smoothing > 0, options.predicted)
-    carry = Carry(jnp.zeros((7, own.order.size), compute), zero_gradients(logits, needs))
+    per_token = jnp.zeros((7, own.order.size), compute)
+    gradients = Gradients.zeros(logits, needs)
 
     def differentiated(
         chunk: Chunk, stats: TokenStats, sums: Gradients, left: Any = None
@@ -95,34 +84,26 @@ def nll_forward(
         z_y, rest, left = logits.kernels.stats(chunk.block, stats_wanted)
         stats = stats_of(logits, chunk.rows_T, z_y, rest)
         values_7T = ALGEBRA.values(stats, target_info(logits, chunk.rows_T), scalars)
-        rows_7M = put_rows(logits, chunk, carry.per_token, values_7T)
-        if not any(needs):
-            return carry._replace(per_token=rows_7M)
-        return Carry(rows_7M, differentiated(chunk, stats, carry.gradients, left))
+        rows_7M, sums = carry
+        rows_7M = put_rows(logits, chunk, rows_7M, values_7T)
+        return rows_7M, differentiated(chunk, stats, sums, left) if any(needs) else sums
 
     # Statistics over shards come before gradients: in each chunk, or in all of them. The logits are
     # then computed again, unless one chunk holds them all.
-    gathered = logits.own is not None
-    when = schedule(
-        logits.plan,
-        jax.default_backend(),
-        sharded=options.axis is not None,
-        gathered=gathered,
-        once=any(needs) or gathered,
-    )
+    sharded, gathered = options.axis is not None, logits.own is not None
+    traits = {"sharded": sharded, "gathered": gathered, "once": any(needs) or gathered}
+    when = schedule(logits.plan, jax.default_backend(), **traits)
     if when != "two passes":
-        if options.axis is not None:
+        if sharded:
             axes = varying(logits, factor_N)
-            per_token = vary(carry.per_token, axes_of_stats(logits, axes))
-            carry = Carry(per_token, vary(carry.gradients, axes))
-        per_token, gradients = over_chunks(
-            logits, body, carry, factor_N, exchange=when == "each chunk"
-        )
+            per_token = vary(per_token, axes_of_stats(logits, axes))
+            gradients = vary(gradients, axes)
+        carry, exchange = (per_token, gradients), when == "each chunk"
+        per_token, gradients = over_chunks(logits, body, carry, factor_N, exchange=exchange)
     else:
         only = only_chunk(logits)
         stats_M = all_stats(logits, stats_wanted, only=only)
         per_token = ALGEBRA.values(stats_M, target_info(logits, logits.order), scalars)
-        gradients = carry.gradients
         stats_M = jax.tree.map(lambda x: jnp.pad(x, (0, 1)), stats_M)
 
         def again(chunk: Chunk, sums: Gradients) -> Gradients:
@@ -130,15 +111,13 @@ def nll_forward(
 
         if any(needs):
             gradients = over_chunks(logits, again, gradients, factor_N, stats_M, only=only)
-    if exponent is not None:
-        gradients = without_power(gradients, exponent, compute)
-    gradients = own_columns(logits, gradients)
+    gradients = gradients.finished(logits, exponent)
 
     # 9. Reduce
     loss_N, z_loss_N, logprob_N, entropy_N, lse_N, correct_N, predicted_N = unpack(own, per_token)
     predicted_N = jnp.where(valid_N & ~own.tokens.bad, predicted_N, -1.0)
     sums = jnp.stack([(loss_N * weights_N).sum(), (z_loss_N * weights_N).sum()])
-    loss, z_loss = of_all_tokens(options.mesh_axes, sums)
+    loss, z_loss = of_all_tokens(options, sums)
     output = NLLOutput(
         (loss / divisor).astype(options.output_dtype),
         count,
@@ -167,8 +146,10 @@ def nll_backward(
         # The head's sums are over all devices' tokens, and were made before any upstream gradient.
         of_head = agreed_upstream(gradient, valid_N.any(), options.gathered)
     factors = Gradients(own, of_head, of_head, of_head, of_head)
-    multiplied = jax.tree.map(lambda x, factor: x * factor.astype(x.dtype), accumulators, factors)
-    return round_gradients(multiplied, valid_N, primals, options.mesh_axes)
+    multiplied: Gradients = jax.tree.map(
+        lambda x, factor: x * factor.astype(x.dtype), accumulators, factors
+    )
+    return multiplied.rounded(options, valid_N, primals)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -204,21 +185,13 @@ def _nll_anywhere(options: Options, arrays: Arrays) -> NLLOutput[Any]:
     return result._replace(**shaped)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _nll_over_mesh(options: Options, place: Placement, arrays: Arrays) -> NLLOutput[Any]:
-    outputs = NLLOutput(False, False, False, False, **dict.fromkeys(OUTPUTS, True))
-    result: NLLOutput[Any] = over_mesh(partial(_nll_anywhere, options), place, arrays, outputs)
-    return result
-
-
 def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of its arguments, which `NLLHead` has placed on a mesh."""
-    options, arrays, place = bind(given, place)
-    result: NLLOutput[Any] = (
-        _nll_over_mesh(options, place, arrays) if place else _nll_anywhere(options, arrays)
-    )
+    options, arrays = bind(given, place)
+    outputs = NLLOutput(False, False, False, False, **dict.fromkeys(OUTPUTS, True))
+    result: NLLOutput[Any] = run(_nll_anywhere, options, arrays, outputs)
     kept = {name: None for name in OUTPUTS if name not in given.outputs}
-    divisor = arrays.constants.denominator
+    divisor = arrays.denominator
     if divisor is None and options.mean:
         divisor = result.weight_sum
     result = result._replace(**kept, denominator=divisor)
@@ -227,4 +200,4 @@ def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     if is_zero(given.z_loss):
         del dependent["z_loss"]
     out = constant._replace(loss=result.loss, **named(dependent))
-    return labelled(out, arrays.constants.denominator)
+    return labelled(out, arrays.denominator)

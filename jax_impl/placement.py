@@ -4,7 +4,9 @@ shards over the axes that spread tokens, gathered once."""
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +18,13 @@ from xentlib.arguments import Arguments
 from xentlib.checks.shards import check_route, check_rows_stay, check_shards
 from xentlib.checks.validators import check_floating, plain
 from xentlib.jax.array_spec import array_spec
-from xentlib.jax.core.call import Axes, MeshAxes
+from xentlib.jax.core.call import Arrays, Axes, Options, Placement
 from xentlib.jax.core.vocab import Axis
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab
 
 T = TypeVar("T")
-
-
-class Placement(NamedTuple):
-    """Of a call on whole arrays: where each array's parts are on a mesh."""
-
-    mesh: Any
-    tokens: P  # of the leading dimensions
-    weight: P
-    bias: P
-    low_out: P
-    axis: Axis | None
-    mesh_axes: MeshAxes
-    gathered: Axes = ()  # of the axes that spread tokens, those whose devices send them each other
+Function = Callable[[Options, Arrays], T]
 
 
 def axes_of(entry: Any) -> Axes:
@@ -121,18 +111,19 @@ def place(
     specs = ((*kept, *cut[0]) or None, cut[1] or None)
     if layout == "HV":
         cut, specs = cut[::-1], specs[::-1]
-    mesh_axes = MeshAxes(over, cut, (own,))
-    # Of B the axes that spread tokens are gathered, and d B is summed over them, by the compiler:
-    # R columns, where the weight has H.
     return Placement(
-        mesh,
-        tokens,
-        P(*specs),
-        P((*kept, *own) or None),
-        P(kept or None, None),
-        axis,
-        mesh_axes,
-        gathered,
+        mesh=mesh,
+        tokens=tokens,
+        weight=P(*specs),
+        bias=P((*kept, *own) or None),
+        # The axes that spread tokens are gathered, and d B is summed over them, by the compiler: R
+        # columns, where the weight has H.
+        low_out=P(kept or None, None),
+        axis=axis,
+        gathered=gathered,
+        over=over,
+        weight_cut=cut,
+        bias_cut=(own,),
     )
 
 
@@ -166,44 +157,56 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
     return chosen == "hidden"  # without a limit of memory it never is "stream"
 
 
-def over_mesh(call: Any, place: Placement, arrays: Any, outputs: Any) -> Any:
-    """`call` on each device's part of the arrays that `prepare` made; `outputs` is like its result
-    and true where there is one entry per token.
+def run(function: Function[T], options: Options, arrays: Arrays, outputs: T) -> T:
+    """`function(options, arrays)`, on each device's part of arrays that are on a mesh; `outputs` is
+    like its result and true where there is one entry per token.
 
     Gradients come back where the arrays were.
     """
+    if options.place is None:
+        return function(options, arrays)
+    result: T = over_mesh(function, options, options.place, outputs, arrays)
+    return result
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def over_mesh(
+    function: Function[T], options: Options, place: Placement, outputs: T, arrays: Arrays
+) -> T:
     leading, rows = arrays.labels.ndim, place.tokens
     states = P(*(*rows, *(None,) * leading)[:leading], None)
-    constants = arrays.constants
-    given = jax.tree.map(lambda x: rows if x.ndim == leading else P(), constants)
-    known = {"class_weights": P(), "keep": states}
-    known = {name: x for name, x in known.items() if getattr(constants, name) is not None}
-    known = {"constants": given._replace(**known)}
-    known |= {"hidden": states, "weight": place.weight, "labels": rows}
-    known |= {"bias": place.bias, "low_in": P(), "low_out": place.low_out}
-    absent = {name: None for name, x in arrays._asdict().items() if x is None}
-    specs = arrays._replace(**known | absent)
+    known = {"class_weights": P(), "keep": states, "hidden": states, "weight": place.weight}
+    known |= {"labels": rows, "bias": place.bias, "low_in": P(), "low_out": place.low_out}
+    specs = jax.tree.map(lambda x: rows if x.ndim == leading else P(), arrays)
+    specs = specs._replace(
+        **{name: spec for name, spec in known.items() if getattr(arrays, name) is not None}
+    )
     types = dict(zip(place.mesh.axis_names, place.mesh.axis_types))
     names = {name for name, kind in types.items() if kind is not AxisType.Manual}
     if AxisType.Explicit in types.values():
         arrays = jax.tree.map(
             lambda x, spec: jax.sharding.reshard(x, NamedSharding(place.mesh, spec)), arrays, specs
         )
-    return jax.shard_map(
-        call,
+    result: T = jax.shard_map(
+        partial(function, options),
         mesh=place.mesh,
         in_specs=(specs,),
         out_specs=jax.tree.map(lambda per_token: rows if per_token else P(), outputs),
         axis_names=names,
     )(arrays)
+    return result
 
 
-def whole_rows(mesh_axes: MeshAxes | None, transposed: bool, arrays: Any) -> Any:
-    """What this device multiplies, gathered once, before the loop."""
-    if mesh_axes is None:
-        dimensions = {"hidden": 1, "weight": 0 if transposed else 1, "low_in": 1, "low_out": 1}
+def whole_rows(options: Options, arrays: Arrays) -> Arrays:
+    """With the head that this device multiplies, if any, gathered once, before the loop."""
+    place = options.place
+    if arrays.weight is None:
+        return arrays
+    if place is None:
+        width = 0 if options.transposed else 1
+        dimensions = {"hidden": 1, "weight": width, "low_in": 1, "low_out": 1}
         given = {name: (getattr(arrays, name), k) for name, k in dimensions.items()}
-        whole = {name: uncut(x, k) for name, (x, k) in given.items() if x is not None}
+        whole: Any = {name: uncut(x, k) for name, (x, k) in given.items() if x is not None}
         return arrays._replace(**whole)
 
     def gather(x: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
@@ -211,8 +214,8 @@ def whole_rows(mesh_axes: MeshAxes | None, transposed: bool, arrays: Any) -> Any
             x = lax.all_gather(x, names, axis=dimension, tiled=True) if names else x
         return x
 
-    bias = None if arrays.bias is None else gather(arrays.bias, mesh_axes.bias)
-    return arrays._replace(weight=gather(arrays.weight, mesh_axes.weight), bias=bias)
+    bias = None if arrays.bias is None else gather(arrays.bias, place.bias_cut)
+    return arrays._replace(weight=gather(arrays.weight, place.weight_cut), bias=bias)
 
 
 def uncut(x: jax.Array, dimension: int) -> jax.Array:

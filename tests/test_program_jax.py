@@ -140,7 +140,7 @@ def test_chunks_without_a_valid_token_cost_nothing():
             labels = jnp.where(jnp.arange(N) >= N - valid, 3, -100)  # the last ones, so far apart
             with jax.disable_jit():
                 given = Arguments(*leaves[:2], labels, leaves[2], max_chunk_bytes=BUDGET)
-                options, arrays_of_call, _ = bind(given)
+                options, arrays_of_call = bind(given)
                 module.nll_forward(options, Needs(True, True, True), flat(arrays_of_call))
     finally:
         patch.undo()

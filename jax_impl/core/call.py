@@ -1,4 +1,4 @@
-"""What a trace takes: options, arrays, and the axes of its mesh inside a `shard_map` of ours."""
+"""What a trace takes: options, arrays, and where these are on a mesh."""
 
 from __future__ import annotations
 
@@ -8,25 +8,34 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from xentlib.arguments import Scalars
 from xentlib.jax.core.vocab import Axis
+from xentlib.jax.derivatives import Needs
 
 T = TypeVar("T")
 Axes = tuple[Any, ...]  # names of mesh axes, the slowest first
-# Of a head's arrays, in the order of `Needs` and of the gradients.
-DIFFERENTIATED = ("hidden", "weight", "bias", "low_in", "low_out")
+# Of a head's arrays, in the order of the gradients.
+DIFFERENTIATED = Needs._fields
 # Of these there is one for each token, or one for all.
 PER_TOKEN = ("where", "token_weights", "temperature")
 
 
-class MeshAxes(NamedTuple):
-    """Inside a `shard_map` of ours: axes that spread tokens, and those that shard each dimension of
-    what this device needs of the head."""
+class Placement(NamedTuple):
+    """Of a call on whole arrays: where each array's parts are on a mesh."""
 
-    tokens: Axes
-    weight: tuple[Axes, Axes]
-    bias: tuple[Axes]
+    mesh: Any
+    tokens: P  # of the leading dimensions
+    weight: P
+    bias: P
+    low_out: P
+    axis: Axis | None
+    gathered: Axes  # of the axes that spread tokens, those whose devices send them each other
+    over: Axes  # axes that spread tokens
+    # Axes that shard each dimension of what a device needs of the head
+    weight_cut: tuple[Axes, Axes]
+    bias_cut: tuple[Axes]
 
 
 class Options(NamedTuple):
@@ -43,14 +52,17 @@ class Options(NamedTuple):
     predicted: bool = False
     transposed: bool = False
     axis: Axis | None = None
-    mesh_axes: MeshAxes | None = None
+    place: Placement | None = None
     # Mesh axes whose devices have tokens of their own, all of which each device's rows multiply.
     gathered: tuple[Any, ...] = ()
 
 
-class Constants(NamedTuple):
-    """Arrays without a gradient, flat; None where absent."""
+class Arrays(NamedTuple):
+    """What a trace takes beside its options; None where absent."""
 
+    hidden: jax.Array  # or logits
+    labels: jax.Array
+    # Of a token, and of the logits: without a gradient
     where: jax.Array | None = None
     token_weights: jax.Array | None = None
     logit_scale: jax.Array | None = None
@@ -62,14 +74,7 @@ class Constants(NamedTuple):
     class_weights: jax.Array | None = None  # [V]
     keep: jax.Array | None = None  # [N, H], of a `LowRankHead`, as is the next
     scale: jax.Array | None = None
-
-
-class Arrays(NamedTuple):
-    """What a trace takes beside its options."""
-
-    hidden: jax.Array  # or logits
-    labels: jax.Array
-    constants: Constants
+    # What has gradients, with `hidden`
     weight: jax.Array | None = None
     bias: jax.Array | None = None
     low_in: jax.Array | None = None  # A [R, H] and B [V, R] of a `LowRankHead`
@@ -80,10 +85,16 @@ class Arrays(NamedTuple):
         """What has gradients."""
         return tuple(getattr(self, name) for name in DIFFERENTIATED)
 
+    @property
+    def constants(self) -> Arrays:
+        """What has none, beside the labels."""
+        others: Any = dict.fromkeys(("labels", *DIFFERENTIATED))
+        return self._replace(**others)
 
-def with_arrays(options: Options, constants: Constants) -> Options:
+
+def with_arrays(options: Options, scalars: Mapping[str, jax.Array]) -> Options:
     """Options of a trace, in the compute dtype."""
-    arrays: Any = {k: x.astype(options.compute_dtype) for k, x in constants.scalars.items()}
+    arrays: Any = {name: x.astype(options.compute_dtype) for name, x in scalars.items()}
     return options._replace(scalars=options.scalars._replace(**arrays))
 
 
@@ -95,20 +106,11 @@ def as_gradients(gradients: dict[str, jax.Array | None]) -> Any:
 
 def flat(arrays: Arrays) -> Arrays:
     """As a trace takes them: [N, H], and per token [N]."""
-
-    def one(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else jnp.reshape(x, (-1,))
-
-    hidden, labels, constants = arrays.hidden, arrays.labels, arrays.constants
-    shape, keep = (labels.size, hidden.shape[-1]), constants.keep
-    per_token: dict[str, Any] = {n: one(getattr(constants, n)) for n in PER_TOKEN}
-    return arrays._replace(
-        hidden=jnp.reshape(hidden, shape),
-        labels=jnp.reshape(labels, (-1,)),
-        constants=constants._replace(
-            keep=None if keep is None else jnp.reshape(keep, shape), **per_token
-        ),
-    )
+    shape = (arrays.labels.size, arrays.hidden.shape[-1])
+    shapes = {**dict.fromkeys(PER_TOKEN, (-1,)), "hidden": shape, "labels": (-1,), "keep": shape}
+    given = ((name, getattr(arrays, name)) for name in shapes)
+    reshaped: Any = {name: jnp.reshape(x, shapes[name]) for name, x in given if x is not None}
+    return arrays._replace(**reshaped)
 
 
 def own_piece(gradient: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
@@ -119,7 +121,7 @@ def own_piece(gradient: jax.Array, cut: tuple[Axes, ...]) -> jax.Array:
     return gradient
 
 
-def of_all_tokens(mesh_axes: MeshAxes | None, x: T) -> T:
+def of_all_tokens(options: Options, x: T) -> T:
     """Sums over the tokens of this device, made those of all."""
-    total: T = lax.psum(x, mesh_axes.tokens) if mesh_axes and mesh_axes.tokens else x
+    total: T = lax.psum(x, options.place.over) if options.place and options.place.over else x
     return total

@@ -7,14 +7,15 @@ Shapes: N tokens, H hidden width, E numbers that must be the same, S of them for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xentlib.jax.core.vocab import Axis, checks_types, varying
+from xentlib.jax.core.call import Arrays, Options
+from xentlib.jax.core.vocab import checks_types, varying
 
 
 class RankConsistency(NamedTuple):
@@ -45,41 +46,44 @@ class RankConsistency(NamedTuple):
 SIGNS, SIGNED_TOLERANCE, TOLERANCE = 4, 0.1, 1e-5
 
 
-def same_tokens(
-    axis: Axis,
-    labels: jax.Array,
-    valid: jax.Array,
-    temperature: jax.Array | None,
-    hidden: jax.Array | None,
-    rows: jax.Array | None,
-    dtype: str,
-    *,
-    a: jax.Array | None = None,
-    keep: jax.Array | None = None,
-    scale: jax.Array | None = None,
-    token_weights: jax.Array | None = None,
-    class_weights: jax.Array | None = None,
-    numbers: Sequence[jax.Array | None] = (),
-) -> RankConsistency | None:
-    """Of a call over shards whose tokens are the same on every device; None where the types say
-    that nothing can differ. `numbers` are its options that are one number, None where it is the
-    neutral one or no array."""
+def consistency_of(options: Options, arrays: Arrays, valid: jax.Array) -> RankConsistency | None:
+    """Of a call over shards; None where the types say that nothing can differ.
+
+    Tokens are the same on every device. Where they are gathered they are its own: the shards must
+    differ, and the options must not.
+    """
+    axis, dtype = options.axis, options.compute_dtype
+    assert axis is not None
+    rows = None if arrays.shard is not None else some_rows(options, arrays)
+    # As numbers, not arrays, options are of the program: the same everywhere.
+    numbers = [arrays.logit_scale, *arrays.scalars.values()]
+    hidden = None if arrays.weight is None else arrays.hidden
+    same: tuple[Any, ...] = ()
+    if not options.gathered:
+        numbers.append(arrays.denominator)  # a loss's is its device's own where its tokens are
+        same = (arrays.labels, valid, arrays.temperature, hidden, arrays.low_in)
+        same = (*same, arrays.keep, arrays.scale, arrays.token_weights)
     if checks_types(axis.name):
-        may = varying(labels, valid, temperature, hidden, a, keep, scale, token_weights)
-        if not varying(lax.axis_index(axis.name)) & (may | varying(class_weights, numbers)):
+        may = varying(same, arrays.class_weights, numbers)
+        if not varying(lax.axis_index(axis.name)) & may:
             return None
         rows = None  # they vary by type
-    (count,) = labels.shape
-    own = jnp.where(valid, labels.astype(jnp.uint32) + 1, 0)
+    if options.gathered:
+        of_rows = numbers_of(rows, dtype)
+        return RankConsistency(*of_options(arrays.class_weights, numbers, dtype), of_rows)
+    (count,) = arrays.labels.shape
+    own = jnp.where(valid, arrays.labels.astype(jnp.uint32) + 1, 0)
     mixed = own * np.uint32(0x9E3779B1) ^ mix(count)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x2C1B3C6D)
     # 24 bits, which float32 holds exactly.
     total = ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum(dtype=jnp.uint32) & 0xFFFFFF
     values, tolerances = [total.astype(dtype)[None]], [jnp.zeros(1, dtype)]
-    per_token = None if temperature is None else jnp.broadcast_to(temperature, (count,))
+    per_token = arrays.temperature
+    per_token = None if per_token is None else jnp.broadcast_to(per_token, (count,))
     # Of tokens that do not count a weight may be anything, as on devices that pad on their own.
-    weights = None if token_weights is None else jnp.where(valid, token_weights, 0)
-    for x in (per_token, weights, a, scale):
+    weights = arrays.token_weights
+    weights = None if weights is None else jnp.where(valid, weights, 0)
+    for x in (per_token, weights, arrays.low_in, arrays.scale):
         if x is None:
             continue
         x_N = jnp.nan_to_num(x.astype(dtype)).reshape(-1)
@@ -87,9 +91,9 @@ def same_tokens(
         norm = jnp.sqrt((x_N * x_N).sum())
         tolerances += [TOLERANCE * jnp.abs(x_N).sum()[None]]
         tolerances += [jnp.broadcast_to(SIGNED_TOLERANCE * norm, (SIGNS,))]
-    more, theirs = of_options(class_weights, numbers, dtype)
+    more, theirs = of_options(arrays.class_weights, numbers, dtype)
     values, tolerances = [*values, more], [*tolerances, theirs]
-    for x in (hidden, None if keep is None else keep.astype(dtype)):
+    for x in (hidden, None if arrays.keep is None else arrays.keep.astype(dtype)):
         if x is None:
             continue
         signs_SN = jnp.where(valid[None], signs(count, SIGNS), 0).astype(x.dtype)
@@ -101,21 +105,13 @@ def same_tokens(
     )
 
 
-def distinct_tokens(
-    axis: Axis,
-    rows: jax.Array,
-    dtype: str,
-    *,
-    class_weights: jax.Array | None = None,
-    numbers: Sequence[jax.Array | None] = (),
-) -> RankConsistency | None:
-    """Of a call whose devices have tokens of their own: their shards must differ, their options
-    must not."""
-    types = checks_types(axis.name)
-    if types and not varying(lax.axis_index(axis.name)) & varying(class_weights, numbers):
-        return None
-    of_rows = None if types else numbers_of(rows, dtype)
-    return RankConsistency(*of_options(class_weights, numbers, dtype), of_rows)
+def some_rows(options: Options, arrays: Arrays) -> jax.Array:
+    """Three rows of this device's shard, or of its logits."""
+    weight, axis = arrays.weight, 1 if options.transposed else 0
+    if weight is None:
+        return arrays.hidden[:3]
+    every = slice(None, None, max(1, weight.shape[axis] // 2))
+    return weight[:, every] if options.transposed else weight[every]
 
 
 def of_options(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xentlib.algebra import Coefficients
-from xentlib.jax.core.call import DIFFERENTIATED, MeshAxes, Options, own_piece
+from xentlib.jax.core.call import DIFFERENTIATED, Options, own_piece
 from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import contract, round_to
 from xentlib.jax.core.logits import Chunk, ChunkedLogits
@@ -42,6 +42,61 @@ class Gradients(NamedTuple):
     low_in: jax.Array
     low_out: jax.Array
 
+    @classmethod
+    def zeros(cls, logits: ChunkedLogits, needs: Needs) -> Gradients:
+        """Before the first chunk."""
+        compute = logits.options.compute_dtype
+        num_tokens, hidden_size = logits.arrays.hidden.shape
+        assert logits.operand is not None
+        columns = logits.operand.shape[logits.axes[0]]
+        a, b = ((), ()) if logits.low is None else (logits.low.a_RH.shape, logits.low.b_VR.shape)
+        return cls(
+            jnp.zeros((num_tokens if needs.hidden else 0, hidden_size), compute),
+            jnp.zeros(logits.operand.shape if needs.weight else (0, 0), compute),
+            jnp.zeros((columns if needs.bias else 0,), compute),
+            jnp.zeros(a if needs.low_in else (0, 0), compute),
+            jnp.zeros(b if needs.low_out else (0, 0), compute),
+        )
+
+    def finished(self, logits: ChunkedLogits, exponent: jax.Array | None) -> Gradients:
+        """Without the power of two that dz carried, and the zeros that filled the head
+        up."""
+        gradients = self
+        if exponent is not None:
+            unscale = jnp.ldexp(jnp.ones((), logits.options.compute_dtype), -exponent)
+            gradients = Gradients(*(x * unscale for x in self))
+        columns, axis = logits.columns, logits.axes[0]
+        if logits.operand is None or logits.operand.shape[axis] == columns:
+            return gradients
+        weight = gradients.weight
+        return gradients._replace(
+            weight=lax.slice_in_dim(weight, 0, columns, axis=axis) if weight.size else weight,
+            bias=gradients.bias[:columns],
+            low_out=gradients.low_out[:columns],
+        )
+
+    def rounded(
+        self, options: Options, valid_N: jax.Array, primals: Sequence[jax.Array | None]
+    ) -> dict[str, jax.Array | None]:
+        """Each by name, summed over the devices that share its primal, and rounded once to its
+        dtype; None stands for a zero gradient. Of the primals, in that order, only the types are
+        used."""
+        gradients, weight, place = self, self.weight, options.place
+        if place is not None:
+            gradients = gradients._replace(
+                weight=own_piece(weight, place.weight_cut) if weight.size else weight,
+                bias=own_piece(gradients.bias, place.bias_cut),
+            )
+        hidden_NH = gradients.hidden
+        if hidden_NH.size:
+            gradients = gradients._replace(hidden=jnp.where(valid_N[:, None], hidden_NH, 0.0))
+        return {
+            name: round_to(as_primal(accumulator, primal), primal.dtype.name)
+            if accumulator.size and primal is not None
+            else None
+            for name, accumulator, primal in zip(DIFFERENTIATED, gradients, primals, strict=True)
+        }
+
 
 def power_of_two(options: Options, factor_N: jax.Array) -> jax.Array | None:
     """Exponent that brings float16 dz of these factors to where float16 has digits; one for all
@@ -55,27 +110,6 @@ def power_of_two(options: Options, factor_N: jax.Array) -> jax.Array | None:
         largest = lax.pmax(largest, options.gathered)
     exponent: jax.Array = FP16_EXPONENT - jnp.frexp(largest)[1]
     return exponent
-
-
-def without_power(gradients: Gradients, exponent: jax.Array, compute_dtype: str) -> Gradients:
-    """Accumulators without the power of two that dz carried."""
-    unscale = jnp.ldexp(jnp.ones((), compute_dtype), -exponent)
-    return Gradients(*(x * unscale for x in gradients))
-
-
-def zero_gradients(logits: ChunkedLogits, needs: Needs) -> Gradients:
-    compute = logits.options.compute_dtype
-    num_tokens, hidden_size = logits.hidden.shape
-    assert logits.operand is not None
-    columns = logits.operand.shape[logits.axes[0]]
-    a, b = ((), ()) if logits.low is None else (logits.low.a_RH.shape, logits.low.b_VR.shape)
-    return Gradients(
-        jnp.zeros((num_tokens if needs.hidden else 0, hidden_size), compute),
-        jnp.zeros(logits.operand.shape if needs.weight else (0, 0), compute),
-        jnp.zeros((columns if needs.bias else 0,), compute),
-        jnp.zeros(a if needs.low_in else (0, 0), compute),
-        jnp.zeros(b if needs.low_out else (0, 0), compute),
-    )
 
 
 def add_gradients(
@@ -178,42 +212,3 @@ def each_once(y_T: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
     same_TT = y_T[:, None] == y_T[None, :]
     first_T = jnp.where(same_TT, rows_T[None, :], rows_T.size).min(axis=1) == rows_T
     return same_TT & first_T[:, None], jnp.where(first_T, y_T, columns + 1 + rows_T)
-
-
-def own_columns(logits: ChunkedLogits, gradients: Gradients) -> Gradients:
-    """Without the zeros that filled the head up."""
-    if logits.operand is None or logits.operand.shape[logits.axes[0]] == logits.columns:
-        return gradients
-    weight, bias, low_out = gradients.weight, gradients.bias, gradients.low_out
-    if weight.size:
-        weight = lax.slice_in_dim(weight, 0, logits.columns, axis=logits.axes[0])
-    return gradients._replace(
-        weight=weight, bias=bias[: logits.columns], low_out=low_out[: logits.columns]
-    )
-
-
-def round_gradients(
-    gradients: Gradients,
-    valid_N: jax.Array,
-    primals: Sequence[jax.Array | None],
-    mesh_axes: MeshAxes | None,
-) -> dict[str, jax.Array | None]:
-    """Each accumulator by name, summed over the devices that share its primal, and rounded once to
-    its dtype; None stands for a zero gradient. Of the primals, in that order, only the types are
-    used."""
-    if mesh_axes is not None:
-        gradients = gradients._replace(
-            weight=own_piece(gradients.weight, mesh_axes.weight)
-            if gradients.weight.size
-            else gradients.weight,
-            bias=own_piece(gradients.bias, mesh_axes.bias),
-        )
-    hidden_NH = gradients.hidden
-    if hidden_NH.size:
-        gradients = gradients._replace(hidden=jnp.where(valid_N[:, None], hidden_NH, 0.0))
-    return {
-        name: round_to(as_primal(accumulator, primal), primal.dtype.name)
-        if accumulator.size and primal is not None
-        else None
-        for name, accumulator, primal in zip(DIFFERENTIATED, gradients, primals, strict=True)
-    }

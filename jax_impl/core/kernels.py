@@ -1,17 +1,23 @@
 """The seam for kernels: what happens to a block of logits between the product that makes them and
-the products that take dz, in two calls.
+the products that take dz, in two calls; as XLA compiles them, on any device and in any dtype.
 
 Shapes: T rows of a chunk, V columns of this device.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
+from xentlib.algebra import FLOOR, Coefficients, NonTargetStats, WantedStats
 from xentlib.arguments import Scalars
+from xentlib.jax.core.algebra import exp
+from xentlib.jax.core.device import device_info
+from xentlib.jax.core.gemm import column_sums as sums_of_columns
+from xentlib.jax.core.gemm import round_to as rounded
 
 
 class LogitTransform(NamedTuple):
@@ -34,16 +40,27 @@ class LogitsBlock(NamedTuple):
     owned_T: jax.Array | None  # the target is a class of this device; None: all are
 
 
-class Kernels(Protocol):
-    """Both calls, for the blocks of one call."""
+class Logits(NamedTuple):
+    """Of a block: -inf in the target's column, and where a column is no class."""
 
-    def __init__(self, shape: LogitTransform) -> None: ...
+    z_TV: jax.Array
+    taken_TV: jax.Array  # where those -inf are
+    z_y: jax.Array
+    derivative_TV: jax.Array | None  # of the softcap
+
+
+class XLA(NamedTuple):
+    """Both calls, for the blocks of one call of the head's function."""
+
+    shape: LogitTransform
 
     def stats(
         self, rows: LogitsBlock, wanted: WantedStats
-    ) -> tuple[jax.Array, NonTargetStats, Any]:
+    ) -> tuple[jax.Array, NonTargetStats, Logits]:
         """Steps 2 to 4: bias, scale, softcap and temperature, the target's logit, the statistics of
-        the rest, and what `dz` of the same kernels may use of the same rows."""
+        the rest, and what `dz` may use of the same rows."""
+        logits = self.prepare(rows)
+        return logits.z_y, self.rest_stats(logits, wanted), logits
 
     def dz(
         self,
@@ -51,7 +68,7 @@ class Kernels(Protocol):
         lse_T: jax.Array,
         of: Coefficients,
         *,
-        left: Any = None,
+        left: Logits | None = None,
         round_to: str | None = None,
         column_sums: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -60,15 +77,84 @@ class Kernels(Protocol):
         device or the row does not count; and if wanted for the sums [V] over the rows of the rest's
         dz. The latter two are not rounded. `left` is what `stats` of these rows has left, if it was
         called."""
+        if self.shape.scalars.softcap is not None and not device_info().stores_exp:
+            # Made again from the product: as arrays, the capped logits and the cap's derivative
+            # cost a GPU 26 bytes a logit, not 22, and another half of a chunk.
+            left, rows = None, rows._replace(z_TV=lax.optimization_barrier(rows.z_TV))
+        logits = self.prepare(rows) if left is None else left
+        dz_TV, dz_y_T = self.dlogits(logits, lse_T, of), of.own
+        if logits.derivative_TV is not None:
+            dz_TV = dz_TV * logits.derivative_TV
+            own_T1 = jnp.take_along_axis(logits.derivative_TV, rows.y_T1, axis=1, mode="clip")
+            dz_y_T = dz_y_T * own_T1[:, 0]
+        dz_TV = jnp.where(rows.valid_T[:, None], dz_TV, 0.0)
+        here_T = rows.valid_T if rows.owned_T is None else rows.valid_T & rows.owned_T
+        dz_y_T = jnp.where(here_T, dz_y_T, 0.0)
+        sums_V = sums_of_columns(dz_TV, dz_TV.dtype.name) if column_sums else None
+        return dz_TV if round_to is None else rounded(dz_TV, round_to), dz_y_T, sums_V
+
+    def prepare(self, rows: LogitsBlock) -> Logits:
+        """Bias, scale, softcap and temperature; a target in column V is on another device, and none
+        is taken out."""
+        shape, z_TV, derivative_TV = self.shape, rows.z_TV, None
+        if shape.bias_V is not None:
+            z_TV = z_TV + shape.bias_V[None, :]
+        if shape.scale is not None:
+            z_TV = z_TV * shape.scale.astype(z_TV.dtype)
+        if shape.scalars.softcap is not None:
+            capped_TV = z_TV / shape.scalars.softcap
+            # sech^2. 1 - tanh^2 cancels where the cap saturates: at a cap of 0.7 and logits of
+            # standard deviation 32 it has no digit left.
+            e_TV = exp(-2.0 * jnp.abs(capped_TV))
+            derivative_TV = 4.0 * e_TV / ((1.0 + e_TV) * (1.0 + e_TV))
+            z_TV = jnp.tanh(capped_TV) * shape.scalars.softcap
+        if rows.temperature_T is not None:
+            z_TV = z_TV / rows.temperature_T[:, None]
+        column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1)
+        taken_TV = column_TV == rows.y_T1
+        if shape.padded_from is not None:
+            taken_TV |= column_TV >= shape.padded_from
+        z_y = jnp.take_along_axis(z_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
+        return Logits(jnp.where(taken_TV, -jnp.inf, z_TV), taken_TV, z_y, derivative_TV)
+
+    def rest_stats(self, logits: Logits, wanted: WantedStats) -> NonTargetStats:
+        """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
+        z_TV = logits.z_TV
+        top = z_TV.argmax(axis=1).astype(z_TV.dtype) if wanted.predicted else None
+        m = z_TV.max(axis=1, keepdims=True)
+        m = jnp.where(m == -jnp.inf, 0.0, m)  # no other column, or none above -inf
+        d_TV = z_TV - m
+        e_TV = exp(d_TV)
+        sum_d = None
+        if wanted.smoothing:
+            rest_TV = jnp.where(logits.taken_TV, 0.0, d_TV)
+            if self.shape.class_weights_V is not None:
+                rest_TV = rest_TV * self.shape.class_weights_V[None, :]
+            sum_d = rest_TV.sum(axis=1)
+        sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if wanted.entropy else None
+        everything = e_TV.sum(axis=1)
+        if device_info().stores_exp:
+            # Two sums one after the other, so that the fractions can take the place of e.
+            everything, e_TV = lax.optimization_barrier((everything, e_TV))
+        s = (e_TV - jnp.floor(e_TV)).sum(axis=1)
+        return NonTargetStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d, top)
+
+    def dlogits(self, logits: Logits, lse_T: jax.Array, of: Coefficients) -> jax.Array:
+        """Step 6: dz, 0 in the target's column."""
+        log_p_TV = logits.z_TV - lse_T[:, None]
+        slope_TV = of.alpha[:, None]
+        if of.beta is not None:
+            # The floor: p = 0 times a log p of -inf must be 0.
+            slope_TV = slope_TV + of.beta[:, None] * jnp.maximum(log_p_TV, FLOOR)
+        dz_TV: jax.Array = exp(log_p_TV) * slope_TV
+        if of.gamma is None:
+            return dz_TV
+        share_TV = of.gamma[:, None]
+        if self.shape.class_weights_V is not None:
+            share_TV = share_TV * self.shape.class_weights_V[None, :]
+        return jnp.where(logits.taken_TV, 0.0, dz_TV - share_TV)
 
 
-def runnable() -> dict[str, type[Kernels]]:
+def runnable() -> dict[str, type[XLA]]:
     """By name, all that can run on this machine."""
-    from xentlib.jax.core.xla import XLA
-
     return {"xla": XLA}
-
-
-def kernels_for(platform: str) -> type[Kernels]:
-    """Who computes both steps on a kind of device."""
-    return runnable()["xla"]

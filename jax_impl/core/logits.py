@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.core.call import Arrays, Constants, Options, with_arrays
-from xentlib.jax.core.consistency import RankConsistency, distinct_tokens, same_tokens
+from xentlib.jax.core.call import Arrays, Options, with_arrays
+from xentlib.jax.core.consistency import RankConsistency, consistency_of
 from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import contract
-from xentlib.jax.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
+from xentlib.jax.core.kernels import XLA, LogitsBlock, LogitTransform
 from xentlib.jax.core.lora import LoraActivations, LowRank, activations_of, add_logits, low_rank
 from xentlib.jax.core.tokens import Tokens, select_tokens
 from xentlib.jax.core.vocab import shard_here
@@ -30,8 +30,7 @@ class ChunkedLogits(NamedTuple):
     packed to the front (step 1), and what the loop over chunks reads."""
 
     options: Options
-    constants: Constants
-    hidden: jax.Array  # [N, H]; the logits, if they are precomputed
+    arrays: Arrays  # flat; without a `weight` the hidden states are the logits
     operand: jax.Array | None  # the head in the GEMM dtype, with `column_multiple`'s zeros
     columns: int  # of this device, without those
     tokens: Tokens
@@ -57,16 +56,8 @@ class ChunkedLogits(NamedTuple):
         return self.columns if self.shard is None else self.shard.vocab_size
 
     @property
-    def kernels(self) -> Kernels:
-        return kernels_for(jax.default_backend())(self.shape)
-
-
-def padded_from(shard: VocabShard | None) -> jax.Array | None:
-    """The first column that is no class, where there may be one."""
-    if shard is None or isinstance(shard.padding, int):
-        return None
-    size: jax.Array = shard.size
-    return size
+    def kernels(self) -> XLA:
+        return XLA(self.shape)
 
 
 class Chunk(NamedTuple):
@@ -85,46 +76,16 @@ def chunked_logits(options: Options, arrays: Arrays) -> ChunkedLogits:
 
     The arrays are flat. Without a `weight` the hidden states are the logits.
     """
-    hidden, weight, labels, bias = arrays.hidden, arrays.weight, arrays.labels, arrays.bias
-    constants = arrays.constants
-    options = with_arrays(options, constants)
-    num_tokens, hidden_size = hidden.shape
+    weight, bias, low_out = arrays.weight, arrays.bias, arrays.low_out
+    options = with_arrays(options, arrays.scalars)
+    num_tokens, hidden_size = arrays.hidden.shape
     columns = hidden_size if weight is None else weight.shape[1 if options.transposed else 0]
-    shard = None
+    shard = consistency = None
     if options.axis is not None:
-        shard = shard_here(options.axis, columns, constants.shard)
-    tokens = select_tokens(labels, constants.where, options.ignore_index, columns, shard)
-    consistency = None
-    if options.axis is not None:
-        if weight is None:
-            some = hidden[:3]
-        else:
-            every = slice(None, None, max(1, columns // 2))
-            some = weight[:, every] if options.transposed else weight[every]
-        weights = constants.class_weights
-        # As numbers, not arrays, options are of the program: the same everywhere.
-        numbers = (constants.logit_scale, *constants.scalars.values())
-        if options.gathered:  # a loss's denominator is its device's own, as its tokens are
-            compute = options.compute_dtype
-            consistency = distinct_tokens(
-                options.axis, some, compute, class_weights=weights, numbers=numbers
-            )
-        else:
-            consistency = same_tokens(
-                options.axis,
-                labels,
-                tokens.valid,
-                constants.temperature,
-                None if weight is None else hidden,
-                None if constants.shard is not None else some,
-                options.compute_dtype,
-                a=arrays.low_in,
-                keep=constants.keep,
-                scale=constants.scale,
-                token_weights=constants.token_weights,
-                class_weights=weights,
-                numbers=(*numbers, constants.denominator),
-            )
+        shard = shard_here(options.axis, columns, arrays.shard)
+    tokens = select_tokens(arrays, options.ignore_index, columns, shard)
+    if shard is not None:
+        consistency = consistency_of(options, arrays, tokens.valid)
     ranks = lax.axis_size(options.gathered) if options.gathered else 1
     plan = plan_chunks(
         num_tokens * ranks if isinstance(num_tokens, int) else UNKNOWN_TOKENS,
@@ -135,8 +96,9 @@ def chunked_logits(options: Options, arrays: Arrays) -> ChunkedLogits:
         max_chunk_bytes=options.chunk_bytes,
         least=device_info().least_rows,
     )
-    first: Any = padded_from(shard)
-    low_out = arrays.low_out
+    first: Any = None  # the first column that is no class, where there may be one
+    if shard is not None and not isinstance(shard.padding, int):
+        first = shard.size
     if first is not None and weight is not None:
         # dz is 0 there, but 0 * NaN is not: in d hidden, and from a softcap's derivative.
         weight = zero_from(first, weight, 1 if options.transposed else 0)
@@ -158,15 +120,14 @@ def chunked_logits(options: Options, arrays: Arrays) -> ChunkedLogits:
     padding = -num_tokens % rows + (0 if isinstance(num_tokens, int) else rows)
     shape = LogitTransform(
         bias_V=None if bias is None else bias.astype(options.compute_dtype),
-        scale=constants.logit_scale,
+        scale=arrays.logit_scale,
         scalars=options.scalars,
-        class_weights_V=own_weights(options, constants.class_weights, shard, columns + more),
+        class_weights_V=own_weights(options, arrays.class_weights, shard, columns + more),
         padded_from=first,
     )
     return ChunkedLogits(
         options,
-        constants,
-        hidden,
+        arrays,
         weight,
         columns,
         tokens,
@@ -177,7 +138,7 @@ def chunked_logits(options: Options, arrays: Arrays) -> ChunkedLogits:
         plan,
         rows,
         shape,
-        None if low_out is None else low_rank(options, arrays.low_in, low_out, constants),
+        None if low_out is None else low_rank(options, arrays, low_out),
     )
 
 
@@ -223,9 +184,14 @@ def logits_of(logits: ChunkedLogits, index: jax.Array) -> Chunk:
         if logits.low is not None:
             activations = activations_of(logits.low, x_TH, rows_T)
             z_TV = add_logits(logits.low, z_TV, activations)
-    return Chunk(
-        start, rows_T, x_TH, block_at(logits, rows_T, z_TV, in_chunk_T), own_T, activations
-    )
+    tokens, temperature_T = logits.tokens, None
+    if logits.arrays.temperature is not None:
+        per_token = jnp.broadcast_to(logits.arrays.temperature, tokens.labels.shape)
+        temperature_T = per_token[rows_T].astype(compute)
+    owned_T = None if tokens.owned is None else tokens.owned[rows_T]
+    y_T1 = tokens.labels[rows_T][:, None]
+    block = LogitsBlock(z_TV, y_T1, temperature_T, in_chunk_T, owned_T)
+    return Chunk(start, rows_T, x_TH, block, own_T, activations)
 
 
 def own_rows(logits: ChunkedLogits, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -233,7 +199,7 @@ def own_rows(logits: ChunkedLogits, index: jax.Array) -> tuple[jax.Array, jax.Ar
     start = index * logits.chunk_rows
     in_chunk_T = start + jnp.arange(logits.chunk_rows, dtype=jnp.int32) < logits.num_valid
     rows_T = lax.dynamic_slice(logits.order, (start,), (logits.chunk_rows,))
-    hidden = logits.hidden
+    hidden = logits.arrays.hidden
     if logits.operand is None:
         # XLA on CPU gathers from a float32 copy of 16-bit floats. Outside the loop that is one of
         # all N rows (twice the logits' bytes); what depends on the chunk stays in the loop.
@@ -242,23 +208,11 @@ def own_rows(logits: ChunkedLogits, index: jax.Array) -> tuple[jax.Array, jax.Ar
     return rows_T, in_chunk_T, x_TH
 
 
-def block_at(
-    logits: ChunkedLogits, rows_T: jax.Array, z_TV: jax.Array, in_chunk_T: jax.Array
-) -> LogitsBlock:
-    """Logits of some tokens, with what is known of each."""
-    tokens, temperature_T = logits.tokens, None
-    if logits.constants.temperature is not None:
-        per_token = jnp.broadcast_to(logits.constants.temperature, tokens.labels.shape)
-        temperature_T = per_token[rows_T].astype(logits.options.compute_dtype)
-    owned_T = None if tokens.owned is None else tokens.owned[rows_T]
-    return LogitsBlock(z_TV, tokens.labels[rows_T][:, None], temperature_T, in_chunk_T, owned_T)
-
-
 def scaled(logits: ChunkedLogits, factor_N: jax.Array) -> jax.Array:
     """A token's factor through scale and temperature: what step 7 can do before there is a dz."""
-    constants, dtype = logits.constants, factor_N.dtype
-    if constants.logit_scale is not None:
-        factor_N = factor_N * constants.logit_scale.astype(dtype)
-    if constants.temperature is not None:
-        factor_N = factor_N / jnp.broadcast_to(constants.temperature, factor_N.shape).astype(dtype)
+    scale, temperature, dtype = logits.arrays.logit_scale, logits.arrays.temperature, factor_N.dtype
+    if scale is not None:
+        factor_N = factor_N * scale.astype(dtype)
+    if temperature is not None:
+        factor_N = factor_N / jnp.broadcast_to(temperature, factor_N.shape).astype(dtype)
     return factor_N

@@ -43,7 +43,7 @@ def gather_tokens(logits: ChunkedLogits, numbers: T) -> tuple[ChunkedLogits, T]:
     order_M = logits.order
     counts_M = jnp.arange(order_M.size, dtype=jnp.int32) < logits.num_valid
     targets_M = gather(jnp.where(counts_M, logits.tokens.targets[order_M], -1)[None])[0]
-    temperature = logits.constants.temperature
+    temperature = logits.arrays.temperature
     if temperature is not None:
         temperature = jnp.broadcast_to(temperature, logits.tokens.targets.shape)
     leaves, tree = jax.tree.flatten((numbers, temperature))
@@ -57,7 +57,7 @@ def gather_tokens(logits: ChunkedLogits, numbers: T) -> tuple[ChunkedLogits, T]:
     )
     ranks = lax.axis_size(axes)
     return logits._replace(
-        constants=logits.constants._replace(temperature=temperature),
+        arrays=logits.arrays._replace(temperature=temperature),
         tokens=tokens,
         num_valid=lax.pmax(logits.num_valid, axes) * ranks,
         order=jnp.arange(targets_M.size, dtype=jnp.int32),
@@ -88,7 +88,7 @@ def over_chunks(
         last: T = differentiated_once(body(only, carry))
         return last
     one = is_size(logits.order.size, logits.chunk_rows) and not exchange
-    if one and logits.operand is not None and logits.constants.class_weights is None:
+    if one and logits.operand is not None and logits.arrays.class_weights is None:
         # Its sums begin within the branch: the product itself is d weight, where a loop adds one
         # to zeros, both in memory that nothing has touched before. With class weights XLA would
         # contract a sum whose product it takes out of a loop: other bits than in two chunks (A10).

@@ -5,13 +5,13 @@ Shapes: N tokens, V vocabulary, H hidden width, R rank, T tokens of a chunk, P p
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.jax.core.call import Constants, Options
+from xentlib.jax.core.call import Arrays, Options
 from xentlib.jax.core.gemm import contract, round_to
 
 # Of 8 bits or more each: what float32 has.
@@ -69,17 +69,18 @@ class LoraActivations(NamedTuple):
     u_TR: jax.Array
 
 
-def low_rank(options: Options, a: Any, b: jax.Array, constants: Constants) -> LowRank:
+def low_rank(options: Options, arrays: Arrays, b: jax.Array) -> LowRank:
     """`b` has a row for each of the operand's."""
     compute = options.compute_dtype
-    assert constants.scale is not None
+    assert arrays.low_in is not None
+    assert arrays.scale is not None
     b_VR = b.astype(compute)
     return LowRank(
-        a.astype(compute),
+        arrays.low_in.astype(compute),
         b_VR,
         parts_of(b_VR, b.dtype.name, options.gemm_dtype),
-        constants.scale.astype(compute),
-        constants.keep,
+        arrays.scale.astype(compute),
+        arrays.keep,
         options.gemm_dtype,
     )
 

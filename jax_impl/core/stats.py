@@ -33,7 +33,7 @@ def all_stats(
 
 def target_info(logits: ChunkedLogits, rows: jax.Array | slice) -> TargetInfo:
     """Of some tokens."""
-    target, weights = logits.tokens.targets[rows], logits.constants.class_weights
+    target, weights = logits.tokens.targets[rows], logits.arrays.class_weights
     if weights is None:
         return TargetInfo(target, 1.0, float(logits.vocab_size))
     weights = weights.astype(logits.options.compute_dtype)

@@ -15,6 +15,7 @@ from xentlib.arguments import Arguments
 from xentlib.checks.call import CALLS
 from xentlib.dtypes import holds
 from xentlib.jax.array_spec import concrete_on_cpu
+from xentlib.jax.core.call import Arrays
 from xentlib.plan import VocabShard
 
 
@@ -30,15 +31,11 @@ class Tokens(NamedTuple):
 
 
 def select_tokens(
-    labels: jax.Array,
-    where: jax.Array | None,
-    ignore_index: int,
-    columns: int,
-    shard: VocabShard | None,
+    arrays: Arrays, ignore_index: int, columns: int, shard: VocabShard | None
 ) -> Tokens:
     """A shard's columns are counted from its start; a target elsewhere is past the last of them."""
-    labels = widen_labels(labels)
-    valid_N = valid_tokens(labels, where, ignore_index)
+    labels = widen_labels(arrays.labels)
+    valid_N = valid_tokens(labels, arrays.where, ignore_index)
     in_range_N = (labels >= 0) & (labels < (columns if shard is None else shard.vocab_size))
     bad_N = valid_N & ~in_range_N
     labels = jnp.where(valid_N & in_range_N, labels, 0).astype(jnp.int32)
@@ -80,6 +77,12 @@ def valid_tokens(labels: Any, where: Any, ignore_index: int) -> Any:
     return mask if where is None else mask & where
 
 
+def on_host(labels: Any, where: Any, ignore_index: int) -> tuple[Any, Any]:
+    """Labels, and which of them are valid, of arrays that can be read."""
+    labels, where = widen_labels(np.asarray(labels)), None if where is None else np.asarray(where)
+    return labels, valid_tokens(labels, where, ignore_index)
+
+
 def check_values(given: Arguments, vocab_size: int) -> None:
     """Refuse a label outside the vocabulary, and a denominator of 0 for tokens that count, where
     values can be read."""
@@ -88,9 +91,7 @@ def check_values(given: Arguments, vocab_size: int) -> None:
     check_labels(labels, where, ignore_index, vocab_size)
     if denominator is None or not concrete_on_cpu(labels, where, weights, denominator):
         return
-    valid = valid_tokens(
-        widen_labels(np.asarray(labels)), None if where is None else np.asarray(where), ignore_index
-    )
+    _, valid = on_host(labels, where, ignore_index)
     count = valid if weights is None else np.asarray(weights).astype(np.float64)[valid]
     divisor = float(np.asarray(denominator))
     if valid.any() and divisor <= 0 and (divisor < 0 or count.sum() != 0):
@@ -102,8 +103,7 @@ def check_labels(labels: Any, where: Any, ignore_index: int, vocab_size: int) ->
     check_kept(labels, ignore_index, {})
     if not concrete_on_cpu(labels, where):
         return
-    labels = widen_labels(np.asarray(labels))
-    valid = valid_tokens(labels, None if where is None else np.asarray(where), ignore_index)
+    labels, valid = on_host(labels, where, ignore_index)
     offenders = labels[valid & ((labels < 0) | (labels >= vocab_size))]
     if offenders.size:
         offender = int(offenders[0])

@@ -24,7 +24,7 @@ def wrong_jax(monkeypatch: Any) -> None:
     """The same, of what is compiled from now on."""
     import jax
 
-    from xentlib.jax.core.xla import XLA
+    from xentlib.jax.core.kernels import XLA
 
     right = XLA.dlogits
     monkeypatch.setattr(XLA, "dlogits", lambda *given: right(*given).at[:, 5].set(0.0))
