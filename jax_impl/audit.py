@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xentlib.checks.audit import check_ranks
+from xentlib.tools.audit.diagnose import judge, oracle_of
 from xentlib.tools.audit.hypotheses import Numbers, Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem
 from xentlib.tools.audit.report import Report
@@ -23,7 +24,6 @@ from xentlib.tools.audit.step_adapters import (
     returned,
     stacked,
 )
-from xentlib.tools.audit.verdict import judge, oracle_of
 
 __all__ = ["Head", "audit"]
 
