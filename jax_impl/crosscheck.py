@@ -24,7 +24,7 @@ from xentlib.jax.head import head_of, low_rank_of, unwrapped
 from xentlib.jax.nll import nll
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
-from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule, chosen, of_rows
+from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule
 from xentlib.tools.harness.problems import Problem
 
 __all__ = ["CrossCheck"]
@@ -224,44 +224,31 @@ class CrossCheck(Schedule):
 
     def checked_call_of(self, fixed: Arguments, record: CallRecord) -> CheckedCall:
         hidden, weight, bias = record.leaves
-        width, labels = hidden.shape[-1], record.labels.reshape(-1)
+        labels = record.labels.reshape(-1)
         flat = {
             name: x.reshape(-1) if x.ndim and name != "class_weights" else x
             for name, x in record.constants.items()
         }
-        arrays = {name: flat.get(name) for name in ARRAYS}
+        arrays: dict[str, Any] = {name: flat.get(name) for name in ARRAYS}
         options = {name: flat.get(name, getattr(fixed, name)) for name in RULES}
         same = ("ignore_index", "reduction", "weight_layout", "compute_dtype")
         options |= {name: getattr(fixed, name) for name in same}
         gemm = resolve_dtypes(hidden.dtype.name, weight.dtype.name, fixed.compute_dtype)[0]
-        valid = labels != fixed.ignore_index
-        valid = valid if arrays["where"] is None else valid & arrays["where"]
-        rows = chosen(valid, self.tokens, self.random)
-        vocab = weight.shape[fixed.weight_layout == "HV"]
-        hidden = hidden.reshape(-1, width)
-        gradients = {
-            f"d {name}": g
-            for name, g in zip(NAMES, record.gradients, strict=True)
-            if g is not None and (rows is None or name == "hidden")
-        }
-        if "d hidden" in gradients:
-            flat_NH = gradients["d hidden"].reshape(-1, width)
-            gradients["d hidden"] = flat_NH if rows is None else flat_NH[rows]
-        text = f"N={len(labels)} H={width} V={vocab} {gemm}"
-        problem = Problem(
-            hidden if rows is None else hidden[rows],
-            weight,
-            labels,
-            bias,
-            options=options,
-            upstream=float(record.upstream),
-            text=text,
-            **arrays,
-        )
-        own = (np.reshape(getattr(record.output, name), -1) for name in KEPT)
-        problem, logprobs, whole = of_rows(problem, rows, *own)
-        loss, number = record.output.loss, record.output.num_tokens
-        return CheckedCall(problem, gemm, loss, number, logprobs, gradients or None, whole)
+        rows = self.chosen(labels, arrays["where"], fixed.ignore_index)
+        flat_NH = cut(hidden.reshape(-1, hidden.shape[-1]), rows)
+        problem = Problem(flat_NH, weight, labels, bias, options=options, **arrays)
+        output, gradients = record.output, dict(zip(NAMES, record.gradients, strict=True))
+        own = (np.reshape(getattr(output, name), -1) for name in KEPT)
+        call = CheckedCall.of(problem, gemm, rows, output.loss, output.num_tokens, *own)
+        if gradients["hidden"] is not None:
+            gradients["hidden"] = gradients["hidden"].reshape(-1, hidden.shape[-1])
+        call.receive(record.upstream, gradients, cut)
+        return call
+
+
+def cut(x: Any, rows: Any) -> Any:
+    """Some rows, or all."""
+    return x if rows is None else x[rows]
 
 
 def in_jit(x: Any) -> bool:
