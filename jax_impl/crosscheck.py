@@ -111,39 +111,38 @@ class CrossCheck(Schedule):
             CrossCheckError: `vocab_parallel`, or a head with a low-rank part.
         """
         check_traced_step(step, getattr(step, "dtype", None), getattr(step, "shape", ()))
-        given = Arguments(hidden, weight, labels, **options)
-        given = head_of(Arguments(*map(unwrapped, map(plain, given))))
-        if given.vocab_parallel is not None:
+        arguments = Arguments(hidden, weight, labels, **options)
+        call = head_of(Arguments(*map(unwrapped, map(plain, arguments))))
+        if call.vocab_parallel is not None:
             raise CrossCheckError(
                 "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
                 "which a device has a part. Check a run without it, or `xentlib parity`."
             )
-        if low_rank_of(given.weight) is not None:
+        if low_rank_of(call.weight) is not None:
             raise CrossCheckError(
                 "a checked call must have a head of one weight; got a `LowRankHead`. Check a run "
                 "with the low-rank part merged into the weight."
             )
         # A compiler traces what is made anew, also where `hidden` is a constant of its own.
-        jitted = in_jit(given.hidden) or isinstance(jnp.zeros(()), jax.core.Tracer)
+        jitted = in_jit(call.hidden) or isinstance(jnp.zeros(()), jax.core.Tracer)
         if jitted and not isinstance(step, jax.core.Tracer):
             raise ValueError(
                 f"`step` must be an argument of the jitted function; got {step!r}, which the "
                 f"compiled program would keep for ever. Pass `state.step`, say."
             )
-        asked = given.outputs
-        both: Any = (*dict.fromkeys((*asked, *KEPT)),)
-        fixed = given._replace(outputs=both)
-        constants = {x: y for x in (*ARRAYS, *RULES) if is_array(y := getattr(given, x))}
+        both: Any = (*dict.fromkeys((*call.outputs, *KEPT)),)
+        fixed = call._replace(outputs=both)
+        constants = {x: y for x in (*ARRAYS, *RULES) if is_array(y := getattr(call, x))}
         gone: dict[str, Any] = dict.fromkeys((*NAMES, "labels", *constants))
-        leaves = given.hidden, given.weight, given.bias
+        leaves = call.hidden, call.weight, call.bias
         # Inside `shard_map` the gradients of this device's call, before they are summed.
-        leaves = vary(leaves, varying(leaves, given.labels, constants))
+        leaves = vary(leaves, varying(leaves, call.labels, constants))
         out = self.checked(fixed._replace(**gone))(
-            jnp.asarray(step), *leaves, given.labels, constants
+            jnp.asarray(step), *leaves, call.labels, constants
         )
-        rest: dict[str, Any] = {x: None for x in OUTPUTS if x not in asked}
-        kept: NLLOutput[Any] = out._replace(**rest)
-        return kept
+        rest: dict[str, Any] = {x: None for x in OUTPUTS if x not in call.outputs}
+        output: NLLOutput[Any] = out._replace(**rest)
+        return output
 
     def wait(self) -> None:
         """Wait for the callbacks of the steps so far; where nothing was checked, that is wrong."""
