@@ -40,6 +40,12 @@ class Bound:
         """False for NaN, whichever way the comparison goes."""
         return measured >= self.value if self.at_least else measured <= self.value
 
+    def measured(self, row: str, value: float, entries: int, **of: Any) -> Measurement:
+        """A number held against it; `of` are backend, case and quantity."""
+        own: dict[str, Any] = {"metric": self.metric, "bound": self.value}
+        own |= {"at_least": self.at_least, "passed": self.holds(value)}
+        return Measurement(row=row, value=value, entries=entries, **own, **of)
+
     def __str__(self) -> str:
         return f"{self.metric} {'>=' if self.at_least else '<='} {self.value:g}"
 
@@ -121,7 +127,7 @@ ROWS = {
             "A14",
             "every other row",
             "mutants that its check lets pass",
-            (Bound("mutants passed", 0),),
+            (Bound("mutants passed", 0.0),),
         ),
         Row(
             "A15",
@@ -261,6 +267,7 @@ def check(
         "error ratio": lambda: error_ratio(got, other, oracle),
         "bf16 bit-equal": lambda: equal_fraction(got, other),
     }
+    of = {"backend": backend, "case": case, "quantity": quantity or ROWS[row].quantity}
     measurements = []
     for limit in ROWS[row].bounds:
         if metrics is not None and limit.metric not in metrics:
@@ -270,20 +277,7 @@ def check(
         if limit.metric not in measures:
             raise ValueError(f"`row` {row} has a metric without a measure; got {limit.metric!r}.")
         value = float(measures[limit.metric]())
-        measurements.append(
-            Measurement(
-                row=row,
-                backend=backend,
-                case=case,
-                quantity=quantity or ROWS[row].quantity,
-                metric=limit.metric,
-                value=value,
-                bound=limit.value,
-                passed=limit.holds(value),
-                entries=got.size,
-                at_least=limit.at_least,
-            )
-        )
+        measurements.append(limit.measured(row, value, got.size, **of))
     return measurements
 
 
