@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,19 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from xentlib.checks.audit import check_ranks
+from xentlib.tools.audit import step_adapters as adapters
+from xentlib.tools.audit.diagnose import judge, oracle_of
 from xentlib.tools.audit.hypotheses import Numbers, Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem
 from xentlib.tools.audit.report import Report
-from xentlib.tools.audit.step_adapters import (
-    Step,
-    arguments,
-    kind_of,
-    numbers,
-    of_function,
-    returned,
-    stacked,
-)
-from xentlib.tools.audit.verdict import judge, oracle_of
+from xentlib.tools.audit.step_adapters import Step
 
 __all__ = ["Head", "audit"]
 
@@ -67,7 +59,7 @@ def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any
     Numerics: float32 inputs; right is what holds rho / u of row A9 against the oracle.
     """
     declared = Options.of(options)
-    kind = kind_of(step, kind, declared)
+    kind = adapters.kind_of(step, kind, declared)
     check_ranks(ranks, jax.device_count(), kind)
     if kind != "step":
         oracle, got = _of_function(step, kind, declared)
@@ -79,17 +71,15 @@ def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any
 
 def _of_step(step: Step, problem: Problem) -> Numbers:
     bias = None if problem.bias is None else _array(problem.bias)
-    head = Head(_array(problem.weight), bias)
     batches = [
         {name: _array(x) for name, x in problem.micro_batch(slice(None), m).items()}
         for m in range(problem.micro_batches)
     ]
-    result = returned(step(head, batches))
-    every = [
-        numbers(problem, result, partial(_of_rank, rank=rank, ranks=problem.ranks), problem.weight)
-        for rank in range(problem.ranks)
-    ]
-    got = stacked(every)
+    result = adapters.returned(step(Head(_array(problem.weight), bias), batches))
+    readers = [partial(_of_rank, rank=rank, ranks=problem.ranks) for rank in range(problem.ranks)]
+    got = adapters.stacked(
+        [adapters.numbers(problem, result, reader, problem.weight) for reader in readers]
+    )
     if got.d_hidden is not None:  # every rank has read the rows of all
         ranks, m, *rest = problem.hidden.shape
         return got._replace(d_hidden=got.d_hidden[0].reshape(m, ranks, *rest).swapaxes(0, 1))
@@ -112,34 +102,16 @@ def _of_function(function: Step, kind: str, declared: Options) -> tuple[Oracle, 
     hidden = _array(problem.hidden.reshape(labels.size, -1))
     bias = None if problem.bias is None else _array(problem.bias)
 
-    def called(hidden: Any, weight: Any, bias: Any) -> Any:
+    def values_of(hidden: Any, weight: Any, bias: Any) -> Any:
         leaves = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-        positional, named = arguments(function, leaves, declared)
-        result = function(*positional, **named)
-        return of_function(kind, result, declared, labels.size, jax.Array).values
+        result = adapters.call(function, leaves, declared)
+        return adapters.of_function(kind, result, labels.size, jax.Array)
 
-    values, pull = jax.vjp(called, hidden, _array(problem.weight), bias)
-    oracle = oracle_of(
-        kind, replace(declared, entropy=len(values) == 2) if kind == "logprobs" else declared
-    )
-    problem = oracle.problem
-    given: tuple[Any, ...] = (np.float32(problem.upstream),)
-    if kind == "logprobs":
-        given = (problem.d_logprobs, problem.d_entropy)
-    gradients = pull(tuple(jnp.asarray(g, x.dtype).reshape(x.shape) for x, g in zip(values, given)))
-    scale = 1.0 if kind == "logprobs" else problem.upstream
-    d_hidden, d_weight, d_bias = (
-        None if g is None else np.asarray(g, np.float64) / scale for g in gradients
-    )
-    assert d_weight is not None
-    assert d_hidden is not None
-    stacked = np.stack([np.asarray(x, np.float64).reshape(-1) for x in values])
-    return oracle, Numbers(
-        stacked[None] if kind == "logprobs" else stacked[0],
-        d_weight[None],
-        None if d_bias is None else d_bias[None],
-        d_hidden.reshape(problem.hidden.shape),
-    )
+    values, pull = jax.vjp(values_of, hidden, _array(problem.weight), bias)
+    oracle, upstream = adapters.upstream_of(kind, declared, values)
+    pairs = zip(values, upstream)
+    gradients = pull(tuple(jnp.asarray(g, x.dtype).reshape(x.shape) for x, g in pairs))
+    return oracle, adapters.numbers_of_function(oracle.problem, values, *gradients)
 
 
 def _array(x: Array) -> jax.Array:

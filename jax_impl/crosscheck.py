@@ -24,7 +24,7 @@ from xentlib.jax.head import head_of, unwrapped
 from xentlib.jax.nll import nll
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
-from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule, chosen, of_rows
+from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule
 from xentlib.tools.harness.problems import Problem
 
 __all__ = ["CrossCheck"]
@@ -111,9 +111,9 @@ class CrossCheck(Schedule):
             CrossCheckError: `vocab_parallel`, or a head with a low-rank part.
         """
         check_traced_step(step, getattr(step, "dtype", None), getattr(step, "shape", ()))
-        given = Arguments(hidden, weight, labels, **options)
-        given, low = head_of(Arguments(*map(unwrapped, map(plain, given))))
-        if given.vocab_parallel is not None:
+        arguments = Arguments(hidden, weight, labels, **options)
+        call, low = head_of(Arguments(*map(unwrapped, map(plain, arguments))))
+        if call.vocab_parallel is not None:
             raise CrossCheckError(
                 "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
                 "which a device has a part. Check a run without it, or `xentlib parity`."
@@ -124,26 +124,25 @@ class CrossCheck(Schedule):
                 "with the low-rank part merged into the weight."
             )
         # A compiler traces what is made anew, also where `hidden` is a constant of its own.
-        jitted = in_jit(given.hidden) or isinstance(jnp.zeros(()), jax.core.Tracer)
+        jitted = in_jit(call.hidden) or isinstance(jnp.zeros(()), jax.core.Tracer)
         if jitted and not isinstance(step, jax.core.Tracer):
             raise ValueError(
                 f"`step` must be an argument of the jitted function; got {step!r}, which the "
                 f"compiled program would keep for ever. Pass `state.step`, say."
             )
-        asked = given.outputs
-        both: Any = (*dict.fromkeys((*asked, *KEPT)),)
-        fixed = given._replace(outputs=both)
-        constants = {x: y for x in (*ARRAYS, *RULES) if is_array(y := getattr(given, x))}
+        both: Any = (*dict.fromkeys((*call.outputs, *KEPT)),)
+        fixed = call._replace(outputs=both)
+        constants = {x: y for x in (*ARRAYS, *RULES) if is_array(y := getattr(call, x))}
         gone: dict[str, Any] = dict.fromkeys((*NAMES, "labels", *constants))
-        leaves = given.hidden, given.weight, given.bias
+        leaves = call.hidden, call.weight, call.bias
         # Inside `shard_map` the gradients of this device's call, before they are summed.
-        leaves = vary(leaves, varying(leaves, given.labels, constants))
+        leaves = vary(leaves, varying(leaves, call.labels, constants))
         out = self.checked(fixed._replace(**gone))(
-            jnp.asarray(step), *leaves, given.labels, constants
+            jnp.asarray(step), *leaves, call.labels, constants
         )
-        rest: dict[str, Any] = {x: None for x in OUTPUTS if x not in asked}
-        kept: NLLOutput[Any] = out._replace(**rest)
-        return kept
+        rest: dict[str, Any] = {x: None for x in OUTPUTS if x not in call.outputs}
+        output: NLLOutput[Any] = out._replace(**rest)
+        return output
 
     def wait(self) -> None:
         """Wait for the callbacks of the steps so far; where nothing was checked, that is wrong."""
@@ -224,44 +223,31 @@ class CrossCheck(Schedule):
 
     def checked_call_of(self, fixed: Arguments, record: CallRecord) -> CheckedCall:
         hidden, weight, bias = record.leaves
-        width, labels = hidden.shape[-1], record.labels.reshape(-1)
+        labels = record.labels.reshape(-1)
         flat = {
             name: x.reshape(-1) if x.ndim and name != "class_weights" else x
             for name, x in record.constants.items()
         }
-        arrays = {name: flat.get(name) for name in ARRAYS}
+        arrays: dict[str, Any] = {name: flat.get(name) for name in ARRAYS}
         options = {name: flat.get(name, getattr(fixed, name)) for name in RULES}
         same = ("ignore_index", "reduction", "weight_layout", "compute_dtype")
         options |= {name: getattr(fixed, name) for name in same}
         gemm = resolve_dtypes(hidden.dtype.name, weight.dtype.name, fixed.compute_dtype)[0]
-        valid = labels != fixed.ignore_index
-        valid = valid if arrays["where"] is None else valid & arrays["where"]
-        rows = chosen(valid, self.tokens, self.random)
-        vocab = weight.shape[fixed.weight_layout == "HV"]
-        hidden = hidden.reshape(-1, width)
-        gradients = {
-            f"d {name}": g
-            for name, g in zip(NAMES, record.gradients, strict=True)
-            if g is not None and (rows is None or name == "hidden")
-        }
-        if "d hidden" in gradients:
-            flat_NH = gradients["d hidden"].reshape(-1, width)
-            gradients["d hidden"] = flat_NH if rows is None else flat_NH[rows]
-        text = f"N={len(labels)} H={width} V={vocab} {gemm}"
-        problem = Problem(
-            hidden if rows is None else hidden[rows],
-            weight,
-            labels,
-            bias,
-            options=options,
-            upstream=float(record.upstream),
-            text=text,
-            **arrays,
-        )
-        own = (np.reshape(getattr(record.output, name), -1) for name in KEPT)
-        problem, logprobs, whole = of_rows(problem, rows, *own)
-        loss, number = record.output.loss, record.output.num_tokens
-        return CheckedCall(problem, gemm, loss, number, logprobs, gradients or None, whole)
+        rows = self.chosen(labels, arrays["where"], fixed.ignore_index)
+        flat_NH = cut(hidden.reshape(-1, hidden.shape[-1]), rows)
+        problem = Problem(flat_NH, weight, labels, bias, options=options, **arrays)
+        output, gradients = record.output, dict(zip(NAMES, record.gradients, strict=True))
+        own = (np.reshape(getattr(output, name), -1) for name in KEPT)
+        call = CheckedCall.of(problem, gemm, rows, output.loss, output.num_tokens, *own)
+        if gradients["hidden"] is not None:
+            gradients["hidden"] = gradients["hidden"].reshape(-1, hidden.shape[-1])
+        call.receive(record.upstream, gradients, cut)
+        return call
+
+
+def cut(x: Any, rows: Any) -> Any:
+    """Some rows, or all."""
+    return x if rows is None else x[rows]
 
 
 def in_jit(x: Any) -> bool:

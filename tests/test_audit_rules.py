@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from xentlib.tools.audit.defects import DEFECTS, forms
+from xentlib.tools.audit.diagnose import judge, oracle_of
 from xentlib.tools.audit.hypotheses import Hypothesis, Numbers
 from xentlib.tools.audit.problem import IGNORE, Options
-from xentlib.tools.audit.verdict import judge, oracle_of
 
 ALL = Options(True, 30.0, 0.5, 1.3, 0.1, 1e-3)
 PLAIN = Options()

@@ -11,19 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xentlib.checks.audit import check_backward, check_group
+from xentlib.tools.audit import step_adapters as adapters
+from xentlib.tools.audit.diagnose import judge, oracle_of
 from xentlib.tools.audit.hypotheses import Numbers, Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem
 from xentlib.tools.audit.report import Report
-from xentlib.tools.audit.step_adapters import (
-    Step,
-    arguments,
-    kind_of,
-    numbers,
-    of_function,
-    returned,
-    stacked,
-)
-from xentlib.tools.audit.verdict import judge, oracle_of
+from xentlib.tools.audit.step_adapters import Step
 
 __all__ = ["audit"]
 
@@ -60,24 +53,23 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
     Numerics: float32 inputs; right is what holds rho / u of row A9 against the oracle.
     """
     declared = Options.of(options)
-    kind = kind_of(step, kind, declared)
+    kind = adapters.kind_of(step, kind, declared)
     if kind != "step":
-        oracle, numbers_of_it, changed = _of_function(step, kind, declared)
-        again = lambda: _of_function(step, kind, declared)[1]  # noqa: E731
-        return judge("torch", oracle, numbers_of_it, changed, again)
-    there = _ranks()
-    check_group(os.environ.get("WORLD_SIZE"), there)
-    world = max(there, 1)
+        oracle, own, changed = _of_function(step, kind, declared)
+        return judge("torch", oracle, own, changed, lambda: _of_function(step, kind, declared)[1])
+    ranks = _ranks()
+    check_group(os.environ.get("WORLD_SIZE"), ranks)
+    world = max(ranks, 1)
     oracle = oracle_of(kind, declared, world)
     rank = dist.get_rank() if world > 1 else 0
-    mine, changed = _of_step(step, oracle.problem, rank)
-    check_group(None, _ranks(), there)
+    own, changed = _of_step(step, oracle.problem, rank)
+    check_group(None, _ranks(), ranks)
     if world == 1:
-        alone = lambda: stacked([_of_step(step, oracle.problem, rank)[0]])  # noqa: E731
-        return judge("torch", oracle, stacked([mine]), changed, alone)
-    every: list[Any] = [None] * world
-    dist.all_gather_object(every, mine)
-    return judge("torch", oracle, stacked(every))
+        alone = lambda: adapters.stacked([_of_step(step, oracle.problem, rank)[0]])  # noqa: E731
+        return judge("torch", oracle, adapters.stacked([own]), changed, alone)
+    of_ranks: list[Any] = [None] * world
+    dist.all_gather_object(of_ranks, own)
+    return judge("torch", oracle, adapters.stacked(of_ranks))
 
 
 def _ranks() -> int:
@@ -93,69 +85,55 @@ def _of_step(step: Step, problem: Problem, rank: int) -> tuple[Numbers, list[str
         head.weight.copy_(torch.tensor(problem.weight))
         if problem.bias is not None:
             head.bias.copy_(torch.tensor(problem.bias))
-    batches = []
-    for m in range(problem.micro_batches):
-        batch = {name: torch.tensor(x) for name, x in problem.micro_batch(rank, m).items()}
-        batch["hidden"].requires_grad_()
-        batches.append(batch)
-    hiddens, given = [batch["hidden"] for batch in batches], [{**batch} for batch in batches]
-    result = returned(step(head, batches))
+    arrays = [problem.micro_batch(rank, m) for m in range(problem.micro_batches)]
+    batches = [{name: torch.tensor(x) for name, x in batch.items()} for batch in arrays]
+    hiddens = [batch["hidden"].requires_grad_() for batch in batches]
+    # The step may put other tensors into its own dicts.
+    result = adapters.returned(step(head, [{**batch} for batch in batches]))
     if result.d_weight is None:
-        bias = None if problem.bias is None else head.bias
-        d_bias = None if bias is None else torch.zeros(vocab) if bias.grad is None else bias.grad
-        result = result._replace(
-            d_weight=head.weight.grad, d_bias=d_bias, d_hiddens=[x.grad for x in hiddens]
-        )
-    after = _numpy(head.weight)
-    changed = [] if np.array_equal(after, problem.weight) else ["the head's weight"]
-    for m, batch in enumerate(given):
-        before = problem.micro_batch(rank, m)
-        changed += [x for x in before if not np.array_equal(_numpy(batch[x]), before[x])]
-    return numbers(problem, result, _numpy, after), [*dict.fromkeys(changed)]
+        d_bias = None
+        if problem.bias is not None:
+            d_bias = torch.zeros(vocab) if head.bias.grad is None else head.bias.grad
+        d_hiddens = [x.grad for x in hiddens]
+        result = result._replace(d_weight=head.weight.grad, d_bias=d_bias, d_hiddens=d_hiddens)
+    weight = _numpy(head.weight)
+    name = "the head's weight"
+    changed = _changed([{name: weight}, *batches], [{name: problem.weight}, *arrays])
+    return adapters.numbers(problem, result, _numpy, weight), changed
 
 
 def _of_function(function: Step, kind: str, declared: Options) -> tuple[Oracle, Numbers, list[str]]:
     problem = oracle_of(kind, declared).problem
-    width = problem.weight.shape[1]
-    hidden = torch.tensor(problem.hidden.reshape(-1, width), requires_grad=True)
-    weight = torch.tensor(problem.weight, requires_grad=True)
-    bias = None
-    if problem.bias is not None:
-        bias = torch.tensor(problem.bias, requires_grad=True)
-    labels = torch.tensor(problem.targets.reshape(-1))
-    leaves = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
-    positional, named = arguments(function, leaves, declared)
-    result = function(*positional, **named)
-    called = any(x.grad is not None for x in (hidden, weight))
-    check_backward(kind, result, True, called)
-    returned_values = of_function(kind, result, declared, labels.numel(), Tensor)
-    check_backward(kind, returned_values.values[0], returned_values.values[0].requires_grad)
-    oracle = oracle_of(kind, returned_values.options)
-    problem = oracle.problem
-    given: tuple[Any, ...] = (np.float32(problem.upstream),)
-    if kind == "logprobs":
-        given = (problem.d_logprobs, problem.d_entropy)
-    there = [(x, g) for x, g in zip(returned_values.values, given) if x.requires_grad]
+    hidden = problem.hidden.reshape(-1, problem.weight.shape[1])
+    arrays = {"hidden": hidden, "weight": problem.weight, "labels": problem.targets.reshape(-1)}
+    leaves: dict[str, Any] = {name: torch.tensor(x) for name, x in arrays.items()}
+    leaves["bias"] = None if problem.bias is None else torch.tensor(problem.bias)
+    differentiated = [leaves[name] for name in ("hidden", "weight", "bias")]
+    for leaf in differentiated:
+        if leaf is not None:
+            leaf.requires_grad_()
+    result = adapters.call(function, leaves, declared)
+    check_backward(kind, result, True, any(x.grad is not None for x in differentiated[:2]))
+    values = adapters.of_function(kind, result, problem.targets.size, Tensor)
+    check_backward(kind, values[0], values[0].requires_grad)
+    oracle, upstream = adapters.upstream_of(kind, declared, values)
+    pairs = [(x, g) for x, g in zip(values, upstream) if x.requires_grad]
     torch.autograd.backward(
-        [x for x, _ in there],
-        [torch.tensor(g, dtype=x.dtype).reshape(x.shape) for x, g in there],
+        [x for x, _ in pairs],
+        [torch.tensor(g, dtype=x.dtype).reshape(x.shape) for x, g in pairs],
     )
-    scale = 1.0 if kind == "logprobs" else problem.upstream
-
-    def gradient(x: Tensor) -> Array:
-        return np.zeros(x.shape) if x.grad is None else _numpy(x.grad) / scale
-
-    values = np.stack([_numpy(x).reshape(-1) for x in returned_values.values])
-    got = Numbers(
-        values[None] if kind == "logprobs" else values[0],
-        gradient(weight)[None],
-        None if bias is None else gradient(bias)[None],
-        gradient(hidden).reshape(problem.hidden.shape),
+    gradients = (
+        None if x is None else np.zeros(x.shape) if x.grad is None else _numpy(x.grad)
+        for x in differentiated
     )
-    held: list[tuple[str, Tensor, Array]] = [("hidden", hidden, problem.hidden)]
-    held += [("weight", weight, problem.weight), ("labels", labels, problem.targets)]
-    changed = [x for x, now, then in held if not np.array_equal(_numpy(now).ravel(), then.ravel())]
-    return oracle, got, changed
+    own = adapters.numbers_of_function(oracle.problem, [_numpy(x) for x in values], *gradients)
+    return oracle, own, _changed([leaves], [arrays])
+
+
+def _changed(now: list[dict[str, Any]], before: list[dict[str, Array]]) -> list[str]:
+    """Names of what a step was given and has written to."""
+    pairs = [(name, one[name], x) for one, then in zip(now, before) for name, x in then.items()]
+    return [*dict.fromkeys(name for name, x, then in pairs if not np.array_equal(_numpy(x), then))]
 
 
 def _numpy(x: Any) -> Array:

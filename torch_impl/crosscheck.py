@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -18,28 +17,12 @@ from torch import Tensor
 from xentlib.checks.crosscheck import check_step_number
 from xentlib.interop import to_numpy
 from xentlib.nll import OUTPUTS
-from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule, chosen, of_rows
+from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule
 from xentlib.tools.harness.problems import Problem
 from xentlib.torch.array_spec import dtype_name
 from xentlib.torch.hooks import LOSS_HOOKS
 
 __all__ = ["CrossCheck"]
-
-
-@dataclass
-class Taken:
-    """A call of the step, and what has been seen of it so far."""
-
-    problem: Problem  # its hidden states are those of `rows`
-    rows: Any  # indices of the tokens that are compared, None for all
-    gemm_dtype: str
-    loss: Any
-    num_tokens: Any
-    logprobs: Any
-    lse: Any
-    graph: bool  # whether a backward can come
-    upstream: float = 1.0
-    gradients: dict[str, Any] | None = None
 
 
 class CrossCheck(Schedule):
@@ -95,7 +78,8 @@ class CrossCheck(Schedule):
         self.next, self.first = 0, True
         self.asked = False  # for a step that has not been entered
         self.entered = False
-        self.taken: list[Taken] = []
+        self.taken: list[CheckedCall] = []
+        self.graph = False  # whether a backward of any can come
         self.heads: list[tuple[Any, Any, Any]] = []  # weakly, what tells a change, and copies
 
     def step(self, number: int | None = None) -> AbstractContextManager[CrossCheck]:
@@ -148,7 +132,7 @@ class CrossCheck(Schedule):
         """The end of a step: if it is a checked one, it is compared."""
         if self not in LOSS_HOOKS:
             return
-        taken = self.taken
+        taken, graph = self.taken, self.graph
         self.close()
         if not taken:
             raise CrossCheckError(
@@ -157,24 +141,24 @@ class CrossCheck(Schedule):
                 f"transformers, and leave the head out of what `torch.compile` traces; "
                 f"`chunked_logprobs`, which TRL's trainers call, is not looked at."
             )
-        if any(x.graph for x in taken) and all(x.gradients is None for x in taken):
+        if graph and all(x.gradients is None for x in taken):
             raise CrossCheckError(
                 f"a checked step must have its backward inside of the block; got no backward of "
                 f"any of {len(taken)} calls of `chunked_nll` in step {number}. Put "
                 f"`loss.backward()` into it; a loss that has no backward, of an evaluation, is "
                 f"made under `torch.no_grad()`."
             )
-        self.finish(number, [checked_call_of(x) for x in taken])
+        self.finish(number, taken)
 
     def close(self) -> None:
         """Nothing is looked at any more; what was is forgotten."""
-        self.taken, self.heads = [], []
+        self.taken, self.heads, self.graph = [], [], False
         if self in LOSS_HOOKS:
             LOSS_HOOKS.remove(self)
 
     # What `chunked_nll` tells
 
-    def forward(self, call: Any, loss: Any, output: tuple[Tensor, ...]) -> Taken:
+    def forward(self, call: Any, loss: Any, output: tuple[Tensor, ...]) -> CheckedCall:
         if call.rows.group:
             raise CrossCheckError(
                 "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
@@ -186,9 +170,7 @@ class CrossCheck(Schedule):
                 "PEFT with an adapter. Check a run with the adapter merged."
             )
         labels, where = host(call.labels), host(call.where)
-        valid = labels != call.ignore_index
-        rows = chosen(valid if where is None else valid & where, self.tokens, self.random)
-        hidden = call.hidden if rows is None else call.hidden[on(rows, call.hidden)]
+        rows = self.chosen(labels, where, call.ignore_index)
         options = {
             "ignore_index": call.ignore_index,
             **call.scalars._asdict(),
@@ -200,10 +182,8 @@ class CrossCheck(Schedule):
         }
         if call.compute_dtype == torch.float64:
             options["compute_dtype"] = "float64"
-        size, width = call.hidden.shape
-        vocab = call.weight.shape[call.transposed]
         problem = Problem(
-            host(hidden),
+            cut(call.hidden, rows),
             self.weight_of(call.weight),
             labels,
             host(call.bias),
@@ -211,31 +191,18 @@ class CrossCheck(Schedule):
             host(loss.token_weights),
             host(loss.class_weights),
             options,
-            text=f"N={size} H={width} V={vocab} {dtype_name(call.gemm_dtype)}",
         )
         named = dict(zip(OUTPUTS, output[4:9], strict=True))
-        taken = Taken(
-            problem,
-            rows,
-            dtype_name(call.gemm_dtype),
-            host(output[0]),
-            host(output[1]),
-            host(named["logprobs"]),
-            host(named["lse"]),
-            output[0].requires_grad,
-        )
-        self.taken.append(taken)
-        return taken
+        values = map(host, (*output[:2], named["logprobs"], named["lse"]))
+        self.taken.append(CheckedCall.of(problem, dtype_name(call.gemm_dtype), rows, *values))
+        self.graph = self.graph or output[0].requires_grad
+        return self.taken[-1]
 
-    def backward(self, taken: Taken, upstream: Tensor, gradients: dict[str, Tensor | None]) -> None:
-        if taken.gradients is not None:  # a graph that is walked again
-            return
-        taken.upstream, taken.gradients = float(upstream), {}
-        for name, gradient in gradients.items():
-            if gradient is not None and (taken.rows is None or name == "hidden"):
-                whole = taken.rows is None
-                part = gradient if whole else gradient[on(taken.rows, gradient)]
-                taken.gradients[f"d {name}"] = host(part)
+    def backward(
+        self, taken: CheckedCall, upstream: Tensor, gradients: dict[str, Tensor | None]
+    ) -> None:
+        if taken.gradients is None:  # or it is a graph that is walked again
+            taken.receive(upstream, gradients, cut)
 
     def weight_of(self, weight: Tensor) -> Any:
         """One copy of a head for all the calls of a step, until it is written to: its version
@@ -260,13 +227,6 @@ def number_of(x: Tensor | None) -> Any:
     return 1.0 if number is None else number.reshape(()) if number.size == 1 else number
 
 
-def on(rows: Any, x: Tensor) -> Tensor:
-    return torch.from_numpy(np.asarray(rows)).to(x.device)
-
-
-def checked_call_of(taken: Taken) -> CheckedCall:
-    problem = taken.problem.changed(upstream=taken.upstream)
-    some, logprobs, whole = of_rows(problem, taken.rows, taken.logprobs, taken.lse)
-    return CheckedCall(
-        some, taken.gemm_dtype, taken.loss, taken.num_tokens, logprobs, taken.gradients, whole
-    )
+def cut(x: Tensor, rows: Any) -> Any:
+    """A copy of some rows, which are taken on the tensor's own device, or of all."""
+    return host(x if rows is None else x[torch.from_numpy(np.asarray(rows)).to(x.device)])

@@ -14,7 +14,7 @@ class LossHook(Protocol):
     """Sees a call as its operator has it, and then, if a backward comes, its gradients."""
 
     def forward(self, call: Any, loss: Any, output: tuple[Tensor, ...]) -> Any: ...
-    def backward(self, kept: Any, upstream: Tensor, gradients: Gradients) -> None: ...
+    def backward(self, record: Any, upstream: Tensor, gradients: Gradients) -> None: ...
     def close(self) -> None: ...
 
 
@@ -25,13 +25,13 @@ def run_forward_hooks(call: Any, loss: Any, output: tuple[Tensor, ...]) -> None:
     """After the operator. What a compiler traces has no numbers to look at."""
     if torch.compiler.is_compiling() or not LOSS_HOOKS:
         return
-    kept = [(observer, observer.forward(call, loss, output)) for observer in LOSS_HOOKS]
+    of_observers = [(observer, observer.forward(call, loss, output)) for observer in LOSS_HOOKS]
     node = output[0].grad_fn
     if node is not None:
-        node.observed = kept  # type: ignore[attr-defined]  # its context in the backward
+        node.observed = of_observers  # type: ignore[attr-defined]  # its context in the backward
 
 
 def run_backward_hooks(ctx: Any, upstream: Tensor, gradients: Gradients) -> None:
     """Of a backward of the operator whose forward was looked at."""
-    for observer, kept in getattr(ctx, "observed", ()):
-        observer.backward(kept, upstream, gradients)
+    for observer, record in getattr(ctx, "observed", ()):
+        observer.backward(record, upstream, gradients)

@@ -36,6 +36,7 @@ class Budget:
 
 
 GATHER, SCATTER, REDUCE = ({kind: 1} for kind in ("all_gather", "reduce_scatter", "all_reduce"))
+TWO_GATHERS, TWO_REDUCES = {"all_gather": 2}, {"all_reduce": 2}
 REDUCTIONS = ("all_reduce", "reduce_scatter", "all_to_all", "other")
 
 # "recompute" is `chunked_logprobs`, whose backward reads the head's values again; the others are
@@ -54,54 +55,44 @@ BUDGETS = {
     "ZeRO-3, recompute": Budget(GATHER, GATHER, theirs=REDUCTIONS),
     # MAX, SUM, and the SUM of d hidden, which is there after the forward.
     "vocabulary shard": Budget({"all_reduce": 3}),
-    "vocabulary shard, recompute": Budget({"all_reduce": 2}, REDUCE),
+    "vocabulary shard, recompute": Budget(TWO_REDUCES, REDUCE),
     "FSDP2, vocabulary shard": Budget(GATHER | {"all_reduce": 3}, SCATTER),
     # A handshake, labels with factors; in each chunk its hidden states, MAX, SUM and d hidden.
     # Upstream gradients, which must be the same.
-    "tokens over the ranks": Budget(
-        {"all_gather": 2}, GATHER, each=GATHER | {"all_reduce": 2} | SCATTER
-    ),
+    "tokens over the ranks": Budget(TWO_GATHERS, GATHER, each=GATHER | TWO_REDUCES | SCATTER),
     "tokens over the ranks, recompute": Budget(
-        {"all_gather": 2, "all_reduce": 2},
-        {"all_gather": 2},
-        each=GATHER,
-        each_backward=GATHER | SCATTER,
+        TWO_GATHERS | TWO_REDUCES, TWO_GATHERS, each=GATHER, each_backward=GATHER | SCATTER
     ),
     # The same in a node, by its own chunks; over nodes the handshake, rows and d weight. A bias is
     # one gather more, and its gradient one reduce-scatter.
     "rows over nodes": Budget(
-        {"all_gather": 3} | SCATTER, GATHER, each=GATHER | {"all_reduce": 2} | SCATTER
+        {"all_gather": 3} | SCATTER, GATHER, each=GATHER | TWO_REDUCES | SCATTER
     ),
     "rows over nodes, recompute": Budget(
-        {"all_gather": 3, "all_reduce": 2},
+        {"all_gather": 3} | TWO_REDUCES,
         {"all_gather": 3} | SCATTER,
         each=GATHER,
         each_backward=GATHER | SCATTER,
     ),
     # d A, once; with a mask, that of each chunk.
     "tokens over the ranks, low rank": Budget(
-        {"all_gather": 2, "all_reduce": 1}, GATHER, each=GATHER | {"all_reduce": 2} | SCATTER
+        TWO_GATHERS | REDUCE, GATHER, each=GATHER | TWO_REDUCES | SCATTER
     ),
     "tokens over the ranks, low rank, mask": Budget(
-        {"all_gather": 2, "all_reduce": 1},
-        GATHER,
-        each={"all_gather": 2, "all_reduce": 2} | SCATTER,
+        TWO_GATHERS | REDUCE, GATHER, each=TWO_GATHERS | TWO_REDUCES | SCATTER
     ),
     "tokens over the ranks, low rank, recompute": Budget(
-        {"all_gather": 2, "all_reduce": 2},
-        {"all_gather": 2} | REDUCE,
-        each=GATHER,
-        each_backward=GATHER | SCATTER,
+        TWO_GATHERS | TWO_REDUCES, TWO_GATHERS | REDUCE, each=GATHER, each_backward=GATHER | SCATTER
     ),
     "tokens over the ranks, low rank, mask, recompute": Budget(
-        {"all_gather": 2, "all_reduce": 2},
-        {"all_gather": 2} | REDUCE,
-        each={"all_gather": 2},
-        each_backward={"all_gather": 2} | SCATTER,
+        TWO_GATHERS | TWO_REDUCES,
+        TWO_GATHERS | REDUCE,
+        each=TWO_GATHERS,
+        each_backward=TWO_GATHERS | SCATTER,
     ),
     # A handshake; each block twice, once for statistics, once for gradients. A bias
     # is one gather more, and its gradient one reduce-scatter.
-    "stream": Budget(GATHER, GATHER, each={"all_gather": 2} | SCATTER),
+    "stream": Budget(GATHER, GATHER, each=TWO_GATHERS | SCATTER),
     "stream, recompute": Budget(GATHER, GATHER, each=GATHER, each_backward=GATHER | SCATTER),
     # One compiled program, forward and backward, in which the numbers of tokens and the losses of
     # all devices are added up as the compiler likes.
@@ -110,12 +101,10 @@ BUDGETS = {
     # A round is the loop's body, or the two loops'. Classes before it, and the factors or other
     # numbers of each token.
     "JAX, hidden route": Budget(
-        backward={"all_gather": 2}, theirs=("all_reduce",), each_backward=GATHER | SCATTER
+        backward=TWO_GATHERS, theirs=("all_reduce",), each_backward=GATHER | SCATTER
     ),
     "JAX, hidden route, recompute": Budget(
-        backward={"all_gather": 2},
-        theirs=("all_reduce",),
-        each_backward={"all_gather": 2} | SCATTER,
+        backward=TWO_GATHERS, theirs=("all_reduce",), each_backward=TWO_GATHERS | SCATTER
     ),
 }
 

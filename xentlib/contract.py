@@ -6,7 +6,7 @@ cite row ids, never a bare tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,12 @@ class Bound:
     def holds(self, measured: float) -> bool:
         """False for NaN, whichever way the comparison goes."""
         return measured >= self.value if self.at_least else measured <= self.value
+
+    def measured(self, row: str, value: float, entries: int, **of: Any) -> Measurement:
+        """A number held against it; `of` are backend, case and quantity."""
+        own: dict[str, Any] = {"metric": self.metric, "bound": self.value}
+        own |= {"at_least": self.at_least, "passed": self.holds(value)}
+        return Measurement(row=row, value=value, entries=entries, **own, **of)
 
     def __str__(self) -> str:
         return f"{self.metric} {'>=' if self.at_least else '<='} {self.value:g}"
@@ -121,7 +127,7 @@ ROWS = {
             "A14",
             "every other row",
             "mutants that its check lets pass",
-            (Bound("mutants passed", 0),),
+            (Bound("mutants passed", 0.0),),
         ),
         Row(
             "A15",
@@ -145,12 +151,16 @@ ROWS = {
 }
 
 
+def largest(gap: Any, unit: Any) -> float:
+    """Of gaps in units; none is 0 in any unit."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return float(np.max(np.where(gap == 0, 0.0, gap / unit), initial=0.0))
+
+
 def tau(got: Any, oracle: Any, bound: Any) -> float:
     """max |g - o| / (u * B): how many times the running error bound."""
     gap = np.abs(np.asarray(got, np.float64) - oracle)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.where(gap == 0, 0.0, gap / (U * np.asarray(bound, np.float64)))
-    return float(np.max(ratio, initial=0.0))
+    return largest(gap, U * np.asarray(bound, np.float64))
 
 
 def rho(got: Any, oracle: Any) -> float:
@@ -164,10 +174,7 @@ def rho(got: Any, oracle: Any) -> float:
 def relative(got: Any, oracle: Any) -> float:
     """max |g - o| / |o|."""
     oracle = np.asarray(oracle, np.float64)
-    gap = np.abs(np.asarray(got, np.float64) - oracle)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.where(gap == 0, 0.0, gap / np.abs(oracle))
-    return float(np.max(ratio, initial=0.0))
+    return largest(np.abs(np.asarray(got, np.float64) - oracle), np.abs(oracle))
 
 
 # What is measured of a whole array says something of so many entries: of 101, a share of 99.5 % is
@@ -247,46 +254,30 @@ def check(
     """
     got = np.asarray(got)
     low = "float16" if row == ROW_OF["float16"] else "bfloat16"
+    cancelled = lambda: worst_rounding(got, oracle, magnitude, bound, low)  # noqa: E731
+    measures: dict[str, Callable[[], Any]] = {
+        "unequal entries": lambda: bits_unequal(got, np.asarray(oracle)),
+        "ULP": lambda: np.max(ulp_distance(got, oracle, magnitude=magnitude), initial=0.0),
+        "relative": lambda: relative(got, oracle),
+        "tau": lambda: tau(got, oracle, bound),
+        "rho / u": lambda: rho(got, oracle if other is None else other),
+        "correctly rounded": lambda: rounded_fraction(got, oracle, low),
+        "bf16 ULP unless cancelled": cancelled,
+        "fp16 ULP unless cancelled": cancelled,
+        "error ratio": lambda: error_ratio(got, other, oracle),
+        "bf16 bit-equal": lambda: equal_fraction(got, other),
+    }
+    of = {"backend": backend, "case": case, "quantity": quantity or ROWS[row].quantity}
     measurements = []
     for limit in ROWS[row].bounds:
         if metrics is not None and limit.metric not in metrics:
             continue
         if 0 < got.size < OF_WHOLE.get(limit.metric, 0):
             continue
-        if limit.metric == "unequal entries":
-            value = float(bits_unequal(got, np.asarray(oracle)))
-        elif limit.metric == "ULP":
-            value = float(np.max(ulp_distance(got, oracle, magnitude=magnitude), initial=0.0))
-        elif limit.metric == "relative":
-            value = relative(got, oracle)
-        elif limit.metric == "tau":
-            value = tau(got, oracle, bound)
-        elif limit.metric == "rho / u":
-            value = rho(got, oracle if other is None else other)
-        elif limit.metric == "correctly rounded":
-            value = rounded_fraction(got, oracle, low)
-        elif limit.metric in ("bf16 ULP unless cancelled", "fp16 ULP unless cancelled"):
-            value = worst_rounding(got, oracle, magnitude, bound, low)
-        elif limit.metric == "error ratio":
-            value = error_ratio(got, other, oracle)
-        elif limit.metric == "bf16 bit-equal":
-            value = equal_fraction(got, other)
-        else:
+        if limit.metric not in measures:
             raise ValueError(f"`row` {row} has a metric without a measure; got {limit.metric!r}.")
-        measurements.append(
-            Measurement(
-                row=row,
-                backend=backend,
-                case=case,
-                quantity=quantity or ROWS[row].quantity,
-                metric=limit.metric,
-                value=value,
-                bound=limit.value,
-                passed=limit.holds(value),
-                entries=got.size,
-                at_least=limit.at_least,
-            )
-        )
+        value = float(measures[limit.metric]())
+        measurements.append(limit.measured(row, value, got.size, **of))
     return measurements
 
 

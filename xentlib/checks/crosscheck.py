@@ -12,16 +12,15 @@ AGAINST = ("oracle", "other")
 EXCEEDED = ("warn", "raise")
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def check_schedule(
-    every: object,
-    against: object,
-    tokens: object,
-    exceeded: object,
-    seed: object,
-    counterpart: str,
+    every: object, against: object, tokens: object, exceeded: object, seed: object, counterpart: str
 ) -> None:
     """`counterpart` is the backend that the run does not use."""
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+    if not is_count(every):
         raise ValueError(
             f"`every` must be a positive number of steps; got {every!r}. 1 checks each step."
         )
@@ -32,13 +31,11 @@ def check_schedule(
         )
     if exceeded not in EXCEEDED:
         raise ValueError(f"`exceeded` must be 'warn' or 'raise'; got {exceeded!r}.")
-    if tokens is not None and (
-        isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1
-    ):
+    if tokens is not None and not is_count(tokens):
         raise ValueError(
             f"`tokens` must be the number of tokens to compare, or None for all; got {tokens}."
         )
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+    if not is_count(seed, 0):
         raise ValueError(f"`seed` must be an integer, 0 or more; got {seed!r}.")
     if tokens is not None and against == "other":
         raise ValueError(

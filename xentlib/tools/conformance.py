@@ -34,6 +34,7 @@ from xentlib.ulp import round_to
 __all__ = ["Conformance", "Loss", "conform"]
 
 Array = npt.NDArray[Any]
+Measure = Callable[[Findings, Problem], None]
 ROWS = ("A0", "A2", "A5", "A6", "A7", "A8", "A11", "A14", "A16")
 DTYPES = ("float32", "bfloat16", "float16")
 BACKENDS = ("torch", "jax")
@@ -166,13 +167,11 @@ def conform(
                 if isinstance(fitted, str):
                     left_out[case.id] = fitted
                     continue
-                sections.append(
-                    section(loss, findings, fitted.text, nll.against_oracle, fitted, seed)
-                )
+                sections.append(section(findings, fitted.text, nll.against_oracle, fitted, seed))
             plain = fit(base if dtype == "float32" else low_precision((base,), dtype)[0], loss)
             assert isinstance(plain, Case)  # `check_cases`
-            sections.append(section(loss, findings, f"mutants, {dtype}", mutants, plain, seed))
-            sections.append(section(loss, findings, f"run to run, {dtype}", repeat, plain, seed))
+            sections.append(section(findings, f"mutants, {dtype}", mutants, plain, seed))
+            sections.append(section(findings, f"run to run, {dtype}", repeat, plain, seed))
     result = ParityResult(sections, [x.name for x in sections])
     return Conformance(loss, result, left_out, *rounding(loss, base, seed))
 
@@ -194,15 +193,15 @@ def check(loss: Loss) -> None:
         import_module(loss.backend)
     except ModuleNotFoundError as missing:
         refuse_missing(missing, loss.backend, {"torch": "PyTorch", "jax": "JAX"}[loss.backend])
-    asked: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "options": (loss.options, OPTIONS),
-        "dtypes": (loss.dtypes, DTYPES),
-    }
-    for name, (given, known) in asked.items():
-        unknown = [x for x in given if x not in known]
-        if unknown or isinstance(given, str) or (name == "dtypes" and not given):
+    for name, known in (("options", OPTIONS), ("dtypes", DTYPES)):
+        names = getattr(loss, name)
+        if (
+            any(x not in known for x in names)
+            or isinstance(names, str)
+            or (name == "dtypes" and not names)
+        ):
             raise ValueError(
-                f"`{name}` must be a tuple of names among {', '.join(known)}; got {given!r}."
+                f"`{name}` must be a tuple of names among {', '.join(known)}; got {names!r}."
             )
 
 
@@ -237,14 +236,7 @@ def fit(case: Case, loss: Loss) -> Case | str:
     )
 
 
-def section(
-    loss: Loss,
-    findings: Findings,
-    name: str,
-    measure: Callable[[Findings, Problem], None],
-    case: Case,
-    seed: int,
-) -> Section:
+def section(findings: Findings, name: str, measure: Measure, case: Case, seed: int) -> Section:
     """What one case has found; what the function raises is kept."""
     start, before, error = time.perf_counter(), len(findings.measurements), ""
     try:

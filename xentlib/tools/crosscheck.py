@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,8 +29,6 @@ __all__ = [
     "CrossCheckError",
     "CrossCheckWarning",
     "Schedule",
-    "chosen",
-    "of_rows",
 ]
 
 Array = npt.NDArray[Any]
@@ -49,31 +47,64 @@ class CrossCheckError(RuntimeError):
     """The same, where `exceeded="raise"`; or a checked step in which nothing could be checked."""
 
 
-class CheckedCall(NamedTuple):
+class Whole(NamedTuple):
+    """Of all N tokens of a call of which K are compared."""
+
+    problem: Problem  # its hidden states are those of the K tokens
+    logprobs: Array
+    lse: Array
+
+
+@dataclass
+class CheckedCall:
     """One call of a step: its arguments and what it returned, as NumPy arrays.
 
-    `problem` has the tokens that are compared, flat; `gradients` are theirs, d weight and d bias
-    those of all. `whole` is of all tokens, for the sum of a loss whose other tokens are not
-    compared.
+    `problem` has the tokens that are compared, flat, `rows` of the call's or all; `gradients` are
+    theirs, d weight and d bias those of all. `whole` is of all tokens, for the sum of a loss whose
+    other tokens are not compared.
     """
 
     problem: Problem
     gemm_dtype: str
+    rows: Array | None
     loss: Array
     num_tokens: Array
     logprobs: Array  # [K]
-    gradients: dict[str, Array] | None  # None: no backward came
     whole: Whole | None = None
+    gradients: dict[str, Array] | None = None  # None: no backward came
 
+    @classmethod
+    def of(cls, problem: Problem, gemm_dtype: str, rows: Any, *values: Any) -> CheckedCall:
+        """Of a problem whose hidden states are those of `rows`, the rest of all tokens: all of
+        those rows, divided as before. `values`: loss, number of tokens, log-probabilities, lse."""
+        loss, num_tokens, logprobs, lse = values
+        vocab = problem.weight.shape[problem.options["weight_layout"] == "HV"]
+        sizes = f"N={len(problem.labels)} H={problem.hidden.shape[-1]} V={vocab} {gemm_dtype}"
+        problem = problem.changed(text=sizes)
+        if rows is None:
+            return cls(problem, gemm_dtype, rows, loss, num_tokens, logprobs)
+        every = {x: getattr(problem, x) for x in ("where", "token_weights", "class_weights")}
+        divisor = divisor_of(problem.labels, {**problem.options, **every})
+        options = {**problem.options, "denominator": divisor}
+        if np.ndim(options.get("temperature", 1.0)):
+            options["temperature"] = options["temperature"][rows]
+        per_token = {x: every[x][rows] for x in ("where", "token_weights") if every[x] is not None}
+        text = f"{sizes}, {len(rows)} of its tokens"
+        some = problem.changed(labels=problem.labels[rows], options=options, text=text, **per_token)
+        whole = Whole(problem, logprobs, lse)
+        return cls(some, gemm_dtype, rows, loss, num_tokens, logprobs[rows], whole)
 
-class Whole(NamedTuple):
-    """Of all N tokens of a call of which K are compared."""
-
-    labels: Array
-    logprobs: Array
-    lse: Array
-    where: Array | None
-    token_weights: Array | None
+    def receive(
+        self, upstream: Any, gradients: Mapping[str, Any], cut: Callable[[Any, Any], Array]
+    ) -> None:
+        """What the backward has made, by the names of arguments; `cut` copies rows, or all. d
+        weight and d bias are sums over all tokens, and say nothing of some."""
+        self.problem = self.problem.changed(upstream=float(upstream))
+        self.gradients = {
+            f"d {name}": cut(gradient, self.rows)
+            for name, gradient in gradients.items()
+            if gradient is not None and (self.rows is None or name == "hidden")
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +183,10 @@ class Schedule:
             if not finite(call.problem):
                 left_out.append(f"{number + 1}")
                 continue
-            by = self.counterpart if self.against == "other" else ""
-            hold = with_backend if by else with_oracle
-            measured += hold(call, *([by] if by else []), backend=self.backend, case=case)
+            if self.against == "other":
+                measured += with_backend(call, self.counterpart, backend=self.backend, case=case)
+            else:
+                measured += with_oracle(call, backend=self.backend, case=case)
         if left_out:
             note = (
                 f"call {', '.join(left_out)} of {len(calls)} could not be compared, as its hidden "
@@ -171,36 +203,17 @@ class Schedule:
             warnings.warn(message, CrossCheckWarning, stacklevel=3)
         return result
 
+    def chosen(self, labels_N: Array, where_N: Array | None, ignore_index: int) -> Array | None:
+        """Indices of the tokens that are compared, ascending; None for all."""
+        valid_N = labels_N != ignore_index
+        there = np.flatnonzero(valid_N if where_N is None else valid_N & where_N)
+        if self.tokens is None or there.size <= self.tokens:
+            return None
+        return np.sort(self.random.choice(there, self.tokens, replace=False))
+
     @property
     def named(self) -> str:
         return "float64 oracle" if self.against == "oracle" else f"{self.counterpart} backend"
-
-
-def chosen(valid_N: Array, tokens: int | None, random: np.random.Generator) -> Array | None:
-    """Indices of the tokens that are compared, ascending; None for all."""
-    there = np.flatnonzero(valid_N)
-    if tokens is None or there.size <= tokens:
-        return None
-    return np.sort(random.choice(there, tokens, replace=False))
-
-
-def of_rows(
-    problem: Problem, rows: Array | None, logprobs: Array, lse: Array
-) -> tuple[Problem, Array, Whole | None]:
-    """A problem whose hidden states are those of `rows`, the rest of all tokens: all of those
-    rows, divided as before."""
-    if rows is None:
-        return problem, logprobs, None
-    given = {x: getattr(problem, x) for x in ("where", "token_weights")}
-    whole = Whole(problem.labels, logprobs, lse, **given)
-    every = {**problem.options, **given, "class_weights": problem.class_weights}
-    options = {**problem.options, "denominator": divisor_of(problem.labels, every)}
-    if np.ndim(options.get("temperature", 1.0)):
-        options["temperature"] = options["temperature"][rows]
-    cut = {name: None if x is None else x[rows] for name, x in given.items()}
-    text = f"{problem.text}, {len(rows)} of its tokens"
-    some = problem.changed(labels=problem.labels[rows], options=options, text=text, **cut)
-    return some, logprobs[rows], whole
 
 
 def finite(problem: Problem) -> bool:
@@ -284,12 +297,8 @@ def with_backend(call: CheckedCall, by: str, **details: Any) -> list[Measurement
 def exact(call: CheckedCall, **details: Any) -> list[Measurement]:
     """A0: the number of valid tokens, and the gradient of the others."""
     problem = call.problem
-    valid = problem.valid
-    if call.whole is not None:
-        labels, where = call.whole.labels, call.whole.where
-        valid = labels != problem.options.get("ignore_index", -100)
-        valid = valid if where is None else valid & where
-    number = np.asarray(valid.sum(), np.int64)
+    every = problem if call.whole is None else call.whole.problem
+    number = np.asarray(every.valid.sum(), np.int64)
     got = np.asarray(call.num_tokens).astype(np.int64)
     measured = check("A0", got, number, quantity="token count", **details)
     if call.gradients and "d hidden" in call.gradients:
@@ -302,18 +311,16 @@ def exact(call: CheckedCall, **details: Any) -> list[Measurement]:
 def summed(call: CheckedCall, whole: Whole) -> tuple[Any, Any]:
     """The loss of all tokens by their own log-probabilities, and its scale; of label smoothing,
     which is of all logits, nothing."""
-    options = call.problem.options
+    options, every = call.problem.options, whole.problem
     if options.get("label_smoothing"):
         return None, None
-    valid = whole.labels != options.get("ignore_index", -100)
-    valid = valid if whole.where is None else valid & whole.where
-    labels = np.where(valid, whole.labels, 0)
-    of_class = call.problem.class_weights
+    labels = np.where(every.valid, every.labels, 0)
+    of_class = every.class_weights
     own = np.ones(len(labels)) if of_class is None else of_class[labels].astype(np.float64)
     lse = whole.lse.astype(np.float64)
     terms = options.get("z_loss", 0.0) * lse * lse - own * whole.logprobs.astype(np.float64)
-    weights = 1.0 if whole.token_weights is None else whole.token_weights.astype(np.float64)
-    terms = np.where(valid, terms * weights, 0.0) / options["denominator"]
+    weights = 1.0 if every.token_weights is None else every.token_weights.astype(np.float64)
+    terms = np.where(every.valid, terms * weights, 0.0) / options["denominator"]
     return terms.sum(), np.abs(terms).sum()
 
 

@@ -8,7 +8,6 @@ oracle's: per token once for each pair of labels and head, and weighted sums of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,13 +63,12 @@ class Upstream(NamedTuple):
     first: bool = False
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    labels: Labelled = field(default_factory=Labelled)
+class Hypothesis(NamedTuple):
+    labels: Labelled = Labelled()
     divisor: str = "tokens"
-    reduced: Reduced = field(default_factory=Reduced)
-    head: Head = field(default_factory=Head)
-    upstream: Upstream = field(default_factory=Upstream)
+    reduced: Reduced = Reduced()
+    head: Head = Head()
+    upstream: Upstream = Upstream()
     scale: float = 1.0
 
 
@@ -88,6 +86,7 @@ class Oracle:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.each = problem.kind == "logprobs"  # values of every token, and no sum of them
         self.x = problem.hidden.reshape(-1, problem.hidden.shape[-1]).astype(np.float64)
         self.w = problem.weight.astype(np.float64)
         self.units: dict[Any, tuple[Array, Array, Array, Array]] = {}
@@ -98,12 +97,10 @@ class Oracle:
 
     def numbers(self, reading: Hypothesis) -> Numbers:
         """The step's numbers under a reading, without d hidden."""
-        if self.problem.kind == "logprobs":
-            return self._of_logprobs(reading)
-        nll, dz, x, _ = self._unit(reading)
-        losses, d_weights, d_biases = [], [], []
+        values, dz, x, _ = self._per_token(reading)
+        shown, d_weights, d_biases = [], [], []
         for weights in self._weights(reading):
-            losses.append((weights * nll).sum())
+            shown.append(values if self.each else (weights * values).sum())
             weighted = reading.head.round(weights[:, None] * dz, "gradient")
             d_weights.append(reading.head.round(weighted.T @ x, "result"))
             d_biases.append(weighted.sum(axis=0))
@@ -114,18 +111,15 @@ class Oracle:
             d_bias[:] = 0.0
         s = reading.scale
         there = self.problem.bias is not None
-        return Numbers(s * np.stack(losses), s * d_weight, s * d_bias if there else None)
+        return Numbers(s * np.stack(shown), s * d_weight, s * d_bias if there else None)
 
     def d_hidden(self, reading: Hypothesis) -> Array:
         """[R, M, B, L, H], each token's in its own rank."""
-        if self.problem.kind == "logprobs":
-            _, dz, _, w = self._per_token(reading)
-        else:
-            _, unit, _, w = self._unit(reading)
-            dz = self._weights(reading).sum(axis=0)[:, None] * unit
-            if not reading.reduced.own:
-                dz = dz / self.problem.ranks
-            dz = reading.head.round(dz, "gradient")
+        _, unit, _, w = self._per_token(reading)
+        dz = self._weights(reading).sum(axis=0)[:, None] * unit
+        if not reading.reduced.own:
+            dz = dz / self.problem.ranks
+        dz = reading.head.round(dz, "gradient")
         gradient: Array = reading.scale * (dz @ w).reshape(self.problem.hidden.shape)
         return gradient
 
@@ -134,16 +128,17 @@ class Oracle:
     def _weights(self, reading: Hypothesis) -> Array:
         """[R, N]: the factor of every token in what each rank has."""
         problem, how = self.problem, reading.reduced
+        if self.each:
+            return np.ones((1, problem.targets.size))
         valid = self.labels_of(reading) != IGNORE
         keep = reading.labels.keep
-        kept = valid if keep is None else valid & keep
-        counted = valid if reading.labels.counted else kept
-        ranks = range(problem.ranks)
+        part = valid if keep is None else valid & keep
+        counted = valid if reading.labels.counted else part
         if not how.own:
-            weights = kept * _divided(counted, reading.divisor)
+            weights = part * _divided(counted, reading.divisor)
             return np.broadcast_to(weights.reshape(-1), (problem.ranks, weights.size))
         weights = []
-        for rank in ranks:
+        for rank in range(problem.ranks):
             of = rank if how.root is None else how.root
             mine = np.zeros(valid.shape, np.bool_)
             mine[of] = True
@@ -153,7 +148,7 @@ class Oracle:
             else:
                 factor = _divided(counted, reading.divisor)
                 factor = factor * (problem.ranks if how.own == "times" else 1)
-            weights.append((kept * mine * factor).reshape(-1))
+            weights.append((part * mine * factor).reshape(-1))
         return np.stack(weights)
 
     # --- the oracle, per token ------------------------------------------------------------------
@@ -167,53 +162,34 @@ class Oracle:
             z = z + self.problem.bias.astype(np.float64)
         return head.round(z, "logits"), x, w
 
-    def _unit(self, reading: Hypothesis) -> tuple[Array, Array, Array, Array]:
-        """Of every token with factor 1: loss [N] and d logits [N, V]; and the operands."""
-        key = (reading.labels.key, reading.head)
-        if key not in self.units:
-            options = self.problem.options
-            given = {**options.of_logits, **options.of_loss, **dict(reading.head.changes)}
-            z, x, w = self._logits(reading.head)
-            labels = self.labels_of(reading).reshape(-1)
-            sums = {"reduction": "sum", "ignore_index": IGNORE, **given}
-            logprobs, lse, dz = _by_blocks(nll_reference, z, ("logprobs", "lse"), labels, **sums)
-            eps, z_loss = given["label_smoothing"], given["z_loss"]
-            nll = eps * (lse - _squashed(z, given).mean(axis=1)) - (1 - eps) * logprobs
-            nll = nll + z_loss * lse**2
-            self.units[key] = (np.where(labels != IGNORE, nll, 0.0), dz, x, w)
-        return self.units[key]
-
     def _per_token(self, reading: Hypothesis) -> tuple[Array, Array, Array, Array]:
-        """Values [2, N] and d logits [N, V] for the gradients that arrive; and the operands."""
+        """Losses [N] of every token and d logits [N, V] for a factor of 1; or log-probabilities and
+        entropies [2, N] and d logits for the gradients that arrive. And the operands."""
         key = (reading.labels.key, reading.head, reading.upstream)
         if key not in self.units:
-            given = {**self.problem.options.of_logits, **dict(reading.head.changes)}
             z, x, w = self._logits(reading.head)
-            g, h = self.problem.d_logprobs.reshape(-1), self.problem.d_entropy.reshape(-1)
-            if reading.upstream.first:
-                g, h = np.full_like(g, g[0]), np.full_like(h, h[0])
             labels = self.labels_of(reading).reshape(-1)
-            g, h = g[:, None], (h * reading.upstream.entropy)[:, None]
-            *values, dz = _by_blocks(
-                logprobs_reference,
-                z,
-                ("logprobs", "entropy"),
-                labels,
-                d_logprobs=g,
-                d_entropy=h,
-                **given,
-            )
-            dz = reading.head.round(dz, "gradient")
-            self.units[key] = (np.stack(values), dz, x, w)
+            options = {**self.problem.options.of_logits, **dict(reading.head.changes)}
+            if self.each:
+                g, h = self.problem.d_logprobs.reshape(-1), self.problem.d_entropy.reshape(-1)
+                if reading.upstream.first:
+                    g, h = np.full_like(g, g[0]), np.full_like(h, h[0])
+                h = h * reading.upstream.entropy
+                options |= {"d_logprobs": g[:, None], "d_entropy": h[:, None]}
+                names = ("logprobs", "entropy")
+                *outputs, dz = _by_blocks(logprobs_reference, z, names, labels, **options)
+                values = np.stack(outputs)
+            else:
+                options = {**self.problem.options.of_loss, **options}
+                sums = {"reduction": "sum", "ignore_index": IGNORE, **options}
+                names = ("logprobs", "lse")
+                logprobs, lse, dz = _by_blocks(nll_reference, z, names, labels, **sums)
+                eps = options["label_smoothing"]
+                nll = eps * (lse - _squashed(z, options).mean(axis=1)) - (1 - eps) * logprobs
+                nll = nll + options["z_loss"] * lse**2
+                values = np.where(labels != IGNORE, nll, 0.0)
+            self.units[key] = (values, dz, x, w)
         return self.units[key]
-
-    def _of_logprobs(self, reading: Hypothesis) -> Numbers:
-        values, dz, x, _ = self._per_token(reading)
-        s = reading.scale
-        d_weight = reading.head.round(dz.T @ x, "result")
-        bias = dz.sum(axis=0) if reading.head.bias else np.zeros(dz.shape[1])
-        there = self.problem.bias is not None
-        return Numbers(s * values[None], s * d_weight[None], s * bias[None] if there else None)
 
 
 def _by_blocks(

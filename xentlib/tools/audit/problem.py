@@ -56,13 +56,12 @@ class Options:
         check_choice("kind", kind, KINDS)
         for name in ("bias", "documents"):
             check_flag(name, getattr(self, name))
-        positive = {"temperature": self.temperature, "logit_scale": self.logit_scale}
-        if self.softcap is not None:
-            positive["softcap"] = self.softcap
-        for name, value in positive.items():
-            ok = isinstance(value, (int, float)) and 0 < value < np.inf
-            check_number(name, value, "a positive number", ok=ok)
-        for name, value in (("label_smoothing", self.label_smoothing), ("z_loss", self.z_loss)):
+        for name in ("temperature", "logit_scale", "softcap"):
+            value = getattr(self, name)
+            if name != "softcap" or value is not None:
+                ok = isinstance(value, (int, float)) and 0 < value < np.inf
+                check_number(name, value, "a positive number", ok=ok)
+        for name, value in self.of_loss.items():
             ok = isinstance(value, (int, float)) and 0 <= value < 1
             check_number(name, value, "a number from 0 to below 1", ok=ok)
             if kind == "logprobs" and value:
@@ -74,11 +73,7 @@ class Options:
     @property
     def of_logits(self) -> dict[str, Any]:
         """What is between the product of hidden states and head and the softmax."""
-        return {
-            "softcap": self.softcap,
-            "logit_scale": self.logit_scale,
-            "temperature": self.temperature,
-        }
+        return {name: getattr(self, name) for name in ("softcap", "logit_scale", "temperature")}
 
     @property
     def of_loss(self) -> dict[str, Any]:
@@ -207,21 +202,13 @@ def build(kind: str, options: Options, ranks: int = 1, seed: int = 0) -> Problem
     targets = next_labels(labels, segments)
     if kind == "logprobs":
         targets = rng.integers(3, VOCAB, shape)
-    return Problem(
-        kind=kind,
-        options=options,
-        ids=ids,
-        labels=labels,
-        targets=targets,
-        segments=segments,
-        attention=attention,
-        hidden=hidden,
-        weight=weight.astype(np.float32),
-        bias=(rng.standard_normal(VOCAB) * STD / 2).astype(np.float32) if options.bias else None,
-        upstream=float(np.float32(1.7)),
-        d_logprobs=rng.standard_normal(shape).astype(np.float32),
-        d_entropy=rng.standard_normal(shape).astype(np.float32) * options.entropy,
-    )
+    bias = (rng.standard_normal(VOCAB) * STD / 2).astype(np.float32) if options.bias else None
+    upstream = float(np.float32(1.7))
+    d_logprobs, d_entropy = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    d_entropy *= options.entropy
+    tokens = ids, labels, targets, segments, attention
+    gradients = upstream, d_logprobs, d_entropy
+    return Problem(kind, options, *tokens, hidden, weight.astype(np.float32), bias, *gradients)
 
 
 def _starts(segments: Array) -> Array:

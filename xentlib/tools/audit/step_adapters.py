@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from xentlib.checks.audit import (
-    check_arguments,
-    check_backward,
-    check_gradient,
-    check_gradients_there,
-    check_hiddens,
-    check_loss,
-    check_per_token_values,
-    check_step,
-    check_unchanged,
-)
-from xentlib.tools.audit.hypotheses import Numbers
+from xentlib.checks import audit as checks
+from xentlib.tools.audit.diagnose import oracle_of
+from xentlib.tools.audit.hypotheses import Numbers, Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem
 
 # What a function of hidden states, head and labels may call its arguments, to get them by name.
@@ -42,8 +33,8 @@ class Returned(NamedTuple):
 
 def kind_of(step: Step, kind: str | None, declared: Options) -> str:
     """What is asked for, or what the arguments tell: two for a step, three or more for a loss."""
-    check_step(step)
-    required, asked = _required(step), kind
+    checks.check_step(step)
+    (_, required), asked = _parameters(step), kind
     if kind is None:
         kind = "step" if required is None or len(required) == 2 else "loss"
     declared.check(kind)
@@ -53,41 +44,33 @@ def kind_of(step: Step, kind: str | None, declared: Options) -> str:
         fits = len(required) == 2
     else:
         fits = len(required) == 3 + declared.bias or set(required) <= NAMES
-    check_arguments(asked, required, fits)
+    checks.check_arguments(asked, required, fits)
     return kind
 
 
-def arguments(function: Step, given: dict[str, Any], options: Options) -> tuple[Any, Any]:
-    """Positional and named arguments for a function of hidden states, head and labels: by name if
-    its names are these, in this order if not. Options that it names are passed too."""
-    given = {name: x for name, x in given.items() if x is not None}
-    names = _names(function)
-    told = {**options.of_logits, **options.of_loss}
-    named = {name: told[name] for name in names if name in told}
-    required = _required(function) or []
-    if required and set(required) <= {*given, *told}:
-        return (), {**{name: x for name, x in given.items() if name in names}, **named}
-    return tuple(given.values()), named
+def call(function: Step, leaves: dict[str, Any], options: Options) -> Any:
+    """A function of hidden states, head and labels, which are given by name if its names are these,
+    in this order if not. Options that it names are passed too."""
+    leaves = {name: x for name, x in leaves.items() if x is not None}
+    names, required = _parameters(function)
+    every = {**options.of_logits, **options.of_loss}
+    named = {name: every[name] for name in names if name in every}
+    if required and set(required) <= {*leaves, *every}:
+        return function(**{name: x for name, x in leaves.items() if name in names}, **named)
+    return function(*leaves.values(), **named)
 
 
-def _names(function: Step) -> list[str]:
+def _parameters(function: Step) -> tuple[list[str], list[str] | None]:
+    """Names of the arguments that can be given by name, and of those that must be given; None
+    where nobody can tell."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return []
-    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _required(function: Step) -> list[str] | None:
-    """Names of the arguments that must be given; None where nobody can tell."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
+        return [], None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return None
-    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+    return names, None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else required
 
 
 def returned(result: Any) -> Returned:
@@ -126,65 +109,50 @@ def numbers(problem: Problem, result: Returned, to_numpy: ToNumPy, before: Array
     Args:
         before: the head's weight after the step, to see whether the step has changed it.
     """
-    loss = None
-    if result.loss is not None:
-        loss = _one_number(result.loss, to_numpy)
+    loss = None if result.loss is None else _one_number(result.loss, to_numpy)
     if result.d_weight is None:
-        check_unchanged(problem.weight, before)
-    check_gradients_there(result.d_weight, result.whole)
+        checks.check_unchanged(problem.weight, before)
+    checks.check_gradients_there(result.d_weight, result.whole)
     weight = to_numpy(result.d_weight)
     vocab, width = problem.weight.shape
     if weight.shape == (width, vocab):  # a Flax kernel
         weight = weight.T
-    check_gradient("weight", weight.shape, (vocab, width))
-    bias = None
+    checks.check_gradient("weight", weight.shape, (vocab, width))
+    bias = hidden = None
     if problem.bias is not None and result.d_bias is not None:
         bias = to_numpy(result.d_bias)
-        check_gradient("bias", bias.shape, (vocab,))
-    hidden = None
+        checks.check_gradient("bias", bias.shape, (vocab,))
     if result.d_hiddens is not None:
-        check_hiddens(result.d_hiddens, problem.micro_batches)
+        checks.check_hiddens(result.d_hiddens, problem.micro_batches)
         if all(x is not None for x in result.d_hiddens):
             ranks, _, rows, *rest = problem.hidden.shape
             shapes = (rows, *rest), (ranks * rows, *rest)  # of a rank, of all devices
             each = [to_numpy(x) for x in result.d_hiddens]
             for x in each:
-                check_gradient("hidden", x.shape, *shapes)
+                checks.check_gradient("hidden", x.shape, *shapes)
             hidden = np.stack(each)
     return Numbers(loss, weight, bias, hidden)
 
 
-def _one_number(given: Any, to_numpy: ToNumPy) -> Array:
-    value = to_numpy(given)
-    check_loss(given, None if value.dtype.kind in "OSUb" else value.size)
+def _one_number(loss: Any, to_numpy: ToNumPy) -> Array:
+    value = to_numpy(loss)
+    checks.check_loss(loss, None if value.dtype.kind in "OSUb" else value.size)
     return value.reshape(())
 
 
-def stacked(every: list[Numbers]) -> Numbers:
+def stacked(of_ranks: list[Numbers]) -> Numbers:
     """[R, ...] of each; None of what some rank has not given."""
-
-    def column(values: list[Array | None]) -> Array | None:
-        there = [x for x in values if x is not None]
-        return np.stack(there) if len(there) == len(values) else None
-
-    return Numbers(
-        column([x.loss for x in every]),
-        np.stack([x.d_weight for x in every]),
-        column([x.d_bias for x in every]),
-        column([x.d_hidden for x in every]),
-    )
+    columns = zip(*of_ranks, strict=True)
+    every: Any = (None if any(x is None for x in one) else np.stack(one) for one in columns)
+    return Numbers(*every)
 
 
-class Outputs(NamedTuple):
-    """What a function returned that is to be differentiated, and the options of the problem that
-    this makes: without entropies where it returned none."""
-
-    values: tuple[Any, ...]
-    options: Options
+# --- functions of hidden states, head and labels --------------------------------------------------
 
 
-def of_function(kind: str, result: Any, options: Options, tokens: int, array: type) -> Outputs:
-    """The loss, or log-probabilities and entropies where they are there; of type `array`."""
+def of_function(kind: str, result: Any, tokens: int, array: type) -> tuple[Any, ...]:
+    """What is to be differentiated of what a function returned: the loss, or log-probabilities and
+    entropies where they are there; of type `array`."""
 
     def size(x: Any) -> int | None:
         return int(np.prod(getattr(x, "shape", ()), dtype=int)) if isinstance(x, array) else None
@@ -193,12 +161,37 @@ def of_function(kind: str, result: Any, options: Options, tokens: int, array: ty
         value = _of_name(result, "loss")
         if value is None:
             value = result[0] if isinstance(result, (tuple, list)) and result else result
-        check_backward(kind, value, isinstance(value, array))
-        check_loss(value, size(value))
-        return Outputs((value,), options)
+        checks.check_backward(kind, value, isinstance(value, array))
+        checks.check_loss(value, size(value))
+        return (value,)
     outputs = [_of_name(result, "logprobs"), _of_name(result, "entropy")]
     if outputs[0] is None:
         outputs = [*result[:2]] if isinstance(result, (tuple, list)) else [result]
-    there = tuple(x for x in outputs if x is not None)
-    check_per_token_values([size(x) for x in there], tokens, result)
-    return Outputs(there, replace(options, entropy=len(there) == 2))
+    values = tuple(x for x in outputs if x is not None)
+    checks.check_per_token_values([size(x) for x in values], tokens, result)
+    return values
+
+
+def upstream_of(kind: str, options: Options, values: Sequence[Any]) -> tuple[Oracle, list[Any]]:
+    """The oracle of a function that returned these values, without entropies where it returned
+    none; and the gradient that arrives for each."""
+    if kind == "loss":
+        oracle = oracle_of(kind, options)
+        return oracle, [np.float32(oracle.problem.upstream)]
+    oracle = oracle_of(kind, replace(options, entropy=len(values) == 2))
+    return oracle, [oracle.problem.d_logprobs, oracle.problem.d_entropy]
+
+
+def numbers_of_function(problem: Problem, values: Sequence[Any], *gradients: Any) -> Numbers:
+    """Of one rank, a loss's for an upstream gradient of 1; `gradients` are those of hidden states,
+    weight and bias."""
+    each = problem.kind == "logprobs"
+    flat = np.stack([np.asarray(x, np.float64).reshape(-1) for x in values])
+    scale = 1.0 if each else problem.upstream
+    d_hidden, d_weight, d_bias = (
+        None if g is None else np.asarray(g, np.float64)[None] / scale for g in gradients
+    )
+    assert d_hidden is not None
+    assert d_weight is not None
+    by_rank = d_hidden.reshape(problem.hidden.shape)
+    return Numbers(flat[None] if each else flat[0], d_weight, d_bias, by_rank)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.contract import ROW_OF, Measurement, check, failures
+from xentlib.contract import ROW_OF, ROWS, Measurement, check, failures
 from xentlib.tools.harness.backends import Outcome
 from xentlib.tools.harness.backends import run as public
 from xentlib.tools.harness.problems import Problem
@@ -124,19 +124,10 @@ class Findings:
             if not failures(check(row, got, oracle, bound, **details))
         ]
         case = f"{len(wrong)} mutants" + "".join(f"; passed: {name}" for name in passed)
-        self.measurements.append(
-            Measurement(
-                row="A14",
-                backend=backend,
-                case=f"{row}, {case}" if named else case,
-                quantity=f"{row} {quantity}",
-                metric="mutants passed",
-                value=float(len(passed)),
-                bound=0.0,
-                passed=not passed,
-                entries=len(wrong),
-            )
-        )
+        (limit,) = ROWS["A14"].bounds
+        case, quantity = f"{row}, {case}" if named else case, f"{row} {quantity}"
+        of = {"backend": backend, "case": case, "quantity": quantity}
+        self.measurements.append(limit.measured("A14", float(len(passed)), len(wrong), **of))
 
     def count_ulps(self, row: str, backend: str, quantity: str, got: Any, oracle: Any) -> None:
         distances = ulp_distance(got, oracle, np.asarray(got).dtype.name)
