@@ -14,7 +14,7 @@ from xentlib.accumulate import Lifecycle, UnsupportedWrapperError, WindowState, 
 from xentlib.checks.validators import check_choice
 from xentlib.checks.window import check_nonfinite, check_windows
 from xentlib.options import EMPTY, MODES, Empty, Mode, NonFinite
-from xentlib.torch.window import Window
+from xentlib.torch.window import Declared, Window
 
 
 class TokenNormalizer:
@@ -193,4 +193,7 @@ class TokenNormalizer:
                 )
             self.wrapper.settle()
             self._read()
-        return Window(self, labels, where, token_weights, ignore_index, uneven, filler)
+        declared = None
+        if labels is not None:
+            declared = Declared(labels, where, token_weights, ignore_index)
+        return Window(self, declared, uneven, filler)

@@ -15,6 +15,7 @@ from xentlib.checks.window import (
     check_loss_mean,
     check_loss_sum,
     check_own_count,
+    check_token_count,
     check_undivided,
 )
 from xentlib.nll import NLLOutput
@@ -69,6 +70,12 @@ class LossAndCount(NamedTuple):
         check_loss_sum(array_spec(self.loss), divided and not normalized, instead)
         if of is not None and not normalized:
             check_undivided(of.divided_since(self.weight))
+
+    def check_count(self, *, weighted: bool = True, whole: bool = True) -> None:
+        """Refuse a count that the loss cannot have; `whole`: the loss counts."""
+        value = known(self.loss) if whole else None
+        count = array_spec(self.weight)
+        check_token_count("num_tokens", count, known(self.weight), weighted, value)
 
     def check_mean(self) -> None:
         """Refuse a loss that is known not to be the mean over its tokens."""
