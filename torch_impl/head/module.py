@@ -21,7 +21,6 @@ from xentlib.logprobs import LogprobOutput
 from xentlib.nll import NLLOutput
 from xentlib.torch.api import chunked_logprobs, chunked_nll
 from xentlib.torch.array_spec import array_spec, is_dtensor
-from xentlib.torch.head.lazy_logits import LazyLogits
 from xentlib.torch.head.modules import parameter_of
 from xentlib.torch.wrappers import kept_by_zero
 
@@ -138,9 +137,9 @@ class NLLHead(nn.Linear):
         options = {**self.options, **options}
         check_denominator_dtype(array_spec(options.get("denominator")))
         gather = options.get("gather", "head")
-        parameters = parameter_of(self, "weight", gather), parameter_of(self, "bias", gather)
-        logits = LazyLogits(hidden, parameters, options)
-        return logits.logprobs(labels) if self.per_token else logits.nll(labels)
+        weight, bias = (parameter_of(self, name, gather) for name in ("weight", "bias"))
+        function = chunked_logprobs if self.per_token else chunked_nll
+        return function(hidden, weight, labels, bias=bias, **options)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
         """As of any module; a style of tensor parallelism, which drops labels, is refused."""
