@@ -193,7 +193,5 @@ class TokenNormalizer:
                 )
             self.wrapper.settle()
             self._read()
-        declared = None
-        if labels is not None:
-            declared = Declared(labels, where, token_weights, ignore_index)
+        declared = None if labels is None else Declared(labels, where, token_weights, ignore_index)
         return Window(self, declared, uneven, filler)

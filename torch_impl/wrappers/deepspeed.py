@@ -232,8 +232,7 @@ def _rows(parameter: Any, rank: int) -> Tensor:
             refuse_inner_backward()
 
         def add() -> None:
-            # What it has in its buckets, as it does itself when a backward is through.
-            optimizer.independent_gradient_partition_epilogue()
+            _reduce(optimizer)
             written, added = _written(optimizer), gradient.view(-1)
             if parameter.ds_id in written:
                 added = safe_get_local_grad(parameter) + added
@@ -244,6 +243,11 @@ def _rows(parameter: Any, rank: int) -> Tensor:
 
     rows.requires_grad_().register_post_accumulate_grad_hook(arrive)
     return rows
+
+
+def _reduce(optimizer: Any) -> None:
+    """What it has in its buckets, as it does itself when a backward is through."""
+    optimizer.independent_gradient_partition_epilogue()
 
 
 def _written(optimizer: Any) -> Any:
