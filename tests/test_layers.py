@@ -34,7 +34,7 @@ LAYERS = {
     "packages": {},  # `xentlib`, `xentlib.torch` and `xentlib.jax` themselves
     "tools": {
         "xentlib": "tools __main__",
-        "backend": "audit crosscheck integrations.trainer integrations.lightning_check",
+        "backend": "audit crosscheck integrations.trainer integrations.lightning",
     },
 }
 ORDER = [*LAYERS]

@@ -37,7 +37,7 @@ from helpers.windows import (  # noqa: E402
     run_window,
     token_losses,
 )
-from xentlib.torch import NLLHead, TokenNormalizer  # noqa: E402
+from xentlib.torch import NLLHead, TokenNormalizer, micro_batch  # noqa: E402
 from xentlib.torch import window as window_module  # noqa: E402
 
 # --- tokens and weights --------------------------------------------------------------------------
@@ -347,7 +347,8 @@ class Reads(TorchDispatchMode):
 def test_the_host_reads_nothing(mode: str, nonfinite: str, monkeypatch: Any) -> None:
     """Statistics stay on the device until somebody asks: but for what is `known` on a CPU, and
     checked there."""
-    monkeypatch.setattr(window_module, "known", lambda x: None)
+    for module in (window_module, micro_batch):
+        monkeypatch.setattr(module, "known", lambda x: None)
     model, norm = normalizer(mode=mode, nonfinite=nonfinite)
     head = NLLHead.from_linear(model[1])
     x, y = batch_of(2, 7)

@@ -26,8 +26,7 @@ from helpers.windows_ranks import (  # noqa: E402
     window_of,
 )
 from xentlib.torch import TokenNormalizer  # noqa: E402
-from xentlib.torch.wrappers.deepspeed import DeepSpeed  # noqa: E402
-from xentlib.torch.wrappers.fabric import Fabric  # noqa: E402
+from xentlib.torch.wrappers.models import DeepSpeed, Fabric  # noqa: E402
 
 # Fabric, alone or inside of Lightning. It replaces `torch.compile`: ranks alone import it.
 PACKAGES = [

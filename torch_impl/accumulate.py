@@ -14,7 +14,7 @@ from xentlib.accumulate import Lifecycle, UnsupportedWrapperError, WindowState, 
 from xentlib.checks.validators import check_choice
 from xentlib.checks.window import WINDOWS, check_windows
 from xentlib.options import EMPTY, MODES, NONFINITE, Empty, Mode, NonFinite
-from xentlib.torch.window import Window
+from xentlib.torch.window import Declared, Window
 
 
 class TokenNormalizer:
@@ -194,4 +194,5 @@ class TokenNormalizer:
                 )
             self.wrapper.settle()
             self._read()
-        return Window(self, labels, where, token_weights, ignore_index, uneven, filler)
+        declared = None if labels is None else Declared(labels, where, token_weights, ignore_index)
+        return Window(self, declared, uneven, filler)

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.checks.validators import plain
-from xentlib.checks.window import WINDOWS, check_one_loss, check_token_count
+from xentlib.checks.window import WINDOWS, check_one_loss
 from xentlib.nll import NLLOutput
-from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
-from xentlib.torch.micro_batch import known, loss_and_count
+from xentlib.torch.micro_batch import loss_and_count
 from xentlib.torch.placement.rows import find_group
 
 
@@ -75,16 +74,15 @@ class Evaluation:
         loss = plain(named[name])
         if isinstance(loss, (int, float)):
             loss = torch.tensor(loss, dtype=torch.float64)
-        given, mean = loss_and_count(loss, num_tokens), name == "loss_mean"
-        given.check_sum("Pass reduction='sum' to it.", normalized=mean)
-        value, count = known(given.loss), known(given.weight)
-        check_token_count("num_tokens", array_spec(given.weight), count, True, value)
+        counted, mean = loss_and_count(loss, num_tokens), name == "loss_mean"
+        counted.check_sum("Pass reduction='sum' to it.", normalized=mean)
+        counted.check_count()
         if mean:
-            given.check_mean()
-        exact = given.origin is not None and given.origin.exact
+            counted.check_mean()
+        exact = counted.origin is not None and counted.origin.exact
         WINDOWS.require("named", name != "loss" or isinstance(loss, NLLOutput) or exact)
-        device = given.loss.device if self.sums is None else self.sums.device
-        pair = [onto(x.detach(), device).double() for x in (given.loss, given.weight)]
+        device = counted.loss.device if self.sums is None else self.sums.device
+        pair = [onto(x.detach(), device).double() for x in (counted.loss, counted.weight)]
         if mean:  # of no token it may be NaN
             pair[0] = torch.where(pair[1] == 0, 0.0, pair[0] * pair[1])
         # Not in place: what `torch.inference_mode` has made cannot be written to outside of it.
@@ -102,8 +100,7 @@ class Evaluation:
             # On the same device for all: a rank without a batch has none of its own.
             sums = sums.to(device_of(group), copy=True)
             dist.all_reduce(sums, group=group)
-        mean: Tensor = sums[0] / sums[1]
-        return mean
+        return sums[0] / sums[1]
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xentlib.checks.validators import plain
-from xentlib.checks.window import WINDOWS, check_loss_sum, check_own_count
+from xentlib.checks.window import WINDOWS, check_loss_sum, check_own_count, check_token_count
 from xentlib.nll import NLLOutput
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import device_info
@@ -63,6 +63,12 @@ class LossAndCount(NamedTuple):
         check_loss_sum(array_spec(self.loss), divided and not normalized, instead)
         if of is not None and not normalized:
             WINDOWS.require("undivided", not of.divided_since(self.weight))
+
+    def check_count(self, *, weighted: bool = True, whole: bool = True) -> None:
+        """Refuse a count that the loss cannot have; `whole`: the loss counts."""
+        value = known(self.loss) if whole else None
+        count = array_spec(self.weight)
+        check_token_count("num_tokens", count, known(self.weight), weighted, value)
 
     def check_mean(self) -> None:
         """Refuse a loss that is known not to be the mean over its tokens."""

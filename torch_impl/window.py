@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.accumulate import CountMismatchError, WindowState, WindowStateError, WindowStats
-from xentlib.checks.window import WINDOWS, check_counted, check_token_count
+from xentlib.checks.window import WINDOWS, check_counted
 from xentlib.nll import NLLOutput
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
@@ -27,6 +27,15 @@ DIVIDES = (
 )
 
 
+class Declared(NamedTuple):
+    """What a pre-count window counts, of all micro-batches of this rank."""
+
+    labels: Sequence[Tensor]
+    where: Sequence[Tensor] | None
+    token_weights: Sequence[Tensor] | None
+    ignore_index: int
+
+
 class Window:
     """What `TokenNormalizer.window` opens, and leaving its block finishes.
 
@@ -36,17 +45,9 @@ class Window:
     """
 
     def __init__(
-        self,
-        norm: TokenNormalizer,
-        labels: Sequence[Tensor] | None,
-        where: Sequence[Tensor] | None,
-        token_weights: Sequence[Tensor] | None,
-        ignore_index: int,
-        uneven: bool,
-        filler: Any,
+        self, norm: TokenNormalizer, declared: Declared | None, uneven: bool, filler: Any
     ) -> None:
-        self.norm, self.wrapper = norm, norm.wrapper
-        self.declared = None if labels is None else (labels, where, token_weights, ignore_index)
+        self.norm, self.wrapper, self.declared = norm, norm.wrapper, declared
         self.uneven, self.filler = uneven, filler
         self.filling = False
         self.rounds: int | None = None  # micro-batches of the rank that has most
@@ -192,10 +193,10 @@ class Window:
             CountMismatchError: not as many as there were labels.
         """
         life = self.norm.lifecycle
-        done, declared = object(), None if self.declared is None else len(self.declared[0])
+        done, declared = object(), None if self.declared is None else len(self.declared.labels)
         ends = declared if self.rounds is None else self.rounds  # None: one must look ahead
         waiting = iter(batches)
-        current, following, k, given = next(waiting, done), done, 0, 0
+        current, following, k, handed_out = next(waiting, done), done, 0, 0
         previous = self.filler
         while current is not done or (ends is not None and self.uneven and k < ends):
             if declared is not None and current is not done and k == declared:
@@ -221,14 +222,14 @@ class Window:
                     f"`window.backward` must be called once for each micro-batch; got "
                     f"{self.seen - before} calls for micro-batch {k}. Call it in the loop's body."
                 )
-            given += not self.filling
+            handed_out += not self.filling
             # A loader may fill the same buffers again: no batch is asked for before its turn.
             previous = batch
             if ends is not None and not self.filling:
                 following = next(waiting, done)
             current, k = following, k + 1
-        if declared is not None and given != declared:
-            raise self._mismatch(str(given), declared)
+        if declared is not None and handed_out != declared:
+            raise self._mismatch(str(handed_out), declared)
         life.step("seal", "window.micro_batches")
 
     def _mismatch(self, given: str, declared: int) -> CountMismatchError:
@@ -257,24 +258,22 @@ class Window:
             TypeError: a loss or a count of fewer than 32 bits.
         """
         self.norm.lifecycle.step("backward", "window.backward")
-        given = loss_and_count(loss, num_tokens)
-        total = given.loss
-        given.check_sum(DIVIDES, normalized)
-        weighted = self.declared is None or self.declared[2] is not None
-        value = None if self.filling else known(total)
-        weight = given.weight
-        check_token_count("num_tokens", array_spec(weight), known(weight), weighted, value)
+        counted = loss_and_count(loss, num_tokens)
+        total = counted.loss
+        counted.check_sum(DIVIDES, normalized)
+        weighted = self.declared is None or self.declared.token_weights is not None
+        counted.check_count(weighted=weighted, whole=not self.filling)
         self.wrapper.check_forward()
         self.seen += 1
         if normalized and isinstance(loss, NLLOutput):
-            total = total * self._as_declared(given.denominator).to(total.dtype)
+            total = total * self._as_declared(counted.denominator).to(total.dtype)
         own = total.detach().double()
         if self.filling:  # whatever it is, NaN too
             own = own.new_zeros(())
-            given = given._replace(weight=own)
+            counted = counted._replace(weight=own)
         fine: Tensor | None = None
         if self.norm.nonfinite == "drop":
-            fine = self._agree(own, given.weight)
+            fine = self._agree(own, counted.weight)
             own = torch.where(fine, own, 0.0)
         if self.filling:
             fine = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -284,7 +283,7 @@ class Window:
             self.loss_sum += own
             if self.total is not None:
                 total = total * self.factor.to(total.dtype)
-        self.token_sum += onto(given.weight, self.device)
+        self.token_sum += onto(counted.weight, self.device)
         with nullcontext() if fine is None else self.wrapper.gradients_if(fine):
             self.wrapper.backward(total)
 
@@ -342,7 +341,7 @@ class Window:
         if declared is None:
             return
         assert self.declared is not None
-        apart = 0.0 if self.declared[2] is None else 1e-6 * size
+        apart = 0.0 if self.declared.token_weights is None else 1e-6 * size
         if not abs(declared - summed) <= apart:
             raise CountMismatchError(
                 f"`labels` must be those that the losses see; got {declared:.15g} valid tokens "

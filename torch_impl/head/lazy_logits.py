@@ -147,24 +147,24 @@ class LazyLogits(metaclass=LazyClass):
             rest *= 1 if n == -1 else n
         sizes = [self.shape.numel() // max(rest, 1) if n == -1 else n for n in sizes]
         if sizes[-1] != self.num_classes or self.classes_second:
-            self.refuse(f"the shape {tuple(sizes)} for {tuple(self.shape)}")
+            refuse(f"the shape {tuple(sizes)} for {tuple(self.shape)}")
         return replace(self, hidden=self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
 
     view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> LazyLogits:
         if self.classes_second or end_dim in (-1, self.ndim - 1):
-            self.refuse("classes flattened with tokens")
+            refuse("classes flattened with tokens")
         return replace(self, hidden=self.hidden.flatten(start_dim, end_dim))
 
     def transpose(self, first: int, second: int) -> LazyLogits:
         if self.ndim != 3 or {first % 3, second % 3} != {1, 2}:
-            self.refuse(f"transpose({first}, {second})")
+            refuse(f"transpose({first}, {second})")
         return replace(self, classes_second=not self.classes_second)
 
     def permute(self, *axes: Any) -> LazyLogits:
         if (tuple(axes) if isinstance(axes[0], int) else tuple(axes[0])) != (0, 2, 1):
-            self.refuse(f"permute{axes}")
+            refuse(f"permute{axes}")
         return self.transpose(1, 2)
 
     def __getitem__(self, index: Any) -> LazyLogits:
@@ -174,11 +174,11 @@ class LazyLogits(metaclass=LazyClass):
         taken = sum(x.ndim if is_mask(x) else x is not None for x in places if x is not ...)
         num_classes = self.num_classes
         if self.classes_second:
-            self.refuse("an index where classes come second")
+            refuse("an index where classes come second")
         if places[-1] is not ... and (dots or taken == self.ndim):
             last = places[-1]
             if not isinstance(last, slice) or last.start not in (None, 0) or last.step is not None:
-                self.refuse("an index over classes")
+                refuse("an index over classes")
             num_classes = len(range(num_classes)[last])
             index = (*places[:-1], slice(None))
         return replace(self, hidden=self.hidden[index], num_classes=num_classes)
@@ -191,7 +191,7 @@ class LazyLogits(metaclass=LazyClass):
 
     def scaled(self, what: str, by: Any, times: Any = 1.0, over: Any = 1.0) -> LazyLogits:
         if isinstance(by, bool) or not isinstance(by, (int, float)):
-            self.refuse(f"{what} with a {type(by).__name__}")
+            refuse(f"{what} with a {type(by).__name__}")
         factor = self.inner if self.outer is None else self.outer
         factor = Factor(factor.times * times, factor.over * over)
         return replace(self, inner=factor) if self.outer is None else replace(self, outer=factor)
@@ -201,7 +201,7 @@ class LazyLogits(metaclass=LazyClass):
 
     def tanh(self) -> LazyLogits:
         if self.outer is not None:
-            self.refuse("a second tanh")
+            refuse("a second tanh")
         return replace(self, outer=ONE)
 
     # The loss, and the logits after all
@@ -209,14 +209,12 @@ class LazyLogits(metaclass=LazyClass):
     def nll(self, labels: Tensor, **options: Any) -> NLLOutput[Tensor]:
         """`chunked_nll` of their hidden states and head."""
         with unpatched_call(self.head):
-            out: NLLOutput[Tensor] = chunked_nll(**self.arguments(labels, options))
-        return out
+            return chunked_nll(**self.arguments(labels, options))
 
     def logprobs(self, labels: Tensor, **options: Any) -> LogprobOutput[Tensor]:
         """`chunked_logprobs` of their hidden states and head."""
         with unpatched_call(self.head):
-            out: LogprobOutput[Tensor] = chunked_logprobs(**self.arguments(labels, options))
-        return out
+            return chunked_logprobs(**self.arguments(labels, options))
 
     def arguments(self, labels: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a function of the head, with softcap * tanh(logit_scale * x / softcap)."""
@@ -229,7 +227,7 @@ class LazyLogits(metaclass=LazyClass):
             factors["logit_scale"] = scale / over
         twice = sorted((set(options) | set(factors)) & set(self.options))
         if twice:
-            self.refuse(f"`{twice[0]}` from the loss and from `patch`")
+            refuse(f"`{twice[0]}` from the loss and from `patch`")
         weight, bias, layer = self.parameters()
         hidden = self.hidden
         head: dict[str, Any] = {"weight": weight, "bias": bias}
@@ -239,7 +237,7 @@ class LazyLogits(metaclass=LazyClass):
         if self.num_classes != weight.shape[0]:
             # Rows that pad the vocabulary: the model has cut their logits off.
             if layer is not None:
-                self.refuse("fewer classes than the head of an adapter has")
+                refuse("fewer classes than the head of an adapter has")
             head["weight"] = weight[: self.num_classes]
             head["bias"] = None if bias is None else bias[: self.num_classes]
         return {"hidden": hidden, "labels": labels, **head, **factors, **self.options, **options}
@@ -256,22 +254,21 @@ class LazyLogits(metaclass=LazyClass):
     ) -> Tensor:
         """`torch.nn.functional.cross_entropy` of them; 0, not NaN, where no target is valid."""
         if size_average is not None or reduce is not None:
-            self.refuse("`size_average` or `reduce`, which torch has given up")
+            refuse("`size_average` or `reduce`, which torch has given up")
         if target.is_floating_point() or target.shape != self.hidden.shape[:-1]:
-            self.refuse(f"a target of {target.dtype} and shape {tuple(target.shape)}")
+            refuse(f"a target of {target.dtype} and shape {tuple(target.shape)}")
         options: dict[str, Any] = {"ignore_index": ignore_index}
         if label_smoothing:
             options["label_smoothing"] = label_smoothing
         if reduction == "none":
             if weight is not None or LOSS_SCALARS & {*options, *self.options}:
-                self.refuse("losses of single tokens with class weights, smoothing or z-loss")
+                refuse("losses of single tokens with class weights, smoothing or z-loss")
             return -self.logprobs(target, **options).logprobs.to(self.device)
         out = self.nll(target, class_weights=weight, reduction=reduction, **options)
         call = lazy_calls(self.head).get(thread())
         if call is not None:  # of a patched model
             call["outputs"].append(out)
-        loss: Tensor = out.loss.to(self.device)
-        return loss
+        return out.loss.to(self.device)
 
     def materialize(self) -> Tensor:
         """The logits [..., V], all of them, with a gradient, in the dtype they are said to have."""
@@ -321,27 +318,24 @@ class LazyLogits(metaclass=LazyClass):
         first, *rest = args or (options.pop("input", None),)
         if isinstance(first, cls) and name in FUNCTIONS:
             return getattr(first, name)(*rest, **options)
-        return refuse_logits(f"`torch`'s {name}")
+        return refuse(f"`torch`'s {name}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python itself looks for
             raise AttributeError(name)
-        self.refuse(f"`{name}`")
+        refuse(f"`{name}`")
 
     def other(self, x: Any) -> NoReturn:
-        self.refuse(f"arithmetic or a comparison with a {type(x).__name__}")
+        refuse(f"arithmetic or a comparison with a {type(x).__name__}")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __pow__ = __matmul__ = other
     __lt__ = __le__ = __gt__ = __ge__ = other
 
     def __neg__(self) -> NoReturn:
-        self.refuse("a minus sign")
-
-    def refuse(self, what: str) -> NoReturn:
-        refuse_logits(what)
+        refuse("a minus sign")
 
 
-def refuse_logits(what: str) -> NoReturn:
+def refuse(what: str) -> NoReturn:
     raise LazyLogitsError(
         f"logits that are not made must only be sliced, flattened, scaled, capped and handed "
         f"to `cross_entropy`; got {what}. Call `.materialize()` for all logits, pass "
@@ -349,9 +343,10 @@ def refuse_logits(what: str) -> NoReturn:
     )
 
 
-ARITHMETIC = ("cross_entropy", "tanh", "mul", "div", "true_divide")
 # What a loss is made of beside log-probabilities: options of `chunked_nll` alone
 LOSS_SCALARS = {*SCALARS["chunked_nll"]} - {*SCALARS["chunked_logprobs"]}
+# Functions of `torch` that are methods here
+ARITHMETIC = ("cross_entropy", "tanh", "mul", "div", "true_divide")
 FUNCTIONS = (*ARITHMETIC, "flatten", "permute", "reshape", "transpose")
 
 

@@ -1,37 +1,27 @@
-"""Lightning's `Trainer` with automatic optimisation: gradients of the mean over a step's tokens."""
+"""Lightning's `Trainer`: gradients of the mean over a step's tokens, with automatic optimisation;
+and every k steps a step that is computed a second time."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError
-from xentlib.checks.window import check_token_count
-from xentlib.lazy import loading
-from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
-from xentlib.torch.micro_batch import known, loss_and_count
-from xentlib.torch.wrappers import is_a
+from xentlib.torch.micro_batch import loss_and_count
+from xentlib.torch.wrappers import is_a, with_attribute
 from xentlib.torch.wrappers.fsdp2 import FSDP2
 from xentlib.torch.wrappers.models import detect_wrapper
 
-if TYPE_CHECKING:
-    from xentlib.torch.integrations.lightning_check import CrossCheckCallback
-
 __all__ = ["CrossCheckCallback", "TokenMean"]
-
-# A tool, which loads when it is asked for.
-if not TYPE_CHECKING:
-    __getattr__ = loading(
-        __name__, {"xentlib.torch.integrations.lightning_check": "CrossCheckCallback"}
-    )
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -95,7 +85,7 @@ class TokenMean(base()):  # type: ignore[misc]
         super().__init__()
         self.num_tokens: Tensor | None = None
         self.mean_loss: Tensor | None = None
-        self.undo: Callable[[], Any] | None = None
+        self.replaced = ExitStack()  # of the module
         self.latest: Tensor  # of the last micro-batch: tokens and loss
         self.seen: Tensor  # of the window so far
 
@@ -106,8 +96,7 @@ class TokenMean(base()):  # type: ignore[misc]
         self.wrapper = strategy_of(trainer, pl_module)
         self.typical: Tensor | None = None  # t
         self.start_over()
-        own, step = vars(pl_module), pl_module.training_step
-        before = {key: own[key] for key in ("training_step",) if key in own}  # compiled, perhaps
+        step = pl_module.training_step  # of the class, or compiled, the module's own
 
         @wraps(step)  # Lightning reads its arguments
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -115,8 +104,8 @@ class TokenMean(base()):  # type: ignore[misc]
             # A validation step may be a call of the training step.
             return self.told_of(out) if trainer.training else out
 
-        pl_module.training_step = training_step
-        self.undo = lambda: (own.pop("training_step"), own.update(before))
+        wrapped = with_attribute(pl_module, "training_step", training_step)
+        self.replaced.enter_context(wrapped)
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """After a window's first `training_step`. What was seen before that was never stepped on:
@@ -139,9 +128,7 @@ class TokenMean(base()):  # type: ignore[misc]
         self.start_over()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.undo is not None:
-            self.undo()
-        self.undo = None
+        self.replaced.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
@@ -189,28 +176,23 @@ class TokenMean(base()):  # type: ignore[misc]
 
     def told_of(self, out: Any) -> dict[str, Any]:
         """What Lightning is given for what `training_step` has returned."""
-        more = {}
         if out is None:
             raise ValueError(
                 "`training_step` must return a loss under `TokenMean`, in every micro-batch of a "
                 "window; got None. To leave one out return a sum of 0 that has a gradient, with "
                 "`num_tokens` 0."
             )
-        if isinstance(out, Mapping):
-            more = dict(out)
-            loss = more.pop("loss", None)
-            given = loss_and_count(loss, more.pop("num_tokens", None))
-        else:
-            given = loss_and_count(out, None)
-        loss, weight = given.loss, given.weight
-        given.check_sum("Pass reduction='sum' to it.")
+        entries = dict(out) if isinstance(out, Mapping) else {"loss": out}
+        counted = loss_and_count(entries.pop("loss", None), entries.pop("num_tokens", None))
+        loss, weight = counted.loss, counted.weight
+        counted.check_sum("Pass reduction='sum' to it.")
         if weight is None:
             raise ValueError(
                 "`training_step` must return the sum of the losses with its number of tokens under "
                 "`TokenMean`; got a loss alone, perhaps a mean. Return the output of "
                 "`chunked_nll(..., reduction='sum')` itself, or {'loss': sum, 'num_tokens': n}."
             )
-        check_token_count("num_tokens", array_spec(weight), known(weight), True, known(loss))
+        counted.check_count()
         self.latest = torch.stack(
             [onto(weight, self.wrapper.device).double(), loss.detach().double()]
         )
@@ -219,7 +201,47 @@ class TokenMean(base()):  # type: ignore[misc]
             first = self.latest.clone()
             self.summed(first)
             self.typical = (first[0].abs() / self.wrapper.ranks).clamp(min=1.0)
-        return {**more, "loss": loss / self.typical.to(loss.dtype), "num_tokens": weight}
+        return {**entries, "loss": loss / self.typical.to(loss.dtype), "num_tokens": weight}
+
+
+class CrossCheckCallback(base()):  # type: ignore[misc]
+    """`CrossCheck` around the steps of Lightning's `Trainer`. A callback.
+
+        Trainer(callbacks=[CrossCheckCallback(every=100)]).fit(...)
+
+    Every micro-batch of a checked step is checked, on every rank its own, with automatic
+    optimisation or without. What was measured is logged, as `crosscheck/loss ULP` and so on.
+
+    Args:
+        every: as in `CrossCheck`.
+        options: the others of `CrossCheck`.
+
+    Attributes:
+        check: the `CrossCheck`, with its `results`.
+
+    Raises:
+        CrossCheckError: in the first step, which is checked, no call of `chunked_nll` was seen.
+
+    Numerics: those of `CrossCheck`.
+    """
+
+    def __init__(self, every: int, **options: Any) -> None:
+        from xentlib.torch.crosscheck import CrossCheck  # a tool, which loads when it is asked for
+
+        super().__init__()
+        self.check = CrossCheck(every, **options)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.step = self.check.begin(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        before = len(self.check.results)
+        self.check.end(self.step)
+        for result in self.check.results[before:]:
+            pl_module.log_dict({f"crosscheck/{k}": x for k, x in result.worst.items()})
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.check.close()
 
 
 def module_base(module: Any) -> Any:

@@ -85,8 +85,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
 
     `inplace_backward` has no effect: the gradient is a tensor of its own.
     """
-    logprobs: Tensor = vocab_parallel_logprobs(logits, labels).logprobs
-    return logprobs
+    return vocab_parallel_logprobs(logits, labels).logprobs
 
 
 def log_softmax_and_gather(logits: Tensor, index: Tensor) -> Tensor:
@@ -119,8 +118,7 @@ def from_parallel_logits_to_logprobs(
         check("top-k and top-p of `sampling_params`", kept, (-1, 1.0))
     labels, end = labelled(target, vocab_parallel_logits, shift_targets)
     out = vocab_parallel_logprobs(vocab_parallel_logits, labels, vocab_parallel=tp_group)
-    logprobs: Tensor = out.logprobs[:, :end]
-    return logprobs
+    return out.logprobs[:, :end]
 
 
 def from_parallel_hidden_to_logprobs(
@@ -156,8 +154,7 @@ def from_parallel_hidden_to_logprobs(
         vocab_parallel=tp_group,
         reduce_hidden_grad=reduce_hidden_grad or tp_group is None,
     )
-    logprobs: Tensor = out.logprobs[:, :end]
-    return logprobs
+    return out.logprobs[:, :end]
 
 
 def labelled(target: Tensor, of: Tensor, shift: bool) -> tuple[Tensor, int]:

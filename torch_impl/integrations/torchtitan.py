@@ -21,7 +21,8 @@ from xentlib.checks.validators import check_flag
 from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.head.lazy_logits import LazyLogits
 from xentlib.torch.head.modules import parameters_of
-from xentlib.torch.wrappers.fsdp2 import Owner, divisors, find_owner, sharded
+from xentlib.torch.placement.head import owner_of, sharded
+from xentlib.torch.wrappers.fsdp2 import Owner, divisors
 
 __all__ = ["HeadLoss", "loss_config"]
 
@@ -119,20 +120,19 @@ class HeadLoss:
                 f"{tuple(pred.shape)}. Set `model._skip_lm_head = True`, or let the model return "
                 f"what its last norm returns."
             )
-        options = {"vocab_parallel": vocab_mesh(weight), **self.options}
         # After the model's forward FSDP2 may have left the head whole, which has no owner.
         self.owner = owner_of(weight) or self.owner
-        check_summed(self.owner)
+        check_summed(self.owner)  # before anything is gathered
+        options = {"vocab_parallel": vocab_mesh(weight), **self.options}
         hidden = gathered(pred)
         if self.owner is None and not self.summed:
             spread = pred.device_mesh if is_dtensor(pred) else None
             check_alone(options["vocab_parallel"] or spread)
-        if global_valid_tokens is not None:
-            options["denominator"] = global_valid_tokens
-        else:
+        if global_valid_tokens is None:
             options["reduction"] = "sum"
-        loss: Tensor = LazyLogits(hidden, (weight, bias), options).nll(labels).loss
-        return loss, {}
+        else:
+            options["denominator"] = global_valid_tokens
+        return LazyLogits(hidden, (weight, bias), options).nll(labels).loss, {}
 
 
 def weight_of(head: Any) -> tuple[Tensor, Tensor | None]:
@@ -152,10 +152,6 @@ def weight_of(head: Any) -> tuple[Tensor, Tensor | None]:
             f"Leave the head out of the adapter's `target_modules`."
         )
     return weight, bias
-
-
-def owner_of(weight: Tensor) -> Owner | None:
-    return find_owner(weight) if is_dtensor(weight) else None
 
 
 def vocab_mesh(weight: Tensor) -> Any:

@@ -22,8 +22,7 @@ from xentlib.torch.head.lazy_logits import (
 )
 from xentlib.torch.head.modules import parameters_of
 from xentlib.torch.micro_batch import known, label_loss
-from xentlib.torch.wrappers import keeps_forward
-from xentlib.torch.wrappers.accelerate import set_class
+from xentlib.torch.wrappers import keeps_forward, set_class
 
 __all__ = ["LazyLogits", "LazyLogitsError", "patch", "unpatch"]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xentlib.torch.api import chunked_logprobs
+from xentlib.torch.wrappers import with_attribute
 
 __all__ = ["use"]
 
@@ -139,8 +140,5 @@ def replaced() -> Iterator[list[None]]:
                     mean *= logit_scale / temperature
             return out.logprobs, out.entropy, None, mean, correct
 
-    setattr(place, NAME, Ours)
-    try:
+    with with_attribute(place, NAME, Ours):
         yield calls
-    finally:
-        setattr(place, NAME, theirs)

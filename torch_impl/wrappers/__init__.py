@@ -4,9 +4,12 @@ knows the wrapper, and classes of packages that are never imported here."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 # Where a module that Accelerate's `dispatch_model` has given a forward keeps the one that it calls.
 OLD_FORWARD = "_old_forward"
@@ -25,13 +28,38 @@ def is_a(module: str, name: str, x: object) -> bool:
 
 def kept_by_zero(*parameters: Any) -> list[Any]:
     """Those that ZeRO-3 keeps, each once; some may be whole now, and sharded in the backward."""
-    kept: list[Any] = []
-    for p in parameters:
-        if hasattr(p, "ds_status") and all(p is not q for q in kept):
-            kept.append(p)
-    return kept
+    return list({id(p): p for p in parameters if hasattr(p, "ds_status")}.values())
 
 
 def keeps_forward(module: nn.Module) -> bool:
     """Whether the forward on a module is Accelerate's, which calls that of its class."""
     return OLD_FORWARD in vars(module)
+
+
+def set_class(module: Any, kind: Any) -> None:
+    """Another class for a module, whose forward Accelerate then calls, too."""
+    module.__class__ = kind
+    if keeps_forward(module):
+        setattr(module, OLD_FORWARD, MethodType(kind.forward, module))
+
+
+@contextmanager
+def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An object's own attribute is another one inside of the block, and after it what it was, or
+    not there."""
+    own = vars(owner)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        if before:
+            own.update(before)
+        else:
+            del own[name]
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """The tensors of what a function has returned that have a gradient."""
+    parts = result if isinstance(result, tuple) else (result,)
+    return [x for x in parts if isinstance(x, Tensor) and x.requires_grad]

@@ -7,6 +7,7 @@ Outside a gather, a ZeRO-3 parameter has no elements. This file relies on attrib
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError, reduction_of
 from xentlib.checks.shards import ROUTES, check_flat_rows
-from xentlib.torch.wrappers.plain import NoWrapper
+from xentlib.torch.wrappers import differentiable, with_attribute
+from xentlib.torch.wrappers.plain import NoWrapper, refuse_scaler
 
 T = TypeVar("T")
 
@@ -49,11 +51,17 @@ def call_with_head(
     finally:
         _partition(gathered)
         _stand_in(standing)
-    outputs = [
-        x
-        for x in (result if isinstance(result, tuple) else (result,))
-        if isinstance(x, Tensor) and x.requires_grad
-    ]
+    # Gradients of parameters have been accumulated by the time that hidden's own is there.
+    until = hidden if hidden.requires_grad else None
+    _lend(heads, differentiable(result), until, recompute=recompute)
+    return result
+
+
+def _lend(
+    heads: list[Any], outputs: list[Tensor], until: Tensor | None, *, recompute: bool
+) -> None:
+    """Parameters for the backward of the outputs: until the gradient of `until` is there, or to its
+    end. Of their values if it is a `recompute`, else of their shape."""
     before, after = (_gather, _partition) if recompute else (_stand_in, _empty)
     borrowed: list[Any] = []  # what is sharded when the backward comes: DeepSpeed may gather too
 
@@ -61,7 +69,7 @@ def call_with_head(
         missing = without_elements(heads)
         before(missing)
         borrowed.extend(missing)
-        if not hidden.requires_grad:
+        if until is None:
             torch.autograd.Variable._execution_engine.queue_callback(give_back)
 
     def give_back() -> None:
@@ -70,10 +78,8 @@ def call_with_head(
 
     for x in outputs:
         x.register_hook(prepare)
-    # Gradients of parameters have been accumulated by the time that hidden's own is there.
-    if outputs and hidden.requires_grad:
-        hidden.register_hook(lambda _: give_back())
-    return result
+    if outputs and until is not None:
+        until.register_hook(lambda _: give_back())
 
 
 def copies(heads: list[Any], *parameters: Any) -> list[Any]:
@@ -85,14 +91,7 @@ def copies(heads: list[Any], *parameters: Any) -> list[Any]:
     finally:
         _partition(gathered)
 
-    def prepare(_: Tensor) -> None:
-        missing = without_elements(heads)
-        _stand_in(missing)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _empty(missing))
-
-    for x in cloned:
-        if x is not None and x.requires_grad:
-            x.register_hook(prepare)
+    _lend(heads, differentiable(tuple(cloned)), None, recompute=False)
     return cloned
 
 
@@ -262,13 +261,9 @@ class DeepSpeed(NoWrapper):
 
     def __init__(self, engine: Any, scaler: Any, scale_wrt_gas: bool) -> None:
         super().__init__(engine, scaler)
-        if scaler is not None:
-            raise UnsupportedWrapperError(
-                "`scaler` must be None with DeepSpeed, which scales losses itself; got a scaler. "
-                "Leave it out."
-            )
+        refuse_scaler(scaler, "DeepSpeed, which")
         self.scale_wrt_gas = scale_wrt_gas
-        self.lent: dict[str, Any] | None = None  # what the engine had before a window
+        self.lent: ExitStack | None = None  # gives the engine back what it had before a window
         if engine.sequence_parallel_size > 1:
             raise UnsupportedWrapperError(
                 f"`model` must have whole sequences on each rank; got DeepSpeed with sequences "
@@ -294,16 +289,14 @@ class DeepSpeed(NoWrapper):
 
     def micro_batch(self, *, last: bool) -> None:
         if self.lent is None:
-            self.lent = {"boundary": self.model._is_gradient_accumulation_boundary}
+            self.lent = ExitStack()
+            boundary = "_is_gradient_accumulation_boundary"
+            self.lent.callback(setattr, self.model, boundary, getattr(self.model, boundary))
         self.model.set_gradient_accumulation_boundary(last)
         # Of ZeRO-3 the engine's forward begins each backward's bookkeeping; called without it, the
         # gradient was 0.93 off. ZeRO 0 to 2 are right without.
         if self.model.zero_optimization_partition_weights():
             self.await_forward()
-
-    @property
-    def unstepped(self) -> bool:  # type: ignore[override]
-        return self.lent is not None and "step" in self.lent
 
     def gradients(self) -> list[tuple[Any, str, Tensor]]:
         # ZeRO keeps them in its own buffers, and scales them by its loss scale alone.
@@ -323,7 +316,7 @@ class DeepSpeed(NoWrapper):
         number = float(factor)
         if number and self.lent is not None:  # else no token, and gradients of 0
             # The optimizer divides by its loss scale in `step`.
-            self.lent["loss_scale"] = optimizer.loss_scale
+            self.lent.callback(setattr, optimizer, "loss_scale", optimizer.loss_scale)
             optimizer.loss_scale /= number
 
     def finish(self) -> None:
@@ -333,7 +326,6 @@ class DeepSpeed(NoWrapper):
             return
         engine.set_gradient_accumulation_boundary(True)
         step = engine.step
-        self.lent["step"] = vars(engine).get("step")
 
         def once(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -341,23 +333,16 @@ class DeepSpeed(NoWrapper):
             finally:
                 self.settle()
 
-        engine.step = once
+        self.lent.enter_context(with_attribute(engine, "step", once))
+        self.unstepped = True
 
     def settle(self) -> None:
         self.forget_forward()
-        engine, lent, self.lent = self.model, self.lent, None
-        if lent is None:
-            return
-        if "loss_scale" in lent:
-            engine.optimizer.loss_scale = lent["loss_scale"]
-        if lent.get("step") is not None:
-            engine.step = lent["step"]
-        elif "step" in lent:
-            del engine.step
-        engine._is_gradient_accumulation_boundary = lent["boundary"]
+        lent, self.lent, self.unstepped = self.lent, None, False
+        if lent is not None:
+            lent.close()
 
-    def restore(self) -> None:
-        self.settle()
+    restore = settle
 
     def zero_gradients(self) -> None:
         optimizer = self.model.optimizer

@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
+from xentlib.torch.wrappers import differentiable, is_a, with_attribute
 from xentlib.torch.wrappers.plain import NoWrapper
 
 T = TypeVar("T")
@@ -42,11 +43,9 @@ class Owner(NamedTuple):
 
     def whole(self, parameter: Tensor | None) -> Tensor | None:
         """What the group gathers for a parameter: a leaf, whose gradient the group reduces."""
-        for held in self.group.fsdp_params:
-            if held.sharded_param is parameter:
-                unsharded: Tensor = held.unsharded_param
-                return unsharded
-        return parameter
+        held = self.group.fsdp_params
+        gathered = (p.unsharded_param for p in held if p.sharded_param is parameter)
+        return next(gathered, parameter)
 
     def kind(self, parameter: Tensor) -> Tensor | None:
         """The same, before a first gather too: of its placement, as its values may be gone."""
@@ -150,25 +149,19 @@ def call_with_head(
         results.append(function(hidden, whole, owner.whole(bias)))
         # Hooks go on these. What the module returns may be cast to the policy's output dtype, and
         # is not used: ours stay float32.
-        return _differentiable(results[0]) if recompute else []
+        return differentiable(results[0]) if recompute else []
 
-    names, uses = vars(owner.module), owner.group._post_forward_indices
-    before, used = names.get("forward"), len(uses)
-    names["forward"] = forward
-    try:
-        with without_styles(owner.module):
-            owner.module(hidden)
-    finally:
-        del names["forward"]
-        if before is not None:
-            names["forward"] = before
+    uses = owner.group._post_forward_indices
+    used = len(uses)
+    with with_attribute(owner.module, "forward", forward), without_styles(owner.module):
+        owner.module(hidden)
     if not recompute:
         # Recorded as the last forward, it would be prefetched by the next group's backward.
         order = owner.group.comm_ctx.post_forward_order
         if len(uses) > used and order[-1] is owner.group:
             uses.pop()
             order.pop()
-        for x in _differentiable(results[0]):
+        for x in differentiable(results[0]):
             x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
     return results[0]
 
@@ -201,9 +194,8 @@ def copies(owner: Owner, *parameters: Tensor | None) -> list[Tensor | None]:
     finally:
         if not here:
             owner.module.reshard()
-    for x in cloned:
-        if x is not None and x.requires_grad:
-            x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
+    for x in differentiable(tuple(cloned)):
+        x.register_hook(lambda _: owner.state._register_root_post_backward_final_callback())
     return cloned
 
 
@@ -263,11 +255,6 @@ def _reduces(node: Any, owner: Owner, rows: bool) -> bool:
     return rows if len(whole) < len(over) else scale == divide
 
 
-def _differentiable(result: Any) -> list[Tensor]:
-    parts = result if isinstance(result, tuple) else (result,)
-    return [x for x in parts if isinstance(x, Tensor) and x.requires_grad]
-
-
 class FSDP2(NoWrapper):
     """FSDP2: `fully_shard`, of one dimension or with replicas."""
 
@@ -275,7 +262,10 @@ class FSDP2(NoWrapper):
 
     def __init__(self, model: Any, scaler: Any) -> None:
         super().__init__(model, scaler)
-        self.groups = groups = [g for state in _fsdp_states(model) for g in groups_of(state)]
+        modules = (m for m in model.modules() if is_a("torch.distributed.fsdp", "FSDPModule", m))
+        # Several modules may share one.
+        states = dict.fromkeys(module._get_fsdp_state() for module in modules)
+        self.groups = groups = [group for state in states for group in groups_of(state)]
         # With `set_reshard_after_backward(False)` the model's parameters are whole by now.
         held = {
             id(x)
@@ -320,8 +310,7 @@ class FSDP2(NoWrapper):
         return [p.sharded_param for group in self.groups for p in group.fsdp_params]
 
     def leaves(self) -> list[Any]:
-        whole = [p for _, p in self._whole()]
-        return [p for p in whole if p.requires_grad]
+        return [whole for _, whole in self._whole() if whole.requires_grad]
 
     def _whole(self) -> list[tuple[Any, Any]]:
         """FSDP2's parameters that have been gathered once, with what was gathered."""
@@ -363,14 +352,3 @@ class FSDP2(NoWrapper):
 
     def restore(self) -> None:
         self.model.set_requires_gradient_sync(True)
-
-
-def _fsdp_states(model: nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
-    states: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            states[id(state)] = state
-    return list(states.values())

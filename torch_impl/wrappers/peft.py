@@ -135,10 +135,10 @@ def with_adapters(given: Arguments, layer: Any) -> Arguments:
     if not names:
         return given
     weight, bias = given.weight, given.bias
-    kept = [kept_by(layer.lora_dropout[name], given.hidden, layer.lora_A[name]) for name in names]
     parts = []
-    for name, (keep, times) in zip(names, kept, strict=True):
+    for name in names:
         a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        keep, times = kept_by(layer.lora_dropout[name], given.hidden, a)
         parts.append(LowRankHead(weight, a, b, times * float(layer.scaling[name]), keep))
     more = [layer.lora_B[name].bias for name in names]
     sharded = hasattr(weight, "placements") or bool(kept_by_zero(weight, bias))
@@ -152,16 +152,16 @@ def with_adapters(given: Arguments, layer: Any) -> Arguments:
         if b_bias is not None:  # `lora_bias`
             scaled = b_bias * layer.scaling[name]
             bias = scaled if bias is None else bias + scaled
-    head = parts[0]
-    if len(parts) > 1:
-        if any(part.keep is not None for part in parts):
-            refuse_module(
-                f"a {type(layer).__name__} of PEFT with several active adapters in training, each "
-                f"with a dropout of its own",
-                "Activate one of them, or set `lora_dropout=0`.",
-            )
-        a = torch.cat([part.a.float() * part.scale for part in parts])
-        head = LowRankHead(weight, a, torch.cat([part.b for part in parts], 1))
+    if len(parts) == 1:
+        return given._replace(weight=parts[0], bias=bias)
+    if any(part.keep is not None for part in parts):
+        refuse_module(
+            f"a {type(layer).__name__} of PEFT with several active adapters in training, each with "
+            f"a dropout of its own",
+            "Activate one of them, or set `lora_dropout=0`.",
+        )
+    a = torch.cat([part.a.float() * part.scale for part in parts])
+    head = LowRankHead(weight, a, torch.cat([part.b for part in parts], 1))
     return given._replace(weight=head, bias=bias)
 
 
@@ -171,5 +171,5 @@ def kept_by(dropout: Any, hidden: Tensor, a: Any) -> tuple[Tensor | None, float]
     if not isinstance(dropout, nn.Dropout) or not dropout.training or dropout.p == 0.0:
         return None, 1.0
     with torch.no_grad():
-        keep = dropout(torch.ones_like(hidden, dtype=a.weight.dtype)) != 0
+        keep = dropout(torch.ones_like(hidden, dtype=a.dtype)) != 0
     return keep, 0.0 if dropout.p == 1.0 else 1.0 / (1.0 - dropout.p)

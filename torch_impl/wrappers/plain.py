@@ -1,5 +1,4 @@
-"""How gradients are reduced where no wrapper shards them: a model that nothing wraps, and DDP; and
-what stands around a wrapper."""
+"""How gradients are reduced where no wrapper shards them: a model that nothing wraps, and DDP."""
 
 from __future__ import annotations
 
@@ -182,37 +181,14 @@ class DDP(NoWrapper):
         self.model.require_backward_grad_sync = True
 
 
-class Around(NoWrapper):
-    """What stands around a wrapper, with a backward of its own."""
-
-    def __init__(self, inner: NoWrapper) -> None:
-        super().__init__(inner.model, None)
-        self.inner, self.reduction = inner, inner.reduction
-        self.ranks, self.group = inner.ranks, inner.group
-
-    def parameters(self) -> list[Any]:
-        return self.inner.parameters()
-
-    def leaves(self) -> list[Any]:
-        return self.inner.leaves()
-
-    def places(self) -> list[tuple[Any, str]]:
-        return self.inner.places()
-
-    def micro_batch(self, *, last: bool) -> None:
-        self.inner.micro_batch(last=last)
-
-    def check_forward(self) -> None:
-        self.inner.check_forward()
-
-    def restore(self) -> None:
-        self.inner.restore()
-
-    def finish(self) -> None:
-        self.inner.finish()
-
-
 AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+
+
+def refuse_scaler(scaler: Any, whose: str) -> None:
+    if scaler is not None:
+        raise UnsupportedWrapperError(
+            f"`scaler` must be None with {whose} scales losses itself; got a scaler. Leave it out."
+        )
 
 
 def own_hooks(model: Any) -> list[Any]:
