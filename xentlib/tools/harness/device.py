@@ -52,14 +52,25 @@ def contract_settings(backends: Sequence[str]) -> Iterator[None]:
         return
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_flush_denormal(True)
-    torch.set_num_threads(1)
+    with torch_threads(1):
+        torch.set_flush_denormal(True)
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(False)
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """So many threads in PyTorch, for as long as that."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
     try:
         yield
     finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 @contextmanager

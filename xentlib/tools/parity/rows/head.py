@@ -13,6 +13,7 @@ import numpy.typing as npt
 from xentlib.contract import ROW_OF
 from xentlib.tools.harness.backends import Outcome, run, run_logprobs
 from xentlib.tools.harness.cases import chunks_of
+from xentlib.tools.harness.device import torch_threads
 from xentlib.tools.harness.findings import BOTH, Findings, label
 from xentlib.tools.harness.problems import Problem, Upstream, logits_problem, upstream_of
 
@@ -124,13 +125,8 @@ class HeadRows:
             first = self.call(backend, problem, chunk_tokens=CHUNK)
             again = {"run to run": self.call(backend, problem, chunk_tokens=CHUNK)}
             if self.is_nll and backend == "torch":
-                import torch
-
-                torch.set_num_threads(2)
-                try:
+                with torch_threads(2):
                     again["two threads"] = self.call(backend, problem, chunk_tokens=CHUNK)
-                finally:
-                    torch.set_num_threads(1)
             for how, outcome in again.items():
                 details = {"backend": backend, "case": f"{problem.text}, {how}"}
                 same(findings, "A11", outcome, first, self.label, **details)

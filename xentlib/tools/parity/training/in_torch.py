@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xentlib import torch as xt
-from xentlib.tools.harness.device import numpy_of
+from xentlib.tools.harness.device import numpy_of, torch_threads
 from xentlib.tools.parity.training.loop import AdamW, HeadStep, HeadWindow, Record
 from xentlib.tools.parity.training.model import (
     EPSILON,
@@ -56,23 +55,10 @@ class LanguageModel(nn.Module):
         return hidden
 
 
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """One thread, for a run whose time does not hang on its neighbours.
-
-    On two idle cores a second thread gains nothing at these sizes (10.5 s against 11.2 s). Beside
-    another busy process OpenMP's threads wait for each other: 91 s to 148 s. The losses have the
-    same bits either way.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@_one_torch_thread()
+# One thread, for a run whose time does not hang on its neighbours. On two idle cores a second one
+# gains nothing at these sizes (10.5 s against 11.2 s). Beside another busy process OpenMP's threads
+# wait for each other: 91 s to 148 s. The losses have the same bits either way.
+@torch_threads(1)
 def train(
     windows: Sequence[TextWindow], weights: Weights, sizes: ModelSizes, adamw: AdamW, record: Record
 ) -> None:
