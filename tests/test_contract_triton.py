@@ -17,7 +17,7 @@ from helpers.vocab_shards import held
 from xentlib.tools.harness.backends import run, run_logprobs
 from xentlib.tools.harness.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
 from xentlib.tools.harness.problems import Case, build, upstream_of
-from xentlib.tools.harness.shards import ShardedCall, run_calls
+from xentlib.tools.harness.ranks import ShardedCall, run_calls
 from xentlib.tools.parity.rows import windows
 from xentlib.tools.parity.rows.head import nll, per_token
 

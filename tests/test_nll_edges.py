@@ -14,7 +14,7 @@ from xentlib.contract import check, failures
 from xentlib.tools.harness.backends import run
 from xentlib.tools.harness.cases import BASE
 from xentlib.tools.harness.problems import Case, build, logits_problem
-from xentlib.tools.harness.shards import ShardedCall, run_calls
+from xentlib.tools.harness.ranks import ShardedCall, run_calls
 
 
 def test_a_confident_token_keeps_its_loss_and_gradient(backend: str) -> None:

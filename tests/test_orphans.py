@@ -104,8 +104,7 @@ def test_ranks_of_a_parity_run_end_with_it(tmp_path):
     pytest.importorskip("torch")
     code = SAY.format(folder=str(tmp_path)) + HANG
     program = f"""
-    from xentlib.tools.harness.ranks import run_ranks
-    from xentlib.tools.harness.shards import torch_rank
+    from xentlib.tools.harness.ranks import run_ranks, torch_rank
     class Hang:
         def __reduce__(self):  # read once the rank has tied itself to this process
             return exec, ({code!r},)

@@ -12,7 +12,7 @@ import pytest
 
 from xentlib import processes
 from xentlib.tools.harness import ranks
-from xentlib.tools.harness.shards import torch_rank
+from xentlib.tools.harness.ranks import torch_rank
 
 SPIN = """
 import os, sys

@@ -13,7 +13,7 @@ from xentlib.contract import check, failures
 from xentlib.tools.harness.backends import Outcome, run, run_logprobs
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Upstream, build, logits_problem, upstream_of
-from xentlib.tools.harness.shards import Sharded, ShardedCall, run_calls
+from xentlib.tools.harness.ranks import Sharded, ShardedCall, run_calls
 from xentlib.tools.parity.rows import sharded
 from xentlib.ulp import bits_unequal
 

@@ -17,7 +17,7 @@ from xentlib import PaddedVocab
 from xentlib.contract import check, failures
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import build
-from xentlib.tools.harness.shards import run_calls
+from xentlib.tools.harness.ranks import run_calls
 from xentlib.tools.parity.rows import sharded as parity_shards
 
 jax = pytest.importorskip("jax")

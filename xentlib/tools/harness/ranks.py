@@ -1,21 +1,35 @@
 """Real ranks: gloo processes for PyTorch, host devices of one process for JAX, started for a whole
-list of things to do."""
+list of things to do; and calls over shards of a vocabulary, of which each has one."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from xentlib.plan import PaddedVocab, VocabShard
 from xentlib.processes import RanksFailed, RanksLate, launch
+from xentlib.tools.harness.backends import Outcome, run, run_given, run_logprobs
+from xentlib.tools.harness.problems import Problem, Upstream
+from xentlib.ulp import bits_unequal
 
+Array = npt.NDArray[Any]
 WORLD = 4
 SECONDS = 600  # that ranks may go without progress; on two idle cores the longest take 30 in all
 # Of a collective: a rank that waits for a slow one must not give up before `launch` does.
 GLOO_LIMIT = timedelta(days=1)
 # What takes seconds to import. JAX is not to be forked; it has one process anyway.
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "xentlib.torch")
+
+RUN: dict[str, Callable[..., Outcome]] = {
+    "chunked_nll": run,
+    "chunked_logprobs": run_logprobs,
+    "vocab_parallel_logprobs": run_given,
+}
 
 
 def run_ranks(
@@ -67,3 +81,132 @@ def start_gloo(rank: int, world: int, folder: str) -> None:
         world_size=world,
         timeout=GLOO_LIMIT,
     )
+
+
+# --- calls over shards ----------------------------------------------------------------------------
+
+
+class ShardedCall(NamedTuple):
+    """One call over shards of these sizes. JAX's devices hold as many rows each: there the sizes
+    but the last ones must be equal, and the head is padded."""
+
+    function: str  # of `RUN`
+    problem: Problem
+    sizes: tuple[int, ...]
+    upstream: Upstream | None = None
+    audit: bool = False
+    chunk_tokens: int | None = None
+
+    @property
+    def along(self) -> dict[str, int]:
+        """The dimension of the vocabulary, of what has one."""
+        return {"d_weight": self.problem.vocab_axis, "d_bias": 0, "d_logits": 1}
+
+    def run(self, backend: str, **how: Any) -> Outcome:
+        """The call on one process, which has the whole vocabulary or is given its part of it."""
+        upstream = () if self.upstream is None else (self.upstream,)
+        how = {"audit": self.audit, "chunk_tokens": self.chunk_tokens, **how}
+        return RUN[self.function](backend, self.problem, *upstream, **how)
+
+    def over(
+        self, vocab_parallel: Any, change: Callable[[Array, int], Array], **options: Any
+    ) -> ShardedCall:
+        """The call with the vocabulary's dimension of its head changed."""
+        problem = self.problem
+        return self._replace(
+            problem=problem.changed(
+                weight=change(problem.weight, problem.vocab_axis),
+                bias=None if problem.bias is None else change(problem.bias, 0),
+                options={**problem.options, "vocab_parallel": vocab_parallel, **options},
+            )
+        )
+
+
+class Sharded(NamedTuple):
+    """What rank 0 got, the gradients of all shards put together, and how many entries of what must
+    be the same everywhere differ on another rank (in JAX the types say so)."""
+
+    outcome: Outcome
+    unequal: int | None
+
+
+def run_calls(backend: str, calls: Sequence[ShardedCall], slowness: float = 1.0) -> list[Sharded]:
+    """Every call through ranks of `backend`."""
+    if backend == "jax":
+        return list(run_ranks(backend, jax_rank, calls, 1, slowness)[0])
+    of_ranks = run_ranks(backend, torch_rank, calls, WORLD, slowness)
+    return [_merged(call, [rank[k] for rank in of_ranks]) for k, call in enumerate(calls)]
+
+
+def _merged(call: ShardedCall, parts: list[Outcome]) -> Sharded:
+    first, *others = (part.by_name() for part in parts[: len(call.sizes)])
+    unequal, whole = 0, dict(first)
+    for name, value in first.items():
+        of_others = [other[name] for other in others]
+        if name in call.along:
+            whole[name] = np.concatenate([value, *of_others], axis=call.along[name])
+        else:
+            unequal += sum(bits_unequal(other, value) for other in of_others)
+    return Sharded(Outcome(**whole), unequal)
+
+
+# --- what runs on a rank -------------------------------------------------------------------------
+
+
+def torch_rank(rank: int, world: int, folder: str, calls: list[ShardedCall]) -> list[Any]:
+    from torch import distributed as dist
+
+    start_gloo(rank, world, folder)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, world + 1)}
+    results: list[Any] = []
+    for call in calls:
+        if rank >= len(call.sizes):
+            results.append(None)
+            continue
+        start, options = sum(call.sizes[:rank]), {}
+        if call.chunk_tokens is not None:  # the same on every rank, whatever rows it has
+            itemsize = 8 if call.audit or call.problem.hidden.dtype == np.float64 else 4
+            options["max_chunk_bytes"] = call.chunk_tokens * max(call.sizes) * itemsize
+        over: Any = groups[len(call.sizes)]
+        if len(set(call.sizes)) > 1:
+            over = VocabShard.of_ranks(call.sizes[rank], over)
+
+        def shard(x: Array, axis: int, start: int = start, size: int = call.sizes[rank]) -> Array:
+            return _part(x, axis, start, start + size)
+
+        results.append(call.over(over, shard, **options).run("torch", chunk_tokens=None))
+    dist.destroy_process_group()
+    return results
+
+
+def _part(x: Array, axis: int, start: int, stop: int) -> Array:
+    return np.ascontiguousarray(np.take(x, range(start, stop), axis=axis))
+
+
+def jax_rank(rank: int, world: int, folder: str, calls: list[ShardedCall]) -> list[Any]:
+    return [_jax_call(call) for call in calls]
+
+
+def _jax_call(call: ShardedCall) -> Sharded:
+    import jax
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+    ranks, classes = len(call.sizes), sum(call.sizes)
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("vocab",))
+
+    def padded(x: Array, axis: int) -> Array:
+        # Rows that would show: no class may look like them.
+        shape = [*x.shape]
+        shape[axis] = ranks * max(call.sizes) - classes
+        return np.concatenate([x, np.full(shape, 3.0, x.dtype)], axis=axis)
+
+    def wrap(function: Any, leaves: int) -> Any:
+        of_weight = P(*[None] * call.problem.vocab_axis, "vocab")
+        specs = (P(), of_weight, P("vocab")) if leaves > 1 else P(None, "vocab")
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P()))
+
+    outcome = call.over(PaddedVocab("vocab", classes), padded).run("jax", wrap=wrap)
+    there = outcome.by_name()
+    cut = {n: _part(there[n], axis, 0, classes) for n, axis in call.along.items() if n in there}
+    return Sharded(outcome._replace(**cut), None)

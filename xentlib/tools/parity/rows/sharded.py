@@ -18,7 +18,7 @@ from xentlib.tools.harness.problems import (
     logits_problem,
     upstream_of,
 )
-from xentlib.tools.harness.shards import Sharded, ShardedCall, run_calls
+from xentlib.tools.harness.ranks import Sharded, ShardedCall, run_calls
 from xentlib.tools.parity.rows.head import OF_TOKENS, same
 from xentlib.tools.parity.rows.mutants import answers, array_mutants
 
