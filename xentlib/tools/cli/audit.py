@@ -14,7 +14,7 @@ from typing import Any
 from xentlib.tools.audit.problem import KINDS
 from xentlib.tools.cli.command import Row
 from xentlib.tools.cli.requirements import BACKENDS, prepare
-from xentlib.tools.errors import UsageError
+from xentlib.tools.errors import UsageError, writing
 
 NUMBERS = {
     "softcap": "softcap of the logits that the step applies",
@@ -180,9 +180,5 @@ def _audit(
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing("--out", path):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"`--out` must be a file that can be written; got '{path}': {error.strerror}."
-        ) from error

@@ -17,7 +17,7 @@ from xentlib.plan.routes import OPTIONS, RouteOptions
 from xentlib.tools.bench.cases import REAL
 from xentlib.tools.cli.command import Row, number, whole
 from xentlib.tools.doctor.model import SOFTCAPS, head_of_file, read_config
-from xentlib.tools.errors import UsageError
+from xentlib.tools.errors import UsageError, writing
 from xentlib.tools.harness.table import aligned
 
 SCHEMA = "xentlib.plan/1"
@@ -109,12 +109,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         from xentlib.tools.cli.plan_plot import save
 
-        try:
+        with writing("--plot", args.plot):
             save(sizes, args.ranks, more, planned["crossover_tokens"], args.plot)
-        except OSError as error:
-            raise UsageError(
-                f"`--plot` must be a file that can be written; got '{args.plot}': {error.strerror}."
-            ) from error
     return 0
 
 

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from xentlib.kernels import VARIABLE
-from xentlib.tools.errors import UsageError, note
+from xentlib.tools.errors import UsageError, note, writing
+from xentlib.tools.harness.environment import BACKENDS
 
-BACKENDS = ("torch", "jax")
 TRAINING_NEEDS = {"torch": ("tokenizers",), "jax": ("tokenizers", "flax", "optax")}
 EXTRA_OF = {"tokenizers": "cli", "flax": "flax", "optax": "flax"}
 
@@ -107,12 +107,8 @@ def check_paths(text: Path | None, out: Path) -> None:
             read_documents(text)
         except ValueError as error:
             raise UsageError(str(error)) from error
-    try:
+    with writing("--out", out, "folder"):
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"`--out` must be a folder that can be written; got '{out}': {error.strerror}."
-        ) from error
 
 
 def prepare(backends: Sequence[str], device: str) -> None:
