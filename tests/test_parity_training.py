@@ -237,7 +237,7 @@ def test_a_broken_operator_fails(mutant, windows, jax_run, monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong",
-    [replace(FAST, weight_decay=0.0), replace(FAST, betas=(0.8, 0.95)), replace(FAST, eps=1e-4)],
+    [FAST._replace(weight_decay=0.0), FAST._replace(betas=(0.8, 0.95)), FAST._replace(eps=1e-4)],
     ids=["weight_decay", "betas", "eps"],
 )
 def test_another_optimizer_parts_the_curves(wrong, windows, jax_run):
@@ -310,7 +310,7 @@ def test_a_mutant_in_jax_fails_too(windows, monkeypatch):
 def test_a_run_that_learns_nothing_fails(windows):
     pytest.importorskip("torch")
     weights = initial_weights(SIZES, seed=3)
-    report = compare(("torch",), windows, weights, sizes=SIZES, optimizer=replace(FAST, lr=0.0))
+    report = compare(("torch",), windows, weights, sizes=SIZES, optimizer=FAST._replace(lr=0.0))
     assert {m.quantity for m in report.measurements if not m.passed} == {
         "last losses over the first"
     }
@@ -318,7 +318,7 @@ def test_a_run_that_learns_nothing_fails(windows):
 
 def test_nan_fails(windows):
     pytest.importorskip("torch")
-    run = small_run("torch", windows, optimizer=replace(FAST, lr=float("inf")))
+    run = small_run("torch", windows, optimizer=FAST._replace(lr=float("inf")))
     assert np.isnan(run.losses[-1])
     other = replace(run, backend="jax")
     assert not compare_curves([run, other], "small").passed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -64,7 +63,7 @@ def train(
 ) -> None:
     model = LanguageModel(sizes, weights)
     norm = xt.TokenNormalizer(model)
-    optimizer = torch.optim.AdamW(model.parameters(), **asdict(adamw))
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw._asdict())
     for text in windows:
         batches = []
         for arrays in zip(text.tokens, text.segments, text.labels, strict=True):

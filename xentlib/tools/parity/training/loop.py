@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ from xentlib.tools.parity.training.text import TextWindow
 Float32 = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class AdamW:
+class AdamW(NamedTuple):
     """What `torch.optim.AdamW` and `optax.adamw` both understand by these numbers.
 
     p <- p - lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * p), on every
@@ -40,8 +38,7 @@ class AdamW:
 ADAMW = AdamW()
 
 
-@dataclass(frozen=True, slots=True)
-class HeadStep:
+class HeadStep(NamedTuple):
     """What went into the head at one step, and the gradient of the head that came out.
 
     The arrays are the run's own: valid during the call that hands them over, not to be written to.

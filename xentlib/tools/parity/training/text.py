@@ -13,9 +13,8 @@ import codecs
 import hashlib
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -125,8 +124,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> list[npt
 IGNORE_INDEX = -100
 
 
-@dataclass(frozen=True, slots=True)
-class TextWindow:
+class TextWindow(NamedTuple):
     """Tokens of one optimizer step: M micro-batches of B sequences, documents packed, ends padded.
 
     A micro-batch may be all padding.
