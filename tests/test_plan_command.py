@@ -160,7 +160,7 @@ def test_a_plot_needs_matplotlib(monkeypatch, capsys) -> None:
 
 def test_the_plot_shows_every_route_and_where_two_cross(tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    from xentlib.tools.cli.plan_plot import TOKENS, draw
+    from xentlib.tools.cli.plan import TOKENS, draw
 
     sizes = sizes_of("llama3-8b")
     crossover = crossover_tokens(sizes.vocab, sizes.hidden, 8)

@@ -23,11 +23,12 @@ from xentlib.reference import nll_reference
 from xentlib.tools.harness.backends import Call, Outcome, outcome_of
 from xentlib.tools.harness.cases import BASE, GRID, low_precision
 from xentlib.tools.harness.device import contract_settings
+from xentlib.tools.harness.environment import BACKENDS
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import ARRAY_ARGUMENTS, Case, Problem, build
 from xentlib.tools.parity.report.summary import print_table, row_statements
 from xentlib.tools.parity.result import ParityResult, Section
-from xentlib.tools.parity.rows.head import nll
+from xentlib.tools.parity.rows.head import nll, same
 from xentlib.tools.parity.rows.mutants import loss_and_gradients
 from xentlib.ulp import round_to
 
@@ -37,7 +38,6 @@ Array = npt.NDArray[Any]
 Measure = Callable[[Findings, Problem], None]
 ROWS = ("A0", "A2", "A5", "A6", "A7", "A8", "A11", "A14", "A16")
 DTYPES = ("float32", "bfloat16", "float16")
-BACKENDS = ("torch", "jax")
 OPTIONS = (*ARRAY_ARGUMENTS, *RULES, "reduction", "weight_layout")
 
 
@@ -267,9 +267,7 @@ def repeat(findings: Findings, problem: Problem) -> None:
     (backend,) = findings.backends
     first, again = (findings.run(backend, problem) for _ in range(2))
     details: dict[str, Any] = {"backend": backend, "case": problem.text}
-    findings.check("A11", again.loss, first.loss, quantity="loss", **details)
-    for name, gradient in again.gradients().items():
-        findings.check("A11", gradient, first.gradients()[name], quantity=name, **details)
+    same(findings, "A11", again, first, str, **details)
 
 
 def rounding(loss: Loss, base: Case, seed: int) -> tuple[str, float | None]:

@@ -109,7 +109,10 @@ def numbers(problem: Problem, result: Returned, to_numpy: ToNumPy, before: Array
     Args:
         before: the head's weight after the step, to see whether the step has changed it.
     """
-    loss = None if result.loss is None else _one_number(result.loss, to_numpy)
+    loss = None if result.loss is None else to_numpy(result.loss)
+    if loss is not None:
+        checks.check_loss(result.loss, None if loss.dtype.kind in "OSUb" else loss.size)
+        loss = loss.reshape(())
     if result.d_weight is None:
         checks.check_unchanged(problem.weight, before)
     checks.check_gradients_there(result.d_weight, result.whole)
@@ -132,12 +135,6 @@ def numbers(problem: Problem, result: Returned, to_numpy: ToNumPy, before: Array
                 checks.check_gradient("hidden", x.shape, *shapes)
             hidden = np.stack(each)
     return Numbers(loss, weight, bias, hidden)
-
-
-def _one_number(loss: Any, to_numpy: ToNumPy) -> Array:
-    value = to_numpy(loss)
-    checks.check_loss(loss, None if value.dtype.kind in "OSUb" else value.size)
-    return value.reshape(())
 
 
 def stacked(of_ranks: list[Numbers]) -> Numbers:

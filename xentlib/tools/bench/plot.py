@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from xentlib.tools.bench.implementation import BARE, OURS, TRAINING
 from xentlib.tools.bench.report import Report, Run, alike
-from xentlib.tools.harness.plot import (
-    COLOURS,
-    INK,
-    OURS_COLOUR,
-    WIDTH,
-    letters,
-    new_figure,
-    panel,
-    save_figure,
-)
+from xentlib.tools.harness import plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +33,7 @@ def save(
     figure = draw(report)
     paths = [folder / f"{name}.{kind}" for kind in kinds]
     for path in paths:
-        save_figure(figure, path)
+        plot.save_figure(figure, path)
     return paths
 
 
@@ -54,10 +45,10 @@ def draw(report: Report) -> Figure:
     one_case = len({run.case.name for run in runs}) == 1
     across = max(map(len, rows), default=1)
     in_legend = 2 if across == 1 else 3
-    with letters():
+    with plot.letters():
         height = TALL[across] * len(rows) + 0.17 * -(-len(names) // in_legend) + 0.1
-        width = WIDTH if across > 1 else WIDTH / 2
-        figure = new_figure(width, height)
+        width = plot.WIDTH if across > 1 else plot.WIDTH / 2
+        figure = plot.new_figure(width, height)
         panels = figure.subplots(len(rows), across, squeeze=False)
         for row, beside in zip(rows, panels):
             for run, axes in zip_longest(row, beside):
@@ -67,8 +58,8 @@ def draw(report: Report) -> Figure:
             axes.set_xlabel("extra memory, MiB")
         handles = {
             text: handle
-            for panel in figure.axes
-            for handle, text in zip(*panel.get_legend_handles_labels())
+            for axes in figure.axes
+            for handle, text in zip(*axes.get_legend_handles_labels())
         }
         figure.legend(
             [handles[name] for name in names],
@@ -110,18 +101,18 @@ def draw_run(axes: Axes, run: Run | None, names: list[str], one_case: bool) -> N
     labelled: list[float] = []
     for name, (memory, ratio) in drawn.items():
         place = names.index(name)
-        marker, colour = MARKERS[place % len(MARKERS)], COLOURS[place % len(COLOURS)]
+        marker, colour = MARKERS[place % len(MARKERS)], plot.COLOURS[place % len(plot.COLOURS)]
         look: dict[str, Any] = {"marker": marker, "markersize": 5.5, "color": colour, "zorder": 2}
         if name == OURS:
-            look = {"marker": "o", "markersize": 8, "color": OURS_COLOUR, "zorder": 3}
+            look = {"marker": "o", "markersize": 8, "color": plot.OURS_COLOUR, "zorder": 3}
         axes.plot(memory, min(ratio, FARTHEST), linestyle="none", label=name, **look)
         if ratio > FARTHEST:
             above = sum(abs(memory - other) < 0.2 * widest for other in labelled)
             down = (5, -3 - 9 * above)
             axes.annotate(f"{ratio:.1f}", (memory, FARTHEST), down, textcoords="offset points")
             labelled.append(memory)
-    axes.axhline(1, color=INK, linewidth=0.8, zorder=1)
+    axes.axhline(1, color=plot.INK, linewidth=0.8, zorder=1)
     axes.set_xlim(0, widest)
     axes.set_ylim(0, 1.1 * min(max((ratio for _, ratio in drawn.values()), default=1), FARTHEST))
     case = "" if one_case else f", {run.case.name}"
-    panel(axes, f"{run.backend}, {run.dtype}{case}")
+    plot.panel(axes, f"{run.backend}, {run.dtype}{case}")

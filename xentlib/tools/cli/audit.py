@@ -13,8 +13,9 @@ from typing import Any
 
 from xentlib.tools.audit.problem import KINDS
 from xentlib.tools.cli.command import Row
-from xentlib.tools.cli.requirements import BACKENDS, prepare
+from xentlib.tools.cli.requirements import prepare
 from xentlib.tools.errors import UsageError, writing
+from xentlib.tools.harness.environment import BACKENDS
 
 NUMBERS = {
     "softcap": "softcap of the logits that the step applies",

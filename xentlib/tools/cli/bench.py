@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from xentlib.plan import peak_bytes, plan_chunks
 from xentlib.tools.bench.cases import CASES, DTYPES, SUITES, Suite
@@ -23,8 +22,7 @@ from xentlib.tools.bench.report import (
 )
 from xentlib.tools.bench.worker import Request, WorkerError, ask
 from xentlib.tools.cli.command import Row, whole
-from xentlib.tools.cli.requirements import BACKENDS
-from xentlib.tools.harness.environment import environment
+from xentlib.tools.harness.environment import BACKENDS, environment
 
 SHORT = {"fp32": "float32", "bf16": "bfloat16"}
 ABOUT_SUITES = "; ".join(f"{name} ({suite.about})" for name, suite in SUITES.items())
@@ -86,19 +84,13 @@ def requests(args: argparse.Namespace, backends: Sequence[str]) -> list[Request]
     suite = SUITES[args.suite] if args.suite else Suite(("cpu",), ("cpu",), DTYPES, 10, "")
     only = (*BARE, OURS, *args.contestant) if args.contestant else None
     rounds, memory = args.rounds or suite.rounds, not args.no_memory
-    more: dict[str, Any] = {
-        "device": args.device,
-        "only": only,
-        "memory": memory,
-        "seed": args.seed,
-    }
     listed = []
     for dtype in args.dtype or suite.dtypes:
         for name in args.case or suite.cases:
             everything = args.case or name in suite.every_kind
             kinds = tuple(args.kind or (KINDS if everything else (TRAINING,)))
-            of_case = CASES[name], dtype, kinds, rounds
-            listed += [Request(backend, *of_case, **more) for backend in backends]
+            rest = CASES[name], dtype, kinds, rounds, args.device, only, memory, args.seed
+            listed += [Request(backend, *rest) for backend in backends]
     return listed
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import xentlib
 from xentlib.contract import Measurement
 from xentlib.tools.cli.command import Row, whole
-from xentlib.tools.cli.requirements import BACKENDS, check_device, prepare
+from xentlib.tools.cli.requirements import check_device, prepare
 from xentlib.tools.doctor import model
 from xentlib.tools.doctor.backends import (
     imported,
@@ -24,6 +24,7 @@ from xentlib.tools.doctor.backends import (
 )
 from xentlib.tools.doctor.packages import PACKAGES, Finding, inspect, ranges
 from xentlib.tools.harness.device import missing_on
+from xentlib.tools.harness.environment import BACKENDS
 from xentlib.tools.parity.report.document import finite
 
 SCHEMA = "xentlib.doctor/1"

@@ -11,7 +11,7 @@ from xentlib.kernels import CHOICES
 from xentlib.tools.cli import requirements
 from xentlib.tools.cli.command import Row, seed
 from xentlib.tools.errors import UsageError, note
-from xentlib.tools.harness.environment import environment_of
+from xentlib.tools.harness.environment import BACKENDS, environment_of
 from xentlib.tools.parity.result import ParityResult
 
 DESCRIPTION = (
@@ -30,7 +30,7 @@ RESUME = "go on from the sections that are in the folder, of the same run"
 WHICH = "default: both where both are installed, else the one that is"
 ARGUMENTS: tuple[Row, ...] = (
     ("--suite", ("quick", "full"), "quick", None, "how many cases"),
-    ("--backend", (*requirements.BACKENDS, "both"), None, None, WHICH),
+    ("--backend", (*BACKENDS, "both"), None, None, WHICH),
     ("--device", ("cpu", "cuda"), "cpu", None, DEVICE),
     ("--kernels", CHOICES, "auto", None, KERNELS),
     ("--seed", seed, 0, "N", "of data and weights"),

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xentlib.dtypes import FLOATS
 from xentlib.plan import Rates, Route, crossover_tokens, head_routes
@@ -18,7 +18,12 @@ from xentlib.tools.bench.cases import REAL
 from xentlib.tools.cli.command import Row, number, whole
 from xentlib.tools.doctor.model import SOFTCAPS, head_of_file, read_config
 from xentlib.tools.errors import UsageError, writing
+from xentlib.tools.harness import plot
 from xentlib.tools.harness.table import aligned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SCHEMA = "xentlib.plan/1"
 NAMES = {head.name: head for head in REAL}
@@ -29,6 +34,15 @@ SPLIT_AND_SECONDS = (
     *("chunk_tokens", "num_chunks", "block_rows"),
     *("gemm_seconds", "link_seconds", "seconds"),
 )
+# Of the plot: tokens a rank, and how each route is drawn.
+TOKENS = tuple(1 << k for k in range(8, 18))
+LOOKS = {
+    "full logits": (plot.COLOURS[4], "--"),
+    "head": (plot.COLOURS[0], "-"),
+    "hidden": (plot.OURS_COLOUR, "-"),
+    "stream": (plot.COLOURS[1], "-"),
+    "hybrid": (plot.COLOURS[2], "-."),
+}
 HYBRID = " hybrid is `gather='hidden'` with a mesh [nodes, ranks of a node] as `tokens_parallel`."
 
 
@@ -107,10 +121,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{error}") from error
     print(json.dumps(planned, indent=1) if args.json else "\n".join(lines(planned)))
     if args.plot is not None:
-        from xentlib.tools.cli.plan_plot import save
-
         with writing("--plot", args.plot):
-            save(sizes, args.ranks, more, planned["crossover_tokens"], args.plot)
+            figure = draw(sizes, args.ranks, more, planned["crossover_tokens"])
+            plot.save_figure(figure, args.plot)
     return 0
 
 
@@ -233,3 +246,38 @@ def check_plot(path: Path) -> None:
             "`--plot` needs matplotlib, which is not installed; install it with "
             "`pip install 'xentlib[plot]'`."
         )
+
+
+# --- the plot -------------------------------------------------------------------------------------
+
+
+def draw(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int) -> Figure:
+    """Milliseconds, and GiB at the peak, against tokens a rank; the crossover is marked."""
+    planned = [head_routes(n, sizes.vocab, sizes.hidden, ranks, **more) for n in TOKENS]
+    with plot.letters():
+        figure = plot.new_figure(plot.WIDTH, 2.7)
+        time, memory = figure.subplots(1, 2)
+        _panel(time, planned, "ms", lambda route: 1e3 * route.seconds)
+        _panel(memory, planned, "GiB at the peak", lambda route: route.peak_bytes / GIB)
+        if TOKENS[0] <= crossover <= TOKENS[-1]:
+            for axes in (time, memory):
+                axes.axvline(crossover, color=plot.INK, linewidth=0.8, linestyle=":")
+            where, up = (crossover, 0.02), ("data", "axes fraction")
+            time.annotate(f" {crossover:,}", where, xycoords=up, fontsize=7, color=plot.INK)
+        handles, labels = time.get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=7
+        )
+    return figure
+
+
+def _panel(axes: Axes, planned: list[dict[str, Route]], title: str, value: Any) -> None:
+    for name in planned[0]:
+        colour, line = LOOKS[name]
+        values = [value(routes[name]) for routes in planned]
+        axes.plot(TOKENS, values, color=colour, linestyle=line, linewidth=1.4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(TOKENS[::3], [f"{n:,}" for n in TOKENS[::3]])
+    axes.set_xlabel("tokens a rank and call")
+    plot.panel(axes, title)

@@ -36,16 +36,13 @@ TOKENS: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 
 
-def _run_by(budget: str) -> str:
-    return {"ZeRO-3": "zero", "JAX": "jax"}.get(budget.split(",", maxsplit=1)[0], "torch")
-
-
-# Every head that has a budget, by what runs it.
+# Every head that has a budget, by what runs it: PyTorch where its name begins with none of these.
+RUN_BY = {"ZeRO-3": "zero", "JAX": "jax"}
 HEADS = {
     runs: {
         name: TOKENS.get(name.removesuffix(RECOMPUTE), UNEVEN)
         for name in BUDGETS
-        if _run_by(name) == runs
+        if RUN_BY.get(name.split(",", maxsplit=1)[0], "torch") == runs
     }
     for runs in ("torch", "zero", "jax")
 }

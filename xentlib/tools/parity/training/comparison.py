@@ -106,8 +106,8 @@ def counts(curve: TrainingCurve, windows: Sequence[TextWindow], case: str) -> li
 def _learnt(curve: TrainingCurve, case: str) -> Measurement:
     last = curve.losses[-max(1, len(curve.losses) // 8) :]
     value = float(np.mean(last)) / curve.losses[0]
-    entries, quantity = len(curve.losses), "last losses over the first"
-    return _curve_row(curve.backend, case, quantity, LEARNT, value, entries)
+    of = {"backend": curve.backend, "case": case, "quantity": "last losses over the first"}
+    return LEARNT.measured("curve", value, len(curve.losses), **of)
 
 
 def compare_curves(curves: Sequence[TrainingCurve], case: str) -> Measurement:
@@ -115,14 +115,8 @@ def compare_curves(curves: Sequence[TrainingCurve], case: str) -> Measurement:
     losses = {curve.backend: np.array(curve.losses) for curve in curves}
     apart = np.abs(losses["torch"] - losses["jax"]) / np.abs(losses["jax"])
     worst = f"{case}, most at step {int(np.argmax(apart)) + 1}"
-    return _curve_row("torch/jax", worst, "loss", CURVES, float(apart.max()), apart.size)
-
-
-def _curve_row(
-    backend: str, case: str, quantity: str, bound: Bound, value: float, entries: int
-) -> Measurement:
-    held = (bound.metric, value, bound.value, bound.holds(value))
-    return Measurement("curve", backend, case, quantity, *held, entries)
+    of = {"backend": "torch/jax", "case": worst, "quantity": "loss"}
+    return CURVES.measured("curve", float(apart.max()), apart.size, **of)
 
 
 STEPS = 40
