@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -92,17 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser, module: Any) -> None:
         parser.add_argument(flag, **of, **(more[0] if more else {}))
 
 
-def whole(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more; got {text!r}")
+def whole(text: str, least: int = 1) -> int:
+    value = int(text) if text.isdecimal() else -1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more; got {text!r}")
     return value
 
 
-def seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more; got {text!r}")
-    return int(text)
+seed = partial(whole, least=0)
 
 
 def number(text: str) -> float:

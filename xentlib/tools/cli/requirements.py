@@ -74,27 +74,25 @@ def training_left_out(
     backends: Sequence[str], text: Path | None, device: str, kernels: str = "auto"
 ) -> str:
     """Why the training part cannot be run, or nothing."""
-    if kernels == "triton" and device == "cpu":
-        if text is not None:
-            raise UsageError("`--text` is for the training part; leave out `--kernels triton`.")
-        return "left out, as interpreted programs would take hours"
-    if device != "cpu":
-        if text is not None:
-            raise UsageError("`--text` is for the training part, which is run on the CPU alone.")
-        return "left out, as it is run on the CPU alone"
     needed = dict.fromkeys(name for backend in backends for name in TRAINING_NEEDS[backend])
     missing = [name for name in needed if find_spec(name) is None]
-    if not missing:
+    if kernels == "triton" and device == "cpu":
+        reason = "left out, as interpreted programs would take hours"
+        of_text = "`--text` is for the training part; leave out `--kernels triton`."
+    elif device != "cpu":
+        reason = "left out, as it is run on the CPU alone"
+        of_text = "`--text` is for the training part, which is run on the CPU alone."
+    elif missing:
+        extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in missing))
+        names, way_out = " and ".join(missing), f"`pip install 'xentlib[{extras}]'`"
+        reason = f"left out, as it needs {names}: {way_out}"
+        of_text = f"`--text` is for the training part, which needs {names}; install with {way_out}."
+    else:
         return ""
-    extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in missing))
-    way_out = f"`pip install 'xentlib[{extras}]'`"
     if text is not None:
-        raise UsageError(
-            f"`--text` is for the training part, which needs {' and '.join(missing)}; "
-            f"install with {way_out}."
-        )
-    reason = f"left out, as it needs {' and '.join(missing)}: {way_out}"
-    note(f"training is {reason}")
+        raise UsageError(of_text)
+    if device == "cpu" and kernels != "triton":
+        note(f"training is {reason}")
     return reason
 
 

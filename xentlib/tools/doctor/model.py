@@ -24,9 +24,7 @@ SCALES = (
     "logits_mup_width_multiplier",
 )
 # `patch` takes these classes, and their first call with labels raises.
-FAIL_IN_A_CALL = {
-    "ProphetNetForCausalLM": "its loss is the log-softmax of two streams at once",
-}
+FAIL_IN_A_CALL = {"ProphetNetForCausalLM": "its loss is the log-softmax of two streams at once"}
 GIB = 2**30
 NAMES = ("vocab_size", "hidden_size")
 LONGEST = 200  # characters of what a class says of its configuration

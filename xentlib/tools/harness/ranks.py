@@ -57,16 +57,13 @@ def run_ranks(
             preload=() if backend == "jax" else PRELOADED,
             environment={"XLA_FLAGS": flags.strip(), **environment},
         )
-    except RanksFailed as failed:
-        count, outputs = len(failed.outputs), "\n".join(failed.outputs)
-        first = next((x for x in reversed(failed.outputs[0].splitlines()) if x.strip()), "no word")
-        raise RuntimeError(f"{count} {backend} ranks failed, one with {first}\n{outputs}") from None
-    except RanksLate as late:
-        count, outputs = len(late.outputs), "\n".join(late.outputs)
-        raise RuntimeError(
-            f"{count} of {world} {backend} ranks {late.why}, which "
-            f"is the limit at this machine's speed\n{outputs}"
-        ) from None
+    except (RanksFailed, RanksLate) as error:
+        count, outputs = len(error.outputs), "\n".join(error.outputs)
+        if isinstance(error, RanksLate):
+            why = f"{error.why}, which is the limit at this machine's speed"
+            raise RuntimeError(f"{count} of {world} {backend} ranks {why}\n{outputs}") from None
+        last = next((x for x in reversed(error.outputs[0].splitlines()) if x.strip()), "no word")
+        raise RuntimeError(f"{count} {backend} ranks failed, one with {last}\n{outputs}") from None
 
 
 def start_gloo(rank: int, world: int, folder: str) -> None:
