@@ -14,14 +14,7 @@ import xentlib
 from xentlib.contract import Measurement
 from xentlib.tools.cli.command import Row, whole
 from xentlib.tools.cli.requirements import check_device, prepare
-from xentlib.tools.doctor import model
-from xentlib.tools.doctor.backends import (
-    imported,
-    jax_findings,
-    measured_rows,
-    system,
-    torch_findings,
-)
+from xentlib.tools.doctor import backends, model
 from xentlib.tools.doctor.packages import PACKAGES, Finding, inspect, ranges
 from xentlib.tools.harness.device import missing_on
 from xentlib.tools.harness.environment import BACKENDS
@@ -51,14 +44,14 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 1 where something that is installed cannot be used, 2 where nothing computes."""
     config = None if args.model is None else model.read_config(args.model)
     installed = [name for name in BACKENDS if find_spec(name) is not None]
-    findings = system()
+    findings = backends.system()
     prepare(installed, args.device)
     admits = ranges()
     findings += [inspect(package, admits) for package in PACKAGES]
-    broken = {name: imported(name) for name in installed}
+    broken = {name: backends.imported(name) for name in installed}
     findings += [one for one in broken.values() if one is not None]
     usable = tuple(name for name in installed if broken[name] is None)
-    for name, look in (("torch", torch_findings), ("jax", jax_findings)):
+    for name, look in (("torch", backends.torch_findings), ("jax", backends.jax_findings)):
         if name in usable:
             of_backend = look()
             findings += of_backend
@@ -72,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             device = "cpu" if missing_on("cuda", usable) else "cuda"
         check_device(device, usable)
         if not args.no_rows:
-            measured, rows = measured_rows(usable, device)
+            measured, rows = backends.measured_rows(usable, device)
             findings.append(rows)
     if config is not None:
         findings += model.findings(config, args.tokens)

@@ -13,7 +13,8 @@ from typing import Any
 
 from xentlib.contract import Measurement, failures
 from xentlib.kernels import CHOICES, VARIABLE
-from xentlib.tools.doctor.packages import Finding, Status, there, version_of
+from xentlib.tools.doctor.packages import Finding, Status, there
+from xentlib.tools.harness.environment import version_of
 
 # What changes who computes, where, or which bits come out.
 VARIABLES = (

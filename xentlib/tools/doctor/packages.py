@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import xentlib
+from xentlib.tools.harness.environment import version_of
 
 # usable; usable, but look at it; not there, and nothing needs it; cannot be used as it is.
 Status = Literal["ok", "note", "absent", "bad"]
@@ -115,13 +116,6 @@ def there(module: str) -> bool:
         return find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def version_of(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def inspect(package: Package, admits: dict[str, str]) -> Finding:

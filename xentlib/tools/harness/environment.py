@@ -8,7 +8,6 @@ import hashlib
 import os
 import platform
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata, util
 from pathlib import Path
@@ -27,11 +26,15 @@ UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
     """Of those that are installed."""
-    by_name = {}
-    for package in packages:
-        with suppress(metadata.PackageNotFoundError):
-            by_name[package] = metadata.version(package)
-    return by_name
+    of_each = ((package, version_of(package)) for package in packages)
+    return {package: version for package, version in of_each if version is not None}
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def now() -> str:

@@ -56,13 +56,9 @@ class Findings:
     """
 
     def __init__(
-        self,
-        backends: tuple[str, ...],
-        slowness: float = 1.0,
-        run: Callable[..., Outcome] = public,
+        self, backends: tuple[str, ...], slowness: float = 1.0, run: Callable[..., Outcome] = public
     ) -> None:
-        self.backends, self.run = backends, run
-        self.slowness = slowness
+        self.backends, self.slowness, self.run = backends, slowness, run
         self.measurements: list[Measurement] = []
         self._counts: dict[tuple[str, str, str], npt.NDArray[np.int64]] = {}
 
