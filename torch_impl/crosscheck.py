@@ -78,9 +78,7 @@ class CrossCheck(Schedule):
         self.next, self.first = 0, True
         self.asked = False  # for a step that has not been entered
         self.entered = False
-        self.taken: list[CheckedCall] = []
-        self.graph = False  # whether a backward of any can come
-        self.heads: list[tuple[Any, Any, Any]] = []  # weakly, what tells a change, and copies
+        self.close()
 
     def step(self, number: int | None = None) -> AbstractContextManager[CrossCheck]:
         """Around a step: the forward and the backward of all its micro-batches, the optimizer's
@@ -152,7 +150,9 @@ class CrossCheck(Schedule):
 
     def close(self) -> None:
         """Nothing is looked at any more; what was is forgotten."""
-        self.taken, self.heads, self.graph = [], [], False
+        self.taken: list[CheckedCall] = []
+        self.graph = False  # whether a backward of any can come
+        self.heads: list[tuple[Any, Any, Any]] = []  # weakly, what tells a change, and copies
         if self in LOSS_HOOKS:
             LOSS_HOOKS.remove(self)
 

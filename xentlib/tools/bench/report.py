@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from xentlib.tools.bench.cases import HeadSizes
 from xentlib.tools.bench.implementation import BARE, FLOOR, KINDS, OURS, Kind
@@ -23,8 +23,7 @@ MEMORY = {"peak MiB": "peak_bytes", "resident MiB": "resident_bytes", "plan MiB"
 WIDE = 190  # columns, where no terminal says
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """Median, quartiles and smallest of some measurements."""
 
     median: float
@@ -266,7 +265,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "ms_median": None if row.time is None else 1e3 * row.time.median,
                 "ms_iqr": None if row.time is None else 1e3 * (row.time.high - row.time.low),
                 "floor_ms": None if floor is None else 1e3 * floor.median,
-                "ratio": None if row.ratio is None else asdict(row.ratio),
+                "ratio": None if row.ratio is None else row.ratio._asdict(),
             }
     return document
 

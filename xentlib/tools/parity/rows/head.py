@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +26,7 @@ OF_TOKENS = ("logprobs", "entropy", "lse", *LARGEST, "d_hidden")
 Pairs = Iterator[tuple[str, Any, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class HeadRows:
+class HeadRows(NamedTuple):
     """The rows of one function, each method a section of a parity run and called with one of its
     problems."""
 

@@ -196,12 +196,9 @@ def make_windows(
                     tokens[m, b, piece] = document[start : start + size]
                     segments[m, b, piece] = segment
                     filled, segment = filled + size, segment + 1
-        windows.append(_window(tokens, segments))
+        labels = np.where(segments > 0, tokens, np.int32(IGNORE_INDEX))
+        # A position is valid if its successor exists and is of the same document.
+        predicted = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] > 0)
+        num_tokens = tuple(int(n) for n in predicted.sum(axis=(1, 2)))
+        windows.append(TextWindow(tokens, segments, labels, num_tokens))
     return windows
-
-
-def _window(tokens: npt.NDArray[np.int32], segments: npt.NDArray[np.int32]) -> TextWindow:
-    labels = np.where(segments > 0, tokens, np.int32(IGNORE_INDEX))
-    # A position is valid if its successor exists and is of the same document.
-    predicted = (segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] > 0)
-    return TextWindow(tokens, segments, labels, tuple(int(n) for n in predicted.sum(axis=(1, 2))))
