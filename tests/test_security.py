@@ -36,6 +36,7 @@ NAMED_ELSEWHERE = {
     "xentlib/tools/doctor/backends.py": "one of the two backends",
     "xentlib/tools/bench/worker.py": "one of the two backends",
     "xentlib/tools/bench/implementation.py": "a library's own function, by a table",
+    "xentlib/tools/parity/rows/windows.py": "one of the two backends",
     "xentlib/tools/parity/training/loop.py": "one of the two backends",
     "torch_impl/integrations/lightning.py": "Lightning's two names",
     "xentlib/tools/cli/command.py": "a command's module, by a table",
