@@ -89,6 +89,9 @@ ROUTES = Refusals(
     # Rows whose gradient something of the user's own would have to reduce.
     hooked="`gather` must be 'head' where FSDP2 reduces in a way of the user's own, which no "
     "other route would call; got {hooked}. Leave it out.",
+    # Whole arrays on a mesh, whose rows do not stand where tokens are.
+    rows_over_tokens="`weight` must be sharded along its vocabulary over mesh axes that spread "
+    "tokens, with `gather='hidden'`; got {came}. Shard it so, or leave `gather` out.",
     no_stream="`gather` must be 'head', 'hidden' or 'auto' in JAX; got 'stream'. Pass 'hidden', "
     "with which no device has the whole head either.",
     nowhere="`gather` must be 'head' for arrays that do not say where on a mesh they are; got "
@@ -217,7 +220,4 @@ def check_rows_stay(
         came = f"one whose hidden width is, over {both[0]!r}"
     else:
         came = f"one that is whole on the devices of {', '.join(map(repr, tokens))}"
-    raise ValueError(
-        f"`weight` must be sharded along its vocabulary over mesh axes that spread tokens, with "
-        f"`gather='hidden'`; got {came}. Shard it so, or leave `gather` out."
-    )
+    ROUTES.refuse("rows_over_tokens", came=came)

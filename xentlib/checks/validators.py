@@ -48,6 +48,16 @@ class Refusals:
         raise self.error(self.messages[message].format(**values))
 
 
+PLANS = Refusals(
+    ValueError,
+    chunk_bytes="`max_chunk_bytes` must be a positive integer, the bytes of one chunk of logits; "
+    "got {max_chunk_bytes!r}. Pass None for the default.",
+    options="`options` must be a tuple of names; got the string {options!r}. Write ({options!r},).",
+    nodes="`ranks` must be spread over `nodes` evenly; got {ranks} ranks on {nodes} nodes. Pass "
+    "the ranks that share the head, and their nodes.",
+)
+
+
 def plain(value: Any) -> Any:
     """Python's number for one of NumPy's; anything else as it is."""
     alone = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
@@ -177,11 +187,8 @@ def check_chunk_bytes(max_chunk_bytes: Any) -> None:
     if max_chunk_bytes is None:
         return
     number = isinstance(max_chunk_bytes, int) and not isinstance(max_chunk_bytes, bool)
-    if not number or max_chunk_bytes < 1:
-        raise ValueError(
-            f"`max_chunk_bytes` must be a positive integer, the bytes of one chunk of logits; "
-            f"got {max_chunk_bytes!r}. Pass None for the default."
-        )
+    positive = number and max_chunk_bytes >= 1
+    PLANS.require("chunk_bytes", positive, max_chunk_bytes=max_chunk_bytes)
 
 
 def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozenset[str]:
@@ -199,17 +206,10 @@ def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozense
     check_choice("platform", arguments["platform"], ("gpu", "cpu"))
     check_chunk_bytes(arguments["max_chunk_bytes"])
     options, ranks, nodes = (arguments[name] for name in ("options", "ranks", "nodes"))
-    if isinstance(options, str):
-        raise ValueError(
-            f"`options` must be a tuple of names; got the string {options!r}. Write ({options!r},)."
-        )
+    PLANS.require("options", not isinstance(options, str), options=options)
     for option in options:
         check_choice("options", option, known)
-    if ranks % nodes:
-        raise ValueError(
-            f"`ranks` must be spread over `nodes` evenly; got {ranks} ranks on {nodes} nodes. Pass "
-            f"the ranks that share the head, and their nodes."
-        )
+    PLANS.require("nodes", ranks % nodes == 0, ranks=ranks, nodes=nodes)
     rates = arguments["rates"]
     for name, rate in (rates._asdict() if rates else {}).items():
         least = 0 if name == "latency" else 1
