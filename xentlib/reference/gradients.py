@@ -53,17 +53,18 @@ def gradients_of(
             power = float(np.ldexp(1.0, FP16_EXPONENT - int(np.frexp(largest)[1])))
         dz_gemm = round_to(dz / upstream * power, dz_dtype) / power * upstream
     total_bz = bz + np.abs(dz)
-    dz_NU, bz_NU = (dz_gemm, total_bz) if head else (dz_gemm[:, :0], total_bz[:, :0])
-    d_weight, bound_weight = dz_NU.T @ s.x_NH, bz_NU.T @ np.abs(s.x_NH)
-    magnitude_weight = np.abs(dz_NU).T @ np.abs(s.x_NH)
+
+    def products(
+        dz_gemm: Float64, dz: Float64, x_NH: Float64, w_VH: Float64
+    ) -> tuple[Float64, Float64, Float64]:
+        """Of hidden, weight and bias."""
+        weight = (dz_gemm if head else dz_gemm[:, :0]).T @ x_NH
+        d_hidden = (dz_gemm @ w_VH).reshape(s.hidden.shape)
+        return d_hidden, weight.T if s.turned else weight, dz.sum(axis=0)
+
+    sizes = np.abs(s.x_NH), np.abs(s.w_VH)
     return Gradients(
-        d_hidden=(dz_gemm @ s.w_VH).reshape(s.hidden.shape),
-        d_weight=d_weight.T if s.turned else d_weight,
-        d_bias=dz.sum(axis=0),
-        bound_hidden=(total_bz @ np.abs(s.w_VH)).reshape(s.hidden.shape),
-        bound_weight=bound_weight.T if s.turned else bound_weight,
-        bound_bias=total_bz.sum(axis=0),
-        magnitude_hidden=(np.abs(dz_gemm) @ np.abs(s.w_VH)).reshape(s.hidden.shape),
-        magnitude_weight=magnitude_weight.T if s.turned else magnitude_weight,
-        magnitude_bias=np.abs(dz).sum(axis=0),
+        *products(dz_gemm, dz, s.x_NH, s.w_VH),
+        *products(total_bz, total_bz, *sizes),
+        *products(np.abs(dz_gemm), np.abs(dz), *sizes),
     )
