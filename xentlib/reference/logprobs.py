@@ -100,5 +100,5 @@ def logprobs_reference(
         entropy=s.per_token(s.entropy),
         lse=s.per_token(s.lse),
         correct=s.correct.reshape(s.leading),
-        **vars(gradients),
+        **gradients,
     )

@@ -132,5 +132,5 @@ def nll_reference(
         loss_magnitude=np.asarray(np.abs(terms).sum()),
         bound_logprobs=s.per_token(moved_N),
         bound_tokens=s.per_token(np.abs(weights / divisor) * bound_N),
-        **vars(gradients),
+        **gradients,
     )
