@@ -203,11 +203,6 @@ def error_ratio(got: Any, other: Any, oracle: Any) -> float:
     return errors[1] / errors[0]
 
 
-def equal_fraction(got: Any, other: Any) -> float:
-    size = np.asarray(got).size
-    return 1.0 - bits_unequal(got, other) / size if size else 1.0
-
-
 def check(
     row: str,
     got: Any,
@@ -248,7 +243,7 @@ def check(
         "bf16 ULP unless cancelled": cancelled,
         "fp16 ULP unless cancelled": cancelled,
         "error ratio": lambda: error_ratio(got, other, oracle),
-        "bf16 bit-equal": lambda: equal_fraction(got, other),
+        "bf16 bit-equal": lambda: 1.0 - bits_unequal(got, other) / got.size if got.size else 1.0,
     }
     of = {"backend": backend, "case": case, "quantity": quantity or ROWS[row].quantity}
     measurements = []

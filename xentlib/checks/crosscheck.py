@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from operator import index
 from typing import Any
 
-from xentlib.checks.validators import Refusals
+from xentlib.checks.validators import Refusals, is_count
 from xentlib.dtypes import INTEGERS
 
 SCHEDULES = Refusals(
@@ -20,10 +20,6 @@ SCHEDULES = Refusals(
     whole="`tokens` must be None with `against='other'`, which works in chunks; got {tokens}. "
     "Leave it out, or compare with the oracle.",
 )
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_schedule(

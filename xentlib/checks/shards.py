@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from xentlib.arguments import Arguments
-from xentlib.checks.validators import Refusals, check_choice, check_number
+from xentlib.checks.validators import Refusals, check_choice, check_number, is_count
 from xentlib.options import GATHERS
 
 SHARDS = Refusals(
@@ -107,8 +107,8 @@ ROUTES = Refusals(
 
 def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
     """Refuse shards that cannot be those of the vocabulary they claim to be."""
-    rule, ok = "an integer >= 1, the classes of all shards", isinstance(vocab_size, int)
-    check_number("vocab_size", vocab_size, rule, ok=ok and vocab_size >= 1)
+    rule = "an integer >= 1, the classes of all shards"
+    check_number("vocab_size", vocab_size, rule, ok=is_count(vocab_size))
     rows, sizes = sum(sizes), tuple(sizes)
     SHARDS.require("few", rows >= vocab_size, vocab_size=vocab_size, sizes=sizes, rows=rows)
 
@@ -167,8 +167,7 @@ def check_route(call: Arguments) -> None:
     """Refuse options of a route that say nothing, or not the same."""
     gather, count = call.gather, call.tokens_per_rank
     check_choice("gather", gather, GATHERS)
-    number = isinstance(count, int) and not isinstance(count, bool) and count >= 1
-    ROUTES.require("tokens_per_rank", count is None or number, count=count)
+    ROUTES.require("tokens_per_rank", count is None or is_count(count), count=count)
     ROUTES.require("auto", (gather == "auto") == (count is not None), count=count, gather=gather)
     sharded = call.vocab_parallel is not None
     ROUTES.require("rows_stay", gather == "head" or not sharded, gather=gather)

@@ -64,6 +64,10 @@ def plain(value: Any) -> Any:
     return value.item() if alone else value
 
 
+def is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def quoted(items: Sequence[str]) -> str:
     return ", ".join(f"'{item}'" for item in items)
 
@@ -175,8 +179,7 @@ def check_plan_arguments(
     """Refuse sizes and budgets that no chunk can have."""
     for name, value in sizes.items():
         least = 0 if name == "num_tokens" else 1
-        ok = isinstance(value, int) and value >= least
-        check_number(name, value, f"an integer >= {least}", ok=ok)
+        check_number(name, value, f"an integer >= {least}", ok=is_count(value, least))
     check_choice("dtype", dtype, FLOATS)
     if compute_dtype is not None:
         check_choice("compute_dtype", compute_dtype, COMPUTE)
@@ -184,11 +187,8 @@ def check_plan_arguments(
 
 
 def check_chunk_bytes(max_chunk_bytes: Any) -> None:
-    if max_chunk_bytes is None:
-        return
-    number = isinstance(max_chunk_bytes, int) and not isinstance(max_chunk_bytes, bool)
-    positive = number and max_chunk_bytes >= 1
-    PLANS.require("chunk_bytes", positive, max_chunk_bytes=max_chunk_bytes)
+    right = max_chunk_bytes is None or is_count(max_chunk_bytes)
+    PLANS.require("chunk_bytes", right, max_chunk_bytes=max_chunk_bytes)
 
 
 def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozenset[str]:
@@ -197,8 +197,7 @@ def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozense
     for name in ROUTE_SIZES:
         value = arguments[name]
         if value is not None or name not in ("chunk_tokens", "block_rows"):
-            ok = isinstance(value, int) and value >= 1
-            check_number(name, value, "an integer >= 1", ok=ok)
+            check_number(name, value, "an integer >= 1", ok=is_count(value))
     for name in ("dtype", "head_dtype", "reduce_dtype", "param_dtype"):
         check_choice(name, arguments[name], FLOATS)
     for name in ("recompute", "module", "kept", "kernels"):

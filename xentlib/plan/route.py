@@ -240,7 +240,7 @@ def _stream(s: RouteConfig) -> Route:
 def _hybrid(s: RouteConfig) -> Route:
     """Rows of the same place of all nodes, which meet the tokens of their own node: "hidden" with a
     mesh of nodes."""
-    ranks, rows = s.ranks // s.nodes, s.rows_of_node
+    ranks, rows = s.ranks // s.nodes, s.nodes * s.rows
     plan = s.plan_of_shared(rows, ranks)
     over, entries = (s.nodes, s.nodes), rows * s.hidden_size
     passed, again = entries * s.gemm_size, int(s.recompute)
