@@ -57,13 +57,13 @@ def summed_reference(
 
 def divisor_of(labels: Any, options: dict[str, Any]) -> float:
     """What `nll_reference` divides the sum by, from its labels [N] and options."""
-    given = {"where": None, "token_weights": None, "class_weights": None, **options}
+    arrays = {"where": None, "token_weights": None, "class_weights": None, **options}
     valid = np.asarray(labels) != options.get("ignore_index", -100)
-    if given["where"] is not None:
-        valid = valid & np.asarray(given["where"])
-    weights = np.ones(len(valid)) if given["token_weights"] is None else given["token_weights"]
+    if arrays["where"] is not None:
+        valid = valid & np.asarray(arrays["where"])
+    weights = np.ones(len(valid)) if arrays["token_weights"] is None else arrays["token_weights"]
     weights = np.where(valid, f64(weights), 0.0)
-    if given["class_weights"] is not None:
-        weights = weights * f64(given["class_weights"])[np.where(valid, labels, 0)]
+    if arrays["class_weights"] is not None:
+        weights = weights * f64(arrays["class_weights"])[np.where(valid, labels, 0)]
     how = options.get("reduction", "mean"), options.get("denominator")
     return divided_by(int(valid.sum()), float(weights.sum()), *how)
