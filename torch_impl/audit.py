@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xentlib.checks.audit import check_backward, check_group
+from xentlib.checks.audit import STEPS, check_graph
 from xentlib.tools.audit import step_adapters as adapters
 from xentlib.tools.audit.diagnose import judge, oracle_of
 from xentlib.tools.audit.hypotheses import Numbers, Oracle
@@ -58,12 +58,14 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
         oracle, own, changed = _of_function(step, kind, declared)
         return judge("torch", oracle, own, changed, lambda: _of_function(step, kind, declared)[1])
     ranks = _ranks()
-    check_group(os.environ.get("WORLD_SIZE"), ranks)
+    processes = os.environ.get("WORLD_SIZE")
+    STEPS.require("group", ranks or int(processes or 1) <= 1, world=processes)
     world = max(ranks, 1)
     oracle = oracle_of(kind, declared, world)
     rank = dist.get_rank() if world > 1 else 0
     own, changed = _of_step(step, oracle.problem, rank)
-    check_group(None, _ranks(), ranks)
+    after = _ranks()
+    STEPS.require("same_group", max(after, 1) == world, ranks=after, before=ranks)
     if world == 1:
         alone = lambda: adapters.stacked([_of_step(step, oracle.problem, rank)[0]])  # noqa: E731
         return judge("torch", oracle, adapters.stacked([own]), changed, alone)
@@ -113,9 +115,9 @@ def _of_function(function: Step, kind: str, declared: Options) -> tuple[Oracle, 
         if leaf is not None:
             leaf.requires_grad_()
     result = adapters.call(function, leaves, declared)
-    check_backward(kind, result, True, any(x.grad is not None for x in differentiated[:2]))
+    STEPS.require("backward", all(x.grad is None for x in differentiated[:2]), kind=kind)
     values = adapters.of_function(kind, result, problem.targets.size, Tensor)
-    check_backward(kind, values[0], values[0].requires_grad)
+    check_graph(kind, values[0], values[0].requires_grad)
     oracle, upstream = adapters.upstream_of(kind, declared, values)
     pairs = [(x, g) for x, g in zip(values, upstream) if x.requires_grad]
     torch.autograd.backward(

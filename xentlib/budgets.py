@@ -36,7 +36,9 @@ class Budget:
 
 
 GATHER, SCATTER, REDUCE = ({kind: 1} for kind in ("all_gather", "reduce_scatter", "all_reduce"))
-TWO_GATHERS, TWO_REDUCES = {"all_gather": 2}, {"all_reduce": 2}
+TWO_GATHERS, THREE_GATHERS, TWO_REDUCES = {"all_gather": 2}, {"all_gather": 3}, {"all_reduce": 2}
+# Of a round: what comes and what leaves, and between them MAX and SUM of its tokens.
+BOTH, ROUND = GATHER | SCATTER, GATHER | TWO_REDUCES | SCATTER
 REDUCTIONS = ("all_reduce", "reduce_scatter", "all_to_all", "other")
 
 # "recompute" is `chunked_logprobs`, whose backward reads the head's values again; the others are
@@ -45,7 +47,7 @@ BUDGETS = {
     "plain": Budget(),
     "DDP": Budget(theirs=("all_reduce",)),
     "FSDP2": Budget(GATHER, SCATTER),
-    "FSDP2, recompute": Budget(GATHER, GATHER | SCATTER),
+    "FSDP2, recompute": Budget(GATHER, BOTH),
     # The module's own forward, whose result FSDP2's hooks would gather the head for once more.
     "FSDP2, NLLHead": Budget(GATHER, SCATTER),
     # `last_block.set_modules_to_forward_prefetch([head])`: the trunk's forward holds the gather.
@@ -59,30 +61,23 @@ BUDGETS = {
     "FSDP2, vocabulary shard": Budget(GATHER | {"all_reduce": 3}, SCATTER),
     # A handshake, labels with factors; in each chunk its hidden states, MAX, SUM and d hidden.
     # Upstream gradients, which must be the same.
-    "tokens over the ranks": Budget(TWO_GATHERS, GATHER, each=GATHER | TWO_REDUCES | SCATTER),
+    "tokens over the ranks": Budget(TWO_GATHERS, GATHER, each=ROUND),
     "tokens over the ranks, recompute": Budget(
-        TWO_GATHERS | TWO_REDUCES, TWO_GATHERS, each=GATHER, each_backward=GATHER | SCATTER
+        TWO_GATHERS | TWO_REDUCES, TWO_GATHERS, each=GATHER, each_backward=BOTH
     ),
     # The same in a node, by its own chunks; over nodes the handshake, rows and d weight. A bias is
     # one gather more, and its gradient one reduce-scatter.
-    "rows over nodes": Budget(
-        {"all_gather": 3} | SCATTER, GATHER, each=GATHER | TWO_REDUCES | SCATTER
-    ),
+    "rows over nodes": Budget(THREE_GATHERS | SCATTER, GATHER, each=ROUND),
     "rows over nodes, recompute": Budget(
-        {"all_gather": 3} | TWO_REDUCES,
-        {"all_gather": 3} | SCATTER,
-        each=GATHER,
-        each_backward=GATHER | SCATTER,
+        THREE_GATHERS | TWO_REDUCES, THREE_GATHERS | SCATTER, each=GATHER, each_backward=BOTH
     ),
     # d A, once; with a mask, that of each chunk.
-    "tokens over the ranks, low rank": Budget(
-        TWO_GATHERS | REDUCE, GATHER, each=GATHER | TWO_REDUCES | SCATTER
-    ),
+    "tokens over the ranks, low rank": Budget(TWO_GATHERS | REDUCE, GATHER, each=ROUND),
     "tokens over the ranks, low rank, mask": Budget(
         TWO_GATHERS | REDUCE, GATHER, each=TWO_GATHERS | TWO_REDUCES | SCATTER
     ),
     "tokens over the ranks, low rank, recompute": Budget(
-        TWO_GATHERS | TWO_REDUCES, TWO_GATHERS | REDUCE, each=GATHER, each_backward=GATHER | SCATTER
+        TWO_GATHERS | TWO_REDUCES, TWO_GATHERS | REDUCE, each=GATHER, each_backward=BOTH
     ),
     "tokens over the ranks, low rank, mask, recompute": Budget(
         TWO_GATHERS | TWO_REDUCES,
@@ -93,16 +88,14 @@ BUDGETS = {
     # A handshake; each block twice, once for statistics, once for gradients. A bias
     # is one gather more, and its gradient one reduce-scatter.
     "stream": Budget(GATHER, GATHER, each=TWO_GATHERS | SCATTER),
-    "stream, recompute": Budget(GATHER, GATHER, each=GATHER, each_backward=GATHER | SCATTER),
+    "stream, recompute": Budget(GATHER, GATHER, each=GATHER, each_backward=BOTH),
     # One compiled program, forward and backward, in which the numbers of tokens and the losses of
     # all devices are added up as the compiler likes.
-    "JAX, data axis": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
-    "JAX, data axis, recompute": Budget(backward=GATHER | SCATTER, theirs=("all_reduce",)),
+    "JAX, data axis": Budget(backward=BOTH, theirs=("all_reduce",)),
+    "JAX, data axis, recompute": Budget(backward=BOTH, theirs=("all_reduce",)),
     # A round is the loop's body, or the two loops'. Classes before it, and the factors or other
     # numbers of each token.
-    "JAX, hidden route": Budget(
-        backward=TWO_GATHERS, theirs=("all_reduce",), each_backward=GATHER | SCATTER
-    ),
+    "JAX, hidden route": Budget(backward=TWO_GATHERS, theirs=("all_reduce",), each_backward=BOTH),
     "JAX, hidden route, recompute": Budget(
         backward=TWO_GATHERS, theirs=("all_reduce",), each_backward=TWO_GATHERS | SCATTER
     ),

@@ -9,7 +9,7 @@ import numpy as np
 from fuzzing.draw import Drawn
 from xentlib import reference
 from xentlib.contract import ROW_OF, U
-from xentlib.reference.softmax import softmax
+from xentlib.reference.softmax import Softmax
 from xentlib.tools.harness.problems import Problem, Upstream
 from xentlib.ulp import FORMATS
 
@@ -62,7 +62,7 @@ def truth_of(d: Drawn, given: Problem, upstream: Upstream | None) -> Truth:
         ("ignore_index", -100), ("logit_scale", 1.0), ("softcap", None), ("temperature", 1.0),
         ("weight_layout", "VH"),
     )]  # fmt: skip
-    s = softmax(p.hidden, p.weight, p.labels, p.bias, p.where, *shared)
+    s = Softmax(p.hidden, p.weight, p.labels, p.bias, p.where, *shared)
     smoothing, z_loss = (p.options.get(name, 0.0) for name in ("label_smoothing", "z_loss"))
     rows, y = np.arange(d.case.tokens), s.onehot.argmax(axis=1)
     valid, alive = s.valid, s.z > LOW / 1e6

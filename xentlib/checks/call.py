@@ -39,6 +39,12 @@ CALLS = Refusals(
     reduced_in_jax="`reduce_hidden_grad` must be True in JAX, where the type of `hidden` says "
     "whether its gradient is summed over the axis; got False. Leave it out, or pass hidden states "
     "that vary over the axis (`jax.lax.pcast`).",
+    outputs="`outputs` must be a tuple of names from {names}; got {outputs!r}. Pass for instance "
+    "`outputs=('lse',)`.",
+    output="`outputs` must hold names from {names}; got {output!r}. Leave it out.",
+    weight="`weight` must have shape {expected} to match `hidden` {hidden}; got {shape}. {way}",
+    class_weights="`class_weights` must have shape ({vocab_size},), one entry for each class of "
+    "the whole vocabulary, on every rank; got {came}. Pass all of them.",
     rows="`weight` must have at least one vocabulary row; got shape {shape}. Gather a partitioned "
     "head before the call.",
     ignore_index="`ignore_index` must fit 64 bits; got {value}, which no label can be. Pass -100 "
@@ -160,15 +166,10 @@ def check_numbers(call: Arguments | LogitsArguments, leading: tuple[int, ...]) -
 
 def check_outputs(outputs: object) -> None:
     if isinstance(outputs, str) or not isinstance(outputs, (tuple, list, set, frozenset)):
-        raise ValueError(
-            f"`outputs` must be a tuple of names from {quoted(OUTPUTS)}; got {outputs!r}. "
-            f"Pass for instance `outputs=('lse',)`."
-        )
+        CALLS.refuse("outputs", names=quoted(OUTPUTS), outputs=outputs)
     for name in outputs:
         if name not in OUTPUTS:
-            raise ValueError(
-                f"`outputs` must hold names from {quoted(OUTPUTS)}; got {name!r}. Leave it out."
-            )
+            CALLS.refuse("output", names=quoted(OUTPUTS), output=name)
 
 
 def check_weight(weight: ArraySpec, hidden: ArraySpec, layout: str, sharded: bool) -> int:
@@ -180,15 +181,11 @@ def check_weight(weight: ArraySpec, hidden: ArraySpec, layout: str, sharded: boo
     if len(weight.shape) != 2 or weight.shape[axis] != width:
         other = "HV" if layout == "VH" else "VH"
         turned = len(weight.shape) == 2 and weight.shape[1 - axis] == width
-        way_out = (
-            f"Pass `weight_layout='{other}'` or `weight.T`."
-            if turned
-            else "Pass the head that belongs to these hidden states."
-        )
-        raise ValueError(
-            f"`weight` must have shape {expected} to match `hidden` {hidden.shape}; "
-            f"got {weight.shape}. {way_out}"
-        )
+        way = "Pass the head that belongs to these hidden states."
+        if turned:
+            way = f"Pass `weight_layout='{other}'` or `weight.T`."
+        shapes = {"expected": expected, "hidden": hidden.shape, "shape": weight.shape}
+        CALLS.refuse("weight", way=way, **shapes)
     vocab_size = weight.shape[1 - axis]
     CALLS.require("rows", vocab_size >= 1 or sharded, shape=weight.shape)
     return vocab_size
@@ -198,10 +195,7 @@ def check_class_weights(length: int, vocab_size: int | None) -> None:
     """Refuse class weights, of one dimension or -1, that are not those of the whole vocabulary."""
     if length < 0 or vocab_size not in (None, length):
         came = "another number of dimensions" if length < 0 else f"({length},)"
-        raise ValueError(
-            f"`class_weights` must have shape ({vocab_size or 'vocab'},), one entry for each class "
-            f"of the whole vocabulary, on every rank; got {came}. Pass all of them."
-        )
+        CALLS.refuse("class_weights", vocab_size=vocab_size or "vocab", came=came)
 
 
 def check_tokens(call: Arguments | LogitsArguments, name: str, on_host: bool) -> tuple[int, ...]:

@@ -6,42 +6,32 @@ from importlib.util import find_spec
 from operator import index
 from typing import Any
 
+from xentlib.checks.validators import Refusals, is_count
 from xentlib.dtypes import INTEGERS
 
-AGAINST = ("oracle", "other")
-EXCEEDED = ("warn", "raise")
-
-
-def is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+SCHEDULES = Refusals(
+    ValueError,
+    every="`every` must be a positive number of steps; got {every!r}. 1 checks each step.",
+    against="`against` must be 'oracle' or 'other', the backend that the step does not use; got "
+    "{against!r}.",
+    exceeded="`exceeded` must be 'warn' or 'raise'; got {exceeded!r}.",
+    tokens="`tokens` must be the number of tokens to compare, or None for all; got {tokens}.",
+    seed="`seed` must be an integer, 0 or more; got {seed!r}.",
+    whole="`tokens` must be None with `against='other'`, which works in chunks; got {tokens}. "
+    "Leave it out, or compare with the oracle.",
+)
 
 
 def check_schedule(
     every: object, against: object, tokens: object, exceeded: object, seed: object, counterpart: str
 ) -> None:
     """`counterpart` is the backend that the run does not use."""
-    if not is_count(every):
-        raise ValueError(
-            f"`every` must be a positive number of steps; got {every!r}. 1 checks each step."
-        )
-    if against not in AGAINST:
-        raise ValueError(
-            f"`against` must be 'oracle' or 'other', the backend that the step does not use; "
-            f"got {against!r}."
-        )
-    if exceeded not in EXCEEDED:
-        raise ValueError(f"`exceeded` must be 'warn' or 'raise'; got {exceeded!r}.")
-    if tokens is not None and not is_count(tokens):
-        raise ValueError(
-            f"`tokens` must be the number of tokens to compare, or None for all; got {tokens}."
-        )
-    if not is_count(seed, 0):
-        raise ValueError(f"`seed` must be an integer, 0 or more; got {seed!r}.")
-    if tokens is not None and against == "other":
-        raise ValueError(
-            "`tokens` must be None with `against='other'`, which works in chunks; got "
-            f"{tokens}. Leave it out, or compare with the oracle."
-        )
+    SCHEDULES.require("every", is_count(every), every=every)
+    SCHEDULES.require("against", against in ("oracle", "other"), against=against)
+    SCHEDULES.require("exceeded", exceeded in ("warn", "raise"), exceeded=exceeded)
+    SCHEDULES.require("tokens", tokens is None or is_count(tokens), tokens=tokens)
+    SCHEDULES.require("seed", is_count(seed, 0), seed=seed)
+    SCHEDULES.require("whole", tokens is None or against != "other", tokens=tokens)
     if against == "other" and find_spec(counterpart) is None:
         raise ImportError(
             f"`against='other'` must find {counterpart}, which is not installed. Run: pip "

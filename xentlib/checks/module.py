@@ -33,6 +33,12 @@ MODULES = Refusals(
     rounded="`denominator` must be a number, an integer or float32; got {dtype}, in which counts "
     "are rounded. FSDP2 casts floating tensors that a module is given (`cast_forward_inputs`): "
     "pass a Python number or an integer tensor.",
+    hooks="`linear` must have no hooks, which would be lost; got a {kind} with some. Convert it to "
+    "`NLLHead` first, then register hooks and apply wrappers such as `fully_shard`.",
+    plain="`linear` must be a plain linear layer; got a {kind}, {why}",
+    # A module that is no head, or more than one.
+    head="`weight` must be a head, or a module that multiplies with one and does nothing else; got "
+    "{came}. {way}",
     # A low-rank part beside a head that has one.
     low_rank="`weight` of `LowRankHead` must have no low-rank part of its own; got a {kind} with "
     "one. Concatenate A, and B, along the rank.",
@@ -41,17 +47,11 @@ MODULES = Refusals(
 
 def check_linear(kind: str, plain: bool, hooked: bool, package: str = "") -> None:
     """Refuse a head that is more than its weight and bias; `package` is where its class is from."""
-    if hooked:
-        raise TypeError(
-            f"`linear` must have no hooks, which would be lost; got a {kind} with some. Convert "
-            f"it to `NLLHead` first, then register hooks and apply wrappers such as `fully_shard`."
-        )
+    MODULES.require("hooks", not hooked, kind=kind)
     if not plain:
         known = ELSEWHERE.get(kind) or ELSEWHERE.get(package)
         kind = f"{kind} of {package}" if known else kind
-        raise TypeError(
-            f"`linear` must be a plain linear layer; got a {kind}, {known or OTHERWISE}"
-        )
+        MODULES.refuse("plain", kind=kind, why=known or OTHERWISE)
 
 
 def check_beside_module(kind: str, two_biases: bool, layout: str) -> None:
@@ -70,10 +70,7 @@ def check_beside_module(kind: str, two_biases: bool, layout: str) -> None:
 
 def refuse_module(came: str, way: str) -> NoReturn:
     """Refuse a module that is no head, or more than one."""
-    raise TypeError(
-        f"`weight` must be a head, or a module that multiplies with one and does nothing else; got "
-        f"{came}. {way}"
-    )
+    MODULES.refuse("head", came=came, way=way)
 
 
 def check_head_options(options: Collection[str], known: Collection[str]) -> None:

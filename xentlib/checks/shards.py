@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from xentlib.arguments import Arguments
-from xentlib.checks.validators import Refusals, check_choice, check_number
+from xentlib.checks.validators import Refusals, check_choice, check_number, is_count
 from xentlib.options import GATHERS
 
 SHARDS = Refusals(
@@ -89,6 +89,9 @@ ROUTES = Refusals(
     # Rows whose gradient something of the user's own would have to reduce.
     hooked="`gather` must be 'head' where FSDP2 reduces in a way of the user's own, which no "
     "other route would call; got {hooked}. Leave it out.",
+    # Whole arrays on a mesh, whose rows do not stand where tokens are.
+    rows_over_tokens="`weight` must be sharded along its vocabulary over mesh axes that spread "
+    "tokens, with `gather='hidden'`; got {came}. Shard it so, or leave `gather` out.",
     no_stream="`gather` must be 'head', 'hidden' or 'auto' in JAX; got 'stream'. Pass 'hidden', "
     "with which no device has the whole head either.",
     nowhere="`gather` must be 'head' for arrays that do not say where on a mesh they are; got "
@@ -104,8 +107,8 @@ ROUTES = Refusals(
 
 def check_shards(sizes: Sequence[int], vocab_size: int) -> None:
     """Refuse shards that cannot be those of the vocabulary they claim to be."""
-    rule, ok = "an integer >= 1, the classes of all shards", isinstance(vocab_size, int)
-    check_number("vocab_size", vocab_size, rule, ok=ok and vocab_size >= 1)
+    rule = "an integer >= 1, the classes of all shards"
+    check_number("vocab_size", vocab_size, rule, ok=is_count(vocab_size))
     rows, sizes = sum(sizes), tuple(sizes)
     SHARDS.require("few", rows >= vocab_size, vocab_size=vocab_size, sizes=sizes, rows=rows)
 
@@ -164,8 +167,7 @@ def check_route(call: Arguments) -> None:
     """Refuse options of a route that say nothing, or not the same."""
     gather, count = call.gather, call.tokens_per_rank
     check_choice("gather", gather, GATHERS)
-    number = isinstance(count, int) and not isinstance(count, bool) and count >= 1
-    ROUTES.require("tokens_per_rank", count is None or number, count=count)
+    ROUTES.require("tokens_per_rank", count is None or is_count(count), count=count)
     ROUTES.require("auto", (gather == "auto") == (count is not None), count=count, gather=gather)
     sharded = call.vocab_parallel is not None
     ROUTES.require("rows_stay", gather == "head" or not sharded, gather=gather)
@@ -217,7 +219,4 @@ def check_rows_stay(
         came = f"one whose hidden width is, over {both[0]!r}"
     else:
         came = f"one that is whole on the devices of {', '.join(map(repr, tokens))}"
-    raise ValueError(
-        f"`weight` must be sharded along its vocabulary over mesh axes that spread tokens, with "
-        f"`gather='hidden'`; got {came}. Shard it so, or leave `gather` out."
-    )
+    ROUTES.refuse("rows_over_tokens", came=came)

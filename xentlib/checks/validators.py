@@ -48,10 +48,24 @@ class Refusals:
         raise self.error(self.messages[message].format(**values))
 
 
+PLANS = Refusals(
+    ValueError,
+    chunk_bytes="`max_chunk_bytes` must be a positive integer, the bytes of one chunk of logits; "
+    "got {max_chunk_bytes!r}. Pass None for the default.",
+    options="`options` must be a tuple of names; got the string {options!r}. Write ({options!r},).",
+    nodes="`ranks` must be spread over `nodes` evenly; got {ranks} ranks on {nodes} nodes. Pass "
+    "the ranks that share the head, and their nodes.",
+)
+
+
 def plain(value: Any) -> Any:
     """Python's number for one of NumPy's; anything else as it is."""
     alone = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
     return value.item() if alone else value
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def quoted(items: Sequence[str]) -> str:
@@ -165,8 +179,7 @@ def check_plan_arguments(
     """Refuse sizes and budgets that no chunk can have."""
     for name, value in sizes.items():
         least = 0 if name == "num_tokens" else 1
-        ok = isinstance(value, int) and value >= least
-        check_number(name, value, f"an integer >= {least}", ok=ok)
+        check_number(name, value, f"an integer >= {least}", ok=is_count(value, least))
     check_choice("dtype", dtype, FLOATS)
     if compute_dtype is not None:
         check_choice("compute_dtype", compute_dtype, COMPUTE)
@@ -174,14 +187,8 @@ def check_plan_arguments(
 
 
 def check_chunk_bytes(max_chunk_bytes: Any) -> None:
-    if max_chunk_bytes is None:
-        return
-    number = isinstance(max_chunk_bytes, int) and not isinstance(max_chunk_bytes, bool)
-    if not number or max_chunk_bytes < 1:
-        raise ValueError(
-            f"`max_chunk_bytes` must be a positive integer, the bytes of one chunk of logits; "
-            f"got {max_chunk_bytes!r}. Pass None for the default."
-        )
+    right = max_chunk_bytes is None or is_count(max_chunk_bytes)
+    PLANS.require("chunk_bytes", right, max_chunk_bytes=max_chunk_bytes)
 
 
 def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozenset[str]:
@@ -190,8 +197,7 @@ def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozense
     for name in ROUTE_SIZES:
         value = arguments[name]
         if value is not None or name not in ("chunk_tokens", "block_rows"):
-            ok = isinstance(value, int) and value >= 1
-            check_number(name, value, "an integer >= 1", ok=ok)
+            check_number(name, value, "an integer >= 1", ok=is_count(value))
     for name in ("dtype", "head_dtype", "reduce_dtype", "param_dtype"):
         check_choice(name, arguments[name], FLOATS)
     for name in ("recompute", "module", "kept", "kernels"):
@@ -199,17 +205,10 @@ def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozense
     check_choice("platform", arguments["platform"], ("gpu", "cpu"))
     check_chunk_bytes(arguments["max_chunk_bytes"])
     options, ranks, nodes = (arguments[name] for name in ("options", "ranks", "nodes"))
-    if isinstance(options, str):
-        raise ValueError(
-            f"`options` must be a tuple of names; got the string {options!r}. Write ({options!r},)."
-        )
+    PLANS.require("options", not isinstance(options, str), options=options)
     for option in options:
         check_choice("options", option, known)
-    if ranks % nodes:
-        raise ValueError(
-            f"`ranks` must be spread over `nodes` evenly; got {ranks} ranks on {nodes} nodes. Pass "
-            f"the ranks that share the head, and their nodes."
-        )
+    PLANS.require("nodes", ranks % nodes == 0, ranks=ranks, nodes=nodes)
     rates = arguments["rates"]
     for name, rate in (rates._asdict() if rates else {}).items():
         least = 0 if name == "latency" else 1

@@ -105,8 +105,8 @@ def _route(
     s: RouteConfig,
     name: str,
     exchanges: list[Exchange],
-    flops: int,
     moments: Moments,
+    flops: int,
     chunks: tuple[int, int],
     block_rows: int = 0,
 ) -> Route:
@@ -123,7 +123,7 @@ def _flops(s: RouteConfig, rows: int, columns: int, products: int) -> int:
 def _full_logits(s: RouteConfig) -> Route:
     exchanges, tokens = _of_fsdp2(s, again=not s.kept), s.tokens_per_rank
     flops = _flops(s, tokens, s.vocab_size, 3)
-    return _route(s, "full logits", exchanges, flops, of_full_logits(s), (tokens, 1))
+    return _route(s, "full logits", exchanges, of_full_logits(s), flops, (tokens, 1))
 
 
 def _head(s: RouteConfig) -> Route:
@@ -131,7 +131,7 @@ def _head(s: RouteConfig) -> Route:
     exchanges = _of_fsdp2(s, again=(s.recompute or s.module) and not s.kept)
     flops = _flops(s, tokens, s.vocab_size, 4 if s.recompute else 3)
     chunks = min(plan.chunk_tokens, tokens), plan.num_chunks
-    return _route(s, "head", exchanges, flops, of_head(s, plan), chunks)
+    return _route(s, "head", exchanges, of_head(s, plan), flops, chunks)
 
 
 def _of_fsdp2(s: RouteConfig, *, again: bool) -> list[Exchange]:
@@ -156,22 +156,15 @@ def _hidden(s: RouteConfig) -> Route:
     exchanges = [*_handshakes(s), *_of_tokens(s, plan, s.ranks, s.nodes)]
     exchanges.append(_over_replicas(s, s.rows * s.hidden_size * s.size))
     moments = of_hidden(s, plan, s.rows, s.ranks, gathered=False)
-    return _meeting(s, "hidden", exchanges, plan, s.rows, s.ranks, moments)
+    return _route(s, "hidden", exchanges, moments, *_products(s, plan, s.rows, s.ranks))
 
 
-def _meeting(
-    s: RouteConfig,
-    name: str,
-    exchanges: list[Exchange],
-    plan: ChunkPlan,
-    rows: int,
-    ranks: int,
-    moments: Moments,
-) -> Route:
-    """Where the tokens of `ranks` meet `rows` of the head."""
+def _products(
+    s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int
+) -> tuple[int, tuple[int, int]]:
+    """FLOP and chunks where the tokens of `ranks` meet `rows` of the head."""
     flops = _flops(s, plan.num_tokens, rows, 4 if _twice(s, plan.num_chunks) else 3)
-    chunks = plan.chunk_tokens // ranks, plan.num_chunks
-    return _route(s, name, exchanges, flops, moments, chunks)
+    return flops, (plan.chunk_tokens // ranks, plan.num_chunks)
 
 
 def _twice(s: RouteConfig, chunks: int) -> bool:
@@ -241,13 +234,13 @@ def _stream(s: RouteConfig) -> Route:
     ]
     flops = _flops(s, s.tokens_per_rank, s.ranks * s.rows, 4)
     chunks = min(plan.chunk_tokens, s.tokens_per_rank), plan.num_chunks
-    return _route(s, "stream", exchanges, flops, of_stream(s, plan, rows), chunks, rows)
+    return _route(s, "stream", exchanges, of_stream(s, plan, rows), flops, chunks, rows)
 
 
 def _hybrid(s: RouteConfig) -> Route:
     """Rows of the same place of all nodes, which meet the tokens of their own node: "hidden" with a
     mesh of nodes."""
-    ranks, rows = s.ranks // s.nodes, s.rows_of_node
+    ranks, rows = s.ranks // s.nodes, s.nodes * s.rows
     plan = s.plan_of_shared(rows, ranks)
     over, entries = (s.nodes, s.nodes), rows * s.hidden_size
     passed, again = entries * s.gemm_size, int(s.recompute)
@@ -259,4 +252,4 @@ def _hybrid(s: RouteConfig) -> Route:
         Exchange("reduce_scatter", "d weight", 1, entries * s.size, *over, backward=s.recompute),
     ]
     moments = of_hidden(s, plan, rows, ranks, gathered=True)
-    return _meeting(s, "hybrid", exchanges, plan, rows, ranks, moments)
+    return _route(s, "hybrid", exchanges, moments, *_products(s, plan, rows, ranks))

@@ -130,11 +130,6 @@ class RouteConfig:
     def on_cpu(self) -> bool:
         return self.platform == "cpu"
 
-    @property
-    def rows_of_node(self) -> int:
-        """Of the place of a rank in all nodes together."""
-        return self.nodes * self.rows
-
     def plan_of_own(self) -> ChunkPlan:
         """A rank's own tokens, the whole head."""
         return self._planned(self.tokens_per_rank, self.vocab_size, self._budget(own=True))

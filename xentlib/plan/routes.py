@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Literal, TypedDict, Unpack
 
-from xentlib.checks.validators import check_number, check_routes
+from xentlib.checks.validators import check_number, check_routes, is_count
 from xentlib.plan.route import Route, routes_of
 from xentlib.plan.route_config import Rates, RouteConfig
 
@@ -159,8 +159,7 @@ def choose_gather(
         ValueError: those of `head_routes`.
     """
     if memory is not None:
-        ok = isinstance(memory, int) and memory >= 1
-        check_number("memory", memory, "None or an integer >= 1, bytes", ok=ok)
+        check_number("memory", memory, "None or an integer >= 1, bytes", ok=is_count(memory))
     routes = head_routes(tokens_per_rank, vocab_size, hidden_size, ranks, **more)
     fit = [x for x in CHOICES if memory is None or routes[x].peak_bytes <= memory]
     if not fit:

@@ -5,42 +5,27 @@ Shapes: N tokens, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from xentlib.reference.gradients import Gradients
-from xentlib.reference.nll import divided_by, nll_reference
+from xentlib.reference.nll import NLLReference, divided_by, nll_reference
 from xentlib.reference.softmax import Float64, f64
 
 # `nll_reference` holds about so many [N, V] arrays of float64 at once.
 ARRAYS = 20
 CHUNK_BYTES = 256 << 20
-
-
-@dataclass(frozen=True)
-class SummedReference(Gradients):
-    """What `nll_reference` has of all tokens together; names as there."""
-
-    loss: Float64
-    loss_magnitude: Float64
-    logprobs: Float64
-    bound_logprobs: Float64
-    bound_tokens: Float64
-
-
 # One row for each token; the rest are sums.
 ROWS = (
-    *("logprobs", "bound_logprobs", "bound_tokens"),
-    *("d_hidden", "bound_hidden", "magnitude_hidden"),
+    *("logprobs", "entropy", "lse", "correct", "predicted", "margin"),
+    *("bound_logprobs", "bound_tokens", "d_hidden", "bound_hidden", "magnitude_hidden"),
 )
 PER_TOKEN = ("where", "token_weights", "temperature")
 
 
 def summed_reference(
     hidden: Any, weight: Any, labels: Any, *, chunk_bytes: int = CHUNK_BYTES, **options: Any
-) -> SummedReference:
+) -> NLLReference:
     """`nll_reference` of `hidden` [N, H] and `labels` [N], in chunks of tokens.
 
     Its [N, V] arrays take `chunk_bytes` at most, or one token. Those that are [V, H], a dozen of
@@ -51,33 +36,34 @@ def summed_reference(
     size = max(1, chunk_bytes // (ARRAYS * 8 * vocab_size))
     hidden, weight = f64(hidden), f64(weight)
     rows: dict[str, list[Float64]] = {name: [] for name in ROWS}
-    sums: dict[str, Float64] = {}
+    sums: dict[str, Any] = {}
     for start in range(0, max(num_tokens, 1), size):
         part = slice(start, start + size)
         own = {
             name: value[part] if name in PER_TOKEN and np.ndim(value) else value
             for name, value in options.items()
         }
-        part_reference = nll_reference(hidden[part], weight, labels[part], **own)._asdict()
-        for name in (field.name for field in fields(SummedReference)):
+        reference = nll_reference(hidden[part], weight, labels[part], **own)
+        for name, value in reference._asdict().items():
             if name in ROWS:
-                rows[name].append(part_reference[name])
+                rows[name].append(value)
             elif name in sums:
-                sums[name] += part_reference[name]
+                sums[name] += value
             else:
-                sums[name] = np.array(part_reference[name])
-    return SummedReference(**sums, **{name: np.concatenate(x) for name, x in rows.items()})
+                sums[name] = np.array(value)
+    values = sums | {name: np.concatenate(x) for name, x in rows.items()}
+    return NLLReference(**values)
 
 
 def divisor_of(labels: Any, options: dict[str, Any]) -> float:
     """What `nll_reference` divides the sum by, from its labels [N] and options."""
-    given = {"where": None, "token_weights": None, "class_weights": None, **options}
+    arrays = {"where": None, "token_weights": None, "class_weights": None, **options}
     valid = np.asarray(labels) != options.get("ignore_index", -100)
-    if given["where"] is not None:
-        valid = valid & np.asarray(given["where"])
-    weights = np.ones(len(valid)) if given["token_weights"] is None else given["token_weights"]
+    if arrays["where"] is not None:
+        valid = valid & np.asarray(arrays["where"])
+    weights = np.ones(len(valid)) if arrays["token_weights"] is None else arrays["token_weights"]
     weights = np.where(valid, f64(weights), 0.0)
-    if given["class_weights"] is not None:
-        weights = weights * f64(given["class_weights"])[np.where(valid, labels, 0)]
+    if arrays["class_weights"] is not None:
+        weights = weights * f64(arrays["class_weights"])[np.where(valid, labels, 0)]
     how = options.get("reduction", "mean"), options.get("denominator")
     return divided_by(int(valid.sum()), float(weights.sum()), *how)

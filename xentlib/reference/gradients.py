@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from xentlib.reference.softmax import Float64, Softmax
 from xentlib.ulp import round_to
-
-
-@dataclass(frozen=True)
-class Gradients:
-    d_hidden: Float64
-    d_weight: Float64
-    d_bias: Float64
-    bound_hidden: Float64
-    bound_weight: Float64
-    bound_bias: Float64
-    magnitude_hidden: Float64
-    magnitude_weight: Float64
-    magnitude_bias: Float64
-
 
 # float16 dz carries a power of two: the largest factor of a token is put into [2^10, 2^11).
 FP16_EXPONENT = 11
@@ -35,8 +19,9 @@ def gradients_of(
     upstream: float,
     factor: Float64,
     head: bool = True,
-) -> Gradients:
-    """Back through softcap, scale and temperature, and through the two GEMMs.
+) -> dict[str, Float64]:
+    """Back through softcap, scale and temperature, and through the two GEMMs: the fields of a
+    reference whose names begin with `d_`, and with `bound_` and `magnitude_` of the same arrays.
 
     `factor` [N] is what multiplies each token, the upstream gradient included. Without `head` what
     is [V, H] is left out, as [0, H].
@@ -53,17 +38,18 @@ def gradients_of(
             power = float(np.ldexp(1.0, FP16_EXPONENT - int(np.frexp(largest)[1])))
         dz_gemm = round_to(dz / upstream * power, dz_dtype) / power * upstream
     total_bz = bz + np.abs(dz)
-    dz_NU, bz_NU = (dz_gemm, total_bz) if head else (dz_gemm[:, :0], total_bz[:, :0])
-    d_weight, bound_weight = dz_NU.T @ s.x_NH, bz_NU.T @ np.abs(s.x_NH)
-    magnitude_weight = np.abs(dz_NU).T @ np.abs(s.x_NH)
-    return Gradients(
-        d_hidden=(dz_gemm @ s.w_VH).reshape(s.hidden.shape),
-        d_weight=d_weight.T if s.turned else d_weight,
-        d_bias=dz.sum(axis=0),
-        bound_hidden=(total_bz @ np.abs(s.w_VH)).reshape(s.hidden.shape),
-        bound_weight=bound_weight.T if s.turned else bound_weight,
-        bound_bias=total_bz.sum(axis=0),
-        magnitude_hidden=(np.abs(dz_gemm) @ np.abs(s.w_VH)).reshape(s.hidden.shape),
-        magnitude_weight=magnitude_weight.T if s.turned else magnitude_weight,
-        magnitude_bias=np.abs(dz).sum(axis=0),
-    )
+
+    def products(
+        kind: str, dz_gemm: Float64, dz: Float64, x_NH: Float64, w_VH: Float64
+    ) -> dict[str, Float64]:
+        weight = (dz_gemm if head else dz_gemm[:, :0]).T @ x_NH
+        return {
+            f"{kind}_hidden": (dz_gemm @ w_VH).reshape(s.hidden.shape),
+            f"{kind}_weight": weight.T if s.turned else weight,
+            f"{kind}_bias": dz.sum(axis=0),
+        }
+
+    sizes = np.abs(s.x_NH), np.abs(s.w_VH)
+    gradients = products("d", dz_gemm, dz, s.x_NH, s.w_VH)
+    gradients |= products("bound", total_bz, total_bz, *sizes)
+    return gradients | products("magnitude", np.abs(dz_gemm), np.abs(dz), *sizes)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xentlib.reference.gradients import gradients_of
-from xentlib.reference.softmax import Float64, f64, softmax
+from xentlib.reference.softmax import Float64, Softmax, f64
 
 
 class LogprobReference(NamedTuple):
@@ -61,7 +61,7 @@ def logprobs_reference(
         label_smoothing: of `vocab_parallel_logprobs`.
         dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5).
     """
-    s = softmax(
+    s = Softmax(
         hidden, weight, labels, bias, where, ignore_index,
         logit_scale, softcap, temperature, weight_layout,
     )  # fmt: skip
@@ -100,5 +100,5 @@ def logprobs_reference(
         entropy=s.per_token(s.entropy),
         lse=s.per_token(s.lse),
         correct=s.correct.reshape(s.leading),
-        **vars(gradients),
+        **gradients,
     )

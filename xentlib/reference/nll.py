@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xentlib.reference.gradients import gradients_of
-from xentlib.reference.softmax import Float64, f64, softmax
+from xentlib.reference.softmax import Float64, Softmax, f64
 
 
 class NLLReference(NamedTuple):
@@ -79,7 +79,7 @@ def nll_reference(
             row A7 measures everything but that rounding.
         head: False leaves out what is [V, H].
     """
-    s = softmax(
+    s = Softmax(
         hidden, weight, labels, bias, where, ignore_index,
         logit_scale, softcap, temperature, weight_layout,
     )  # fmt: skip
@@ -132,5 +132,5 @@ def nll_reference(
         loss_magnitude=np.asarray(np.abs(terms).sum()),
         bound_logprobs=s.per_token(moved_N),
         bound_tokens=s.per_token(np.abs(weights / divisor) * bound_N),
-        **vars(gradients),
+        **gradients,
     )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xentlib.checks import audit as checks
+from xentlib.checks.audit import STEPS, described
 from xentlib.tools.audit.diagnose import oracle_of
 from xentlib.tools.audit.hypotheses import Numbers, Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem
@@ -114,8 +115,8 @@ def numbers(problem: Problem, result: Returned, to_numpy: ToNumPy, before: Array
         checks.check_loss(result.loss, None if loss.dtype.kind in "OSUb" else loss.size)
         loss = loss.reshape(())
     if result.d_weight is None:
-        checks.check_unchanged(problem.weight, before)
-    checks.check_gradients_there(result.d_weight, result.whole)
+        STEPS.require("unchanged", np.array_equal(problem.weight, before))
+        STEPS.refuse("gradients", came=described(result.whole))
     weight = to_numpy(result.d_weight)
     vocab, width = problem.weight.shape
     if weight.shape == (width, vocab):  # a Flax kernel
@@ -158,14 +159,15 @@ def of_function(kind: str, result: Any, tokens: int, array: type) -> tuple[Any, 
         value = _of_name(result, "loss")
         if value is None:
             value = result[0] if isinstance(result, (tuple, list)) and result else result
-        checks.check_backward(kind, value, isinstance(value, array))
+        checks.check_graph(kind, value, isinstance(value, array))
         checks.check_loss(value, size(value))
         return (value,)
     outputs = [_of_name(result, "logprobs"), _of_name(result, "entropy")]
     if outputs[0] is None:
         outputs = [*result[:2]] if isinstance(result, (tuple, list)) else [result]
     values = tuple(x for x in outputs if x is not None)
-    checks.check_per_token_values([size(x) for x in values], tokens, result)
+    per_token = values and all(size(x) == tokens for x in values)
+    STEPS.require("per_token", per_token, tokens=tokens, came=described(result))
     return values
 
 
