@@ -34,11 +34,7 @@ class ChunkedLogits:
     """Steps 1 and 2 of some rows of a head: logits of one chunk after the other, in one buffer."""
 
     def __init__(
-        self,
-        call: HeadCall,
-        chunks_of: OwnTokens,
-        vocab: LocalVocab,
-        class_weights: Tensor | None,
+        self, call: HeadCall, chunks_of: OwnTokens, vocab: LocalVocab, class_weights: Tensor | None
     ) -> None:
         """Of the rows of `call`; `chunks_of` says whose tokens are in a chunk, which have been
         exchanged by now, and `vocab` which classes the rows are."""
