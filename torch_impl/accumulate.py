@@ -105,10 +105,8 @@ class TokenNormalizer:
         self.wrapper = detect_wrapper(*self.given)
         self._check_alone()
         self.group = self.wrapper.group if self.count_group is None else self.count_group
-        ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
-        data = (
-            [] if self.wrapper.group is None else dist.get_process_group_ranks(self.wrapper.group)
-        )
+        groups = (self.group, self.wrapper.group)
+        ranks, data = ([] if x is None else dist.get_process_group_ranks(x) for x in groups)
         if len(ranks or [0]) % self.wrapper.ranks or not set(data) <= set(ranks):
             raise UnsupportedWrapperError(
                 f"`count_group` must hold every data rank as often as any other; got ranks "
@@ -130,9 +128,8 @@ class TokenNormalizer:
 
     def _check_alone(self) -> None:
         """Refuse a model that seems to be alone on several ranks, and one that only is said to."""
-        plain, ranks = self.wrapper.reduction.wrapper == "plain", 1
-        if dist.is_available() and dist.is_initialized():
-            ranks = dist.get_world_size()
+        plain = self.wrapper.reduction.wrapper == "plain"
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         name = type(self.given[0]).__name__
         if self.alone and not plain:
             raise UnsupportedWrapperError(

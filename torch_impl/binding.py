@@ -29,12 +29,7 @@ from xentlib.torch.operators import (
     not_forward_mode,
     not_transformed,
 )
-from xentlib.torch.placement.rows import (
-    local_columns,
-    local_head,
-    local_logits,
-    replicated,
-)
+from xentlib.torch.placement.rows import local_columns, local_head, local_logits, replicated
 
 # What a gradient is computed for; every other tensor is a constant.
 LEAVES = ("hidden", "weight", "bias", "logits")

@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width, C columns of given logits, B row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
     LogitsCall,
+    Named,
     RowLayout,
     differentiated_once,
     flattened,
@@ -190,16 +191,10 @@ def logprobs_op(call: HeadCall, values: Values) -> tuple[Tensor, ...]:
 
 
 @logprobs_op.fake
-def _(call: HeadCall, values: Values) -> tuple[Tensor, ...]:
-    return fake_outputs(call.hidden, values.output_dtype, call.compute_dtype)
-
-
-def fake_outputs(
-    like: Tensor, output_dtype: torch.dtype, compute_dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    dtypes = [output_dtype] * 3 + [torch.bool]
+def fake_outputs(call: HeadCall | LogitsCall, values: Values) -> tuple[Tensor, ...]:
+    like, dtypes = call[0], [values.output_dtype] * 3 + [torch.bool]
     outputs = [like.new_empty(like.shape[0], dtype=dtype) for dtype in dtypes]
-    return (*outputs, like.new_empty(4, like.shape[0], dtype=compute_dtype))
+    return (*outputs, like.new_empty(4, like.shape[0], dtype=call.compute_dtype))
 
 
 @operator("logprobs_backward", Cotangents, HeadCall, Needs, returns=FIVE)
@@ -216,40 +211,38 @@ def _(upstream: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
 
 def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> None:
     """What a backward needs: the call, and residuals."""
-    *outputs, residuals = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(outputs[-1], residuals)
+    *_, correct, residuals = output
+    ctx.mark_non_differentiable(correct, residuals)
     fields = flattened(call)
     ctx.save_for_backward(residuals, *(x for x in fields if isinstance(x, Tensor)))
     ctx.kind = type(call)
     ctx.fields = [Tensor if isinstance(x, Tensor) else x for x in fields]
 
 
-def kept_of(
-    ctx: Any, function: str, gradients: Sequence[Tensor | None]
-) -> tuple[Any, Cotangents] | None:
-    """The call and what its backward pulls back; None if nothing is."""
-    differentiated_once(function, "log_softmax")
-    d_logprobs, d_entropy, d_lse, *_ = gradients
-    if d_logprobs is None and d_entropy is None and d_lse is None:
-        return None
-    residuals, *tensors = ctx.saved_tensors
-    saved = iter(tensors)
-    call = made(ctx.kind, (next(saved) if x is Tensor else x for x in ctx.fields))
-    return call, Cotangents(d_logprobs, d_entropy, d_lse, residuals)
+def backward_of(function: str, gradients: Callable[[Any, Cotangents, Any], Named]) -> Any:
+    """A backward that hands `gradients` what is pulled back and the call, if anything is."""
+
+    def backward(ctx: Any, *of_outputs: Tensor | None) -> Named | None:
+        differentiated_once(function, "log_softmax")
+        d_logprobs, d_entropy, d_lse, *_ = of_outputs
+        if d_logprobs is None and d_entropy is None and d_lse is None:
+            return None
+        residuals, *tensors = ctx.saved_tensors
+        saved = iter(tensors)
+        call = made(ctx.kind, (next(saved) if x is Tensor else x for x in ctx.fields))
+        return gradients(ctx, Cotangents(d_logprobs, d_entropy, d_lse, residuals), call)
+
+    return backward
 
 
-def _backward(ctx: Any, *of_outputs: Tensor | None) -> dict[str, Tensor | None] | None:
-    kept = kept_of(ctx, "chunked_logprobs", of_outputs)
-    if kept is None:
-        return None
-    call, upstream = kept
+def gradients_of_head(ctx: Any, upstream: Cotangents, call: HeadCall) -> Named:
     needs = logprobs_op.needed(ctx, *DIFFERENTIATED)
     gradients = logprobs_backward_op(upstream, call, Needs(needs))
     return {name: g if need else None for name, g, need in zip(DIFFERENTIATED, gradients, needs)}
 
 
-logprobs_op.gradient(keep, _backward)
+logprobs_op.gradient(keep, backward_of("chunked_logprobs", gradients_of_head))
 
 
 @with_head(recompute=True)
@@ -313,9 +306,7 @@ def given_op(call: LogitsCall, values: Values) -> tuple[Tensor, ...]:
     return (*output, torch.stack(residuals))
 
 
-@given_op.fake
-def _(call: LogitsCall, values: Values) -> tuple[Tensor, ...]:
-    return fake_outputs(call.logits, values.output_dtype, call.compute_dtype)
+given_op.fake(fake_outputs)
 
 
 @operator("given_backward", Cotangents, LogitsCall, returns="Tensor")
@@ -329,15 +320,11 @@ def _(upstream: Cotangents, call: LogitsCall) -> Tensor:
     return torch.empty_like(call.logits)
 
 
-def _given_backward(ctx: Any, *gradients: Tensor | None) -> dict[str, Tensor | None] | None:
-    kept = kept_of(ctx, "vocab_parallel_logprobs", gradients)
-    if kept is None:
-        return None
-    call, upstream = kept
+def gradient_of_logits(ctx: Any, upstream: Cotangents, call: LogitsCall) -> Named:
     return {"logits": given_backward_op(upstream, call)}
 
 
-given_op.gradient(keep, _given_backward)
+given_op.gradient(keep, backward_of("vocab_parallel_logprobs", gradient_of_logits))
 
 
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:

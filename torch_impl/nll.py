@@ -17,7 +17,7 @@ from xentlib.arguments import Arguments
 from xentlib.checks.call import CALLS
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.torch.array_spec import as_tensor
-from xentlib.torch.binding import bind
+from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import Terms, same_upstream
 from xentlib.torch.core.device import device_info, host_readable
@@ -253,10 +253,8 @@ def nll_backward(
                 scaled = accumulator * by
             if slot == 0:
                 # By selection: 0 times an inf is NaN, times a negative number -0.
-                mask_N1 = ~valid_N[:, None]
-                scaled = (
-                    scaled.masked_fill_(mask_N1, 0.0) if eager else scaled.masked_fill(mask_N1, 0.0)
-                )
+                fill = scaled.masked_fill_ if eager else scaled.masked_fill
+                scaled = fill(~valid_N[:, None], 0.0)
             results[slot] = scaled.to(dtype).contiguous()
     return results
 
@@ -348,9 +346,8 @@ def nll(given: Arguments, local: RowLayout | None = None) -> NLLOutput[Tensor]:
     """`chunked_nll` of its arguments."""
     given, problem, call = bind("chunked_nll", given, local)
     divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
-    weights = given.token_weights
     loss = Loss(
-        token_weights=None if weights is None else weights.reshape(-1),
+        token_weights=tokens(given.token_weights),
         class_weights=given.class_weights,
         denominator=divisor,
         mean=given.reduction == "mean",

@@ -101,14 +101,9 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return twin
 
 
-def all_gather_rows(rows: Tensor, count: int, over: dist.ProcessGroup) -> Tensor:
-    """All `count` rows of a parameter [r, H], of which each rank has as torch.chunk cuts."""
-    whole: Tensor = AllGatherRows.apply(rows, count, over)  # type: ignore[no-untyped-call]
-    return whole
-
-
 class AllGatherRows(torch.autograd.Function):
-    """All ranks' rows of a parameter, whose gradient each rank has of all of them."""
+    """All `count` rows of a parameter [r, H], of which each rank has as torch.chunk cuts, and whose
+    gradient each rank has of all of them."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, count: int, over: Any) -> Tensor:

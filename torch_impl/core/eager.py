@@ -5,24 +5,17 @@ Shapes: B rows of a block, V columns.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from xentlib.algebra import FLOOR, Coefficients, NonTargetStats, WantedStats
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import add_rows_
-from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, TargetTerms
+from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, LogitTransform, TargetTerms
 
 
-class Eager:
+class Eager(Kernels):
     """See `kernels.Kernels`. Scratch is one [B, V] buffer, and a second for exp on CPU."""
-
-    whole_chunks: ClassVar[bool] = False
-    spare_column: ClassVar[bool] = True
-    sorted_targets: ClassVar[bool] = False
-    fused_loss: ClassVar[bool] = False
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: LogitTransform

@@ -77,10 +77,12 @@ class LossTerms(NamedTuple):
 class Kernels(Protocol):
     """All calls, with the scratch that they share. Made for a chunk; given up before its GEMMs."""
 
-    whole_chunks: ClassVar[bool]  # takes a chunk's rows at once, and has no scratch of their size
-    spare_column: ClassVar[bool]  # a target of another rank needs a column of this one, at -inf
-    sorted_targets: ClassVar[bool]  # `add_to_weight` wants `order_B`
-    fused_loss: ClassVar[bool]  # has `loss`
+    # Takes a chunk's rows at once, and has no scratch of their size
+    whole_chunks: ClassVar[bool] = False
+    # A target of another rank needs a column of this one, at -inf
+    spare_column: ClassVar[bool] = True
+    sorted_targets: ClassVar[bool] = False  # `add_to_weight` wants `order_B`
+    fused_loss: ClassVar[bool] = False  # has `loss`
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: LogitTransform

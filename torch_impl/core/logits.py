@@ -34,17 +34,13 @@ class ChunkedLogits:
     """Steps 1 and 2 of some rows of a head: logits of one chunk after the other, in one buffer."""
 
     def __init__(
-        self,
-        call: HeadCall,
-        chunks_of: OwnTokens,
-        vocab: LocalVocab,
-        class_weights: Tensor | None,
+        self, call: HeadCall, chunks_of: OwnTokens, vocab: LocalVocab, class_weights: Tensor | None
     ) -> None:
         """Of the rows of `call`; `chunks_of` says whose tokens are in a chunk, which have been
         exchanged by now, and `vocab` which classes the rows are."""
         hidden, compute_dtype = call.hidden, call.compute_dtype
         self.chunks_of, self.vocab, self.class_weights = chunks_of, vocab, class_weights
-        self.tokens = chunks_of.all.of_columns(vocab)
+        self.tokens, self.gathered = chunks_of.all.of_columns(vocab), chunks_of.gathered
         self.ignore_index, self.transposed = call.ignore_index, call.transposed
         # Where tokens are gathered each rank keeps its own part of d hidden.
         self.sums_hidden = call.reduce_hidden and not chunks_of.gathered
@@ -87,10 +83,6 @@ class ChunkedLogits:
     @property
     def labels(self) -> Tensor:
         return self.chunks_of.labels
-
-    @property
-    def gathered(self) -> bool:
-        return self.chunks_of.gathered
 
     def chunks(self) -> Iterator[Chunk]:
         hidden = self.chunks_of.chunks(self.plan)
@@ -177,12 +169,16 @@ class GivenLogits:
             consistency.per_token("temperature", self.temperature, self.logits.shape[0])
             consistency.scalars(self.scalars, "vocab_parallel_logprobs")
 
+    def chunks(self) -> tuple[None]:
+        """All tokens are one."""
+        return (None,)
+
     def kernels(self) -> Kernels:
         """For all of the blocks."""
         device, size = self.logits.device, min(self.block_rows, self.tokens.computed)
         return self.made(size, self.width, self.compute_dtype, device, self.shape)
 
-    def blocks(self) -> Iterator[LogitsBlock]:
+    def blocks(self, chunk: None = None) -> Iterator[LogitsBlock]:
         """All in one buffer, and rows that do not count are 0; the logits themselves, where kernels
         only read them."""
         tokens, whole = self.tokens, self.made.whole_chunks

@@ -84,11 +84,8 @@ class HeadLoop:
         self.class_weights = None if weights is None else weights.to(call.compute_dtype)
         parts: Parts = ROUTES[route](self, agreed)
         self.rows, self.vocab, self.chunks_of = parts
-
-    @property
-    def own(self) -> Selected:
-        """This rank's tokens."""
-        return self.chunks_of.own
+        # This rank's tokens, and whether those of other ranks are in a chunk with them
+        self.own, self.gathered = self.chunks_of.own, self.chunks_of.gathered
 
     @property
     def tokens(self) -> Selected:
@@ -98,10 +95,6 @@ class HeadLoop:
     @property
     def labels(self) -> Tensor:
         return self.chunks_of.labels
-
-    @property
-    def gathered(self) -> bool:
-        return self.chunks_of.gathered
 
     def blocks(self) -> Iterator[ChunkedLogits]:
         return self.rows.blocks(self)

@@ -168,23 +168,19 @@ class StreamedRows:
         # Of the places of a block that classes take, rows beyond a rank's last left out.
         self.taken_V = key_V[self.class_V]
         self.local = call.weight.to(call.gemm_dtype)
-        self.bias_V = None if call.bias is None else self._whole_bias(call.bias)
+        self.bias_V: Tensor | None = None  # in the order of the classes
+        if call.bias is not None:
+            bias = all_gather(filled(call.bias, self.rows_each), self.group)
+            self.bias_V = bias[: self.vocab_size]
         self.call = call._replace(transposed=False)
-
-    def _whole_bias(self, bias: Tensor) -> Tensor:
-        """[V], in the order of the classes."""
-        return all_gather(filled(bias, self.rows_each), self.group)[: self.vocab_size]
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-self.rows_each // self.block)
 
     def blocks(self, loop: HeadLoop) -> Iterator[ChunkedLogits]:
         """The next block's rows travel meanwhile."""
         pending: PendingCollective | None = None
-        for b in range(self.num_blocks):
+        num_blocks = -(-self.rows_each // self.block)
+        for b in range(num_blocks):
             rows = (self._start(b) if pending is None else pending).wait()
-            pending = self._start(b + 1) if b + 1 < self.num_blocks else None
+            pending = self._start(b + 1) if b + 1 < num_blocks else None
             start, stop = self.bounds(b)
             if stop - start < rows.shape[0]:
                 rows = rows[self.taken(b)]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from xentlib.algebra import NonTargetStats, TokenStats, WantedStats, unpack_stats
 from xentlib.torch.core.algebra import ALGEBRA
-from xentlib.torch.core.kernels import Kernels, LogitsBlock
 from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits
 from xentlib.torch.core.tokens import check_labels, target_info
 
@@ -40,11 +39,8 @@ def all_stats(loop: Any, wanted: WantedStats) -> TokenStats:
 def columns_of_blocks(blocks: Iterable[ChunkedLogits], wanted: WantedStats) -> ColumnStats:
     of_all: ColumnStats | None = None
     for logits in blocks:
-        sums = StatSums(logits, wanted)
-        for chunk in logits.chunks():
-            sums.add_chunk(logits, chunk)
+        of_block = columns_of(logits, wanted)
         logits.filled = logits.plan.num_chunks == 1 and logits.shape.scalars.softcap is None
-        of_block = sums.of_columns()
         of_all = of_block if of_all is None else of_all.joined(of_block)
     assert of_all is not None
     return of_all
@@ -52,56 +48,44 @@ def columns_of_blocks(blocks: Iterable[ChunkedLogits], wanted: WantedStats) -> C
 
 def chunk_stats(logits: ChunkedLogits, chunk: Chunk, wanted: WantedStats) -> TokenStats:
     """Of the tokens of one chunk, whose logits stay."""
-    sums = StatSums(logits, wanted, chunk)
-    sums.add_chunk(logits, chunk)
-    return combined(logits, sums.of_columns(), sums.places)
+    places = logits.tokens.places(chunk.start, chunk.start + chunk.size)
+    return combined(logits, columns_of(logits, wanted, chunk), places)
 
 
 def given_stats(given: GivenLogits, wanted: WantedStats) -> TokenStats:
     """Of all N tokens, from logits that are there."""
-    sums, kernels = StatSums(given, wanted), given.kernels()
-    for rows in given.blocks():
-        sums.add(rows, kernels)
-    return combined(given, sums.of_columns(), sums.places)
+    return combined(given, columns_of(given, wanted), slice(None))
 
 
-class StatSums:
-    """Steps 3 and 4 of some columns, for all N tokens or those of a chunk."""
+def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> ColumnStats:
+    """Steps 3 and 4 of the columns of a `ChunkedLogits` or `GivenLogits`, for all N tokens or those
+    of a chunk."""
+    places, count = slice(None), logits.tokens.valid.shape[0]
+    if chunk is not None:
+        places, count = logits.tokens.places(chunk.start, chunk.start + chunk.size), chunk.size
+    packed = torch.zeros(4 + sum(wanted), count, **logits.like)
+    for part in logits.chunks() if chunk is None else (chunk,):
+        put_stats(packed, logits, part, wanted, whole=chunk is None)
+    z_y, rest = unpack_stats(packed, wanted)
+    if rest.top is not None:
+        rest = rest._replace(top=logits.vocab.to_class(rest.top))
+    owned = logits.tokens.owned
+    here = torch.ones_like(z_y, dtype=torch.bool) if owned is None else owned[places]
+    weight: Tensor | float = float(logits.local_size)
+    if logits.own_weights is not None:
+        weight = logits.own_weights.sum()
+    label = target_info(logits, places)
+    return ColumnStats(z_y, here, rest, weight - label.weight * here.to(z_y.dtype))
 
-    def __init__(
-        self,
-        logits: ChunkedLogits | GivenLogits,
-        wanted: WantedStats,
-        chunk: Chunk | None = None,
-    ) -> None:
-        self.logits, self.wanted, self.whole = logits, wanted, chunk is None
-        self.places: slice | Tensor = slice(None)
-        if chunk is not None:
-            self.places = logits.tokens.places(chunk.start, chunk.start + chunk.size)
-        count = logits.tokens.valid.shape[0] if chunk is None else chunk.size
-        self.packed = torch.zeros(4 + sum(wanted), count, **logits.like)
 
-    def add_chunk(self, logits: ChunkedLogits, chunk: Chunk) -> None:
-        kernels = logits.kernels()
-        for rows in logits.blocks(chunk):
-            self.add(rows, kernels)
-
-    def add(self, rows: LogitsBlock, kernels: Kernels) -> None:
-        z_y, rest = kernels.stats(rows, self.wanted, dz_follows=False)
-        places = rows.places if self.whole else rows.span
-        self.packed[:, places] = torch.stack([z_y, *(x for x in rest if x is not None)])
-
-    def of_columns(self) -> ColumnStats:
-        z_y, rest = unpack_stats(self.packed, self.wanted)
-        logits, owned = self.logits, self.logits.tokens.owned
-        if rest.top is not None:
-            rest = rest._replace(top=logits.vocab.to_class(rest.top))
-        here = torch.ones_like(z_y, dtype=torch.bool) if owned is None else owned[self.places]
-        weight: Tensor | float = float(logits.local_size)
-        if logits.own_weights is not None:
-            weight = logits.own_weights.sum()
-        label = target_info(logits, self.places)
-        return ColumnStats(z_y, here, rest, weight - label.weight * here.to(z_y.dtype))
+def put_stats(packed: Tensor, logits: Any, chunk: Any, wanted: WantedStats, *, whole: bool) -> None:
+    """Of a chunk, at the places of its tokens within all of them if `whole`, else within it. The
+    kernels are given up before the product of the next chunk."""
+    kernels = logits.kernels()
+    for rows in logits.blocks(chunk):
+        z_y, rest = kernels.stats(rows, wanted, dz_follows=False)
+        places = rows.places if whole else rows.span
+        packed[:, places] = torch.stack([z_y, *(x for x in rest if x is not None)])
 
 
 def combined(part: Any, columns: ColumnStats, places: slice | Tensor) -> TokenStats:

@@ -35,9 +35,8 @@ class LocalVocab:
     def own_part(self, weights: Tensor) -> Tensor:
         """Of [V] numbers."""
         if self.order is not None:
-            return weights[
-                self.order.to_class(torch.arange(self.local_size, device=weights.device))
-            ]
+            columns = torch.arange(self.local_size, device=weights.device)
+            return weights[self.order.to_class(columns)]
         return weights if self.shard is None else weights[self.shard.start : self.shard.stop]
 
     def to_class(self, columns: Tensor) -> Tensor:
@@ -93,11 +92,7 @@ class Selected(NamedTuple):
 
 
 def select_tokens(
-    labels: Tensor,
-    where: Tensor | None,
-    ignore_index: int,
-    vocab: LocalVocab,
-    device: torch.device,
+    labels: Tensor, where: Tensor | None, ignore_index: int, vocab: LocalVocab, device: torch.device
 ) -> Selected:
     """Of a call on `device`. Over shards labels are checked once all ranks are known to have the
     same."""

@@ -291,17 +291,11 @@ def loss_class() -> Any:
             options = {name: getattr(config, name) for name in names}
             HeadLoss.__init__(self, summed=True, **options)
 
-        def __call__(
-            self,
-            pred: Tensor,
-            labels: Tensor,
-            global_valid_tokens: Any = None,
-            **loss_inputs: Any,
-        ) -> Any:
+        def __call__(self, *arrays: Any, **loss_inputs: Any) -> Any:
             checking = spmd.is_type_checking()
             self.options = {**local_shards(), **self.options}
             with spmd.no_typecheck():
-                loss, metrics = super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
+                loss, metrics = super().__call__(*arrays, **loss_inputs)
                 if checking:
                     spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
             return loss, metrics

@@ -139,8 +139,10 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 def parts(model: Any) -> tuple[Any, Any]:
     """The model of `transformers` in a model, and its head."""
+    from transformers import PreTrainedModel
+
     inner = model
-    while not is_pretrained(inner):
+    while not isinstance(inner, PreTrainedModel):
         base = getattr(inner, "get_base_model", None)
         inside = base() if base is not None else getattr(inner, "module", None)
         if inside is None or inside is inner:
@@ -156,12 +158,6 @@ def parts(model: Any) -> tuple[Any, Any]:
         refuse(f"a {kind} whose forward was replaced, by `accelerator.prepare` perhaps")
     parameters_of(head)  # or the reason why not
     return inner, head
-
-
-def is_pretrained(model: Any) -> bool:
-    from transformers import PreTrainedModel
-
-    return isinstance(model, PreTrainedModel)
 
 
 def refuse(came: str) -> NoReturn:

@@ -139,7 +139,7 @@ def sharded(parameter: Any) -> Any:
         return parameter
     from xentlib.torch.wrappers import fsdp2
 
-    return fsdp2.sharded(parameter)
+    return fsdp2.locate(parameter)[1]
 
 
 def owner_of(weight: Any) -> Owner | None:

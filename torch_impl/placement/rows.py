@@ -19,7 +19,7 @@ from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.array_spec import is_dtensor
-from xentlib.torch.core.consistency import all_gather_rows
+from xentlib.torch.core.consistency import AllGatherRows
 from xentlib.torch.core.vocab import numbers_of
 from xentlib.torch.head.modules import split_lora
 from xentlib.torch.operators import RowLayout
@@ -66,8 +66,13 @@ def local_head(
     belong."""
     parallel = given.vocab_parallel
     weight, bias, local = local_rows(given.weight, given.bias, parallel, given.weight_layout)
-    if low is not None:
-        low = local_low_rank(low, parallel)
+    if low is not None:  # A as every rank has it, and this rank's rows of B
+        a, b = replicated("a", low.a), low.b
+        if is_dtensor(b):
+            if parallel is None:
+                PLACEMENTS.refuse("dtensor", name="b", placements=tuple(b.placements))
+            b = local_part("b", b, 0)
+        low = low._replace(a=a, b=b)
     if given.tokens_parallel is not None and parallel is not None:
         over = unpadded(parallel)[0], find_group(given.tokens_parallel, "tokens_parallel")
         vocab, tokens = map(dist.get_process_group_ranks, over)
@@ -103,16 +108,6 @@ def local_rows(
         SHARDS.require("rows", size + padding == rows, rows=rows, size=size, padding=padding)
         shard = parallel
     return weight, bias, RowLayout(group.group_name, numbers_of(shard, vocab_size))
-
-
-def local_low_rank(low: LowRankHead[Tensor], parallel: Any) -> LowRankHead[Tensor]:
-    """A as every rank has it, and this rank's rows of B, as plain tensors."""
-    a, b = replicated("a", low.a), low.b
-    if is_dtensor(b):
-        if parallel is None:
-            PLACEMENTS.refuse("dtensor", name="b", placements=tuple(b.placements))
-        b = local_part("b", b, 0)
-    return low._replace(a=a, b=b)
 
 
 def shard_of_rank(
@@ -254,7 +249,7 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
 
     head: Any = local(weight)
     if lora is not None:
-        a = all_gather_rows(local(lora.a), lora.a.shape[0], over)
+        a = AllGatherRows.apply(local(lora.a), lora.a.shape[0], over)  # type: ignore[no-untyped-call]
         head = lora._replace(weight=head, a=a, b=local(lora.b))
     narrow = policy.param_dtype in (torch.bfloat16, torch.float16)
     return LocalHead(

@@ -107,7 +107,7 @@ class Triton:
         count, columns = rows.z_BV.shape[0], self.shape.columns
         sums_V = rows.z_BV.new_empty(columns, dtype=torch.float32)
         given = self.of(rows) | self.shape_of(rows)
-        with self.on_device():
+        with device_of(self.device):
             programs.column_sums[(triton.cdiv(columns, SUM_COLUMNS),)](
                 **given, lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma,
                 out_ptr=sums_V, T=count, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS,
@@ -139,15 +139,12 @@ class Triton:
 
     def launch(self, program: Any, rows: LogitsBlock, **given: Any) -> None:
         if rows.z_BV.shape[0]:
-            with self.on_device():
+            with device_of(self.device):
                 program[(rows.z_BV.shape[0],)](**self.of(rows), **given)
 
     def options(self, *, smoothing: bool) -> dict[str, Any]:
         capped = self.shape.scalars.softcap is not None
         return options(self.shape.columns, heavy=smoothing or capped)
-
-    def on_device(self) -> Any:
-        return device_of(self.device)
 
     def of(self, rows: LogitsBlock) -> dict[str, Any]:
         assert rows.z_BV.stride(1) == 1 or self.shape.columns <= 1, "programs read dense rows"

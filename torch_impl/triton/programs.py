@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 
 from xentlib.torch.triton.elementary import round_to, two_diff
-from xentlib.torch.triton.row import (
-    dz_of,
-    scan_row,
-    shape_logits,
-    token_stats,
-    write_dz,
-    zero_row,
-)
+from xentlib.torch.triton.row import dz_of, scan_row, shape_logits, token_stats, write_dz, zero_row
 
 # Numbers of tokens, for which nothing is compiled again.
 VARYING = ["ld_out", "ld_values", "T", "first"]

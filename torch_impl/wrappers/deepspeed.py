@@ -153,10 +153,13 @@ def _unproven(parameters: list[Any]) -> list[str]:
     def has(*names: str) -> bool:
         return any(getattr(optimizer, name, None) for name in names)
 
-    pieces = [p.ds_tensor for p in parameters]
+    groups = (optimizer.dp_process_group, *(p.ds_process_group for p in parameters))
+    ranks = {tuple(dist.get_process_group_ranks(group)) for group in groups}
+    dtypes = [p.ds_tensor.dtype for p in parameters]
+    gathered = [getattr(p, "comm_dtype", p.ds_tensor.dtype) for p in parameters]
     scales = has("dynamic_loss_scale", "custom_loss_scaler", "torch_autocast_gradscaler")
     features = {
-        "fp16, or a loss scale that moves": scales or pieces[0].dtype == torch.float16,
+        "fp16, or a loss scale that moves": scales or dtypes[0] == torch.float16,
         "parameters or optimizer states that are offloaded": has(
             "offload_optimizer", "offload_param", "offloaded_states", "params_in_nvme_and_cpu"
         ),
@@ -165,19 +168,10 @@ def _unproven(parameters: list[Any]) -> list[str]:
         or any(p.ds_secondary_tensor is not None for p in parameters)
         or offload.zero_quantized_weights
         or offload.zero_quantized_nontrainable_weights,
-        "`torch_autocast`, which gathers in another dtype": any(
-            getattr(p, "comm_dtype", piece.dtype) != piece.dtype
-            for p, piece in zip(parameters, pieces, strict=True)
-        ),
+        "`torch_autocast`, which gathers in another dtype": gathered != dtypes,
         "sequences over ranks": optimizer.sequence_parallel_size > 1,
         "a model over ranks": optimizer.model_parallel_group is not None,
-        "experts over ranks": len(
-            {
-                tuple(dist.get_process_group_ranks(group))
-                for group in (optimizer.dp_process_group, *(p.ds_process_group for p in parameters))
-            }
-        )
-        > 1,
+        "experts over ranks": len(ranks) > 1,
         "`gradient_predivide_factor`": optimizer.gradient_predivide_factor != 1.0,
         "`coalesce_grad_reduction`": has("_coalesce_grad_reduction"),
         "a DeepSpeed of another version": not hasattr(optimizer, "_offload_boundary_param_ids"),
@@ -271,9 +265,8 @@ class DeepSpeed(NoWrapper):
                 f"Count and divide yourself: `chunked_nll(..., denominator=)`."
             )
         self.ranks, self.group = engine.dp_world_size, engine.data_parallel_group
-        kind = type(engine.optimizer).__name__
         refusal = ""
-        if kind == "BF16_Optimizer":
+        if type(engine.optimizer).__name__ == "BF16_Optimizer":
             refusal = (
                 "ZeRO-1 in bf16 steps on a copy of the gradients, which scaling does not reach"
             )
@@ -347,9 +340,9 @@ class DeepSpeed(NoWrapper):
     def zero_gradients(self) -> None:
         optimizer = self.model.optimizer
         optimizer.zero_grad()
-        if getattr(optimizer, "partition_gradients", False) and hasattr(
-            optimizer, "all_grad_tensors"
-        ):  # ZeRO-2 keeps what it has not reduced yet beside the parameters
+        partitioned = getattr(optimizer, "partition_gradients", False)
+        if partitioned and hasattr(optimizer, "all_grad_tensors"):
+            # ZeRO-2 keeps what it has not reduced yet beside the parameters.
             optimizer.all_grad_tensors.clear()
             optimizer.averaged_gradients.clear()
             optimizer.micro_step_id = -1

@@ -66,12 +66,9 @@ def find_owner(parameter: Tensor) -> Owner | None:
     return locate(parameter)[0]
 
 
-def sharded(parameter: Tensor) -> Tensor:
-    """The optimizer's parameter, of what its module has after a forward."""
-    return locate(parameter)[1]
-
-
 def locate(parameter: Tensor) -> tuple[Owner | None, Tensor]:
+    """Who shards a parameter, and the optimizer's parameter of what its module has after a
+    forward."""
     if parameter in OWNERS:
         known: tuple[Owner, Tensor] = OWNERS[parameter]
         return known
