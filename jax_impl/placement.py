@@ -65,6 +65,24 @@ def alone(*arrays: Any) -> bool:
     )
 
 
+def configured(given: Arguments, mesh: Any, tokens: Any, weight: Any) -> Placement | None:
+    """By a trainer's own configuration: `tokens` and `weight` say which axes of its mesh spread the
+    leading dimensions of the hidden states and the head.
+
+    Axes that the mesh does not have, or that have one device, spread nothing. Explicit axes are
+    read from the arrays' types, and inside `shard_map` arrays are this device's own.
+    """
+    types = [] if mesh is None or mesh.size == 1 else list(mesh.axis_types)
+    if not types or any(kind is not AxisType.Auto for kind in types):
+        return None
+
+    def on_mesh(spec: Any) -> P:
+        spread = ([one for one in axes_of(entry) if mesh.shape.get(one, 1) > 1] for entry in spec)
+        return P(*(tuple(names) or None for names in spread))
+
+    return place(mesh, on_mesh(tokens), on_mesh(weight), P(), given)
+
+
 def place(
     mesh: Any, tokens: P, weight: P, bias: P, given: Arguments, *, recompute: bool = False
 ) -> Placement:
