@@ -45,14 +45,12 @@ def as_array(value: Any, neutral: float | None, dtype: str) -> jax.Array | None:
 
 def concrete_on_cpu(*arrays: Any) -> bool:
     """Whether values can be read here and now without waiting for an accelerator."""
-    for x in arrays:
-        if isinstance(x, jax.core.Tracer):
-            return False
-        if isinstance(x, jax.Array) and not (
-            x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices())
-        ):
-            return False
-    return True
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return False
+    own = [x for x in arrays if isinstance(x, jax.Array)]
+    return all(
+        x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices()) for x in own
+    )
 
 
 def need_x64(compute_dtype: str) -> None:

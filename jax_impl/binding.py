@@ -89,7 +89,7 @@ def bind(
         logit_scale=as_array(given.logit_scale, 1.0, compute),
         temperature=as_array(given.temperature, 1.0, compute),
         denominator=as_array(given.denominator, None, compute),
-        scalars=arrays_of(given),
+        scalars={x: array(y) for x in Scalars._fields if is_array(y := getattr(given, x))},
     )
     return options, arrays
 
@@ -129,14 +129,6 @@ def bind_logits(given: LogitsArguments) -> tuple[Options, Arrays]:
 
 def numbers_of(given: Arguments | LogitsArguments) -> Scalars:
     """What a trace may depend on; an array, and what the function does not have, at its default."""
-    numbers: dict[str, Any] = Scalars()._asdict()
-    for name in Scalars._fields:
-        value = getattr(given, name, None)
-        if value is not None and not is_array(value):
-            numbers[name] = float(value)
-    return Scalars(**numbers)
-
-
-def arrays_of(given: Arguments) -> dict[str, Any]:
-    """Those that are arrays."""
-    return {x: array(y) for x in Scalars._fields if is_array(y := getattr(given, x))}
+    values = {name: getattr(given, name, None) for name in Scalars._fields}
+    numbers = {x: y for x, y in values.items() if y is not None and not is_array(y)}
+    return Scalars(**{name: float(number) for name, number in numbers.items()})

@@ -14,6 +14,7 @@ from xentlib.checks.window import WINDOWS, check_one_loss
 from xentlib.jax.accumulate import two_sum
 from xentlib.jax.core.vocab import vary, varying
 from xentlib.jax.micro_batch import check_name, loss_and_count
+from xentlib.jax.placement import axes_of
 from xentlib.nll import NLLOutput
 
 ZEROS = np.zeros(2, np.float32)
@@ -88,11 +89,10 @@ class Evaluation(NamedTuple):
 
     def mean_loss(self, data_parallel: Any = None) -> jax.Array:
         packed: jax.Array = jnp.stack([jnp.asarray(x) for x in self])
-        axes = data_parallel
-        if axes is None:
+        axes = axes_of(data_parallel)
+        if data_parallel is None:
             axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
         else:
-            axes = axes if isinstance(axes, tuple) else (axes,)
             try:
                 lax.axis_size(axes)
             except (NameError, TypeError, ValueError):

@@ -25,8 +25,8 @@ from xentlib.jax.array_spec import (
 from xentlib.lora import LowRankHead
 from xentlib.options import WeightLayout
 
-OURS = (("xentlib.jax.module", "NLLHead"), ("xentlib.jax.module", "LinenNLLHead"))
-ADAPTERS = (("flax.nnx", "LoRA"), ("flax.nnx", "LoRALinear"))
+OURS = ("xentlib.jax.module", "NLLHead", "LinenNLLHead")
+ADAPTERS = ("flax.nnx", "LoRA", "LoRALinear")
 BOXES = (("flax.nnx", "Variable", "get_value"), ("flax.core.meta", "AxisMetadata", "unbox"))
 PLAIN = (type(None), bool, int, float, str, tuple)
 ARRAY = "the array that it multiplies with, [V, H], or [H, V] with `weight_layout='HV'`"
@@ -68,7 +68,7 @@ def head_of(given: Arguments) -> tuple[Arguments, LowRankHead[jax.Array] | None]
     if layer is None or not is_plain(module, layer):
         refuse(module)
     kind = type(module).__name__
-    options = ("options", "tokens", "vocab_parallel") if isinstance(module, both(OURS)) else ()
+    options = ("options", "tokens", "vocab_parallel") if isinstance(module, loaded(*OURS)) else ()
     if any(getattr(module, x) for x in options):
         refuse_module(
             f"a {kind} with options of its own, which would be lost",
@@ -141,21 +141,17 @@ def unwrapped(x: Any) -> Any:
 
 def is_plain(module: Any, layer: Layer) -> bool:
     """Whether its class multiplies as the layer does, or is ours."""
-    kinds = (*loaded(layer.package, layer.name), *both(OURS))
+    kinds = (*loaded(layer.package, layer.name), *loaded(*OURS))
     return any(
         all(getattr(type(module), x) is getattr(kind, x, None) for x in layer.methods)
         for kind in kinds
     )
 
 
-def loaded(package: str, name: str) -> tuple[type, ...]:
-    """A class of a package, if that is loaded."""
-    kind = getattr(sys.modules.get(package), name, None)
-    return () if kind is None else (kind,)
-
-
-def both(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
-    return tuple(kind for package, name in names for kind in loaded(package, name))
+def loaded(package: str, *names: str) -> tuple[type, ...]:
+    """Classes of a package, if that is loaded."""
+    module = sys.modules.get(package)
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def refuse(given: Any) -> NoReturn:
@@ -163,7 +159,7 @@ def refuse(given: Any) -> NoReturn:
     package, kind = framework_of(type(given)), type(given).__name__
     if isinstance(given, (list, tuple, int, float, type(None))) or kind == "Tensor":
         refuse_array("weight", given)
-    if isinstance(given, both(ADAPTERS)):
+    if isinstance(given, loaded(*ADAPTERS)):
         refuse_module(
             f"a {kind} of NNX, whose adapters would be lost",
             "Pass `LowRankHead(kernel[...], lora_a[...].T, lora_b[...].T)` of its arrays, with "

@@ -17,7 +17,7 @@ from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.algebra import exp
-from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, flat
+from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
 from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
@@ -251,20 +251,16 @@ _logprobs.defvjp(_logprobs_fwd, _logprobs_bwd, symbolic_zeros=True)
 _logprobs_jit = jax.jit(_logprobs, static_argnums=(0,))
 
 
-def _logprobs_anywhere(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
-    """On arrays with any leading dimensions, or this device's part of them."""
-    result: LogprobOutput[Any] = _logprobs_jit(options, flat(arrays))
-    shaped: LogprobOutput[Any] = jax.tree.map(lambda x: x.reshape(arrays.labels.shape), result)
-    return shaped
-
-
 def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
-    options, arrays = bind(given, place, recompute=True)
-    outputs = LogprobOutput(True, True if options.entropy else None, True, True)
-    return run(_logprobs_anywhere, options, arrays, outputs)
+    return _run_logprobs(*bind(given, place, recompute=True))
 
 
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Any]:
     """`vocab_parallel_logprobs` of its arguments."""
-    return _logprobs_anywhere(*bind_logits(given))
+    return _run_logprobs(*bind_logits(given))
+
+
+def _run_logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
+    outputs = LogprobOutput(True, True if options.entropy else None, True, True)
+    return run(_logprobs_jit, options, arrays, outputs)

@@ -33,18 +33,8 @@ SINCE, SHARE = "divided by its count", "1 / count"
 STRONGEST = (SUMMED, SINCE, DIVIDED, COUNT, SHARE)
 # Primitives through which a sum stays a sum, and a mean a mean.
 SAME = {"add", "add_any", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "max", "min"}
-SAME |= {
-    "name",
-    "neg",
-    "pbroadcast",
-    "pcast",
-    "psum",
-    "psum_invariant",
-    "pvary",
-    "reshape",
-    "squeeze",
-}
-SAME |= {"reduce_precision", "reduce_sum", "reshard", "select_n", "sharding_constraint"}
+SAME |= {"name", "neg", "pbroadcast", "pcast", "psum", "psum_invariant", "pvary"}
+SAME |= {"reduce_precision", "reduce_sum", "reshape", "reshard", "select_n", "sharding_constraint"}
 SAME |= {"squeeze", "sub"}
 LOOPS = ("cond", "scan", "while")
 # What `chunked_nll` has returned, traced or not, by the arrays' identities: a loss that is a sum, a

@@ -173,10 +173,9 @@ class NLLHead(nnx.Linear):
             layer |= {"in_features": linear.features, "out_features": linear.num_embeddings}
             layer["use_bias"] = False
         if isinstance(linear, NLLHead):
-            own = {
-                name: getattr(linear, name) for name in ("per_token", "tokens", "vocab_parallel")
-            }
-            arguments = own | dict(linear.options) | arguments
+            own = ("per_token", "tokens", "vocab_parallel")
+            options = {name: getattr(linear, name) for name in own} | dict(linear.options)
+            arguments = options | arguments
         head: NLLHead = nnx.eval_shape(lambda: cls(rngs=nnx.Rngs(0), **layer, **arguments))
         head.kernel = linear.embedding if tied else linear.kernel
         head.weight_layout = "VH" if tied else getattr(linear, "weight_layout", "HV")

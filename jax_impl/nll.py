@@ -17,7 +17,7 @@ from xentlib.algebra import TokenStats, WantedStats, is_zero
 from xentlib.arguments import Arguments
 from xentlib.jax.binding import bind
 from xentlib.jax.core.algebra import ALGEBRA
-from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, flat, of_all_tokens
+from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, of_all_tokens
 from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, only_chunk, over_chunks, unpack
@@ -178,18 +178,11 @@ _nll.defvjp(_nll_fwd, _nll_bwd, symbolic_zeros=True)
 _nll_jit = jax.jit(_nll, static_argnums=(0,))
 
 
-def _nll_anywhere(options: Options, arrays: Arrays) -> NLLOutput[Any]:
-    """On arrays with any leading dimensions, or this device's part of them."""
-    result: NLLOutput[Any] = _nll_jit(options, flat(arrays))
-    shaped = {name: jnp.reshape(getattr(result, name), arrays.labels.shape) for name in OUTPUTS}
-    return result._replace(**shaped)
-
-
 def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of its arguments, which `NLLHead` has placed on a mesh."""
     options, arrays = bind(given, place)
     outputs = NLLOutput(False, False, False, False, **dict.fromkeys(OUTPUTS, True))
-    result: NLLOutput[Any] = run(_nll_anywhere, options, arrays, outputs)
+    result: NLLOutput[Any] = run(_nll_jit, options, arrays, outputs)
     kept = {name: None for name in OUTPUTS if name not in given.outputs}
     divisor = arrays.denominator
     if divisor is None and options.mean:

@@ -18,7 +18,7 @@ from xentlib.arguments import Arguments
 from xentlib.checks.shards import check_route, check_rows_stay, check_shards
 from xentlib.checks.validators import check_floating, plain
 from xentlib.jax.array_spec import array_spec
-from xentlib.jax.core.call import Arrays, Axes, Options, Placement
+from xentlib.jax.core.call import Arrays, Axes, Options, Placement, flat
 from xentlib.jax.core.vocab import Axis
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab
@@ -35,12 +35,11 @@ def axes_of(entry: Any) -> Axes:
 def placed(given: Arguments, low: LowRankHead[Any] | None, *, recompute: bool) -> Placement | None:
     """By the arrays' types, on a mesh with Explicit axes."""
     hidden, weight = given.hidden, given.weight
-    specs = [explicit(x) for x in (hidden, weight, given.bias)]
-    beside = () if low is None else (low.a, low.b, low.keep)
-    meshes = [found[0] for found in (*specs, *map(explicit, beside)) if found]
+    shardings = [explicit(x) for x in (hidden, weight, given.bias)]
+    meshes = [sharding[0] for sharding in (*shardings, *map(explicit, low or ())) if sharding]
     if not meshes or jnp.ndim(weight) != 2:  # the latter is refused where shapes are checked
         return None
-    tokens, head, own = (found[1] if found else P() for found in specs)
+    tokens, head, own = (sharding[1] if sharding else P() for sharding in shardings)
     tokens = P(*tokens[: jnp.ndim(hidden) - 1])
     return place(meshes[0], tokens, head, own, given, recompute=recompute)
 
@@ -63,6 +62,24 @@ def alone(*arrays: Any) -> bool:
         for mesh in (*meshes, jax.sharding.get_abstract_mesh())
         for name, kind in zip(mesh.axis_names, mesh.axis_types)
     )
+
+
+def configured(given: Arguments, mesh: Any, tokens: Any, weight: Any) -> Placement | None:
+    """By a trainer's own configuration: `tokens` and `weight` say which axes of its mesh spread the
+    leading dimensions of the hidden states and the head.
+
+    Axes that the mesh does not have, or that have one device, spread nothing. Explicit axes are
+    read from the arrays' types, and inside `shard_map` arrays are this device's own.
+    """
+    types = [] if mesh is None or mesh.size == 1 else list(mesh.axis_types)
+    if not types or any(kind is not AxisType.Auto for kind in types):
+        return None
+
+    def on_mesh(spec: Any) -> P:
+        spread = ([one for one in axes_of(entry) if mesh.shape.get(one, 1) > 1] for entry in spec)
+        return P(*(tuple(names) or None for names in spread))
+
+    return place(mesh, on_mesh(tokens), on_mesh(weight), P(), given)
 
 
 def place(
@@ -158,13 +175,13 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
 
 
 def run(function: Function[T], options: Options, arrays: Arrays, outputs: T) -> T:
-    """`function(options, arrays)`, on each device's part of arrays that are on a mesh; `outputs` is
-    like its result and true where there is one entry per token.
+    """`function(options, arrays)` of flat arrays, on each device's part of those that are on a
+    mesh; `outputs` is like its result and true where there is one entry per token.
 
     Gradients come back where the arrays were.
     """
     if options.place is None:
-        return function(options, arrays)
+        return of_flat(function, options, outputs, arrays)
     result: T = over_mesh(function, options, options.place, outputs, arrays)
     return result
 
@@ -188,12 +205,23 @@ def over_mesh(
             lambda x, spec: jax.sharding.reshard(x, NamedSharding(place.mesh, spec)), arrays, specs
         )
     result: T = jax.shard_map(
-        partial(function, options),
+        partial(of_flat, function, options, outputs),
         mesh=place.mesh,
         in_specs=(specs,),
         out_specs=jax.tree.map(lambda per_token: rows if per_token else P(), outputs),
         axis_names=names,
     )(arrays)
+    return result
+
+
+def of_flat(function: Function[T], options: Options, outputs: T, arrays: Arrays) -> T:
+    """Of arrays with any leading dimensions, or this device's part of them."""
+    shape = arrays.labels.shape
+    result: T = jax.tree.map(
+        lambda per_token, x: x.reshape(shape) if per_token else x,
+        outputs,
+        function(options, flat(arrays)),
+    )
     return result
 
 

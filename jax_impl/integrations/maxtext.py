@@ -10,7 +10,8 @@ from flax.linen.spmd import logical_to_mesh_axes
 
 from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
-from xentlib.jax.integrations.placed import placed_nll
+from xentlib.jax.nll import nll
+from xentlib.jax.placement import configured
 
 __all__ = ["vocab_tiling_nnx_loss"]
 
@@ -78,5 +79,5 @@ def vocab_tiling_nnx_loss(
     )
     rules = config.logical_axis_rules
     specs = (logical_to_mesh_axes(axes, rules) or () for axes in (TOKENS, names))
-    out = placed_nll(given, model.mesh, *specs)
+    out = nll(given, configured(given, model.mesh, *specs))
     return out.loss, out.z_loss

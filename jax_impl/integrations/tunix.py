@@ -12,7 +12,8 @@ from jax.interpreters import pxla
 
 from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
-from xentlib.jax.integrations.placed import placed_nll
+from xentlib.jax.nll import nll
+from xentlib.jax.placement import configured
 from xentlib.options import WeightLayout
 
 __all__ = ["loss_fn"]
@@ -65,7 +66,8 @@ def loss_fn(
         weight_layout=layout,
     )
     tokens = () if shardings is None else shardings.act_btd[:2]
-    loss: jax.Array = placed_nll(given, None if spec is None else entered(), tokens, spec).loss
+    mesh = None if spec is None else entered()
+    loss: jax.Array = nll(given, configured(given, mesh, tokens, spec)).loss
     return loss
 
 
