@@ -351,5 +351,5 @@ def test_a_number_of_numpy_is_a_number(backend: str) -> None:
         arrays[name] = np.asarray(NUMBERS[name], dtype)
     for numbers in (NUMBERS, arrays) if backend == "torch" else (NUMBERS,):  # arrays are JAX's own
         got = run(backend, problem.changed(options=numbers))
-        for name, value in want._asdict().items():
+        for name, value in want.by_name().items():
             assert not failures(check("A0", getattr(got, name), value, quantity=name)), name

@@ -39,7 +39,7 @@ def test_what_is_masked_reaches_nothing(backend: str, poison: float, valid: int)
     hidden = np.where((labels == -100)[:, None], np.float32(poison), clean.hidden)
     zeros = clean.changed(labels=labels, hidden=np.where((labels == -100)[:, None], 0, hidden))
     ours = run(backend, zeros.changed(hidden=hidden))
-    for name, expected in run(backend, zeros)._asdict().items():
+    for name, expected in run(backend, zeros).by_name().items():
         assert not failures(check("A0", getattr(ours, name), expected, quantity=name))
     masked = ours.gradients()["d_hidden"][labels == -100]
     assert not failures(check("A0", masked, np.zeros_like(masked)))
