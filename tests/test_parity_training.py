@@ -157,8 +157,8 @@ def forget_ignored(xt):
     """N_total for N_valid: the count of all tokens, padding too."""
 
     def change(window):
-        right, labels = window.backward, window.declared[0]
-        window.declared = ([y.clamp(min=0) for y in labels], *window.declared[1:])
+        right, labels = window.backward, window.declared.labels
+        window.declared = window.declared._replace(labels=[y.clamp(min=0) for y in labels])
         # The same in each loss, so that the counts agree.
         import torch
 

@@ -50,7 +50,7 @@ def peak_bytes(
         both:  + float32 d weight and d hidden        (+ their rounded copies, in JAX)
 
     On a CPU with AMX the second computation of bfloat16 needs up to 8 % less, as products have no
-    scratch there.
+    scratch there; on one without AVX-512 so does that of float32, up to a block in all.
 
     On a GPU, PyTorch, with V rounded up to a multiple of 64 in the chunk; dz of 16 bits takes the
     place of the logits. The larger of what stands at once, within 5 % where all tokens are valid:
@@ -204,7 +204,7 @@ def given_peak_bytes(
     scratch = (3 if size == 4 else 2) * block
     rounded = rows * columns * ITEMSIZE[dtype] if low_bits else 0
     more = block if entropy else 0
-    forward = scratch + max((22 if entropy else 18) * number, more + 5 * number)
+    forward = max(scratch + more + 7 * number, (22 if entropy else 18) * number)
     backward = scratch - (0 if entropy else block) + rounded + d_logits + 9 * number
     # Labels as int64, and masks.
     return 12 * num_tokens + (max(forward, backward) if gradient else forward)
