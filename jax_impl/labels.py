@@ -130,12 +130,12 @@ def next_columns(
     start = lax.axis_index(axis) * length
     # The widest integer holds all bits of the others, so that one array takes all rows.
     wide = max((x.dtype for x in rows), key=lambda dtype: dtype.itemsize)
-    mine = jnp.stack([x.astype(wide) for x in rows])
+    local = jnp.stack([x.astype(wide) for x in rows])
     if columns <= length:
-        theirs = lax.ppermute(mine[..., :columns], axis, [(r + 1, r) for r in range(size - 1)])
+        theirs = lax.ppermute(local[..., :columns], axis, [(r + 1, r) for r in range(size - 1)])
     else:
-        whole = lax.all_gather(mine, axis, axis=mine.ndim - 1, tiled=True)
-        whole = jnp.pad(whole, [(0, 0)] * (mine.ndim - 1) + [(0, columns)])
+        whole = lax.all_gather(local, axis, axis=local.ndim - 1, tiled=True)
+        whole = jnp.pad(whole, [(0, 0)] * (local.ndim - 1) + [(0, columns)])
         theirs = lax.dynamic_slice_in_dim(whole, start + length, columns, axis=-1)
     label, *packing = (c.astype(x.dtype) for c, x in zip(theirs, rows))
     behind = start + length + np.arange(columns, dtype=start.dtype) >= size * length

@@ -164,7 +164,7 @@ def forget_ignored(xt):
 
         # A factor with a graph of its own: the loss would know its count.
         one = torch.ones((), requires_grad=True)
-        window.backward = lambda out: right(out.loss * one, labels[window.seen].numel())
+        window.backward = lambda out: right(out.loss * one, labels[window.backwards].numel())
 
     return with_window(xt, change)
 

@@ -92,7 +92,7 @@ def test_a_window_of_nothing_but_nan_is_skipped() -> None:
     batches = [spoilt(batch_of(0)), spoilt(batch_of(1))]
 
     def weighted(window: Any, model: Any, x: Any, y: Any) -> None:
-        which = w[window.seen]
+        which = w[window.backwards]
         window.backward((token_losses(model(x), y) * which).sum(), which.sum())
 
     window = attempt(norm, model, batches, weighted, token_weights=w)

@@ -100,8 +100,8 @@ def next_token_labels(
     else:
         columns = shift
         after, start = next_columns(rows, columns, ignore_index, sequence_parallel)
-    mine, theirs = rows[0][..., columns:], after[0][..., max(columns - length, 0) :]
-    shifted = torch.cat([mine, theirs], dim=-1)
+    local, theirs = rows[0][..., columns:], after[0][..., max(columns - length, 0) :]
+    shifted = torch.cat([local, theirs], dim=-1)
     packing = [torch.cat(both, dim=-1) for both in zip(rows[1:], after[1:])]
     begins = None  # whether a document does, at each token of this slice and of the columns
     if packing:
@@ -133,10 +133,10 @@ def next_columns(
     lanes = len(rows) * math.prod(leading)
     first = torch.stack(rows)[..., :columns]
     first = pad(first, (0, columns - first.shape[-1]))
-    mine = torch.cat([first.new_full((1,), length), first.flatten()])
-    slices = mine.new_empty((world, mine.numel()))
+    local = torch.cat([first.new_full((1,), length), first.flatten()])
+    slices = local.new_empty((world, local.numel()))
     # PyTorch 2.13 warns of all_gather_into_tensor.
-    dist.all_gather(list(slices), mine, group=group)
+    dist.all_gather(list(slices), local, group=group)
     lengths = slices[:, 0]
     ends = lengths.cumsum(0)
     place = ends[rank] + torch.arange(columns, device=ends.device)

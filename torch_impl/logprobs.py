@@ -221,7 +221,7 @@ def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> Non
 
 
 def backward_of(function: str, gradients: Callable[[Any, Cotangents, Any], Named]) -> Any:
-    """A backward that hands `gradients` what is pulled back and the call, if anything is."""
+    """A backward that hands `gradients` those of the outputs, if there are any, and the call."""
 
     def backward(ctx: Any, *of_outputs: Tensor | None) -> Named | None:
         differentiated_once(function, "log_softmax")

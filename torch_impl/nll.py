@@ -304,7 +304,7 @@ def _backward(
     of_all = None
     if ctx.together:
         of_all = same_upstream(gradient, valid_N.any(), ctx.together)
-    pulled = nll_backward(
+    values = nll_backward(
         gradient,
         Gradients(*accumulators),
         valid_N,
@@ -315,7 +315,7 @@ def _backward(
         eager=eager,
         reuse=eager and not keeps_graph(),
     )
-    gradients = dict(zip(DIFFERENTIATED, pulled, strict=True))
+    gradients = dict(zip(DIFFERENTIATED, values, strict=True))
     run_backward_hooks(ctx, gradient, gradients)
     return gradients
 

@@ -172,14 +172,14 @@ class Operator:
         def context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             setup(ctx, output, *self.split(inputs))
 
-        def pulled(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        def by_position(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             named = backward(ctx, *gradients) or {}
             unknown = [name for name in named if name not in self.fields]
             if unknown:  # it would be dropped without a word
                 raise KeyError(f"gradients must be of {self.fields}; got {unknown}")
             return tuple(named.get(name) for name in self.fields)
 
-        self.op.register_autograd(pulled, setup_context=context)
+        self.op.register_autograd(by_position, setup_context=context)
 
     def needed(self, ctx: Any, *names: str) -> list[bool]:
         """In a backward: which gradients of these arguments are wanted."""

@@ -41,7 +41,7 @@ class Window:
 
     Attributes:
         norm: the normalizer.
-        seen: number of backwards so far.
+        backwards: number of backwards so far.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Window:
         self.uneven, self.filler = uneven, filler
         self.filling = False
         self.rounds: int | None = None  # micro-batches of the rank that has most
-        self.seen = 0
+        self.backwards = 0
         self.device = self.wrapper.device
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.token_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -214,13 +214,14 @@ class Window:
             batch = previous if self.filling else current
             if life.state is not WindowState.OPEN:
                 life.step("backward", "window.micro_batches")
-            before = self.seen
+            before = self.backwards
             self.wrapper.micro_batch(last=last)
             yield batch
-            if self.seen != before + 1:
+            calls = self.backwards - before
+            if calls != 1:
                 raise WindowStateError(
                     f"`window.backward` must be called once for each micro-batch; got "
-                    f"{self.seen - before} calls for micro-batch {k}. Call it in the loop's body."
+                    f"{calls} calls for micro-batch {k}. Call it in the loop's body."
                 )
             handed_out += not self.filling
             # A loader may fill the same buffers again: no batch is asked for before its turn.
@@ -264,7 +265,7 @@ class Window:
         weighted = self.declared is None or self.declared.token_weights is not None
         counted.check_count(weighted=weighted, whole=not self.filling)
         self.wrapper.check_forward()
-        self.seen += 1
+        self.backwards += 1
         if normalized and isinstance(loss, NLLOutput):
             total = total * self._as_declared(counted.denominator).to(total.dtype)
         own = total.detach().double()
@@ -311,7 +312,7 @@ class Window:
     def _finish(self) -> None:
         self.wrapper.finish()
         if self.norm.mode == "postscale":
-            self._reduce(self.token_sum, self.seen)
+            self._reduce(self.token_sum, self.backwards)
             self.wrapper.scale_gradients(self.factor)
         else:
             self._same_count()
@@ -330,7 +331,9 @@ class Window:
             )
         share = torch.where(empty, 0.0, self.loss_sum / torch.where(empty, 1.0, self.total))
         skipped = empty if self.norm.empty == "skip" else torch.zeros_like(empty)
-        self._stats = WindowStats(share, self.total, self.factor, self.seen, skipped, self.dropped)
+        self._stats = WindowStats(
+            share, self.total, self.factor, self.backwards, skipped, self.dropped
+        )
 
     def _same_count(self) -> None:
         """What was declared against what the losses saw, on this rank, where reading costs nothing.

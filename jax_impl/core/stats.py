@@ -74,6 +74,6 @@ def put_rows(
     start = chunk.start
     if logits.own is not None:
         start, count = start // (logits.chunk_rows // logits.own.chunk_rows), logits.own.chunk_rows
-        mine = lax.axis_index(logits.options.gathered) * count
-        rows_RT = lax.dynamic_slice_in_dim(rows_RT, mine, count, axis=1)
+        first_row = lax.axis_index(logits.options.gathered) * count
+        rows_RT = lax.dynamic_slice_in_dim(rows_RT, first_row, count, axis=1)
     return lax.dynamic_update_slice_in_dim(packed_RM, rows_RT, start, axis=1)

@@ -87,7 +87,7 @@ class TokenMean(base()):  # type: ignore[misc]
         self.mean_loss: Tensor | None = None
         self.replaced = ExitStack()  # of the module
         self.latest: Tensor  # of the last micro-batch: tokens and loss
-        self.seen: Tensor  # of the window so far
+        self.window_sums: Tensor  # of the window so far
 
     # Lightning's hooks
 
@@ -110,14 +110,14 @@ class TokenMean(base()):  # type: ignore[misc]
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """After a window's first `training_step`. What was seen before that was never stepped on:
         a module's `optimizer_step` may leave steps out."""
-        self.seen = self.latest.clone()
+        self.window_sums = self.latest.clone()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if isinstance(self.wrapper, FSDP2):
             self.wrapper.reduced = True
             self.wrapper.check_reduced()
-        self.summed(self.seen)
-        tokens, loss = self.seen
+        self.summed(self.window_sums)
+        tokens, loss = self.window_sums
         divided = trainer.accumulate_grad_batches * float(self.wrapper.reduction.scale)
         assert self.typical is not None
         some = tokens != 0
@@ -166,8 +166,8 @@ class TokenMean(base()):  # type: ignore[misc]
             )
 
     def start_over(self) -> None:
-        self.seen = torch.zeros(2, dtype=torch.float64, device=self.wrapper.device)
-        self.latest = self.seen.clone()
+        self.window_sums = torch.zeros(2, dtype=torch.float64, device=self.wrapper.device)
+        self.latest = self.window_sums.clone()
 
     def summed(self, numbers: Tensor) -> None:
         """Over the ranks that gradients are reduced over."""
@@ -196,7 +196,7 @@ class TokenMean(base()):  # type: ignore[misc]
         self.latest = torch.stack(
             [onto(weight, self.wrapper.device).double(), loss.detach().double()]
         )
-        self.seen += self.latest
+        self.window_sums += self.latest
         if self.typical is None:  # of the first micro-batch of each rank
             first = self.latest.clone()
             self.summed(first)

@@ -67,8 +67,8 @@ def stats_rows(
         if PREDICTED:
             tl.store(out_ptr, column.to(tl.float32))
     else:
-        found: tl.constexpr = 4 + ENTROPY + SMOOTHING + PREDICTED
-        for k in range(found):
+        statistics: tl.constexpr = 4 + ENTROPY + SMOOTHING + PREDICTED
+        for k in range(statistics):
             tl.store(out_ptr + k * ld_out, 0.0)
 
 

@@ -131,19 +131,19 @@ def scan_row(
     if ENTROPY:
         moved = f * (sum_ed + tl.maximum(d, FLOOR) * (1.0 + s))
         row_ed = tl.sum(tl.where(at_top, sum_ed, moved), 0)
-    found = tl.where(ones == 0, 0.0, highest)
+    row_m = tl.where(ones == 0, 0.0, highest)
     sum_d = 0.0
     if SMOOTHING:
         if weights_ptr is not None:
             others = tl.sum(sum_w, 0)
         else:
             others = (V - ((y >= 0) & (y < V)).to(tl.int32)).to(tl.float64)
-        sum_d = tl.sum(sum_wz, 0) - others * found.to(tl.float64)
+        sum_d = tl.sum(sum_wz, 0) - others * row_m.to(tl.float64)
     column = 0
     if PREDICTED:
         column = tl.min(tl.where(at_top, top, 2147483647), 0)
         column = tl.where(ones == 0, 0, column)
-    return found, ones, row_s, row_ed, sum_d, column
+    return row_m, ones, row_s, row_ed, sum_d, column
 
 
 @triton.jit

@@ -148,20 +148,20 @@ def check_off_by_one(
     if not shape or shape[:-1] != leading[:-1] or abs(shape[-1] - leading[-1]) != 1:
         return
     before = ":, " * (len(leading) - 1)
-    mine, theirs = f"`{name}[{before}1:]`", f"`{source}[{before}:-1]`"
+    sliced, short = f"`{name}[{before}1:]`", f"`{source}[{before}:-1]`"
     fewer = shape[-1] < leading[-1]
     if name == "labels":
         way_out = (
-            f"Slice {theirs if fewer else mine} too, or pass the whole of `{source}` with "
+            f"Slice {short if fewer else sliced} too, or pass the whole of `{source}` with "
             f"`next_token_labels` of the whole labels."
         )
     elif fewer:
         way_out = "Add a last column, for the token that predicts nothing."
     else:
-        way_out = f"Slice {mine} too, as the labels are."
+        way_out = f"Slice {sliced} too, as the labels are."
     raise ValueError(
         f"`{name}` must have shape {leading}, one entry per token of `{source}`; got {shape}, one "
-        f"column {'fewer' if fewer else 'more'}, as after {mine if fewer else theirs}. {way_out}"
+        f"column {'fewer' if fewer else 'more'}, as after {sliced if fewer else short}. {way_out}"
     )
 
 

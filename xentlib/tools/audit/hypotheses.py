@@ -140,15 +140,15 @@ class Oracle:
         weights = []
         for rank in range(problem.ranks):
             of = rank if how.root is None else how.root
-            mine = np.zeros(valid.shape, np.bool_)
-            mine[of] = True
+            of_rank = np.zeros(valid.shape, np.bool_)
+            of_rank[of] = True
             if how.own == "mean":
                 factor = np.zeros(valid.shape)
                 factor[of] = _divided(counted[of : of + 1], reading.divisor)[0]
             else:
                 factor = _divided(counted, reading.divisor)
                 factor = factor * (problem.ranks if how.own == "times" else 1)
-            weights.append((part * mine * factor).reshape(-1))
+            weights.append((part * of_rank * factor).reshape(-1))
         return np.stack(weights)
 
     # --- the oracle, per token ------------------------------------------------------------------
