@@ -159,11 +159,11 @@ $(HLO_ENV)/hlo.stamp: constraints.txt $(VENV)/test.stamp
 	@touch $@
 
 # What no framework's version changes is left to `make test`.
-RANGE_TESTS := $(filter-out $(patsubst %,tests/test_%.py,bench bench_command cli cli_resume docs docs_code docs_errors parity_text \
+RANGE_TESTS := $(filter-out tests/docs/% $(patsubst %,\%/test_%.py,bench bench_command cli cli_resume parity_text \
   parity_training plan plan_command plan_routes processes progress report report_page), \
-  $(wildcard tests/test_*.py))
-NUMPY_TESTS := $(patsubst %,tests/test_%.py,checks checks_options contract_checks plan public \
-  reference) $(wildcard tests/test_interop*.py)
+  $(wildcard tests/*/test_*.py))
+NUMPY_TESTS := $(patsubst %,tests/definition/test_%.py,checks checks_options contract_checks plan public \
+  reference) $(wildcard tests/numerics/test_interop*.py)
 # DeepSpeed compiles for one PyTorch at a time.
 RANGE_ENV = PATH="$(CURDIR)/.venv-$(1)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/build/torch_extensions-$(1)"
 
@@ -211,7 +211,7 @@ gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) .ci/gpu.py $(GPU_ARGS)
 
 hlo: $(HLO_ENV)/hlo.stamp
-	$(HLO_ENV)/bin/python -m pytest -m hlo tests/test_hlo_jax.py
+	$(HLO_ENV)/bin/python -m pytest -m hlo tests/kernels/test_hlo_jax.py
 
 test-wheel: $(WHEEL_ENV)/.stamp
 	$(eval away := $(shell mktemp -d))

@@ -4,7 +4,7 @@
     python .ci/causal_lm.py --check    exit status 1 if that file is not what would be written
 
 The classes are those of transformers, the refusals those of tests/helpers/tiny_models.json.
-`tests/test_transformers_classes.py` holds each class to what is said of it here.
+`tests/integrations/test_transformers_classes.py` holds each class to what is said of it here.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def pytest_of(modules: list[str], report: Path) -> list[str]:
     workers = max(1, min(8, (os.cpu_count() or 1) // 2))
     if importlib.util.find_spec("xdist"):
         plain += ["-n", str(workers), "--dist", "load"]
-    files = [str(ROOT / "tests" / f"test_{name}.py") for name in modules]
+    files = [str(file) for name in modules for file in (ROOT / "tests").glob(f"*/test_{name}.py")]
     lines = ["-p", "gpu_reports", "--lines", str(report)]
     return [sys.executable, "-m", "pytest", "-q", *plain, *lines, *files]
 

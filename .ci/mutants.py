@@ -30,7 +30,10 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TREE = ROOT / "build" / "mutants"  # a copy, which is what is changed
 PACKAGES = ("xentlib", "torch_impl", "jax_impl")
-KERNELS = "tests/test_kernels*.py", "tests/test_*_triton.py"  # reach what Triton reads as text
+KERNELS = (
+    "tests/kernels/test_kernels*.py",
+    "tests/kernels/test_*_triton.py",
+)  # reach what Triton reads as text
 HEADER = ("file", "line", "function", "was", "becomes", "of", "plain", "full")
 SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE,

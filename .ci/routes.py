@@ -2,7 +2,7 @@
 
     python .ci/routes.py        (`make routes`) writes docs/data/routes.json
 
-Nothing is measured: `tests/test_plan_command.py` makes the same numbers again and compares.
+Nothing is measured: `tests/tools/test_plan_command.py` makes the same numbers again and compares.
 """
 
 from __future__ import annotations

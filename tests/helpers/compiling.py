@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax._src import compiler
 
-# tests/test_nll.py with a cold cache, alone: 127 s of the processor without, 50 s with them. XLA's
-# own passes are left as they are.
+# test_nll.py with a cold cache, alone: 127 s of the processor without, 50 s with them. XLA's own
+# passes are left as they are.
 OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,

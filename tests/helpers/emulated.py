@@ -1,7 +1,7 @@
 """A plugin of pytest: PyTorch's "cuda:0" over the CPU's memory, for tests that mistake one for the
 other.
 
-    XENTLIB_DEVICE=cuda python -m pytest -p helpers.emulated tests/test_nll.py
+    XENTLIB_DEVICE=cuda python -m pytest -p helpers.emulated tests/numerics/test_nll.py
 
 Every tensor is on the device unless its memory is known to be the host's. What CUDA refuses raises
 as it does there: operands on two devices, `.numpy()` of a tensor on the device, a generator of the

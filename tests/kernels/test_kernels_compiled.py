@@ -12,7 +12,7 @@ import pytest
 
 from conftest import HAS_TORCH
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.skipif(

@@ -362,7 +362,7 @@ def test_the_documented_factor_is_the_measured_one(found: Any, row: str) -> None
     model = net().double()
     token_losses(model(x.double()), y).sum().backward()
     want = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
-    page = Path(__file__).parents[1] / "docs/accumulation.md"
+    page = Path(__file__).parents[2] / "docs/accumulation.md"
     (line,) = [x for x in page.read_text("utf-8").splitlines() if x.startswith(f"| {row} |")]
     documented = float(line.split("|")[3])
     for (grads,) in found[name, "factor"]:

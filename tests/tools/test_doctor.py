@@ -24,7 +24,7 @@ from xentlib.tools.harness import backends as parity_backends
 from xentlib.tools.harness import findings
 from xentlib.tools.parity import suite
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def doctor(capsys, *arguments):

@@ -11,7 +11,7 @@ from xentlib.tools.cli import main
 from xentlib.tools.doctor.model import FAIL_IN_A_CALL, findings, read_config
 from xentlib.tools.errors import UsageError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("xentlib", "torch_impl", "jax_impl")
 if not all((ROOT / folder).is_dir() for folder in PACKAGES):
     pytest.skip("the sources are not there", allow_module_level=True)

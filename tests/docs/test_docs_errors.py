@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 if not (DOCS / "hooks.py").is_file():
     pytest.skip("the documentation is not beside the tests", allow_module_level=True)

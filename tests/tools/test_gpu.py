@@ -16,7 +16,7 @@ import pytest
 from conftest import INSTALLED
 from xentlib.tools.cli.command import _parser as command_line
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / ".ci"))  # as for a script that lies there
 FILE = importlib.util.spec_from_file_location("gpu", ROOT / ".ci" / "gpu.py")
 GPU = importlib.util.module_from_spec(FILE)
@@ -143,7 +143,10 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
     run = {"case": {"name": "qwen3-8b"}, "backend": "jax", "rows": [row]}
     probe = {"copy_bytes_per_second": 4e12, "waves": {"1792": 1.0, "2048": 2.0}, "heads": heads}
     probe["products"] = {GPU.gpu_predictions.LLAMA: {"logits, aligned": {"ms_median": 5.0}}}
-    failed = {"tests/test_nll.py::test_chunks_do_not_show[x]": "", "tests/test_nll.py::test_b": ""}
+    failed = {
+        "tests/numerics/test_nll.py::test_chunks_do_not_show[x]": "",
+        "tests/numerics/test_nll.py::test_b": "",
+    }
     rows = {"A10 jax unequal entries": {"measured": 7, "failed": 2}}
     parts = {
         "probe": {"probe": probe},
@@ -165,6 +168,6 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
         "0.75",
         "1.38",
         "jax: 2 of 7 fail",
-        "1, tests/test_nll.py::test_b",
+        "1, tests/numerics/test_nll.py::test_b",
         "no error",
     ]

@@ -12,7 +12,7 @@ import pytest
 from helpers.pages import FOUND, RUN, execute, groups, on_rank, torchrun
 from helpers.ranks import launch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 if not (DOCS / "hooks.py").is_file():
     pytest.skip("the documentation is not beside the tests", allow_module_level=True)

@@ -13,7 +13,7 @@ from xentlib.tools.bench.cases import REAL
 from xentlib.tools.cli import main
 from xentlib.tools.cli.plan import sizes_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SIZES = ("--vocab", "1003", "--hidden", "64")
 
 

@@ -20,7 +20,7 @@ import xentlib
 
 pytest.importorskip("setuptools")  # which Python brings no longer, from 3.12 on
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "setup.py").is_file():
     pytest.skip("the sources are not there", allow_module_level=True)
 

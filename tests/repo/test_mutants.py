@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / ".ci" / "mutants.py").is_file() or not (ROOT / "torch_impl").is_dir():
     pytest.skip("the sources are not there", allow_module_level=True)
 FILE = importlib.util.spec_from_file_location("mutants", ROOT / ".ci" / "mutants.py")
@@ -45,7 +45,7 @@ def test_a_table_s_rows_are_drawn_again():
 
 
 def test_what_counts_as_rejected():
-    assert TOOL.rejected("tests/test_nll.py::test_any_problem[torch]")
+    assert TOOL.rejected("tests/numerics/test_nll.py::test_any_problem[torch]")
     for verdict in (None, "survives 12 tests", "survives: no test reaches it", "ended: 'Killed'"):
         assert not TOOL.rejected(verdict)
 

@@ -17,7 +17,7 @@ SOURCE_LINES = 400
 TEST_LINES = 400
 
 GENERATED = ("xentlib.arguments", "xentlib.torch.api", "xentlib.jax.api")
-TESTS = sorted((ROOT / "tests").glob("test_*.py"))
+TESTS = sorted((ROOT / "tests").glob("*/test_*.py"))
 
 
 def lines_of(path: Path) -> int:

@@ -18,7 +18,7 @@ from xentlib import logprobs as logprobs_spec
 from xentlib import nll as nll_spec
 from xentlib.arguments import Arguments, LogitsArguments
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "torch": [
         "chunked_nll",

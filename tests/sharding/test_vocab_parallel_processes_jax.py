@@ -67,7 +67,7 @@ def test_eight_devices():
     done = subprocess.run(
         [sys.executable, "-c", EIGHT],
         env={**os.environ, "XLA_FLAGS": flags},
-        cwd=pathlib.Path(__file__).parent,
+        cwd=pathlib.Path(__file__).parents[1],
         capture_output=True,
         text=True,
         check=False,

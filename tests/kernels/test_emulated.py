@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.torch, pytest.mark.cpu, pytest.mark.slow]
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # What the emulation has not: compilers, fake tensors, functional transforms, a choice of kernels;
 # products of a device, for which it has MKL's, whose bits depend on the number of threads.
 BEYOND = ("graph", "compile", "memory_is_what", "checkpoint", "the_choice", "nothing_compiles_for")
@@ -25,8 +25,8 @@ def emulated(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "helpers.emulated"]
     return subprocess.run(
         [*command, "-p", "no:cacheprovider", "-p", "no:xdist", *arguments],
-        cwd=HERE.parent,
-        env=os.environ | {"XENTLIB_DEVICE": "cuda", "PYTHONPATH": str(HERE)},
+        cwd=TESTS.parent,
+        env=os.environ | {"XENTLIB_DEVICE": "cuda", "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
         check=False,
@@ -47,7 +47,7 @@ def test_device_tests_are_right_about_the_device(modules: tuple[str, ...], asked
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("triton") is None:
         pytest.skip("PyTorch or Triton is not installed")
     named = " and ".join(f"not {word}" for word in BEYOND)
-    files = [str(HERE / f"test_{module}.py") for module in modules]
+    files = [str(file) for name in modules for file in TESTS.glob(f"*/test_{name}.py")]
     done = emulated("--quick", "-k", f"{named} and ({asked})" if asked else named, *files)
     assert done.returncode == 0, done.stdout[-6000:]
     assert " passed" in done.stdout
@@ -67,13 +67,13 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_parts_of_make_gpu(tmp_path: Path, part: str) -> None:
     """Catches: what is given or read on the wrong side in a script that no other test runs."""
-    here = [HERE / "helpers" / "emulated_site", HERE, HERE.parent]
+    here = [TESTS / "helpers" / "emulated_site", TESTS, TESTS.parent]
     command = [sys.executable, ".ci/gpu.py", "--device", "cuda", "--out", str(tmp_path)]
     command += ["--parts", part, "--tiny", "--share", "9", "--cases", "tiny", "--rounds", "1"]
     command += ["--first", "device_torch"]
     done = subprocess.run(
         command,
-        cwd=HERE.parent,
+        cwd=TESTS.parent,
         env=os.environ
         | {
             "PYTHONPATH": os.pathsep.join(map(str, here)),
