@@ -251,7 +251,7 @@ recipes: $(VENV)/test.stamp
 conformance: $(VENV)/bench.stamp
 	$(BIN)/python .ci/conformance.py $(CONFORMANCE_ARGS)
 
-# Time and memory of a checked step, for docs/cross-check.md.
+# Time and memory of a checked step, for docs/check-a-run.md.
 cross-check: $(VENV)/test.stamp
 	$(BIN)/python .ci/cross_check.py
 
