@@ -255,7 +255,7 @@ conformance: $(VENV)/bench.stamp
 cross-check: $(VENV)/test.stamp
 	$(BIN)/python .ci/cross_check.py
 
-# Arithmetic alone, for docs/routes.md.
+# Arithmetic alone, for docs/communication.md.
 routes: $(VENV)/run.stamp
 	$(BIN)/python .ci/routes.py
 
