@@ -247,7 +247,7 @@ classes: $(VENV)/test.stamp
 recipes: $(VENV)/test.stamp
 	$(BIN)/python .ci/recipes.py $(RECIPES)
 
-# Which rows of the contract the losses of other libraries hold, for docs/conformance.md.
+# Which rows of the contract the losses of other libraries hold, for docs/contract.md.
 conformance: $(VENV)/bench.stamp
 	$(BIN)/python .ci/conformance.py $(CONFORMANCE_ARGS)
 
