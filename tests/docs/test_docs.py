@@ -278,9 +278,9 @@ def test_bench_page_is_the_committed_tables_with_their_plots(tmp_path, monkeypat
     assert "results/*.md` is missing" in warned_by(hooks.bench_part, warned)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "cpu.md").write_text("![time](cpu.png)\n\n| a |\n", encoding="utf-8")
-    assert hooks.bench_part() == "## cpu\n\n![time](bench-results/cpu.png)\n\n| a |"
+    assert hooks.bench_part() == "### cpu\n\n![time](bench-results/cpu.png)\n\n| a |"
     (tmp_path / "results" / "cpu.md").write_text("# Two cores\n", encoding="utf-8")
-    assert hooks.bench_part() == "## Two cores"
+    assert hooks.bench_part() == "### Two cores"
 
 
 def warned_by(part, warned):
