@@ -247,15 +247,15 @@ classes: $(VENV)/test.stamp
 recipes: $(VENV)/test.stamp
 	$(BIN)/python .ci/recipes.py $(RECIPES)
 
-# Which rows of the contract the losses of other libraries hold, for docs/conformance.md.
+# Which rows of the contract the losses of other libraries hold, for docs/contract.md.
 conformance: $(VENV)/bench.stamp
 	$(BIN)/python .ci/conformance.py $(CONFORMANCE_ARGS)
 
-# Time and memory of a checked step, for docs/cross-check.md.
+# Time and memory of a checked step, for docs/check-a-run.md.
 cross-check: $(VENV)/test.stamp
 	$(BIN)/python .ci/cross_check.py
 
-# Arithmetic alone, for docs/routes.md.
+# Arithmetic alone, for docs/communication.md.
 routes: $(VENV)/run.stamp
 	$(BIN)/python .ci/routes.py
 

@@ -2,7 +2,7 @@
 
     python .ci/gpu_predictions.py build/gpu/gpu.json
 
-Each line was written before any device was seen; docs/accelerators.md has the model. A line that
+Each line was written before any device was seen; docs/performance.md has the model. A line that
 turns out wrong stays as it is: the design is what changes.
 """
 

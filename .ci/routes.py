@@ -1,4 +1,4 @@
-"""What `xentlib.plan` says of the bench's sharded heads, for docs/routes.md.
+"""What `xentlib.plan` says of the bench's sharded heads, for docs/communication.md.
 
     python .ci/routes.py        (`make routes`) writes docs/data/routes.json
 

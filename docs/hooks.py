@@ -186,8 +186,8 @@ def bench_part() -> str:
         text = file.read_text(encoding="utf-8")
         text = re.sub(r"\]\((?:\./)?([^()\s/]+\.(?:png|svg))\)", r"](bench-results/\1)", text)
         titled = text.lstrip().startswith("#")
-        # One level down: the page has its own title.
-        text = re.sub(r"(?m)^(#+ )", r"#\1", text) if titled else f"## {file.stem}\n\n{text}"
+        # Two levels down: the page has its own title, and a part for the benchmark.
+        text = re.sub(r"(?m)^(#+ )", r"##\1", text) if titled else f"### {file.stem}\n\n{text}"
         parts.append(text.strip())
     return "\n\n".join(parts)
 

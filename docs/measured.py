@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,12 @@ def recipe_part(name: str) -> str:
     )
 
 
+def section(page: Path, name: str) -> str:
+    """The anchor of the heading that `<!-- recipe NAME -->` is under."""
+    above = page.read_text(encoding="utf-8").partition(f"<!-- recipe {name} -->")[0]
+    return re.findall(r"\{#([\w-]+)\}$", above, re.MULTILINE)[-1]
+
+
 def recipes_part() -> str:
     """All of them, with the page that explains each."""
     rows = []
@@ -116,7 +123,7 @@ def recipes_part() -> str:
         doc = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").removeprefix('"""')
         rows.append(
             (
-                f"[{doc.partition(':')[0]}]({page.name}#recipe)",
+                f"[{doc.partition(':')[0]}]({page.name}#{section(page, name)})",
                 f"[`{name}.py`](examples/{name}.py)",
                 str(len(marked(name))),
                 said["ours"],

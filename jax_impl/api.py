@@ -74,7 +74,7 @@ def chunked_nll(
     constants; asking for their gradient raises.
 
     Args:
-        hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
+        hidden: [..., H] hidden states, the head's input; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
             differ from that of `hidden`. Or a `LowRankHead`; or what it is the weight of, with its
             bias: in PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, PEFT's LoRA on one,
@@ -110,29 +110,29 @@ def chunked_nll(
             rows, none included. `weight` and `bias` are then this rank's rows of the head, in rank
             order, or a DTensor sharded on the vocabulary.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
-            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
-            must be the same travel with the MAX: where ranks differ every one of them raises, or
-            has NaN where reading them would be a device sync (and in JAX).
-        tokens_parallel: the ranks of `vocab_parallel` again, where the tokens are spread over them
-            too: `hidden`, `labels` and what else is per token are then this rank's own, of any
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. The MAX
+            also compares checksums of what must be the same: where ranks differ all raise, or have
+            NaN where raising would need a device sync (and in JAX).
+        tokens_parallel: the ranks of `vocab_parallel` again, if tokens are sharded over them too:
+            `hidden`, `labels` and all other per-token arguments are then this rank's own, of any
             number, none included, and so are its results and d hidden; the options are the same on
             every rank, and the head's gradient is that of the sum of all ranks' results. Every rank
             makes the call, with or without tokens, and its backward, with the same upstream
             gradient. In PyTorch, with `gather="hidden"`: a DeviceMesh [nodes, ranks of a node] of
-            FSDP2's ranks; rows are gathered over nodes, and hidden states stay in their own.
-        gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
-            with tokens of their own. "head": its rows, gathered whole for the call, [V, H].
-            "hidden": the hidden states, chunk by chunk, to rows that stay where they are: no [V, H]
-            on any rank. "stream": the rows, block by block, twice: no [V, H] either, and what is
-            sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
-            `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 or ZeRO-3
-            shards; in JAX, which has no "stream", on Explicit meshes and of Flax's `NLLHead`.
-        tokens_per_rank: for `gather="auto"` alone, and alike on every rank: about what one has.
+            FSDP2's ranks; rows are gathered over nodes, hidden states within a node.
+        gather: how a sharded head meets data-parallel tokens. "head" all-gathers the weight,
+            [V, H]. "hidden" all-gathers the hidden states, chunk by chunk; no rank holds [V, H].
+            "stream" all-gathers the weight in blocks of rows, twice: no [V, H] either, a fourth
+            GEMM, and what is sent does not depend on the number of tokens. "auto" is the faster of
+            "head" and "hidden" by `xentlib.plan.choose_gather`. In PyTorch for heads that FSDP2 or
+            ZeRO-3 shards; in JAX, which has no "stream", on Explicit meshes and for Flax's
+            `NLLHead`.
+        tokens_per_rank: for `gather="auto"`: about the tokens of a rank, equal on every rank.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
-            False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
-            before the head adds the parts up (Megatron's copy to the tensor-parallel region, a
-            gather of the sequence whose backward is a reduce-scatter): that region would multiply a
-            sum by the number of ranks. Each part is rounded to the dtype of `hidden` first.
+            False, in PyTorch only, returns this rank's part, for a model whose own region before
+            the head sums the parts (Megatron's copy to the tensor-parallel region, a gather of the
+            sequence whose backward is a reduce-scatter). Each part is rounded to the dtype of
+            `hidden` first.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
             everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
         max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
@@ -230,7 +230,7 @@ def chunked_logprobs(
     weighted sum of log-probabilities known in advance, `chunked_nll` needs three GEMMs.
 
     Args:
-        hidden: [..., H] states that go into the head; float16, bfloat16, float32 or float64.
+        hidden: [..., H] hidden states, the head's input; float16, bfloat16, float32 or float64.
         weight: [V, H] head (`weight_layout="VH"`) or [H, V] (`"HV"`, a Flax kernel); its dtype may
             differ from that of `hidden`. Or a `LowRankHead`; or what it is the weight of, with its
             bias: in PyTorch an `nn.Linear`, a tied `nn.Embedding`, `NLLHead`, PEFT's LoRA on one,
@@ -251,29 +251,29 @@ def chunked_logprobs(
             rows, none included. `weight` and `bias` are then this rank's rows of the head, in rank
             order, or a DTensor sharded on the vocabulary.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
-            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. Sums of what
-            must be the same travel with the MAX: where ranks differ every one of them raises, or
-            has NaN where reading them would be a device sync (and in JAX).
-        tokens_parallel: the ranks of `vocab_parallel` again, where the tokens are spread over them
-            too: `hidden`, `labels` and what else is per token are then this rank's own, of any
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. The MAX
+            also compares checksums of what must be the same: where ranks differ all raise, or have
+            NaN where raising would need a device sync (and in JAX).
+        tokens_parallel: the ranks of `vocab_parallel` again, if tokens are sharded over them too:
+            `hidden`, `labels` and all other per-token arguments are then this rank's own, of any
             number, none included, and so are its results and d hidden; the options are the same on
             every rank, and the head's gradient is that of the sum of all ranks' results. Every rank
             makes the call, with or without tokens, and its backward. In PyTorch, with
             `gather="hidden"`: a DeviceMesh [nodes, ranks of a node] of FSDP2's ranks; rows are
-            gathered over nodes, and hidden states stay in their own.
-        gather: what travels to meet what, where a wrapper or a mesh has sharded a head over ranks
-            with tokens of their own. "head": its rows, gathered whole for the call, [V, H].
-            "hidden": the hidden states, chunk by chunk, to rows that stay where they are: no [V, H]
-            on any rank. "stream": the rows, block by block, twice: no [V, H] either, and what is
-            sent does not depend on the number of tokens; a fourth GEMM. "auto": of these what
-            `xentlib.plan.head_routes` finds fastest. In PyTorch of heads that FSDP2 or ZeRO-3
-            shards; in JAX, which has no "stream", on Explicit meshes and of Flax's `NLLHead`.
-        tokens_per_rank: for `gather="auto"` alone, and alike on every rank: about what one has.
+            gathered over nodes, hidden states within a node.
+        gather: how a sharded head meets data-parallel tokens. "head" all-gathers the weight,
+            [V, H]. "hidden" all-gathers the hidden states, chunk by chunk; no rank holds [V, H].
+            "stream" all-gathers the weight in blocks of rows, twice: no [V, H] either, a fourth
+            GEMM, and what is sent does not depend on the number of tokens. "auto" is the faster of
+            "head" and "hidden" by `xentlib.plan.choose_gather`. In PyTorch for heads that FSDP2 or
+            ZeRO-3 shards; in JAX, which has no "stream", on Explicit meshes and for Flax's
+            `NLLHead`.
+        tokens_per_rank: for `gather="auto"`: about the tokens of a rank, equal on every rank.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
-            False, in PyTorch alone, leaves it as this rank's part, for a model whose own region
-            before the head adds the parts up (Megatron's copy to the tensor-parallel region, a
-            gather of the sequence whose backward is a reduce-scatter): that region would multiply a
-            sum by the number of ranks. Each part is rounded to the dtype of `hidden` first.
+            False, in PyTorch only, returns this rank's part, for a model whose own region before
+            the head sums the parts (Megatron's copy to the tensor-parallel region, a gather of the
+            sequence whose backward is a reduce-scatter). Each part is rounded to the dtype of
+            `hidden` first.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode,
             everything in float64 and rounded once (in JAX it needs 64-bit types switched on).
         max_chunk_bytes: budget of the logits of one chunk; None for the default of the device.
@@ -333,7 +333,7 @@ def vocab_parallel_logprobs(
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
 ) -> LogprobOutput[jax.Array]:
-    """Log-probability of each label, and entropy, from logits that are there, spread over ranks.
+    """Log-probability of each label, and entropy, from precomputed logits, sharded over ranks.
 
         z = logits / temperature      (this rank's columns of them)
         lse = log sum_v exp(z_v),   logprob = z_y - lse,   entropy = -sum_v p_v log p_v

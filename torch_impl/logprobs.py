@@ -262,7 +262,7 @@ def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutp
 
 
 def given_forward(given: GivenLogits, entropy: bool, output_dtype: torch.dtype) -> Forward:
-    """Steps 3 to 5 for logits that are there."""
+    """Steps 3 to 5 for precomputed logits."""
     given.check_consistent()
     smoothing = given.scalars.label_smoothing
     stats = given_stats(given, WantedStats(entropy, smoothing > 0))

@@ -21,7 +21,8 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 }
-PACKAGES = ("torch", "jax", "flax", "optax", "deepspeed", "trl", "tunix")
+PACKAGES = ("torch", "jax", "flax", "optax", "deepspeed", "trl", "lightning", "tunix")
+WARN = ("trl", "lightning")  # of their own code, and of what it calls
 GROUPS = {
     f"{page}-{group.blocks[0].line}": group
     for page, text in PAGES.items()
@@ -36,7 +37,10 @@ def parameters(*how):
 
 def marks(group):
     frameworks = ("torch", "jax")
-    return [getattr(pytest.mark, x) for x in frameworks if re.search(rf"\b{x}\b", group.code)]
+    found = [getattr(pytest.mark, x) for x in frameworks if re.search(rf"\b{x}\b", group.code)]
+    if re.search(rf"^(?:import|from) ({'|'.join(WARN)})\b", group.code, re.MULTILINE):
+        found.append(pytest.mark.filterwarnings("ignore"))
+    return found
 
 
 def needed(group):

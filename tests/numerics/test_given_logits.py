@@ -1,4 +1,4 @@
-"""`vocab_parallel_logprobs`, of logits that are there: both backends against the oracle, on one
+"""`vocab_parallel_logprobs`, of precomputed logits: both backends against the oracle, on one
 device.
 
 Shapes: N tokens, V classes.

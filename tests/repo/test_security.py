@@ -1,4 +1,4 @@
-"""What docs/security.md says of the sources: nothing from the network, no pickle of a user's data,
+"""What docs/project.md says of the sources: nothing from the network, no pickle of a user's data,
 no text that is evaluated, no process but Python's own."""
 
 from __future__ import annotations

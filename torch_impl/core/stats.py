@@ -53,7 +53,7 @@ def chunk_stats(logits: ChunkedLogits, chunk: Chunk, wanted: WantedStats) -> Tok
 
 
 def given_stats(given: GivenLogits, wanted: WantedStats) -> TokenStats:
-    """Of all N tokens, from logits that are there."""
+    """Of all N tokens, from precomputed logits."""
     return combined(given, columns_of(given, wanted), slice(None))
 
 

@@ -102,7 +102,7 @@ def patch(
     head._lazy_calls = {}  # by thread
     set_class(inner, model_class(kinds[1]))
     inner._xentlib = Patch(in_place_of_logits, options, inner.loss_type)
-    # Trainer counts a batch's tokens after the shift if it knows the model's loss, by its name.
+    # Trainer counts tokens after the shift only for classes whose loss it knows by their name.
     names = inspect.unwrap(kinds[1].forward).__code__.co_names
     if inner.loss_type is None and "loss_function" in names:
         inner.loss_type = "ForCausalLM"

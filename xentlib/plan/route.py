@@ -30,7 +30,7 @@ class Route:
         moments: what stands on a rank at once, in bytes by name, by moment.
         chunk_tokens: T, of this rank.
         num_chunks: C.
-        block_rows: K, 0 where rows do not pass by in blocks.
+        block_rows: K, 0 if rows are not gathered in blocks.
         micro_batches: of a window; what is sent once in a window counts as a part of a call.
         rates: for the seconds.
     """
