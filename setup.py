@@ -1,6 +1,6 @@
 """The text of the package page: README.md without relative links, which would lead nowhere there.
 
-They become links into the repository, whose address is `Source` in `[project.urls]` of
+Links and pictures become those of the repository, whose address is `Source` in `[project.urls]` of
 pyproject.toml and stands nowhere else. While there is none, their words alone are left.
 
 And the backends of a checkout without symbolic links, git's default on Windows, where
@@ -16,11 +16,13 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 LINKS = {"xentlib.torch": "torch_impl", "xentlib.jax": "jax_impl"}
+PICTURE = re.compile(r'(?s)<picture>.*? alt="([^"]*)".*?</picture>')
+FILE = re.compile(r'\b(src|srcset)="(?!\w+:)([^"]+)"')
 RELATIVE = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^()\s]+)\)")
 
 
 def package_page(readme: str, source: str | None) -> str:
-    """`readme` as it can be read anywhere: outside of code, no link that depends on a place."""
+    """`readme` as it can be read anywhere: no link or picture that depends on a place."""
 
     def link(found: re.Match[str]) -> str:
         words, target = found.groups()
@@ -28,8 +30,9 @@ def package_page(readme: str, source: str | None) -> str:
 
     parts = re.split(r"(?ms)(^```.*?^```$)", readme)
     text = "".join(x if x.startswith("```") else RELATIVE.sub(link, x) for x in parts)
-    # What the suite runs around a block of code is for the suite.
-    return re.sub(r"(?s)<!-- run:.*?-->\n*", "", text)
+    if not source:
+        return PICTURE.sub(r"\1", text)
+    return FILE.sub(lambda found: f'{found[1]}="{source}/raw/HEAD/{found[2]}"', text)
 
 
 class WithoutLinks(build_py):

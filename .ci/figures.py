@@ -32,7 +32,7 @@ BENCH = ROOT / "bench" / "results"
 TOKENS = (256, 512, 1024, 2048, 4096, 8192)
 HIDDEN, VOCAB = 512, 32_000
 ROUNDS = 5
-FULL, CHUNKS, SHARDS = "full logits", "xentlib", "xentlib, each of two shards"
+FULL, CHUNKS, SHARDS = "full logits", "xentlib", "xentlib, vocabulary on two ranks"
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -144,10 +144,10 @@ def document(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found = environment()
     about = (
         f"Loss and gradients in PyTorch {found['torch']}, float32, hidden width {HIDDEN}, "
-        f"vocabulary {VOCAB:,}, on an {found['cpu']}. Memory is beside the inputs, as the "
-        f"allocator counts it. Time is the processor's with one thread, the least of {ROUNDS} "
-        "calls; of two shards the sum of both ranks. Products of full logits are MKL's, xentlib's "
-        "oneDNN's."
+        f"vocabulary {VOCAB:,}, on an {found['cpu']}. Memory excludes the inputs. Time is CPU time "
+        f"on one thread, best of {ROUNDS} calls. With the vocabulary on two ranks, memory "
+        "is that of one rank and time the sum of both. Full logits are multiplied with MKL, "
+        "xentlib's chunks with oneDNN, which is faster on this CPU."
     )
     return {"about": about, "environment": found, "rows": rows}
 
@@ -165,7 +165,7 @@ MIB = 1 << 20
 
 
 def panel(axes: Axes, mode: str, rows: list[dict[str, Any]], measured: str) -> None:
-    """Memory in MiB, or milliseconds of the processor a thousand tokens, of each way."""
+    """Memory in MiB, or milliseconds of CPU time per 1,000 tokens, of each way."""
     ink, grid = INK[mode]
     for name, (colours, marker) in LINES.items():
         mine = [row for row in rows if row["way"] == name]
@@ -187,7 +187,7 @@ def panel(axes: Axes, mode: str, rows: list[dict[str, Any]], measured: str) -> N
         axes.set_title("extra memory, MiB", loc="left", color=ink, fontsize=9)
     else:
         axes.set_ylim(bottom=0)
-        axes.set_title("processor time, ms a thousand tokens", loc="left", color=ink, fontsize=9)
+        axes.set_title("CPU time, ms per 1,000 tokens", loc="left", color=ink, fontsize=9)
     axes.minorticks_off()
     axes.grid(color=grid, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -23,6 +23,8 @@ if not (DOCS / "hooks.py").is_file():
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 FRAMEWORKS = ("torch", "jax")
+HIDDEN_SETUP = "<!-- run:"
+UNTRIED = "Not yet run on a GPU. Kernels have only been compiled for one; `make gpu` measures them."
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -48,14 +50,42 @@ def test_readme_shows_both_backends():
         assert f"\nfrom xentlib.{name} import" in readme
 
 
-# --- the contract ---------------------------------------------------------------------------------
-
-
-def test_readme_holds_the_table_of_the_contract():
+def test_readme_is_short_and_has_one_table_that_is_of_the_committed_run():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert hooks.contract_table() in readme, "paste the output of `python docs/hooks.py`"
-    assert hooks.bench_savings() in readme, "paste the output of `python docs/hooks.py`"
-    assert hooks.bench_summary() in readme, "paste the output of `python docs/hooks.py`"
+    assert f"\n\n{hooks.speed_table()}\n\n" in readme, "paste the output of `python docs/hooks.py`"
+    assert len(re.findall(r"^\|[ :|-]+\|$", readme, re.MULTILINE)) == 1
+    assert len(readme.splitlines()) <= 120
+
+
+def test_pages_that_are_read_first_hide_no_set_up_and_say_what_is_untried():
+    for path in (ROOT / "README.md", DOCS / "index.md", DOCS / "start.md"):
+        text = path.read_text(encoding="utf-8")
+        assert HIDDEN_SETUP not in text, named(path)
+        assert UNTRIED in " ".join(text.split()), named(path)
+
+
+def test_table_of_speed_and_memory_says_how_far_a_loss_is_off(tmp_path, monkeypatch):
+    """And of several contestants the least and the most."""
+
+    def row(name, ms, mib, loss, kind="loss + gradient"):
+        times = {"time": {"median": ms / 1e3}, "ratio": {"median": 1.0}}
+        return times | {"contestant": name, "kind": kind, "peak_bytes": mib << 20, "loss": loss}
+
+    rows = [
+        row("bare GEMMs", 1, 1, 2.0),
+        row("xentlib", 7, 3, 2.0),
+        row("xentlib", 4, 2, 2.0, "loss"),
+        row("eager, full logits", 1500, 9, 2.0000001),
+        row("F.linear_cross_entropy auto", 8, 5, 2.02),
+        row("F.linear_cross_entropy compact", 6, 5, 2.0),
+    ]
+    run = {"backend": "torch", "dtype": "bfloat16", "case": {"name": hooks.SHOWN}, "rows": rows}
+    other = run | {"case": {"name": "another"}}
+    monkeypatch.setattr(hooks, "BENCH", tmp_path)
+    (tmp_path / "cpu.json").write_text(json.dumps({"runs": [run, other]}), encoding="utf-8")
+    assert hooks.speed_table().splitlines()[2:] == [
+        "| torch, bfloat16 | 7 ms, 3 MiB | 1,500 ms, 9 MiB | 6 to 8 ms, 5 MiB, loss off by 1.0 % |"
+    ]
 
 
 def test_readme_opens_with_the_figure_and_says_what_it_shows():
@@ -83,11 +113,18 @@ def test_versions_that_the_start_page_shows_are_those_of_the_constraints():
 
 
 def test_index_and_navigation_have_every_page():
-    index = (DOCS / "index.md").read_text(encoding="utf-8").partition("## Where to look")[2]
+    """And what a stranger reads first is a table of no more than twelve entries."""
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    first = text.partition("## Where to look")[2].partition("\n## ")[0]
+    assert 3 < len(re.findall(r"^\| ", first, re.MULTILINE)) - 1 <= 12
+    index = text.partition("## All pages")[2]
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in DOCS.glob("*.md"):
         assert page.name == "index.md" or re.search(rf"\]\({page.name}[#)]", index), page.name
         assert re.search(rf": {re.escape(page.name)}$", navigation, re.MULTILINE), page.name
+
+
+# --- the contract ---------------------------------------------------------------------------------
 
 
 def test_table_of_the_contract_has_every_row_and_bound():

@@ -49,6 +49,19 @@ def test_the_package_page_has_no_link_that_depends_on_a_place():
     assert "<!--" not in plain
 
 
+def test_pictures_on_the_package_page_are_the_repository_s_or_said_in_words():
+    shown = re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    assert len(shown) == 4
+    linked = setup.package_page(README, "https://example.org/x")
+    assert re.findall(r'(?:src|srcset)="([^"]+)"', linked) == [
+        f"https://example.org/x/raw/HEAD/{path}" for path in shown
+    ]
+    plain = setup.package_page(README, None)
+    assert "<img" not in plain
+    for said in re.findall(r'alt="([^"]+)"', README):
+        assert said in plain
+
+
 def test_code_on_the_package_page_is_that_of_the_readme():
     """And nothing of what the suite runs around it."""
     blocks = re.compile(r"(?ms)^```.*?^```$")
