@@ -189,10 +189,11 @@ def check_numbers(call: Arguments | LogitsArguments, leading: tuple[int, ...]) -
 
 def check_reduction(call: Arguments) -> None:
     """Of a call as the user wrote it: for a loss of each token the message has the line."""
-    if call.reduction in REDUCTIONS:
+    reduction: object = call.reduction
+    if reduction in REDUCTIONS:
         return
     way = "To divide the sum by another number, such as the batch size, pass `denominator`."
-    if call.reduction in ("none", None):
+    if reduction in ("none", None):
         plain = call._replace(reduction="mean", outputs=())
         changed = [
             name
@@ -205,7 +206,7 @@ def check_reduction(call: Arguments) -> None:
         left_out = [f"`{x}`" for x in changed if x not in shared]
         way = f"For a loss of each token write `-chunked_logprobs({', '.join(given)}).logprobs`"
         way += f", which leaves out {', '.join(left_out)}." if left_out else "."
-    CALLS.refuse("reduction", names=quoted(REDUCTIONS), reduction=call.reduction, way=way)
+    CALLS.refuse("reduction", names=quoted(REDUCTIONS), reduction=reduction, way=way)
 
 
 def check_outputs(outputs: object) -> None:
