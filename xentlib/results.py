@@ -39,10 +39,13 @@ def not_a_tensor(field: str) -> Callable[[Kind], Kind]:
                 raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
             raise AttributeError(text(f"`.{name}`"), name=name, obj=self)
 
-        def equal(self: Any, other: Any) -> Any:
-            if isinstance(other, Number) or hasattr(other, "dtype"):
-                raise TypeError(text("`==`"))
-            return tuple.__eq__(self, other)
+        def compared(sign: str, as_tuple: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+            def compare(self: Any, other: Any) -> Any:
+                if isinstance(other, Number) or hasattr(other, "dtype"):
+                    raise TypeError(text(f"`{sign}`"))
+                return as_tuple(self, other)
+
+            return compare
 
         def formatted(self: Any, how: str) -> str:
             if how:
@@ -58,7 +61,8 @@ def not_a_tensor(field: str) -> Callable[[Kind], Kind]:
             setattr(kind, f"__{name}__", refusing(sign))
         for name, sign in BINARY.items():
             setattr(kind, f"__r{name}__", refusing(sign))
-        members: dict[str, Any] = {"getattr": attribute, "eq": equal, "format": formatted}
+        members: dict[str, Any] = {"getattr": attribute, "format": formatted}
+        members |= {"eq": compared("==", tuple.__eq__), "ne": compared("!=", tuple.__ne__)}
         members |= {"jax_array": property(jax_array), "array_ufunc": None}  # of NumPy's scalars
         for name, member in members.items():
             setattr(kind, f"__{name}__", member)

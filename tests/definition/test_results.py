@@ -61,6 +61,7 @@ USES = {
     "less": (lambda out, _: out < 1.0, "`<`"),
     "more than another": (lambda out, _: out > out, "`>`"),
     "equal to a number": (lambda out, _: out == 0, "`==`"),
+    "unequal to a number": (lambda out, _: out != 0, "`!=`"),
     "equal to an array": (lambda out, x: out == x, "`==`"),
     "printed": (lambda out, _: f"{out:.3f}", "a format, '.3f'"),
     # An array on the left asks this side in PyTorch, and refuses by itself in JAX.
