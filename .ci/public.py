@@ -189,6 +189,7 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
             f"from {module} import {names}\n"
             for module, names in (
                 ("xentlib.arguments", "Arguments, LogitsArguments"),
+                ("xentlib.checks.call", "known_names"),
                 ("xentlib.logprobs", "LogprobOutput"),
                 *((("xentlib.lora", "LowRankHead"),) if "LowRankHead" in head else ()),
                 ("xentlib.nll", "NLLOutput"),
@@ -225,7 +226,9 @@ __all__ = [
         lines.insert(found.positional, "    *,")
         given = "".join(f"            {p}={p},\n" for p, _, _ in found.parameters)
         text += (
-            f"\n\ndef {name}(\n" + "\n".join(lines) + f"\n) -> {ARRAY.sub(array, found.returns)}:\n"
+            f"\n\n@known_names\ndef {name}(\n"
+            + "\n".join(lines)
+            + f"\n) -> {ARRAY.sub(array, found.returns)}:\n"
         )
         text += f"    {found.docstring}\n"
         text += f"    return {worker}(\n        {kind}(\n{given}        )\n    )\n"

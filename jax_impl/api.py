@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.checks.call import known_names
 from xentlib.jax.logprobs import given_logprobs, head_logprobs
 from xentlib.jax.nll import nll
 from xentlib.logprobs import LogprobOutput
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 
+@known_names
 def chunked_nll(
     hidden: jax.Array,
     weight: Any,
@@ -190,6 +192,7 @@ def chunked_nll(
     )
 
 
+@known_names
 def chunked_logprobs(
     hidden: jax.Array,
     weight: Any,
@@ -320,6 +323,7 @@ def chunked_logprobs(
     )
 
 
+@known_names
 def vocab_parallel_logprobs(
     logits: jax.Array,
     labels: jax.Array,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
-from xentlib.checks.call import CALLS, check_head, check_logits
+from xentlib.checks.call import CALLS, check_head, check_logits, check_reduction
 from xentlib.checks.lora import check_low_rank, check_low_rank_here
 from xentlib.checks.shards import SHARDS, check_route, check_route_here
 from xentlib.checks.validators import plain
@@ -30,6 +30,7 @@ def bind(
 ) -> tuple[Options, Arrays]:
     """A call of a head's function; of `NLLHead`, which knows where its arrays are. `recompute`: its
     backward reads the head's values again."""
+    check_reduction(given)
     given = Arguments(*map(unwrapped, map(plain, given)))
     only_arrays(given)
     given, low = head_of(given)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.checks.call import known_names
 from xentlib.logprobs import LogprobOutput
 from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 
+@known_names
 def chunked_nll(
     hidden: Tensor,
     weight: Tensor | nn.Module | LowRankHead[Tensor],
@@ -191,6 +193,7 @@ def chunked_nll(
     )
 
 
+@known_names
 def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor | nn.Module | LowRankHead[Tensor],
@@ -321,6 +324,7 @@ def chunked_logprobs(
     )
 
 
+@known_names
 def vocab_parallel_logprobs(
     logits: Tensor,
     labels: Tensor,

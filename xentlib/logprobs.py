@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from xentlib.arguments import Array, Head
 from xentlib.options import ComputeDtype, Gather, WeightLayout
+from xentlib.results import not_a_tensor
 
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
@@ -29,6 +30,7 @@ __all__ = ["LogprobOutput", "chunked_logprobs", "vocab_parallel_logprobs"]
 A = TypeVar("A")  # a tensor or an array of the backend
 
 
+@not_a_tensor("logprobs")
 class LogprobOutput(NamedTuple, Generic[A]):
     """Result of the functions here; a pytree in JAX. All but `correct` carry gradients.
 

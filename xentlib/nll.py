@@ -25,12 +25,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from xentlib.arguments import Array, Head
 from xentlib.options import OUTPUTS, ComputeDtype, Gather, OutputName, Reduction, WeightLayout
+from xentlib.results import not_a_tensor
 
 __all__ = ["OUTPUTS", "NLLOutput", "chunked_nll"]
 
 A = TypeVar("A")  # a tensor or an array of the backend
 
 
+@not_a_tensor("loss")
 class NLLOutput(NamedTuple, Generic[A]):
     """Result of `chunked_nll`; a pytree in JAX. Only `loss` carries a gradient.
 

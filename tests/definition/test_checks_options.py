@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import numpy as np
 import pytest
 
 from helpers.refusals import Bad, H, N, V, call, check_both, check_refusal, zeros
+from xentlib import logprobs, nll
+from xentlib.checks.names import INSTEAD
+from xentlib.contract import check, failures
+from xentlib.interop import to_jax, to_torch
 
 OUTPUTS = "'logprobs', 'entropy', 'lse', 'correct', 'predicted'"
 
@@ -41,7 +48,51 @@ BAD = [
         "unknown reduction",
         ValueError,
         {"reduction": "none"},
-        "`reduction` must be one of 'mean', 'sum'; got 'none'.",
+        "`reduction` must be one of 'mean', 'sum'; got 'none'. For a loss of each token write "
+        "`-chunked_logprobs(hidden, weight, labels).logprobs`.",
+    ),
+    Bad(
+        "a loss of each token with options",
+        ValueError,
+        {
+            "reduction": "none",
+            "bias": zeros(V),
+            "temperature": zeros(N) + 2,
+            "softcap": 30.0,
+            "label_smoothing": 0.1,
+            "token_weights": zeros(N),
+            "logit_scale": 1,
+        },
+        "`reduction` must be one of 'mean', 'sum'; got 'none'. For a loss of each token write "
+        "`-chunked_logprobs(hidden, weight, labels, bias=bias, softcap=softcap, "
+        "temperature=temperature).logprobs`, which leaves out `token_weights`, `label_smoothing`.",
+    ),
+    Bad(
+        "mean over a batch",
+        ValueError,
+        {"reduction": "batchmean"},
+        "`reduction` must be one of 'mean', 'sum'; got 'batchmean'. To divide the sum by another "
+        "number, such as the batch size, pass `denominator`.",
+    ),
+    Bad(
+        "one-hot labels",
+        ValueError,
+        {"labels": zeros(N, V, dtype=np.int32)},
+        f"`labels` must have shape ({N},), one class for each token of `hidden`; got ({N}, {V}). "
+        f"Pass class indices, of one-hot rows `labels.argmax(-1)`.",
+    ),
+    Bad(
+        "probabilities for labels",
+        TypeError,
+        {"labels": zeros(N, V)},
+        "`labels` must be integers; got float32. Pass class indices, not one-hot rows or masks.",
+    ),
+    Bad(
+        "no ignore_index",
+        TypeError,
+        {"ignore_index": None},
+        "`ignore_index` must be an integer; got None. Pass the label that marks tokens without a "
+        "loss, -100 by convention.",
     ),
     Bad(
         "unknown layout",
@@ -114,6 +165,66 @@ def test_bad_options_are_refused(backend, bad):
 def test_both_backends_say_the_same(bad):
     """D2, M27: validation that is pasted per backend drifts; this one is asked once."""
     check_both(bad)
+
+
+def test_the_line_for_a_loss_of_each_token_is_right(backend):
+    """What `F.cross_entropy(reduction="none")` returns, by the line of the message: 0 for a token
+    that is not valid, whatever its hidden states are."""
+    package = pytest.importorskip(f"xentlib.{backend}")
+    cross = to_torch if backend == "torch" else to_jax
+    random = np.random.default_rng(0)
+    hidden, weight = (random.normal(size=(n, H)).astype(np.float32) for n in (N, V))
+    bias, labels = random.normal(size=V).astype(np.float32), np.arange(N, dtype=np.int32)
+    hidden[1], labels[1] = np.nan, -100
+    given = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+    given = {name: cross(x, copy=True) for name, x in given.items()}
+    with pytest.raises(ValueError, match="For a loss of each token") as caught:
+        package.chunked_nll(**given, reduction="none")
+    (line,) = re.findall(r"`(-chunked_logprobs.*?)`", str(caught.value))
+    names = {**given, "chunked_logprobs": package.chunked_logprobs}
+    losses = np.asarray(eval(line, names))  # a line of the package's own
+    logits = hidden.astype(np.float64) @ weight.T + bias
+    rows = np.arange(N) != 1
+    lse = np.log(np.exp(logits[rows]).sum(-1))
+    magnitude = np.maximum(np.abs(logits[rows]).max(-1), lse)
+    expected = lse - logits[rows, labels[rows]]
+    assert not failures(check("A2", losses[rows], expected, magnitude=magnitude))
+    assert failures(check("A2", -losses[rows], expected, magnitude=magnitude))
+    assert losses[1] == 0
+
+
+# Names that people bring from other losses, and what to write.
+NAMES = {
+    "target": "Write `labels=`.",
+    "input": "Write `hidden=`.",
+    "hidden_states": "Write `hidden=`.",
+    "lin_weight": "Write `weight=`.",
+    "final_logit_softcapping": "Write `softcap=`.",
+    "shift_labels": "Labels are taken as they are: pass shifted ones, such as "
+    "`next_token_labels(tokens)`.",
+    "logits": "With precomputed logits write `-vocab_parallel_logprobs(logits, labels).logprobs`.",
+    "entropy": "Its arguments are hidden, weight, labels, bias, ",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_another_library_says_ours(backend, name):
+    """Before what is missing, as of a call with `logits` and `target` alone."""
+    package = pytest.importorskip(f"xentlib.{backend}")
+    message = f"`{name}` is not an argument of `chunked_nll`. {NAMES[name]}"
+    with pytest.raises(TypeError) as caught:
+        package.chunked_nll(**{name: 1})
+    assert str(caught.value).startswith(message)
+
+
+def test_names_of_other_libraries_are_none_of_ours():
+    functions = (nll.chunked_nll, logprobs.chunked_logprobs, logprobs.vocab_parallel_logprobs)
+    for function in functions:
+        known = inspect.signature(function).parameters
+        ways = {name: way for name, way in INSTEAD.items() if name not in known}
+        assert set(INSTEAD) - set(ways) <= {"logits"}
+    every = {x for function in functions for x in inspect.signature(function).parameters}
+    assert [way for way in INSTEAD.values() if " " not in way and way not in every] == []
 
 
 @pytest.mark.jax

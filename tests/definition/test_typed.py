@@ -27,7 +27,8 @@ def f(h: {array}, w: {array}, y: {array}) -> None:
 """
 PATHS = ("", ".api", ".accumulate")
 READ = [f"xentlib.{x}{path}" for x in ("torch", "jax") for path in PATHS]
-READ += ["torch", "jax", "xentlib.nll", "xentlib.logprobs", "xentlib.options"]
+READ += ["torch", "jax", "xentlib.nll", "xentlib.logprobs", "xentlib.options", "xentlib.results"]
+READ += ["xentlib.checks.call"]  # of a decorator
 SETTINGS = f"""
 [mypy]
 python_version = 3.11

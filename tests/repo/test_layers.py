@@ -16,7 +16,7 @@ if not all((ROOT / folder).is_dir() for folder in PACKAGES):
 LAYERS = {
     "definition": {
         "xentlib": "nll logprobs labels accumulate evaluation lora arguments options head "
-        "collectives dtypes interop kernels processes algebra lazy"
+        "collectives dtypes interop kernels processes algebra lazy results"
     },
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
     "core": {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor, nn
 
 from xentlib.arguments import Arguments
+from xentlib.checks.call import check_reduction
 from xentlib.checks.lora import check_low_rank_route
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.shards import ROUTES, check_route
@@ -95,6 +96,7 @@ def with_head(*, recompute: bool) -> Callable[[Callable[..., R]], Callable[[Argu
 def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement | None]:
     """The call with parameters in place of modules, and where its head is; None if no wrapper has
     sharded it: a vocabulary shard is whole to its rank."""
+    check_reduction(call)
     plain, lora = split_lora(call)
     arrays = plain._asdict()
     if isinstance(plain.weight, (nn.Module, LowRankHead)):

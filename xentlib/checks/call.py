@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.checks.names import refuse_name
 from xentlib.checks.validators import (
     ArraySpec,
     Refusals,
@@ -20,7 +24,10 @@ from xentlib.checks.validators import (
     quoted,
 )
 from xentlib.dtypes import holds, resolve_dtypes
+from xentlib.logprobs import chunked_logprobs
 from xentlib.options import COMPUTE, LAYOUTS, OUTPUTS, REDUCTIONS, RULES
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 CALLS = Refusals(
     ValueError,
@@ -42,6 +49,7 @@ CALLS = Refusals(
     outputs="`outputs` must be a tuple of names from {names}; got {outputs!r}. Pass for instance "
     "`outputs=('lse',)`.",
     output="`outputs` must hold names from {names}; got {output!r}. Leave it out.",
+    reduction="`reduction` must be one of {names}; got {reduction!r}. {way}",
     weight="`weight` must have shape {expected} to match `hidden` {hidden}; got {shape}. {way}",
     class_weights="`class_weights` must have shape ({vocab_size},), one entry for each class of "
     "the whole vocabulary, on every rank; got {came}. Pass all of them.",
@@ -52,6 +60,8 @@ CALLS = Refusals(
     # A valid label that lies outside the vocabulary.
     labels="`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); got "
     "{offender}. Mask that token with `where`, or set its label to `ignore_index`.",
+    one_hot="`labels` must have shape {leading}, one class for each token of `{name}`; got "
+    "{shape}. Pass class indices, of one-hot rows `labels.argmax(-1)`.",
     # On every rank, for a label outside the vocabulary on some; they would wait for it.
     labels_elsewhere="`labels` must be classes or `ignore_index` on every rank that shares the "
     "head; got others on rank {ranks} of its group, which says which.",
@@ -88,6 +98,20 @@ class LogitsProblem(NamedTuple):
     columns: int
     compute_dtype: str
     output_dtype: str
+
+
+def known_names(function: F) -> F:
+    """The function, which for a keyword that is none of its arguments says what to write."""
+    known = tuple(signature(function).parameters)
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        for name in named:
+            if name not in known:
+                refuse_name(function.__name__, name, known)
+        return function(*given, **named)
+
+    return cast(F, call)
 
 
 def check_head(
@@ -128,7 +152,6 @@ def check_head(
     check_flag("reduce_hidden_grad", call.reduce_hidden_grad)
     CALLS.require("reduced", call.reduce_hidden_grad or sharded)
     check_numbers(call, leading)
-    check_choice("reduction", call.reduction, REDUCTIONS)
     check_outputs(call.outputs)
     check_flag("entropy", call.entropy)
     check_chunk_bytes(call.max_chunk_bytes)
@@ -162,6 +185,28 @@ def check_numbers(call: Arguments | LogitsArguments, leading: tuple[int, ...]) -
         if value is None and call._field_defaults.get(name) is None:
             continue
         check_rule(name, value, rule, leading if name == "temperature" else ())
+
+
+def check_reduction(call: Arguments) -> None:
+    """Of a call as the user wrote it: for a loss of each token the message has the line."""
+    reduction: object = call.reduction
+    if reduction in REDUCTIONS:
+        return
+    way = "To divide the sum by another number, such as the batch size, pass `denominator`."
+    if reduction in ("none", None):
+        plain = call._replace(reduction="mean", outputs=())
+        changed = [
+            name
+            for name, default in plain._field_defaults.items()
+            if (value := getattr(plain, name)) is not default
+            and not (isinstance(value, (int, float, str)) and value == default)
+        ]
+        shared = signature(chunked_logprobs).parameters
+        given = ["hidden", "weight", "labels", *(f"{x}={x}" for x in changed if x in shared)]
+        left_out = [f"`{x}`" for x in changed if x not in shared]
+        way = f"For a loss of each token write `-chunked_logprobs({', '.join(given)}).logprobs`"
+        way += f", which leaves out {', '.join(left_out)}." if left_out else "."
+    CALLS.refuse("reduction", names=quoted(REDUCTIONS), reduction=reduction, way=way)
 
 
 def check_outputs(outputs: object) -> None:
@@ -213,6 +258,8 @@ def check_tokens(call: Arguments | LogitsArguments, name: str, on_host: bool) ->
     check_floating(name, source)
     leading: tuple[int, ...] = source.shape[:-1]
     check_integers("labels", labels, "Pass class indices, not one-hot rows or masks.")
+    one_hot = labels.shape[:-1] == leading and labels.shape[-1:] > (1,)
+    CALLS.require("one_hot", not one_hot, leading=leading, name=name, shape=labels.shape)
     check_per_token("labels", labels, leading, name)
     apart = on_host and labels.device == "cpu" != source.device
     if not apart:
