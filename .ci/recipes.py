@@ -26,6 +26,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data" / "recipes.json"
+RUNNER = "tests/helpers/recipe.py"
 GUARD = ["python", "-P", "tests/helpers/orphans.py"]
 VOCAB, LENGTH = 65536, 512
 LARGE = ["--vocab", str(VOCAB), "--length", str(LENGTH), "--steps", "1"]
@@ -38,8 +39,9 @@ def command_of(path: Path) -> list[str]:
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     *words, _ = shlex.split([x for x in doc.splitlines() if x.startswith("    ")][-1])
     if "torchrun" in words:
-        words = [*GUARD, "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    return ["env", *words, "tests/helpers/recipe.py", path.stem]
+        words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        return [*GUARD, *words, RUNNER, path.stem]
+    return ["env", *words[:-1], *GUARD, RUNNER, path.stem]
 
 
 def run(command: list[str]) -> int:
@@ -69,11 +71,11 @@ def distance_of(path: Path) -> float:
     """Relative, of the first gradient to that of full logits of the whole batch."""
     command = command_of(path)
     ranks = RANKS if "torch.distributed.run" in command else 1
-    alone = ["python", "tests/helpers/recipe.py", path.stem, "--full-logits", "--steps", "1"]
+    alone = [*GUARD, RUNNER, path.stem, "--full-logits", "--steps", "1"]
     with tempfile.TemporaryDirectory() as folder:
         kept = [f"{folder}/{k}.npy" for k in range(2)]
         run([*command, "--steps", "1", "--keep", kept[0]])
-        run(["env", *alone, "--together", str(ranks), "--keep", kept[1]])
+        run([*alone, "--together", str(ranks), "--keep", kept[1]])
         got, want = (np.load(x).astype(np.float64) for x in kept)
     distance = float(np.linalg.norm(got - want) / np.linalg.norm(want))
     if not distance < BOUND:

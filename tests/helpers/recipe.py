@@ -211,5 +211,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are named like packages
+    # This folder's modules are named like packages.
+    sys.path[:] = [x for x in sys.path if Path(x).resolve() != Path(__file__).resolve().parent]
     main()
