@@ -139,9 +139,9 @@ def jax_with_all_logits() -> None:
 
 
 def torch_gradient(name: str, **numbers: int) -> Any:
-    """What an optimizer is given at its first step, flat."""
+    """Of the first step, flat; read after it, as Lightning runs the backward inside of the step."""
     import torch
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     kept: list[Any] = []
 
@@ -163,7 +163,7 @@ def torch_gradient(name: str, **numbers: int) -> Any:
 
         deepspeed.DeepSpeedEngine.step = kept_step
     else:
-        register_optimizer_step_pre_hook(
+        register_optimizer_step_post_hook(
             lambda optimizer, *_: keep(
                 (p for group in optimizer.param_groups for p in group["params"]), lambda p: p.grad
             )
