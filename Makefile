@@ -67,7 +67,7 @@ help:
 	@echo 'figures     what the README and the site open with, from docs/data/tokens.json; FIGURES_ARGS=--measure measures first'
 	@echo 'docs        the documentation, strict, in build/site'
 	@echo 'bench       time and memory beside the bare GEMMs and other libraries: about ten minutes'
-	@echo 'examples    every example, alone or on two ranks'
+	@echo 'examples    every example on one process, and its first gradient on two ranks beside full logits'
 	@echo 'advisories  known vulnerabilities of the pins; needs a database of advisories on the network'
 	@echo 'env-all     the environment with every extra'
 	@echo 'clean       remove what was built, the environment included'
@@ -243,7 +243,7 @@ public:
 classes: $(VENV)/test.stamp
 	$(BIN)/python .ci/causal_lm.py
 
-# Peak memory of each file of examples/ that marks its lines, and its distance to full logits.
+# Peak memory of each file of examples/, and the distance of its first gradient to full logits.
 recipes: $(VENV)/test.stamp
 	$(BIN)/python .ci/recipes.py $(RECIPES)
 
@@ -282,13 +282,13 @@ bench: $(VENV)/bench.stamp
 
 # DeepSpeed looks for ninja on the path. Its warnings of what is deprecated are for its authors.
 GUARDED := $(BIN)/python -P tests/helpers/orphans.py
-TORCHRUN := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 \
-  $(GUARDED) torch.distributed.run --standalone
-ON_RANKS := $(shell grep -l 'torchrun --nproc-per-node 2' examples/*.py)
+ALONE := PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1 $(GUARDED)
+EXAMPLES := $(wildcard examples/*.py)
 
+# Each alone, as a reader runs it; then its first gradient, on ranks or devices, beside full logits.
 examples: $(VENV)/test.stamp
-	@printf '%s\n' $(patsubst %,'$(GUARDED) %',$(filter-out $(ON_RANKS),$(wildcard examples/*.py))) \
-	  $(patsubst %,'$(TORCHRUN) --nproc-per-node 2 %',$(ON_RANKS)) | \
+	@printf '%s\n' $(patsubst %,'$(ALONE) %',$(EXAMPLES)) \
+	  $(patsubst %,'$(BIN)/python .ci/recipes.py --compare %',$(basename $(notdir $(EXAMPLES)))) | \
 	  xargs -d '\n' -P 2 -I COMMAND $(SHELL) -c \
 	    'said=$$(COMMAND 2>&1) || failed=1; echo "== COMMAND" | sed "s/.* //;s/^/== /"; echo "$$said"; exit $${failed:-0}'
 

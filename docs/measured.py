@@ -96,9 +96,10 @@ def recipe_part(name: str) -> str:
     text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").rstrip()
     lines = " ".join(map(str, marked(name)))
     return (
-        f"[Download `{name}.py`](examples/{name}.py). With {said['sizes']}, a process of it takes "
-        f"{said['ours']} at its peak, and {said['full']} without xentlib (`--full-logits`). The "
-        f"relative distance of its first step to full logits is {said['distance']}.\n\n"
+        f"[Download `{name}.py`](examples/{name}.py); the highlighted lines are those to add or to "
+        f"change. With {said['sizes']} its largest process takes {said['ours']}, and "
+        f"{said['full']} without xentlib. The relative distance of its first gradient to that of "
+        f"full logits is {said['distance']}.\n\n"
         f'```python title="examples/{name}.py" hl_lines="{lines}"\n{text}\n```'
     )
 
@@ -120,10 +121,14 @@ def recipes_part() -> str:
         )
         if page is None:
             return missing(f"a page with `<!-- recipe {name} -->`", "Write one.")
-        doc = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").removeprefix('"""')
+        first = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").partition("\n")[0]
+        trainer, colon, _ = first.removeprefix('"""').partition(":")
+        if not colon:
+            way_out = "Begin its docstring with it, as in `Lightning's Trainer: ...`."
+            return missing(f"the trainer's name in `examples/{name}.py`", way_out)
         rows.append(
             (
-                f"[{doc.partition(':')[0]}]({page.name}#{section(page, name)})",
+                f"[{trainer}]({page.name}#{section(page, name)})",
                 f"[`{name}.py`](examples/{name}.py)",
                 str(len(marked(name))),
                 said["ours"],
@@ -131,7 +136,7 @@ def recipes_part() -> str:
                 said["distance"],
             )
         )
-    right = ("lines", "peak memory", "without xentlib", "distance")
+    right = ("lines to change", "peak memory", "without xentlib", "distance")
     return table(("trainer", "file", *right), rows, right)
 
 

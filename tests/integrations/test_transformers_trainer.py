@@ -11,7 +11,7 @@ pytestmark = pytest.mark.torch
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from helpers.patched import LENGTH, ROWS, V, batch, gpt2, held, llama, step  # noqa: E402
-from xentlib.torch.integrations.transformers import patch  # noqa: E402
+from xentlib.torch.integrations.transformers import LazyLogits, patch  # noqa: E402
 
 
 class Gradients(TrainerCallback):
@@ -40,6 +40,29 @@ def test_a_step_of_trainer(make, accumulate, tmp_path) -> None:
     callback = Gradients()
     Trainer(patch(make()), arguments, train_dataset=rows, callbacks=[callback]).train()
     want = step(make())
+    del want["loss"]
+    held(callback.found, want)
+
+
+def test_a_model_that_trainer_builds(tmp_path) -> None:
+    """From a function, which patches it."""
+    rows = [{key: x[k] for key, x in batch().items()} for k in range(ROWS)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        per_device_train_batch_size=ROWS,
+        max_steps=1,
+        max_grad_norm=0,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    callback = Gradients()
+    how = {"train_dataset": rows, "callbacks": [callback], "model_init": lambda: patch(llama())}
+    trainer = Trainer(args=arguments, **how)
+    trainer.train()
+    assert isinstance(trainer.model(**batch()).logits, LazyLogits)
+    want = step(llama())
     del want["loss"]
     held(callback.found, want)
 
