@@ -8,6 +8,7 @@ lines to add or to change end in `# xentlib`.
 """
 
 import gc
+import os
 
 import deepspeed
 import torch
@@ -53,6 +54,7 @@ def train():
         print(f"step {step}   rank {rank}   loss {loss.item():.3f}")
 
 
+os.environ.setdefault("LOCAL_RANK", "0")  # which DeepSpeed reads
 one = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # without torchrun: one process
 dist.init_process_group("gloo", **({} if dist.is_torchelastic_launched() else one))
 train()

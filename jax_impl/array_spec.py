@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.validators import ArraySpec
 
 # Arguments that must be arrays, and those that may also be None.
 REQUIRED = ("hidden", "logits", "labels")
-OPTIONAL = ("bias", "where", "token_weights", "class_weights")
+PACKING = ("segment_ids", "cu_seqlens", "position_ids")
+OPTIONAL = ("bias", "where", "token_weights", "class_weights", *PACKING)
 
 
 def array_spec(x: Any) -> Any:
@@ -66,9 +66,9 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
 
 
-def only_arrays(given: Arguments | LogitsArguments) -> None:
+def only_arrays(**arguments: Any) -> None:
     """Refuse tensors of PyTorch, lists, and whatever else is no array."""
-    for name, value in given._asdict().items():
+    for name, value in arguments.items():
         checked = name in REQUIRED or (name in OPTIONAL and value is not None)
         if checked and not is_array(value):
             refuse_array(name, value)

@@ -32,7 +32,7 @@ def bind(
     backward reads the head's values again."""
     check_reduction(given)
     given = Arguments(*map(unwrapped, map(plain, given)))
-    only_arrays(given)
+    only_arrays(**given._asdict())
     given, low = head_of(given)
     hidden, weight = given.hidden, given.weight
     if low is not None:
@@ -98,7 +98,7 @@ def bind(
 def bind_logits(given: LogitsArguments) -> tuple[Options, Arrays]:
     """The same of a function of given logits."""
     given = LogitsArguments(*map(unwrapped, map(plain, given)))
-    only_arrays(given)
+    only_arrays(**given._asdict())
     logits, labels, shard = given.logits, given.labels, given.shard
     problem = check_logits(LogitsArguments(*map(array_spec, given)))
     axis = None

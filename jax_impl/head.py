@@ -157,7 +157,8 @@ def loaded(package: str, *names: str) -> tuple[type, ...]:
 def refuse(given: Any) -> NoReturn:
     """In the words for what it is: an array of another kind, parameters by name, or a module."""
     package, kind = framework_of(type(given)), type(given).__name__
-    if isinstance(given, (list, tuple, int, float, type(None))) or kind == "Tensor":
+    plain = isinstance(given, (list, tuple, int, float, type(None)))
+    if plain or (package == "torch" and hasattr(given, "shape")):
         refuse_array("weight", given)
     if isinstance(given, loaded(*ADAPTERS)):
         refuse_module(
@@ -171,6 +172,8 @@ def refuse(given: Any) -> NoReturn:
             "Pass an array of it, such as `weight['kernel']` with `weight_layout='HV'`, and "
             "`bias=weight['bias']`.",
         )
+    if package == "torch":
+        refuse_module(f"torch's {kind}", "Pass `xentlib.interop.to_jax(weight.weight.detach())`.")
     refuse_module(
         f"{package}'s {kind}, whose forward is its own",
         f"Pass a linear or an embedding layer of NNX, Linen (bound) or Equinox, or {ARRAY}.",

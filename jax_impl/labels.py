@@ -12,7 +12,7 @@ from jax import lax
 from xentlib.checks.labels import LABELS, check_next_token_labels
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.validators import plain
-from xentlib.jax.array_spec import array_spec, concrete_on_cpu
+from xentlib.jax.array_spec import array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.core.tokens import check_kept
 from xentlib.labels import any_of_next
 
@@ -72,6 +72,13 @@ def next_token_labels(
 
     Numerics: integers only (contract row A0).
     """
+    only_arrays(
+        labels=labels,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        position_ids=position_ids,
+        where=where,
+    )
     ignore_index = plain(ignore_index)
     arrays = (labels, segment_ids, cu_seqlens, position_ids, where)
     shift = check_next_token_labels(shift, ignore_index, *map(array_spec, arrays))

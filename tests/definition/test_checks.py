@@ -42,14 +42,14 @@ BAD = [
         ValueError,
         WIDE | {"weight": zeros(768, 50257)},
         "`weight` must have shape (vocab, 768) to match `hidden` (4096, 768); got (768, 50257). "
-        "Pass `weight_layout='HV'` or `weight.T`.",
+        "Pass `weight_layout='HV'` or `weight.T`; transpose a module's.",
     ),
     Bad(
         "transposed kernel",
         ValueError,
         {"weight": zeros(V, H), "weight_layout": "HV"},
         "`weight` must have shape (4, vocab) to match `hidden` (6, 4); got (11, 4). "
-        "Pass `weight_layout='VH'` or `weight.T`.",
+        "Pass `weight_layout='VH'` or `weight.T`; transpose a module's.",
     ),
     Bad(
         "another head",

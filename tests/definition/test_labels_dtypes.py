@@ -138,7 +138,7 @@ def test_labels_that_no_one_can_take(backend):
             unsigned = labels.astype(np.uint64)
         with pytest.raises(TypeError, match="`labels` must be integers of any dtype but uint64"):
             function(unsigned)
-        with pytest.raises(TypeError, match=r"`labels` must be a.*; got list. (Make|Pass)"):
+        with pytest.raises(TypeError, match=r"`labels` must be a.*; got list. Pass"):
             function([1, 2])
         for ignore_index in (2**63, -(2**63) - 1, 2**70):
             with pytest.raises(ValueError, match="`ignore_index` must fit 64 bits; got"):

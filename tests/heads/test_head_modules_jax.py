@@ -305,6 +305,21 @@ def test_what_is_no_head_is_refused(name: str) -> None:
         nll(make())
 
 
+def test_a_torch_module_is_converted_first() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(
+        TypeError, match=r"got torch's Linear\. Pass `xentlib\.interop\.to_jax\(weight"
+    ):
+        nll(torch.nn.Linear(H, V))
+    with pytest.raises(TypeError, match=r"got torch\.Parameter\. Pass `xentlib\.interop\.to_jax"):
+        nll(torch.nn.Linear(H, V).weight)
+
+
+def test_a_kernel_that_was_loaded_transposed() -> None:
+    with pytest.raises(ValueError, match="transpose a module's"):
+        nll(nnx.Linear(V, H, rngs=nnx.Rngs(0)))
+
+
 def test_what_a_module_has_itself() -> None:
     with pytest.raises(ValueError, match=r"`bias` must be None .* got a Linear and a bias"):
         nll(linear(), bias=BIAS)

@@ -144,6 +144,9 @@ def torch_gradient(name: str, **numbers: int) -> Any:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     kept: list[Any] = []
+    if name == "lightning_module":  # which shuffles the rows of several ranks
+        sampler = torch.utils.data.DistributedSampler
+        sampler.__iter__ = lambda s: iter(range(s.rank, len(s.dataset), s.num_replicas))
 
     def keep(parameters: Any, gradient_of: Any) -> None:
         if not kept:

@@ -228,7 +228,7 @@ def check_weight(weight: ArraySpec, hidden: ArraySpec, layout: str, sharded: boo
         turned = len(weight.shape) == 2 and weight.shape[1 - axis] == width
         way = "Pass the head that belongs to these hidden states."
         if turned:
-            way = f"Pass `weight_layout='{other}'` or `weight.T`."
+            way = f"Pass `weight_layout='{other}'` or `weight.T`; transpose a module's."
         shapes = {"expected": expected, "hidden": hidden.shape, "shape": weight.shape}
         CALLS.refuse("weight", way=way, **shapes)
     vocab_size = weight.shape[1 - axis]

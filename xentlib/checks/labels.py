@@ -62,8 +62,9 @@ def check_next_token_labels(
     names = [name for name, (operand, _) in packing.items() if operand is not None]
     packings = " and ".join(f"`{name}`" for name in names)
     LABELS.require("one_packing", len(names) <= 1, packings=packings)
-    for name in names:
-        check_integers(name, *packing[name])
+    for name, (operand, way_out) in packing.items():
+        if operand is not None:
+            check_integers(name, operand, way_out)
     if where is not None and where.dtype != "bool":
         check_integers("where", where, "Pass a mask, 1 or True for each token that counts.")
     shaped = {"segment_ids": segment_ids, "position_ids": position_ids, "where": where}

@@ -119,15 +119,12 @@ def check_floating(name: str, operand: ArraySpec) -> None:
         )
 
 
-def check_integers(name: str, operand: object, way_out: str) -> None:
-    rule, came = "integers", getattr(operand, "dtype", None)
-    if not isinstance(operand, ArraySpec):
-        rule, came = "an array of integers", type(operand).__name__
-        way_out = "Make it an array of the backend first."
-    elif came == "uint64":
+def check_integers(name: str, operand: ArraySpec, way_out: str) -> None:
+    rule = "integers"
+    if operand.dtype == "uint64":
         rule, way_out = "integers of any dtype but uint64", "Cast it to int64."
-    if came not in INTEGERS:
-        raise TypeError(f"`{name}` must be {rule}; got {came}. {way_out}")
+    if operand.dtype not in INTEGERS:
+        raise TypeError(f"`{name}` must be {rule}; got {operand.dtype}. {way_out}")
 
 
 def check_per_token(
