@@ -53,6 +53,8 @@ def run(name: str, **numbers: int) -> dict[str, Any]:
 
 def torch_with_all_logits(name: str) -> None:
     import torch
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
     from torch.nn import functional as F
 
     import xentlib.torch as package
@@ -83,6 +85,10 @@ def torch_with_all_logits(name: str) -> None:
 
         def __call__(self, hidden: Any, labels: Any, total: Any) -> Any:
             logits = self.head(hidden).flatten(0, 1)
+            if torch.distributed.get_world_size() > 1:  # its columns on this rank
+                mesh = self.head.weight.device_mesh["tp"]
+                logits = DTensor.from_local(logits, mesh, [Shard(-1)])
+                loss_parallel().__enter__()
             return F.cross_entropy(logits, labels.flatten(), reduction="sum") / total, {}
 
     package.chunked_nll, package.NLLHead = nll, Head  # type: ignore[misc, assignment]
