@@ -52,6 +52,14 @@ BAD = [
         "Pass `weight_layout='VH'` or `weight.T`; transpose a module's.",
     ),
     Bad(
+        "logits for hidden states",
+        ValueError,
+        {"hidden": zeros(6, 11)},
+        "`weight` must have shape (vocab, 11) to match `hidden` (6, 11); got (11, 4). Are `hidden` "
+        "logits? Pass the states before the head. Otherwise: Pass `weight_layout='HV'` or "
+        "`weight.T`; transpose a module's.",
+    ),
+    Bad(
         "another head",
         ValueError,
         {"weight": zeros(V, 5)},

@@ -107,6 +107,13 @@ BAD = [
         "`compute_dtype` must be one of 'float32', 'float64'; got 'bfloat16'.",
     ),
     Bad(
+        "a dtype for its name",
+        ValueError,
+        {"compute_dtype": np.float64},
+        "`compute_dtype` must be one of 'float32', 'float64'; got <class 'numpy.float64'>. Pass "
+        "its name, 'float64'.",
+    ),
+    Bad(
         "float64 computed in float32",
         ValueError,
         {"hidden": zeros(N, H, dtype=np.float64), "compute_dtype": "float32"},

@@ -277,6 +277,9 @@ def test_patched_twice_unpatched_and_refused() -> None:
     for other in (torch.nn.Linear(2, 2), GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=2))):
         with pytest.raises(TypeError, match="`model` must be a model of `transformers` with a"):
             patch(other)
+    for kind in (type(model), model.config, "folder"):
+        with pytest.raises(TypeError, match=r"got a \w+\. Pass an instance, such as"):
+            patch(kind)
     model.forward = model.forward
     with pytest.raises(TypeError, match="whose forward was replaced"):
         patch(model)
@@ -307,8 +310,9 @@ def test_several_devices_in_one_process_are_refused() -> None:
 
 
 def test_what_stands_in_place_of_logits_has_to_be_a_tensor() -> None:
-    with pytest.raises(TypeError, match="`in_place_of_logits` must be a function of logits"):
-        patched(in_place_of_logits=True)
+    for given in (True, lambda logits, labels: logits):  # Trainer's hook takes two
+        with pytest.raises(TypeError, match="`in_place_of_logits` must be a function of one arg"):
+            patched(in_place_of_logits=given)
     model = patched(in_place_of_logits=lambda z: z.topk(5)).eval()
     with pytest.raises(TypeError, match=r"must make a tensor .* got topk"), torch.no_grad():
         model(**batch())

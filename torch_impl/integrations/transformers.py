@@ -90,9 +90,9 @@ def patch(
             f"`patch` must have options among {', '.join(OPTIONS)}; got {unknown[0]!r}. Whatever "
             f"else the loss depends on is the model's."
         )
-    if not (in_place_of_logits is None or callable(in_place_of_logits)):
+    if not (in_place_of_logits is None or takes_one(in_place_of_logits)):
         raise TypeError(
-            f"`in_place_of_logits` must be a function of logits [T, V], or None; got "
+            f"`in_place_of_logits` must be a function of one argument, logits [T, V], or None; got "
             f"{in_place_of_logits!r}. Pass `lambda logits: logits.argmax(-1)`, for instance."
         )
     kinds: list[Any] = [type(head), type(inner)]
@@ -141,6 +141,11 @@ def parts(model: Any) -> tuple[Any, Any]:
     """The model of `transformers` in a model, and its head."""
     from transformers import PreTrainedModel
 
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"`model` must be a model of `transformers`; got a {type(model).__name__}. Pass an "
+            f"instance, such as `AutoModelForCausalLM.from_pretrained(path)`."
+        )
     inner = model
     while not isinstance(inner, PreTrainedModel):
         base = getattr(inner, "get_base_model", None)
@@ -158,6 +163,16 @@ def parts(model: Any) -> tuple[Any, Any]:
         refuse(f"a {kind} whose forward was replaced, by `accelerator.prepare` perhaps")
     parameters_of(head)  # or the reason why not
     return inner, head
+
+
+def takes_one(function: Any) -> bool:
+    """Whether it can be called with one argument, as far as its signature says."""
+    try:
+        return bool(inspect.signature(function).bind(None))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
 
 
 def refuse(came: str) -> NoReturn:

@@ -229,6 +229,8 @@ def check_weight(weight: ArraySpec, hidden: ArraySpec, layout: str, sharded: boo
         way = "Pass the head that belongs to these hidden states."
         if turned:
             way = f"Pass `weight_layout='{other}'` or `weight.T`; transpose a module's."
+        if turned and weight.shape[axis] < width:
+            way = f"Are `hidden` logits? Pass the states before the head. Otherwise: {way}"
         shapes = {"expected": expected, "hidden": hidden.shape, "shape": weight.shape}
         CALLS.refuse("weight", way=way, **shapes)
     vocab_size = weight.shape[1 - axis]

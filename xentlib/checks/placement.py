@@ -46,8 +46,8 @@ PLACEMENTS = Refusals(
     # A sharded head of which no wrapper is known that reduces its gradient.
     dtensor="`{name}` must be a plain tensor, a parameter that `fully_shard` keeps, or come with "
     "`vocab_parallel`; got a DTensor with {placements}, whose gradient reduction is unknown. Pass "
-    "the parameter itself, or `vocab_parallel=mesh`; or, where each rank has tokens of its own, "
-    "`{name}.full_tensor(grad_placements=[Partial()])`, a sum over them.",
+    "the parameter itself, or `vocab_parallel=mesh['tp']`; or, where each rank has tokens of its "
+    "own, `{name}.full_tensor(grad_placements=[Partial()])`, a sum over them.",
     # What is no mesh axis of the `shard_map` that the call is in.
     axis="`{argument}` must be the name of a mesh axis inside `shard_map`; got {name!r}, which is "
     "not bound here. Call inside `jax.shard_map` over that axis, or pass None.",

@@ -159,7 +159,11 @@ def refuse_inconsistent(names: Sequence[str]) -> None:
     }.get(name, f"`{name}` must be the same on every rank of `vocab_parallel`")
     way = "Pass the same to all."
     if name in ("labels", "hidden", "temperature", "token_weights"):
-        way = "Pass `tokens_parallel` too where each rank has tokens of its own."
+        way = (
+            "Give them the same tokens: choose a rank's rows by its data-parallel rank, such as "
+            "`mesh['fsdp'].get_local_rank()`. Pass `tokens_parallel` too only where your model "
+            "sums its gradients over these ranks, as sequence parallelism does."
+        )
     raise ValueError(f"{what}; got ranks that differ. {way}")
 
 

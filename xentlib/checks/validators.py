@@ -74,7 +74,9 @@ def quoted(items: Sequence[str]) -> str:
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"`{name}` must be one of {quoted(choices)}; got {value!r}.")
+        dtype = getattr(value, "__name__", str(value)).rpartition(".")[2]
+        way_out = f" Pass its name, {dtype!r}." if dtype in choices else ""
+        raise ValueError(f"`{name}` must be one of {quoted(choices)}; got {value!r}.{way_out}")
 
 
 def check_flag(name: str, value: object) -> None:
