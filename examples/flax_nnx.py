@@ -25,9 +25,7 @@ class Model(nnx.Module):
 
     def __call__(self, ids):
         x = self.embedding(ids)
-        return x + self.down(
-            jax.nn.silu(self.up(x))
-        )  # hidden states: the loss has the head  # xentlib
+        return x + self.down(jax.nn.silu(self.up(x)))  # hidden states, without head  # xentlib
 
 
 @nnx.jit

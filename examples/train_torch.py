@@ -21,9 +21,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(64, VOCAB, bias=False)
 
     def forward(self, tokens):
-        return self.body(self.embedding(tokens))[
-            0
-        ]  # hidden states: the loss has the head  # xentlib
+        return self.body(self.embedding(tokens))[0]  # hidden states, without head  # xentlib
 
 
 def batch(step):
