@@ -14,8 +14,9 @@ import pytest
 from helpers.orphans import ENDS_WITH, MARK, remove_locks
 from helpers.ranks import launch
 
-TESTS = Path(__file__).parents[1]
-PROGRAM = "import sys; sys.path.insert(0, {here!r}); sys.argv[1:] = {arguments!r}\n{code}"
+HERE = Path(__file__).parent
+TESTS = HERE.parent
+PROGRAM = "import sys; sys.path[:0] = {here!r}; sys.argv[1:] = {arguments!r}\n{code}"
 SAY = "import os, pathlib, time\npathlib.Path({folder!r}, str(os.getpid())).touch()\n"
 HANG = "time.sleep(3600)"
 
@@ -23,7 +24,9 @@ HANG = "time.sleep(3600)"
 @contextmanager
 def started(code, *arguments, **environment):
     """A process of its own, which nothing marks as of this run: its own guard is to be seen."""
-    program = PROGRAM.format(here=str(TESTS), arguments=arguments, code=textwrap.dedent(code))
+    program = PROGRAM.format(
+        here=[str(HERE), str(TESTS)], arguments=arguments, code=textwrap.dedent(code)
+    )
     variables = {name: value for name, value in os.environ.items() if name != MARK}
     process = subprocess.Popen([sys.executable, "-c", program], env=variables | environment)
     try:
@@ -247,7 +250,16 @@ def test_a_test_that_hangs_fails_by_name_and_the_others_run(tmp_path):
     marks.mkdir()
     (tmp_path / "test_hanging.py").write_text(HANGING.format(folder=str(marks)))
     settings = ["-c", str(TESTS.parent / "pyproject.toml"), "--rootdir", str(tmp_path)]
-    limit = ["-o", "timeout=8", "-o", f"pythonpath={TESTS}", "-p", "no:cacheprovider", "-n", "1"]
+    limit = [
+        "-o",
+        "timeout=8",
+        "-o",
+        f"pythonpath={HERE} {TESTS}",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "1",
+    ]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", *settings, *limit, str(tmp_path)],
         capture_output=True,
