@@ -158,7 +158,7 @@ def refuse(given: Any) -> NoReturn:
     """In the words for what it is: an array of another kind, parameters by name, or a module."""
     package, kind = framework_of(type(given)), type(given).__name__
     plain = isinstance(given, (list, tuple, int, float, type(None)))
-    if plain or (package == "torch" and hasattr(given, "shape")):
+    if plain or kind in ("Tensor", "Parameter"):
         refuse_array("weight", given)
     if isinstance(given, loaded(*ADAPTERS)):
         refuse_module(
