@@ -49,10 +49,10 @@ def test_bad_calls_say_so() -> None:
 # What ranks must have alike, by the argument that differs on rank 1, and what every rank says.
 SAME = "must be the same on every rank of `vocab_parallel`; got ranks that differ"
 DIFFERENT = {
-    "labels": ("labels", f"`labels` {SAME}. Pass `tokens_parallel` too"),
+    "labels": ("labels", f"`labels` {SAME}. Give them the same tokens"),
     "which labels count": ("where", f"`labels` {SAME}"),
-    "slices of the sequence": ("hidden", f"`labels` {SAME}. Pass `tokens_parallel` too"),
-    "hidden": ("hidden", f"`hidden` {SAME}. Pass `tokens_parallel` too"),
+    "slices of the sequence": ("hidden", f"`labels` {SAME}. Give them the same tokens"),
+    "hidden": ("hidden", f"`hidden` {SAME}. Give them the same tokens"),
     "temperature": ("temperature", f"`temperature` {SAME}"),
     "temperatures": ("temperature", f"`temperature` {SAME}"),
     "token_weights": ("token_weights", f"`token_weights` {SAME}"),
