@@ -55,15 +55,15 @@ def run(command: list[str]) -> int:
         "DS_BUILD_OPS": "0",
         "DS_ACCELERATOR": "cpu",
     }
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as printed:
         with subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT
+            command, cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT
         ) as process:
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            said.seek(0)
-            sys.exit(f"{shlex.join(command)} ended with {process.returncode}:\n{said.read()}")
+            printed.seek(0)
+            sys.exit(f"{shlex.join(command)} ended with {process.returncode}:\n{printed.read()}")
     return used.ru_maxrss * 1024
 
 
@@ -73,10 +73,10 @@ def distance_of(path: Path) -> float:
     ranks = RANKS if "torch.distributed.run" in command else 1
     alone = [*GUARD, RUNNER, path.stem, "--full-logits", "--steps", "1"]
     with tempfile.TemporaryDirectory() as folder:
-        kept = [f"{folder}/{k}.npy" for k in range(2)]
-        run([*command, "--steps", "1", "--keep", kept[0]])
-        run([*alone, "--together", str(ranks), "--keep", kept[1]])
-        got, want = (np.load(x).astype(np.float64) for x in kept)
+        files = [f"{folder}/{k}.npy" for k in range(2)]
+        run([*command, "--steps", "1", "--keep", files[0]])
+        run([*alone, "--together", str(ranks), "--keep", files[1]])
+        got, want = (np.load(x).astype(np.float64) for x in files)
     distance = float(np.linalg.norm(got - want) / np.linalg.norm(want))
     if not distance < BOUND:
         sys.exit(f"{path.name}: the first gradient is {distance:.1e} away from that of full logits")
@@ -97,15 +97,15 @@ def main() -> None:
     options = parser.parse_args()
     recipes = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
     before = json.loads(DATA.read_text(encoding="utf-8"))["recipes"] if DATA.is_file() else {}
-    found = {}
+    figures = {}
     for name in options.names or recipes:
         distance = distance_of(recipes[name])
         print(f"{name:20} relative distance to full logits {distance:.1e}", flush=True)
         if not options.compare:
-            found[name] = measured(recipes[name], distance)
+            figures[name] = measured(recipes[name], distance)
     if not options.compare:
-        kept = {k: found.get(k) or before[k] for k in recipes if k in {*found, *before}}
-        data = {"vocab": VOCAB, "length": LENGTH, "recipes": kept}
+        figures = {k: (before | figures)[k] for k in recipes if k in before | figures}
+        data = {"vocab": VOCAB, "length": LENGTH, "recipes": figures}
         DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--check", metavar="TAG", required=True, help="v and the version: v0.2.0")
     tag = parser.parse_args().check
     status = ["git", "status", "--porcelain"]
-    found = missing(
+    sentences = missing(
         tag,
         module=(ROOT / "xentlib" / "__init__.py").read_text(encoding="utf-8"),
         changelog=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
@@ -35,9 +35,9 @@ def main() -> int:
         changed=subprocess.check_output(status, cwd=ROOT, text=True),
         today=dt.datetime.now(dt.UTC).date(),
     )
-    for line in found:
+    for line in sentences:
         print(line)
-    return 1 if found else 0
+    return 1 if sentences else 0
 
 
 def missing(
@@ -50,24 +50,24 @@ def missing(
     today: dt.date,
 ) -> list[str]:
     """A sentence for each thing that a release of `tag` lacks."""
-    found = []
+    sentences = []
     stated = VERSION.search(module)
     version = stated[1] if stated else ""
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
-        found.append(f"xentlib/__init__.py must have a version such as 0.2.0; got {version!r}.")
+        sentences.append(f"xentlib/__init__.py must have a version such as 0.2.0; got {version!r}.")
     if tag != f"v{version}":
-        found.append(f"The tag must be v{version}, of xentlib.__version__; got {tag}.")
-    found += missing_in_changelog(changelog, version, today)
+        sentences.append(f"The tag must be v{version}, of xentlib.__version__; got {tag}.")
+    sentences += missing_in_changelog(changelog, version, today)
     source = project.get("urls", {}).get("Source", "")
     if not source.startswith("https://"):
-        found.append(
+        sentences.append(
             "pyproject.toml must have the repository's address as `Source` in [project.urls]; got "
             f"{source or 'none'}."
         )
     if changed:
         names = ", ".join(line[3:] for line in changed.splitlines())
-        found.append(f"All files must be committed; got changes of {names}.")
-    return found
+        sentences.append(f"All files must be committed; got changes of {names}.")
+    return sentences
 
 
 def missing_in_changelog(text: str, version: str, today: dt.date) -> list[str]:
@@ -87,9 +87,9 @@ def missing_in_changelog(text: str, version: str, today: dt.date) -> list[str]:
     except ValueError:
         date = None
     if date is None or date > today:
-        came = title.removeprefix(" - ") or "no date"
+        stated = title.removeprefix(" - ") or "no date"
         return [
-            f"CHANGELOG.md must have `## [{version}] - YYYY-MM-DD`, not after today; got {came}."
+            f"CHANGELOG.md must have `## [{version}] - YYYY-MM-DD`, not after today; got {stated}."
         ]
     return [] if body else [f"CHANGELOG.md must say what is in [{version}]; got an empty section."]
 

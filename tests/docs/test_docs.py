@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.scripts import load
 from xentlib.contract import ROWS
 from xentlib.tools.parity.report.document import to_json
 from xentlib.tools.parity.result import Measurement, ParityResult, Section, TrainingCurve
@@ -28,16 +29,7 @@ UNTRIED = "Not yet run on a GPU. Kernels have only been compiled for one; `make 
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
-def load_hooks():
-    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-hooks = load_hooks()
+hooks = load(DOCS / "hooks.py")
 
 
 def named(path):

@@ -4,7 +4,6 @@ quoted is there, each that a user can meet is quoted, each option is the parser'
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import string
 from collections import defaultdict
@@ -12,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from helpers.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -164,15 +165,6 @@ def test_what_is_not_a_message_is_found_out():
 # --- the command line -----------------------------------------------------------------------------
 
 
-def load_hooks():
-    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("command", ["parity", "bench", "doctor", "audit", "plan"])
 def test_every_option_of_help_is_on_the_page(command, capsys):
     from xentlib.tools.cli import main
@@ -180,7 +172,7 @@ def test_every_option_of_help_is_on_the_page(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     said = capsys.readouterr().out
-    page = load_hooks().fill((DOCS / "command-line.md").read_text(encoding="utf-8"))
+    page = load(DOCS / "hooks.py").fill((DOCS / "command-line.md").read_text(encoding="utf-8"))
     part = page.partition(f"## `xentlib {command}`")[2].partition("\n## ")[0]
     shown = re.findall(r"^\| `(--[\w-]+)` \|", part, re.MULTILINE)
     assert shown == re.findall(r"^  (--[\w-]+)", said, re.MULTILINE)

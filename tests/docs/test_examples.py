@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import logging
 import re
 from pathlib import Path
 
 import pytest
+
+from helpers.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -20,16 +21,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LINES = 40
 
 
-def load_measured():
-    spec = importlib.util.spec_from_file_location("docs_measured", DOCS / "measured.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-measured = load_measured()
+measured = load(DOCS / "measured.py")
 
 
 def cells_of(text):

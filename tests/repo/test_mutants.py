@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
+from helpers.scripts import load
+
 ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / ".ci" / "mutants.py").is_file() or not (ROOT / "torch_impl").is_dir():
     pytest.skip("the sources are not there", allow_module_level=True)
-FILE = importlib.util.spec_from_file_location("mutants", ROOT / ".ci" / "mutants.py")
-TOOL = sys.modules["mutants"] = importlib.util.module_from_spec(FILE)
-FILE.loader.exec_module(TOOL)
+TOOL = load(ROOT / ".ci" / "mutants.py", "mutants")
 
 
 @pytest.fixture(autouse=True)

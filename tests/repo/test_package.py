@@ -3,7 +3,6 @@ they are the same twice, and that the wheel is whole, `make check-wheel` says.""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
 import shutil
@@ -17,19 +16,13 @@ from pathlib import Path
 import pytest
 
 import xentlib
+from helpers.scripts import load
 
 pytest.importorskip("setuptools")  # which Python brings no longer, from 3.12 on
 
 ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "setup.py").is_file():
     pytest.skip("the sources are not there", allow_module_level=True)
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 setup, build = load(ROOT / "setup.py"), load(ROOT / ".ci" / "build.py")

@@ -4,7 +4,6 @@ this repository, with no more rights than they need."""
 from __future__ import annotations
 
 import datetime as dt
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,17 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.scripts import load
+
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
 if not WORKFLOWS.is_dir():
     pytest.skip("a checkout alone has the workflows", allow_module_level=True)
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 release = load(ROOT / ".ci" / "release.py")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 
 from conftest import INSTALLED
+from helpers.scripts import load
 from xentlib.tools.cli.command import _parser as command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / ".ci"))  # as for a script that lies there
-FILE = importlib.util.spec_from_file_location("gpu", ROOT / ".ci" / "gpu.py")
-GPU = importlib.util.module_from_spec(FILE)
-FILE.loader.exec_module(GPU)
+GPU = load(ROOT / ".ci" / "gpu.py")
 
 
 def gpu(out: Path, *options: str) -> tuple[int, dict[str, Any]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
+from helpers.scripts import load
 from xentlib.plan import Rates, crossover_tokens, head_routes
 from xentlib.tools.bench.cases import REAL
 from xentlib.tools.cli import main
@@ -187,11 +187,7 @@ def test_the_page_has_what_is_planned_today() -> None:
     source = ROOT / ".ci" / "routes.py"
     if not source.is_file():
         pytest.skip("the documentation is not beside the tests")
-    spec = importlib.util.spec_from_file_location("routes_of_the_page", source)
-    assert spec is not None
-    assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    made = load(source)
     found = json.loads(made.DATA.read_text(encoding="utf-8"))
     assert found == made.found(), "run `make routes`"
     plans = [(plan["head"]["name"], plan["ranks"]) for plan in found["plans"]]
