@@ -1,0 +1,167 @@
+"""Which causes explain a difference: all of it, or as much of it as can be explained.
+
+A set of causes explains all where every token is within the tolerance of its reading; the smallest
+sets are the answer, several where these tokens cannot distinguish them. Where none does, because
+hidden states or head are others too, a set explains a part if
+
+- its mean square remainder is less than a quarter of that of the difference. Log-probabilities that
+  have nothing to do with each other lose half at most, to a reading that is all but constant;
+- the difference has the effect of each cause once, not some multiple of it: its slope is 1 within
+  three standard errors, and those are a fifth at most. The errors are those that hold whatever the
+  remainder's size at each token (White's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from xentlib.tools.explain.causes import CAUSES, Form, forms, pairs, reading
+from xentlib.tools.explain.readings import BLOCK, Array, Problem, Reading, Values, runs
+
+Chosen = tuple[Form, ...]
+QUARTER, ERRORS, WIDEST = 0.25, 3.0, 0.2
+# Tokens that readings are held against first, and then at the least; causes of a set.
+FEWEST, LEAST, MOST = 32, 96, 4
+
+
+class Sample:
+    """Values of readings at some tokens, each computed once; `place` are these among all."""
+
+    def __init__(self, problem: Problem, at: Array, most: int) -> None:
+        self.problem, self.place = problem, runs(len(at), most)
+        self.at = at[self.place]
+        self.values: dict[Reading, Values] = {}
+
+    def compute(self, sets: Iterable[Chosen]) -> None:
+        """At once, as some share a product."""
+        wanted = {reading(self.problem, chosen) for chosen in sets} - self.values.keys()
+        self.values |= self.problem.values(wanted, self.at)
+
+    def of(self, chosen: Chosen) -> Values:
+        self.compute([chosen])
+        return self.values[reading(self.problem, chosen)]
+
+
+class Search:
+    """Readings are held against 32 tokens, then against some more, then against all."""
+
+    def __init__(self, problem: Problem, at: Array) -> None:
+        some = max(LEAST, BLOCK // len(problem.heads["weight"]))
+        self.samples = [Sample(problem, at, most) for most in (FEWEST, some, len(at))]
+        _, self.some, self.all = self.samples
+        self.looked_for: list[str] = []
+        self.not_looked_for: dict[str, str] = {}
+        self.visible: list[Form] = []
+        every = forms(problem)
+        for cause in CAUSES:
+            shown = self._visible(every[cause.name])
+            self.visible += shown
+            if shown:
+                self.looked_for.append(cause.name)
+            else:
+                why = "change nothing in these tokens" if every[cause.name] else ""
+                self.not_looked_for[cause.name] = why or f"needs {cause.needs}"
+
+    def _visible(self, some: list[Form]) -> list[Form]:
+        hidden, shown = some, list[Form]()
+        for sample in self.samples[:2]:
+            sample.compute([(), *((form,) for form in hidden)])
+            shown += [form for form in hidden if differ(sample.of((form,)), sample.of(()))]
+            hidden = [form for form in hidden if form not in shown]
+        return shown
+
+    def explaining(self, came: Array) -> tuple[list[Chosen], bool]:
+        """Sets that explain the log-probabilities of all tokens, and whether all of them."""
+        alone = [(form,) for form in self.visible]
+        both = [*pairs([form for form in self.visible if form.cause.paired])]
+        for sets in (alone, both):
+            whole = self._whole(sets, came)
+            if whole:
+                return whole, True
+        best = self._parts(both, came) or self._parts(alone, came)
+        while best and len(best[0]) < MOST:
+            taken = {form.cause.field for form in best[0]}
+            more = [(*best[0], form) for form in self.visible if form.cause.field not in taken]
+            whole = self._whole(more, came)
+            if whole:
+                return whole, True
+            further = self._parts(more, came)
+            if not further:
+                break
+            best = further
+        return best, False
+
+    def _whole(self, sets: list[Chosen], came: Array) -> list[Chosen]:
+        for sample in self.samples:
+            sample.compute(sets)
+            sets = [x for x in sets if within(came[sample.place], sample.of(x))]
+        return _distinct(sets)
+
+    def _parts(self, sets: list[Chosen], came: Array) -> list[Chosen]:
+        """The set that explains most of it, and those that these tokens cannot distinguish from
+        it."""
+        came, sample = came[self.some.place], self.some
+        sample.compute(sets)
+        part = [chosen for chosen in sets if self._explains_a_part(chosen, came)]
+        part.sort(key=lambda chosen: mean_square(came - sample.of(chosen).logprobs))
+        return _distinct(x for x in part if not differ(sample.of(x), sample.of(part[0])))
+
+    def _explains_a_part(self, chosen: Chosen, came: Array) -> bool:
+        values, right = self.some.of(chosen).logprobs, self.some.of(()).logprobs
+        moved = [values - self.some.of(without(chosen, form)).logprobs for form in chosen]
+        effects, compared = np.stack(moved), ~np.isnan([came - right, came - values, *moved])
+        compared = compared.all(axis=0)
+        rest, effects = (came - values)[compared], effects[:, compared]
+        if not np.isfinite(effects).all() or not np.isfinite(rest).all():
+            return False
+        if not mean_square(rest) < QUARTER * mean_square((came - right)[compared]):
+            return False
+        slopes, errors = regressed(rest, effects)
+        return bool((errors <= WIDEST).all() and (np.abs(slopes) <= ERRORS * errors).all())
+
+
+def _distinct(sets: Iterable[Chosen]) -> list[Chosen]:
+    """Several forms of the same causes are one answer."""
+    first: dict[tuple[str, ...], Chosen] = {}
+    for chosen in sets:
+        first.setdefault(tuple(form.cause.name for form in chosen), chosen)
+    return [*first.values()]
+
+
+def without(chosen: Chosen, form: Form) -> Chosen:
+    return tuple(other for other in chosen if other is not form)
+
+
+def regressed(rest: Array, effects: Array) -> tuple[Array, Array]:
+    """Slopes of what remains on each effect, and White's standard errors; infinite errors where
+    the effects are multiples of each other, or as many as tokens."""
+    gram = effects @ effects.T
+    if rest.size <= 2 * len(effects) or np.linalg.cond(gram) > 1e12:
+        return np.zeros(len(effects)), np.full(len(effects), np.inf)
+    inverse = np.linalg.inv(gram)
+    slopes = inverse @ (effects @ rest)
+    scored = effects * (rest - slopes @ effects)
+    more = rest.size / (rest.size - len(effects))
+    errors: Array = np.sqrt(more * np.diag(inverse @ (scored @ scored.T) @ inverse))
+    return slopes, errors
+
+
+def mean_square(x: Array) -> float:
+    """Of what is compared."""
+    return float(np.nanmean(x**2))
+
+
+def within(came: Array, values: Values) -> bool:
+    """Whether every token that is compared, half of them at least, is within its tolerance."""
+    gap = np.abs(came - values.logprobs)
+    compared = ~np.isnan(gap)
+    return bool(2 * compared.sum() >= gap.size and (gap <= values.tolerance)[compared].all())
+
+
+def differ(one: Values, other: Values) -> bool:
+    """Whether a token can distinguish two readings."""
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(one.logprobs - other.logprobs)
+    return bool((gap > one.tolerance + other.tolerance).any())
