@@ -50,6 +50,9 @@ EXPLAINED = Refusals(
     "log-probabilities as they are: not negated, and no logits.",
     greedy="`temperature` must be a positive number; got 0, greedy sampling. Pass the temperature "
     "that the log-probabilities were computed with, 1 if none was.",
+    kind="'{path}' must end with .npz or .safetensors. Save the arrays with `numpy.savez` or "
+    "`safetensors`.",
+    damaged="'{path}' must be a {kind} file; it could not be read: {error}. Save it again.",
     missing="'{path}' must have the arrays {names}; it lacks {missing}, and has {there}. Save them "
     "under these names.",
     unknown="'{path}' must have no arrays but {names}; it has {unknown} too. Leave them out, or "

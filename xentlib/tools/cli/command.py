@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "say what of this environment is usable, what is not, and what to install",
     "bench": "time and peak memory beside the bare matrix products",
     "audit": "hold a step of yours against the float64 oracle, and name what is wrong with it",
+    "explain": "say why a sampler's log-probabilities are not what a trainer computes",
     "plan": "say what each route to a sharded head sends, needs and takes, from sizes alone",
 }
 # A flag, or a name; a type, a tuple of choices, or bool for a switch; default; metavar; help; and a

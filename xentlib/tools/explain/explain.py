@@ -151,35 +151,41 @@ def _side(
     sets, whole = ([], True) if units <= 1.0 else search.explaining(came)
     described, removals, left = [], [], gap
     for k, chosen in enumerate(sets):
-        effects = _effects(chosen, search, right)
+        effects = _effects(chosen, search)
         described.append(tuple(effect for effect, _ in effects))
         if k == 0:
             removals = [(effect.mean, name, effect.title, moved) for effect, moved in effects]
             left = np.abs(came - search.all.of(chosen).logprobs)
     size, most, rest = float(gap.mean()), float(gap.max()), float(np.nanmean(left))
-    return Side(name, size, most, units, tuple(described), whole, rest), removals
+    noise = None if whole else search.one_rounding()
+    return Side(name, size, most, units, tuple(described), whole, rest, noise), removals
 
 
-def _effects(chosen: Chosen, search: Search, right: Values) -> list[tuple[Effect, Array]]:
+def _effects(chosen: Chosen, search: Search) -> list[tuple[Effect, Array]]:
     """Of each cause, the largest first: the first beside the others, the last one alone, so that
     they add up."""
-    values = search.all.of(chosen).logprobs
-    moved = {form: values - search.all.of(without(chosen, form)).logprobs for form in chosen}
-    order = sorted(chosen, key=lambda form: -float(np.nanmean(np.abs(moved[form]))))
+    sizes = {}
+    for form in chosen:
+        size = np.abs(_between(search, without(chosen, form), chosen))
+        size = size[~np.isnan(size)]
+        sizes[form] = (float(size.mean()), float(size.max())) if len(size) else (0.0, 0.0)
+    order = sorted(chosen, key=lambda form: -sizes[form][0])
     effects = []
     for k, form in enumerate(order):
-        rest = search.all.of(tuple(order[k + 1 :])).logprobs
-        before = search.all.of(tuple(order[k:])).logprobs
-        cause, size = form.cause, np.abs(moved[form])
-        effect = Effect(
-            cause.name, form.words, cause.sentence, cause.page,
-            float(np.nanmean(size)), float(np.nanmax(size)),
-        )  # fmt: skip
-        effects.append((effect, before - rest))
+        cause, moved = form.cause, _between(search, tuple(order[k + 1 :]), tuple(order[k:]))
+        effect = Effect(cause.name, form.words, cause.sentence, cause.page, *sizes[form])
+        effects.append((effect, moved))
     return effects
 
 
+def _between(search: Search, one: Chosen, other: Chosen) -> Array:
+    """How far each token is moved; NaN where one of both has no class for it."""
+    with np.errstate(invalid="ignore"):
+        moved = search.all.of(other).logprobs - search.all.of(one).logprobs
+    return np.where(np.isfinite(moved), moved, np.nan)
+
+
 def _ratios(when: str, difference: Array) -> Ratios:
-    ratio = np.exp(difference[~np.isnan(difference)])
+    ratio = np.exp(difference[~np.isnan(difference)])  # a shift leaves some out
     outside = (ratio < 0.9) | (ratio > 1.1)
     return Ratios(when, float(outside.mean()), float(np.abs(ratio - 1).max()))

@@ -24,12 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xentlib.contract import U
-from xentlib.ulp import round_to
+from xentlib.ulp import round_to, spacing
 
 Array = NDArray[Any]
 FEW = 4 * U
 # Logits of a block, numbers of the head that are converted at a time: 32 MiB and 128 MiB.
 BLOCK, HEAD = 1 << 22, 1 << 24
+
+# In place of a dtype: errors like those of a rounding, which nobody can compute again.
+NOISE = ("noise", "hidden")
 
 
 class Reading(NamedTuple):
@@ -120,6 +123,9 @@ class Problem:
         """[B, V] logits without bias, and |x| |w_v|."""
 
         def wide(x: Array, what: str) -> Array:
+            if operands == NOISE and what in operands:
+                noise = np.random.default_rng(0).random(x.shape) - 0.5
+                return x + spacing(x, "bfloat16") * noise
             return round_to(x, operands[0]) if what in operands else x.astype(np.float64)
 
         x, weight = wide(self.hidden[at], "hidden"), self.heads[head]
@@ -160,7 +166,8 @@ class Problem:
         sizes = np.abs(lse) + np.nan_to_num(np.abs(logprob), posinf=0.0) + 2
         tolerance = error[each, y] + mean_error + FEW * sizes
         if r.result:
-            ends = (round_to(logprob + sign * tolerance, r.result) for sign in (1, -1))
+            some = np.where(np.isfinite(logprob), logprob, 0.0)
+            ends = (round_to(some + sign * tolerance, r.result) for sign in (1, -1))
             logprob, tolerance = round_to(logprob, r.result), np.subtract(*ends)
         return np.stack([logprob, tolerance])
 

@@ -53,6 +53,8 @@ class Side:
             distinguish them, none where nothing does.
         whole: whether they explain all of it, up to rounding.
         left: mean |difference| beside the first set.
+        one_rounding: what it would be after one more rounding of the hidden states to bfloat16,
+            to compare with; None where all is explained.
     """
 
     of: str
@@ -62,6 +64,7 @@ class Side:
     causes: tuple[tuple[Effect, ...], ...]
     whole: bool
     left: float
+    one_rounding: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -73,8 +76,9 @@ class Side:
             equal = f"are within {self.units:.2g} of what float32 rounding may give"
             return [_filled(f"{who} {equal}: nothing to explain."), ""]
         off = f"{who} are off by {self.mean:.2g} in the mean, {self.most:.2g} at most"
+        compare = f"One more rounding of the hidden states to bfloat16 gives {self.one_rounding or 0:.2g}."
         if not self.causes:
-            return [_filled(f"{off}. {NONE_OF_THESE}"), ""]
+            return [_filled(f"{off}. {NONE_OF_THESE} {compare}"), ""]
         first, *others = self.causes
         number = f"{NUMBERS[len(first)]} explain{'s' * (len(first) == 1)}"
         how = "it, up to rounding" if self.whole else "a part of it"
@@ -89,7 +93,7 @@ class Side:
             lines.append(_filled(f"These tokens cannot distinguish it from: {sets}.", "  "))
         if not self.whole:
             left = f"What remains is {self.left:.2g} in the mean, which none explains: {REMAINS}."
-            lines.append(_filled(left, "  "))
+            lines.append(_filled(f"{left} {compare}", "  "))
         return [*lines, ""]
 
 

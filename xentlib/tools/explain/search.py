@@ -14,11 +14,12 @@ hidden states or head are others too, a set explains a part if
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 
 import numpy as np
 
 from xentlib.tools.explain.causes import CAUSES, Form, forms, pairs, reading
-from xentlib.tools.explain.readings import BLOCK, Array, Problem, Reading, Values, runs
+from xentlib.tools.explain.readings import BLOCK, NOISE, Array, Problem, Reading, Values, runs
 
 Chosen = tuple[Form, ...]
 QUARTER, ERRORS, WIDEST = 0.25, 3.0, 0.2
@@ -48,6 +49,7 @@ class Search:
     """Readings are held against 32 tokens, then against some more, then against all."""
 
     def __init__(self, problem: Problem, at: Array) -> None:
+        self.problem = problem
         some = max(LEAST, BLOCK // len(problem.heads["weight"]))
         self.samples = [Sample(problem, at, most) for most in (FEWEST, some, len(at))]
         _, self.some, self.all = self.samples
@@ -55,6 +57,8 @@ class Search:
         self.not_looked_for: dict[str, str] = {}
         self.visible: list[Form] = []
         every = forms(problem)
+        # What does nothing beside kept ids may do something where these are not applied.
+        self.bases: list[Chosen] = [(), *((form,) for form in every["kept ids not applied"])]
         for cause in CAUSES:
             shown = self._visible(every[cause.name])
             self.visible += shown
@@ -66,10 +70,10 @@ class Search:
 
     def _visible(self, some: list[Form]) -> list[Form]:
         hidden, shown = some, list[Form]()
-        for sample in self.samples[:2]:
-            sample.compute([(), *((form,) for form in hidden)])
-            shown += [form for form in hidden if differ(sample.of((form,)), sample.of(()))]
-            hidden = [form for form in hidden if form not in shown]
+        for base, sample in product(self.bases, self.samples[:2]):
+            hidden = [form for form in hidden if form not in shown and (form,) != base]
+            sample.compute([base, *((*base, form) for form in hidden)])
+            shown += [x for x in hidden if differ(sample.of((*base, x)), sample.of(base))]
         return shown
 
     def explaining(self, came: Array) -> tuple[list[Chosen], bool]:
@@ -93,6 +97,14 @@ class Search:
             best = further
         return best, False
 
+    def one_rounding(self) -> float:
+        """How far log-probabilities move in the mean where the hidden states have one rounding to
+        bfloat16 more, as of other kernels before the head."""
+        right = self.problem.right
+        moved = self.problem.values([right, right._replace(operands=NOISE)], self.some.at)
+        one, other = (values.logprobs for values in moved.values())
+        return float(np.abs(one - other).mean())
+
     def _whole(self, sets: list[Chosen], came: Array) -> list[Chosen]:
         for sample in self.samples:
             sample.compute(sets)
@@ -110,7 +122,8 @@ class Search:
 
     def _explains_a_part(self, chosen: Chosen, came: Array) -> bool:
         values, right = self.some.of(chosen).logprobs, self.some.of(()).logprobs
-        moved = [values - self.some.of(without(chosen, form)).logprobs for form in chosen]
+        with np.errstate(invalid="ignore"):  # classes that take no part
+            moved = [values - self.some.of(without(chosen, form)).logprobs for form in chosen]
         effects, compared = np.stack(moved), ~np.isnan([came - right, came - values, *moved])
         compared = compared.all(axis=0)
         rest, effects = (came - values)[compared], effects[:, compared]
