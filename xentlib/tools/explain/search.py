@@ -22,7 +22,9 @@ from xentlib.tools.explain.causes import CAUSES, Form, forms, pairs, reading
 from xentlib.tools.explain.readings import BLOCK, NOISE, Array, Problem, Reading, Values, runs
 
 Chosen = tuple[Form, ...]
-QUARTER, ERRORS, WIDEST = 0.25, 3.0, 0.2
+ERRORS, WIDEST = 3.0, 0.2
+# Of the mean square that may remain, at 32 tokens and at more.
+SHARES = 0.5, 0.25
 # Tokens that readings are held against first, and then at the least; causes of a set.
 FEWEST, LEAST, MOST = 32, 96, 4
 
@@ -114,24 +116,23 @@ class Search:
     def _parts(self, sets: list[Chosen], came: Array) -> list[Chosen]:
         """The set that explains most of it, and those that these tokens cannot distinguish from
         it."""
-        came, sample = came[self.some.place], self.some
-        sample.compute(sets)
-        part = [chosen for chosen in sets if self._explains_a_part(chosen, came)]
-        part.sort(key=lambda chosen: mean_square(came - sample.of(chosen).logprobs))
-        return _distinct(x for x in part if not differ(sample.of(x), sample.of(part[0])))
+        for sample, share in zip(self.samples[:2], SHARES, strict=True):
+            sample.compute(sets)
+            rest = {x: remainder(came[sample.place], sample.of(x), sample.of(())) for x in sets}
+            sets = [x for x in sets if rest[x] < share]
+        part = sorted((x for x in sets if self._has_each(x, came)), key=rest.__getitem__)
+        return _distinct(x for x in part if not differ(self.some.of(x), self.some.of(part[0])))
 
-    def _explains_a_part(self, chosen: Chosen, came: Array) -> bool:
-        values, right = self.some.of(chosen).logprobs, self.some.of(()).logprobs
+    def _has_each(self, chosen: Chosen, came: Array) -> bool:
+        """Whether the difference has the effect of each cause once."""
+        values = self.some.of(chosen).logprobs
         with np.errstate(invalid="ignore"):  # classes that take no part
             moved = [values - self.some.of(without(chosen, form)).logprobs for form in chosen]
-        effects, compared = np.stack(moved), ~np.isnan([came - right, came - values, *moved])
-        compared = compared.all(axis=0)
-        rest, effects = (came - values)[compared], effects[:, compared]
-        if not np.isfinite(effects).all() or not np.isfinite(rest).all():
+        rows = np.stack([came[self.some.place] - values, *moved])
+        rows = rows[:, ~np.isnan(rows).any(axis=0)]
+        if not np.isfinite(rows).all():
             return False
-        if not mean_square(rest) < QUARTER * mean_square((came - right)[compared]):
-            return False
-        slopes, errors = regressed(rest, effects)
+        slopes, errors = regressed(rows[0], rows[1:])
         return bool((errors <= WIDEST).all() and (np.abs(slopes) <= ERRORS * errors).all())
 
 
@@ -161,9 +162,12 @@ def regressed(rest: Array, effects: Array) -> tuple[Array, Array]:
     return slopes, errors
 
 
-def mean_square(x: Array) -> float:
-    """Of what is compared."""
-    return float(np.nanmean(x**2))
+def remainder(came: Array, values: Values, right: Values) -> float:
+    """Mean square of what a reading leaves, by that of the whole difference."""
+    rest, whole = came - values.logprobs, came - right.logprobs
+    compared = ~np.isnan(rest + whole)
+    square = float(np.mean(rest[compared] ** 2)) if compared.any() else np.inf
+    return square / max(float(np.mean(whole[compared] ** 2)), 1e-300) if square else 0.0
 
 
 def within(came: Array, values: Values) -> bool:
