@@ -1,4 +1,4 @@
-"""A sampler in PyTorch, whose log-probabilities have planted causes, and what `explain` is given."""
+"""A sampler in PyTorch whose log-probabilities have planted causes, and what `explain` is given."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class Sampler(NamedTuple):
         """[B, L], of the ids that were sampled; `filtered`: over the kept ids."""
         z, ids = self.logits(**how), self.ids
         if filtered and how.get("kept", True):
-            z = torch.full_like(z, -torch.inf).scatter(-1, self.kept_ids, z.gather(-1, self.kept_ids))
+            z = torch.full_like(z, -torch.inf).scatter(
+                -1, self.kept_ids, z.gather(-1, self.kept_ids)
+            )
         if "shift" in how:
             ids = ids.roll(-how["shift"], -1)
         logprobs = z.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
@@ -67,7 +69,10 @@ class Sampler(NamedTuple):
     def arguments(self, filtered: bool = False, **how: Any) -> dict[str, Any]:
         """Of `explain`, with what this sampler returned."""
         arrays = {name: getattr(self, name) for name in ("hidden", "weight", "ids", "bias")}
-        arrays |= {"old_weight": self.old_weight, "sampler_logprobs": self.logprobs(filtered, **how)}
+        arrays |= {
+            "old_weight": self.old_weight,
+            "sampler_logprobs": self.logprobs(filtered, **how),
+        }
         if filtered:
             arrays["kept_ids"] = self.kept_ids
         options = {"temperature": TEMPERATURE, "logit_scale": SCALE, "softcap": SOFTCAP}

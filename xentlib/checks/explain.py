@@ -39,11 +39,15 @@ EXPLAINED = Refusals(
     "head at another step.",
     kept_shape="`kept_ids` must have shape {leading} and one dimension more, the ids that are kept "
     "for each token, -1 where there are fewer; got {shape}. Pad its rows with -1.",
-    id_range="`{name}` must lie in [0, {vocab_size}); got {offender} at token {token}. Leave out "
+    id_range="`ids` must lie in [0, {vocab_size}); got {offender} at token {token}. Leave out "
     "padding and prompts: pass sampled tokens alone.",
+    kept_range="`kept_ids` must lie in [0, {vocab_size}), or be -1 where a row has fewer; got "
+    "{offender} at token {token}. Pad its rows with -1.",
     not_kept="`kept_ids` must have each sampled id; got a row without {offender} at token {token}. "
     "Pass the ids that were kept where this token was sampled, or -1 alone for all.",
-    finite="`{name}` must be finite; got {offender} at token {token}. {way}",
+    no_number="`{name}` must be finite; got {offender} in row {token}. Look for what made it.",
+    finite="`{name}` must be finite; got {offender} at token {token}. Leave out tokens that were "
+    "not sampled; none that was has a probability of 0.",
     probabilities="`{name}` must be log-probabilities, 0 or less; got {offender} at token {token}, "
     "and nothing below 0: these are probabilities. Pass their logarithms.",
     positive="`{name}` must be log-probabilities, 0 or less; got {offender} at token {token}. Pass "
@@ -86,16 +90,24 @@ def check_explained(arrays: Mapping[str, Array], numbers: Mapping[str, Any]) -> 
         _check_option(name, value, vocab_size)
     _check_ids(arrays, numbers.get("vocab_size") or vocab_size)
     for name in arrays.keys() - {"ids", "kept_ids", "sampler_logprobs", "trainer_logprobs"}:
-        _check_finite(name, arrays[name], "It was computed, or stored, wrong.")
+        x = arrays[name]
+        _check_all("no_number", name, x, np.isfinite(x), x.shape[-1] if x.ndim > 1 else 1)
     for name in arrays.keys() & {"sampler_logprobs", "trainer_logprobs"}:
-        _check_logprobs(name, arrays[name])
+        x = arrays[name]
+        _check_all("finite", name, x, np.isfinite(x))
+        kind = "probabilities" if (x >= 0).all() and (x <= 1).all() else "positive"
+        _check_all(kind, name, x, x <= ABOVE)
 
 
 def _check_head(weight: Array, hidden: Array) -> None:
     width = hidden.shape[-1]
     if weight.ndim != 2 or weight.shape[1] != width or not weight.size:
         turned = weight.ndim == 2 and weight.shape[0] == width
-        way = "Pass `weight.T`." if turned else "Pass the head of the model that made them."
+        way = (
+            "Pass `weight.T`, or hidden states where `hidden` has logits."
+            if turned
+            else "Pass the head of the model that made them."
+        )
         shapes = {"width": width, "hidden": hidden.shape, "shape": weight.shape}
         EXPLAINED.refuse("head", name="weight", way=way, **shapes)
 
@@ -119,31 +131,20 @@ def _check_ids(arrays: Mapping[str, Array], vocab_size: int) -> None:
         kept = arrays["kept_ids"]
         right = kept.ndim == ids.ndim + 1 and kept.shape[:-1] == ids.shape
         EXPLAINED.require("kept_shape", right, leading=ids.shape, shape=kept.shape)
-        inside = ((kept >= -1) & (kept < vocab_size)).all(axis=-1)
-        outside = np.where(kept >= vocab_size, kept, kept.min(axis=-1, initial=-1)[..., None])
-        shown = outside.max(axis=-1, initial=-1)
-        _check_all("id_range", "kept_ids", shown, inside, vocab_size=vocab_size)
+        inside = (kept >= -1) & (kept < vocab_size)
+        _check_all("kept_range", "kept_ids", kept, inside, kept.shape[-1], vocab_size=vocab_size)
         own = (kept == ids[..., None]).any(axis=-1) | (kept < 0).all(axis=-1)
         _check_all("not_kept", "kept_ids", ids, own)
 
 
-def _check_finite(name: str, x: Array, way: str) -> None:
-    _check_all("finite", name, x, np.isfinite(x), way=way)
-
-
-def _check_logprobs(name: str, x: Array) -> None:
-    way = "Leave out tokens that were not sampled; top-p and top-k leave out none that was."
-    _check_finite(name, x, way)
-    kind = "probabilities" if (x >= 0).all() and (x <= 1).all() else "positive"
-    _check_all(kind, name, x, x <= ABOVE)
-
-
-def _check_all(message: str, name: str, x: Array, right: Array, **more: object) -> None:
-    """Refuse by the first entry that is not right, its token counted in the flat order."""
+def _check_all(
+    message: str, name: str, x: Array, right: Array, width: int = 1, **more: object
+) -> None:
+    """Refuse by the first entry that is not right, `width` of them to a token or row."""
     wrong = np.flatnonzero(~right)
     if len(wrong):
         offender = x.reshape(-1)[wrong[0]].item()
-        token = int(wrong[0])
+        token = int(wrong[0]) // width
         EXPLAINED.refuse(message, name=name, offender=offender, token=token, **more)
 
 

@@ -11,8 +11,8 @@ from xentlib.tools.explain import explain
 from xentlib.tools.explain.file import NUMBERS, read
 
 DESCRIPTION = (
-    "Compare a sampler's log-probabilities with those of the float64 oracle, and name what explains "
-    "the difference, in order of size. Exit status 1 if there is any."
+    "Compare a sampler's log-probabilities with those of the float64 oracle, and name what "
+    "explains the difference, in order of size. Exit status 1 if there is any."
 )
 FILE = (
     "a .npz or .safetensors file with hidden [N, H], weight [V, H], ids [N] and sampler_logprobs "

@@ -5,7 +5,7 @@ computation in float64 says what each would give.
 """
 
 from xentlib.tools.explain.causes import CAUSES, Cause
-from xentlib.tools.explain.explain import explain
+from xentlib.tools.explain.compare import explain
 from xentlib.tools.explain.report import Effect, Ratios, Report, Side
 
 __all__ = ["CAUSES", "Cause", "Effect", "Ratios", "Report", "Side", "explain"]

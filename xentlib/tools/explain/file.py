@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,8 @@ SAFETENSORS = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
 }  # fmt: skip
+# What NumPy and a header that is none raise.
+DAMAGED = (ValueError, TypeError, AttributeError, LookupError, EOFError, BadZipFile)
 REQUIRED = ("hidden", "weight", "ids", "sampler_logprobs")
 NUMBERS = ("temperature", "logit_scale", "softcap", "top_p", "top_k", "vocab_size")
 NAMES = (*REQUIRED, "bias", "kept_ids", "old_weight", "trainer_logprobs", *NUMBERS)
@@ -35,8 +38,8 @@ def read(path: Path) -> dict[str, Any]:
     EXPLAINED.require("kind", path.suffix in kinds, path=path)
     try:
         arrays = kinds[path.suffix](path)
-    except (ValueError, KeyError, EOFError, json.JSONDecodeError) as error:
-        EXPLAINED.refuse("damaged", path=path, kind=path.suffix, error=error)
+    except DAMAGED as error:
+        EXPLAINED.refuse("damaged", path=path, kind=path.suffix, error=f"{error}".rstrip("."))
     missing = [name for name in REQUIRED if name not in arrays]
     unknown = [name for name in arrays if name not in NAMES]
     there = ", ".join(arrays) or "none"

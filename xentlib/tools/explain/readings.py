@@ -8,9 +8,9 @@ far a correct float32 implementation of that reading may be from it:
     e   = e0 carried through scale, softcap and temperature, and 4 u |z| for each of these
     tol = e_y + E_p[e] + 4 u (|lse| + |log p| + 2)
 
-|x| |w_v| is Euclidean, and bounds the running error bound of the oracle, A = sum |x_h w_vh|. Where a
-reading rounds to 16 bits, e is the distance between the results for z - e0 and z + e0: nothing but
-where rounding could go either way.
+|x| |w_v| are Euclidean, and above the running error bound of the oracle, A = sum |x_h w_vh|. Where
+a reading rounds to 16 bits, e is the distance between the results for z - e0 and z + e0: nothing
+but where rounding could go either way.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class Problem:
         for r in wanted:
             products[r.head, r.operands][r._replace(column=0)] = np.empty((2, len(at)))
         each = max(1, BLOCK // len(self.heads["weight"]))
-        for product, outputs in products.items():
+        for (head, operands), outputs in products.items():
             for i in range(0, len(at), each):
                 part = at[i : i + each]
-                z, reach = self._product(*product, part)
+                z, reach = self._product(head, operands, part)
                 for r, out in outputs.items():
                     out[:, i : i + each] = self._per_token(z, reach, r, part)
         of = {r: out for outputs in products.values() for r, out in outputs.items()}
@@ -154,7 +154,7 @@ class Problem:
         y, each = self.ids[to], np.arange(len(at))
         there, y = y < rows, np.minimum(y, rows - 1)
         if r.kept is not True or self.filtered:
-            logits = np.where(self._kept(logits, r, at), logits, -np.inf)
+            logits = np.where(self._kept(logits, r, at, y), logits, -np.inf)
         z_y = np.where(there, logits[each, y], -np.inf)
         m = logits.max(axis=1)
         p = np.exp(logits - m[:, None])
@@ -171,8 +171,9 @@ class Problem:
             logprob, tolerance = round_to(logprob, r.result), np.subtract(*ends)
         return np.stack([logprob, tolerance])
 
-    def _kept(self, z: Array, r: Reading, at: Array) -> Array:
-        """[B, V]: the classes of the softmax; all where a row of `kept_ids` has none."""
+    def _kept(self, z: Array, r: Reading, at: Array, y: Array) -> Array:
+        """[B, V]: the classes of the softmax; all where a row of `kept_ids` has none. Of top-k and
+        top-p the sampled class y is one, as rounding decides which is the last."""
         kept = np.ones(z.shape, np.bool_)
         top_k, top_p = (self.top_k, self.top_p) if r.kept is True else r.kept or (None, None)
         if self.kept_ids is not None and r.kept is True:
@@ -190,6 +191,8 @@ class Problem:
             above = np.cumsum(p, axis=1) - p  # of the classes before each
             last = (above < top_p * p.sum(axis=1, keepdims=True)).sum(axis=1) - 1
             kept &= z >= down[np.arange(len(at)), last, None]
+        if top_k is not None or top_p is not None:
+            kept[np.arange(len(at)), y] = True
         return kept
 
 

@@ -73,10 +73,12 @@ class Side:
     def lines(self) -> list[str]:
         who = f"The {self.of}'s log-probabilities"
         if self.passed:
-            equal = f"are within {self.units:.2g} of what float32 rounding may give"
-            return [_filled(f"{who} {equal}: nothing to explain."), ""]
+            bound = f"{self.units:.2g} of what float32 rounding may give"
+            off = f"off by {self.most:.2g} at most, {bound}"
+            return [_filled(f"{who} are right, {off}. There is nothing to explain."), ""]
         off = f"{who} are off by {self.mean:.2g} in the mean, {self.most:.2g} at most"
-        compare = f"One more rounding of the hidden states to bfloat16 gives {self.one_rounding or 0:.2g}."
+        rounding = f"{self.one_rounding or 0.0:.2g}"
+        compare = f"One more rounding of the hidden states to bfloat16 gives {rounding}."
         if not self.causes:
             return [_filled(f"{off}. {NONE_OF_THESE} {compare}"), ""]
         first, *others = self.causes
@@ -114,8 +116,7 @@ class Ratios:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Result of `explain`. `str(report)` is the text, `report.passed` whether no cause was named and
-    nothing is off.
+    """Result of `explain`. `str(report)` is the text, `report.passed` whether nothing is off.
 
     Attributes:
         tokens, of_tokens: how many were used, of how many.
@@ -140,21 +141,21 @@ class Report:
         return all(side.passed for side in self.sides)
 
     def __str__(self) -> str:
-        used = f"{self.tokens:,} of {self.of_tokens:,}" if self.tokens < self.of_tokens else "all"
-        used = used if used != "all" else f"{self.tokens:,}"
-        sizes = f"{used} tokens, V = {self.vocab_size:,}, H = {self.hidden_size:,}"
-        lines = [f"{sizes}, against the float64 oracle", ""]
+        used = f"{self.tokens:,}" + f" of {self.of_tokens:,}" * (self.tokens < self.of_tokens)
+        sizes = f"V = {self.vocab_size:,}, H = {self.hidden_size:,}"
+        lines = [f"{used} tokens, {sizes}, against the float64 oracle", ""]
         lines += [line for side in self.sides for line in side.lines()]
         trainer = "the trainer's" if len(self.sides) > 1 else "the oracle's as the trainer's"
         lines.append(f"importance ratios exp(trainer - sampler), {trainer}:")
         rows = [("removed", "outside [0.9, 1.1]", "max |ratio - 1|")]
-        rows += [(f"{'and ' * (k > 1)}{x.removed}", f"{x.outside:.1%}", f"{x.most:.2g}") for k, x in enumerate(self.ratios)]
+        rows += [
+            (f"{'and ' * (k > 1)}{x.removed}", f"{x.outside:.1%}", f"{x.most:.2g}")
+            for k, x in enumerate(self.ratios)
+        ]
         lines += [f"  {line}" for line in aligned(rows, right=(1, 2))]
         lines += ["", _filled(f"looked for: {_names(self.looked_for)}")]
-        reasons: dict[str, list[str]] = {}
-        for name, why in self.not_looked_for.items():
-            reasons.setdefault(why, []).append(name)
-        lines += [_filled(f"not looked for ({x}): {_names(names)}") for x, names in reasons.items()]
+        others = [f"{name} ({why})" for name, why in self.not_looked_for.items()]
+        lines.append(_filled(f"not looked for: {_names(others)}"))
         return "\n".join(lines)
 
     def to_json(self) -> str:

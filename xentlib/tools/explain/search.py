@@ -67,20 +67,20 @@ class Search:
             if shown:
                 self.looked_for.append(cause.name)
             else:
-                why = "change nothing in these tokens" if every[cause.name] else ""
+                why = "changes nothing here" if every[cause.name] else ""
                 self.not_looked_for[cause.name] = why or f"needs {cause.needs}"
 
     def _visible(self, some: list[Form]) -> list[Form]:
-        hidden, shown = some, list[Form]()
+        rest, shown = some, list[Form]()
         for base, sample in product(self.bases, self.samples[:2]):
-            hidden = [form for form in hidden if form not in shown and (form,) != base]
-            sample.compute([base, *((*base, form) for form in hidden)])
-            shown += [x for x in hidden if differ(sample.of((*base, x)), sample.of(base))]
+            rest = [form for form in rest if form not in shown and (form,) != base]
+            sample.compute([base, *((*base, form) for form in rest)])
+            shown += [x for x in rest if differ(sample.of((*base, x)), sample.of(base))]
         return shown
 
     def explaining(self, came: Array) -> tuple[list[Chosen], bool]:
         """Sets that explain the log-probabilities of all tokens, and whether all of them."""
-        alone = [(form,) for form in self.visible]
+        alone: list[Chosen] = [(form,) for form in self.visible]
         both = [*pairs([form for form in self.visible if form.cause.paired])]
         for sets in (alone, both):
             whole = self._whole(sets, came)

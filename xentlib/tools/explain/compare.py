@@ -82,7 +82,7 @@ def explain(
         "bias": bias, "kept_ids": kept_ids, "old_weight": old_weight,
         "trainer_logprobs": trainer_logprobs,
     }  # fmt: skip
-    numbers = {
+    numbers: dict[str, Any] = {
         "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap, "top_p": top_p,
         "top_k": top_k, "vocab_size": vocab_size, "max_tokens": max_tokens,
     }  # fmt: skip
@@ -106,8 +106,9 @@ def explain(
         if side_of == "sampler":
             sampler = sampler - effect
         else:
-            trainer, title = trainer - effect, f"{title}, of the trainer"
-        ratios.append(_ratios(title, trainer - sampler))
+            trainer = trainer - effect
+        whose = "" if side_of == "sampler" else ", of the trainer"
+        ratios.append(_ratios(f"{title}{whose}", trainer - sampler))
     vocab, width = arrays["weight"].shape
     return Report(
         len(search.all.at), len(problem.ids), vocab, width, tuple(sides), tuple(ratios),
