@@ -133,7 +133,7 @@ REFUSED = {
     ),
     "logits": (
         changed("hidden", lambda x: np.zeros((N, V), "f4")),
-        "`weight` must have shape [V, 61] to match `hidden` (40, 61); got (61, 12). Pass `weight.T`,",
+        "`weight` must have shape [V, 61] to match `hidden` (40, 61); got (61, 12). Pass `weig",
     ),
     "head turned": (
         changed("weight", lambda x: x.T),

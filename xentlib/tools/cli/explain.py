@@ -8,7 +8,8 @@ from pathlib import Path
 from xentlib.tools.cli.command import Row, number, whole
 from xentlib.tools.errors import UsageError, writing
 from xentlib.tools.explain import explain
-from xentlib.tools.explain.file import NUMBERS, read
+from xentlib.tools.explain.compare import NUMBERS
+from xentlib.tools.explain.file import read
 
 DESCRIPTION = (
     "Compare a sampler's log-probabilities with those of the float64 oracle, and name what "

@@ -13,6 +13,12 @@ from xentlib.tools.explain.readings import Array, Problem, Reading, Values, runs
 from xentlib.tools.explain.report import Effect, Ratios, Report, Side
 from xentlib.tools.explain.search import Chosen, Search, without
 
+# Arguments, the first four required; a file has them by these names.
+ARRAYS = (
+    *("hidden", "weight", "ids", "sampler_logprobs"),
+    *("bias", "kept_ids", "old_weight", "trainer_logprobs"),
+)
+NUMBERS = ("temperature", "logit_scale", "softcap", "top_p", "top_k", "vocab_size")
 # Logits that the difference is computed from, and tokens at the least.
 LOGITS, LEAST = 1 << 25, 256
 
@@ -77,17 +83,9 @@ def explain(
         ValueError: shapes that do not match, ids outside of the vocabulary, log-probabilities that
             are not finite or positive, a temperature of 0.
     """
-    given = {
-        "hidden": hidden, "weight": weight, "ids": ids, "sampler_logprobs": sampler_logprobs,
-        "bias": bias, "kept_ids": kept_ids, "old_weight": old_weight,
-        "trainer_logprobs": trainer_logprobs,
-    }  # fmt: skip
-    numbers: dict[str, Any] = {
-        "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap, "top_p": top_p,
-        "top_k": top_k, "vocab_size": vocab_size, "max_tokens": max_tokens,
-    }  # fmt: skip
-    arrays = {name: _on_host(x) for name, x in given.items() if x is not None}
-    numbers = {name: plain(value) for name, value in numbers.items()}
+    given = dict(locals())
+    arrays = {name: _on_host(given[name]) for name in ARRAYS if given[name] is not None}
+    numbers = {name: plain(given[name]) for name in (*NUMBERS, "max_tokens")}
     check_explained(arrays, numbers)
     problem = _problem(arrays, numbers)
     most = numbers["max_tokens"] or max(LEAST, LOGITS // len(arrays["weight"]))
@@ -102,13 +100,13 @@ def explain(
         removals += removed
     sampler, trainer = of["sampler"], of.get("trainer", right.logprobs)
     ratios = [_ratios("nothing", trainer - sampler)]
-    for _, side_of, title, effect in sorted(removals, key=lambda x: -x[0]):
-        if side_of == "sampler":
+    for _, whose, title, effect in sorted(removals, key=lambda x: -x[0]):
+        if whose == "sampler":
             sampler = sampler - effect
         else:
             trainer = trainer - effect
-        whose = "" if side_of == "sampler" else ", of the trainer"
-        ratios.append(_ratios(f"{title}{whose}", trainer - sampler))
+        title += ", of the trainer" * (whose == "trainer")  # noqa: PLW2901
+        ratios.append(_ratios(title, trainer - sampler))
     vocab, width = arrays["weight"].shape
     return Report(
         len(search.all.at), len(problem.ids), vocab, width, tuple(sides), tuple(ratios),
@@ -186,7 +184,7 @@ def _between(search: Search, one: Chosen, other: Chosen) -> Array:
     return np.where(np.isfinite(moved), moved, np.nan)
 
 
-def _ratios(when: str, difference: Array) -> Ratios:
+def _ratios(removed: str, difference: Array) -> Ratios:
     ratio = np.exp(difference[~np.isnan(difference)])  # a shift leaves some out
     outside = (ratio < 0.9) | (ratio > 1.1)
-    return Ratios(when, float(outside.mean()), float(np.abs(ratio - 1).max()))
+    return Ratios(removed, float(outside.mean()), float(np.abs(ratio - 1).max()))

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from xentlib.checks.explain import EXPLAINED
+from xentlib.tools.explain.compare import ARRAYS, NUMBERS
 from xentlib.tools.explain.readings import Array
 
 SAFETENSORS = {
@@ -22,9 +23,7 @@ SAFETENSORS = {
 }  # fmt: skip
 # What NumPy and a header that is none raise.
 DAMAGED = (ValueError, TypeError, AttributeError, LookupError, EOFError, BadZipFile)
-REQUIRED = ("hidden", "weight", "ids", "sampler_logprobs")
-NUMBERS = ("temperature", "logit_scale", "softcap", "top_p", "top_k", "vocab_size")
-NAMES = (*REQUIRED, "bias", "kept_ids", "old_weight", "trainer_logprobs", *NUMBERS)
+REQUIRED, NAMES = ARRAYS[:4], (*ARRAYS, *NUMBERS)
 
 
 def read(path: Path) -> dict[str, Any]:

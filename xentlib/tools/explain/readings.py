@@ -8,9 +8,9 @@ far a correct float32 implementation of that reading may be from it:
     e   = e0 carried through scale, softcap and temperature, and 4 u |z| for each of these
     tol = e_y + E_p[e] + 4 u (|lse| + |log p| + 2)
 
-|x| |w_v| are Euclidean, and above the running error bound of the oracle, A = sum |x_h w_vh|. Where
-a reading rounds to 16 bits, e is the distance between the results for z - e0 and z + e0: nothing
-but where rounding could go either way.
+|x| and |w_v| are Euclidean, and their product is above the running error bound of the oracle,
+A = sum |x_h w_vh|. Where a reading rounds logits to 16 bits, e0 is carried by computing z - e0 and
+z + e0: it is nothing but where rounding could go either way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ Array = NDArray[Any]
 FEW = 4 * U
 # Logits of a block, numbers of the head that are converted at a time: 32 MiB and 128 MiB.
 BLOCK, HEAD = 1 << 22, 1 << 24
-
 # In place of a dtype: errors like those of a rounding, which nobody can compute again.
 NOISE = ("noise", "hidden")
 
@@ -145,11 +144,12 @@ class Problem:
             b = self.bias[:rows].astype(np.float64)
             z, reach = z + b, reach + np.abs(b)
         logits = transformed(z, r)
+        error = 4 * FEW * np.abs(logits)
         if r.rounded:
             e0 = FEW * reach
-            error = transformed(z + e0, r, 1) - transformed(z - e0, r, -1)
+            error += transformed(z + e0, r, 1) - transformed(z - e0, r, -1)
         else:
-            error = FEW * (abs(r.logit_scale) / r.temperature * reach + 4 * np.abs(logits))
+            error += FEW * r.logit_scale / r.temperature * reach
         to, inside = self.neighbours(at, r.shift)
         y, each = self.ids[to], np.arange(len(at))
         there, y = y < rows, np.minimum(y, rows - 1)
