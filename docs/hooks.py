@@ -266,6 +266,7 @@ PARTS = {
     "bench_options": lambda: options_table("bench"),
     "doctor_options": lambda: options_table("doctor"),
     "audit_options": lambda: options_table("audit"),
+    "explain_options": lambda: options_table("explain"),
     "plan_options": lambda: options_table("plan"),
     "routes": routes_part,
 }

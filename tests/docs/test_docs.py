@@ -264,6 +264,7 @@ BACKENDS = [f"xentlib.{name}" for name in FRAMEWORKS]
 OTHERS = [f"xentlib.{name}" for name in ("plan", "interop", "contract", "budgets", "reference")]
 OTHERS += [
     "xentlib.tools.audit",
+    "xentlib.tools.explain",
     "xentlib.torch.audit",
     "xentlib.jax.audit",
     "xentlib.tools.crosscheck",

@@ -165,7 +165,7 @@ def test_what_is_not_a_message_is_found_out():
 # --- the command line -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["parity", "bench", "doctor", "audit", "plan"])
+@pytest.mark.parametrize("command", ["parity", "bench", "doctor", "audit", "explain", "plan"])
 def test_every_option_of_help_is_on_the_page(command, capsys):
     from xentlib.tools.cli import main
 
@@ -179,7 +179,7 @@ def test_every_option_of_help_is_on_the_page(command, capsys):
     for option in re.findall(r"`(--[\w-]+)[` ]", part):
         assert option in shown, option
     for words in re.findall(
-        r"xentlib (?:parity|bench|doctor|audit|plan)((?: -[^\n`]*)?)$", part, re.MULTILINE
+        r"xentlib (?:parity|bench|doctor|audit|explain|plan)((?: -[^\n`]*)?)$", part, re.MULTILINE
     ):
         assert set(re.findall(r"--[\w-]+", words)) <= set(shown)
 

@@ -6,8 +6,9 @@ hidden states or head are others too, a set explains a part if
 
 - its mean square remainder is less than a quarter of that of the difference. Log-probabilities that
   have nothing to do with each other lose half at most, to a reading that is all but constant;
+- no set of as many causes leaves less than half of that;
 - the difference has the effect of each cause once, not some multiple of it: its slope is 1 within
-  three standard errors, and those are a fifth at most. The errors are those that hold whatever the
+  four standard errors, and those are a fifth at most. The errors are those that hold whatever the
   remainder's size at each token (White's).
 """
 
@@ -22,7 +23,7 @@ from xentlib.tools.explain.causes import CAUSES, Form, forms, pairs, reading
 from xentlib.tools.explain.readings import BLOCK, NOISE, Array, Problem, Reading, Values, runs
 
 Chosen = tuple[Form, ...]
-ERRORS, WIDEST = 3.0, 0.2
+ERRORS, WIDEST, TWICE = 4.0, 0.2, 2.0
 # Of the mean square that may remain, at 32 tokens and at more.
 SHARES = 0.5, 0.25
 # Tokens that readings are held against first, and then at the least; causes of a set.
@@ -120,6 +121,7 @@ class Search:
             sample.compute(sets)
             rest = {x: remainder(came[sample.place], sample.of(x), sample.of(())) for x in sets}
             sets = [x for x in sets if rest[x] < share]
+        sets = [x for x in sets if rest[x] <= TWICE * min(rest.values())]
         part = sorted((x for x in sets if self._has_each(x, came)), key=rest.__getitem__)
         return _distinct(x for x in part if not differ(self.some.of(x), self.some.of(part[0])))
 
