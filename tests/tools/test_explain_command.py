@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from helpers.pages import groups
 from xentlib.tools.cli import main
-from xentlib.tools.explain import explain
+from xentlib.tools.explain import CAUSES, explain
 from xentlib.tools.explain.file import NAMES, read
 
 N, V, H, K = 40, 61, 12, 7
@@ -116,6 +119,26 @@ def test_a_file_of_the_safetensors_package(tmp_path):
     back = read(tmp_path / "x.safetensors")
     assert back["weight"].dtype == ml_dtypes.bfloat16
     assert explain(**back) == explain(**tensors)
+
+
+def test_the_page_shows_what_the_command_prints_and_has_each_cause(command, tmp_path):
+    """Digits of what float32 rounding leaves apart, which are a processor's own."""
+    pytest.importorskip("torch")
+    page = Path(__file__).resolve().parents[2] / "docs" / "ratios.md"
+    if not page.is_file():
+        pytest.skip("the documentation is not beside the tests")
+    text = page.read_text(encoding="utf-8")
+    names = {}
+    for block in next(groups("ratios.md", text)).blocks[:2]:
+        exec(block.code, names)
+    (tmp_path / "step.npz").write_bytes(names["file"].getvalue())
+    shown = re.search(r"explain step.npz ([^\n]*)\n```\n\n```text\n(.*?)```", text, re.DOTALL)
+    status, out, _ = command({}, *shown[1].split(), name="step.npz")
+    assert status == 1
+    tiny = r" +\d(\.\d)?e-0[5-9]"
+    assert re.sub(tiny, "", out) == re.sub(tiny, "", shown[2])
+    headings = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    assert sorted(headings) == sorted(cause.name for cause in CAUSES)
 
 
 # --- what a hurried user does ---------------------------------------------------------------------
