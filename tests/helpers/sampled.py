@@ -94,3 +94,43 @@ def sampler(seed: int = 0) -> Sampler:
     drawn = torch.multinomial(p, 1, generator=made)
     ids = top.reshape(-1, KEPT).gather(1, drawn).reshape(ROWS, LENGTH)
     return empty._replace(ids=ids, kept_ids=top)
+
+
+# --- plain arrays ---------------------------------------------------------------------------------
+
+
+def wide(vocab=2003, width=512, tokens=64):
+    """Arrays of a size at which sums are long, and ids."""
+    made = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, width, generator=made)
+    weight = torch.randn(vocab, width, generator=made) * 3 / width**0.5
+    return hidden, weight, torch.randint(vocab, (tokens,), generator=made)
+
+
+def small(tokens=128, vocab=187, width=24):
+    """Hidden states, head and log-probabilities of everything, in float32."""
+    hidden, weight, _ = wide(vocab, width, tokens)
+    made = torch.Generator().manual_seed(2)
+    logits = hidden @ weight.T
+    return hidden, weight, logits, torch.multinomial(logits.softmax(-1), 1, generator=made)[:, 0]
+
+
+def of_ids(logits, ids):
+    """[N], in float32."""
+    return logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+def named(side):
+    return [{effect.name for effect in effects} for effects in side.causes]
+
+
+def said(report):
+    return " ".join(str(report).split())
+
+
+def only(report):
+    (side,) = report.sides
+    return side
