@@ -145,6 +145,20 @@ def test_logits_in_bfloat16_flip_where_the_batch_does():
     assert not only(explain(hidden, weight, ids, moved)).whole
 
 
+def test_logits_that_stay_in_bfloat16():
+    """Scale, softcap and temperature in PyTorch's own bfloat16, for many logits."""
+    hidden, weight, ids = wide(vocab=1003, width=64, tokens=512)
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    logits = 8.0 * torch.tanh(hidden @ weight.T * 1.3 / 8.0) / 0.7
+    assert logits.dtype == torch.bfloat16
+    options = {"logit_scale": 1.3, "softcap": 8.0, "temperature": 0.7}
+    side = only(explain(hidden, weight, ids, of_ids(logits, ids), **options))
+    assert [effect.title for effect in side.causes[0]] == [
+        "logits rounded to 16 bits (to bfloat16, each time)"
+    ]
+    assert side.whole
+
+
 def test_a_rounding_that_goes_either_way():
     """Of a logit between two of bfloat16: float32 loses the 1e-9 that decides."""
     _, weight, ids = wide(vocab=61, width=24)
