@@ -272,6 +272,9 @@ def test_both_sides_are_explained():
         "logits rounded to 16 bits (to bfloat16, once), of the trainer",
     ]
     assert report.ratios[-1].most < 2e-5 < report.ratios[1].most < report.ratios[0].most
+    alone = explain(**SAMPLER.arguments(True) | {"trainer_logprobs": low})
+    assert [side.passed for side in alone.sides] == [True, False]
+    assert not alone.passed
 
 
 # --- sizes, kinds of arrays -----------------------------------------------------------------------

@@ -294,6 +294,11 @@ DAMAGED = {
 }
 
 
+def test_a_module_in_place_of_its_weight():
+    with pytest.raises(TypeError, match="`weight` must be an array; got object. Pass its numbers"):
+        explain(**arrays() | {"weight": object()})
+
+
 def test_a_wrong_file_is_one_sentence(command, tmp_path):
     def refused(*arguments, **more):
         status, out, err = command(*arguments, **more)

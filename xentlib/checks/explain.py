@@ -22,6 +22,7 @@ Array = NDArray[Any]
 ABOVE = 1e-5
 EXPLAINED_TYPES = Refusals(
     TypeError,
+    array="`{name}` must be an array; got {kind}. Pass its numbers, of a module `head.weight`.",
     ids="`{name}` must be integers, token ids; got {dtype}. Pass `{name}` as int64.",
 )
 EXPLAINED = Refusals(
@@ -66,6 +67,11 @@ EXPLAINED = Refusals(
 
 def _spec(x: Array) -> ArraySpec:
     return ArraySpec(x.shape, x.dtype.name)
+
+
+def check_array(name: str, x: object, dtype: str) -> None:
+    """Of anything, and the dtype that NumPy gives it."""
+    EXPLAINED_TYPES.require("array", dtype != "object", name=name, kind=type(x).__name__)
 
 
 def check_explained(arrays: Mapping[str, Array], numbers: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from xentlib.checks.explain import check_explained
+from xentlib.checks.explain import check_array, check_explained
 from xentlib.checks.validators import plain
 from xentlib.interop import to_numpy
 from xentlib.tools.explain.readings import Array, Problem, Reading, Values, runs
@@ -84,7 +84,7 @@ def explain(
             are not finite or positive, a temperature of 0.
     """
     given = dict(locals())
-    arrays = {name: _on_host(given[name]) for name in ARRAYS if given[name] is not None}
+    arrays = {name: _on_host(name, given[name]) for name in ARRAYS if given[name] is not None}
     numbers = {name: plain(given[name]) for name in (*NUMBERS, "max_tokens")}
     check_explained(arrays, numbers)
     problem = _problem(arrays, numbers)
@@ -114,8 +114,10 @@ def explain(
     )  # fmt: skip
 
 
-def _on_host(x: Any) -> Array:
-    return to_numpy(x.detach().cpu()) if hasattr(x, "detach") else np.asarray(x)
+def _on_host(name: str, x: Any) -> Array:
+    array = to_numpy(x.detach().cpu()) if hasattr(x, "detach") else np.asarray(x)
+    check_array(name, x, array.dtype.name)
+    return array
 
 
 def _problem(arrays: dict[str, Array], numbers: dict[str, Any]) -> Problem:

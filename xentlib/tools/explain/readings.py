@@ -153,14 +153,15 @@ class Problem:
         to, inside = self.neighbours(at, r.shift)
         y, each = self.ids[to], np.arange(len(at))
         there, y = y < rows, np.minimum(y, rows - 1)
-        if r.kept is not True or self.filtered:
+        narrow = self.filtered if r.kept is True else bool(r.kept)
+        if narrow:
             logits = np.where(self._kept(logits, r, at, y), logits, -np.inf)
         z_y = np.where(there, logits[each, y], -np.inf)
         m = logits.max(axis=1)
         p = np.exp(logits - m[:, None])
         lse = m + np.log(p.sum(axis=1))
         mean_error = (p * error).sum(axis=1) / p.sum(axis=1)
-        if zeros:
+        if zeros and not narrow:
             lse = np.logaddexp(lse, np.log(zeros))
         logprob = np.where(inside, z_y - lse, np.nan)  # -inf where the class does not take part
         sizes = np.abs(lse) + np.nan_to_num(np.abs(logprob), posinf=0.0) + 2
@@ -175,7 +176,7 @@ class Problem:
         """[B, V]: the classes of the softmax; all where a row of `kept_ids` has none. Of top-k and
         top-p the sampled class y is one, as rounding decides which is the last."""
         kept = np.ones(z.shape, np.bool_)
-        top_k, top_p = (self.top_k, self.top_p) if r.kept is True else r.kept or (None, None)
+        top_k, top_p = r.kept if isinstance(r.kept, tuple) else (self.top_k, self.top_p)
         if self.kept_ids is not None and r.kept is True:
             ids = self.kept_ids[at]
             some = np.zeros((len(at), z.shape[1] + 1), np.bool_)  # the last one is padding's
