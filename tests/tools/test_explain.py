@@ -178,6 +178,19 @@ def test_a_rounding_that_goes_either_way():
     assert not only(explain(hidden, weight, ids, of_ids(logits, ids))).whole
 
 
+@pytest.mark.parametrize("came", [-1.0, -1 - 2**-7])
+def test_a_log_probability_that_rounds_either_way(came):
+    """-1 - 2^-8 is halfway between two of bfloat16."""
+    tie = 1 + 2**-8
+    bias = np.array([0.0, np.log(np.exp(tie) - 1)])
+    hidden, ids = np.zeros((40, 4)), np.arange(40) % 2
+    other = float(torch.tensor(bias[1] - tie).bfloat16())
+    both = np.where(ids == 0, came, other)
+    side = only(explain(hidden, np.zeros((2, 4)), ids, both, bias=bias))
+    assert {"log-probabilities rounded to 16 bits"} in named(side)
+    assert side.whole
+
+
 @pytest.mark.parametrize("options", [{}, {"logit_scale": 1.3, "temperature": 0.7}])
 def test_the_right_numbers_and_their_tolerance_are_the_oracle_s(options):
     """The tolerance is four times its running error bound, with |x| |w| in place of the sum of

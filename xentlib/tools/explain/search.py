@@ -165,11 +165,14 @@ def regressed(rest: Array, effects: Array) -> tuple[Array, Array]:
 
 
 def remainder(came: Array, values: Values, right: Values) -> float:
-    """Mean square of what a reading leaves, by that of the whole difference."""
+    """Mean square of what a reading leaves, by that of the whole difference; infinite where no
+    token is compared."""
     rest, whole = came - values.logprobs, came - right.logprobs
     compared = ~np.isnan(rest + whole)
-    square = float(np.mean(rest[compared] ** 2)) if compared.any() else np.inf
-    return square / max(float(np.mean(whole[compared] ** 2)), 1e-300) if square else 0.0
+    if not compared.any():
+        return np.inf
+    size = max(float(np.mean(whole[compared] ** 2)), np.finfo(np.float64).tiny)
+    return float(np.mean(rest[compared] ** 2)) / size
 
 
 def within(came: Array, values: Values) -> bool:
