@@ -23,8 +23,16 @@ class WantedStats(NamedTuple):
     predicted: bool = False
 
 
-class NonTargetStats(NamedTuple):
-    """Of the columns other than the target, d = z - max: what `token_stats` needs.
+# Columns of a block, counted from the vocabulary's first: its statistics are the same bits in every
+# shard that holds all of it.
+BLOCK_COLUMNS = 128
+# By element size: numbers that a sum is made of, and the bits of each, so that of up to 2^20 columns
+# every one is an integer that the dtype holds (2^24, 2^53). What is lost of a term is below 2^-77.
+SUM_WORDS = {4: (8, 11), 8: (2, 40)}
+
+
+class BlockStats(NamedTuple):
+    """Of the columns other than the target, d = z - max, by blocks: [blocks, tokens] each.
 
     Entries of exp(d) that are 1 are counted, the others summed: a sum that holds a 1 rounds a small
     remainder away, and lse near 0 with it (3.7 ULP against 1.7, row A3).
@@ -34,15 +42,27 @@ class NonTargetStats(NamedTuple):
     ones: Array  # how many exp(d) are 1; 0 where there is no column, or none above -inf
     s: Array  # sum of the exp(d) below 1
     sum_ed: Array | None  # sum of exp(d) * d: entropy
-    sum_d: Array | None  # sum of d, or of w d with class weights: label smoothing
     top: Array | None = None  # column of the largest, the first of several; exact to 2^24
+    sum_d: Array | None = None  # [tokens] over all blocks, d of the largest m: label smoothing
 
 
-def unpack_stats(packed: Any, wanted: WantedStats) -> tuple[Array, NonTargetStats]:
-    """The target's logit and the statistics out of rows [4 to 7, tokens], those that are wanted."""
-    z_y, m, ones, s, *more = packed
-    rows = iter(more)
-    return z_y, NonTargetStats(m, ones, s, *(next(rows) if want else None for want in wanted))
+class NonTargetStats(NamedTuple):
+    """The same of all columns together: [tokens] each."""
+
+    m: Array
+    ones: Array
+    s: Array
+    sum_ed: Array | None
+    top: Array | None
+    sum_d: Array | None
+
+
+class BlockSums(NamedTuple):
+    """Over blocks, of exp(z - m) with the m of all: [tokens], and [words, tokens] of `words`."""
+
+    ones: Array
+    s: Array
+    sum_ed: Array | None  # of -d
 
 
 class TargetInfo(NamedTuple):
@@ -88,11 +108,13 @@ class LossOptions(Protocol):
 
 
 class Algebra(NamedTuple):
-    """Bound to a framework: its namespace, its most accurate exp, and `cast(x, like)`."""
+    """Bound to a framework: its namespace, its most accurate exp, `cast(x, like)`, and `rounded`, of
+    products that a compiler must not contract with a sum."""
 
     xp: Any
     exp: Any
     cast: Any
+    rounded: Any
 
     def exp_difference(self, a: Array, b: Array) -> Array:
         """exp(a - b) with the rounding error of the difference put back (TwoDiff).
@@ -105,45 +127,68 @@ class Algebra(NamedTuple):
         # A difference that overflows has no error to put back.
         return self.exp(d) * self.xp.where(d == -INF, 1.0, 1.0 + error)
 
-    def below(self, rest: NonTargetStats, m: Array) -> Array:
+    def below(self, rest: BlockStats | NonTargetStats, m: Array) -> Array:
         """How far the rest's own maximum is below that of all; never so far that a product with it
         overflows before it meets its factor of 0, as classes that are masked with finfo.min did."""
         return self.xp.where(rest.ones == 0, 0.0, self.xp.clip(rest.m - m, min=FLOOR))
 
-    def relative_to(self, m: Array, rest: NonTargetStats, weights: Array | float) -> NonTargetStats:
-        """Statistics of some columns, as terms of the sums that have `m`, no smaller, for maximum.
+    def largest(self, blocks: BlockStats) -> Array:
+        """[tokens] m of all blocks; -inf where there is none."""
+        return self.xp.amax(self.xp.where(blocks.ones == 0, -INF, blocks.m), 0)
 
-        `weights` is that of the columns, for label smoothing: their number without any.
+    def block_sums(self, m: Array, blocks: BlockStats) -> tuple[BlockSums, Array | None]:
+        """Sums over blocks as terms of those that have `m`, no smaller, for maximum: exact, so that
+        neither the order of blocks nor who adds them changes a bit; and the first column with it.
         """
         where = self.xp.where
-        none = rest.ones == 0
-        top = where(none, -INF, rest.m) == m
-        scale = where(none, 0.0, self.exp_difference(rest.m, m))
-        total = rest.ones + rest.s
-        sum_ed = sum_d = None
-        if rest.sum_ed is not None:
-            sum_ed = scale * (rest.sum_ed + self.below(rest, m) * total)
-        if rest.sum_d is not None:
-            sum_d = rest.sum_d + weights * (rest.m - m)
-        first = None if rest.top is None else where(top & ~none, rest.top, INF)
-        ones, s = where(top, rest.ones, 0.0), where(top, rest.s, scale * total)
-        return NonTargetStats(m, ones, s, sum_ed, sum_d, first)
+        none = blocks.ones == 0
+        top = where(none, -INF, blocks.m) == m
+        scale = where(none, 0.0, self.exp_difference(blocks.m, m))
+        total = blocks.ones + blocks.s
+        ones = where(top, blocks.ones, 0.0).sum(0)
+        s, sum_ed = self.words(where(top, blocks.s, scale * total)), None
+        if blocks.sum_ed is not None:
+            moved = self.rounded(self.below(blocks, m) * total)
+            sum_ed = self.words(-(scale * (blocks.sum_ed + moved)))
+        first = None if blocks.top is None else self.xp.amin(where(top & ~none, blocks.top, INF), 0)
+        return BlockSums(ones, s, sum_ed), first
 
-    def joined(
-        self,
-        a: NonTargetStats,
-        a_weights: Array | float,
-        b: NonTargetStats,
-        b_weights: Array | float,
-    ) -> NonTargetStats:
-        """Of the columns of both."""
-        m = self.xp.maximum(*(self.xp.where(x.ones == 0, -INF, x.m) for x in (a, b)))
+    def words(self, x: Array) -> Array:
+        """Sums of x >= 0, below 128, over its first axis: [words, tokens] integers, word k times
+        2^(-k bits). Sums of sums are the words of all."""
+        count, bits = SUM_WORDS[x.dtype.itemsize]
+        x, words = self.rounded(x), []
+        for _ in range(count):
+            word = self.xp.floor(x)
+            words.append(word.sum(0))
+            x = (x - word) * 2.0**bits
+        return self.xp.stack(words)
+
+    def value(self, words: Array) -> Array:
+        """The number that words are of, rounded where they meet."""
+        _, bits = SUM_WORDS[words.dtype.itemsize]
+        total = words[-1]
+        for word in reversed(list(words)[:-1]):
+            total = total * 2.0**-bits + word
+        return total
+
+    def together(self, blocks: BlockStats) -> NonTargetStats:
+        """Statistics of all columns, where all blocks are here."""
+        m = self.largest(blocks)
         m = self.xp.where(m == -INF, 0.0, m)
-        a, b = self.relative_to(m, a, a_weights), self.relative_to(m, b, b_weights)
-        sum_ed = None if a.sum_ed is None else a.sum_ed + b.sum_ed
-        sum_d = None if a.sum_d is None else a.sum_d + b.sum_d
-        first = None if a.top is None else self.xp.minimum(a.top, b.top)
-        return NonTargetStats(m, a.ones + b.ones, a.s + b.s, sum_ed, sum_d, first)
+        sums, first = self.block_sums(m, blocks)
+        return self.of_sums(m, sums, first, blocks.sum_d)
+
+    def of_sums(
+        self, m: Array, sums: BlockSums, top: Array | None, sum_d: Array | None
+    ) -> NonTargetStats:
+        sum_ed = None if sums.sum_ed is None else -self.value(sums.sum_ed)
+        return NonTargetStats(m, sums.ones, self.value(sums.s), sum_ed, top, sum_d)
+
+    def moved(self, sum_d: Array, weights: Array | float, a: Array, b: Array) -> Array:
+        """Sums of d of some columns, with that weight, relative to b in place of a; a is -inf where
+        there are none."""
+        return sum_d + self.xp.where(a == -INF, 0.0, weights * (a - b))
 
     def token_stats(
         self, z_y: Array, rest: NonTargetStats, vocab_size: int, label: TargetInfo
