@@ -26,9 +26,9 @@ class WantedStats(NamedTuple):
 # Columns of a block, counted from the vocabulary's first: its statistics are the same bits in every
 # shard that holds all of it.
 BLOCK_COLUMNS = 128
-# By element size: numbers that a sum is made of, and the bits of each, so that of up to 2^20 columns
-# every one is an integer that the dtype holds (2^24, 2^53). What is lost of a term is below 2^-77.
-SUM_WORDS = {4: (8, 11), 8: (2, 40)}
+# By element size: numbers that a sum is made of, and the bits of each. Of up to 2^20 columns every
+# one is an integer that the dtype holds (2^24, 2^53). What is lost of a term is below 2^-77.
+SUM_WORDS = {4: (8, 11), 8: (3, 40)}
 
 
 class BlockStats(NamedTuple):
@@ -55,6 +55,11 @@ class NonTargetStats(NamedTuple):
     sum_ed: Array | None
     top: Array | None
     sum_d: Array | None
+
+    def as_block(self) -> BlockStats:
+        """Of columns that are one block."""
+        fields = [None if x is None else x[None] for x in self[:-1]]
+        return BlockStats(*fields)._replace(sum_d=self.sum_d)
 
 
 class BlockSums(NamedTuple):
@@ -108,8 +113,8 @@ class LossOptions(Protocol):
 
 
 class Algebra(NamedTuple):
-    """Bound to a framework: its namespace, its most accurate exp, `cast(x, like)`, and `rounded`, of
-    products that a compiler must not contract with a sum."""
+    """Bound to a framework: its namespace, its most accurate exp, `cast(x, like)`, and `rounded`,
+    of products that a compiler must not contract with a sum."""
 
     xp: Any
     exp: Any
@@ -140,7 +145,7 @@ class Algebra(NamedTuple):
         """Sums over blocks as terms of those that have `m`, no smaller, for maximum: exact, so that
         neither the order of blocks nor who adds them changes a bit; and the first column with it.
         """
-        where = self.xp.where
+        where, m = self.xp.where, m[None]
         none = blocks.ones == 0
         top = where(none, -INF, blocks.m) == m
         scale = where(none, 0.0, self.exp_difference(blocks.m, m))

@@ -105,7 +105,10 @@ class Eager(Kernels):
     def rest_stats(self, z_BV: Tensor, y_B1: Tensor, wanted: WantedStats) -> BlockStats:
         """Step 4. Sums are relative to a block's own maximum, so its largest terms are exact."""
         if not self.shape.columns:
-            return BlockStats(*z_BV.new_zeros(3 + sum(wanted), 1, z_BV.shape[0]))
+            none = z_BV.new_zeros(1, z_BV.shape[0])
+            sum_ed, top = (none if want else None for want in (wanted.entropy, wanted.predicted))
+            sum_d = none[0] if wanted.smoothing else None
+            return BlockStats(none, none, none, sum_ed, top, sum_d)
         d_BV, parts, top = self.scratch(z_BV), self.by_blocks(z_BV), None
         if wanted.predicted:
             m, top = of_blocks(*(x.max(2) for x in parts))
@@ -119,7 +122,9 @@ class Eager(Kernels):
             torch.sub(z_BV, m.amax(1, keepdim=True), out=d_BV)
             sum_d = self.sum_of_rest(d_BV, y_B1)
         d_BV[:, self.shape.columns :] = -torch.inf
-        for part, d_Bbc, m_Bb in zip(parts, self.by_blocks(d_BV), m.split([x.shape[1] for x in parts], 1)):
+        for part, d_Bbc, m_Bb in zip(
+            parts, self.by_blocks(d_BV), m.split([x.shape[1] for x in parts], 1)
+        ):
             torch.sub(part, m_Bb[..., None], out=d_Bbc)
         e_BV = torch.empty_like(d_BV) if wanted.entropy else d_BV
         self.scaled_exp(d_BV, y_B1, 1.0, e_BV)

@@ -33,7 +33,8 @@ class ColumnStats(NamedTuple):
             terms = zip(both, of_each, strict=True)
             sum_d = sum(ALGEBRA.moved(x.rest.sum_d, x.weight, own, m) for x, own in terms)
         pairs = zip(self.rest[:-1], other.rest[:-1], strict=True)
-        rest = BlockStats(*(None if x is None else torch.cat((x, y)) for x, y in pairs), sum_d)
+        fields = [None if x is None else torch.cat((x, y)) for x, y in pairs]
+        rest = BlockStats(*fields)._replace(sum_d=sum_d)
         return ColumnStats(z_y, self.owned | other.owned, rest, self.weight + other.weight)
 
 
@@ -89,20 +90,18 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
 
 def put_stats(
     packed: Tensor | None, count: int, logits: Any, chunk: Any, wanted: WantedStats, *, whole: bool
-) -> Tensor:
+) -> Tensor | None:
     """Of a chunk, at the places of its tokens within all of them if `whole`, else within it. The
     kernels are given up before the product of the next chunk."""
     kernels = logits.kernels()
     for rows in logits.blocks(chunk):
         z_y, rest = kernels.stats(rows, wanted, dz_follows=False)
         if logits.vocab.shard is None:  # all columns are here: one block
-            rest = BlockStats(*(None if x is None else x[None] for x in ALGEBRA.together(rest)))
-            rest = rest if rest.sum_d is None else rest._replace(sum_d=rest.sum_d[0])
+            rest = ALGEBRA.together(rest).as_block()
         values = torch.cat([x if x.ndim == 2 else x[None] for x in (z_y, *rest) if x is not None])
         if packed is None:
             packed = values.new_zeros(values.shape[0], count)
         packed[:, rows.places if whole else rows.span] = values
-    assert packed is not None
     return packed
 
 
@@ -110,7 +109,7 @@ def unpacked(packed: Tensor, wanted: WantedStats) -> tuple[Tensor, BlockStats]:
     """The target's logit and the statistics of blocks out of their rows."""
     sum_d = packed[-1] if wanted.smoothing else None
     fields = packed[1:-1] if wanted.smoothing else packed[1:]
-    m, ones, s, *more = fields.view(3 + wanted.entropy + wanted.predicted, -1, packed.shape[1])
+    m, ones, s, *more = fields.chunk(3 + wanted.entropy + wanted.predicted)
     sum_ed = more.pop(0) if wanted.entropy else None
     return packed[0], BlockStats(m, ones, s, sum_ed, more[0] if more else None, sum_d)
 

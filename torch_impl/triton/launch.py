@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xentlib.algebra import BlockStats, Coefficients, WantedStats
+from xentlib.algebra import BlockStats, Coefficients, NonTargetStats, WantedStats
 from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms, TargetTerms
 from xentlib.torch.triton import programs
 from xentlib.torch.triton.elementary import INTERPRETED
@@ -72,10 +72,9 @@ class Triton:
             **self.options(smoothing=wanted.smoothing),
         )  # fmt: skip
         z_y, m, ones, s, *more = packed
-        more = iter(more)
-        sum_ed, sum_d, top = (next(more) if want else None for want in wanted)
-        blocks = (None if x is None else x[None] for x in (m, ones, s, sum_ed, top))
-        return z_y, BlockStats(*blocks, sum_d)
+        extra = iter(more)
+        sum_ed, sum_d, top = (next(extra) if want else None for want in wanted)
+        return z_y, NonTargetStats(m, ones, s, sum_ed, top, sum_d).as_block()
 
     def dz(
         self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients, out: DzOutput
