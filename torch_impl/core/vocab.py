@@ -19,7 +19,7 @@ from torch import Tensor
 from xentlib.algebra import SUM_WORDS, BlockStats, BlockSums, NonTargetStats
 from xentlib.checks.call import check_class_weights
 from xentlib.checks.shards import SHARDS, check_shards, check_tiles, refuse_inconsistent
-from xentlib.plan import VocabShard
+from xentlib.plan import VocabShard, sum_rows
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import RankConsistency, group_named
 from xentlib.torch.core.device import host_readable
@@ -57,9 +57,10 @@ class ShardedVocab(LocalVocab):
         target's logit, a count and two sums; the options that a call has, if None."""
         assert layout.shard is not None
         self.group, self.rows, self.sum_rows = group_named(layout.group), rows, 0
-        self.words, _ = SUM_WORDS[like["dtype"].itemsize]
+        size = like["dtype"].itemsize
+        self.words, _ = SUM_WORDS[size]
         if more_rows is not None:
-            self.sum_rows = 2 + 2 * self.words + more_rows
+            self.sum_rows = sum_rows(size, entropy=True, more=more_rows)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         start, stop, vocab_size, largest = layout.shard.tolist()
         self.declared = start >= 0
