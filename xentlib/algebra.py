@@ -26,9 +26,10 @@ class WantedStats(NamedTuple):
 # Columns of a block, counted from the vocabulary's first: its statistics are the same bits in every
 # shard that holds all of it.
 BLOCK_COLUMNS = 128
-# By element size: numbers that a sum is made of, and the bits of each. Of up to 2^20 columns every
-# one is an integer that the dtype holds (2^24, 2^53). What is lost of a term is below 2^-77.
-SUM_WORDS = {4: (8, 11), 8: (3, 40)}
+# An exact sum is made of words, integers that the dtype of this element size holds: how many bits
+# each lies below the one before, the first below 1. Of up to 2^20 columns none overflows (2^24,
+# 2^53), and what is lost of a term is below 2^-73.
+WORD_BITS = {4: (0, *[11] * 7), 8: (33, 40)}
 
 
 class BlockStats(NamedTuple):
@@ -67,7 +68,7 @@ class BlockSums(NamedTuple):
 
     ones: Array
     s: Array
-    sum_ed: Array | None  # of -d
+    sum_ed: Array | None = None  # of -d
 
 
 class TargetInfo(NamedTuple):
@@ -113,13 +114,15 @@ class LossOptions(Protocol):
 
 
 class Algebra(NamedTuple):
-    """Bound to a framework: its namespace, its most accurate exp, `cast(x, like)`, and `rounded`,
-    of products that a compiler must not contract with a sum."""
+    """Bound to a framework: its namespace, its most accurate exp, `cast(x, like)`, `rounded`, of
+    products that a compiler must not contract with a sum, and `wide`, to the dtype of exact sums.
+    """
 
     xp: Any
     exp: Any
     cast: Any
     rounded: Any
+    wide: Any
 
     def exp_difference(self, a: Array, b: Array) -> Array:
         """exp(a - b) with the rounding error of the difference put back (TwoDiff).
@@ -159,23 +162,22 @@ class Algebra(NamedTuple):
         return BlockSums(ones, s, sum_ed), first
 
     def words(self, x: Array) -> Array:
-        """Sums of x >= 0, below 128, over its first axis: [words, tokens] integers, word k times
-        2^(-k bits). Sums of sums are the words of all."""
-        count, bits = SUM_WORDS[x.dtype.itemsize]
-        x, words = self.rounded(x), []
-        for _ in range(count):
+        """Exact sums of x >= 0, below 128, over its first axis, as words [words, tokens]; words of
+        several such sums add up to those of all."""
+        x, words = self.wide(self.rounded(x)), []
+        for bits in WORD_BITS[x.dtype.itemsize]:
+            x = x * 2.0**bits
             word = self.xp.floor(x)
             words.append(word.sum(0))
-            x = (x - word) * 2.0**bits
+            x = x - word
         return self.xp.stack(words)
 
-    def value(self, words: Array) -> Array:
-        """The number that words are of, rounded where they meet."""
-        _, bits = SUM_WORDS[words.dtype.itemsize]
-        total = words[-1]
-        for word in reversed(list(words)[:-1]):
-            total = total * 2.0**-bits + word
-        return total
+    def value(self, words: Array, like: Array) -> Array:
+        """The number that words are of, in the dtype of `like`, rounded where they meet."""
+        total = 0.0
+        for word, bits in reversed(list(zip(words, WORD_BITS[words.dtype.itemsize], strict=True))):
+            total = (total + word) * 2.0**-bits
+        return self.cast(total, like)
 
     def together(self, blocks: BlockStats) -> NonTargetStats:
         """Statistics of all columns, where all blocks are here."""
@@ -187,8 +189,8 @@ class Algebra(NamedTuple):
     def of_sums(
         self, m: Array, sums: BlockSums, top: Array | None, sum_d: Array | None
     ) -> NonTargetStats:
-        sum_ed = None if sums.sum_ed is None else -self.value(sums.sum_ed)
-        return NonTargetStats(m, sums.ones, self.value(sums.s), sum_ed, top, sum_d)
+        sum_ed = None if sums.sum_ed is None else -self.value(sums.sum_ed, m)
+        return NonTargetStats(m, sums.ones, self.value(sums.s, m), sum_ed, top, sum_d)
 
     def moved(self, sum_d: Array, weights: Array | float, a: Array, b: Array) -> Array:
         """Sums of d of some columns, with that weight, relative to b in place of a; a is -inf where

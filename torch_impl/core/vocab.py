@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.algebra import SUM_WORDS, BlockStats, BlockSums, NonTargetStats
+from xentlib.algebra import WORD_BITS, BlockStats, BlockSums, NonTargetStats
 from xentlib.checks.call import check_class_weights
 from xentlib.checks.shards import SHARDS, check_shards, check_tiles, refuse_inconsistent
 from xentlib.plan import VocabShard, sum_rows
-from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.algebra import ALGEBRA, as_float32, as_float64
 from xentlib.torch.core.consistency import RankConsistency, group_named
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.tokens import LocalVocab
@@ -58,7 +58,7 @@ class ShardedVocab(LocalVocab):
         assert layout.shard is not None
         self.group, self.rows, self.sum_rows = group_named(layout.group), rows, 0
         size = like["dtype"].itemsize
-        self.words, _ = SUM_WORDS[size]
+        self.words = len(WORD_BITS[size])
         if more_rows is not None:
             self.sum_rows = sum_rows(size, entropy=True, more=more_rows)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -181,8 +181,10 @@ class ShardedVocab(LocalVocab):
         m = m[:count]
         m = torch.where(m == -torch.inf, 0.0, m)
         terms, first = ALGEBRA.block_sums(m, rest)
-        packed = [torch.where(owned, z_y, 0.0), terms.ones, *terms.s]
-        packed += () if terms.sum_ed is None else terms.sum_ed
+        low = m.dtype != torch.float64
+        packed = [torch.where(owned, z_y, 0.0), terms.ones]
+        for words in (terms.s, terms.sum_ed):
+            packed += () if words is None else as_float32(words) if low else words
         if rest.sum_d is not None:
             packed.append(ALGEBRA.moved(rest.sum_d, weights, m_local, m))
         if first is not None:
@@ -195,17 +197,18 @@ class ShardedVocab(LocalVocab):
             packed += [torch.zeros_like(m)] * (self.sum_rows - len(packed))
         sums = torch.stack(packed)
         dist.all_reduce(sums, group=self.group)
-        words = self.words
-        z_y, ones, s, more = sums[0], sums[1], sums[2 : 2 + words], sums[2 + words :]
-        sum_ed = sum_d = None
-        if rest.sum_ed is not None:
-            sum_ed, more = more[:words], more[words:]
+        z_y, ones, more = sums[0], sums[1], sums[2:]
+        of_words, sum_d = [], None
+        for x in (terms.s, terms.sum_ed):
+            if x is not None:
+                words, more = more[: self.words], more[self.words :]
+                of_words.append(as_float64(words) if low else words)
         if rest.sum_d is not None:
             sum_d, more = more[0], more[1:]
         first = None if first is None else more[: self.ranks].amin(0)
         if self.wrong is not None:
             z_y = torch.where(self.wrong, torch.nan, z_y)
-        return z_y, ALGEBRA.of_sums(m, BlockSums(ones, s, sum_ed), first, sum_d)
+        return z_y, ALGEBRA.of_sums(m, BlockSums(ones, *of_words), first, sum_d)
 
     def start_sum(self, x: Tensor) -> Any:
         """Work to wait for."""

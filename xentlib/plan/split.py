@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from xentlib.algebra import BLOCK_COLUMNS, SUM_WORDS
+from xentlib.algebra import BLOCK_COLUMNS, WORD_BITS
 from xentlib.arguments import Scalars
 from xentlib.checks.shards import check_shards
 from xentlib.checks.validators import check_plan_arguments, plain
@@ -296,7 +296,7 @@ def shard_of(sizes: tuple[int, ...], rank: int, vocab_size: int | None = None) -
 def sum_rows(itemsize: int, *, entropy: bool, more: int = 0) -> int:
     """Numbers that the SUM over shards has of a token, in a compute dtype of that size: its
     target's logit, a count, the words of each sum over columns, and `more`."""
-    return 2 + SUM_WORDS[itemsize][0] * (1 + entropy) + more
+    return 2 + len(WORD_BITS[itemsize]) * (1 + entropy) + more
 
 
 def spread_tokens(chunk_tokens: int, ranks: int, longest: int) -> tuple[int, int]:
