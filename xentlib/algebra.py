@@ -150,15 +150,15 @@ class Algebra(NamedTuple):
         """
         where, m = self.xp.where, m[None]
         none = blocks.ones == 0
-        top = where(none, -INF, blocks.m) == m
+        lower = where(none, -INF, blocks.m) < m  # false where either is NaN
         scale = where(none, 0.0, self.exp_difference(blocks.m, m))
         total = blocks.ones + blocks.s
-        ones = where(top, blocks.ones, 0.0).sum(0)
-        s, sum_ed = self.words(where(top, blocks.s, scale * total)), None
+        ones = where(lower, 0.0, blocks.ones).sum(0)
+        s, sum_ed = self.words(where(lower, scale * total, blocks.s)), None
         if blocks.sum_ed is not None:
             moved = self.rounded(self.below(blocks, m) * total)
             sum_ed = self.words(-(scale * (blocks.sum_ed + moved)))
-        first = None if blocks.top is None else self.xp.amin(where(top & ~none, blocks.top, INF), 0)
+        first = None if blocks.top is None else self.xp.amin(where(lower | none, INF, blocks.top), 0)
         return BlockSums(ones, s, sum_ed), first
 
     def words(self, x: Array) -> Array:
