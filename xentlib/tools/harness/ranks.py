@@ -38,16 +38,18 @@ def run_ranks(
     items: Sequence[Any],
     world: int,
     slowness: float = 1.0,
+    devices: int = WORLD,
     **environment: str,
 ) -> list[list[Any]]:
-    """`work(rank, world, folder, items)` of each rank, a process; `backend` is for what is said.
+    """`work(rank, world, folder, items)` of each rank, a process with so many devices of JAX;
+    `backend` is for what is said.
 
     Raises:
         RuntimeError: a rank failed, or all made no progress for `SECONDS` times `slowness`, at
             least once.
     """
     limit = SECONDS * max(slowness, 1.0)
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={WORLD}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     try:
         return launch(
             work,
@@ -128,10 +130,11 @@ class Sharded(NamedTuple):
 
 
 def run_calls(backend: str, calls: Sequence[ShardedCall], slowness: float = 1.0) -> list[Sharded]:
-    """Every call through ranks of `backend`."""
+    """Every call through ranks of `backend`: four, or as many as the most shards of a call."""
+    world = max(WORLD, *(len(call.sizes) for call in calls))
     if backend == "jax":
-        return list(run_ranks(backend, jax_rank, calls, 1, slowness)[0])
-    of_ranks = run_ranks(backend, torch_rank, calls, WORLD, slowness)
+        return list(run_ranks(backend, jax_rank, calls, 1, slowness, world)[0])
+    of_ranks = run_ranks(backend, torch_rank, calls, world, slowness)
     return [_merged(call, [rank[k] for rank in of_ranks]) for k, call in enumerate(calls)]
 
 
