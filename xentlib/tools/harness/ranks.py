@@ -131,7 +131,7 @@ class Sharded(NamedTuple):
 
 def run_calls(backend: str, calls: Sequence[ShardedCall], slowness: float = 1.0) -> list[Sharded]:
     """Every call through ranks of `backend`: four, or as many as the most shards of a call."""
-    world = max(WORLD, *(len(call.sizes) for call in calls))
+    world = max([WORLD, *(len(call.sizes) for call in calls)])
     if backend == "jax":
         return list(run_ranks(backend, jax_rank, calls, 1, slowness, world)[0])
     of_ranks = run_ranks(backend, torch_rank, calls, world, slowness)
