@@ -1,5 +1,5 @@
-"""Row A17: a token's outputs and its row of d hidden have the same bits whatever the other tokens of
-the call. The measurements are the parity run's own (`parity/rows/invariant.py`)."""
+"""Row A17: a token's outputs and its row of d hidden have the same bits whatever the other tokens.
+The measurements are the parity run's own (`parity/rows/invariant.py`)."""
 
 from __future__ import annotations
 
