@@ -18,7 +18,7 @@ from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section
-from xentlib.tools.parity.rows import collectives, invariant, mutants, sharded, windows
+from xentlib.tools.parity.rows import collectives, invariant, mutants, parts, sharded, windows
 from xentlib.tools.parity.rows.head import nll, per_token
 
 # Of a section: its name, the seconds of a step, the problems, and what measures one of them.
@@ -71,6 +71,7 @@ def operator_sections(
         ("vocabularies over ranks", 50.0, [seed], sharded.sharded),
         ("batch invariance", 7.0, batches, partial(invariant.batches, nll)),
         ("per-token outputs, batch invariance", 7.0, batches, per_token_batches),
+        ("parts of a vocabulary in one process", 8.0, [seed], parts.parts),
         ("shard invariance", 50.0, [seed], invariant.shards),
         ("collectives", 18.0, [suite], collectives.collectives),
         ("per-token outputs in audit mode", 0.7, four, per_token.audit),
