@@ -64,7 +64,10 @@ def of_part(z_NC: Array, m: Array, defect: str) -> Array:
     terms = np.stack(blocks, axis=1)
     if defect == ROUNDED:
         return added(terms)
-    return change(*added(terms), own, m) if defect == MAXIMUM else terms
+    if defect == MAXIMUM:
+        s, sum_ed = added(terms)
+        return change(s, sum_ed, own, m)
+    return terms
 
 
 def relative_to(m: Array, z_NC: Array) -> Array:

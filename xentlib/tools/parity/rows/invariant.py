@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.tools.harness.backends import Outcome
 from xentlib.tools.harness.device import nothing_read
 from xentlib.tools.harness.findings import Findings
@@ -20,6 +19,7 @@ from xentlib.tools.parity.rows.head import OF_TOKENS, HeadRows, same
 
 Array = npt.NDArray[Any]
 SEED = 11
+CUTS = 128  # columns that shards are cut at multiples of: what is promised, whatever blocks are
 # Two whole blocks of columns and a part of one.
 BATCH = Case(
     *("batch", 1021, 32, 331),
@@ -127,13 +127,13 @@ def of_tokens(outcome: Outcome, places: Any) -> Outcome:
 
 def blocks(vocab: int, of_each: Sequence[int]) -> tuple[int, ...]:
     """Sizes of shards of so many blocks of columns, and of one that has the rest."""
-    sizes = [BLOCK_COLUMNS * count for count in of_each]
+    sizes = [CUTS * count for count in of_each]
     return (*sizes, vocab - sum(sizes))
 
 
 def even(vocab: int, ranks: int) -> tuple[int, ...]:
     """Sizes of shards of as many blocks; the last ones have fewer, or none."""
-    columns = BLOCK_COLUMNS * -(-vocab // (BLOCK_COLUMNS * ranks))
+    columns = CUTS * -(-vocab // (CUTS * ranks))
     return tuple(min(columns, max(0, vocab - k * columns)) for k in range(ranks))
 
 
