@@ -16,6 +16,7 @@ from xentlib.tools.harness.backends import run, run_logprobs
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Problem, logits_problem, upstream_of
 from xentlib.tools.harness.ranks import ShardedCall, run_calls
+from xentlib.tools.parity.rows import invariant
 from xentlib.tools.parity.rows.head import same
 from xentlib.tools.parity.rows.invariant import OF_SHARDS, blocks, even
 
@@ -83,7 +84,7 @@ IN_JAX: list[Key] = [
 
 def hold_shards(backend: str, key: Key, got: Any) -> None:
     call, findings = call_of(key), Findings((backend,))
-    dense = call.run(backend, chunk_tokens=None)
+    dense = invariant.dense(call, backend)
     same(findings, "A18", got.outcome, dense, names=OF_SHARDS, backend=backend, case=str(key))
     assert len(findings.measurements) >= 4
     assert not got.unequal
@@ -153,7 +154,7 @@ def routed(
 
 
 # Several chunks; of streamed rows several blocks, which are whole ones in no smaller budget.
-SMALL = {route: 40_000 for route in OF_ROUTES} | {"stream": 530_000}
+SMALL = dict.fromkeys(OF_ROUTES, 40_000) | {"stream": 530_000}
 ROUTED = every_pair(
     [
         (route, name, ranks, function, chunk_bytes)

@@ -178,8 +178,8 @@ def shards(findings: Findings, seed: int) -> None:
         for of_one in lists:
             one, *others = [next(found).outcome for _ in of_one]
             first, *rest = of_one
-            dense = first.run(backend, chunk_tokens=None)
-            for call, got in zip([first, *rest], [dense, *others], strict=True):
+            whole = dense(first, backend)
+            for call, got in zip([first, *rest], [whole, *others], strict=True):
                 over = f"shards of {call.sizes}" if call is not first else "no shards"
                 chunk = f", chunks of {call.chunk_tokens}" if call.chunk_tokens else ""
                 case = f"{call.function}, {over}{chunk}; {call.problem.text}"
@@ -187,6 +187,16 @@ def shards(findings: Findings, seed: int) -> None:
             if first.function != "chunked_logprobs":
                 name = f"outputs of {first.function}"
                 reject(findings, "A18", backend, first.problem, one, rest[1].sizes, name)
+
+
+def dense(call: ShardedCall, backend: str) -> Outcome:
+    """Without shards; in JAX inside `jit` too, where options that are numbers are constants, with
+    which XLA computes before it runs."""
+    if backend == "torch":
+        return call.run(backend, chunk_tokens=None)
+    import jax
+
+    return call.run(backend, chunk_tokens=None, wrap=lambda function, leaves: jax.jit(function))
 
 
 # --- A14 -----------------------------------------------------------------------------------------
