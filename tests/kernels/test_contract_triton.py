@@ -90,8 +90,7 @@ def test_chunks_do_not_show(measure: Callable[..., None], monkeypatch: pytest.Mo
     hold(measure, ("torch",), build(replace(CAPPED, tokens=21), 7))
 
 
-@pytest.mark.parametrize("rows", [nll, per_token], ids=["nll", "logprobs"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "dtype"), [(nll, "float32"), (per_token, "bfloat16")])
 def test_other_tokens_do_not_show(rows: HeadRows, dtype: str) -> None:
     """A17: of whole blocks of columns and a part of one."""
     case = replace(invariant.BATCH, tokens=13, hidden=16, vocab=200, dtype=dtype)
