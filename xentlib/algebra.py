@@ -158,7 +158,9 @@ class Algebra(NamedTuple):
         if blocks.sum_ed is not None:
             moved = self.rounded(self.below(blocks, m) * total)
             sum_ed = self.words(-(scale * (blocks.sum_ed + moved)))
-        first = None if blocks.top is None else self.xp.amin(where(lower | none, INF, blocks.top), 0)
+        first = (
+            None if blocks.top is None else self.xp.amin(where(lower | none, INF, blocks.top), 0)
+        )
         return BlockSums(ones, s, sum_ed), first
 
     def words(self, x: Array) -> Array:
@@ -205,7 +207,7 @@ class Algebra(NamedTuple):
         m_rest = xp.where(rest.ones == 0, -INF, rest.m)
         m = xp.maximum(z_y, m_rest)
         scale = xp.where(rest.ones == 0, 0.0, self.exp_difference(rest.m, m))
-        r = scale * (rest.ones + rest.s)
+        r = self.rounded(scale * (rest.ones + rest.s))
         t = self.exp(z_y - m)
         total = r + t
         # A maximum that is not finite leaves nothing to compare: NaN, as log_softmax has it. A row
@@ -219,8 +221,9 @@ class Algebra(NamedTuple):
         p_y, p_rest = t / total, r / total
         entropy, mean_logp = xp.zeros_like(lse), None
         if rest.sum_ed is not None:
-            rest_part = scale * (rest.sum_ed + self.below(rest, m) * (rest.ones + rest.s))
-            own_part = xp.where(t == 0, 0.0, t * (z_y - m))
+            moved = self.rounded(self.below(rest, m) * (rest.ones + rest.s))
+            rest_part = self.rounded(scale * (rest.sum_ed + moved))
+            own_part = self.rounded(xp.where(t == 0, 0.0, t * (z_y - m)))
             entropy = log_total - (rest_part + own_part) / total
         if rest.sum_d is not None:
             others = label.total - label.weight
@@ -267,21 +270,22 @@ class Algebra(NamedTuple):
         eps, uniform = options.label_smoothing, options.label_smoothing / vocab_size
         extra = self.xp.zeros_like(stats.lse)
         if not is_zero(options.z_loss):
-            extra = 2.0 * options.z_loss * stats.lse
+            extra = self.rounded(2.0 * options.z_loss * stats.lse)
         slope: Array = 1.0 + extra
         left: Array | float = eps - uniform
         if weighted(label):
-            slope, left = (1.0 - eps) * label.weight + extra, 0.0
+            weighed = self.rounded((1.0 - eps) * label.weight)
+            slope, left = weighed + extra, 0.0
             if uniform:  # 0 times a sum with inf is NaN: 1 / count of a class that is not there
-                slope = (1.0 - eps) * label.weight + uniform * label.total + extra
-                left = uniform * (label.total - label.weight)
+                slope = weighed + self.rounded(uniform * label.total) + extra
+                left = self.rounded(uniform * (label.total - label.weight))
         return Coefficients(
             alpha=factor * slope,
             beta=None,
             gamma=factor * uniform if uniform else None,
             # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without
             # options.
-            own=factor * (extra + left - slope * stats.p_rest),
+            own=factor * (extra + left - self.rounded(slope * stats.p_rest)),
         )
 
 
