@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # it. Then tests of the operators, which take a device; others are about ranks, wrappers or the CPU.
 FIRST = ("kernels", "kernels_triton", "contract_triton", "device_torch")
 TESTS = (
-    *("nll", "nll_edges", "logprobs", "given_logits"),
+    *("nll", "nll_edges", "logprobs", "given_logits", "batch_invariance"),
     *("behaviour_torch", "compile_torch", "work_torch", "modes_torch"),
     *("behaviour_jax", "program_jax"),
     *("logprobs_jax", "logprobs_traced_jax", "logprobs_program_jax"),

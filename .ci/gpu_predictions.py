@@ -130,6 +130,8 @@ EXPECTED: dict[str, str] = {
     "A3": "holds: its exponential is of fused multiply-adds",
     "A10": "fails: cuBLAS chooses by the number of tokens",
     "A11": "holds",
+    "A17": "fails: cuBLAS chooses by the number of tokens",
+    "A18": "shards in one process: holds, of logits that are given",
     "A1": "not known: float64 products of two callers of cuBLAS",
 }
 

@@ -70,8 +70,8 @@ def logprobs_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[An
 
     def body(chunk: Chunk, packed_6M: jax.Array) -> jax.Array:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, rest, _ = logits.kernels.stats(chunk.block, stats_wanted)
-        values = kept_values(stats_of(logits, chunk.rows_T, z_y, rest), eps)
+        z_y, blocks, _ = logits.kernels.stats(chunk.block, stats_wanted)
+        values = kept_values(stats_of(logits, chunk.rows_T, z_y, blocks), eps)
         return put_rows(logits, chunk, packed_6M, values)
 
     if options.axis is None or options.gathered:

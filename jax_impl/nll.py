@@ -81,8 +81,8 @@ def nll_forward(
 
     def body(chunk: Chunk, carry: Carry) -> Carry:
         # 3. to 5. Softmax without the target column, then the target
-        z_y, rest, left = logits.kernels.stats(chunk.block, stats_wanted)
-        stats = stats_of(logits, chunk.rows_T, z_y, rest)
+        z_y, blocks, left = logits.kernels.stats(chunk.block, stats_wanted)
+        stats = stats_of(logits, chunk.rows_T, z_y, blocks)
         values_7T = ALGEBRA.values(stats, target_info(logits, chunk.rows_T), scalars)
         rows_7M, sums = carry
         rows_7M = put_rows(logits, chunk, rows_7M, values_7T)

@@ -110,7 +110,8 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
                 elif when == "each chunk":
                     stats = at_rows(of_chunk, rows.span)
                 else:
-                    z_y, rest = kernels.stats(rows, wanted_stats, dz_follows=any(needs))
+                    z_y, blocks = kernels.stats(rows, wanted_stats, dz_follows=any(needs))
+                    rest = ALGEBRA.together(blocks)
                     stats = ALGEBRA.token_stats(z_y, rest, loop.vocab.size, label)
                     per_token_7N[:, rows.places] = ALGEBRA.values(stats, label, scalars)
                 if any(needs):

@@ -23,8 +23,17 @@ class WantedStats(NamedTuple):
     predicted: bool = False
 
 
-class NonTargetStats(NamedTuple):
-    """Of the columns other than the target, d = z - max: what `token_stats` needs.
+# Columns of a block, counted from the vocabulary's first: its statistics are the same bits in every
+# shard that holds all of it.
+BLOCK_COLUMNS = 128
+# An exact sum is made of words, integers that the dtype of this element size holds: how many bits
+# each lies below the one before, the first below 1. Of up to 2^20 columns none overflows (2^24,
+# 2^53), and what is lost of a term is below 2^-73.
+WORD_BITS = {4: (0, *[11] * 7), 8: (33, 40)}
+
+
+class BlockStats(NamedTuple):
+    """Of the columns other than the target, d = z - max, by blocks: [blocks, tokens] each.
 
     Entries of exp(d) that are 1 are counted, the others summed: a sum that holds a 1 rounds a small
     remainder away, and lse near 0 with it (3.7 ULP against 1.7, row A3).
@@ -34,15 +43,32 @@ class NonTargetStats(NamedTuple):
     ones: Array  # how many exp(d) are 1; 0 where there is no column, or none above -inf
     s: Array  # sum of the exp(d) below 1
     sum_ed: Array | None  # sum of exp(d) * d: entropy
-    sum_d: Array | None  # sum of d, or of w d with class weights: label smoothing
     top: Array | None = None  # column of the largest, the first of several; exact to 2^24
+    sum_d: Array | None = None  # [tokens] over all blocks, d of the largest m: label smoothing
 
 
-def unpack_stats(packed: Any, wanted: WantedStats) -> tuple[Array, NonTargetStats]:
-    """The target's logit and the statistics out of rows [4 to 7, tokens], those that are wanted."""
-    z_y, m, ones, s, *more = packed
-    rows = iter(more)
-    return z_y, NonTargetStats(m, ones, s, *(next(rows) if want else None for want in wanted))
+class NonTargetStats(NamedTuple):
+    """The same of all columns together: [tokens] each."""
+
+    m: Array
+    ones: Array
+    s: Array
+    sum_ed: Array | None
+    top: Array | None
+    sum_d: Array | None
+
+    def as_block(self) -> BlockStats:
+        """Of columns that are one block."""
+        fields = [None if x is None else x[None] for x in self[:-1]]
+        return BlockStats(*fields)._replace(sum_d=self.sum_d)
+
+
+class BlockSums(NamedTuple):
+    """Over blocks, of exp(z - m) with the m of all: [tokens], and [words, tokens] of `words`."""
+
+    ones: Array
+    s: Array
+    sum_ed: Array | None = None  # of -d
 
 
 class TargetInfo(NamedTuple):
@@ -88,11 +114,15 @@ class LossOptions(Protocol):
 
 
 class Algebra(NamedTuple):
-    """Bound to a framework: its namespace, its most accurate exp, and `cast(x, like)`."""
+    """Bound to a framework: its namespace, its most accurate exp, `cast(x, like)`, `rounded`, of
+    products that a compiler must not contract with a sum, and `wide`, to the dtype of exact sums.
+    """
 
     xp: Any
     exp: Any
     cast: Any
+    rounded: Any
+    wide: Any
 
     def exp_difference(self, a: Array, b: Array) -> Array:
         """exp(a - b) with the rounding error of the difference put back (TwoDiff).
@@ -105,45 +135,69 @@ class Algebra(NamedTuple):
         # A difference that overflows has no error to put back.
         return self.exp(d) * self.xp.where(d == -INF, 1.0, 1.0 + error)
 
-    def below(self, rest: NonTargetStats, m: Array) -> Array:
+    def below(self, rest: BlockStats | NonTargetStats, m: Array) -> Array:
         """How far the rest's own maximum is below that of all; never so far that a product with it
         overflows before it meets its factor of 0, as classes that are masked with finfo.min did."""
         return self.xp.where(rest.ones == 0, 0.0, self.xp.clip(rest.m - m, min=FLOOR))
 
-    def relative_to(self, m: Array, rest: NonTargetStats, weights: Array | float) -> NonTargetStats:
-        """Statistics of some columns, as terms of the sums that have `m`, no smaller, for maximum.
+    def largest(self, blocks: BlockStats) -> Array:
+        """[tokens] m of all blocks; -inf where there is none."""
+        return self.xp.amax(self.xp.where(blocks.ones == 0, -INF, blocks.m), 0)
 
-        `weights` is that of the columns, for label smoothing: their number without any.
+    def block_sums(self, m: Array, blocks: BlockStats) -> tuple[BlockSums, Array | None]:
+        """Sums over blocks as terms of those that have `m`, no smaller, for maximum: exact, so that
+        neither the order of blocks nor who adds them changes a bit; and the first column with it.
         """
-        where = self.xp.where
-        none = rest.ones == 0
-        top = where(none, -INF, rest.m) == m
-        scale = where(none, 0.0, self.exp_difference(rest.m, m))
-        total = rest.ones + rest.s
-        sum_ed = sum_d = None
-        if rest.sum_ed is not None:
-            sum_ed = scale * (rest.sum_ed + self.below(rest, m) * total)
-        if rest.sum_d is not None:
-            sum_d = rest.sum_d + weights * (rest.m - m)
-        first = None if rest.top is None else where(top & ~none, rest.top, INF)
-        ones, s = where(top, rest.ones, 0.0), where(top, rest.s, scale * total)
-        return NonTargetStats(m, ones, s, sum_ed, sum_d, first)
+        where, m = self.xp.where, m[None]
+        none = blocks.ones == 0
+        lower = where(none, -INF, blocks.m) < m  # false where either is NaN
+        scale = where(none, 0.0, self.exp_difference(blocks.m, m))
+        total = blocks.ones + blocks.s
+        ones = where(lower, 0.0, blocks.ones).sum(0)
+        s, sum_ed = self.words(where(lower, scale * total, blocks.s)), None
+        if blocks.sum_ed is not None:
+            moved = self.rounded(self.below(blocks, m) * total)
+            sum_ed = self.words(-(scale * (blocks.sum_ed + moved)))
+        first = (
+            None if blocks.top is None else self.xp.amin(where(lower | none, INF, blocks.top), 0)
+        )
+        return BlockSums(ones, s, sum_ed), first
 
-    def joined(
-        self,
-        a: NonTargetStats,
-        a_weights: Array | float,
-        b: NonTargetStats,
-        b_weights: Array | float,
-    ) -> NonTargetStats:
-        """Of the columns of both."""
-        m = self.xp.maximum(*(self.xp.where(x.ones == 0, -INF, x.m) for x in (a, b)))
+    def words(self, x: Array) -> Array:
+        """Exact sums of x >= 0, below 128, over its first axis, as words [words, tokens]; words of
+        several such sums add up to those of all."""
+        x, words = self.wide(self.rounded(x)), []
+        for bits in WORD_BITS[x.dtype.itemsize]:
+            x = x * 2.0**bits
+            word = self.xp.floor(x)
+            words.append(word.sum(0))
+            x = x - word
+        return self.xp.stack(words)
+
+    def value(self, words: Array, like: Array) -> Array:
+        """The number that words are of, in the dtype of `like`, rounded where they meet."""
+        total = 0.0
+        for word, bits in reversed(list(zip(words, WORD_BITS[words.dtype.itemsize], strict=True))):
+            total = (total + word) * 2.0**-bits
+        return self.cast(total, like)
+
+    def together(self, blocks: BlockStats) -> NonTargetStats:
+        """Statistics of all columns, where all blocks are here."""
+        m = self.largest(blocks)
         m = self.xp.where(m == -INF, 0.0, m)
-        a, b = self.relative_to(m, a, a_weights), self.relative_to(m, b, b_weights)
-        sum_ed = None if a.sum_ed is None else a.sum_ed + b.sum_ed
-        sum_d = None if a.sum_d is None else a.sum_d + b.sum_d
-        first = None if a.top is None else self.xp.minimum(a.top, b.top)
-        return NonTargetStats(m, a.ones + b.ones, a.s + b.s, sum_ed, sum_d, first)
+        sums, first = self.block_sums(m, blocks)
+        return self.of_sums(m, sums, first, blocks.sum_d)
+
+    def of_sums(
+        self, m: Array, sums: BlockSums, top: Array | None, sum_d: Array | None
+    ) -> NonTargetStats:
+        sum_ed = None if sums.sum_ed is None else -self.value(sums.sum_ed, m)
+        return NonTargetStats(m, sums.ones, self.value(sums.s, m), sum_ed, top, sum_d)
+
+    def moved(self, sum_d: Array, weights: Array | float, a: Array, b: Array) -> Array:
+        """Sums of d of some columns, with that weight, relative to b in place of a; a is -inf where
+        there are none."""
+        return sum_d + self.xp.where(a == -INF, 0.0, weights * (a - b))
 
     def token_stats(
         self, z_y: Array, rest: NonTargetStats, vocab_size: int, label: TargetInfo
@@ -153,7 +207,7 @@ class Algebra(NamedTuple):
         m_rest = xp.where(rest.ones == 0, -INF, rest.m)
         m = xp.maximum(z_y, m_rest)
         scale = xp.where(rest.ones == 0, 0.0, self.exp_difference(rest.m, m))
-        r = scale * (rest.ones + rest.s)
+        r = self.rounded(scale * (rest.ones + rest.s))
         t = self.exp(z_y - m)
         total = r + t
         # A maximum that is not finite leaves nothing to compare: NaN, as log_softmax has it. A row
@@ -167,8 +221,9 @@ class Algebra(NamedTuple):
         p_y, p_rest = t / total, r / total
         entropy, mean_logp = xp.zeros_like(lse), None
         if rest.sum_ed is not None:
-            rest_part = scale * (rest.sum_ed + self.below(rest, m) * (rest.ones + rest.s))
-            own_part = xp.where(t == 0, 0.0, t * (z_y - m))
+            moved = self.rounded(self.below(rest, m) * (rest.ones + rest.s))
+            rest_part = self.rounded(scale * (rest.sum_ed + moved))
+            own_part = self.rounded(xp.where(t == 0, 0.0, t * (z_y - m)))
             entropy = log_total - (rest_part + own_part) / total
         if rest.sum_d is not None:
             others = label.total - label.weight
@@ -215,21 +270,22 @@ class Algebra(NamedTuple):
         eps, uniform = options.label_smoothing, options.label_smoothing / vocab_size
         extra = self.xp.zeros_like(stats.lse)
         if not is_zero(options.z_loss):
-            extra = 2.0 * options.z_loss * stats.lse
+            extra = self.rounded(2.0 * options.z_loss * stats.lse)
         slope: Array = 1.0 + extra
         left: Array | float = eps - uniform
         if weighted(label):
-            slope, left = (1.0 - eps) * label.weight + extra, 0.0
+            weighed = self.rounded((1.0 - eps) * label.weight)
+            slope, left = weighed + extra, 0.0
             if uniform:  # 0 times a sum with inf is NaN: 1 / count of a class that is not there
-                slope = (1.0 - eps) * label.weight + uniform * label.total + extra
-                left = uniform * (label.total - label.weight)
+                slope = weighed + self.rounded(uniform * label.total) + extra
+                left = self.rounded(uniform * (label.total - label.weight))
         return Coefficients(
             alpha=factor * slope,
             beta=None,
             gamma=factor * uniform if uniform else None,
             # slope * p_y - (1 - eps) - eps / V with p_y = 1 - p_rest: exactly -p_rest without
             # options.
-            own=factor * (extra + left - slope * stats.p_rest),
+            own=factor * (extra + left - self.rounded(slope * stats.p_rest)),
         )
 
 

@@ -130,6 +130,18 @@ IN_ORDER = (
         (BITS,),
     ),
     Row("A16", "fp16", "gradients", (ROUNDED_FP16, OF_FP16)),
+    Row(
+        "A17",
+        "CPU; fp32 or bf16",
+        "per-token outputs and d hidden rows, whatever the other tokens and the chunks",
+        (BITS,),
+    ),
+    Row(
+        "A18",
+        "CPU; 1 to 8 vocabulary shards cut at multiples of 128 columns",
+        "log-probability, lse, entropy, correct, predicted",
+        (BITS,),
+    ),
 )
 ROWS = {row.id: row for row in IN_ORDER}
 

@@ -7,7 +7,8 @@ the steps below in this order, under these numbers:
  2. logits of a chunk, operands exact, accumulated in the compute dtype; bias, scale, softcap,
     temperature in that dtype
  3. take the target column out: z_y is read, the column becomes -inf
- 4. m_r = max of the rest; S_r = sum of exp(z - m_r) of the rest
+ 4. m_r = max of the rest; S_r = sum of exp(z - m_r) of the rest: of each block of 128 columns
+    relative to its own maximum, then of blocks relative to that of all, exactly
  5. per token: m, r, log S, lse, log-probability, from (z_y, m_r, S_r)
  6. p = exp(z - lse); dz = factor * (p * (1 + 2 z_loss lse) - eps / V) of the rest, 0 in the target
     column; dz_y of the target from r / S

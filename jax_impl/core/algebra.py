@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from xentlib.algebra import Algebra
@@ -17,4 +18,10 @@ def cast(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.astype(like.dtype)
 
 
-ALGEBRA = Algebra(jnp, exp, cast)
+def rounded(x: jax.Array) -> jax.Array:
+    """Not an `optimization_barrier`, which XLA drops before it fuses: LLVM then contracts a product
+    and a sum that it finds side by side, in one program and not in another."""
+    return jnp.maximum(x, float(np.finfo(x.dtype).min))
+
+
+ALGEBRA = Algebra(jnp, exp, cast, rounded, lambda x: x)

@@ -25,6 +25,8 @@ class DeviceInfo(NamedTuple):
     # takes. Elsewhere a sum makes it on the way: as an array it cost a GPU 22 bytes a logit, not
     # 14, and half a GB at Llama-3's head.
     stores_exp: bool = False
+    # It adds neighbouring columns in windows as fast as whole rows.
+    adds_windows: bool = False
     # A scatter adds one label's terms one after the other; a GPU's atomic additions come in any
     # order, and other bits with it (row A11).
     adds_in_order: bool = True
@@ -34,7 +36,7 @@ class DeviceInfo(NamedTuple):
 
 
 KINDS = {
-    "cpu": DeviceInfo(least_rows=64, scatters_wide=True, stores_exp=True),
+    "cpu": DeviceInfo(least_rows=64, scatters_wide=True, stores_exp=True, adds_windows=True),
     "gpu": DeviceInfo(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
 }
 ANOTHER = DeviceInfo(least_rows=1)

@@ -6,13 +6,15 @@ Shapes: T rows of a chunk, V columns of this device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from xentlib.algebra import FLOOR, Coefficients, NonTargetStats, WantedStats
+from xentlib.algebra import BLOCK_COLUMNS, FLOOR, BlockStats, Coefficients, WantedStats
 from xentlib.arguments import Scalars
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.device import device_info
@@ -54,9 +56,7 @@ class XLA(NamedTuple):
 
     shape: LogitTransform
 
-    def stats(
-        self, rows: LogitsBlock, wanted: WantedStats
-    ) -> tuple[jax.Array, NonTargetStats, Logits]:
+    def stats(self, rows: LogitsBlock, wanted: WantedStats) -> tuple[jax.Array, BlockStats, Logits]:
         """Steps 2 to 4: bias, scale, softcap and temperature, the target's logit, the statistics of
         the rest, and what `dz` may use of the same rows."""
         logits = self.prepare(rows)
@@ -117,27 +117,34 @@ class XLA(NamedTuple):
         z_y = jnp.take_along_axis(z_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
         return Logits(jnp.where(taken_TV, -jnp.inf, z_TV), taken_TV, z_y, derivative_TV)
 
-    def rest_stats(self, logits: Logits, wanted: WantedStats) -> NonTargetStats:
-        """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
-        z_TV = logits.z_TV
-        top = z_TV.argmax(axis=1).astype(z_TV.dtype) if wanted.predicted else None
-        m = z_TV.max(axis=1, keepdims=True)
-        m = jnp.where(m == -jnp.inf, 0.0, m)  # no other column, or none above -inf
-        d_TV = z_TV - m
-        e_TV = exp(d_TV)
-        sum_d = None
+    def rest_stats(self, logits: Logits, wanted: WantedStats) -> BlockStats:
+        """Step 4. Sums are relative to a block's own maximum, so its largest terms are exact."""
+        z_TV, sum_d = logits.z_TV, None
         if wanted.smoothing:
-            rest_TV = jnp.where(logits.taken_TV, 0.0, d_TV)
+            m_T1 = z_TV.max(axis=1, keepdims=True)
+            rest_TV = jnp.where(logits.taken_TV, 0.0, z_TV - jnp.where(m_T1 == -jnp.inf, 0.0, m_T1))
             if self.shape.class_weights_V is not None:
                 rest_TV = rest_TV * self.shape.class_weights_V[None, :]
             sum_d = rest_TV.sum(axis=1)
-        sum_ed = (e_TV * jnp.maximum(d_TV, FLOOR)).sum(axis=1) if wanted.entropy else None
-        everything = e_TV.sum(axis=1)
+        m_Tb, top = by_blocks(z_TV, lax.max, -jnp.inf), None
+        m_Tb = jnp.where(m_Tb == -jnp.inf, 0.0, m_Tb)  # no other column, or none above -inf
+        # As wide as the logits, whose memory exp(d) can take then.
+        m_TV = jnp.repeat(m_Tb, BLOCK_COLUMNS, axis=1)[:, : z_TV.shape[1]]
+        if wanted.predicted:
+            column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1).astype(z_TV.dtype)
+            top = by_blocks(jnp.where(z_TV == m_TV, column_TV, jnp.inf), lax.min, jnp.inf).T
+        d_TV = z_TV - m_TV
+        e_TV = exp(d_TV)
+        sum_ed = None
+        if wanted.entropy:
+            sum_ed = by_blocks(e_TV * jnp.maximum(d_TV, FLOOR), lax.add, 0.0).T
+        everything = by_blocks(e_TV, lax.add, 0.0)
         if device_info().stores_exp:
             # Two sums one after the other, so that the fractions can take the place of e.
             everything, e_TV = lax.optimization_barrier((everything, e_TV))
-        s = (e_TV - jnp.floor(e_TV)).sum(axis=1)
-        return NonTargetStats(m[:, 0], jnp.round(everything - s), s, sum_ed, sum_d, top)
+        s = by_blocks(e_TV - jnp.floor(e_TV), lax.add, 0.0)
+        ones = jnp.round(everything - s)
+        return BlockStats(m_Tb.T, ones.T, s.T, sum_ed, top, sum_d)
 
     def dlogits(self, logits: Logits, lse_T: jax.Array, of: Coefficients) -> jax.Array:
         """Step 6: dz, 0 in the target's column."""
@@ -153,6 +160,24 @@ class XLA(NamedTuple):
         if self.shape.class_weights_V is not None:
             share_TV = share_TV * self.shape.class_weights_V[None, :]
         return jnp.where(logits.taken_TV, 0.0, dz_TV - share_TV)
+
+
+def by_blocks(x_TV: jax.Array, add: Callable[[Any, Any], Any], nothing: float) -> jax.Array:
+    """[T, blocks]: the columns of each block added, or compared.
+
+    On a CPU window by window, in the order of the columns: XLA's own sum has another order for
+    fewer than 32 sums, and a V that is no multiple would cost a copy.
+    """
+    fill = (0, 0), (0, -x_TV.shape[1] % BLOCK_COLUMNS)
+    window, start = (1, BLOCK_COLUMNS), np.array(nothing, x_TV.dtype)
+    if device_info().adds_windows:
+        of_windows: jax.Array = lax.reduce_window(x_TV, start, add, window, window, fill)
+        return of_windows
+    x_TV = jnp.pad(x_TV, fill, constant_values=nothing)
+    of_rows: jax.Array = lax.reduce(
+        x_TV.reshape(x_TV.shape[0], -1, BLOCK_COLUMNS), start, add, (2,)
+    )
+    return of_rows
 
 
 def runnable() -> dict[str, type[XLA]]:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import NonTargetStats, TargetInfo, TokenStats, WantedStats, unpack_stats
+from xentlib.algebra import BlockStats, TargetInfo, TokenStats, WantedStats
 from xentlib.jax.core.algebra import ALGEBRA
-from xentlib.jax.core.logits import Chunk, ChunkedLogits
+from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
 from xentlib.jax.core.loop import over_chunks
 from xentlib.jax.core.vocab import combine, varying
 
@@ -21,14 +21,25 @@ def all_stats(
     """Steps 2 to 5 over all shards of a vocabulary: packed rows [M] of all tokens, on every
     device."""
 
-    def body(chunk: Chunk, packed: jax.Array) -> jax.Array:
-        z_y, rest, _ = logits.kernels.stats(chunk.block, wanted)
-        values = jnp.stack([z_y, *(x for x in rest if x is not None)])
-        return lax.dynamic_update_slice_in_dim(packed, values, chunk.start, axis=1)
+    sharded = logits.options.axis is not None
+    compute, places = logits.options.compute_dtype, logits.order.size
 
-    packed = jnp.zeros((4 + sum(wanted), logits.order.size), logits.options.compute_dtype)
-    z_y, rest = unpack_stats(over_chunks(logits, body, packed, only=only), wanted)
-    return stats_of(logits, logits.order, z_y, rest)
+    def of_chunk(chunk: Chunk) -> tuple[jax.Array, BlockStats]:
+        z_y, blocks, _ = logits.kernels.stats(chunk.block, wanted)
+        if not sharded:  # all columns are here: one block
+            blocks = ALGEBRA.together(blocks).as_block()
+        return z_y, blocks
+
+    def body(chunk: Chunk, packed: Any) -> Any:
+        def put(into: jax.Array, values: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(into, values, chunk.start, axis=values.ndim - 1)
+
+        return jax.tree.map(put, packed, of_chunk(chunk))
+
+    shapes = jax.eval_shape(lambda: of_chunk(logits_of(logits, jnp.zeros((), jnp.int32))))
+    packed = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], places), compute), shapes)
+    z_y, blocks = over_chunks(logits, body, packed, only=only)
+    return stats_of(logits, logits.order, z_y, blocks)
 
 
 def target_info(logits: ChunkedLogits, rows: jax.Array | slice) -> TargetInfo:
@@ -41,19 +52,20 @@ def target_info(logits: ChunkedLogits, rows: jax.Array | slice) -> TargetInfo:
 
 
 def stats_of(
-    logits: ChunkedLogits, rows: jax.Array, z_y: jax.Array, rest: NonTargetStats
+    logits: ChunkedLogits, rows: jax.Array, z_y: jax.Array, blocks: BlockStats
 ) -> TokenStats:
     """Step 5 for some tokens, over all shards if there are several."""
     label = target_info(logits, rows)
-    if logits.options.axis is not None:
-        assert logits.shard is not None
-        assert logits.tokens.owned is not None
-        owned, shard, own = logits.tokens.owned[rows], logits.shard, logits.shape.class_weights_V
-        total = shard.size.astype(z_y.dtype) if own is None else own.sum()
-        others = total - label.weight * owned.astype(z_y.dtype)
-        z_y, rest = combine(
-            logits.options.axis, z_y, owned, shard.start, rest, others, logits.consistency
-        )
+    if logits.options.axis is None:
+        return ALGEBRA.token_stats(z_y, ALGEBRA.together(blocks), logits.vocab_size, label)
+    assert logits.shard is not None
+    assert logits.tokens.owned is not None
+    owned, shard, own = logits.tokens.owned[rows], logits.shard, logits.shape.class_weights_V
+    total = shard.size.astype(z_y.dtype) if own is None else own.sum()
+    others = total - label.weight * owned.astype(z_y.dtype)
+    z_y, rest = combine(
+        logits.options.axis, z_y, owned, shard.start, blocks, others, logits.consistency
+    )
     return ALGEBRA.token_stats(z_y, rest, logits.vocab_size, label)
 
 

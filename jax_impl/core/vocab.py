@@ -11,13 +11,14 @@ Shapes: N tokens.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import NonTargetStats
+from xentlib.algebra import BlockStats, NonTargetStats
 from xentlib.arguments import Arguments
 from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.shards import SHARDS, check_shard, check_shards
@@ -144,7 +145,7 @@ def combine(
     z_y: jax.Array,
     owned: jax.Array,
     start: jax.Array,
-    rest: NonTargetStats,
+    blocks: BlockStats,
     weights: jax.Array,
     consistency: Any = None,
 ) -> tuple[jax.Array, NonTargetStats]:
@@ -155,27 +156,30 @@ def combine(
     `start` is this shard's first class; `weights` that of the rest's classes, for label smoothing:
     their number without any.
     """
-    none = rest.ones == 0
-    m_local = jnp.where(none, -jnp.inf, rest.m)
+    m_local = ALGEBRA.largest(blocks)
     if consistency is None:
         m = lax.pmax(m_local, axis.name)
     else:
         largest = lax.pmax(jnp.concatenate([m_local, consistency.packed()]), axis.name)
         m, largest = jnp.split(largest, [m_local.size])
     m = jnp.where(m == -jnp.inf, 0.0, m)
-    if rest.top is not None:
-        rest = rest._replace(top=rest.top + start.astype(m.dtype))
-    of_all = ALGEBRA.relative_to(m, rest, weights)
-    packed = [jnp.where(owned, z_y, 0.0), of_all.ones, of_all.s]
-    packed += [x for x in (of_all.sum_ed, of_all.sum_d) if x is not None]
-    if of_all.top is not None:
+    if blocks.top is not None:
+        blocks = blocks._replace(top=blocks.top + start.astype(m.dtype))
+    own, first = ALGEBRA.block_sums(m, blocks)
+    terms: list[Any] = [jnp.where(owned, z_y, 0.0), own, None, None]
+    if blocks.sum_d is not None:
+        terms[2] = ALGEBRA.moved(blocks.sum_d, weights, m_local, m)
+    if first is not None:
         rank = jnp.arange(lax.axis_size(axis.name), dtype=jnp.int32)[:, None]
-        here = rank == lax.axis_index(axis.name)
-        packed += list(jnp.where(here, of_all.top[None, :], 0.0))
-    z_y, ones, s, *more = lax.psum(jnp.stack(packed), axis.name)
+        terms[3] = jnp.where(rank == lax.axis_index(axis.name), first[None, :], 0.0)
+    leaves, tree = jax.tree.flatten(terms)
+    rows = [x if x.ndim == 2 else x[None] for x in leaves]
+    ends = list(itertools.accumulate(len(x) for x in rows))[:-1]
+    summed = jnp.split(lax.psum(jnp.concatenate(rows), axis.name), ends)
+    z_y, sums, sum_d, tops = jax.tree.unflatten(
+        tree, [x.reshape(y.shape) for x, y in zip(summed, leaves, strict=True)]
+    )
     if consistency is not None:
         z_y = jnp.where(consistency.broken(largest), jnp.nan, z_y)
-    sum_ed = more.pop(0) if rest.sum_ed is not None else None
-    sum_d = more.pop(0) if rest.sum_d is not None else None
-    first = jnp.stack(more).min(axis=0) if more else None
-    return z_y, NonTargetStats(m, ones, s, sum_ed, sum_d, first)
+    first = None if tops is None else tops.min(axis=0)
+    return z_y, ALGEBRA.of_sums(m, sums, first, sum_d)

@@ -95,8 +95,10 @@ def in_torch(
     kernels = implementation(B, V, dtype, torch.get_default_device(), shape)
     wanted = WantedStats(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
     seen = rows()
-    z_y, rest = kernels.stats(seen, wanted, dz_follows=True)
-    stats = ALGEBRA.token_stats(z_y, rest, V, TargetInfo(tensor(block.labels), 1.0, float(V)))
+    z_y, blocks = kernels.stats(seen, wanted, dz_follows=True)
+    stats = ALGEBRA.token_stats(
+        z_y, ALGEBRA.together(blocks), V, TargetInfo(tensor(block.labels), 1.0, float(V))
+    )
     g_3B = tensor(block.upstream)
     g_3B = g_3B if block.scale is None else g_3B * tensor(block.scale).to(dtype)
     g_3B = g_3B if block.temperature is None else g_3B / tensor(block.temperature)
@@ -134,8 +136,10 @@ def in_jax(
         kernels = implementation(LogitTransform(array(block.bias), scale, Scalars(block.softcap)))
         wanted = WantedStats(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
         rows = LogitsBlock(product, labels[:, None], temperature, valid, None)
-        z_y, rest, left = kernels.stats(rows, wanted)
-        stats = ALGEBRA.token_stats(z_y, rest, V, TargetInfo(labels, 1.0, float(V)))
+        z_y, blocks, left = kernels.stats(rows, wanted)
+        stats = ALGEBRA.token_stats(
+            z_y, ALGEBRA.together(blocks), V, TargetInfo(labels, 1.0, float(V))
+        )
         g_3B = upstream if scale is None else upstream * scale
         g_3B = g_3B if temperature is None else g_3B / temperature[None]
         kept = Residuals(stats.lse, stats.p_rest, stats.logprob, stats.entropy)

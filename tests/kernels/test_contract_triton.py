@@ -14,12 +14,14 @@ from conftest import HAS_TORCH
 from helpers.held import hold_in_norm
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from helpers.vocab_shards import held
+from xentlib.contract import failures
 from xentlib.tools.harness.backends import run, run_logprobs
 from xentlib.tools.harness.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
+from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, build, upstream_of
 from xentlib.tools.harness.ranks import ShardedCall, run_calls
-from xentlib.tools.parity.rows import windows
-from xentlib.tools.parity.rows.head import nll, per_token
+from xentlib.tools.parity.rows import invariant, windows
+from xentlib.tools.parity.rows.head import HeadRows, nll, per_token
 
 if not HAS_TORCH:
     pytest.skip("PyTorch is not installed", allow_module_level=True)
@@ -86,6 +88,15 @@ def test_chunks_do_not_show(measure: Callable[..., None], monkeypatch: pytest.Mo
     for name in ("CHUNKS", "FEW_CHUNKS"):  # of 24 rows and more a chunk has all there are
         monkeypatch.setattr(f"xentlib.tools.harness.cases.{name}", (8, 16))
     hold(measure, ("torch",), build(replace(CAPPED, tokens=21), 7))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(nll, "float32"), (per_token, "bfloat16")])
+def test_other_tokens_do_not_show(rows: HeadRows, dtype: str) -> None:
+    """A17: of whole blocks of columns and a part of one."""
+    case = replace(invariant.BATCH, tokens=13, hidden=16, vocab=200, dtype=dtype)
+    findings = Findings(("torch",))
+    invariant.batch(rows, findings, "torch", build(case, 7))
+    assert not failures(findings.measurements)
 
 
 @pytest.mark.parametrize("measure", [nll.repeat, per_token.repeat])

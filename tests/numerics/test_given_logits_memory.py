@@ -160,7 +160,8 @@ def test_short_sequences_pay_nothing_for_chunks() -> None:
             (chunked_with_one_hot(64), shape), (chunked_with_one_hot(16), shape),
         )
     )  # fmt: skip
-    kept = 100 * 64  # bytes of the numbers that each token has
+    # Bytes of the numbers that each token has, and each of its 64 blocks of columns.
+    kept = (100 + 64 * 12 * 4) * 64
     assert found == unchunked
     assert found[2] == 2  # one block forward, one backward
     assert found[1] == short[1]

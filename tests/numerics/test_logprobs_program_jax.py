@@ -104,14 +104,14 @@ def test_no_gradient_no_backward():
 
 
 def test_entropy_that_is_not_asked_for_costs_nothing():
-    """One reduction more in the forward with it; in the backward one maximum more with log p, and
-    none where the entropy is an output without a gradient."""
+    """One sum more over columns in the forward with it; in the backward one maximum more with log
+    p, and none where the entropy is an output without a gradient."""
     call = {"use": ("logprobs", "lse")}
 
     def count(name, argnums, **options):
         return primitives(program(argnums, **options).jaxpr.jaxpr, name)
 
-    without, asked = (count("reduce_sum", (), **call, entropy=e) for e in (False, True))
+    without, asked = (count("reduce_window_sum", (), **call, entropy=e) for e in (False, True))
     assert asked == without + 1
     without, unused, used = (
         count("max", (0,), **how)

@@ -15,6 +15,7 @@ import pytest
 from xentlib import PaddedVocab
 from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
+from xentlib.plan import sum_rows
 from xentlib.tools.harness.backends import GRADIENTS
 from xentlib.tools.harness.problems import Case, build
 
@@ -105,9 +106,11 @@ def test_a_frozen_head_costs_no_sum(kind, gather):
         assert bool(sums) != frozen
 
 
+NLL_ROWS, LOGPROB_ROWS = (sum_rows(4, entropy=True, more=x) for x in (4, 0))
 LOOPED = [
-    ("add", "f32[8,64]", True), ("add", "f32[4,64]", True), ("all-gather", "f32[64,256]", True),
-    ("maximum", "f32[64]", True), ("reduce-scatter", "f32[64,256]", True),
+    ("add", f"f32[{NLL_ROWS},64]", True), ("add", f"f32[{LOGPROB_ROWS},64]", True),
+    ("all-gather", "f32[64,256]", True), ("maximum", "f32[64]", True),
+    ("reduce-scatter", "f32[64,256]", True),
 ]  # fmt: skip
 
 

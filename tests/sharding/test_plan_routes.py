@@ -73,7 +73,8 @@ def test_what_the_hidden_route_sends(recompute: bool, options: tuple[str, ...], 
     filled = n  # a multiple of 8
     gathered = ranks * filled * h * b * (2 if twice else 1)
     same = 3 * 43 + 3 * ranks  # with the first MAX
-    sums = ranks * filled * (4 + ("entropy" in options))
+    # The largest logit, the target's, a count, and 8 words of each sum.
+    sums = ranks * filled * (3 + 8 * (1 + ("entropy" in options)))
     forward = {
         "all_gather": (
             2 + chunks * (2 if twice else 1),
@@ -240,12 +241,13 @@ def test_memory_decides_for_a_route_that_is_slower() -> None:
 def test_the_crossover_is_where_as_many_bytes_are_sent(
     ranks: int, more: RouteOptions, gathers: int, reduced: float
 ) -> None:
-    """V / R (k b_head + b_reduce / M) / (b + 4) tokens a rank, within 1 % where collectives cost
-    nothing by themselves: a few numbers a token are sent beside its state."""
+    """V / R (k b_head + b_reduce / M) / (b + 4) tokens a rank, within 1.5 % where collectives cost
+    nothing by themselves: 12 numbers a token are sent beside its state, 8 of them the words of its
+    softmax's sum, and those twice."""
     free = Rates(latency=0.0)
     found = crossover_tokens(**LLAMA, ranks=ranks, rates=free, **more)
     want = LLAMA["vocab_size"] / ranks * (2 * gathers + reduced) / (2 + 4)
-    assert 0.99 * want <= found <= want
+    assert 0.985 * want <= found <= want
     assert crossover_tokens(**LLAMA, ranks=ranks, **more) < found
     sides = [choose_gather(found + k, ranks=ranks, **LLAMA, rates=free, **more) for k in (0, 1)]
     assert sides == ["hidden", "head"]

@@ -12,4 +12,27 @@ def cast(x: Tensor, like: Tensor) -> Tensor:
     return x.to(like.dtype)
 
 
-ALGEBRA = Algebra(torch, torch.exp, cast)
+def as_float32(words_2N: Tensor) -> Tensor:
+    """Words of float64, below 2^53, as four of float32 each: the upper 20 bits, and 11, 11, 11."""
+    parts, left = [], words_2N * 2.0**-33
+    for bits in FLOAT32_BITS:
+        left = left * 2.0**bits
+        parts.append(left.floor())
+        left = left - parts[-1]
+    return torch.stack(parts, 1).flatten(0, 1).float()
+
+
+def as_float64(words_8N: Tensor) -> Tensor:
+    """Those words again, of sums over ranks too."""
+    words = torch.zeros(2, words_8N.shape[1], dtype=torch.float64, device=words_8N.device)
+    for part, bits in zip(
+        words_8N.double().unflatten(0, (2, -1)).unbind(1), FLOAT32_BITS, strict=True
+    ):
+        words = words * 2.0**bits + part
+    return words
+
+
+FLOAT32_BITS = (0, 11, 11, 11)
+# In float64, which a vector has two of, not eight: a CPU's operators cost as much as what they do
+# to the few numbers of a block.
+ALGEBRA = Algebra(torch, torch.exp, cast, lambda x: x, Tensor.double)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xentlib.algebra import FLOOR, Coefficients, NonTargetStats, WantedStats
+from xentlib.algebra import BLOCK_COLUMNS, FLOOR, BlockStats, Coefficients, WantedStats
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import add_rows_
 from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, LogitTransform, TargetTerms
@@ -31,7 +31,7 @@ class Eager(Kernels):
 
     def stats(
         self, rows: LogitsBlock, wanted: WantedStats, *, dz_follows: bool
-    ) -> tuple[Tensor, NonTargetStats]:
+    ) -> tuple[Tensor, BlockStats]:
         """Steps 2 to 4."""
         z_y = self.prepare(rows, derivative=dz_follows)
         return z_y, self.rest_stats(rows.z_BV, rows.y_B1, wanted)
@@ -102,24 +102,50 @@ class Eager(Kernels):
         rows.fresh = False
         return z_y[:, 0]
 
-    def rest_stats(self, z_BV: Tensor, y_B1: Tensor, wanted: WantedStats) -> NonTargetStats:
-        """Step 4. Sums are relative to the rest's own maximum, so its largest terms are exact."""
-        top = None
+    def rest_stats(self, z_BV: Tensor, y_B1: Tensor, wanted: WantedStats) -> BlockStats:
+        """Step 4. Sums are relative to a block's own maximum, so its largest terms are exact."""
+        if not self.shape.columns:
+            none = z_BV.new_zeros(1, z_BV.shape[0])
+            sum_ed, top = (none if want else None for want in (wanted.entropy, wanted.predicted))
+            sum_d = none[0] if wanted.smoothing else None
+            return BlockStats(none, none, none, sum_ed, top, sum_d)
+        d_BV, parts, top = self.scratch(z_BV), self.by_blocks(z_BV), None
         if wanted.predicted:
-            m, top = z_BV.max(1, keepdim=True)
-            top = top[:, 0].to(z_BV.dtype)
+            m, top = of_blocks(*(x.max(2) for x in parts))
+            first = torch.arange(0, self.shape.columns, BLOCK_COLUMNS, device=top.device)
+            top = (top + first).to(z_BV.dtype)
         else:
-            m = z_BV.amax(1, keepdim=True)
+            (m,) = of_blocks(*((x.amax(2),) for x in parts))
         m = torch.where(m == -torch.inf, 0.0, m)  # no other column, or none above -inf
-        d_BV = self.scratch(z_BV)
-        torch.sub(z_BV, m, out=d_BV)
-        sum_d = self.sum_of_rest(d_BV, y_B1) if wanted.smoothing else None
+        sum_d = None
+        if wanted.smoothing:
+            torch.sub(z_BV, m.amax(1, keepdim=True), out=d_BV)
+            sum_d = self.sum_of_rest(d_BV, y_B1)
+        d_BV[:, self.shape.columns :] = -torch.inf
+        for part, d_Bbc, m_Bb in zip(
+            parts, self.by_blocks(d_BV), m.split([x.shape[1] for x in parts], 1)
+        ):
+            torch.sub(part, m_Bb[..., None], out=d_Bbc)
         e_BV = torch.empty_like(d_BV) if wanted.entropy else d_BV
         self.scaled_exp(d_BV, y_B1, 1.0, e_BV)
-        sum_ed = d_BV.clamp_(min=FLOOR).mul_(e_BV).sum(1) if wanted.entropy else None
-        everything = e_BV.sum(1)
-        s = e_BV.frac_().sum(1)
-        return NonTargetStats(m[:, 0], (everything - s).round_(), s, sum_ed, sum_d, top)
+        sum_ed = None
+        if wanted.entropy:
+            sum_ed = self.sums(d_BV.clamp_(min=FLOOR).mul_(e_BV))
+        everything, s = self.sums(e_BV), self.sums(e_BV.frac_())
+        ones = (everything - s).round_()
+        return BlockStats(m.T, ones, s, sum_ed, None if top is None else top.T, sum_d)
+
+    def by_blocks(self, x_BV: Tensor) -> list[Tensor]:
+        """Views [B, blocks, columns of each]: of whole blocks, and of what is left."""
+        x_BV = x_BV[:, : self.shape.columns]
+        whole = x_BV.shape[1] // BLOCK_COLUMNS * BLOCK_COLUMNS
+        parts = x_BV[:, :whole].unflatten(1, (-1, BLOCK_COLUMNS)), x_BV[:, None, whole:]
+        return [x for x in parts if x.shape[1] * x.shape[2]]
+
+    def sums(self, x_BV: Tensor) -> Tensor:
+        """[blocks, B]"""
+        (sums,) = of_blocks(*((x.sum(2),) for x in self.by_blocks(x_BV)))
+        return sums.T
 
     def sum_of_rest(self, d_BV: Tensor, y_B1: Tensor) -> Tensor:
         """Over the classes other than the target, each times its weight."""
@@ -167,3 +193,8 @@ class Eager(Kernels):
         if self.scratch_BV is None:
             self.scratch_BV = torch.empty(*self.size, dtype=self.dtype, device=self.device)
         return self.scratch_BV[: like_BV.shape[0]]
+
+
+def of_blocks(*parts: tuple[Tensor, ...]) -> list[Tensor]:
+    """[B, blocks] of each number, of all parts."""
+    return [x[0] if len(x) == 1 else torch.cat(x, 1) for x in zip(*parts, strict=True)]

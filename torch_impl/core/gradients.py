@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from xentlib.algebra import Coefficients
+from xentlib.plan.split import CPU_ROWS
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
 from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, TargetTerms
@@ -21,6 +22,8 @@ from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.operators import HeadCall
 
 BIAS = 2  # of the gradients, the one that comes from no product
+# Of a CPU's product for d weight: the default chunk.
+WEIGHT_TOKENS = CPU_ROWS
 
 
 def order_in_chunks(logits: ChunkedLogits, y_M: Tensor) -> Tensor:
@@ -156,7 +159,7 @@ class GradientSums:
                 none_TH = logits.buffer_TL.new_zeros(size, logits.hidden_size)
                 self.tokens.put(self.hidden, none_TH, chunk.start, size, add=False)
             return
-        z_TV, x_TH, padded = chunk.z_TV, chunk.x_TH, chunk.z_TV.shape[0]
+        z_TV, padded = chunk.z_TV, chunk.z_TV.shape[0]
         dz_TV = self.dz_TV[:padded, : logits.local_size]
         if padded > size:
             dz_TV[size:].zero_()
@@ -181,15 +184,29 @@ class GradientSums:
             if chunk.start + size == logits.tokens.computed:
                 self._start_sum()  # meanwhile, d weight of this chunk
         if self.needs[1]:
-            left, right = (x_TH.T, dz_TV) if self.needs_transpose else (dz_TV.T, x_TH)
-            with gemm_precision(logits.gemm_dtype, z_TV.device):
-                addmm_(self.weight, left, right, first=chunk.start == 0)
-            logits.made.add_to_weight(self.weight_VH, terms, x_TH[:size])
+            self._add_to_weight(chunk, dz_TV, terms)
         if low is not None and activations is not None:
             if self.needs[3]:
                 low.add_to_a(du_TR, activations)
             if self.needs[4]:
                 low.add_to_b(dz_TV, terms, activations)
+
+    def _add_to_weight(self, chunk: Chunk, dz_TV: Tensor, terms: TargetTerms) -> None:
+        """On a CPU some tokens at a time, the same whatever the chunk where its tokens are a
+        multiple: d weight then does not depend on the chunk."""
+        x_TH, logits, padded = chunk.x_TH, self.logits, dz_TV.shape[0]
+        step = (
+            WEIGHT_TOKENS if device_info(dz_TV).cpu_libraries and terms.order_B is None else padded
+        )
+        for start in range(0, padded, max(1, step)):
+            part = slice(start, start + step)
+            x, dz, of_part = x_TH[part], dz_TV[part], terms
+            if step < padded:
+                of_part = terms._replace(dz_y_B=terms.dz_y_B[part], y_B=terms.y_B[part])
+            left, right = (x.T, dz) if self.needs_transpose else (dz.T, x)
+            with gemm_precision(logits.gemm_dtype, dz_TV.device):
+                addmm_(self.weight, left, right, first=chunk.start + start == 0)
+            logits.made.add_to_weight(self.weight_VH, of_part, x[: len(of_part.dz_y_B)])
 
     def _start_sum(self) -> None:
         """Once a call, on every rank, whatever it has computed."""

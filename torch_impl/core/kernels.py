@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
+from xentlib.algebra import BlockStats, Coefficients, WantedStats
 from xentlib.arguments import Scalars
 from xentlib.kernels import CHOICES, VARIABLE
 
@@ -91,7 +91,7 @@ class Kernels(Protocol):
 
     def stats(
         self, rows: LogitsBlock, wanted: WantedStats, *, dz_follows: bool
-    ) -> tuple[Tensor, NonTargetStats]:
+    ) -> tuple[Tensor, BlockStats]:
         """Steps 2 to 4, of fresh rows: bias, scale, softcap and temperature, the target's logit,
         the statistics of the rest. Leaves `rows` as `dz` of the same kernels wants them, with the
         softcap's derivative if `dz_follows` at once."""

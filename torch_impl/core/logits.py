@@ -125,11 +125,6 @@ class ChunkedLogits:
         return factor_B if rows.temperature_B is None else factor_B / rows.temperature_B
 
 
-# What a SUM over shards has of a token, whatever the options: the target's logit, a count, the
-# softmax's sum, that of the entropy and that of label smoothing.
-SUM_ROWS = 5
-
-
 class GivenLogits:
     """Blocks of rows of the logits."""
 
@@ -144,7 +139,7 @@ class GivenLogits:
         self.vocab = LocalVocab(logits.shape[1])
         if call.rows.group:
             columns = logits.shape[1]
-            self.vocab = ShardedVocab(call.rows, columns, self.like, sum_rows=SUM_ROWS)
+            self.vocab = ShardedVocab(call.rows, columns, self.like, more_rows=1)  # smoothing
         self.local_size = self.vocab.local_size
         self.tokens = select_tokens(
             call.labels, call.where, call.ignore_index, self.vocab, logits.device

@@ -138,20 +138,15 @@ class HeadLoop:
         return vocab
 
 
-# What the SUM over shards has of a token in every call of a function, whatever its options: the
-# target's logit, a count, the softmax's sum, that of the entropy; of a loss also that of label
-# smoothing and, for the most probable class, one number of each rank.
-SUM_ROWS = {"chunked_nll": 5, "chunked_logprobs": 4, "the backward of chunked_logprobs": 4}
-
-
 def not_gathered(loop: HeadLoop, agreed: Agreed | None) -> Parts:
     """The head of one rank or, over shards, tokens that all ranks have the same."""
     call, rows = loop.call, LocalRows(loop.call)
     vocab = LocalVocab(rows.size)
     if call.rows.group:
-        of_ranks = dist.get_world_size(group_named(call.rows.group)) if loop.terms.of_loss else 0
-        sum_rows = SUM_ROWS[loop.terms.function] + of_ranks
-        vocab = ShardedVocab(call.rows, rows.size, loop.like, sum_rows=sum_rows)
+        # Of a loss: label smoothing, and the most probable class of each rank.
+        group = group_named(call.rows.group)
+        more_rows = 1 + dist.get_world_size(group) if loop.terms.of_loss else 0
+        vocab = ShardedVocab(call.rows, rows.size, loop.like, more_rows=more_rows)
     return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
 
 

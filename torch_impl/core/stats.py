@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import NonTargetStats, TokenStats, WantedStats, unpack_stats
+from xentlib.algebra import BlockStats, TokenStats, WantedStats
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits
 from xentlib.torch.core.tokens import check_labels, target_info
@@ -20,13 +20,21 @@ class ColumnStats(NamedTuple):
 
     z_y: Tensor
     owned: Tensor
-    rest: NonTargetStats
+    rest: BlockStats
     weight: Tensor | float
 
     def joined(self, other: ColumnStats) -> ColumnStats:
         """With those of other columns."""
         z_y = torch.where(self.owned, self.z_y, 0.0) + torch.where(other.owned, other.z_y, 0.0)
-        rest = ALGEBRA.joined(self.rest, self.weight, other.rest, other.weight)
+        both, sum_d = (self, other), None
+        if self.rest.sum_d is not None:
+            of_each = [ALGEBRA.largest(x.rest) for x in both]
+            m = torch.maximum(*of_each)
+            terms = zip(both, of_each, strict=True)
+            sum_d = sum(ALGEBRA.moved(x.rest.sum_d, x.weight, own, m) for x, own in terms)
+        pairs = zip(self.rest[:-1], other.rest[:-1], strict=True)
+        fields = [None if x is None else torch.cat((x, y)) for x, y in pairs]
+        rest = BlockStats(*fields)._replace(sum_d=sum_d)
         return ColumnStats(z_y, self.owned | other.owned, rest, self.weight + other.weight)
 
 
@@ -63,10 +71,12 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
     places, count = slice(None), logits.tokens.valid.shape[0]
     if chunk is not None:
         places, count = logits.tokens.places(chunk.start, chunk.start + chunk.size), chunk.size
-    packed = torch.zeros(4 + sum(wanted), count, **logits.like)
+    packed: Tensor | None = None
     for part in logits.chunks() if chunk is None else (chunk,):
-        put_stats(packed, logits, part, wanted, whole=chunk is None)
-    z_y, rest = unpack_stats(packed, wanted)
+        packed = put_stats(packed, count, logits, part, wanted, whole=chunk is None)
+    if packed is None:  # of no token
+        packed = torch.zeros(4 + sum(wanted), count, **logits.like)
+    z_y, rest = unpacked(packed, wanted)
     if rest.top is not None:
         rest = rest._replace(top=logits.vocab.to_class(rest.top))
     owned = logits.tokens.owned
@@ -78,14 +88,30 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
     return ColumnStats(z_y, here, rest, weight - label.weight * here.to(z_y.dtype))
 
 
-def put_stats(packed: Tensor, logits: Any, chunk: Any, wanted: WantedStats, *, whole: bool) -> None:
+def put_stats(
+    packed: Tensor | None, count: int, logits: Any, chunk: Any, wanted: WantedStats, *, whole: bool
+) -> Tensor | None:
     """Of a chunk, at the places of its tokens within all of them if `whole`, else within it. The
     kernels are given up before the product of the next chunk."""
     kernels = logits.kernels()
     for rows in logits.blocks(chunk):
         z_y, rest = kernels.stats(rows, wanted, dz_follows=False)
-        places = rows.places if whole else rows.span
-        packed[:, places] = torch.stack([z_y, *(x for x in rest if x is not None)])
+        if logits.vocab.shard is None:  # all columns are here: one block
+            rest = ALGEBRA.together(rest).as_block()
+        values = torch.cat([x if x.ndim == 2 else x[None] for x in (z_y, *rest) if x is not None])
+        if packed is None:
+            packed = values.new_zeros(values.shape[0], count)
+        packed[:, rows.places if whole else rows.span] = values
+    return packed
+
+
+def unpacked(packed: Tensor, wanted: WantedStats) -> tuple[Tensor, BlockStats]:
+    """The target's logit and the statistics of blocks out of their rows."""
+    sum_d = packed[-1] if wanted.smoothing else None
+    fields = packed[1:-1] if wanted.smoothing else packed[1:]
+    m, ones, s, *more = fields.chunk(3 + wanted.entropy + wanted.predicted)
+    sum_ed = more.pop(0) if wanted.entropy else None
+    return packed[0], BlockStats(m, ones, s, sum_ed, more[0] if more else None, sum_d)
 
 
 def combined(part: Any, columns: ColumnStats, places: slice | Tensor) -> TokenStats:

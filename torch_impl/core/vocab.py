@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.algebra import NonTargetStats
+from xentlib.algebra import WORD_BITS, BlockStats, BlockSums, NonTargetStats
 from xentlib.checks.call import check_class_weights
 from xentlib.checks.shards import SHARDS, check_shards, check_tiles, refuse_inconsistent
-from xentlib.plan import VocabShard
-from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.plan import VocabShard, sum_rows
+from xentlib.torch.core.algebra import ALGEBRA, as_float32, as_float64
 from xentlib.torch.core.consistency import RankConsistency, group_named
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.tokens import LocalVocab
@@ -50,13 +50,17 @@ class ShardedVocab(LocalVocab):
         *,
         order: Any = None,
         may_be_whole: bool | None = None,
-        sum_rows: int = 0,
+        more_rows: int | None = None,
     ) -> None:
-        """`may_be_whole`: nobody has declared the
-        shard, and it may be the whole vocabulary by mistake. `sum_rows`: what the SUM has of a
-        token in every call of this function; the options that a call has, if 0."""
+        """`may_be_whole`: nobody has declared the shard, and it may be the whole vocabulary by
+        mistake. `more_rows`: what the SUM has of a token in every call of this function beside the
+        target's logit, a count and two sums; the options that a call has, if None."""
         assert layout.shard is not None
-        self.group, self.rows, self.sum_rows = group_named(layout.group), rows, sum_rows
+        self.group, self.rows, self.sum_rows = group_named(layout.group), rows, 0
+        size = like["dtype"].itemsize
+        self.words = len(WORD_BITS[size])
+        if more_rows is not None:
+            self.sum_rows = sum_rows(size, entropy=True, more=more_rows)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         start, stop, vocab_size, largest = layout.shard.tolist()
         self.declared = start >= 0
@@ -158,7 +162,7 @@ class ShardedVocab(LocalVocab):
         check_tiles(list(zip(start, stop, strict=True)), self.size)
 
     def combine(
-        self, z_y: Tensor, owned: Tensor, rest: NonTargetStats, weights: Tensor | float, most: int
+        self, z_y: Tensor, owned: Tensor, rest: BlockStats, weights: Tensor | float, most: int
     ) -> tuple[Tensor, NonTargetStats]:
         """Target's logit and statistics of the rest over all shards: [N] each, on every rank.
 
@@ -166,8 +170,7 @@ class ShardedVocab(LocalVocab):
         `most` tokens is what a chunk may have: the first MAX has room for them, so that ranks whose
         chunks are not the same learn that from each other.
         """
-        none = rest.ones == 0
-        m_local = torch.where(none, -torch.inf, rest.m)
+        m_local = ALGEBRA.largest(rest)
         count = m_local.shape[0]
         m = m_local.clone()
         if not self.verified:
@@ -177,8 +180,13 @@ class ShardedVocab(LocalVocab):
             self.verified, self.wrong = True, self._verify(m[most:])
         m = m[:count]
         m = torch.where(m == -torch.inf, 0.0, m)
-        _, *terms, first = ALGEBRA.relative_to(m, rest, weights)
-        packed = [torch.where(owned, z_y, 0.0), *(x for x in terms if x is not None)]
+        terms, first = ALGEBRA.block_sums(m, rest)
+        low = m.dtype != torch.float64
+        packed = [torch.where(owned, z_y, 0.0), terms.ones]
+        for words in (terms.s, terms.sum_ed):
+            packed += () if words is None else as_float32(words) if low else words
+        if rest.sum_d is not None:
+            packed.append(ALGEBRA.moved(rest.sum_d, weights, m_local, m))
         if first is not None:
             tops = torch.zeros(self.ranks, count, dtype=m.dtype, device=m.device)
             tops[self.rank] = first
@@ -189,13 +197,18 @@ class ShardedVocab(LocalVocab):
             packed += [torch.zeros_like(m)] * (self.sum_rows - len(packed))
         sums = torch.stack(packed)
         dist.all_reduce(sums, group=self.group)
-        z_y, ones, s, *more = sums
-        sum_ed = more.pop(0) if rest.sum_ed is not None else None
-        sum_d = more.pop(0) if rest.sum_d is not None else None
-        first = None if first is None else torch.stack(more[: self.ranks]).amin(0)
+        z_y, ones, more = sums[0], sums[1], sums[2:]
+        of_words, sum_d = [], None
+        for x in (terms.s, terms.sum_ed):
+            if x is not None:
+                words, more = more[: self.words], more[self.words :]
+                of_words.append(as_float64(words) if low else words)
+        if rest.sum_d is not None:
+            sum_d, more = more[0], more[1:]
+        first = None if first is None else more[: self.ranks].amin(0)
         if self.wrong is not None:
             z_y = torch.where(self.wrong, torch.nan, z_y)
-        return z_y, NonTargetStats(m, ones, s, sum_ed, sum_d, first)
+        return z_y, ALGEBRA.of_sums(m, BlockSums(ones, *of_words), first, sum_d)
 
     def start_sum(self, x: Tensor) -> Any:
         """Work to wait for."""

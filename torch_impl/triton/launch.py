@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xentlib.algebra import Coefficients, NonTargetStats, WantedStats, unpack_stats
+from xentlib.algebra import BlockStats, Coefficients, NonTargetStats, WantedStats
 from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms, TargetTerms
 from xentlib.torch.triton import programs
 from xentlib.torch.triton.elementary import INTERPRETED
@@ -62,7 +62,7 @@ class Triton:
 
     def stats(
         self, rows: LogitsBlock, wanted: WantedStats, *, dz_follows: bool
-    ) -> tuple[Tensor, NonTargetStats]:
+    ) -> tuple[Tensor, BlockStats]:
         """Steps 2 to 4."""
         packed = rows.z_BV.new_empty(4 + sum(wanted), rows.z_BV.shape[0], dtype=torch.float32)
         of_shape = self.shape_of(rows)
@@ -71,7 +71,10 @@ class Triton:
             ENTROPY=wanted.entropy, SMOOTHING=wanted.smoothing, PREDICTED=wanted.predicted,
             **self.options(smoothing=wanted.smoothing),
         )  # fmt: skip
-        return unpack_stats(packed, wanted)
+        z_y, m, ones, s, *more = packed
+        extra = iter(more)
+        sum_ed, sum_d, top = (next(extra) if want else None for want in wanted)
+        return z_y, NonTargetStats(m, ones, s, sum_ed, top, sum_d).as_block()
 
     def dz(
         self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients, out: DzOutput

@@ -22,6 +22,7 @@ from xentlib.plan.split import (
     shard_of,
     spread_tokens,
     stream_rows,
+    sum_rows,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ __all__ = [
     "shard_of",
     "spread_tokens",
     "stream_rows",
+    "sum_rows",
 ]
 
 # What plans a run, and no call. A type checker does not run this: it has the names above.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.route_config import Exchange, Rates, RouteConfig
 from xentlib.plan.route_memory import Moments, of_full_logits, of_head, of_hidden, of_stream
-from xentlib.plan.split import ROOM, ChunkPlan
+from xentlib.plan.split import ROOM, ChunkPlan, sum_rows
 
 LABEL = 8  # bytes
 # Integers of 8 bytes that ranks exchange first, on the host, whatever the route.
@@ -190,8 +190,8 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
     states = tokens * s.hidden_size * s.gemm_size
     factor = 0 if s.recompute else s.size
     numbers = LABEL + factor + s.size * ("temperature" in s.options)
-    sums = 3 + len({"entropy", "label_smoothing"} & s.options)
-    sums += ranks * ("predicted" in s.options)
+    more = ("label_smoothing" in s.options) + ranks * ("predicted" in s.options)
+    sums = sum_rows(s.size, entropy="entropy" in s.options, more=more)
     at_once = _twice(s, chunks)
     same = 3 * ROOM + 3 * ranks
     times = 1 if at_once else chunks

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from xentlib.algebra import BLOCK_COLUMNS, WORD_BITS
 from xentlib.arguments import Scalars
 from xentlib.checks.shards import check_shards
 from xentlib.checks.validators import check_plan_arguments, plain
@@ -292,6 +293,12 @@ def shard_of(sizes: tuple[int, ...], rank: int, vocab_size: int | None = None) -
     return VocabShard(start, stop, vocab_size, sizes[rank] - (stop - start))
 
 
+def sum_rows(itemsize: int, *, entropy: bool, more: int = 0) -> int:
+    """Numbers that the SUM over shards has of a token, in a compute dtype of that size: its
+    target's logit, a count, the words of each sum over columns, and `more`."""
+    return 2 + len(WORD_BITS[itemsize]) * (1 + entropy) + more
+
+
 def spread_tokens(chunk_tokens: int, ranks: int, longest: int) -> tuple[int, int]:
     """Tokens of each rank in a chunk, the last one ragged, and of each rank in all: as many as the
     longest has, in whole rows of a GEMM's tile (row A10).
@@ -311,6 +318,7 @@ def stream_rows(rows: int, hidden_size: int, ranks: int, budget: int) -> int:
 
     Beside a chunk of logits there are up to eight arrays of a block: two that travel, one that is
     multiplied, the sum of its d weight, one that leaves, and copies. Together they fit the budget.
+    Of ranks whose rows are whole blocks of the softmax's sums, these are too if they fit (row A18).
 
     Args:
         rows: of every rank, ceil(V / ranks).
@@ -319,5 +327,6 @@ def stream_rows(rows: int, hidden_size: int, ranks: int, budget: int) -> int:
         budget: bytes of a chunk's logits.
     """
     most = max(1, min(rows, budget // (8 * 4 * max(1, ranks * hidden_size))))
-    blocks = max(1, -(-rows // most))
-    return max(1, -(-rows // blocks))
+    multiple = BLOCK_COLUMNS if most >= BLOCK_COLUMNS and rows % BLOCK_COLUMNS == 0 else 1
+    blocks = max(1, -(-rows // (most // multiple * multiple)))
+    return max(1, -(-rows // (blocks * multiple)) * multiple)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 
@@ -71,6 +72,16 @@ def torch_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def nothing_read() -> Iterator[None]:
+    """While it lasts PyTorch computes on a CPU as on an accelerator: no number is read on the host,
+    and tokens that are masked are computed too."""
+    from xentlib.torch.core.device import KINDS
+
+    with patch.dict(KINDS, cpu=KINDS["cpu"]._replace(host_readable=False)):
+        yield
 
 
 @contextmanager

@@ -34,6 +34,9 @@ class Upstream(NamedTuple):
         named = {name.removeprefix("d_"): g for name, g in self._asdict().items()}
         return {name: g for name, g in named.items() if g is not None}
 
+    def of_tokens(self, places: Any) -> Upstream:
+        return Upstream(*(None if g is None else g[places] for g in self))
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -113,6 +116,13 @@ class Problem:
         arrays: dict[str, Any] = {**self.leaves, "labels": self.labels, "where": self.where}
         arrays |= {f"d_{name}": g for name, g in upstream.by_output.items()}
         return logprobs_reference(**arrays, dz_dtype=dz_dtype, **self.per_token_options)
+
+    def of_tokens(self, places: Any) -> Problem:
+        """Of some of the tokens, in this order."""
+        names = ("hidden", "labels", "where", "token_weights")
+        there = {name: x for name in names if (x := getattr(self, name)) is not None}
+        options = {name: x[places] if np.ndim(x) else x for name, x in self.options.items()}
+        return self.changed(options=options, **{name: x[places] for name, x in there.items()})
 
     @property
     def valid(self) -> npt.NDArray[np.bool_]:

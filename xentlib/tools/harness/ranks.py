@@ -4,8 +4,9 @@ list of things to do; and calls over shards of a vocabulary, of which each has o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,16 +39,19 @@ def run_ranks(
     items: Sequence[Any],
     world: int,
     slowness: float = 1.0,
-    **environment: str,
+    *,
+    devices: int = WORLD,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> list[list[Any]]:
-    """`work(rank, world, folder, items)` of each rank, a process; `backend` is for what is said.
+    """`work(rank, world, folder, items)` of each rank, a process with so many devices of JAX;
+    `backend` is for what is said.
 
     Raises:
         RuntimeError: a rank failed, or all made no progress for `SECONDS` times `slowness`, at
             least once.
     """
     limit = SECONDS * max(slowness, 1.0)
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={WORLD}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     try:
         return launch(
             work,
@@ -128,10 +132,11 @@ class Sharded(NamedTuple):
 
 
 def run_calls(backend: str, calls: Sequence[ShardedCall], slowness: float = 1.0) -> list[Sharded]:
-    """Every call through ranks of `backend`."""
+    """Every call through ranks of `backend`: four, or as many as the most shards of a call."""
+    world = max([WORLD, *(len(call.sizes) for call in calls)])
     if backend == "jax":
-        return list(run_ranks(backend, jax_rank, calls, 1, slowness)[0])
-    of_ranks = run_ranks(backend, torch_rank, calls, WORLD, slowness)
+        return list(run_ranks(backend, jax_rank, calls, 1, slowness, devices=world)[0])
+    of_ranks = run_ranks(backend, torch_rank, calls, world, slowness)
     return [_merged(call, [rank[k] for rank in of_ranks]) for k, call in enumerate(calls)]
 
 

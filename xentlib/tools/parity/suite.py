@@ -18,13 +18,13 @@ from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section
-from xentlib.tools.parity.rows import collectives, mutants, sharded, windows
+from xentlib.tools.parity.rows import collectives, invariant, mutants, parts, sharded, windows
 from xentlib.tools.parity.rows.head import nll, per_token
 
 # Of a section: its name, the seconds of a step, the problems, and what measures one of them.
 Rows = tuple[str, float, Sequence[Any], Callable[[Findings, Any], None]]
 BETWEEN_BACKENDS = (nll.audit, per_token.audit, windows.audit)
-ON_RANKS = (sharded.sharded, collectives.collectives)
+ON_RANKS = (sharded.sharded, collectives.collectives, invariant.shards)
 
 
 def operator_sections(
@@ -49,6 +49,8 @@ def operator_sections(
     audit, logits = _problems(AUDIT, audit_seeds), logit_sets(seed)
     # For per-token outputs: one of each standard deviation, with options and without.
     four = _problems(named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3"), [seed])
+    batches = _problems((invariant.BATCH, invariant.BATCH_LOW), [seed])
+    per_token_batches = partial(invariant.batches, per_token)
     sections: list[Rows] = [
         ("fp32 against the oracle", 0.5, fp32, nll.against_oracle),
         ("bf16 against the oracle", 0.5, bf16, nll.against_oracle),
@@ -67,6 +69,10 @@ def operator_sections(
         ("per-token outputs, run to run", 1.0, base, per_token.repeat),
         ("per-token outputs, mutants", 1.2, base, mutants.per_token_mutants),
         ("vocabularies over ranks", 50.0, [seed], sharded.sharded),
+        ("batch invariance", 7.0, batches, partial(invariant.batches, nll)),
+        ("per-token outputs, batch invariance", 7.0, batches, per_token_batches),
+        ("parts of a vocabulary in one process", 8.0, [seed], parts.parts),
+        ("shard invariance", 50.0, [seed], invariant.shards),
         ("collectives", 18.0, [suite], collectives.collectives),
         ("per-token outputs in audit mode", 0.7, four, per_token.audit),
         ("windows in audit mode", 2.5, two, windows.audit),

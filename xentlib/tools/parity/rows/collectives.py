@@ -123,7 +123,7 @@ def _measure(
     ]
     work = {"torch": torch_rank, "zero": zero_rank, "jax": jax_rank}[runs]
     world = 1 if runs == "jax" else WORLD
-    of_ranks = run_ranks(runs, work, counts, world, findings.slowness, **environment)
+    of_ranks = run_ranks(runs, work, counts, world, findings.slowness, environment=environment)
     for k, count in enumerate(counts):
         phases = tuple([rank[k][phase] for rank in of_ranks] for phase in (0, 1))
         findings.measurements += check_budget(
