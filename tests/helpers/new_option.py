@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -110,18 +109,16 @@ def handed() -> None:
     assert options_missed(other, traced, jnp.asarray, "float32") == []
 
 
-def one_rank(rank: int, folder: str) -> None:
+def one_rank(rank: int, world: int) -> None:
     import pytest
     import torch
     import torch.distributed as dist
 
     from xentlib.torch import chunked_nll
 
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     x, w, y = torch.ones(3, 4), torch.full((5, 4), rank + 1.0), torch.arange(3)
     with pytest.raises(ValueError, match=NAME):
         chunked_nll(x, w, y, vocab_parallel=dist.group.WORLD, **{NAME: 0.1 * rank})
-    dist.destroy_process_group()
 
 
 def differs() -> None:
@@ -129,6 +126,8 @@ def differs() -> None:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
+    from helpers import new_option as importable
+    from helpers.ranks import launch
     from xentlib.jax import chunked_nll
 
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -142,22 +141,8 @@ def differs() -> None:
     call = partial(jax.jit(jax.shard_map(loss, **specs, check_vma=False)), x, w, y)
     assert jnp.isfinite(call(jnp.array([0.1, 0.1]))).all()
     assert jnp.isnan(call(jnp.array([0.0, 0.1]))).all()
-    ranks = torch_ranks()
-    assert ranks == [0, 0], ranks
-
-
-def torch_ranks() -> list[int]:
-    import subprocess
-
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "rank"]
-        ranks = [subprocess.Popen([*command, str(k), folder]) for k in range(2)]
-        return [rank.wait() for rank in ranks]
+    launch(2, importable.one_rank)
 
 
 if __name__ == "__main__":
-    part, *rest = sys.argv[1:]
-    if part == "rank":
-        one_rank(int(rest[0]), rest[1])
-    else:
-        {"oracle": oracle, "handed": handed, "differs": differs}[part]()
+    {"oracle": oracle, "handed": handed, "differs": differs}[sys.argv[1]]()

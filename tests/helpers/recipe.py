@@ -190,7 +190,7 @@ def jax_gradient(name: str, **numbers: int) -> Any:
     def parameters(found: dict[str, Any]) -> Any:
         if "state" in found:
             return ravel_pytree(found["state"].params)[0]
-        return ravel_pytree(nnx.as_pure(nnx.state(found["model"], nnx.Param)))[0]
+        return ravel_pytree(nnx.state(found["model"], nnx.Param))[0]
 
     optax.adamw = lambda rate: optax.sgd(1.0)
     before, after = (parameters(run(name, **{**numbers, "STEPS": k})) for k in (0, 1))

@@ -165,7 +165,7 @@ def step_of(loss: Any, kind: Any, tied: bool, bias: bool) -> Any:
     with jax.set_mesh(mesh), count_collectives() as count:
         (value, z), grads = step(model, hidden)
     assert loss is reference or not count.looped()
-    return {"loss": value, "z_loss": z, "grads": nnx.as_pure(grads)}
+    return {"loss": value, "z_loss": z, "grads": grads}
 
 
 def ours(model: Any, hidden: Any, data: Any, config: Any) -> Any:
@@ -282,7 +282,7 @@ def tunix_step(loss: Any, kind: Any, head: str) -> Any:
         value, grads = nnx.jit(nnx.value_and_grad(loss))(model, **batch_of(mesh))
     assert loss is default_loss or not count.looped()
     assert not nnx.state(model, nnx.Intermediate)
-    return {"loss": value, "grads": nnx.as_pure(grads)}
+    return {"loss": value, "grads": grads}
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_step_of_peft_trainer() -> None:
     for loss in (None, loss_fn):
         with mesh, jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             model = qwen.Qwen3(qwen.ModelConfig(**sizes, **more), rngs=nnx.Rngs(0))
-            start = jax.tree.map(np.asarray, nnx.as_pure(nnx.state(model, nnx.Param)))
+            start = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
             config = trainer_of.TrainingConfig(eval_every_n_steps=9, max_steps=1)
             trainer = trainer_of.PeftTrainer(model, optax.sgd(64.0), config)
             trainer = trainer.with_gen_model_input_fn(lambda x: x)
@@ -347,7 +347,7 @@ def test_a_step_of_peft_trainer() -> None:
             batch = batch_of(mesh)
             batch["positions"] = batch["positions"].astype(jnp.int32)
             trainer.train([batch], None)
-            after = nnx.as_pure(nnx.state(model, nnx.Param))
+            after = nnx.state(model, nnx.Param)
         found.append(jax.tree.map(lambda a, b: np.asarray(a) - b, after, start))
     moved = [[x for x in jax.tree.leaves(tree) if x.any()] for tree in found]
     assert len(moved[0]) == 10  # tunix starts the four arrays of its MLP where nothing reaches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,8 @@ def test_memory_is_that_of_the_plan():
         ({"architectures": ["NobodyKnows"], "auto_map": {}}, "has no class NobodyKnows"),
         ({"architectures": ["BertModel"], "model_type": "bert"}, "get_output_embeddings"),
         ({"architectures": []}, "the configuration names no class in `architectures`"),
-        ({"num_attention_heads": "many"}, "'num_attention_heads': TypeError: Field"),
+        # transformers 5.0 checks no types, and divides by it.
+        ({"num_attention_heads": "many"}, "'num_attention_heads': TypeError: F|: TypeError: uns"),
         ({"num_attention_heads": 0}, "LlamaForCausalLM cannot be built"),
     ],
 )
@@ -159,7 +161,7 @@ def test_a_class_that_is_refused_says_why(config, words):
     pytest.importorskip("transformers")
     found = found_of({**LLAMA, **config})
     assert found["patch"].status == "bad"
-    assert words in found["patch"].said
+    assert re.search(words, found["patch"].said)
     assert found["patch"].cure
 
 

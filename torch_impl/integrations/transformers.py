@@ -240,7 +240,7 @@ def model_class(kind: Any) -> Any:
             warn_of_labels(self, ids, labels)
         head, settings = self.get_output_embeddings(), self._xentlib
         call = {"calls": 0, "options": settings.options, "outputs": []}
-        calls, here = vars(head).setdefault("_lazy_calls", {}), thread()
+        calls, here = lazy_calls(head), thread()  # of another head {}, which counts no calls
         calls[here] = call
         try:
             out = kind.forward(self, *args, **kwargs)

@@ -133,7 +133,8 @@ def with_parameters(call: Arguments) -> Arguments:
     weight, bias = sharded(plain.weight), sharded(plain.bias)
     if lora is not None:
         weight = lora._replace(weight=weight, a=sharded(lora.a), b=sharded(lora.b))
-    return call._replace(weight=weight, bias=bias)
+    # Dynamo of torch 2.11 has forgotten what `_replace` was given where the graph breaks next.
+    return Arguments(**{**call._asdict(), "weight": weight, "bias": bias})
 
 
 def sharded(parameter: Any) -> Any:

@@ -138,6 +138,7 @@ def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
             made = made.get_text_config()
         with torch.device("meta"):
             model = kind(made)
+            model.tie_weights()  # transformers 5.0 ties none on the meta device
     except Exception as error:  # noqa: BLE001 - whatever a class makes of its configuration
         why = " ".join(f"{error}".split())
         words = f"{name} cannot be built: {type(error).__name__}: {why[:LONGEST]}"
