@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xentlib.algebra import Algebra
+from xentlib.algebra import Algebra, BlockStats, BlockSums
+from xentlib.plan.split import block_bytes, block_tokens
 
 
 def cast(x: Tensor, like: Tensor) -> Tensor:
@@ -32,7 +33,25 @@ def as_float64(words_8N: Tensor) -> Tensor:
     return words
 
 
+def block_sums(m: Tensor, blocks: BlockStats) -> tuple[BlockSums, Tensor | None]:
+    """`Algebra.block_sums`, some tokens at a time: beside each number of a block it needs a dozen."""
+    count, tokens = blocks.m.shape
+    budget = block_bytes(m.device.type)
+    step = block_tokens(budget, count, SUMMING)
+    if tokens <= step:
+        return ALGEBRA.block_sums(m, blocks)
+    parts = []
+    for start in range(0, tokens, step):
+        part = slice(start, start + step)
+        some = [None if x is None else x[:, part] for x in blocks[:-1]]
+        parts.append(ALGEBRA.block_sums(m[part], BlockStats(*some)))
+    sums, first = zip(*parts, strict=True)
+    every = [None if x[0] is None else torch.cat(x, -1) for x in zip(*sums, strict=True)]
+    return BlockSums(*every), None if first[0] is None else torch.cat(first)
+
+
 FLOAT32_BITS = (0, 11, 11, 11)
+SUMMING = 48  # bytes of a number of a block while it is added
 # In float64, which a vector has two of, not eight: a CPU's operators cost as much as what they do
 # to the few numbers of a block.
 ALGEBRA = Algebra(torch, torch.exp, cast, lambda x: x, Tensor.double)

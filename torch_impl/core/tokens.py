@@ -15,7 +15,7 @@ from xentlib.algebra import BlockStats, NonTargetStats, TargetInfo
 from xentlib.checks.call import CALLS
 from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
 from xentlib.torch.array_spec import dtype_name
-from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.algebra import ALGEBRA, block_sums
 from xentlib.torch.core.device import chunk_bytes, device_info
 from xentlib.torch.operators import HeadCall
 
@@ -53,7 +53,7 @@ class LocalVocab:
         self, z_y: Tensor, owned: Tensor, rest: BlockStats, weights: Tensor | float, most: int
     ) -> tuple[Tensor, NonTargetStats]:
         """As `ShardedVocab` has it: these are of all classes already."""
-        return z_y, ALGEBRA.together(rest)
+        return z_y, ALGEBRA.together(rest, block_sums)
 
 
 class Selected(NamedTuple):

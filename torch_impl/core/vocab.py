@@ -20,7 +20,7 @@ from xentlib.algebra import WORD_BITS, BlockStats, BlockSums, NonTargetStats
 from xentlib.checks.call import check_class_weights
 from xentlib.checks.shards import SHARDS, check_shards, check_tiles, refuse_inconsistent
 from xentlib.plan import VocabShard, sum_rows
-from xentlib.torch.core.algebra import ALGEBRA, as_float32, as_float64
+from xentlib.torch.core.algebra import ALGEBRA, as_float32, as_float64, block_sums
 from xentlib.torch.core.consistency import RankConsistency, group_named
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.tokens import LocalVocab
@@ -180,7 +180,7 @@ class ShardedVocab(LocalVocab):
             self.verified, self.wrong = True, self._verify(m[most:])
         m = m[:count]
         m = torch.where(m == -torch.inf, 0.0, m)
-        terms, first = ALGEBRA.block_sums(m, rest)
+        terms, first = block_sums(m, rest)
         low = m.dtype != torch.float64
         packed = [torch.where(owned, z_y, 0.0), terms.ones]
         for words in (terms.s, terms.sum_ed):

@@ -6,8 +6,9 @@ of a rank in a chunk, K rows of every rank in a block.
 
 from __future__ import annotations
 
+from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.dtypes import ITEMSIZE
-from xentlib.plan.memory import D_HIDDEN, D_WEIGHT, LOGITS, ROWS, WIDENED, torch_walk
+from xentlib.plan.memory import D_HIDDEN, D_WEIGHT, LOGITS, ROWS, SCRATCH, WIDENED, torch_walk
 from xentlib.plan.route_config import RouteConfig
 from xentlib.plan.split import ChunkPlan
 
@@ -22,6 +23,7 @@ EXCHANGED, PER_TOKEN = "hidden states and d hidden on their way", "numbers a tok
 CAST = "rows in the dtype of the products"
 # Bytes of labels, masks, factors, statistics and values of a token.
 OF_A_TOKEN = 80
+OF_COLUMNS = "statistics of blocks of columns"
 BLOCKS, OWN = "blocks of rows and d weight on their way", "d weight of this rank's rows"
 
 
@@ -112,7 +114,13 @@ def of_stream(s: RouteConfig, plan: ChunkPlan, rows: int) -> Moments:
     # Beside the tokens' numbers three of each class: where it passes, and in which order.
     walk[PER_TOKEN] = s.tokens_per_rank * OF_A_TOKEN + 3 * 8 * s.vocab_size
     own = ITEMSIZE[s.param_dtype]
-    moments = {"walk": walk, "gradients rounded": _sums(s, s.rows, own)}
+    # Of all tokens, before there is a gradient.
+    stays = (LOGITS, SCRATCH, ROWS, WIDENED, PER_TOKEN, CAST)
+    first = {name: walk[name] for name in stays if name in walk}
+    first[BLOCKS] = at_a_time * block * s.gemm_size
+    numbers = 3 + len({"entropy", "predicted"} & s.options)
+    first[OF_COLUMNS] = s.tokens_per_rank * -(-s.vocab_size // BLOCK_COLUMNS) * numbers * s.size
+    moments = {"statistics": first, "walk": walk, "gradients rounded": _sums(s, s.rows, own)}
     return _with_earlier(s, moments, s.rows * s.hidden_size * own)
 
 
