@@ -34,7 +34,7 @@ def as_float64(words_8N: Tensor) -> Tensor:
 
 
 def block_sums(m: Tensor, blocks: BlockStats) -> tuple[BlockSums, Tensor | None]:
-    """`Algebra.block_sums`, some tokens at a time: beside each number of a block it needs a dozen."""
+    """`Algebra.block_sums`, some tokens at a time: beside each number of a block are a dozen."""
     count, tokens = blocks.m.shape
     budget = block_bytes(m.device.type)
     step = block_tokens(budget, count, SUMMING)
