@@ -23,6 +23,8 @@ from xentlib.torch.core import device  # noqa: E402
 
 # What launches nothing beside views: memory that is not written to.
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# torch 2.11 takes the meta kernel of `addmm` for it, and its dtype for `beta`.
+UNSHAPED = {torch.ops.aten.addmm.dtype_out} if torch.__version__ < "2.12" else set()
 READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -72,7 +74,7 @@ class OnDevice(TorchDispatchMode):
             raise Waits(f"{func} reads numbers of the device")
         for x in given:
             self.keep(x, own=False)
-        result = func(*args, **kwargs)
+        result = kwargs["out"] if func in UNSHAPED else func(*args, **kwargs)
         made = tensors(result)
         there += [x for x in made if x.is_meta]
         if not there:

@@ -26,12 +26,17 @@ if "triton" not in runnable():
 
 import triton
 import triton.language as tl
+from triton._C import libtriton
 
 from helpers.kernel_losses import LOSSES, Terms, drawn, held, loss_of, oracle
 from xentlib.torch.triton import elementary
 from xentlib.torch.triton.launch import INTERPRETED, Triton, compiled
 
 pytestmark = pytest.mark.torch
+rounded_once = pytest.mark.skipif(
+    INTERPRETED and not hasattr(libtriton.interpreter, "fma_fp32"),
+    reason="the interpreter of triton 3.6 rounds a fused multiply-add twice",
+)
 U = 2.0**-24
 
 
@@ -71,6 +76,7 @@ def sech2(x: Any) -> Any:
     return 1 / np.cosh(x) ** 2
 
 
+@rounded_once
 @pytest.mark.parametrize(
     ("what", "function", "low", "high", "worst"),
     [
@@ -106,6 +112,7 @@ def test_functions_at_their_ends() -> None:
     assert computed("over 3", x)[4:6].tolist() == [np.inf, -np.inf]
 
 
+@rounded_once
 @pytest.mark.parametrize("divisor", [3.0, 0.3])
 def test_division_has_the_bits_of_a_division(divisor: float) -> None:
     """Also of what a mask of finfo.min becomes below 1."""

@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from xentlib.torch import (  # noqa: E402
@@ -105,6 +106,9 @@ class Case:
     unshard: bool | None = None  # what the user has set
 
 
+# A group of which the head has not run is let go where the model's forward ends. PyTorch 2.11 has
+# it stay as it was gathered for the others, and the head finds it whole.
+AGAIN = int(hasattr(FSDPState, "_force_complete_incomplete_states"))
 CASES = {
     "loss": Case(),
     "bias": Case(options=(("bias", True),)),
@@ -126,8 +130,8 @@ CASES = {
     "per token": Case(per_token, (1, 1, 1), options=(("per_token", True),)),
     "a hook of the user's": Case(hooked=True, gathers=(1, 1, 1)),
     "kept whole": Case(whole=True, gathers=(1, 0, 0)),
-    "norm in the group": Case(group=("norm", "head"), gathers=(1, 1, 1)),
-    "tied, one group": Case(group=("embedding", "head"), tied=True, gathers=(1, 1, 1)),
+    "norm in the group": Case(group=("norm", "head"), gathers=(AGAIN, 1, 1)),
+    "tied, one group": Case(group=("embedding", "head"), tied=True, gathers=(AGAIN, 1, 1)),
     "root": Case(group=(), gathers=(0, 0, 0)),  # kept whole
 }
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from xentlib.arguments import Arguments
+from xentlib.arguments import Arguments, replaced
 from xentlib.checks.module import MODULES, check_beside_module, refuse_module
 from xentlib.lora import LowRankHead
 from xentlib.torch.wrappers import is_a, is_loaded, keeps_forward
@@ -26,7 +26,7 @@ def resolve_head(call: Arguments, *, inner: bool = False) -> Arguments:
         base = resolve_head(plain, inner=True)
         single, kind = not isinstance(base.weight, LowRankHead), type(plain.weight).__name__
         MODULES.require("low_rank", single, kind=kind)
-        return base._replace(weight=lora._replace(weight=base.weight))
+        return replaced(base, weight=replaced(lora, weight=base.weight))
     module = call.weight
     if not isinstance(module, nn.Module):
         refuse_quantised("a weight", module)
@@ -38,7 +38,7 @@ def resolve_head(call: Arguments, *, inner: bool = False) -> Arguments:
     weight, bias, adapters = parameters_of(module, call.gather)
     both = bias is not None and call.bias is not None
     check_beside_module(type(module).__name__, both, call.weight_layout)
-    call = call._replace(weight=weight, bias=call.bias if bias is None else bias)
+    call = replaced(call, weight=weight, bias=call.bias if bias is None else bias)
     if adapters is None:
         return call
     from xentlib.torch.wrappers import peft
@@ -132,4 +132,4 @@ def split_lora(call: Arguments) -> tuple[Arguments, LowRankHead[Tensor] | None]:
     head = call.weight
     if not isinstance(head, LowRankHead):
         return call, None
-    return call._replace(weight=head.weight), head
+    return replaced(call, weight=head.weight), head

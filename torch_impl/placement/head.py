@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from xentlib.arguments import Arguments
+from xentlib.arguments import Arguments, replaced
 from xentlib.checks.call import check_reduction
 from xentlib.checks.lora import check_low_rank_route
 from xentlib.checks.placement import PLACEMENTS
@@ -55,8 +55,8 @@ class GatheredByFSDP2(NamedTuple):
             if lora is not None:
                 a: Any = self.owner.whole(lora.a)
                 b: Any = self.owner.whole(lora.b)
-                weight = lora._replace(weight=whole, a=a, b=b)
-            return function(call._replace(hidden=hidden, weight=weight, bias=bias))
+                weight = replaced(lora, weight=whole, a=a, b=b)
+            return function(replaced(call, hidden=hidden, weight=weight, bias=bias))
 
         arrays = (call.hidden, plain.weight, call.bias)
         return fsdp2.call_with_head(self.owner, *arrays, gathered, recompute=self.recompute)
@@ -113,7 +113,7 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
     owner = owner_of(plain.weight)
     if call.gather == "auto":
         gather = choose(plain, lora, owner, recompute)
-        call = call._replace(gather=gather, tokens_per_rank=None)
+        call = replaced(call, gather=gather, tokens_per_rank=None)
     if lora is not None:
         check_low_rank_route(call, bool(zero3))
     if call.gather != "head":
@@ -132,9 +132,8 @@ def with_parameters(call: Arguments) -> Arguments:
     plain, lora = split_lora(call)
     weight, bias = sharded(plain.weight), sharded(plain.bias)
     if lora is not None:
-        weight = lora._replace(weight=weight, a=sharded(lora.a), b=sharded(lora.b))
-    # Dynamo of torch 2.11 has forgotten what `_replace` was given where the graph breaks next.
-    return Arguments(**{**call._asdict(), "weight": weight, "bias": bias})
+        weight = replaced(lora, weight=weight, a=sharded(lora.a), b=sharded(lora.b))
+    return replaced(call, weight=weight, bias=bias)
 
 
 def sharded(parameter: Any) -> Any:

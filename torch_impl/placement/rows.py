@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.arguments import Arguments
+from xentlib.arguments import Arguments, replaced
 from xentlib.checks.lora import LOW_RANK
 from xentlib.checks.placement import PLACEMENTS, check_group
 from xentlib.checks.shards import ROUTES, SHARDS, check_shard
@@ -72,14 +72,14 @@ def local_head(
             if parallel is None:
                 PLACEMENTS.refuse("dtensor", name="b", placements=tuple(b.placements))
             b = local_part("b", b, 0)
-        low = low._replace(a=a, b=b)
+        low = replaced(low, a=a, b=b)
     if given.tokens_parallel is not None and parallel is not None:
         over = unpadded(parallel)[0], find_group(given.tokens_parallel, "tokens_parallel")
         vocab, tokens = map(dist.get_process_group_ranks, over)
         PLACEMENTS.require("same_tokens", vocab == tokens, vocab=vocab, tokens=tokens)
-        local = local._replace(route="tokens")
+        local = replaced(local, route="tokens")
     hidden, labels = replicated("hidden", given.hidden), replicated("labels", given.labels)
-    given = given._replace(hidden=hidden, labels=labels, weight=weight, bias=bias)
+    given = replaced(given, hidden=hidden, labels=labels, weight=weight, bias=bias)
     return given, low, local
 
 
@@ -185,8 +185,8 @@ class LocalHead(NamedTuple):
     gemm_dtype: torch.dtype | None = None  # of its policy, where that is one of 16 bits
 
     def run(self, function: Callable[..., R], call: Arguments) -> R:
-        layout = self.layout._replace(head_scale=self.scale, route=call.gather)
-        call = call._replace(weight=self.weight, bias=self.bias)
+        layout = replaced(self.layout, head_scale=self.scale, route=call.gather)
+        call = replaced(call, weight=self.weight, bias=self.bias)
         if self.gemm_dtype is None:
             return function(call, layout)
         # The policy's dtype is that of the products; the rows' gradient stays as wide as the rows.
@@ -250,7 +250,7 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
     head: Any = local(weight)
     if lora is not None:
         a = AllGatherRows.apply(local(lora.a), lora.a.shape[0], over)  # type: ignore[no-untyped-call]
-        head = lora._replace(weight=head, a=a, b=local(lora.b))
+        head = replaced(lora, weight=head, a=a, b=local(lora.b))
     narrow = policy.param_dtype in (torch.bfloat16, torch.float16)
     return LocalHead(
         head,
