@@ -7,7 +7,7 @@ added. A function leaves at its default what is none of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightLayout
 
@@ -18,17 +18,6 @@ __all__ = ["SCALARS", "Arguments", "Array", "Head", "LogitsArguments", "Scalars"
 
 Array = Any  # a tensor or an array of the backend
 Head = Any  # an array, or a module of the backend that stands for one
-
-
-T = TypeVar("T", bound=tuple[Any, ...])
-
-
-def replaced(call: T, **fields: Any) -> T:
-    """`_replace` of a NamedTuple: what that makes is empty where Dynamo of torch 2.11 has broken a
-    graph behind it."""
-    named: Any = call
-    made: T = type(call)(**{**named._asdict(), **fields})
-    return made
 
 
 class Arguments(NamedTuple):

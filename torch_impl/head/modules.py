@@ -5,16 +5,17 @@ A module that computes more than a product with its weight, a bias and LoRA is r
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from xentlib.arguments import Arguments, replaced
+from xentlib.arguments import Arguments
 from xentlib.checks.module import MODULES, check_beside_module, refuse_module
 from xentlib.lora import LowRankHead
 from xentlib.torch.wrappers import is_a, is_loaded, keeps_forward
 
+T = TypeVar("T", bound=tuple[Any, ...])
 # Whose hooks on a head are not missed: what they gather and reduce, the call gathers and reduces.
 KNOWN_HOOKS = ("torch.distributed", "deepspeed", "accelerate")
 
@@ -44,7 +45,7 @@ def resolve_head(call: Arguments, *, inner: bool = False) -> Arguments:
     from xentlib.torch.wrappers import peft
 
     refuse_hooks(*peft.adapters_of(adapters))
-    return peft.with_adapters(call, adapters)
+    return replaced(peft.with_adapters(call, adapters))
 
 
 def parameters_of(module: nn.Module, gather: str = "head") -> tuple[Tensor, Tensor | None, Any]:
@@ -133,3 +134,11 @@ def split_lora(call: Arguments) -> tuple[Arguments, LowRankHead[Tensor] | None]:
     if not isinstance(head, LowRankHead):
         return call, None
     return replaced(call, weight=head.weight), head
+
+
+def replaced(call: T, **fields: Any) -> T:
+    """`_replace` of a NamedTuple: what that makes is empty where Dynamo of torch 2.11 has broken a
+    graph behind it."""
+    named: Any = call
+    made: T = type(call)(**{**named._asdict(), **fields})
+    return made

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from xentlib.arguments import Arguments, replaced
+from xentlib.arguments import Arguments
 from xentlib.checks.call import check_reduction
 from xentlib.checks.lora import check_low_rank_route
 from xentlib.checks.placement import PLACEMENTS
@@ -22,7 +22,7 @@ from xentlib.checks.validators import check_floating
 from xentlib.lora import LowRankHead
 from xentlib.options import Gather
 from xentlib.torch.array_spec import array_spec, dtype_name, is_dtensor, only_tensors
-from xentlib.torch.head.modules import resolve_head, split_lora
+from xentlib.torch.head.modules import replaced, resolve_head, split_lora
 from xentlib.torch.placement.rows import by_rows, fsdp2_rows, ranks_of, zero3_rows
 from xentlib.torch.wrappers import kept_by_zero
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.arguments import Arguments, replaced
+from xentlib.arguments import Arguments
 from xentlib.checks.lora import LOW_RANK
 from xentlib.checks.placement import PLACEMENTS, check_group
 from xentlib.checks.shards import ROUTES, SHARDS, check_shard
@@ -21,7 +21,7 @@ from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.core.consistency import AllGatherRows
 from xentlib.torch.core.vocab import numbers_of
-from xentlib.torch.head.modules import split_lora
+from xentlib.torch.head.modules import replaced, split_lora
 from xentlib.torch.operators import RowLayout
 
 if TYPE_CHECKING:

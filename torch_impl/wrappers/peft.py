@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xentlib.arguments import Arguments, replaced
+from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
 from xentlib.lora import LowRankHead
 from xentlib.torch.wrappers import is_a, kept_by_zero
@@ -153,7 +153,7 @@ def with_adapters(given: Arguments, layer: Any) -> Arguments:
             scaled = b_bias * layer.scaling[name]
             bias = scaled if bias is None else bias + scaled
     if len(parts) == 1:
-        return replaced(given, weight=parts[0], bias=bias)
+        return given._replace(weight=parts[0], bias=bias)
     if any(part.keep is not None for part in parts):
         refuse_module(
             f"a {type(layer).__name__} of PEFT with several active adapters in training, each with "
@@ -162,7 +162,7 @@ def with_adapters(given: Arguments, layer: Any) -> Arguments:
         )
     a = torch.cat([part.a.float() * part.scale for part in parts])
     head = LowRankHead(weight, a, torch.cat([part.b for part in parts], 1))
-    return replaced(given, weight=head, bias=bias)
+    return given._replace(weight=head, bias=bias)
 
 
 def kept_by(dropout: Any, hidden: Tensor, a: Any) -> tuple[Tensor | None, float]:
