@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import BlockStats, TargetInfo, TokenStats, WantedStats
+from xentlib.algebra import BLOCK_COLUMNS, BlockStats, TargetInfo, TokenStats, WantedStats
 from xentlib.jax.core.algebra import ALGEBRA
-from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
+from xentlib.jax.core.logits import Chunk, ChunkedLogits
 from xentlib.jax.core.loop import over_chunks
 from xentlib.jax.core.vocab import combine, varying
 
@@ -21,23 +21,21 @@ def all_stats(
     """Steps 2 to 5 over all shards of a vocabulary: packed rows [M] of all tokens, on every
     device."""
 
-    sharded = logits.options.axis is not None
-    compute, places = logits.options.compute_dtype, logits.order.size
-
-    def of_chunk(chunk: Chunk) -> tuple[jax.Array, BlockStats]:
-        z_y, blocks, _ = logits.kernels.stats(chunk.block, wanted)
-        if not sharded:  # all columns are here: one block
-            blocks = ALGEBRA.together(blocks).as_block()
-        return z_y, blocks
-
     def body(chunk: Chunk, packed: Any) -> Any:
         def put(into: jax.Array, values: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice_in_dim(into, values, chunk.start, axis=values.ndim - 1)
 
-        return jax.tree.map(put, packed, of_chunk(chunk))
+        z_y, blocks, _ = logits.kernels.stats(chunk.block, wanted)
+        return jax.tree.map(put, packed, (z_y, blocks))
 
-    shapes = jax.eval_shape(lambda: of_chunk(logits_of(logits, jnp.zeros((), jnp.int32))))
-    packed = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], places), compute), shapes)
+    width = logits.arrays.hidden.shape[1]
+    if logits.operand is not None:
+        width = logits.operand.shape[logits.axes[0]]
+    shape = -(-width // BLOCK_COLUMNS), logits.order.size
+    each = jnp.zeros(shape, logits.options.compute_dtype)
+    sum_ed, top = (each if want else None for want in (wanted.entropy, wanted.predicted))
+    sum_d = each[0] if wanted.smoothing else None
+    packed = each[0], BlockStats(each, each, each, sum_ed, top, sum_d)
     z_y, blocks = over_chunks(logits, body, packed, only=only)
     return stats_of(logits, logits.order, z_y, blocks)
 
