@@ -255,6 +255,7 @@ def test_on_a_device_what_needs_ranks_is_left_out():
     )
     assert [name for name in here if name not in there] == [
         "vocabularies over ranks",
+        "shard invariance",
         "collectives",
     ]
 
