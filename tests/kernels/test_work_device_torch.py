@@ -88,7 +88,7 @@ def test_of_labels_on_the_host_only_valid_logits_are_read(valid: str) -> None:
         vocab_parallel_logprobs(logits, labels).logprobs.sum().backward()
     shapes = [x.written[0].shape for x in seen.launches if x.name == "exp"]
     count = len(HOST[valid])
-    assert [x for x in shapes if len(x) == 2] == [(count, V)] * 2 * (count > 0)
+    assert [x for x in shapes if x[-1] == V] == [(count, V)] * 2 * (count > 0)
 
 
 @pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
@@ -284,16 +284,17 @@ def test_peak_is_the_formula_of_the_plan(
 
 # At most, by what is asked: launches a chunk of 4 blocks, of them those that touch a block's
 # logits, and the bytes that those move for each logit beside the products. Ten bytes is the least:
-# float32 logits read twice, dz of 16 bits written once.
+# float32 logits read twice, dz of 16 bits written once. Half of the launches are those that add the
+# blocks of columns up, of numbers that are 1/128 of the logits (row A18).
 EAGER: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
-    "gradients": ({}, (371, 70, 86)),
-    "the loss alone": ({"gradient": False}, (281, 40, 44)),
-    "float32": ({"dtype": torch.float32}, (357, 62, 76)),
+    "gradients": ({}, (561, 70, 86)),
+    "the loss alone": ({"gradient": False}, (471, 40, 44)),
+    "float32": ({"dtype": torch.float32}, (547, 62, 76)),
     "everything": (
         {"label_smoothing": 0.1, "softcap": 30.0, "temperature": 0.7, "outputs": ("entropy",)},
-        (567, 150, 234),
+        (865, 154, 242),
     ),
-    "log-probabilities": ({"function": chunked_logprobs}, (168, 78, 86)),
+    "log-probabilities": ({"function": chunked_logprobs}, (356, 78, 86)),
 }
 PARTS = ("gather", "scatter_", "index")  # which touch one entry of a row
 
@@ -318,7 +319,7 @@ def work_of_a_chunk(options: dict[str, Any]) -> tuple[int, int, float]:
             for x in big
             if x.name not in PARTS
             for b in (*x.read, *x.written)
-            if b.shape[-1:] == (vocab,)
+            if b.shape[-1:] == (vocab,) or b.shape[-2:] == (vocab // 128, 128)
         ]
         found.append((len(seen.launches), len(big), sum(logits) / chunk / vocab))
     less, more = found
