@@ -6,6 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,11 +87,13 @@ def test_a_gather_inside_shard_map(kind, name, how):
 # ---------------------------------------------------------------------------------
 # Left to the compiler: Auto axes
 
+# Whole blocks of columns on a device: with others neighbours' columns are sent.
+BLOCKS = replace(OPTIONS, vocab=1024)
 # case, axes, hidden's width over, weight's pieces, entries of the gathers of both
 LEFT = {
     "width": (OPTIONS, ONE, None, P(None, "data"), [V * H]),
     "kernel": (KERNEL, ONE, None, P("data", None), [V * H]),
-    "vocabulary": (OPTIONS, ONE, None, P("data", None), []),
+    "vocabulary": (BLOCKS, ONE, None, P("data", None), []),
     "both": (OPTIONS, TWO, None, P("tp", "data"), [V * H // 2]),
     "hidden too": (OPTIONS, TWO, "tp", P(None, "tp"), [N // 2 * H, V * H]),
 }
@@ -119,9 +122,10 @@ def test_the_compiler_never_sums_logits(kind, name):
     """A2, A5, A6, D7: one gather of the head, outside of the loop; in it nothing of [64, V]."""
     p, got, sent = left(kind, name)
     hold_shards(p, kind, {name: whole(x) for name, x in got.items() if x is not None})
-    assert looped_entries(sent) < 64 * V // 2
+    vocab = LEFT[name][0].vocab
+    assert looped_entries(sent) < 64 * vocab // 2
     heads = [entries(x.types)[0] for x in sent if x.opcode == "all-gather"]
-    assert [n for n in heads if n >= V * H // 4] == LEFT[name][-1]
+    assert [n for n in heads if n >= vocab * H // 4] == LEFT[name][-1]
 
 
 def looped_entries(sent: list) -> int:
