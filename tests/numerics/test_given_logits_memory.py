@@ -161,7 +161,7 @@ def test_short_sequences_pay_nothing_for_chunks() -> None:
         )
     )  # fmt: skip
     # Bytes of the numbers that each token has, and each of its 64 blocks of columns.
-    kept = (100 + 64 * 12 * 4) * 64
+    kept = (100 + 64 * 14 * 4) * 64
     assert found == unchunked
     assert found[2] == 2  # one block forward, one backward
     assert found[1] == short[1]
