@@ -31,7 +31,7 @@ EDITS = {
         "        z_term = self.xp.zeros_like(nll)\n": (
             f"        nll = nll + options.{NAME} * stats.lse\n"
         ),
-        "            extra = 2.0 * options.z_loss * stats.lse\n": (
+        "            extra = self.rounded(2.0 * options.z_loss * stats.lse)\n": (
             f"        extra = extra + options.{NAME}\n"
         ),
     },
