@@ -131,7 +131,7 @@ EXPECTED: dict[str, str] = {
     "A10": "fails: cuBLAS chooses by the number of tokens",
     "A11": "holds",
     "A17": "fails: cuBLAS chooses by the number of tokens",
-    "A18": "shards in one process: holds, of logits that are given",
+    "A18": "parts in one process: fails with Triton, one block a part; holds in JAX",
     "A1": "not known: float64 products of two callers of cuBLAS",
 }
 

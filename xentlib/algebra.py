@@ -158,13 +158,13 @@ class Algebra(NamedTuple):
         if blocks.sum_ed is not None:
             moved = self.rounded(self.below(blocks, m) * total)
             sum_ed = self.words(-(scale * (blocks.sum_ed + moved)))
-        first = (
-            None if blocks.top is None else self.xp.amin(where(lower | none, INF, blocks.top), 0)
-        )
+        first = None
+        if blocks.top is not None:
+            first = self.xp.amin(where(lower | none, INF, blocks.top), 0)
         return BlockSums(ones, s, sum_ed), first
 
     def words(self, x: Array) -> Array:
-        """Exact sums of x >= 0, below 128, over its first axis, as words [words, tokens]; words of
+        """Exact sums, below 2^20, of x >= 0 over its first axis, as words [words, tokens]; words of
         several such sums add up to those of all."""
         x, words = self.wide(self.rounded(x)), []
         for bits in WORD_BITS[x.dtype.itemsize]:

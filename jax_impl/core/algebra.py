@@ -20,7 +20,7 @@ def cast(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def rounded(x: jax.Array) -> jax.Array:
     """Not an `optimization_barrier`, which XLA drops before it fuses: LLVM then contracts a product
-    and a sum that it finds side by side, in one program and not in another."""
+    and a sum that are side by side, in one program and not in another. -inf becomes finfo.min."""
     return jnp.maximum(x, float(np.finfo(x.dtype).min))
 
 

@@ -132,7 +132,7 @@ class XLA(NamedTuple):
         m_TV = jnp.repeat(m_Tb, BLOCK_COLUMNS, axis=1)[:, : z_TV.shape[1]]
         if wanted.predicted:
             column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1).astype(z_TV.dtype)
-            top = by_blocks(jnp.where(z_TV == m_TV, column_TV, jnp.inf), lax.min, jnp.inf).T
+            top = by_blocks(jnp.where(z_TV < m_TV, jnp.inf, column_TV), lax.min, jnp.inf).T
         d_TV = z_TV - m_TV
         e_TV = exp(d_TV)
         sum_ed = None
@@ -174,10 +174,9 @@ def by_blocks(x_TV: jax.Array, add: Callable[[Any, Any], Any], nothing: float) -
         of_windows: jax.Array = lax.reduce_window(x_TV, start, add, window, window, fill)
         return of_windows
     x_TV = jnp.pad(x_TV, fill, constant_values=nothing)
-    of_rows: jax.Array = lax.reduce(
-        x_TV.reshape(x_TV.shape[0], -1, BLOCK_COLUMNS), start, add, (2,)
-    )
-    return of_rows
+    by_block = x_TV.reshape(x_TV.shape[0], -1, BLOCK_COLUMNS)
+    of_blocks: jax.Array = lax.reduce(by_block, start, add, (2,))
+    return of_blocks
 
 
 def runnable() -> dict[str, type[XLA]]:

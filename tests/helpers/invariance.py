@@ -29,8 +29,8 @@ def problems(tokens: int, hidden: int, vocab: int) -> dict[str, Problem]:
         "bf16": replace(base, dtype="bfloat16"),
         "bf16, options": replace(base, dtype="bfloat16", options={**OPTIONS, **SUM}, **EXTRAS),
     }
-    found = {name: build(replace(case, id=name), 3) for name, case in cases.items()}
-    return found | {name: change(build(base, 3)) for name, change in CHANGES.items()}
+    built = {name: build(replace(case, id=name), 3) for name, case in cases.items()}
+    return built | {name: change(build(base, 3)) for name, change in CHANGES.items()}
 
 
 def masked(value: float) -> Callable[[Problem], Problem]:

@@ -50,7 +50,7 @@ def test_lora_does_not_show() -> None:
 
     for rank in (3, 16):
         p = low_problem(Case("low", 149, 24, 331, std=3.0, ignored=0.0, bias=False), rank)
-        found = []
+        results = []
         for places in (slice(None), slice(0, 40), slice(40, 149), slice(7, 8)):
             arrays = (p.base.weight, p.a, p.b)
             head = LowRankHead(*(torch.from_numpy(x) for x in arrays), p.scale)
@@ -58,8 +58,8 @@ def test_lora_does_not_show() -> None:
             out = chunked_logprobs(x, head, torch.from_numpy(p.base.labels[places]), entropy=True)
             (out.logprobs.sum() - out.entropy.sum()).backward()
             values = (out.logprobs, out.entropy, out.lse, x.grad)
-            found.append((places, [v.detach().numpy() for v in values]))
-        (_, whole), *others = found
+            results.append((places, [v.detach().numpy() for v in values]))
+        (_, whole), *others = results
         for places, got in others:
             for g, w in zip(got, whole, strict=True):
                 assert not failures(check("A17", g, w[places]))
@@ -92,8 +92,102 @@ def test_the_section_rejects_its_mutants(backend: str) -> None:
 def test_companies_have_all_tokens() -> None:
     """Every token is in a micro-batch, and in each order."""
     pytest.importorskip("torch")
-    found: dict[str, Any] = {}
+    places_of: dict[str, Any] = {}
     for company in invariant.companies(nll, "torch", PROBLEMS["bias"]):
-        found.setdefault(company.how, []).extend(company.places)
-    assert {len(set(places)) for how, places in found.items() if "order" in how} == {203}
-    assert len(set(found["in a micro-batch of 51"])) == 203
+        places_of.setdefault(company.how, []).extend(company.places)
+    assert {len(set(places)) for how, places in places_of.items() if "order" in how} == {203}
+    assert len(set(places_of["in a micro-batch of 51"])) == 203
+
+
+# --- of a whole call -----------------------------------------------------------------------------
+
+# Tokens of a chunk: multiples of the 512 that a CPU's product for d weight takes.
+CHUNKS = (512, 1024, 1536, 4096)
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "HV": {"weight_layout": "HV"},
+    "bias, smoothed": {"bias": True, "label_smoothing": 0.1, "softcap": 8.0},
+    "bf16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "narrow": {"width": 8},
+}
+
+
+@pytest.mark.torch
+@pytest.mark.cpu
+@pytest.mark.parametrize("accumulated", [False, True], ids=["one call", "micro-batches"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_d_weight_does_not_depend_on_the_chunk(name: str, accumulated: bool) -> None:
+    """Chunks of any multiple of 512 tokens that count, the last one ragged. Catches: a product of
+    the whole chunk, targets added after it."""
+    torch = pytest.importorskip("torch")
+    from xentlib.torch import chunked_nll
+
+    given = {"dtype": "float32", "width": 48} | WEIGHTS[name]
+    dtype, width = getattr(torch, given.pop("dtype")), given.pop("width")
+    tokens, vocab = 2900, 301
+    generator = torch.Generator().manual_seed(11)
+    hidden = torch.randn(tokens, width, generator=generator).to(dtype)
+    weight = torch.randn(vocab, width, generator=generator).to(dtype)
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    labels[::9] = -100
+    if given.pop("bias", False):
+        given["bias"] = torch.randn(vocab, generator=generator).to(dtype)
+    if "weight_layout" in given:
+        weight = weight.T.contiguous()
+    gradients = []
+    for chunk in CHUNKS:
+        leaf = weight.clone().requires_grad_()
+        parts = (slice(0, 1300), slice(1300, None)) if accumulated else (slice(None),)
+        for part in parts:
+            call = {
+                "labels": labels[part],
+                "denominator": 97.0,
+                "max_chunk_bytes": chunk * vocab * 4,
+            }
+            chunked_nll(hidden[part], leaf, **call, **given).loss.backward()
+        gradients.append(leaf.grad.float().numpy())
+    assert np.abs(gradients[0]).max() > 0
+    for gradient in gradients[1:]:
+        assert not failures(check("A17", gradient, gradients[0]))
+
+
+@pytest.mark.torch
+def test_tokens_are_added_up_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of many tokens' blocks, in slices: the same sums. Catches: tokens left out, a
+    slice against the maximum of another."""
+    torch = pytest.importorskip("torch")
+    from xentlib.algebra import BlockStats
+    from xentlib.torch.core import algebra
+
+    generator = torch.Generator().manual_seed(5)
+    blocks, tokens = 7, 203
+    m = torch.randn(blocks, tokens, generator=generator) * 9
+    ones = torch.randint(0, 4, (blocks, tokens), generator=generator).float()
+    s, sum_ed = (torch.rand(blocks, tokens, generator=generator) * x for x in (40, -40))
+    top = torch.arange(blocks)[:, None] * 128.0 + torch.zeros(tokens)
+    stats = BlockStats(m, ones, s, sum_ed, top)
+    whole = algebra.ALGEBRA.together(stats)
+    monkeypatch.setattr(algebra, "SUMMING", algebra.block_bytes("cpu") // (blocks * 30))
+    sliced = algebra.ALGEBRA.together(stats, algebra.block_sums)
+    for x, y in zip(whole[:-1], sliced[:-1], strict=True):
+        assert not failures(check("A17", y.numpy(), x.numpy()))
+
+
+@pytest.mark.torch
+def test_words_of_float64_travel_in_float32() -> None:
+    """A18: up to 2^53, over as many ranks as there are words' sums for. Catches: a word that
+    float32 rounds."""
+    torch = pytest.importorskip("torch")
+    from xentlib.torch.core.algebra import as_float32, as_float64
+
+    generator = torch.Generator().manual_seed(2)
+    words = torch.randint(2**50, (8, 2, 1000), generator=generator).double()
+    words[:, :, 0], words[:, :, 1], words[:, :, 2] = 0, 1, 2.0**50 - 1
+    of_ranks = torch.stack([as_float32(x) for x in words])
+    assert of_ranks.dtype == torch.float32
+    for order in (range(8), reversed(range(8))):
+        total = torch.zeros_like(of_ranks[0])
+        for rank in order:
+            total += of_ranks[rank]
+        assert torch.equal(as_float64(total), words.sum(0))

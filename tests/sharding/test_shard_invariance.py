@@ -103,9 +103,9 @@ def in_torch(request: Any) -> dict[Key, Any]:
 def test_gloo_ranks(in_torch: Any, name: str) -> None:
     """A18. Catches: a block or a sum of a shard's own, a sum that is rounded on a rank, a column of
     a rank in place of its class."""
-    mine = [key for key in in_torch if key[1] == name]
-    assert mine
-    for key in mine:
+    keys = [key for key in in_torch if key[1] == name]
+    assert keys
+    for key in keys:
         hold_shards("torch", key, in_torch[key])
 
 
@@ -172,8 +172,8 @@ ROUTED = every_pair(
 @pytest.fixture(scope="module")
 def over_routes() -> dict[Any, Any]:
     calls = [routed(*key)[0] for key in ROUTED]
-    found = zip(*launch(4, on_ranks, calls), strict=True)
-    return {key: [x for x in every if x is not None] for key, every in zip(ROUTED, found)}
+    of_ranks = zip(*launch(4, on_ranks, calls), strict=True)
+    return {key: [x for x in every if x is not None] for key, every in zip(ROUTED, of_ranks)}
 
 
 @pytest.mark.torch

@@ -80,10 +80,10 @@ def test_planted_causes_are_named_and_no_others(names):
     for effect in side.causes[0]:
         assert effect.form == FORMS.get(effect.name, "")
     # By size, as the sampler itself has it: how far it is from one without the cause.
-    came = SAMPLER.logprobs(which, **planted(names)).double()
+    sampled = SAMPLER.logprobs(which, **planted(names)).double()
     for effect in side.causes[0]:
         rest = [name for name in names if name != effect.name]
-        moved = (came - SAMPLER.logprobs(which, **planted(rest)).double()).abs()
+        moved = (sampled - SAMPLER.logprobs(which, **planted(rest)).double()).abs()
         if {"ids shifted by one", "log-probabilities shifted by one"} & set(names):
             continue  # these have no number at a row's end
         assert abs(effect.mean - moved.mean()) < 1e-5
@@ -178,14 +178,14 @@ def test_a_rounding_that_goes_either_way():
     assert not only(explain(hidden, weight, ids, of_ids(logits, ids))).whole
 
 
-@pytest.mark.parametrize("came", [-1.0, -1 - 2**-7])
-def test_a_log_probability_that_rounds_either_way(came):
+@pytest.mark.parametrize("sampled", [-1.0, -1 - 2**-7])
+def test_a_log_probability_that_rounds_either_way(sampled):
     """-1 - 2^-8 is halfway between two of bfloat16."""
     tie = 1 + 2**-8
     bias = np.array([0.0, np.log(np.exp(tie) - 1)])
     hidden, ids = np.zeros((40, 4)), np.arange(40) % 2
     other = float(torch.tensor(bias[1] - tie).bfloat16())
-    both = np.where(ids == 0, came, other)
+    both = np.where(ids == 0, sampled, other)
     side = only(explain(hidden, np.zeros((2, 4)), ids, both, bias=bias))
     assert {"log-probabilities rounded to 16 bits"} in named(side)
     assert side.whole
@@ -296,10 +296,10 @@ def test_both_sides_are_explained():
 def test_many_tokens_are_sampled_in_blocks(monkeypatch):
     """Runs of neighbours over all of them; memory is that of a block, not of all logits."""
     hidden, weight, ids = wide(vocab=997, width=16, tokens=3000)
-    came = of_ids(hidden @ weight.T, ids)
+    sampled = of_ids(hidden @ weight.T, ids)
     monkeypatch.setattr(readings, "BLOCK", 1 << 15)
     monkeypatch.setattr("xentlib.tools.explain.search.BLOCK", 1 << 15)
-    arrays = hidden.numpy(), weight.numpy(), ids.numpy(), came.numpy()
+    arrays = hidden.numpy(), weight.numpy(), ids.numpy(), sampled.numpy()
     tracemalloc.start()
     report = explain(*arrays, temperature=0.9, max_tokens=2000)
     _, peak = tracemalloc.get_traced_memory()

@@ -42,8 +42,13 @@ def test_another_head_is_not_taken_for_a_cause(seed):
 def test_nothing_is_named_of_tokens_that_are_not_compared():
     """In rows of two no token has a neighbour's neighbour."""
     hidden, weight, _, ids = small()
-    came = of_ids(hidden @ (weight + 0.01).flip(0).T, ids)
-    twos = hidden.reshape(-1, 2, hidden.shape[-1]), weight, ids.reshape(-1, 2), came.reshape(-1, 2)
+    sampled = of_ids(hidden @ (weight + 0.01).flip(0).T, ids)
+    twos = (
+        hidden.reshape(-1, 2, hidden.shape[-1]),
+        weight,
+        ids.reshape(-1, 2),
+        sampled.reshape(-1, 2),
+    )
     assert named(only(explain(*twos))) == []
 
 
@@ -53,11 +58,11 @@ def test_a_cause_beside_other_hidden_states_explains_a_part(name):
     made = torch.Generator().manual_seed(4)
     noise = 1 + 2**-8 * torch.randn(SAMPLER.hidden.shape, generator=made)
     body = SAMPLER._replace(hidden=SAMPLER.hidden * noise)
-    came = body.logprobs(**PLANTED[name])
-    side = only(explain(**SAMPLER.arguments() | {"sampler_logprobs": came}))
+    sampled = body.logprobs(**PLANTED[name])
+    side = only(explain(**SAMPLER.arguments() | {"sampler_logprobs": sampled}))
     assert named(side) == [{name}]
     assert not side.whole
-    left = (came - SAMPLER.logprobs(**PLANTED[name])).double().abs().mean().item()
+    left = (sampled - SAMPLER.logprobs(**PLANTED[name])).double().abs().mean().item()
     assert abs(side.left - left) < 1e-5
     assert 0.1 < left / side.one_rounding < 10
 
@@ -67,8 +72,8 @@ def test_a_share_of_a_cause_is_not_that_cause_nor_another(share):
     """A slope of 0.9 is something else, and so is what leaves more than the softcap does."""
     right, other = SAMPLER.logprobs(), SAMPLER.logprobs(softcap=None)
     noise = 1e-3 * torch.randn(right.shape, generator=torch.Generator().manual_seed(5))
-    came = (right + share * (other - right) + noise).clamp(max=0.0)
-    side = only(explain(**SAMPLER.arguments() | {"sampler_logprobs": came}))
+    sampled = (right + share * (other - right) + noise).clamp(max=0.0)
+    side = only(explain(**SAMPLER.arguments() | {"sampler_logprobs": sampled}))
     assert named(side) == []
 
 
@@ -119,7 +124,7 @@ def test_one_token():
 def test_a_token_beyond_those_that_are_looked_at_first(monkeypatch):
     """What explains the first tokens has to explain all."""
     hidden, weight, logits, ids = small(tokens=512)
-    came = of_ids(logits, ids)
-    came[500] -= 0.5
-    side = only(explain(hidden, weight, ids, came, temperature=0.7))
+    sampled = of_ids(logits, ids)
+    sampled[500] -= 0.5
+    side = only(explain(hidden, weight, ids, sampled, temperature=0.7))
     assert (named(side), side.whole) == ([{"temperature not applied"}], False)

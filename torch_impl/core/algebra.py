@@ -26,18 +26,16 @@ def as_float32(words_2N: Tensor) -> Tensor:
 def as_float64(words_8N: Tensor) -> Tensor:
     """Those words again, of sums over ranks too."""
     words = torch.zeros(2, words_8N.shape[1], dtype=torch.float64, device=words_8N.device)
-    for part, bits in zip(
-        words_8N.double().unflatten(0, (2, -1)).unbind(1), FLOAT32_BITS, strict=True
-    ):
+    parts = words_8N.double().unflatten(0, (2, -1)).unbind(1)
+    for part, bits in zip(parts, FLOAT32_BITS, strict=True):
         words = words * 2.0**bits + part
     return words
 
 
 def block_sums(m: Tensor, blocks: BlockStats) -> tuple[BlockSums, Tensor | None]:
-    """`Algebra.block_sums`, some tokens at a time: beside each number of a block are a dozen."""
+    """`Algebra.block_sums`, some tokens at a time: beside each of a block's numbers are a dozen."""
     count, tokens = blocks.m.shape
-    budget = block_bytes(m.device.type)
-    step = block_tokens(budget, count, SUMMING)
+    step = block_tokens(block_bytes(m.device.type), count, SUMMING)
     if tokens <= step:
         return ALGEBRA.block_sums(m, blocks)
     parts = []

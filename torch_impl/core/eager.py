@@ -122,10 +122,9 @@ class Eager(Kernels):
             torch.sub(z_BV, m.amax(1, keepdim=True), out=d_BV)
             sum_d = self.sum_of_rest(d_BV, y_B1)
         d_BV[:, self.shape.columns :] = -torch.inf
-        for part, d_Bbc, m_Bb in zip(
-            parts, self.by_blocks(d_BV), m.split([x.shape[1] for x in parts], 1)
-        ):
-            torch.sub(part, m_Bb[..., None], out=d_Bbc)
+        m_of_parts = m.split([x.shape[1] for x in parts], 1)
+        for part, into, m_Bb in zip(parts, self.by_blocks(d_BV), m_of_parts, strict=True):
+            torch.sub(part, m_Bb[..., None], out=into)
         e_BV = torch.empty_like(d_BV) if wanted.entropy else d_BV
         self.scaled_exp(d_BV, y_B1, 1.0, e_BV)
         sum_ed = None
@@ -143,7 +142,7 @@ class Eager(Kernels):
         return [x for x in parts if x.shape[1] * x.shape[2]]
 
     def sums(self, x_BV: Tensor) -> Tensor:
-        """[blocks, B]"""
+        """Over the columns of each block: [blocks, B]."""
         (sums,) = of_blocks(*((x.sum(2),) for x in self.by_blocks(x_BV)))
         return sums.T
 

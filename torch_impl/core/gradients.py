@@ -195,9 +195,8 @@ class GradientSums:
         """On a CPU some tokens at a time, the same whatever the chunk where its tokens are a
         multiple: d weight then does not depend on the chunk."""
         x_TH, logits, padded = chunk.x_TH, self.logits, dz_TV.shape[0]
-        step = (
-            WEIGHT_TOKENS if device_info(dz_TV).cpu_libraries and terms.order_B is None else padded
-        )
+        split = device_info(dz_TV).cpu_libraries and terms.order_B is None
+        step = WEIGHT_TOKENS if split else padded
         for start in range(0, padded, max(1, step)):
             part = slice(start, start + step)
             x, dz, of_part = x_TH[part], dz_TV[part], terms

@@ -94,8 +94,8 @@ def explain(
     names = [name for name in ("sampler", "trainer") if f"{name}_logprobs" in arrays]
     of = {x: arrays[f"{x}_logprobs"].reshape(-1)[search.all.at].astype(np.float64) for x in names}
     sides, removals = [], []
-    for name, came in of.items():
-        side, removed = _side(name, came, right, search)
+    for name, sampled in of.items():
+        side, removed = _side(name, sampled, right, search)
         sides.append(side)
         removals += removed
     sampler, trainer = of["sampler"], of.get("trainer", right.logprobs)
@@ -143,20 +143,20 @@ def _problem(arrays: dict[str, Array], numbers: dict[str, Any]) -> Problem:
 
 
 def _side(
-    name: str, came: Array, right: Values, search: Search
+    name: str, sampled: Array, right: Values, search: Search
 ) -> tuple[Side, list[tuple[float, str, str, Array]]]:
     """What explains these log-probabilities; and each cause of it with its size, whose it is, its
     title and its effect on every token."""
-    gap = np.abs(came - right.logprobs)
+    gap = np.abs(sampled - right.logprobs)
     units = float((gap / right.tolerance).max())
-    sets, whole = ([], True) if units <= 1.0 else search.explaining(came)
+    sets, whole = ([], True) if units <= 1.0 else search.explaining(sampled)
     described, removals, left = [], [], gap
     for k, chosen in enumerate(sets):
         effects = _effects(chosen, search)
         described.append(tuple(effect for effect, _ in effects))
         if k == 0:
             removals = [(effect.mean, name, effect.title, moved) for effect, moved in effects]
-            left = np.abs(came - search.all.of(chosen).logprobs)
+            left = np.abs(sampled - search.all.of(chosen).logprobs)
     size, most, rest = float(gap.mean()), float(gap.max()), float(np.nanmean(left))
     noise = None if whole else search.one_rounding()
     return Side(name, size, most, units, tuple(described), whole, rest, noise), removals

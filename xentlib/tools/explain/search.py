@@ -79,22 +79,22 @@ class Search:
             shown += [x for x in rest if differ(sample.of((*base, x)), sample.of(base))]
         return shown
 
-    def explaining(self, came: Array) -> tuple[list[Chosen], bool]:
+    def explaining(self, sampled: Array) -> tuple[list[Chosen], bool]:
         """Sets that explain the log-probabilities of all tokens, and whether all of them."""
         alone: list[Chosen] = [(form,) for form in self.visible]
         both = [*pairs([form for form in self.visible if form.cause.paired])]
         for sets in (alone, both):
-            whole = self._whole(sets, came)
+            whole = self._whole(sets, sampled)
             if whole:
                 return whole, True
-        best = self._parts(both, came) or self._parts(alone, came)
+        best = self._parts(both, sampled) or self._parts(alone, sampled)
         while best and len(best[0]) < MOST:
             taken = {form.cause.field for form in best[0]}
             more = [(*best[0], form) for form in self.visible if form.cause.field not in taken]
-            whole = self._whole(more, came)
+            whole = self._whole(more, sampled)
             if whole:
                 return whole, True
-            further = self._parts(more, came)
+            further = self._parts(more, sampled)
             if not further:
                 break
             best = further
@@ -108,29 +108,29 @@ class Search:
         one, other = (values.logprobs for values in moved.values())
         return float(np.abs(one - other).mean())
 
-    def _whole(self, sets: list[Chosen], came: Array) -> list[Chosen]:
+    def _whole(self, sets: list[Chosen], sampled: Array) -> list[Chosen]:
         for sample in self.samples:
             sample.compute(sets)
-            sets = [x for x in sets if within(came[sample.place], sample.of(x))]
+            sets = [x for x in sets if within(sampled[sample.place], sample.of(x))]
         return _distinct(sets)
 
-    def _parts(self, sets: list[Chosen], came: Array) -> list[Chosen]:
+    def _parts(self, sets: list[Chosen], sampled: Array) -> list[Chosen]:
         """The set that explains most of it, and those that these tokens cannot distinguish from
         it."""
         for sample, share in zip(self.samples[:2], SHARES, strict=True):
             sample.compute(sets)
-            rest = {x: remainder(came[sample.place], sample.of(x), sample.of(())) for x in sets}
+            rest = {x: remainder(sampled[sample.place], sample.of(x), sample.of(())) for x in sets}
             sets = [x for x in sets if rest[x] < share]
         sets = [x for x in sets if rest[x] <= TWICE * min(rest.values())]
-        part = sorted((x for x in sets if self._has_each(x, came)), key=rest.__getitem__)
+        part = sorted((x for x in sets if self._has_each(x, sampled)), key=rest.__getitem__)
         return _distinct(x for x in part if not differ(self.some.of(x), self.some.of(part[0])))
 
-    def _has_each(self, chosen: Chosen, came: Array) -> bool:
+    def _has_each(self, chosen: Chosen, sampled: Array) -> bool:
         """Whether the difference has the effect of each cause once."""
         values = self.some.of(chosen).logprobs
         with np.errstate(invalid="ignore"):  # classes that take no part
             moved = [values - self.some.of(without(chosen, form)).logprobs for form in chosen]
-        rows = np.stack([came[self.some.place] - values, *moved])
+        rows = np.stack([sampled[self.some.place] - values, *moved])
         rows = rows[:, ~np.isnan(rows).any(axis=0)]
         if not np.isfinite(rows).all():
             return False
@@ -164,10 +164,10 @@ def regressed(rest: Array, effects: Array) -> tuple[Array, Array]:
     return slopes, errors
 
 
-def remainder(came: Array, values: Values, right: Values) -> float:
+def remainder(sampled: Array, values: Values, right: Values) -> float:
     """Mean square of what a reading leaves, by that of the whole difference; infinite where no
     token is compared."""
-    rest, whole = came - values.logprobs, came - right.logprobs
+    rest, whole = sampled - values.logprobs, sampled - right.logprobs
     compared = ~np.isnan(rest + whole)
     if not compared.any():
         return np.inf
@@ -175,9 +175,9 @@ def remainder(came: Array, values: Values, right: Values) -> float:
     return float(np.mean(rest[compared] ** 2)) / size
 
 
-def within(came: Array, values: Values) -> bool:
+def within(sampled: Array, values: Values) -> bool:
     """Whether every token that is compared, half of them at least, is within its tolerance."""
-    gap = np.abs(came - values.logprobs)
+    gap = np.abs(sampled - values.logprobs)
     compared = ~np.isnan(gap)
     return bool(2 * compared.sum() >= gap.size and (gap <= values.tolerance)[compared].all())
 

@@ -88,5 +88,5 @@ def change(s: Array, sum_ed: Array, a: Array, b: Array) -> Array:
 def added(terms: Array) -> Array:
     """[2, N] of [2, blocks, N]: exact, rounded once."""
     whole = np.floor(terms.astype(np.float64) * EXACT).astype(np.int64).sum(1)
-    found: Array = (whole / EXACT).astype(np.float32)
-    return found
+    total: Array = (whole / EXACT).astype(np.float32)
+    return total

@@ -174,9 +174,9 @@ def shards(findings: Findings, seed: int) -> None:
     for backend in findings.backends:
         lists = shard_calls(backend, seed)
         calls = [call for of_one in lists for call in of_one]
-        found = iter(run_calls(backend, calls, findings.slowness))
+        outcomes = iter(run_calls(backend, calls, findings.slowness))
         for of_one in lists:
-            one, *others = [next(found).outcome for _ in of_one]
+            one, *others = [next(outcomes).outcome for _ in of_one]
             first, *rest = of_one
             whole = dense(first, backend)
             for call, got in zip([first, *rest], [whole, *others], strict=True):

@@ -44,9 +44,9 @@ def columns_of(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def joined(xp: Any, found: list[tuple[Any, BlockStats]]) -> tuple[Any, BlockStats]:
-    z_y = sum(z for z, _ in found)
-    fields = zip(*(rest[:-1] for _, rest in found), strict=True)
+def joined(xp: Any, of_parts: list[tuple[Any, BlockStats]]) -> tuple[Any, BlockStats]:
+    z_y = sum(z for z, _ in of_parts)
+    fields = zip(*(rest[:-1] for _, rest in of_parts), strict=True)
     return z_y, BlockStats(*(xp.concatenate(x) for x in fields))
 
 
@@ -57,7 +57,7 @@ def of_torch(logits: Array, labels: Array, sizes: Sequence[int]) -> dict[str, Ar
     from xentlib.torch.core.kernels import LogitsBlock, LogitTransform, kernels_for
 
     z_NV, target = on_torch(logits), on_torch(labels).long()
-    count, found = len(target), []
+    count, of_parts = len(target), []
     made = kernels_for(z_NV.device, z_NV.dtype)
     every = slice(0, count)
     for start, size in columns_of(sizes):
@@ -70,8 +70,8 @@ def of_torch(logits: Array, labels: Array, sizes: Sequence[int]) -> dict[str, Ar
         kernels = made(count, width, z_NC.dtype, z_NC.device, LogitTransform(size))
         z_y, rest = kernels.stats(rows, WANTED, dz_follows=False)
         assert rest.top is not None
-        found.append((torch.where(owned, z_y, 0.0), rest._replace(top=rest.top + start)))
-    z_y, rest = joined(torch, found)
+        of_parts.append((torch.where(owned, z_y, 0.0), rest._replace(top=rest.top + start)))
+    z_y, rest = joined(torch, of_parts)
     label = TargetInfo(target, 1.0, float(z_NV.shape[1]))
     stats = ALGEBRA.token_stats(z_y, ALGEBRA.together(rest), z_NV.shape[1], label)
     return {name: numpy_of(getattr(stats, name)) for name in NAMES}
@@ -86,7 +86,7 @@ def of_jax(logits: Array, labels: Array, sizes: Sequence[int]) -> dict[str, Arra
 
     @jax.jit
     def stats_of(z_NV: jax.Array, target: jax.Array) -> dict[str, Any]:
-        found = []
+        of_parts = []
         for start, size in columns_of(sizes):
             owned = (target >= start) & (target < start + size)
             y_N1 = jnp.where(owned, target - start, size)[:, None]
@@ -94,11 +94,11 @@ def of_jax(logits: Array, labels: Array, sizes: Sequence[int]) -> dict[str, Arra
             rows = LogitsBlock(z_NC, y_N1, None, jnp.ones_like(owned), owned)
             z_y, rest, _ = XLA(LogitTransform()).stats(rows, WANTED)
             assert rest.top is not None
-            found.append((jnp.where(owned, z_y, 0.0), rest._replace(top=rest.top + start)))
-        z_y, rest = joined(jnp, found)
+            of_parts.append((jnp.where(owned, z_y, 0.0), rest._replace(top=rest.top + start)))
+        z_y, rest = joined(jnp, of_parts)
         label = TargetInfo(target, 1.0, float(z_NV.shape[1]))
         stats = ALGEBRA.token_stats(z_y, ALGEBRA.together(rest), z_NV.shape[1], label)
         return {name: getattr(stats, name) for name in NAMES}
 
-    found = stats_of(on_jax(logits), on_jax(labels.astype(np.int32)))
-    return {name: numpy_of(x) for name, x in found.items()}
+    stats = stats_of(on_jax(logits), on_jax(labels.astype(np.int32)))
+    return {name: numpy_of(x) for name, x in stats.items()}
