@@ -13,9 +13,10 @@ from jax._src import compiler
 OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,  # a pipeline of MLIR's passes for each fusion
     "xla_cpu_parallel_codegen_split_count": 1,  # of 32 modules, a start of LLVM's passes for each
 }
+if jax.__version_info__ < (0, 11):  # jax 0.11 knows the option no longer
+    OPTIONS["xla_cpu_use_fusion_emitters"] = False  # a pipeline of MLIR's passes for each fusion
 
 
 # What a user's program is made of, in one module too: the same instructions, a fifth sooner.
