@@ -33,10 +33,13 @@ from triton.compiler import ASTSource
 
 from xentlib.torch.triton import programs
 from xentlib.torch.triton.launch import (
+    ADDING_WARPS,
+    BLOCKS_AT_ONCE,
     HIDDEN_BLOCK,
     SUM_COLUMNS,
     SUM_ROWS,
     SUM_WARPS,
+    TOKENS_AT_ONCE,
     compiled,
     options,
 )
@@ -51,12 +54,15 @@ POINTERS = {
     "dz_ptr": "*bf16",
     "x_ptr": "*bf16",
     "w_ptr": "*bf16",
+    "words_ptr": "*fp64",
+    "target_ptr": "*i64",
 }
 FLOATS = {"softcap", "label_smoothing", "z_loss"}
 STRIDES_OF_ONE = {"step_w", "step_acc"}
 # Integers that are multiples of 16 in every call: Triton compiles loads of 128 bits for those.
 ALIGNED = {"ld", "ld_dz", "ld_dx", "ld_w", "ld_x", "ld_acc"}
 
+OF_BLOCKS = ("sum_ed_ptr", "top_ptr")
 SHAPED = ("bias_ptr", "scale_ptr", "softcap", "temperature_ptr")
 FLAGS = {
     "ENTROPY": False,
@@ -109,13 +115,20 @@ def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
     }  # fmt: skip
     found = {}
     for name, (program, more) in of_row.items():
-        heavy = more.get("SMOOTHING", False) or "softcap" in more.get("with", ())
-        found[name] = (program, {**options(COLUMNS, heavy=heavy), **more})
+        found[name] = (program, {**options(COLUMNS), **more})
     tile = {"ROWS": SUM_ROWS, "BLOCK": SUM_COLUMNS, **compiled(SUM_WARPS)}
     found["column_sums, plain"] = (programs.column_sums, {**tile, "with": ("bias_ptr",)})
     found["column_sums, everything"] = (
         programs.column_sums,
         {**tile, "with": (*SHAPED, *coefficients, "weights_ptr")},
+    )
+    adding = {"K": BLOCKS_AT_ONCE, "TOKENS": TOKENS_AT_ONCE, **compiled(ADDING_WARPS)}
+    found["add_blocks, plain"] = (programs.add_blocks, adding)
+    found["add_blocks, everything"] = (programs.add_blocks, {**adding, "with": OF_BLOCKS})
+    few = {"TOKENS": TOKENS_AT_ONCE, **compiled(1)}
+    found["stats_of_tokens, everything"] = (
+        programs.stats_of_tokens,
+        {**few, "with": (*OF_BLOCKS, "sum_d_ptr", "weight_ptr", "weights_sum_ptr")},
     )
     wide = {"BLOCK": HIDDEN_BLOCK, **compiled(4)}
     found["add_to_hidden"] = (programs.add_to_hidden, wide)
@@ -126,9 +139,8 @@ def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
 def compile_for(arch: int, program: Any, given: dict[str, Any]) -> Any:
     """As a call from `launch` is compiled, for a GPU of this compute capability."""
     given = {**FLAGS, "with": (), **given}
-    optional = {*SHAPED, "weights_ptr", "beta_ptr", "gamma_ptr", "weights_sum_ptr", "z_loss"} - set(
-        given["with"]
-    )
+    optional = {*SHAPED, *OF_BLOCKS, "weights_ptr", "weight_ptr", "weights_sum_ptr", "sum_d_ptr"}
+    optional = (optional | {"beta_ptr", "gamma_ptr", "z_loss"}) - set(given["with"])
     if "weights_ptr" in given["with"]:
         optional.discard("weights_sum_ptr")
     signature, constants, attributes = {}, {}, {}
@@ -267,7 +279,8 @@ def main() -> int:
             continue
         for arch in args.arch:
             start = time.monotonic()
-            entries = given["BLOCK"] * given.get("ROWS", 1) // (32 * given["num_warps"])
+            lanes = given.get("BLOCK", given.get("K", 1)) * given.get("ROWS", 1)
+            entries = lanes * given.get("TOKENS", 1) // (32 * given["num_warps"])
             row = read(compile_for(arch, program, given), entries)
             found["programs"].setdefault(name, {})[f"sm_{arch}"] = row
             said = defects(row, reads_rows="rows, " in name and not given.get("one"))

@@ -111,8 +111,9 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
                     stats = at_rows(of_chunk, rows.span)
                 else:
                     z_y, blocks = kernels.stats(rows, wanted_stats, dz_follows=any(needs))
-                    rest = ALGEBRA.together(blocks)
-                    stats = ALGEBRA.token_stats(z_y, rest, loop.vocab.size, label)
+                    algebra = logits.made.algebra
+                    rest = algebra.together(blocks)
+                    stats = algebra.token_stats(z_y, rest, loop.vocab.size, label)
                     per_token_7N[:, rows.places] = ALGEBRA.values(stats, label, scalars)
                 if any(needs):
                     # 6. and 7. dz of the rest in place of the logits, dz of the target beside it

@@ -181,11 +181,11 @@ class Algebra(NamedTuple):
             total = (total + word) * 2.0**-bits
         return self.cast(total, like)
 
-    def together(self, blocks: BlockStats, add: Any = None) -> NonTargetStats:
-        """Statistics of all columns, where all blocks are here; `add` in place of `block_sums`."""
+    def together(self, blocks: BlockStats) -> NonTargetStats:
+        """Statistics of all columns, where all blocks are here."""
         m = self.largest(blocks)
         m = self.xp.where(m == -INF, 0.0, m)
-        sums, first = (add or self.block_sums)(m, blocks)
+        sums, first = self.block_sums(m, blocks)
         return self.of_sums(m, sums, first, blocks.sum_d)
 
     def of_sums(

@@ -77,7 +77,6 @@ def in_torch(
 
     from xentlib.algebra import TargetInfo, WantedStats
     from xentlib.arguments import Scalars
-    from xentlib.torch.core.algebra import ALGEBRA
     from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform
     from xentlib.torch.logprobs import Residuals, coefficients
 
@@ -96,8 +95,9 @@ def in_torch(
     wanted = WantedStats(entropy=block.entropy, smoothing=block.smoothing > 0, predicted=True)
     seen = rows()
     z_y, blocks = kernels.stats(seen, wanted, dz_follows=True)
-    stats = ALGEBRA.token_stats(
-        z_y, ALGEBRA.together(blocks), V, TargetInfo(tensor(block.labels), 1.0, float(V))
+    algebra = kernels.algebra
+    stats = algebra.token_stats(
+        z_y, algebra.together(blocks), V, TargetInfo(tensor(block.labels), 1.0, float(V))
     )
     g_3B = tensor(block.upstream)
     g_3B = g_3B if block.scale is None else g_3B * tensor(block.scale).to(dtype)

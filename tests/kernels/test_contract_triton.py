@@ -14,14 +14,16 @@ from conftest import HAS_TORCH
 from helpers.held import hold_in_norm
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from helpers.vocab_shards import held
+from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.contract import failures
 from xentlib.tools.harness.backends import run, run_logprobs
 from xentlib.tools.harness.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
 from xentlib.tools.harness.findings import Findings
-from xentlib.tools.harness.problems import Case, build, upstream_of
+from xentlib.tools.harness.problems import Case, build, logits_problem, upstream_of
 from xentlib.tools.harness.ranks import ShardedCall, run_calls
 from xentlib.tools.parity.rows import invariant, windows
-from xentlib.tools.parity.rows.head import HeadRows, nll, per_token
+from xentlib.tools.parity.rows.head import HeadRows, nll, per_token, same
+from xentlib.tools.parity.rows.invariant import OF_SHARDS, blocks, even
 
 if not HAS_TORCH:
     pytest.skip("PyTorch is not installed", allow_module_level=True)
@@ -129,6 +131,38 @@ def test_shards_with_an_empty_one() -> None:
         for field in dense._fields:
             whole = getattr(dense, field)
             held(field, getattr(found.outcome, field), whole, reference, low=False, world=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [
+        ("chunked_nll", False),
+        ("chunked_nll", True),
+        ("chunked_logprobs", False),
+        ("vocab_parallel_logprobs", False),
+    ],
+)
+def test_shards_do_not_show(name: str, bias: bool) -> None:
+    """A18: over ranks a token has the bits that one program gives it without shards. Catches: a
+    block that a tile's edge cuts; a sum that is rounded on one way and not on the other, seen in
+    confident tokens."""
+    options = WITH_OPTIONS.options if name == "chunked_nll" else {"softcap": 9.0}
+    tokens = 48 if (name, bias) == ("chunked_nll", False) else 9  # in one program, and in three
+    case = Case("shards", tokens, 8, 3 * BLOCK_COLUMNS + 37, std=6.0, confident=0.7, bias=bias)
+    problem = build(replace(case, options=options), 7)
+    if name == "vocab_parallel_logprobs":
+        logits = problem.hidden @ problem.weight.T
+        problem = logits_problem(logits, problem.labels, "given")
+    upstream = None if name == "chunked_nll" else upstream_of(problem, 5)
+    cuts = blocks(case.vocab, (1,)), blocks(case.vocab, (3,)), (*even(case.vocab, 2), 0)
+    calls = [ShardedCall(name, problem, sizes, upstream, False, 8) for sizes in cuts]
+    findings = Findings(("torch",))
+    dense = invariant.dense(calls[0], "torch")
+    for found in run_calls("torch", calls):
+        assert not found.unequal
+        same(findings, "A18", found.outcome, dense, names=OF_SHARDS, backend="torch")
+    assert len(findings.measurements) >= 12
+    assert not failures(findings.measurements)
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:

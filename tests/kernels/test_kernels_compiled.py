@@ -56,3 +56,33 @@ def test_an_approximate_exponential_is_seen() -> None:
     done = compiled("-c", MUTANT.format(path=str(ROOT / ".ci" / "ptx.py")))
     assert done.returncode == 1
     assert "approximate" in done.stderr.splitlines()[-1]
+
+
+# Of the sums of a block: what each width and both programs have, but for the number of warps.
+LAYOUTS = """
+import re, runpy, sys
+sys.argv = ["ptx.py"]
+import os; os.environ.pop("TRITON_INTERPRET", None)
+made = runpy.run_path({path!r})
+from xentlib.torch.triton import programs
+from xentlib.torch.triton.launch import options
+for dtype in ("*fp32", "*bf16"):
+    layouts = set()
+    for columns in (128, 700, 128_256):
+        program = programs.loss_rows if columns == 700 else programs.stats_rows
+        given = {{**options(columns), "z_ptr": dtype, "PREDICTED": True, "ENTROPY": True}}
+        text = made["compile_for"](90, program, given).asm["ttgir"]
+        names = dict(re.findall(r"(#blocked\\d*) = #ttg.blocked<(.*?)>", text))
+        of_tile = r"\\(tensor<\\d+x\\d+x\\d+xf32, (#\\w+)>\\) -> tensor<\\d+x\\d+xf32"
+        layouts |= {{re.sub("warpsPerCTA.*?], ", "", names[x]) for x in re.findall(of_tile, text)}}
+    print(dtype, *layouts)
+"""
+
+
+def test_every_width_adds_a_block_in_one_order() -> None:
+    """A18 on a device: eight threads a block, 128 bits from each part of it, of 1 to 8 warps.
+    Catches: fewer columns than a warp has room for, whose parts would be other threads'."""
+    done = compiled("-c", LAYOUTS.format(path=str(ROOT / ".ci" / "ptx.py")))
+    assert done.returncode == 0, done.stderr
+    layout = "{{sizePerThread = [1, 1, {}], threadsPerWarp = [1, 4, 8], order = [2, 1, 0]}}"
+    assert done.stdout.splitlines() == ["*fp32 " + layout.format(4), "*bf16 " + layout.format(8)]

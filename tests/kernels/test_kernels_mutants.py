@@ -24,9 +24,17 @@ import triton.language as tl
 from helpers.kernel_losses import LOSSES, drawn, held, loss_of, oracle
 from xentlib.contract import check, failures
 from xentlib.torch.triton import programs, row
-from xentlib.torch.triton.elementary import INTERPRETED, round_to
+from xentlib.torch.triton.elementary import INTERPRETED, difference_exp, round_to
 from xentlib.torch.triton.launch import Triton
-from xentlib.torch.triton.row import dz_of, scan_row, scan_step, stored, token_stats
+from xentlib.torch.triton.row import (
+    block_stats,
+    dz_of,
+    scan_row,
+    stored,
+    sum_blocks,
+    token_stats,
+    words,
+)
 
 pytestmark = [
     pytest.mark.torch,
@@ -37,29 +45,45 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def four_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a column."""
-    monkeypatch.setattr("xentlib.torch.triton.launch.INTERPRETED_BLOCK", 64)
+    monkeypatch.setattr("xentlib.torch.triton.launch.INTERPRETED_TILE", 128)
 
 
 @triton.jit
-def sum_not_moved(z, cols, m, s, sum_ed, top, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr):
-    new_m, new_s, sum_ed, top = scan_step(z, cols, m, s, sum_ed, top, ENTROPY, PREDICTED)
-    return new_m, tl.where(z > m, s, new_s), sum_ed, top
+def not_moved(a, b):
+    d, _ = difference_exp(a, b)
+    return d, tl.where(d == d, 1.0, d)
 
 
 @triton.jit
-def entropy_not_moved(z, cols, m, s, sum_ed, top, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr):
-    m, s, new, top = scan_step(z, cols, m, s, sum_ed, top, ENTROPY, PREDICTED)
-    return m, s, tl.where(z >= m, sum_ed, new), top
+def column_of_tile(z, cols, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr):
+    return block_stats(z, cols % 128, ENTROPY, PREDICTED)
+
+
+@triton.jit
+def entropy_of_blocks(
+    m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, step, step_top, blocks, highest, mask,
+    K: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Each relative to its own maximum."""
+    ones, upper, lower, _, _, top = sum_blocks(
+        m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, step, step_top, blocks, highest, mask, K,
+        TOKENS,
+    )  # fmt: skip
+    at = tl.arange(0, K)[:, None] * step
+    ed = tl.load(sum_ed_ptr[None, :] + at, mask=tl.arange(0, K)[:, None] < blocks, other=0.0)
+    more, rest = words(-ed)
+    return ones, upper, lower, tl.sum(more, 0), tl.sum(rest, 0), top
 
 
 @triton.jit
 def target_left_in(
     row_ptr, y, V, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature, weights_ptr,
+    blocks_ptr, blocks,
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     return scan_row(
         row_ptr, -1, V, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
-        weights_ptr, ENTROPY, SMOOTHING, PREDICTED, BLOCK,
+        weights_ptr, blocks_ptr, blocks, ENTROPY, SMOOTHING, PREDICTED, BLOCK,
     )  # fmt: skip
 
 
@@ -95,8 +119,9 @@ def forwards(
 
 
 MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
-    "a sum not moved to its maximum": (row, "scan_step", sum_not_moved, "plain"),
-    "an entropy's sum not moved": (row, "scan_step", entropy_not_moved, "plain"),
+    "a sum not moved to the row's maximum": (row, "difference_exp", not_moved, "plain"),
+    "an entropy's sum not moved": (programs, "sum_blocks", entropy_of_blocks, "plain"),
+    "a column of the tile": (row, "block_stats", column_of_tile, "plain"),
     "the target's column left in": (programs, "scan_row", target_left_in, "plain"),
     "the smoothed sum dropped": (programs, "token_stats", smoothing_dropped, "smoothed"),
 }

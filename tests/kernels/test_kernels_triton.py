@@ -29,6 +29,8 @@ import triton.language as tl
 from triton._C import libtriton
 
 from helpers.kernel_losses import LOSSES, Terms, drawn, held, loss_of, oracle
+from xentlib.algebra import BlockStats
+from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.triton import elementary
 from xentlib.torch.triton.launch import INTERPRETED, Triton, compiled
 
@@ -138,7 +140,7 @@ def test_rounding_has_the_bits_of_ml_dtypes() -> None:
 @pytest.mark.parametrize(("options", "terms"), LOSSES.values(), ids=LOSSES)
 def test_the_loss_in_one_pass(monkeypatch: pytest.MonkeyPatch, options: Any, terms: Terms) -> None:
     """A0, A2 to A5: values and dz of `chunked_nll`, in four blocks of columns and a column."""
-    monkeypatch.setattr("xentlib.torch.triton.launch.INTERPRETED_BLOCK", 64)
+    monkeypatch.setattr("xentlib.torch.triton.launch.INTERPRETED_TILE", 128)
     block = drawn(8, options)
     reference = oracle(block, terms)
     values, dz = loss_of(block, terms, torch.float32)
@@ -268,3 +270,21 @@ def test_a_first_program_is_tried() -> None:
         "",
         True,
     )
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 40])
+def test_blocks_are_added_exactly(blocks: int) -> None:
+    """A18: the words of `Algebra.block_sums`, of terms from 2^-80 to 127 that nothing is moved of.
+    Catches: a word that is no integer, the lower one left out, a block or a token left out."""
+    rng, size = np.random.default_rng(blocks), (blocks, 37)
+    ones = rng.integers(0, 3, size)
+    s, minus = 127 * 2.0 ** (-80 * rng.random((2, *size)))
+    top = np.arange(blocks)[:, None] * 128.0 + np.zeros(size)
+    fields = [np.where(ones == 0, 0.0, x) for x in (np.full(size, 3.0), ones, s, -minus)]
+    given = [torch.tensor(x, dtype=torch.float32) for x in (*fields, top)]
+    largest = torch.full((37,), 3.0)
+    for of in (BlockStats(*given), BlockStats(*(x.T.contiguous().T for x in given))):
+        sums, first = Triton.algebra.block_sums(largest, of)
+        wanted, column = ALGEBRA.block_sums(largest, of)
+        for x, y in zip((*sums, first), (*wanted, column), strict=True):
+            assert torch.equal(x, y)

@@ -129,8 +129,12 @@ def test_logits_are_read_twice_and_written_once(programs: Programs) -> None:
 @pytest.mark.parametrize(
     ("function", "bias", "expected"),
     [
-        (chunked_nll, True, ["stats_rows", "column_sums", "dz_rows"]),
-        (chunked_logprobs, False, ["stats_rows", "dz_rows"]),
+        (
+            chunked_nll,
+            True,
+            ["stats_rows", "add_blocks", "stats_of_tokens", "column_sums", "dz_rows"],
+        ),
+        (chunked_logprobs, False, ["stats_rows", "add_blocks", "dz_rows"]),
     ],
 )
 def test_what_else_a_chunk_is(programs: Programs, function: Any, bias: bool, expected: Any) -> None:
@@ -156,6 +160,7 @@ def test_given_logits_are_not_copied(programs: Programs) -> None:
     with as_on_a_gpu() as seen:
         vocab_parallel_logprobs(logits, labels).logprobs.sum().backward()
     assert [x.name for x in seen.touching(T * V)] == []
-    (_, stats), (_, dz) = programs.calls
+    (_, stats), *of_tokens, (_, dz) = programs.calls
+    assert {name for name, _ in of_tokens} == {"add_blocks", "stats_of_tokens"}
     assert stats["z_ptr"].untyped_storage()._cdata == logits.untyped_storage()._cdata
     assert (dz["TARGET"], dz["dz_ptr"].dtype) == (True, torch.bfloat16)

@@ -32,24 +32,29 @@ def as_float64(words_8N: Tensor) -> Tensor:
     return words
 
 
-def block_sums(m: Tensor, blocks: BlockStats) -> tuple[BlockSums, Tensor | None]:
-    """`Algebra.block_sums`, some tokens at a time: beside each of a block's numbers are a dozen."""
-    count, tokens = blocks.m.shape
-    step = block_tokens(block_bytes(m.device.type), count, SUMMING)
-    if tokens <= step:
-        return ALGEBRA.block_sums(m, blocks)
-    parts = []
-    for start in range(0, tokens, step):
-        part = slice(start, start + step)
-        some = [None if x is None else x[:, part] for x in blocks[:-1]]
-        parts.append(ALGEBRA.block_sums(m[part], BlockStats(*some)))
-    sums, first = zip(*parts, strict=True)
-    every = [None if x[0] is None else torch.cat(x, -1) for x in zip(*sums, strict=True)]
-    return BlockSums(*every), None if first[0] is None else torch.cat(first)
+class InSlices(Algebra):
+    """Adds blocks up for some tokens at a time: beside each of a block's numbers are a dozen."""
+
+    __slots__ = ()
+
+    def block_sums(self, m: Tensor, blocks: BlockStats) -> tuple[BlockSums, Tensor | None]:
+        """`Algebra.block_sums`."""
+        count, tokens = blocks.m.shape
+        step = block_tokens(block_bytes(m.device.type), count, SUMMING)
+        if tokens <= step:
+            return super().block_sums(m, blocks)
+        parts = []
+        for start in range(0, tokens, step):
+            part = slice(start, start + step)
+            some = [None if x is None else x[:, part] for x in blocks[:-1]]
+            parts.append(super().block_sums(m[part], BlockStats(*some)))
+        sums, first = zip(*parts, strict=True)
+        every = [None if x[0] is None else torch.cat(x, -1) for x in zip(*sums, strict=True)]
+        return BlockSums(*every), None if first[0] is None else torch.cat(first)
 
 
 FLOAT32_BITS = (0, 11, 11, 11)
 SUMMING = 48  # bytes of a number of a block while it is added
 # In float64, which a vector has two of, not eight: a CPU's operators cost as much as what they do
 # to the few numbers of a block.
-ALGEBRA = Algebra(torch, torch.exp, cast, lambda x: x, Tensor.double)
+ALGEBRA = InSlices(torch, torch.exp, cast, lambda x: x, Tensor.double)

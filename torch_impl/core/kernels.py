@@ -16,9 +16,10 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xentlib.algebra import BlockStats, Coefficients, WantedStats
+from xentlib.algebra import Algebra, BlockStats, Coefficients, WantedStats
 from xentlib.arguments import Scalars
 from xentlib.kernels import CHOICES, VARIABLE
+from xentlib.torch.core.algebra import ALGEBRA
 
 
 class LogitTransform(NamedTuple):
@@ -83,6 +84,7 @@ class Kernels(Protocol):
     spare_column: ClassVar[bool] = True
     sorted_targets: ClassVar[bool] = False  # `add_to_weight` wants `order_B`
     fused_loss: ClassVar[bool] = False  # has `loss`
+    algebra: ClassVar[Algebra] = ALGEBRA  # steps 4 and 5 of tokens
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: LogitTransform

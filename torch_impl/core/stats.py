@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import BlockStats, TokenStats, WantedStats
+from xentlib.algebra import Algebra, BlockStats, TokenStats, WantedStats
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits
 from xentlib.torch.core.tokens import check_labels, target_info
@@ -16,8 +16,9 @@ from xentlib.torch.core.tokens import check_labels, target_info
 
 class ColumnStats(NamedTuple):
     """Of some columns: the target's logit and whether it is one of them, the others' statistics,
-    and their weight."""
+    and their weight; and what makes statistics of all columns out of them."""
 
+    algebra: Algebra
     z_y: Tensor
     owned: Tensor
     rest: BlockStats
@@ -35,7 +36,8 @@ class ColumnStats(NamedTuple):
         pairs = zip(self.rest[:-1], other.rest[:-1], strict=True)
         fields = [None if x is None else torch.cat((x, y)) for x, y in pairs]
         rest = BlockStats(*fields)._replace(sum_d=sum_d)
-        return ColumnStats(z_y, self.owned | other.owned, rest, self.weight + other.weight)
+        owned, weight = self.owned | other.owned, self.weight + other.weight
+        return ColumnStats(self.algebra, z_y, owned, rest, weight)
 
 
 def all_stats(loop: Any, wanted: WantedStats) -> TokenStats:
@@ -85,7 +87,8 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
     if logits.own_weights is not None:
         weight = logits.own_weights.sum()
     label = target_info(logits, places)
-    return ColumnStats(z_y, here, rest, weight - label.weight * here.to(z_y.dtype))
+    rest_weight = weight - label.weight * here.to(z_y.dtype)
+    return ColumnStats(logits.made.algebra, z_y, here, rest, rest_weight)
 
 
 def put_stats(
@@ -97,7 +100,7 @@ def put_stats(
     for rows in logits.blocks(chunk):
         z_y, rest = kernels.stats(rows, wanted, dz_follows=False)
         if logits.vocab.shard is None:  # all columns are here: one block
-            rest = ALGEBRA.together(rest).as_block()
+            rest = logits.made.algebra.together(rest).as_block()
         values = torch.cat([x if x.ndim == 2 else x[None] for x in (z_y, *rest) if x is not None])
         if packed is None:
             packed = values.new_zeros(values.shape[0], count)
@@ -122,7 +125,7 @@ def combined(part: Any, columns: ColumnStats, places: slice | Tensor) -> TokenSt
     z_y, rest = vocab.combine(*columns, most)
     if vocab.sharded:
         check_labels(part.labels, tokens.bad, part.ignore_index, vocab.size)
-    return ALGEBRA.token_stats(z_y, rest, vocab.size, target_info(part, places))
+    return columns.algebra.token_stats(z_y, rest, vocab.size, target_info(part, places))
 
 
 def at_rows(stats: TokenStats, index: slice | Tensor) -> TokenStats:

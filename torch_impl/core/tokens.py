@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import BlockStats, NonTargetStats, TargetInfo
+from xentlib.algebra import Algebra, BlockStats, NonTargetStats, TargetInfo
 from xentlib.checks.call import CALLS
 from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
 from xentlib.torch.array_spec import dtype_name
-from xentlib.torch.core.algebra import ALGEBRA, block_sums
 from xentlib.torch.core.device import chunk_bytes, device_info
 from xentlib.torch.operators import HeadCall
 
@@ -50,10 +49,16 @@ class LocalVocab:
         return columns if self.shard is None else columns + self.shard.start
 
     def combine(
-        self, z_y: Tensor, owned: Tensor, rest: BlockStats, weights: Tensor | float, most: int
+        self,
+        algebra: Algebra,
+        z_y: Tensor,
+        owned: Tensor,
+        rest: BlockStats,
+        weights: Tensor | float,
+        most: int,
     ) -> tuple[Tensor, NonTargetStats]:
         """As `ShardedVocab` has it: these are of all classes already."""
-        return z_y, ALGEBRA.together(rest, block_sums)
+        return z_y, algebra.together(rest)
 
 
 class Selected(NamedTuple):

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xentlib.algebra import WORD_BITS, BlockStats, BlockSums, NonTargetStats
+from xentlib.algebra import WORD_BITS, Algebra, BlockStats, BlockSums, NonTargetStats
 from xentlib.checks.call import check_class_weights
 from xentlib.checks.shards import SHARDS, check_shards, check_tiles, refuse_inconsistent
 from xentlib.plan import VocabShard, sum_rows
-from xentlib.torch.core.algebra import ALGEBRA, as_float32, as_float64, block_sums
+from xentlib.torch.core.algebra import as_float32, as_float64
 from xentlib.torch.core.consistency import RankConsistency, group_named
 from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.tokens import LocalVocab
@@ -162,7 +162,13 @@ class ShardedVocab(LocalVocab):
         check_tiles(list(zip(start, stop, strict=True)), self.size)
 
     def combine(
-        self, z_y: Tensor, owned: Tensor, rest: BlockStats, weights: Tensor | float, most: int
+        self,
+        algebra: Algebra,
+        z_y: Tensor,
+        owned: Tensor,
+        rest: BlockStats,
+        weights: Tensor | float,
+        most: int,
     ) -> tuple[Tensor, NonTargetStats]:
         """Target's logit and statistics of the rest over all shards: [N] each, on every rank.
 
@@ -170,7 +176,7 @@ class ShardedVocab(LocalVocab):
         `most` tokens is what a chunk may have: the first MAX has room for them, so that ranks whose
         chunks are not the same learn that from each other.
         """
-        m_local = ALGEBRA.largest(rest)
+        m_local = algebra.largest(rest)
         count = m_local.shape[0]
         m = m_local.clone()
         if not self.verified:
@@ -180,13 +186,13 @@ class ShardedVocab(LocalVocab):
             self.verified, self.wrong = True, self._verify(m[most:])
         m = m[:count]
         m = torch.where(m == -torch.inf, 0.0, m)
-        terms, first = block_sums(m, rest)
+        terms, first = algebra.block_sums(m, rest)
         low = m.dtype != torch.float64
         packed = [torch.where(owned, z_y, 0.0), terms.ones]
         for words in (terms.s, terms.sum_ed):
             packed += () if words is None else as_float32(words) if low else words
         if rest.sum_d is not None:
-            packed.append(ALGEBRA.moved(rest.sum_d, weights, m_local, m))
+            packed.append(algebra.moved(rest.sum_d, weights, m_local, m))
         if first is not None:
             tops = torch.zeros(self.ranks, count, dtype=m.dtype, device=m.device)
             tops[self.rank] = first
@@ -208,7 +214,7 @@ class ShardedVocab(LocalVocab):
         first = None if first is None else more[: self.ranks].amin(0)
         if self.wrong is not None:
             z_y = torch.where(self.wrong, torch.nan, z_y)
-        return z_y, ALGEBRA.of_sums(m, BlockSums(ones, *of_words), first, sum_d)
+        return z_y, algebra.of_sums(m, BlockSums(ones, *of_words), first, sum_d)
 
     def start_sum(self, x: Tensor) -> Any:
         """Work to wait for."""

@@ -13,27 +13,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xentlib.algebra import BlockStats, Coefficients, NonTargetStats, WantedStats
+from xentlib.algebra import (
+    BLOCK_COLUMNS,
+    Algebra,
+    BlockStats,
+    BlockSums,
+    Coefficients,
+    NonTargetStats,
+    TargetInfo,
+    TokenStats,
+    WantedStats,
+    weighted,
+)
+from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms, TargetTerms
 from xentlib.torch.triton import programs
 from xentlib.torch.triton.elementary import INTERPRETED
 
-# 8 entries a thread are two loads of 128 bits, and at 512 threads 48 registers each; a softcap or
-# the sums of a smoothing, which are float64, would spill, and have 4.
-WARPS, THREADS_A_WARP = 16, 32
-INTERPRETED_BLOCK = 256  # so that short rows have several blocks too
+# 16 entries a thread are four loads of 128 bits, and of 256 threads four programs fit into a
+# multiprocessor. A warp has four blocks of columns whatever the row's length: one order of sums.
+WARPS, THREADS_A_WARP, ENTRIES = 8, 32, 16
+INTERPRETED_TILE = 256  # so that short rows have several tiles too
 # Of column sums: 16 rows of 128 columns are a tile of 8 KiB, read in lines of 512 bytes.
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 16, 128, 8
 HIDDEN_BLOCK = 1024
+# Blocks' statistics are added for 32 tokens, neighbours in memory, in a tile of 16 blocks.
+BLOCKS_AT_ONCE, TOKENS_AT_ONCE, ADDING_WARPS = 16, 32, 4
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def options(columns: int, *, heavy: bool = False) -> dict[str, Any]:
+def options(columns: int) -> dict[str, Any]:
     """Lanes of a program that reads a row of so many columns, and how it is compiled."""
-    entries = 4 if heavy else 8
-    largest = INTERPRETED_BLOCK if INTERPRETED else WARPS * THREADS_A_WARP * entries
-    block = min(largest, max(128, triton.next_power_of_2(columns)))
-    return {"BLOCK": block, **compiled(max(1, block // (THREADS_A_WARP * entries)))}
+    of_warp = BLOCK_COLUMNS if INTERPRETED else THREADS_A_WARP * ENTRIES
+    largest = INTERPRETED_TILE if INTERPRETED else WARPS * of_warp
+    block = min(largest, max(of_warp, triton.next_power_of_2(columns)))
+    return {"BLOCK": block, **compiled(block // of_warp)}
 
 
 def compiled(warps: int) -> dict[str, Any]:
@@ -41,14 +55,61 @@ def compiled(warps: int) -> dict[str, Any]:
     return {} if INTERPRETED else {"num_warps": warps, "enable_fp_fusion": False}
 
 
+class Programs(Algebra):
+    """Step 5 of tokens, as `loss_rows` has it."""
+
+    __slots__ = ()
+
+    def block_sums(self, m: Tensor, blocks: BlockStats) -> tuple[BlockSums, Tensor | None]:
+        """`Algebra.block_sums`."""
+        count, tokens = blocks.m.shape
+        words = m.new_empty(4 if blocks.sum_ed is not None else 2, tokens, dtype=torch.float64)
+        out, sums, top = m.new_empty(2, tokens), tuple[Any, ...](blocks[:4]), blocks.top
+        if len({x.stride() for x in sums if x is not None}) > 1:
+            sums = dense(*sums)
+        strides = (*sums[0].stride(), *((0, 0) if top is None else top.stride()))
+        if tokens:
+            with device_of(m):
+                programs.add_blocks[(triton.cdiv(tokens, TOKENS_AT_ONCE),)](
+                    *sums, top, *strides, count, m.contiguous(), out, words, tokens,
+                    K=BLOCKS_AT_ONCE, TOKENS=TOKENS_AT_ONCE, **compiled(ADDING_WARPS),
+                )  # fmt: skip
+        sum_ed = None if blocks.sum_ed is None else words[2:]
+        return BlockSums(out[0], words[:2], sum_ed), None if blocks.top is None else out[1]
+
+    def token_stats(
+        self, z_y: Tensor, rest: NonTargetStats, vocab_size: int, label: TargetInfo
+    ) -> TokenStats:
+        """`Algebra.token_stats`."""
+        tokens, out = len(z_y), z_y.new_empty(8, len(z_y))
+        weight, total = (label.weight, label.total) if weighted(label) else (None, None)
+        if tokens:
+            with device_of(z_y):
+                programs.stats_of_tokens[(triton.cdiv(tokens, TOKENS_AT_ONCE),)](
+                    *dense(z_y, *rest, label.target, weight), total, out, tokens, vocab_size,
+                    TOKENS=TOKENS_AT_ONCE, **compiled(1),
+                )  # fmt: skip
+        lse, logprob, p_y, p_rest, entropy, correct, mean_logp, predicted = out
+        return TokenStats(
+            lse, logprob, p_y, p_rest, entropy,
+            None if rest.sum_d is None else mean_logp, correct,
+            None if rest.top is None else predicted,
+        )  # fmt: skip
+
+
+def dense(*tensors: Any) -> tuple[Any, ...]:
+    return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
 class Triton:
-    """See `kernels.OnePass`. No scratch, and the logits are read only: dz may be written anywhere
-    that `write_dz` allows."""
+    """See `kernels.FusedLoss`. No scratch but for statistics of blocks, and the logits are read
+    only: dz may be written anywhere that `write_dz` allows."""
 
     whole_chunks: ClassVar[bool] = True
     spare_column: ClassVar[bool] = False
     sorted_targets: ClassVar[bool] = True
     fused_loss: ClassVar[bool] = True
+    algebra: ClassVar[Algebra] = Programs(*ALGEBRA)
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device, shape: LogitTransform
@@ -64,17 +125,20 @@ class Triton:
         self, rows: LogitsBlock, wanted: WantedStats, *, dz_follows: bool
     ) -> tuple[Tensor, BlockStats]:
         """Steps 2 to 4."""
-        packed = rows.z_BV.new_empty(4 + sum(wanted), rows.z_BV.shape[0], dtype=torch.float32)
-        of_shape = self.shape_of(rows)
+        blocks_BFb = self.blocks_of(rows, wanted)
+        tokens = blocks_BFb.new_empty(1 + wanted.smoothing, len(blocks_BFb))
         self.launch(
-            programs.stats_rows, rows, **of_shape, out_ptr=packed, ld_out=packed.stride(0),
+            programs.stats_rows, rows, **self.shape_of(rows), tokens_ptr=tokens,
+            ld_tokens=tokens.stride(0), blocks_ptr=blocks_BFb, blocks=blocks_BFb.shape[2],
             ENTROPY=wanted.entropy, SMOOTHING=wanted.smoothing, PREDICTED=wanted.predicted,
-            **self.options(smoothing=wanted.smoothing),
+            **options(self.shape.columns),
         )  # fmt: skip
-        z_y, m, ones, s, *more = packed
-        extra = iter(more)
-        sum_ed, sum_d, top = (next(extra) if want else None for want in wanted)
-        return z_y, NonTargetStats(m, ones, s, sum_ed, top, sum_d).as_block()
+        four, top = blocks_BFb[:, :4].flatten(1).unflatten(1, (-1, 4)), None
+        m, s, ones, sum_ed = four.permute(2, 1, 0)
+        if wanted.predicted:
+            top = blocks_BFb[:, 4].T
+        sum_d = tokens[1] if wanted.smoothing else None
+        return tokens[0], BlockStats(m, ones, s, sum_ed if wanted.entropy else None, top, sum_d)
 
     def dz(
         self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients, out: DzOutput
@@ -85,7 +149,7 @@ class Triton:
         self.launch(
             programs.dz_rows, rows, **self.shape_of(rows), **self.written(rows, out),
             lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma, own_ptr=of.own,
-            dz_y_ptr=dz_y_B, TARGET=out.with_target, **self.options(smoothing=False),
+            dz_y_ptr=dz_y_B, TARGET=out.with_target, **options(self.shape.columns),
         )  # fmt: skip
         return dz_y_B, sums_V
 
@@ -94,15 +158,17 @@ class Triton:
         into: dict[str, Any] = {"dz_ptr": None, "ld_dz": 0, "ROUND": tl.float32, "IN_PLACE": False}
         if terms.dz_y_B is not None:
             into = self.written(rows, out)
+        blocks_BFb, how = self.blocks_of(rows, wanted), options(self.shape.columns)
         self.launch(
             programs.loss_rows, rows, **self.shape_of(rows), **into, factor_ptr=terms.factor_B,
-            weights_sum_ptr=terms.weights_sum, values_ptr=terms.values_7B,
+            weights_sum_ptr=terms.weights_sum, blocks_ptr=blocks_BFb, blocks=blocks_BFb.shape[2],
+            values_ptr=terms.values_7B,
             ld_values=terms.values_7B.stride(0), dz_y_ptr=terms.dz_y_B,
             label_smoothing=terms.scalars.label_smoothing,
             z_loss=terms.scalars.z_loss or None,
             ENTROPY=wanted.entropy,
             SMOOTHING=wanted.smoothing, PREDICTED=wanted.predicted,
-            GRADIENT=terms.dz_y_B is not None, **self.options(smoothing=wanted.smoothing),
+            GRADIENT=terms.dz_y_B is not None, **how,
         )  # fmt: skip
 
     def column_sums(self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients) -> Tensor:
@@ -145,9 +211,12 @@ class Triton:
             with device_of(self.device):
                 program[(rows.z_BV.shape[0],)](**self.of(rows), **given)
 
-    def options(self, *, smoothing: bool) -> dict[str, Any]:
-        capped = self.shape.scalars.softcap is not None
-        return options(self.shape.columns, heavy=smoothing or capped)
+    def blocks_of(self, rows: LogitsBlock, wanted: WantedStats) -> Tensor:
+        """[B, fields, blocks] of `BlockStats`, as `scan_row` writes them."""
+        columns, fields = self.shape.columns, 4 + wanted.predicted
+        size = (rows.z_BV.shape[0], fields, max(1, triton.cdiv(columns, BLOCK_COLUMNS)))
+        make = rows.z_BV.new_empty if columns else rows.z_BV.new_zeros
+        return make(size, dtype=torch.float32)
 
     def of(self, rows: LogitsBlock) -> dict[str, Any]:
         assert rows.z_BV.stride(1) == 1 or self.shape.columns <= 1, "programs read dense rows"

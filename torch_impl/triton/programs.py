@@ -1,5 +1,5 @@
-"""Triton programs: one a row of logits, one a block of columns for their sums, one a token for the
-terms of its target.
+"""Triton programs: one a row of logits, one a few tokens for what is made of their statistics, one
+a block of columns for their sums, one a token for the terms of its target.
 
 Shapes: T rows of a chunk, V columns, H hidden width. A pointer of None leaves its option out of the
 compiled program.
@@ -11,10 +11,20 @@ import triton
 import triton.language as tl
 
 from xentlib.torch.triton.elementary import round_to, two_diff
-from xentlib.torch.triton.row import dz_of, scan_row, shape_logits, token_stats, write_dz, zero_row
+from xentlib.torch.triton.row import (
+    dz_of,
+    predicted_class,
+    scan_row,
+    shape_logits,
+    sum_blocks,
+    token_stats,
+    value,
+    write_dz,
+    zero_row,
+)
 
 # Numbers of tokens, for which nothing is compiled again.
-VARYING = ["ld_out", "ld_values", "T", "first"]
+VARYING = ["ld_tokens", "ld_values", "ld_out", "T", "first"]
 
 
 @triton.jit
@@ -31,45 +41,115 @@ def of_row(row, y_ptr, scale_ptr, temperature_ptr, ld_temperature):
 @triton.jit(do_not_specialize=VARYING)
 def stats_rows(
     z_ptr, ld, y_ptr, valid_ptr, bias_ptr, scale_ptr, softcap, temperature_ptr, ld_temperature,
-    weights_ptr, out_ptr, ld_out, V,
+    weights_ptr, tokens_ptr, ld_tokens, blocks_ptr, blocks, V,
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Steps 2 to 4: the target's logit and `NonTargetStats`, one row of `out` [4 to 7, T] each; 0
-    for a row that does not count."""
+    """Steps 2 to 4: the target's logit and sum_d, one row of `tokens` [1 or 2, T] each, and what
+    else `BlockStats` has, as `scan_row` writes it, to `blocks` [T, 4 or 5, blocks]; 0 for a row
+    that does not count."""
     row = tl.program_id(0).to(tl.int64)
-    out_ptr += row
+    fields: tl.constexpr = 4 + PREDICTED
+    tokens_ptr += row
+    blocks_ptr += row * fields * blocks
     counts = True
     if valid_ptr is not None:
         counts = tl.load(valid_ptr + row) != 0
     if counts:
         y, scale, temperature = of_row(row, y_ptr, scale_ptr, temperature_ptr, ld_temperature)
         row_ptr = z_ptr + row * ld
-        m, ones, s, sum_ed, sum_d, column = scan_row(
+        _, sum_d = scan_row(
             row_ptr, y, V, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
-            weights_ptr, ENTROPY, SMOOTHING, PREDICTED, BLOCK,
+            weights_ptr, blocks_ptr, blocks, ENTROPY, SMOOTHING, PREDICTED, BLOCK,
         )  # fmt: skip
         here = (y >= 0) & (y < V)
         z_y = tl.load(row_ptr + y, mask=here, other=0.0)
         z_y, _ = shape_logits(
             z_y, y, here, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
         )
-        tl.store(out_ptr, tl.where(here, z_y, float("-inf")))
-        tl.store(out_ptr + ld_out, m)
-        tl.store(out_ptr + 2 * ld_out, ones)
-        tl.store(out_ptr + 3 * ld_out, s)
-        out_ptr += 4 * ld_out
-        if ENTROPY:
-            tl.store(out_ptr, sum_ed)
-            out_ptr += ld_out
+        tl.store(tokens_ptr, tl.where(here, z_y, float("-inf")))
         if SMOOTHING:
-            tl.store(out_ptr, sum_d.to(tl.float32))
-            out_ptr += ld_out
-        if PREDICTED:
-            tl.store(out_ptr, column.to(tl.float32))
+            tl.store(tokens_ptr + ld_tokens, sum_d.to(tl.float32))
     else:
-        statistics: tl.constexpr = 4 + ENTROPY + SMOOTHING + PREDICTED
-        for k in range(statistics):
-            tl.store(out_ptr + k * ld_out, 0.0)
+        zero_row(blocks_ptr, fields * blocks, BLOCK)
+        tl.store(tokens_ptr, 0.0)
+        if SMOOTHING:
+            tl.store(tokens_ptr + ld_tokens, 0.0)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def add_blocks(
+    m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, step, step_token, step_top, token_top, blocks,
+    highest_ptr, out_ptr, words_ptr, T,
+    K: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """`Algebra.block_sums`: counts and first columns into `out` [2, T], and sums into `words`
+    [2 or 4, T] of float64."""
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mask = t < T
+    highest = tl.load(highest_ptr + t, mask=mask, other=0.0)
+    at = t.to(tl.int64) * step_token
+    sum_ed = sum_ed_ptr
+    if sum_ed_ptr is not None:
+        sum_ed = sum_ed_ptr + at
+    top = top_ptr
+    if top_ptr is not None:
+        top = top_ptr + t.to(tl.int64) * token_top
+    ones, upper, lower, upper_ed, lower_ed, first = sum_blocks(
+        m_ptr + at, ones_ptr + at, s_ptr + at, sum_ed, top, step, step_top, blocks, highest, mask,
+        K, TOKENS,
+    )  # fmt: skip
+    tl.store(out_ptr + t, ones, mask=mask)
+    tl.store(words_ptr + t, upper, mask=mask)
+    tl.store(words_ptr + T + t, lower, mask=mask)
+    if sum_ed_ptr is not None:
+        tl.store(words_ptr + 2 * T + t, upper_ed, mask=mask)
+        tl.store(words_ptr + 3 * T + t, lower_ed, mask=mask)
+    if top_ptr is not None:
+        tl.store(out_ptr + T + t, first, mask=mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def stats_of_tokens(
+    z_y_ptr, m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, sum_d_ptr, target_ptr, weight_ptr,
+    weights_sum_ptr, out_ptr, T, V,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Step 5: `algebra.TokenStats` into `out` [8, T]."""
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    mask = t < T
+    z_y = tl.load(z_y_ptr + t, mask=mask, other=0.0)
+    m = tl.load(m_ptr + t, mask=mask, other=0.0)
+    ones = tl.load(ones_ptr + t, mask=mask, other=1.0)
+    s = tl.load(s_ptr + t, mask=mask, other=0.0)
+    sum_ed, sum_d = s, 0.0
+    if sum_ed_ptr is not None:
+        sum_ed = tl.load(sum_ed_ptr + t, mask=mask, other=0.0)
+    if sum_d_ptr is not None:
+        sum_d = tl.load(sum_d_ptr + t, mask=mask, other=0.0).to(tl.float64)
+    w_y = tl.full([], 1.0, tl.float64)
+    w_sum = tl.full([], 0.0, tl.float64) + V  # a V of 1 is no tensor
+    if weight_ptr is not None:
+        w_y = tl.load(weight_ptr + t, mask=mask, other=1.0).to(tl.float64)
+        w_sum = tl.load(weights_sum_ptr).to(tl.float64)
+    lse, logprob, p_y, p_rest, entropy, mean_logp, correct = token_stats(
+        z_y, m, ones, s, sum_ed, sum_d, w_y, w_sum, V, sum_ed_ptr is not None,
+        sum_d_ptr is not None,
+    )  # fmt: skip
+    tl.store(out_ptr + t, lse.to(tl.float32), mask=mask)
+    tl.store(out_ptr + T + t, logprob.to(tl.float32), mask=mask)
+    tl.store(out_ptr + 2 * T + t, p_y.to(tl.float32), mask=mask)
+    tl.store(out_ptr + 3 * T + t, p_rest.to(tl.float32), mask=mask)
+    tl.store(out_ptr + 5 * T + t, correct, mask=mask)
+    if sum_ed_ptr is not None:
+        tl.store(out_ptr + 4 * T + t, entropy.to(tl.float32), mask=mask)
+    else:
+        tl.store(out_ptr + 4 * T + t, tl.zeros_like(s), mask=mask)
+    if sum_d_ptr is not None:
+        tl.store(out_ptr + 6 * T + t, mean_logp.to(tl.float32), mask=mask)
+    if top_ptr is not None:
+        y = tl.load(target_ptr + t, mask=mask, other=0)
+        top = tl.load(top_ptr + t, mask=mask, other=0.0)
+        tl.store(out_ptr + 7 * T + t, predicted_class(z_y, m, ones, y, top), mask=mask)
 
 
 @triton.jit
@@ -117,12 +197,13 @@ def dz_rows(
 def loss_rows(
     z_ptr, ld, dz_ptr, ld_dz, y_ptr, valid_ptr, factor_ptr, bias_ptr, scale_ptr, softcap,
     temperature_ptr, ld_temperature, weights_ptr, weights_sum_ptr, values_ptr, ld_values, dz_y_ptr,
-    V, label_smoothing, z_loss,
+    blocks_ptr, blocks, V, label_smoothing, z_loss,
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr,
     GRADIENT: tl.constexpr, ROUND: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 to 7 of `chunked_nll`: `values` [7, T] (loss, its z-loss part, logprob, entropy, lse,
-    correct, predicted), dz of a row, and that of its target; all 0 where a row does not count."""
+    correct, predicted), dz of a row, and that of its target; all 0 where a row does not count.
+    `blocks` [T, 4 or 5, blocks] is where the program keeps what it reads again."""
     row = tl.program_id(0).to(tl.int64)
     values_ptr += row
     counts = True
@@ -132,10 +213,27 @@ def loss_rows(
         y, scale, temperature = of_row(row, y_ptr, scale_ptr, temperature_ptr, ld_temperature)
         row_ptr = z_ptr + row * ld
         # 3. and 4. The rest of the row, then its target
-        m, ones, s, sum_ed, sum_d, column = scan_row(
+        fields: tl.constexpr = 4 + PREDICTED
+        blocks_ptr += row * fields * blocks
+        m, sum_d = scan_row(
             row_ptr, y, V, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
-            weights_ptr, ENTROPY, SMOOTHING, PREDICTED, BLOCK,
+            weights_ptr, blocks_ptr, blocks, ENTROPY, SMOOTHING, PREDICTED, BLOCK,
         )  # fmt: skip
+        # A thread reads what others have written; of a block each, so that rows do not wait.
+        tl.debug_barrier()
+        field = blocks_ptr + tl.zeros([1], tl.int32)
+        sum_ed_ptr = None
+        if ENTROPY:
+            sum_ed_ptr = field + 3
+        top_ptr = None
+        if PREDICTED:
+            top_ptr = field + 4 * blocks
+        ones, upper, lower, upper_ed, lower_ed, top = sum_blocks(
+            field, field + 2, field + 1, sum_ed_ptr, top_ptr, 4, 1, blocks,
+            m + tl.zeros([1], tl.float32), tl.full([1], 1, tl.int1), BLOCK // 8, 1,
+        )  # fmt: skip
+        ones, s = tl.sum(ones, 0), value(tl.sum(upper, 0), tl.sum(lower, 0))
+        sum_ed = -value(tl.sum(upper_ed, 0), tl.sum(lower_ed, 0))
         z_y = tl.load(row_ptr + y)
         z_y, slope = shape_logits(
             z_y, y, True, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
@@ -146,7 +244,7 @@ def loss_rows(
         if weights_ptr is not None:
             w_y = tl.load(weights_ptr + y).to(tl.float64)
             w_sum = tl.load(weights_sum_ptr).to(tl.float64)
-        lse, logprob, p_rest, entropy, mean_logp, m_rest = token_stats(
+        lse, logprob, _, p_rest, entropy, mean_logp, correct = token_stats(
             z_y, m, ones, s, sum_ed, sum_d, w_y, w_sum, V, ENTROPY, SMOOTHING
         )
         nll = -logprob
@@ -168,12 +266,10 @@ def loss_rows(
         else:
             tl.store(values_ptr + 3 * ld_values, 0.0)
         tl.store(values_ptr + 4 * ld_values, lse.to(tl.float32))
-        correct = (z_y > m_rest) & (lse == lse)
-        tl.store(values_ptr + 5 * ld_values, tl.where(correct, 1.0, 0.0))
+        tl.store(values_ptr + 5 * ld_values, correct)
         if PREDICTED:
-            tied = tl.where(z_y == m_rest, tl.minimum(y, column), column)
-            predicted = tl.where(z_y > m_rest, y, tied)
-            tl.store(values_ptr + 6 * ld_values, predicted.to(tl.float32))
+            predicted = predicted_class(z_y, m, ones, y, tl.min(top, 0))
+            tl.store(values_ptr + 6 * ld_values, predicted)
         else:
             tl.store(values_ptr + 6 * ld_values, 0.0)
         if GRADIENT:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from xentlib import algebra
 from xentlib.torch.triton.elementary import (
     INTERPRETED,
     difference_exp,
@@ -23,6 +24,8 @@ NONE = tl.constexpr(float("-inf"))
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Stands for -inf where a product with 0 must stay 0.
 FLOOR = tl.constexpr(-1e4)
+LAST = tl.constexpr(2147483647)
+BLOCK_COLUMNS = tl.constexpr(algebra.BLOCK_COLUMNS)
 
 
 @triton.jit
@@ -52,98 +55,185 @@ def shape_logits(z, cols, mask, bias_ptr, scale_ptr, scale, softcap, temperature
 
 
 @triton.jit
-def scan_step(z, cols, m, s, sum_ed, top, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr):
-    """One entry a lane. `s` is the lane's sum of exp(z - m) without the 1 of its maximum, so -1 of
-    a lane that has seen none; one exp serves the entry or moves the sum to a new maximum."""
-    higher = z > m
-    d = tl.where(higher, m - z, z - m)
+def block_stats(z, cols, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr):
+    """Step 4 of blocks, z [parts, blocks, lanes], -inf where a column is the target or none:
+    `algebra.BlockStats`, [blocks] each."""
+    m = tl.max(tl.max(z, 0), 1)
+    m = tl.where(m == NONE, 0.0, m)
+    d = z - m[None, :, None]
     e = exp(d)
+    ones = tl.sum(tl.sum((e == 1.0).to(tl.int32), 0), 1).to(tl.float32)
+    s = tl.sum(tl.sum(tl.where(e == 1.0, 0.0, e), 0), 1)
+    ones = tl.where(s == s, ones, s)  # so that a block of NaN is not taken for one of no column
+    sum_ed = tl.zeros_like(s)
     if ENTROPY:
-        bounded = tl.maximum(d, FLOOR)
-        moved = e * (sum_ed + bounded * (1.0 + s))
-        sum_ed = tl.where(higher, moved, sum_ed + e * bounded)
+        sum_ed = tl.sum(tl.sum(e * tl.maximum(d, FLOOR), 0), 1)
+    top = tl.zeros_like(s)
     if PREDICTED:
-        first = (s == -1.0) & (z == m)  # a lane's first, where that is finfo.min
-        top = tl.where(higher | first, cols, top)
-    s = tl.where(higher, s * e + e, s + e)
-    return tl.maximum(m, z), s, sum_ed, top
+        top = tl.min(tl.min(tl.where(d < 0, LAST, cols), 0), 1).to(tl.float32)
+    return m, ones, s, sum_ed, top
+
+
+@triton.jit
+def scan_tile(
+    row_ptr, cols, mask, y, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature,
+    weights_ptr, SMOOTHING: tl.constexpr,
+):  # fmt: skip
+    """Logits at `cols` other than `y`, -inf for that and off the mask; and in float64, for
+    smoothing, each times its weight, and the weights."""
+    z = at_columns(row_ptr, cols, mask)
+    z, _ = shape_logits(
+        z, cols, mask, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
+    )
+    counts = cols != y
+    if mask is not None:
+        counts = counts & mask
+    wz, w = 0.0, 0.0
+    if SMOOTHING:
+        wz = tl.where(counts, z, 0.0).to(tl.float64)
+        if weights_ptr is not None:
+            w = tl.where(counts, at_columns(weights_ptr, cols, mask), 0.0).to(tl.float64)
+            wz = tl.where(counts, w * z.to(tl.float64), 0.0)
+    return tl.where(counts, z, NONE), wz, w
 
 
 @triton.jit
 def scan_row(
     row_ptr, y, V, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature, weights_ptr,
+    blocks_ptr, blocks,
     ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Steps 3 and 4: `kernels.NonTargetStats` of the columns other than `y`, sum_d in float64.
+    """Steps 3 and 4: writes the statistics of the row's blocks without `y`, [blocks, 4] of float32
+    (m, s, ones, sum_ed) and behind them [blocks] where `PREDICTED`; returns the largest logit, 0 if
+    there is none, and sum_d in float64.
 
     The sum of d is the difference of two sums of logits: in float32 they would cancel where logits
     have a common offset (1e4 in the contract's grid).
     """
-    lanes = tl.arange(0, BLOCK)
-    m = tl.full([BLOCK], LOWEST, tl.float32)
-    s = tl.full([BLOCK], -1.0, tl.float32)
-    sum_ed = tl.zeros([BLOCK], tl.float32)
-    sum_wz = tl.zeros([BLOCK], tl.float64 if SMOOTHING else tl.float32)
-    sum_w = tl.zeros([BLOCK], tl.float64 if SMOOTHING else tl.float32)
-    top = tl.zeros([BLOCK], tl.int32)
+    R: tl.constexpr = BLOCK // BLOCK_COLUMNS
+    # A thread reads 128 bits from each part of a block, and 8 threads the block: what they add in
+    # registers first takes three shuffles, and five if a warp had a block.
+    PARTS: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
+    LANES: tl.constexpr = BLOCK_COLUMNS // PARTS
+    of_tile = tl.arange(0, R)
+    within = tl.arange(0, PARTS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    lanes = of_tile[None, :, None] * BLOCK_COLUMNS + within[:, None, :]
+    highest = tl.full([R], NONE, tl.float32)
+    sum_wz, sum_w = 0.0, 0.0
+    if SMOOTHING:
+        sum_wz = tl.zeros([R, LANES], tl.float64)
+        if weights_ptr is not None:
+            sum_w = tl.zeros([R, LANES], tl.float64)
     whole = V // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         cols = start + lanes
-        z = tl.load(row_ptr + cols)
-        z, _ = shape_logits(
-            z, cols, None, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
-        )
+        z, wz, w = scan_tile(
+            row_ptr, cols, None, y, bias_ptr, scale_ptr, scale, softcap, temperature_ptr,
+            temperature, weights_ptr, SMOOTHING,
+        )  # fmt: skip
+        m, ones, s, sum_ed, top = block_stats(z, cols, ENTROPY, PREDICTED)
         if SMOOTHING:
-            counts = cols != y
+            sum_wz += tl.sum(wz, 0)
             if weights_ptr is not None:
-                w = tl.load(weights_ptr + cols)
-                sum_wz += tl.where(counts, w.to(tl.float64) * z.to(tl.float64), 0.0)
-                sum_w += tl.where(counts, w, 0.0).to(tl.float64)
-            else:
-                sum_wz += tl.where(counts, z, 0.0).to(tl.float64)
-        z = tl.where(cols != y, z, NONE)
-        m, s, sum_ed, top = scan_step(z, cols, m, s, sum_ed, top, ENTROPY, PREDICTED)
+                sum_w += tl.sum(w, 0)
+        highest = tl.maximum(highest, tl.where(ones == 0, NONE, m))
+        at = start // BLOCK_COLUMNS + of_tile
+        put_blocks(blocks_ptr, at, blocks, m, ones, s, sum_ed, top, PREDICTED)
     if whole < V:
         cols = whole + lanes
-        mask = cols < V
-        z = tl.load(row_ptr + cols, mask=mask, other=0.0)
-        z, _ = shape_logits(
-            z, cols, mask, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
-        )
-        counts = mask & (cols != y)
+        z, wz, w = scan_tile(
+            row_ptr, cols, cols < V, y, bias_ptr, scale_ptr, scale, softcap, temperature_ptr,
+            temperature, weights_ptr, SMOOTHING,
+        )  # fmt: skip
+        m, ones, s, sum_ed, top = block_stats(z, cols, ENTROPY, PREDICTED)
         if SMOOTHING:
+            sum_wz += tl.sum(wz, 0)
             if weights_ptr is not None:
-                w = tl.load(weights_ptr + cols, mask=mask, other=0.0)
-                sum_wz += tl.where(counts, w.to(tl.float64) * z.to(tl.float64), 0.0)
-                sum_w += tl.where(counts, w, 0.0).to(tl.float64)
-            else:
-                sum_wz += tl.where(counts, z, 0.0).to(tl.float64)
-        z = tl.where(counts, z, NONE)
-        m, s, sum_ed, top = scan_step(z, cols, m, s, sum_ed, top, ENTROPY, PREDICTED)
-    # Lanes together. One that has seen nothing adds (1 + s) = 0.
-    highest = tl.max(m, 0)
-    at_top = (m == highest) & (s != -1.0)
-    d, f = difference_exp(m, highest)
-    ones = tl.sum(at_top.to(tl.float32), 0)
-    row_s = tl.sum(tl.where(at_top, s, (1.0 + s) * f), 0)
-    row_s = tl.where(highest == float("inf"), float("nan"), row_s)  # as log_softmax has it
-    row_ed = 0.0
-    if ENTROPY:
-        moved = f * (sum_ed + tl.maximum(d, FLOOR) * (1.0 + s))
-        row_ed = tl.sum(tl.where(at_top, sum_ed, moved), 0)
-    row_m = tl.where(ones == 0, 0.0, highest)
+                sum_w += tl.sum(w, 0)
+        highest = tl.maximum(highest, tl.where(ones == 0, NONE, m))
+        at = whole // BLOCK_COLUMNS + of_tile
+        put_blocks(blocks_ptr, at, blocks, m, ones, s, sum_ed, top, PREDICTED)
+    row_m = tl.max(highest, 0)
+    row_m = tl.where(row_m == NONE, 0.0, row_m)
     sum_d = 0.0
     if SMOOTHING:
         if weights_ptr is not None:
-            others = tl.sum(sum_w, 0)
+            others = tl.sum(tl.sum(sum_w, 1), 0)
         else:
             others = (V - ((y >= 0) & (y < V)).to(tl.int32)).to(tl.float64)
-        sum_d = tl.sum(sum_wz, 0) - others * row_m.to(tl.float64)
-    column = 0
+        sum_d = tl.sum(tl.sum(sum_wz, 1), 0) - others * row_m.to(tl.float64)
+    return row_m, sum_d
+
+
+@triton.jit
+def put_blocks(ptr, at, blocks, m, ones, s, sum_ed, top, PREDICTED: tl.constexpr):
+    """One store of four numbers: each has two barriers, as threads change places for it."""
+    of_four = tl.arange(0, 2)[None, :, None] + 2 * tl.arange(0, 2)[None, None, :]
+    here = at < blocks
+    four = tl.join(tl.join(m, s), tl.join(ones, sum_ed))
+    tl.store(ptr + 4 * at[:, None, None] + of_four, four, mask=here[:, None, None])
     if PREDICTED:
-        column = tl.min(tl.where(at_top, top, 2147483647), 0)
-        column = tl.where(ones == 0, 0, column)
-    return row_m, ones, row_s, row_ed, sum_d, column
+        tl.store(ptr + 4 * blocks + at, top, mask=here)
+
+
+@triton.jit
+def words(x):
+    """As `Algebra.words` in float64: integers of 2^-33 and 2^-73, whose sums are exact."""
+    x = x.to(tl.float64) * 8589934592.0
+    upper = tl.floor(x)
+    return upper, tl.floor((x - upper) * 1099511627776.0)
+
+
+@triton.jit
+def value(upper, lower):
+    """The number that two words are of, as float32."""
+    return ((lower * 9.094947017729282e-13 + upper) * 1.1641532182693481e-10).to(tl.float32)
+
+
+@triton.jit
+def sum_blocks(
+    m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, step, step_top, blocks, highest, mask,
+    K: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """As `Algebra.block_sums`, of tokens whose blocks lie `step` apart from each pointer [TOKENS]
+    on, relative to `highest` [TOKENS]: how many exp(d) are 1, two words each of the sum of the
+    others and of -exp(d) d, and the first column with `highest`."""
+    upper = tl.zeros([K, TOKENS], tl.float64)
+    lower = tl.zeros([K, TOKENS], tl.float64)
+    upper_ed = tl.zeros([K, TOKENS], tl.float64)
+    lower_ed = tl.zeros([K, TOKENS], tl.float64)
+    count = tl.zeros([K, TOKENS], tl.float32)
+    first = tl.full([K, TOKENS], float("inf"), tl.float32)
+    highest = highest[None, :]
+    for start in range(0, blocks, K):
+        k = start + tl.arange(0, K)[:, None]
+        here = (k < blocks) & mask[None, :]
+        at = k.to(tl.int64) * step
+        m = tl.load(m_ptr[None, :] + at, mask=here, other=0.0)
+        ones = tl.load(ones_ptr[None, :] + at, mask=here, other=0.0)
+        s = tl.load(s_ptr[None, :] + at, mask=here, other=0.0)
+        none = ones == 0
+        is_lower = tl.where(none, NONE, m) < highest
+        d, f = difference_exp(m, highest)
+        f = tl.where(none, 0.0, f)
+        total = ones + s
+        count += tl.where(is_lower, 0.0, ones)
+        more, rest = words(tl.where(is_lower, f * total, s))
+        upper += more
+        lower += rest
+        if sum_ed_ptr is not None:
+            sum_ed = tl.load(sum_ed_ptr[None, :] + at, mask=here, other=0.0)
+            below = tl.where(none, 0.0, tl.maximum(d, FLOOR))
+            more, rest = words(-(f * (sum_ed + below * total)))
+            upper_ed += more
+            lower_ed += rest
+        if top_ptr is not None:
+            top = tl.load(top_ptr[None, :] + k.to(tl.int64) * step_top, mask=here, other=0.0)
+            first = tl.minimum(first, tl.where(is_lower | none, float("inf"), top))
+    return (
+        tl.sum(count, 0), tl.sum(upper, 0), tl.sum(lower, 0), tl.sum(upper_ed, 0),
+        tl.sum(lower_ed, 0), tl.min(first, 0),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -177,7 +267,18 @@ def token_stats(
     mean_logp = 0.0
     if SMOOTHING:
         mean_logp = (sum_d + (w_sum - w_y) * (m_r - lse) + w_y * logprob) / V
-    return lse, logprob, r / total, entropy, mean_logp, m_rest
+    # A maximum leaves NaN out.
+    correct = tl.where((z_y > m_rest) & (lse == lse), 1.0, 0.0)
+    return lse, logprob, t / total, r / total, entropy, mean_logp, correct
+
+
+@triton.jit
+def predicted_class(z_y, m_rest, ones, y, top):
+    """The class of the largest logit, the first of several."""
+    m_rest = tl.where(ones == 0, NONE, m_rest)
+    y = y.to(tl.float32)
+    tied = tl.where(z_y == m_rest, tl.minimum(y, top), top)
+    return tl.where(z_y > m_rest, y, tied)
 
 
 @triton.jit

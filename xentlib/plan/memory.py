@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.checks.validators import check_choice
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.split import (
@@ -71,7 +72,8 @@ def peak_bytes(
         recompute: `chunked_logprobs`, whose backward computes the logits again, and not
             `chunked_nll`.
         platform: "cpu", or "gpu", which "cuda" is as well.
-        kernels: on a GPU in PyTorch, Triton's programs, which need no scratch, and not eager.
+        kernels: on a GPU in PyTorch, Triton's programs, whose scratch is four numbers a token and
+            block of 128 columns, and not eager.
 
     Raises:
         ValueError: another backend or platform.
@@ -122,7 +124,8 @@ def torch_walk(
         # Of statistics, which a backward has, and dz of 16 bits; or of the rows that targets add.
         softmax = (0 if recompute else block) + (block // 2 if low else 0)
         eager = max(softmax, rows * size * (2 if low else 1)) if gradient else block
-        scratch, of_rows = 0 if kernels else eager, rows * narrow
+        blocks = 0 if recompute else plan.chunk_tokens * -(-plan.vocab_size // BLOCK_COLUMNS)
+        scratch, of_rows = 4 * blocks * size if kernels else eager, rows * narrow
     return {
         LOGITS: plan.chunk_tokens * columns * size,
         SCRATCH: scratch,

@@ -53,7 +53,6 @@ def joined(xp: Any, of_parts: list[tuple[Any, BlockStats]]) -> tuple[Any, BlockS
 def of_torch(logits: Array, labels: Array, sizes: Sequence[int]) -> dict[str, Array]:
     import torch
 
-    from xentlib.torch.core.algebra import ALGEBRA
     from xentlib.torch.core.kernels import LogitsBlock, LogitTransform, kernels_for
 
     z_NV, target = on_torch(logits), on_torch(labels).long()
@@ -73,7 +72,7 @@ def of_torch(logits: Array, labels: Array, sizes: Sequence[int]) -> dict[str, Ar
         of_parts.append((torch.where(owned, z_y, 0.0), rest._replace(top=rest.top + start)))
     z_y, rest = joined(torch, of_parts)
     label = TargetInfo(target, 1.0, float(z_NV.shape[1]))
-    stats = ALGEBRA.token_stats(z_y, ALGEBRA.together(rest), z_NV.shape[1], label)
+    stats = made.algebra.token_stats(z_y, made.algebra.together(rest), z_NV.shape[1], label)
     return {name: numpy_of(getattr(stats, name)) for name in NAMES}
 
 
