@@ -173,7 +173,7 @@ def choose(
         return "head"
     for name in ("hidden", "weight"):
         check_floating(name, array_spec(getattr(call, name)))
-    policy, hidden = owner.group.mp_policy, call.hidden
+    policy, hidden = owner.policy(call.weight), call.hidden
     gathered = policy.param_dtype or call.weight.dtype
     assert call.tokens_per_rank is not None
     vocab_size, hidden_size = call.weight.shape

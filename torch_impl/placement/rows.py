@@ -216,7 +216,7 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
     weight: Any = plain.weight
     bias: Any = plain.bias
     mesh, group = call.tokens_parallel, owner.group
-    info, policy = group.mesh_info, group.mp_policy
+    info, policy = group.mesh_info, owner.policy(weight)
     replicas = getattr(info, "replicate_process_group", None)
     over = getattr(info, "shard_process_group", None)
     hooks = {

@@ -41,6 +41,11 @@ class Owner(NamedTuple):
     state: Any
     group: Any  # its parameters are gathered and reduced together
 
+    def policy(self, parameter: Tensor) -> Any:
+        """In which dtypes a parameter is gathered and its gradient reduced: up to torch 2.14 those
+        of the group, then of each parameter."""
+        return next(p.mp_policy for p in self.group.fsdp_params if p.sharded_param is parameter)
+
     def whole(self, parameter: Tensor | None) -> Tensor | None:
         """What the group gathers for a parameter: a leaf, whose gradient the group reduces."""
         held = self.group.fsdp_params
