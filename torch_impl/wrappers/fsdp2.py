@@ -31,6 +31,7 @@ PARTIAL = "_xentlib_partial_grad"
 # There: what a module has of it while it is not whole. With `reshard_after_forward=<int>` that is
 # the second, over fewer ranks, from a forward to the next gather.
 SHARDED = ("sharded_param", "_sharded_post_forward_param")
+ACCUMULATED = "unsharded_accumulated_grad"
 ACCUMULATE = "to_accumulated_grad_if_needed"  # its method, of a gradient that is not reduced yet
 
 
@@ -327,7 +328,8 @@ class FSDP2(NoWrapper):
         return [
             *((group, "_partial_reduce_output") for group in self.groups),
             *((p, PARTIAL) for group in self.groups for p in group.fsdp_params),
-            *((p, "unsharded_accumulated_grad") for p, _ in self._whole()),
+            # Up to torch 2.14: then it is the leaf's own, by a property of this name.
+            *((p, ACCUMULATED) for p, _ in self._whole() if ACCUMULATED in vars(p)),
             *((whole, "grad") for _, whole in self._whole()),
         ]
 
