@@ -61,16 +61,16 @@ def column_of_tile(z, cols, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr):
 
 @triton.jit
 def entropy_of_blocks(
-    m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, step, step_top, blocks, highest, mask,
-    K: tl.constexpr, TOKENS: tl.constexpr,
+    m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, token, token_top, step, step_top, blocks,
+    highest, mask, K: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Each relative to its own maximum."""
     ones, upper, lower, _, _, top = sum_blocks(
-        m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, step, step_top, blocks, highest, mask, K,
-        TOKENS,
+        m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, token, token_top, step, step_top, blocks,
+        highest, mask, K, TOKENS,
     )  # fmt: skip
-    at = tl.arange(0, K)[:, None] * step
-    ed = tl.load(sum_ed_ptr[None, :] + at, mask=tl.arange(0, K)[:, None] < blocks, other=0.0)
+    at = token[None, :] + tl.arange(0, K)[:, None] * step
+    ed = tl.load(sum_ed_ptr + at, mask=tl.arange(0, K)[:, None] < blocks, other=0.0)
     more, rest = words(-ed)
     return ones, upper, lower, tl.sum(more, 0), tl.sum(rest, 0), top
 

@@ -78,8 +78,8 @@ def stats_rows(
 
 @triton.jit(do_not_specialize=VARYING)
 def add_blocks(
-    m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, step, step_token, step_top, token_top, blocks,
-    highest_ptr, out_ptr, words_ptr, T,
+    m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, step, step_token, step_top, step_token_top,
+    blocks, highest_ptr, out_ptr, words_ptr, T,
     K: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """`Algebra.block_sums`: counts and first columns into `out` [2, T], and sums into `words`
@@ -87,16 +87,10 @@ def add_blocks(
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     mask = t < T
     highest = tl.load(highest_ptr + t, mask=mask, other=0.0)
-    at = t.to(tl.int64) * step_token
-    sum_ed = sum_ed_ptr
-    if sum_ed_ptr is not None:
-        sum_ed = sum_ed_ptr + at
-    top = top_ptr
-    if top_ptr is not None:
-        top = top_ptr + t.to(tl.int64) * token_top
+    token, token_top = t.to(tl.int64) * step_token, t.to(tl.int64) * step_token_top
     ones, upper, lower, upper_ed, lower_ed, first = sum_blocks(
-        m_ptr + at, ones_ptr + at, s_ptr + at, sum_ed, top, step, step_top, blocks, highest, mask,
-        K, TOKENS,
+        m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, token, token_top, step, step_top, blocks,
+        highest, mask, K, TOKENS,
     )  # fmt: skip
     tl.store(out_ptr + t, ones, mask=mask)
     tl.store(words_ptr + t, upper, mask=mask)
@@ -221,16 +215,15 @@ def loss_rows(
         )  # fmt: skip
         # A thread reads what others have written; of a block each, so that rows do not wait.
         tl.debug_barrier()
-        field = blocks_ptr + tl.zeros([1], tl.int32)
-        sum_ed_ptr = None
+        sum_ed_ptr, top_ptr = None, None
         if ENTROPY:
-            sum_ed_ptr = field + 3
-        top_ptr = None
+            sum_ed_ptr = blocks_ptr + 3
         if PREDICTED:
-            top_ptr = field + 4 * blocks
+            top_ptr = blocks_ptr + 4 * blocks
+        one = tl.zeros([1], tl.int64)
         ones, upper, lower, upper_ed, lower_ed, top = sum_blocks(
-            field, field + 2, field + 1, sum_ed_ptr, top_ptr, 4, 1, blocks,
-            m + tl.zeros([1], tl.float32), tl.full([1], 1, tl.int1), BLOCK // 8, 1,
+            blocks_ptr, blocks_ptr + 2, blocks_ptr + 1, sum_ed_ptr, top_ptr, one, one, 4, 1, blocks,
+            m + one.to(tl.float32), one == 0, BLOCK // 8, 1,
         )  # fmt: skip
         ones, s = tl.sum(ones, 0), value(tl.sum(upper, 0), tl.sum(lower, 0))
         sum_ed = -value(tl.sum(upper_ed, 0), tl.sum(lower_ed, 0))

@@ -192,12 +192,12 @@ def value(upper, lower):
 
 @triton.jit
 def sum_blocks(
-    m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, step, step_top, blocks, highest, mask,
-    K: tl.constexpr, TOKENS: tl.constexpr,
+    m_ptr, ones_ptr, s_ptr, sum_ed_ptr, top_ptr, token, token_top, step, step_top, blocks,
+    highest, mask, K: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """As `Algebra.block_sums`, of tokens whose blocks lie `step` apart from each pointer [TOKENS]
-    on, relative to `highest` [TOKENS]: how many exp(d) are 1, two words each of the sum of the
-    others and of -exp(d) d, and the first column with `highest`."""
+    """As `Algebra.block_sums`, of tokens at `token` [TOKENS] of each pointer, whose blocks lie
+    `step` apart, relative to `highest` [TOKENS]: how many exp(d) are 1, two words each of the sum
+    of the others and of -exp(d) d, and the first column with `highest`."""
     upper = tl.zeros([K, TOKENS], tl.float64)
     lower = tl.zeros([K, TOKENS], tl.float64)
     upper_ed = tl.zeros([K, TOKENS], tl.float64)
@@ -208,10 +208,10 @@ def sum_blocks(
     for start in range(0, blocks, K):
         k = start + tl.arange(0, K)[:, None]
         here = (k < blocks) & mask[None, :]
-        at = k.to(tl.int64) * step
-        m = tl.load(m_ptr[None, :] + at, mask=here, other=0.0)
-        ones = tl.load(ones_ptr[None, :] + at, mask=here, other=0.0)
-        s = tl.load(s_ptr[None, :] + at, mask=here, other=0.0)
+        at = token[None, :] + k.to(tl.int64) * step
+        m = tl.load(m_ptr + at, mask=here, other=0.0)
+        ones = tl.load(ones_ptr + at, mask=here, other=0.0)
+        s = tl.load(s_ptr + at, mask=here, other=0.0)
         none = ones == 0
         is_lower = tl.where(none, NONE, m) < highest
         d, f = difference_exp(m, highest)
@@ -222,13 +222,14 @@ def sum_blocks(
         upper += more
         lower += rest
         if sum_ed_ptr is not None:
-            sum_ed = tl.load(sum_ed_ptr[None, :] + at, mask=here, other=0.0)
+            sum_ed = tl.load(sum_ed_ptr + at, mask=here, other=0.0)
             below = tl.where(none, 0.0, tl.maximum(d, FLOOR))
             more, rest = words(-(f * (sum_ed + below * total)))
             upper_ed += more
             lower_ed += rest
         if top_ptr is not None:
-            top = tl.load(top_ptr[None, :] + k.to(tl.int64) * step_top, mask=here, other=0.0)
+            at = token_top[None, :] + k.to(tl.int64) * step_top
+            top = tl.load(top_ptr + at, mask=here, other=0.0)
             first = tl.minimum(first, tl.where(is_lower | none, float("inf"), top))
     return (
         tl.sum(count, 0), tl.sum(upper, 0), tl.sum(lower, 0), tl.sum(upper_ed, 0),

@@ -47,7 +47,7 @@ PACKAGES = (
     Package("numpy", "numpy", "backends", "", "the definition", ("2.0.0", "2.4.6", "2.5.5")),
     Package("ml_dtypes", "ml_dtypes", "backends", "", "16-bit dtypes", ("0.5.0", "0.6.0")),
     Package("torch", "torch", "backends", "torch", "xentlib.torch", ("2.11.0", "2.13.0", "2.15.0")),
-    Package("jax", "jax", "backends", "jax", "xentlib.jax", ("0.10.2", "0.11.2")),
+    Package("jax", "jax", "backends", "jax", "xentlib.jax", ("0.10.2", "0.11.1")),
     Package("triton", "triton", "kernels", "", "programs for NVIDIA GPUs", ("3.9.0",)),
     Package("flax", "flax", "trainers", "flax", "NNX, Linen", ("0.12.4", "0.12.8", "0.12.12")),
     Package("optax", "optax", "trainers", "flax", "token_normalized", ("0.2.6", "0.2.8")),
