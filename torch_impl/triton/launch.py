@@ -31,7 +31,7 @@ from xentlib.torch.triton import programs
 from xentlib.torch.triton.elementary import INTERPRETED
 
 # 16 entries a thread are four loads of 128 bits, and of 256 threads three or four programs fit
-# into a multiprocessor. A warp has four blocks of columns whatever the row's length: one order of sums.
+# into a multiprocessor. A warp has four blocks of columns in any row: one order of sums.
 WARPS, THREADS_A_WARP, ENTRIES = 8, 32, 16
 INTERPRETED_TILE = 256  # so that short rows have several tiles too
 # Of column sums: 16 rows of 128 columns are a tile of 8 KiB, read in lines of 512 bytes.
