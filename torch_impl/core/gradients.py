@@ -181,6 +181,7 @@ class GradientSums:
             logits.made.add_to_hidden(dx_TH[:size], terms, logits.operand_VH)
             if view_TH is None:  # to other ranks meanwhile, with d weight of this chunk
                 self.tokens.put(self.hidden, dx_TH, chunk.start, size, add=self.added)
+            del dx_TH, view_TH  # not beside the products of d weight
             if chunk.start + size == logits.tokens.computed:
                 self._start_sum()  # meanwhile, d weight of this chunk
         if self.needs[1]:

@@ -173,8 +173,7 @@ def choose(
         return "head"
     for name in ("hidden", "weight"):
         check_floating(name, array_spec(getattr(call, name)))
-    policy, hidden = owner.policy(call.weight), call.hidden
-    gathered = policy.param_dtype or call.weight.dtype
+    (gathered, reduced), hidden = owner.dtypes(call.weight), call.hidden
     assert call.tokens_per_rank is not None
     vocab_size, hidden_size = call.weight.shape
     return choose_gather(
@@ -184,7 +183,7 @@ def choose(
         ranks_of(owner),
         dtype=dtype_name(hidden.dtype),
         head_dtype=dtype_name(gathered),
-        reduce_dtype=dtype_name(policy.reduce_dtype or gathered),
+        reduce_dtype=dtype_name(reduced),
         param_dtype=dtype_name(call.weight.dtype),
         recompute=recompute,
         max_chunk_bytes=call.max_chunk_bytes,

@@ -47,6 +47,14 @@ class Owner(NamedTuple):
         of the group, then of each parameter."""
         return next(p.mp_policy for p in self.group.fsdp_params if p.sharded_param is parameter)
 
+    def dtypes(self, parameter: Tensor) -> tuple[torch.dtype, torch.dtype]:
+        """In which a parameter is gathered, and its gradient reduced: where the policy does not
+        say, in that of the gather up to torch 2.14, since then in the parameter's own."""
+        policy, own = self.policy(parameter), parameter.dtype
+        gathered = policy.param_dtype or own
+        of_gather = hasattr(self.group, "mp_policy")
+        return gathered, policy.reduce_dtype or (gathered if of_gather else own)
+
     def whole(self, parameter: Tensor | None) -> Tensor | None:
         """What the group gathers for a parameter: a leaf, whose gradient the group reduces."""
         held = self.group.fsdp_params
