@@ -102,9 +102,12 @@ def put_stats(
         if logits.vocab.shard is None:  # all columns are here: one block
             rest = logits.made.algebra.together(rest).as_block()
         values = torch.cat([x if x.ndim == 2 else x[None] for x in (z_y, *rest) if x is not None])
+        at = rows.places if whole else rows.span
+        if packed is None and isinstance(at, slice) and at == slice(0, count):
+            return values  # of all tokens
         if packed is None:
             packed = values.new_zeros(values.shape[0], count)
-        packed[:, rows.places if whole else rows.span] = values
+        packed[:, at] = values
     return packed
 
 
