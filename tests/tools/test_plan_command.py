@@ -109,7 +109,7 @@ def test_the_table(capsys) -> None:
     assert titles.split()[0] == "route"
     names = ["full logits", "head", "hidden", "stream", "hybrid"]
     assert [row[:11].rstrip() for row in rest[:5]] == names
-    assert rest[1].split()[1:4] == ["12.9", "3.10", "4.97"]
+    assert rest[1].split()[1:4] == ["12.9", "3.10", "5.00"]
     assert text.count("GiB at the peak: ") == 5
     up_to = crossover_tokens(128_256, 4096, 64, nodes=8)
     assert f"hidden before head up to {up_to:,} tokens" in text
