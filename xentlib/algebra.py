@@ -2,7 +2,7 @@
 both frameworks, on vectors with one entry per token.
 
 The products and the pass over logits stand in each backend's `core/`, and so does what differs on
-purpose: JAX's products of `chunked_logprobs`, Triton's program of a row.
+purpose: JAX's products of `chunked_logprobs`, Triton's programs, which have both steps in float64.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ for dtype in ("*fp32", "*bf16"):
         text = made["compile_for"](90, program, given).asm["ttgir"]
         names = dict(re.findall(r"(#blocked\\d*) = #ttg.blocked<(.*?)>", text))
         of_tile = r"\\(tensor<\\d+x\\d+x\\d+xf32, (#\\w+)>\\) -> tensor<\\d+x\\d+xf32"
-        found = {{names[x] for x in re.findall(of_tile, text)}}
-        layouts |= {{re.sub(r"warpsPerCTA = .1, \\d, 1., ", "", x) for x in found}}
+        of_program = {{names[x] for x in re.findall(of_tile, text)}}
+        layouts |= {{re.sub(r"warpsPerCTA = .1, \\d, 1., ", "", x) for x in of_program}}
     print(dtype, *layouts)
 """
 

@@ -61,8 +61,14 @@ class Step:
     def tokens(self, sizes: Sizes) -> int:
         return sizes.few if self.few else sizes.tokens
 
+    def dtypes(self) -> tuple[str, str]:
+        """In which the head is gathered, and its gradient reduced: since torch 2.15 in the
+        parameter's own, where the policy does not say."""
+        gathered = self.policy[0] or self.param_dtype
+        return gathered, self.policy[1] or (self.param_dtype if TORCH >= (2, 15) else gathered)
+
     def planned(self, ranks: int, sizes: Sizes) -> Route:
-        head_dtype = self.policy[0] or self.param_dtype
+        head_dtype, reduce_dtype = self.dtypes()
         routes = head_routes(
             self.tokens(sizes),
             sizes.vocab,
@@ -72,8 +78,7 @@ class Step:
             nodes=self.nodes,
             dtype=self.dtype,
             head_dtype=head_dtype,
-            # Since torch 2.15 gradients are reduced in the parameter's dtype by default.
-            reduce_dtype=self.policy[1] or (self.param_dtype if TORCH >= (2, 15) else head_dtype),
+            reduce_dtype=reduce_dtype,
             param_dtype=self.param_dtype,
             micro_batches=self.micro_batches,
             recompute=self.call == "chunked_logprobs",
@@ -175,10 +180,14 @@ def set_up(name: str, world: int, sizes: Sizes) -> tuple[Step, Any, Any, Any]:
 def sent(rank: int, world: int, names: list[str]) -> dict[str, Any]:
     """Of each step: numbers and bytes of collectives by phase, of the second call."""
     from xentlib.torch import count_collectives
+    from xentlib.torch.wrappers.fsdp2 import find_owner
 
     found = {}
     for name in names:
         step, hidden, head, labels = set_up(name, world, SENT)
+        owner = find_owner(head.weight)  # what `gather="auto"` plans with
+        assert owner is not None
+        assert owner.dtypes(head.weight) == tuple(getattr(torch, x) for x in step.dtypes())
         loss_of(step, SENT, hidden, head, labels).backward()
         with count_collectives() as forward:
             loss = loss_of(step, SENT, hidden, head, labels)
