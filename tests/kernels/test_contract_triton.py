@@ -54,6 +54,12 @@ def few(case: Case, tokens: int = 7) -> Case:
 
 
 CASES = [few(case) for case in SMALL if case.id not in ("flat", "sharp", "denominator")]
+# With a gradient of the bias, for which step 5 is a program of its own.
+CASES += [
+    few(replace(case, id=f"{case.id}, d bias", bias=True))
+    for case in SMALL
+    if case.id == "class-weights"
+]
 LOW = low_precision((few(BASE), few(WITH_OPTIONS)))
 
 
