@@ -30,7 +30,16 @@ FUNCTIONS = (
     ("chunked_nll", "nll", "Arguments", "nll"),
     ("chunked_logprobs", "logprobs", "Arguments", "head_logprobs"),
     ("vocab_parallel_logprobs", "logprobs", "LogitsArguments", "given_logprobs"),
+    ("chunked_divergence", "divergence", "DivergenceArguments", "head_divergence"),
+    ("vocab_parallel_divergence", "divergence", "GivenDivergenceArguments", "given_divergence"),
 )
+# What a loss does not need is loaded when it is called.
+LATER = {
+    ("torch_impl", "head_divergence"): "xentlib.torch.divergence",
+    ("torch_impl", "given_divergence"): "xentlib.torch.given_divergence",
+    ("jax_impl", "head_divergence"): "xentlib.jax.divergence",
+    ("jax_impl", "given_divergence"): "xentlib.jax.divergence",
+}
 # What stands for an array, and for a head, which may be a module; and where they come from.
 ARRAYS = {
     "torch_impl": (
@@ -50,6 +59,22 @@ DOCUMENTED = (
     ("accumulate_grads", "accumulate", ("jax_impl/accumulate.py",)),
     ("token_normalized", "accumulate", ("jax_impl/accumulate.py",)),
 )
+CLASSES = """(
+    Arguments,
+    DivergenceArguments,
+    GivenDivergenceArguments,
+    LogitsArguments,
+)"""
+OPTIONS = """(
+    ComputeDtype,
+    Divergence,
+    DivergenceOutputName,
+    DivergenceReduction,
+    Gather,
+    OutputName,
+    Reduction,
+    WeightLayout,
+)"""
 ARRAY, HEAD = re.compile(r"\bArray\b"), re.compile(r"\bHead\b")
 WRITTEN = "Written by `make public`"
 
@@ -137,8 +162,8 @@ def call_module(definitions: dict[str, Definition]) -> str:
     """Classes with the parameters of all functions that share them, defaults beside them."""
     text = f'''"""A call of a function of the head as one object: what the user gave, by name.
 
-{WRITTEN} from the signatures in `nll.py` and `logprobs.py`, where options are
-added. A function leaves at its default what is none of its own.
+{WRITTEN} from the signatures in `nll.py`, `logprobs.py` and `divergence.py`, where
+options are added. A function leaves at its default what is none of its own.
 """
 
 from __future__ import annotations
@@ -146,12 +171,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightLayout
+from xentlib.options import (
+    ComputeDtype,
+    Divergence,
+    DivergenceOutputName,
+    DivergenceReduction,
+    Gather,
+    OutputName,
+    Reduction,
+    WeightLayout,
+)
+from xentlib.teacher import TeacherHead, TeacherLogits
 
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
 
-__all__ = ["SCALARS", "Arguments", "Array", "Head", "LogitsArguments", "Scalars"]
+__all__ = [
+    "SCALARS",
+    "Arguments",
+    "Array",
+    "DivergenceArguments",
+    "GivenDivergenceArguments",
+    "Head",
+    "LogitsArguments",
+    "Scalars",
+]
 
 Array = Any  # a tensor or an array of the backend
 Head = Any  # an array, or a module of the backend that stands for one
@@ -188,13 +232,14 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
         sorted(
             f"from {module} import {names}\n"
             for module, names in (
-                ("xentlib.arguments", "Arguments, LogitsArguments"),
+                ("xentlib.arguments", CLASSES),
                 ("xentlib.checks.call", "known_names"),
                 ("xentlib.logprobs", "LogprobOutput"),
                 *((("xentlib.lora", "LowRankHead"),) if "LowRankHead" in head else ()),
                 ("xentlib.nll", "NLLOutput"),
-                ("xentlib.options", "ComputeDtype, Gather, OutputName, Reduction, WeightLayout"),
+                ("xentlib.options", OPTIONS),
                 ("xentlib.plan", "VocabShard"),
+                ("xentlib.teacher", "TeacherHead, TeacherLogits"),
                 (f"{package}.logprobs", "given_logprobs, head_logprobs"),
                 (f"{package}.nll", "nll"),
             )
@@ -202,17 +247,20 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
     )
     text = f'''"""The functions of the head, for people and their editors.
 
-{WRITTEN} from the definitions in `xentlib/nll.py` and `xentlib/logprobs.py`.
+{WRITTEN} from the definitions in `nll.py`, `logprobs.py` and `divergence.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 {import_array}
 
 {imports}
+if TYPE_CHECKING:
+    from xentlib.divergence import DivergenceOutput
+
 __all__ = [
 '''
     text += "".join(f'    "{name}",\n' for name in sorted(definitions)) + "]\n"
@@ -231,6 +279,8 @@ __all__ = [
             + f"\n) -> {ARRAY.sub(array, found.returns)}:\n"
         )
         text += f"    {found.docstring}\n"
+        if (column, worker) in LATER:
+            text += f"    from {LATER[column, worker]} import {worker}\n\n"
         text += f"    return {worker}(\n        {kind}(\n{given}        )\n    )\n"
     return text
 

@@ -9,15 +9,23 @@ except ModuleNotFoundError as missing:
 
     refuse_missing(missing, "jax", "JAX")
 
-from xentlib.jax.api import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+from xentlib.jax.api import (
+    chunked_divergence,
+    chunked_logprobs,
+    chunked_nll,
+    vocab_parallel_divergence,
+    vocab_parallel_logprobs,
+)
 from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
 from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
+from xentlib.teacher import TeacherHead, TeacherLogits
 
 if TYPE_CHECKING:
     from xentlib.accumulate import CountOverflowError, WindowStats
     from xentlib.collectives import Collective, CollectiveCount
+    from xentlib.divergence import DivergenceOutput
     from xentlib.jax.accumulate import TokenNormalizedState, accumulate_grads, token_normalized
     from xentlib.jax.collectives import count_collectives
     from xentlib.jax.crosscheck import CrossCheck
@@ -32,20 +40,25 @@ __all__ = [
     "CountOverflowError",
     "CrossCheck",
     "CrossCheckError",
+    "DivergenceOutput",
     "Evaluation",
     "LinenNLLHead",
     "LogprobOutput",
     "LowRankHead",
     "NLLHead",
     "NLLOutput",
+    "TeacherHead",
+    "TeacherLogits",
     "TokenNormalizedState",
     "WindowStats",
     "accumulate_grads",
+    "chunked_divergence",
     "chunked_logprobs",
     "chunked_nll",
     "count_collectives",
     "next_token_labels",
     "token_normalized",
+    "vocab_parallel_divergence",
     "vocab_parallel_logprobs",
 ]
 
@@ -57,6 +70,7 @@ if not TYPE_CHECKING:
         {
             "xentlib.accumulate": "CountOverflowError WindowStats",
             "xentlib.collectives": "Collective CollectiveCount",
+            "xentlib.divergence": "DivergenceOutput",
             "xentlib.jax.accumulate": "TokenNormalizedState accumulate_grads token_normalized",
             "xentlib.jax.collectives": "count_collectives",
             "xentlib.jax.crosscheck": "CrossCheck",

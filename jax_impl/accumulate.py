@@ -26,8 +26,8 @@ from xentlib.checks.window import (
 from xentlib.jax.array_spec import array_spec
 from xentlib.jax.core.vocab import as_primal, checks_types, vary, varying
 from xentlib.jax.micro_batch import check_traced, known, loss_and_count, token_count_of
-from xentlib.nll import NLLOutput
 from xentlib.options import NONFINITE, NonFinite
+from xentlib.results import is_loss_output
 
 
 def accumulate_grads(
@@ -133,7 +133,7 @@ def accumulate_grads(
 def called_with(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> tuple[Any, Any]:
     """What a user's function returns, as `jax.value_and_grad` takes it: a sum and its count."""
     given = function(params, batch)
-    pair = isinstance(given, (tuple, list)) and not isinstance(given, NLLOutput) and len(given) == 2
+    pair = isinstance(given, (tuple, list)) and not is_loss_output(given) and len(given) == 2
     return loss_and_count(*given) if pair else loss_and_count(given)
 
 

@@ -90,7 +90,7 @@ def bind(
         logit_scale=as_array(given.logit_scale, 1.0, compute),
         temperature=as_array(given.temperature, 1.0, compute),
         denominator=as_array(given.denominator, None, compute),
-        scalars={x: array(y) for x in Scalars._fields if is_array(y := getattr(given, x))},
+        scalars={x: array(y) for x in Scalars._fields if is_array(y := getattr(given, x, None))},
     )
     return options, arrays
 

@@ -132,7 +132,7 @@ class CrossCheck(Schedule):
             )
         both: Any = (*dict.fromkeys((*call.outputs, *KEPT)),)
         fixed = call._replace(outputs=both)
-        constants = {x: y for x in (*ARRAYS, *RULES) if is_array(y := getattr(call, x))}
+        constants = {x: y for x in (*ARRAYS, *RULES) if is_array(y := getattr(call, x, None))}
         gone: dict[str, Any] = dict.fromkeys((*NAMES, "labels", *constants))
         leaves = call.hidden, call.weight, call.bias
         # Inside `shard_map` the gradients of this device's call, before they are summed.
@@ -229,7 +229,8 @@ class CrossCheck(Schedule):
             for name, x in record.constants.items()
         }
         arrays: dict[str, Any] = {name: flat.get(name) for name in ARRAYS}
-        options = {name: flat.get(name, getattr(fixed, name)) for name in RULES}
+        own = [name for name in RULES if name in Arguments._fields]
+        options = {name: flat.get(name, getattr(fixed, name)) for name in own}
         same = ("ignore_index", "reduction", "weight_layout", "compute_dtype")
         options |= {name: getattr(fixed, name) for name in same}
         gemm = resolve_dtypes(hidden.dtype.name, weight.dtype.name, fixed.compute_dtype)[0]
@@ -237,8 +238,8 @@ class CrossCheck(Schedule):
         flat_NH = cut(hidden.reshape(-1, hidden.shape[-1]), rows)
         problem = Problem(flat_NH, weight, labels, bias, options=options, **arrays)
         output, gradients = record.output, dict(zip(NAMES, record.gradients, strict=True))
-        own = (np.reshape(getattr(output, name), -1) for name in KEPT)
-        call = CheckedCall.of(problem, gemm, rows, output.loss, output.num_tokens, *own)
+        of_tokens = (np.reshape(getattr(output, name), -1) for name in KEPT)
+        call = CheckedCall.of(problem, gemm, rows, output.loss, output.num_tokens, *of_tokens)
         if gradients["hidden"] is not None:
             gradients["hidden"] = gradients["hidden"].reshape(-1, hidden.shape[-1])
         call.receive(record.upstream, gradients, cut)

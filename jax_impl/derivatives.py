@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +32,11 @@ def wanted(constants: Any, *primals: Any) -> Needs:
     With symbolic zeros its arguments come with `.perturbed`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(constants, is_leaf=is_primal)
-    for (*_, key), primal in leaves:
+    for path, primal in leaves:
         if primal.perturbed:
-            name = key.name if isinstance(key, GetAttrKey) else key.key
+            name = ".".join(x.name if isinstance(x, GetAttrKey) else str(x.key) for x in path)
+            if name == "teacher.hidden" and constants.teacher.weight is None:
+                name = "teacher.logits"
             raise ValueError(
                 f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
                 f"is not computed. Pass `jax.lax.stop_gradient({name})`."
@@ -65,11 +69,11 @@ def primal_values(primals: Any) -> Any:
     return jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
 
 
-def refused(cotangent: Any) -> jax.Array | None:
-    """The upstream gradient of the loss, None without one; NaN where a loss depends on a result of
-    `REFUSED`: an entropy bonus would add 0 to every gradient without a word. A trace cannot raise,
-    as scans and checkpoints fill in zeros for what was not used."""
-    known = {name: getattr(cotangent, name) for name in ("loss", *REFUSED)}
+def refused(cotangent: Any, names: Sequence[str] = REFUSED) -> jax.Array | None:
+    """The upstream gradient of the loss, None without one; NaN where a loss depends on a result
+    without a derivative: an entropy bonus would add 0 to every gradient without a word. A trace
+    cannot raise, as scans and checkpoints fill in zeros for what was not used."""
+    known = {name: getattr(cotangent, name) for name in ("loss", *names)}
     known = {k: g for k, g in known.items() if g is not None and not isinstance(g, SymbolicZero)}
     upstream: jax.Array | None = known.pop("loss", None)
     for g in known.values():
@@ -78,25 +82,25 @@ def refused(cotangent: Any) -> jax.Array | None:
     return upstream
 
 
-def named(results: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The results of `REFUSED`, whose derivative raises where its value is known, outside `jit`."""
+def named(results: dict[str, jax.Array], function: str = "chunked_nll") -> dict[str, jax.Array]:
+    """Results without a derivative, which raises where its value is known, outside `jit`."""
     try:
-        return _named(results)
+        return _named(function, results)
     except NotImplementedError:  # an eager `shard_map` has no rule: there `refused` gives NaN
         return results
 
 
-@jax.custom_vjp
-def _named(results: dict[str, jax.Array]) -> dict[str, jax.Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _named(function: str, results: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return results
 
 
-def _named_bwd(_: None, cotangents: dict[str, Any]) -> Any:
+def _named_bwd(function: str, _: None, cotangents: dict[str, Any]) -> Any:
     for name, g in cotangents.items():
         if not isinstance(g, SymbolicZero | jax.core.Tracer) and (g != 0).any():
-            refuse_derivative(name, f"jax.lax.stop_gradient({name})")
+            refuse_derivative(name, f"jax.lax.stop_gradient({name})", function)
     zero = SymbolicZero
     return ({name: None if isinstance(g, zero) else g for name, g in cotangents.items()},)
 
 
-_named.defvjp(lambda results: (primal_values(results), None), _named_bwd, symbolic_zeros=True)
+_named.defvjp(lambda _, results: (primal_values(results), None), _named_bwd, symbolic_zeros=True)

@@ -15,7 +15,7 @@ from xentlib.jax.accumulate import two_sum
 from xentlib.jax.core.vocab import vary, varying
 from xentlib.jax.micro_batch import check_name, loss_and_count
 from xentlib.jax.placement import axes_of
-from xentlib.nll import NLLOutput
+from xentlib.results import is_loss_output
 
 ZEROS = np.zeros(2, np.float32)
 ZEROS.flags.writeable = False
@@ -78,7 +78,7 @@ class Evaluation(NamedTuple):
         name = check_one_loss([name for name, x in named.items() if x is not None])
         mean, given = name == "loss_mean", named[name]
         loss, num_tokens = loss_and_count(given, num_tokens, mean=mean)
-        WINDOWS.require("named", name != "loss" or isinstance(given, NLLOutput))
+        WINDOWS.require("named", name != "loss" or is_loss_output(given))
         check_name(given, mean)
         if mean:  # of no token it may be NaN
             count = jnp.asarray(num_tokens).astype(jnp.float32)

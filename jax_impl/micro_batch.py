@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,12 @@ from xentlib.checks.window import (
     check_own_count,
     check_token_count,
 )
+from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu
 from xentlib.nll import NLLOutput
+from xentlib.results import is_loss_output
+
+Output = TypeVar("Output", NLLOutput[Any], DivergenceOutput[Any])
 
 SUM = "Pass reduction='sum' to it."
 # Names in a program, which no function of the caller's takes out, cached or not.
@@ -42,7 +46,7 @@ LOOPS = ("cond", "scan", "while")
 RETURNED: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
 
 
-def labelled(out: NLLOutput[Any], denominator: Any) -> NLLOutput[Any]:
+def labelled(out: Output, denominator: Any) -> Output:
     """An output whose loss and counts have names in the program that they are traced into;
     `denominator` as it was given."""
     total = checkpoint_name(out.loss, SUMMED if out.denominator is None else DIVIDED)
@@ -129,7 +133,7 @@ def quotient(name: str, a: str, b: str) -> str:
 def loss_and_count(loss: Any, num_tokens: Any = None, *, mean: bool = False) -> tuple[Any, Any]:
     """A sum, or where it is named one a mean, and the weight of its tokens: an `NLLOutput`'s, or as
     they were given."""
-    out, divided = loss if isinstance(loss, NLLOutput) else None, False
+    out, divided = loss if is_loss_output(loss) else None, False
     if num_tokens is not None and not isinstance(num_tokens, jax.Array):
         num_tokens = np.asarray(num_tokens)
     if out is not None:
@@ -154,7 +158,7 @@ def token_count_of(given: Any, weighted: bool) -> Any:
     Where weights are not counted and the loss has some, the number is no denominator: refused, or
     -1 where that is traced.
     """
-    if not isinstance(given, NLLOutput):
+    if not is_loss_output(given):
         if given is None:
             check_token_count("token_count", None, None, weighted)
         WINDOWS.require("count_of_sum", COUNT not in returned(given))

@@ -190,14 +190,10 @@ def run(function: Function[T], options: Options, arrays: Arrays, outputs: T) -> 
 def over_mesh(
     function: Function[T], options: Options, place: Placement, outputs: T, arrays: Arrays
 ) -> T:
-    leading, rows = arrays.labels.ndim, place.tokens
-    states = P(*(*rows, *(None,) * leading)[:leading], None)
-    known = {"class_weights": P(), "keep": states, "hidden": states, "weight": place.weight}
-    known |= {"labels": rows, "bias": place.bias, "low_in": P(), "low_out": place.low_out}
-    specs = jax.tree.map(lambda x: rows if x.ndim == leading else P(), arrays)
-    specs = specs._replace(
-        **{name: spec for name, spec in known.items() if getattr(arrays, name) is not None}
-    )
+    specs = specs_of(place, arrays)
+    if arrays.teacher is not None:
+        of_teacher = options.divergence.teacher.place
+        specs = specs._replace(teacher=specs_of(of_teacher, arrays.teacher))
     types = dict(zip(place.mesh.axis_names, place.mesh.axis_types))
     names = {name for name, kind in types.items() if kind is not AxisType.Manual}
     if AxisType.Explicit in types.values():
@@ -208,10 +204,24 @@ def over_mesh(
         partial(of_flat, function, options, outputs),
         mesh=place.mesh,
         in_specs=(specs,),
-        out_specs=jax.tree.map(lambda per_token: rows if per_token else P(), outputs),
+        out_specs=jax.tree.map(lambda per_token: place.tokens if per_token else P(), outputs),
         axis_names=names,
     )(arrays)
     return result
+
+
+def specs_of(place: Placement, arrays: Arrays) -> Arrays:
+    """Of each array, but for those of a teacher."""
+    leading, rows = arrays.labels.ndim, place.tokens
+    states = P(*(*rows, *(None,) * leading)[:leading], None)
+    hidden = states if arrays.weight is not None else P(*states[:-1], place.low_out[0])
+    known = {"class_weights": P(), "keep": states, "hidden": hidden, "weight": place.weight}
+    known |= {"labels": rows, "bias": place.bias, "low_in": P(), "low_out": place.low_out}
+    specs = jax.tree.map(lambda x: rows if x.ndim == leading else P(), arrays)
+    own: Arrays = specs._replace(
+        **{name: spec for name, spec in known.items() if getattr(arrays, name) is not None}
+    )
+    return own
 
 
 def of_flat(function: Function[T], options: Options, outputs: T, arrays: Arrays) -> T:

@@ -13,7 +13,14 @@ from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
 from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
-from xentlib.torch.api import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
+from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.torch.api import (
+    chunked_divergence,
+    chunked_logprobs,
+    chunked_nll,
+    vocab_parallel_divergence,
+    vocab_parallel_logprobs,
+)
 from xentlib.torch.head.module import NLLHead
 from xentlib.torch.placement.head import gather_head
 
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
         WindowStats,
     )
     from xentlib.collectives import Collective, CollectiveCount
+    from xentlib.divergence import DivergenceOutput
     from xentlib.tools.crosscheck import CrossCheckError
     from xentlib.torch.accumulate import TokenNormalizer
     from xentlib.torch.collectives import count_collectives
@@ -39,21 +47,26 @@ __all__ = [
     "CountMismatchError",
     "CrossCheck",
     "CrossCheckError",
+    "DivergenceOutput",
     "Evaluation",
     "LogprobOutput",
     "LowRankHead",
     "NLLHead",
     "NLLOutput",
+    "TeacherHead",
+    "TeacherLogits",
     "TokenNormalizer",
     "UnsupportedWrapperError",
     "Window",
     "WindowStateError",
     "WindowStats",
+    "chunked_divergence",
     "chunked_logprobs",
     "chunked_nll",
     "count_collectives",
     "gather_head",
     "next_token_labels",
+    "vocab_parallel_divergence",
     "vocab_parallel_logprobs",
 ]
 
@@ -65,6 +78,7 @@ if not TYPE_CHECKING:
             "xentlib.accumulate": "CountMismatchError UnsupportedWrapperError WindowStateError "
             "WindowStats",
             "xentlib.collectives": "Collective CollectiveCount",
+            "xentlib.divergence": "DivergenceOutput",
             "xentlib.tools.crosscheck": "CrossCheckError",
             "xentlib.torch.accumulate": "TokenNormalizer",
             "xentlib.torch.collectives": "count_collectives",

@@ -1,28 +1,48 @@
 """The functions of the head, for people and their editors.
 
-Written by `make public` from the definitions in `xentlib/nll.py` and `xentlib/logprobs.py`.
+Written by `make public` from the definitions in `nll.py`, `logprobs.py` and `divergence.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.arguments import (
+    Arguments,
+    DivergenceArguments,
+    GivenDivergenceArguments,
+    LogitsArguments,
+)
 from xentlib.checks.call import known_names
 from xentlib.logprobs import LogprobOutput
 from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
-from xentlib.options import ComputeDtype, Gather, OutputName, Reduction, WeightLayout
+from xentlib.options import (
+    ComputeDtype,
+    Divergence,
+    DivergenceOutputName,
+    DivergenceReduction,
+    Gather,
+    OutputName,
+    Reduction,
+    WeightLayout,
+)
 from xentlib.plan import VocabShard
+from xentlib.teacher import TeacherHead, TeacherLogits
 from xentlib.torch.logprobs import given_logprobs, head_logprobs
 from xentlib.torch.nll import nll
 
+if TYPE_CHECKING:
+    from xentlib.divergence import DivergenceOutput
+
 __all__ = [
+    "chunked_divergence",
     "chunked_logprobs",
     "chunked_nll",
+    "vocab_parallel_divergence",
     "vocab_parallel_logprobs",
 ]
 
@@ -400,6 +420,209 @@ def vocab_parallel_logprobs(
             temperature=temperature,
             label_smoothing=label_smoothing,
             entropy=entropy,
+            max_chunk_bytes=max_chunk_bytes,
+            shard=shard,
+        )
+    )
+
+
+@known_names
+def chunked_divergence(
+    hidden: Tensor,
+    weight: Tensor | nn.Module | LowRankHead[Tensor],
+    teacher: TeacherHead[Tensor] | TeacherLogits[Tensor],
+    *,
+    kind: Divergence = "forward_kl",
+    beta: float | None = None,
+    labels: Tensor | None = None,
+    nll_weight: float = 0.0,
+    bias: Tensor | None = None,
+    where: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    ignore_index: int = -100,
+    logit_scale: float | Tensor = 1.0,
+    softcap: float | Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    temperature_squared: bool = False,
+    reduction: DivergenceReduction = "mean",
+    denominator: float | Tensor | None = None,
+    outputs: Sequence[DivergenceOutputName] = (),
+    vocab_parallel: Any = None,
+    tokens_parallel: Any = None,
+    gather: Gather = "head",
+    tokens_per_rank: int | None = None,
+    reduce_hidden_grad: bool = True,
+    compute_dtype: ComputeDtype | None = None,
+    max_chunk_bytes: int | None = None,
+    weight_layout: WeightLayout = "VH",
+) -> DivergenceOutput[Tensor]:
+    """Divergence of a student's distribution from a teacher's, the logits of neither ever stored.
+
+        z = logits / temperature of each of the two, as in `chunked_nll`;  p_S, p_T = softmax(z)
+        forward_kl: D = sum_v p_T log(p_T / p_S)      reverse_kl: D = sum_v p_S log(p_S / p_T)
+        jsd: D = beta KL(p_T : m) + (1 - beta) KL(p_S : m),   m = beta p_T + (1 - beta) p_S
+        loss = sum over valid tokens of token_weight * (D + nll_weight * nll) / denominator
+
+    with D times temperature^2 if `temperature_squared`.
+
+    The student learns, the teacher is a constant. Gradients for `hidden`, `weight` and `bias` are
+    computed in the forward pass, chunk by chunk: four GEMMs beside a `TeacherHead`, three beside
+    `TeacherLogits`; with `reduction="none"` the backward makes the logits again, for two or one
+    more. A chunk holds the logits of both.
+
+    D is never negative, and exactly 0 where both have the same logits, with gradients of exactly
+    +0. It keeps its digits where the two are close, as at the end of a distillation, where a
+    difference of two rounded log-softmaxes has none.
+
+    Args:
+        hidden: [..., H] hidden states of the student; float16, bfloat16, float32 or float64.
+        weight: [V, H] its head, or whatever `weight` of `chunked_nll` may be.
+        teacher: `TeacherHead` or `TeacherLogits`, for the same tokens and the same V classes; its
+            `temperature` is the student's if None.
+        kind: which divergence. "forward_kl" spreads over all that the teacher does, "reverse_kl"
+            keeps to what it does most.
+        beta: of "jsd", between 0 and 1, the teacher's share of the mixture. It tends to 0 at either
+            end: for the divergences of KL pass their `kind`.
+        labels: [...] integers, or None. A token whose label is `ignore_index` is not valid.
+        nll_weight: >= 0, how much of the labels' NLL, without temperature, the loss has; needs
+            `labels`, and `temperature` 1.
+        bias: [V] or None.
+        where: [...] bool or None; False takes a token out.
+        token_weights: [...] floating point or None; may be negative.
+        ignore_index: label of tokens without a loss.
+        logit_scale: number or 0-d array that multiplies the student's logits.
+        softcap: positive number, 0-d array (in PyTorch read by the host), or None.
+        temperature: positive number, 0-d array, or [...] one per token; of both, unless the teacher
+            has its own.
+        temperature_squared: multiply D by the student's temperature squared, as in Hinton's
+            distillation, so that gradients do not shrink as it grows.
+        reduction: "mean" over the weights of the valid tokens, "sum", or "none" for each token's
+            own loss [...], which may be clipped or weighed.
+        denominator: number or 0-d array; if given the loss is the sum divided by it. Not with
+            `reduction="none"`.
+        outputs: any of "divergence", "logprobs", "entropy", "teacher_entropy": per token, without
+            gradient, 0 for tokens that are not valid.
+        vocab_parallel: as in `chunked_nll`; the teacher's head or logits are sharded alike. One SUM
+            more than there, two with "jsd", and a MAX and a SUM for a `TeacherHead`, in each chunk.
+        tokens_parallel: as in `chunked_nll`, for a `TeacherHead`.
+        gather: as in `chunked_nll`, of both heads, but for "stream": with "hidden", for a
+            `TeacherHead`, which the same ranks shard, the hidden states of both travel.
+        tokens_per_rank: as in `chunked_nll`.
+        reduce_hidden_grad: as in `chunked_nll`.
+        compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode.
+        max_chunk_bytes: budget of the logits of one chunk, of both; None for the device's default.
+        weight_layout: "VH" or "HV", of the student's head.
+
+    Returns:
+        DivergenceOutput, float32 (float64 for float64 inputs), never below.
+
+    Raises:
+        ValueError: shapes, devices or values that do not belong together; vocabularies of two
+            sizes; `beta` without "jsd" or the other way round.
+        TypeError: a dtype that cannot be used, or a `teacher` of another class.
+        RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
+
+    Numerics: logits of both accumulate in float32; log-ratios from differences of logits, expm1 and
+    phi(x) = exp(x) - 1 - x by series below 0.3; every term of D is >= 0. With given logits D is
+    right to 1e-6, to 5e-6 at 1e-9; from hidden states as far as two products in float32 agree. dz
+    is rounded once to the GEMM dtype, every gradient once. Rows A20 to A25 of the contract.
+
+    Sources: distillation (arXiv 1503.02531); generalised JSD on-policy, GKD (arXiv 2306.13649).
+    """
+    from xentlib.torch.divergence import head_divergence
+
+    return head_divergence(
+        DivergenceArguments(
+            hidden=hidden,
+            weight=weight,
+            teacher=teacher,
+            kind=kind,
+            beta=beta,
+            labels=labels,
+            nll_weight=nll_weight,
+            bias=bias,
+            where=where,
+            token_weights=token_weights,
+            ignore_index=ignore_index,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            temperature=temperature,
+            temperature_squared=temperature_squared,
+            reduction=reduction,
+            denominator=denominator,
+            outputs=outputs,
+            vocab_parallel=vocab_parallel,
+            tokens_parallel=tokens_parallel,
+            gather=gather,
+            tokens_per_rank=tokens_per_rank,
+            reduce_hidden_grad=reduce_hidden_grad,
+            compute_dtype=compute_dtype,
+            max_chunk_bytes=max_chunk_bytes,
+            weight_layout=weight_layout,
+        )
+    )
+
+
+@known_names
+def vocab_parallel_divergence(
+    logits: Tensor,
+    teacher: TeacherLogits[Tensor],
+    *,
+    kind: Divergence = "forward_kl",
+    beta: float | None = None,
+    vocab_parallel: Any = None,
+    where: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    max_chunk_bytes: int | None = None,
+    shard: VocabShard | None = None,
+) -> Tensor:
+    """Divergence of each token's student distribution from the teacher's, from precomputed logits,
+    sharded over ranks or whole; D of `chunked_divergence`, with a gradient for the student's.
+
+        forward_kl: dD/dz = p_S - p_T      reverse_kl: dD/dz = p_S (log(p_S / p_T) - D)
+        jsd: dD/dz = (1 - beta) p_S (log(p_S / m) - KL(p_S : m))
+
+    The sums run over the columns of all ranks, and results are the same on every rank; each gets
+    the gradient of its own columns. Neither logits are written to. Beside the gradient of the
+    logits a call needs some rows in float32, whatever the number of tokens.
+
+    Args:
+        logits: [..., C] this rank's columns of the student's, in rank order; float16, bfloat16,
+            float32, float64.
+        teacher: `TeacherLogits` of the same columns.
+        kind: "forward_kl", "reverse_kl" or "jsd".
+        beta: of "jsd", between 0 and 1, the teacher's share of the mixture.
+        vocab_parallel: as in `vocab_parallel_logprobs`. None: `logits` has all columns.
+        where: [...] bool or None; False takes a token out: its D and its gradient are 0.
+        temperature: positive number, 0-d array, or [...] one per token; of both, unless the teacher
+            has its own.
+        max_chunk_bytes: budget of the float32 copies of some rows; None for the device's default.
+        shard: the classes of this rank's columns, as in `vocab_parallel_logprobs`.
+
+    Returns:
+        [...] D in nats, float32 (float64 for float64 logits), never negative.
+
+    Raises:
+        ValueError: shapes, devices or values that do not belong together.
+        TypeError: a dtype that cannot be used, or a `teacher` of another class.
+        RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
+
+    Numerics: as `chunked_divergence` from step 3 on; dz is computed in float32 and rounded once to
+    the dtype of the logits. Rows A20 to A22 and A24 of the contract.
+
+    Sources: as `chunked_divergence`.
+    """
+    from xentlib.torch.given_divergence import given_divergence
+
+    return given_divergence(
+        GivenDivergenceArguments(
+            logits=logits,
+            teacher=teacher,
+            kind=kind,
+            beta=beta,
+            vocab_parallel=vocab_parallel,
+            where=where,
+            temperature=temperature,
             max_chunk_bytes=max_chunk_bytes,
             shard=shard,
         )

@@ -115,6 +115,11 @@ def as_tensor(value: Any, neutral: float | None, like: Tensor, dtype: torch.dtyp
     return torch.full((), float(value), dtype=dtype, device=like.device)
 
 
+def with_leading(x: Tensor, leading: tuple[int, ...]) -> Tensor:
+    """Per token, [N] as [...]. A copy, no view: FSDP2 warns of views that a forward returns."""
+    return x if x.shape == leading else x.reshape(leading).clone()
+
+
 def is_dtensor(x: Any) -> TypeGuard[Any]:
     """Without importing DTensor if it is not loaded yet: that takes a second. What is loaded is an
     attribute of its package; of `sys.modules` a compiler traces each of its thousands of entries.

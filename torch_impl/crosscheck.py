@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xentlib.arguments import SCALARS
 from xentlib.checks.crosscheck import check_step_number
 from xentlib.interop import to_numpy
 from xentlib.nll import OUTPUTS
@@ -173,7 +174,7 @@ class CrossCheck(Schedule):
         rows = self.chosen(labels, where, call.ignore_index)
         options = {
             "ignore_index": call.ignore_index,
-            **call.scalars._asdict(),
+            **{name: getattr(call.scalars, name) for name in SCALARS["chunked_nll"]},
             "reduction": "mean" if loss.mean else "sum",
             "weight_layout": "HV" if call.transposed else "VH",
             "denominator": host(loss.denominator),

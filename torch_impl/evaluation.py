@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xentlib.checks.validators import plain
 from xentlib.checks.window import WINDOWS, check_one_loss
-from xentlib.nll import NLLOutput
+from xentlib.results import is_loss_output
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import loss_and_count
 from xentlib.torch.placement.rows import find_group
@@ -80,7 +80,7 @@ class Evaluation:
         if mean:
             counted.check_mean()
         exact = counted.origin is not None and counted.origin.exact
-        WINDOWS.require("named", name != "loss" or isinstance(loss, NLLOutput) or exact)
+        WINDOWS.require("named", name != "loss" or is_loss_output(loss) or exact)
         device = counted.loss.device if self.sums is None else self.sums.device
         pair = [onto(x.detach(), device).double() for x in (counted.loss, counted.weight)]
         if mean:  # of no token it may be NaN

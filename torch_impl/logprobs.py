@@ -15,6 +15,7 @@ from torch import Tensor
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.logprobs import LogprobOutput
+from xentlib.torch.array_spec import with_leading
 from xentlib.torch.binding import bind, bind_logits
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.gemm import power_of_two
@@ -254,10 +255,7 @@ def head_logprobs(given: Arguments, local: RowLayout | None = None) -> LogprobOu
 
 
 def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutput[Tensor]:
-    # Copies, not views: FSDP2 warns of views that a module's forward returns.
-    logprobs, entropies, lse, correct = (
-        x if x.shape == leading else x.reshape(leading).clone() for x in results[:4]
-    )
+    logprobs, entropies, lse, correct = (with_leading(x, leading) for x in results[:4])
     return LogprobOutput(logprobs, entropies if entropy else None, lse, correct)
 
 

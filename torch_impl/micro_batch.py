@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xentlib.checks.validators import plain
 from xentlib.checks.window import WINDOWS, check_loss_sum, check_own_count, check_token_count
-from xentlib.nll import NLLOutput
+from xentlib.results import is_loss_output
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import device_info
 
@@ -88,13 +88,13 @@ def loss_and_count(loss: Any, num_tokens: Any) -> LossAndCount:
         num_tokens = torch.tensor(num_tokens, dtype=kind)
     elif num_tokens is not None:
         num_tokens = torch.as_tensor(num_tokens)
-    origin = origin_of(loss.loss if isinstance(loss, NLLOutput) else loss)
-    WINDOWS.require("as_made", not (isinstance(loss, NLLOutput) and written_to(loss.loss)))
-    if isinstance(loss, NLLOutput) and origin is None:
+    origin = origin_of(loss.loss if is_loss_output(loss) else loss)
+    WINDOWS.require("as_made", not (is_loss_output(loss) and written_to(loss.loss)))
+    if is_loss_output(loss) and origin is None:
         origin = Origin(loss.num_tokens, loss.weight_sum, loss.denominator)
     if origin is not None and num_tokens is not None:
         check_own_count(known(num_tokens), known(origin.num_tokens), known(origin.weight_sum))
-    if not isinstance(loss, NLLOutput):
+    if not is_loss_output(loss):
         return LossAndCount(loss, num_tokens, origin=origin)
     if num_tokens is None:
         # The number itself where tokens have no weights: their sum is rounded beyond 2^24.

@@ -5,8 +5,8 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
+    Named,
     RowLayout,
     differentiated_once,
     operator,
@@ -39,6 +40,24 @@ from xentlib.torch.operators import (
     without_gradient,
 )
 from xentlib.torch.placement.head import with_head
+
+
+class Weights(Protocol):
+    """What tokens count for in a loss, and which gradients are wanted."""
+
+    @property
+    def token_weights(self) -> Tensor | None: ...
+    @property
+    def class_weights(self) -> Tensor | None: ...
+    @property
+    def denominator(self) -> Tensor | None: ...
+    @property
+    def mean(self) -> bool: ...
+    @property
+    def needs(self) -> list[bool]: ...
+
+
+KEPT = 1 + len(DIFFERENTIATED)  # of an operator's results, for its backward
 
 
 class Loss(NamedTuple):
@@ -132,7 +151,7 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     return output, gradients, loop.own.valid
 
 
-def token_weights(loop: HeadLoop, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+def token_weights(loop: HeadLoop, loss: Weights) -> tuple[Tensor, Tensor, Tensor]:
     """[N] weights of this rank's tokens, 0 where one does not count; their sum, with those of the
     classes; and what the loss is divided by."""
     valid_N = loop.own.valid
@@ -154,7 +173,7 @@ def token_weights(loop: HeadLoop, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
     return weights_N, weight_sum, torch.where(nothing, 1.0, divisor)
 
 
-def check_consistent(loop: HeadLoop, loss: Loss, divisor: Tensor) -> None:
+def check_consistent(loop: HeadLoop, loss: Weights, divisor: Tensor) -> None:
     """Over shards: what every rank must have the same, that of the loss included."""
     vocab = loop.check_consistent()
     if vocab is None:
@@ -197,7 +216,7 @@ def reduced(
     )
 
 
-def refused_divisor(call: HeadCall, loss: Loss) -> float | None:
+def refused_divisor(call: HeadCall, loss: Weights) -> float | None:
     """A denominator that is not positive, of a call with a token that counts; None where it cannot
     be read."""
     given = loss.denominator
@@ -283,46 +302,50 @@ def _(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     )
 
 
-def _setup(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, loss: Loss) -> None:
-    constants, kept = output[1:9], output[9:]
+def keep_gradients(ctx: Any, output: tuple[Tensor, ...], call: HeadCall, *options: Any) -> None:
+    """Of an operator whose results are a loss, constants, the gradients and the mask."""
+    constants, kept = output[1:-KEPT], output[-KEPT:]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*constants, *kept)
     ctx.save_for_backward(*kept)
     ctx.dtypes = [None if x is None else x.dtype for x in call.leaves]
-    ctx.needs, ctx.head_scale = loss.needs, call.rows.head_scale
+    ctx.needs, ctx.head_scale = options[-1].needs, call.rows.head_scale
     # Ranks whose tokens are in one gradient of the head
     together = call.rows.every or call.rows.group
-    ctx.together = together if call.rows.route and any(loss.needs[1:]) else ""
+    ctx.together = together if call.rows.route and any(ctx.needs[1:]) else ""
 
 
-def _backward(
-    ctx: Any, gradient: Tensor | None, *others: Tensor | None
-) -> dict[str, Tensor | None] | None:
-    differentiated_once("chunked_nll", "F.cross_entropy")
-    if gradient is None:
-        return None
-    *accumulators, valid_N = ctx.saved_tensors
-    eager = in_eager(gradient)
-    of_all = None
-    if ctx.together:
-        of_all = same_upstream(gradient, valid_N.any(), ctx.together)
-    values = nll_backward(
-        gradient,
-        Gradients(*accumulators),
-        valid_N,
-        ctx.dtypes,
-        ctx.needs,
-        of_all=of_all,
-        head_scale=ctx.head_scale,
-        eager=eager,
-        reuse=eager and not keeps_graph(),
-    )
-    gradients = dict(zip(DIFFERENTIATED, values, strict=True))
-    run_backward_hooks(ctx, gradient, gradients)
-    return gradients
+def kept_gradients(function: str, instead: str) -> Callable[..., Named | None]:
+    """The backward of such an operator."""
+
+    def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Named | None:
+        differentiated_once(function, instead)
+        if gradient is None:
+            return None
+        *accumulators, valid_N = ctx.saved_tensors
+        eager = in_eager(gradient)
+        of_all = None
+        if ctx.together:
+            of_all = same_upstream(gradient, valid_N.any(), ctx.together)
+        values = nll_backward(
+            gradient,
+            Gradients(*accumulators),
+            valid_N,
+            ctx.dtypes,
+            ctx.needs,
+            of_all=of_all,
+            head_scale=ctx.head_scale,
+            eager=eager,
+            reuse=eager and not keeps_graph(),
+        )
+        gradients = dict(zip(DIFFERENTIATED, values, strict=True))
+        run_backward_hooks(ctx, gradient, gradients)
+        return gradients
+
+    return backward
 
 
-nll_op.gradient(_setup, _backward)
+nll_op.gradient(keep_gradients, kept_gradients("chunked_nll", "F.cross_entropy"))
 
 
 def in_eager(x: Tensor) -> bool:

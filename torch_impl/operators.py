@@ -267,8 +267,10 @@ def wanted(*leaves: Tensor | None) -> list[bool]:
     return [on and x is not None and requires_grad(x) for x in leaves]
 
 
-def without_gradient(name: str, value: Tensor, leaves: Sequence[Tensor | None]) -> Tensor:
-    """A result of `chunked_nll` that depends on `leaves`, whose derivative is refused in a
+def without_gradient(
+    name: str, value: Tensor, leaves: Sequence[Tensor | None], function: str = "chunked_nll"
+) -> Tensor:
+    """A result of a function that depends on `leaves`, whose derivative is refused in a
     backward: an entropy bonus would add 0 to every gradient without a word. The values are the
     same, and none are saved. A compiler has to trace backwards that never run, and is left out."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -277,7 +279,7 @@ def without_gradient(name: str, value: Tensor, leaves: Sequence[Tensor | None]) 
     # Entries of a batch have no graph of their own, and PyTorch no transform for this function.
     if not active or any(functorch.is_functorch_wrapped_tensor(x) for x in (value, *active)):
         return value
-    refused: Tensor = _Refused.apply(name, [value], *active)  # type: ignore[no-untyped-call]
+    refused: Tensor = _Refused.apply((name, function), [value], *active)  # type: ignore[no-untyped-call]
     return refused
 
 
@@ -285,8 +287,8 @@ class _Refused(torch.autograd.Function):
     """Of all leaves: `torch.autograd.grad` runs no node that does not lead to its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, value: list[Tensor], *leaves: Tensor) -> Tensor:
-        ctx.name = name
+    def forward(ctx: Any, of: tuple[str, str], value: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.name, ctx.function = of
         ctx.set_materialize_grads(False)
         return value[0].data  # from a list: a view of an input could not be written to
 
@@ -294,5 +296,5 @@ class _Refused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         # A reentrant checkpoint fills in zeros for what was not used.
         if gradient is not None and bool(gradient.any()):
-            refuse_derivative(ctx.name, f"{ctx.name}.detach()")
+            refuse_derivative(ctx.name, f"{ctx.name}.detach()", ctx.function)
         return (None,) * len(ctx.needs_input_grad)

@@ -13,6 +13,7 @@ from torch import Tensor
 from xentlib.accumulate import CountMismatchError, WindowState, WindowStateError, WindowStats
 from xentlib.checks.window import WINDOWS, check_counted
 from xentlib.nll import NLLOutput
+from xentlib.results import is_loss_output
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import known, loss_and_count
@@ -266,7 +267,7 @@ class Window:
         counted.check_count(weighted=weighted, whole=not self.filling)
         self.wrapper.check_forward()
         self.backwards += 1
-        if normalized and isinstance(loss, NLLOutput):
+        if normalized and is_loss_output(loss):
             total = total * self._as_declared(counted.denominator).to(total.dtype)
         own = total.detach().double()
         if self.filling:  # whatever it is, NaN too

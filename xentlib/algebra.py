@@ -164,12 +164,12 @@ class Algebra(NamedTuple):
         return BlockSums(ones, s, sum_ed), first
 
     def words(self, x: Array) -> Array:
-        """Exact sums, below 2^20, of x >= 0 over its first axis, as words [words, tokens]; words of
-        several such sums add up to those of all."""
+        """Exact sums, below 2^20 in size, of x over its first axis, as words [words, tokens]; words
+        of several such sums add up to those of all."""
         x, words = self.wide(self.rounded(x)), []
         for bits in WORD_BITS[x.dtype.itemsize]:
             x = x * 2.0**bits
-            word = self.xp.floor(x)
+            word = self.xp.trunc(x)
             words.append(word.sum(0))
             x = x - word
         return self.xp.stack(words)

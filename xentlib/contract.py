@@ -139,8 +139,39 @@ IN_ORDER = (
     Row(
         "A18",
         "CPU; 1 to 8 vocabulary shards cut at multiples of 128 columns",
-        "log-probability, lse, entropy, correct, predicted",
+        "log-probability, lse, entropy, correct, predicted, divergence",
         (BITS,),
+    ),
+    Row(
+        "A20",
+        "logits of student and teacher given; divergences of 1e-7 and more",
+        "divergence",
+        (Bound("relative", 1e-6),),
+    ),
+    Row(
+        "A21",
+        "logits of student and teacher given; divergences from 1e-9 to 1e-7",
+        "divergence",
+        (Bound("relative", 5e-6),),
+    ),
+    Row(
+        "A22",
+        "logits of student and teacher given, noise of at most 1 apart",
+        "d logits; their sum over the classes",
+        (TAU_4, Bound("sum / (u * sum of terms)", 2)),
+    ),
+    Row("A23", "fp32 hidden states of student and teacher", "divergence", (TAU_4,)),
+    Row(
+        "A24",
+        "any",
+        "divergence and gradients of equal logits; divergences below 0",
+        (BITS,),
+    ),
+    Row(
+        "A25",
+        "bf16 hidden states 0.1 to 0.001 apart",
+        "gradients of a divergence",
+        (Bound("rho", 3e-3),),
     ),
 )
 ROWS = {row.id: row for row in IN_ORDER}
@@ -170,6 +201,13 @@ def relative(got: Any, oracle: Any) -> float:
     """max |g - o| / |o|."""
     oracle = np.asarray(oracle, np.float64)
     return largest(np.abs(np.asarray(got, np.float64) - oracle), np.abs(oracle))
+
+
+def cancelled_sum(got: Any, oracle: Any, terms: Any) -> float:
+    """max |sum of a row| / (u * sum of the terms that it is made of), where that of the oracle,
+    which is taken off, is 0."""
+    gap = np.asarray(got, np.float64) - np.asarray(oracle, np.float64)
+    return largest(np.abs(gap.sum(axis=-1)), U * np.asarray(terms, np.float64).sum(axis=-1))
 
 
 # What is measured of a whole array says something of so many entries: of 101, a share of 99.5 % is
@@ -250,6 +288,8 @@ def check(
         "ULP": lambda: np.max(ulp_distance(got, oracle, magnitude=magnitude), initial=0.0),
         "relative": lambda: relative(got, oracle),
         "tau": lambda: tau(got, oracle, bound),
+        "sum / (u * sum of terms)": lambda: cancelled_sum(got, oracle, magnitude),
+        "rho": lambda: rho(got, oracle) * U,
         "rho / u": lambda: rho(got, oracle if other is None else other),
         "correctly rounded": lambda: rounded_fraction(got, oracle, low),
         "bf16 ULP unless cancelled": cancelled,

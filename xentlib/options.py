@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 __all__ = [
     "COMPUTE",
+    "DIVERGENCES",
+    "DIVERGENCE_OUTPUTS",
     "EMPTY",
     "GATHERS",
     "LAYOUTS",
@@ -17,6 +19,9 @@ __all__ = [
     "REDUCTIONS",
     "RULES",
     "ComputeDtype",
+    "Divergence",
+    "DivergenceOutputName",
+    "DivergenceReduction",
     "Empty",
     "Gather",
     "Mode",
@@ -34,6 +39,10 @@ ComputeDtype = Literal["float32", "float64"]
 Gather = Literal["head", "hidden", "stream", "auto"]
 # The per-token fields of the result of `chunked_nll`.
 OutputName = Literal["logprobs", "entropy", "lse", "correct", "predicted"]
+# How far the student is from the teacher, and the per-token fields of that result.
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+DivergenceReduction = Literal["mean", "sum", "none"]
+DivergenceOutputName = Literal["divergence", "logprobs", "entropy", "teacher_entropy"]
 # Of windows; JAX, whose programs cannot raise, has no "raise".
 Mode = Literal["precount", "postscale"]
 Empty = Literal["skip", "zero", "raise"]
@@ -44,6 +53,8 @@ LAYOUTS: tuple[WeightLayout, ...] = get_args(WeightLayout)
 COMPUTE: tuple[ComputeDtype, ...] = get_args(ComputeDtype)
 GATHERS: tuple[Gather, ...] = get_args(Gather)
 OUTPUTS: tuple[OutputName, ...] = get_args(OutputName)
+DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
+DIVERGENCE_OUTPUTS: tuple[DivergenceOutputName, ...] = get_args(DivergenceOutputName)
 MODES: tuple[Mode, ...] = get_args(Mode)
 EMPTY: tuple[Empty, ...] = get_args(Empty)
 NONFINITE: tuple[NonFinite, ...] = get_args(NonFinite)
@@ -57,6 +68,7 @@ class Rule(NamedTuple):
     low: float = -math.inf
     high: float = math.inf
     open_low: bool = False  # `low` itself is refused
+    open_high: bool = False
     array: bool = True  # a 0-d array will do
     # PyTorch's operators take a tensor: it is learned, counted on the device or one for each token.
     # Of the others, the fields of `Scalars`, the host reads the number.
@@ -72,4 +84,13 @@ RULES: dict[str, Rule] = {
     "softcap": Rule("None, a positive number or a 0-d array", low=0, open_low=True),
     "label_smoothing": Rule("a number in [0, 1]", low=0, high=1, array=False),
     "z_loss": Rule("a number >= 0 or a 0-d array", low=0),
+    "beta": Rule(
+        "a number between 0 and 1, neither of them",
+        0,
+        1,
+        open_low=True,
+        open_high=True,
+        array=False,
+    ),
+    "nll_weight": Rule("a number >= 0", low=0, array=False),
 }

@@ -11,6 +11,7 @@ Kind = TypeVar("Kind", bound=type)
 
 BINARY = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"}
 BINARY |= {"pow": "**", "matmul": "@"}
+LOSSES: list[type] = []  # results that have a loss, its counts and what it was divided by
 ORDER = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 UNARY = {"neg": "-", "pos": "+", "abs": "abs()", "round": "round()"}
 NUMBERS = {"float": "float()", "int": "int()"}
@@ -57,6 +58,8 @@ def not_a_tensor(field: str) -> Callable[[Kind], Kind]:
             # which puts a TypeError into words of its own.
             raise ValueError(text("one where JAX takes an array"))
 
+        if field == "loss":
+            LOSSES.append(kind)
         for name, sign in {**BINARY, **ORDER, **UNARY, **NUMBERS}.items():
             setattr(kind, f"__{name}__", refusing(sign))
         for name, sign in BINARY.items():
@@ -69,3 +72,8 @@ def not_a_tensor(field: str) -> Callable[[Kind], Kind]:
         return kind
 
     return decorate
+
+
+def is_loss_output(x: Any) -> bool:
+    """A result of a loss: `loss`, `num_tokens`, `weight_sum` and `denominator`."""
+    return isinstance(x, tuple(LOSSES))

@@ -55,6 +55,17 @@ class Options(NamedTuple):
     place: Placement | None = None
     # Mesh axes whose devices have tokens of their own, all of which each device's rows multiply.
     gathered: tuple[Any, ...] = ()
+    divergence: Any = None  # a `DivergenceOptions`
+
+
+class DivergenceOptions(NamedTuple):
+    """What a divergence adds, and the options of its teacher's logits."""
+
+    kind: str
+    squared: bool
+    each: bool
+    teacher_entropy: bool
+    teacher: Options
 
 
 class Arrays(NamedTuple):
@@ -74,6 +85,7 @@ class Arrays(NamedTuple):
     class_weights: jax.Array | None = None  # [V]
     keep: jax.Array | None = None  # [N, H], of a `LowRankHead`, as is the next
     scale: jax.Array | None = None
+    teacher: Any = None  # `Arrays` of a teacher's logits
     # What has gradients, with `hidden`
     weight: jax.Array | None = None
     bias: jax.Array | None = None
@@ -110,6 +122,8 @@ def flat(arrays: Arrays) -> Arrays:
     shapes = {**dict.fromkeys(PER_TOKEN, (-1,)), "hidden": shape, "labels": (-1,), "keep": shape}
     given = ((name, getattr(arrays, name)) for name in shapes)
     reshaped: Any = {name: jnp.reshape(x, shapes[name]) for name, x in given if x is not None}
+    if arrays.teacher is not None:
+        reshaped["teacher"] = flat(arrays.teacher)
     return arrays._replace(**reshaped)
 
 

@@ -47,12 +47,12 @@ class Gradients(NamedTuple):
         """Before the first chunk."""
         compute = logits.options.compute_dtype
         num_tokens, hidden_size = logits.arrays.hidden.shape
-        assert logits.operand is not None
-        columns = logits.operand.shape[logits.axes[0]]
+        head = jnp.zeros((0, 0)) if logits.operand is None else logits.operand
+        columns = head.shape[logits.axes[0]]
         a, b = ((), ()) if logits.low is None else (logits.low.a_RH.shape, logits.low.b_VR.shape)
         return cls(
             jnp.zeros((num_tokens if needs.hidden else 0, hidden_size), compute),
-            jnp.zeros(logits.operand.shape if needs.weight else (0, 0), compute),
+            jnp.zeros(head.shape if needs.weight else (0, 0), compute),
             jnp.zeros((columns if needs.bias else 0,), compute),
             jnp.zeros(a if needs.low_in else (0, 0), compute),
             jnp.zeros(b if needs.low_out else (0, 0), compute),
@@ -123,17 +123,38 @@ def add_gradients(
 ) -> Gradients:
     """Steps 6 to 8: dz of the rest and of the target, and both into the sums. `left` is what
     `stats` has left of the chunk's block, if it was called."""
+    dz_TV, dz_y_T, part_V = logits.kernels.dz(
+        chunk.block,
+        lse_T,
+        of,
+        left=left,
+        round_to=logits.options.gemm_dtype,
+        column_sums=needs.bias,
+    )
+    return add_products(logits, chunk, needs, gradients, dz_TV, part_V, dz_y_T)
+
+
+def add_products(
+    logits: ChunkedLogits,
+    chunk: Chunk,
+    needs: Needs,
+    gradients: Gradients,
+    dz_TV: jax.Array,
+    part_V: jax.Array | None,
+    dz_y_T: jax.Array | None = None,
+) -> Gradients:
+    """Step 8, of a rounded dz and its sums over the rows; and of dz of the target, where that is
+    not in its column."""
     options, compute = logits.options, logits.options.compute_dtype
     axis_v, _ = logits.axes
     x_TH, y_T = chunk.x_TH, chunk.block.y_T1[:, 0]
     low, activations = logits.low, chunk.low
     assert logits.operand is not None
-    dz_TV, dz_y_T, part_V = logits.kernels.dz(
-        chunk.block, lse_T, of, left=left, round_to=options.gemm_dtype, column_sums=needs.bias
-    )
+    apart = dz_y_T is not None
+    dz_y_T = jnp.zeros(y_T.shape, compute) if dz_y_T is None else dz_y_T
     if part_V is not None:
         # A chunk's sums first: one after the other, 6,250 terms of one label err by 30 u.
-        part_V = add_targets(part_V, y_T, dz_y_T)
+        part_V = add_targets(part_V, y_T, dz_y_T) if apart else part_V
         gradients = gradients._replace(bias=gradients.bias + part_V)
     dz_y_T1 = round_to(dz_y_T, options.gemm_dtype).astype(compute)[:, None]
     # 8. Gradient GEMMs of the rest, then the target's terms: they are most of both gradients, and
@@ -145,9 +166,10 @@ def add_gradients(
         dx_TH = contract(dz_TV, logits.operand, 1, axis_v, compute)
         if low is not None and activations is not None:
             dx_TH = dx_TH + from_hidden(low, du_TR, activations)
-        w_y_TH = jnp.take(logits.operand, y_T, axis=axis_v, mode="clip")
-        w_y_TH = (w_y_TH.T if options.transposed else w_y_TH).astype(compute)
-        dx_TH = dx_TH + dz_y_T1 * w_y_TH
+        if apart:
+            w_y_TH = jnp.take(logits.operand, y_T, axis=axis_v, mode="clip")
+            w_y_TH = (w_y_TH.T if options.transposed else w_y_TH).astype(compute)
+            dx_TH = dx_TH + dz_y_T1 * w_y_TH
         if options.gathered:
             # Float32 parts, rounded once after the last sum: of bf16 parts 60 % of the entries
             # would be right over four devices, where row A7 wants 99.5 %.
@@ -158,14 +180,16 @@ def add_gradients(
     if needs.weight:
         left, right = (x_TH, dz_TV) if options.transposed else (dz_TV, x_TH)
         total = gradients.weight + contract(left, right, 0, 0, compute)
-        total = add_targets(total, y_T, dz_y_T1[:, 0], x_TH, axis_v)
+        if apart:
+            total = add_targets(total, y_T, dz_y_T1[:, 0], x_TH, axis_v)
         gradients = gradients._replace(weight=total)
     if low is not None and activations is not None:
         if needs.low_in:
             gradients = gradients._replace(low_in=gradients.low_in + to_a(du_TR, activations))
         if needs.low_out:
             total = gradients.low_out + to_b(low, dz_TV, activations)
-            total = add_targets(total, y_T, dz_y_T1[:, 0], activations.u_TR)
+            if apart:
+                total = add_targets(total, y_T, dz_y_T1[:, 0], activations.u_TR)
             gradients = gradients._replace(low_out=total)
     return gradients
 

@@ -84,14 +84,30 @@ class XLA(NamedTuple):
         logits = self.prepare(rows) if left is None else left
         dz_TV, dz_y_T = self.dlogits(logits, lse_T, of), of.own
         if logits.derivative_TV is not None:
-            dz_TV = dz_TV * logits.derivative_TV
             own_T1 = jnp.take_along_axis(logits.derivative_TV, rows.y_T1, axis=1, mode="clip")
             dz_y_T = dz_y_T * own_T1[:, 0]
-        dz_TV = jnp.where(rows.valid_T[:, None], dz_TV, 0.0)
         here_T = rows.valid_T if rows.owned_T is None else rows.valid_T & rows.owned_T
         dz_y_T = jnp.where(here_T, dz_y_T, 0.0)
+        dz_TV, sums_V = self.chained(
+            rows, logits, dz_TV, round_to=round_to, column_sums=column_sums
+        )
+        return dz_TV, dz_y_T, sums_V
+
+    def chained(
+        self,
+        rows: LogitsBlock,
+        logits: Logits,
+        dz_TV: jax.Array,
+        *,
+        round_to: str | None = None,
+        column_sums: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Step 7 of dz, and its sums."""
+        if logits.derivative_TV is not None:
+            dz_TV = dz_TV * logits.derivative_TV
+        dz_TV = jnp.where(rows.valid_T[:, None], dz_TV, 0.0)
         sums_V = sums_of_columns(dz_TV, dz_TV.dtype.name) if column_sums else None
-        return dz_TV if round_to is None else rounded(dz_TV, round_to), dz_y_T, sums_V
+        return dz_TV if round_to is None else rounded(dz_TV, round_to), sums_V
 
     def prepare(self, rows: LogitsBlock) -> Logits:
         """Bias, scale, softcap and temperature; a target in column V is on another device, and none

@@ -71,10 +71,13 @@ class Chunk(NamedTuple):
     low: LoraActivations | None  # what the low-rank part of the head has of them
 
 
-def chunked_logits(options: Options, arrays: Arrays) -> ChunkedLogits:
+def chunked_logits(
+    options: Options, arrays: Arrays, beside: ChunkedLogits | None = None
+) -> ChunkedLogits:
     """Step 1: valid tokens first; their number bounds the loop, chunks without any cost nothing.
 
-    The arrays are flat. Without a `weight` the hidden states are the logits.
+    The arrays are flat. Without a `weight` the hidden states are the logits. `beside`: in the
+    chunks of other logits of the same tokens.
     """
     weight, bias, low_out = arrays.weight, arrays.bias, arrays.low_out
     options = with_arrays(options, arrays.scalars)
@@ -115,6 +118,7 @@ def chunked_logits(options: Options, arrays: Arrays) -> ChunkedLogits:
     rows = plan.even_tokens if isinstance(num_tokens, int) else plan.chunk_tokens
     if options.gathered:  # as many of each device
         rows = pad_rows(-(-rows // ranks))
+    rows = rows if beside is None else beside.chunk_rows
     order_N = jnp.argsort(~tokens.valid, stable=True).astype(jnp.int32)
     # Where N is not known, a chunk more, so that there is one for certain.
     padding = -num_tokens % rows + (0 if isinstance(num_tokens, int) else rows)

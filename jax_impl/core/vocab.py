@@ -183,3 +183,12 @@ def combine(
         z_y = jnp.where(consistency.broken(largest), jnp.nan, z_y)
     first = None if tops is None else tops.min(axis=0)
     return z_y, ALGEBRA.of_sums(m, sums, first, sum_d)
+
+
+def sum_blocks(axis: Axis | None, sums_kbN: jax.Array) -> jax.Array:
+    """[k, N] over all columns, and over all shards, exactly."""
+    words = ALGEBRA.words(jnp.moveaxis(sums_kbN, 1, 0).reshape(sums_kbN.shape[1], -1))
+    if axis is not None:
+        words = lax.psum(words, axis.name)
+    total: jax.Array = ALGEBRA.value(words, sums_kbN).reshape(len(sums_kbN), -1)
+    return total

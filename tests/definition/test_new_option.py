@@ -13,6 +13,7 @@ import pytest
 from helpers.new_option import EDITS, NAME, ROOT, edited
 from xentlib.arguments import Scalars
 from xentlib.tools.harness.cases import GRID
+from xentlib.tools.parity.rows.divergences import GRID as DIVERGENCES
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")
@@ -74,6 +75,6 @@ def test_a_part_that_is_missing_is_noticed(tmp_path: Path, left_out: str, said: 
 
 @pytest.mark.parametrize("name", Scalars._fields)
 def test_every_option_is_in_a_case_and_on_a_page(name):
-    assert any(name in case.options for case in GRID)
+    assert any(name in case.options for case in (*GRID, *DIVERGENCES))
     pages = (path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
     assert any(f"`{name}`" in text for text in pages)

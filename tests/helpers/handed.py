@@ -24,7 +24,9 @@ ARRAYS: dict[str, Any] = {
     "token_weights": np.linspace(0.5, 1, N, dtype=np.float32),
     "class_weights": np.linspace(1, 2, V, dtype=np.float32),
 }
-OPTIONS: dict[str, Any] = dict.fromkeys(RULES, 0.5)
+OPTIONS: dict[str, Any] = {
+    name: 0.5 for name in RULES if name in inspect.signature(chunked_nll).parameters
+}
 OPTIONS |= {"ignore_index": -7, "softcap": 3.0, "reduction": "sum", "weight_layout": "HV"}
 
 

@@ -16,7 +16,7 @@ if not all((ROOT / folder).is_dir() for folder in PACKAGES):
 LAYERS = {
     "definition": {
         "xentlib": "nll logprobs labels accumulate evaluation lora arguments options head "
-        "collectives dtypes interop kernels processes algebra lazy results"
+        "collectives dtypes interop kernels processes algebra lazy results divergence teacher pairs"
     },
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
     "core": {
@@ -25,7 +25,7 @@ LAYERS = {
     "wrappers": {"backend": "wrappers"},
     "placement": {"backend": "head placement"},
     "binding": {"backend": "binding"},
-    "functions": {"backend": "nll logprobs from_logits"},
+    "functions": {"backend": "nll logprobs from_logits divergence given_divergence teacher"},
     "api": {"backend": "api"},
     "heads": {
         "backend": "module head.module head.lazy_logits integrations accumulate window "

@@ -29,6 +29,10 @@ FUNCTIONS = (
     "chunked_logprobs",
     "the backward of chunked_logprobs",
     "vocab_parallel_logprobs",
+    "chunked_divergence",
+    "the backward of chunked_divergence",
+    "the teacher of chunked_divergence",
+    "vocab_parallel_divergence",
 )
 # Sums with random signs, each in units of the root of its sum of squares: those of other tokens
 # differ by about 1.4, those of one tensor in two roundings of bfloat16 by 0.004.
@@ -141,7 +145,7 @@ class RankConsistency:
 
     def scalars(self, scalars: Scalars, function: str) -> None:
         """Those that the function has."""
-        for name in SCALARS[function]:
+        for name in SCALARS.get(function, ("softcap",)):
             self.exact(name, getattr(scalars, name) or 0.0)
 
     def close(self, name: str, value: Tensor | float | None) -> None:
@@ -236,6 +240,8 @@ class Terms(NamedTuple):
     outputs: float = 0.0  # which of the per-token results are computed, as one number
     class_weights: Tensor | None = None
     d_entropy: bool = False  # this rank's loss is made of entropies
+    kind: float = 0.0  # of a divergence, as a number
+    more_classes: float = 0.0  # that its teacher has on this rank
     refused: float | None = None  # the denominator of this rank's tokens, if it is not positive
 
     @property
@@ -324,7 +330,9 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
         "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
         **{name: value or 0.0 for name, value in call.scalars._asdict().items()},
-        "outputs" if terms.of_loss else "entropy": terms.outputs,
+        "kind": terms.kind,
+        "the classes of the teacher": terms.more_classes,
+        "entropy" if "logprobs" in terms.function else "outputs": terms.outputs,
     }
 
 

@@ -43,7 +43,13 @@ class Eager(Kernels):
         if rows.fresh:
             self.prepare(rows, derivative=True)
         self.dlogits_(rows.z_BV, rows.y_B1, lse_B, of)
-        dz_BV, dz_y_B = rows.z_BV[:, : self.shape.columns], of.own
+        return self.chained(rows, of.own, out)
+
+    def chained(
+        self, rows: LogitsBlock, dz_y_B: Tensor, out: DzOutput
+    ) -> tuple[Tensor, Tensor | None]:
+        """Step 7 of dz in place of the logits, and of the target's."""
+        dz_BV = rows.z_BV[:, : self.shape.columns]
         column_B1 = rows.y_B1
         if rows.owned_B is not None:
             dz_y_B = torch.where(rows.owned_B, dz_y_B, 0.0)
@@ -133,6 +139,25 @@ class Eager(Kernels):
         everything, s = self.sums(e_BV), self.sums(e_BV.frac_())
         ones = (everything - s).round_()
         return BlockStats(m.T, ones, s, sum_ed, None if top is None else top.T, sum_d)
+
+    def exp(self, x_BV: Tensor) -> Tensor:
+        """Of every entry, by the same operations wherever it stands."""
+        if self.onehot_BV is None or not x_BV.shape[1]:
+            return torch.exp(x_BV)
+        backward = torch.ops.aten._log_softmax_backward_data
+        g_BV = self.onehot_BV[: x_BV.shape[0], : x_BV.shape[1]]
+        g_BV[:, 0] = -1.0
+        e_BV: Tensor = backward(g_BV, x_BV, 1, x_BV.dtype)
+        g_BV[:, 0] = 0.0
+        # g stands beside the exp of the first column, which is made once more.
+        own_B2 = backward(
+            g_BV.new_tensor([[0.0, -1.0]]).expand(x_BV.shape[0], 2).contiguous(),
+            x_BV[:, :1].repeat(1, 2),
+            1,
+            x_BV.dtype,
+        )
+        e_BV[:, :1] = own_B2[:, :1]
+        return e_BV
 
     def by_blocks(self, x_BV: Tensor) -> list[Tensor]:
         """Views [B, blocks, columns of each]: of whole blocks, and of what is left."""

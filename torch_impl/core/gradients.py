@@ -14,6 +14,7 @@ from torch import Tensor
 from xentlib.algebra import Coefficients
 from xentlib.plan.split import CPU_ROWS
 from xentlib.torch.core.device import device_info
+from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
 from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, TargetTerms
 from xentlib.torch.core.logits import Chunk, ChunkedLogits
@@ -145,6 +146,15 @@ class GradientSums:
             add_rows_(part_V, y_B, dz_y_B)
             self.bias.add_(part_V)
         self.dz_y_T[rows.span] = dz_y_B.to(self.logits.gemm_dtype)
+
+    def put(self, rows: LogitsBlock, kernels: Eager) -> None:
+        """Step 7 for a block whose dz, the target's included, is in place of its logits."""
+        none_B = torch.zeros_like(rows.z_BV[:, 0])
+        need_bias = self.needs[2] and bool(self.logits.local_size)
+        _, part_V = kernels.chained(rows, none_B, self.output(rows, column_sums=need_bias))
+        if part_V is not None:
+            self.bias.add_(part_V)
+        self.dz_y_T[rows.span] = none_B
 
     def add(self, chunk: Chunk) -> None:
         """Gradient GEMMs of the rest, then the target's terms: they are most of both gradients,

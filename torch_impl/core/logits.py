@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.plan import block_bytes, block_tokens, pad_columns, pad_rows
+from xentlib.plan import ChunkPlan, block_bytes, block_tokens, pad_columns, pad_rows
 from xentlib.torch.core.device import chunk_bytes, device_info
 from xentlib.torch.core.gemm import gemm_precision, mm, operand
 from xentlib.torch.core.kernels import Kernels, LogitsBlock, LogitTransform, kernels_for
@@ -34,10 +34,18 @@ class ChunkedLogits:
     """Steps 1 and 2 of some rows of a head: logits of one chunk after the other, in one buffer."""
 
     def __init__(
-        self, call: HeadCall, chunks_of: OwnTokens, vocab: LocalVocab, class_weights: Tensor | None
+        self,
+        call: HeadCall,
+        chunks_of: OwnTokens,
+        vocab: LocalVocab,
+        class_weights: Tensor | None,
+        *,
+        made: type[Kernels] | None = None,
+        beside: ChunkedLogits | None = None,
     ) -> None:
         """Of the rows of `call`; `chunks_of` says whose tokens are in a chunk, which have been
-        exchanged by now, and `vocab` which classes the rows are."""
+        exchanged by now, and `vocab` which classes the rows are. `made`: by other kernels than the
+        device's; `beside`: in the same chunks and blocks as those of another head."""
         hidden, compute_dtype = call.hidden, call.compute_dtype
         self.chunks_of, self.vocab, self.class_weights = chunks_of, vocab, class_weights
         self.tokens, self.gathered = chunks_of.all.of_columns(vocab), chunks_of.gathered
@@ -47,7 +55,7 @@ class ChunkedLogits:
         self.gemm_dtype, self.compute_dtype = call.gemm_dtype, compute_dtype
         self.hidden = hidden
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": hidden.device}
-        self.made = kernels_for(hidden.device, compute_dtype, call.scalars)
+        self.made = made or kernels_for(hidden.device, compute_dtype, call.scalars)
         # Rows beyond those of the vocabulary are padding.
         all_VH = call.weight.T if call.transposed else call.weight
         weight_VH = all_VH[: vocab.local_size]
@@ -61,7 +69,8 @@ class ChunkedLogits:
         columns = self.width
         if not whole:  # chunks of the same tokens on all ranks
             columns = max(vocab.largest, self.local_size) + self.made.spare_column
-        self.plan = chunks_of.plan(columns, row_bytes)
+        plan = chunks_of.plan(columns, row_bytes) if beside is None else beside.plan
+        self.plan: ChunkPlan = plan
         self.block_rows = self.plan.chunk_tokens
         if not self.made.whole_chunks:
             self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
@@ -130,7 +139,7 @@ class GivenLogits:
 
     gathered = False  # tokens are the same on every rank
 
-    def __init__(self, call: LogitsCall) -> None:
+    def __init__(self, call: LogitsCall, made: type[Kernels] | None = None) -> None:
         logits, compute_dtype = call.logits, call.compute_dtype
         self.logits, self.temperature, self.compute_dtype = logits, call.temperature, compute_dtype
         self.labels, self.ignore_index = call.labels, call.ignore_index
@@ -146,7 +155,7 @@ class GivenLogits:
         )
         self.class_weights: Tensor | None = None  # which a head alone takes
         self.own_weights: Tensor | None = None
-        self.made = kernels_for(logits.device, compute_dtype, call.scalars)
+        self.made = made or kernels_for(logits.device, compute_dtype, call.scalars)
         self.width = self.local_size + (self.vocab.sharded and self.made.spare_column)
         self.shape = LogitTransform(self.local_size, scalars=call.scalars)
         self.block_rows = block_tokens(
@@ -155,14 +164,14 @@ class GivenLogits:
             compute_dtype.itemsize,
         )
 
-    def check_consistent(self) -> None:
+    def check_consistent(self, function: str = "vocab_parallel_logprobs") -> None:
         """Before a forward over shards: what every rank must have the same."""
         if isinstance(self.vocab, ShardedVocab) and not self.vocab.verified:
             # Of a rank of padding, that: it tells it from the whole vocabulary on each rank.
             rows, consistency = self.logits[:3, : self.local_size or None], self.vocab.consistency
-            consistency.begin("vocab_parallel_logprobs", rows, self.labels, self.tokens.valid)
+            consistency.begin(function, rows, self.labels, self.tokens.valid)
             consistency.per_token("temperature", self.temperature, self.logits.shape[0])
-            consistency.scalars(self.scalars, "vocab_parallel_logprobs")
+            consistency.scalars(self.scalars, function)
 
     def chunks(self) -> tuple[None]:
         """All tokens are one."""

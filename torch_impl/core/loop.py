@@ -17,6 +17,7 @@ from xentlib.plan import schedule, shard_of
 from xentlib.torch.core.consistency import Agreed, Terms, group_named, shake_hands
 from xentlib.torch.core.gathered import GatheredTokens
 from xentlib.torch.core.gradients import Gradients, GradientSums
+from xentlib.torch.core.kernels import Kernels
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.tokens import LocalVocab, OwnTokens, Selected
 from xentlib.torch.core.vocab import ShardedVocab, numbers_of
@@ -60,7 +61,7 @@ class LocalRows:
     def block(self, loop: HeadLoop) -> ChunkedLogits:
         if self.logits is None:
             parts = loop.chunks_of, loop.vocab, loop.class_weights
-            self.logits = ChunkedLogits(self.call, *parts)
+            self.logits = ChunkedLogits(self.call, *parts, made=loop.made, beside=loop.beside)
             self.call = loop.call  # which does not hold rows that were gathered
         return self.logits
 
@@ -74,8 +75,17 @@ class LocalRows:
 class HeadLoop:
     """Steps 1 and 2 of a call, of the parts that its route has."""
 
-    def __init__(self, call: HeadCall, terms: Terms) -> None:
+    def __init__(
+        self,
+        call: HeadCall,
+        terms: Terms,
+        *,
+        made: type[Kernels] | None = None,
+        beside: ChunkedLogits | None = None,
+    ) -> None:
+        """`made` and `beside` as `ChunkedLogits` has them."""
         self.call, self.terms, route = call, terms, route_of(call)
+        self.made, self.beside = made, beside
         self.compute_dtype, self.ignore_index = call.compute_dtype, call.ignore_index
         self.like: dict[str, Any] = {"dtype": call.compute_dtype, "device": call.hidden.device}
         # Before ranks go ways of their own
@@ -131,6 +141,8 @@ class HeadLoop:
         consistency.close("logit_scale", logits.shape.scale)
         consistency.per_token("temperature", self.chunks_of.temperature, valid.shape[0])
         consistency.scalars(call.scalars, self.terms.function)
+        consistency.exact("kind", self.terms.kind)
+        consistency.exact("the classes of the teacher", self.terms.more_classes)
         consistency.exact("reduce_hidden_grad", float(call.reduce_hidden))
         consistency.exact("the rank of the head", 0.0 if low is None else low.a_RH.shape[0])
         consistency.close("a", None if low is None else low.a_RH.sum())

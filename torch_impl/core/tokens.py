@@ -60,6 +60,21 @@ class LocalVocab:
         """As `ShardedVocab` has it: these are of all classes already."""
         return z_y, algebra.together(rest)
 
+    def sum_blocks(self, algebra: Algebra, sums: Tensor) -> Tensor:
+        """[k, N] of sums [k, blocks, N], exactly."""
+        total: Tensor = algebra.value(self.added(words_of(algebra, sums)), sums)
+        return total.view(len(sums), -1)
+
+    def added(self, words: Tensor) -> Tensor:
+        """Over all shards."""
+        return words
+
+
+def words_of(algebra: Algebra, sums: Tensor) -> Tensor:
+    """[words, k N] of sums [k, blocks, N]."""
+    words: Tensor = algebra.words(sums.transpose(0, 1).flatten(1))
+    return words
+
 
 class Selected(NamedTuple):
     """Step 1: the tokens that count. Of labels on the CPU only they are computed, since reading

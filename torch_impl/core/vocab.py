@@ -216,6 +216,13 @@ class ShardedVocab(LocalVocab):
             z_y = torch.where(self.wrong, torch.nan, z_y)
         return z_y, algebra.of_sums(m, BlockSums(ones, *of_words), first, sum_d)
 
+    def added(self, words: Tensor) -> Tensor:
+        """Over all shards."""
+        low = self.words > len(words)  # of float64 words, of a call in float32
+        sent = as_float32(words) if low else words
+        dist.all_reduce(sent, group=self.group)
+        return as_float64(sent) if low else sent
+
     def start_sum(self, x: Tensor) -> Any:
         """Work to wait for."""
         return dist.all_reduce(x, group=self.group, async_op=True)

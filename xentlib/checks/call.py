@@ -288,11 +288,14 @@ def check_ignore_index(value: object) -> None:
     CALLS.require("ignore_index", holds("int64", value), value=value)
 
 
-def refuse_derivative(name: str, constant: str) -> NoReturn:
-    """Of a result of `chunked_nll` that a loss depends on; `constant` is the backend's `name` cut
-    off from its history."""
-    instead = "squares of its `lse`" if name == "z_loss" else f"its `{name}`"
+def refuse_derivative(name: str, constant: str, function: str = "chunked_nll") -> NoReturn:
+    """Of a result that a loss depends on; `constant` is the backend's `name` cut off from its
+    history."""
+    instead = {"z_loss": "`chunked_logprobs` and squares of its `lse`"}
+    instead |= {"divergence": "`reduction='none'` and its `loss`", "nll": "its `loss`"}
+    instead |= {"teacher_entropy": "the teacher's `chunked_logprobs`"}
+    use = instead.get(name, f"`chunked_logprobs` and its `{name}`")
     raise RuntimeError(
-        f"`{name}` of `chunked_nll` must not be differentiated; got a loss that depends on it, "
-        f"whose gradient would be 0. Use `chunked_logprobs` and {instead}, or pass `{constant}`."
+        f"`{name}` of `{function}` must not be differentiated; got a loss that depends on it, "
+        f"whose gradient would be 0. Use {use}, or pass `{constant}`."
     )

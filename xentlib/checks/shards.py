@@ -153,6 +153,8 @@ def refuse_inconsistent(names: Sequence[str]) -> None:
         "gradient": "`hidden` must require grad on every rank of `vocab_parallel`, or on none, "
         "like `a` of a `LowRankHead`",
         "gather": "`gather` and `tokens_parallel` must be the same on every rank of the head",
+        "the classes of the teacher": "`teacher` must have the student's classes on every rank of "
+        "`vocab_parallel`",
         "function": "the function must be the same on every rank of the head",
         "shard": "sizes of shards (`shard=`, `VocabShard.of_ranks`, a DTensor) must be declared on "
         "every rank of `vocab_parallel`, or on none",

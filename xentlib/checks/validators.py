@@ -105,7 +105,8 @@ def check_rule(name: str, value: Scalar, rule: Rule, leading: tuple[int, ...] = 
     # No math.isfinite: the compiler traces numbers that it keeps symbolic through this.
     ok = isinstance(value, (int, float)) and rule.low <= value <= rule.high
     ok = ok and isinstance(value, (int, float)) and -math.inf < value < math.inf
-    check_number(name, value, rule.expected, ok=ok and not (rule.open_low and value == rule.low))
+    ends = (rule.open_low and value == rule.low) or (rule.open_high and value == rule.high)
+    check_number(name, value, rule.expected, ok=ok and not ends)
 
 
 def check_floating(name: str, operand: ArraySpec) -> None:

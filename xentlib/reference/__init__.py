@@ -12,7 +12,15 @@ The running error bound, in units of u = 2^-24, is
 f the token's factor. It follows each rounding once; it grows with the data, not with luck.
 """
 
+from xentlib.reference.divergence import DivergenceReference, divergence_reference
 from xentlib.reference.logprobs import LogprobReference, logprobs_reference
 from xentlib.reference.nll import NLLReference, nll_reference
 
-__all__ = ["LogprobReference", "NLLReference", "logprobs_reference", "nll_reference"]
+__all__ = [
+    "DivergenceReference",
+    "LogprobReference",
+    "NLLReference",
+    "divergence_reference",
+    "logprobs_reference",
+    "nll_reference",
+]

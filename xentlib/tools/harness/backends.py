@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.nll import OUTPUTS
+from xentlib.options import DIVERGENCE_OUTPUTS
+from xentlib.teacher import TeacherLogits
 from xentlib.tools.harness.device import numpy_of, on_jax, on_torch
 from xentlib.tools.harness.problems import Problem, Upstream
 
@@ -26,6 +28,9 @@ class Outcome(NamedTuple):
     num_tokens: Any = None
     weight_sum: Any = None
     z_loss: Any = None
+    nll: Any = None
+    divergence: Any = None
+    teacher_entropy: Any = None
     logprobs: Any = None
     entropy: Any = None
     lse: Any = None
@@ -54,7 +59,25 @@ class Call(NamedTuple):
 
     def of(self, ours: Any, leaves: dict[str, Any], labels: Any, keywords: dict[str, Any]) -> Any:
         """The function of a backend, of these arguments as that backend has them."""
-        return getattr(ours, self.function)(**leaves, labels=labels, **keywords)
+        leaves, function = dict(leaves), getattr(ours, self.function)
+        if TEACHER in leaves:  # a leaf, so that it may be spread as the student's is
+            weight = leaves.pop(TEACHER)
+            teacher = keywords["teacher"]._replace(weight=constant(weight))
+            keywords = {**keywords, "teacher": teacher}
+        if self.function == "vocab_parallel_divergence":
+            return Outcome(divergence=function(**leaves, **keywords))
+        return function(**leaves, labels=labels, **keywords)
+
+
+TEACHER = "teacher_weight"
+
+
+def constant(x: Any) -> Any:
+    if hasattr(x, "detach"):
+        return x.detach()
+    import jax
+
+    return jax.lax.stop_gradient(x)
 
 
 def outcome_of(backend: str, call: Call, upstream: Mapping[str, Any], wrap: Wrap = None) -> Outcome:
@@ -62,7 +85,8 @@ def outcome_of(backend: str, call: Call, upstream: Mapping[str, Any], wrap: Wrap
     forward alone. `wrap` is for JAX: what becomes of the function of the leaves."""
     result, gradients = _torch(call, upstream) if backend == "torch" else _jax(call, upstream, wrap)
     values = {name: x for name, x in result._asdict().items() if name in Outcome._fields}
-    values |= {f"d_{name}": g for name, g in zip(call.leaves, gradients, strict=True)}
+    pairs = zip(call.leaves, gradients, strict=True)
+    values |= {f"d_{name}": g for name, g in pairs if name != TEACHER}
     outcome = Outcome(**{name: numpy_of(x) for name, x in values.items()})
     if outcome.predicted is None:
         return outcome
@@ -186,6 +210,34 @@ def run_given(
     # float64 in, float64 out: rounded here to what the contract compares.
     wide = {n: x for n, x in outcome.by_name().items() if audit and x.dtype == np.float64}
     return outcome._replace(**{name: x.astype(np.float32) for name, x in wide.items()})
+
+
+def run_divergence(
+    backend: str,
+    problem: Problem,
+    *,
+    outputs: Sequence[str] = DIVERGENCE_OUTPUTS,
+    **how: Unpack[How],
+) -> Outcome:
+    """`chunked_divergence` of `backend`, and its gradients for `problem.upstream`."""
+    assert problem.teacher is not None
+    keywords = {**problem.options, **_options(problem, **how), "teacher": problem.teacher}
+    keywords |= {"where": problem.where, "token_weights": problem.token_weights}
+    keywords["outputs"] = tuple(outputs)
+    if "max_chunk_bytes" in keywords:  # of the logits of both
+        keywords["max_chunk_bytes"] *= 2
+    leaves = {**problem.leaves, TEACHER: problem.teacher.weight}
+    call = Call("chunked_divergence", leaves, problem.labels, keywords)
+    return outcome_of(backend, call, {"loss": problem.upstream}, how.get("wrap"))
+
+
+def run_given_divergence(
+    backend: str, logits: Array, teacher: Array, upstream: Array, **options: Any
+) -> Outcome:
+    """`vocab_parallel_divergence` of `backend`, and its gradient for each token's `upstream`."""
+    keywords = {**options, "teacher": TeacherLogits(teacher)}
+    call = Call("vocab_parallel_divergence", {"logits": logits}, np.zeros(0, np.int32), keywords)
+    return outcome_of(backend, call, {"divergence": upstream})
 
 
 def _options(

@@ -11,19 +11,26 @@ from unittest.mock import patch
 import numpy as np
 
 from xentlib.interop import to_jax, to_numpy, to_torch
+from xentlib.teacher import TeacherHead, TeacherLogits
 
 
 def on_torch(x: Any) -> Any:
-    """A NumPy array as a tensor of its own on PyTorch's default device; anything else as it is."""
+    """A NumPy array as a tensor of its own on PyTorch's default device, a teacher's too; anything
+    else as it is."""
     import torch
 
+    if isinstance(x, (TeacherHead, TeacherLogits)):
+        return type(x)(*map(on_torch, x))
     return to_torch(x, copy=True).to(torch.get_default_device()) if isinstance(x, np.ndarray) else x
 
 
 def on_jax(x: Any) -> Any:
-    """A NumPy array as an array of its own on JAX's default device; anything else as it is."""
+    """A NumPy array as an array of its own on JAX's default device, a teacher's too; anything else
+    as it is."""
     import jax
 
+    if isinstance(x, (TeacherHead, TeacherLogits)):
+        return type(x)(*map(on_jax, x))
     if not isinstance(x, np.ndarray):
         return x
     crossed, config = to_jax(x, copy=True), cast(Any, jax.config)

@@ -13,7 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.logprobs import chunked_logprobs
-from xentlib.reference import LogprobReference, NLLReference, logprobs_reference, nll_reference
+from xentlib.reference import (
+    DivergenceReference,
+    LogprobReference,
+    NLLReference,
+    divergence_reference,
+    logprobs_reference,
+    nll_reference,
+)
+from xentlib.teacher import TeacherHead
 from xentlib.ulp import dtype_named
 
 Array = npt.NDArray[Any]
@@ -54,6 +62,8 @@ class Case:
     token_weights: bool = False
     class_weights: bool = False
     token_temperature: bool = False
+    teacher: int = 0  # the width of a teacher's hidden states; 0: there is none
+    far: float | None = None  # the student's heads are the teacher's, hidden states so far apart
     layout: str = "VH"
     dtype: str = "float32"
     options: dict[str, Any] = field(default_factory=dict)
@@ -61,6 +71,8 @@ class Case:
     @property
     def text(self) -> str:
         extras = [name for name in (*ARRAY_ARGUMENTS, "token_temperature") if getattr(self, name)]
+        extras += [f"teacher of width {self.teacher}"] if self.teacher else []
+        extras += [f"{self.far:g} apart"] if self.far is not None else []
         extras += [f"{name}={value}" for name, value in self.options.items()]
         return (
             f"{self.id}: N={self.tokens} H={self.hidden} V={self.vocab} {self.dtype} "
@@ -82,6 +94,7 @@ class Problem:
     options: dict[str, Any] = field(default_factory=dict)
     upstream: float = 1.0
     text: str = ""
+    teacher: TeacherHead[Any] | None = None
 
     def changed(self, **changes: Any) -> Problem:
         return replace(self, **changes)
@@ -117,12 +130,38 @@ class Problem:
         arrays |= {f"d_{name}": g for name, g in upstream.by_output.items()}
         return logprobs_reference(**arrays, dz_dtype=dz_dtype, **self.per_token_options)
 
+    def divergence_reference(
+        self, *, dz_dtype: str = "float64", exact_logits: bool = False
+    ) -> DivergenceReference:
+        assert self.teacher is not None
+        hidden, weight, *others = self.teacher
+        names = self.teacher._fields[2:]
+        own = {x: y for x, y in zip(names, others, strict=True) if y is not None}
+        arrays: dict[str, Any] = {**self.leaves, "labels": self.labels, "where": self.where}
+        arrays |= {"token_weights": self.token_weights, "upstream": self.upstream}
+        return divergence_reference(
+            teacher_hidden=hidden,
+            teacher_weight=weight,
+            teacher=own,
+            dz_dtype=dz_dtype,
+            exact_logits=exact_logits,
+            **arrays,
+            **self.options,
+        )
+
     def of_tokens(self, places: Any) -> Problem:
         """Of some of the tokens, in this order."""
         names = ("hidden", "labels", "where", "token_weights")
         there = {name: x for name in names if (x := getattr(self, name)) is not None}
-        options = {name: x[places] if np.ndim(x) else x for name, x in self.options.items()}
-        return self.changed(options=options, **{name: x[places] for name, x in there.items()})
+        options = {
+            name: x[places] if np.ndim(x) and not isinstance(x, str) else x
+            for name, x in self.options.items()
+        }
+        teacher = self.teacher
+        if teacher is not None:
+            teacher = teacher._replace(hidden=teacher.hidden[places])
+        changed = {name: x[places] for name, x in there.items()}
+        return self.changed(options=options, teacher=teacher, **changed)
 
     @property
     def valid(self) -> npt.NDArray[np.bool_]:
@@ -160,7 +199,23 @@ def build(case: Case, seed: int) -> Problem:
     others["upstream"] = float(np.float32(rng.choice([-1, 1]) * rng.uniform(0.3, 3.0)))
     if case.class_weights:
         others["class_weights"] = rng.uniform(0.1, 2.0, case.vocab).astype(np.float32)
+    if case.teacher:
+        others["teacher"] = teacher_of(case, hidden, weight, rng)
+        if case.far is not None:
+            near = others["teacher"].hidden + case.far * rng.standard_normal(hidden.shape)
+            hidden, others["bias"] = near.astype(dtype), others["teacher"].bias
     return Problem(hidden, weight, labels, options=options, text=case.text, **others)
+
+
+def teacher_of(case: Case, hidden: Array, weight: Array, rng: Any) -> TeacherHead[Array]:
+    """Of another width; or of the student's head, and hidden states that it is beside."""
+    if case.far is not None:
+        own = rng.standard_normal(hidden.shape).astype(hidden.dtype)
+        return TeacherHead(own, weight)
+    states = rng.standard_normal((case.tokens, case.teacher)).astype(hidden.dtype)
+    rows = rng.standard_normal((case.vocab, case.teacher)) * (case.std / np.sqrt(case.teacher))
+    bias = (rng.standard_normal(case.vocab) * case.std / 2).astype(hidden.dtype)
+    return TeacherHead(states, rows.astype(hidden.dtype), bias, softcap=case.options.get("softcap"))
 
 
 def upstream_of(problem: Problem, seed: int) -> Upstream:

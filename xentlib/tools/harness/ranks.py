@@ -14,7 +14,13 @@ import numpy.typing as npt
 
 from xentlib.plan import PaddedVocab, VocabShard
 from xentlib.processes import RanksFailed, RanksLate, launch
-from xentlib.tools.harness.backends import Outcome, run, run_given, run_logprobs
+from xentlib.tools.harness.backends import (
+    Outcome,
+    run,
+    run_divergence,
+    run_given,
+    run_logprobs,
+)
 from xentlib.tools.harness.problems import Problem, Upstream
 from xentlib.ulp import bits_unequal
 
@@ -30,6 +36,7 @@ RUN: dict[str, Callable[..., Outcome]] = {
     "chunked_nll": run,
     "chunked_logprobs": run_logprobs,
     "vocab_parallel_logprobs": run_given,
+    "chunked_divergence": run_divergence,
 }
 
 
@@ -113,9 +120,16 @@ class ShardedCall(NamedTuple):
         self, vocab_parallel: Any, change: Callable[[Array, int], Array], **options: Any
     ) -> ShardedCall:
         """The call with the vocabulary's dimension of its head changed."""
-        problem = self.problem
+        problem, teacher = self.problem, self.problem.teacher
+        if teacher is not None:
+            of_head: dict[str, Any] = {
+                "weight": change(teacher.weight, int(teacher.weight_layout == "HV"))
+            }
+            of_head["bias"] = None if teacher.bias is None else change(teacher.bias, 0)
+            teacher = teacher._replace(**of_head)
         return self._replace(
             problem=problem.changed(
+                teacher=teacher,
                 weight=change(problem.weight, problem.vocab_axis),
                 bias=None if problem.bias is None else change(problem.bias, 0),
                 options={**problem.options, "vocab_parallel": vocab_parallel, **options},
@@ -168,7 +182,8 @@ def torch_rank(rank: int, world: int, folder: str, calls: list[ShardedCall]) -> 
         start, options = sum(call.sizes[:rank]), {}
         if call.chunk_tokens is not None:  # the same on every rank, whatever rows it has
             itemsize = 8 if call.audit or call.problem.hidden.dtype == np.float64 else 4
-            options["max_chunk_bytes"] = call.chunk_tokens * max(call.sizes) * itemsize
+            heads = 1 if call.problem.teacher is None else 2
+            options["max_chunk_bytes"] = heads * call.chunk_tokens * max(call.sizes) * itemsize
         over: Any = groups[len(call.sizes)]
         if len(set(call.sizes)) > 1:
             over = VocabShard.of_ranks(call.sizes[rank], over)
@@ -206,6 +221,8 @@ def _jax_call(call: ShardedCall) -> Sharded:
     def wrap(function: Any, leaves: int) -> Any:
         of_weight = P(*[None] * call.problem.vocab_axis, "vocab")
         specs = (P(), of_weight, P("vocab")) if leaves > 1 else P(None, "vocab")
+        if call.problem.teacher is not None:  # its weight is the last leaf
+            specs = (*specs, P("vocab"))
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=P()))
 
     outcome = call.over(PaddedVocab("vocab", classes), padded).run("jax", wrap=wrap)

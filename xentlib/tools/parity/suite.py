@@ -18,12 +18,20 @@ from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section
-from xentlib.tools.parity.rows import collectives, invariant, mutants, parts, sharded, windows
+from xentlib.tools.parity.rows import (
+    collectives,
+    divergences,
+    invariant,
+    mutants,
+    parts,
+    sharded,
+    windows,
+)
 from xentlib.tools.parity.rows.head import nll, per_token
 
 # Of a section: its name, the seconds of a step, the problems, and what measures one of them.
 Rows = tuple[str, float, Sequence[Any], Callable[[Findings, Any], None]]
-BETWEEN_BACKENDS = (nll.audit, per_token.audit, windows.audit)
+BETWEEN_BACKENDS = (nll.audit, per_token.audit, windows.audit, divergences.audit)
 ON_RANKS = (sharded.sharded, collectives.collectives, invariant.shards)
 
 
@@ -51,6 +59,11 @@ def operator_sections(
     four = _problems(named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3"), [seed])
     batches = _problems((invariant.BATCH, invariant.BATCH_LOW), [seed])
     per_token_batches = partial(invariant.batches, per_token)
+    of_divergence, close = (_problems(x, [seed]) for x in (divergences.GRID, divergences.CLOSE))
+    low_divergence = _problems(low_precision(divergences.GRID), [seed])
+    tempered = _problems(named(divergences.GRID, "tempered-forward_kl"), [seed])
+    company = _problems((divergences.BATCH,), [seed])
+    of_batches = partial(divergences.batches, divergences.divergences)
     sections: list[Rows] = [
         ("fp32 against the oracle", 0.5, fp32, nll.against_oracle),
         ("bf16 against the oracle", 0.5, bf16, nll.against_oracle),
@@ -68,6 +81,14 @@ def operator_sections(
         ("per-token outputs, chunk sizes", 1.8, chunks, per_token.chunks),
         ("per-token outputs, run to run", 1.0, base, per_token.repeat),
         ("per-token outputs, mutants", 1.2, base, mutants.per_token_mutants),
+        ("divergences, fp32", 2.0, of_divergence, divergences.against_oracle),
+        ("divergences, bf16", 2.0, low_divergence, divergences.against_oracle),
+        ("divergences of given logits", 15.0, [seed], divergences.given),
+        ("divergences of close heads in bf16", 3.0, close, divergences.close_heads),
+        ("divergences, chunk sizes", 3.0, of_divergence[:1], divergences.divergences.chunks),
+        ("divergences, run to run", 3.0, of_divergence[::4], divergences.divergences.repeat),
+        ("divergences, batch invariance", 12.0, company, of_batches),
+        ("divergences, mutants", 3.0, tempered, divergences.mutants),
         ("vocabularies over ranks", 50.0, [seed], sharded.sharded),
         ("batch invariance", 7.0, batches, partial(invariant.batches, nll)),
         ("per-token outputs, batch invariance", 7.0, batches, per_token_batches),
@@ -75,6 +96,7 @@ def operator_sections(
         ("shard invariance", 50.0, [seed], invariant.shards),
         ("collectives", 18.0, [suite], collectives.collectives),
         ("per-token outputs in audit mode", 0.7, four, per_token.audit),
+        ("divergences in audit mode", 2.0, low_divergence, divergences.audit),
         ("windows in audit mode", 2.5, two, windows.audit),
     ]
     return _planned(sections, backends, device)

@@ -21,7 +21,10 @@ SEED = 5
 CHUNK = 128  # rows, so that there are several
 LARGEST = ("correct", "predicted")  # what says which logit is the largest
 # What chunks do not show in: sums over tokens do.
-OF_TOKENS = ("logprobs", "entropy", "lse", *LARGEST, "d_hidden")
+OF_TOKENS = (
+    *("logprobs", "entropy", "lse", *LARGEST, "d_hidden"),
+    *("divergence", "teacher_entropy"),
+)
 # Quantities that a row holds: their name, what came, what is right.
 Pairs = Iterator[tuple[str, Any, Any]]
 

@@ -35,12 +35,17 @@ BATCH_LOW = Case(
 SHARDS = Case(
     *("invariant", 129, 64, 1981), std=3.0, confident=0.3, where=True, token_temperature=True
 )
+# Of divergences, where logits are close and where they are not.
+DIVERGENCES = tuple(
+    Case("invariant-divergence", 129, 64, 1981, std=3.0, teacher=64, far=0.3, options=options)
+    for options in ({"kind": "forward_kl"}, {"kind": "jsd", "beta": 0.7})
+)
 SHARDS_LOW = Case("invariant-bf16", 129, 64, 1981, std=3.0, dtype="bfloat16", layout="HV")
 WORLDS = (2, 3, 4, 8)
 # Of PyTorch, whose shards may have any sizes: blocks of each but the last, which has the rest.
 UNEVEN = {2: (13,), 3: (0, 10), 4: (1, 8, 0), 8: (1, 0, 5, 1, 2, 1, 4)}
 # Quantities that shards do not show in.
-OF_SHARDS = ("logprobs", "entropy", "lse", "correct", "predicted")
+OF_SHARDS = ("logprobs", "entropy", "lse", "correct", "predicted", "divergence", "teacher_entropy")
 OF_DEFECTS = ("logprobs", "lse", "entropy")
 
 
@@ -147,6 +152,7 @@ def shard_calls(backend: str, seed: int) -> list[list[ShardedCall]]:
         ("chunked_nll", low, None),
         ("vocab_parallel_logprobs", given, upstream),
     ]
+    every += [("chunked_divergence", build(case, seed), None) for case in DIVERGENCES]
     lists = []
     for function, problem, gradient in every:
         vocab = SHARDS.vocab
@@ -184,7 +190,7 @@ def shards(findings: Findings, seed: int) -> None:
                 chunk = f", chunks of {call.chunk_tokens}" if call.chunk_tokens else ""
                 case = f"{call.function}, {over}{chunk}; {call.problem.text}"
                 same(findings, "A18", got, one, names=OF_SHARDS, backend=backend, case=case)
-            if first.function != "chunked_logprobs":
+            if first.function in ("chunked_nll", "vocab_parallel_logprobs"):
                 name = f"outputs of {first.function}"
                 reject(findings, "A18", backend, first.problem, one, rest[1].sizes, name)
 

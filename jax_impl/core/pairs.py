@@ -1,0 +1,123 @@
+"""Steps 2 to 7 of `xentlib.divergence`: chunks of a student's logits, and of a teacher's beside
+them.
+
+Shapes: N tokens, V vocabulary, T tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xentlib.algebra import TokenStats, WantedStats
+from xentlib.jax.core.algebra import exp
+from xentlib.jax.core.kernels import Logits, by_blocks
+from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
+from xentlib.jax.core.stats import stats_of
+from xentlib.jax.core.vocab import sum_blocks
+from xentlib.pairs import DzTerms, Pairs, PairSums
+
+
+class PairTerms(NamedTuple):
+    """Of a chunk, class by class, what dz is made of."""
+
+    p_TV: jax.Array
+    a_TV: jax.Array
+    student: Logits  # whole, the target's column too
+
+
+class ChunkValues(NamedTuple):
+    """Of the tokens of a chunk."""
+
+    divergence: jax.Array
+    student: TokenStats
+    teacher: TokenStats
+    delta: jax.Array  # 0 where dz needs none
+    dz: DzTerms
+    total: jax.Array  # of p
+    terms: PairTerms
+
+
+class PairedLogits(NamedTuple):
+    """A student's logits and a teacher's, and the divergence between them."""
+
+    student: ChunkedLogits
+    teacher: ChunkedLogits
+    kind: Pairs
+
+    @classmethod
+    def of(cls, student: ChunkedLogits, teacher: ChunkedLogits, kind: str) -> PairedLogits:
+        beta = student.options.scalars.beta
+        return cls(student, teacher, Pairs(jnp, exp, kind, 0.0 if beta is None else beta))
+
+    def values(self, chunk: Chunk, wanted: tuple[WantedStats, WantedStats]) -> ChunkValues:
+        """Steps 3 to 5."""
+        chunks, heads = (chunk, self.beside(chunk)), (self.student, self.teacher)
+        stats, logits = [], []
+        for head, own, want in zip(heads, chunks, wanted, strict=True):
+            z_y, blocks, left = head.kernels.stats(own.block, want)
+            stats.append(stats_of(head, own.rows_T, z_y, blocks))
+            logits.append(restored(own, left))
+        lse, kind = [x.lse for x in stats], self.kind
+        delta = jnp.zeros_like(lse[0])
+        if kind.twice:
+            delta = kind.delta(*self.summed(kind.first_sums(*self.ratio(logits, lse))))
+        known = [*lse, delta] if kind.twice else lse
+        p_TV, a_TV, terms = kind.terms(*self.ratio(logits, known))
+        sums = PairSums(*self.summed(terms))
+        value, dz = kind.of_sums(sums)
+        made = PairTerms(p_TV, a_TV, logits[0])
+        return ChunkValues(value, stats[0], stats[1], delta, dz, sums.total, made)
+
+    def again(self, chunk: Chunk, known: list[jax.Array]) -> PairTerms:
+        """Steps 3 and 4 once more, from lse of both and delta [T]."""
+        logits = [
+            restored(own, head.kernels.prepare(own.block))
+            for head, own in ((self.student, chunk), (self.teacher, self.beside(chunk)))
+        ]
+        p_TV, a_TV, _ = self.kind.terms(*self.ratio(logits, known[: 2 + self.kind.twice]))
+        return PairTerms(p_TV, a_TV, logits[0])
+
+    def beside(self, chunk: Chunk) -> Chunk:
+        """The teacher's logits of the same tokens."""
+        return logits_of(self.teacher, chunk.start // self.student.chunk_rows)
+
+    def ratio(self, logits: list[Logits], known: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        columns = [x.z_TV.shape[1] for x in logits]  # zeros may fill either head up
+        padded = [
+            jnp.pad(x.z_TV, ((0, 0), (0, max(columns) - n)), constant_values=-jnp.inf)
+            for x, n in zip(logits, columns)
+        ]
+        p_TV, x_TV = self.kind.ratio(*padded, *(x[:, None] for x in known))
+        return p_TV[:, : columns[0]], x_TV[:, : columns[0]]
+
+    def summed(self, terms: Any) -> list[Any]:
+        """[T] of each over all classes."""
+        sums = jnp.stack([by_blocks(x, lax.add, 0.0).T for x in terms if x is not None])
+        rows = iter(sum_blocks(self.student.options.axis, sums))
+        return [None if x is None else next(rows) for x in terms]
+
+    def dz(self, chunk: Chunk, terms: PairTerms, dz: DzTerms, own: Any = None) -> jax.Array:
+        """Step 6, `dz` with the factor of each token; `own` [T] is that of the target."""
+        p_TV, a_TV, _ = terms
+        dz_TV: jax.Array = dz.gain[:, None] * a_TV + dz.shift[:, None] * p_TV
+        return dz_TV if own is None else jnp.where(is_target(chunk, dz_TV), own[:, None], dz_TV)
+
+    def at_target(self, chunk: Chunk, terms: PairTerms) -> tuple[jax.Array, jax.Array]:
+        """p and a of the target's column, of any where it is not of this device."""
+        y_T1 = chunk.block.y_T1
+        p, a = (jnp.take_along_axis(x, y_T1, axis=1, mode="clip") for x in terms[:2])
+        return p[:, 0], a[:, 0]
+
+
+def is_target(chunk: Chunk, like_TV: jax.Array) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, like_TV.shape, 1) == chunk.block.y_T1
+
+
+def restored(chunk: Chunk, logits: Logits) -> Logits:
+    """With the target's logit in its column again."""
+    own_TV = is_target(chunk, logits.z_TV)
+    return logits._replace(z_TV=jnp.where(own_TV, logits.z_y[:, None], logits.z_TV))

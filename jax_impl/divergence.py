@@ -1,0 +1,350 @@
+"""Divergences in JAX, of a head or of given logits: the steps of `xentlib.divergence`, under their
+numbers.
+
+Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N filled up to chunks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xentlib.algebra import WantedStats
+from xentlib.arguments import (
+    Arguments,
+    DivergenceArguments,
+    GivenDivergenceArguments,
+    LogitsArguments,
+)
+from xentlib.checks.divergence import (
+    DIVERGING,
+    check_divergence,
+    check_kind,
+    check_only_logits,
+    of_teacher,
+)
+from xentlib.checks.validators import plain
+from xentlib.divergence import DivergenceOutput
+from xentlib.jax.array_spec import only_arrays
+from xentlib.jax.binding import bind, bind_logits
+from xentlib.jax.core.call import Arrays, DivergenceOptions, Options, as_gradients, of_all_tokens
+from xentlib.jax.core.device import as_bits, from_bits
+from xentlib.jax.core.gemm import round_to
+from xentlib.jax.core.gradients import Gradients, add_products, power_of_two
+from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
+from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
+from xentlib.jax.core.pairs import PairedLogits, PairTerms
+from xentlib.jax.core.stats import axes_of_stats, put_rows
+from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
+from xentlib.jax.derivatives import Needs, named, primal_values, refused, wanted
+from xentlib.jax.micro_batch import labelled
+from xentlib.jax.nll import nll_backward
+from xentlib.jax.placement import run, whole_rows
+from xentlib.jax.teacher import bind_teacher, given_teacher, labels_for
+from xentlib.options import DIVERGENCE_OUTPUTS
+from xentlib.pairs import DzTerms
+
+REFUSED = ("nll", *DIVERGENCE_OUTPUTS)  # results without a derivative
+VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
+
+
+class Kept(NamedTuple):
+    """What a backward that makes the logits again needs beside its inputs: [N] each."""
+
+    lse: jax.Array
+    teacher_lse: jax.Array
+    delta: jax.Array
+    gain: jax.Array  # of dz, with the token's weight
+    shift: jax.Array
+    own: jax.Array  # of the target's dz, what stands beside these
+
+
+def pair_of(options: Options, arrays: Arrays) -> tuple[ChunkedLogits, ChunkedLogits]:
+    """The logits of the student and of the teacher, before tokens are gathered; half of the budget
+    for each."""
+    of_teacher = options.divergence.teacher
+    options = options._replace(chunk_bytes=max(1, options.chunk_bytes // 2))
+    student = chunked_logits(options, arrays)
+    return student, chunked_logits(of_teacher, arrays.teacher, beside=student)
+
+
+def gathered_pair(
+    student: ChunkedLogits, teacher: ChunkedLogits, numbers: Any
+) -> tuple[PairedLogits, Any]:
+    """With the tokens of all devices that share the rows, and numbers [N] of the student's."""
+    of_student, numbers = gather_tokens(student, numbers)
+    of_teacher, _ = gather_tokens(teacher, ())
+    kind = student.options.divergence.kind
+    return PairedLogits.of(of_student, of_teacher, kind), numbers
+
+
+def in_chunks(logits: ChunkedLogits, numbers: Any) -> Any:
+    """[M + 1] of numbers [N], in the order of the chunks' rows."""
+    return jax.tree.map(lambda x: jnp.pad(x[logits.order], (0, 1)), numbers)
+
+
+def both_whole(options: Options, arrays: Arrays) -> Arrays:
+    """With the heads that this device multiplies, gathered once."""
+    teacher = whole_rows(options.divergence.teacher, arrays.teacher)
+    return whole_rows(options, arrays)._replace(teacher=teacher)
+
+
+def divergence_forward(
+    options: Options, needs: Needs, arrays: Arrays
+) -> tuple[DivergenceOutput[Any], Kept, Gradients, jax.Array]:
+    """Loss and per-token values, what a backward may need, gradient accumulators, and the mask of
+    valid tokens [N]. The arrays are flat, their heads whole."""
+    how, compute = options.divergence, options.compute_dtype
+    own, teacher = pair_of(options, arrays)
+    options, scalars = own.options, own.options.scalars
+    count, valid_N = of_all_tokens(options, own.num_valid), own.tokens.valid
+    weights_N, weight_sum = valid_N.astype(compute), count.astype(compute)
+    if arrays.token_weights is not None:
+        weights_N = jnp.where(valid_N, arrays.token_weights.astype(compute), 0.0)
+        weight_sum = of_all_tokens(options, weights_N.sum())
+    divisor = weight_sum if options.mean else jnp.ones((), compute)
+    if arrays.denominator is not None:
+        divisor = arrays.denominator.astype(compute)
+    divisor = jnp.where((count == 0) | ((weight_sum == 0) & (divisor == 0)), 1.0, divisor)
+    loss_weights, squared_N = weights_N / divisor, jnp.ones_like(weights_N)
+    if how.squared and arrays.temperature is not None:
+        squared_N = squared_N * jnp.square(arrays.temperature.astype(compute))
+    factor_N = jnp.where(own.tokens.bad, jnp.nan, loss_weights)
+    exponent = power_of_two(options, factor_N * squared_N) if any(needs) else None
+    scaled_N = factor_N if exponent is None else jnp.ldexp(factor_N, exponent)
+    numbers = (scaled(own, scaled_N), factor_N, squared_N)
+    both, numbers = gathered_pair(own, teacher, numbers)
+    logits, nll_weight = both.student, scalars.nll_weight
+    numbers = in_chunks(logits, numbers)
+    want = WantedStats(options.entropy), WantedStats(how.teacher_entropy)
+    rows = len(VALUES) + (len(Kept._fields) if how.each else 0)
+
+    def body(chunk: Chunk, carry: tuple[jax.Array, Gradients]) -> tuple[jax.Array, Gradients]:
+        values_RM, sums = carry
+        factor_T, weight_T, squared_T = at_rows(logits, chunk, numbers)
+        made = both.values(chunk, want)
+        stats, value, none = made.student, made.divergence * squared_T, jnp.zeros_like(factor_T)
+        nll = -nll_weight * stats.logprob if nll_weight else none
+        values = [value + nll, nll, made.divergence, stats.logprob, stats.entropy]
+        values += [made.teacher.entropy]
+        dz = DzTerms(*(x * squared_T for x in made.dz))
+        whole = both.kind.with_nll(dz, made.total, nll_weight) if nll_weight else dz
+        if how.each:
+            kept = (*(weight_T * x for x in whole), -nll_weight * weight_T)
+            values += [stats.lse, made.teacher.lse, made.delta, *kept]
+        if any(needs):
+            target = None
+            if nll_weight:
+                p, a = both.at_target(chunk, made.terms)
+                target = dz.gain * a + dz.shift * p - nll_weight * stats.p_rest
+            sums = add_dz(both, chunk, needs, sums, made.terms, whole, target, factor_T)
+        return put_rows(logits, chunk, values_RM, jnp.stack(values)), sums
+
+    per_token, sums = jnp.zeros((rows, own.order.size), compute), Gradients.zeros(logits, needs)
+    if options.axis is not None:
+        axes = varying(logits, both.teacher, numbers)
+        per_token, sums = vary(per_token, axes_of_stats(logits, axes)), vary(sums, axes)
+    used = (both.teacher, numbers)
+    exchange = options.axis is not None
+    per_token, sums = over_chunks(logits, body, (per_token, sums), used, exchange=exchange)
+    gradients = sums.finished(logits, exponent)
+
+    values_RN = unpack(own, per_token)
+    loss_N, nll_N, *of_token = values_RN[: len(VALUES)]
+    loss, nll = loss_N * loss_weights, of_all_tokens(options, (nll_N * loss_weights).sum())
+    if not how.each:
+        loss = of_all_tokens(options, loss.sum())
+    dtype = options.output_dtype
+    output = DivergenceOutput(
+        loss.astype(dtype),
+        count,
+        weight_sum.astype(dtype),
+        nll.astype(dtype),
+        *(x.astype(dtype) for x in of_token),
+    )
+    kept_N = values_RN[len(VALUES) :] if how.each else jnp.zeros((len(Kept._fields), 0), compute)
+    return output, Kept(*kept_N), gradients, valid_N
+
+
+def add_dz(
+    both: PairedLogits,
+    chunk: Chunk,
+    needs: Needs,
+    sums: Gradients,
+    terms: PairTerms,
+    dz: DzTerms,
+    target: jax.Array | None,
+    factor_T: jax.Array,
+) -> Gradients:
+    """Steps 6 to 8 of a chunk; `factor_T` of all of it."""
+    logits = both.student
+    target = None if target is None else factor_T * target
+    dz_TV = both.dz(chunk, terms, DzTerms(*(factor_T * x for x in dz)), target)
+    dz_TV, part_V = logits.kernels.chained(
+        chunk.block,
+        terms.student,
+        dz_TV,
+        round_to=logits.options.gemm_dtype,
+        column_sums=needs.bias,
+    )
+    return add_products(logits, chunk, needs, sums, dz_TV, part_V)
+
+
+def each_backward(
+    options: Options, needs: Needs, kept: Kept, gradient: jax.Array, arrays: Arrays
+) -> dict[str, jax.Array | None]:
+    """Gradients by name of a loss of each token, from logits that are made again."""
+    own, teacher = pair_of(options, arrays)
+    g_N = jnp.where(own.tokens.valid, gradient.astype(options.compute_dtype), 0)
+    exponent = power_of_two(options, g_N)
+    if exponent is not None:
+        g_N = jnp.ldexp(g_N, exponent)
+    both, numbers = gathered_pair(own, teacher, (scaled(own, g_N), kept))
+    logits, nll_weight = both.student, own.options.scalars.nll_weight
+    numbers = in_chunks(logits, numbers)
+
+    def body(chunk: Chunk, sums: Gradients) -> Gradients:
+        factor_T, own_kept = at_rows(logits, chunk, numbers)
+        terms = both.again(chunk, list(own_kept[:3]))
+        dz, target = DzTerms(own_kept.gain, own_kept.shift), None
+        if nll_weight:
+            p, a = both.at_target(chunk, terms)
+            target = dz.gain * a + dz.shift * p + own_kept.own
+        return add_dz(both, chunk, needs, sums, terms, dz, target, factor_T)
+
+    used = (both.teacher, numbers)
+    sums = vary(Gradients.zeros(logits, needs), varying(logits, used))
+    sums = over_chunks(logits, body, sums, used, exchange=bool(options.gathered))
+    return sums.finished(logits, exponent).rounded(options, own.tokens.valid, arrays.leaves)
+
+
+def given_backward(options: Options, kept: Kept, gradient: jax.Array, arrays: Arrays) -> jax.Array:
+    """Steps 6 and 7 of given logits, in their dtype."""
+    (student, teacher), given = pair_of(options, arrays), arrays.hidden
+    g_N = jnp.where(student.tokens.valid, gradient.astype(options.compute_dtype), 0)
+    both, _ = gathered_pair(student, teacher, ())
+    numbers = in_chunks(student, (scaled(student, g_N), kept))
+
+    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
+        factor_T, own = at_rows(student, chunk, numbers)
+        terms = both.again(chunk, list(own[:3]))
+        dz = DzTerms(factor_T * own.gain, factor_T * own.shift)
+        dz_TV = both.dz(chunk, terms, dz)
+        dz_TV, _ = student.kernels.chained(chunk.block, terms.student, dz_TV)
+        dz_TV = round_to(dz_TV, given.dtype.name)
+        return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")
+
+    zeros, used = as_bits(jnp.zeros_like(given)), (teacher, numbers)
+    d_logits = over_chunks(student, body, vary(zeros, varying(student, used)), used)
+    return as_primal(from_bits(d_logits, given), given)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _divergence(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
+    return divergence_forward(options, Needs(), both_whole(options, arrays))[0]
+
+
+def _divergence_fwd(options: Options, primals: Any) -> tuple[DivergenceOutput[Any], Any]:
+    needs, each = wanted(primals.constants, *primals.leaves), options.divergence.each
+    given = primal_values(primals)
+    arrays = both_whole(options, given)
+    made_at_once = Needs() if each else needs
+    output, kept, gradients, valid_N = divergence_forward(options, made_at_once, arrays)
+    # A residual must be an array: an empty one carries each input's type to the backward, and its
+    # size, of an input that is kept whole, whether its gradient is wanted.
+    types = tuple(None if x is None else jnp.ravel(x)[:0] for x in given.leaves)
+    markers = tuple(jnp.zeros((int(need),)) for need in needs)
+    return output, (gradients, valid_N, types, (kept, arrays, markers) if each else ())
+
+
+def _divergence_bwd(
+    options: Options, residuals: Any, cotangent: DivergenceOutput[Any]
+) -> tuple[Any, ...]:
+    gradients, valid_N, types, again = residuals
+    upstream = refused(cotangent, REFUSED)
+    if upstream is None:
+        return (None,)
+    upstream = upstream_of(upstream, None if options.gathered else options.axis)
+    if not again:
+        return (as_gradients(nll_backward(options, upstream, gradients, valid_N, types)),)
+    kept, arrays, markers = again
+    if arrays.weight is None:
+        return (as_gradients({"hidden": given_backward(options, kept, upstream, arrays)}),)
+    needs = Needs(*(marker.size > 0 for marker in markers))
+    return (as_gradients(each_backward(options, needs, kept, upstream, arrays)),)
+
+
+_divergence.defvjp(_divergence_fwd, _divergence_bwd, symbolic_zeros=True)
+_divergence_jit = jax.jit(_divergence, static_argnums=(0,))
+
+# Of a divergence's arguments, what its student is called with.
+OF_STUDENT = tuple(
+    x
+    for x in Arguments._fields
+    if x in DivergenceArguments._fields and x not in ("labels", "outputs")
+)
+
+
+def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
+    """`chunked_divergence` of its arguments."""
+    given = DivergenceArguments(*map(plain, given))
+    only_arrays(hidden=given.hidden)
+    check_divergence(given)
+    DIVERGING.require("stream", given.gather != "stream")
+    given = given._replace(labels=labels_for(given.hidden, given.labels))
+    fields = {name: getattr(given, name) for name in OF_STUDENT}
+    each = given.reduction == "none"
+    fields["reduction"] = "sum" if each else given.reduction
+    options, arrays = bind(Arguments(labels=given.labels, **fields), recompute=each)
+    with of_teacher():
+        of_head, teacher = bind_teacher(given, options, arrays)
+    beta = options.scalars._replace(beta=given.beta, nll_weight=float(given.nll_weight))
+    names = given.outputs
+    how = DivergenceOptions(
+        given.kind, given.temperature_squared, each, "teacher_entropy" in names, of_head
+    )
+    options = options._replace(scalars=beta, entropy="entropy" in names, divergence=how)
+    result = called(options, arrays._replace(teacher=teacher), each)
+    absent: dict[str, Any] = {name: None for name in DIVERGENCE_OUTPUTS if name not in names}
+    divisor = arrays.denominator
+    if divisor is None and options.mean:
+        divisor = result.weight_sum
+    result = result._replace(**absent, denominator=divisor)
+    constant: DivergenceOutput[Any] = jax.tree.map(lax.stop_gradient, result)
+    dependent = {x: y for x in REFUSED if (y := getattr(result, x)) is not None}
+    if not given.nll_weight:
+        del dependent["nll"]
+    out = constant._replace(loss=result.loss, **named(dependent, "chunked_divergence"))
+    return out if each else labelled(out, arrays.denominator)
+
+
+def called(options: Options, arrays: Arrays, each: bool) -> DivergenceOutput[Any]:
+    of_token: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS, True)
+    outputs = DivergenceOutput(each, False, False, False, **of_token)
+    result: DivergenceOutput[Any] = run(_divergence_jit, options, arrays, outputs)
+    return result
+
+
+def given_divergence(given: GivenDivergenceArguments) -> jax.Array:
+    """`vocab_parallel_divergence` of its arguments."""
+    given = GivenDivergenceArguments(*map(plain, given))
+    only_arrays(logits=given.logits)
+    check_kind(given)
+    check_only_logits(given)
+    names = [x for x in LogitsArguments._fields if x in GivenDivergenceArguments._fields]
+    fields = {name: getattr(given, name) for name in names}
+    of_logits = LogitsArguments(labels=labels_for(given.logits, None), **fields)
+    options, arrays = bind_logits(of_logits)
+    with of_teacher():
+        of_given = of_logits._replace(shard=given.shard)
+        columns = given.logits.shape[-1]
+        own, teacher = given_teacher(given.teacher, of_given, "logits", options, columns)
+    how = DivergenceOptions(given.kind, False, True, False, own)
+    scalars = options.scalars._replace(beta=given.beta)
+    options = options._replace(scalars=scalars, divergence=how)
+    loss: jax.Array = called(options, arrays._replace(teacher=teacher), True).loss
+    return loss

@@ -1,0 +1,176 @@
+"""How a hurried user calls a divergence wrongly: each in one sentence, in both backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xentlib.interop import to_jax, to_torch
+from xentlib.teacher import TeacherHead, TeacherLogits
+
+N, V, H, WIDTH = 6, 11, 4, 5
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+HEAD = TeacherHead(zeros(N, WIDTH), zeros(V, WIDTH))
+LOGITS = TeacherLogits(zeros(N, V))
+LABELS = np.arange(N, dtype=np.int32)
+GOOD: dict[str, Any] = {"hidden": zeros(N, H), "weight": zeros(V, H), "teacher": HEAD}
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "kind": ({"kind": "kl"}, ValueError, "`kind` must be one of 'forward_kl', 'reverse_kl', 'jsd'"),
+    "jsd without beta": (
+        {"kind": "jsd"},
+        ValueError,
+        "`beta` must be given with `kind='jsd'`, and with nothing else; got None with 'jsd'. Pass",
+    ),
+    "beta at an end": (
+        {"kind": "jsd", "beta": 1.0},
+        ValueError,
+        "`beta` must be a number between 0 and 1, neither of them; got 1.0",
+    ),
+    "beta of a KL": ({"beta": 0.5}, ValueError, "got 0.5 with 'forward_kl'. Leave it out"),
+    "an array as teacher": (
+        {"teacher": zeros(N, V)},
+        TypeError,
+        "`teacher` must be a `TeacherHead` or `TeacherLogits`; got ",
+    ),
+    "another vocabulary": (
+        {"teacher": HEAD._replace(weight=zeros(V + 5, WIDTH))},
+        ValueError,
+        "a teacher must have the same 11 classes as the student; got 16",
+    ),
+    "logits of another vocabulary": (
+        {"teacher": TeacherLogits(zeros(N, V - 1))},
+        ValueError,
+        "a teacher must have the same 11 classes as the student; got 10",
+    ),
+    "other tokens": (
+        {"teacher": HEAD._replace(hidden=zeros(N - 1, WIDTH))},
+        ValueError,
+        "of `teacher`: `hidden` must be of the same tokens as the student's `hidden` (6,); got",
+    ),
+    "logits of other tokens": (
+        {"teacher": TeacherLogits(zeros(N + 1, V))},
+        ValueError,
+        "of `teacher`: `logits` must be of the same tokens as the student's `hidden` (6,)",
+    ),
+    "a head turned round": (
+        {"teacher": HEAD._replace(weight=zeros(WIDTH, V))},
+        ValueError,
+        "of `teacher`: `weight` must have shape (vocab, 5)",
+    ),
+    "integers as logits": (
+        {"teacher": TeacherLogits(zeros(N, V, dtype=np.int32))},
+        TypeError,
+        "of `teacher`: `logits` must be floating point",
+    ),
+    "a teacher in float64": (
+        {"teacher": TeacherLogits(zeros(N, V, dtype=np.float64))},
+        ValueError,
+        "a teacher must not be float64 beside a student in float32",
+    ),
+    "nll without labels": (
+        {"nll_weight": 0.5},
+        ValueError,
+        "`labels` must be given with `nll_weight`; got None with 0.5",
+    ),
+    "logprobs without labels": (
+        {"outputs": ("logprobs",)},
+        ValueError,
+        "`labels` must be given where `outputs` has 'logprobs'",
+    ),
+    "nll with a temperature": (
+        {"labels": LABELS, "nll_weight": 0.5, "temperature": 2.0},
+        ValueError,
+        "`temperature` must be 1 with `nll_weight`",
+    ),
+    "a negative nll_weight": ({"labels": LABELS, "nll_weight": -1.0}, ValueError, "`nll_weight`"),
+    "divided tokens": (
+        {"reduction": "none", "denominator": 3.0},
+        ValueError,
+        "`denominator` must be None with `reduction='none'`",
+    ),
+    "reduction": ({"reduction": "batchmean"}, ValueError, "`reduction` must be one of 'mean'"),
+    "outputs": ({"outputs": ("lse",)}, ValueError, "`outputs` must be a tuple of names from "),
+    "one output": ({"outputs": "divergence"}, ValueError, "`outputs` must be a tuple of names"),
+    "gather": ({"gather": "stream"}, ValueError, "`gather` must be "),
+    "a misspelt name": ({"temprature": 2.0}, TypeError, "`temprature` is not an argument"),
+}
+
+
+def call(backend: str, function: str, arguments: dict[str, Any]) -> Any:
+    def crossed(x: Any, cross: Any) -> Any:
+        if isinstance(x, (TeacherHead, TeacherLogits)):
+            return type(x)(*(crossed(y, cross) for y in x))
+        return cross(x, copy=True) if isinstance(x, np.ndarray) else x
+
+    if backend == "torch":
+        from xentlib import torch as ours
+
+        return getattr(ours, function)(**{k: crossed(x, to_torch) for k, x in arguments.items()})
+    import jax
+
+    from xentlib import jax as ours
+
+    with jax.enable_x64(True):
+        return getattr(ours, function)(**{k: crossed(x, to_jax) for k, x in arguments.items()})
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_is_said_in_one_sentence(backend: str, name: str) -> None:
+    changes, error, message = BAD[name]
+    with pytest.raises(error) as caught:
+        call(backend, "chunked_divergence", {**GOOD, **changes})
+    assert caught.type is error
+    assert message in str(caught.value)
+
+
+def test_given_logits_take_logits_alone(backend: str) -> None:
+    with pytest.raises(TypeError, match="`teacher` must be `TeacherLogits`; got TeacherHead"):
+        call(backend, "vocab_parallel_divergence", {"logits": zeros(N, V), "teacher": HEAD})
+    teacher = TeacherLogits(zeros(N + 1, V))
+    with pytest.raises(ValueError, match=r"of the same tokens as the student's `logits` \(6,\)"):
+        call(backend, "vocab_parallel_divergence", {"logits": zeros(N, V), "teacher": teacher})
+
+
+@pytest.mark.torch
+def test_a_teacher_is_a_constant_in_torch() -> None:
+    """What a graph leads to is refused; a module's parameters are constants."""
+    torch = pytest.importorskip("torch")
+    from xentlib.torch import chunked_divergence
+
+    hidden = torch.randn(N, H, requires_grad=True)
+    states, rows = torch.randn(N, WIDTH), torch.nn.Linear(WIDTH, V)
+    weight = torch.randn(V, H)
+    with pytest.raises(ValueError, match="of `teacher`: `hidden` must be a constant"):
+        chunked_divergence(hidden, weight, TeacherHead(states.requires_grad_(), rows))
+    with pytest.raises(ValueError, match="of `teacher`: `logits` must be a constant"):
+        chunked_divergence(hidden, weight, TeacherLogits(rows(states)))
+    out = chunked_divergence(
+        hidden, weight, TeacherHead(states.detach(), rows), outputs=("entropy", "divergence")
+    )
+    out.loss.backward()
+    assert rows.weight.grad is None
+    with pytest.raises(RuntimeError, match="`entropy` of `chunked_divergence` must not be diff"):
+        (out.loss + out.entropy.sum()).backward()
+    with pytest.raises(TypeError, match=r"Use its `\.loss`"):
+        out * 2
+
+
+@pytest.mark.jax
+def test_a_teacher_is_a_constant_in_jax() -> None:
+    jax = pytest.importorskip("jax")
+    from xentlib.jax import chunked_divergence
+
+    def loss(teacher: Any) -> Any:
+        return chunked_divergence(zeros(N, H), zeros(V, H), teacher).loss
+
+    for teacher in (HEAD, LOGITS):
+        name = teacher._fields[0]
+        with pytest.raises(ValueError, match=f"`teacher.{name}` must be a constant"):
+            jax.grad(lambda x, t=teacher: loss(t._replace(**{t._fields[0]: x})))(teacher[0])

@@ -1,0 +1,166 @@
+"""Divergences on real ranks: a student and a teacher whose heads are sharded alike, on each route,
+and mistakes on some of the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xentlib.plan import VocabShard
+from xentlib.tools.harness.ranks import start_gloo
+from xentlib.torch import TeacherHead, TeacherLogits, chunked_divergence, vocab_parallel_divergence
+
+N, H, WIDTH, V = 29, 16, 24, 421
+
+
+def arrays(world: int) -> dict[str, Tensor]:
+    """Hidden states and labels of each rank, and both heads."""
+    torch.manual_seed(3)
+    labels = torch.randint(0, V, (world, N))
+    labels[:, ::7] = -100
+    return {
+        "hidden": torch.randn(world, N, H),
+        "weight": torch.randn(V, H) / 2,
+        "of_teacher": torch.randn(world, N, WIDTH),
+        "rows": torch.randn(V, WIDTH) / 2,
+        "bias": torch.randn(V),
+        "labels": labels,
+    }
+
+
+def of_rank(rank: int, world: int, folder: str, cases: list[dict[str, Any]]) -> list[Any]:
+    """Outputs and gradients of each case's call, along each route by its name."""
+    start_gloo(rank, world, folder)
+    return [{name: route(rank, world, case) for name, route in ROUTES.items()} for case in cases]
+
+
+def whole(rank: int, world: int, case: dict[str, Any]) -> list[Tensor]:
+    """One process with all heads, and the tokens of all ranks: what is right."""
+    x = arrays(world)
+    hidden, weight = x["hidden"].requires_grad_(), x["weight"].requires_grad_()
+    teacher = TeacherHead(x["of_teacher"], x["rows"], x["bias"])
+    out = chunked_divergence(hidden, weight, teacher, labels=x["labels"], **case)
+    out.loss.sum().backward()
+    assert hidden.grad is not None
+    return [out.divergence[rank].detach(), hidden.grad[rank], weight.grad]
+
+
+def parts(rank: int, world: int) -> slice:
+    """Rows of a rank: uneven, and whole blocks of 128 of the first ones."""
+    sizes = [128] * (world - 1)
+    sizes.append(V - sum(sizes))
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def tokens_parallel(rank: int, world: int, case: dict[str, Any]) -> list[Tensor]:
+    x, own = arrays(world), parts(rank, world)
+    hidden, weight = x["hidden"][rank].requires_grad_(), x["weight"][own].requires_grad_()
+    over = VocabShard.of_ranks(own.stop - own.start, dist.group.WORLD)
+    out = chunked_divergence(
+        hidden,
+        weight,
+        TeacherHead(x["of_teacher"][rank], x["rows"][own], x["bias"][own]),
+        labels=x["labels"][rank],
+        vocab_parallel=over,
+        tokens_parallel=dist.group.WORLD,
+        max_chunk_bytes=world * 16 * 2 * 4 * V,
+        **case,
+    )
+    out.loss.sum().backward()
+    gathered = [torch.zeros(V, H) for _ in range(world)]
+    padded = torch.zeros_like(gathered[0])
+    padded[: own.stop - own.start] = weight.grad
+    dist.all_gather(gathered, padded)
+    rows = [parts(k, world) for k in range(world)]
+    every = torch.cat([g[: r.stop - r.start] for g, r in zip(gathered, rows, strict=True)])
+    return [out.divergence.detach(), hidden.grad, every]
+
+
+def sharded(gather: str, nodes: int = 0) -> Any:
+    """By FSDP2, both heads: rows, or their gather."""
+
+    def run(rank: int, world: int, case: dict[str, Any]) -> list[Tensor]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        x = arrays(world)
+        head, other = nn.Linear(H, V, bias=False), nn.Linear(WIDTH, V)
+        with torch.no_grad():
+            head.weight.copy_(x["weight"])
+            other.weight.copy_(x["rows"])
+            other.bias.copy_(x["bias"])
+        fully_shard(head)
+        fully_shard(other)
+        hidden = x["hidden"][rank].requires_grad_()
+        more: dict[str, Any] = {"tokens_per_rank": N} if gather == "auto" else {}
+        if nodes:
+            more["tokens_parallel"] = init_device_mesh("cpu", (nodes, world // nodes))
+        out = chunked_divergence(
+            hidden,
+            head,
+            TeacherHead(x["of_teacher"][rank], other),
+            labels=x["labels"][rank],
+            gather=gather,  # type: ignore[arg-type]
+            **more,
+            **case,
+        )
+        out.loss.sum().backward()
+        assert other.weight.grad is None
+        gradient: Any = head.weight.grad
+        return [out.divergence.detach(), hidden.grad, gradient.full_tensor() * world]
+
+    return run
+
+
+ROUTES: dict[str, Any] = {
+    "whole": whole,
+    "tokens_parallel": tokens_parallel,
+    "head": sharded("head"),
+    "hidden": sharded("hidden"),
+    "auto": sharded("auto"),
+    "nodes": sharded("hidden", 2),
+}
+
+
+def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
+    """What every rank says where some do it wrongly: none waits for another."""
+    start_gloo(rank, world, folder)
+    x, own, over = arrays(world), parts(rank, world), dist.group.WORLD
+    shard = VocabShard.of_ranks(own.stop - own.start, over)
+    odd = rank == 1
+    hidden, weight, rows = x["hidden"][0], x["weight"][own], x["rows"][own]
+    teacher = TeacherHead(x["of_teacher"][0], rows, x["bias"][own])
+
+    def call(teacher: Any = teacher, **options: Any) -> Any:
+        return chunked_divergence(hidden, weight, teacher, vocab_parallel=shard, **options)
+
+    def given(teacher: Any, **options: Any) -> Any:
+        return vocab_parallel_divergence(
+            hidden @ weight.T, teacher, vocab_parallel=shard, **options
+        )
+
+    logits = TeacherLogits(x["of_teacher"][0] @ rows.T)
+    calls = {
+        "kind": lambda: call(kind="reverse_kl" if odd else "forward_kl"),
+        "beta": lambda: call(kind="jsd", beta=0.3 if odd else 0.5),
+        "nll_weight": lambda: call(labels=x["labels"][0], nll_weight=0.5 if odd else 0.25),
+        "teacher's hidden": lambda: call(teacher._replace(hidden=x["of_teacher"][rank])),
+        "teacher's softcap": lambda: call(teacher._replace(softcap=5.0 if odd else 6.0)),
+        "rows": lambda: call(teacher._replace(weight=rows[:-1], bias=None) if odd else teacher),
+        "rows on all": lambda: call(teacher._replace(weight=rows[:-1], bias=None)),
+        "columns": lambda: call(TeacherLogits(logits.logits[:, :-1]) if odd else logits),
+        "kind of given": lambda: given(logits, kind="reverse_kl" if odd else "forward_kl"),
+        "another function": lambda: given(logits) if odd else call(logits),
+    }
+    said = []
+    for one in calls.values():
+        try:
+            one()
+            said.append("")
+        except (ValueError, TypeError) as error:
+            said.append(str(error))
+        dist.barrier()
+    return [f"{name}: {text}" for name, text in zip(calls, said, strict=True)]

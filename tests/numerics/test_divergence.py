@@ -1,0 +1,150 @@
+"""Divergences of both backends against the oracle, row by row of the contract, by the parity run's
+own measurements; and what only one of its arguments changes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.measured import hold
+from xentlib.contract import check, failures
+from xentlib.tools.harness.backends import run_divergence, run_given_divergence
+from xentlib.tools.harness.cases import low_precision, named
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.problems import Case, build
+from xentlib.tools.parity.rows import divergences as rows
+
+TEMPERED = "tempered-forward_kl"
+# In JAX each case is a program of two seconds: of one kind without options, of each with.
+FEW = [
+    pytest.param(
+        case,
+        id=case.id,
+        marks=[pytest.mark.full(backend="jax")] * (case.id.startswith(("divergence", "mixed-r"))),
+    )
+    for case in rows.GRID
+]
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
+    """A0, A5, A6, A23, A24."""
+    hold(rows.against_oracle, (backend,), build(case, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_against_the_oracle(backend: str, dtype: str) -> None:
+    """A7, A16."""
+    grid = named(rows.GRID, TEMPERED, "divergence-reverse_kl", "mixed-jsd")
+    for case in low_precision(grid if backend == "torch" else grid[:1], dtype):
+        hold(rows.against_oracle, (backend,), build(case, 7))
+
+
+@pytest.mark.slow
+def test_given_logits(backend: str) -> None:
+    """A20, A21, A22, A24, and A14 of the first three."""
+    hold(rows.given, (backend,), 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", rows.CLOSE[::4], ids=lambda case: case.id)
+def test_close_heads_in_bf16(backend: str, case: Case) -> None:
+    """A25."""
+    hold(rows.close_heads, (backend,), build(case, 7))
+
+
+@pytest.mark.optimized
+@pytest.mark.slow
+def test_any_chunk_has_the_same_bits(backend: str) -> None:
+    """A10; A17 with what else a call has."""
+    hold(partial(rows.batches, rows.divergences), (backend,), build(rows.BATCH, 7))
+    if backend == "torch":
+        hold(rows.divergences.chunks, (backend,), build(rows.GRID[1], 7))
+
+
+@pytest.mark.torch
+@pytest.mark.jax
+@pytest.mark.slow
+def test_audit_mode_is_equal_bit_for_bit() -> None:
+    """A1."""
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    for case in low_precision(named(rows.GRID, TEMPERED, "tempered-jsd")):
+        hold(rows.audit, ("torch", "jax"), build(case, 7))
+
+
+def test_mutants(backend: str) -> None:
+    """A14 of gradients from hidden states."""
+    (case,) = named(rows.GRID, TEMPERED)
+    hold(rows.mutants, (backend,), build(case, 7))
+
+
+@pytest.mark.slow
+def test_no_divergence_is_negative(backend: str) -> None:
+    """A24: 0 of 1,000,000 tokens, at distances down to what float32 has no digit of."""
+    tokens, vocab = 125_000, 8
+    for k, how in enumerate((*rows.KINDS, {"kind": "jsd", "beta": 0.9})):
+        for far in (1e-3, 1e-7):
+            student, teacher, upstream = rows.given_logits(k, far, vocab, tokens)
+            got = run_given_divergence(backend, student, teacher, upstream, **how)
+            assert got.divergence.shape == (tokens,)
+            assert (got.divergence >= 0).all()
+            assert np.isfinite(got.d_logits).all()
+
+
+MASKED = np.array([[1.0, -np.inf, 2.0, 0.5], [1.0, -np.inf, -np.inf, 0.5]], np.float32)
+PLAIN = np.array([[0.5, 1.0, 2.0, 0.5], [1.5, 0.0, 0.5, 0.5]], np.float32)
+
+
+@pytest.mark.parametrize("how", rows.KINDS, ids=lambda how: how["kind"])
+def test_classes_at_minus_infinity(backend: str, how: dict[str, Any]) -> None:
+    """A20, A22: of both they take no part; of the teacher alone its p is 0; of the student alone a
+    KL from the teacher is infinite."""
+    upstream = np.ones(2, np.float32)
+    # Both: as without these classes.
+    for student, teacher in ((MASKED + PLAIN, MASKED), (PLAIN, MASKED), (MASKED, PLAIN)):
+        got = run_given_divergence(backend, student, teacher, upstream, **how)
+        infinite = {"forward_kl": np.isinf(student) & ~np.isinf(teacher)}
+        infinite["reverse_kl"] = np.isinf(teacher) & ~np.isinf(student)
+        expected = infinite.get(how["kind"], np.zeros_like(PLAIN, bool)).any(axis=1)
+        assert (np.isinf(got.divergence) == expected).all()
+        assert (got.divergence[~expected] >= 0).all()
+        if not expected.any():
+            assert np.isfinite(got.d_logits).all()
+            low = np.where(np.isinf(student), np.float32(-200), student)
+            other = np.where(np.isinf(teacher), np.float32(-200), teacher)
+            oracle = rows.oracle_of(low, other, upstream, **how)
+            there = np.isfinite(student)
+            of_dz = (x[there] for x in (got.d_logits, oracle.dz, oracle.bound_dz))
+            measured = check("A20", got.divergence, oracle.divergence)
+            measured += check("A22", *of_dz, metrics=("tau",))
+            assert not failures(measured)
+            assert not got.d_logits[~there].any()
+
+
+def test_a_loss_of_each_token_is_that_of_a_sum(backend: str) -> None:
+    """`reduction="none"`, A5 and A6: with one upstream gradient its gradients are the sum's."""
+    for case in named(rows.GRID, "mixed-forward_kl", "tempered-jsd"):
+        if backend == "jax" and case.id.startswith("mixed"):
+            continue
+        problem = build(case, 7)
+        total = problem.changed(options={**problem.options, "reduction": "sum"}, upstream=1.0)
+        rng = np.random.default_rng(3)
+        each = problem.changed(
+            options={**problem.options, "reduction": "none"},
+            upstream=rng.standard_normal(problem.labels.shape).astype(np.float32),
+        )
+        ones = each.changed(upstream=np.ones(problem.labels.shape, np.float32))
+        got = run_divergence(backend, ones)
+        findings, reference = Findings((backend,)), total.divergence_reference()
+        findings.gradients({backend: got}, reference, total)
+        findings.gradients(
+            {backend: run_divergence(backend, each)}, each.divergence_reference(), each
+        )
+        assert not failures(findings.measurements)
+        assert got.loss.shape == problem.labels.shape
+        assert not got.loss[~problem.valid].any()

@@ -1,0 +1,248 @@
+"""Steps 2 to 7 of `xentlib.divergence`: blocks of a student's logits, and of a teacher's beside
+them.
+
+Shapes: N tokens, V vocabulary, B rows of a block, U tokens of a unit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib.algebra import BlockStats, TargetInfo, TokenStats, WantedStats
+from xentlib.checks.divergence import check_vocabulary, of_teacher
+from xentlib.pairs import DzTerms, Pairs, PairSums
+from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.device import chunk_bytes
+from xentlib.torch.core.eager import Eager
+from xentlib.torch.core.kernels import LogitsBlock, LogitTransform
+from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits, block_at
+from xentlib.torch.operators import HeadCall
+
+Pair = tuple[LogitsBlock, LogitsBlock]  # of the student and of the teacher, the same tokens
+Made = tuple[Eager, Eager]  # who computes on each
+
+
+class Unit(NamedTuple):
+    """Blocks whose statistics are made together."""
+
+    pairs: list[Pair]
+
+    @property
+    def places(self) -> slice | Tensor:
+        """Of its tokens within the N."""
+        places: list[Any] = [rows.places for rows, _ in self.pairs]
+        if isinstance(places[0], slice):
+            return slice(places[0].start, places[-1].stop)
+        return torch.cat(places)
+
+    def parts(self) -> Iterator[tuple[LogitsBlock, LogitsBlock, slice]]:
+        """Each pair of blocks, and where its tokens are in the unit."""
+        first = self.pairs[0][0].span.start
+        for rows, teacher in self.pairs:
+            yield rows, teacher, slice(rows.span.start - first, rows.span.stop - first)
+
+
+class GivenTeacher:
+    """A teacher's precomputed logits [N, C], in the blocks of the student's."""
+
+    gathered = False
+
+    def __init__(
+        self, logits: Tensor, temperature: Tensor | None, student: ChunkedLogits | GivenLogits
+    ) -> None:
+        self.logits, self.temperature, self.student = logits, temperature, student
+        self.vocab, self.tokens, self.classes = student.vocab, student.tokens, logits.shape[1]
+        self.shape = LogitTransform(student.local_size)
+
+    def chunks(self) -> Iterator[None]:
+        return itertools.repeat(None)
+
+    def kernels(self) -> Eager:
+        student = self.student
+        device, size = self.logits.device, max(1, min(student.block_rows, student.tokens.computed))
+        return Eager(size, student.width, student.compute_dtype, device, self.shape)
+
+    def pairs(self, rows_of: Iterator[LogitsBlock], chunk: Any) -> Iterator[Pair]:
+        student, size = self.student, self.student.local_size
+        for rows in rows_of:
+            z_BV = torch.empty_like(rows.z_BV)
+            own_BV = self.logits[rows.places, :size]
+            z_BV[:, : own_BV.shape[1]] = own_BV
+            if not student.tokens.packed:
+                z_BV.masked_fill_(~student.tokens.valid[rows.places, None], 0.0)
+            z_BV[:, size:] = -torch.inf
+            of = (self.temperature, rows.span, rows.places, z_BV, student.compute_dtype)
+            yield rows, block_at(student.tokens, *of)
+
+
+class HeadTeacher:
+    """A teacher's head, in the chunks and blocks of the student's."""
+
+    def __init__(self, logits: ChunkedLogits) -> None:
+        self.logits, self.vocab, self.kernels = logits, logits.vocab, logits.kernels
+        self.tokens, self.gathered = logits.tokens, logits.gathered
+        self.classes = logits.local_size
+
+    def chunks(self) -> Iterator[Chunk]:
+        return self.logits.chunks()
+
+    def pairs(self, rows_of: Iterator[LogitsBlock], chunk: Any) -> Iterator[Pair]:
+        return zip(rows_of, self.logits.blocks(chunk), strict=True)
+
+
+Teacher = GivenTeacher | HeadTeacher
+
+
+class UnitValues(NamedTuple):
+    """Of the tokens of a unit."""
+
+    divergence: Tensor
+    student: TokenStats
+    teacher: TokenStats
+    delta: Tensor  # 0 where dz needs none
+    dz: DzTerms
+    total: Tensor  # of p
+
+
+class PairedLogits:
+    """A student's logits and a teacher's, and the divergence between them."""
+
+    def __init__(
+        self, student: Any, teacher: Teacher, pairs: Pairs, wanted: Sequence[WantedStats] = ()
+    ) -> None:
+        """`wanted` of the student and of the teacher."""
+        self.student, self.teacher, self.kind = student, teacher, pairs
+        self.wanted = wanted or (WantedStats(), WantedStats())
+        self.columns = slice(0, student.local_size)
+
+    def units(self, chunk: Any, of_teacher: Any) -> Iterator[Unit]:
+        """Those of a chunk where shards exchange statistics; otherwise of one block, which is in a
+        CPU's cache from its product on."""
+        pairs = self.teacher.pairs(self.student.blocks(chunk), of_teacher)
+        if self.student.vocab.sharded:
+            yield Unit(list(pairs))
+        else:
+            yield from (Unit([pair]) for pair in pairs)
+
+    def kernels(self) -> Made:
+        """With their scratch; given up before a GEMM."""
+        kernels: Any = (self.student.kernels(), self.teacher.kernels())
+        self.kind = self.kind._replace(exp=kernels[0].exp)
+        made: Made = kernels
+        return made
+
+    def values(self, unit: Unit, kernels: Made) -> UnitValues:
+        """Steps 2 to 5. a is then in place of the student's logits, p in place of the teacher's."""
+        students, teachers = zip(*unit.pairs)
+        own, other = zip(kernels, self.wanted)
+        stats = [stats_of(self.student, students, *own, learns=True)]
+        # All ranks of a sharded vocabulary know by now that they have as many.
+        check_vocabulary(self.student.local_size, self.teacher.classes)
+        with of_teacher():
+            stats.append(stats_of(self.teacher, teachers, *other, learns=False))
+        lse, kind = [x.lse for x in stats], self.kind
+        delta = torch.zeros_like(lse[0])
+        if kind.twice:
+            first = (kind.first_sums(*self.ratio(part, lse)) for part in unit.parts())
+            delta = kind.delta(*self.summed([self.sums(x, kernels[0]) for x in first]))
+        known = [*lse, delta] if kind.twice else lse
+        terms: Any = None
+        sums = []
+        for part in unit.parts():
+            terms = self.put_terms(part, known)
+            sums.append(self.sums(terms, kernels[0]))
+        totals = iter(self.summed(sums))
+        given: Any = (None if x is None else next(totals) for x in terms)
+        of_all = PairSums(*given)
+        value, dz = kind.of_sums(of_all)
+        return UnitValues(value, stats[0], stats[1], delta, dz, of_all.total)
+
+    def again(self, unit: Unit, kernels: Made, lse_delta: Tensor) -> None:
+        """Steps 2 to 4 once more, from lse of both and delta [3, N]."""
+        known = list(lse_delta[: 2 + self.kind.twice, unit.places])
+        for part in unit.parts():
+            self.prepare(part, kernels)
+            self.put_terms(part, known)
+
+    def prepare(self, part: Any, kernels: Made) -> None:
+        """Step 2 of both."""
+        for k, (rows, made) in enumerate(zip(part, kernels)):
+            restore(rows, made.prepare(rows, derivative=not k))
+
+    def ratio(self, part: Any, known: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        rows, teacher, at = part
+        logits = (x.z_BV[:, self.columns] for x in (rows, teacher))
+        return self.kind.ratio(*logits, *(x[at, None] for x in known))
+
+    def put_terms(self, part: Any, known: Sequence[Tensor]) -> PairSums:
+        rows, teacher, _ = part
+        p_BV, a_BV, terms = self.kind.terms(*self.ratio(part, known))
+        rows.z_BV[:, self.columns] = a_BV
+        teacher.z_BV[:, self.columns] = p_BV
+        return terms
+
+    def sums(self, terms: Sequence[Tensor | None], kernels: Eager) -> Tensor:
+        """[k, blocks, B] of k terms [B, V]."""
+        there = [x for x in terms if x is not None]
+        if not there[0].shape[1]:
+            return there[0].new_zeros(len(there), 1, there[0].shape[0])
+        return torch.stack([kernels.sums(x) for x in there])
+
+    def summed(self, parts: list[Tensor]) -> Tensor:
+        """[k, U] over all classes."""
+        sums: Tensor = self.student.vocab.sum_blocks(ALGEBRA, torch.cat(parts, -1))
+        return sums
+
+    def put_dz(self, part: Any, dz: DzTerms, own: Tensor | None = None) -> None:
+        """Step 6, in place of a: `dz` with the factor of each token of the part; `own` is what is
+        put into the target's column in place of its own [B]."""
+        rows, teacher, _ = part
+        a_BV, p_BV = (x.z_BV[:, self.columns] for x in (rows, teacher))
+        a_BV.mul_(dz.gain[:, None]).addcmul_(p_BV, dz.shift[:, None])
+        if own is not None:
+            rows.z_BV.scatter_(1, rows.y_B1, own[:, None])
+
+    def at_target(self, part: Any) -> tuple[Tensor, Tensor]:
+        """p and a of the target's column, 0 where it is not of this rank."""
+        rows, teacher, _ = part
+        here = torch.ones_like(rows.y_B1) if rows.owned_B is None else rows.owned_B[:, None]
+        column = torch.where(here > 0, rows.y_B1, 0)
+        p, a = (torch.where(here > 0, x.z_BV.gather(1, column), 0.0) for x in (teacher, rows))
+        return p[:, 0], a[:, 0]
+
+
+def stats_of(
+    part: Any, blocks: Sequence[LogitsBlock], kernels: Eager, wanted: WantedStats, *, learns: bool
+) -> TokenStats:
+    """Steps 2 to 5 of `xentlib.nll`, of one head's logits; they are whole again afterwards."""
+    made = [kernels.stats(rows, wanted, dz_follows=learns) for rows in blocks]
+    for rows, (z_y, _) in zip(blocks, made, strict=True):
+        restore(rows, z_y)
+    z_y = torch.cat([x for x, _ in made])
+    fields = zip(*(x for _, x in made), strict=True)
+    rest = BlockStats(*(None if x[0] is None else torch.cat(x, -1) for x in fields))
+    owned = torch.ones_like(z_y, dtype=torch.bool)
+    if blocks[0].owned_B is not None:
+        owned = torch.cat([x for rows in blocks if (x := rows.owned_B) is not None])
+    most = z_y.shape[0] if part.gathered else part.tokens.valid.shape[0]
+    z_y, together = part.vocab.combine(ALGEBRA, z_y, owned, rest, 1.0, most)
+    return ALGEBRA.token_stats(z_y, together, part.vocab.size, TargetInfo(z_y, 1.0, 1.0))
+
+
+def restore(rows: LogitsBlock, z_y: Tensor) -> None:
+    """The target's logit back into its column."""
+    rows.z_BV.scatter_(1, rows.y_B1, z_y[:, None])
+
+
+def in_halves(call: HeadCall) -> HeadCall:
+    """With half of the budget of a chunk for each of the two."""
+    row_bytes = (
+        0 if call.rows.group else call.weight.shape[call.transposed] * call.compute_dtype.itemsize
+    )
+    budget = chunk_bytes(call.chunk_bytes, call.hidden.device, row_bytes)
+    return call._replace(chunk_bytes=max(1, budget // 2))

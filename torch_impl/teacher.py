@@ -1,0 +1,160 @@
+"""The teacher of a divergence, in PyTorch: its head or logits as an operator takes them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xentlib.arguments import Arguments, DivergenceArguments, Scalars
+from xentlib.checks.call import NLLProblem
+from xentlib.checks.divergence import (
+    DIVERGING,
+    check_teacher_logits,
+    check_teacher_tokens,
+    check_vocabulary,
+)
+from xentlib.teacher import TeacherLogits
+from xentlib.torch.array_spec import array_spec, as_tensor, is_dtensor, only_tensors
+from xentlib.torch.binding import bind, tokens
+from xentlib.torch.head.modules import replaced, split_lora
+from xentlib.torch.operators import HeadCall, not_differentiable
+from xentlib.torch.placement.head import gather_head, place_head
+from xentlib.torch.placement.rows import LocalHead, local_logits, local_part
+
+TEACHER = "the teacher of chunked_divergence"
+# What a teacher's head is called with as the student's is.
+SHARED = ("labels", "where", "ignore_index", "compute_dtype", "max_chunk_bytes")
+
+
+class TeacherCall(NamedTuple):
+    """What an operator takes of a teacher; per token flat."""
+
+    teacher_hidden: Tensor  # [N, Ht]; or logits [N, C], without a weight
+    teacher_weight: Tensor | None = None
+    teacher_bias: Tensor | None = None
+    teacher_scale: Tensor | None = None
+    teacher_temperature: Tensor | None = None
+    teacher_softcap: float | None = None
+    teacher_gemm_dtype: torch.dtype = torch.float32
+    teacher_transposed: bool = False
+    teacher_low_in: Tensor | None = None
+    teacher_low_out: Tensor | None = None
+    teacher_low_keep: Tensor | None = None
+    teacher_low_scale: float = 1.0
+
+    def beside(self, student: HeadCall) -> HeadCall:
+        """As a call of its head, with the student's tokens."""
+        assert self.teacher_weight is not None
+        return student._replace(
+            hidden=self.teacher_hidden,
+            weight=self.teacher_weight,
+            bias=self.teacher_bias,
+            logit_scale=self.teacher_scale,
+            temperature=self.teacher_temperature,
+            scalars=Scalars(softcap=self.teacher_softcap),
+            gemm_dtype=self.teacher_gemm_dtype,
+            transposed=self.teacher_transposed,
+            low_in=self.teacher_low_in,
+            low_out=self.teacher_low_out,
+            low_keep=self.teacher_low_keep,
+            low_scale=self.teacher_low_scale,
+        )
+
+    @property
+    def classes(self) -> int:
+        """On this rank."""
+        if self.teacher_weight is None:
+            return self.teacher_hidden.shape[1]
+        return self.teacher_weight.shape[self.teacher_transposed]
+
+    @classmethod
+    def of(cls, call: HeadCall) -> TeacherCall:
+        return cls(
+            call.hidden, call.weight, call.bias, call.logit_scale, call.temperature,
+            call.scalars.softcap, call.gemm_dtype, call.transposed, call.low_in, call.low_out,
+            call.low_keep, call.low_scale,
+        )  # fmt: skip
+
+
+def teacher_call(
+    given: DivergenceArguments,
+    student: Arguments,
+    call: HeadCall,
+    problem: NLLProblem,
+    opened: ExitStack,
+) -> TeacherCall:
+    """What an operator takes of the teacher of a student, whose head is gathered until `opened` is
+    closed where a wrapper has sharded it."""
+    teacher, compute = given.teacher, problem.compute_dtype
+    columns = None if call.rows.group else problem.vocab_size
+    if isinstance(teacher, TeacherLogits):
+        DIVERGING.require("logits_stay", not call.rows.route, route=student.gather)
+        return given_teacher(teacher, given, call, problem, columns)
+    only_tensors(hidden=teacher.hidden)
+    not_differentiable(hidden=teacher.hidden)
+    leading = tuple(given.hidden.shape[:-1])
+    check_teacher_tokens("hidden", array_spec(teacher.hidden), "hidden", leading)
+    shared = {name: getattr(given, name) for name in SHARED}
+    if compute == "float64":
+        shared["compute_dtype"] = compute
+    fields = teacher._asdict() | {"temperature": temperature_of(teacher, given.temperature)}
+    if not call.rows.group or call.rows.route in ("hidden", "nodes"):  # not the caller's own rows
+        shared |= {name: getattr(student, name) for name in ("tokens_parallel", "gather")}
+    with torch.no_grad():
+        head, placement = place_head(Arguments(**fields, **shared), recompute=False)
+        if isinstance(placement, LocalHead):
+            head = replaced(head, weight=placement.weight, bias=placement.bias)
+        elif placement is not None:
+            plain, lora = split_lora(head)
+            whole, bias = opened.enter_context(gather_head(plain.weight, plain.bias))
+            weight: Any = whole if lora is None else replaced(lora, weight=whole)
+            head = replaced(head, weight=weight, bias=bias)
+        if student.vocab_parallel is not None:
+            head = replaced(head, **local_shards(head))
+        head = replaced(head, tokens_parallel=None, gather="head")
+        _, of_head, beside = bind(TEACHER, head, call.rows if call.rows.group else None)
+    DIVERGING.require("wider", of_head.compute_dtype == compute, dtype=compute)
+    if columns is not None:
+        check_vocabulary(columns, of_head.vocab_size)
+    return TeacherCall.of(beside)
+
+
+def local_shards(head: Arguments) -> dict[str, Any]:
+    """This rank's rows of a head that shards of a vocabulary are handed in for: of a DTensor its
+    part. How many these are, ranks compare with each other."""
+    axis = int(head.weight_layout == "HV")
+    named = {"weight": (head.weight, axis), "bias": (head.bias, 0)}
+    return {
+        name: local_part(name, x, axis) if is_dtensor(x) else x for name, (x, axis) in named.items()
+    }
+
+
+def temperature_of(teacher: Any, students: Any) -> Any:
+    return students if teacher.temperature is None else teacher.temperature
+
+
+def given_teacher(
+    teacher: TeacherLogits[Tensor], given: Any, call: Any, problem: Any, columns: int | None
+) -> TeacherCall:
+    """Of precomputed logits beside a student's head or logits."""
+    name = "hidden" if hasattr(given, "hidden") else "logits"
+    only_tensors(logits=teacher.logits)
+    not_differentiable(**teacher._asdict())
+    logits, *_ = local_logits(teacher.logits, given.vocab_parallel, None)
+    spec = TeacherLogits(array_spec(logits), array_spec(teacher.temperature))
+    source = array_spec(getattr(given, name))
+    check_teacher_logits(spec, name, source, columns, problem.compute_dtype)
+    temperature = temperature_of(teacher, given.temperature)
+    tempered = tokens(as_tensor(temperature, 1.0, logits, call.compute_dtype))
+    return TeacherCall(logits.reshape(problem.num_tokens, -1), teacher_temperature=tempered)
+
+
+def labels_for(hidden: Tensor, labels: Tensor | None, where: Tensor | None) -> Tensor:
+    """Of a call without any, a class for each token."""
+    if labels is not None:
+        return labels
+    device = where.device if isinstance(where, Tensor) else hidden.device
+    return torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=device)

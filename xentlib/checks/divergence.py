@@ -1,0 +1,137 @@
+"""A divergence's kind and teacher, and what they do not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from xentlib.arguments import DivergenceArguments, GivenDivergenceArguments
+from xentlib.checks.validators import (
+    ArraySpec,
+    Refusals,
+    check_choice,
+    check_device,
+    check_flag,
+    check_floating,
+    check_rule,
+    quoted,
+)
+from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES, RULES, DivergenceReduction
+from xentlib.teacher import TeacherHead, TeacherLogits
+
+REDUCTIONS: tuple[DivergenceReduction, ...] = ("mean", "sum", "none")
+DIVERGING = Refusals(
+    ValueError,
+    beta="`beta` must be given with `kind='jsd'`, and with nothing else; got {beta} with "
+    "{kind!r}. {way}",
+    labels="`labels` must be given with `nll_weight`; got None with {nll_weight:g}. Pass the "
+    "class of each token, or leave `nll_weight` out.",
+    unlabelled="`labels` must be given where `outputs` has 'logprobs'; got None. Pass the class of "
+    "each token.",
+    tempered="`temperature` must be 1 with `nll_weight`, whose NLL has none; got {temperature}. "
+    "Add `nll_weight * chunked_nll(hidden, weight, labels).loss` to the loss instead.",
+    each="`denominator` must be None with `reduction='none'`, which divides nothing; got one. "
+    "Divide the loss of each token, or pass `reduction='sum'`.",
+    outputs="`outputs` must be a tuple of names from {names}; got {outputs!r}. Pass for instance "
+    "`outputs=('divergence',)`.",
+    tokens="`{what}` must be of the same tokens as the student's `{name}` {leading}; got shape "
+    "{shape}. Pass what the teacher computes for the same sequences.",
+    vocabulary="a teacher must have the same {size} classes as the student; got {other}. Pass the "
+    "rows, or columns, that both have, in the same order: a class that one of them lacks has no "
+    "logit there, and no probability.",
+    stream="`gather` must be 'head' or 'hidden' for a divergence; got 'stream', by which the rows "
+    "of one head pass. Pass 'hidden', with which no rank holds [V, H] either.",
+    logits_stay="a teacher must be a `TeacherHead` where hidden states travel; got `TeacherLogits` "
+    "with {route!r}: each rank has logits of its own tokens. Pass the teacher's hidden states and "
+    "head, or `gather='head'`.",
+    placed="a teacher must be placed as the student is: tokens and vocabulary over the same axes "
+    "of one mesh; got another placement. Shard its head and hidden states alike.",
+    wider="a teacher must not be float64 beside a student in {dtype}; got float64. Cast it, or "
+    "pass `compute_dtype='float64'`.",
+)
+TEACHERS = Refusals(
+    TypeError,
+    teacher="`teacher` must be a `TeacherHead` or `TeacherLogits`; got {came}. Wrap it: "
+    "`TeacherHead(hidden, weight)` of its hidden states and head, or `TeacherLogits(logits)`.",
+    logits="`teacher` must be `TeacherLogits`; got {came}. Wrap its logits, or call "
+    "`chunked_divergence` with the hidden states of both.",
+)
+
+
+@contextmanager
+def of_teacher() -> Iterator[None]:
+    """What is refused within is of the teacher's arguments."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"of `teacher`: {error}") from None
+
+
+def check_kind(call: DivergenceArguments | GivenDivergenceArguments) -> None:
+    check_choice("kind", call.kind, DIVERGENCES)
+    if call.kind == "jsd" and call.beta is not None:
+        check_rule("beta", call.beta, RULES["beta"])
+        return
+    way = "Pass `beta=0.5` for the symmetric one." if call.beta is None else "Leave it out."
+    DIVERGING.require("beta", call.kind != "jsd" and call.beta is None, **_beta(call), way=way)
+
+
+def _beta(call: Any) -> dict[str, Any]:
+    return {"beta": call.beta, "kind": call.kind}
+
+
+def check_only_logits(call: GivenDivergenceArguments) -> None:
+    teacher: object = call.teacher
+    if not isinstance(teacher, TeacherLogits):
+        TEACHERS.refuse("logits", came=type(teacher).__name__)
+
+
+def check_divergence(call: DivergenceArguments) -> None:
+    """What only `chunked_divergence` has, before the rest of a call is validated."""
+    check_kind(call)
+    teacher: object = call.teacher
+    if not isinstance(teacher, (TeacherHead, TeacherLogits)):
+        TEACHERS.refuse("teacher", came=type(teacher).__name__)
+    check_flag("temperature_squared", call.temperature_squared)
+    check_choice("reduction", call.reduction, REDUCTIONS)
+    check_rule("nll_weight", call.nll_weight, RULES["nll_weight"])
+    DIVERGING.require("each", call.reduction != "none" or call.denominator is None)
+    names = call.outputs
+    known = isinstance(names, (tuple, list, set, frozenset))
+    known = known and all(name in DIVERGENCE_OUTPUTS for name in names)
+    DIVERGING.require("outputs", known, names=quoted(DIVERGENCE_OUTPUTS), outputs=names)
+    if call.labels is None:
+        DIVERGING.require("labels", not call.nll_weight, nll_weight=call.nll_weight)
+        DIVERGING.require("unlabelled", "logprobs" not in names)
+    temperature: object = call.temperature
+    if isinstance(temperature, ArraySpec):
+        temperature = "an array"
+    plain = not call.nll_weight or temperature == 1.0
+    DIVERGING.require("tempered", plain, temperature=temperature)
+
+
+def check_teacher_logits(
+    teacher: TeacherLogits[Any], name: str, source: ArraySpec, columns: int | None, compute: str
+) -> None:
+    """Those of a student whose argument `name` has the tokens; `columns` on this rank, if they are
+    to be compared here."""
+    logits, leading = teacher.logits, source.shape[:-1]
+    check_floating("logits", logits)
+    check_teacher_tokens("logits", logits, name, leading)
+    if columns is not None:
+        check_vocabulary(columns, logits.shape[-1])
+    check_device("logits", logits, source)
+    DIVERGING.require("wider", logits.dtype != "float64" or compute == "float64", dtype=compute)
+    if teacher.temperature is not None:
+        check_rule("temperature", teacher.temperature, RULES["temperature"], leading)
+
+
+def check_teacher_tokens(what: str, x: ArraySpec, name: str, leading: tuple[int, ...]) -> None:
+    """Of its hidden states or logits, beside the student's argument `name`."""
+    same = x.shape[:-1] == leading and len(x.shape) == len(leading) + 1
+    DIVERGING.require("tokens", same, what=what, name=name, leading=leading, shape=x.shape)
+
+
+def check_vocabulary(size: int, other: int) -> None:
+    DIVERGING.require("vocabulary", size == other, size=size, other=other)

@@ -1,0 +1,175 @@
+"""Steps 3 to 6 of `xentlib.divergence`, written once: the same operations in the same order in both
+frameworks, on logits of a student and of a teacher, class by class.
+
+With p and q the two distributions and x = log(q / p), a term of KL(p : q) is p phi(x), with
+phi(x) = exp(x) - 1 - x, or the same as q psi(-x), with psi(x) = x exp(x) - expm1(x): the one that
+has the larger of p and q is computed, w phi(-|x|) or w psi(-|x|), so that exp never overflows and
+its argument is rounded where it is small. A term of a JSD with the mixture m is m psi(log(p / m)),
+of each. None is negative, and they add up to the divergence where the sum of q - p is 0.
+
+Shapes: B tokens, V classes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+Array = Any  # a tensor or an array of the backend
+
+# A logit stands no lower than this, so that of two that are -inf the log-ratio is a number; where
+# the divergence is infinite its sum is beyond `INFINITE`.
+FLOOR, INFINITE = -1e30, 1e12
+# Above this expm1(x), phi(x) and psi(x), x <= 0, are series, of as many terms as the element size
+# needs: exp(x) - 1 - x would keep no digit. Below, phi loses one.
+NEAR = -0.3
+TERMS = {4: 7, 8: 14}
+
+
+class PairSums(NamedTuple):
+    """Over classes: [blocks, tokens] or [tokens] each."""
+
+    total: Array  # of p
+    value: Array  # of the terms of the divergence
+    excess: Array | None  # of q - p, where delta is not known yet
+    slope: Array | None  # of a, where its mean is in dz
+
+
+class DzTerms(NamedTuple):
+    """Per token: dz = gain a + shift p, for an upstream gradient of 1."""
+
+    gain: Array
+    shift: Array
+
+
+class Near0(NamedTuple):
+    """Of a number x <= 0."""
+
+    exp: Array
+    expm1: Array
+    phi: Array  # exp(x) - 1 - x
+    psi: Array  # x exp(x) - expm1(x)
+
+
+class Pairs(NamedTuple):
+    """Bound to a framework: its namespace and an exp of [B, V]; and to a kind of divergence."""
+
+    xp: Any
+    exp: Any
+    kind: str
+    beta: float = 0.0
+
+    @property
+    def twice(self) -> bool:
+        """Whether delta is known before the terms: of a JSD, which is no polynomial of it."""
+        return self.kind == "jsd"
+
+    def series(self, x: Array) -> Array:
+        """phi of small numbers."""
+        terms = TERMS[x.dtype.itemsize]
+        total = x * (1.0 / math.factorial(terms + 1)) + 1.0 / math.factorial(terms)
+        for k in range(terms - 1, 1, -1):
+            total = total * x + 1.0 / math.factorial(k)
+        return total * x * x
+
+    def near0(self, x: Array) -> Near0:
+        """By the series of what is near 0, and exp of the rest of x."""
+        near = self.xp.clip(x, min=NEAR)
+        rest = x - near
+        phi = self.series(near)
+        t = near + phi
+        e = self.exp(rest)
+        less = e - 1.0
+        more = less + less * t
+        grown = 1.0 + t
+        psi = (near * t - phi) + grown * (less * (near - 1.0) + e * rest)
+        return Near0(grown * e, t + more, phi + (more - rest), psi)
+
+    def ratio(
+        self, z_s: Array, z_t: Array, lse_s: Array, lse_t: Array, delta: Array | None = None
+    ) -> tuple[Array, Array]:
+        """w, the larger of p and q, and x = log(q / p): of "reverse_kl" p is the student's, of the
+        others the teacher's. lse and delta are [B, 1]."""
+        xp, clip = self.xp, self.xp.clip
+        z_s, z_t = clip(z_s, min=FLOOR), clip(z_t, min=FLOOR)
+        w = self.exp(xp.maximum(z_s - lse_s, z_t - lse_t))
+        x = (z_s - z_t) - (lse_s - lse_t)
+        if self.kind == "reverse_kl":
+            x = -x
+        if delta is None:
+            return w, x
+        x = x - delta
+        return w + w * (clip(xp.sign(x), min=0.0) * xp.expm1(-delta)), x
+
+    def first_sums(self, w: Array, x: Array) -> tuple[Array, Array]:
+        """Terms of the sums that delta needs: of p, and of q - p."""
+        more = -self.xp.sign(x) * (w * self.near0(-self.xp.abs(x)).expm1)
+        return w - self.xp.clip(more, min=0.0), more
+
+    def delta(self, total: Array, excess: Array) -> Array:
+        return self.xp.log1p(excess / total)
+
+    def terms(self, w: Array, x: Array) -> tuple[Array, Array, PairSums]:
+        """p and a, of which dz is made, and the terms of the sums."""
+        xp, below = self.xp, -self.xp.abs(x)
+        own = self.near0(below)
+        right = x > 0.0
+        if self.kind == "jsd":
+            e = own.exp
+            return self.jsd_terms(x, xp.where(right, w * e, w), xp.where(right, w, w * e), own)
+        more, value = -xp.sign(x) * (w * own.expm1), w * xp.where(right, own.psi, own.phi)
+        if self.kind == "reverse_kl":
+            p = xp.where(right, w * own.exp, w)
+            a = p * x
+            return p, a, PairSums(p, value, more, a)
+        # p is multiplied by what is small: it may be rounded at the size of w.
+        p = w - xp.clip(more, min=0.0)
+        return p, more, PairSums(p, value, more, None)
+
+    def jsd_terms(self, x: Array, p: Array, q: Array, own: Near0) -> tuple[Array, Array, PairSums]:
+        """Of p_S and p_S v, v = log(p_S / m). With u = log(p_T / m), v - u = x: one of the two is a
+        log1p of t = expm1(-|x|), which overflows nowhere."""
+        xp, beta, t = self.xp, self.beta, own.expm1
+        left = x <= 0.0
+        part = -xp.log1p(xp.where(left, (1.0 - beta) * t, beta * t))
+        u, v = xp.where(left, part, part - x), xp.where(left, x + part, part)
+        m = beta * p + (1.0 - beta) * q
+        value = m * (beta * self.psi(u) + (1.0 - beta) * self.psi(v))
+        a = q * v
+        return q, a, PairSums(q, value, None, a)
+
+    def psi(self, x: Array) -> Array:
+        """Of numbers of either sign, none far above 0."""
+        above = self.xp.clip(x, min=0.0)
+        below = self.near0(x - above)
+        # psi(x) of x > 0 is exp(x) phi(-x).
+        return below.psi + self.exp(above) * self.near0(-above).phi
+
+    def of_sums(self, sums: PairSums) -> tuple[Array, DzTerms]:
+        """Step 5: the divergence of each token, and what dz is made of."""
+        total, value = sums.total, sums.value / sums.total
+        if self.kind == "jsd":
+            gain = (1.0 - self.beta) / total
+            dz = DzTerms(gain, -gain * (sums.slope / total))
+        else:
+            excess = sums.excess / total
+            delta = self.xp.log1p(excess)
+            # Exact, as the sum of p exp(x) is 1 + excess.
+            value = value - self.series(delta)
+            gain = 1.0 / (total + sums.excess)
+            # Of equal logits +0, so that dz is.
+            dz = DzTerms(gain, self.xp.where(excess == 0.0, 0.0, -gain * excess))
+            if self.kind == "reverse_kl":
+                dz = DzTerms(-1.0 / total, (1.0 / total) * (sums.slope / total))
+        value = self.xp.where(value < 0.0, 0.0, value)
+        infinite = value > INFINITE
+        if self.kind == "reverse_kl":  # whose gradient is not finite then
+            dz = DzTerms(*(self.xp.where(infinite, math.nan, x) for x in dz))
+        return self.xp.where(infinite, math.inf, value), dz
+
+    def with_nll(self, dz: DzTerms, total: Array, weight: float) -> DzTerms:
+        """With the gradient of that much NLL, but for -1 in the target's column: weight p_S, in
+        which p_S is gain (a + p) of a forward KL, otherwise p / total."""
+        if self.kind == "forward_kl":
+            return DzTerms(dz.gain + weight * dz.gain, dz.shift + weight * dz.gain)
+        return dz._replace(shift=dz.shift + weight / total)
