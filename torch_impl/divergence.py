@@ -17,7 +17,7 @@ from xentlib.checks.divergence import DIVERGING, check_divergence, of_teacher
 from xentlib.checks.validators import plain
 from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES
-from xentlib.pairs import DzTerms, Pairs
+from xentlib.pairs import DzTerms
 from xentlib.torch.array_spec import as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.consistency import Terms
@@ -26,10 +26,11 @@ from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, fake_gradients, rounded
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, PairedLogits, in_halves
+from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, InPlace, PairedLogits, in_halves
 from xentlib.torch.core.tokens import check_labels
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.nll import (
+    KEPT,
     check_consistent,
     keep_gradients,
     kept_gradients,
@@ -109,7 +110,8 @@ def paired(
     loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Loss
 ) -> PairedLogits:
     """The student's logits of a loop, with the teacher's beside them."""
-    kind = Pairs(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)
+    kind = InPlace(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)
+    student.block_rows = -(-student.block_rows // 4)  # as many arrays of each are in the cache
     if teacher.teacher_weight is None:
         given = GivenTeacher(teacher.teacher_hidden, teacher.teacher_temperature, student)
         return PairedLogits(student, given, kind, loss.wanted)
@@ -195,8 +197,8 @@ def divergence_backward(
     gradient: Tensor, kept_6N: Tensor, call: HeadCall, teacher: TeacherCall, loss: Loss
 ) -> tuple[Tensor, ...]:
     """Steps 6 to 8 of a loss of each token, from logits that are made again."""
-    function = f"the backward of {FUNCTION}"
-    loop = HeadLoop(in_halves(call), loss.terms(function, loss.needs), made=Eager)
+    terms = loss.terms(f"the backward of {FUNCTION}", loss.needs)
+    loop = HeadLoop(in_halves(call), terms, made=Eager)
     g_N = loop.own.clean(gradient.to(loop.compute_dtype))
     g_N, *exchanged = loop.chunks_of.exchange(g_N, *kept_6N)
     kept_6N, kept = torch.stack(exchanged), Kept(*exchanged)
@@ -234,14 +236,13 @@ def divergence_backward(
 
 
 RESULTS = 8  # of `DivergenceOutput`, what an operator makes
-COUNT = len(DIFFERENTIATED)
 Tensors = tuple[Tensor, ...]
 
 
 @operator(
     "divergence_forward",
     *(HeadCall, TeacherCall, Loss),
-    returns=f"({', '.join(['Tensor'] * (RESULTS + 1 + COUNT + 1))})",
+    returns=f"({', '.join(['Tensor'] * (RESULTS + 1 + KEPT))})",
 )
 def divergence_op(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
     """`divergence_forward` as one operator, opaque to the compiler: outputs, what a backward of
@@ -266,9 +267,7 @@ def _(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
     )
 
 
-class Upstream(NamedTuple):
-    """What a backward operator takes beside its calls."""
-
+class Upstream(NamedTuple):  # of a backward operator
     d_loss: Tensor
     kept: Tensor
 
@@ -276,7 +275,7 @@ class Upstream(NamedTuple):
 @operator(
     "divergence_backward",
     *(Upstream, HeadCall, TeacherCall, Loss),
-    returns=f"({', '.join(['Tensor'] * COUNT)})",
+    returns=f"({', '.join(['Tensor'] * (KEPT - 1))})",
 )
 def each_backward_op(
     upstream: Upstream, call: HeadCall, teacher: TeacherCall, loss: Loss

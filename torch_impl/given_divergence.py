@@ -21,13 +21,13 @@ from xentlib.checks.divergence import (
 )
 from xentlib.checks.validators import plain
 from xentlib.options import DIVERGENCES
-from xentlib.pairs import DzTerms, Pairs, PairSums
+from xentlib.pairs import DzTerms, PairSums
 from xentlib.torch.array_spec import only_tensors, with_leading
 from xentlib.torch.binding import bind_logits
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.kernels import DzOutput
 from xentlib.torch.core.logits import GivenLogits
-from xentlib.torch.core.pairs import GivenTeacher, PairedLogits, Unit
+from xentlib.torch.core.pairs import GivenTeacher, InPlace, PairedLogits, Unit
 from xentlib.torch.core.stats import given_stats
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.divergence import Upstream, keep, saved_parts
@@ -44,7 +44,7 @@ class GivenTerms(NamedTuple):
     output_dtype: torch.dtype
 
     def beside(self, call: LogitsCall) -> PairedLogits:
-        student, kind = GivenLogits(call, Eager), Pairs(torch, torch.exp, self.kind)
+        student, kind = GivenLogits(call, Eager), InPlace(torch, torch.exp, self.kind)
         teacher = GivenTeacher(self.teacher_logits, self.teacher_temperature, student)
         return PairedLogits(student, teacher, kind._replace(beta=call.scalars.beta or 0.0))
 

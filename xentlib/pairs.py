@@ -73,15 +73,13 @@ class Pairs(NamedTuple):
         return total * x * x
 
     def near0(self, x: Array) -> Near0:
-        """By the series of what is near 0, and exp of the rest of x."""
+        """By the series of what is near 0, and exp of the rest of x, which is given up."""
         near = self.xp.clip(x, min=NEAR)
         rest = x - near
         phi = self.series(near)
-        t = near + phi
-        e = self.exp(rest)
-        less = e - 1.0
-        more = less + less * t
-        grown = 1.0 + t
+        t, e = near + phi, self.exp(rest)
+        less, grown = e - 1.0, 1.0 + t
+        more = less * grown
         psi = (near * t - phi) + grown * (less * (near - 1.0) + e * rest)
         return Near0(grown * e, t + more, phi + (more - rest), psi)
 
@@ -111,31 +109,35 @@ class Pairs(NamedTuple):
 
     def terms(self, w: Array, x: Array) -> tuple[Array, Array, PairSums]:
         """p and a, of which dz is made, and the terms of the sums."""
-        xp, below = self.xp, -self.xp.abs(x)
-        own = self.near0(below)
-        right = x > 0.0
+        xp = self.xp
+        sign = xp.sign(x)
+        right = xp.clip(sign, min=0.0)  # 1 or 0: a product with it selects
+        left = 1.0 - right
+        own = self.near0(-xp.abs(x))
         if self.kind == "jsd":
-            e = own.exp
-            return self.jsd_terms(x, xp.where(right, w * e, w), xp.where(right, w, w * e), own)
-        more, value = -xp.sign(x) * (w * own.expm1), w * xp.where(right, own.psi, own.phi)
+            less = w * own.exp
+            p, q = left * w + right * less, left * less + right * w
+            return self.jsd_terms(x, p, q, own.expm1, left, right)
+        more, value = -sign * (w * own.expm1), w * (right * own.psi + left * own.phi)
         if self.kind == "reverse_kl":
-            p = xp.where(right, w * own.exp, w)
+            p = left * w + right * (w * own.exp)
             a = p * x
             return p, a, PairSums(p, value, more, a)
         # p is multiplied by what is small: it may be rounded at the size of w.
         p = w - xp.clip(more, min=0.0)
         return p, more, PairSums(p, value, more, None)
 
-    def jsd_terms(self, x: Array, p: Array, q: Array, own: Near0) -> tuple[Array, Array, PairSums]:
+    def jsd_terms(
+        self, x: Array, p: Array, q: Array, t: Array, left: Array, right: Array
+    ) -> tuple[Array, Array, PairSums]:
         """Of p_S and p_S v, v = log(p_S / m). With u = log(p_T / m), v - u = x: one of the two is a
         log1p of t = expm1(-|x|), which overflows nowhere."""
-        xp, beta, t = self.xp, self.beta, own.expm1
-        left = x <= 0.0
-        part = -xp.log1p(xp.where(left, (1.0 - beta) * t, beta * t))
-        u, v = xp.where(left, part, part - x), xp.where(left, x + part, part)
+        beta = self.beta
+        part = -self.xp.log1p((left * (1.0 - beta) + right * beta) * t)
+        u, v = part - right * x, part + left * x
         m = beta * p + (1.0 - beta) * q
-        value = m * (beta * self.psi(u) + (1.0 - beta) * self.psi(v))
         a = q * v
+        value = m * (beta * self.psi(u) + (1.0 - beta) * self.psi(v))
         return q, a, PairSums(q, value, None, a)
 
     def psi(self, x: Array) -> Array:

@@ -74,6 +74,8 @@ class ChunkedLogits:
         self.block_rows = self.plan.chunk_tokens
         if not self.made.whole_chunks:
             self.block_rows = self.plan.block_tokens(block_bytes(hidden.device.type))
+        if beside is not None:
+            self.block_rows = beside.block_rows
         self.operand_VH = operand(weight_VH, call.gemm_dtype, compute_dtype)
         self.low = None if call.low_in is None else LowRank(call, self.local_size)
         self.shape = LogitTransform(
