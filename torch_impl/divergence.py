@@ -43,8 +43,8 @@ from xentlib.torch.operators import (
     Named,
     RowLayout,
     differentiated_once,
-    flattened,
-    made,
+    keep_call,
+    kept_call,
     operator,
     wanted,
     without_gradient,
@@ -290,27 +290,10 @@ def _(upstream: Upstream, call: HeadCall, teacher: TeacherCall, loss: Loss) -> T
     return tuple(fake_gradients(call, loss.needs))
 
 
-def keep(ctx: Any, kept: Tensor, constants: Tensors, *parts: Any) -> None:
-    """What a backward that reads the inputs again needs."""
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*constants)
-    fields = flattened(parts)
-    ctx.save_for_backward(kept, *(x for x in fields if isinstance(x, Tensor)))
-    ctx.kinds = [type(part) for part in parts]
-    ctx.fields = [Tensor if isinstance(x, Tensor) else x for x in fields]
-
-
-def saved_parts(ctx: Any) -> tuple[Tensor, list[Any]]:
-    kept, *tensors = ctx.saved_tensors
-    saved = iter(tensors)
-    fields = (next(saved) if x is Tensor else x for x in ctx.fields)
-    return kept, [made(kind, fields) for kind in ctx.kinds]
-
-
 def setup(ctx: Any, output: Tensors, call: HeadCall, teacher: TeacherCall, loss: Loss) -> None:
     ctx.each = loss.each
     if loss.each:
-        keep(ctx, output[RESULTS], output[1:], call, teacher, loss)
+        keep_call(ctx, output[RESULTS], output[1:], call, teacher, loss)
     else:
         keep_gradients(ctx, output, call, loss)
 
@@ -321,7 +304,7 @@ def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Named
     differentiated_once(FUNCTION, "F.kl_div")
     if gradient is None:
         return None
-    kept, (call, teacher, loss) = saved_parts(ctx)
+    kept, (call, teacher, loss) = kept_call(ctx)
     gradients = each_backward_op(Upstream(gradient, kept), call, teacher, loss)
     pairs = zip(DIFFERENTIATED, gradients, loss.needs, strict=True)
     return {name: g if need else None for name, g, need in pairs}

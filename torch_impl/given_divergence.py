@@ -30,8 +30,15 @@ from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.pairs import GivenTeacher, InPlace, PairedLogits, Unit
 from xentlib.torch.core.stats import given_stats
 from xentlib.torch.core.vocab import ShardedVocab
-from xentlib.torch.divergence import Upstream, keep, saved_parts
-from xentlib.torch.operators import LogitsCall, Named, differentiated_once, operator
+from xentlib.torch.divergence import Upstream
+from xentlib.torch.operators import (
+    LogitsCall,
+    Named,
+    differentiated_once,
+    keep_call,
+    kept_call,
+    operator,
+)
 from xentlib.torch.teacher import given_teacher, labels_for
 
 
@@ -147,12 +154,12 @@ def gradient_of_logits(ctx: Any, gradient: Tensor | None, *others: Tensor | None
     differentiated_once("vocab_parallel_divergence", "F.kl_div")
     if gradient is None:
         return None
-    kept, (call, terms) = saved_parts(ctx)
+    kept, (call, terms) = kept_call(ctx)
     return {"logits": given_backward_op(Upstream(gradient, kept), call, terms)}
 
 
 def setup(ctx: Any, output: tuple[Tensor, Tensor], call: LogitsCall, terms: GivenTerms) -> None:
-    keep(ctx, output[1], output[1:], call, terms)
+    keep_call(ctx, output[1], output[1:], call, terms)
 
 
 given_op.gradient(setup, gradient_of_logits)

@@ -32,8 +32,8 @@ from xentlib.torch.operators import (
     Named,
     RowLayout,
     differentiated_once,
-    flattened,
-    made,
+    keep_call,
+    kept_call,
     operator,
     wanted,
 )
@@ -212,13 +212,8 @@ def _(upstream: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
 
 def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, values: Values) -> None:
     """What a backward needs: the call, and residuals."""
-    ctx.set_materialize_grads(False)
     *_, correct, residuals = output
-    ctx.mark_non_differentiable(correct, residuals)
-    fields = flattened(call)
-    ctx.save_for_backward(residuals, *(x for x in fields if isinstance(x, Tensor)))
-    ctx.kind = type(call)
-    ctx.fields = [Tensor if isinstance(x, Tensor) else x for x in fields]
+    keep_call(ctx, residuals, (correct, residuals), call)
 
 
 def backward_of(function: str, gradients: Callable[[Any, Cotangents, Any], Named]) -> Any:
@@ -229,9 +224,7 @@ def backward_of(function: str, gradients: Callable[[Any, Cotangents, Any], Named
         d_logprobs, d_entropy, d_lse, *_ = of_outputs
         if d_logprobs is None and d_entropy is None and d_lse is None:
             return None
-        residuals, *tensors = ctx.saved_tensors
-        saved = iter(tensors)
-        call = made(ctx.kind, (next(saved) if x is Tensor else x for x in ctx.fields))
+        residuals, (call,) = kept_call(ctx)
         return gradients(ctx, Cotangents(d_logprobs, d_entropy, d_lse, residuals), call)
 
     return backward

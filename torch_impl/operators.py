@@ -191,6 +191,24 @@ def operator(name: str, *parts: Any, returns: str) -> Callable[[Callable[..., An
     return lambda forward: Operator(name, parts, returns, forward)
 
 
+def keep_call(ctx: Any, kept: Tensor, constants: Sequence[Tensor], *parts: Any) -> None:
+    """What a backward needs that reads its inputs again: the operator's parts, and `kept`."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*constants)
+    fields = flattened(parts)
+    ctx.save_for_backward(kept, *(x for x in fields if isinstance(x, Tensor)))
+    ctx.kinds = [type(part) for part in parts]
+    ctx.fields = [Tensor if isinstance(x, Tensor) else x for x in fields]
+
+
+def kept_call(ctx: Any) -> tuple[Tensor, list[Any]]:
+    """Both again."""
+    kept, *tensors = ctx.saved_tensors
+    saved = iter(tensors)
+    fields = (next(saved) if x is Tensor else x for x in ctx.fields)
+    return kept, [made(kind, fields) for kind in ctx.kinds]
+
+
 def not_forward_mode(function: str, *inputs: Any) -> None:
     """Refuse tangents, which an operator without a rule for them drops without a word. A compiler
     does not see all of them, and takes a refusal for a reason to ask again in eager."""
