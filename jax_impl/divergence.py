@@ -58,9 +58,10 @@ class Kept(NamedTuple):
     lse: jax.Array
     teacher_lse: jax.Array
     delta: jax.Array
+    labels_lse: jax.Array  # of the logits that a loss of the labels is of
     gain: jax.Array  # of dz, with the token's weight
     shift: jax.Array
-    own: jax.Array  # of the target's dz, what stands beside these
+    own: jax.Array  # of the labels' loss, what is added in the target's column
 
 
 def pair_of(options: Options, arrays: Arrays) -> tuple[ChunkedLogits, ChunkedLogits]:
@@ -128,20 +129,18 @@ def divergence_forward(
         factor_T, weight_T, squared_T = at_rows(logits, chunk, numbers)
         made = both.values(chunk, want)
         stats, value, none = made.student, made.divergence * squared_T, jnp.zeros_like(factor_T)
-        nll = -nll_weight * stats.logprob if nll_weight else none
+        nll = -nll_weight * made.labels.logprob if nll_weight else none
         values = [value + nll, nll, made.divergence, stats.logprob, stats.entropy]
         values += [made.teacher.entropy]
         dz = DzTerms(*(x * squared_T for x in made.dz))
-        whole = both.kind.with_nll(dz, made.total, nll_weight) if nll_weight else dz
+        if nll_weight and not both.tempered_nll:
+            dz = both.kind.with_nll(dz, made.total, nll_weight)
         if how.each:
-            kept = (*(weight_T * x for x in whole), -nll_weight * weight_T)
-            values += [stats.lse, made.teacher.lse, made.delta, *kept]
+            kept = (*(weight_T * x for x in dz), -nll_weight * weight_T)
+            values += [stats.lse, made.teacher.lse, made.delta, made.labels.lse, *kept]
         if any(needs):
-            target = None
-            if nll_weight:
-                p, a = both.at_target(chunk, made.terms)
-                target = dz.gain * a + dz.shift * p - nll_weight * stats.p_rest
-            sums = add_dz(both, chunk, needs, sums, made.terms, whole, target, factor_T)
+            own_T = jnp.full_like(factor_T, -nll_weight) if nll_weight else None
+            sums = add_dz(both, chunk, needs, sums, made.terms, dz, own_T, factor_T)
         return put_rows(logits, chunk, values_RM, jnp.stack(values)), sums
 
     per_token, sums = jnp.zeros((rows, own.order.size), compute), Gradients.zeros(logits, needs)
@@ -177,13 +176,14 @@ def add_dz(
     sums: Gradients,
     terms: PairTerms,
     dz: DzTerms,
-    target: jax.Array | None,
+    own_T: jax.Array | None,
     factor_T: jax.Array,
 ) -> Gradients:
     """Steps 6 to 8 of a chunk; `factor_T` of all of it."""
-    logits = both.student
-    target = None if target is None else factor_T * target
-    dz_TV = both.dz(chunk, terms, DzTerms(*(factor_T * x for x in dz)), target)
+    logits, tempered = both.student, chunk.block.temperature_T
+    if own_T is not None:
+        own_T = own_T * factor_T * (1.0 if tempered is None else tempered)
+    dz_TV = both.dz(chunk, terms, DzTerms(*(factor_T * x for x in dz)), own_T)
     dz_TV, part_V = logits.kernels.chained(
         chunk.block,
         terms.student,
@@ -209,12 +209,9 @@ def each_backward(
 
     def body(chunk: Chunk, sums: Gradients) -> Gradients:
         factor_T, own_kept = at_rows(logits, chunk, numbers)
-        terms = both.again(chunk, list(own_kept[:3]))
-        dz, target = DzTerms(own_kept.gain, own_kept.shift), None
-        if nll_weight:
-            p, a = both.at_target(chunk, terms)
-            target = dz.gain * a + dz.shift * p + own_kept.own
-        return add_dz(both, chunk, needs, sums, terms, dz, target, factor_T)
+        terms = both.again(chunk, list(own_kept[:4]))
+        dz, own_T = DzTerms(own_kept.gain, own_kept.shift), own_kept.own if nll_weight else None
+        return add_dz(both, chunk, needs, sums, terms, dz, own_T, factor_T)
 
     used = (both.teacher, numbers)
     sums = vary(Gradients.zeros(logits, needs), varying(logits, used))
@@ -231,7 +228,7 @@ def given_backward(options: Options, kept: Kept, gradient: jax.Array, arrays: Ar
 
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
         factor_T, own = at_rows(student, chunk, numbers)
-        terms = both.again(chunk, list(own[:3]))
+        terms = both.again(chunk, list(own[:4]))
         dz = DzTerms(factor_T * own.gain, factor_T * own.shift)
         dz_TV = both.dz(chunk, terms, dz)
         dz_TV, _ = student.kernels.chained(chunk.block, terms.student, dz_TV)

@@ -484,8 +484,8 @@ def chunked_divergence(
         beta: of "jsd", between 0 and 1, the teacher's share of the mixture. It tends to 0 at either
             end: for the divergences of KL pass their `kind`.
         labels: [...] integers, or None. A token whose label is `ignore_index` is not valid.
-        nll_weight: >= 0, how much of the labels' NLL, without temperature, the loss has; needs
-            `labels`, and `temperature` 1.
+        nll_weight: >= 0, how much of the labels' NLL the loss has; needs `labels`. That is of the
+            logits before their temperature, as in Hinton's distillation.
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
         token_weights: [...] floating point or None; may be negative.

@@ -24,6 +24,7 @@ from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, fake_gradients, rounded
+from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, InPlace, PairedLogits, in_halves
@@ -98,9 +99,10 @@ class Kept(NamedTuple):
     lse: Tensor
     teacher_lse: Tensor
     delta: Tensor
+    labels_lse: Tensor  # of the logits that a loss of the labels is of
     gain: Tensor  # of dz, with the token's weight
     shift: Tensor
-    own: Tensor  # of the target's dz, what stands beside these
+    own: Tensor  # of the labels' loss, what is added in the target's column
 
 
 VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
@@ -141,39 +143,35 @@ def divergence_forward(
     exponent = power_of_two(call.gemm_dtype, factor_N * squared_N) if any(needs) else None
     scaled_N = factor_N if exponent is None else torch.ldexp(factor_N, exponent)
     check_consistent(loop, loss, divisor)
-    nll_weight, sums = call.scalars.nll_weight, loop.sums(needs)
+    nll_weight, sums, tempered_nll = call.scalars.nll_weight, loop.sums(needs), is_tempered(call)
     values_6N = torch.zeros(len(VALUES), factor_N.shape[0], **loop.like)
-    kept_6N = torch.zeros(len(Kept._fields) if loss.each else 0, factor_N.shape[0], **loop.like)
+    kept_7N = torch.zeros(len(Kept._fields) if loss.each else 0, factor_N.shape[0], **loop.like)
     for student, of_block in sums.passes(exponent):
         both = paired(loop, student, teacher, loss)
         for chunk, other in zip(student.chunks(), both.teacher.chunks()):
             kernels = both.kernels()
             for unit in both.units(chunk, other):
-                made, places = both.values(unit, kernels), unit.places
+                made, places = both.values(unit, kernels, tempered_nll=tempered_nll), unit.places
                 value, stats = made.divergence * squared_N[places], made.student
-                nll = -nll_weight * stats.logprob if nll_weight else torch.zeros_like(value)
+                nll = -nll_weight * made.labels.logprob if nll_weight else torch.zeros_like(value)
                 values_6N[:, places] = torch.stack((
                     value + nll, nll, made.divergence, stats.logprob, stats.entropy,
                     made.teacher.entropy,
                 ))  # fmt: skip
                 dz = DzTerms(*(x * squared_N[places] for x in made.dz))
-                whole, own = dz, torch.zeros_like(value)
-                if nll_weight:
-                    whole = both.kind.with_nll(dz, made.total, nll_weight)
-                    own = -nll_weight * stats.p_rest
+                if nll_weight and not tempered_nll:
+                    dz = both.kind.with_nll(dz, made.total, nll_weight)
                 if loss.each:
-                    terms = (*whole, torch.full_like(value, -nll_weight))
+                    terms = (*dz, torch.full_like(value, -nll_weight))
                     kept = (x * factor_N[places] for x in terms)
-                    lse_delta = stats.lse, made.teacher.lse, made.delta
-                    kept_6N[:, places] = torch.stack((*lse_delta, *kept))
-                for part in unit.parts() if any(needs) else ():
+                    known = stats.lse, made.teacher.lse, made.delta, made.labels.lse
+                    kept_7N[:, places] = torch.stack((*known, *kept))
+                for k, part in enumerate(unit.parts()) if any(needs) else ():
                     rows, _, at = part
                     factor = student.scaled(scaled_N[rows.places], rows)
-                    target = None
-                    if nll_weight:
-                        p, a = both.at_target(part)
-                        target = factor * (dz.gain[at] * a + dz.shift[at] * p + own[at])
-                    both.put_dz(part, DzTerms(*(factor * x[at] for x in whole)), target)
+                    of_rows = DzTerms(*(factor * x[at] for x in dz))
+                    own = -nll_weight * untempered(factor, rows) if nll_weight else None
+                    both.put_dz(part, of_rows, own, made.p_labels[k] if tempered_nll else None)
                     of_block.put(rows, kernels[0])
             del kernels
             of_block.add(chunk)
@@ -190,39 +188,45 @@ def divergence_forward(
         nll_N.sum().to(loss.output_dtype),
         *of_token,
     )
-    return output, loop.chunks_of.local(kept_6N), gradients, loop.own.valid
+    return output, loop.chunks_of.local(kept_7N), gradients, loop.own.valid
+
+
+def is_tempered(call: HeadCall) -> bool:
+    """Whether a loss of the labels is of other logits than the divergence: of none tempered."""
+    return bool(call.scalars.nll_weight) and call.temperature is not None
+
+
+def untempered(factor: Tensor, rows: LogitsBlock) -> Tensor:
+    """A factor of dz of logits before their temperature."""
+    return factor if rows.temperature_B is None else factor * rows.temperature_B
 
 
 def divergence_backward(
-    gradient: Tensor, kept_6N: Tensor, call: HeadCall, teacher: TeacherCall, loss: Loss
+    gradient: Tensor, kept_7N: Tensor, call: HeadCall, teacher: TeacherCall, loss: Loss
 ) -> tuple[Tensor, ...]:
     """Steps 6 to 8 of a loss of each token, from logits that are made again."""
     terms = loss.terms(f"the backward of {FUNCTION}", loss.needs)
     loop = HeadLoop(in_halves(call), terms, made=Eager)
     g_N = loop.own.clean(gradient.to(loop.compute_dtype))
-    g_N, *exchanged = loop.chunks_of.exchange(g_N, *kept_6N)
-    kept_6N, kept = torch.stack(exchanged), Kept(*exchanged)
+    g_N, *exchanged = loop.chunks_of.exchange(g_N, *kept_7N)
+    kept_7N, kept = torch.stack(exchanged), Kept(*exchanged)
     exponent = power_of_two(call.gemm_dtype, g_N)
     if exponent is not None:
         g_N = torch.ldexp(g_N, exponent)
-    sums = loop.sums(loss.needs)
+    sums, tempered_nll = loop.sums(loss.needs), is_tempered(call)
     for student, of_block in sums.passes(exponent):
         both = paired(loop, student, teacher, loss)
         for chunk, other in zip(student.chunks(), both.teacher.chunks()):
             kernels = both.kernels()
             for unit in both.units(chunk, other):
-                both.again(unit, kernels, kept_6N[:3])
-                for part in unit.parts():
+                p_labels = both.again(unit, kernels, kept_7N[:4], tempered_nll=tempered_nll)
+                for k, part in enumerate(unit.parts()):
                     rows, places = part[0], part[0].places
                     factor = student.scaled(g_N[places], rows)
-                    dz, target = (
-                        DzTerms(factor * kept.gain[places], factor * kept.shift[places]),
-                        None,
-                    )
+                    dz, own = DzTerms(factor * kept.gain[places], factor * kept.shift[places]), None
                     if call.scalars.nll_weight:
-                        p, a = both.at_target(part)
-                        target = dz.gain * a + dz.shift * p + factor * kept.own[places]
-                    both.put_dz(part, dz, target)
+                        own = untempered(factor, rows) * kept.own[places]
+                    both.put_dz(part, dz, own, p_labels[k] if tempered_nll else None)
                     of_block.put(rows, kernels[0])
             del kernels
             of_block.add(chunk)
@@ -248,8 +252,8 @@ def divergence_op(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
     """`divergence_forward` as one operator, opaque to the compiler: outputs, what a backward of
     each token's loss needs, gradients of a reduced one, mask."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        output, kept_6N, gradients, valid_N = divergence_forward(call, teacher, loss)
-    return (*output[:RESULTS], kept_6N, *gradients, valid_N)
+        output, kept_7N, gradients, valid_N = divergence_forward(call, teacher, loss)
+    return (*output[:RESULTS], kept_7N, *gradients, valid_N)
 
 
 @divergence_op.fake

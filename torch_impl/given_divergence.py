@@ -115,7 +115,7 @@ def given_backward(upstream: Upstream, call: LogitsCall, terms: GivenTerms) -> T
     g_N = student.tokens.clean(upstream.d_loss.to(call.compute_dtype))
     d_logits, kernels = torch.zeros_like(logits), both.kernels()
     for unit, part in blocks_of(both):
-        both.again(unit, kernels, kept[:3])
+        both.again(unit, kernels, torch.cat((kept[:3], kept[:1])))
         rows = part[0]
         factor = g_N[rows.places]
         if rows.temperature_B is not None:

@@ -52,7 +52,8 @@ class DivergenceOutput(NamedTuple, Generic[A]):
         weight_sum: [] sum of the weights of the valid tokens; `num_tokens` where there are none.
         nll: [] the part of `loss` that the labels' NLL contributes.
         divergence: [...] of each token, in nats, never below 0; or None if not asked for.
-        logprobs: [...] log-probability of each label under the student, or None.
+        logprobs: [...] log-probability of each label under the student, at its temperature, or
+            None.
         entropy: [...] entropy of each token's student distribution in nats, or None.
         teacher_entropy: [...] of the teacher's, or None.
         denominator: [] what the sum was divided by; None for a sum. `TokenNormalizer` and
@@ -127,8 +128,8 @@ def chunked_divergence(
         beta: of "jsd", between 0 and 1, the teacher's share of the mixture. It tends to 0 at either
             end: for the divergences of KL pass their `kind`.
         labels: [...] integers, or None. A token whose label is `ignore_index` is not valid.
-        nll_weight: >= 0, how much of the labels' NLL, without temperature, the loss has; needs
-            `labels`, and `temperature` 1.
+        nll_weight: >= 0, how much of the labels' NLL the loss has; needs `labels`. That is of the
+            logits before their temperature, as in Hinton's distillation.
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
         token_weights: [...] floating point or None; may be negative.

@@ -27,6 +27,7 @@ class PairTerms(NamedTuple):
     p_TV: jax.Array
     a_TV: jax.Array
     student: Logits  # whole, the target's column too
+    p_labels: jax.Array | None  # of the logits that a loss of the labels is of, where it is another
 
 
 class ChunkValues(NamedTuple):
@@ -35,6 +36,7 @@ class ChunkValues(NamedTuple):
     divergence: jax.Array
     student: TokenStats
     teacher: TokenStats
+    labels: TokenStats  # of the logits that a loss of the labels is of
     delta: jax.Array  # 0 where dz needs none
     dz: DzTerms
     total: jax.Array  # of p
@@ -53,8 +55,30 @@ class PairedLogits(NamedTuple):
         beta = student.options.scalars.beta
         return cls(student, teacher, Pairs(jnp, exp, kind, 0.0 if beta is None else beta))
 
+    @property
+    def tempered_nll(self) -> bool:
+        """Whether a loss of the labels is of other logits than the divergence: it has no
+        temperature."""
+        scalars, temperature = self.student.options.scalars, self.student.arrays.temperature
+        return bool(scalars.nll_weight) and temperature is not None
+
+    def untempered(self, chunk: Chunk, lse: Any = None) -> tuple[TokenStats | None, Any]:
+        """Statistics and p of the student's logits before their temperature; not the statistics,
+        where lse is known."""
+        if not self.tempered_nll:
+            return None, None
+        block, head, stats = chunk.block._replace(temperature_T=None), self.student, None
+        if lse is None:
+            z_y, blocks, left = head.kernels.stats(block, WantedStats())
+            stats = stats_of(head, chunk.rows_T, z_y, blocks)
+            lse = stats.lse
+        else:
+            left = head.kernels.prepare(block)
+        return stats, self.kind.exp(restored(chunk, left).z_TV - lse[:, None])
+
     def values(self, chunk: Chunk, wanted: tuple[WantedStats, WantedStats]) -> ChunkValues:
         """Steps 3 to 5."""
+        of_labels, p_labels = self.untempered(chunk)
         chunks, heads = (chunk, self.beside(chunk)), (self.student, self.teacher)
         stats, logits = [], []
         for head, own, want in zip(heads, chunks, wanted, strict=True):
@@ -69,17 +93,18 @@ class PairedLogits(NamedTuple):
         p_TV, a_TV, terms = kind.terms(*self.ratio(logits, known))
         sums = PairSums(*self.summed(terms))
         value, dz = kind.of_sums(sums)
-        made = PairTerms(p_TV, a_TV, logits[0])
-        return ChunkValues(value, stats[0], stats[1], delta, dz, sums.total, made)
+        made, labels = PairTerms(p_TV, a_TV, logits[0], p_labels), of_labels or stats[0]
+        return ChunkValues(value, stats[0], stats[1], labels, delta, dz, sums.total, made)
 
     def again(self, chunk: Chunk, known: list[jax.Array]) -> PairTerms:
-        """Steps 3 and 4 once more, from lse of both and delta [T]."""
+        """Steps 3 and 4 once more, from lse of both, delta and the labels' lse [T]."""
+        _, p_labels = self.untempered(chunk, known[3])
         logits = [
             restored(own, head.kernels.prepare(own.block))
             for head, own in ((self.student, chunk), (self.teacher, self.beside(chunk)))
         ]
         p_TV, a_TV, _ = self.kind.terms(*self.ratio(logits, known[: 2 + self.kind.twice]))
-        return PairTerms(p_TV, a_TV, logits[0])
+        return PairTerms(p_TV, a_TV, logits[0], p_labels)
 
     def beside(self, chunk: Chunk) -> Chunk:
         """The teacher's logits of the same tokens."""
@@ -101,16 +126,14 @@ class PairedLogits(NamedTuple):
         return [None if x is None else next(rows) for x in terms]
 
     def dz(self, chunk: Chunk, terms: PairTerms, dz: DzTerms, own: Any = None) -> jax.Array:
-        """Step 6, `dz` with the factor of each token; `own` [T] is that of the target."""
-        p_TV, a_TV, _ = terms
-        dz_TV: jax.Array = dz.gain[:, None] * a_TV + dz.shift[:, None] * p_TV
-        return dz_TV if own is None else jnp.where(is_target(chunk, dz_TV), own[:, None], dz_TV)
-
-    def at_target(self, chunk: Chunk, terms: PairTerms) -> tuple[jax.Array, jax.Array]:
-        """p and a of the target's column, of any where it is not of this device."""
-        y_T1 = chunk.block.y_T1
-        p, a = (jnp.take_along_axis(x, y_T1, axis=1, mode="clip") for x in terms[:2])
-        return p[:, 0], a[:, 0]
+        """Step 6, `dz` with the factor of each token; `own` [T] is added in the target's column,
+        and `-own` times the labels' p in all, where these are of other logits."""
+        dz_TV: jax.Array = dz.gain[:, None] * terms.a_TV + dz.shift[:, None] * terms.p_TV
+        if own is None:
+            return dz_TV
+        if terms.p_labels is not None:
+            dz_TV = dz_TV - own[:, None] * terms.p_labels
+        return dz_TV + jnp.where(is_target(chunk, dz_TV), own[:, None], 0.0)
 
 
 def is_target(chunk: Chunk, like_TV: jax.Array) -> jax.Array:

@@ -84,11 +84,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "`labels` must be given where `outputs` has 'logprobs'",
     ),
-    "nll with a temperature": (
-        {"labels": LABELS, "nll_weight": 0.5, "temperature": 2.0},
-        ValueError,
-        "`temperature` must be 1 with `nll_weight`",
-    ),
     "a negative nll_weight": ({"labels": LABELS, "nll_weight": -1.0}, ValueError, "`nll_weight`"),
     "divided tokens": (
         {"reduction": "none", "denominator": 3.0},

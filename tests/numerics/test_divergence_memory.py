@@ -59,6 +59,6 @@ def test_no_more_for_more_tokens(backend: str, how: dict[str, Any]) -> None:
     measure = {"torch": of_torch, "jax": of_jax}[backend]
     few, many = (measure(tokens, **how) for tokens in (FEW, MANY))
     assert many - few <= (MANY - FEW) * OF_TOKEN
-    # Full logits of both, in float32, are 32 MiB, and of their log-softmax as many. XLA keeps some arrays of a chunk beside each
-    # other, PyTorch those of a block.
+    # Full logits of both, in float32, are 32 MiB, and of their log-softmax as many. XLA keeps some
+    # arrays of a chunk beside each other, PyTorch those of a block.
     assert many <= {"torch": 6, "jax": 10}[backend] * BUDGET

@@ -33,7 +33,7 @@ class Eager(Kernels):
         self, rows: LogitsBlock, wanted: WantedStats, *, dz_follows: bool
     ) -> tuple[Tensor, BlockStats]:
         """Steps 2 to 4."""
-        z_y = self.prepare(rows, derivative=dz_follows)
+        z_y = self.prepare(rows, derivative=dz_follows) if rows.fresh else self.take_target(rows)
         return z_y, self.rest_stats(rows.z_BV, rows.y_B1, wanted)
 
     def dz(
@@ -103,9 +103,13 @@ class Eager(Kernels):
             z_BV.tanh_().mul_(shape.scalars.softcap)
         if rows.temperature_B is not None:
             z_BV.div_(rows.temperature_B[:, None])
+        rows.fresh = False
+        return self.take_target(rows)
+
+    def take_target(self, rows: LogitsBlock) -> Tensor:
+        """Its logit, in whose column -inf is left."""
         z_y = rows.z_BV.gather(1, rows.y_B1)
         rows.z_BV.scatter_(1, rows.y_B1, -torch.inf)
-        rows.fresh = False
         return z_y[:, 0]
 
     def rest_stats(self, z_BV: Tensor, y_B1: Tensor, wanted: WantedStats) -> BlockStats:

@@ -134,6 +134,8 @@ class UnitValues(NamedTuple):
     divergence: Tensor
     student: TokenStats
     teacher: TokenStats
+    labels: TokenStats  # of the logits that a loss of the labels is of
+    p_labels: list[Tensor]  # their p, where they are others
     delta: Tensor  # 0 where dz needs none
     dz: DzTerms
     total: Tensor  # of p
@@ -166,15 +168,40 @@ class PairedLogits:
         made: Made = kernels
         return made
 
-    def values(self, unit: Unit, kernels: Made) -> UnitValues:
-        """Steps 2 to 5. a is then in place of the student's logits, p in place of the teacher's."""
+    def untempered(
+        self, unit: Unit, kernels: Made, lse: Tensor | None = None
+    ) -> tuple[TokenStats | None, list[Tensor]]:
+        """Statistics and p [B, V] of the student's logits before their temperature, which then
+        divides them: what a loss of the labels is of. Not the statistics, where lse is known."""
+        students, stats, p = [rows for rows, _ in unit.pairs], None, []
+        temperatures = [rows.temperature_B for rows in students]
+        for rows in students:
+            rows.temperature_B = None
+        if lse is None:
+            own = (students, kernels[0], WantedStats())
+            stats = stats_of(self.student, *own, learns=True)
+            lse = stats.lse
+        else:
+            for rows in students:
+                restore(rows, kernels[0].prepare(rows, derivative=True))
+        for (rows, _, at), temperature_B in zip(unit.parts(), temperatures, strict=True):
+            assert temperature_B is not None
+            p.append(kernels[0].exp(rows.z_BV[:, self.columns] - lse[at, None]))
+            rows.z_BV.div_(temperature_B[:, None])
+            rows.temperature_B = temperature_B
+        return stats, p
+
+    def values(self, unit: Unit, kernels: Made, *, tempered_nll: bool = False) -> UnitValues:
+        """Steps 2 to 5. a is then in place of the student's logits, p in place of the teacher's.
+        `tempered_nll`: a loss of the labels is of other logits, without their temperature."""
+        of_labels, p_labels = self.untempered(unit, kernels) if tempered_nll else (None, [])
         students, teachers = zip(*unit.pairs)
-        own, other = zip(kernels, self.wanted)
-        stats = [stats_of(self.student, students, *own, learns=True)]
+        of_own, of_other = zip(kernels, self.wanted)
+        stats = [stats_of(self.student, students, *of_own, learns=True)]
         # All ranks of a sharded vocabulary know by now that they have as many.
         check_vocabulary(self.student.local_size, self.teacher.classes)
         with of_teacher():
-            stats.append(stats_of(self.teacher, teachers, *other, learns=False))
+            stats.append(stats_of(self.teacher, teachers, *of_other, learns=False))
         lse, kind = [x.lse for x in stats], self.kind
         delta = torch.zeros_like(lse[0])
         if kind.twice:
@@ -190,19 +217,27 @@ class PairedLogits:
         given: Any = (None if x is None else next(totals) for x in terms)
         of_all = PairSums(*given)
         value, dz = kind.of_sums(of_all)
-        return UnitValues(value, stats[0], stats[1], delta, dz, of_all.total)
+        labels = of_labels or stats[0]
+        own, other = stats
+        return UnitValues(value, own, other, labels, p_labels, delta, dz, of_all.total)
 
-    def again(self, unit: Unit, kernels: Made, lse_delta: Tensor) -> None:
-        """Steps 2 to 4 once more, from lse of both and delta [3, N]."""
-        known = list(lse_delta[: 2 + self.kind.twice, unit.places])
+    def again(
+        self, unit: Unit, kernels: Made, known_4N: Tensor, *, tempered_nll: bool = False
+    ) -> list[Tensor]:
+        """Steps 2 to 4 once more, from lse of both, delta and the labels' lse; their p, if those
+        are of other logits."""
+        *known, lse = known_4N[:, unit.places]
+        _, p_labels = self.untempered(unit, kernels, lse) if tempered_nll else (None, [])
         for part in unit.parts():
             self.prepare(part, kernels)
-            self.put_terms(part, known)
+            self.put_terms(part, known[: 2 + self.kind.twice])
+        return p_labels
 
     def prepare(self, part: Any, kernels: Made) -> None:
         """Step 2 of both."""
         for k, (rows, made) in enumerate(zip(part, kernels)):
-            restore(rows, made.prepare(rows, derivative=not k))
+            if rows.fresh:
+                restore(rows, made.prepare(rows, derivative=not k))
 
     def ratio(self, part: Any, known: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rows, teacher, at = part
@@ -228,22 +263,24 @@ class PairedLogits:
         sums: Tensor = self.student.vocab.sum_blocks(ALGEBRA, torch.cat(parts, -1))
         return sums
 
-    def put_dz(self, part: Any, dz: DzTerms, own: Tensor | None = None) -> None:
-        """Step 6, in place of a: `dz` with the factor of each token of the part; `own` is what is
-        put into the target's column in place of its own [B]."""
+    def p_untempered(self, part: Any, lse: Tensor, kernels: Made) -> Tensor:
+        """p of the student's logits before their temperature, which `untempered` has divided."""
+        rows, _, at = part
+        z_BV = rows.z_BV[:, self.columns] * rows.temperature_B[:, None]
+        return kernels[0].exp(z_BV.sub_(lse[at, None]))
+
+    def put_dz(
+        self, part: Any, dz: DzTerms, own: Tensor | None = None, p: Tensor | None = None
+    ) -> None:
+        """Step 6, in place of a: `dz` with the factor of each token of the part; `own` [B] is added
+        in the target's column, and `-own` times `p` [B, V] in all."""
         rows, teacher, _ = part
         a_BV, p_BV = (x.z_BV[:, self.columns] for x in (rows, teacher))
         a_BV.mul_(dz.gain[:, None]).addcmul_(p_BV, dz.shift[:, None])
+        if own is not None and p is not None:
+            a_BV.addcmul_(p, own[:, None], value=-1.0)
         if own is not None:
-            rows.z_BV.scatter_(1, rows.y_B1, own[:, None])
-
-    def at_target(self, part: Any) -> tuple[Tensor, Tensor]:
-        """p and a of the target's column, 0 where it is not of this rank."""
-        rows, teacher, _ = part
-        here = torch.ones_like(rows.y_B1) if rows.owned_B is None else rows.owned_B[:, None]
-        column = torch.where(here > 0, rows.y_B1, 0)
-        p, a = (torch.where(here > 0, x.z_BV.gather(1, column), 0.0) for x in (teacher, rows))
-        return p[:, 0], a[:, 0]
+            rows.z_BV.scatter_add_(1, rows.y_B1, own[:, None])
 
 
 def stats_of(

@@ -29,8 +29,6 @@ DIVERGING = Refusals(
     "class of each token, or leave `nll_weight` out.",
     unlabelled="`labels` must be given where `outputs` has 'logprobs'; got None. Pass the class of "
     "each token.",
-    tempered="`temperature` must be 1 with `nll_weight`, whose NLL has none; got {temperature}. "
-    "Add `nll_weight * chunked_nll(hidden, weight, labels).loss` to the loss instead.",
     each="`denominator` must be None with `reduction='none'`, which divides nothing; got one. "
     "Divide the loss of each token, or pass `reduction='sum'`.",
     outputs="`outputs` must be a tuple of names from {names}; got {outputs!r}. Pass for instance "
@@ -104,11 +102,6 @@ def check_divergence(call: DivergenceArguments) -> None:
     if call.labels is None:
         DIVERGING.require("labels", not call.nll_weight, nll_weight=call.nll_weight)
         DIVERGING.require("unlabelled", "logprobs" not in names)
-    temperature: object = call.temperature
-    if isinstance(temperature, ArraySpec):
-        temperature = "an array"
-    plain = not call.nll_weight or temperature == 1.0
-    DIVERGING.require("tempered", plain, temperature=temperature)
 
 
 def check_teacher_logits(

@@ -131,6 +131,12 @@ def divergence_reference(
         own.get("logit_scale", 1.0), own.get("softcap"), own.get("temperature", temperature),
         own.get("weight_layout", "VH"),
     )  # fmt: skip
+    plain = student  # of which the labels' loss is: without temperature
+    if nll_weight and np.any(np.asarray(temperature) != 1.0):
+        plain = Softmax(
+            hidden, weight, labels, bias, where, ignore_index,
+            logit_scale, softcap, 1.0, weight_layout,
+        )  # fmt: skip
     p_s, p_t = student.p, other.p
     with np.errstate(invalid="ignore"):
         log_s, log_t = (x.z - x.lse[:, None] for x in (student, other))
@@ -160,12 +166,15 @@ def divergence_reference(
     how = ("sum", None) if each else (reduction, denominator)
     divisor = divided_by(count, float(weight_sum), *how)
     divergence = terms.value.sum(axis=1)
-    nll = -nll_weight * student.logprob
+    nll = -nll_weight * plain.logprob
     loss_N = np.where(student.valid, weights * (squared_N * divergence + nll), 0.0) / divisor
     nll_N = np.where(student.valid, weights * nll, 0.0) / divisor
-    dz = squared_N[:, None] * terms.dz + nll_weight * (p_s - student.onehot)
-    dz[rows, y_N] += nll_weight * (1.0 - p_s[rows, y_N] - student.p_rest)  # exactly -p_rest
-    bz = squared_N[:, None] * bz + nll_weight * student.p_error
+    # By the logits after their temperature, as the divergence's.
+    of_labels = plain.p.copy()
+    of_labels[rows, y_N] = -plain.p_rest
+    weighed = nll_weight * tau_N[:, None]
+    dz = squared_N[:, None] * terms.dz + weighed * of_labels
+    bz = squared_N[:, None] * bz + weighed * (plain.p_error + 2 * plain.onehot)
     g_N = np.broadcast_to(f64(upstream), leading).reshape(-1)
     g_N = np.where(student.valid, g_N, 0.0)
     factor = (weights / divisor * g_N)[:, None]

@@ -24,6 +24,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"kind": "jsd", "beta": 0.3},
 )
 OPTIONS: dict[str, Any] = {"softcap": 6.0, "logit_scale": 0.8, "temperature_squared": True}
+OPTIONS["nll_weight"] = 0.3  # of logits without the temperature
 MIXED: dict[str, Any] = {"nll_weight": 0.7, "reduction": "sum"}
 EXTRAS: dict[str, Any] = {"where": True, "token_weights": True, "token_temperature": True}
 GRID = tuple(
