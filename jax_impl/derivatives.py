@@ -34,9 +34,11 @@ def wanted(constants: Any, *primals: Any) -> Needs:
     leaves = jax.tree_util.tree_leaves_with_path(constants, is_leaf=is_primal)
     for path, primal in leaves:
         if primal.perturbed:
-            name = ".".join(x.name if isinstance(x, GetAttrKey) else str(x.key) for x in path)
-            if name == "teacher.hidden" and constants.teacher.weight is None:
-                name = "teacher.logits"
+            names = [x.name if isinstance(x, GetAttrKey) else str(x.key) for x in path]
+            name = names[-1]
+            if names[0] == "teacher":  # whose hidden states are logits, without a weight
+                logits = name == "hidden" and constants.teacher.weight is None
+                name = f"teacher.{'logits' if logits else name}"
             raise ValueError(
                 f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
                 f"is not computed. Pass `jax.lax.stop_gradient({name})`."
