@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.measured import hold
+from helpers.oracle import tau_bound, units
 from xentlib.contract import check, failures
 from xentlib.tools.harness.backends import run_divergence, run_given_divergence
 from xentlib.tools.harness.cases import low_precision, named
@@ -94,6 +95,33 @@ def test_no_divergence_is_negative(backend: str) -> None:
             assert got.divergence.shape == (tokens,)
             assert (got.divergence >= 0).all()
             assert np.isfinite(got.d_logits).all()
+        # All but equal: a constant apart, which rounds.
+        teacher = (3 * student).astype(np.float32)
+        got = run_given_divergence(backend, teacher + np.float32(3.7), teacher, upstream, **how)
+        assert (got.divergence >= 0).all()
+
+
+@pytest.mark.parametrize("how", rows.KINDS, ids=lambda how: how["kind"])
+def test_an_offset_of_the_logits(backend: str, how: dict[str, Any]) -> None:
+    """A20, A22: at 1000 the rounded lse are off by 3e-5, half of the log-ratios of 0.01."""
+    student, teacher, upstream = (x + np.float32(1000) for x in rows.given_logits(7, 1e-2))
+    upstream = upstream - np.float32(1000)
+    oracle = rows.oracle_of(student, teacher, upstream, **how)
+    got = run_given_divergence(backend, student, teacher, upstream, **how)
+    measured = check("A20", got.divergence, oracle.divergence)
+    measured += check("A22", got.d_logits, oracle.dz, oracle.bound_dz, metrics=("tau",))
+    assert not failures(measured)
+
+
+@pytest.mark.parametrize("how", rows.KINDS, ids=lambda how: how["kind"])
+def test_float64(backend: str, how: dict[str, Any]) -> None:
+    """A23 in units of 2^-53: series have the terms that float64 needs. The oracle has as many
+    digits, and its own rounding."""
+    student, teacher, upstream = (x.astype(np.float64) for x in rows.given_logits(7, 0.1, 61))
+    oracle = rows.oracle_of(student, teacher, upstream, **how)
+    got = run_given_divergence(backend, student, teacher, upstream, **how)
+    assert got.divergence.dtype == np.float64
+    assert units(got.divergence, oracle.divergence, oracle.bound_divergence) <= tau_bound("A23")
 
 
 MASKED = np.array([[1.0, -np.inf, 2.0, 0.5], [1.0, -np.inf, -np.inf, 0.5]], np.float32)
@@ -148,3 +176,18 @@ def test_a_loss_of_each_token_is_that_of_a_sum(backend: str) -> None:
         assert not failures(findings.measurements)
         assert got.loss.shape == problem.labels.shape
         assert not got.loss[~problem.valid].any()
+
+
+def test_a_teacher_has_a_temperature_of_its_own(backend: str) -> None:
+    """Bits of half the scale; without one it is the student's."""
+    (case,) = named(rows.GRID, "divergence-forward_kl")
+    problem = build(case, 7)
+    assert problem.teacher is not None
+    own, scaled = (
+        problem.teacher._replace(**x) for x in ({"temperature": 2.0}, {"logit_scale": 0.5})
+    )
+    got, other = (run_divergence(backend, problem.changed(teacher=x)) for x in (own, scaled))
+    assert not failures(check("A10", got.divergence, other.divergence))
+    assert not failures(check("A10", got.d_hidden, other.d_hidden))
+    plain = run_divergence(backend, problem)
+    assert failures(check("A10", got.divergence, plain.divergence))
