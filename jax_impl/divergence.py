@@ -52,7 +52,7 @@ REFUSED = ("nll", *DIVERGENCE_OUTPUTS)  # results without a derivative
 VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """What a backward that makes the logits again needs beside its inputs: [N] each."""
 
     lse: jax.Array
@@ -96,7 +96,7 @@ def both_whole(options: Options, arrays: Arrays) -> Arrays:
 
 def divergence_forward(
     options: Options, needs: Needs, arrays: Arrays
-) -> tuple[DivergenceOutput[Any], Kept, Gradients, jax.Array]:
+) -> tuple[DivergenceOutput[Any], Residuals, Gradients, jax.Array]:
     """Loss and per-token values, what a backward may need, gradient accumulators, and the mask of
     valid tokens [N]. The arrays are flat, their heads whole."""
     how, compute = options.divergence, options.compute_dtype
@@ -122,7 +122,7 @@ def divergence_forward(
     logits, nll_weight = both.student, scalars.nll_weight
     numbers = in_chunks(logits, numbers)
     want = WantedStats(options.entropy), WantedStats(how.teacher_entropy)
-    rows = len(VALUES) + (len(Kept._fields) if how.each else 0)
+    rows = len(VALUES) + (len(Residuals._fields) if how.each else 0)
 
     def body(chunk: Chunk, carry: tuple[jax.Array, Gradients]) -> tuple[jax.Array, Gradients]:
         values_RM, sums = carry
@@ -136,8 +136,8 @@ def divergence_forward(
         if nll_weight and not both.tempered_nll:
             dz = both.kind.with_nll(dz, made.total, nll_weight)
         if how.each:
-            kept = (*(weight_T * x for x in dz), -nll_weight * weight_T)
-            values += [stats.lse, made.teacher.lse, made.delta, made.labels.lse, *kept]
+            weighted = (*(weight_T * x for x in dz), -nll_weight * weight_T)
+            values += [stats.lse, made.teacher.lse, made.delta, made.labels.lse, *weighted]
         if any(needs):
             own_T = jnp.full_like(factor_T, -nll_weight) if nll_weight else None
             sums = add_dz(both, chunk, needs, sums, made.terms, dz, own_T, factor_T)
@@ -165,8 +165,10 @@ def divergence_forward(
         nll.astype(dtype),
         *(x.astype(dtype) for x in of_token),
     )
-    kept_N = values_RN[len(VALUES) :] if how.each else jnp.zeros((len(Kept._fields), 0), compute)
-    return output, Kept(*kept_N), gradients, valid_N
+    residuals_N = (
+        values_RN[len(VALUES) :] if how.each else jnp.zeros((len(Residuals._fields), 0), compute)
+    )
+    return output, Residuals(*residuals_N), gradients, valid_N
 
 
 def add_dz(
@@ -195,7 +197,7 @@ def add_dz(
 
 
 def each_backward(
-    options: Options, needs: Needs, kept: Kept, gradient: jax.Array, arrays: Arrays
+    options: Options, needs: Needs, residuals: Residuals, gradient: jax.Array, arrays: Arrays
 ) -> dict[str, jax.Array | None]:
     """Gradients by name of a loss of each token, from logits that are made again."""
     own, teacher = pair_of(options, arrays)
@@ -203,14 +205,14 @@ def each_backward(
     exponent = power_of_two(options, g_N)
     if exponent is not None:
         g_N = jnp.ldexp(g_N, exponent)
-    both, numbers = gathered_pair(own, teacher, (scaled(own, g_N), kept))
+    both, numbers = gathered_pair(own, teacher, (scaled(own, g_N), residuals))
     logits, nll_weight = both.student, own.options.scalars.nll_weight
     numbers = in_chunks(logits, numbers)
 
     def body(chunk: Chunk, sums: Gradients) -> Gradients:
-        factor_T, own_kept = at_rows(logits, chunk, numbers)
-        terms = both.again(chunk, list(own_kept[:4]))
-        dz, own_T = DzTerms(own_kept.gain, own_kept.shift), own_kept.own if nll_weight else None
+        factor_T, of_tokens = at_rows(logits, chunk, numbers)
+        terms = both.again(chunk, list(of_tokens[:4]))
+        dz, own_T = DzTerms(of_tokens.gain, of_tokens.shift), of_tokens.own if nll_weight else None
         return add_dz(both, chunk, needs, sums, terms, dz, own_T, factor_T)
 
     used = (both.teacher, numbers)
@@ -219,17 +221,19 @@ def each_backward(
     return sums.finished(logits, exponent).rounded(options, own.tokens.valid, arrays.leaves)
 
 
-def given_backward(options: Options, kept: Kept, gradient: jax.Array, arrays: Arrays) -> jax.Array:
+def given_backward(
+    options: Options, residuals: Residuals, gradient: jax.Array, arrays: Arrays
+) -> jax.Array:
     """Steps 6 and 7 of given logits, in their dtype."""
     (student, teacher), given = pair_of(options, arrays), arrays.hidden
     g_N = jnp.where(student.tokens.valid, gradient.astype(options.compute_dtype), 0)
     both, _ = gathered_pair(student, teacher, ())
-    numbers = in_chunks(student, (scaled(student, g_N), kept))
+    numbers = in_chunks(student, (scaled(student, g_N), residuals))
 
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
-        factor_T, own = at_rows(student, chunk, numbers)
-        terms = both.again(chunk, list(own[:4]))
-        dz = DzTerms(factor_T * own.gain, factor_T * own.shift)
+        factor_T, of_tokens = at_rows(student, chunk, numbers)
+        terms = both.again(chunk, list(of_tokens[:4]))
+        dz = DzTerms(factor_T * of_tokens.gain, factor_T * of_tokens.shift)
         dz_TV = both.dz(chunk, terms, dz)
         dz_TV, _ = student.kernels.chained(chunk.block, terms.student, dz_TV)
         dz_TV = round_to(dz_TV, given.dtype.name)
@@ -250,12 +254,12 @@ def _divergence_fwd(options: Options, primals: Any) -> tuple[DivergenceOutput[An
     given = primal_values(primals)
     arrays = both_whole(options, given)
     made_at_once = Needs() if each else needs
-    output, kept, gradients, valid_N = divergence_forward(options, made_at_once, arrays)
-    # A residual must be an array: an empty one carries each input's type to the backward, and its
-    # size, of an input that is kept whole, whether its gradient is wanted.
+    output, of_tokens, gradients, valid_N = divergence_forward(options, made_at_once, arrays)
+    # A residual must be an array: empty ones carry the types of the inputs to the backward, and
+    # the sizes of others (1 or 0) which gradients are wanted.
     types = tuple(None if x is None else jnp.ravel(x)[:0] for x in given.leaves)
     markers = tuple(jnp.zeros((int(need),)) for need in needs)
-    return output, (gradients, valid_N, types, (kept, arrays, markers) if each else ())
+    return output, (gradients, valid_N, types, (of_tokens, arrays, markers) if each else ())
 
 
 def _divergence_bwd(
@@ -268,11 +272,11 @@ def _divergence_bwd(
     upstream = upstream_of(upstream, None if options.gathered else options.axis)
     if not again:
         return (as_gradients(nll_backward(options, upstream, gradients, valid_N, types)),)
-    kept, arrays, markers = again
+    of_tokens, arrays, markers = again
     if arrays.weight is None:
-        return (as_gradients({"hidden": given_backward(options, kept, upstream, arrays)}),)
+        return (as_gradients({"hidden": given_backward(options, of_tokens, upstream, arrays)}),)
     needs = Needs(*(marker.size > 0 for marker in markers))
-    return (as_gradients(each_backward(options, needs, kept, upstream, arrays)),)
+    return (as_gradients(each_backward(options, needs, of_tokens, upstream, arrays)),)
 
 
 _divergence.defvjp(_divergence_fwd, _divergence_bwd, symbolic_zeros=True)
@@ -299,13 +303,13 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     options, arrays = bind(Arguments(labels=given.labels, **fields), recompute=each)
     with of_teacher():
         of_head, teacher = bind_teacher(given, options, arrays)
-    beta = options.scalars._replace(beta=given.beta, nll_weight=float(given.nll_weight))
+    scalars = options.scalars._replace(beta=given.beta, nll_weight=float(given.nll_weight))
     names = given.outputs
     how = DivergenceOptions(
         given.kind, given.temperature_squared, each, "teacher_entropy" in names, of_head
     )
-    options = options._replace(scalars=beta, entropy="entropy" in names, divergence=how)
-    result = called(options, arrays._replace(teacher=teacher), each)
+    options = options._replace(scalars=scalars, entropy="entropy" in names, divergence=how)
+    result = placed_divergence(options, arrays._replace(teacher=teacher), each)
     absent: dict[str, Any] = {name: None for name in DIVERGENCE_OUTPUTS if name not in names}
     divisor = arrays.denominator
     if divisor is None and options.mean:
@@ -319,7 +323,8 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     return out if each else labelled(out, arrays.denominator)
 
 
-def called(options: Options, arrays: Arrays, each: bool) -> DivergenceOutput[Any]:
+def placed_divergence(options: Options, arrays: Arrays, each: bool) -> DivergenceOutput[Any]:
+    """On the devices of the call, whichever of its results vary over them."""
     of_token: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS, True)
     outputs = DivergenceOutput(each, False, False, False, **of_token)
     result: DivergenceOutput[Any] = run(_divergence_jit, options, arrays, outputs)
@@ -337,11 +342,10 @@ def given_divergence(given: GivenDivergenceArguments) -> jax.Array:
     of_logits = LogitsArguments(labels=labels_for(given.logits, None), **fields)
     options, arrays = bind_logits(of_logits)
     with of_teacher():
-        of_given = of_logits._replace(shard=given.shard)
         columns = given.logits.shape[-1]
-        own, teacher = given_teacher(given.teacher, of_given, "logits", options, columns)
+        own, teacher = given_teacher(given.teacher, of_logits, "logits", options, columns)
     how = DivergenceOptions(given.kind, False, True, False, own)
     scalars = options.scalars._replace(beta=given.beta)
     options = options._replace(scalars=scalars, divergence=how)
-    loss: jax.Array = called(options, arrays._replace(teacher=teacher), True).loss
+    loss: jax.Array = placed_divergence(options, arrays._replace(teacher=teacher), True).loss
     return loss

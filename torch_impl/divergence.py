@@ -93,7 +93,7 @@ class Loss(NamedTuple):
         return Terms(function, needs, outputs, kind=kind, more_classes=more, refused=refused)
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """What a backward that makes the logits again needs beside its inputs: [N] each."""
 
     lse: Tensor
@@ -145,7 +145,9 @@ def divergence_forward(
     check_consistent(loop, loss, divisor)
     nll_weight, sums, tempered_nll = call.scalars.nll_weight, loop.sums(needs), is_tempered(call)
     values_6N = torch.zeros(len(VALUES), factor_N.shape[0], **loop.like)
-    kept_7N = torch.zeros(len(Kept._fields) if loss.each else 0, factor_N.shape[0], **loop.like)
+    residuals_7N = torch.zeros(
+        len(Residuals._fields) if loss.each else 0, factor_N.shape[0], **loop.like
+    )
     for student, of_block in sums.passes(exponent):
         both = paired(loop, student, teacher, loss)
         for chunk, other in zip(student.chunks(), both.teacher.chunks()):
@@ -163,9 +165,9 @@ def divergence_forward(
                     dz = both.kind.with_nll(dz, made.total, nll_weight)
                 if loss.each:
                     terms = (*dz, torch.full_like(value, -nll_weight))
-                    kept = (x * factor_N[places] for x in terms)
+                    weighted = (x * factor_N[places] for x in terms)
                     known = stats.lse, made.teacher.lse, made.delta, made.labels.lse
-                    kept_7N[:, places] = torch.stack((*known, *kept))
+                    residuals_7N[:, places] = torch.stack((*known, *weighted))
                 for k, part in enumerate(unit.parts()) if any(needs) else ():
                     rows, _, at = part
                     factor = student.scaled(scaled_N[rows.places], rows)
@@ -188,7 +190,7 @@ def divergence_forward(
         nll_N.sum().to(loss.output_dtype),
         *of_token,
     )
-    return output, loop.chunks_of.local(kept_7N), gradients, loop.own.valid
+    return output, loop.chunks_of.local(residuals_7N), gradients, loop.own.valid
 
 
 def is_tempered(call: HeadCall) -> bool:
@@ -202,14 +204,14 @@ def untempered(factor: Tensor, rows: LogitsBlock) -> Tensor:
 
 
 def divergence_backward(
-    gradient: Tensor, kept_7N: Tensor, call: HeadCall, teacher: TeacherCall, loss: Loss
+    gradient: Tensor, residuals_7N: Tensor, call: HeadCall, teacher: TeacherCall, loss: Loss
 ) -> tuple[Tensor, ...]:
     """Steps 6 to 8 of a loss of each token, from logits that are made again."""
     terms = loss.terms(f"the backward of {FUNCTION}", loss.needs)
     loop = HeadLoop(in_halves(call), terms, made=Eager)
     g_N = loop.own.clean(gradient.to(loop.compute_dtype))
-    g_N, *exchanged = loop.chunks_of.exchange(g_N, *kept_7N)
-    kept_7N, kept = torch.stack(exchanged), Kept(*exchanged)
+    g_N, *exchanged = loop.chunks_of.exchange(g_N, *residuals_7N)
+    residuals_7N, residuals = torch.stack(exchanged), Residuals(*exchanged)
     exponent = power_of_two(call.gemm_dtype, g_N)
     if exponent is not None:
         g_N = torch.ldexp(g_N, exponent)
@@ -219,13 +221,16 @@ def divergence_backward(
         for chunk, other in zip(student.chunks(), both.teacher.chunks()):
             kernels = both.kernels()
             for unit in both.units(chunk, other):
-                p_labels = both.again(unit, kernels, kept_7N[:4], tempered_nll=tempered_nll)
+                p_labels = both.again(unit, kernels, residuals_7N[:4], tempered_nll=tempered_nll)
                 for k, part in enumerate(unit.parts()):
                     rows, places = part[0], part[0].places
                     factor = student.scaled(g_N[places], rows)
-                    dz, own = DzTerms(factor * kept.gain[places], factor * kept.shift[places]), None
+                    dz, own = (
+                        DzTerms(factor * residuals.gain[places], factor * residuals.shift[places]),
+                        None,
+                    )
                     if call.scalars.nll_weight:
-                        own = untempered(factor, rows) * kept.own[places]
+                        own = untempered(factor, rows) * residuals.own[places]
                     both.put_dz(part, dz, own, p_labels[k] if tempered_nll else None)
                     of_block.put(rows, kernels[0])
             del kernels
@@ -252,8 +257,8 @@ def divergence_op(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
     """`divergence_forward` as one operator, opaque to the compiler: outputs, what a backward of
     each token's loss needs, gradients of a reduced one, mask."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        output, kept_7N, gradients, valid_N = divergence_forward(call, teacher, loss)
-    return (*output[:RESULTS], kept_7N, *gradients, valid_N)
+        output, residuals_7N, gradients, valid_N = divergence_forward(call, teacher, loss)
+    return (*output[:RESULTS], residuals_7N, *gradients, valid_N)
 
 
 @divergence_op.fake
@@ -261,7 +266,7 @@ def _(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
     hidden, number, count = call.hidden, loss.output_dtype, call.hidden.shape[0]
     first = (count,) if loss.each else ()
     of_call = (number, torch.int64, number, number)
-    rows = len(Kept._fields) if loss.each else 0
+    rows = len(Residuals._fields) if loss.each else 0
     return (
         *(hidden.new_empty(() if k else first, dtype=x) for k, x in enumerate(of_call)),
         *(hidden.new_empty(count, dtype=number) for _ in range(RESULTS - len(of_call))),
@@ -273,7 +278,7 @@ def _(call: HeadCall, teacher: TeacherCall, loss: Loss) -> Tensors:
 
 class Upstream(NamedTuple):  # of a backward operator
     d_loss: Tensor
-    kept: Tensor
+    residuals: Tensor
 
 
 @operator(
@@ -308,8 +313,8 @@ def backward(ctx: Any, gradient: Tensor | None, *others: Tensor | None) -> Named
     differentiated_once(FUNCTION, "F.kl_div")
     if gradient is None:
         return None
-    kept, (call, teacher, loss) = kept_call(ctx)
-    gradients = each_backward_op(Upstream(gradient, kept), call, teacher, loss)
+    residuals, (call, teacher, loss) = kept_call(ctx)
+    gradients = each_backward_op(Upstream(gradient, residuals), call, teacher, loss)
     pairs = zip(DIFFERENTIATED, gradients, loss.needs, strict=True)
     return {name: g if need else None for name, g, need in pairs}
 

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from xentlib.algebra import WantedStats
 from xentlib.arguments import GivenDivergenceArguments, LogitsArguments, Scalars
-from xentlib.checks.divergence import (
-    check_kind,
-    check_only_logits,
-    check_vocabulary,
-    of_teacher,
-)
+from xentlib.checks.divergence import check_kind, check_only_logits, check_vocabulary, of_teacher
 from xentlib.checks.validators import plain
 from xentlib.options import DIVERGENCES
 from xentlib.pairs import DzTerms, PairSums
@@ -77,8 +72,8 @@ def given_forward(call: LogitsCall, terms: GivenTerms) -> tuple[Tensor, Tensor]:
         delta = both.kind.delta(*sums_of_blocks(both, known, first=True))
         known.append(delta)
     value, dz = both.kind.of_sums(PairSums(*sums_of_blocks(both, known)))
-    tokens, kept = both.student.tokens, torch.stack((known[0], known[1], delta, *dz))
-    return tokens.clean(value).to(terms.output_dtype, copy=True), tokens.clean(kept)
+    tokens, residuals = both.student.tokens, torch.stack((known[0], known[1], delta, *dz))
+    return tokens.clean(value).to(terms.output_dtype, copy=True), tokens.clean(residuals)
 
 
 def blocks_of(both: PairedLogits) -> Iterator[tuple[Unit, Any]]:
@@ -95,9 +90,10 @@ def sums_of_blocks(both: PairedLogits, known: list[Tensor], *, first: bool = Fal
     for unit, part in blocks_of(both):
         both.prepare(part, kernels)
         own = [x[unit.places] for x in known]
-        terms = (
-            both.put_terms(part, own) if not first else both.kind.first_sums(*both.ratio(part, own))
-        )
+        if first:
+            terms = both.kind.first_sums(*both.ratio(part, own))
+        else:
+            terms = both.put_terms(part, own)
         parts.append(both.sums(terms, kernels[0]))
     if not parts:
         return list(terms)
@@ -111,16 +107,16 @@ def sums_of_blocks(both: PairedLogits, known: list[Tensor], *, first: bool = Fal
 def given_backward(upstream: Upstream, call: LogitsCall, terms: GivenTerms) -> Tensor:
     """Steps 6 and 7 of given logits, in their dtype."""
     both, logits = terms.beside(call), call.logits
-    student, kept = both.student, upstream.kept
+    student, residuals = both.student, upstream.residuals
     g_N = student.tokens.clean(upstream.d_loss.to(call.compute_dtype))
     d_logits, kernels = torch.zeros_like(logits), both.kernels()
     for unit, part in blocks_of(both):
-        both.again(unit, kernels, torch.cat((kept[:3], kept[:1])))
+        both.again(unit, kernels, torch.cat((residuals[:3], residuals[:1])))
         rows = part[0]
         factor = g_N[rows.places]
         if rows.temperature_B is not None:
             factor = factor / rows.temperature_B
-        both.put_dz(part, DzTerms(*(factor * x[rows.places] for x in kept[3:])))
+        both.put_dz(part, DzTerms(*(factor * x[rows.places] for x in residuals[3:])))
         kernels[0].chained(rows, torch.zeros_like(factor), DzOutput())
         d_logits[rows.places, both.columns] = rows.z_BV[:, both.columns].to(logits.dtype)
     return d_logits
@@ -154,8 +150,8 @@ def gradient_of_logits(ctx: Any, gradient: Tensor | None, *others: Tensor | None
     differentiated_once("vocab_parallel_divergence", "F.kl_div")
     if gradient is None:
         return None
-    kept, (call, terms) = kept_call(ctx)
-    return {"logits": given_backward_op(Upstream(gradient, kept), call, terms)}
+    residuals, (call, terms) = kept_call(ctx)
+    return {"logits": given_backward_op(Upstream(gradient, residuals), call, terms)}
 
 
 def setup(ctx: Any, output: tuple[Tensor, Tensor], call: LogitsCall, terms: GivenTerms) -> None:

@@ -116,8 +116,8 @@ class PairedLogits(NamedTuple):
             jnp.pad(x.z_TV, ((0, 0), (0, max(columns) - n)), constant_values=-jnp.inf)
             for x, n in zip(logits, columns)
         ]
-        p_TV, x_TV = self.kind.ratio(*padded, *(x[:, None] for x in known))
-        return p_TV[:, : columns[0]], x_TV[:, : columns[0]]
+        w_TV, x_TV = self.kind.ratio(*padded, *(x[:, None] for x in known))
+        return w_TV[:, : columns[0]], x_TV[:, : columns[0]]
 
     def summed(self, terms: Any) -> list[Any]:
         """[T] of each over all classes."""

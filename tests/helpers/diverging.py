@@ -155,12 +155,12 @@ def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
         "kind of given": lambda: given(logits, kind="reverse_kl" if odd else "forward_kl"),
         "another function": lambda: given(logits) if odd else call(logits),
     }
-    said = []
+    messages = []
     for one in calls.values():
         try:
             one()
-            said.append("")
+            messages.append("")
         except (ValueError, TypeError) as error:
-            said.append(str(error))
+            messages.append(str(error))
         dist.barrier()
-    return [f"{name}: {text}" for name, text in zip(calls, said, strict=True)]
+    return [f"{name}: {text}" for name, text in zip(calls, messages, strict=True)]

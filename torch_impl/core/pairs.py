@@ -263,12 +263,6 @@ class PairedLogits:
         sums: Tensor = self.student.vocab.sum_blocks(ALGEBRA, torch.cat(parts, -1))
         return sums
 
-    def p_untempered(self, part: Any, lse: Tensor, kernels: Made) -> Tensor:
-        """p of the student's logits before their temperature, which `untempered` has divided."""
-        rows, _, at = part
-        z_BV = rows.z_BV[:, self.columns] * rows.temperature_B[:, None]
-        return kernels[0].exp(z_BV.sub_(lse[at, None]))
-
     def put_dz(
         self, part: Any, dz: DzTerms, own: Tensor | None = None, p: Tensor | None = None
     ) -> None:
@@ -308,8 +302,7 @@ def restore(rows: LogitsBlock, z_y: Tensor) -> None:
 
 def in_halves(call: HeadCall) -> HeadCall:
     """With half of the budget of a chunk for each of the two."""
-    row_bytes = (
-        0 if call.rows.group else call.weight.shape[call.transposed] * call.compute_dtype.itemsize
-    )
+    columns = 0 if call.rows.group else call.weight.shape[call.transposed]
+    row_bytes = columns * call.compute_dtype.itemsize
     budget = chunk_bytes(call.chunk_bytes, call.hidden.device, row_bytes)
     return call._replace(chunk_bytes=max(1, budget // 2))
