@@ -3,6 +3,7 @@ own measurements; and what only one of its arguments changes."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers.oracle import tau_bound, units
 from xentlib.contract import check, failures
 from xentlib.tools.harness.backends import run_divergence, run_given_divergence
 from xentlib.tools.harness.cases import low_precision, named
+from xentlib.tools.harness.device import nothing_read
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, build
 from xentlib.tools.parity.rows import divergences as rows
@@ -191,3 +193,59 @@ def test_a_teacher_has_a_temperature_of_its_own(backend: str) -> None:
     assert not failures(check("A10", got.d_hidden, other.d_hidden))
     plain = run_divergence(backend, problem)
     assert failures(check("A10", got.divergence, plain.divergence))
+
+
+@pytest.mark.parametrize("how", rows.KINDS, ids=lambda how: how["kind"])
+def test_given_logits_of_masked_tokens_and_a_temperature(backend: str, how: dict[str, Any]) -> None:
+    """A10: of NaN where a token is masked nothing is left; a temperature of 2 halves the logits,
+    and then the gradient. In PyTorch also as on a GPU, which computes masked tokens too."""
+    student, teacher, upstream = rows.given_logits(7, 0.1, 61)
+    half = np.float32(0.5)
+    plain = run_given_divergence(backend, half * student, half * teacher, upstream, **how)
+    where = np.arange(len(student)) % 3 > 0
+    for logits in (student, teacher):
+        logits[~where] = np.nan
+    tempered = np.full(len(student), 2, np.float32)
+    for way in (nullcontext, nothing_read) if backend == "torch" else (nullcontext,):
+        with way():
+            got = run_given_divergence(
+                *(backend, student, teacher, upstream), where=where, temperature=tempered, **how
+            )
+        assert not failures(check("A10", got.divergence[where], plain.divergence[where]))
+        assert not failures(check("A10", got.d_logits[where], half * plain.d_logits[where]))
+        assert not got.divergence[~where].any()
+        assert not got.d_logits[~where].any()
+
+
+@pytest.mark.jax
+def test_a_head_that_is_filled_up_beside_given_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A9: as on a GPU, whose products take heads of whole multiples of 8 columns. The teacher's
+    logits have none there."""
+    jax = pytest.importorskip("jax")
+    from xentlib.jax import TeacherLogits, chunked_divergence
+    from xentlib.jax.core import device
+
+    rng = np.random.default_rng(5)
+    hidden, weight, logits = (
+        rng.standard_normal(x).astype(np.float32) for x in ((24, 16), (59, 16), (24, 59))
+    )
+    how: dict[str, Any] = {"kind": "jsd", "beta": 0.3, "outputs": ("divergence",)}
+
+    def results(reduction: Any) -> list[Any]:
+        def loss(hidden: Any, weight: Any) -> Any:
+            teacher = TeacherLogits(logits)
+            out = chunked_divergence(hidden, weight, teacher, reduction=reduction, **how)
+            return out.loss.sum(), out.divergence
+
+        gradients, divergence = jax.grad(loss, (0, 1), has_aux=True)(hidden, weight)
+        return [np.asarray(x) for x in (divergence, *gradients)]
+
+    plain = [results(reduction) for reduction in ("sum", "none")]
+    jax.clear_caches()
+    filled = device.KINDS["cpu"]._replace(column_multiple=8)
+    monkeypatch.setitem(device.KINDS, "cpu", filled)
+    for reduction, exact in zip(("sum", "none"), plain, strict=True):
+        for ours, right in zip(results(reduction), exact, strict=True):
+            pair = ours, right.astype(np.float64)
+            assert not failures(check("A9", *pair, metrics=("rho / u",), backend="jax"))
+    jax.clear_caches()

@@ -13,8 +13,14 @@ from xentlib.tools.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 CASES: list[dict[str, Any]] = [
-    {"reduction": "sum", "outputs": ("divergence",), "nll_weight": 0.5},
-    {"reduction": "none", "outputs": ("divergence",), "kind": "jsd", "beta": 0.3},
+    {"reduction": "sum", "outputs": ("divergence",), "nll_weight": 0.5, "temperature": 2.0},
+    {
+        "reduction": "none",
+        "outputs": ("divergence",),
+        "nll_weight": 0.5,
+        "kind": "jsd",
+        "beta": 0.3,
+    },
 ]
 ROUTES = ("tokens_parallel", "head", "hidden", "auto", "nodes")
 
@@ -70,7 +76,8 @@ def test_meshes(way: str) -> None:
     others = draw(tokens, width), draw(vocab, width) / 2, draw(vocab)
     labels = rng.integers(0, vocab, tokens).astype(np.int32)
     each = {"kind": "jsd", "beta": 0.3, "reduction": "none"}
-    how: dict[str, Any] = each if way == "explicit" else {"nll_weight": 0.5, "reduction": "sum"}
+    mixed = {"nll_weight": 0.5, "temperature": 2.0, "reduction": "sum"}
+    how: dict[str, Any] = each if way == "explicit" else mixed
 
     def loss(hidden, weight, states, rows, bias, labels, **more):
         teacher = TeacherHead(states, rows, bias)

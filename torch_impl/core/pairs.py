@@ -103,8 +103,6 @@ class GivenTeacher:
             z_BV = torch.empty_like(rows.z_BV)
             own_BV = self.logits[rows.places, :size]
             z_BV[:, : own_BV.shape[1]] = own_BV
-            if not student.tokens.packed:
-                z_BV.masked_fill_(~student.tokens.valid[rows.places, None], 0.0)
             z_BV[:, size:] = -torch.inf
             of = (self.temperature, rows.span, rows.places, z_BV, student.compute_dtype)
             yield rows, block_at(student.tokens, *of)
