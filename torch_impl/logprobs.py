@@ -188,7 +188,7 @@ def logprobs_op(call: HeadCall, values: Values) -> tuple[Tensor, ...]:
     """`logprobs_forward` as one operator, opaque to the compiler: outputs, residuals [4, N]."""
     with torch.autocast(call.hidden.device.type, enabled=False):
         output, residuals = logprobs_forward(call, values)
-    return (*output, torch.stack(residuals))
+    return (*output[:4], torch.stack(residuals))
 
 
 @logprobs_op.fake
@@ -239,9 +239,18 @@ def gradients_of_head(ctx: Any, upstream: Cotangents, call: HeadCall) -> Named:
 logprobs_op.gradient(keep, backward_of("chunked_logprobs", gradients_of_head))
 
 
-@with_head(recompute=True)
-def head_logprobs(given: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
+def head_logprobs(given: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
+    if given.kept is None and given.ids is None:
+        return of_labels(given)
+    from xentlib.torch.classes import head_classes
+
+    return head_classes(given)
+
+
+@with_head(recompute=True)
+def of_labels(given: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
+    """The same of labels alone."""
     given, problem, call = bind("chunked_logprobs", given, local)
     values = Values(given.entropy, getattr(torch, problem.output_dtype), wanted(*call.leaves))
     return shaped(logprobs_op(call, values), problem.leading, given.entropy)
@@ -294,7 +303,7 @@ def given_backward(upstream: Cotangents, given: GivenLogits) -> Tensor:
 def given_op(call: LogitsCall, values: Values) -> tuple[Tensor, ...]:
     """`given_forward` as one operator, opaque to the compiler; returns what `logprobs_op` does."""
     output, residuals = given_forward(GivenLogits(call), *values[:2])
-    return (*output, torch.stack(residuals))
+    return (*output[:4], torch.stack(residuals))
 
 
 given_op.fake(fake_outputs)
@@ -320,6 +329,10 @@ given_op.gradient(keep, backward_of("vocab_parallel_logprobs", gradient_of_logit
 
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` of its arguments."""
+    if given.kept is not None or given.ids is not None:
+        from xentlib.torch.classes import given_classes
+
+        return given_classes(given)
     given, problem, call = bind_logits("vocab_parallel_logprobs", given)
     values = Values(given.entropy, getattr(torch, problem.output_dtype), [])
     return shaped(given_op(call, values), problem.leading, given.entropy)

@@ -60,6 +60,7 @@ class HeadCall(NamedTuple):
     low_out: Tensor | None
     low_keep: Tensor | None
     low_scale: float
+    ids: Tensor | None = None  # [N, K] classes whose logits are taken out, as the target's is
 
     @property
     def leaves(self) -> list[Tensor | None]:
@@ -79,6 +80,7 @@ class LogitsCall(NamedTuple):
     chunk_bytes: int
     rows: RowLayout  # of the logits' columns
     scalars: Scalars
+    ids: Tensor | None = None  # as of a head
 
 
 TYPES = {

@@ -66,6 +66,8 @@ class Arguments(NamedTuple):
     compute_dtype: ComputeDtype | None = None
     max_chunk_bytes: int | None = None
     weight_layout: WeightLayout = "VH"
+    kept: Array | None = None
+    ids: Array | None = None
     entropy: bool = False
 
 
@@ -76,6 +78,8 @@ class LogitsArguments(NamedTuple):
     labels: Array
     vocab_parallel: Any = None
     where: Array | None = None
+    kept: Array | None = None
+    ids: Array | None = None
     ignore_index: int = -100
     temperature: float | Array = 1.0
     label_smoothing: float = 0.0

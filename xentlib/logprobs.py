@@ -40,12 +40,14 @@ class LogprobOutput(NamedTuple, Generic[A]):
         entropy: [...] entropy of each token's distribution in nats, or None if not asked for.
         lse: [...] log-sum-exp of each token's logits.
         correct: [...] bool, the label's logit is the largest and no other equals it.
+        ids_logprobs: [..., K] log-probability of each class of `ids`, or None without them.
     """
 
     logprobs: A
     entropy: A | Any
     lse: A
     correct: A
+    ids_logprobs: A | Any = None
 
 
 def chunked_logprobs(
@@ -55,6 +57,8 @@ def chunked_logprobs(
     *,
     bias: Array | None = None,
     where: Array | None = None,
+    kept: Array | None = None,
+    ids: Array | None = None,
     ignore_index: int = -100,
     logit_scale: float | Array = 1.0,
     softcap: float | Array | None = None,
@@ -98,6 +102,13 @@ def chunked_logprobs(
             number of valid tokens is known there without a device sync, and only they are computed.
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
+        kept: [..., K] integers or None: the classes that a sampler kept at each token, by top-k or
+            top-p, in any order, -1 beyond their number; a row of -1 alone is the whole vocabulary.
+            `lse`, `logprobs`, `entropy` and `correct` are then over these classes, and so is the
+            softmax in every gradient. A label must be one of them.
+        ids: [..., K] integers or None: classes whose log-probabilities are wanted beside the
+            label's, as `ids_logprobs` with gradients; -1 for none, which gives 0. Outside of
+            `kept` they are -inf.
         ignore_index: label of tokens to leave out.
         logit_scale: number or 0-d array that multiplies the logits.
         softcap: positive number, 0-d array (in PyTorch read by the host), or None.
@@ -142,8 +153,8 @@ def chunked_logprobs(
 
     Raises:
         ValueError: shapes, devices or values that do not belong together; a label outside [0, V)
-            of a valid token wherever values can be read without a device sync (elsewhere that
-            token's outputs, and what sums over them, are NaN).
+            or not in `kept` of a valid token wherever values can be read without a device sync
+            (elsewhere that token's outputs, and what sums over them, are NaN).
         TypeError: a dtype that cannot be used.
         RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
 
@@ -163,6 +174,8 @@ def vocab_parallel_logprobs(
     *,
     vocab_parallel: Any = None,
     where: Array | None = None,
+    kept: Array | None = None,
+    ids: Array | None = None,
     ignore_index: int = -100,
     temperature: float | Array = 1.0,
     label_smoothing: float = 0.0,
@@ -195,6 +208,8 @@ def vocab_parallel_logprobs(
             padding; in PyTorch `VocabShard.of_ranks(columns, group)` where ranks have different
             numbers of columns. None: `logits` has all columns.
         where: [...] bool or None; False takes a token out.
+        kept: [..., K] ids of the whole vocabulary or None, as in `chunked_logprobs`.
+        ids: [..., K] ids of the whole vocabulary or None, as in `chunked_logprobs`.
         ignore_index: label of tokens to leave out.
         temperature: positive number, 0-d array, or [...] one per token.
         label_smoothing: eps in [0, 1]. `logprobs` is then the smoothed log-likelihood, whose

@@ -168,12 +168,18 @@ class RankConsistency:
         x = torch.nan_to_num(x)
         self._add(name, (factors(x.shape[0], x) * x).sum(), TOLERANCE * x.norm())
 
-    def labels(self, labels: Tensor, valid: Tensor) -> None:
+    def labels(self, labels: Tensor, valid: Tensor, name: str = "labels") -> None:
         """Their hash, and which tokens count."""
         mixed = torch.where(valid, labels, -1) * 0x9E3779B1 + mix(labels.shape[0], labels)
         mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
         # 24 bits, which float32 holds exactly.
-        self.exact("labels", ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum() & 0xFFFFFF)
+        self.exact(name, ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum() & 0xFFFFFF)
+
+    def ids(self, ids: Tensor | None, valid: Tensor) -> None:
+        """Further classes of each token: how many, and which."""
+        self.exact("kept and ids", 0.0 if ids is None else ids.shape[1])
+        if ids is not None:
+            self.labels(ids.long().view(-1), valid.repeat_interleave(ids.shape[1]), "kept and ids")
 
     def tokens(self, name: str, x_NH: Tensor, valid: Tensor) -> None:
         """Rows of the valid tokens."""
@@ -329,6 +335,7 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
         "gradient": hidden and of_hidden,
         "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
+        "kept and ids": 0 if call.ids is None else call.ids.shape[1],
         **{name: value or 0.0 for name, value in call.scalars._asdict().items()},
         "kind": terms.kind,
         "the classes of the teacher": terms.more_classes,

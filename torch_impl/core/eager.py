@@ -43,6 +43,10 @@ class Eager(Kernels):
         if rows.fresh:
             self.prepare(rows, derivative=True)
         self.dlogits_(rows.z_BV, rows.y_B1, lse_B, of)
+        if rows.more is not None and of.more is not None:
+            dz_BK, owned_BK = of.more, rows.more.owned
+            dz_BK = dz_BK if owned_BK is None else torch.where(owned_BK, dz_BK, 0.0)
+            rows.z_BV.scatter_add_(1, rows.more.columns, dz_BK)
         return self.chained(rows, of.own, out)
 
     def chained(
@@ -107,8 +111,11 @@ class Eager(Kernels):
         return self.take_target(rows)
 
     def take_target(self, rows: LogitsBlock) -> Tensor:
-        """Its logit, in whose column -inf is left."""
+        """Its logit, in whose column -inf is left, as in those of further classes."""
         z_y = rows.z_BV.gather(1, rows.y_B1)
+        if rows.more is not None:
+            rows.z_more_BK = rows.z_BV.gather(1, rows.more.columns)
+            rows.z_BV.scatter_(1, rows.more.columns, -torch.inf)
         rows.z_BV.scatter_(1, rows.y_B1, -torch.inf)
         return z_y[:, 0]
 

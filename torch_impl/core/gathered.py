@@ -10,7 +10,7 @@ tokens of a rank in a chunk, T = R S tokens of a chunk, M = R L tokens in all, H
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -67,23 +67,30 @@ class GatheredTokens(OwnTokens):
     def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
         """What is needed of a token beside its hidden states, in one all-gather."""
         call, count = self.call, self.own.valid.shape[0]
-        numbers = [x.expand(count) for x in per_token]
+        numbers = [x.expand(count) for x in rows_of(per_token)]
         if self.temperature is not None:
             numbers.append(self.temperature.to(call.compute_dtype).expand(count))
         labels = torch.where(self.own.valid, self.labels.long(), call.ignore_index)
-        self.labels, *numbers = self._of_all_ranks(labels, numbers)
+        ids = [] if self.ids is None else list(self.ids.long().T)
+        self.labels, *numbers = self._of_all_ranks([labels, *ids], numbers)
+        if self.ids is not None:
+            self.ids = torch.stack(numbers[: len(ids)], 1)
+            numbers = numbers[len(ids) :]
         if self.temperature is not None:
             # Of a token that fills a chunk it is 0, and nothing may be divided by that.
             temperature = numbers.pop()
             self.temperature = torch.where(temperature == 0, 1.0, temperature)
-        tokens = select_tokens(self.labels, None, call.ignore_index, self.vocab, call.hidden.device)
+        of_all = self.labels, None, call.ignore_index, self.vocab, call.hidden.device, self.ids
         # Tokens that are not valid stay, so that chunks are the same on all ranks.
-        self.all = tokens._replace(rows=None, packed=False)
-        return tuple(numbers)
+        self.all = select_tokens(*of_all)._replace(rows=None, packed=False)
+        left = iter(numbers)
+        return tuple(
+            torch.stack([next(left) for _ in x]) if x.ndim == 2 else next(left) for x in per_token
+        )
 
-    def _of_all_ranks(self, labels: Tensor, numbers: list[Tensor]) -> list[Tensor]:
-        """[M]: labels, and numbers per token in the compute dtype, of every rank's tokens."""
-        whole = [self._filled(labels, self.call.ignore_index)]
+    def _of_all_ranks(self, classes: list[Tensor], numbers: list[Tensor]) -> list[Tensor]:
+        """[M]: classes, and numbers per token in the compute dtype, of every rank's tokens."""
+        whole = [self._filled(x, self.call.ignore_index) for x in classes]
         whole += [self._filled(x, 0) for x in numbers]
         packed = [_bytes(x) for x in whole]
         sent = torch.cat(packed, dim=1).contiguous()
@@ -165,6 +172,11 @@ class GatheredTokens(OwnTokens):
         if high > low:
             d_hidden[self.own.places(low, high)] = dx_SH[: high - low]
         self.returning = None
+
+
+def rows_of(per_token: Sequence[Tensor]) -> list[Tensor]:
+    """Each [N] of them, of those that are [K, N]."""
+    return [row for x in per_token for row in (x if x.ndim == 2 else (x,))]
 
 
 def _packed(mask: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from xentlib.algebra import Algebra, BlockStats, Coefficients, WantedStats
 from xentlib.arguments import Scalars
 from xentlib.kernels import CHOICES, VARIABLE
 from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.tokens import FurtherClasses
 
 
 class LogitTransform(NamedTuple):
@@ -43,8 +44,10 @@ class LogitsBlock:
     temperature_B: Tensor | None
     valid_B: Tensor | None  # False: the row does not count; None: all do
     owned_B: Tensor | None  # the target is a class of this rank; None: all are
+    more: FurtherClasses | None = None  # of the rows
     fresh: bool = True  # `z_BV` is as the product has left it
     derivative_BV: Tensor | None = None  # of the softcap, where a first call leaves it for a second
+    z_more_BK: Tensor | None = None  # logits of the further classes, once the target's is known
 
 
 class DzOutput(NamedTuple):

@@ -95,6 +95,10 @@ class ChunkedLogits:
     def labels(self) -> Tensor:
         return self.chunks_of.labels
 
+    @property
+    def ids(self) -> Tensor | None:
+        return self.chunks_of.ids
+
     def chunks(self) -> Iterator[Chunk]:
         hidden = self.chunks_of.chunks(self.plan)
         for start, stop in self.plan.bounds():
@@ -153,8 +157,9 @@ class GivenLogits:
             self.vocab = ShardedVocab(call.rows, columns, self.like, more_rows=1)  # smoothing
         self.local_size = self.vocab.local_size
         self.tokens = select_tokens(
-            call.labels, call.where, call.ignore_index, self.vocab, logits.device
+            call.labels, call.where, call.ignore_index, self.vocab, logits.device, call.ids
         )
+        self.ids = call.ids
         self.class_weights: Tensor | None = None  # which a head alone takes
         self.own_weights: Tensor | None = None
         self.made = made or kernels_for(logits.device, compute_dtype, call.scalars)
@@ -174,6 +179,7 @@ class GivenLogits:
             consistency.begin(function, rows, self.labels, self.tokens.valid)
             consistency.per_token("temperature", self.temperature, self.logits.shape[0])
             consistency.scalars(self.scalars, function)
+            consistency.ids(self.ids, self.tokens.valid)
 
     def chunks(self) -> tuple[None]:
         """All tokens are one."""
@@ -222,4 +228,5 @@ def block_at(
     valid_B = None if tokens.packed else tokens.valid[places]
     owned_B = None if tokens.owned is None else tokens.owned[places]
     y_B1 = tokens.labels[places, None]
-    return LogitsBlock(span, places, z_BV, y_B1, temperature_B, valid_B, owned_B, fresh)
+    more = None if tokens.more is None else tokens.more.at(places)
+    return LogitsBlock(span, places, z_BV, y_B1, temperature_B, valid_B, owned_B, more, fresh)

@@ -8,10 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import Algebra, BlockStats, TokenStats, WantedStats
+from xentlib.algebra import (
+    Algebra,
+    BlockStats,
+    NonTargetStats,
+    RestStats,
+    TokenStats,
+    WantedStats,
+)
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits
-from xentlib.torch.core.tokens import check_labels, target_info
+from xentlib.torch.core.tokens import bad_ids, check_ids, check_labels, target_info
 
 
 class ColumnStats(NamedTuple):
@@ -23,6 +30,7 @@ class ColumnStats(NamedTuple):
     owned: Tensor
     rest: BlockStats
     weight: Tensor | float
+    more: Tensor | None = None  # [K, tokens] logits of further classes, 0 where one is elsewhere
 
     def joined(self, other: ColumnStats) -> ColumnStats:
         """With those of other columns."""
@@ -37,7 +45,8 @@ class ColumnStats(NamedTuple):
         fields = [None if x is None else torch.cat((x, y)) for x, y in pairs]
         rest = BlockStats(*fields)._replace(sum_d=sum_d)
         owned, weight = self.owned | other.owned, self.weight + other.weight
-        return ColumnStats(self.algebra, z_y, owned, rest, weight)
+        more = None if self.more is None or other.more is None else self.more + other.more
+        return ColumnStats(self.algebra, z_y, owned, rest, weight, more)
 
 
 def all_stats(loop: Any, wanted: WantedStats) -> TokenStats:
@@ -74,11 +83,17 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
     if chunk is not None:
         places, count = logits.tokens.places(chunk.start, chunk.start + chunk.size), chunk.size
     packed: Tensor | None = None
+    further, more = logits.tokens.more, None
+    number = 0 if further is None else further.ids.shape[1]
     for part in logits.chunks() if chunk is None else (chunk,):
         packed = put_stats(packed, count, logits, part, wanted, whole=chunk is None)
     if packed is None:  # of no token
-        packed = torch.zeros(4 + sum(wanted), count, **logits.like)
-    z_y, rest = unpacked(packed, wanted)
+        packed = torch.zeros(number + 4 + sum(wanted), count, **logits.like)
+    z_y, rest = unpacked(packed[number:], wanted)
+    if further is not None:
+        more = packed[:number]
+        if further.owned is not None:
+            more = torch.where(further.at(places).owned.T, more, 0.0)
     if rest.top is not None:
         rest = rest._replace(top=logits.vocab.to_class(rest.top))
     owned = logits.tokens.owned
@@ -88,7 +103,7 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
         weight = logits.own_weights.sum()
     label = target_info(logits, places)
     rest_weight = weight - label.weight * here.to(z_y.dtype)
-    return ColumnStats(logits.made.algebra, z_y, here, rest, rest_weight)
+    return ColumnStats(logits.made.algebra, z_y, here, rest, rest_weight, more)
 
 
 def put_stats(
@@ -101,7 +116,9 @@ def put_stats(
         z_y, rest = kernels.stats(rows, wanted, dz_follows=False)
         if logits.vocab.shard is None:  # all columns are here: one block
             rest = logits.made.algebra.together(rest).as_block()
-        values = torch.cat([x if x.ndim == 2 else x[None] for x in (z_y, *rest) if x is not None])
+        more = None if rows.z_more_BK is None else rows.z_more_BK.T
+        parts = [x for x in (more, z_y, *rest) if x is not None]
+        values = torch.cat([x if x.ndim == 2 else x[None] for x in parts])
         at = rows.places if whole else rows.span
         if packed is None and isinstance(at, slice) and at == slice(0, count):
             return values  # of all tokens
@@ -122,13 +139,31 @@ def unpacked(packed: Tensor, wanted: WantedStats) -> tuple[Tensor, BlockStats]:
 
 def combined(part: Any, columns: ColumnStats, places: slice | Tensor) -> TokenStats:
     """Step 5 for tokens at `places`: with the columns of all shards, one MAX and one packed SUM."""
+    z_y, rest = over_shards(part, columns)
+    label = target_info(part, places)
+    return columns.algebra.token_stats(z_y, rest, part.vocab.size, label)
+
+
+def over_shards(part: Any, columns: ColumnStats) -> tuple[Tensor, NonTargetStats]:
+    """The target's logit and the statistics of the rest of all columns."""
     vocab, tokens = part.vocab, part.tokens
     # Of tokens that are gathered all ranks have as many in a chunk, and know it.
     most = len(columns.z_y) if part.gathered else tokens.valid.shape[0]
-    z_y, rest = vocab.combine(*columns, most)
+    z_y, rest = vocab.combine(*columns[:-1], most)
     if vocab.sharded:
-        check_labels(part.labels, tokens.bad, part.ignore_index, vocab.size)
-    return columns.algebra.token_stats(z_y, rest, vocab.size, target_info(part, places))
+        check_ids(part.ids, tokens.valid, vocab.size)
+        bad = tokens.bad if part.ids is None else tokens.bad & ~bad_ids(part.ids, vocab.size).any(1)
+        check_labels(part.labels, bad, part.ignore_index, vocab.size)
+    return z_y, rest
+
+
+def class_stats(part: Any, columns: ColumnStats) -> tuple[Tensor, RestStats]:
+    """Logits [1 + K, tokens] of the target and of further classes, and what the others have, of a
+    loop or of given logits: with one SUM more than `combined`."""
+    z_y, rest = over_shards(part, columns)
+    assert columns.more is not None
+    more = part.vocab.of_owners(columns.more)
+    return torch.cat((z_y[None], more)), columns.algebra.of_rest(rest)
 
 
 def at_rows(stats: TokenStats, index: slice | Tensor) -> TokenStats:

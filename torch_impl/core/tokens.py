@@ -39,6 +39,16 @@ class LocalVocab:
             return weights[self.order.to_class(columns)]
         return weights if self.shard is None else weights[self.shard.start : self.shard.stop]
 
+    def to_columns(self, classes: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of classes of any shape, and which of them are on this rank, None for all. A shard's are
+        counted from its start, in the order of classes or in its own; what is elsewhere is in the
+        spare column."""
+        if self.shard is None:
+            return classes, None
+        places = classes if self.order is None else self.order.to_place(classes)
+        owned = (places >= self.shard.start) & (places < self.shard.stop)
+        return torch.where(owned, places - self.shard.start, self.shard.size), owned
+
     def to_class(self, columns: Tensor) -> Tensor:
         """Of columns of this rank, as floats; the first of several has the lowest."""
         if self.order is not None:
@@ -69,11 +79,28 @@ class LocalVocab:
         """Over all shards."""
         return words
 
+    def of_owners(self, values: Tensor) -> Tensor:
+        """Numbers of which one shard has each, and the others 0."""
+        return values
+
 
 def words_of(algebra: Algebra, sums: Tensor) -> Tensor:
     """[words, k N] of sums [k, blocks, N]."""
     words: Tensor = algebra.words(sums.transpose(0, 1).flatten(1))
     return words
+
+
+class FurtherClasses(NamedTuple):
+    """Classes of each token whose logits are taken out, as the target's is: [N, K] each."""
+
+    ids: Tensor  # the target's where there is none
+    columns: Tensor  # as `Selected.labels`
+    owned: Tensor | None
+
+    def at(self, places: slice | Tensor) -> FurtherClasses:
+        """Of some tokens."""
+        owned = None if self.owned is None else self.owned[places]
+        return FurtherClasses(self.ids[places], self.columns[places], owned)
 
 
 class Selected(NamedTuple):
@@ -87,6 +114,7 @@ class Selected(NamedTuple):
     bad: Tensor  # [N] valid, with a label outside the vocabulary; never of labels on the CPU
     rows: Tensor | None  # [M] where the computed tokens are; None if all N are
     packed: bool
+    more: FurtherClasses | None = None
 
     @property
     def computed(self) -> int:
@@ -97,14 +125,22 @@ class Selected(NamedTuple):
         return slice(start, stop) if self.rows is None else self.rows[start:stop]
 
     def of_columns(self, vocab: LocalVocab) -> Selected:
-        """With the columns of a vocabulary. A shard's are counted from its start, in the order of
-        classes or in its own; a target elsewhere is in the spare column."""
-        if vocab.shard is None:
-            return self._replace(labels=self.targets, owned=None)
-        places = self.targets if vocab.order is None else vocab.order.to_place(self.targets)
-        owned = (places >= vocab.shard.start) & (places < vocab.shard.stop)
-        columns = torch.where(owned, places - vocab.shard.start, vocab.shard.size)
-        return self._replace(labels=columns, owned=owned)
+        """With the columns of a vocabulary."""
+        columns, owned = vocab.to_columns(self.targets)
+        more = self.more
+        if more is not None:
+            more = FurtherClasses(more.ids, *vocab.to_columns(more.ids))
+        return self._replace(labels=columns, owned=owned, more=more)
+
+    def with_ids(self, ids: Tensor | None, vocab_size: int) -> Selected:
+        """With further classes [N, K], -1 for none. One that is no class makes the token bad."""
+        if ids is None:
+            return self
+        ids = ids.long()
+        there = (ids >= 0) & (ids < vocab_size) & self.valid[:, None]
+        wrong = self.valid & bad_ids(ids, vocab_size).any(1)
+        ids = torch.where(there, ids, self.targets[:, None])
+        return self._replace(more=FurtherClasses(ids, ids, None), bad=self.bad | wrong)
 
     def clean(self, values: Tensor) -> Tensor:
         """Values [..., N]: NaN where the label was bad, 0 where the token is not valid."""
@@ -113,7 +149,12 @@ class Selected(NamedTuple):
 
 
 def select_tokens(
-    labels: Tensor, where: Tensor | None, ignore_index: int, vocab: LocalVocab, device: torch.device
+    labels: Tensor,
+    where: Tensor | None,
+    ignore_index: int,
+    vocab: LocalVocab,
+    device: torch.device,
+    ids: Tensor | None = None,
 ) -> Selected:
     """Of a call on `device`. Over shards labels are checked once all ranks are known to have the
     same."""
@@ -124,10 +165,12 @@ def select_tokens(
     packed = device_info(labels).host_readable
     if vocab.shard is None:
         check_labels(labels, bad_N, ignore_index, vocab.size)
+        check_ids(ids, valid_N, vocab.size)
     if packed and not device_info(device).host_readable:  # never over shards
-        return onto_device(labels, valid_N, rows_M, device)
+        return onto_device(labels, valid_N, rows_M, device).with_ids(ids, vocab.size)
     targets_N = torch.where(valid_N & in_range_N, labels, 0)
-    return Selected(targets_N, targets_N, None, valid_N, bad_N, rows_M, packed).of_columns(vocab)
+    of_labels = Selected(targets_N, targets_N, None, valid_N, bad_N, rows_M, packed)
+    return of_labels.with_ids(ids, vocab.size).of_columns(vocab)
 
 
 def counted(
@@ -165,6 +208,20 @@ def check_labels(labels: Tensor, bad: Tensor, ignore_index: int, vocab_size: int
         CALLS.refuse("labels", offender=offender, ignore_index=ignore_index, vocab_size=vocab_size)
 
 
+def bad_ids(ids: Tensor, vocab_size: int) -> Tensor:
+    """Which of them are neither a class nor -1."""
+    return (ids < -1) | (ids >= vocab_size)
+
+
+def check_ids(ids: Tensor | None, valid: Tensor, vocab_size: int) -> None:
+    """Refuse a further class outside the vocabulary where it can be read without a device sync."""
+    if ids is None or not device_info(ids).host_readable:
+        return
+    wrong = bad_ids(ids, vocab_size) & valid.to(ids.device)[:, None]
+    if wrong.any():
+        CALLS.refuse("ids", offender=int(ids[wrong][0]), vocab_size=vocab_size)
+
+
 def target_info(part: Any, places: slice | Tensor) -> TargetInfo:
     """Of some tokens, of what has a vocabulary, tokens and class weights."""
     target = part.tokens.targets[places]
@@ -186,9 +243,9 @@ class OwnTokens:
         self.d_entropy = d_entropy
         self.call, self.hidden, self.keep = call, call.hidden, call.low_keep
         self.own = self.all = select_tokens(
-            call.labels, call.where, call.ignore_index, vocab, call.hidden.device
+            call.labels, call.where, call.ignore_index, vocab, call.hidden.device, call.ids
         )
-        self.labels, self.temperature = call.labels, call.temperature
+        self.labels, self.temperature, self.ids = call.labels, call.temperature, call.ids
 
     def plan(self, columns: int, row_bytes: int) -> ChunkPlan:
         """Chunks for logits of so many columns; `row_bytes` of one token may have more of them."""
@@ -196,8 +253,8 @@ class OwnTokens:
         return plan_of(self.call, self.own.computed, columns, budget)
 
     def exchange(self, *per_token: Tensor) -> tuple[Tensor, ...]:
-        """Numbers [N] of this rank's tokens, as those of all tokens of the chunks. Before the first
-        chunk; labels and temperature go with them."""
+        """Numbers [N], or [K, N], of this rank's tokens, as those of all tokens of the chunks.
+        Before the first chunk; labels, temperature and further classes go with them."""
         return per_token
 
     def local(self, values: Tensor) -> Tensor:

@@ -60,6 +60,9 @@ CALLS = Refusals(
     # A valid label that lies outside the vocabulary.
     labels="`labels` must lie in [0, {vocab_size}) or equal `ignore_index` ({ignore_index}); got "
     "{offender}. Mask that token with `where`, or set its label to `ignore_index`.",
+    # Of `kept` or `ids`.
+    ids="`kept` and `ids` must hold classes in [0, {vocab_size}), or -1 for none; got {offender}. "
+    "Pass -1 where a position has fewer than the others.",
     one_hot="`labels` must have shape {leading}, one class for each token of `{name}`; got "
     "{shape}. Pass class indices, of one-hot rows `labels.argmax(-1)`.",
     # On every rank, for a label outside the vocabulary on some; they would wait for it.
