@@ -253,11 +253,19 @@ _logprobs_jit = jax.jit(_logprobs, static_argnums=(0,))
 
 def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
+    if given.kept is not None or given.ids is not None:
+        from xentlib.jax.classes import head_classes
+
+        return head_classes(given, place)
     return _run_logprobs(*bind(given, place, recompute=True))
 
 
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Any]:
     """`vocab_parallel_logprobs` of its arguments."""
+    if given.kept is not None or given.ids is not None:
+        from xentlib.jax.classes import given_classes
+
+        return given_classes(given)
     return _run_logprobs(*bind_logits(given))
 
 

@@ -215,7 +215,8 @@ def specs_of(place: Placement, arrays: Arrays) -> Arrays:
     leading, rows = arrays.labels.ndim, place.tokens
     states = P(*(*rows, *(None,) * leading)[:leading], None)
     hidden = states if arrays.weight is not None else P(*states[:-1], place.low_out[0])
-    known = {"class_weights": P(), "keep": states, "hidden": hidden, "weight": place.weight}
+    known = {"class_weights": P(), "hidden": hidden, "weight": place.weight}
+    known |= dict.fromkeys(("keep", "kept", "ids"), states)
     known |= {"labels": rows, "bias": place.bias, "low_in": P(), "low_out": place.low_out}
     specs = jax.tree.map(lambda x: rows if x.ndim == leading else P(), arrays)
     own: Arrays = specs._replace(
@@ -228,7 +229,7 @@ def of_flat(function: Function[T], options: Options, outputs: T, arrays: Arrays)
     """Of arrays with any leading dimensions, or this device's part of them."""
     shape = arrays.labels.shape
     result: T = jax.tree.map(
-        lambda per_token, x: x.reshape(shape) if per_token else x,
+        lambda per_token, x: x.reshape(*shape, *x.shape[1:]) if per_token else x,
         outputs,
         function(options, flat(arrays)),
     )

@@ -20,7 +20,17 @@ REQUIRED = {
     "logits": "one row of logits for each token",
 }
 OPTIONAL = frozenset(
-    ["bias", "where", "token_weights", "class_weights", "segment_ids", "cu_seqlens", "position_ids", "kept", "ids"]
+    (
+        "bias",
+        "where",
+        "token_weights",
+        "class_weights",
+        "kept",
+        "ids",
+        "segment_ids",
+        "cu_seqlens",
+        "position_ids",
+    )
 )
 ARRAYS = ("numpy", "jax", "jaxlib")
 # What may be a number too, and has checks of its own; they know of no array that is no tensor.

@@ -86,6 +86,8 @@ class Arrays(NamedTuple):
     keep: jax.Array | None = None  # [N, H], of a `LowRankHead`, as is the next
     scale: jax.Array | None = None
     teacher: Any = None  # `Arrays` of a teacher's logits
+    kept: jax.Array | None = None  # [N, any] classes of each token, as is the next
+    ids: jax.Array | None = None  # of a trace: all whose logits are taken out
     # What has gradients, with `hidden`
     weight: jax.Array | None = None
     bias: jax.Array | None = None
@@ -120,6 +122,9 @@ def flat(arrays: Arrays) -> Arrays:
     """As a trace takes them: [N, H], and per token [N]."""
     shape = (arrays.labels.size, arrays.hidden.shape[-1])
     shapes = {**dict.fromkeys(PER_TOKEN, (-1,)), "hidden": shape, "labels": (-1,), "keep": shape}
+    for name in ("kept", "ids"):
+        if getattr(arrays, name) is not None:
+            shapes[name] = (arrays.labels.size, getattr(arrays, name).shape[-1])
     given = ((name, getattr(arrays, name)) for name in shapes)
     reshaped: Any = {name: jnp.reshape(x, shapes[name]) for name, x in given if x is not None}
     if arrays.teacher is not None:

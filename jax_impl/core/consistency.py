@@ -62,7 +62,7 @@ def consistency_of(options: Options, arrays: Arrays, valid: jax.Array) -> RankCo
     if not options.gathered:
         numbers.append(arrays.denominator)  # a loss's is its device's own where its tokens are
         same = (arrays.labels, valid, arrays.temperature, hidden, arrays.low_in)
-        same = (*same, arrays.keep, arrays.scale, arrays.token_weights)
+        same = (*same, arrays.keep, arrays.scale, arrays.token_weights, arrays.ids)
     if checks_types(axis.name):
         may = varying(same, arrays.class_weights, numbers)
         if not varying(lax.axis_index(axis.name)) & may:
@@ -72,12 +72,11 @@ def consistency_of(options: Options, arrays: Arrays, valid: jax.Array) -> RankCo
         of_rows = numbers_of(rows, dtype)
         return RankConsistency(*of_options(arrays.class_weights, numbers, dtype), of_rows)
     (count,) = arrays.labels.shape
-    own = jnp.where(valid, arrays.labels.astype(jnp.uint32) + 1, 0)
-    mixed = own * np.uint32(0x9E3779B1) ^ mix(count)
-    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x2C1B3C6D)
-    # 24 bits, which float32 holds exactly.
-    total = ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum(dtype=jnp.uint32) & 0xFFFFFF
-    values, tolerances = [total.astype(dtype)[None]], [jnp.zeros(1, dtype)]
+    values = [hashed(arrays.labels, valid).astype(dtype)[None]]
+    if arrays.ids is not None:
+        every = jnp.repeat(valid, arrays.ids.shape[1])
+        values.append(hashed(arrays.ids.reshape(-1), every).astype(dtype)[None])
+    tolerances = [jnp.zeros(1, dtype)] * len(values)
     per_token = arrays.temperature
     per_token = None if per_token is None else jnp.broadcast_to(per_token, (count,))
     # Of tokens that do not count a weight may be anything, as on devices that pad on their own.
@@ -103,6 +102,15 @@ def consistency_of(options: Options, arrays: Arrays, valid: jax.Array) -> RankCo
     return RankConsistency(
         jnp.concatenate(values), jnp.concatenate(tolerances), numbers_of(rows, dtype)
     )
+
+
+def hashed(classes: jax.Array, valid: jax.Array) -> jax.Array:
+    """A number [] of classes and of which of them count."""
+    own = jnp.where(valid, classes.astype(jnp.uint32) + 1, 0)
+    mixed = own * np.uint32(0x9E3779B1) ^ mix(classes.size)
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x2C1B3C6D)
+    # 24 bits, which float32 holds exactly.
+    return ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum(dtype=jnp.uint32) & 0xFFFFFF
 
 
 def some_rows(options: Options, arrays: Arrays) -> jax.Array:

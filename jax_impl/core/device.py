@@ -18,6 +18,9 @@ class DeviceInfo(NamedTuple):
     # bits then depend on the number of rows: up to 80 % of the entries at 8 rows, none from 64. Its
     # row sums do so below 32 rows (row A10).
     least_rows: int
+    # Entries of a chunk's logits below which XLA's CPU compiler fuses exp into each of its sums: a
+    # row of V = 13 then had other bits among 300 tokens than among 500, of entropy one in three.
+    least_entries: int = 1
     # It scatters floats of 16 bits in float32: two copies of all N rows, four times the bytes of
     # their gradient, where integers of 16 bits take one.
     scatters_wide: bool = False
@@ -36,7 +39,7 @@ class DeviceInfo(NamedTuple):
 
 
 KINDS = {
-    "cpu": DeviceInfo(least_rows=64, scatters_wide=True, stores_exp=True, adds_windows=True),
+    "cpu": DeviceInfo(64, 4096, scatters_wide=True, stores_exp=True, adds_windows=True),
     "gpu": DeviceInfo(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
 }
 ANOTHER = DeviceInfo(least_rows=1)

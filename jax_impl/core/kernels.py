@@ -20,6 +20,7 @@ from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import column_sums as sums_of_columns
 from xentlib.jax.core.gemm import round_to as rounded
+from xentlib.jax.core.tokens import FurtherClasses
 
 
 class LogitTransform(NamedTuple):
@@ -40,6 +41,7 @@ class LogitsBlock(NamedTuple):
     temperature_T: jax.Array | None
     valid_T: jax.Array  # False: the row does not count
     owned_T: jax.Array | None  # the target is a class of this device; None: all are
+    more: FurtherClasses | None = None  # of the rows
 
 
 class Logits(NamedTuple):
@@ -49,6 +51,7 @@ class Logits(NamedTuple):
     taken_TV: jax.Array  # where those -inf are
     z_y: jax.Array
     derivative_TV: jax.Array | None  # of the softcap
+    z_more_TK: jax.Array | None = None  # of further classes, in whose columns -inf is too
 
 
 class XLA(NamedTuple):
@@ -83,6 +86,10 @@ class XLA(NamedTuple):
             left, rows = None, rows._replace(z_TV=lax.optimization_barrier(rows.z_TV))
         logits = self.prepare(rows) if left is None else left
         dz_TV, dz_y_T = self.dlogits(logits, lse_T, of), of.own
+        if rows.more is not None and of.more is not None:
+            owned_TK = rows.more.owned
+            dz_TK = of.more if owned_TK is None else jnp.where(owned_TK, of.more, 0.0)
+            dz_TV = dz_TV.at[at_columns(rows.more)].add(dz_TK, mode="drop")
         if logits.derivative_TV is not None:
             own_T1 = jnp.take_along_axis(logits.derivative_TV, rows.y_T1, axis=1, mode="clip")
             dz_y_T = dz_y_T * own_T1[:, 0]
@@ -131,7 +138,12 @@ class XLA(NamedTuple):
         if shape.padded_from is not None:
             taken_TV |= column_TV >= shape.padded_from
         z_y = jnp.take_along_axis(z_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
-        return Logits(jnp.where(taken_TV, -jnp.inf, z_TV), taken_TV, z_y, derivative_TV)
+        z_more = None
+        if rows.more is not None:
+            z_more = jnp.take_along_axis(z_TV, rows.more.columns, axis=1, mode="clip")
+            z_TV = z_TV.at[at_columns(rows.more)].set(-jnp.inf, mode="drop")
+        z_TV = jnp.where(taken_TV, -jnp.inf, z_TV)
+        return Logits(z_TV, taken_TV, z_y, derivative_TV, z_more)
 
     def rest_stats(self, logits: Logits, wanted: WantedStats) -> BlockStats:
         """Step 4. Sums are relative to a block's own maximum, so its largest terms are exact."""
@@ -176,6 +188,11 @@ class XLA(NamedTuple):
         if self.shape.class_weights_V is not None:
             share_TV = share_TV * self.shape.class_weights_V[None, :]
         return jnp.where(logits.taken_TV, 0.0, dz_TV - share_TV)
+
+
+def at_columns(more: FurtherClasses) -> tuple[jax.Array, jax.Array]:
+    """An index of [T, V]: of further classes, past the last column where one is elsewhere."""
+    return jnp.arange(more.columns.shape[0], dtype=jnp.int32)[:, None], more.columns
 
 
 def by_blocks(x_TV: jax.Array, add: Callable[[Any, Any], Any], nothing: float) -> jax.Array:

@@ -116,6 +116,7 @@ def chunked_logits(
         bias = None if bias is None else jnp.pad(bias, (0, more))
         low_out = None if low_out is None else jnp.pad(low_out, ((0, more), (0, 0)))
     rows = plan.even_tokens if isinstance(num_tokens, int) else plan.chunk_tokens
+    rows = max(rows, pad_rows(-(-device_info().least_entries // max(1, columns))))
     if options.gathered:  # as many of each device
         rows = pad_rows(-(-rows // ranks))
     rows = rows if beside is None else beside.chunk_rows
@@ -194,7 +195,8 @@ def logits_of(logits: ChunkedLogits, index: jax.Array) -> Chunk:
         temperature_T = per_token[rows_T].astype(compute)
     owned_T = None if tokens.owned is None else tokens.owned[rows_T]
     y_T1 = tokens.labels[rows_T][:, None]
-    block = LogitsBlock(z_TV, y_T1, temperature_T, in_chunk_T, owned_T)
+    more = None if tokens.more is None else jax.tree.map(lambda x: x[rows_T], tokens.more)
+    block = LogitsBlock(z_TV, y_T1, temperature_T, in_chunk_T, owned_T, more)
     return Chunk(start, rows_T, x_TH, block, own_T, activations)
 
 

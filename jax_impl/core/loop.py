@@ -42,7 +42,10 @@ def gather_tokens(logits: ChunkedLogits, numbers: T) -> tuple[ChunkedLogits, T]:
 
     order_M = logits.order
     counts_M = jnp.arange(order_M.size, dtype=jnp.int32) < logits.num_valid
-    targets_M = gather(jnp.where(counts_M, logits.tokens.targets[order_M], -1)[None])[0]
+    more = logits.tokens.more
+    classes = [logits.tokens.targets, *(() if more is None else more.ids.T)]
+    of_order = jnp.stack([x[order_M] for x in classes])
+    targets_M, *ids = gather(jnp.where(counts_M, of_order, -1))
     temperature = logits.arrays.temperature
     if temperature is not None:
         temperature = jnp.broadcast_to(temperature, logits.tokens.targets.shape)
@@ -53,7 +56,12 @@ def gather_tokens(logits: ChunkedLogits, numbers: T) -> tuple[ChunkedLogits, T]:
     numbers, temperature = jax.tree.unflatten(tree, leaves)
     valid_M = targets_M >= 0
     tokens = of_shard(
-        jnp.maximum(targets_M, 0), valid_M, jnp.zeros_like(valid_M), logits.columns, logits.shard
+        jnp.maximum(targets_M, 0),
+        valid_M,
+        jnp.zeros_like(valid_M),
+        logits.columns,
+        logits.shard,
+        jnp.maximum(jnp.stack(ids, 1), 0) if ids else None,
     )
     ranks = lax.axis_size(axes)
     return logits._replace(
@@ -117,13 +125,13 @@ def only_chunk(logits: ChunkedLogits) -> Chunk | None:
 
 
 def at_rows(logits: ChunkedLogits, chunk: Chunk, packed: T) -> T:
-    """Of arrays [M + 1], the rows of a chunk.
+    """Of arrays [..., M + 1], the rows of a chunk.
 
     One row more than the chunks have: a slice of all rows is no slice to XLA, which would then take
     what follows out of a loop of one chunk, to the products.
     """
     rows: T = jax.tree.map(
-        lambda x: lax.dynamic_slice(x, (chunk.start,), (logits.chunk_rows,)), packed
+        lambda x: lax.dynamic_slice_in_dim(x, chunk.start, logits.chunk_rows, x.ndim - 1), packed
     )
     return rows
 

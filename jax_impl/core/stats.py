@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import BLOCK_COLUMNS, BlockStats, TargetInfo, TokenStats, WantedStats
+from xentlib.algebra import (
+    BLOCK_COLUMNS,
+    BlockStats,
+    NonTargetStats,
+    TargetInfo,
+    TokenStats,
+    WantedStats,
+)
 from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.jax.core.logits import Chunk, ChunkedLogits
 from xentlib.jax.core.loop import over_chunks
@@ -20,13 +27,23 @@ def all_stats(
 ) -> TokenStats:
     """Steps 2 to 5 over all shards of a vocabulary: packed rows [M] of all tokens, on every
     device."""
+    z_y, blocks, _ = all_columns(logits, wanted, only=only)
+    return stats_of(logits, logits.order, z_y, blocks)
+
+
+def all_columns(
+    logits: ChunkedLogits, wanted: WantedStats, *, only: Chunk | None = None
+) -> tuple[jax.Array, BlockStats, jax.Array | None]:
+    """Steps 2 to 4 of this device's columns: packed rows [M] of all tokens, and [K, M] of further
+    classes."""
 
     def body(chunk: Chunk, packed: Any) -> Any:
         def put(into: jax.Array, values: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice_in_dim(into, values, chunk.start, axis=values.ndim - 1)
 
-        z_y, blocks, _ = logits.kernels.stats(chunk.block, wanted)
-        return jax.tree.map(put, packed, (z_y, blocks))
+        z_y, blocks, left = logits.kernels.stats(chunk.block, wanted)
+        more = None if left.z_more_TK is None else left.z_more_TK.T
+        return jax.tree.map(put, packed, (z_y, blocks, more))
 
     width = logits.arrays.hidden.shape[1]
     if logits.operand is not None:
@@ -35,9 +52,13 @@ def all_stats(
     each = jnp.zeros(shape, logits.options.compute_dtype)
     sum_ed, top = (each if want else None for want in (wanted.entropy, wanted.predicted))
     sum_d = each[0] if wanted.smoothing else None
-    packed = each[0], BlockStats(each, each, each, sum_ed, top, sum_d)
-    z_y, blocks = over_chunks(logits, body, packed, only=only)
-    return stats_of(logits, logits.order, z_y, blocks)
+    further = logits.tokens.more
+    more = None if further is None else jnp.zeros((further.ids.shape[1], each.shape[1]), each.dtype)
+    packed = each[0], BlockStats(each, each, each, sum_ed, top, sum_d), more
+    result: tuple[jax.Array, BlockStats, jax.Array | None] = over_chunks(
+        logits, body, packed, only=only
+    )
+    return result
 
 
 def target_info(logits: ChunkedLogits, rows: jax.Array | slice) -> TargetInfo:
@@ -53,18 +74,43 @@ def stats_of(
     logits: ChunkedLogits, rows: jax.Array, z_y: jax.Array, blocks: BlockStats
 ) -> TokenStats:
     """Step 5 for some tokens, over all shards if there are several."""
-    label = target_info(logits, rows)
+    z_y, rest = over_shards(logits, rows, z_y, blocks)
+    return ALGEBRA.token_stats(z_y, rest, logits.vocab_size, target_info(logits, rows))
+
+
+def class_stats(
+    logits: ChunkedLogits,
+    rows: jax.Array,
+    z_y: jax.Array,
+    blocks: BlockStats,
+    more: jax.Array | None,
+) -> jax.Array:
+    """[1 + K + 3, tokens] of some tokens: logits of the target and of further classes, and what the
+    others have as a distribution of their own; over shards with one SUM more than `stats_of`."""
+    z_y, rest = over_shards(logits, rows, z_y, blocks)
+    further = logits.tokens.more
+    assert further is not None
+    assert more is not None
+    if further.owned is not None:
+        assert logits.options.axis is not None
+        more = jnp.where(further.owned[rows].T, more, 0.0)
+        more = lax.psum(more, logits.options.axis.name)
+    return jnp.concatenate((z_y[None], more, jnp.stack(ALGEBRA.of_rest(rest))))
+
+
+def over_shards(
+    logits: ChunkedLogits, rows: jax.Array, z_y: jax.Array, blocks: BlockStats
+) -> tuple[jax.Array, NonTargetStats]:
+    """The target's logit and the statistics of the rest of all columns."""
     if logits.options.axis is None:
-        return ALGEBRA.token_stats(z_y, ALGEBRA.together(blocks), logits.vocab_size, label)
+        return z_y, ALGEBRA.together(blocks)
+    label = target_info(logits, rows)
     assert logits.shard is not None
     assert logits.tokens.owned is not None
     owned, shard, own = logits.tokens.owned[rows], logits.shard, logits.shape.class_weights_V
     total = shard.size.astype(z_y.dtype) if own is None else own.sum()
     others = total - label.weight * owned.astype(z_y.dtype)
-    z_y, rest = combine(
-        logits.options.axis, z_y, owned, shard.start, blocks, others, logits.consistency
-    )
-    return ALGEBRA.token_stats(z_y, rest, logits.vocab_size, label)
+    return combine(logits.options.axis, z_y, owned, shard.start, blocks, others, logits.consistency)
 
 
 def axes_of_stats(logits: ChunkedLogits, axes: frozenset[Any]) -> frozenset[Any]:

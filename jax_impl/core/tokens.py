@@ -19,6 +19,14 @@ from xentlib.jax.core.call import Arrays
 from xentlib.plan import VocabShard
 
 
+class FurtherClasses(NamedTuple):
+    """Classes of each token whose logits are taken out, as the target's is: [N, K] each."""
+
+    ids: jax.Array  # the target's where there is none
+    columns: jax.Array  # as `Tokens.labels`
+    owned: jax.Array | None
+
+
 class Tokens(NamedTuple):
     """Step 1: the tokens that count."""
 
@@ -27,7 +35,8 @@ class Tokens(NamedTuple):
     targets: jax.Array  # [N] int32, its class: the column of a whole vocabulary
     owned: jax.Array | None  # [N] the column is on this device; None: they all are
     valid: jax.Array  # [N]
-    bad: jax.Array  # [N] valid, with a label outside the vocabulary
+    bad: jax.Array  # [N] valid, with a label or a further class outside the vocabulary
+    more: FurtherClasses | None = None
 
 
 def select_tokens(
@@ -36,21 +45,38 @@ def select_tokens(
     """A shard's columns are counted from its start; a target elsewhere is past the last of them."""
     labels = widen_labels(arrays.labels)
     valid_N = valid_tokens(labels, arrays.where, ignore_index)
-    in_range_N = (labels >= 0) & (labels < (columns if shard is None else shard.vocab_size))
+    vocab_size = columns if shard is None else shard.vocab_size
+    in_range_N = (labels >= 0) & (labels < vocab_size)
     bad_N = valid_N & ~in_range_N
     labels = jnp.where(valid_N & in_range_N, labels, 0).astype(jnp.int32)
+    ids = arrays.ids
+    if ids is not None:
+        bad_N |= valid_N & ((ids < -1) | (ids >= vocab_size)).any(axis=1)
+        there = (ids >= 0) & (ids < vocab_size) & valid_N[:, None]
+        ids = jnp.where(there, ids, labels[:, None]).astype(jnp.int32)
     if shard is None:
-        return Tokens(labels, labels, None, valid_N, bad_N)
-    return of_shard(labels, valid_N, bad_N, columns, shard)
+        more = None if ids is None else FurtherClasses(ids, ids, None)
+        return Tokens(labels, labels, None, valid_N, bad_N, more)
+    return of_shard(labels, valid_N, bad_N, columns, shard, ids)
 
 
 def of_shard(
-    targets_N: jax.Array, valid_N: jax.Array, bad_N: jax.Array, columns: int, shard: VocabShard
+    targets_N: jax.Array,
+    valid_N: jax.Array,
+    bad_N: jax.Array,
+    columns: int,
+    shard: VocabShard,
+    ids_NK: jax.Array | None = None,
 ) -> Tokens:
     """Columns of a shard are counted from its start."""
-    owned_N = (targets_N >= shard.start) & (targets_N < shard.stop)
-    column_N = jnp.where(owned_N, targets_N - shard.start, columns)
-    return Tokens(column_N, targets_N, owned_N, valid_N, bad_N)
+
+    def placed(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        owned = (classes >= shard.start) & (classes < shard.stop)
+        return jnp.where(owned, classes - shard.start, columns), owned
+
+    column_N, owned_N = placed(targets_N)
+    more = None if ids_NK is None else FurtherClasses(ids_NK, *placed(ids_NK))
+    return Tokens(column_N, targets_N, owned_N, valid_N, bad_N, more)
 
 
 def check_kept(labels: Any, ignore_index: int, ids: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ class LogprobReference(NamedTuple):
     magnitude_hidden: Float64
     magnitude_weight: Float64
     magnitude_bias: Float64
+    ids_logprobs: Float64 | None = None
 
 
 def logprobs_reference(
@@ -36,6 +37,8 @@ def logprobs_reference(
     *,
     bias: Any = None,
     where: Any = None,
+    kept: Any = None,
+    ids: Any = None,
     ignore_index: int = -100,
     logit_scale: Any = 1.0,
     softcap: float | None = None,
@@ -43,6 +46,7 @@ def logprobs_reference(
     d_logprobs: Any = 0.0,
     d_entropy: Any = 0.0,
     d_lse: Any = 0.0,
+    d_ids_logprobs: Any = None,
     label_smoothing: float = 0.0,
     dz_dtype: str = "float64",
     weight_layout: str = "VH",
@@ -58,12 +62,13 @@ def logprobs_reference(
         d_logprobs: upstream gradient of the log-probabilities, a number or one for each token.
         d_entropy: the same of the entropies.
         d_lse: the same of the log-sum-exps.
+        d_ids_logprobs: [..., K] of the log-probabilities of `ids`, or None.
         label_smoothing: of `vocab_parallel_logprobs`.
         dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5).
     """
     s = Softmax(
         hidden, weight, labels, bias, where, ignore_index,
-        logit_scale, softcap, temperature, weight_layout,
+        logit_scale, softcap, temperature, weight_layout, kept,
     )  # fmt: skip
     rows, y_N = np.arange(s.z.shape[0]), s.onehot.argmax(axis=1)
 
@@ -94,6 +99,21 @@ def logprobs_reference(
     )
     bz += 2 * np.abs(g_logprob) * (uniform + label_smoothing * s.onehot)
     factor = sum(np.abs(g)[:, 0] for g in (g_logprob, g_entropy, g_lse))
+    ids_logprobs = None
+    if ids is not None:
+        ids_NK = np.asarray(ids).reshape(len(s.valid), -1).astype(np.int64)
+        there = (ids_NK >= 0) & s.valid[:, None]
+        ids_NK = np.where(there, ids_NK, 0)
+        values = np.where(there, np.take_along_axis(s.log_p, ids_NK, 1), 0.0)
+        ids_logprobs = values.reshape(*s.leading, -1)
+        if d_ids_logprobs is not None:
+            g_NK = np.where(there, f64(d_ids_logprobs).reshape(ids_NK.shape), 0.0)
+            g_NK = np.where(np.isneginf(values), 0.0, g_NK)
+            for k, g_N1 in enumerate(g_NK.T[..., None]):
+                own = np.arange(s.z.shape[1]) == ids_NK[:, k, None]
+                dz += g_N1 * (own - s.p)
+                bz += np.abs(g_N1) * (s.p * step + 2 * np.abs(own - s.p))
+            factor = factor + np.abs(g_NK).sum(axis=1)
     gradients = gradients_of(s, dz, bz, dz_dtype, 1.0, np.asarray(factor))
     return LogprobReference(
         logprobs=s.per_token(logprob),
@@ -101,4 +121,5 @@ def logprobs_reference(
         lse=s.per_token(s.lse),
         correct=s.correct.reshape(s.leading),
         **gradients,
+        ids_logprobs=ids_logprobs,
     )

@@ -29,6 +29,7 @@ class Softmax:
         softcap: float | None,
         temperature: Any,
         weight_layout: str,
+        kept: Any = None,
     ) -> None:
         self.turned = weight_layout == "HV"
         self.leading: tuple[int, ...] = np.asarray(labels).shape
@@ -68,6 +69,8 @@ class Softmax:
             a = self.jacobian * a + 3 * softcap * np.abs(t)
             u = softcap * t
         z: Float64 = u / temp_N
+        if kept is not None:
+            z = np.where(self.among(kept, vocab_size), z, -np.inf)
         a = np.where(np.isfinite(z), a / temp_N + (np.abs(z) if np.any(temp_N != 1) else 0.0), 0.0)
 
         z_y = z[rows, y_N]
@@ -88,6 +91,26 @@ class Softmax:
         self.a: Float64 = a  # A of the package's docstring
         self.expected_a: Float64 = (p * a).sum(axis=1, keepdims=True)  # E_p[A], [N, 1]
         self.z, self.z_y, self.p, self.lse, self.log_total = z, z_y, p, lse, log_total
+
+    def among(self, kept: Any, vocab_size: int) -> NDArray[np.bool_]:
+        """[N, V] which classes count: those of `kept`, all in a row that has none."""
+        kept_NK = np.asarray(kept).reshape(len(self.valid), -1).astype(np.int64)
+        there = (kept_NK >= 0) & self.valid[:, None]
+        counts = np.zeros((len(kept_NK), vocab_size), bool)
+        rows, places = np.nonzero(there)
+        counts[rows, kept_NK[rows, places]] = True
+        among: NDArray[np.bool_] = counts | ~there.any(axis=1)[:, None]
+        return among
+
+    @property
+    def log_p(self) -> Float64:
+        """[N, V], of the largest from the sum without it."""
+        top = self.z.argmax(axis=1)[:, None]
+        d = self.z - np.take_along_axis(self.z, top, 1)
+        e = np.exp(d)
+        np.put_along_axis(e, top, 0.0, 1)
+        log_p: Float64 = d - np.log1p(e.sum(axis=1))[:, None]
+        return log_p
 
     @property
     def correct(self) -> NDArray[np.bool_]:

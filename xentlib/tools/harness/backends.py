@@ -36,6 +36,7 @@ class Outcome(NamedTuple):
     lse: Any = None
     correct: Any = None
     predicted: Any = None
+    ids_logprobs: Any = None
     d_hidden: Any = None
     d_weight: Any = None
     d_bias: Any = None
@@ -180,8 +181,15 @@ def run_logprobs(backend: str, problem: Problem, upstream: Upstream, **how: Unpa
     """`chunked_logprobs` of `backend`, and its gradients for `upstream`; no entropy without one."""
     keywords = {**problem.per_token_options, **_options(problem, **how)}
     keywords |= {"where": problem.where, "entropy": upstream.d_entropy is not None}
+    keywords |= further(problem)
     call = Call("chunked_logprobs", problem.leaves, problem.labels, keywords)
     return outcome_of(backend, call, upstream.by_output, how.get("wrap"))
+
+
+def further(problem: Problem) -> dict[str, Array]:
+    """Classes beside the labels, of a call that has any."""
+    classes = {"kept": problem.kept, "ids": problem.ids}
+    return {name: x for name, x in classes.items() if x is not None}
 
 
 def run_given(
@@ -203,6 +211,7 @@ def run_given(
         if name in ("ignore_index", "temperature", "vocab_parallel", "max_chunk_bytes")
     }
     keywords |= {"where": problem.where, "entropy": upstream.d_entropy is not None}
+    keywords |= further(problem)
     if label_smoothing:
         keywords["label_smoothing"] = label_smoothing
     call = Call("vocab_parallel_logprobs", {"logits": logits}, problem.labels, keywords)

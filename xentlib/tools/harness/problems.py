@@ -35,6 +35,7 @@ class Upstream(NamedTuple):
     d_logprobs: Array | None
     d_entropy: Array | None
     d_lse: Array | None
+    d_ids_logprobs: Array | None = None  # [N, K]
 
     @property
     def by_output(self) -> dict[str, Array]:
@@ -62,6 +63,8 @@ class Case:
     token_weights: bool = False
     class_weights: bool = False
     token_temperature: bool = False
+    kept: int = 0  # classes that a sampler kept; 0: all
+    ids: int = 0  # further classes whose log-probabilities are wanted
     teacher: int = 0  # the width of a teacher's hidden states; 0: there is none
     far: float | None = None  # the student's heads are the teacher's, hidden states so far apart
     layout: str = "VH"
@@ -71,6 +74,7 @@ class Case:
     @property
     def text(self) -> str:
         extras = [name for name in (*ARRAY_ARGUMENTS, "token_temperature") if getattr(self, name)]
+        extras += [f"{getattr(self, x)} {x}" for x in ("kept", "ids") if getattr(self, x)]
         extras += [f"teacher of width {self.teacher}"] if self.teacher else []
         extras += [f"{self.far:g} apart"] if self.far is not None else []
         extras += [f"{name}={value}" for name, value in self.options.items()]
@@ -95,6 +99,8 @@ class Problem:
     upstream: float = 1.0
     text: str = ""
     teacher: TeacherHead[Any] | None = None
+    kept: Array | None = None
+    ids: Array | None = None
 
     def changed(self, **changes: Any) -> Problem:
         return replace(self, **changes)
@@ -127,6 +133,7 @@ class Problem:
         self, upstream: Upstream, *, dz_dtype: str = "float64"
     ) -> LogprobReference:
         arrays: dict[str, Any] = {**self.leaves, "labels": self.labels, "where": self.where}
+        arrays |= {"kept": self.kept, "ids": self.ids}
         arrays |= {f"d_{name}": g for name, g in upstream.by_output.items()}
         return logprobs_reference(**arrays, dz_dtype=dz_dtype, **self.per_token_options)
 
@@ -151,7 +158,7 @@ class Problem:
 
     def of_tokens(self, places: Any) -> Problem:
         """Of some of the tokens, in this order."""
-        names = ("hidden", "labels", "where", "token_weights")
+        names = ("hidden", "labels", "where", "token_weights", "kept", "ids")
         there = {name: x for name in names if (x := getattr(self, name)) is not None}
         options = {
             name: x[places] if np.ndim(x) and not isinstance(x, str) else x
@@ -204,7 +211,42 @@ def build(case: Case, seed: int) -> Problem:
         if case.far is not None:
             near = others["teacher"].hidden + case.far * rng.standard_normal(hidden.shape)
             hidden, others["bias"] = near.astype(dtype), others["teacher"].bias
-    return Problem(hidden, weight, labels, options=options, text=case.text, **others)
+    problem = Problem(hidden, weight, labels, options=options, text=case.text, **others)
+    return with_classes(problem, case, rng) if case.kept or case.ids else problem
+
+
+def with_classes(problem: Problem, case: Case, rng: Any) -> Problem:
+    """With sets that a sampler kept: of the most probable classes for every second token, of any
+    for the others, fewer than there is room for, of every seventh none; and with further classes,
+    the most probable one, the label, one twice and none among them."""
+    logits = problem.hidden.astype(np.float32) @ (
+        problem.weight.astype(np.float32).T
+        if problem.vocab_axis == 0
+        else problem.weight.astype(np.float32)
+    )
+    count, vocab = logits.shape
+    labels = np.where(problem.valid, problem.labels, 0)
+    order, any_order = np.argsort(-logits, axis=1), np.argsort(rng.random(logits.shape), axis=1)
+    kept = ids = None
+    if case.kept:
+        kept = np.where(np.arange(count)[:, None] % 2, order, any_order)[:, : case.kept]
+        kept = np.where(rng.random(kept.shape) < 0.3, -1, kept)
+        there = (kept == labels[:, None]).any(axis=1)
+        kept[:, 0] = np.where(there, kept[:, 0], labels)
+        kept[::7] = -1
+        kept = kept.astype(np.int32)
+    if case.ids:
+        ids = any_order[:, : case.ids].copy()
+        ids[:, 0] = order[:, 0]
+        if case.ids > 3:
+            ids[::2, 1], ids[1::2, 1], ids[:, 3] = labels[::2], ids[1::2, 2], -1
+        if kept is not None:
+            ids[1::3, -1] = kept[1::3, 0]
+        ids = ids.astype(np.int32)
+    for x in (kept, ids):
+        if x is not None:
+            x[~problem.valid] = rng.integers(-9, 2 * vocab, x[~problem.valid].shape)
+    return problem.changed(kept=kept, ids=ids)
 
 
 def teacher_of(case: Case, hidden: Array, weight: Array, rng: Any) -> TeacherHead[Array]:
@@ -222,7 +264,12 @@ def upstream_of(problem: Problem, seed: int) -> Upstream:
     """Another random gradient for every token and output: a constant one hides bugs."""
     rng = np.random.default_rng([seed, 11])
     shape = (3, *problem.labels.shape)
-    return Upstream(*rng.standard_normal(shape).astype(np.float32))
+    of_tokens = rng.standard_normal(shape).astype(np.float32)
+    upstream = Upstream(*of_tokens)
+    if problem.ids is None:
+        return upstream
+    of_ids = rng.standard_normal(problem.ids.shape).astype(np.float32)
+    return upstream._replace(d_ids_logprobs=of_ids)
 
 
 def logits_problem(logits: Array, labels: Array, text: str) -> Problem:

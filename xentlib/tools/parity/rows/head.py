@@ -23,7 +23,7 @@ LARGEST = ("correct", "predicted")  # what says which logit is the largest
 # What chunks do not show in: sums over tokens do.
 OF_TOKENS = (
     *("logprobs", "entropy", "lse", *LARGEST, "d_hidden"),
-    *("divergence", "teacher_entropy"),
+    *("divergence", "teacher_entropy", "ids_logprobs"),
 )
 # Quantities that a row holds: their name, what came, what is right.
 Pairs = Iterator[tuple[str, Any, Any]]

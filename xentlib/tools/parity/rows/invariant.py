@@ -45,7 +45,16 @@ WORLDS = (2, 3, 4, 8)
 # Of PyTorch, whose shards may have any sizes: blocks of each but the last, which has the rest.
 UNEVEN = {2: (13,), 3: (0, 10), 4: (1, 8, 0), 8: (1, 0, 5, 1, 2, 1, 4)}
 # Quantities that shards do not show in.
-OF_SHARDS = ("logprobs", "entropy", "lse", "correct", "predicted", "divergence", "teacher_entropy")
+OF_SHARDS = (
+    "logprobs",
+    "entropy",
+    "lse",
+    "correct",
+    "predicted",
+    "divergence",
+    "teacher_entropy",
+    "ids_logprobs",
+)
 OF_DEFECTS = ("logprobs", "lse", "entropy")
 
 
