@@ -13,7 +13,7 @@ from xentlib.checks.validators import ArraySpec
 # Arguments that must be arrays, and those that may also be None.
 REQUIRED = ("hidden", "logits", "labels")
 PACKING = ("segment_ids", "cu_seqlens", "position_ids")
-OPTIONAL = ("bias", "where", "token_weights", "class_weights", *PACKING)
+OPTIONAL = ("bias", "where", "token_weights", "class_weights", "kept", "ids", *PACKING)
 
 
 def array_spec(x: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Log-probabilities over a kept set and of several classes of each token, in PyTorch: what the
-operators give `xentlib.classes`.
+"""Log-probabilities over a kept set and of several classes of each token, in PyTorch: the steps of
+`xentlib.classes` between those of `xentlib.logprobs`.
 
 Shapes: N tokens, K further classes, C columns of given logits.
 """
@@ -11,24 +11,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import Coefficients, RestStats, WantedStats
+from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.classes import KEPT, check_classes
-from xentlib.classes import Classes, ClassLogits, Wanted
+from xentlib.classes import Classes, Residuals, Upstream, Wanted
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.array_spec import array_spec, with_leading
 from xentlib.torch.binding import bind, bind_logits
+from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import Terms
-from xentlib.torch.core.device import host_readable, onto
+from xentlib.torch.core.device import host_readable
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gemm import power_of_two
-from xentlib.torch.core.gradients import Gradients, fake_gradients, rounded
+from xentlib.torch.core.gradients import fake_gradients, rounded
 from xentlib.torch.core.kernels import DzOutput
 from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import class_stats, columns_of, columns_of_blocks
 from xentlib.torch.core.tokens import Selected
-from xentlib.torch.logprobs import Values, given_op
+from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
@@ -43,88 +44,115 @@ from xentlib.torch.operators import (
 )
 from xentlib.torch.placement.head import with_head
 
-RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
+CLASSES = Classes(
+    xp=torch,
+    algebra=ALGEBRA,
+    places=lambda x: torch.arange(x.shape[1], device=x.device),
+    argsort=lambda x: torch.argsort(x, dim=1, stable=True),
+    search=lambda a, x: torch.searchsorted(a.contiguous(), x.contiguous()),
+    take=lambda x, places: torch.take_along_dim(x, places, 1),
+    sum=lambda x: x.contiguous().sum(1),
+)
 
 
-class ClassOptions(NamedTuple):
-    """What a forward operator takes beside its call."""
+class Options(NamedTuple):
+    """What an operator takes beside its call, whose `ids` are those kept and then the others."""
 
+    kept: int  # how many; -1: no set is kept
     entropy: bool
+    output_dtype: torch.dtype
     wanted: list[bool]  # gradients, as `DIFFERENTIATED` has them: alike on all ranks of a head
 
 
 class Cotangents(NamedTuple):
     """What a backward operator takes beside its call: upstream gradients, and what it kept."""
 
-    d_z: Tensor | None  # [1 + K, N]
-    d_lse: Tensor | None
+    d_logprobs: Tensor | None
     d_entropy: Tensor | None
-    residuals: Tensor  # [2, N] lse and entropy of the rest
+    d_lse: Tensor | None
+    d_ids_logprobs: Tensor | None
+    residuals: Tensor  # [1 + K + 4, N]
 
 
-class Needs(NamedTuple):
-    """Which gradients a backward operator makes, as `DIFFERENTIATED` has them."""
-
-    needs: list[bool]
+def want_of(own: Selected, call: Any, options: Options) -> Wanted:
+    return Wanted(own.targets, own.valid & ~own.bad, call.ids, options.kept)
 
 
-def head_forward(call: HeadCall, options: ClassOptions) -> ClassLogits:
-    """Steps 1 to 5 of `xentlib.nll`, with further classes out of the rest."""
-    entropy, needs = options
+def values_of(own: Selected, packed: Tensor, call: Any, options: Options) -> tuple[Tensor, ...]:
+    """Of rows that `class_stats` has made, of this rank's tokens: outputs and residuals."""
+    z, (m, ones, s, sum_ed) = packed[:-4], packed[-4:]
+    rest = NonTargetStats(m, ones, s, sum_ed if options.entropy else None, None, None)
+    want = want_of(own, call, options)
+    outside = CLASSES.outside(want)
+    # Where tokens are a rank's own it would raise alone.
+    if host_readable(outside) and not call.rows.route and bool(outside.any()):
+        KEPT.refuse("outside", label=int(want.labels[outside][0]))
+    values, kept = CLASSES.values(z, rest, want)
+    *of_tokens, correct, ids_logprobs = values
+    outputs = (own.clean(x).to(options.output_dtype, copy=True) for x in of_tokens)
+    ids_logprobs = own.clean(ids_logprobs.T).T.to(options.output_dtype)
+    residuals = torch.cat((kept.log_p, torch.stack([x.to(z.dtype) for x in kept[1:]])))
+    return (*outputs, correct & ~own.bad, ids_logprobs.contiguous(), residuals)
+
+
+def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
+    """Steps 1 to 5, with further classes out of the rest."""
+    needs, entropy = options.wanted, options.entropy
     loop = HeadLoop(call, Terms("chunked_logprobs", needs, float(entropy)), made=Eager)
     loop.chunks_of.exchange()
     vocab = loop.check_consistent()
     if vocab is not None:
         vocab.consistency.exact("entropy", float(entropy))
+        vocab.consistency.exact("kept", options.kept)
         vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
-    z, rest = class_stats(loop, columns_of_blocks(loop.blocks(), WantedStats(entropy)))
-    values = loop.chunks_of.local(torch.cat((z, torch.stack(rest))))
-    return class_logits(loop.own, values)
+    packed = class_stats(loop, columns_of_blocks(loop.blocks(), WantedStats(entropy)))
+    return values_of(loop.own, loop.chunks_of.local(packed), call, options)
 
 
-def given_forward(call: LogitsCall, options: ClassOptions) -> ClassLogits:
+def given_forward(call: LogitsCall, options: Options) -> tuple[Tensor, ...]:
     """The same of precomputed logits."""
     given = GivenLogits(call, Eager)
     given.check_consistent()
-    z, rest = class_stats(given, columns_of(given, WantedStats(options.entropy)))
-    return class_logits(given.tokens, torch.cat((z, torch.stack(rest))))
+    if isinstance(given.vocab, ShardedVocab):
+        given.vocab.consistency.exact("kept", options.kept)
+    packed = class_stats(given, columns_of(given, WantedStats(options.entropy)))
+    return values_of(given.tokens, packed, call, options)
 
 
-def class_logits(own: Selected, values: Tensor) -> ClassLogits:
-    """Of [1 + K + 3, N]."""
-    z, *rest = own.clean(values).split([len(values) - 3, 1, 1, 1])
-    # An operator's results are no views of one another.
-    return ClassLogits(z.clone(), *(x[0].clone() for x in rest))
+def upstream_rows(
+    own: Selected, upstream: Cotangents, call: Any, options: Options
+) -> tuple[Tensor, Tensor]:
+    """[1 + K + 2, N]: gradients of the logits, alpha and beta of the rest; and lse [1, N]."""
+    (count,), like = own.valid.shape, upstream.residuals
+    *log_p, lse, entropy, top, rest_of_top = like
+    kept = Residuals(torch.stack(log_p), lse, entropy, top.long(), rest_of_top)
+    zeros = like.new_zeros(count)
+
+    def clean(g: Tensor | None) -> Tensor:
+        return zeros if g is None else own.clean(g.to(like.dtype))
+
+    of_ids = like.new_zeros(count, call.ids.shape[1] - max(0, options.kept))
+    if upstream.d_ids_logprobs is not None:
+        of_ids = own.clean(upstream.d_ids_logprobs.to(like.dtype).T).T
+    entropies = None if upstream.d_entropy is None else clean(upstream.d_entropy)
+    g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), of_ids)
+    made = CLASSES.gradients(g, kept, want_of(own, call, options))
+    beta = zeros if made.beta is None else made.beta
+    return torch.cat((made.z, made.alpha[None], beta[None])), lse[None]
 
 
-def coefficients(g: Tensor, rest: RestStats, *, entropy: bool) -> Coefficients:
-    """Of dz, for upstream gradients [1 + K + 2, B] and what the rest has."""
-    d_lse, d_entropy = g[-2:]
-    alpha, beta = d_lse, None
-    if entropy:
-        alpha, beta = alpha - d_entropy * rest.entropy, -d_entropy
-    return Coefficients(alpha, beta, None, g[0], g[1:-2].T)
+def coefficients(rows: Tensor, *, entropy: bool) -> Coefficients:
+    return Coefficients(rows[-2], rows[-1] if entropy else None, None, rows[0], rows[1:-2].T)
 
 
-def clean_upstream(own: Selected, upstream: Cotangents, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    """[1 + K + 2, N]: 0 where there is none, or no token."""
-    (count,) = own.valid.shape
-    g = upstream.residuals.new_zeros(ids.shape[1] + 3, count, dtype=dtype)
-    for at, x in ((slice(0, -2), upstream.d_z), (-2, upstream.d_lse), (-1, upstream.d_entropy)):
-        if x is not None:
-            g[at] = own.clean(x.to(dtype))
-    return g
-
-
-def head_backward(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> tuple[Tensor, ...]:
+def head_backward(upstream: Cotangents, call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     """Steps 6 to 8 from logits that are made again: gradients in their inputs' dtypes."""
-    assert call.ids is not None
-    entropy = upstream.d_entropy is not None
+    needs, entropy = options.wanted, upstream.d_entropy is not None
     terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
     loop = HeadLoop(call, terms, made=Eager)
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
-    g = clean_upstream(loop.own, upstream, call.compute_dtype, call.ids)
-    residuals, g = loop.chunks_of.exchange(upstream.residuals, g)
+    g, lse = upstream_rows(loop.own, upstream, call, options)
+    g, lse = loop.chunks_of.exchange(g, lse)
     exponent = power_of_two(call.gemm_dtype, g.abs().sum(0))
     if exponent is not None:
         g = torch.ldexp(g, exponent)
@@ -133,12 +161,11 @@ def head_backward(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> tu
         for chunk in logits.chunks():
             kernels = logits.kernels()
             for rows in logits.blocks(chunk):
-                rest = rest_of(residuals[:, rows.places])
-                scaled = logits.scaled(g[:, rows.places], rows)
-                of_block.take(rows, kernels, rest.lse, coefficients(scaled, rest, entropy=entropy))
+                dz = coefficients(logits.scaled(g[:, rows.places], rows), entropy=entropy)
+                of_block.take(rows, kernels, lse[0, rows.places], dz)
             del kernels
             of_block.add(chunk)
-    accumulators: Gradients = sums.finish(exponent)
+    accumulators = sums.finish(exponent)
     for x in accumulators[1:] if call.rows.head_scale != 1.0 else ():
         x.mul_(call.rows.head_scale)
     return tuple(
@@ -147,168 +174,131 @@ def head_backward(upstream: Cotangents, call: HeadCall, needs: list[bool]) -> tu
     )
 
 
-def rest_of(residuals: Tensor) -> RestStats:
-    """Where no class is left, anything: its columns are at -inf."""
-    lse, entropy = residuals
-    return RestStats(torch.where(lse == -torch.inf, 0.0, lse), entropy, lse)
-
-
-def given_backward(upstream: Cotangents, call: LogitsCall) -> Tensor:
+def given_backward(upstream: Cotangents, call: LogitsCall, options: Options) -> Tensor:
     """Step 6 of given logits, in their dtype."""
-    assert call.ids is not None
     given, logits = GivenLogits(call, Eager), call.logits
     size, entropy = given.local_size, upstream.d_entropy is not None
-    g = clean_upstream(given.tokens, upstream, call.compute_dtype, call.ids)
+    g, lse = upstream_rows(given.tokens, upstream, call, options)
     d_logits, kernels = torch.zeros_like(logits), given.kernels()
     for rows in given.blocks():
-        of_rows, rest = g[:, rows.places], rest_of(upstream.residuals[:, rows.places])
+        of_rows = g[:, rows.places]
         if rows.temperature_B is not None:
             of_rows = of_rows / rows.temperature_B
-        dz = coefficients(of_rows, rest, entropy=entropy)
-        kernels.dz(rows, rest.lse, dz, DzOutput(with_target=True))
+        dz = coefficients(of_rows, entropy=entropy)
+        kernels.dz(rows, lse[0, rows.places], dz, DzOutput(with_target=True))
         d_logits[rows.places, :size] = rows.z_BV[:, :size].to(logits.dtype)
     return d_logits
 
 
-@operator("class_logits_forward", HeadCall, ClassOptions, returns=RESULTS)
-def head_op(call: HeadCall, options: ClassOptions) -> tuple[Tensor, ...]:
-    """`head_forward` as one operator, opaque to the compiler."""
+RESULTS = f"({', '.join(['Tensor'] * 6)})"
+
+
+@operator("class_logprobs_forward", HeadCall, Options, returns=RESULTS)
+def head_op(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
+    """`head_forward` as one operator, opaque to the compiler: outputs and residuals."""
     with torch.autocast(call.hidden.device.type, enabled=False):
         return head_forward(call, options)
 
 
-@operator("given_class_logits_forward", LogitsCall, ClassOptions, returns=RESULTS)
-def given_classes_op(call: LogitsCall, options: ClassOptions) -> tuple[Tensor, ...]:
+@operator("given_class_logprobs_forward", LogitsCall, Options, returns=RESULTS)
+def given_op(call: LogitsCall, options: Options) -> tuple[Tensor, ...]:
     """`given_forward` as one operator, opaque to the compiler."""
     return given_forward(call, options)
 
 
 @head_op.fake
-@given_classes_op.fake
-def fake_logits(call: HeadCall | LogitsCall, options: ClassOptions) -> tuple[Tensor, ...]:
+@given_op.fake
+def fake_outputs(call: HeadCall | LogitsCall, options: Options) -> tuple[Tensor, ...]:
     assert call.ids is not None
     count, further = call.ids.shape
-    like = call[0].new_empty(count, dtype=call.compute_dtype)
-    return (like.new_empty(1 + further, count), *(torch.empty_like(like) for _ in range(3)))
+    like, number = call[0], further - max(0, options.kept)
+    dtypes = [options.output_dtype] * 3 + [torch.bool]
+    of_tokens = [like.new_empty(count, dtype=dtype) for dtype in dtypes]
+    of_ids = like.new_empty(count, number, dtype=options.output_dtype)
+    return (*of_tokens, of_ids, like.new_empty(further + 5, count, dtype=call.compute_dtype))
 
 
 @operator(
-    "class_logits_backward",
-    *(Cotangents, HeadCall, Needs),
+    "class_logprobs_backward",
+    *(Cotangents, HeadCall, Options),
     returns=f"({', '.join(['Tensor'] * len(DIFFERENTIATED))})",
 )
-def head_backward_op(upstream: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
+def head_backward_op(upstream: Cotangents, call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     """`head_backward` as one operator, opaque to the compiler."""
     with torch.autocast(call.hidden.device.type, enabled=False):
-        return head_backward(upstream, call, needs.needs)
+        return head_backward(upstream, call, options)
 
 
 @head_backward_op.fake
-def _(upstream: Cotangents, call: HeadCall, needs: Needs) -> tuple[Tensor, ...]:
-    return tuple(fake_gradients(call, needs.needs))
+def _(upstream: Cotangents, call: HeadCall, options: Options) -> tuple[Tensor, ...]:
+    return tuple(fake_gradients(call, options.wanted))
 
 
-@operator("given_class_logits_backward", Cotangents, LogitsCall, returns="Tensor")
-def given_backward_op(upstream: Cotangents, call: LogitsCall) -> Tensor:
+@operator("given_class_logprobs_backward", Cotangents, LogitsCall, Options, returns="Tensor")
+def given_backward_op(upstream: Cotangents, call: LogitsCall, options: Options) -> Tensor:
     """`given_backward` as one operator, opaque to the compiler."""
-    return given_backward(upstream, call)
+    return given_backward(upstream, call, options)
 
 
 @given_backward_op.fake
-def _(upstream: Cotangents, call: LogitsCall) -> Tensor:
+def _(upstream: Cotangents, call: LogitsCall, options: Options) -> Tensor:
     return torch.empty_like(call.logits)
 
 
-def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, options: ClassOptions) -> None:
-    """What a backward needs: the call, and lse and entropy of the rest."""
-    _, lse, entropy, largest = output
-    ctx.entropy = options.entropy
-    keep_call(ctx, torch.stack((lse, entropy)), (largest,), call)
+def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, options: Options) -> None:
+    """What a backward needs: the call and its options, and residuals."""
+    *_, correct, _, residuals = output
+    keep_call(ctx, residuals, (correct, residuals), call, options)
 
 
-def upstream_of(ctx: Any, function: str, gradients: Any) -> tuple[Cotangents, Any] | None:
+def upstream_of(ctx: Any, function: str, gradients: Any) -> tuple[Cotangents, Any, Any] | None:
     differentiated_once(function, "log_softmax")
-    d_z, d_lse, d_entropy, _ = gradients
-    if d_z is None and d_lse is None and d_entropy is None:
+    d_logprobs, d_entropy, d_lse, _, d_ids, _ = gradients
+    if all(g is None for g in (d_logprobs, d_entropy, d_lse, d_ids)):
         return None
-    residuals, (call,) = kept_call(ctx)
-    return Cotangents(d_z, d_lse, d_entropy if ctx.entropy else None, residuals), call
+    residuals, (call, options) = kept_call(ctx)
+    d_entropy = d_entropy if options.entropy else None
+    return Cotangents(d_logprobs, d_entropy, d_lse, d_ids, residuals), call, options
 
 
 def backward_of_head(ctx: Any, *gradients: Tensor | None) -> Named | None:
-    upstream = upstream_of(ctx, "chunked_logprobs", gradients)
-    if upstream is None:
+    kept = upstream_of(ctx, "chunked_logprobs", gradients)
+    if kept is None:
         return None
+    upstream, call, options = kept
     needs = head_op.needed(ctx, *DIFFERENTIATED)
-    made = head_backward_op(*upstream, Needs(needs))
+    made = head_backward_op(upstream, call, options._replace(wanted=needs))
     return {name: g if need else None for name, g, need in zip(DIFFERENTIATED, made, needs)}
 
 
 def backward_of_given(ctx: Any, *gradients: Tensor | None) -> Named | None:
-    upstream = upstream_of(ctx, "vocab_parallel_logprobs", gradients)
-    return None if upstream is None else {"logits": given_backward_op(*upstream)}
+    kept = upstream_of(ctx, "vocab_parallel_logprobs", gradients)
+    return None if kept is None else {"logits": given_backward_op(*kept)}
 
 
 head_op.gradient(keep, backward_of_head)
-given_classes_op.gradient(keep, backward_of_given)
+given_op.gradient(keep, backward_of_given)
 
 
-def of_few(
-    logits: Tensor, labels: Tensor, valid: Tensor, *, entropy: bool
-) -> LogprobOutput[Tensor]:
-    """`vocab_parallel_logprobs` of the classes that are told apart."""
-    problem = LogitsArguments(logits, labels, where=valid, entropy=entropy)
-    _, _, call = bind_logits("vocab_parallel_logprobs", problem)
-    return LogprobOutput(*given_op(call, Values(entropy, logits.dtype, []))[:4])
+def with_ids(given: Arguments | LogitsArguments, call: Any) -> tuple[Any, int]:
+    """The call with the classes that it asks for, flat, and how many of them are of a kept set."""
+    classes, (count,), kept = [], call.labels.shape, -1
+    if given.kept is not None:
+        kept = given.kept.shape[-1]
+        classes.append(torch.sort(given.kept.reshape(count, kept).long(), dim=1).values)
+    if given.ids is not None:
+        classes.append(given.ids.reshape(count, -1).long())
+    return call._replace(ids=torch.cat(classes, 1)), kept
 
 
-CLASSES = Classes(
-    xp=torch,
-    exp=torch.exp,
-    places=lambda ids: torch.arange(ids.shape[1], device=ids.device),
-    argsort=lambda x: torch.argsort(x, dim=1, stable=True),
-    search=torch.searchsorted,
-    take=lambda x, places: torch.take_along_dim(x, places, 1),
-    constant=Tensor.detach,
-    logprobs=of_few,
-)
-
-
-def flat(x: Tensor | None, num_tokens: int) -> Tensor | None:
-    return None if x is None else x.reshape(num_tokens, x.shape[-1]).long().contiguous()
-
-
-def asked(given: Arguments | LogitsArguments, call: Any) -> Wanted:
-    """What the classes of a call are, flat; those that are kept in ascending order."""
-    (count,) = call.labels.shape
-    valid = call.labels.long() != call.ignore_index
-    if call.where is not None:
-        valid = valid & call.where
-    device = call[0].device
-    labels = torch.where(valid, call.labels.long(), 0)
-    kept = flat(given.kept, count)
-    kept = None if kept is None else torch.sort(kept, dim=1).values
-    parts = onto(labels, device), onto(valid, device), kept, flat(given.ids, count)
-    return Wanted(*parts, given.entropy)
-
-
-def outputs(
-    of: ClassLogits, want: Wanted, problem: Any, *, gathered: bool
-) -> LogprobOutput[Tensor]:
-    """With the leading dimensions and the dtype of a call."""
-    outside = CLASSES.outside(want)
-    readable = host_readable(outside) and not torch.compiler.is_compiling()
-    # Where tokens are a rank's own it would raise alone.
-    if readable and not gathered and bool(outside.any()):
-        KEPT.refuse("outside", label=int(want.labels[outside][0]))
-    logprobs, entropy, lse, correct, ids_logprobs = CLASSES.output(of, want)
-    dtype = getattr(torch, problem.output_dtype)
-    values = (x.to(dtype) for x in (logprobs, entropy, lse))
-    logprobs, entropy, lse = (with_leading(x, problem.leading) for x in values)
-    if ids_logprobs is not None:
-        ids_logprobs = ids_logprobs.to(dtype).reshape(*problem.leading, -1)
-    correct = with_leading(correct, problem.leading)
-    return LogprobOutput(logprobs, entropy if want.entropy else None, lse, correct, ids_logprobs)
+def shaped(results: Any, problem: Any, given: Any) -> LogprobOutput[Tensor]:
+    """With the leading dimensions of a call."""
+    *of_tokens, of_ids, _ = results
+    logprobs, entropy, lse, correct = (with_leading(x, problem.leading) for x in of_tokens)
+    ids_logprobs = None
+    if given.ids is not None:
+        ids_logprobs = of_ids.reshape(*problem.leading, of_ids.shape[1])
+    return LogprobOutput(logprobs, entropy if given.entropy else None, lse, correct, ids_logprobs)
 
 
 @with_head(recompute=True)
@@ -316,10 +306,10 @@ def head_classes(given: Arguments, local: RowLayout | None = None) -> LogprobOut
     """`chunked_logprobs` with `kept` or `ids`."""
     given, problem, call = bind("chunked_logprobs", given, local)
     check_classes(*map(array_spec, (given.kept, given.ids, given.hidden)), source="hidden")
-    want = asked(given, call)
-    call = call._replace(ids=torch.cat(want.further, 1))
-    made = head_op(call, ClassOptions(given.entropy, wanted(*call.leaves)))
-    return outputs(ClassLogits(*made), want, problem, gathered=bool(call.rows.route))
+    call, kept = with_ids(given, call)
+    dtype = getattr(torch, problem.output_dtype)
+    options = Options(kept, given.entropy, dtype, wanted(*call.leaves))
+    return shaped(head_op(call, options), problem, given)
 
 
 def given_classes(given: LogitsArguments) -> LogprobOutput[Tensor]:
@@ -327,7 +317,6 @@ def given_classes(given: LogitsArguments) -> LogprobOutput[Tensor]:
     given, problem, call = bind_logits("vocab_parallel_logprobs", given)
     KEPT.require("smoothing", not given.label_smoothing, eps=given.label_smoothing)
     check_classes(*map(array_spec, (given.kept, given.ids, given.logits)), source="logits")
-    want = asked(given, call)
-    call = call._replace(ids=torch.cat(want.further, 1))
-    made = given_classes_op(call, ClassOptions(given.entropy, []))
-    return outputs(ClassLogits(*made), want, problem, gathered=False)
+    call, kept = with_ids(given, call)
+    dtype = getattr(torch, problem.output_dtype)
+    return shaped(given_op(call, Options(kept, given.entropy, dtype, [])), problem, given)

@@ -79,14 +79,6 @@ class TargetInfo(NamedTuple):
     total: Array | float  # weight of all classes
 
 
-class RestStats(NamedTuple):
-    """Per token, of the columns beside the target's and those of further classes."""
-
-    lse: Array  # -inf where there are none
-    entropy: Array  # 0 where it was not asked for
-    largest: Array
-
-
 class TokenStats(NamedTuple):
     """Per token, in the compute dtype."""
 
@@ -202,16 +194,6 @@ class Algebra(NamedTuple):
     ) -> NonTargetStats:
         sum_ed = None if sums.sum_ed is None else -self.value(sums.sum_ed, m)
         return NonTargetStats(m, sums.ones, self.value(sums.s, m), sum_ed, top, sum_d)
-
-    def of_rest(self, rest: NonTargetStats) -> RestStats:
-        """Of the columns that are not taken out, as of a distribution of their own."""
-        xp, none = self.xp, rest.ones == 0
-        total = xp.where(none, 1.0, rest.ones + rest.s)
-        log_total = xp.where(none, -INF, xp.log1p(xp.where(none, 0.0, rest.ones - 1.0) + rest.s))
-        entropy = xp.zeros_like(total)
-        if rest.sum_ed is not None:
-            entropy = xp.where(none, 0.0, log_total - rest.sum_ed / total)
-        return RestStats(rest.m + log_total, entropy, xp.where(none, -INF, rest.m))
 
     def moved(self, sum_d: Array, weights: Array | float, a: Array, b: Array) -> Array:
         """Sums of d of some columns, with that weight, relative to b in place of a; a is -inf where

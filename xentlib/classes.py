@@ -1,75 +1,95 @@
 """Log-probabilities over a kept set, and of several classes of each token, written once for both
-frameworks, which differentiate it: from the logits of the target and of K further classes, and the
-log-sum-exp of all others.
+frameworks: from the logits of the target and of K further classes, which have been taken out of
+their rows, and the statistics of all others, "the rest".
 
-The classes that are told apart are the target, every other one that is kept or asked for, and "the
-rest" as one class whose logit is its log-sum-exp: K + 2 logits of a token. What `chunked_logprobs`
-says of a whole vocabulary its given-logits twin says of these, confident tokens with all of their
-digits included; -inf takes out what does not count.
+A class that counts is a block of one column, the rest is another block, and they are put together
+as the blocks of a vocabulary are: exactly, whatever their order. Where a set is kept the rest does
+not count.
 
-Shapes: N tokens, K further classes: those that are kept, then those of `ids`.
+With p_k the probability of a class, G the sum of all gradients of log-probabilities of a token and
+own_k those of class k,
+
+    dz_k = own_k - p_k G + p_k [g_lse - g_entropy (log p_k + entropy)]
+
+for the classes told apart, of the largest own_t (1 - p_t) - p_t (G - own_t) with 1 - p_t as step 5
+has it; and for each class of the rest, whose own_k is 0, alpha and beta of step 6.
+
+Shapes: N tokens, K further classes: those that are kept, in ascending order, then those of `ids`.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xentlib.logprobs import LogprobOutput
+from xentlib.algebra import FLOOR, INF, Algebra, BlockStats, NonTargetStats, TargetInfo
 
 Array = Any  # a tensor or an array of the backend
-INF = float("inf")
-
-
-class ClassLogits(NamedTuple):
-    """Of each token, in the compute dtype."""
-
-    z: Array  # [1 + K, N] of the target and of the further classes
-    rest_lse: Array  # [N] of all other classes; -inf where there are none
-    rest_entropy: Array  # of their own distribution; 0 where it was not asked for
-    rest_largest: Array  # without a gradient
 
 
 class Wanted(NamedTuple):
-    """What is asked for, flat: of `labels` and what is valid [N], of the others [N, any]."""
+    """Classes of a call, flat."""
 
-    labels: Array
-    valid: Array
-    kept: Array | None  # ascending; a row of -1 alone is the whole vocabulary
-    ids: Array | None
-    entropy: bool
-
-    @property
-    def further(self) -> list[Array]:
-        return [x for x in (self.kept, self.ids) if x is not None]
+    labels: Array  # [N]
+    valid: Array  # [N]
+    ids: Array  # [N, K], -1 for none
+    kept: int  # how many of them are of a kept set; -1: no set is kept, all classes are
 
 
-class Group(NamedTuple):
-    """The classes of a token that are told apart, [N, K + 2] or [N, K]."""
+class Values(NamedTuple):
+    """[N] each, but for `ids_logprobs` [N, K less those kept]."""
 
-    logits: Array  # -inf where one does not count
-    counts: Array  # which of the further classes do
-    whole: Array  # [N] the vocabulary is: the rest counts
+    logprob: Array
+    entropy: Array
+    lse: Array
+    correct: Array
+    ids_logprobs: Array
+
+
+class Residuals(NamedTuple):
+    """What a backward needs beside the inputs."""
+
+    log_p: Array  # [1 + K, N], of the target and the further classes; -inf where one does not count
+    lse: Array  # [N], as are the next
+    entropy: Array
+    top: Array  # which of them is the largest
+    rest_of_top: Array  # 1 - p of that one
+
+
+class Upstream(NamedTuple):
+    """Gradients of the values; 0 for tokens that are not valid."""
+
+    logprob: Array
+    entropy: Array | None
+    lse: Array
+    ids_logprobs: Array
+
+
+class Gradients(NamedTuple):
+    """Of the logits: [1 + K, N] of the target and the further classes, and of the rest
+    dz_v = p_v (alpha + beta (z_v - lse)), [N] each."""
+
+    z: Array
+    alpha: Array
+    beta: Array | None
 
 
 class Classes(NamedTuple):
-    """Bound to a framework: its namespace, `exp`, along rows `places`, `argsort` (stable), `search`
-    (the first place not below) and `take`, `constant` without a gradient, and
-    `logprobs(logits, labels, valid, entropy=)`, a `LogprobOutput` of given logits."""
+    """Bound to a framework: its namespace, steps 4 and 5 of tokens, and along rows `places`,
+    `argsort` (stable), `search` (the first place not below), `take` and `sum` in their order."""
 
     xp: Any
-    exp: Any
+    algebra: Algebra
     places: Any
     argsort: Any
     search: Any
     take: Any
-    constant: Any
-    logprobs: Any
+    sum: Any
 
     def first(self, ids: Array) -> Array:
         """Which ids are the first of their kind in their row."""
         order = self.argsort(ids)
         ascending = self.take(ids, order)
-        first: Array = self.take(order, self.search(ascending, ids)) == self.places(ids)
+        first: Array = self.take(order, self.search(ascending, ids)) == self.places(ids)[None]
         return first
 
     def member(self, ascending: Array, ids: Array) -> Array:
@@ -78,69 +98,124 @@ class Classes(NamedTuple):
         member: Array = self.take(ascending, place) == ids
         return member
 
-    def outside(self, wanted: Wanted) -> Array:
+    def whole(self, want: Wanted) -> Array:
+        """[N] where no set is kept."""
+        if want.kept < 0:
+            return self.xp.ones_like(want.valid)
+        whole: Array = want.ids[:, want.kept - 1] < 0
+        return whole
+
+    def outside(self, want: Wanted) -> Array:
         """[N] whose label is not among those kept."""
-        labels, kept = wanted.labels[:, None], wanted.kept
-        if kept is None:
-            return self.xp.zeros_like(wanted.valid)
-        outside: Array = wanted.valid & (kept[:, -1] >= 0) & ~(kept == labels).any(1)
+        of_label = (want.ids[:, : max(0, want.kept)] == want.labels[:, None]).any(1)
+        outside: Array = want.valid & ~self.whole(want) & ~of_label
         return outside
 
-    def group(self, of: ClassLogits, wanted: Wanted) -> Group:
-        """A class counts once, the target in its own column."""
-        xp, labels = self.xp, wanted.labels[:, None]
-        whole, counts = xp.ones_like(wanted.valid), []
-        if wanted.kept is not None:
-            kept = wanted.kept
-            whole = kept[:, -1] < 0
+    def counts(self, want: Wanted) -> Array:
+        """[N, K] which further classes count: each class once, and the target in its own column."""
+        xp, kept, ids = self.xp, want.ids[:, : max(0, want.kept)], want.ids[:, max(0, want.kept) :]
+        parts = []
+        if kept.shape[1]:
             before = xp.concatenate((xp.full_like(kept[:, :1], -1), kept[:, :-1]), 1)
-            counts.append(kept != before)
-        if wanted.ids is not None:
-            counts.append(self.first(wanted.ids) & whole[:, None])
-        further = xp.concatenate(wanted.further, 1)
-        counted = xp.concatenate(counts, 1) & (further >= 0) & (further != labels)
-        z = of.z.T
-        rest = xp.where(whole, of.rest_lse, -INF)
-        more = xp.where(counted, z[:, 1:], -INF)
-        return Group(xp.concatenate((z[:, :1], more, rest[:, None]), 1), counted, whole)
+            parts.append(kept != before)
+        if ids.shape[1]:
+            parts.append(self.first(ids) & self.whole(want)[:, None])
+        counts: Array = xp.concatenate(parts, 1)
+        return counts & (want.ids >= 0) & (want.ids != want.labels[:, None])
 
-    def output(self, of: ClassLogits, wanted: Wanted) -> LogprobOutput[Array]:
-        """[N] or [N, any] each, in the compute dtype."""
-        xp, labels = self.xp, wanted.labels
-        group = self.group(of, wanted)
-        # The largest is put to 0, and is the one whose log-probability has all of its digits: of
-        # the others, whose p is 1/2 at most, z - lse has.
-        top = xp.argmax(group.logits, 1)
-        shift = self.constant(self.take(group.logits, top[:, None]))
-        shifted = group.logits - shift
-        told = self.logprobs(shifted, top, wanted.valid, entropy=wanted.entropy)
-        of_top, lse = told.logprobs, told.lse
-        logprob = xp.where(top == 0, of_top, shifted[:, 0] - lse)
-        entropy = told.entropy
-        if wanted.entropy:
-            last = group.logits.shape[1] - 1
-            of_rest = xp.where(top == last, of_top, shifted[:, -1] - lse)
-            entropy = entropy + self.exp(of_rest) * of.rest_entropy
-        z = of.z.T
-        others = xp.amax(group.logits[:, 1:-1], 1)
-        others = xp.maximum(others, xp.where(group.whole, of.rest_largest, -INF))
-        correct = (z[:, 0] > others) & wanted.valid
-        ids_logprobs = None
-        if wanted.ids is not None:
-            ids = wanted.ids
-            classes = xp.concatenate((labels[:, None], *wanted.further), 1)
-            # Of the rest no class: then none of the ids is the largest.
-            place = xp.clip(top, 0, classes.shape[1] - 1)[:, None]
-            top_class = xp.where(top[:, None] < classes.shape[1], self.take(classes, place), -1)
-            z_ids = xp.where(ids == labels[:, None], z[:, :1], z[:, z.shape[1] - ids.shape[1] :])
-            ids_logprobs = xp.where(ids == top_class, of_top[:, None], z_ids - shift - lse[:, None])
-            if wanted.kept is not None:
-                there = group.whole[:, None] | self.member(wanted.kept, ids)
-                ids_logprobs = xp.where(there, ids_logprobs, -INF)
-            ids_logprobs = xp.where((ids >= 0) & wanted.valid[:, None], ids_logprobs, 0.0)
-        bad = self.outside(wanted)
-        lse = xp.where(wanted.valid, lse + shift[:, 0], 0.0)
-        logprob = xp.where(wanted.valid, logprob, 0.0)
-        entropy = None if entropy is None else xp.where(bad, xp.nan, entropy)
-        logprob, lse = (xp.where(bad, xp.nan, x) for x in (logprob, lse))
-        return LogprobOutput(logprob, entropy, lse, correct & ~bad, ids_logprobs)
+    def values(self, z: Array, rest: NonTargetStats, want: Wanted) -> tuple[Values, Residuals]:
+        """From logits [1 + K, N] and what the others have."""
+        xp, algebra, whole = self.xp, self.algebra, self.whole(want)
+        counts = xp.concatenate((xp.ones_like(want.valid)[None], self.counts(want).T))
+        counted = xp.where(counts, z, -INF)
+        top = algebra.cast(xp.argmax(counted, 0), want.labels)
+        z_top = xp.amax(counted, 0)
+        of_top = self.places(z.T)[:, None] == top[None]
+        there = xp.where(of_top | (counted == -INF), xp.zeros_like(z), 1.0)
+        none, ones = xp.zeros_like(z), xp.where(whole, rest.ones, 0.0)
+        blocks = BlockStats(
+            m=xp.concatenate((xp.where(counts, z, 0.0), rest.m[None])),
+            ones=xp.concatenate((there, ones[None])),
+            s=xp.concatenate((none, xp.where(whole, rest.s, 0.0)[None])),
+            sum_ed=None
+            if rest.sum_ed is None
+            else xp.concatenate((none, xp.where(whole, rest.sum_ed, 0.0)[None])),
+        )
+        others = algebra.together(blocks)
+        stats = algebra.token_stats(z_top, others, 1, TargetInfo(top, 1.0, 1.0))
+        # Both terms are negative: the sum keeps their digits.
+        log_p = xp.where(of_top, stats.logprob[None], (z - z_top[None]) + stats.logprob[None])
+        log_p = xp.where(z == -INF, -INF, log_p)
+        bad = self.outside(want)
+        largest = xp.amax(xp.where(counts[1:], z[1:], -INF), 0)
+        largest = xp.maximum(largest, xp.where(whole & (rest.ones > 0), rest.m, -INF))
+        values = Values(
+            self.clean(log_p[0], want, bad),
+            self.clean(stats.entropy, want, bad),
+            self.clean(stats.lse, want, bad),
+            want.valid & ~bad & (z[0] > largest),
+            self.of_ids(log_p[1 + max(0, want.kept) :].T, want, whole),
+        )
+        log_p = xp.where(counts, log_p, -INF)
+        return values, Residuals(log_p, stats.lse, stats.entropy, top, stats.p_rest)
+
+    def clean(self, x: Array, want: Wanted, bad: Array) -> Array:
+        """NaN where the label was not kept, 0 where the token is not valid."""
+        return self.xp.where(want.valid, self.xp.where(bad, self.xp.nan, x), 0.0)
+
+    def of_ids(self, log_p: Array, want: Wanted, whole: Array) -> Array:
+        """Log-probabilities of `ids`: 0 where there is none, -inf of what was not kept."""
+        xp, ids = self.xp, want.ids[:, max(0, want.kept) :]
+        return xp.where(self.asked(want), xp.where(self.there(ids, want, whole), log_p, -INF), 0.0)
+
+    def asked(self, want: Wanted) -> Array:
+        """Which of `ids` are any."""
+        asked: Array = (want.ids[:, max(0, want.kept) :] >= 0) & want.valid[:, None]
+        return asked
+
+    def there(self, ids: Array, want: Wanted, whole: Array) -> Array:
+        """Which ids are among the classes that count."""
+        if want.kept < 0:
+            return ids == ids
+        there: Array = whole[:, None] | self.member(want.ids[:, : want.kept], ids)
+        return there
+
+    def gradients(self, g: Upstream, kept: Residuals, want: Wanted) -> Gradients:
+        """Of what `values` was given."""
+        xp, whole, number = self.xp, self.whole(want), max(0, want.kept)
+        ids, labels = want.ids[:, number:], want.labels[:, None]
+        valid = want.valid & ~self.outside(want)
+        of_ids = self.asked(want) & self.there(ids, want, whole) & valid[:, None]
+        of_ids = xp.where(of_ids, g.ids_logprobs, 0.0)
+        g_logprob, g_lse = (xp.where(valid, x, 0.0) for x in (g.logprob, g.lse))
+        # The target's among them are its own.
+        to_label = self.sum(xp.where(ids == labels, of_ids, 0.0))
+        own = xp.concatenate(
+            (
+                (g_logprob + to_label)[None],
+                xp.zeros_like(kept.log_p[1 : 1 + number]),
+                xp.where(ids == labels, 0.0, of_ids).T,
+            )
+        )
+        classes = xp.concatenate((labels, want.ids), 1).T
+        top_class = self.take(classes.T, kept.top[:, None])[:, 0]
+        of_top = classes == top_class[None]
+        own_top = self.sum(xp.where(of_top, own, 0.0).T)
+        total = g_logprob + self.sum(of_ids)
+        p, rounded = self.algebra.exp(kept.log_p), self.algebra.rounded
+        slope, others = g_lse - total, g_lse - (total - own_top)
+        beta = None
+        if g.entropy is not None:
+            g_entropy = xp.where(valid, g.entropy, 0.0)
+            beta = xp.where(whole, -g_entropy, 0.0)
+            above = xp.clip(kept.log_p, min=FLOOR) + kept.entropy[None]
+            above = rounded(g_entropy[None] * above)
+            slope_C, others_C = slope[None] - above, others[None] - above
+            slope = slope - rounded(g_entropy * kept.entropy)
+        else:
+            slope_C, others_C = slope[None], others[None]
+        of_rest = own + rounded(p * slope_C)
+        exactly = rounded(own_top * kept.rest_of_top)[None] + rounded(p * others_C)
+        place = self.places(own.T)[:, None] == kept.top[None]
+        z = xp.where(place, exactly, xp.where(of_top, 0.0, of_rest))
+        return Gradients(z, xp.where(whole, slope, 0.0), beta)

@@ -50,6 +50,7 @@ class Options(NamedTuple):
     mean: bool = False
     entropy: bool = False
     predicted: bool = False
+    kept: int = -1  # how many of further classes are of a kept set; -1: none is kept
     transposed: bool = False
     axis: Axis | None = None
     place: Placement | None = None

@@ -85,8 +85,8 @@ def class_stats(
     blocks: BlockStats,
     more: jax.Array | None,
 ) -> jax.Array:
-    """[1 + K + 3, tokens] of some tokens: logits of the target and of further classes, and what the
-    others have as a distribution of their own; over shards with one SUM more than `stats_of`."""
+    """[1 + K + 4, tokens] of some tokens: logits of the target and of further classes, and of the
+    others the largest and their sums; over shards with one SUM more than `stats_of`."""
     z_y, rest = over_shards(logits, rows, z_y, blocks)
     further = logits.tokens.more
     assert further is not None
@@ -95,7 +95,8 @@ def class_stats(
         assert logits.options.axis is not None
         more = jnp.where(further.owned[rows].T, more, 0.0)
         more = lax.psum(more, logits.options.axis.name)
-    return jnp.concatenate((z_y[None], more, jnp.stack(ALGEBRA.of_rest(rest))))
+    sum_ed = jnp.zeros_like(rest.s) if rest.sum_ed is None else rest.sum_ed
+    return jnp.concatenate((z_y[None], more, jnp.stack((rest.m, rest.ones, rest.s, sum_ed))))
 
 
 def over_shards(

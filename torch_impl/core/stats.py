@@ -12,7 +12,6 @@ from xentlib.algebra import (
     Algebra,
     BlockStats,
     NonTargetStats,
-    RestStats,
     TokenStats,
     WantedStats,
 )
@@ -157,13 +156,14 @@ def over_shards(part: Any, columns: ColumnStats) -> tuple[Tensor, NonTargetStats
     return z_y, rest
 
 
-def class_stats(part: Any, columns: ColumnStats) -> tuple[Tensor, RestStats]:
-    """Logits [1 + K, tokens] of the target and of further classes, and what the others have, of a
-    loop or of given logits: with one SUM more than `combined`."""
+def class_stats(part: Any, columns: ColumnStats) -> Tensor:
+    """[1 + K + 4, tokens] of a loop or of given logits: logits of the target and of further
+    classes, and of the others the largest and their sums; with one SUM more than `combined`."""
     z_y, rest = over_shards(part, columns)
     assert columns.more is not None
     more = part.vocab.of_owners(columns.more)
-    return torch.cat((z_y[None], more)), columns.algebra.of_rest(rest)
+    sum_ed = torch.zeros_like(rest.s) if rest.sum_ed is None else rest.sum_ed
+    return torch.cat((z_y[None], more, torch.stack((rest.m, rest.ones, rest.s, sum_ed))))
 
 
 def at_rows(stats: TokenStats, index: slice | Tensor) -> TokenStats:

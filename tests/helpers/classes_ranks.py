@@ -1,0 +1,211 @@
+"""Kept sets and several classes a token on real ranks: a head that is sharded, along each route,
+and mistakes on some of the ranks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xentlib.plan import VocabShard
+from xentlib.tools.harness.ranks import start_gloo
+from xentlib.torch import chunked_logprobs, vocab_parallel_logprobs
+
+N, H, V, K = 29, 16, 421, 5
+Arrays = dict[str, Tensor]
+
+
+def arrays(world: int) -> Arrays:
+    """Of each rank's tokens, and the head."""
+    torch.manual_seed(3)
+    labels = torch.randint(0, V, (world, N))
+    kept = torch.rand(world, N, V).argsort(-1)[..., :K]
+    kept[..., 1] = labels
+    kept[:, ::3] = -1
+    labels[:, ::7] = -100
+    return {
+        "hidden": torch.randn(world, N, H),
+        "weight": torch.randn(V, H) / 2,
+        "labels": labels,
+        "kept": kept,
+        "ids": torch.randint(-1, V, (world, N, K)),
+        "upstream": torch.randn(world, N, K),
+    }
+
+
+def loss(out: Any, upstream: Tensor) -> Tensor:
+    """Of every output, each token's with gradients of its own."""
+    of_ids = torch.where(out.ids_logprobs.isfinite(), out.ids_logprobs * upstream, 0.0).sum()
+    total: Tensor = of_ids + (out.logprobs * upstream[..., 0]).sum()
+    return total + (out.entropy * upstream[..., 1]).sum() + (out.lse * upstream[..., 2]).sum()
+
+
+def results(out: Any, *gradients: Tensor | None) -> list[Tensor]:
+    values = (out.logprobs, out.entropy, out.lse, out.ids_logprobs)
+    kept = [x.detach().nan_to_num(neginf=-99.0) for x in values]
+    return [*kept, *(g for g in gradients if g is not None)]
+
+
+def of_rank(rank: int, world: int, folder: str, items: list[Any]) -> list[Any]:
+    """Outputs and gradients along each route by its name."""
+    start_gloo(rank, world, folder)
+    x = arrays(world)
+    return [{name: route(rank, world, x) for name, route in ROUTES.items()}]
+
+
+def own(x: Arrays, rank: int) -> dict[str, Tensor]:
+    return {name: x[name][rank] for name in ("labels", "kept", "ids")}
+
+
+def whole(rank: int, world: int, x: Arrays) -> list[Tensor]:
+    """One process with the head, and the tokens of all ranks: what is right."""
+    hidden, weight = x["hidden"].clone().requires_grad_(), x["weight"].clone().requires_grad_()
+    given = {name: x[name] for name in ("labels", "kept", "ids")}
+    out = chunked_logprobs(hidden, weight, **given, entropy=True)
+    loss(out, x["upstream"]).backward()
+    assert hidden.grad is not None
+    first = [y[rank] for y in results(out)]
+    return [*first, hidden.grad[rank], weight.grad]  # type: ignore[list-item]
+
+
+def rows_of(world: int) -> list[slice]:
+    """Uneven, and whole blocks of 128 of the first ranks."""
+    ends = [min(128 * k, V) for k in range(world)] + [V]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def every_row(gradient: Tensor, world: int) -> Tensor:
+    padded = [torch.zeros(V, H) for _ in range(world)]
+    ours = torch.zeros(V, H)
+    ours[: len(gradient)] = gradient
+    dist.all_gather(padded, ours)
+    rows = rows_of(world)
+    return torch.cat([g[: r.stop - r.start] for g, r in zip(padded, rows, strict=True)])
+
+
+def tokens_parallel(rank: int, world: int, x: Arrays) -> list[Tensor]:
+    rows = rows_of(world)[rank]
+    hidden = x["hidden"][rank].clone().requires_grad_()
+    weight = x["weight"][rows].clone().requires_grad_()
+    over = VocabShard.of_ranks(rows.stop - rows.start, dist.group.WORLD)
+    out = chunked_logprobs(
+        hidden, weight, **own(x, rank), vocab_parallel=over, tokens_parallel=dist.group.WORLD,
+        max_chunk_bytes=world * 16 * 4 * V, entropy=True,
+    )  # fmt: skip
+    loss(out, x["upstream"][rank]).backward()
+    assert weight.grad is not None
+    return results(out, hidden.grad, every_row(weight.grad, world))
+
+
+def same_tokens(rank: int, world: int, x: Arrays) -> list[Tensor]:
+    """A vocabulary shard whose ranks have all tokens: of a head, and of its logits."""
+    rows = rows_of(world)[rank]
+    hidden, weight = x["hidden"].clone().requires_grad_(), x["weight"][rows].clone()
+    weight.requires_grad_()
+    over = VocabShard.of_ranks(rows.stop - rows.start, dist.group.WORLD)
+    given = {name: x[name] for name in ("labels", "kept", "ids")}
+    out = chunked_logprobs(hidden, weight, **given, vocab_parallel=over, entropy=True)
+    loss(out, x["upstream"]).backward()
+    logits = (hidden.detach() @ weight.detach().T).requires_grad_()
+    of_logits = vocab_parallel_logprobs(logits, **given, vocab_parallel=over, entropy=True)
+    loss(of_logits, x["upstream"]).backward()
+    assert weight.grad is not None
+    assert hidden.grad is not None
+    assert logits.grad is not None
+    d_weight = logits.grad.flatten(0, 1).T @ hidden.detach().flatten(0, 1)
+    for ours, theirs in zip(results(out), results(of_logits), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+    assert (d_weight - weight.grad).norm() < 1e-5 * weight.grad.norm()
+    first = [y[rank] for y in results(out)]
+    return [*first, hidden.grad[rank], every_row(weight.grad, world)]
+
+
+def sharded(gather: str, nodes: int = 0) -> Any:
+    """By FSDP2: its rows, or their gather."""
+
+    def run(rank: int, world: int, x: Arrays) -> list[Tensor]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        head = nn.Linear(H, V, bias=False)
+        with torch.no_grad():
+            head.weight.copy_(x["weight"])
+        fully_shard(head)
+        hidden = x["hidden"][rank].clone().requires_grad_()
+        more: dict[str, Any] = {}
+        if nodes:
+            more["tokens_parallel"] = init_device_mesh("cpu", (nodes, world // nodes))
+        out = chunked_logprobs(
+            hidden,
+            head,
+            **own(x, rank),
+            gather=gather,
+            entropy=True,
+            **more,  # type: ignore[arg-type]
+        )
+        loss(out, x["upstream"][rank]).backward()
+        gradient: Any = head.weight.grad
+        return results(out, hidden.grad, gradient.full_tensor() * world)
+
+    return run
+
+
+ROUTES: dict[str, Any] = {
+    "whole": whole,
+    "same_tokens": same_tokens,
+    "tokens_parallel": tokens_parallel,
+    "head": sharded("head"),
+    "hidden": sharded("hidden"),
+    "stream": sharded("stream"),
+    "nodes": sharded("hidden", 2),
+}
+
+
+def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
+    """What every rank says where some do it wrongly: none waits for another."""
+    start_gloo(rank, world, folder)
+    x, rows, odd = arrays(world), rows_of(world)[rank], rank == 1
+    shard = VocabShard.of_ranks(rows.stop - rows.start, dist.group.WORLD)
+    hidden, weight, given = x["hidden"][0], x["weight"][rows], own(x, 0)
+
+    def call(**changes: Any) -> Any:
+        return chunked_logprobs(hidden, weight, **{**given, **changes}, vocab_parallel=shard)
+
+    def logits(**changes: Any) -> Any:
+        return vocab_parallel_logprobs(
+            hidden @ weight.T, **{**given, **changes}, vocab_parallel=shard
+        )
+
+    def tokens(**changes: Any) -> Any:
+        return call(**changes, tokens_parallel=dist.group.WORLD)
+
+    others, last = x["kept"][0].flip(-1).roll(1, 0), x["ids"][0][:, :-1]
+    wrong = torch.where(torch.arange(N)[:, None] == 3, V + odd * 1, x["ids"][0])
+    outside = x["kept"][0].clone()
+    outside[1] = (given["labels"][1] + 1) % V
+    calls = {
+        "kept of another rank": lambda: call(kept=others if odd else given["kept"]),
+        "ids of another rank": lambda: call(ids=x["ids"][rank]),
+        "fewer ids": lambda: call(ids=last if odd else given["ids"]),
+        "ids on one": lambda: call(ids=given["ids"] if odd else None),
+        "fewer ids, tokens": lambda: tokens(ids=last if odd else given["ids"]),
+        "ids of logits": lambda: logits(ids=x["ids"][rank]),
+        "kept for ids of logits": lambda: logits(
+            kept=None if odd else given["ids"][:, :1] * 0 - 1,
+            ids=torch.cat((given["ids"][:, :1] * 0 - 1, given["ids"]), 1) if odd else given["ids"],
+        ),
+        "no class": lambda: call(ids=wrong * 0 + V),
+        "not kept": lambda: call(kept=outside),
+    }
+    messages = []
+    for one in calls.values():
+        try:
+            one()
+            messages.append("")
+        except (ValueError, TypeError) as error:
+            messages.append(str(error))
+        dist.barrier()
+    return [f"{name}: {text}" for name, text in zip(calls, messages, strict=True)]

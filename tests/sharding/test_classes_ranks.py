@@ -1,0 +1,123 @@
+"""Kept sets and several classes a token of heads that are sharded, on four gloo ranks along every
+route and on four devices of JAX: values, gradients, and mistakes that some ranks make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xentlib.contract import check, failures
+from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.problems import Case, build, upstream_of
+from xentlib.tools.harness.ranks import ShardedCall, run_calls, run_ranks
+from xentlib.tools.parity.rows import invariant
+from xentlib.tools.parity.rows.head import same
+
+pytestmark = pytest.mark.slow
+CASE = Case("classes-shards", 129, 64, 981, std=3.0, confident=0.3, kept=9, ids=5, where=True,
+            token_temperature=True)  # fmt: skip
+
+
+@pytest.mark.torch
+def test_every_route() -> None:
+    """A9, as one process that has all; each exchange is made by every rank."""
+    pytest.importorskip("torch")
+    from helpers import classes_ranks
+
+    for rank, (by_route,) in enumerate(run_ranks("torch", classes_ranks.of_rank, [None], 4)):
+        right = [x.numpy() for x in by_route.pop("whole")]
+        assert len(by_route) == 6
+        for route, got in by_route.items():
+            assert len(got) == len(right)
+            for k, (ours, exact) in enumerate(zip(got, right, strict=True)):
+                pair = ours.numpy(), exact.astype(np.float64)
+                measured = check(
+                    *("A9", *pair), metrics=("rho / u",), case=f"{route}, rank {rank}, {k}"
+                )
+                assert not failures(measured)
+
+
+@pytest.mark.torch
+def test_ranks_that_differ_are_all_refused() -> None:
+    """Each on every rank, in one sentence. Catches: the kept set of another rank."""
+    pytest.importorskip("torch")
+    from helpers import classes_ranks
+
+    of_ranks = run_ranks("torch", classes_ranks.refused, [None], 2)
+    for texts in zip(*of_ranks, strict=True):
+        assert all(text.partition(": ")[2] for text in texts), texts
+        name = texts[0].partition(": ")[0]
+        expected = {"no class": "must hold classes in", "not kept": "must be among the `kept`"}
+        assert all(expected.get(name, "kept") in text for text in texts), texts
+
+
+@pytest.mark.parametrize("function", ["chunked_logprobs", "vocab_parallel_logprobs"])
+def test_shards_do_not_show(backend: str, function: str) -> None:
+    """A18, and A5, A6 over shards."""
+    problem, findings = build(CASE, 3), Findings((backend,))
+    upstream = upstream_of(problem, 11)
+    if function == "vocab_parallel_logprobs":
+        given = invariant.given_problem(problem)
+        problem = given.changed(kept=problem.kept, ids=problem.ids)
+    sizes: list[Any] = [(981,), invariant.even(981, 2), invariant.even(981, 4)]
+    sizes += [(128, 0, 853)] if backend == "torch" else []
+    calls = [ShardedCall(function, problem, cut, upstream) for cut in sizes]
+    one, *others = run_calls(backend, calls)
+    for call, got in zip(calls[1:], others, strict=True):
+        assert not got.unequal
+        of_shards = {"names": invariant.OF_SHARDS, "backend": backend, "case": str(call.sizes)}
+        same(findings, "A18", got.outcome, one.outcome, **of_shards)
+        if function == "chunked_logprobs":
+            reference = problem.per_token_reference(upstream)
+            findings.gradients({backend: got.outcome}, reference, problem)
+    assert len(findings.measurements) > 8
+    assert not failures(findings.measurements)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("way", ["tokens_parallel", "explicit", "hidden"])
+def test_meshes(way: str) -> None:
+    """A9: tokens and rows over one axis that a program names, and whole arrays on a mesh."""
+    jax = pytest.importorskip("jax")
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from xentlib.jax import chunked_logprobs
+
+    p = build(Case("classes-mesh", 64, 16, 512, ignored=0.1, kept=6, ids=4, bias=False), 2)
+    upstream = upstream_of(p, 5)
+
+    def loss(hidden: Any, weight: Any, labels: Any, kept: Any, ids: Any, g: Any, **how: Any) -> Any:
+        how |= {"kept": kept, "ids": ids, "entropy": True}
+        out = chunked_logprobs(hidden, weight, labels, **how)
+        there = jax.numpy.isfinite(out.ids_logprobs)
+        of_ids = jax.numpy.where(there, out.ids_logprobs * g, 0).sum()
+        return of_ids + ((out.logprobs + out.entropy * 0.3) * g[:, 0]).sum()
+
+    arrays = (p.hidden, p.weight, p.labels, p.kept, p.ids, upstream.d_ids_logprobs)
+    right = jax.jit(jax.grad(loss, argnums=(0, 1)))(*arrays)
+    if way == "tokens_parallel":
+        mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+        def spread(*own: Any) -> Any:
+            return jax.lax.psum(loss(*own, vocab_parallel="x", tokens_parallel="x"), "x")
+
+        mapped = jax.shard_map(spread, mesh=mesh, in_specs=(P("x"),) * 6, out_specs=P())
+        got = jax.jit(jax.grad(mapped, argnums=(0, 1)))(*arrays)
+    else:
+        mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+        rows = P("data") if way == "hidden" else P("model")
+        specs = (P("data"), rows, *[P("data")] * 4)
+        more = {"gather": "hidden"} if way == "hidden" else {}
+        with jax.set_mesh(mesh):
+            placed = [
+                jax.device_put(x, NamedSharding(mesh, spec))
+                for x, spec in zip(arrays, specs, strict=True)
+            ]
+            step = jax.jit(jax.grad(lambda *x: loss(*x, **more), argnums=(0, 1)))
+            got = jax.device_get(step(*placed))
+    for ours, exact in zip(got, right, strict=True):
+        pair = np.asarray(ours), np.asarray(exact).astype(np.float64)
+        assert not failures(check("A9", *pair, metrics=("rho / u",), backend="jax", case=way))
