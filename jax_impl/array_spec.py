@@ -11,7 +11,7 @@ import numpy as np
 from xentlib.checks.validators import ArraySpec
 
 # Arguments that must be arrays, and those that may also be None.
-REQUIRED = ("hidden", "logits", "labels")
+REQUIRED = ("hidden", "logits", "labels", "values")
 PACKING = ("segment_ids", "cu_seqlens", "position_ids")
 OPTIONAL = ("bias", "where", "token_weights", "class_weights", *PACKING)
 
@@ -81,6 +81,8 @@ def refuse_array(name: str, value: Any) -> NoReturn:
     elif isinstance(value, (list, tuple)):
         join = "stack" if value and is_array(value[0]) else "asarray"
         way_out = f"Pass `jnp.{join}({name})`."
+    elif name == "values" and hasattr(value, "logprobs"):
+        way_out = "Pass `values.logprobs`."
     else:
         way_out = "Pass an array of numbers."
     raise TypeError(f"`{name}` must be a JAX or NumPy array; got {came}. {way_out}")
