@@ -17,7 +17,7 @@ from xentlib.checks.call import known_names
 from xentlib.checks.segments import SEGMENTS, check_segments
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays, refuse_array
 from xentlib.jax.core.tokens import check_kept
-from xentlib.segments import WORD_BITS
+from xentlib.segments import SHORT_WORD_BITS
 
 
 @known_names
@@ -52,17 +52,16 @@ def segment_sum(
         TypeError: a dtype that cannot be used; `num_segments` that is no Python integer.
 
     Numerics: a segment's values are added exactly, down to 2^-55 of the largest of them, m, and
-    their sum is rounded once: |out - sum| <= u |sum| + n 2^-55 m for n values, with u = 2^-24 (for
-    float64 values 2^-53) to its first digits. Of values in 32 bits or fewer that are all above
-    2^-32 m nothing is cut off. The bits depend on the segment's own values alone: not on packing,
-    the order of rows or tokens, other segments, or the order in which a GPU adds. Both backends
-    round the same number, and differ only where it is within 2^-23 of half a unit in the last
-    place. The gradient is rounded once, to the dtype of `values`. Rows A0 and A11 of the contract.
+    their sum is rounded once: |out - sum| <= u |sum| + n 2^-55 m for n values, where u is 2^-24 to
+    its first digits (of float64 values 2^-53, and 2^-83 m). A float32 value above 2^-32 m is whole.
+    The bits depend on the segment's own values alone: not on packing, the order of rows or tokens,
+    other segments, or the order in which a GPU adds. Both backends round the same number, and
+    differ only where it is as good as halfway between two others. The gradient is rounded once, to
+    the dtype of `values`. Rows A0 and A11 of the contract.
 
     Sources: reproducible sums of binned values as in Demmel and Nguyen (ARITH 2013).
     """
-    values_N, index_N, poison, count = select_segments(values, segment_ids, num_segments, where)
-    return exact_sums(count, values_N, index_N) * poison
+    return summed(values, segment_ids, num_segments, where, mean=False)
 
 
 @known_names
@@ -90,13 +89,19 @@ def segment_mean(
         ValueError: as `segment_sum`.
         TypeError: as `segment_sum`.
 
-    Numerics: the sum of `segment_sum`, divided by the number and rounded once more:
-    |out - mean| <= 2u |mean| + 2^-55 m. Rows A0 and A11 of the contract.
+    Numerics: the exact sum of `segment_sum`, divided by the number and rounded once (float64 values
+    twice, in PyTorch): |out - mean| <= u |mean| + 2^-54 m. The mean of equal values is that value.
+    The gradient is rounded after the division, and to the dtype of `values`. Rows A0 and A11 of the
+    contract.
     """
+    return summed(values, segment_ids, num_segments, where, mean=True)
+
+
+def summed(
+    values: Any, segment_ids: Any, num_segments: Any, where: Any, *, mean: bool
+) -> jax.Array:
     values_N, index_N, poison, count = select_segments(values, segment_ids, num_segments, where)
-    total_S = exact_sums(count, values_N, index_N) * poison
-    tokens_S = added(jnp.ones_like(index_N), index_N, count)
-    return total_S / jnp.maximum(tokens_S, 1).astype(total_S.dtype)
+    return segment_results(count, mean, values_N, index_N) * poison
 
 
 def select_segments(
@@ -131,20 +136,29 @@ def select_segments(
     return values_N, index_N, poison, count
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def exact_sums(count: int, values_N: jax.Array, index_N: jax.Array) -> jax.Array:
-    return segment_forward(values_N, index_N, count)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def segment_results(count: int, mean: bool, values_N: jax.Array, index_N: jax.Array) -> jax.Array:
+    return segment_forward(values_N, index_N, count, mean)
 
 
-exact_sums.defvjp(
-    lambda count, values_N, index_N: (segment_forward(values_N, index_N, count), index_N),
-    lambda count, index_N, d_sums_S: (segment_backward(d_sums_S, index_N), None),
-)
+def results_and_kept(
+    count: int, mean: bool, values_N: jax.Array, index_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return segment_forward(values_N, index_N, count, mean), index_N
 
 
-def segment_forward(values_N: jax.Array, index_N: jax.Array, count: int) -> jax.Array:
+def gradients(
+    count: int, mean: bool, index_N: jax.Array, d_out_S: jax.Array
+) -> tuple[jax.Array, None]:
+    return segment_backward(d_out_S, index_N, mean), None
+
+
+segment_results.defvjp(results_and_kept, gradients)
+
+
+def segment_forward(values_N: jax.Array, index_N: jax.Array, count: int, mean: bool) -> jax.Array:
     """Steps 2 to 5. Powers of two are made of their bits: not every GPU divides by one exactly."""
-    info = jnp.finfo(values_N.dtype)
+    info: Any = jnp.finfo(values_N.dtype)  # type: ignore[no-untyped-call]
     integer = np.dtype(f"int{info.bits}")
     bias = np.asarray(info.maxexp - 1, integer)
 
@@ -154,7 +168,7 @@ def segment_forward(values_N: jax.Array, index_N: jax.Array, count: int) -> jax.
     finite_N = jnp.isfinite(values_N)
     special_S = added(jnp.where(finite_N, 0.0, values_N), index_N, count)
     values_N = jnp.where(finite_N, values_N, 0.0)
-    widths = WORD_BITS[integer.itemsize]
+    widths = SHORT_WORD_BITS[integer.itemsize]
     largest_S = jnp.zeros(count, info.dtype).at[index_N].max(jnp.abs(values_N), mode="drop")
     exponent_S = (lax.bitcast_convert_type(largest_S, integer) >> info.nmant) - bias
     exponent_S = jnp.maximum(exponent_S, widths[0] - 1 - bias)  # or the first power is beyond all
@@ -166,16 +180,21 @@ def segment_forward(values_N: jax.Array, index_N: jax.Array, count: int) -> jax.
         left_N = left_N - word_N
         words.append(word_N.astype(integer))
     words_SW = added(jnp.stack(words, -1), index_N, count)
-    total_S = value_of(list(words_SW.T), widths, info.dtype)
+    tokens_S = tokens_of(index_N, count).astype(integer) if mean else None
+    total_S = value_of(list(words_SW.T), widths, info.dtype, tokens_S)
     return (2.0 * total_S) * power(exponent_S) + special_S
 
 
-def value_of(words: list[jax.Array], widths: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The number that sums of words are of, rounded once: as a sum of floats without an error, from
-    digits of one sign, the largest first."""
+def value_of(
+    words: list[jax.Array], widths: tuple[int, ...], dtype: Any, divisor: jax.Array | None
+) -> jax.Array:
+    """The number that sums of words are of, divided and rounded once: as a sum of floats whose
+    errors are kept, of digits of one sign, the largest first."""
     words = carried(words, widths)
     sign = jnp.where(words[0] < 0, -1, 1).astype(words[0].dtype)
     words = carried([word * sign for word in words], widths)
+    if divisor is not None:
+        words = divided(words, widths, divisor)
     half = words[0].dtype.itemsize * 4  # a float holds half of the first word's bits
     top = words[0] >> half
     scales = [2.0 ** (half - widths[0]), *(2.0 ** -sum(widths[: k + 1]) for k in range(len(words)))]
@@ -198,9 +217,27 @@ def carried(words: list[jax.Array], widths: tuple[int, ...]) -> list[jax.Array]:
     return words
 
 
-def segment_backward(d_sums_S: jax.Array, index_N: jax.Array) -> jax.Array:
-    """The gradient of each token's segment, 0 of a token that belongs to none."""
-    return of_tokens(d_sums_S, index_N)
+def divided(words: list[jax.Array], widths: tuple[int, ...], divisor: jax.Array) -> list[jax.Array]:
+    """Digits of the quotient, by long division. XLA makes a product with a reciprocal of a division
+    of floats where the divisor is a constant or has fewer dimensions, and so other bits."""
+    quotient, over = [], jnp.zeros_like(divisor)
+    for word, bits in zip(words, widths, strict=True):
+        left = (over << bits) + word
+        quotient.append(left // divisor)
+        over = left - quotient[-1] * divisor
+    return quotient
+
+
+def segment_backward(d_out_S: jax.Array, index_N: jax.Array, mean: bool) -> jax.Array:
+    """What each token gets; 0 where it belongs to no segment."""
+    if mean:
+        d_out_S = d_out_S / tokens_of(index_N, len(d_out_S)).astype(d_out_S.dtype)
+    return of_tokens(d_out_S, index_N)
+
+
+def tokens_of(index_N: jax.Array, count: int) -> jax.Array:
+    """How many tokens each segment has, 1 in place of none."""
+    return jnp.maximum(added(jnp.ones_like(index_N), index_N, count), 1)
 
 
 def of_tokens(x_S: jax.Array, index_N: jax.Array) -> jax.Array:

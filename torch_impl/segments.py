@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from xentlib.checks.call import known_names
-from xentlib.checks.segments import SEGMENTS, check_segments
+from xentlib.checks.segments import SEGMENT_TYPES, SEGMENTS, check_segments
 from xentlib.segments import WORD_BITS
-from xentlib.torch.array_spec import array_spec, only_tensors, refuse_array
+from xentlib.torch.array_spec import array_spec, is_dtensor, only_tensors, refuse_array
 from xentlib.torch.micro_batch import readable
 
 
@@ -49,17 +50,16 @@ def segment_sum(
         TypeError: a dtype that cannot be used; `num_segments` that is no Python integer.
 
     Numerics: a segment's values are added exactly, down to 2^-55 of the largest of them, m, and
-    their sum is rounded once: |out - sum| <= u |sum| + n 2^-55 m for n values, with u = 2^-24 (for
-    float64 values 2^-53) to its first digits. Of values in 32 bits or fewer that are all above
-    2^-32 m nothing is cut off. The bits depend on the segment's own values alone: not on packing,
-    the order of rows or tokens, other segments, or the order in which a GPU adds. Both backends
-    round the same number, and differ only where it is within 2^-23 of half a unit in the last
-    place. The gradient is rounded once, to the dtype of `values`. Rows A0 and A11 of the contract.
+    their sum is rounded once: |out - sum| <= u |sum| + n 2^-55 m for n values, where u is 2^-24 to
+    its first digits (of float64 values 2^-53, and 2^-83 m). A float32 value above 2^-32 m is whole.
+    The bits depend on the segment's own values alone: not on packing, the order of rows or tokens,
+    other segments, or the order in which a GPU adds. Both backends round the same number, and
+    differ only where it is as good as halfway between two others. The gradient is rounded once, to
+    the dtype of `values`. Rows A0 and A11 of the contract.
 
     Sources: reproducible sums of binned values as in Demmel and Nguyen (ARITH 2013).
     """
-    index_N, poison, count = select_segments(values, segment_ids, num_segments, where)
-    return SegmentSum.apply(values.flatten(), index_N, count) * poison
+    return summed(values, segment_ids, num_segments, where, mean=False)
 
 
 @known_names
@@ -87,13 +87,18 @@ def segment_mean(
         ValueError: as `segment_sum`.
         TypeError: as `segment_sum`.
 
-    Numerics: the sum of `segment_sum`, divided by the number and rounded once more:
-    |out - mean| <= 2u |mean| + 2^-55 m. Rows A0 and A11 of the contract.
+    Numerics: the exact sum of `segment_sum`, divided by the number and rounded once (float64 values
+    twice, in PyTorch): |out - mean| <= u |mean| + 2^-54 m. The mean of equal values is that value.
+    The gradient is rounded after the division, and to the dtype of `values`. Rows A0 and A11 of the
+    contract.
     """
+    return summed(values, segment_ids, num_segments, where, mean=True)
+
+
+def summed(values: Any, segment_ids: Any, num_segments: Any, where: Any, *, mean: bool) -> Tensor:
     index_N, poison, count = select_segments(values, segment_ids, num_segments, where)
-    total_S = SegmentSum.apply(values.flatten(), index_N, count) * poison
-    tokens_Z = index_N.new_zeros(count + 1).index_add(0, index_N, torch.ones_like(index_N))
-    return total_S / tokens_Z[:count].clamp(min=1)
+    sums_S: Tensor = SegmentSum.apply(values.flatten(), index_N, count, mean)  # type: ignore[no-untyped-call]
+    return sums_S * poison
 
 
 def select_segments(
@@ -101,7 +106,10 @@ def select_segments(
 ) -> tuple[Tensor, Tensor, int]:
     """Step 1: the segment of each token, S where it belongs to none; what multiplies results, 1, or
     NaN where an id is too large and could not be read; S."""
-    only_tensors(values=values, segment_ids=segment_ids, where=where)
+    named = {"values": values, "segment_ids": segment_ids, "where": where}
+    only_tensors(**named)
+    for name, x in named.items():
+        SEGMENT_TYPES.require("sharded", not is_dtensor(x), name=name)
     if segment_ids is None:
         refuse_array("segment_ids", segment_ids)
     given = (values, segment_ids, num_segments, where)
@@ -119,26 +127,28 @@ def select_segments(
 
 
 class SegmentSum(torch.autograd.Function):
-    """[N] values, [N] segments and their number, to [S] sums."""
+    """[N] values, [N] segments, their number, and whether it is a mean, to [S] results."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(values_N: Tensor, index_N: Tensor, count: int) -> Tensor:
-        return segment_forward(values_N, index_N, count)
+    def forward(values_N: Tensor, index_N: Tensor, count: int, mean: bool) -> Tensor:
+        return segment_forward(values_N, index_N, count, mean)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        values_N, index_N, _ = inputs
+        values_N, index_N, _, ctx.mean = inputs
         ctx.save_for_backward(index_N)
         ctx.dtype = values_N.dtype
 
     @staticmethod
-    def backward(ctx: Any, d_sums: Tensor) -> tuple[Tensor, None, None]:
-        return segment_backward(d_sums, *ctx.saved_tensors).to(ctx.dtype), None, None
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        (index_N,) = ctx.saved_tensors
+        d_values = segment_backward(d_out, index_N, ctx.mean)
+        return d_values.to(ctx.dtype), None, None, None
 
 
-def segment_forward(values_N: Tensor, index_N: Tensor, count: int) -> Tensor:
+def segment_forward(values_N: Tensor, index_N: Tensor, count: int, mean: bool) -> Tensor:
     """Steps 2 to 5."""
     wide_N = values_N.double()
     finite_N = wide_N.isfinite()
@@ -148,17 +158,29 @@ def segment_forward(values_N: Tensor, index_N: Tensor, count: int) -> Tensor:
     largest_Z = none_Z.scatter_reduce(0, index_N, wide_N.abs(), "amax")
     mantissa_Z = largest_Z.frexp().mantissa
     unit_Z = torch.where(largest_Z > 0, largest_Z / (2.0 * mantissa_Z), 1.0)
-    left_N, total_S, below = 0.5 * (wide_N / unit_Z[index_N]), 0.0, 0
-    for bits in WORD_BITS[8]:
+    left_N, words, below = 0.5 * (wide_N / unit_Z[index_N]), [], 0
+    double = values_N.dtype == torch.float64
+    for bits in WORD_BITS[8 if double else 4]:
         left_N = left_N * 2.0**bits
         word_N = left_N.trunc()
         left_N = left_N - word_N
         below += bits
-        total_S = total_S + none_Z.index_add(0, index_N, word_N)[:count] * 2.0**-below
-    total_S = (2.0 * total_S) * unit_Z[:count] + special_S
-    return total_S if values_N.dtype == torch.float64 else total_S.float()
+        words.append(none_Z.index_add(0, index_N, word_N)[:count] * 2.0**-below)
+    total_S = 2.0 * sum(reversed(words))
+    if mean:
+        total_S = total_S / tokens_of(index_N, count)
+    total_S = total_S * unit_Z[:count] + special_S
+    return total_S if double else total_S.float()
 
 
-def segment_backward(d_sums_S: Tensor, index_N: Tensor) -> Tensor:
-    """The gradient of each token's segment, 0 of a token that belongs to none."""
-    return torch.nn.functional.pad(d_sums_S, (0, 1))[index_N]
+def segment_backward(d_out_S: Tensor, index_N: Tensor, mean: bool) -> Tensor:
+    """What each token gets; 0 where it belongs to no segment."""
+    if mean:
+        d_out_S = d_out_S / tokens_of(index_N, d_out_S.shape[0])
+    return pad(d_out_S, (0, 1))[index_N]
+
+
+def tokens_of(index_N: Tensor, count: int) -> Tensor:
+    """How many tokens each segment has, 1 in place of none."""
+    tokens_Z = index_N.new_zeros(count + 1).index_add(0, index_N, torch.ones_like(index_N))
+    return tokens_Z[:count].clamp(min=1)

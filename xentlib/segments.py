@@ -2,12 +2,14 @@
 
  1. a token counts if its id is not negative and `where` holds; the others are taken out
  2. of each segment the largest |value|, and the power of two at or below it, its unit
- 3. each value in units, cut off at 2^-55 of one, as words: integers of a few bits
+ 3. each value in units, cut off at 2^-55 of one (float64: 2^-83), as words: integers of a few
+    bits
  4. words are added by segment, as integers: exact in any order
- 5. the number that a segment's words are of, rounded once; what is not finite is added as it is
- 6. of a mean, that divided by the number of tokens that count, rounded once more
+ 5. the number that a segment's words are of, for a mean divided by how many tokens count, rounded
+    once; what is not finite is added as it is
 
-The backward gives each token that counts the gradient of its segment, and 0 to the others.
+The backward gives each token that counts the gradient of its segment's result, for a mean divided
+by that number, and 0 to the others.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from xentlib.arguments import Array
 
 __all__ = ["segment_mean", "segment_sum"]
 
-# Bits of each word of step 3, by the element size of the dtype that a sum is made in, 56 in all: a
-# float32 value of 2^-32 of the largest is whole. Words are added as float64 (53 bits) or int64, and
-# as int32 where JAX has no 64-bit types: fewer than 2^24 of them overflow none.
-WORD_BITS = {8: (28, 28), 4: (7,) * 8}
+# Bits of each word of step 3, by the element size of the result, and of the shorter words that JAX
+# has without 64-bit types: 56 bits in all for float32, 84 for float64. Sums of words are integers
+# in float64 (53 bits), int64 and int32: those of fewer than 2^24 values overflow in none, nor does
+# a remainder below their number that is carried to the next word.
+WORD_BITS = {4: (28, 28), 8: (28, 28, 28)}
+SHORT_WORD_BITS = {4: (7,) * 8, 8: WORD_BITS[8]}
 MOST_TOKENS = 2**24 - 1
 
 
@@ -60,12 +64,12 @@ def segment_sum(
         TypeError: a dtype that cannot be used; `num_segments` that is no Python integer.
 
     Numerics: a segment's values are added exactly, down to 2^-55 of the largest of them, m, and
-    their sum is rounded once: |out - sum| <= u |sum| + n 2^-55 m for n values, with u = 2^-24 (for
-    float64 values 2^-53) to its first digits. Of values in 32 bits or fewer that are all above
-    2^-32 m nothing is cut off. The bits depend on the segment's own values alone: not on packing,
-    the order of rows or tokens, other segments, or the order in which a GPU adds. Both backends
-    round the same number, and differ only where it is within 2^-23 of half a unit in the last
-    place. The gradient is rounded once, to the dtype of `values`. Rows A0 and A11 of the contract.
+    their sum is rounded once: |out - sum| <= u |sum| + n 2^-55 m for n values, where u is 2^-24 to
+    its first digits (of float64 values 2^-53, and 2^-83 m). A float32 value above 2^-32 m is whole.
+    The bits depend on the segment's own values alone: not on packing, the order of rows or tokens,
+    other segments, or the order in which a GPU adds. Both backends round the same number, and
+    differ only where it is as good as halfway between two others. The gradient is rounded once, to
+    the dtype of `values`. Rows A0 and A11 of the contract.
 
     Sources: reproducible sums of binned values as in Demmel and Nguyen (ARITH 2013).
     """
@@ -100,7 +104,9 @@ def segment_mean(
         ValueError: as `segment_sum`.
         TypeError: as `segment_sum`.
 
-    Numerics: the sum of `segment_sum`, divided by the number and rounded once more:
-    |out - mean| <= 2u |mean| + 2^-55 m. Rows A0 and A11 of the contract.
+    Numerics: the exact sum of `segment_sum`, divided by the number and rounded once (float64 values
+    twice, in PyTorch): |out - mean| <= u |mean| + 2^-54 m. The mean of equal values is that value.
+    The gradient is rounded after the division, and to the dtype of `values`. Rows A0 and A11 of the
+    contract.
     """
     raise NotImplementedError("call xentlib.torch.segment_mean or xentlib.jax.segment_mean")

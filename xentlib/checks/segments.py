@@ -30,6 +30,8 @@ SEGMENT_TYPES = Refusals(
     TypeError,
     count="`num_segments` must be a Python integer; got {came}. It is the size of the result: pass "
     "`int(...)` of what the host knows, and in `jax.jit` name it in `static_argnames`.",
+    sharded="`{name}` must be a plain tensor; got a DTensor. Pass `{name}.to_local()`: the sums of "
+    "ranks over their own tokens add up.",
     where="`where` must be boolean; got {dtype}. Compare the mask with 0; to weigh tokens multiply "
     "`values`.",
 )
