@@ -78,11 +78,11 @@ def refuse_array(name: str, value: Any) -> NoReturn:
     came = type(value).__name__
     if framework_of(type(value)) == "torch":
         came, way_out = f"torch.{came}", f"Pass `xentlib.interop.to_jax({name})`."
+    elif name == "values" and hasattr(value, "logprobs"):
+        way_out = "Pass `values.logprobs`."
     elif isinstance(value, (list, tuple)):
         join = "stack" if value and is_array(value[0]) else "asarray"
         way_out = f"Pass `jnp.{join}({name})`."
-    elif name == "values" and hasattr(value, "logprobs"):
-        way_out = "Pass `values.logprobs`."
     else:
         way_out = "Pass an array of numbers."
     raise TypeError(f"`{name}` must be a JAX or NumPy array; got {came}. {way_out}")
