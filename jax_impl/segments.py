@@ -90,7 +90,7 @@ def segment_mean(
         TypeError: as `segment_sum`.
 
     Numerics: the exact sum of `segment_sum`, divided by the number and rounded once (float64 values
-    twice, in PyTorch): |out - mean| <= u |mean| + 2^-54 m. The mean of equal values is that value.
+    twice, in PyTorch): |out - mean| <= u |mean| + 2^-55 m. The mean of equal values is that value.
     The gradient is rounded after the division, and to the dtype of `values`. Rows A0 and A11 of the
     contract.
     """
@@ -190,11 +190,11 @@ def value_of(
     words: list[jax.Array], widths: tuple[int, ...], dtype: Any, divisor: jax.Array | None
 ) -> jax.Array:
     """The number that sums of words are of, divided and rounded once: as a sum of floats whose
-    errors are kept, of digits of one sign, the largest first."""
+    errors are kept, of digits, the largest first. What is below a digit is less than 1 of it, so
+    that what was once rounded does not cancel."""
     words = carried(words, widths)
-    sign = jnp.where(words[0] < 0, -1, 1).astype(words[0].dtype)
-    words = carried([word * sign for word in words], widths)
-    if divisor is not None:
+    if divisor is not None:  # whose digits go on below those of the sum
+        words, widths = [*words, *[jnp.zeros_like(divisor)] * 4], (*widths, *widths[:1] * 4)
         words = divided(words, widths, divisor)
     half = words[0].dtype.itemsize * 4  # a float holds half of the first word's bits
     top = words[0] >> half
@@ -205,7 +205,7 @@ def value_of(
         total = high + term
         low = low + (term - (total - high))
         high = total
-    return sign.astype(dtype) * (high + low)
+    return high + low
 
 
 def carried(words: list[jax.Array], widths: tuple[int, ...]) -> list[jax.Array]:

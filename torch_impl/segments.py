@@ -88,7 +88,7 @@ def segment_mean(
         TypeError: as `segment_sum`.
 
     Numerics: the exact sum of `segment_sum`, divided by the number and rounded once (float64 values
-    twice, in PyTorch): |out - mean| <= u |mean| + 2^-54 m. The mean of equal values is that value.
+    twice, in PyTorch): |out - mean| <= u |mean| + 2^-55 m. The mean of equal values is that value.
     The gradient is rounded after the division, and to the dtype of `values`. Rows A0 and A11 of the
     contract.
     """

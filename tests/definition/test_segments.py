@@ -14,7 +14,7 @@ from xentlib.checks.validators import ArraySpec
 from xentlib.segments import MOST_TOKENS, SHORT_WORD_BITS, WORD_BITS
 from xentlib.ulp import bits_unequal
 
-KINDS = ("normal", "logprobs", "all sizes", "cancelling")
+KINDS = ("normal", "logprobs", "all sizes", "cancelling", "far below")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,6 +97,20 @@ def test_what_is_not_finite_stays_in_its_segment(backend):
     assert bits_unequal(np.nan_to_num(got), np.nan_to_num(want)) == 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_smallest_and_the_largest(backend, name):
+    """A0: of normal numbers; each power of two that a unit may be, or nearly."""
+    power = 2.0 ** np.array([-126, -125, -118, -117, -116, -60, 0, 60, 126, 127])
+    values = np.stack([power, power * (0.5 + 2.0**-23), -power * 0.5], -1).astype(np.float32)
+    values[power < 2.0**-124] *= np.float32([1, 0, 0])  # the others would be subnormal
+    ids = np.repeat(np.arange(10, dtype=np.int32), 3).reshape(values.shape)
+    want, _ = truth(name, values, ids, 10, np.ones(10, np.float32))
+    want[np.abs(want) < 2.0**-126] = 0  # as flushed
+    got = computed(backend, name, values, ids, 10)
+    got[np.abs(got) < 2.0**-126] = 0
+    assert bits_unequal(got, want) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in NAMES for dtype in ("bfloat16", "float16")]
@@ -129,13 +143,15 @@ def test_the_error_bound(backend):
 
 
 def test_words_do_not_overflow(backend):
-    """Every bit of 2^20 values of one segment, and by arithmetic those of the most that there may
-    be; the remainder of a long division too."""
-    values = np.full(2**20, -(2.0 - 2.0**-23), np.float32)
+    """Of 2^20 values of one segment, all of one sign, and by arithmetic of the most that there may
+    be; nor does the remainder of a long division."""
+    rng = np.random.default_rng(6)
+    values = -rng.uniform(1.5, 2, 2**20).astype(np.float32)
     ids = np.zeros(values.shape, np.int8)
-    got = computed(backend, "segment_sum", values, ids, 1)
-    assert bits_unequal(got, values[:1] * np.float32(2**20)) == 0
-    assert bits_unequal(computed(backend, "segment_mean", values, ids, 1), values[:1]) == 0
+    want = np.float32([math.fsum(values)])
+    assert bits_unequal(computed(backend, "segment_sum", values, ids, 1), want) == 0
+    mean = want / np.float32(2**20)
+    assert bits_unequal(computed(backend, "segment_mean", values, ids, 1), mean) == 0
     for widths, holds in ((SHORT_WORD_BITS[4], 31), (SHORT_WORD_BITS[8], 63), (WORD_BITS[8], 53)):
         assert MOST_TOKENS * (2 ** widths[0] - 1) < 2**holds
         assert (MOST_TOKENS - 1) * 2 ** widths[0] + 2 ** widths[0] - 1 < 2**holds
