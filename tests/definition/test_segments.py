@@ -143,15 +143,17 @@ def test_the_error_bound(backend):
 
 
 def test_words_do_not_overflow(backend):
-    """Of 2^20 values of one segment, all of one sign, and by arithmetic of the most that there may
-    be; nor does the remainder of a long division."""
+    """Of 2^20 values of one segment, all of one sign or cancelled by a few that are large, and by
+    arithmetic of the most that there may be; nor does the remainder of a long division."""
     rng = np.random.default_rng(6)
-    values = -rng.uniform(1.5, 2, 2**20).astype(np.float32)
-    ids = np.zeros(values.shape, np.int8)
-    want = np.float32([math.fsum(values)])
-    assert bits_unequal(computed(backend, "segment_sum", values, ids, 1), want) == 0
-    mean = want / np.float32(2**20)
-    assert bits_unequal(computed(backend, "segment_mean", values, ids, 1), mean) == 0
+    small = rng.uniform(0.004, 0.0078, 2**20)
+    small[: int(small.sum())] = -1
+    for x in (-rng.uniform(1.5, 2, 2**20), small):
+        values, ids = x.astype(np.float32), np.zeros(x.shape, np.int8)
+        want = np.float32([math.fsum(values)])
+        assert bits_unequal(computed(backend, "segment_sum", values, ids, 1), want) == 0
+        mean = want / np.float32(2**20)
+        assert bits_unequal(computed(backend, "segment_mean", values, ids, 1), mean) == 0
     for widths, holds in ((SHORT_WORD_BITS[4], 31), (SHORT_WORD_BITS[8], 63), (WORD_BITS[8], 53)):
         assert MOST_TOKENS * (2 ** widths[0] - 1) < 2**holds
         assert (MOST_TOKENS - 1) * 2 ** widths[0] + 2 ** widths[0] - 1 < 2**holds
