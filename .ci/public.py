@@ -52,6 +52,8 @@ ARRAYS = {
 # Of these the docstring alone is copied: name, file of the definition, files that implement it.
 DOCUMENTED = (
     ("next_token_labels", "labels", ("torch_impl/labels.py", "jax_impl/labels.py")),
+    ("segment_sum", "segments", ("torch_impl/segments.py", "jax_impl/segments.py")),
+    ("segment_mean", "segments", ("torch_impl/segments.py", "jax_impl/segments.py")),
     ("count_collectives", "collectives", ("torch_impl/collectives.py", "jax_impl/collectives.py")),
     ("Evaluation", "evaluation", ("torch_impl/evaluation.py", "jax_impl/evaluation.py")),
     ("gather_head", "head", ("torch_impl/placement/head.py",)),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from xentlib.jax.evaluation import Evaluation
     from xentlib.jax.labels import next_token_labels
     from xentlib.jax.module import LinenNLLHead, NLLHead
+    from xentlib.jax.segments import segment_mean, segment_sum
     from xentlib.tools.crosscheck import CrossCheckError
 
 __all__ = [
@@ -57,6 +58,8 @@ __all__ = [
     "chunked_nll",
     "count_collectives",
     "next_token_labels",
+    "segment_mean",
+    "segment_sum",
     "token_normalized",
     "vocab_parallel_divergence",
     "vocab_parallel_logprobs",
@@ -77,6 +80,7 @@ if not TYPE_CHECKING:
             "xentlib.jax.evaluation": "Evaluation",
             "xentlib.jax.labels": "next_token_labels",
             "xentlib.jax.module": "LinenNLLHead NLLHead",
+            "xentlib.jax.segments": "segment_mean segment_sum",
             "xentlib.tools.crosscheck": "CrossCheckError",
         },
     )

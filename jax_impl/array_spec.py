@@ -11,7 +11,7 @@ import numpy as np
 from xentlib.checks.validators import ArraySpec
 
 # Arguments that must be arrays, and those that may also be None.
-REQUIRED = ("hidden", "logits", "labels")
+REQUIRED = ("hidden", "logits", "labels", "values")
 PACKING = ("segment_ids", "cu_seqlens", "position_ids")
 OPTIONAL = ("bias", "where", "token_weights", "class_weights", "kept", "ids", *PACKING)
 
@@ -78,6 +78,8 @@ def refuse_array(name: str, value: Any) -> NoReturn:
     came = type(value).__name__
     if framework_of(type(value)) == "torch":
         came, way_out = f"torch.{came}", f"Pass `xentlib.interop.to_jax({name})`."
+    elif name == "values" and hasattr(value, "logprobs"):
+        way_out = "Pass `values.logprobs`."
     elif isinstance(value, (list, tuple)):
         join = "stack" if value and is_array(value[0]) else "asarray"
         way_out = f"Pass `jnp.{join}({name})`."

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from xentlib.torch.crosscheck import CrossCheck
     from xentlib.torch.evaluation import Evaluation
     from xentlib.torch.labels import next_token_labels
+    from xentlib.torch.segments import segment_mean, segment_sum
     from xentlib.torch.window import Window
 
 __all__ = [
@@ -66,6 +67,8 @@ __all__ = [
     "count_collectives",
     "gather_head",
     "next_token_labels",
+    "segment_mean",
+    "segment_sum",
     "vocab_parallel_divergence",
     "vocab_parallel_logprobs",
 ]
@@ -85,6 +88,7 @@ if not TYPE_CHECKING:
             "xentlib.torch.crosscheck": "CrossCheck",
             "xentlib.torch.evaluation": "Evaluation",
             "xentlib.torch.labels": "next_token_labels",
+            "xentlib.torch.segments": "segment_mean segment_sum",
             "xentlib.torch.window": "Window",
         },
     )

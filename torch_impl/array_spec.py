@@ -18,6 +18,7 @@ REQUIRED = {
     "weight": "the weight of the head",
     "labels": "class indices, one for each token",
     "logits": "one row of logits for each token",
+    "values": "one number for each token",
 }
 OPTIONAL = frozenset(
     (
@@ -65,7 +66,7 @@ def only_tensors(**arguments: Any) -> None:
 def refuse_array(name: str, value: Any) -> NoReturn:
     framework = framework_of(value)
     came = type(value).__name__
-    field = {"hidden": "last_hidden_state", "logits": "logits"}.get(name, "")
+    field = {"hidden": "last_hidden_state", "logits": "logits", "values": "logprobs"}.get(name, "")
     if framework == "numpy":
         came, way_out = f"numpy.{came}", f"Pass `torch.from_numpy({name})`."
     elif framework in ARRAYS:

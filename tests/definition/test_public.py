@@ -16,6 +16,7 @@ from xentlib import evaluation as evaluation_spec
 from xentlib import labels as labels_spec
 from xentlib import logprobs as logprobs_spec
 from xentlib import nll as nll_spec
+from xentlib import segments as segments_spec
 from xentlib.arguments import Arguments, LogitsArguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,8 @@ NAMES = {
         "chunked_logprobs",
         "vocab_parallel_logprobs",
         "next_token_labels",
+        "segment_mean",
+        "segment_sum",
         "gather_head",
         "count_collectives",
         "CollectiveCount",
@@ -39,6 +42,8 @@ NAMES = {
         "chunked_logprobs",
         "vocab_parallel_logprobs",
         "next_token_labels",
+        "segment_mean",
+        "segment_sum",
         "count_collectives",
         "CollectiveCount",
         "accumulate_grads",
@@ -186,6 +191,7 @@ DEFINITIONS = {
     for module, names in (
         (nll_spec, ["chunked_nll"]),
         (labels_spec, ["next_token_labels"]),
+        (segments_spec, ["segment_mean", "segment_sum"]),
         (logprobs_spec, ["chunked_logprobs", "vocab_parallel_logprobs"]),
     )
     for name in names

@@ -16,7 +16,8 @@ if not all((ROOT / folder).is_dir() for folder in PACKAGES):
 LAYERS = {
     "definition": {
         "xentlib": "nll logprobs labels accumulate evaluation lora arguments options head "
-        "collectives dtypes interop kernels processes algebra lazy results divergence teacher pairs"
+        "collectives dtypes interop kernels processes algebra lazy results divergence teacher "
+        "pairs segments"
     },
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
     "core": {
@@ -29,7 +30,7 @@ LAYERS = {
     "api": {"backend": "api"},
     "heads": {
         "backend": "module head.module head.lazy_logits integrations accumulate window "
-        "evaluation labels"
+        "evaluation labels segments"
     },
     "packages": {},  # `xentlib`, `xentlib.torch` and `xentlib.jax` themselves
     "tools": {
