@@ -33,13 +33,17 @@ class DeviceInfo(NamedTuple):
     # A scatter adds one label's terms one after the other; a GPU's atomic additions come in any
     # order, and other bits with it (row A11).
     adds_in_order: bool = True
-    # Columns of a head, zeros included, that its products take as they are. XLA pads any others in
-    # each chunk: a copy of the head and two of float32 d weight.
+    # Columns of a head, zeros included, that its products take as they are. A GPU's compiler pads
+    # any others in each chunk: a copy of the head and two of float32 d weight. A CPU's multiplies
+    # V = 981 by another kernel than V = 1024: three logits in four had other bits, and their
+    # log-probabilities other ones over shards (row A18).
     column_multiple: int = 1
 
 
 KINDS = {
-    "cpu": DeviceInfo(64, 4096, scatters_wide=True, stores_exp=True, adds_windows=True),
+    "cpu": DeviceInfo(
+        64, 4096, scatters_wide=True, stores_exp=True, adds_windows=True, column_multiple=64
+    ),
     "gpu": DeviceInfo(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
 }
 ANOTHER = DeviceInfo(least_rows=1)
