@@ -183,7 +183,7 @@ from xentlib.options import (
     Reduction,
     WeightLayout,
 )
-from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
@@ -241,7 +241,7 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.nll", "NLLOutput"),
                 ("xentlib.options", OPTIONS),
                 ("xentlib.plan", "VocabShard"),
-                ("xentlib.teacher", "TeacherHead, TeacherLogits"),
+                ("xentlib.teacher", "TeacherHead, TeacherLogits, TeacherTopK"),
                 (f"{package}.logprobs", "given_logprobs, head_logprobs"),
                 (f"{package}.nll", "nll"),
             )

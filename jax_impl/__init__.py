@@ -20,7 +20,7 @@ from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
 from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
-from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
     from xentlib.accumulate import CountOverflowError, WindowStats
@@ -50,6 +50,7 @@ __all__ = [
     "NLLOutput",
     "TeacherHead",
     "TeacherLogits",
+    "TeacherTopK",
     "TokenNormalizedState",
     "WindowStats",
     "accumulate_grads",

@@ -32,7 +32,7 @@ from xentlib.options import (
     WeightLayout,
 )
 from xentlib.plan import VocabShard
-from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
     from xentlib.divergence import DivergenceOutput
@@ -446,7 +446,7 @@ def vocab_parallel_logprobs(
 def chunked_divergence(
     hidden: jax.Array,
     weight: Any,
-    teacher: TeacherHead[jax.Array] | TeacherLogits[jax.Array],
+    teacher: TeacherHead[jax.Array] | TeacherLogits[jax.Array] | TeacherTopK[jax.Array],
     *,
     kind: Divergence = "forward_kl",
     beta: float | None = None,
@@ -494,7 +494,9 @@ def chunked_divergence(
         hidden: [..., H] hidden states of the student; float16, bfloat16, float32 or float64.
         weight: [V, H] its head, or whatever `weight` of `chunked_nll` may be.
         teacher: `TeacherHead` or `TeacherLogits`, for the same tokens and the same V classes; its
-            `temperature` is the student's if None.
+            `temperature` is the student's if None. Or `TeacherTopK`, a few classes of each token
+            and their log-probabilities: gradients are then made in the backward, four GEMMs in all,
+            and D is over these classes and their tail.
         kind: which divergence. "forward_kl" spreads over all that the teacher does, "reverse_kl"
             keeps to what it does most.
         beta: of "jsd", between 0 and 1, the teacher's share of the mixture. It tends to 0 at either
@@ -521,7 +523,8 @@ def chunked_divergence(
         vocab_parallel: as in `chunked_nll`; the teacher's head or logits are sharded alike. One SUM
             more than there, two with "jsd", and a MAX and a SUM for a `TeacherHead`, in each chunk.
         tokens_parallel: as in `chunked_nll`, for a `TeacherHead`.
-        gather: as in `chunked_nll`, of both heads, but for "stream": with "hidden", for a
+        gather: as in `chunked_nll`, of both heads, but for "stream", which a `TeacherTopK` alone
+            may go with: with "hidden", for a
             `TeacherHead`, which the same ranks shard, the hidden states of both travel.
         tokens_per_rank: as in `chunked_nll`.
         reduce_hidden_grad: as in `chunked_nll`.

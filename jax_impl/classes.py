@@ -7,7 +7,7 @@ Shapes: N tokens, K further classes, T tokens of a chunk, M = N filled up to chu
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,14 @@ def filled(x: jax.Array, axis: int = -1) -> jax.Array:
     return jnp.pad(x, [(0, more if k == axis else 0) for k in range(x.ndim)])
 
 
-def classes_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[Any], Residuals]:
+class ClassOutput(NamedTuple):
+    """What a trace returns."""
+
+    logprobs: LogprobOutput[Any]
+    tail: jax.Array  # log-probability of all classes but `ids`
+
+
+def classes_forward(options: Options, arrays: Arrays) -> tuple[ClassOutput, Residuals]:
     """Steps 2 to 5 of `xentlib.nll`, with further classes out of the rest."""
     logits = chunked_logits(options, arrays)
     options, stats_wanted = logits.options, WantedStats(options.entropy)
@@ -102,19 +109,21 @@ def classes_forward(options: Options, arrays: Arrays) -> tuple[LogprobOutput[Any
         bad = own.tokens.bad[:, None] if x.ndim > 1 else own.tokens.bad
         return jnp.where(bad, jnp.nan, x[:count]).astype(options.output_dtype)
 
-    logprob, entropy, lse, correct, ids_logprobs = values
+    logprob, entropy, lse, correct, ids_logprobs, tail = values
     entropy = clean(entropy) if options.entropy else None
     of_ids = clean(ids_logprobs) if ids_logprobs.shape[1] else None
     correct = correct[:count] & ~own.tokens.bad
-    return LogprobOutput(clean(logprob), entropy, clean(lse), correct, of_ids), kept
+    logprobs = LogprobOutput(clean(logprob), entropy, clean(lse), correct, of_ids)
+    return ClassOutput(logprobs, clean(tail)), kept
 
 
 def upstream_rows(
-    logits: ChunkedLogits, kept: Residuals, upstream: LogprobOutput[Any], arrays: Arrays
+    logits: ChunkedLogits, kept: Residuals, given: ClassOutput, arrays: Arrays
 ) -> jax.Array:
     """[1 + K + 3, N] in the compute dtype: gradients of the logits, alpha and beta of the rest, and
     lse."""
     compute, want = logits.options.compute_dtype, want_of(logits, arrays)
+    upstream, d_tail = given
     number = want.ids.shape[1] - max(0, want.kept)
     zeros = jnp.zeros(want.labels.shape, compute)
     of_ids = jnp.zeros((*want.labels.shape, number), compute)
@@ -127,6 +136,7 @@ def upstream_rows(
         None if upstream.entropy is None else wide(upstream.entropy, zeros),
         wide(upstream.lse, zeros),
         wide(upstream.ids_logprobs, of_ids),
+        None if d_tail is None else wide(d_tail, zeros),
     )
     made = CLASSES.gradients(g, kept, want)
     beta = zeros if made.beta is None else made.beta
@@ -148,7 +158,7 @@ def head_backward(
     options: Options, needs: Needs, kept: Residuals, upstream: Any, arrays: Arrays
 ) -> dict[str, jax.Array | None]:
     """Gradients by name, from logits that are computed again."""
-    logits, entropy = chunked_logits(options, arrays), upstream.entropy is not None
+    logits, entropy = chunked_logits(options, arrays), upstream.logprobs.entropy is not None
     rows_RN = upstream_rows(logits, kept, upstream, arrays)
     g_RN, lse_1N = rows_RN[:-1], rows_RN[-1:]
     exponent = power_of_two(options, jnp.abs(g_RN).sum(axis=0))
@@ -174,7 +184,7 @@ def given_backward(options: Options, kept: Residuals, upstream: Any, arrays: Arr
     logits, given = chunked_logits(options, arrays), arrays.hidden
     rows_RN = upstream_rows(logits, kept, upstream, arrays)
     rows_RN = jnp.concatenate((scaled(logits, rows_RN[:-1]), rows_RN[-1:]))
-    rows_RM, entropy = in_chunks(logits, rows_RN), upstream.entropy is not None
+    rows_RM, entropy = in_chunks(logits, rows_RN), upstream.logprobs.entropy is not None
 
     def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
         rows_RT = at_rows(logits, chunk, rows_RM)
@@ -189,7 +199,7 @@ def given_backward(options: Options, kept: Residuals, upstream: Any, arrays: Arr
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _classes(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
+def _classes(options: Options, arrays: Arrays) -> ClassOutput:
     return classes_forward(options, whole_rows(options, in_order(arrays)))[0]
 
 
@@ -200,7 +210,7 @@ def in_order(arrays: Arrays) -> Arrays:
     return arrays._replace(kept=None, ids=jnp.concatenate(parts, axis=1))
 
 
-def _classes_fwd(options: Options, primals: Any) -> tuple[LogprobOutput[Any], Any]:
+def _classes_fwd(options: Options, primals: Any) -> tuple[ClassOutput, Any]:
     needs = wanted(primals.constants, *primals.leaves)
     # The backward reads the gathered head again: it is kept rather than gathered twice.
     arrays = whole_rows(options, in_order(primal_values(primals)))
@@ -210,13 +220,12 @@ def _classes_fwd(options: Options, primals: Any) -> tuple[LogprobOutput[Any], An
     return output, (arrays, kept, markers)
 
 
-def _classes_bwd(
-    options: Options, residuals: Any, cotangent: LogprobOutput[Any]
-) -> tuple[Any, ...]:
+def _classes_bwd(options: Options, residuals: Any, cotangent: ClassOutput) -> tuple[Any, ...]:
     arrays, kept, markers = residuals
     unused = jax.custom_derivatives.SymbolicZero
-    given = (None if isinstance(g, unused) else g for g in cotangent)
-    upstream: LogprobOutput[Any] = LogprobOutput(*given)._replace(correct=None)
+    of_logprobs = [None if isinstance(g, unused) else g for g in cotangent.logprobs]
+    d_tail: Any = None if isinstance(cotangent.tail, unused) else cotangent.tail
+    upstream = ClassOutput(LogprobOutput(*of_logprobs)._replace(correct=None), d_tail)
     if not jax.tree.leaves(upstream):
         return (None,)
     upstream = upstream_of(upstream, None if options.gathered else options.axis)
@@ -227,7 +236,14 @@ def _classes_bwd(
 
 
 _classes.defvjp(_classes_fwd, _classes_bwd, symbolic_zeros=True)
-_classes_jit = jax.jit(_classes, static_argnums=(0,))
+
+
+def class_logprobs(options: Options, arrays: Arrays) -> LogprobOutput[Any]:
+    """Without the tail."""
+    return _classes(options, arrays).logprobs
+
+
+_classes_jit = jax.jit(class_logprobs, static_argnums=(0,))
 
 
 def check_values(given: Any, vocab_size: int) -> None:

@@ -47,6 +47,7 @@ from xentlib.jax.placement import run, whole_rows
 from xentlib.jax.teacher import bind_teacher, given_teacher, labels_for
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.pairs import DzTerms
+from xentlib.teacher import TeacherTopK
 
 REFUSED = ("nll", *DIVERGENCE_OUTPUTS)  # results without a derivative
 VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
@@ -295,6 +296,10 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     given = DivergenceArguments(*map(plain, given))
     only_arrays(hidden=given.hidden)
     check_divergence(given)
+    if isinstance(given.teacher, TeacherTopK):
+        from xentlib.jax.top_k import top_k_divergence
+
+        return top_k_divergence(given)
     DIVERGING.require("stream", given.gather != "stream")
     given = given._replace(labels=labels_for(given.hidden, given.labels))
     fields = {name: getattr(given, name) for name in OF_STUDENT}

@@ -216,7 +216,7 @@ def specs_of(place: Placement, arrays: Arrays) -> Arrays:
     states = P(*(*rows, *(None,) * leading)[:leading], None)
     hidden = states if arrays.weight is not None else P(*states[:-1], place.low_out[0])
     known = {"class_weights": P(), "hidden": hidden, "weight": place.weight}
-    known |= dict.fromkeys(("keep", "kept", "ids"), states)
+    known |= dict.fromkeys(("keep", "kept", "ids", "log_q"), states)
     known |= {"labels": rows, "bias": place.bias, "low_in": P(), "low_out": place.low_out}
     specs = jax.tree.map(lambda x: rows if x.ndim == leading else P(), arrays)
     own: Arrays = specs._replace(

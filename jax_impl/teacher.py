@@ -17,7 +17,7 @@ from xentlib.jax.array_spec import array_spec, only_arrays
 from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.call import Arrays, Options
 from xentlib.jax.head import unwrapped
-from xentlib.teacher import TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits
 
 # What a teacher's head is called with as the student's is.
 SHARED = (
@@ -39,6 +39,7 @@ def bind_teacher(
     if isinstance(teacher, TeacherLogits):
         DIVERGING.require("logits_stay", not options.gathered, route=given.gather)
         return given_teacher(teacher, given, "hidden", options, classes_of(options, arrays))
+    assert isinstance(teacher, TeacherHead)
     states = unwrapped(teacher.hidden)
     only_arrays(hidden=states)
     check_teacher_tokens("hidden", array_spec(states), "hidden", jnp.shape(given.hidden)[:-1])

@@ -13,7 +13,7 @@ from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
 from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
-from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 from xentlib.torch.api import (
     chunked_divergence,
     chunked_logprobs,
@@ -56,6 +56,7 @@ __all__ = [
     "NLLOutput",
     "TeacherHead",
     "TeacherLogits",
+    "TeacherTopK",
     "TokenNormalizer",
     "UnsupportedWrapperError",
     "Window",

@@ -18,6 +18,7 @@ REQUIRED = {
     "weight": "the weight of the head",
     "labels": "class indices, one for each token",
     "logits": "one row of logits for each token",
+    "logprobs": "the log-probabilities of these classes",
     "values": "one number for each token",
 }
 OPTIONAL = frozenset(

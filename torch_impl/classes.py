@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
 from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.checks.call import NLLProblem
 from xentlib.checks.classes import KEPT, check_classes
 from xentlib.classes import Classes, Residuals, Upstream, Wanted
 from xentlib.logprobs import LogprobOutput
@@ -71,7 +72,8 @@ class Cotangents(NamedTuple):
     d_entropy: Tensor | None
     d_lse: Tensor | None
     d_ids_logprobs: Tensor | None
-    residuals: Tensor  # [1 + K + 4, N]
+    d_tail: Tensor | None
+    residuals: Tensor  # [1 + K + 5, N]
 
 
 def want_of(own: Selected, call: Any, options: Options) -> Wanted:
@@ -88,11 +90,12 @@ def values_of(own: Selected, packed: Tensor, call: Any, options: Options) -> tup
     if host_readable(outside) and not call.rows.route and bool(outside.any()):
         KEPT.refuse("outside", label=int(want.labels[outside][0]))
     values, kept = CLASSES.values(z, rest, want)
-    *of_tokens, correct, ids_logprobs = values
+    *of_tokens, correct, ids_logprobs, tail = values
     outputs = (own.clean(x).to(options.output_dtype, copy=True) for x in of_tokens)
+    tail = own.clean(tail).to(options.output_dtype, copy=True)
     ids_logprobs = own.clean(ids_logprobs.T).T.to(options.output_dtype)
     residuals = torch.cat((kept.log_p, torch.stack([x.to(z.dtype) for x in kept[1:]])))
-    return (*outputs, correct & ~own.bad, ids_logprobs.contiguous(), residuals)
+    return (*outputs, correct & ~own.bad, ids_logprobs.contiguous(), tail, residuals)
 
 
 def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
@@ -124,8 +127,8 @@ def upstream_rows(
 ) -> tuple[Tensor, Tensor]:
     """[1 + K + 2, N]: gradients of the logits, alpha and beta of the rest; and lse [1, N]."""
     (count,), like = own.valid.shape, upstream.residuals
-    *log_p, lse, entropy, top, rest_of_top = like
-    kept = Residuals(torch.stack(log_p), lse, entropy, top.long(), rest_of_top)
+    *log_p, lse, entropy, top, rest_of_top, tail = like
+    kept = Residuals(torch.stack(log_p), lse, entropy, top.long(), rest_of_top, tail)
     zeros = like.new_zeros(count)
 
     def clean(g: Tensor | None) -> Tensor:
@@ -135,7 +138,8 @@ def upstream_rows(
     if upstream.d_ids_logprobs is not None:
         of_ids = own.clean(upstream.d_ids_logprobs.to(like.dtype).T).T
     entropies = None if upstream.d_entropy is None else clean(upstream.d_entropy)
-    g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), of_ids)
+    tails = None if upstream.d_tail is None else clean(upstream.d_tail)
+    g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), of_ids, tails)
     made = CLASSES.gradients(g, kept, want_of(own, call, options))
     beta = zeros if made.beta is None else made.beta
     return torch.cat((made.z, made.alpha[None], beta[None])), lse[None]
@@ -190,7 +194,7 @@ def given_backward(upstream: Cotangents, call: LogitsCall, options: Options) -> 
     return d_logits
 
 
-RESULTS = f"({', '.join(['Tensor'] * 6)})"
+RESULTS = f"({', '.join(['Tensor'] * 7)})"
 
 
 @operator("class_logprobs_forward", HeadCall, Options, returns=RESULTS)
@@ -215,7 +219,8 @@ def fake_outputs(call: HeadCall | LogitsCall, options: Options) -> tuple[Tensor,
     dtypes = [options.output_dtype] * 3 + [torch.bool]
     of_tokens = [like.new_empty(count, dtype=dtype) for dtype in dtypes]
     of_ids = like.new_empty(count, number, dtype=options.output_dtype)
-    return (*of_tokens, of_ids, like.new_empty(further + 5, count, dtype=call.compute_dtype))
+    residuals = like.new_empty(further + 6, count, dtype=call.compute_dtype)
+    return (*of_tokens, of_ids, torch.empty_like(of_tokens[0]), residuals)
 
 
 @operator(
@@ -247,18 +252,18 @@ def _(upstream: Cotangents, call: LogitsCall, options: Options) -> Tensor:
 
 def keep(ctx: Any, output: tuple[Tensor, ...], call: Any, options: Options) -> None:
     """What a backward needs: the call and its options, and residuals."""
-    *_, correct, _, residuals = output
+    *_, correct, _, _, residuals = output
     keep_call(ctx, residuals, (correct, residuals), call, options)
 
 
 def upstream_of(ctx: Any, function: str, gradients: Any) -> tuple[Cotangents, Any, Any] | None:
     differentiated_once(function, "log_softmax")
-    d_logprobs, d_entropy, d_lse, _, d_ids, _ = gradients
-    if all(g is None for g in (d_logprobs, d_entropy, d_lse, d_ids)):
+    d_logprobs, d_entropy, d_lse, _, d_ids, d_tail, _ = gradients
+    if all(g is None for g in (d_logprobs, d_entropy, d_lse, d_ids, d_tail)):
         return None
     residuals, (call, options) = kept_call(ctx)
     d_entropy = d_entropy if options.entropy else None
-    return Cotangents(d_logprobs, d_entropy, d_lse, d_ids, residuals), call, options
+    return Cotangents(d_logprobs, d_entropy, d_lse, d_ids, d_tail, residuals), call, options
 
 
 def backward_of_head(ctx: Any, *gradients: Tensor | None) -> Named | None:
@@ -293,7 +298,7 @@ def with_ids(given: Arguments | LogitsArguments, call: Any) -> tuple[Any, int]:
 
 def shaped(results: Any, problem: Any, given: Any) -> LogprobOutput[Tensor]:
     """With the leading dimensions of a call."""
-    *of_tokens, of_ids, _ = results
+    *of_tokens, of_ids, _, _ = results
     logprobs, entropy, lse, correct = (with_leading(x, problem.leading) for x in of_tokens)
     ids_logprobs = None
     if given.ids is not None:
@@ -301,15 +306,30 @@ def shaped(results: Any, problem: Any, given: Any) -> LogprobOutput[Tensor]:
     return LogprobOutput(logprobs, entropy if given.entropy else None, lse, correct, ids_logprobs)
 
 
+class ClassResults(NamedTuple):
+    """Flat results of a head's operator, its problem and its call."""
+
+    results: tuple[Tensor, ...]
+    problem: NLLProblem
+    call: HeadCall
+    given: Arguments
+
+
 @with_head(recompute=True)
-def head_classes(given: Arguments, local: RowLayout | None = None) -> LogprobOutput[Tensor]:
-    """`chunked_logprobs` with `kept` or `ids`."""
+def class_results(given: Arguments, local: RowLayout | None = None) -> ClassResults:
+    """Of a call with `kept` or `ids`."""
     given, problem, call = bind("chunked_logprobs", given, local)
     check_classes(*map(array_spec, (given.kept, given.ids, given.hidden)), source="hidden")
     call, kept = with_ids(given, call)
     dtype = getattr(torch, problem.output_dtype)
     options = Options(kept, given.entropy, dtype, wanted(*call.leaves))
-    return shaped(head_op(call, options), problem, given)
+    return ClassResults(head_op(call, options), problem, call, given)
+
+
+def head_classes(given: Arguments) -> LogprobOutput[Tensor]:
+    """`chunked_logprobs` with `kept` or `ids`."""
+    results, problem, _, given = class_results(given)
+    return shaped(results, problem, given)
 
 
 def given_classes(given: LogitsArguments) -> LogprobOutput[Tensor]:

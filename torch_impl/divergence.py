@@ -18,6 +18,7 @@ from xentlib.checks.validators import plain
 from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES
 from xentlib.pairs import DzTerms
+from xentlib.teacher import TeacherTopK
 from xentlib.torch.array_spec import as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.consistency import Terms
@@ -339,6 +340,10 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Tensor]:
     given = given._replace(labels=labels_for(given.hidden, given.labels, given.where))
     fields = {name: getattr(given, name) for name in OF_STUDENT}
     fields["reduction"] = "sum" if given.reduction == "none" else given.reduction
+    if isinstance(given.teacher, TeacherTopK):
+        from xentlib.torch.top_k import top_k_divergence
+
+        return top_k_divergence(given, Arguments(labels=given.labels, **fields))
 
     @with_head(recompute=given.reduction == "none")
     def of_student(call: Arguments, local: RowLayout | None = None) -> DivergenceOutput[Tensor]:

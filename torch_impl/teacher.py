@@ -16,7 +16,7 @@ from xentlib.checks.divergence import (
     check_teacher_tokens,
     check_vocabulary,
 )
-from xentlib.teacher import TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits
 from xentlib.torch.array_spec import array_spec, as_tensor, is_dtensor, only_tensors
 from xentlib.torch.binding import bind, tokens
 from xentlib.torch.head.modules import replaced, split_lora
@@ -93,6 +93,7 @@ def teacher_call(
     if isinstance(teacher, TeacherLogits):
         DIVERGING.require("logits_stay", not call.rows.route, route=student.gather)
         return given_teacher(teacher, given, call, problem, columns)
+    assert isinstance(teacher, TeacherHead)
     only_tensors(hidden=teacher.hidden)
     not_differentiable(hidden=teacher.hidden)
     leading = tuple(given.hidden.shape[:-1])

@@ -19,7 +19,7 @@ from xentlib.options import (
     Reduction,
     WeightLayout,
 )
-from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
@@ -93,7 +93,7 @@ class DivergenceArguments(NamedTuple):
 
     hidden: Array
     weight: Head
-    teacher: TeacherHead[Array] | TeacherLogits[Array]
+    teacher: TeacherHead[Array] | TeacherLogits[Array] | TeacherTopK[Array]
     kind: Divergence = "forward_kl"
     beta: float | None = None
     labels: Array | None = None

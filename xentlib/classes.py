@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from xentlib.algebra import FLOOR, INF, Algebra, BlockStats, NonTargetStats, TargetInfo
 
 Array = Any  # a tensor or an array of the backend
+LEAST_TAIL = -80.0
 
 
 class Wanted(NamedTuple):
@@ -43,6 +44,7 @@ class Values(NamedTuple):
     lse: Array
     correct: Array
     ids_logprobs: Array
+    tail: Array  # log-probability of all classes but `ids`, where no set is kept
 
 
 class Residuals(NamedTuple):
@@ -53,6 +55,7 @@ class Residuals(NamedTuple):
     entropy: Array
     top: Array  # which of them is the largest
     rest_of_top: Array  # 1 - p of that one
+    tail: Array
 
 
 class Upstream(NamedTuple):
@@ -62,6 +65,7 @@ class Upstream(NamedTuple):
     entropy: Array | None
     lse: Array
     ids_logprobs: Array
+    tail: Array | None = None
 
 
 class Gradients(NamedTuple):
@@ -146,6 +150,10 @@ class Classes(NamedTuple):
         # Both terms are negative: the sum keeps their digits.
         log_p = xp.where(of_top, stats.logprob[None], (z - z_top[None]) + stats.logprob[None])
         log_p = xp.where(z == -INF, -INF, log_p)
+        total = xp.where(rest.ones > 0, rest.ones, 1.0) - 1.0 + rest.s
+        of_rest = (rest.m - z_top) + (xp.log1p(total) + stats.logprob)
+        of_rest = xp.where(rest.ones > 0, of_rest, -INF)
+        tail = xp.logaddexp(of_rest, xp.where(self.labelled(want), -INF, log_p[0]))
         bad = self.outside(want)
         largest = xp.amax(xp.where(counts[1:], z[1:], -INF), 0)
         largest = xp.maximum(largest, xp.where(whole & (rest.ones > 0), rest.m, -INF))
@@ -155,9 +163,10 @@ class Classes(NamedTuple):
             self.clean(stats.lse, want, bad),
             want.valid & ~bad & (z[0] > largest),
             self.of_ids(log_p[1 + max(0, want.kept) :].T, want, whole),
+            xp.where(want.valid, tail, 0.0),
         )
         log_p = xp.where(counts, log_p, -INF)
-        return values, Residuals(log_p, stats.lse, stats.entropy, top, stats.p_rest)
+        return values, Residuals(log_p, stats.lse, stats.entropy, top, stats.p_rest, tail)
 
     def clean(self, x: Array, want: Wanted, bad: Array) -> Array:
         """NaN where the label was not kept, 0 where the token is not valid."""
@@ -167,6 +176,11 @@ class Classes(NamedTuple):
         """Log-probabilities of `ids`: 0 where there is none, -inf of what was not kept."""
         xp, ids = self.xp, want.ids[:, max(0, want.kept) :]
         return xp.where(self.asked(want), xp.where(self.there(ids, want, whole), log_p, -INF), 0.0)
+
+    def labelled(self, want: Wanted) -> Array:
+        """[N] whose label is one of `ids`."""
+        labelled: Array = (want.ids[:, max(0, want.kept) :] == want.labels[:, None]).any(1)
+        return labelled
 
     def asked(self, want: Wanted) -> Array:
         """Which of `ids` are any."""
@@ -218,4 +232,17 @@ class Classes(NamedTuple):
         exactly = rounded(own_top * kept.rest_of_top)[None] + rounded(p * others_C)
         place = self.places(own.T)[:, None] == kept.top[None]
         z = xp.where(place, exactly, xp.where(of_top, 0.0, of_rest))
+        if g.tail is not None:
+            z, slope = self.with_tail(z, slope, xp.where(valid, g.tail, 0.0), p, kept, want)
         return Gradients(z, xp.where(whole, slope, 0.0), beta)
+
+    def with_tail(
+        self, z: Array, slope: Array, g: Array, p: Array, kept: Residuals, want: Wanted
+    ) -> tuple[Array, Array]:
+        """With the gradient of the tail: p_v / p_tail - p_v of its classes, -p_v of the others."""
+        xp, rounded = self.xp, self.algebra.rounded
+        # Below this p_tail times the exponent's range leaves float32, and p_v is 0 as good.
+        weight = g * self.algebra.exp(-xp.clip(kept.tail, min=LEAST_TAIL))
+        own = xp.where(self.labelled(want), 0.0, rounded(weight * p[0]))
+        own = xp.concatenate((own[None], xp.zeros_like(z[1:])))
+        return z + own - rounded(g[None] * p), slope + (weight - g)

@@ -18,6 +18,7 @@ __all__ = [
     "OUTPUTS",
     "REDUCTIONS",
     "RULES",
+    "TAILS",
     "ComputeDtype",
     "Divergence",
     "DivergenceOutputName",
@@ -42,6 +43,7 @@ OutputName = Literal["logprobs", "entropy", "lse", "correct", "predicted"]
 # How far the student is from the teacher, and the per-token fields of that result.
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 DivergenceReduction = Literal["mean", "sum", "none"]
+Tail = Literal["class", "renormalize", "drop"]
 DivergenceOutputName = Literal["divergence", "logprobs", "entropy", "teacher_entropy"]
 # Of windows; JAX, whose programs cannot raise, has no "raise".
 Mode = Literal["precount", "postscale"]
@@ -54,6 +56,7 @@ COMPUTE: tuple[ComputeDtype, ...] = get_args(ComputeDtype)
 GATHERS: tuple[Gather, ...] = get_args(Gather)
 OUTPUTS: tuple[OutputName, ...] = get_args(OutputName)
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
+TAILS: tuple[Tail, ...] = get_args(Tail)
 DIVERGENCE_OUTPUTS: tuple[DivergenceOutputName, ...] = get_args(DivergenceOutputName)
 MODES: tuple[Mode, ...] = get_args(Mode)
 EMPTY: tuple[Empty, ...] = get_args(Empty)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from xentlib.options import WeightLayout
+from xentlib.options import Tail, WeightLayout
 
-__all__ = ["TeacherHead", "TeacherLogits"]
+__all__ = ["TeacherHead", "TeacherLogits", "TeacherTopK"]
 
 A = TypeVar("A")  # a tensor or an array of the backend
 
@@ -48,3 +48,26 @@ class TeacherLogits(NamedTuple, Generic[A]):
 
     logits: A
     temperature: float | A | Any = None
+
+
+class TeacherTopK(NamedTuple, Generic[A]):
+    """A teacher's most probable classes and their log-probabilities, as inference servers return
+    and data sets store them; no gradient is computed of it.
+
+    Attributes:
+        ids: [..., K] integers, the classes of each token, -1 where there are fewer; one that is
+            there twice counts once.
+        logprobs: [..., K] floating, their log-probabilities over the whole vocabulary, at the
+            temperature at which the teacher computed them; anything where the id is -1.
+        tail: what becomes of the probability that they leave out. "class": all other classes are
+            one class of K + 1, for the teacher and the student; the divergence is a lower bound of
+            the whole one. "renormalize": both are renormalised over the K classes, and nothing
+            moves the student's probability to or from others. "drop": terms of the K classes alone,
+            sum p_T log(p_T / p_S) or sum p_S log(p_S / p_T) of probabilities over the whole
+            vocabulary, as verl and NeMo-RL have it: that is no divergence, may be negative, and has
+            a gradient where both are equal.
+    """
+
+    ids: A
+    logprobs: A
+    tail: Tail = "class"

@@ -56,7 +56,18 @@ class Options(NamedTuple):
     place: Placement | None = None
     # Mesh axes whose devices have tokens of their own, all of which each device's rows multiply.
     gathered: tuple[Any, ...] = ()
-    divergence: Any = None  # a `DivergenceOptions`
+    divergence: Any = None  # a `DivergenceOptions`, or a `TopKOptions`
+
+
+class TopKOptions(NamedTuple):
+    """What a divergence from a teacher's most probable classes adds."""
+
+    kind: str
+    beta: float | None
+    tail: str
+    squared: bool
+    each: bool
+    nll_weight: float
 
 
 class DivergenceOptions(NamedTuple):
@@ -89,6 +100,7 @@ class Arrays(NamedTuple):
     teacher: Any = None  # `Arrays` of a teacher's logits
     kept: jax.Array | None = None  # [N, any] classes of each token, as is the next
     ids: jax.Array | None = None  # of a trace: all whose logits are taken out
+    log_q: jax.Array | None = None  # of a teacher, of these ids
     # What has gradients, with `hidden`
     weight: jax.Array | None = None
     bias: jax.Array | None = None
@@ -123,7 +135,7 @@ def flat(arrays: Arrays) -> Arrays:
     """As a trace takes them: [N, H], and per token [N]."""
     shape = (arrays.labels.size, arrays.hidden.shape[-1])
     shapes = {**dict.fromkeys(PER_TOKEN, (-1,)), "hidden": shape, "labels": (-1,), "keep": shape}
-    for name in ("kept", "ids"):
+    for name in ("kept", "ids", "log_q"):
         if getattr(arrays, name) is not None:
             shapes[name] = (arrays.labels.size, getattr(arrays, name).shape[-1])
     given = ((name, getattr(arrays, name)) for name in shapes)

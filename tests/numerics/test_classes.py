@@ -94,7 +94,7 @@ def test_all_classes_are_the_whole_vocabulary(backend: str) -> None:
     assert problem.kept is not None
     ones = np.ones_like(problem.labels)[:, None]
     every = np.broadcast_to(np.arange(157, dtype=np.int32), problem.kept.shape)[:, ::-1]
-    upstream = upstream_of(problem, 2)._replace(d_ids_logprobs=None)
+    problem, upstream = problem.changed(d_ids=None), upstream_of(problem, 2)
     plain = run_logprobs(backend, problem.changed(kept=None, ids=None), upstream)
     of_ids = run_logprobs(backend, problem.changed(kept=None), upstream)
     for kept in (-ones, np.ascontiguousarray(every)):

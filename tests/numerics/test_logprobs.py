@@ -127,7 +127,7 @@ def test_what_is_masked_reaches_nothing(
     with np.errstate(over="ignore"):
         hidden = np.where(gone[:, None], clean.hidden.dtype.type(poison), clean.hidden)
     upstream = upstream_of(clean, 1)
-    poisoned = Upstream(*(np.where(gone, np.float32(poison), g) for g in upstream[:3]))
+    poisoned = Upstream(*(np.where(gone, np.float32(poison), g) for g in upstream))
     zeros = clean.changed(labels=labels, hidden=np.where(gone[:, None], 0 * clean.hidden, hidden))
     expected = run_logprobs(backend, zeros, upstream)
     got = run_logprobs(backend, zeros.changed(hidden=hidden), poisoned)

@@ -60,7 +60,7 @@ def test_shards_do_not_show(backend: str, function: str) -> None:
     upstream = upstream_of(problem, 11)
     if function == "vocab_parallel_logprobs":
         given = invariant.given_problem(problem)
-        problem = given.changed(kept=problem.kept, ids=problem.ids)
+        problem = given.changed(kept=problem.kept, ids=problem.ids, d_ids=problem.d_ids)
     sizes: list[Any] = [(981,), invariant.even(981, 2), invariant.even(981, 4)]
     sizes += [(128, 0, 853)] if backend == "torch" else []
     calls = [ShardedCall(function, problem, cut, upstream) for cut in sizes]
@@ -87,7 +87,6 @@ def test_meshes(way: str) -> None:
     from xentlib.jax import chunked_logprobs
 
     p = build(Case("classes-mesh", 64, 16, 512, ignored=0.1, kept=6, ids=4, bias=False), 2)
-    upstream = upstream_of(p, 5)
 
     def loss(hidden: Any, weight: Any, labels: Any, kept: Any, ids: Any, g: Any, **how: Any) -> Any:
         how |= {"kept": kept, "ids": ids, "entropy": True}
@@ -96,7 +95,7 @@ def test_meshes(way: str) -> None:
         of_ids = jax.numpy.where(there, out.ids_logprobs * g, 0).sum()
         return of_ids + ((out.logprobs + out.entropy * 0.3) * g[:, 0]).sum()
 
-    arrays = (p.hidden, p.weight, p.labels, p.kept, p.ids, upstream.d_ids_logprobs)
+    arrays = (p.hidden, p.weight, p.labels, p.kept, p.ids, p.d_ids)
     right = jax.jit(jax.grad(loss, argnums=(0, 1)))(*arrays)
     if way == "tokens_parallel":
         mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))

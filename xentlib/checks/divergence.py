@@ -17,8 +17,8 @@ from xentlib.checks.validators import (
     check_rule,
     quoted,
 )
-from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES, RULES, DivergenceReduction
-from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES, RULES, TAILS, DivergenceReduction
+from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 REDUCTIONS: tuple[DivergenceReduction, ...] = ("mean", "sum", "none")
 DIVERGING = Refusals(
@@ -45,13 +45,22 @@ DIVERGING = Refusals(
     "head, or `gather='head'`.",
     placed="a teacher must be placed as the student is: tokens and vocabulary over the same axes "
     "of one mesh; got another placement. Shard its head and hidden states alike.",
+    entropy_of_few="`outputs` must not have 'teacher_entropy' for a `TeacherTopK`, whose other "
+    "classes are not known; got it. Leave it out.",
+    tempered_few="`temperature` must be 1 with `nll_weight` for a `TeacherTopK`; got another, and "
+    "the labels' NLL is of logits without it. Add `chunked_nll` of the same hidden states instead.",
+    jsd_dropped="`tail` must be 'class' or 'renormalize' for a JSD; got 'drop'. Pass 'class'.",
+    few="`{name}` must have shape {leading} + (K,), as the teacher's `ids`; got {shape}. Pass one "
+    "log-probability for each class.",
+    mass="`logprobs` must be log-probabilities, of which those of a token add up to 1 at most; got "
+    "{total:.4g}. Pass log-softmax values over the whole vocabulary, not logits.",
     wider="a teacher must not be float64 beside a student in {dtype}; got float64. Cast it, or "
     "pass `compute_dtype='float64'`.",
 )
 TEACHERS = Refusals(
     TypeError,
-    teacher="`teacher` must be a `TeacherHead` or `TeacherLogits`; got {came}. Wrap it: "
-    "`TeacherHead(hidden, weight)` of its hidden states and head, or `TeacherLogits(logits)`.",
+    teacher="`teacher` must be a `TeacherHead`, `TeacherLogits` or `TeacherTopK`; got {came}. Wrap "
+    "it: `TeacherHead(hidden, weight)` of its hidden states and head, or `TeacherLogits(logits)`.",
     logits="`teacher` must be `TeacherLogits`; got {came}. Wrap its logits, or call "
     "`chunked_divergence` with the hidden states of both.",
 )
@@ -89,8 +98,10 @@ def check_divergence(call: DivergenceArguments) -> None:
     """What only `chunked_divergence` has, before the rest of a call is validated."""
     check_kind(call)
     teacher: object = call.teacher
-    if not isinstance(teacher, (TeacherHead, TeacherLogits)):
+    if not isinstance(teacher, (TeacherHead, TeacherLogits, TeacherTopK)):
         TEACHERS.refuse("teacher", came=type(teacher).__name__)
+    if isinstance(teacher, TeacherTopK):
+        check_top_k(call, teacher)
     check_flag("temperature_squared", call.temperature_squared)
     check_choice("reduction", call.reduction, REDUCTIONS)
     check_rule("nll_weight", call.nll_weight, RULES["nll_weight"])
@@ -102,6 +113,29 @@ def check_divergence(call: DivergenceArguments) -> None:
     if call.labels is None:
         DIVERGING.require("labels", not call.nll_weight, nll_weight=call.nll_weight)
         DIVERGING.require("unlabelled", "logprobs" not in names)
+
+
+def check_top_k(call: DivergenceArguments, teacher: TeacherTopK[Any]) -> None:
+    """What such a teacher does not go with."""
+    with of_teacher():
+        check_choice("tail", teacher.tail, TAILS)
+    DIVERGING.require("jsd_dropped", call.kind != "jsd" or teacher.tail != "drop")
+    DIVERGING.require("entropy_of_few", "teacher_entropy" not in call.outputs)
+    plain = isinstance(call.temperature, (int, float)) and call.temperature == 1
+    DIVERGING.require("tempered_few", plain or not call.nll_weight)
+
+
+def check_logprobs(ids: ArraySpec, logprobs: ArraySpec) -> None:
+    """Of a teacher's classes, whose ids have been checked."""
+    check_floating("logprobs", logprobs)
+    same, leading = logprobs.shape == ids.shape, ids.shape[:-1]
+    DIVERGING.require("few", same, name="logprobs", leading=leading, shape=logprobs.shape)
+    check_device("logprobs", logprobs, ids, "ids")
+
+
+def check_mass(total: float) -> None:
+    """The largest sum of the probabilities of a token's classes; a 16-bit one is off by 0.4 %."""
+    DIVERGING.require("mass", total <= 1.01, total=total)
 
 
 def check_teacher_logits(

@@ -183,13 +183,19 @@ def run_logprobs(backend: str, problem: Problem, upstream: Upstream, **how: Unpa
     keywords |= {"where": problem.where, "entropy": upstream.d_entropy is not None}
     keywords |= further(problem)
     call = Call("chunked_logprobs", problem.leaves, problem.labels, keywords)
-    return outcome_of(backend, call, upstream.by_output, how.get("wrap"))
+    return outcome_of(backend, call, with_ids(problem, upstream), how.get("wrap"))
 
 
 def further(problem: Problem) -> dict[str, Array]:
     """Classes beside the labels, of a call that has any."""
     classes = {"kept": problem.kept, "ids": problem.ids}
     return {name: x for name, x in classes.items() if x is not None}
+
+
+def with_ids(problem: Problem, upstream: Upstream) -> dict[str, Array]:
+    """Gradients by output, with those of further classes."""
+    of_ids = {} if problem.d_ids is None else {"ids_logprobs": problem.d_ids}
+    return {**upstream.by_output, **of_ids}
 
 
 def run_given(
@@ -215,7 +221,7 @@ def run_given(
     if label_smoothing:
         keywords["label_smoothing"] = label_smoothing
     call = Call("vocab_parallel_logprobs", {"logits": logits}, problem.labels, keywords)
-    outcome = outcome_of(backend, call, upstream.by_output, how.get("wrap"))
+    outcome = outcome_of(backend, call, with_ids(problem, upstream), how.get("wrap"))
     # float64 in, float64 out: rounded here to what the contract compares.
     wide = {n: x for n, x in outcome.by_name().items() if audit and x.dtype == np.float64}
     return outcome._replace(**{name: x.astype(np.float32) for name, x in wide.items()})

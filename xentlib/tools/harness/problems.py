@@ -35,7 +35,6 @@ class Upstream(NamedTuple):
     d_logprobs: Array | None
     d_entropy: Array | None
     d_lse: Array | None
-    d_ids_logprobs: Array | None = None  # [N, K]
 
     @property
     def by_output(self) -> dict[str, Array]:
@@ -101,6 +100,7 @@ class Problem:
     teacher: TeacherHead[Any] | None = None
     kept: Array | None = None
     ids: Array | None = None
+    d_ids: Array | None = None  # gradient of their log-probabilities
 
     def changed(self, **changes: Any) -> Problem:
         return replace(self, **changes)
@@ -133,7 +133,7 @@ class Problem:
         self, upstream: Upstream, *, dz_dtype: str = "float64"
     ) -> LogprobReference:
         arrays: dict[str, Any] = {**self.leaves, "labels": self.labels, "where": self.where}
-        arrays |= {"kept": self.kept, "ids": self.ids}
+        arrays |= {"kept": self.kept, "ids": self.ids, "d_ids_logprobs": self.d_ids}
         arrays |= {f"d_{name}": g for name, g in upstream.by_output.items()}
         return logprobs_reference(**arrays, dz_dtype=dz_dtype, **self.per_token_options)
 
@@ -158,7 +158,7 @@ class Problem:
 
     def of_tokens(self, places: Any) -> Problem:
         """Of some of the tokens, in this order."""
-        names = ("hidden", "labels", "where", "token_weights", "kept", "ids")
+        names = ("hidden", "labels", "where", "token_weights", "kept", "ids", "d_ids")
         there = {name: x for name in names if (x := getattr(self, name)) is not None}
         options = {
             name: x[places] if np.ndim(x) and not isinstance(x, str) else x
@@ -246,7 +246,8 @@ def with_classes(problem: Problem, case: Case, rng: Any) -> Problem:
     for x in (kept, ids):
         if x is not None:
             x[~problem.valid] = rng.integers(-9, 2 * vocab, x[~problem.valid].shape)
-    return problem.changed(kept=kept, ids=ids)
+    d_ids = None if ids is None else rng.standard_normal(ids.shape).astype(np.float32)
+    return problem.changed(kept=kept, ids=ids, d_ids=d_ids)
 
 
 def teacher_of(case: Case, hidden: Array, weight: Array, rng: Any) -> TeacherHead[Array]:
@@ -264,12 +265,7 @@ def upstream_of(problem: Problem, seed: int) -> Upstream:
     """Another random gradient for every token and output: a constant one hides bugs."""
     rng = np.random.default_rng([seed, 11])
     shape = (3, *problem.labels.shape)
-    of_tokens = rng.standard_normal(shape).astype(np.float32)
-    upstream = Upstream(*of_tokens)
-    if problem.ids is None:
-        return upstream
-    of_ids = rng.standard_normal(problem.ids.shape).astype(np.float32)
-    return upstream._replace(d_ids_logprobs=of_ids)
+    return Upstream(*rng.standard_normal(shape).astype(np.float32))
 
 
 def logits_problem(logits: Array, labels: Array, text: str) -> Problem:

@@ -55,7 +55,7 @@ def given(findings: Findings, item: LogitSet) -> None:
     vocab, rows = logits.shape[1], np.arange(len(labels))
     case = Case(text, len(logits), 1, vocab, kept=min(vocab, 20), ids=min(vocab, 6))
     plain = logits_problem(logits, labels, text)
-    problem = with_classes(plain, case, np.random.default_rng([SEED, vocab]))
+    problem = with_classes(plain, case, np.random.default_rng([SEED, vocab])).changed(d_ids=None)
     ones = Upstream(np.ones(len(labels), np.float32), None, None)
     reference = problem.per_token_reference(ones)
     peak = np.where(reference.lse == 0, 0, np.abs(logits).max(axis=1)).astype(np.float64)
@@ -99,7 +99,7 @@ def mutants(findings: Findings, problem: Problem) -> None:
     # An entropy over the whole vocabulary beside log-probabilities over the kept.
     without = problem.per_token_reference(upstream._replace(d_entropy=None))
     only = Upstream(None, upstream.d_entropy, None)
-    whole = problem.changed(kept=None).per_token_reference(only)
+    whole = problem.changed(kept=None, d_ids=None).per_token_reference(only)
     entropy = {name: getattr(without, name) + getattr(whole, name) for name in GRADIENT_ROWS}
     wrong["entropy over the whole vocabulary"] = without._replace(**entropy)
     for backend in findings.backends:

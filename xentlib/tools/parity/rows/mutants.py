@@ -146,7 +146,7 @@ def gradients(
 def per_token_mutants(findings: Findings, problem: Problem) -> None:
     """A14: gradients as known bugs would have returned them (M1, M12)."""
     (upstream,) = per_token.upstream(problem)
-    d_logprobs, d_entropy, d_lse = (np.asarray(g) for g in upstream[:3])
+    d_logprobs, d_entropy, d_lse = (np.asarray(g) for g in upstream)
     wrong_upstream = {
         "entropy without gradient": upstream._replace(d_entropy=0 * d_entropy),
         "entropy with the wrong sign": upstream._replace(d_entropy=-d_entropy),

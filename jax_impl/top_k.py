@@ -1,0 +1,151 @@
+"""Divergences from a teacher's most probable classes in JAX: `xentlib.top_k` between the traces of
+`xentlib.classes` and of divergences of given logits.
+
+Shapes: N tokens, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xentlib.arguments import Arguments, DivergenceArguments
+from xentlib.checks.classes import check_classes
+from xentlib.checks.divergence import check_logprobs, check_mass, of_teacher
+from xentlib.divergence import DivergenceOutput
+from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
+from xentlib.jax.binding import bind
+from xentlib.jax.classes import CLASSES, _classes, check_values, row_sums
+from xentlib.jax.core.algebra import exp
+from xentlib.jax.core.call import (
+    Arrays,
+    DivergenceOptions,
+    Options,
+    TopKOptions,
+    of_all_tokens,
+)
+from xentlib.jax.core.tokens import valid_tokens, widen_labels
+from xentlib.jax.derivatives import named
+from xentlib.jax.divergence import OF_STUDENT, REFUSED, _divergence
+from xentlib.jax.head import unwrapped
+from xentlib.jax.micro_batch import labelled
+from xentlib.jax.placement import run
+from xentlib.jax.teacher import labels_for
+from xentlib.options import DIVERGENCE_OUTPUTS
+from xentlib.teacher import TeacherTopK
+from xentlib.top_k import TopK
+
+
+def of_few(options: Options, own: jax.Array, other: jax.Array, valid: jax.Array) -> jax.Array:
+    """`vocab_parallel_divergence` of the classes that are told apart."""
+    how, dtype = options.divergence, options.compute_dtype
+    plain = Options(-1, dtype, dtype, dtype, options.chunk_bytes)
+    labels = jnp.zeros(valid.shape, jnp.int32)
+    beside = DivergenceOptions(how.kind, False, True, False, plain)
+    few = plain._replace(divergence=beside, scalars=plain.scalars._replace(beta=how.beta))
+    teacher = Arrays(hidden=lax.stop_gradient(other), labels=labels, where=valid)
+    result: jax.Array = _divergence(few, Arrays(own, labels, where=valid, teacher=teacher)).loss
+    return result
+
+
+def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
+    """Of flat arrays."""
+    how, ids, log_q, compute = options.divergence, arrays.ids, arrays.log_q, options.compute_dtype
+    assert ids is not None
+    assert log_q is not None
+    inner = options._replace(output_dtype=compute, divergence=None)
+    outputs, tail = _classes(inner, arrays._replace(log_q=None))
+    labels = widen_labels(arrays.labels)
+    valid = valid_tokens(labels, arrays.where, options.ignore_index)
+    counts = (ids >= 0) & CLASSES.first(ids.astype(jnp.int32)) & valid[:, None]
+    log_q, few = log_q.astype(compute), TopK(jnp, exp, row_sums, how.tail)
+    log_p = outputs.ids_logprobs
+    if how.tail == "drop":
+        value = few.dropped(how.kind, counts, log_p, log_q)
+    else:
+        value = of_few(options, *few.logits(counts, log_p, tail, log_q), valid)
+    value = jnp.where(valid, value, 0.0)
+    squared = value
+    if how.squared and arrays.temperature is not None:
+        squared = value * jnp.square(arrays.temperature.astype(compute))
+    nll = jnp.zeros_like(value)
+    if how.nll_weight:
+        nll = -how.nll_weight * outputs.logprobs
+    count = of_all_tokens(options, valid.sum(dtype=jnp.int32))
+    weights, weight_sum = valid.astype(compute), count.astype(compute)
+    if arrays.token_weights is not None:
+        weights = jnp.where(valid, arrays.token_weights.astype(compute), 0.0)
+        weight_sum = of_all_tokens(options, weights.sum())
+    divisor = weight_sum if options.mean else jnp.ones((), compute)
+    if arrays.denominator is not None:
+        divisor = arrays.denominator.astype(compute)
+    over = weights / jnp.where(count == 0, 1.0, divisor)
+    loss, of_labels = (squared + nll) * over, (nll * over).sum()
+    total = loss if how.each else of_all_tokens(options, loss.sum())
+    dtype = options.output_dtype
+    entropy = outputs.entropy
+    return DivergenceOutput(
+        total.astype(dtype),
+        count,
+        weight_sum.astype(dtype),
+        of_all_tokens(options, of_labels).astype(dtype),
+        value.astype(dtype),
+        outputs.logprobs.astype(dtype),
+        None if entropy is None else entropy.astype(dtype),
+    )
+
+
+_top_k_jit = jax.jit(top_k_flat, static_argnums=(0,))
+
+
+def top_k_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
+    """`chunked_divergence` of arguments with a `TeacherTopK`."""
+    teacher = given.teacher
+    assert isinstance(teacher, TeacherTopK)
+    ids, logprobs = map(unwrapped, (teacher.ids, teacher.logprobs))
+    with of_teacher():
+        only_arrays(labels=ids, logits=logprobs)
+        check_classes(None, array_spec(ids), array_spec(unwrapped(given.hidden)), source="hidden")
+        check_logprobs(array_spec(ids), array_spec(logprobs))
+    fields = {name: getattr(given, name) for name in OF_STUDENT}
+    each, names = given.reduction == "none", given.outputs
+    fields |= {"reduction": "sum" if each else given.reduction, "entropy": "entropy" in names}
+    student = Arguments(labels=labels_for(given.hidden, given.labels), **fields)
+    options, arrays = bind(student, recompute=True)
+    assert arrays.weight is not None
+    columns = arrays.weight.shape[int(options.transposed)]
+    classes = options.axis.vocab_size if options.axis else columns
+    check_values(student._replace(ids=ids), classes)
+    check_total(student, ids, logprobs)
+    weight, of_tail = float(given.nll_weight), (given.kind, given.beta, teacher.tail)
+    how = TopKOptions(*of_tail, given.temperature_squared, each, weight)
+    options = options._replace(divergence=how)
+    arrays = arrays._replace(ids=array(ids), log_q=lax.stop_gradient(array(logprobs)))
+    entropy = True if options.entropy else None
+    outputs = DivergenceOutput(each, False, False, False, True, True, entropy)
+    result: DivergenceOutput[Any] = run(_top_k_jit, options, arrays, outputs)
+    absent: dict[str, Any] = {name: None for name in DIVERGENCE_OUTPUTS if name not in names}
+    divisor = arrays.denominator
+    if divisor is None and options.mean:
+        divisor = result.weight_sum
+    result = result._replace(**absent, denominator=divisor)
+    constant: DivergenceOutput[Any] = jax.tree.map(lax.stop_gradient, result)
+    dependent = {x: y for x in REFUSED if (y := getattr(result, x)) is not None}
+    if not given.nll_weight:
+        del dependent["nll"]
+    out = constant._replace(loss=result.loss, **named(dependent, "chunked_divergence"))
+    return out if each else labelled(out, arrays.denominator)
+
+
+def check_total(student: Arguments, ids: Any, logprobs: Any) -> None:
+    """Refuse logits in place of log-probabilities, where they can be read."""
+    if concrete_on_cpu(student.labels, student.where, ids, logprobs) and np.size(logprobs):
+        log_q = np.where(np.asarray(ids) >= 0, np.asarray(logprobs, np.float64), -np.inf)
+        labels, where = np.asarray(student.labels), student.where
+        valid = valid_tokens(widen_labels(labels), where, student.ignore_index)
+        totals = np.where(valid, np.exp(log_q).sum(-1), 0.0)
+        check_mass(float(totals.max(initial=0.0)))

@@ -1,0 +1,114 @@
+"""Divergences from a teacher's most probable classes in PyTorch: `xentlib.top_k` between the
+operators of `xentlib.classes` and of divergences of given logits.
+
+Shapes: N tokens, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xentlib.arguments import Arguments, DivergenceArguments, GivenDivergenceArguments
+from xentlib.checks.divergence import check_logprobs, check_mass, of_teacher
+from xentlib.divergence import DivergenceOutput
+from xentlib.options import DIVERGENCE_OUTPUTS
+from xentlib.teacher import TeacherLogits, TeacherTopK
+from xentlib.top_k import TopK
+from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
+from xentlib.torch.binding import tokens
+from xentlib.torch.classes import CLASSES, class_results
+from xentlib.torch.core.device import host_readable, onto
+from xentlib.torch.given_divergence import given_divergence
+from xentlib.torch.micro_batch import label_loss
+from xentlib.torch.operators import not_differentiable, without_gradient
+
+FUNCTION = "chunked_divergence"
+
+
+def top_k_divergence(given: DivergenceArguments, student: Arguments) -> DivergenceOutput[Tensor]:
+    """`chunked_divergence` of a student's arguments and a `TeacherTopK`."""
+    teacher = given.teacher
+    assert isinstance(teacher, TeacherTopK)
+    with of_teacher():
+        only_tensors(ids=teacher.ids, logprobs=teacher.logprobs)
+        not_differentiable(logprobs=teacher.logprobs)
+        check_logprobs(*map(array_spec, (teacher.ids, teacher.logprobs)))
+    entropy = "entropy" in given.outputs
+    student = student._replace(ids=teacher.ids, entropy=entropy)
+    results, problem, call, _ = class_results(student)
+    logprob, entropies, _, _, ids_logprobs, tail, _ = results
+    valid = call.labels.long() != call.ignore_index
+    valid = onto(valid if call.where is None else valid & call.where, call.hidden.device)
+    compute = call.compute_dtype
+    ids = call.ids
+    assert ids is not None
+    counts = (ids >= 0) & CLASSES.first(ids) & valid[:, None]
+    log_q = teacher.logprobs.reshape(ids.shape).to(compute)
+    check_total(torch.where(counts, log_q, -torch.inf))
+    few = TopK(torch, torch.exp, CLASSES.sum, teacher.tail)
+    if teacher.tail == "drop":
+        value = few.dropped(given.kind, counts, ids_logprobs, log_q)
+    else:
+        own, other = few.logits(counts, ids_logprobs, tail, log_q)
+        of_few = GivenDivergenceArguments(
+            own, TeacherLogits(other.to(own.dtype)), given.kind, given.beta, where=valid
+        )
+        value = given_divergence(of_few)
+    value = torch.where(valid, value, 0.0)
+    loss_N = value
+    if given.temperature_squared and call.temperature is not None:
+        loss_N = value * call.temperature.to(value.dtype).square()
+    nll_N = -given.nll_weight * logprob if given.nll_weight else torch.zeros_like(value)
+    return reduced(
+        given, call, problem, valid, (loss_N + nll_N, nll_N), (value, logprob, entropies)
+    )
+
+
+def check_total(log_q: Tensor) -> None:
+    """Refuse logits in place of log-probabilities, where they can be read."""
+    if log_q.numel() and host_readable(log_q) and not torch.compiler.is_compiling():
+        with torch.no_grad():
+            check_mass(float(log_q.double().exp().sum(1).max()))
+
+
+def reduced(
+    given: DivergenceArguments,
+    call: Any,
+    problem: Any,
+    valid: Tensor,
+    losses: tuple[Tensor, Tensor],
+    per_token: tuple[Tensor, ...],
+) -> DivergenceOutput[Tensor]:
+    """The loss of tokens [N], and what the result has beside it."""
+    dtype, leading = getattr(torch, problem.output_dtype), problem.leading
+    weights = tokens(given.token_weights)
+    weights = torch.ones_like(losses[0]) if weights is None else weights.to(losses[0].dtype)
+    weights = torch.where(valid, weights, 0.0)
+    weight_sum = weights.sum()
+    divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
+    if divisor is None and given.reduction == "mean":
+        divisor = weight_sum
+    over = weights
+    if divisor is not None:
+        none = ~valid.any()
+        over = weights / torch.where(none, torch.ones_like(divisor), divisor)
+    loss_N, nll_N = (x * over for x in losses)
+    num_tokens, each = valid.sum(), given.reduction == "none"
+    total = with_leading(loss_N.to(dtype), leading) if each else loss_N.sum().to(dtype)
+    nll = nll_N.detach().sum().to(dtype)
+    if given.nll_weight:
+        nll = without_gradient("nll", nll, call.leaves, FUNCTION)
+    divergence, logprobs, entropies = (x.detach() for x in per_token)
+    made = {"divergence": divergence, "logprobs": logprobs, "entropy": entropies}
+    named: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS)
+    for name in given.outputs:
+        x = with_leading(made[name].to(dtype), leading)
+        named[name] = without_gradient(name, x, call.leaves, FUNCTION)
+    if not each:
+        label_loss(total, num_tokens, weight_sum.to(dtype), divisor)
+    return DivergenceOutput(
+        total, num_tokens, weight_sum.to(dtype), nll, **named, denominator=divisor
+    )
