@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.plan import GPU_COLUMN_MULTIPLE
+from xentlib.plan import CPU_COLUMN_MULTIPLE, GPU_COLUMN_MULTIPLE
 
 
 class DeviceInfo(NamedTuple):
@@ -42,7 +42,12 @@ class DeviceInfo(NamedTuple):
 
 KINDS = {
     "cpu": DeviceInfo(
-        64, 4096, scatters_wide=True, stores_exp=True, adds_windows=True, column_multiple=64
+        64,
+        4096,
+        scatters_wide=True,
+        stores_exp=True,
+        adds_windows=True,
+        column_multiple=CPU_COLUMN_MULTIPLE,
     ),
     "gpu": DeviceInfo(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
 }

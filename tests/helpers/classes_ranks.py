@@ -1,5 +1,5 @@
-"""Kept sets and several classes a token on real ranks: a head that is sharded, along each route,
-and mistakes on some of the ranks."""
+"""Kept sets, several classes a token and a teacher's most probable ones on real ranks: a head that
+is sharded, along each route, and mistakes on some of the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from xentlib.plan import VocabShard
 from xentlib.tools.harness.ranks import start_gloo
-from xentlib.torch import chunked_logprobs, vocab_parallel_logprobs
+from xentlib.torch import (
+    TeacherTopK,
+    chunked_divergence,
+    chunked_logprobs,
+    vocab_parallel_logprobs,
+)
 
 N, H, V, K = 29, 16, 421, 5
 Arrays = dict[str, Tensor]
@@ -43,10 +48,22 @@ def loss(out: Any, upstream: Tensor) -> Tensor:
     return total + (out.entropy * upstream[..., 1]).sum() + (out.lse * upstream[..., 2]).sum()
 
 
-def results(out: Any, *gradients: Tensor | None) -> list[Tensor]:
+def both(hidden: Any, head: Any, given: Arrays, upstream: Tensor, **how: Any) -> list[Tensor]:
+    """Values of both functions; the gradients of their losses are in the leaves."""
+    out = chunked_logprobs(hidden, head, **given, entropy=True, **how)
+    loss(out, upstream).backward()
+    teacher = TeacherTopK(given["ids"], torch.log_softmax(2 * upstream, -1) - 0.3)
+    diverging: dict[str, Any] = {"kind": "jsd", "beta": 0.3, "nll_weight": 0.5, **how}
+    of_teacher = chunked_divergence(
+        hidden, head, teacher, labels=given["labels"], reduction="none", **diverging
+    )
+    (of_teacher.loss * upstream[..., 3]).sum().backward()
+    return [*results(out), of_teacher.loss.detach()]
+
+
+def results(out: Any) -> list[Tensor]:
     values = (out.logprobs, out.entropy, out.lse, out.ids_logprobs)
-    kept = [x.detach().nan_to_num(neginf=-99.0) for x in values]
-    return [*kept, *(g for g in gradients if g is not None)]
+    return [x.detach().nan_to_num(neginf=-99.0) for x in values]
 
 
 def of_rank(rank: int, world: int, folder: str, items: list[Any]) -> list[Any]:
@@ -64,10 +81,8 @@ def whole(rank: int, world: int, x: Arrays) -> list[Tensor]:
     """One process with the head, and the tokens of all ranks: what is right."""
     hidden, weight = x["hidden"].clone().requires_grad_(), x["weight"].clone().requires_grad_()
     given = {name: x[name] for name in ("labels", "kept", "ids")}
-    out = chunked_logprobs(hidden, weight, **given, entropy=True)
-    loss(out, x["upstream"]).backward()
+    first = [y[rank] for y in both(hidden, weight, given, x["upstream"])]
     assert hidden.grad is not None
-    first = [y[rank] for y in results(out)]
     return [*first, hidden.grad[rank], weight.grad]  # type: ignore[list-item]
 
 
@@ -91,13 +106,12 @@ def tokens_parallel(rank: int, world: int, x: Arrays) -> list[Tensor]:
     hidden = x["hidden"][rank].clone().requires_grad_()
     weight = x["weight"][rows].clone().requires_grad_()
     over = VocabShard.of_ranks(rows.stop - rows.start, dist.group.WORLD)
-    out = chunked_logprobs(
-        hidden, weight, **own(x, rank), vocab_parallel=over, tokens_parallel=dist.group.WORLD,
-        max_chunk_bytes=world * 16 * 4 * V, entropy=True,
-    )  # fmt: skip
-    loss(out, x["upstream"][rank]).backward()
+    how: dict[str, Any] = {"vocab_parallel": over, "tokens_parallel": dist.group.WORLD}
+    how["max_chunk_bytes"] = world * 16 * 4 * V
+    values = both(hidden, weight, own(x, rank), x["upstream"][rank], **how)
     assert weight.grad is not None
-    return results(out, hidden.grad, every_row(weight.grad, world))
+    assert hidden.grad is not None
+    return [*values, hidden.grad, every_row(weight.grad, world)]
 
 
 def same_tokens(rank: int, world: int, x: Arrays) -> list[Tensor]:
@@ -107,19 +121,14 @@ def same_tokens(rank: int, world: int, x: Arrays) -> list[Tensor]:
     weight.requires_grad_()
     over = VocabShard.of_ranks(rows.stop - rows.start, dist.group.WORLD)
     given = {name: x[name] for name in ("labels", "kept", "ids")}
-    out = chunked_logprobs(hidden, weight, **given, vocab_parallel=over, entropy=True)
-    loss(out, x["upstream"]).backward()
-    logits = (hidden.detach() @ weight.detach().T).requires_grad_()
+    values = both(hidden, weight, given, x["upstream"], vocab_parallel=over)
+    logits = hidden.detach() @ weight.detach().T
     of_logits = vocab_parallel_logprobs(logits, **given, vocab_parallel=over, entropy=True)
-    loss(of_logits, x["upstream"]).backward()
+    for ours, theirs in zip(values, results(of_logits)):
+        assert torch.allclose(ours, theirs, atol=1e-4)
     assert weight.grad is not None
     assert hidden.grad is not None
-    assert logits.grad is not None
-    d_weight = logits.grad.flatten(0, 1).T @ hidden.detach().flatten(0, 1)
-    for ours, theirs in zip(results(out), results(of_logits), strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-4)
-    assert (d_weight - weight.grad).norm() < 1e-5 * weight.grad.norm()
-    first = [y[rank] for y in results(out)]
+    first = [y[rank] for y in values]
     return [*first, hidden.grad[rank], every_row(weight.grad, world)]
 
 
@@ -138,17 +147,10 @@ def sharded(gather: str, nodes: int = 0) -> Any:
         more: dict[str, Any] = {}
         if nodes:
             more["tokens_parallel"] = init_device_mesh("cpu", (nodes, world // nodes))
-        out = chunked_logprobs(
-            hidden,
-            head,
-            **own(x, rank),
-            gather=gather,
-            entropy=True,
-            **more,  # type: ignore[arg-type]
-        )
-        loss(out, x["upstream"][rank]).backward()
+        values = both(hidden, head, own(x, rank), x["upstream"][rank], gather=gather, **more)
+        assert hidden.grad is not None
         gradient: Any = head.weight.grad
-        return results(out, hidden.grad, gradient.full_tensor() * world)
+        return [*values, hidden.grad, gradient.full_tensor() * world]
 
     return run
 

@@ -125,7 +125,8 @@ def sharded(
         else:
             step = jax.value_and_grad(spread(body, out_specs=out_specs), has_aux=True)
         (_, out), gradients = (jax.jit(step) if jit else step)(*inputs)
-    found = {name: whole(x) for name, x in (out | dict(zip(GRADIENTS, gradients))).items()}
+    results = out | dict(zip(GRADIENTS, gradients))
+    found = {name: whole(x) for name, x in results.items() if x is not None}
     for name, axis in (("d_weight", vocab_axis(p.options)), ("d_bias", 0)):
         found[name], beyond = np.split(found[name], [size], axis=axis)
         # No class, no gradient, unless a label that is none made its token NaN.

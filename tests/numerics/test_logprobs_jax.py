@@ -115,8 +115,8 @@ def test_values_are_those_of_chunked_nll():
     options["temperature"] = jnp.asarray(options["temperature"])
     call = (p.hidden, p.weight, p.labels)
     ours = chunked_logprobs(*call, bias=p.bias, entropy=True, **options)
-    theirs = chunked_nll(*call, bias=p.bias, outputs=LogprobOutput._fields, **options)
-    for name in LogprobOutput._fields:
+    theirs = chunked_nll(*call, bias=p.bias, outputs=LogprobOutput._fields[:4], **options)
+    for name in LogprobOutput._fields[:4]:
         assert same(getattr(ours, name), getattr(theirs, name)), name
 
 

@@ -106,10 +106,10 @@ def test_leading_dimensions_and_dtypes():
     (hidden, weight, bias, labels), _ = arrays(Case("leading", 60, H, V))
     flat = head(hidden, weight, bias, labels)
     deep = head(hidden.reshape(3, 4, 5, H), weight, bias, labels.reshape(3, 4, 5))
-    assert {x.shape for x in deep} == {(3, 4, 5)}
+    assert {x.shape for x in deep[:4]} == {(3, 4, 5)}
     assert same(flat, jax.tree.map(lambda x: x.reshape(-1), deep))
     low = head(*(x.astype(jnp.bfloat16) for x in (hidden, weight, bias)), labels)
-    assert [str(x.dtype) for x in low] == ["float32"] * 3 + ["bool"]
+    assert [str(x.dtype) for x in low[:4]] == ["float32"] * 3 + ["bool"]
     assert chunked_logprobs.__doc__ == spec.chunked_logprobs.__doc__
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from xentlib.lazy import loading
 from xentlib.plan.split import (
     CPU_BLOCK_BYTES,
+    CPU_COLUMN_MULTIPLE,
     GPU_COLUMN_MULTIPLE,
     MAX_ROWS,
     ChunkPlan,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CPU_BLOCK_BYTES",
+    "CPU_COLUMN_MULTIPLE",
     "GPU_COLUMN_MULTIPLE",
     "MAX_ROWS",
     "ChunkPlan",

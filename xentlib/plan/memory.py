@@ -11,6 +11,7 @@ from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.checks.validators import check_choice
 from xentlib.dtypes import ITEMSIZE
 from xentlib.plan.split import (
+    CPU_COLUMN_MULTIPLE,
     GPU_COLUMN_MULTIPLE,
     MIB,
     TILE_ROWS,
@@ -90,11 +91,15 @@ def peak_bytes(
         return _jax_on_gpu(plan, dtype, gradient)
     size = plan.compute_itemsize
     tokens = plan.even_tokens
-    chunk = tokens * plan.vocab_size * size
+    more = -plan.vocab_size % CPU_COLUMN_MULTIPLE
+    chunk = tokens * (plan.vocab_size + more) * size
     head, trunk = plan.vocab_size * plan.hidden_size, plan.num_tokens * plan.hidden_size
     rows = tokens * plan.hidden_size * size
     low = ITEMSIZE[dtype] < size
     copies = trunk * ITEMSIZE[dtype] if low else 0
+    # Of a head that is filled up to whole tiles, and of its gradient.
+    copies += (head + more * plan.hidden_size) * ITEMSIZE[dtype] if more else 0
+    of_weight = head * size if more and not low else 0
     # A loop of one chunk keeps the mask of the target column as bytes.
     mask = chunk // size if plan.num_chunks == 1 else 0
     if not gradient:
@@ -102,6 +107,7 @@ def peak_bytes(
     # Beside a chunk: its dz, or the GEMM's addend to d weight, whichever is larger.
     dz = (chunk // 2 if low else 0) if recompute else chunk
     total = chunk + max(dz, head * size) + mask + 2 * rows + copies + (head + trunk) * size
+    total += of_weight
     return total + (head * size + (head + trunk) * ITEMSIZE[dtype] if low else 0)
 
 

@@ -44,6 +44,8 @@ GPU_BLOCK_BYTES = 64 * MIB
 # Columns of a head that a GPU's products take as they are: rows of 16-bit logits then begin at
 # multiples of 16 bytes, which is what TMA loads.
 GPU_COLUMN_MULTIPLE = 8
+# Of JAX on a CPU, whose compiler multiplies heads that do not fill a tile by another kernel.
+CPU_COLUMN_MULTIPLE = 64
 
 
 def default_chunk_bytes(platform: str, *, memory: int = 0, row_bytes: int = 0) -> int:
