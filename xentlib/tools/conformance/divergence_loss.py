@@ -30,6 +30,15 @@ ADAPTERS = Refusals(
     takes="`function` must take (student, teacher) and what `options` names; got one of "
     "({parameters}) with {options}. Wrap it in a function that does.",
     seed="`seed` must be an integer >= 0; got {seed!r}. Leave it out for 0.",
+)
+
+
+class ReturnedError(ValueError):
+    """Something else than the declared reduction, which is no error of the function's own."""
+
+
+RETURNED = Refusals(
+    ReturnedError,
     returned="`function` must return {what} that can be differentiated, with "
     "reduction={reduction!r}; got {came}. Of a tuple return the divergence alone, or name the "
     "reduction that it has.",
@@ -115,15 +124,10 @@ def check_divergence_loss(loss: Any) -> None:
         ADAPTERS.refuse("takes", parameters=parameters, options=options)
 
 
-class ReturnedError(ValueError):
-    """Something else than the declared reduction."""
-
-
 def check_returned(reduction: str, out: Any, array: type, graph: bool, tokens: int) -> None:
     shape = (tokens,) if reduction == "none" else ()
     if isinstance(out, array) and getattr(out, "shape", None) == shape and graph:
         return
     came = described(out) + ("" if graph or not isinstance(out, array) else " without a graph")
     what = RETURNS[reduction].format(tokens=shape)
-    text = ADAPTERS.messages["returned"]
-    raise ReturnedError(text.format(what=what, reduction=reduction, came=came))
+    RETURNED.refuse("returned", what=what, reduction=reduction, came=came)

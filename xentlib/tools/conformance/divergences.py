@@ -29,12 +29,12 @@ from xentlib.tools.harness.device import contract_settings
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.table import aligned
 from xentlib.tools.parity.report.summary import (
+    allowance_used,
     bound_text,
     number,
     print_table,
     row_statements,
     value_text,
-    worst_first,
 )
 from xentlib.tools.parity.result import ParityResult
 from xentlib.tools.parity.rows.divergences import reject
@@ -112,7 +112,8 @@ class DivergenceConformance:
 
     def of(self, name: str) -> list[Measurement]:
         """What was measured by that name of `checks`, the worst first."""
-        return worst_first(m for m in self.result.measurements if m.quantity == name)
+        found = (m for m in self.result.measurements if m.quantity == name)
+        return sorted(found, key=lambda m: (m.passed, -allowance_used(m), -np.nan_to_num(m.value)))
 
     def __str__(self) -> str:
         """The table of a parity run, the distances, and what was left out."""
