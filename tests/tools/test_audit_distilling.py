@@ -173,6 +173,15 @@ def test_a_step_that_does_not_distil_has_no_teacher(backend: str) -> None:
     assert [np.shape(batch["teacher_logits"]) for batch in seen[:3]] == [(2, 13, 43)] * 3
 
 
+@pytest.mark.parametrize("backend", BACKENDS[:1])
+def test_a_symmetric_divergence_has_no_exchanged_one(backend: str) -> None:
+    options = {**JSD, "beta": 0.5}
+    report = audit(backend, with_gradients(backend, distil(options, exchanged=True)), **options)
+    assert report.passed
+    why = report.not_looked_for["student and teacher exchanged"]
+    assert why == "needs a divergence that is not symmetric"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

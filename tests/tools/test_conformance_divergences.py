@@ -179,6 +179,18 @@ def in_16_bits(s: Any, t: Any) -> Any:
     return right(s.bfloat16().log_softmax(-1), t.bfloat16().log_softmax(-1))
 
 
+def nan_where_it_is_tiny(s: Any, t: Any) -> Any:
+    each = right(s, t)
+    return each.masked_fill((each > 0) & (each < 2e-10), torch.nan)
+
+
+def gradient_of_no_class(s: Any, t: Any) -> Any:
+    """At -inf, where a masked class can have none."""
+    if s.requires_grad:
+        s.register_hook(lambda g: g.masked_fill(torch.isneginf(s), 1e-3))
+    return right(s, t, kind="reverse_kl")
+
+
 BOTH = {"value", "gradient"}
 OF_EQUAL = {"equal logits", "gradient of equal logits"}
 # Function, what the adapter says of it, the names that it misses, and rows that are among them.
@@ -269,6 +281,10 @@ MUTANTS: dict[str, tuple[Any, dict[str, Any], set[str], set[str]]] = {
         lambda s, t: right((s + s.detach()) / 2, t), {}, {"gradient"}, {"A22"}
     ),
     "a constant above": (lambda s, t: right(s, t) + 1e-3, {}, {"value", "equal logits"}, {"A24"}),
+    "NaN below 2e-10 nats": (nan_where_it_is_tiny, {}, {"never negative"}, {"A24"}),
+    "gradient of a class at -inf": (
+        gradient_of_no_class, {"kind": "reverse_kl"}, {"gradient"}, {"A0"}
+    ),
     "opposite sign": (lambda s, t: -right(s, t), {}, {*BOTH, "never negative"}, {"A20", "A24"}),
 }  # fmt: skip
 
@@ -295,6 +311,8 @@ def test_what_is_wrong_is_said_by_name(name: str) -> None:
         ("missing logits at 0", {"logits of -inf"}),
         ("padding in the divisor", {"some tokens masked"}),
         ("NaN of no valid token", {"all tokens masked"}),
+        ("NaN below 2e-10 nats", {"logits 1e-05 apart", "logits 1e-07 apart"}),
+        ("gradient of a class at -inf", {"logits of -inf"}),
     ],
 )
 def test_only_the_case_that_it_is_about_is_missed(name: str, where: set[str]) -> None:
@@ -315,7 +333,10 @@ def test_how_far_off_it_is() -> None:
     assert plain[2].value > 1
     assert plain[2].gradient > 1e-4
     assert plain[2].negative > 5
-    assert "1.00e-4" in str(found_of(rounded_lse))
+    found = found_of(rounded_lse)
+    assert "1.00e-4" in str(found)
+    negative = [m.value for m in found.of("never negative")]
+    assert negative[0] == max(negative) > 5
 
 
 # --- what cannot be run ---------------------------------------------------------------------------

@@ -87,15 +87,13 @@ class Called(NamedTuple):
 
 def build(case: Given, kind: str, reduction: str, seed: int) -> Arrays:
     """Of `reverse_kl` both have classes at -inf, else the teacher alone: a student that gives them
-    any probability is infinitely far. A masked token's two logits have nothing to do with each
-    other."""
+    any probability is infinitely far."""
     student, teacher, upstream = given_logits(seed, case.far or 1.0, V, N)
     student = student if case.far else teacher
     rng = np.random.default_rng([seed, 13])
     where = None
     if case.masked:
         where = rng.random(N) >= case.masked
-        student = np.where(where[:, None], student, student[::-1, ::-1]).astype(np.float32)
     student, teacher = student + np.float32(case.offset), teacher + np.float32(case.offset)
     if case.dead:
         dead = rng.random(teacher.shape) < 0.3
