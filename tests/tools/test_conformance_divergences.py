@@ -127,11 +127,10 @@ def test_temperature_squared() -> None:
 
 
 def test_zeros_of_equal_logits_are_no_question_of_bits() -> None:
-    """A24 has gradients of exactly 0; 1e-17 does not hold it, and is said, and passes."""
+    """A24 has gradients of exactly 0; 1e-20 does not hold it, and is said, and passes."""
 
     def plain(s: Any, t: Any) -> Any:
-        log_s, log_t = (z.double().log_softmax(-1).clamp(min=-700) for z in (s, t))
-        return (log_t.exp() * (log_t - log_s)).sum(-1)
+        return right(s, t) + 1e-20 * (s.double() - s.double().detach()).nan_to_num().sum(-1)
 
     found = found_of(plain)
     assert misses(found) == {"gradient of equal logits"}
@@ -332,11 +331,11 @@ def test_how_far_off_it_is() -> None:
     assert plain[0].value < 1e-2
     assert plain[2].value > 1
     assert plain[2].gradient > 1e-4
-    assert plain[2].negative > 5
+    assert plain[2].negative > 2
     found = found_of(rounded_lse)
     assert "1.00e-4" in str(found)
     negative = [m.value for m in found.of("never negative")]
-    assert negative[0] == max(negative) > 5
+    assert negative[0] == max(negative) > 2
 
 
 # --- what cannot be run ---------------------------------------------------------------------------
