@@ -1,7 +1,8 @@
 """Which rows of the contract the losses of other libraries hold: docs/data/conformance.json.
 
-The adapters are those of the benchmark. Who is not installed, or needs CUDA, is named. Each loss is
-held in a process of its own. Written by `make conformance`; `--only NAME` renews one.
+The adapters of losses are those of the benchmark, those of divergences in `.ci/divergences.py`. Who
+is not installed, or needs CUDA, is named. Each is held in a process of its own. Written by `make
+conformance`; `--only NAME` renews one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from xentlib.tools.conformance import Conformance, Loss, conform
+from divergences import ABSENT, PEERS, adapters
+
+from xentlib.tools.conformance import (
+    Conformance,
+    DivergenceConformance,
+    Loss,
+    conform,
+    conform_divergence,
+)
 from xentlib.tools.parity.report.summary import bound_text, row_statements, summarise, value_text
 
 HERE = Path(__file__).resolve()
@@ -26,6 +35,7 @@ LEFT_OUT = ("torch.compile, full logits",)  # eager's operators, by a compiler
 PACKAGES = {
     "eager": "torch",
     "F.linear": "torch",
+    "F.kl_div": "torch",
     "Liger": "liger-kernel",
     "Cut": "cut-cross-entropy",
     "TRL": "trl",
@@ -73,7 +83,7 @@ def version_of(name: str) -> str:
         return package
 
 
-def as_data(found: Conformance) -> dict[str, Any]:
+def as_data(found: Conformance | DivergenceConformance) -> dict[str, Any]:
     """What the page shows."""
     rows = {}
     for row in summarise(found.result, row_statements()):
@@ -91,6 +101,30 @@ def as_data(found: Conformance) -> dict[str, Any]:
     }
 
 
+def divergence_data(found: DivergenceConformance) -> dict[str, Any]:
+    missed = {
+        name: [*dict.fromkeys(m.case.partition(", ")[2] for m in found.of(name) if not m.passed)]
+        for name in found.checks
+    }
+    return {
+        **as_data(found),
+        "misses": {name: cases for name, cases in missed.items() if cases},
+        "distances": [x._asdict() for x in found.distances],
+    }
+
+
+def one_divergence(backend: str, name: str) -> None:
+    """Of all its kinds, or that it is not installed."""
+    os.environ["XLA_FLAGS"] = "--xla_allow_excess_precision=false"  # before JAX is loaded
+    version = version_of(name)
+    each = adapters(backend).get(name)
+    if each is None:
+        print(json.dumps({"absent": f"not installed: pip install {version}", "version": version}))
+        return
+    kinds = {x.kind: divergence_data(conform_divergence(x)) for x in each}
+    print(json.dumps({"backend": backend, "version": version, "kinds": kinds}))
+
+
 def one(backend: str, name: str) -> None:
     os.environ["XLA_FLAGS"] = "--xla_allow_excess_precision=false"  # before JAX is loaded
     peer = next(x for x in peers(backend) if x.name == name)
@@ -99,32 +133,57 @@ def one(backend: str, name: str) -> None:
     print(json.dumps(found if excuse else as_data(conform(adapter(peer, backend)))))
 
 
+def stamp() -> str:
+    """When, and by which version."""
+    import xentlib
+
+    return f"{datetime.now(UTC).strftime('%Y-%m-%d')} with xentlib {xentlib.__version__}"
+
+
+def in_a_process(*arguments: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, str(HERE), *arguments], check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
-    if len(sys.argv) == 3 and sys.argv[1] != "--only":
-        one(*sys.argv[1:])
+    arguments = sys.argv[1:]
+    if len(arguments) == 3:
+        one_divergence(*arguments[1:])
         return
-    before = json.loads(DATA.read_text(encoding="utf-8"))["losses"] if DATA.is_file() else {}
-    found: dict[str, Any] = {}
+    if len(arguments) == 2 and arguments[0] != "--only":
+        one(*arguments)
+        return
+    only = arguments[1] if arguments else ""
+    before = json.loads(DATA.read_text(encoding="utf-8")) if DATA.is_file() else {}
+    found: dict[str, dict[str, Any]] = {"losses": {}, "divergences": {}}
+    made = dict(before.get("made", {}))
+
+    def renew(group: str, key: str, *process: str) -> Any:
+        """Of one, unless another one alone is asked for."""
+        if only and key != only:
+            kept = before.get(group, {})
+            found[group] |= {key: kept[key]} if key in kept else {}
+            return None
+        found[group][key] = in_a_process(*process)
+        made[group] = stamp()
+        return found[group][key]
+
     for backend in ("torch", "jax"):
         for peer in peers(backend):
             key = f"{peer.name}, JAX" if peer.name == "xentlib" and backend == "jax" else peer.name
-            if len(sys.argv) == 3 and key != sys.argv[2]:
-                found |= {key: before[key]} if key in before else {}
-                continue
-            done = subprocess.run(
-                [sys.executable, str(HERE), backend, peer.name],
-                check=True,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            found[key] = json.loads(done.stdout.splitlines()[-1])
-            held = {name: row["holds"] for name, row in found[key].get("rows", {}).items()}
-            print(key, found[key].get("absent") or held, found[key].get("errors"), flush=True)
-    import xentlib
-
-    date = datetime.now(UTC).strftime("%Y-%m-%d")
-    data = {"date": date, "xentlib": xentlib.__version__, "losses": found}
-    DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            new = renew("losses", key, backend, peer.name)
+            if new:
+                held = {name: row["holds"] for name, row in new.get("rows", {}).items()}
+                print(key, new.get("absent") or held, new.get("errors"), flush=True)
+        for name in PEERS[backend]:
+            new = renew("divergences", name, "divergence", backend, name)
+            if new:
+                print(name, new.get("absent") or [*new["kinds"]], flush=True)
+    for name, (package, why) in ABSENT.items():
+        found["divergences"][name] = {"absent": why, "version": package}
+    DATA.write_text(json.dumps({"made": made, **found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

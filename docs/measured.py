@@ -181,11 +181,8 @@ def conformance_part() -> str:
     ids = list(dict.fromkeys(row for x in ran.values() for row in x["rows"]))
     ids.sort(key=lambda row: int(row[1:]))
 
-    def held(x: dict[str, Any], row: str) -> str:
-        return "–" if row not in x["rows"] else "yes" if x["rows"][row]["holds"] else "no"
-
     summary = [
-        (name, x["version"], *(held(x, row) for row in ids), " ".join(x["choices"]))
+        (name, x["version"], *(_held(x, row) for row in ids), " ".join(x["choices"]))
         for name, x in ran.items()
     ]
     worst = [
@@ -200,7 +197,7 @@ def conformance_part() -> str:
     ]
     return "\n\n".join(
         (
-            f"Made on {found['date']} with xentlib {found['xentlib']}, on a CPU.",
+            f"Made on {found['made']['losses']}, on a CPU.",
             table(("loss", "version", *ids, "what it rounds"), summary),
             "Of the rows that are not held, the worst that was measured, and the bound:",
             table(("loss", "row", "worst (bound)"), worst),
@@ -208,6 +205,58 @@ def conformance_part() -> str:
             *(["Not run:", table(("loss", "package", "why"), absent)] if absent else []),
         )
     )
+
+
+def conformance_divergences_part() -> str:
+    """What `make conformance` has found of other divergences: rows, and how far off each is."""
+    found = json.loads(CONFORMANCE.read_text(encoding="utf-8"))
+    each = [
+        (name, kind, x)
+        for name, of in found["divergences"].items()
+        for kind, x in of.get("kinds", {}).items()
+    ]
+    ids = sorted({row for _, _, x in each for row in x["rows"]}, key=lambda row: int(row[1:]))
+    held = [
+        (name, f"`{kind}`", *(_held(x, row) for row in ids), " ".join(x["choices"]))
+        for name, kind, x in each
+    ]
+    fars = [f"{x['far']:g}" for x in each[0][2]["distances"]]
+    off = [
+        (name, f"`{kind}`", *(_off(far) for far in x["distances"]), _missed(x))
+        for name, kind, x in each
+    ]
+    raised = [(name, f"`{kind}`", error) for name, kind, x in each for error in x["errors"]]
+    absent = [
+        (name, of["version"], of["absent"])
+        for name, of in found["divergences"].items()
+        if "absent" in of
+    ]
+    versions = dict.fromkeys(of["version"] for of in found["divergences"].values() if "kinds" in of)
+    return "\n\n".join(
+        (
+            f"Made on {found['made']['divergences']}, on a CPU, with {', '.join(versions)}.",
+            table(("divergence", "kind", *ids, "what it rounds"), held),
+            "How far off each is, by the distance of the logits:",
+            table(("divergence", "kind", *fars, "also missed"), off),
+            *(["Raised:", table(("divergence", "kind", "what"), raised)] if raised else []),
+            *(["Not run:", table(("divergence", "package", "why"), absent)] if absent else []),
+        )
+    )
+
+
+def _held(x: dict[str, Any], row: str) -> str:
+    return "–" if row not in x["rows"] else "yes" if x["rows"][row]["holds"] else "no"
+
+
+def _off(far: dict[str, Any]) -> str:
+    return f"{far['value']:.1g}, {far['gradient']:.1g}, {far['negative']}"
+
+
+def _missed(x: dict[str, Any]) -> str:
+    """Cases that the columns of distances do not show."""
+    cases = {case for cases in x["misses"].values() for case in cases}
+    shown = ("logits of -inf", "logits near 1000", "equal logits", "all tokens masked")
+    return ", ".join(case for case in shown if case in cases)
 
 
 def routes_part() -> str:

@@ -43,14 +43,16 @@ def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any
     Args:
         step: the function. Each micro-batch has "hidden" [B, L, H], "input_ids", "labels" (not
             shifted, -100 where masked), "targets" (shifted), "loss_mask", "attention_mask",
-            "segment_ids" and "position_ids", [B, L] each. Use those that your trainer has.
+            "segment_ids" and "position_ids", [B, L] each; with `divergence` "teacher_logits",
+            [B, L, V]. Use those that your trainer has.
         kind: "step"; "loss", a function of (hidden [N, H], weight [V, H], labels [N]) that returns
             a mean; "logprobs", one that returns a log-probability for each label, or (logprobs,
             entropy). None: "step" for two arguments, "loss" for three.
         ranks: devices over which the step spreads the rows of a micro-batch, in their order: B is
             then a multiple of it.
         options: what the step applies, fields of `xentlib.tools.audit.Options`: bias, softcap,
-            logit_scale, temperature, label_smoothing, z_loss, documents.
+            logit_scale, temperature, label_smoothing, z_loss, documents; of a step that distils
+            divergence, beta, temperature_squared.
 
     Raises:
         TypeError: no function, or one of other arguments.

@@ -41,7 +41,7 @@ NAMED_ELSEWHERE = {
     "torch_impl/integrations/lightning.py": "Lightning's two names",
     "xentlib/tools/cli/command.py": "a command's module, by a table",
     "xentlib/tools/cli/audit.py": "the module that the command is given",
-    "xentlib/tools/conformance.py": "one of the two backends",
+    "xentlib/tools/conformance/losses.py": "one of the two backends",
 }
 
 

@@ -64,6 +64,16 @@ def two_of_a_name(head, micro_batches): ...
 
 from torch.utils.data import DataLoader as another_modules_own
 
+def distils(head, micro_batches):  # without the temperature squared
+    total = 0.0
+    for b in micro_batches:
+        s, t = (z.div(2).log_softmax(-1) for z in (head(b["hidden"]), b["teacher_logits"]))
+        mask = b["loss_mask"]
+        total = total + F.kl_div(s[mask], t[mask], reduction="sum", log_target=True)
+    total = total / sum(b["loss_mask"].sum() for b in micro_batches)
+    total.backward()
+    return total
+
 def loss(hidden, weight, labels):
     return F.cross_entropy(hidden @ weight.T, labels)
 
@@ -147,6 +157,20 @@ def test_options_say_what_the_step_applies(audit):
 
 
 @pytest.mark.torch
+def test_a_step_that_distils(audit):
+    pytest.importorskip("torch")
+    asked = ("--divergence", "forward_kl", "--temperature", "2")
+    assert audit(*on_torch("distils", *asked))[0] == 0
+    status, out, _ = audit(*on_torch("distils", *asked, "--temperature-squared"))
+    assert status == 1
+    assert "gradients of the head: temperature squared missing" in out
+    status, _, error = audit(*on_torch("distils", "--divergence", "jsd"))
+    assert status == 2
+    assert "`beta` must be given with `divergence='jsd'`" in error
+    assert audit(*on_torch("right", "--divergence", "jsd", "--beta", "0.3"))[0] == 1
+
+
+@pytest.mark.torch
 def test_a_loss_that_is_wrong_alone(audit):
     pytest.importorskip("torch")
     status, out, _ = audit(*on_torch("last_loss"))
@@ -174,7 +198,9 @@ REFUSED = {
     ("nowhere:step",): "'nowhere' must be a module that can be imported from",
     ("broken:step",): "'broken' could not be imported: No module named 'no_such_module_here'",
     ("failing:step",): "'failing' could not be imported: ZeroDivisionError",
-    on_torch("wrong"): "'steps_torch' must have 'wrong'; it has breaks, capped, ddp, each, four, ",
+    on_torch(
+        "wrong"
+    ): "'steps_torch' must have 'wrong'; it has breaks, capped, ddp, distils, each, ",
     on_torch("checkpoint"): "two_of_a_name, in ",
     on_torch("number"): "`step` must be a function; got int",
     on_torch("four"): "`step` must take the arguments of step(head, micro_batches) or of l",

@@ -16,6 +16,8 @@ from xentlib.tools.audit.problem import IGNORE, Options
 
 ALL = Options(True, 30.0, 0.5, 1.3, 0.1, 1e-3)
 PLAIN = Options()
+KL = Options(True, temperature=1.3, divergence="forward_kl", temperature_squared=True)
+JSD = Options(softcap=5.0, temperature=1.7, divergence="jsd", beta=0.3)
 OF_LOGPROBS = replace(ALL, label_smoothing=0.0, z_loss=0.0)
 PROBLEMS = {
     "one rank": ("step", PLAIN, 1),
@@ -25,6 +27,8 @@ PROBLEMS = {
     "four ranks": ("step", PLAIN, 4),
     "loss": ("loss", ALL, 1),
     "logprobs": ("logprobs", OF_LOGPROBS, 1),
+    "a divergence": ("step", KL, 1),
+    "a divergence, two ranks": ("step", JSD, 2),
     "logprobs alone": ("logprobs", replace(OF_LOGPROBS, entropy=False), 1),
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xentlib.tools.conformance import OPTIONS, Loss, conform
+from xentlib.tools.conformance.losses import OPTIONS, Loss, conform
 from xentlib.tools.harness.cases import BASE, Case, named
 from xentlib.tools.harness.cases import GRID as ALL
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xentlib.tools.conformance import Conformance, Loss, conform, fit, made
+from xentlib.tools.conformance.losses import Conformance, Loss, conform, fit, made
 from xentlib.tools.harness.cases import GRID as ALL
 from xentlib.tools.harness.cases import Case, named
 from xentlib.tools.harness.problems import build

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from xentlib.checks.validators import Refusals
+from xentlib.checks.validators import Refusals, check_choice, check_flag, check_rule
+from xentlib.options import DIVERGENCES, RULES
 
 PROTOCOL = {
     "step": "step(head, micro_batches)",
@@ -57,6 +59,17 @@ STEPS = Refusals(
     per_token="`step` must return log-probabilities, and entropies if it has them, of {tokens} "
     "tokens; got {came}. Return one number for each label, or (logprobs, entropy), by their order "
     "or by these names.",
+)
+DISTILLED = Refusals(
+    ValueError,
+    alone="`{name}` must be given with `divergence`, or left out; got {value!r} alone. Name the "
+    "divergence that the step computes.",
+    step="`divergence` must be that of a step, which gets `teacher_logits` in its micro-batches; "
+    "got kind={kind!r}. Write a step(head, micro_batches).",
+    beta="`beta` must be given with `divergence='jsd'`, and with nothing else; got {beta} with "
+    "{divergence!r}. {way}",
+    labels="`{name}` must be 0 with `divergence`, whose loss has no labels but for its mask; got "
+    "{value!r}. Leave it out, and the labels' loss out of the step.",
 )
 
 
@@ -113,3 +126,24 @@ def check_loss(loss: object, size: int | None) -> None:
 
 def check_graph(kind: str, value: object, graph: bool) -> None:
     STEPS.require("graph", graph, kind=kind, came=described(value))
+
+
+def check_distillation(options: Any, kind: str) -> None:
+    """Options of a step that distils; of any other they are left out."""
+    check_flag("temperature_squared", options.temperature_squared)
+    divergence, beta = options.divergence, options.beta
+    if divergence is None:
+        for name, empty in (("beta", None), ("temperature_squared", False)):
+            value = getattr(options, name)
+            DISTILLED.require("alone", value is empty, name=name, value=value)
+        return
+    check_choice("divergence", divergence, DIVERGENCES)
+    DISTILLED.require("step", kind == "step", kind=kind)
+    if divergence == "jsd" and beta is not None:
+        check_rule("beta", beta, RULES["beta"])
+    else:
+        way = "Pass 0.5 for the symmetric one." if beta is None else "Leave it out."
+        fits = divergence != "jsd" and beta is None
+        DISTILLED.require("beta", fits, beta=beta, divergence=divergence, way=way)
+    for name, value in options.of_loss.items():
+        DISTILLED.require("labels", value == 0, name=name, value=value)

@@ -21,6 +21,7 @@ LOSSES = (*STEP, *LOSS)
 ANY = (*LOSSES, *LOGPROBS)
 
 # What a problem must have, in the words of a report.
+DIVERGENCE = "a divergence"
 NEEDS: dict[str, Callable[[Problem], bool]] = {
     "": lambda p: True,
     "several ranks": lambda p: p.ranks > 1,
@@ -33,6 +34,15 @@ NEEDS: dict[str, Callable[[Problem], bool]] = {
     "label smoothing": lambda p: p.options.label_smoothing != 0.0,
     "a z-loss": lambda p: p.options.z_loss != 0.0,
     "entropies": lambda p: p.options.entropy,
+    DIVERGENCE: lambda p: p.teacher is not None,
+    "a divergence that is not symmetric": lambda p: bool(exchanged(p)),
+    "a divergence with a temperature": lambda p: tempered(p),  # noqa: PLW0108 - defined below
+    "a divergence times its temperature squared": lambda p: (
+        tempered(p) and p.options.temperature_squared
+    ),
+    "a divergence without its temperature squared": lambda p: (
+        tempered(p) and not p.options.temperature_squared
+    ),
 }
 RANKS, BATCHES = "several ranks", "several micro-batches"
 
@@ -56,9 +66,11 @@ def backwards(p: Problem) -> list[Any]:
 
 
 def masked(p: Problem) -> list[Any]:
-    """The mask of the labels is not used; padding counts too, or does not."""
+    """The mask of the labels is not used; padding counts too, or does not. A divergence needs no
+    next token, so that the last one may count."""
     within = np.where(p.attention, p.ids, IGNORE)
-    return [Labelled(next_labels(x, s)) for x in (within, p.ids) for s in (p.segments, None)]
+    shifted = [Labelled(next_labels(x, s)) for x in (within, p.ids) for s in (p.segments, None)]
+    return shifted if p.teacher is None else [*shifted, Labelled(within), Labelled(p.ids)]
 
 
 def without(masks: Sequence[Array]) -> list[Any]:
@@ -151,6 +163,29 @@ OPERANDS_ROUNDED = rounded(("operands",), ("operands", "gradient"))
 GRADIENT_ROUNDED = rounded(("gradient",), ("result",), ("gradient", "result"))
 
 
+# --- of a divergence ------------------------------------------------------------------------------
+
+
+def exchanged(p: Problem) -> list[Any]:
+    """Which divergence it is with student and teacher in each other's place."""
+    kind, beta = p.options.divergence, p.options.beta
+    if kind == "jsd":
+        return [] if beta == 0.5 else [Head(changes=(("beta", 1.0 - (beta or 0.0)),))]
+    other = {"forward_kl": "reverse_kl", "reverse_kl": "forward_kl"}
+    return [Head(changes=(("kind", other[kind]),))] if kind in other else []
+
+
+def by_rows(p: Problem) -> list[float]:
+    """How many tokens a row has that count, where the mask is used, or padding alone is left out,
+    or nothing."""
+    counts = p.count, int(p.attention.sum()), p.targets.size
+    return [number / (p.targets.size / p.targets.shape[-1]) for number in counts]
+
+
+def tempered(p: Problem) -> bool:
+    return p.teacher is not None and p.options.temperature != 1.0
+
+
 # --- the table ----------------------------------------------------------------------------------
 
 
@@ -188,7 +223,7 @@ OPTIONS = "labels-and-losses.md#other-options"
 SMOOTHING = "labels-and-losses.md#label-smoothing-by-its-convention"
 ROUNDING = "numerics.md#rounding-points-in-order"
 UPSTREAM, LOW_GRADIENTS, ENTROPIES, CHUNKS = (f"failure-modes.md#m{k}" for k in (1, 2, 12, 17))
-TEMPERATURE = "logprobs.md"
+TEMPERATURE, DIVERGENCES = "logprobs.md", "divergences.md"
 
 DEFECTS = (
     Defect("labels not shifted", "labels",
@@ -299,6 +334,35 @@ DEFECTS = (
     Defect("one upstream gradient for all tokens", "upstream",
         "Every token got the gradient that arrived for the first one.",
         UPSTREAM, [Upstream(first=True)], LOGPROBS),
+    Defect("student and teacher exchanged", "head",
+        "The divergence is that of the teacher from the student: the other KL, or a JSD whose "
+        "beta is the student's share.",
+        f"{DIVERGENCES}#which-kind", exchanged, STEP, "a divergence that is not symmetric"),
+    Defect("teacher's logits of another position", "head",
+        "Each position was compared with the teacher's logits of the one before or after it.",
+        f"{DIVERGENCES}#the-teacher-and-the-loss", [Head(late=1), Head(late=-1)],
+        STEP, DIVERGENCE),
+    Defect("temperature of the student alone", "head",
+        "The teacher's logits were not divided by the temperature.",
+        DIVERGENCES, [Head(changes=(("teacher_temperature", 1.0),))],
+        STEP, "a divergence with a temperature"),
+    Defect("temperature squared missing", "scale",
+        "The divergence was not multiplied by the temperature squared.",
+        DIVERGENCES, lambda p: [p.options.temperature**-2], STEP,
+        "a divergence times its temperature squared"),
+    Defect("temperature squared applied", "scale",
+        "The divergence was multiplied by the temperature squared, which the step does not "
+        "declare.",
+        DIVERGENCES, lambda p: [p.options.temperature**2], STEP,
+        "a divergence without its temperature squared"),
+    Defect("divided by rows, not by tokens", "scale",
+        "The sum was divided by the number of rows and not of tokens, as reduction='batchmean' "
+        "of [B, L, V] does.",
+        COUNT, by_rows, STEP, DIVERGENCE),
+    Defect("divided by the classes too", "scale",
+        "The mean was taken over tokens and classes, as reduction='mean' does of one number for "
+        "each class.",
+        COUNT, lambda p: [1.0 / p.weight.shape[0]], STEP, DIVERGENCE),
 )  # fmt: skip
 
 BY_NAME = {defect.name: defect for defect in DEFECTS}

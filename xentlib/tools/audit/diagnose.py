@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xentlib.contract import ROWS, U, rho
-from xentlib.tools.audit.defects import DEFECTS, forms
+from xentlib.tools.audit.defects import DEFECTS, DIVERGENCE, forms
 from xentlib.tools.audit.hypotheses import Hypothesis, Numbers, Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem, build
 from xentlib.tools.audit.report import Finding, Report
@@ -191,7 +191,9 @@ def visible(kind: str, options: Options, ranks: int) -> tuple[tuple[str, ...], d
         variants = list(forms(defect, oracle.problem))
         gradients = (_of_head(oracle.numbers(reading)) for reading in variants)
         if not variants:
-            unseen[defect.name] = f"needs {defect.needs}"
+            distils = oracle.problem.teacher is not None
+            of_distilling = not distils and defect.needs.startswith(DIVERGENCE)
+            unseen[defect.name] = f"needs {DIVERGENCE if of_distilling else defect.needs}"
         elif all(distance(x, right) > 2 * LIMIT.value for x in gradients):
             names.append(defect.name)
         else:

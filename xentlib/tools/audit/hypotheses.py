@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xentlib.reference import logprobs_reference, nll_reference
+from xentlib.reference import divergence_reference, logprobs_reference, nll_reference
 from xentlib.tools.audit.problem import IGNORE, Array, Problem
 from xentlib.ulp import round_to
 
@@ -43,11 +43,13 @@ class Reduced(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Options other than the problem's; and what is rounded to `dtype`, of the "operands" of the
-    product, the "logits", their "gradient" and the "result"."""
+    """Options other than the problem's; by how many positions a teacher's logits are late; and what
+    is rounded to `dtype`, of the "operands" of the product, the "logits", their "gradient" and the
+    "result"."""
 
     changes: tuple[tuple[str, Any], ...] = ()
     bias: bool = True
+    late: int = 0
     dtype: str = ""
     rounded: tuple[str, ...] = ()
 
@@ -165,7 +167,8 @@ class Oracle:
     def _per_token(self, reading: Hypothesis) -> tuple[Array, Array, Array, Array]:
         """Losses [N] of every token and d logits [N, V] for a factor of 1; or log-probabilities and
         entropies [2, N] and d logits for the gradients that arrive. And the operands."""
-        key = (reading.labels.key, reading.head, reading.upstream)
+        distilled = self.problem.teacher is not None  # labels say alone which tokens count
+        key = (b"" if distilled else reading.labels.key, reading.head, reading.upstream)
         if key not in self.units:
             z, x, w = self._logits(reading.head)
             labels = self.labels_of(reading).reshape(-1)
@@ -179,6 +182,8 @@ class Oracle:
                 names = ("logprobs", "entropy")
                 *outputs, dz = _by_blocks(logprobs_reference, z, names, labels, **options)
                 values = np.stack(outputs)
+            elif distilled:
+                values, dz = self._divergences(z, reading.head)
             else:
                 options = {**self.problem.options.of_loss, **options}
                 sums = {"reduction": "sum", "ignore_index": IGNORE, **options}
@@ -191,12 +196,27 @@ class Oracle:
             self.units[key] = (values, dz, x, w)
         return self.units[key]
 
+    def _divergences(self, z: Array, head: Head) -> tuple[Array, Array]:
+        """[N] of the student's logits from the teacher's, and their d logits [N, V]."""
+        options = {**self.problem.options.of_logits, **self.problem.options.of_divergence}
+        options |= dict(head.changes)
+        own = options.pop("teacher_temperature", options["temperature"])
+        teacher = np.roll(np.asarray(self.problem.teacher, np.float64), head.late, axis=3)
+
+        def of_logits(eye: Array, weight: Array, other: Array, **options: Any) -> Any:
+            return divergence_reference(eye, weight, eye, other.T, reduction="none", **options)
+
+        options["teacher"] = {"temperature": own}
+        values, dz = _by_blocks(of_logits, z, ("loss",), teacher.reshape(z.shape), **options)
+        return values, dz
+
 
 def _by_blocks(
     reference: Any, z: Array, names: tuple[str, ...], labels: Array, **options: Any
 ) -> list[Array]:
-    """Outputs of the oracle for given logits, and their gradient: hidden = 1 and weight = z^T. In
-    blocks, whose products are too small for threads that other processes would hold up."""
+    """Outputs of the oracle for given logits, and their gradient: hidden = 1 and weight = z^T, with
+    labels or a teacher's logits for each. In blocks, whose products are too small for threads that
+    other processes would hold up."""
     blocks = []
     for i in range(0, len(z), BLOCK):
         part = slice(i, i + BLOCK)

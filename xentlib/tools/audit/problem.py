@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from xentlib.checks.audit import check_distillation
 from xentlib.checks.validators import check_choice, check_flag, check_number
 
 Array = npt.NDArray[Any]
@@ -28,12 +29,18 @@ STD = 2.0  # of the logits: a softcap of 30 moves them by 0.4 %, and no token is
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the step says that it applies; the definitions are those of `chunked_nll`.
+    """What the step says that it applies; the definitions are those of `chunked_nll`, and of
+    `chunked_divergence` with a divergence.
 
     Attributes:
         bias: whether the head has one.
+        temperature: of the logits, with a divergence those of the teacher too.
         documents: whether a row holds several, of which none predicts the next one's first token.
         entropy: of log-probabilities, whether the step returns entropies too; a call tells.
+        divergence: "forward_kl", "reverse_kl" or "jsd" of a step that distils; its micro-batches
+            have "teacher_logits".
+        beta: of "jsd", the teacher's share of the mixture.
+        temperature_squared: whether the divergence is multiplied by the temperature squared.
     """
 
     bias: bool = False
@@ -44,6 +51,9 @@ class Options:
     z_loss: float = 0.0
     documents: bool = True
     entropy: bool = True
+    divergence: str | None = None
+    beta: float | None = None
+    temperature_squared: bool = False
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> Options:
@@ -61,6 +71,7 @@ class Options:
             if name != "softcap" or value is not None:
                 ok = isinstance(value, (int, float)) and 0 < value < np.inf
                 check_number(name, value, "a positive number", ok=ok)
+        check_distillation(self, kind)
         for name, value in self.of_loss.items():
             ok = isinstance(value, (int, float)) and 0 <= value < 1
             check_number(name, value, "a number from 0 to below 1", ok=ok)
@@ -79,6 +90,11 @@ class Options:
     def of_loss(self) -> dict[str, Any]:
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
 
+    @property
+    def of_divergence(self) -> dict[str, Any]:
+        beta = {} if self.beta is None else {"beta": self.beta}
+        return {"kind": self.divergence, "temperature_squared": self.temperature_squared, **beta}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
@@ -96,6 +112,7 @@ class Problem:
         upstream: gradient of what follows with respect to a loss function's result.
         d_logprobs: [R, M, B, L] the same of each log-probability.
         d_entropy: [R, M, B, L] the same of each entropy.
+        teacher: [R, M, B, L, V] float32 logits of a teacher, or None without a divergence.
     """
 
     kind: str
@@ -111,6 +128,7 @@ class Problem:
     upstream: float
     d_logprobs: Array
     d_entropy: Array
+    teacher: Array | None = None
 
     @property
     def ranks(self) -> int:
@@ -151,6 +169,8 @@ class Problem:
             "segment_ids": self.segments,
             "position_ids": places,
         }
+        if self.teacher is not None:
+            cut["teacher_logits"] = self.teacher
         return {name: rows(x) for name, x in cut.items()}
 
 
@@ -208,7 +228,11 @@ def build(kind: str, options: Options, ranks: int = 1, seed: int = 0) -> Problem
     d_entropy *= options.entropy
     tokens = ids, labels, targets, segments, attention
     gradients = upstream, d_logprobs, d_entropy
-    return Problem(kind, options, *tokens, hidden, weight.astype(np.float32), bias, *gradients)
+    teacher = None
+    if options.divergence is not None:
+        teacher = (rng.standard_normal((*shape, VOCAB)) * STD).astype(np.float32)
+    weight = weight.astype(np.float32)
+    return Problem(kind, options, *tokens, hidden, weight, bias, *gradients, teacher)
 
 
 def _starts(segments: Array) -> Array:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xentlib.options import DIVERGENCES
 from xentlib.tools.audit.problem import KINDS
 from xentlib.tools.cli.command import Row
 from xentlib.tools.cli.requirements import prepare
@@ -23,7 +24,10 @@ NUMBERS = {
     "temperature": "number by which the step divides the logits",
     "label_smoothing": "label smoothing of the step's loss",
     "z_loss": "coefficient of the squared log-sum-exp in the step's loss",
+    "beta": "of --divergence jsd, the teacher's share of the mixture",
 }
+DISTILS = "the step distils from the `teacher_logits` of its micro-batches, by this divergence"
+SQUARED = "the step multiplies its divergence by the temperature squared"
 DESCRIPTION = (
     "Import a function that returns a loss and the head's gradients, hold it against the float64 "
     "oracle, and name the defect if there is one. Exit status 1 if anything is wrong."
@@ -44,6 +48,8 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--kind", KINDS, None, None, CALLS),
     ("--bias", bool, None, None, "the head has a bias"),
     *((f"--{x.replace('_', '-')}", float, None, "X", words) for x, words in NUMBERS.items()),
+    ("--divergence", DIVERGENCES, None, None, DISTILS),
+    ("--temperature-squared", bool, None, None, SQUARED),
     ("--ranks", int, None, "N", RANKS),
     ("--out", Path, None, "FILE", "write the report as JSON too"),
     ("--no-documents", bool, None, None, ONE_DOCUMENT),
@@ -71,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         )
     options = {"kind": args.kind, "bias": args.bias, "documents": not args.no_documents}
     options |= {x: getattr(args, x) for x in NUMBERS if getattr(args, x) is not None}
+    options |= {"divergence": args.divergence, "temperature_squared": args.temperature_squared}
     if backend == "jax":
         options["ranks"] = args.ranks or 1
     if args.out is not None:

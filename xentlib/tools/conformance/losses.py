@@ -96,10 +96,7 @@ class Conformance:
     @property
     def rows(self) -> dict[str, bool]:
         """Rows that were measured, and whether each holds."""
-        holds: dict[str, bool] = {}
-        for m in self.result.measurements:
-            holds[m.row] = holds.get(m.row, True) and m.passed
-        return holds
+        return rows_of(self.result)
 
     @property
     def passed(self) -> bool:
@@ -122,11 +119,22 @@ class Conformance:
         print(f"{self.loss.name} {self.loss.version}".strip(), file=stream)
         statements = {name: text for name, text in row_statements().items() if name in ROWS}
         print_table(self.result, stream, statements)
-        for name, why in self.left_out.items():
-            print(f"left out: {name}, {why}", file=stream)
-        for text in self.choices:
-            print(text, file=stream)
+        for line in left_over(self.left_out, self.choices):
+            print(line, file=stream)
         return stream.getvalue()
+
+
+def rows_of(result: ParityResult) -> dict[str, bool]:
+    """Rows that were measured, and whether each holds."""
+    holds: dict[str, bool] = {}
+    for m in result.measurements:
+        holds[m.row] = holds.get(m.row, True) and m.passed
+    return holds
+
+
+def left_over(left_out: dict[str, str], choices: list[str]) -> list[str]:
+    """Below a report's table."""
+    return [*(f"left out: {name}, {why}" for name, why in left_out.items()), *choices]
 
 
 def conform(
@@ -180,20 +188,29 @@ def check(loss: Loss) -> None:
     if not isinstance(loss, Loss):
         raise TypeError(
             f"`loss` must be a `Loss`; got {described(loss)}. Wrap the function: "
-            f"Loss('mine', 'torch', function)."
+            f"Loss('mine', 'torch', function). A `DivergenceLoss` is for `conform_divergence`."
         )
     if not callable(loss.function):
         raise TypeError(
             f"`function` must be a function of hidden, weight and labels; got "
             f"{described(loss.function)}."
         )
-    if loss.backend not in BACKENDS:
-        raise ValueError(f"`backend` must be 'torch' or 'jax'; got {loss.backend!r}.")
+    check_backend(loss.backend)
+    check_names(loss, OPTIONS, DTYPES)
+
+
+def check_backend(name: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"`backend` must be 'torch' or 'jax'; got {name!r}.")
     try:
-        import_module(loss.backend)
+        import_module(name)
     except ModuleNotFoundError as missing:
-        refuse_missing(missing, loss.backend, {"torch": "PyTorch", "jax": "JAX"}[loss.backend])
-    for name, known in (("options", OPTIONS), ("dtypes", DTYPES)):
+        refuse_missing(missing, name, {"torch": "PyTorch", "jax": "JAX"}[name])
+
+
+def check_names(loss: Any, options: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
+    """Of an adapter."""
+    for name, known in (("options", options), ("dtypes", dtypes)):
         names = getattr(loss, name)
         if (
             any(x not in known for x in names)
@@ -237,15 +254,21 @@ def fit(case: Case, loss: Loss) -> Case | str:
 
 
 def section(findings: Findings, name: str, measure: Measure, case: Case, seed: int) -> Section:
-    """What one case has found; what the function raises is kept."""
+    """What one case has found."""
+    found = timed(findings, name, lambda: measure(findings, made(case, seed)))
+    if case.ignored == 1.0:  # that the loss of nothing is 0 is row A0
+        found = replace(found, measurements=tuple(m for m in found.measurements if m.row == "A0"))
+    return found
+
+
+def timed(findings: Findings, name: str, measure: Callable[[], None]) -> Section:
+    """What is measured, by which name; what the function raises is kept."""
     start, before, error = time.perf_counter(), len(findings.measurements), ""
     try:
-        measure(findings, made(case, seed))
+        measure()
     except Exception as raised:  # noqa: BLE001 - another library's, and it is reported
         error = f"{type(raised).__name__}: {raised}"
     measured = tuple(findings.measurements[before:])
-    if case.ignored == 1.0:  # that the loss of nothing is 0 is row A0
-        measured = tuple(m for m in measured if m.row == "A0")
     return Section(name, measured, seconds=time.perf_counter() - start, error=error)
 
 
