@@ -144,7 +144,12 @@ def top_k_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
 def check_total(student: Arguments, ids: Any, logprobs: Any) -> None:
     """Refuse logits in place of log-probabilities, where they can be read."""
     if concrete_on_cpu(student.labels, student.where, ids, logprobs) and np.size(logprobs):
-        log_q = np.where(np.asarray(ids) >= 0, np.asarray(logprobs, np.float64), -np.inf)
+        order = np.argsort(np.asarray(ids), axis=-1, kind="stable")
+        ascending = np.take_along_axis(np.asarray(ids), order, -1)
+        log_q = np.take_along_axis(np.asarray(logprobs, np.float64), order, -1)
+        again = ascending[..., 1:] == ascending[..., :-1]
+        new = np.concatenate((ascending[..., :1] >= 0, ~again), -1)
+        log_q = np.where(new & (ascending >= 0), log_q, -np.inf)
         labels, where = np.asarray(student.labels), student.where
         valid = valid_tokens(widen_labels(labels), where, student.ignore_index)
         totals = np.where(valid, np.exp(log_q).sum(-1), 0.0)
