@@ -58,12 +58,17 @@ BUDGETS = {
     # MAX, SUM, and the SUM of d hidden, which is there after the forward.
     "vocabulary shard": Budget({"all_reduce": 3}),
     "vocabulary shard, recompute": Budget(TWO_REDUCES, REDUCE),
+    # With kept sets or `ids`: the logits of these classes, which one shard has each.
+    "vocabulary shard, classes, recompute": Budget({"all_reduce": 3}, REDUCE),
     "FSDP2, vocabulary shard": Budget(GATHER | {"all_reduce": 3}, SCATTER),
     # A handshake, labels with factors; in each chunk its hidden states, MAX, SUM and d hidden.
     # Upstream gradients, which must be the same.
     "tokens over the ranks": Budget(TWO_GATHERS, GATHER, each=ROUND),
     "tokens over the ranks, recompute": Budget(
         TWO_GATHERS | TWO_REDUCES, TWO_GATHERS, each=GATHER, each_backward=BOTH
+    ),
+    "tokens over the ranks, classes, recompute": Budget(
+        TWO_GATHERS | {"all_reduce": 3}, TWO_GATHERS, each=GATHER, each_backward=BOTH
     ),
     # The same in a node, by its own chunks; over nodes the handshake, rows and d weight. A bias is
     # one gather more, and its gradient one reduce-scatter.

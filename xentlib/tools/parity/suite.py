@@ -19,6 +19,7 @@ from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section
 from xentlib.tools.parity.rows import (
+    classes,
     collectives,
     divergences,
     invariant,
@@ -31,7 +32,10 @@ from xentlib.tools.parity.rows.head import nll, per_token
 
 # Of a section: its name, the seconds of a step, the problems, and what measures one of them.
 Rows = tuple[str, float, Sequence[Any], Callable[[Findings, Any], None]]
-BETWEEN_BACKENDS = (nll.audit, per_token.audit, windows.audit, divergences.audit)
+BETWEEN_BACKENDS = (
+    *(nll.audit, per_token.audit, windows.audit),
+    *(divergences.audit, classes.of_classes.audit),
+)
 ON_RANKS = (sharded.sharded, collectives.collectives, invariant.shards)
 
 
@@ -64,6 +68,12 @@ def operator_sections(
     tempered = _problems(named(divergences.GRID, "tempered-forward_kl"), [seed])
     company = _problems((divergences.BATCH,), [seed])
     of_batches = partial(divergences.batches, divergences.divergences)
+    of_classes, few = classes.of_classes, _problems(classes.GRID, [seed])
+    low_classes, mutated = (
+        _problems(x, [seed]) for x in (low_precision(classes.GRID[:4]), (classes.MUTATED,))
+    )
+    (batch,) = _problems((classes.BATCH,), [seed])
+    class_batches = partial(invariant.batches, of_classes)
     sections: list[Rows] = [
         ("fp32 against the oracle", 0.5, fp32, nll.against_oracle),
         ("bf16 against the oracle", 0.5, bf16, nll.against_oracle),
@@ -89,6 +99,13 @@ def operator_sections(
         ("divergences, run to run", 3.0, of_divergence[::4], divergences.divergences.repeat),
         ("divergences, batch invariance", 12.0, company, of_batches),
         ("divergences, mutants", 3.0, tempered, divergences.mutants),
+        ("classes of a token, fp32", 0.7, few, of_classes.against_oracle),
+        ("classes of a token, bf16", 0.7, low_classes, of_classes.against_oracle),
+        ("classes of a token of given logits", 0.7, logits, classes.given),
+        ("classes of a token, chunk sizes", 3.0, few[2:3], of_classes.chunks),
+        ("classes of a token, run to run", 1.0, few[2:3], of_classes.repeat),
+        ("classes of a token, mutants", 2.0, mutated, classes.mutants),
+        ("classes of a token, batch invariance", 9.0, [batch], class_batches),
         ("vocabularies over ranks", 50.0, [seed], sharded.sharded),
         ("batch invariance", 7.0, batches, partial(invariant.batches, nll)),
         ("per-token outputs, batch invariance", 7.0, batches, per_token_batches),
@@ -96,6 +113,7 @@ def operator_sections(
         ("shard invariance", 50.0, [seed], invariant.shards),
         ("collectives", 18.0, [suite], collectives.collectives),
         ("per-token outputs in audit mode", 0.7, four, per_token.audit),
+        ("classes of a token in audit mode", 0.7, few[1:4], of_classes.audit),
         ("divergences in audit mode", 2.0, low_divergence, divergences.audit),
         ("windows in audit mode", 2.5, two, windows.audit),
     ]

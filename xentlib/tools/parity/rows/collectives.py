@@ -23,6 +23,7 @@ from xentlib.tools.harness.ranks import WORLD, run_ranks, start_gloo
 N, V, H = 2048, 255, 16
 LOW = ", low rank"  # what the name of a head with a low-rank part goes on with
 RECOMPUTE = ", recompute"  # what that of a head whose logits the backward makes again ends with
+CLASSES = ", classes"  # before it, of a call with `kept` and `ids`
 DIVISIBLE = 256  # classes that JAX spreads over four devices, as whole arrays
 CHUNKS = (1, 7, 64)
 FEW_CHUNKS = (1, 7)
@@ -40,7 +41,7 @@ TOKENS: dict[str, tuple[tuple[int, ...], ...]] = {
 RUN_BY = {"ZeRO-3": "zero", "JAX": "jax"}
 HEADS = {
     runs: {
-        name: TOKENS.get(name.removesuffix(RECOMPUTE), UNEVEN)
+        name: TOKENS.get(name.removesuffix(RECOMPUTE).removesuffix(CLASSES), UNEVEN)
         for name in BUDGETS
         if RUN_BY.get(name.split(",", maxsplit=1)[0], "torch") == runs
     }
@@ -58,7 +59,7 @@ class Count(NamedTuple):
     @property
     def head(self) -> str:
         """Where it is, and what travels."""
-        return self.budget.removesuffix(RECOMPUTE)
+        return self.budget.removesuffix(RECOMPUTE).removesuffix(CLASSES)
 
     @property
     def function(self) -> str:
@@ -329,6 +330,9 @@ def _counted(
     function = head if is_function else getattr(ours, count.function)
     tokens = torch.arange(N)
     labels = torch.where(tokens < count.valid[rank], tokens % V, -100)
+    if CLASSES in count.budget:
+        kept = (labels.clamp(min=0)[:, None] + torch.arange(5)) % V
+        more = {**more, "kept": kept, "ids": kept[:, 2:]}
     torch.manual_seed(0)  # ranks that share a vocabulary share their tokens
     for _ in range(2):  # the second is counted
         hidden = net(torch.randn(N, H, requires_grad=True))

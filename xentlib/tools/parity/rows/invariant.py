@@ -40,6 +40,7 @@ DIVERGENCES = tuple(
     Case("invariant-divergence", 129, 64, 1981, std=3.0, teacher=64, far=0.3, options=options)
     for options in ({"kind": "forward_kl"}, {"kind": "jsd", "beta": 0.7})
 )
+CLASSES = Case("invariant-classes", 129, 64, 981, std=3.0, kept=9, ids=5, where=True)
 SHARDS_LOW = Case("invariant-bf16", 129, 64, 1981, std=3.0, dtype="bfloat16", layout="HV")
 WORLDS = (2, 3, 4, 8)
 # Of PyTorch, whose shards may have any sizes: blocks of each but the last, which has the rest.
@@ -162,9 +163,11 @@ def shard_calls(backend: str, seed: int) -> list[list[ShardedCall]]:
         ("vocab_parallel_logprobs", given, upstream),
     ]
     every += [("chunked_divergence", build(case, seed), None) for case in DIVERGENCES]
+    classes = build(CLASSES, seed)
+    every.append(("chunked_logprobs", classes, upstream_of(classes, SEED)))
     lists = []
     for function, problem, gradient in every:
-        vocab = SHARDS.vocab
+        vocab = problem.weight.shape[problem.vocab_axis]
         cuts = [even(vocab, ranks) for ranks in WORLDS]
         cuts += [blocks(vocab, UNEVEN[ranks]) for ranks in WORLDS] if backend == "torch" else []
         # In JAX each is a program: several chunks where the others are one.
