@@ -307,9 +307,16 @@ def shaped(results: Any, problem: Any, given: Any) -> LogprobOutput[Tensor]:
 
 
 class ClassResults(NamedTuple):
-    """Flat results of a head's operator, its problem and its call."""
+    """Flat results of a head's operator, each a field, as a wrapper puts its hooks on them; its
+    problem and its call."""
 
-    results: tuple[Tensor, ...]
+    logprobs: Tensor
+    entropy: Tensor
+    lse: Tensor
+    correct: Tensor
+    ids_logprobs: Tensor
+    tail: Tensor
+    residuals: Tensor
     problem: NLLProblem
     call: HeadCall
     given: Arguments
@@ -323,12 +330,13 @@ def class_results(given: Arguments, local: RowLayout | None = None) -> ClassResu
     call, kept = with_ids(given, call)
     dtype = getattr(torch, problem.output_dtype)
     options = Options(kept, given.entropy, dtype, wanted(*call.leaves))
-    return ClassResults(head_op(call, options), problem, call, given)
+    made: list[Any] = [*head_op(call, options), problem, call, given]
+    return ClassResults(*made)
 
 
 def head_classes(given: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` with `kept` or `ids`."""
-    results, problem, _, given = class_results(given)
+    *results, problem, _, given = class_results(given)
     return shaped(results, problem, given)
 
 

@@ -38,8 +38,9 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
         check_logprobs(*map(array_spec, (teacher.ids, teacher.logprobs)))
     entropy = "entropy" in given.outputs
     student = student._replace(ids=teacher.ids, entropy=entropy)
-    results, problem, call, _ = class_results(student)
-    logprob, entropies, _, _, ids_logprobs, tail, _ = results
+    made = class_results(student)
+    logprob, ids_logprobs, tail, problem = made.logprobs, made.ids_logprobs, made.tail, made.problem
+    call, entropies = made.call, made.entropy
     valid = call.labels.long() != call.ignore_index
     valid = onto(valid if call.where is None else valid & call.where, call.hidden.device)
     compute = call.compute_dtype

@@ -48,6 +48,7 @@ BUDGETS = {
     "DDP": Budget(theirs=("all_reduce",)),
     "FSDP2": Budget(GATHER, SCATTER),
     "FSDP2, recompute": Budget(GATHER, BOTH),
+    "FSDP2, classes, recompute": Budget(GATHER, BOTH),
     # The module's own forward, whose result FSDP2's hooks would gather the head for once more.
     "FSDP2, NLLHead": Budget(GATHER, SCATTER),
     # `last_block.set_modules_to_forward_prefetch([head])`: the trunk's forward holds the gather.
@@ -55,6 +56,7 @@ BUDGETS = {
     "FSDP2, replicas": Budget(GATHER, SCATTER | REDUCE),
     "ZeRO-3": Budget(GATHER, theirs=REDUCTIONS),
     "ZeRO-3, recompute": Budget(GATHER, GATHER, theirs=REDUCTIONS),
+    "ZeRO-3, classes, recompute": Budget(GATHER, GATHER, theirs=REDUCTIONS),
     # MAX, SUM, and the SUM of d hidden, which is there after the forward.
     "vocabulary shard": Budget({"all_reduce": 3}),
     "vocabulary shard, recompute": Budget(TWO_REDUCES, REDUCE),

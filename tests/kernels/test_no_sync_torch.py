@@ -22,7 +22,9 @@ from xentlib.nll import OUTPUTS  # noqa: E402
 from xentlib.plan import VocabShard, split  # noqa: E402
 from xentlib.torch import (  # noqa: E402
     Evaluation,
+    TeacherTopK,
     TokenNormalizer,
+    chunked_divergence,
     chunked_logprobs,
     chunked_nll,
     next_token_labels,
@@ -67,7 +69,8 @@ LOSS = HEAD | {
     "denominator on the device": lambda: {"denominator": there()},
     "outputs": lambda: {"outputs": OUTPUTS},
 }
-PER_TOKEN = HEAD | {"entropy": lambda: {"entropy": True}}
+CLASSES = {"kept": lambda: {"kept": there(N, 4, dtype=INT), "ids": there(N, 3, dtype=INT)}}
+PER_TOKEN = HEAD | CLASSES | {"entropy": lambda: {"entropy": True}}
 LOGITS = TOKENS | {
     "entropy": lambda: {"entropy": True},
     "smoothing": lambda: {"label_smoothing": 0.1},
@@ -127,6 +130,27 @@ def test_log_probabilities_of_given_logits(dtype: str, name: str) -> None:
         out = vocab_parallel_logprobs(**call, **CHUNKS)
         backward([x for x in out if isinstance(x, Tensor) and x.is_floating_point()], call)
     assert len(seen.touching(4 * V)) > 5
+
+
+def test_classes_of_given_logits() -> None:
+    """Kept sets and `ids`, which a smoothed log-likelihood has not."""
+    call = {
+        "logits": there(N, V, grad=True),
+        "labels": there(N, dtype=INT),
+        **options(CLASSES, "kept"),
+    }
+    with as_on_a_gpu():
+        out = vocab_parallel_logprobs(**call, entropy=True, **CHUNKS)
+        backward([out.logprobs, out.entropy, out.ids_logprobs], call)
+
+
+@pytest.mark.parametrize("tail", ["class", "renormalize", "drop"])
+def test_a_teacher_of_few_classes(tail: Any) -> None:
+    call = head("bfloat16")
+    teacher = TeacherTopK(there(N, 5, dtype=INT), there(N, 5), tail)
+    with as_on_a_gpu():
+        out = chunked_divergence(**call, teacher=teacher, nll_weight=0.5, **CHUNKS)
+        backward([out.loss], call)
 
 
 # --- over vocabulary shards ----------------------------------------------------------------------
@@ -189,7 +213,7 @@ def test_log_probabilities_over_shards(group: Any, name: str) -> None:
     with as_on_a_gpu():
         out = chunked_logprobs(**call, **CHUNKS, vocab_parallel=parallel)
         backward([out.logprobs], call)
-    assert len(sent) == 3
+    assert len(sent) == 3 + (name in CLASSES)
 
 
 @pytest.mark.parametrize("name", LOGITS)
