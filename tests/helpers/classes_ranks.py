@@ -142,7 +142,7 @@ def sharded(gather: str, nodes: int = 0) -> Any:
         head = nn.Linear(H, V, bias=False)
         with torch.no_grad():
             head.weight.copy_(x["weight"])
-        fully_shard(head)
+        fully_shard(head, reshard_after_forward=True)
         hidden = x["hidden"][rank].clone().requires_grad_()
         more: dict[str, Any] = {}
         if nodes:

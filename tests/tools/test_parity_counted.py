@@ -63,7 +63,7 @@ def test_heads_that_stay_where_they_are(
     by a round, or sends nothing back, is rejected."""
     pytest.importorskip(backend)
     stay = {name: tokens for name, tokens in HEADS[backend].items() if has_rounds(name)}
-    assert len(stay) == (10 if backend == "torch" else 2)
+    assert len(stay) == (11 if backend == "torch" else 2)
     monkeypatch.setitem(HEADS, backend, stay)
     findings = Findings((backend,), 1.0)
     collectives._measure(findings, backend, backend, chunks)
