@@ -53,7 +53,11 @@ def test_ranks_that_differ_are_all_refused() -> None:
         assert all(expected.get(name, "kept") in text for text in texts), texts
 
 
-@pytest.mark.parametrize("function", ["chunked_logprobs", "vocab_parallel_logprobs"])
+# In JAX each call is a program.
+GIVEN = pytest.param("vocab_parallel_logprobs", marks=pytest.mark.full(backend="jax"))
+
+
+@pytest.mark.parametrize("function", ["chunked_logprobs", GIVEN])
 def test_shards_do_not_show(backend: str, function: str) -> None:
     """A18, and A5, A6 over shards."""
     problem, findings = build(CASE, 3), Findings((backend,))
@@ -61,8 +65,8 @@ def test_shards_do_not_show(backend: str, function: str) -> None:
     if function == "vocab_parallel_logprobs":
         given = invariant.given_problem(problem)
         problem = given.changed(kept=problem.kept, ids=problem.ids, d_ids=problem.d_ids)
-    sizes: list[Any] = [(981,), invariant.even(981, 2), invariant.even(981, 4)]
-    sizes += [(128, 0, 853)] if backend == "torch" else []
+    sizes: list[Any] = [(981,), invariant.even(981, 4)]
+    sizes += [invariant.even(981, 2), (128, 0, 853)] if backend == "torch" else []
     calls = [ShardedCall(function, problem, cut, upstream) for cut in sizes]
     one, *others = run_calls(backend, calls)
     for call, got in zip(calls[1:], others, strict=True):
@@ -72,7 +76,7 @@ def test_shards_do_not_show(backend: str, function: str) -> None:
         if function == "chunked_logprobs":
             reference = problem.per_token_reference(upstream)
             findings.gradients({backend: got.outcome}, reference, problem)
-    assert len(findings.measurements) > 8
+    assert len(findings.measurements) > 4
     assert not failures(findings.measurements)
 
 
