@@ -17,7 +17,7 @@ LAYERS = {
     "definition": {
         "xentlib": "nll logprobs labels accumulate evaluation lora arguments options head "
         "collectives dtypes interop kernels processes algebra lazy results divergence teacher "
-        "pairs segments"
+        "pairs segments classes top_k"
     },
     "rules": {"xentlib": "plan checks contract budgets ulp reference"},
     "core": {
@@ -26,7 +26,9 @@ LAYERS = {
     "wrappers": {"backend": "wrappers"},
     "placement": {"backend": "head placement"},
     "binding": {"backend": "binding"},
-    "functions": {"backend": "nll logprobs from_logits divergence given_divergence teacher"},
+    "functions": {
+        "backend": "nll logprobs from_logits divergence given_divergence teacher classes top_k"
+    },
     "api": {"backend": "api"},
     "heads": {
         "backend": "module head.module head.lazy_logits integrations accumulate window "
