@@ -251,8 +251,9 @@ def chunked_logprobs(
     arithmetic; their outputs and their gradients are exactly 0.
 
     The backward computes the logits again, chunk by chunk: four GEMMs in all, one where no gradient
-    is wanted. Beside its inputs the call keeps four numbers per token. For a loss that is a
-    weighted sum of log-probabilities known in advance, `chunked_nll` needs three GEMMs.
+    is wanted. Beside its inputs the call keeps four numbers per token, with `kept` or `ids` six and
+    one for each of their classes. For a loss that is a weighted sum of log-probabilities known in
+    advance, `chunked_nll` needs three GEMMs.
 
     Args:
         hidden: [..., H] hidden states, the head's input; float16, bfloat16, float32 or float64.
@@ -283,7 +284,8 @@ def chunked_logprobs(
             rows, none included. `weight` and `bias` are then this rank's rows of the head, in rank
             order, or a DTensor sharded on the vocabulary.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
-            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. The MAX
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden; with `kept`
+            or `ids` of K classes one SUM more over [N, K]. The MAX
             also compares checksums of what must be the same: where ranks differ all raise, or have
             NaN where raising would need a device sync (and in JAX).
         tokens_parallel: the ranks of `vocab_parallel` again, if tokens are sharded over them too:
@@ -511,7 +513,7 @@ def chunked_divergence(
         logit_scale: number or 0-d array that multiplies the student's logits.
         softcap: positive number, 0-d array (in PyTorch read by the host), or None.
         temperature: positive number, 0-d array, or [...] one per token; of both, unless the teacher
-            has its own.
+            has its own; beside a `TeacherTopK` the student's alone.
         temperature_squared: multiply D by the student's temperature squared, as in Hinton's
             distillation, so that gradients do not shrink as it grows.
         reduction: "mean" over the weights of the valid tokens, "sum", or "none" for each token's
@@ -523,9 +525,8 @@ def chunked_divergence(
         vocab_parallel: as in `chunked_nll`; the teacher's head or logits are sharded alike. One SUM
             more than there, two with "jsd", and a MAX and a SUM for a `TeacherHead`, in each chunk.
         tokens_parallel: as in `chunked_nll`, for a `TeacherHead`.
-        gather: as in `chunked_nll`, of both heads, but for "stream", which a `TeacherTopK` alone
-            may go with: with "hidden", for a
-            `TeacherHead`, which the same ranks shard, the hidden states of both travel.
+        gather: as in `chunked_nll`, of both heads. With "hidden" the hidden states of both travel,
+            for a `TeacherHead` that the same ranks shard; "stream" is for a `TeacherTopK` alone.
         tokens_per_rank: as in `chunked_nll`.
         reduce_hidden_grad: as in `chunked_nll`.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode.

@@ -139,7 +139,7 @@ def chunked_divergence(
         logit_scale: number or 0-d array that multiplies the student's logits.
         softcap: positive number, 0-d array (in PyTorch read by the host), or None.
         temperature: positive number, 0-d array, or [...] one per token; of both, unless the teacher
-            has its own.
+            has its own; beside a `TeacherTopK` the student's alone.
         temperature_squared: multiply D by the student's temperature squared, as in Hinton's
             distillation, so that gradients do not shrink as it grows.
         reduction: "mean" over the weights of the valid tokens, "sum", or "none" for each token's
@@ -151,9 +151,8 @@ def chunked_divergence(
         vocab_parallel: as in `chunked_nll`; the teacher's head or logits are sharded alike. One SUM
             more than there, two with "jsd", and a MAX and a SUM for a `TeacherHead`, in each chunk.
         tokens_parallel: as in `chunked_nll`, for a `TeacherHead`.
-        gather: as in `chunked_nll`, of both heads, but for "stream", which a `TeacherTopK` alone
-            may go with: with "hidden", for a
-            `TeacherHead`, which the same ranks shard, the hidden states of both travel.
+        gather: as in `chunked_nll`, of both heads. With "hidden" the hidden states of both travel,
+            for a `TeacherHead` that the same ranks shard; "stream" is for a `TeacherTopK` alone.
         tokens_per_rank: as in `chunked_nll`.
         reduce_hidden_grad: as in `chunked_nll`.
         compute_dtype: None for float32 (float64 for float64 inputs); "float64" is the audit mode.

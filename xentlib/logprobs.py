@@ -88,8 +88,9 @@ def chunked_logprobs(
     arithmetic; their outputs and their gradients are exactly 0.
 
     The backward computes the logits again, chunk by chunk: four GEMMs in all, one where no gradient
-    is wanted. Beside its inputs the call keeps four numbers per token. For a loss that is a
-    weighted sum of log-probabilities known in advance, `chunked_nll` needs three GEMMs.
+    is wanted. Beside its inputs the call keeps four numbers per token, with `kept` or `ids` six and
+    one for each of their classes. For a loss that is a weighted sum of log-probabilities known in
+    advance, `chunked_nll` needs three GEMMs.
 
     Args:
         hidden: [..., H] hidden states, the head's input; float16, bfloat16, float32 or float64.
@@ -120,7 +121,8 @@ def chunked_logprobs(
             rows, none included. `weight` and `bias` are then this rank's rows of the head, in rank
             order, or a DTensor sharded on the vocabulary.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
-            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden. The MAX
+            d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden; with `kept`
+            or `ids` of K classes one SUM more over [N, K]. The MAX
             also compares checksums of what must be the same: where ranks differ all raise, or have
             NaN where raising would need a device sync (and in JAX).
         tokens_parallel: the ranks of `vocab_parallel` again, if tokens are sharded over them too:

@@ -56,12 +56,13 @@ class TeacherTopK(NamedTuple, Generic[A]):
 
     Attributes:
         ids: [..., K] integers, the classes of each token, -1 where there are fewer; one that is
-            there twice counts once.
+            there twice counts once, and a token without any has a divergence of 0.
         logprobs: [..., K] floating, their log-probabilities over the whole vocabulary, at the
             temperature at which the teacher computed them; anything where the id is -1.
         tail: what becomes of the probability that they leave out. "class": all other classes are
             one class of K + 1, for the teacher and the student; the divergence is a lower bound of
-            the whole one. "renormalize": both are renormalised over the K classes, and nothing
+            the whole one. What rounding leaves of the teacher's is taken as 2^-24 at least (2^-53
+            in float64). "renormalize": both are renormalised over the K classes, and nothing
             moves the student's probability to or from others. "drop": terms of the K classes alone,
             sum p_T log(p_T / p_S) or sum p_S log(p_S / p_T) of probabilities over the whole
             vocabulary, as verl and NeMo-RL have it: that is no divergence, may be negative, and has

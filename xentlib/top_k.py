@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from xentlib.algebra import INF
 
 Array = Any  # a tensor or an array of the backend
+# Probability of a tail that numbers of this element size may tell from none.
+LEAST = {4: 2.0**-24, 8: 2.0**-53}
 
 
 class TopK(NamedTuple):
@@ -29,11 +31,13 @@ class TopK(NamedTuple):
         """Of both; -inf where a class does not count."""
         xp = self.xp
         student, teacher = (xp.where(counts, x, -INF) for x in (student, teacher))
-        if self.tail == "renormalize":
-            return student, teacher
-        # What is left out of 1, never below 0.
-        rest = xp.clip(1.0 - self.sum(self.exp(teacher)), min=0.0)
-        teacher_tail = xp.log(rest)[:, None]
+        if self.tail == "renormalize":  # of no class nothing diverges
+            none = ~counts.any(1)[:, None]
+            return xp.where(none, 0.0, student), xp.where(none, 0.0, teacher)
+        # What is left out of 1. Where rounding leaves nothing there is something all the same, of
+        # which a reverse KL would be infinite, unless no class is left.
+        rest = xp.clip(1.0 - self.sum(self.exp(teacher)), min=LEAST[teacher.dtype.itemsize])
+        teacher_tail = xp.where(student_tail == -INF, -INF, xp.log(rest))[:, None]
         with_tail = xp.concatenate((student, student_tail[:, None]), 1)
         return with_tail, xp.concatenate((teacher, teacher_tail), 1)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.pages import groups
+from helpers.pages import losses
 from xentlib.contract import RHO_64, rho
 from xentlib.interop import to_jax, to_numpy, to_torch
 
@@ -19,6 +18,7 @@ if not PAGE.is_file():
     pytest.skip("the documentation is not beside the tests", allow_module_level=True)
 
 LINES = 40
+NAMES = ("dpo_loss", "gspo_loss")
 V, H = 83, 12
 # Of two rows the number and the length of each sequence; padding is between and behind them.
 ROWS = (((3, 9), (-1, 2), (0, 6), (-1, 3)), ((1, 7), (2, 12), (-1, 1)))
@@ -30,12 +30,8 @@ ADVANTAGE = np.float32([0.9, -1.3, 0.4, -0.6])
 @cache
 def blocks():
     """Of each loss and backend its code on the page."""
-    found = {}
-    for group in groups("docs/recipes.md", PAGE.read_text(encoding="utf-8")):
-        for name in re.findall(r"^def (\w+_loss)\(", group.code, re.MULTILINE):
-            backend = re.search(r"^from xentlib\.(\w+) import", group.code, re.MULTILINE)[1]
-            found[name, backend] = group.code
-    return found
+    found = losses("docs/recipes.md", PAGE.read_text(encoding="utf-8"))
+    return {key: code for key, code in found.items() if key[0] in NAMES}
 
 
 def batch():
@@ -113,7 +109,7 @@ def on_the_page(name, backend):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["dpo_loss", "gspo_loss"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_loss_of_sequences_is_that_of_full_logits(backend, name, capsys):
     """Rows A5 and A6, of the loss too."""
     for got, want in zip(on_the_page(name, backend), full(name), strict=True):

@@ -76,6 +76,17 @@ def groups(page: str, text: str) -> Iterator[Group]:
         yield Group(how, tuple(blocks))
 
 
+def losses(page: str, text: str) -> dict[tuple[str, str], str]:
+    """Of each loss that a page defines, and of each backend, the code of its block."""
+    found = {}
+    for group in groups(page, text):
+        backend = re.search(r"^from xentlib\.(\w+) import", group.code, re.MULTILINE)
+        for name in re.findall(r"^def (\w+_loss)\(", group.code, re.MULTILINE):
+            assert backend is not None
+            found[name, backend[1]] = group.code
+    return found
+
+
 def execute(blocks: Sequence[Block]) -> list[str]:
     """What each prints. A traceback names the page and its line."""
     names: dict[str, Any] = {"__name__": "__main__"}
