@@ -37,7 +37,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an array as teacher": (
         {"teacher": zeros(N, V)},
         TypeError,
-        "`teacher` must be a `TeacherHead` or `TeacherLogits`; got ",
+        "`teacher` must be a `TeacherHead`, `TeacherLogits` or `TeacherTopK`; got ",
     ),
     "another vocabulary": (
         {"teacher": HEAD._replace(weight=zeros(V + 5, WIDTH))},

@@ -110,7 +110,7 @@ def test_statistics_in_every_chunk_spare_a_gemm(monkeypatch, check_vma):
     text = step.lower(*inputs).compile().as_text()
     jax.clear_caches()
     assert [c.kind for c in collectives(text) if c.looped] == ["add", "maximum"]
-    assert trip_counts(text) == [4]
+    assert trip_counts(text) == [3]  # of 104 rows of 40 columns: 4,096 entries
 
 
 GSPMD = (
@@ -134,7 +134,8 @@ def test_a_sharded_head_outside_shard_map(kind, axes, types):
         body = jax.sharding.auto_axes(body, out_sharding=NamedSharding(mesh, P()))
     step = jax.jit(jax.value_and_grad(body, has_aux=True)).lower(*inputs).compile()
     (_, out), gradients = step(*inputs)
-    got = {name: whole(x) for name, x in (out | dict(zip(GRADIENTS, gradients))).items()}
+    results = out | dict(zip(GRADIENTS, gradients))
+    got = {name: whole(x) for name, x in results.items() if x is not None}
     hold_shards(p, kind, got)
     found = collectives(step.as_text())
     shard = 64 * vocab // axes["tp"]
