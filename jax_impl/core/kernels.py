@@ -87,9 +87,7 @@ class XLA(NamedTuple):
         logits = self.prepare(rows) if left is None else left
         dz_TV, dz_y_T = self.dlogits(logits, lse_T, of), of.own
         if rows.more is not None and of.more is not None:
-            owned_TK = rows.more.owned
-            dz_TK = of.more if owned_TK is None else jnp.where(owned_TK, of.more, 0.0)
-            dz_TV = dz_TV.at[at_columns(rows.more)].add(dz_TK, mode="drop")
+            dz_TV = dz_TV.at[at_columns(rows.more)].add(of.more, mode="drop")
         if logits.derivative_TV is not None:
             own_T1 = jnp.take_along_axis(logits.derivative_TV, rows.y_T1, axis=1, mode="clip")
             dz_y_T = dz_y_T * own_T1[:, 0]

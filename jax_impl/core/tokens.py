@@ -52,7 +52,7 @@ def select_tokens(
     ids = arrays.ids
     if ids is not None:
         bad_N |= valid_N & ((ids < -1) | (ids >= vocab_size)).any(axis=1)
-        there = (ids >= 0) & (ids < vocab_size) & valid_N[:, None]
+        there = (ids >= 0) & (ids < vocab_size)
         ids = jnp.where(there, ids, labels[:, None]).astype(jnp.int32)
     if shard is None:
         more = None if ids is None else FurtherClasses(ids, ids, None)

@@ -80,6 +80,7 @@ def test_smoothing_is_refused(backend: str) -> None:
         ours(backend).vocab_parallel_logprobs(logits, labels, ids=ids, label_smoothing=0.1)
 
 
+@pytest.mark.torch
 def test_what_is_not_read_is_nan() -> None:
     """As a label is whose number nobody may look at."""
     torch = pytest.importorskip("torch")

@@ -146,7 +146,8 @@ def sharded(gather: str, nodes: int = 0) -> Any:
             head.weight.copy_(x["weight"])
         fully_shard(head, reshard_after_forward=True)
         hidden = x["hidden"][rank].clone().requires_grad_()
-        more: dict[str, Any] = {}
+        # Blocks of 32 rows of each rank, or so
+        more: dict[str, Any] = {"max_chunk_bytes": 8 * 32 * 4 * world * H}
         if nodes:
             more["tokens_parallel"] = init_device_mesh("cpu", (nodes, world // nodes))
         values = both(hidden, head, own(x, rank), x["upstream"][rank], gather=gather, **more)

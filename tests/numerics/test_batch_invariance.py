@@ -11,7 +11,9 @@ import pytest
 from helpers.invariance import problems
 from helpers.measured import hold
 from xentlib.contract import check, failures
+from xentlib.tools.harness.backends import run_given
 from xentlib.tools.harness.findings import Findings
+from xentlib.tools.harness.problems import Case, build, upstream_of
 from xentlib.tools.parity.rows import invariant
 from xentlib.tools.parity.rows.defects import DEFECTS, moved, statistics
 from xentlib.tools.parity.rows.head import nll, per_token
@@ -40,12 +42,24 @@ def test_other_tokens_do_not_show(backend: str, function: str, name: str) -> Non
     assert not failures(findings.measurements)
 
 
+def test_a_narrow_vocabulary_of_given_logits(backend: str) -> None:
+    """A17. Catches: exp that is fused into each of its sums where there are few logits."""
+    problem = build(Case("narrow", 509, 13, 13, std=3.0, ignored=0.0), 3)
+    problem, upstream = invariant.given_problem(problem), upstream_of(problem, 2)
+    whole = run_given(backend, problem, upstream)
+    some = slice(0, 100)
+    # A problem of given logits has them in its weight.
+    fewer = problem.changed(weight=problem.weight[:, some], labels=problem.labels[some])
+    got = run_given(backend, fewer, upstream.of_tokens(some))
+    for name in ("logprobs", "entropy", "lse", "d_logits"):
+        assert not failures(check("A17", getattr(got, name), getattr(whole, name)[some]))
+
+
 @pytest.mark.torch
 def test_lora_does_not_show() -> None:
     """A17 of a head with a low-rank part, whose products have few columns."""
     torch = pytest.importorskip("torch")
     from helpers.lowrank import low_problem
-    from xentlib.tools.harness.problems import Case
     from xentlib.torch import LowRankHead, chunked_logprobs
 
     for rank in (3, 16):

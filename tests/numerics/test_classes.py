@@ -77,7 +77,8 @@ def test_company_does_not_show_in_few_programs(vocab: int) -> None:
     (upstream,), every = of_classes.upstream(problem), np.arange(509)
     whole = of_classes.call("jax", problem)
     rng = np.random.default_rng(2)
-    for places in (np.concatenate([rng.permutation(every), every]), every[5:8]):
+    threes = [rng.choice(every, 3, replace=False) for _ in range(12)]
+    for places in (np.concatenate([rng.permutation(every), every]), *threes):
         some = upstream.of_tokens(places)
         got = of_classes.run("jax", problem.of_tokens(places), some)
         findings, right = Findings(("jax",)), invariant.of_tokens(whole, places)

@@ -44,9 +44,8 @@ class Eager(Kernels):
             self.prepare(rows, derivative=True)
         self.dlogits_(rows.z_BV, rows.y_B1, lse_B, of)
         if rows.more is not None and of.more is not None:
-            dz_BK, owned_BK = of.more, rows.more.owned
-            dz_BK = dz_BK if owned_BK is None else torch.where(owned_BK, dz_BK, 0.0)
-            rows.z_BV.scatter_add_(1, rows.more.columns, dz_BK)
+            # Of classes elsewhere into the spare column.
+            rows.z_BV.scatter_add_(1, rows.more.columns, of.more)
         return self.chained(rows, of.own, out)
 
     def chained(

@@ -17,7 +17,7 @@ from xentlib.algebra import (
 )
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits
-from xentlib.torch.core.tokens import bad_ids, check_ids, check_labels, target_info
+from xentlib.torch.core.tokens import check_ids, check_labels, target_info
 
 
 class ColumnStats(NamedTuple):
@@ -151,8 +151,7 @@ def over_shards(part: Any, columns: ColumnStats) -> tuple[Tensor, NonTargetStats
     z_y, rest = vocab.combine(*columns[:-1], most)
     if vocab.sharded:
         check_ids(part.ids, tokens.valid, vocab.size)
-        bad = tokens.bad if part.ids is None else tokens.bad & ~bad_ids(part.ids, vocab.size).any(1)
-        check_labels(part.labels, bad, part.ignore_index, vocab.size)
+        check_labels(part.labels, tokens.bad, part.ignore_index, vocab.size)
     return z_y, rest
 
 

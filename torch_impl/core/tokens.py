@@ -137,7 +137,7 @@ class Selected(NamedTuple):
         if ids is None:
             return self
         ids = ids.long()
-        there = (ids >= 0) & (ids < vocab_size) & self.valid[:, None]
+        there = (ids >= 0) & (ids < vocab_size)
         wrong = self.valid & bad_ids(ids, vocab_size).any(1)
         ids = torch.where(there, ids, self.targets[:, None])
         return self._replace(more=FurtherClasses(ids, ids, None), bad=self.bad | wrong)

@@ -233,6 +233,9 @@ def with_classes(problem: Problem, case: Case, rng: Any) -> Problem:
         kept = np.where(rng.random(kept.shape) < 0.3, -1, kept)
         there = (kept == labels[:, None]).any(axis=1)
         kept[:, 0] = np.where(there, kept[:, 0], labels)
+        if case.kept > 2:  # a class twice
+            some, of_label = kept[5::11], labels[5::11]
+            some[:, 1] = np.where(some[:, 1] == of_label, of_label, some[:, 2])
         kept[::7] = -1
         kept = kept.astype(np.int32)
     if case.ids:
