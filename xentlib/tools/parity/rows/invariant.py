@@ -40,7 +40,7 @@ DIVERGENCES = tuple(
     Case("invariant-divergence", 129, 64, 1981, std=3.0, teacher=64, far=0.3, options=options)
     for options in ({"kind": "forward_kl"}, {"kind": "jsd", "beta": 0.7})
 )
-CLASSES = Case("invariant-classes", 129, 64, 981, std=3.0, kept=9, ids=5, where=True)
+CLASSES = Case("invariant-classes", 129, 64, 2005, std=3.0, kept=9, ids=5, where=True)
 SHARDS_LOW = Case("invariant-bf16", 129, 64, 1981, std=3.0, dtype="bfloat16", layout="HV")
 WORLDS = (2, 3, 4, 8)
 # Of PyTorch, whose shards may have any sizes: blocks of each but the last, which has the rest.
