@@ -83,7 +83,8 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     divisor = weight_sum if options.mean else jnp.ones((), compute)
     if arrays.denominator is not None:
         divisor = arrays.denominator.astype(compute)
-    over = weights / jnp.where(count == 0, 1.0, divisor)
+    nothing = (count == 0) | ((weight_sum == 0) & (divisor == 0))
+    over = weights / jnp.where(nothing, 1.0, divisor)
     loss, of_labels = (squared + nll) * over, (nll * over).sum()
     total = loss if how.each else of_all_tokens(options, loss.sum())
     dtype = options.output_dtype

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
 from xentlib.arguments import Arguments, LogitsArguments
-from xentlib.checks.call import NLLProblem
+from xentlib.checks.call import CALLS, NLLProblem
 from xentlib.checks.classes import KEPT, check_classes
 from xentlib.classes import Classes, Residuals, Upstream, Wanted
 from xentlib.logprobs import LogprobOutput
-from xentlib.torch.array_spec import array_spec, with_leading
-from xentlib.torch.binding import bind, bind_logits
+from xentlib.torch.array_spec import array_spec, as_tensor, with_leading
+from xentlib.torch.binding import bind, bind_logits, tokens
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.device import host_readable
@@ -31,6 +31,7 @@ from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import class_stats, columns_of, columns_of_blocks
 from xentlib.torch.core.tokens import Selected
 from xentlib.torch.core.vocab import ShardedVocab
+from xentlib.torch.nll import refused_divisor
 from xentlib.torch.operators import (
     DIFFERENTIATED,
     HeadCall,
@@ -63,6 +64,23 @@ class Options(NamedTuple):
     entropy: bool
     output_dtype: torch.dtype
     wanted: list[bool]  # gradients, as `DIFFERENTIATED` has them: alike on all ranks of a head
+    # Of a loss that is made of the results, so that all ranks refuse a denominator of 0.
+    token_weights: Tensor | None = None
+    denominator: Tensor | None = None
+
+    @property
+    def class_weights(self) -> Tensor | None:
+        """It has none."""
+        return None
+
+    @property
+    def mean(self) -> bool:
+        """It reduces nothing."""
+        return False
+
+    @property
+    def needs(self) -> list[bool]:
+        return self.wanted
 
 
 class Cotangents(NamedTuple):
@@ -101,14 +119,21 @@ def values_of(own: Selected, packed: Tensor, call: Any, options: Options) -> tup
 def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     """Steps 1 to 5, with further classes out of the rest."""
     needs, entropy = options.wanted, options.entropy
-    loop = HeadLoop(call, Terms("chunked_logprobs", needs, float(entropy)), made=Eager)
+    refused = refused_divisor(call, options)
+    terms = Terms("chunked_logprobs", needs, float(entropy), refused=refused)
+    loop = HeadLoop(call, terms, made=Eager)
     loop.chunks_of.exchange()
     vocab = loop.check_consistent()
     if vocab is not None:
         vocab.consistency.exact("entropy", float(entropy))
         vocab.consistency.exact("kept", options.kept)
         vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
+        if not loop.gathered:
+            vocab.consistency.close("denominator", options.denominator)
     packed = class_stats(loop, columns_of_blocks(loop.blocks(), WantedStats(entropy)))
+    # Ranks of a route have refused it.
+    if refused is not None:
+        CALLS.refuse("denominator", value=refused)
     return values_of(loop.own, loop.chunks_of.local(packed), call, options)
 
 
@@ -329,7 +354,14 @@ def class_results(given: Arguments, local: RowLayout | None = None) -> ClassResu
     check_classes(*map(array_spec, (given.kept, given.ids, given.hidden)), source="hidden")
     call, kept = with_ids(given, call)
     dtype = getattr(torch, problem.output_dtype)
-    options = Options(kept, given.entropy, dtype, wanted(*call.leaves))
+    options = Options(
+        kept,
+        given.entropy,
+        dtype,
+        wanted(*call.leaves),
+        tokens(given.token_weights),
+        as_tensor(given.denominator, None, call.hidden, call.compute_dtype),
+    )
     made: list[Any] = [*head_op(call, options), problem, call, given]
     return ClassResults(*made)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xentlib.algebra import WantedStats
 from xentlib.arguments import Arguments, DivergenceArguments
+from xentlib.checks.call import CALLS
 from xentlib.checks.divergence import DIVERGING, check_divergence, of_teacher
 from xentlib.checks.validators import plain
 from xentlib.divergence import DivergenceOutput
@@ -179,6 +180,9 @@ def divergence_forward(
             del kernels
             of_block.add(chunk)
     gradients = sums.finish(exponent)
+    # Ranks of a route have refused it, those of `vocab_parallel` have compared it.
+    if refused is not None:
+        CALLS.refuse("denominator", value=refused)
     if loop.vocab.sharded:
         check_labels(loop.labels, loop.tokens.bad, loop.ignore_index, loop.vocab.size)
     own_6N = loop.own.clean(loop.chunks_of.local(values_6N))

@@ -94,8 +94,9 @@ def reduced(
         divisor = weight_sum
     over = weights
     if divisor is not None:
-        none = ~valid.any()
-        over = weights / torch.where(none, torch.ones_like(divisor), divisor)
+        # Nothing to divide; a zero weight sum would turn 0 into NaN.
+        nothing = ~valid.any() | ((weight_sum == 0) & (divisor == 0))
+        over = weights / torch.where(nothing, torch.ones_like(divisor), divisor)
     loss_N, nll_N = (x * over for x in losses)
     num_tokens, each = valid.sum(), given.reduction == "none"
     total = with_leading(loss_N.to(dtype), leading) if each else loss_N.sum().to(dtype)

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 from xentlib.algebra import FLOOR, INF, Algebra, BlockStats, NonTargetStats, TargetInfo
 
 Array = Any  # a tensor or an array of the backend
+# A tail's log-probability stands no lower where its p divides: exp(80) is a float32, and classes of
+# a smaller tail have a p that is as good as 0.
 LEAST_TAIL = -80.0
 
 
@@ -190,7 +192,7 @@ class Classes(NamedTuple):
     def there(self, ids: Array, want: Wanted, whole: Array) -> Array:
         """Which ids are among the classes that count."""
         if want.kept < 0:
-            return ids == ids
+            return whole[:, None]
         there: Array = whole[:, None] | self.member(want.ids[:, : want.kept], ids)
         return there
 
@@ -241,7 +243,6 @@ class Classes(NamedTuple):
     ) -> tuple[Array, Array]:
         """With the gradient of the tail: p_v / p_tail - p_v of its classes, -p_v of the others."""
         xp, rounded = self.xp, self.algebra.rounded
-        # Below this p_tail times the exponent's range leaves float32, and p_v is 0 as good.
         weight = g * self.algebra.exp(-xp.clip(kept.tail, min=LEAST_TAIL))
         own = xp.where(self.labelled(want), 0.0, rounded(weight * p[0]))
         own = xp.concatenate((own[None], xp.zeros_like(z[1:])))

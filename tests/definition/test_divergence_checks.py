@@ -39,6 +39,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "`teacher` must be a `TeacherHead`, `TeacherLogits` or `TeacherTopK`; got ",
     ),
+    "denominator of 0": ({"denominator": 0.0}, ValueError, "`denominator` must be positive where"),
+    "denominator of 0 beside logits": (
+        {"denominator": 0.0, "teacher": LOGITS},
+        ValueError,
+        "`denominator` must be positive where a token is valid; got 0",
+    ),
     "another vocabulary": (
         {"teacher": HEAD._replace(weight=zeros(V + 5, WIDTH))},
         ValueError,

@@ -171,6 +171,8 @@ ROUTES: dict[str, Any] = {
 
 def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
     """What every rank says where some do it wrongly: none waits for another."""
+    from torch.distributed.fsdp import fully_shard
+
     start_gloo(rank, world, folder)
     x, rows, odd = arrays(world), rows_of(world)[rank], rank == 1
     shard = VocabShard.of_ranks(rows.stop - rows.start, dist.group.WORLD)
@@ -204,6 +206,19 @@ def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
         ),
         "no class": lambda: call(ids=wrong * 0 + V),
         "not kept": lambda: call(kept=outside),
+    }
+    head = nn.Linear(H, V, bias=False)
+    fully_shard(head)
+
+    def stream(**changes: Any) -> Any:
+        return chunked_logprobs(hidden, head, **{**given, **changes}, gather="stream")
+
+    few = TeacherTopK(given["ids"], torch.full((N, K), -3.0))
+    calls |= {
+        "no class on one, stream": lambda: stream(ids=given["ids"] + odd * V),
+        "denominator of 0 on one, stream": lambda: chunked_divergence(
+            hidden, head, few, denominator=1.0 - odd, gather="stream"
+        ),
     }
     messages = []
     for one in calls.values():

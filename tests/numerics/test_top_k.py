@@ -208,9 +208,20 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         *({}, {"nll_weight": 0.5, "temperature": 2.0}, "class"),
         "`temperature` must be 1 with `nll_weight` for a `TeacherTopK`",
     ),
+    "denominator of 0": ({}, {"denominator": 0.0}, "class", "`denominator` must be positive where"),
     "floats": ({"ids": lambda i: i.astype(np.float32)}, {}, "class", "`ids` must be integers"),
     "integers": ({"logprobs": lambda p: (p * 0).astype(np.int32)}, {}, "class", "floating point"),
 }
+
+
+def test_weights_of_0(backend: str) -> None:
+    """Nothing to divide, and nothing to divide by: 0, with gradients of 0."""
+    if backend == "jax":
+        pytest.importorskip("jax")
+    x = problem()
+    x["token_weights"] *= 0
+    loss, _, *gradients = ours(backend, x, "class", PLAIN)
+    assert not any(y.any() for y in (loss, *gradients))
 
 
 @pytest.mark.parametrize("name", BAD)

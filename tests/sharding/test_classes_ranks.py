@@ -50,6 +50,7 @@ def test_ranks_that_differ_are_all_refused() -> None:
         assert all(text.partition(": ")[2] for text in texts), texts
         name = texts[0].partition(": ")[0]
         expected = {"no class": "must hold classes in", "not kept": "must be among the `kept`"}
+        expected["denominator of 0 on one, stream"] = "`denominator` must be positive"
         assert all(expected.get(name, "kept") in text for text in texts), texts
 
 
@@ -88,16 +89,19 @@ def test_meshes(way: str) -> None:
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from xentlib.jax import chunked_logprobs
+    from xentlib.jax import TeacherTopK, chunked_divergence, chunked_logprobs
 
     p = build(Case("classes-mesh", 64, 16, 512, ignored=0.1, kept=6, ids=4, bias=False), 2)
 
     def loss(hidden: Any, weight: Any, labels: Any, kept: Any, ids: Any, g: Any, **how: Any) -> Any:
+        teacher = TeacherTopK(ids, jax.nn.log_softmax(g) - 0.3)
+        diverging = {"kind": "jsd", "beta": 0.3, "nll_weight": 0.5, "reduction": "sum"}
+        of_teacher = chunked_divergence(hidden, weight, teacher, labels=labels, **diverging, **how)
         how |= {"kept": kept, "ids": ids, "entropy": True}
         out = chunked_logprobs(hidden, weight, labels, **how)
         there = jax.numpy.isfinite(out.ids_logprobs)
         of_ids = jax.numpy.where(there, out.ids_logprobs * g, 0).sum()
-        return of_ids + ((out.logprobs + out.entropy * 0.3) * g[:, 0]).sum()
+        return of_teacher.loss + of_ids + ((out.logprobs + out.entropy * 0.3) * g[:, 0]).sum()
 
     arrays = (p.hidden, p.weight, p.labels, p.kept, p.ids, p.d_ids)
     right = jax.jit(jax.grad(loss, argnums=(0, 1)))(*arrays)

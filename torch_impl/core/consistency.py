@@ -21,7 +21,7 @@ from xentlib.checks.call import CALLS
 from xentlib.checks.shards import SHARDS, refuse_inconsistent
 from xentlib.plan.split import ROOM
 from xentlib.torch.core.device import chunk_bytes, host_readable
-from xentlib.torch.core.tokens import check_labels, counted
+from xentlib.torch.core.tokens import bad_ids, check_ids, check_labels, counted
 from xentlib.torch.operators import HeadCall
 
 FUNCTIONS = (
@@ -273,7 +273,7 @@ class Agreed(NamedTuple):
 def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     """Numbers of every rank, of a call by a row of the table of routes. Refuse on all of them what
     must be the same, or they would not make the same collectives, or not add up the same loss; and
-    a denominator of 0. Where rows travel, also a label outside of the vocabulary on any rank.
+    a denominator of 0. Where rows travel, also a label or another class outside of the vocabulary.
 
     All that decides a collective is in it, and it has one size for every route and function: ranks
     whose calls differ read that, and none waits for the others.
@@ -286,8 +286,11 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
         labels = call.labels.long()
         bad_N = valid_N & ((labels < 0) | (labels >= vocab_size))
     is_bad = bad_N is not None and host_readable(bad_N) and bool(bad_N.any())
+    ids_bad = False
+    if bad_N is not None and call.ids is not None and host_readable(call.ids):
+        ids_bad = bool((bad_ids(call.ids, vocab_size) & valid_N[:, None]).any())
     of_rank = {
-        "bad": is_bad + 2 * (terms.refused is not None),
+        "bad": is_bad + 2 * (terms.refused is not None) + 4 * ids_bad,
         "tokens": call.hidden.shape[0] if rows_M is None else rows_M.shape[0],
         "rows": call.weight.shape[call.transposed],
         "budget": chunk_bytes(call.chunk_bytes, call.hidden.device),
@@ -307,6 +310,9 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
         check_labels(call.labels, bad_N, call.ignore_index, vocab_size)
         ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 1)
         CALLS.require("labels_elsewhere", not ranks, ranks=ranks)
+        check_ids(call.ids, valid_N, vocab_size)
+        ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 4)
+        CALLS.require("ids_elsewhere", not ranks, ranks=ranks)
     if terms.refused is not None:
         CALLS.refuse("denominator", value=terms.refused)
     ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 2)

@@ -68,6 +68,9 @@ CALLS = Refusals(
     # On every rank, for a label outside the vocabulary on some; they would wait for it.
     labels_elsewhere="`labels` must be classes or `ignore_index` on every rank that shares the "
     "head; got others on rank {ranks} of its group, which says which.",
+    # The same of `kept` and `ids`.
+    ids_elsewhere="`kept` and `ids` must hold classes, or -1 for none, on every rank that shares "
+    "the head; got others on rank {ranks} of its group, which says which.",
     # Nothing, by which the losses of some tokens would be divided.
     denominator="`denominator` must be positive where a token is valid; got {value:g}. Pass the "
     "number of the window's valid tokens, counted with the mask that this call uses.",
