@@ -183,6 +183,7 @@ from xentlib.options import (
     Reduction,
     WeightLayout,
 )
+from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
@@ -241,6 +242,7 @@ def public_module(column: str, definitions: dict[str, Definition]) -> str:
                 ("xentlib.nll", "NLLOutput"),
                 ("xentlib.options", OPTIONS),
                 ("xentlib.plan", "VocabShard"),
+                ("xentlib.soft_labels", "SoftLabels"),
                 ("xentlib.teacher", "TeacherHead, TeacherLogits, TeacherTopK"),
                 (f"{package}.logprobs", "given_logprobs, head_logprobs"),
                 (f"{package}.nll", "nll"),

@@ -20,6 +20,7 @@ from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
 from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
+from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "LowRankHead",
     "NLLHead",
     "NLLOutput",
+    "SoftLabels",
     "TeacherHead",
     "TeacherLogits",
     "TeacherTopK",

@@ -38,13 +38,14 @@ from xentlib.jax.core.gradients import Gradients, add_products, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
 from xentlib.jax.core.pairs import PairedLogits, PairTerms
+from xentlib.jax.core.soft_labels import SoftLogits
 from xentlib.jax.core.stats import axes_of_stats, put_rows
 from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
 from xentlib.jax.derivatives import Needs, named, primal_values, refused, wanted
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.nll import nll_backward
 from xentlib.jax.placement import run, whole_rows
-from xentlib.jax.teacher import bind_teacher, given_teacher, labels_for
+from xentlib.jax.teacher import SOFT_LABELS, bind_teacher, given_teacher, labels_for
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.pairs import DzTerms
 from xentlib.teacher import TeacherTopK
@@ -65,22 +66,29 @@ class Residuals(NamedTuple):
     own: jax.Array  # of the labels' loss, what is added in the target's column
 
 
-def pair_of(options: Options, arrays: Arrays) -> tuple[ChunkedLogits, ChunkedLogits]:
-    """The logits of the student and of the teacher, before tokens are gathered; half of the budget
-    for each."""
+def pair_of(options: Options, arrays: Arrays) -> tuple[ChunkedLogits, ChunkedLogits | None]:
+    """The logits of the student and of the teacher, if it has all classes, before tokens are
+    gathered; half of the budget for each."""
     of_teacher = options.divergence.teacher
     options = options._replace(chunk_bytes=max(1, options.chunk_bytes // 2))
     student = chunked_logits(options, arrays)
+    if arrays.teacher is None:
+        return student, None
     return student, chunked_logits(of_teacher, arrays.teacher, beside=student)
 
 
 def gathered_pair(
-    student: ChunkedLogits, teacher: ChunkedLogits, numbers: Any
-) -> tuple[PairedLogits, Any]:
+    student: ChunkedLogits, teacher: ChunkedLogits | None, numbers: Any
+) -> tuple[Any, Any]:
     """With the tokens of all devices that share the rows, and numbers [N] of the student's."""
-    of_student, numbers = gather_tokens(student, numbers)
-    of_teacher, _ = gather_tokens(teacher, ())
-    kind = student.options.divergence.kind
+    kind, probs = student.options.divergence.kind, student.arrays.log_q
+    rows = () if probs is None else tuple(probs.T.astype(student.options.compute_dtype))
+    of_student, (numbers, rows) = gather_tokens(student, (numbers, rows))
+    of_teacher = None if teacher is None else gather_tokens(teacher, ())[0]
+    if kind == SOFT_LABELS:
+        of_few = jnp.stack(in_chunks(of_student, rows)) if rows else None
+        return SoftLogits.of(of_student, of_teacher, of_few), numbers
+    assert of_teacher is not None
     return PairedLogits.of(of_student, of_teacher, kind), numbers
 
 
@@ -91,8 +99,10 @@ def in_chunks(logits: ChunkedLogits, numbers: Any) -> Any:
 
 def both_whole(options: Options, arrays: Arrays) -> Arrays:
     """With the heads that this device multiplies, gathered once."""
-    teacher = whole_rows(options.divergence.teacher, arrays.teacher)
-    return whole_rows(options, arrays)._replace(teacher=teacher)
+    whole = whole_rows(options, arrays)
+    if arrays.teacher is None:
+        return whole
+    return whole._replace(teacher=whole_rows(options.divergence.teacher, arrays.teacher))
 
 
 def divergence_forward(
@@ -129,16 +139,15 @@ def divergence_forward(
         values_RM, sums = carry
         factor_T, weight_T, squared_T = at_rows(logits, chunk, numbers)
         made = both.values(chunk, want)
-        stats, value, none = made.student, made.divergence * squared_T, jnp.zeros_like(factor_T)
-        nll = -nll_weight * made.labels.logprob if nll_weight else none
-        values = [value + nll, nll, made.divergence, stats.logprob, stats.entropy]
-        values += [made.teacher.entropy]
+        value = made.loss * squared_T
+        more = -nll_weight * made.labels if nll_weight else made.beside
+        values = [value + more, more, *made.per_token]
         dz = DzTerms(*(x * squared_T for x in made.dz))
         if nll_weight and not both.tempered_nll:
             dz = both.kind.with_nll(dz, made.total, nll_weight)
         if how.each:
             weighted = (*(weight_T * x for x in dz), -nll_weight * weight_T)
-            values += [stats.lse, made.teacher.lse, made.delta, made.labels.lse, *weighted]
+            values += [*made.known, *weighted]
         if any(needs):
             own_T = jnp.full_like(factor_T, -nll_weight) if nll_weight else None
             sums = add_dz(both, chunk, needs, sums, made.terms, dz, own_T, factor_T)
@@ -146,9 +155,9 @@ def divergence_forward(
 
     per_token, sums = jnp.zeros((rows, own.order.size), compute), Gradients.zeros(logits, needs)
     if options.axis is not None:
-        axes = varying(logits, both.teacher, numbers)
+        axes = varying(both, numbers)
         per_token, sums = vary(per_token, axes_of_stats(logits, axes)), vary(sums, axes)
-    used = (both.teacher, numbers)
+    used = (both, numbers)
     exchange = options.axis is not None
     per_token, sums = over_chunks(logits, body, (per_token, sums), used, exchange=exchange)
     gradients = sums.finished(logits, exponent)
@@ -173,7 +182,7 @@ def divergence_forward(
 
 
 def add_dz(
-    both: PairedLogits,
+    both: Any,  # `PairedLogits`, or `SoftLogits`
     chunk: Chunk,
     needs: Needs,
     sums: Gradients,
@@ -216,7 +225,7 @@ def each_backward(
         dz, own_T = DzTerms(of_tokens.gain, of_tokens.shift), of_tokens.own if nll_weight else None
         return add_dz(both, chunk, needs, sums, terms, dz, own_T, factor_T)
 
-    used = (both.teacher, numbers)
+    used = (both, numbers)
     sums = vary(Gradients.zeros(logits, needs), varying(logits, used))
     sums = over_chunks(logits, body, sums, used, exchange=bool(options.gathered))
     return sums.finished(logits, exponent).rounded(options, own.tokens.valid, arrays.leaves)

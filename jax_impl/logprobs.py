@@ -15,6 +15,7 @@ from jax import lax
 
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.checks.call import is_soft
 from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients
@@ -26,6 +27,7 @@ from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
 from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
 from xentlib.jax.derivatives import Needs, primal_values, wanted
+from xentlib.jax.head import unwrapped
 from xentlib.jax.placement import run, whole_rows
 from xentlib.logprobs import LogprobOutput
 
@@ -262,6 +264,10 @@ def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOu
 
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Any]:
     """`vocab_parallel_logprobs` of its arguments."""
+    if is_soft(unwrapped(given.labels), unwrapped(given.logits)):
+        from xentlib.jax.given_soft_labels import given_soft
+
+        return given_soft(given)
     if given.kept is not None or given.ids is not None:
         from xentlib.jax.classes import given_classes
 

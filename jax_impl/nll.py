@@ -15,6 +15,7 @@ from jax import lax
 
 from xentlib.algebra import TokenStats, WantedStats, is_zero
 from xentlib.arguments import Arguments
+from xentlib.checks.call import is_soft
 from xentlib.jax.binding import bind
 from xentlib.jax.core.algebra import ALGEBRA
 from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients, of_all_tokens
@@ -24,6 +25,7 @@ from xentlib.jax.core.loop import at_rows, gather_tokens, only_chunk, over_chunk
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of, target_info
 from xentlib.jax.core.vocab import agreed_upstream, upstream_of, vary, varying
 from xentlib.jax.derivatives import REFUSED, Needs, named, primal_values, refused, wanted
+from xentlib.jax.head import unwrapped
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.placement import run, whole_rows
 from xentlib.nll import OUTPUTS, NLLOutput
@@ -180,6 +182,10 @@ _nll_jit = jax.jit(_nll, static_argnums=(0,))
 
 def nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of its arguments, which `NLLHead` has placed on a mesh."""
+    if is_soft(unwrapped(given.labels), unwrapped(given.hidden)):
+        from xentlib.jax.soft_labels import soft_nll
+
+        return soft_nll(given, place)
     options, arrays = bind(given, place)
     outputs = NLLOutput(False, False, False, False, **dict.fromkeys(OUTPUTS, True))
     result: NLLOutput[Any] = run(_nll_jit, options, arrays, outputs)

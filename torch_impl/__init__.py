@@ -13,6 +13,7 @@ from xentlib.lazy import loading
 from xentlib.logprobs import LogprobOutput
 from xentlib.lora import LowRankHead
 from xentlib.nll import NLLOutput
+from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 from xentlib.torch.api import (
     chunked_divergence,
@@ -54,6 +55,7 @@ __all__ = [
     "LowRankHead",
     "NLLHead",
     "NLLOutput",
+    "SoftLabels",
     "TeacherHead",
     "TeacherLogits",
     "TeacherTopK",

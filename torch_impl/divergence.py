@@ -17,7 +17,7 @@ from xentlib.checks.call import CALLS
 from xentlib.checks.divergence import DIVERGING, check_divergence, of_teacher
 from xentlib.checks.validators import plain
 from xentlib.divergence import DivergenceOutput
-from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES
+from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.pairs import DzTerms
 from xentlib.teacher import TeacherTopK
 from xentlib.torch.array_spec import as_tensor, only_tensors, with_leading
@@ -27,10 +27,9 @@ from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, fake_gradients, rounded
 from xentlib.torch.core.kernels import LogitsBlock
-from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop
-from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, InPlace, PairedLogits, in_halves
-from xentlib.torch.core.tokens import check_labels
+from xentlib.torch.core.pairs import in_halves
+from xentlib.torch.core.tokens import check_ids, check_labels
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.nll import (
     KEPT,
@@ -53,7 +52,14 @@ from xentlib.torch.operators import (
     without_gradient,
 )
 from xentlib.torch.placement.head import with_head
-from xentlib.torch.teacher import TEACHER, TeacherCall, labels_for, teacher_call
+from xentlib.torch.teacher import (
+    KINDS,
+    SOFT_LABELS,
+    TeacherCall,
+    labels_for,
+    paired,
+    teacher_call,
+)
 
 FUNCTION = "chunked_divergence"
 
@@ -71,12 +77,17 @@ class Loss(NamedTuple):
     more_classes: int  # that the teacher has on this rank: 0, or all ranks are to refuse it
     each: bool  # a loss of each token, whose gradients are made in the backward
     output_dtype: torch.dtype
+    soft_class_weights: Tensor | None  # of class probabilities
     needs: list[bool]  # gradients of hidden, weight, bias and a low-rank part
 
     @property
     def class_weights(self) -> Tensor | None:
-        """It has none."""
+        """None that a token's weight has."""
         return None
+
+    @property
+    def function(self) -> str:
+        return "chunked_nll" if self.kind == SOFT_LABELS else FUNCTION
 
     @property
     def reduced_needs(self) -> list[bool]:
@@ -90,9 +101,10 @@ class Loss(NamedTuple):
     def terms(self, function: str, needs: list[bool], refused: float | None = None) -> Terms:
         options = self.squared, self.entropy, self.teacher_entropy, self.each
         outputs = sum(2.0**k * x for k, x in enumerate(options))
-        kind = float(DIVERGENCES.index(self.kind))
+        kind = float(KINDS.index(self.kind))
         more = float(self.more_classes)
-        return Terms(function, needs, outputs, kind=kind, more_classes=more, refused=refused)
+        weights = self.soft_class_weights
+        return Terms(function, needs, outputs, weights, False, kind, more, refused)
 
 
 class Residuals(NamedTuple):
@@ -110,23 +122,6 @@ class Residuals(NamedTuple):
 VALUES = ("loss", "nll", "divergence", "logprobs", "entropy", "teacher_entropy")
 
 
-def paired(
-    loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Loss
-) -> PairedLogits:
-    """The student's logits of a loop, with the teacher's beside them."""
-    kind = InPlace(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)
-    student.block_rows = -(-student.block_rows // 4)  # as many arrays of each are in the cache
-    if teacher.teacher_weight is None:
-        given = GivenTeacher(teacher.teacher_hidden, teacher.teacher_temperature, student)
-        return PairedLogits(student, given, kind, loss.wanted)
-    call = teacher.beside(loop.call)
-    beside = HeadLoop(call, Terms(TEACHER), made=Eager, beside=student)
-    beside.chunks_of.exchange()
-    beside.check_consistent()
-    (logits,) = beside.blocks()
-    return PairedLogits(student, HeadTeacher(logits), kind, loss.wanted)
-
-
 def divergence_forward(
     call: HeadCall, teacher: TeacherCall, loss: Loss
 ) -> tuple[DivergenceOutput[Tensor], Tensor, Gradients, Tensor]:
@@ -134,17 +129,20 @@ def divergence_forward(
     valid tokens [N]."""
     needs = loss.reduced_needs
     refused = refused_divisor(call, loss)
-    loop = HeadLoop(in_halves(call), loss.terms(FUNCTION, loss.needs, refused), made=Eager)
+    loop = HeadLoop(in_halves(call), loss.terms(loss.function, loss.needs, refused), made=Eager)
     weights_N, weight_sum, divisor = token_weights(loop, loss)
     loss_weights = weights_N / divisor
     squared_N = torch.ones_like(weights_N)
     if loss.squared and call.temperature is not None:
         squared_N = squared_N * call.temperature.to(loop.compute_dtype).square()
     factor_N = torch.where(loop.own.bad, torch.nan, loss_weights)
-    factor_N, squared_N = loop.chunks_of.exchange(factor_N, squared_N)
+    numbers = factor_N, squared_N, *teacher.of_tokens(loop.compute_dtype)
+    factor_N, squared_N, *of_labels = loop.chunks_of.exchange(*numbers)
+    teacher = teacher.of_chunks(of_labels)
     exponent = power_of_two(call.gemm_dtype, factor_N * squared_N) if any(needs) else None
     scaled_N = factor_N if exponent is None else torch.ldexp(factor_N, exponent)
     check_consistent(loop, loss, divisor)
+    teacher.check_consistent(loop)
     nll_weight, sums, tempered_nll = call.scalars.nll_weight, loop.sums(needs), is_tempered(call)
     values_6N = torch.zeros(len(VALUES), factor_N.shape[0], **loop.like)
     residuals_7N = torch.zeros(
@@ -156,20 +154,16 @@ def divergence_forward(
             kernels = both.kernels()
             for unit in both.units(chunk, other):
                 made, places = both.values(unit, kernels, tempered_nll=tempered_nll), unit.places
-                value, stats = made.divergence * squared_N[places], made.student
-                nll = -nll_weight * made.labels.logprob if nll_weight else torch.zeros_like(value)
-                values_6N[:, places] = torch.stack((
-                    value + nll, nll, made.divergence, stats.logprob, stats.entropy,
-                    made.teacher.entropy,
-                ))  # fmt: skip
+                value = made.loss * squared_N[places]
+                more = -nll_weight * made.labels if nll_weight else made.beside
+                values_6N[:, places] = torch.stack((value + more, more, *made.per_token))
                 dz = DzTerms(*(x * squared_N[places] for x in made.dz))
                 if nll_weight and not tempered_nll:
                     dz = both.kind.with_nll(dz, made.total, nll_weight)
                 if loss.each:
                     terms = (*dz, torch.full_like(value, -nll_weight))
                     weighted = (x * factor_N[places] for x in terms)
-                    known = stats.lse, made.teacher.lse, made.delta, made.labels.lse
-                    residuals_7N[:, places] = torch.stack((*known, *weighted))
+                    residuals_7N[:, places] = torch.stack((*made.known, *weighted))
                 for k, part in enumerate(unit.parts()) if any(needs) else ():
                     rows, _, at = part
                     factor = student.scaled(scaled_N[rows.places], rows)
@@ -184,6 +178,7 @@ def divergence_forward(
     if refused is not None:
         CALLS.refuse("denominator", value=refused)
     if loop.vocab.sharded:
+        check_ids(loop.ids, loop.tokens.valid, loop.vocab.size)
         check_labels(loop.labels, loop.tokens.bad, loop.ignore_index, loop.vocab.size)
     own_6N = loop.own.clean(loop.chunks_of.local(values_6N))
     loss_N, nll_N = own_6N[0] * loss_weights, own_6N[1] * loss_weights
@@ -379,6 +374,7 @@ def placed_divergence(
         teacher.classes - problem.vocab_size,
         given.reduction == "none",
         getattr(torch, problem.output_dtype),
+        None,
         wanted(*call.leaves),
     )
     with kept_open:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
 from xentlib.arguments import Arguments, LogitsArguments
+from xentlib.checks.call import is_soft
 from xentlib.logprobs import LogprobOutput
 from xentlib.torch.array_spec import with_leading
 from xentlib.torch.binding import bind, bind_logits
@@ -329,6 +330,10 @@ given_op.gradient(keep, backward_of("vocab_parallel_logprobs", gradient_of_logit
 
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` of its arguments."""
+    if is_soft(given.labels, given.logits):
+        from xentlib.torch.given_soft_labels import given_soft
+
+        return given_soft(given)
     if given.kept is not None or given.ids is not None:
         from xentlib.torch.classes import given_classes
 

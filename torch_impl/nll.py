@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib.algebra import TokenStats, WantedStats
 from xentlib.arguments import Arguments
-from xentlib.checks.call import CALLS
+from xentlib.checks.call import CALLS, is_soft
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.torch.array_spec import as_tensor
 from xentlib.torch.binding import bind, tokens
@@ -35,6 +34,8 @@ from xentlib.torch.operators import (
     Named,
     RowLayout,
     differentiated_once,
+    in_eager,
+    keeps_graph,
     operator,
     wanted,
     without_gradient,
@@ -178,7 +179,7 @@ def check_consistent(loop: HeadLoop, loss: Weights, divisor: Tensor) -> None:
     vocab = loop.check_consistent()
     if vocab is None:
         return
-    consistency, needs, weights = vocab.consistency, loss.needs, loss.class_weights
+    consistency, needs, weights = vocab.consistency, loss.needs, loop.terms.class_weights
     consistency.exact("outputs", loop.terms.outputs)
     consistency.exact("gradient", needs[0] + 2.0 * needs[3])  # which are summed over the ranks
     consistency.exact("class_weights", 0.0 if weights is None else float(weights.shape[0]))
@@ -348,27 +349,18 @@ def kept_gradients(function: str, instead: str) -> Callable[..., Named | None]:
 nll_op.gradient(keep_gradients, kept_gradients("chunked_nll", "F.cross_entropy"))
 
 
-def in_eager(x: Tensor) -> bool:
-    """Whether `x` holds numbers: no compiler, tracer, fake tensor or batch stands in for them."""
-    functorch = torch._C._functorch
-    return (
-        type(x) is Tensor
-        and not torch.compiler.is_compiling()
-        and _get_current_dispatch_mode() is None
-        and not functorch.is_functorch_wrapped_tensor(x)
-        and not functorch.is_legacy_batchedtensor(x)  # is_grads_batched
-    )
+def nll(given: Arguments) -> NLLOutput[Tensor]:
+    """`chunked_nll` of its arguments."""
+    if is_soft(given.labels, given.hidden):
+        from xentlib.torch.soft_labels import soft_nll
 
-
-def keeps_graph() -> bool:
-    """Whether the running backward retains its graph; a private question, so doubt means yes."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())
+        return soft_nll(given)
+    return of_classes(given)
 
 
 @with_head(recompute=False)
-def nll(given: Arguments, local: RowLayout | None = None) -> NLLOutput[Tensor]:
-    """`chunked_nll` of its arguments."""
+def of_classes(given: Arguments, local: RowLayout | None = None) -> NLLOutput[Tensor]:
+    """The same of labels that are classes."""
     given, problem, call = bind("chunked_nll", given, local)
     divisor = as_tensor(given.denominator, None, call.hidden, call.compute_dtype)
     loss = Loss(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib.arguments import Scalars
 from xentlib.checks.call import refuse_derivative
@@ -318,3 +319,20 @@ class _Refused(torch.autograd.Function):
         if gradient is not None and bool(gradient.any()):
             refuse_derivative(ctx.name, f"{ctx.name}.detach()", ctx.function)
         return (None,) * len(ctx.needs_input_grad)
+
+
+def in_eager(x: Tensor) -> bool:
+    """Whether `x` holds numbers: no compiler, tracer, fake tensor or batch stands in for them."""
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and _get_current_dispatch_mode() is None
+        and not functorch.is_functorch_wrapped_tensor(x)
+        and not functorch.is_legacy_batchedtensor(x)  # is_grads_batched
+    )
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward retains its graph; a private question, so doubt means yes."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())

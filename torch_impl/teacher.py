@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -16,15 +17,26 @@ from xentlib.checks.divergence import (
     check_teacher_tokens,
     check_vocabulary,
 )
+from xentlib.options import DIVERGENCES
+from xentlib.soft_labels import CrossEntropy
 from xentlib.teacher import TeacherHead, TeacherLogits
 from xentlib.torch.array_spec import array_spec, as_tensor, is_dtensor, only_tensors
 from xentlib.torch.binding import bind, tokens
+from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.consistency import Terms
+from xentlib.torch.core.eager import Eager
+from xentlib.torch.core.logits import ChunkedLogits
+from xentlib.torch.core.loop import HeadLoop
+from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, InPlace, PairedLogits
+from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
 from xentlib.torch.operators import HeadCall, not_differentiable
 from xentlib.torch.placement.head import gather_head, place_head
 from xentlib.torch.placement.rows import LocalHead, local_logits, local_part
 
 TEACHER = "the teacher of chunked_divergence"
+SOFT_LABELS = "soft_labels"  # in place of a kind of divergence
+KINDS = (*DIVERGENCES, SOFT_LABELS)
 # What a teacher's head is called with as the student's is.
 SHARED = ("labels", "where", "ignore_index", "compute_dtype", "max_chunk_bytes")
 
@@ -44,6 +56,21 @@ class TeacherCall(NamedTuple):
     teacher_low_out: Tensor | None = None
     teacher_low_keep: Tensor | None = None
     teacher_low_scale: float = 1.0
+    few: bool = False  # probabilities [N, K] of a few classes, in place of logits
+
+    def of_tokens(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Numbers [K, N] that travel with the tokens."""
+        return (self.teacher_hidden.T.to(dtype),) if self.few else ()
+
+    def of_chunks(self, numbers: Sequence[Tensor]) -> TeacherCall:
+        """With those of the tokens of the chunks."""
+        return self._replace(teacher_hidden=numbers[0].T) if self.few else self
+
+    def check_consistent(self, loop: HeadLoop) -> None:
+        """Over shards: the same probabilities on every rank."""
+        vocab, same = loop.vocab, self.few and not loop.gathered
+        if same and isinstance(vocab, ShardedVocab) and not vocab.verified:
+            vocab.consistency.probs(self.teacher_hidden, loop.tokens.valid)
 
     def beside(self, student: HeadCall) -> HeadCall:
         """As a call of its head, with the student's tokens."""
@@ -77,6 +104,35 @@ class TeacherCall(NamedTuple):
             call.scalars.softcap, call.gemm_dtype, call.transposed, call.low_in, call.low_out,
             call.low_keep, call.low_scale,
         )  # fmt: skip
+
+
+def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Any) -> PairedLogits:
+    """The student's logits of a loop, with the teacher's beside them."""
+    student.block_rows = -(-student.block_rows // 4)  # as many arrays of each are in the cache
+    if loss.kind == SOFT_LABELS:
+        return soft_logits(loop, student, teacher, entropy=loss.entropy)
+    kind = InPlace(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)
+    if teacher.teacher_weight is None:
+        given = GivenTeacher(teacher.teacher_hidden, teacher.teacher_temperature, student)
+        return PairedLogits(student, given, kind, loss.wanted)
+    call = teacher.beside(loop.call)
+    beside = HeadLoop(call, Terms(TEACHER), made=Eager, beside=student)
+    beside.chunks_of.exchange()
+    beside.check_consistent()
+    (logits,) = beside.blocks()
+    return PairedLogits(student, HeadTeacher(logits), kind, loss.wanted)
+
+
+def soft_logits(
+    loop: HeadLoop, logits: ChunkedLogits, labels: TeacherCall, *, entropy: bool
+) -> PairedLogits:
+    """Logits with the class probabilities of their tokens beside them."""
+    from xentlib.torch.core.soft_labels import FewClasses, SoftLogits
+
+    scalars = loop.call.scalars
+    kind = CrossEntropy(torch, torch.exp, ALGEBRA, scalars.label_smoothing, loop.vocab.size)
+    rows = (FewClasses if labels.few else GivenTeacher)(labels.teacher_hidden, None, logits)
+    return SoftLogits(logits, rows, kind, z_loss=scalars.z_loss, entropy=entropy)
 
 
 def teacher_call(

@@ -19,6 +19,7 @@ from xentlib.options import (
     Reduction,
     WeightLayout,
 )
+from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class LogitsArguments(NamedTuple):
     """Of `vocab_parallel_logprobs`."""
 
     logits: Array
-    labels: Array
+    labels: Array | SoftLabels[Array]
     vocab_parallel: Any = None
     where: Array | None = None
     kept: Array | None = None

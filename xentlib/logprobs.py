@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from xentlib.arguments import Array, Head
 from xentlib.options import ComputeDtype, Gather, WeightLayout
 from xentlib.results import not_a_tensor
+from xentlib.soft_labels import SoftLabels
 
 if TYPE_CHECKING:
     from xentlib.plan import VocabShard
@@ -172,7 +173,7 @@ def chunked_logprobs(
 
 def vocab_parallel_logprobs(
     logits: Array,
-    labels: Array,
+    labels: Array | SoftLabels[Array],
     *,
     vocab_parallel: Any = None,
     where: Array | None = None,
@@ -191,6 +192,9 @@ def vocab_parallel_logprobs(
         lse = log sum_v exp(z_v),   logprob = z_y - lse,   entropy = -sum_v p_v log p_v
         d logprob / dz = onehot_y - p,   d lse / dz = p,   d entropy / dz = -p (log p + entropy)
 
+    Of labels that are class probabilities q, logprob = sum_v q_v (z_v - lse) and
+    d logprob / dz = q - p sum_v q_v.
+
     The sums run over the columns of all ranks, labels are ids of the whole vocabulary, and results
     are the same on every rank; each gets the gradient of its own columns. One MAX and one packed
     SUM over [N] numbers in the forward, none in the backward. Neither the logits nor a tensor that
@@ -204,7 +208,9 @@ def vocab_parallel_logprobs(
             over its last dimension on a one-dimensional mesh, which needs no other argument, or one
             that every rank has whole.
         labels: [...] integers of any dtype but uint64, ids of the whole vocabulary. On the CPU in
-            PyTorch as for `chunked_logprobs`.
+            PyTorch as for `chunked_logprobs`. Or class probabilities: [..., C] floating, of this
+            rank's columns, or `SoftLabels` of a few classes of each token, with one SUM more over
+            shards and two passes over the logits; there is no `correct` then.
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
             of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last columns are
             padding; in PyTorch `VocabShard.of_ranks(columns, group)` where ranks have different

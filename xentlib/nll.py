@@ -27,6 +27,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from xentlib.arguments import Array, Head
 from xentlib.options import OUTPUTS, ComputeDtype, Gather, OutputName, Reduction, WeightLayout
 from xentlib.results import not_a_tensor
+from xentlib.soft_labels import SoftLabels
 
 __all__ = ["OUTPUTS", "NLLOutput", "chunked_nll"]
 
@@ -69,7 +70,7 @@ class NLLOutput(NamedTuple, Generic[A]):
 def chunked_nll(
     hidden: Array,
     weight: Head,
-    labels: Array,
+    labels: Array | SoftLabels[Array],
     *,
     bias: Array | None = None,
     where: Array | None = None,
@@ -102,7 +103,9 @@ def chunked_nll(
         nll = -(1 - eps) * c_y * logprob - (eps / V) * sum_v c_v (z_v - lse)
         loss = sum over valid tokens of token_weight * (nll + z_loss * lse^2) / denominator
 
-    with class weights c, 1 where there are none.
+    with class weights c, 1 where there are none. Of labels that are class probabilities q,
+
+        a_v = c_v ((1 - eps) q_v + eps / V),   nll = sum_v a_v (lse - z_v)
 
     A token is valid where its label is not `ignore_index` and `where`, if given, is true. Tokens
     that are not valid are taken out before any arithmetic: inf or NaN there reaches nothing and
@@ -123,6 +126,9 @@ def chunked_nll(
         labels: [...] integers of any dtype but uint64. In PyTorch they, and `where` with them, may
             be on the CPU while the rest is on an accelerator (not with `vocab_parallel`): the
             number of valid tokens is known there without a device sync, and only they are computed.
+            Or class probabilities, as torch's `cross_entropy` takes them: [..., V] floating, over
+            vocabulary shards this rank's columns, or `SoftLabels` of a few classes of each token.
+            They need not add up to 1. `where` says which tokens are valid.
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
         token_weights: [...] floating point or None; may be negative (advantages).
@@ -136,7 +142,8 @@ def chunked_nll(
             its class weight.
         z_loss: coefficient >= 0 of lse^2, a number or a 0-d array (in PyTorch read by the host).
         reduction: "mean" over the weights of the valid tokens (each times its label's class
-            weight, as in torch), or "sum".
+            weight, as in torch; not so where labels are class probabilities, as in torch), or
+            "sum".
         denominator: number or 0-d array; if given the loss is the sum divided by it, whatever
             `reduction` says. Pass the token count of the whole window to accumulate micro-batches.
             0 where no token is valid gives 0; with valid tokens it raises wherever it can be read
@@ -144,7 +151,8 @@ def chunked_nll(
         outputs: any of "logprobs", "entropy", "lse", "correct", "predicted": per token, without
             gradient, 0 (False, -1) for tokens that are not valid. "predicted" costs vocabulary
             shards one number more a token and rank. A loss that depends on one raises in its
-            backward (NaN inside `jit`): `chunked_logprobs` has their gradients.
+            backward (NaN inside `jit`): `chunked_logprobs` has their gradients. Of class
+            probabilities "logprobs" is sum_v q_v log p_v, and there is no "correct" or "predicted".
         vocab_parallel: in PyTorch a ProcessGroup or a one-dimensional DeviceMesh, in JAX the name
             of a mesh axis inside `shard_map`; `PaddedVocab` of one where the last rows are padding;
             in PyTorch `VocabShard.of_ranks(rows, group)` where ranks have different numbers of
@@ -167,7 +175,8 @@ def chunked_nll(
             GEMM, and what is sent does not depend on the number of tokens. "auto" is the faster of
             "head" and "hidden" by `xentlib.plan.choose_gather`. In PyTorch for heads that FSDP2 or
             ZeRO-3 shards; in JAX, which has no "stream", on Explicit meshes and for Flax's
-            `NLLHead`.
+            `NLLHead`. `SoftLabels` travel with "hidden", probabilities of all classes do not;
+            neither goes with "stream".
         tokens_per_rank: for `gather="auto"`: about the tokens of a rank, equal on every rank.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch only, returns this rank's part, for a model whose own region before

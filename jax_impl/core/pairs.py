@@ -33,11 +33,11 @@ class PairTerms(NamedTuple):
 class ChunkValues(NamedTuple):
     """Of the tokens of a chunk."""
 
-    divergence: jax.Array
-    student: TokenStats
-    teacher: TokenStats
-    labels: TokenStats  # of the logits that a loss of the labels is of
-    delta: jax.Array  # 0 where dz needs none
+    loss: jax.Array
+    beside: jax.Array  # a part that is added to it, in place of the labels' NLL: z-loss
+    per_token: tuple[jax.Array, ...]  # four outputs
+    labels: jax.Array  # their log-probabilities
+    known: tuple[jax.Array, ...]  # lse of both, delta and the labels' lse
     dz: DzTerms
     total: jax.Array  # of p
     terms: PairTerms
@@ -94,7 +94,11 @@ class PairedLogits(NamedTuple):
         sums = PairSums(*self.summed(terms))
         value, dz = kind.of_sums(sums)
         made, labels = PairTerms(p_TV, a_TV, logits[0], p_labels), of_labels or stats[0]
-        return ChunkValues(value, stats[0], stats[1], labels, delta, dz, sums.total, made)
+        one, other = stats
+        per_token = (value, one.logprob, one.entropy, other.entropy)
+        of_both = (one.lse, other.lse, delta, labels.lse)
+        none, of_labels = jnp.zeros_like(value), labels.logprob
+        return ChunkValues(value, none, per_token, of_labels, of_both, dz, sums.total, made)
 
     def again(self, chunk: Chunk, known: list[jax.Array]) -> PairTerms:
         """Steps 3 and 4 once more, from lse of both, delta and the labels' lse [T]."""

@@ -79,13 +79,8 @@ BAD = [
         ValueError,
         {"labels": zeros(N, V, dtype=np.int32)},
         f"`labels` must have shape ({N},), one class for each token of `hidden`; got ({N}, {V}). "
-        f"Pass class indices, of one-hot rows `labels.argmax(-1)`.",
-    ),
-    Bad(
-        "probabilities for labels",
-        TypeError,
-        {"labels": zeros(N, V)},
-        "`labels` must be integers; got float32. Pass class indices, not one-hot rows or masks.",
+        f"Pass class indices, of one-hot rows `labels.argmax(-1)`; `chunked_nll` takes class "
+        f"probabilities of a floating dtype.",
     ),
     Bad(
         "no ignore_index",

@@ -179,7 +179,13 @@ class RankConsistency:
         """Further classes of each token: how many, and which."""
         self.exact("kept and ids", 0.0 if ids is None else ids.shape[1])
         if ids is not None:
-            self.labels(ids.long().view(-1), valid.repeat_interleave(ids.shape[1]), "kept and ids")
+            each = valid.repeat_interleave(ids.shape[1])
+            self.labels(ids.long().reshape(-1), each, "kept and ids")
+
+    def probs(self, probs: Tensor, valid: Tensor) -> None:
+        """Of the further classes of each token."""
+        weighed = (torch.where(valid[:, None], probs, 0.0) * factors(probs.shape[1], probs)).sum(1)
+        self.per_token("labels", weighed, probs.shape[0])
 
     def tokens(self, name: str, x_NH: Tensor, valid: Tensor) -> None:
         """Rows of the valid tokens."""
@@ -331,6 +337,8 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
     return {
         "gather": ROUTES.index(route),
         "function": FUNCTIONS.index(terms.function),
+        "kept and ids": 0 if call.ids is None else call.ids.shape[1],
+        "kind": terms.kind,
         "max_chunk_bytes": call.chunk_bytes,
         "the width of hidden": call.hidden.shape[1],
         "the dtype of hidden": 10 * dtypes[0] + dtypes[1],
@@ -341,9 +349,7 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
         "gradient": hidden and of_hidden,
         "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
-        "kept and ids": 0 if call.ids is None else call.ids.shape[1],
         **{name: value or 0.0 for name, value in call.scalars._asdict().items()},
-        "kind": terms.kind,
         "the classes of the teacher": terms.more_classes,
         "entropy" if "logprobs" in terms.function else "outputs": terms.outputs,
     }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import BlockStats, TargetInfo, TokenStats, WantedStats
+from xentlib.algebra import BlockStats, NonTargetStats, TargetInfo, TokenStats, WantedStats
 from xentlib.checks.divergence import check_vocabulary, of_teacher
 from xentlib.pairs import NEAR, TERMS, DzTerms, Near0, Pairs, PairSums
 from xentlib.torch.core.algebra import ALGEBRA
@@ -129,12 +129,12 @@ Teacher = GivenTeacher | HeadTeacher
 class UnitValues(NamedTuple):
     """Of the tokens of a unit."""
 
-    divergence: Tensor
-    student: TokenStats
-    teacher: TokenStats
-    labels: TokenStats  # of the logits that a loss of the labels is of
-    p_labels: list[Tensor]  # their p, where they are others
-    delta: Tensor  # 0 where dz needs none
+    loss: Tensor
+    beside: Tensor  # a part that is added to it, in place of the labels' NLL: z-loss
+    per_token: tuple[Tensor, ...]  # four outputs
+    labels: Tensor  # their log-probabilities
+    p_labels: list[Tensor]  # p of the logits that these are of, where they are others
+    known: tuple[Tensor, ...]  # lse of both, delta and the labels' lse
     dz: DzTerms
     total: Tensor  # of p
 
@@ -143,7 +143,7 @@ class PairedLogits:
     """A student's logits and a teacher's, and the divergence between them."""
 
     def __init__(
-        self, student: Any, teacher: Teacher, pairs: Pairs, wanted: Sequence[WantedStats] = ()
+        self, student: Any, teacher: Teacher, pairs: Any, wanted: Sequence[WantedStats] = ()
     ) -> None:
         """`wanted` of the student and of the teacher."""
         self.student, self.teacher, self.kind = student, teacher, pairs
@@ -217,7 +217,17 @@ class PairedLogits:
         value, dz = kind.of_sums(of_all)
         labels = of_labels or stats[0]
         own, other = stats
-        return UnitValues(value, own, other, labels, p_labels, delta, dz, of_all.total)
+        per_token = value, own.logprob, own.entropy, other.entropy
+        return UnitValues(
+            value,
+            torch.zeros_like(value),
+            per_token,
+            labels.logprob,
+            p_labels,
+            (own.lse, other.lse, delta, labels.lse),
+            dz,
+            of_all.total,
+        )
 
     def again(
         self, unit: Unit, kernels: Made, known_4N: Tensor, *, tempered_nll: bool = False
@@ -240,10 +250,12 @@ class PairedLogits:
     def ratio(self, part: Any, known: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rows, teacher, at = part
         logits = (x.z_BV[:, self.columns] for x in (rows, teacher))
-        return self.kind.ratio(*logits, *(x[at, None] for x in known))
+        ratio: tuple[Tensor, Tensor] = self.kind.ratio(*logits, *(x[at, None] for x in known))
+        return ratio
 
     def put_terms(self, part: Any, known: Sequence[Tensor]) -> PairSums:
         rows, teacher, _ = part
+        terms: PairSums
         p_BV, a_BV, terms = self.kind.terms(*self.ratio(part, known))
         rows.z_BV[:, self.columns] = a_BV
         teacher.z_BV[:, self.columns] = p_BV
@@ -279,6 +291,14 @@ def stats_of(
     part: Any, blocks: Sequence[LogitsBlock], kernels: Eager, wanted: WantedStats, *, learns: bool
 ) -> TokenStats:
     """Steps 2 to 5 of `xentlib.nll`, of one head's logits; they are whole again afterwards."""
+    z_y, together = columns_of_units(part, blocks, kernels, wanted, learns=learns)
+    return ALGEBRA.token_stats(z_y, together, part.vocab.size, TargetInfo(z_y, 1.0, 1.0))
+
+
+def columns_of_units(
+    part: Any, blocks: Sequence[LogitsBlock], kernels: Eager, wanted: WantedStats, *, learns: bool
+) -> tuple[Tensor, NonTargetStats]:
+    """Steps 2 to 4: the target's logit and the statistics of the others, of all shards."""
     made = [kernels.stats(rows, wanted, dz_follows=learns) for rows in blocks]
     for rows, (z_y, _) in zip(blocks, made, strict=True):
         restore(rows, z_y)
@@ -289,8 +309,9 @@ def stats_of(
     if blocks[0].owned_B is not None:
         owned = torch.cat([x for rows in blocks if (x := rows.owned_B) is not None])
     most = z_y.shape[0] if part.gathered else part.tokens.valid.shape[0]
-    z_y, together = part.vocab.combine(ALGEBRA, z_y, owned, rest, 1.0, most)
-    return ALGEBRA.token_stats(z_y, together, part.vocab.size, TargetInfo(z_y, 1.0, 1.0))
+    combined: tuple[Tensor, NonTargetStats]
+    combined = part.vocab.combine(ALGEBRA, z_y, owned, rest, 1.0, most)
+    return combined
 
 
 def restore(rows: LogitsBlock, z_y: Tensor) -> None:

@@ -150,7 +150,8 @@ class ShardedVocab(LocalVocab):
         """Raise for what differs, on all ranks alike."""
         names = [name for name, bad in zip(self.consistency.names, broken, strict=True) if bad]
         rows, start, stop = sizes
-        first = ("function", "shard", "vocab_size")
+        # What has more numbers on some ranks stands first: those after it are compared with others.
+        first = ("function", "kept and ids", "kind", "shard", "vocab_size")
         refuse_inconsistent([name for name in first if name in names])
         if whole:
             SHARDS.refuse("whole_head", vocab_size=rows[0], ranks=self.ranks)

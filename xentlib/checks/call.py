@@ -26,6 +26,7 @@ from xentlib.checks.validators import (
 from xentlib.dtypes import holds, resolve_dtypes
 from xentlib.logprobs import chunked_logprobs
 from xentlib.options import COMPUTE, LAYOUTS, OUTPUTS, REDUCTIONS, RULES
+from xentlib.soft_labels import SoftLabels
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,7 +65,8 @@ CALLS = Refusals(
     ids="`kept` and `ids` must hold classes in [0, {vocab_size}), or -1 for none; got {offender}. "
     "Pass -1 where a position has fewer than the others.",
     one_hot="`labels` must have shape {leading}, one class for each token of `{name}`; got "
-    "{shape}. Pass class indices, of one-hot rows `labels.argmax(-1)`.",
+    "{shape}. Pass class indices, of one-hot rows `labels.argmax(-1)`; `chunked_nll` takes class "
+    "probabilities of a floating dtype.",
     # On every rank, for a label outside the vocabulary on some; they would wait for it.
     labels_elsewhere="`labels` must be classes or `ignore_index` on every rank that shares the "
     "head; got others on rank {ranks} of its group, which says which.",
@@ -118,6 +120,14 @@ def known_names(function: F) -> F:
         return function(*given, **named)
 
     return cast(F, call)
+
+
+def is_soft(labels: Any, source: Any) -> bool:
+    """Whether a call with these hidden states or logits has such labels."""
+    if isinstance(labels, SoftLabels):
+        return True
+    floating = "float" in str(getattr(labels, "dtype", ""))
+    return floating and getattr(labels, "ndim", None) == getattr(source, "ndim", 0)
 
 
 def check_head(
@@ -257,7 +267,8 @@ def check_tokens(call: Arguments | LogitsArguments, name: str, on_host: bool) ->
     `name`: of the argument that has the tokens. `on_host`: labels and mask may be on the CPU,
     together, wherever that is.
     """
-    source, labels, where = getattr(call, name), call.labels, call.where
+    labels: Any = call.labels
+    source, where = getattr(call, name), call.where
     states = name == "hidden"
     if len(source.shape) < 1 or (states and source.shape[-1] < 1):
         shape = "(..., hidden_size) with hidden_size >= 1" if states else "(..., columns)"

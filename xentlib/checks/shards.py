@@ -153,8 +153,12 @@ def refuse_inconsistent(names: Sequence[str]) -> None:
         "gradient": "`hidden` must require grad on every rank of `vocab_parallel`, or on none, "
         "like `a` of a `LowRankHead`",
         "gather": "`gather` and `tokens_parallel` must be the same on every rank of the head",
-        "the classes of the teacher": "`teacher` must have the student's classes on every rank of "
-        "`vocab_parallel`",
+        "the classes of the teacher": "`teacher`, or `labels` that are probabilities, must have "
+        "the classes of the head on every rank of `vocab_parallel`",
+        "kept and ids": "the ids of each token (`kept`, `ids`, those of a `TeacherTopK` or of "
+        "`SoftLabels`) must be the same on every rank of `vocab_parallel`",
+        "kind": "`kind`, and whether `labels` are class probabilities, must be the same on every "
+        "rank of `vocab_parallel`",
         "function": "the function must be the same on every rank of the head",
         "shard": "sizes of shards (`shard=`, `VocabShard.of_ranks`, a DTensor) must be declared on "
         "every rank of `vocab_parallel`, or on none",

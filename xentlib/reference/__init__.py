@@ -15,6 +15,7 @@ f the token's factor. It follows each rounding once; it grows with the data, not
 from xentlib.reference.divergence import DivergenceReference, divergence_reference
 from xentlib.reference.logprobs import LogprobReference, logprobs_reference
 from xentlib.reference.nll import NLLReference, nll_reference
+from xentlib.reference.soft_labels import soft_reference
 
 __all__ = [
     "DivergenceReference",
@@ -23,4 +24,5 @@ __all__ = [
     "divergence_reference",
     "logprobs_reference",
     "nll_reference",
+    "soft_reference",
 ]

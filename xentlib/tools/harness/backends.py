@@ -17,6 +17,7 @@ from xentlib.tools.harness.problems import Problem, Upstream
 
 Array = npt.NDArray[Any]
 Wrap = Callable[[Any, int], Any] | None
+LARGEST = ("correct", "predicted")  # what says which logit is the largest
 GRADIENTS = ("d_hidden", "d_weight", "d_bias")
 
 
@@ -172,7 +173,9 @@ def run(
         **_options(problem, **how),
         "outputs": tuple(outputs),
     }
-    call = Call("chunked_nll", problem.leaves, problem.labels, keywords)
+    if problem.soft is not None:
+        keywords["outputs"] = tuple(x for x in outputs if x not in LARGEST)
+    call = Call("chunked_nll", problem.leaves, problem.given_labels, keywords)
     upstream = {"loss": problem.upstream} if gradient else {}
     return outcome_of(backend, call, upstream, how.get("wrap"))
 
@@ -220,7 +223,7 @@ def run_given(
     keywords |= further(problem)
     if label_smoothing:
         keywords["label_smoothing"] = label_smoothing
-    call = Call("vocab_parallel_logprobs", {"logits": logits}, problem.labels, keywords)
+    call = Call("vocab_parallel_logprobs", {"logits": logits}, problem.given_labels, keywords)
     outcome = outcome_of(backend, call, with_ids(problem, upstream), how.get("wrap"))
     # float64 in, float64 out: rounded here to what the contract compares.
     wide = {n: x for n, x in outcome.by_name().items() if audit and x.dtype == np.float64}

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from xentlib.interop import to_jax, to_numpy, to_torch
+from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits
 
 
@@ -19,7 +20,7 @@ def on_torch(x: Any) -> Any:
     else as it is."""
     import torch
 
-    if isinstance(x, (TeacherHead, TeacherLogits)):
+    if isinstance(x, (SoftLabels, TeacherHead, TeacherLogits)):
         return type(x)(*map(on_torch, x))
     return to_torch(x, copy=True).to(torch.get_default_device()) if isinstance(x, np.ndarray) else x
 
@@ -29,7 +30,7 @@ def on_jax(x: Any) -> Any:
     as it is."""
     import jax
 
-    if isinstance(x, (TeacherHead, TeacherLogits)):
+    if isinstance(x, (SoftLabels, TeacherHead, TeacherLogits)):
         return type(x)(*map(on_jax, x))
     if not isinstance(x, np.ndarray):
         return x

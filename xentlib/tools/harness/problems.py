@@ -20,7 +20,9 @@ from xentlib.reference import (
     divergence_reference,
     logprobs_reference,
     nll_reference,
+    soft_reference,
 )
+from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead
 from xentlib.ulp import dtype_named
 
@@ -64,6 +66,7 @@ class Case:
     token_temperature: bool = False
     kept: int = 0  # classes that a sampler kept; 0: all
     ids: int = 0  # further classes whose log-probabilities are wanted
+    soft: str = ""  # class probabilities are the labels: "dense", or "few"
     teacher: int = 0  # the width of a teacher's hidden states; 0: there is none
     far: float | None = None  # the student's heads are the teacher's, hidden states so far apart
     layout: str = "VH"
@@ -74,6 +77,7 @@ class Case:
     def text(self) -> str:
         extras = [name for name in (*ARRAY_ARGUMENTS, "token_temperature") if getattr(self, name)]
         extras += [f"{getattr(self, x)} {x}" for x in ("kept", "ids") if getattr(self, x)]
+        extras += [f"{self.soft} probabilities"] if self.soft else []
         extras += [f"teacher of width {self.teacher}"] if self.teacher else []
         extras += [f"{self.far:g} apart"] if self.far is not None else []
         extras += [f"{name}={value}" for name, value in self.options.items()]
@@ -101,6 +105,7 @@ class Problem:
     kept: Array | None = None
     ids: Array | None = None
     d_ids: Array | None = None  # gradient of their log-probabilities
+    soft: Any = None  # class probabilities [N, V], or `SoftLabels`: the labels of the call
 
     def changed(self, **changes: Any) -> Problem:
         return replace(self, **changes)
@@ -120,6 +125,27 @@ class Problem:
         """What `nll_reference` is given."""
         names = ("labels", "where", "token_weights", "class_weights", "upstream")
         return {**self.leaves, **{name: getattr(self, name) for name in names}, **self.options}
+
+    @property
+    def given_labels(self) -> Any:
+        """What the call has for labels."""
+        return self.labels if self.soft is None else self.soft
+
+    @property
+    def probs(self) -> Array:
+        """Of all classes, in float64, where they are few."""
+        if not isinstance(self.soft, SoftLabels):
+            return np.asarray(self.soft, np.float64)
+        ids, probs = self.soft
+        every = np.zeros((*ids.shape[:-1], self.weight.shape[self.vocab_axis]))
+        rows, places = np.nonzero((ids >= 0) & self.valid[:, None])
+        np.add.at(every, (rows, ids[rows, places]), probs[rows, places])
+        return every
+
+    def soft_reference(self, *, dz_dtype: str = "float64", **more: Any) -> NLLReference:
+        """Of class probabilities."""
+        given = {x: y for x, y in self.of_the_oracle.items() if x != "labels"}
+        return soft_reference(**given, probs=self.probs, dz_dtype=dz_dtype, **more)
 
     def reference(self, *, dz_dtype: str = "float64") -> NLLReference:
         return nll_reference(**self.of_the_oracle, dz_dtype=dz_dtype)
@@ -167,7 +193,11 @@ class Problem:
         teacher = self.teacher
         if teacher is not None:
             teacher = teacher._replace(hidden=teacher.hidden[places])
-        changed = {name: x[places] for name, x in there.items()}
+        changed: dict[str, Any] = {name: x[places] for name, x in there.items()}
+        if isinstance(self.soft, SoftLabels):
+            changed["soft"] = SoftLabels(*(x[places] for x in self.soft))
+        elif self.soft is not None:
+            changed["soft"] = self.soft[places]
         return self.changed(options=options, teacher=teacher, **changed)
 
     @property
@@ -212,6 +242,8 @@ def build(case: Case, seed: int) -> Problem:
             near = others["teacher"].hidden + case.far * rng.standard_normal(hidden.shape)
             hidden, others["bias"] = near.astype(dtype), others["teacher"].bias
     problem = Problem(hidden, weight, labels, options=options, text=case.text, **others)
+    if case.soft:
+        problem = with_probabilities(problem, case, rng)
     return with_classes(problem, case, rng) if case.kept or case.ids else problem
 
 
@@ -251,6 +283,28 @@ def with_classes(problem: Problem, case: Case, rng: Any) -> Problem:
             x[~problem.valid] = rng.integers(-9, 2 * vocab, x[~problem.valid].shape)
     d_ids = None if ids is None else rng.standard_normal(ids.shape).astype(np.float32)
     return problem.changed(kept=kept, ids=ids, d_ids=d_ids)
+
+
+def with_probabilities(problem: Problem, case: Case, rng: Any) -> Problem:
+    """With class probabilities: near to those of the logits for every second token, nearly one
+    class's for every fifth; of few classes one is there twice, and none of every seventh's last."""
+    count, vocab = len(problem.labels), case.vocab
+    # Only `where` says which tokens count.
+    valid, labels = problem.valid, np.where(problem.valid, problem.labels, 0)
+    if case.soft == "dense":
+        logits = case.std * rng.standard_normal((count, vocab)) + rng.gumbel(size=(count, vocab))
+        logits[np.arange(count), labels] += np.where(np.arange(count) % 5 == 0, 20.0, 2.0)
+        probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+        soft: Any = (probs / probs.sum(axis=1, keepdims=True)).astype(np.float32)
+        soft[~valid] = np.nan
+    else:
+        ids = np.argsort(rng.random((count, vocab)), axis=1)[:, :6].astype(np.int32)
+        ids[:, 0], ids[::3, 5] = labels, ids[::3, 1]
+        probs = rng.dirichlet(np.ones(6), count).astype(np.float32)
+        ids[::7, 4], probs[::7, 4] = -1, np.nan
+        ids[~valid] = rng.integers(-9, 2 * vocab, ids[~valid].shape)
+        soft = SoftLabels(ids, probs)
+    return problem.changed(soft=soft, where=valid, labels=labels.astype(np.int32))
 
 
 def teacher_of(case: Case, hidden: Array, weight: Array, rng: Any) -> TeacherHead[Array]:

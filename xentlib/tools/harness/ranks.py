@@ -127,9 +127,11 @@ class ShardedCall(NamedTuple):
             }
             of_head["bias"] = None if teacher.bias is None else change(teacher.bias, 0)
             teacher = teacher._replace(**of_head)
+        soft = problem.soft
         return self._replace(
             problem=problem.changed(
                 teacher=teacher,
+                soft=change(soft, 1) if isinstance(soft, np.ndarray) else soft,
                 weight=change(problem.weight, problem.vocab_axis),
                 bias=None if problem.bias is None else change(problem.bias, 0),
                 options={**problem.options, "vocab_parallel": vocab_parallel, **options},

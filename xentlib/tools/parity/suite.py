@@ -26,6 +26,7 @@ from xentlib.tools.parity.rows import (
     mutants,
     parts,
     sharded,
+    soft,
     windows,
 )
 from xentlib.tools.parity.rows.head import nll, per_token
@@ -34,7 +35,7 @@ from xentlib.tools.parity.rows.head import nll, per_token
 Rows = tuple[str, float, Sequence[Any], Callable[[Findings, Any], None]]
 BETWEEN_BACKENDS = (
     *(nll.audit, per_token.audit, windows.audit),
-    *(divergences.audit, classes.of_classes.audit),
+    *(divergences.audit, classes.of_classes.audit, soft.soft.audit),
 )
 ON_RANKS = (sharded.sharded, collectives.collectives, invariant.shards)
 
@@ -74,6 +75,11 @@ def operator_sections(
     )
     (batch,) = _problems((classes.BATCH,), [seed])
     class_batches = partial(invariant.batches, of_classes)
+    of_soft, soft_batch = (_problems(x, [seed]) for x in (soft.GRID, (soft.BATCH,)))
+    low_soft, soft_mutated = (
+        _problems(x, [seed]) for x in (low_precision(soft.GRID[1:3]), (soft.MUTATED,))
+    )
+    soft_batches = partial(invariant.batches, soft.soft)
     sections: list[Rows] = [
         ("fp32 against the oracle", 0.5, fp32, nll.against_oracle),
         ("bf16 against the oracle", 0.5, bf16, nll.against_oracle),
@@ -106,6 +112,13 @@ def operator_sections(
         ("classes of a token, run to run", 1.0, few[2:3], of_classes.repeat),
         ("classes of a token, mutants", 2.0, mutated, classes.mutants),
         ("classes of a token, batch invariance", 9.0, [batch], class_batches),
+        ("class probabilities, fp32", 0.7, of_soft, soft.soft.against_oracle),
+        ("class probabilities, bf16", 0.7, low_soft, soft.soft.against_oracle),
+        ("class probabilities of given logits", 0.7, logits, soft.given),
+        ("class probabilities, chunk sizes", 3.0, of_soft[2:3], soft.soft.chunks),
+        ("class probabilities, run to run", 1.0, of_soft[2:3], soft.soft.repeat),
+        ("class probabilities, mutants", 2.0, soft_mutated, soft.mutants),
+        ("class probabilities, batch invariance", 9.0, soft_batch, soft_batches),
         ("vocabularies over ranks", 50.0, [seed], sharded.sharded),
         ("batch invariance", 7.0, batches, partial(invariant.batches, nll)),
         ("per-token outputs, batch invariance", 7.0, batches, per_token_batches),
@@ -114,6 +127,7 @@ def operator_sections(
         ("collectives", 18.0, [suite], collectives.collectives),
         ("per-token outputs in audit mode", 0.7, four, per_token.audit),
         ("classes of a token in audit mode", 0.7, few[1:4], of_classes.audit),
+        ("class probabilities in audit mode", 0.7, of_soft[1:3], soft.soft.audit),
         ("divergences in audit mode", 2.0, low_divergence, divergences.audit),
         ("windows in audit mode", 2.5, two, windows.audit),
     ]

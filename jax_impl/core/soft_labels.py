@@ -1,0 +1,110 @@
+"""Logits of a head, or given, and the class probabilities of their tokens beside them: steps 2 to 6
+of `xentlib.soft_labels`.
+
+Shapes: N tokens, K classes of each, V vocabulary, T tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xentlib.algebra import WantedStats
+from xentlib.jax.core.algebra import ALGEBRA, exp
+from xentlib.jax.core.kernels import Logits, at_columns, by_blocks
+from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
+from xentlib.jax.core.loop import at_rows
+from xentlib.jax.core.pairs import ChunkValues, PairTerms, restored
+from xentlib.jax.core.stats import over_shards
+from xentlib.jax.core.vocab import sum_blocks
+from xentlib.pairs import DzTerms
+from xentlib.soft_labels import CrossEntropy, Largest, SoftSums
+
+
+class SoftLogits(NamedTuple):
+    """Logits, and in place of a teacher's the probabilities that are their labels: as many columns,
+    or [K, M + 1] those of the further classes of each token."""
+
+    student: ChunkedLogits
+    teacher: ChunkedLogits | None
+    probs: jax.Array | None
+    kind: CrossEntropy
+
+    @classmethod
+    def of(
+        cls, student: ChunkedLogits, teacher: ChunkedLogits | None, probs: jax.Array | None
+    ) -> SoftLogits:
+        smoothing = student.options.scalars.label_smoothing
+        kind = CrossEntropy(jnp, exp, ALGEBRA, smoothing, student.vocab_size)
+        return cls(student, teacher, probs, kind)
+
+    @property
+    def tempered_nll(self) -> bool:
+        """There is no loss of classes beside this one."""
+        return False
+
+    def values(self, chunk: Chunk, wanted: tuple[WantedStats, WantedStats]) -> ChunkValues:
+        """Steps 3 to 6; dz is made of p total - a, and of p."""
+        head, z_loss = self.student, self.student.options.scalars.z_loss
+        block = chunk.block._replace(more=None)
+        z_y, blocks, left = head.kernels.stats(block, wanted[0])
+        stats = self.kind.stats(*over_shards(head, chunk.rows_T, z_y, blocks))
+        terms, sums = self.terms(chunk, restored(chunk, left), stats)
+        total, nll, *own = self.summed([self.classes(x) for x in sums if x is not None])
+        z_term = z_loss * stats.lse * stats.lse
+        logprobs = -(own[0] if own else nll)
+        dz = DzTerms(jnp.ones_like(nll), 2.0 * z_loss * stats.lse)
+        per_token, known = (total, logprobs, stats.entropy, stats.lse), tuple(stats)
+        made = self.with_slope(terms, total, stats)
+        return ChunkValues(nll, z_term, per_token, logprobs, known, dz, total, made)
+
+    def again(self, chunk: Chunk, stats: Largest, total_T: jax.Array) -> PairTerms:
+        """The same once more, of what is known of the tokens."""
+        left = self.student.kernels.prepare(chunk.block._replace(more=None))
+        terms, _ = self.terms(chunk, restored(chunk, left), stats)
+        return self.with_slope(terms, total_T, stats)
+
+    def terms(self, chunk: Chunk, logits: Logits, stats: Largest) -> tuple[PairTerms, SoftSums]:
+        """p and a, and terms of the sums."""
+        q_TV, weights = self.labels(chunk, logits.z_TV), self.student.shape.class_weights_V
+        p_TV, a_TV, sums = self.kind.terms(logits.z_TV, q_TV, weights, stats)
+        return PairTerms(p_TV, self.classes(a_TV), logits, None), sums
+
+    def with_slope(self, terms: PairTerms, total_T: jax.Array, stats: Largest) -> PairTerms:
+        """p total - a in place of a."""
+        of, total_T1 = Largest(*(x[:, None] for x in stats)), total_T[:, None]
+        top_TV = self.kind.at_top(terms.a_TV, total_T1, of)
+        slope_TV = total_T1 * terms.p_TV - terms.a_TV
+        return terms._replace(a_TV=jnp.where(terms.p_TV > 0.5, top_TV, slope_TV))
+
+    def labels(self, chunk: Chunk, like_TV: jax.Array) -> jax.Array:
+        """[T, V] q, filled up as the logits are."""
+        if self.teacher is not None:
+            own = logits_of(self.teacher, chunk.start // self.student.chunk_rows)
+            q_TV = own.block.z_TV
+            return jnp.pad(q_TV, ((0, 0), (0, like_TV.shape[1] - q_TV.shape[1])))
+        more = chunk.block.more
+        assert more is not None
+        assert self.probs is not None
+        probs_TK = at_rows(self.student, chunk, self.probs).T
+        return jnp.zeros_like(like_TV).at[at_columns(more)].add(probs_TK, mode="drop")
+
+    def classes(self, x_TV: jax.Array) -> jax.Array:
+        """0 where a column is no class."""
+        first = self.student.shape.padded_from
+        if first is None:
+            return x_TV
+        return jnp.where(lax.broadcasted_iota(jnp.int32, x_TV.shape, 1) < first, x_TV, 0.0)
+
+    def summed(self, terms: list[jax.Array]) -> list[jax.Array]:
+        """[T] of each over all classes."""
+        sums = jnp.stack([by_blocks(x, lax.add, 0.0).T for x in terms])
+        return list(sum_blocks(self.student.options.axis, sums))
+
+    def dz(self, chunk: Chunk, terms: PairTerms, dz: DzTerms, own: Any = None) -> jax.Array:
+        """Step 6, `dz` with the factor of each token."""
+        dz_TV: jax.Array = dz.gain[:, None] * terms.a_TV + dz.shift[:, None] * terms.p_TV
+        return dz_TV

@@ -1,0 +1,109 @@
+"""Class probabilities as labels, and the cross-entropy that they make of logits, written once for
+both frameworks: steps 4 to 6 of `xentlib.nll` where a label is a distribution.
+
+With q the probabilities, c the class weights and eps the label smoothing,
+
+    a_v = c_v ((1 - eps) q_v + eps / V),   loss = sum_v a_v (lse - z_v) + z_loss lse^2
+    dz_v = p_v sum(a) - a_v + 2 z_loss lse p_v
+
+lse - z_v is log S - (z_v - m), with m the largest logit and S the sum of exp(z - m), whose 1 is
+left out of it: of the largest class log1p of a small number keeps the digits that lse has rounded
+away. Where that class has p > 1/2, 1 - p is -expm1(-log S), so that one-hot labels have the
+gradients of class indices.
+
+Shapes: B tokens, V classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from xentlib.algebra import INF, Algebra, BlockStats, NonTargetStats
+
+__all__ = ["SoftLabels"]
+
+A = TypeVar("A")  # a tensor or an array of the backend
+Array = Any
+
+
+class SoftLabels(NamedTuple, Generic[A]):
+    """Probabilities of a few classes of each token, for `labels` in place of an array of all
+    classes: the others have 0. No gradient is computed of it.
+
+    Attributes:
+        ids: [..., K] integers, the classes of each token, -1 where there are fewer; what a class
+            that is there twice has adds up.
+        probs: [..., K] floating, their probabilities; anything where the id is -1.
+    """
+
+    ids: A
+    probs: A
+
+
+class Largest(NamedTuple):
+    """Of a token's logits: [B] each."""
+
+    m: Array
+    log_total: Array  # log S
+    lse: Array
+    entropy: Array  # 0 where it was not asked for
+
+
+class SoftSums(NamedTuple):
+    """Over classes: [blocks, B] or [B] each, or terms [B, V]."""
+
+    total: Array  # of a
+    nll: Array  # of a (lse - z)
+    own: Array | None  # of q (lse - z), where that is another
+
+
+class CrossEntropy(NamedTuple):
+    """Bound to a framework: its namespace, an exp of [B, V], steps 4 and 5 of tokens; and to the
+    options of a call."""
+
+    xp: Any
+    exp: Any
+    algebra: Algebra
+    label_smoothing: float = 0.0
+    vocab_size: Any = 1
+
+    def stats(self, z_y: Array, rest: NonTargetStats) -> Largest:
+        """Of the logit of any class and the statistics of all others."""
+        xp, none = self.xp, self.xp.zeros_like(z_y)
+        blocks = BlockStats(
+            m=xp.stack((xp.where(z_y == -INF, 0.0, z_y), rest.m)),
+            ones=xp.stack((xp.where(z_y == -INF, none, 1.0), rest.ones)),
+            s=xp.stack((none, rest.s)),
+            sum_ed=None if rest.sum_ed is None else xp.stack((none, rest.sum_ed)),
+        )
+        every = self.algebra.together(blocks)
+        total, above_one = every.ones + every.s, (every.ones - 1.0) + every.s
+        log_total = xp.where(above_one < 1.0, xp.log1p(above_one), xp.log(total))
+        # A maximum that is not finite leaves nothing to compare: NaN, as log_softmax has it.
+        log_total = xp.where((every.ones == 0) | xp.isinf(every.m), xp.nan, log_total)
+        entropy = xp.zeros_like(log_total)
+        if every.sum_ed is not None:
+            entropy = log_total - every.sum_ed / total
+        return Largest(every.m, log_total, every.m + log_total, entropy)
+
+    def terms(
+        self, z: Array, q: Array, c_V: Array | None, of: Largest
+    ) -> tuple[Array, Array, SoftSums]:
+        """p and a of each class, and terms of the sums; NaN of a negative probability."""
+        xp = self.xp
+        nll = of.log_total[:, None] - (z - of.m[:, None])
+        q = xp.where(q < 0, xp.nan, q)
+        a = q
+        if self.label_smoothing:
+            kept, eps = 1.0 - self.label_smoothing, self.label_smoothing
+            a = self.algebra.rounded(kept * q) + eps / self.vocab_size
+        if c_V is not None:
+            a = a * c_V[None, :]
+        # A class at -inf without any probability adds nothing.
+        value = xp.where(a == 0, 0.0, a * nll)
+        own = None if a is q else xp.where(q == 0, 0.0, q * nll)
+        return self.exp(-nll), a, SoftSums(a, value, own)
+
+    def at_top(self, a: Array, total: Array, of: Largest) -> Array:
+        """p total - a of the largest class, where its p > 1/2."""
+        return total * self.xp.expm1(-of.log_total) + (total - a)
