@@ -71,7 +71,7 @@ def soft_backward(
         terms = both.again(chunk, of, total_T)
         log_p_TV = jnp.maximum(terms.student.z_TV - of.lse[:, None], FLOOR)
         slope_TV = g_lse[:, None] - g_entropy[:, None] * (log_p_TV + of.entropy[:, None])
-        dz_TV = terms.p_TV * slope_TV - g_logprobs[:, None] * terms.a_TV
+        dz_TV = terms.p_TV * slope_TV + g_logprobs[:, None] * terms.a_TV
         dz_TV, _ = student.kernels.chained(chunk.block, terms.student, dz_TV)
         dz_TV = round_to(dz_TV, given.dtype.name)
         return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")

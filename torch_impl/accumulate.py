@@ -166,8 +166,9 @@ class TokenNormalizer:
         """The window of one optimizer update, for a `with` block.
 
         Args:
-            labels: of all of this rank's micro-batches, after the shift, any shape each; needed in
-                pre-count, refused in post-scale, which is told by `window.backward`.
+            labels: of all of this rank's micro-batches, after the shift, any shape each, or class
+                probabilities as `chunked_nll` takes them; needed in pre-count, refused in
+                post-scale, which is told by `window.backward`.
             where: masks of the same shapes; what is 0 is not counted.
             token_weights: of the same shapes; T is the sum over the valid tokens.
             ignore_index: the label that is not counted.

@@ -89,12 +89,12 @@ def given_forward(call: LogitsCall, terms: SoftTerms) -> tuple[Tensor, ...]:
     kernels, parts = both.kernels(), []
     for rows, labels in both.teacher.pairs(student.blocks(), None):
         restore(rows, kernels[0].prepare(rows, derivative=False))
-        of_rows = Largest(*(x[rows.places] for x in stats))
-        parts.append(both.sums(both.put_products(rows, labels, of_rows), kernels[0]))
+        a_BV = both.put_p(rows, labels, Largest(*(x[rows.places] for x in stats)))
+        parts.append(both.sums_of(rows, labels, a_BV, kernels[0]))
     total, nll = torch.zeros_like(stats.lse), torch.zeros_like(stats.lse)
     if parts:
         places = tokens.places(0, tokens.computed)
-        total[places], nll[places] = both.summed(parts)[:2]
+        total[places], nll[places], _ = both.totals(parts)
     values = (tokens.clean(x).to(terms.output_dtype) for x in (-nll, stats.entropy, stats.lse))
     return *values, tokens.clean(total), torch.stack((*stats, total))
 
@@ -111,16 +111,18 @@ def given_backward(upstream: Upstream, call: LogitsCall, terms: SoftTerms) -> Te
         places = rows.places
         of_rows = Largest(*(x[places] for x in stats))
         restore(rows, kernels[0].prepare(rows, derivative=True))
-        log_p = rows.z_BV[:, columns] - of_rows.lse[:, None] if g_entropy is not None else None
-        both.put_products(rows, labels, of_rows)
-        both.put_slope(rows.z_BV, labels.z_BV, total[places, None], of_rows)
-        dz_BV, p_BV = rows.z_BV[:, columns], labels.z_BV[:, columns]
-        dz_BV.mul_(0.0 if g_logprobs is None else -g_logprobs[places, None])
+        a_BV = both.put_p(rows, labels, of_rows)
+        dz_BV = rows.z_BV[:, columns]
+        above = None
+        if g_entropy is not None:
+            above = dz_BV.clamp(min=FLOOR).add_(of_rows.entropy[:, None])
+        labels.z_BV = p_BV = kernels[0].exp(dz_BV)
+        both.put_slope(rows, labels, a_BV, total[places, None], of_rows)
+        dz_BV.mul_(0.0 if g_logprobs is None else g_logprobs[places, None])
         if g_lse is not None:
             dz_BV.addcmul_(p_BV, g_lse[places, None])
-        if log_p is not None and g_entropy is not None:
-            above = log_p.clamp_(min=FLOOR).add_(of_rows.entropy[:, None]).mul_(p_BV)
-            dz_BV.addcmul_(above, g_entropy[places, None], value=-1.0)
+        if above is not None and g_entropy is not None:
+            dz_BV.addcmul_(above.mul_(p_BV), g_entropy[places, None], value=-1.0)
         if rows.temperature_B is not None:
             dz_BV.div_(rows.temperature_B[:, None])
         kernels[0].chained(rows, torch.zeros_like(of_rows.lse), DzOutput())

@@ -14,6 +14,7 @@ from xentlib.accumulate import CountMismatchError, WindowState, WindowStateError
 from xentlib.checks.window import WINDOWS, check_counted
 from xentlib.nll import NLLOutput
 from xentlib.results import is_loss_output
+from xentlib.soft_labels import SoftLabels
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import known, loss_and_count
@@ -35,6 +36,14 @@ class Declared(NamedTuple):
     where: Sequence[Tensor] | None
     token_weights: Sequence[Tensor] | None
     ignore_index: int
+
+
+def of_tokens(labels: Any) -> Any:
+    """Labels, one a token; zeros for class probabilities, of which `where` alone takes any out."""
+    of_each = labels.ids if isinstance(labels, SoftLabels) else labels
+    if of_each is labels and not (isinstance(labels, Tensor) and labels.is_floating_point()):
+        return labels
+    return torch.zeros(of_each.shape[:-1], dtype=torch.int64, device=of_each.device)
 
 
 class Window:
@@ -125,7 +134,8 @@ class Window:
         labels, where, weights, ignore_index = self.declared
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = torch.zeros_like(total)
-        for k, y in enumerate(labels):
+        for k, given in enumerate(labels):
+            y = of_tokens(given)
             check_counted(
                 array_spec(y),
                 None if where is None else array_spec(where[k]),

@@ -24,6 +24,8 @@ __all__ = ["SoftLabels"]
 
 A = TypeVar("A")  # a tensor or an array of the backend
 Array = Any
+# A log-probability stands no lower; where a class with any has it the loss is beyond `INFINITE`.
+FAR, INFINITE = 1e30, 1e12
 
 
 class SoftLabels(NamedTuple, Generic[A]):
@@ -53,8 +55,8 @@ class SoftSums(NamedTuple):
     """Over classes: [blocks, B] or [B] each, or terms [B, V]."""
 
     total: Array  # of a
-    nll: Array  # of a (lse - z)
-    own: Array | None  # of q (lse - z), where that is another
+    loglik: Array  # of a (z - lse)
+    own: Array | None  # of q (z - lse), where that is another
 
 
 class CrossEntropy(NamedTuple):
@@ -86,24 +88,27 @@ class CrossEntropy(NamedTuple):
             entropy = log_total - every.sum_ed / total
         return Largest(every.m, log_total, every.m + log_total, entropy)
 
-    def terms(
-        self, z: Array, q: Array, c_V: Array | None, of: Largest
-    ) -> tuple[Array, Array, SoftSums]:
-        """p and a of each class, and terms of the sums; NaN of a negative probability."""
-        xp = self.xp
-        nll = of.log_total[:, None] - (z - of.m[:, None])
-        q = xp.where(q < 0, xp.nan, q)
+    def log_p(self, z: Array, of: Largest) -> Array:
+        """Of each class; a finite number of one at -inf, so that without any probability it adds
+        nothing."""
+        log_p = (z - of.m[:, None]) - of.log_total[:, None]
+        return self.xp.clip(log_p, min=-FAR)
+
+    def target(self, q: Array, c_V: Array | None) -> Array:
+        """a of each class."""
         a = q
         if self.label_smoothing:
             kept, eps = 1.0 - self.label_smoothing, self.label_smoothing
             a = self.algebra.rounded(kept * q) + eps / self.vocab_size
-        if c_V is not None:
-            a = a * c_V[None, :]
-        # A class at -inf without any probability adds nothing.
-        value = xp.where(a == 0, 0.0, a * nll)
-        own = None if a is q else xp.where(q == 0, 0.0, q * nll)
-        return self.exp(-nll), a, SoftSums(a, value, own)
+        return a if c_V is None else a * c_V[None, :]
+
+    def of_sums(self, sums: SoftSums) -> tuple[Array, Array, Array]:
+        """Per token: the sum of a, the loss, and sum q log p."""
+        loglik = sums.loglik if sums.own is None else sums.own
+        finite = (self.xp.where(x < -INFINITE, -INF, x) for x in (sums.loglik, loglik))
+        loss, own = finite
+        return sums.total, -loss, own
 
     def at_top(self, a: Array, total: Array, of: Largest) -> Array:
-        """p total - a of the largest class, where its p > 1/2."""
-        return total * self.xp.expm1(-of.log_total) + (total - a)
+        """a - p total of the largest class, where its p > 1/2."""
+        return (a - total) - total * self.xp.expm1(-of.log_total)

@@ -47,16 +47,17 @@ class SoftLogits(NamedTuple):
         return False
 
     def values(self, chunk: Chunk, wanted: tuple[WantedStats, WantedStats]) -> ChunkValues:
-        """Steps 3 to 6; dz is made of p total - a, and of p."""
+        """Steps 3 to 6; dz is made of a - p total, and of p."""
         head, z_loss = self.student, self.student.options.scalars.z_loss
         block = chunk.block._replace(more=None)
         z_y, blocks, left = head.kernels.stats(block, wanted[0])
         stats = self.kind.stats(*over_shards(head, chunk.rows_T, z_y, blocks))
         terms, sums = self.terms(chunk, restored(chunk, left), stats)
-        total, nll, *own = self.summed([self.classes(x) for x in sums if x is not None])
+        total, loglik, *own = self.summed([self.classes(x) for x in sums if x is not None])
+        of_sums = SoftSums(total, loglik, own[0] if own else None)
+        total, nll, logprobs = self.kind.of_sums(of_sums)
         z_term = z_loss * stats.lse * stats.lse
-        logprobs = -(own[0] if own else nll)
-        dz = DzTerms(jnp.ones_like(nll), 2.0 * z_loss * stats.lse)
+        dz = DzTerms(-jnp.ones_like(nll), 2.0 * z_loss * stats.lse)
         per_token, known = (total, logprobs, stats.entropy, stats.lse), tuple(stats)
         made = self.with_slope(terms, total, stats)
         return ChunkValues(nll, z_term, per_token, logprobs, known, dz, total, made)
@@ -68,16 +69,19 @@ class SoftLogits(NamedTuple):
         return self.with_slope(terms, total_T, stats)
 
     def terms(self, chunk: Chunk, logits: Logits, stats: Largest) -> tuple[PairTerms, SoftSums]:
-        """p and a, and terms of the sums."""
+        """p and a, and terms of the sums; NaN of a negative probability."""
         q_TV, weights = self.labels(chunk, logits.z_TV), self.student.shape.class_weights_V
-        p_TV, a_TV, sums = self.kind.terms(logits.z_TV, q_TV, weights, stats)
-        return PairTerms(p_TV, self.classes(a_TV), logits, None), sums
+        q_TV = jnp.where(q_TV < 0, jnp.nan, q_TV)
+        log_p_TV, a_TV = self.kind.log_p(logits.z_TV, stats), self.kind.target(q_TV, weights)
+        own = None if a_TV is q_TV else q_TV * log_p_TV
+        terms = PairTerms(self.kind.exp(log_p_TV), self.classes(a_TV), logits, None)
+        return terms, SoftSums(a_TV, a_TV * log_p_TV, own)
 
     def with_slope(self, terms: PairTerms, total_T: jax.Array, stats: Largest) -> PairTerms:
-        """p total - a in place of a."""
+        """a - p total in place of a."""
         of, total_T1 = Largest(*(x[:, None] for x in stats)), total_T[:, None]
         top_TV = self.kind.at_top(terms.a_TV, total_T1, of)
-        slope_TV = total_T1 * terms.p_TV - terms.a_TV
+        slope_TV = terms.a_TV - total_T1 * terms.p_TV
         return terms._replace(a_TV=jnp.where(terms.p_TV > 0.5, top_TV, slope_TV))
 
     def labels(self, chunk: Chunk, like_TV: jax.Array) -> jax.Array:

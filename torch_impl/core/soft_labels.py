@@ -15,7 +15,8 @@ from torch import Tensor
 from xentlib.algebra import WantedStats
 from xentlib.checks.soft_labels import check_columns
 from xentlib.pairs import DzTerms
-from xentlib.soft_labels import CrossEntropy, Largest, SoftSums
+from xentlib.soft_labels import FAR, CrossEntropy, Largest, SoftSums
+from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.pairs import (
     GivenTeacher,
@@ -58,42 +59,73 @@ class SoftLogits(PairedLogits):
         self.z_loss = z_loss
 
     def values(self, unit: Unit, kernels: Made, *, tempered_nll: bool = False) -> UnitValues:
-        """Steps 2 to 6. p total - a is then in place of the logits, p in place of q."""
+        """Steps 2 to 6. a - p total is then in place of the logits, p in place of q."""
         students = [rows for rows, _ in unit.pairs]
         of_student = self.student, students, kernels[0], self.wanted[0]
         stats: Largest = self.kind.stats(*columns_of_units(*of_student, learns=True))
         check_columns(self.student.local_size, self.teacher.classes)
-        sums = []
+        sums, targets = [], []
         for rows, labels, at in unit.parts():
             of_rows = Largest(*(x[at] for x in stats))
-            sums.append(self.sums(self.put_products(rows, labels, of_rows), kernels[0]))
-        total, nll, *others = self.summed(sums)
-        for rows, labels, at in unit.parts():
+            targets.append(self.put_p(rows, labels, of_rows))
+            sums.append(self.sums_of(rows, labels, targets[-1], kernels[0]))
+        total, nll, logprobs = self.totals(sums)
+        for (rows, labels, at), a_BV in zip(unit.parts(), targets, strict=True):
             of_rows = Largest(*(x[at] for x in stats))
-            self.put_slope(rows.z_BV, labels.z_BV, total[at, None], of_rows)
+            self.put_slope(rows, labels, a_BV, total[at, None], of_rows)
         z_term = self.z_loss * stats.lse * stats.lse if self.z_loss else torch.zeros_like(nll)
-        logprobs = -(others[0] if others else nll)
-        dz = DzTerms(torch.ones_like(nll), 2.0 * self.z_loss * stats.lse)
+        dz = DzTerms(-torch.ones_like(nll), 2.0 * self.z_loss * stats.lse)
         per_token = total, logprobs, stats.entropy, stats.lse
         return UnitValues(nll, z_term, per_token, logprobs, [], (), dz, total)
 
-    def put_products(self, rows: LogitsBlock, labels: LogitsBlock, of_rows: Largest) -> SoftSums:
-        """a in place of the logits, p in place of q; the terms of the sums."""
+    def put_p(self, rows: LogitsBlock, labels: LogitsBlock, of_rows: Largest) -> Tensor:
+        """log p in place of the logits; a."""
         z_BV, q_BV = (x.z_BV[:, self.columns] for x in (rows, labels))
-        p_BV, a_BV, terms = self.kind.terms(z_BV, q_BV, self.student.own_weights, of_rows)
-        z_BV.copy_(a_BV)
-        q_BV.copy_(p_BV)
-        sums: SoftSums = terms
+        z_BV.sub_(of_rows.m[:, None]).sub_(of_rows.log_total[:, None]).clamp_(min=-FAR)
+        a_BV: Tensor = self.kind.target(q_BV, self.student.own_weights)
+        return a_BV
+
+    def sums_of(
+        self, rows: LogitsBlock, labels: LogitsBlock, a_BV: Tensor, kernels: Eager
+    ) -> Tensor:
+        """[k, blocks, B] of `SoftSums`; NaN of a negative probability. p is then in place of q."""
+        log_p_BV, q_BV = (x.z_BV[:, self.columns] for x in (rows, labels))
+        another = a_BV is not q_BV
+        own = q_BV * log_p_BV if another else None
+        sums = self.sums(SoftSums(a_BV, a_BV * log_p_BV, own), kernels)
+        if q_BV.shape[1]:
+            sums += torch.where(q_BV.amin(1) < 0, torch.nan, 0.0)
+        labels.z_BV = kernels.exp(log_p_BV)
         return sums
 
-    def put_slope(self, z_BV: Tensor, p_BV: Tensor, total_B1: Tensor, of: Largest) -> None:
-        """p total - a in place of a."""
-        a_BV, p_BV = z_BV[:, self.columns], p_BV[:, self.columns]
-        if not a_BV.shape[1]:
+    def totals(self, sums: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Over all classes."""
+        total, loglik, *own = self.summed(sums)
+        of_sums: tuple[Tensor, Tensor, Tensor]
+        of_sums = self.kind.of_sums(SoftSums(total, loglik, own[0] if own else None))
+        return of_sums
+
+    def put_slope(
+        self,
+        rows: LogitsBlock,
+        labels: LogitsBlock,
+        a_BV: Tensor,
+        total_B1: Tensor,
+        of_rows: Largest,
+    ) -> None:
+        """a - p total in place of log p."""
+        z_BV, p_BV = rows.z_BV[:, self.columns], labels.z_BV
+        if not z_BV.shape[1]:
             return
+        torch.addcmul(a_BV, p_BV, total_B1, value=-1.0, out=z_BV)
         largest_B1 = p_BV.argmax(1, keepdim=True)
-        a_B1 = a_BV.gather(1, largest_B1)
-        of_top = self.kind.at_top(a_B1, total_B1, Largest(*(x[:, None] for x in of)))
-        p_B1 = p_BV.gather(1, largest_B1)
-        a_BV.neg_().addcmul_(p_BV, total_B1)
-        a_BV.scatter_(1, largest_B1, torch.where(p_B1 > 0.5, of_top, a_BV.gather(1, largest_B1)))
+        a_B1, p_B1 = (x.gather(1, largest_B1) for x in (a_BV, p_BV))
+        of_top = self.kind.at_top(a_B1, total_B1, Largest(*(x[:, None] for x in of_rows)))
+        z_BV.scatter_(1, largest_B1, torch.where(p_B1 > 0.5, of_top, z_BV.gather(1, largest_B1)))
+
+    def put_dz(self, part: Any, dz: DzTerms, own: Any = None, p: Any = None) -> None:
+        """Step 6, in place of a - p total."""
+        rows, labels, _ = part
+        dz_BV = rows.z_BV[:, self.columns].mul_(dz.gain[:, None])
+        if self.z_loss:
+            dz_BV.addcmul_(labels.z_BV, dz.shift[:, None])
