@@ -57,6 +57,10 @@ def given(findings: Findings, item: tuple[str, Any, Any]) -> None:
     problem = logits_problem(logits, labels, text).changed(soft=probs)
     upstream = upstream_of(problem, SEED)._replace(d_entropy=None, d_lse=None)
     reference = problem.soft_reference(d_logprobs=upstream.d_logprobs)
+    # Every second token has one class alone, whose gradient is that of a class index.
+    every = np.arange(len(labels))
+    one = every[(every % 2 == 0) & (np.abs(reference.logprobs) >= LEAST)]
+    of_index = problem.changed(soft=None).per_token_reference(upstream).d_weight[labels[one], one]
     peak = logits.max(axis=1).astype(np.float64)
     scale = np.maximum(np.abs(peak), reference.lse - peak)
     for backend in findings.backends:
@@ -66,6 +70,8 @@ def given(findings: Findings, item: tuple[str, Any, Any]) -> None:
         details["quantity"] = "sum of q log p"
         sure = np.abs(reference.logprobs) >= LEAST
         findings.check("A4", outcome.logprobs[sure], reference.logprobs[sure], **details)
+        details["quantity"] = "target gradient of one class"
+        findings.check("A4", outcome.d_logits[one, labels[one]], of_index, **details)
         others = np.abs(outcome.logprobs[~sure] - reference.logprobs[~sure]) < LEAST
         findings.check("A0", others, np.ones_like(others), **details)
 
