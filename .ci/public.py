@@ -75,6 +75,7 @@ OPTIONS = """(
     Gather,
     OutputName,
     Reduction,
+    Vocab,
     WeightLayout,
 )"""
 ARRAY, HEAD = re.compile(r"\bArray\b"), re.compile(r"\bHead\b")
@@ -181,6 +182,7 @@ from xentlib.options import (
     Gather,
     OutputName,
     Reduction,
+    Vocab,
     WeightLayout,
 )
 from xentlib.soft_labels import SoftLabels

@@ -29,6 +29,7 @@ from xentlib.options import (
     Gather,
     OutputName,
     Reduction,
+    Vocab,
     WeightLayout,
 )
 from xentlib.plan import VocabShard
@@ -468,6 +469,7 @@ def chunked_divergence(
     beta: float | None = None,
     labels: jax.Array | None = None,
     nll_weight: float = 0.0,
+    vocab: Vocab = "same",
     bias: jax.Array | None = None,
     where: jax.Array | None = None,
     token_weights: jax.Array | None = None,
@@ -520,6 +522,11 @@ def chunked_divergence(
         labels: [...] integers, or None. A token whose label is `ignore_index` is not valid.
         nll_weight: >= 0, how much of the labels' NLL the loss has; needs `labels`. That is of the
             logits before their temperature, as in Hinton's distillation.
+        vocab: "same" refuses a teacher of another number of classes. "intersect" takes the first
+            classes, which both have, and leaves out the others of either, as of a vocabulary that
+            only one of them has padded: both distributions, and the labels' NLL, are then over
+            these alone, and the other rows of the student have a gradient of 0. For heads that are
+            whole on each rank, or gathered by their wrapper.
         bias: [V] or None.
         where: [...] bool or None; False takes a token out.
         token_weights: [...] floating point or None; may be negative.
@@ -574,6 +581,7 @@ def chunked_divergence(
             beta=beta,
             labels=labels,
             nll_weight=nll_weight,
+            vocab=vocab,
             bias=bias,
             where=where,
             token_weights=token_weights,

@@ -45,7 +45,7 @@ from xentlib.jax.derivatives import Needs, named, primal_values, refused, wanted
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.nll import nll_backward
 from xentlib.jax.placement import run, whole_rows
-from xentlib.jax.teacher import SOFT_LABELS, bind_teacher, given_teacher, labels_for
+from xentlib.jax.teacher import SOFT_LABELS, bind_teacher, given_teacher, labels_for, of_both
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.pairs import DzTerms
 from xentlib.teacher import TeacherTopK
@@ -317,6 +317,8 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     options, arrays = bind(Arguments(labels=given.labels, **fields), recompute=each)
     with of_teacher():
         of_head, teacher = bind_teacher(given, options, arrays)
+    if given.vocab == "intersect":
+        arrays, of_head, teacher = of_both(options, arrays, of_head, teacher)
     scalars = options.scalars._replace(beta=given.beta, nll_weight=float(given.nll_weight))
     names = given.outputs
     how = DivergenceOptions(

@@ -12,6 +12,7 @@ from xentlib.checks.divergence import (
     check_teacher_logits,
     check_teacher_tokens,
     check_vocabulary,
+    check_whole,
 )
 from xentlib.jax.array_spec import array_spec, only_arrays
 from xentlib.jax.binding import bind, bind_logits
@@ -39,7 +40,8 @@ def bind_teacher(
     teacher = given.teacher
     if isinstance(teacher, TeacherLogits):
         DIVERGING.require("logits_stay", not options.gathered, route=given.gather)
-        return given_teacher(teacher, given, "hidden", options, classes_of(options, arrays))
+        columns = None if given.vocab != "same" else classes_of(options, arrays)
+        return given_teacher(teacher, given, "hidden", options, columns)
     assert isinstance(teacher, TeacherHead)
     states = unwrapped(teacher.hidden)
     only_arrays(hidden=states)
@@ -52,13 +54,42 @@ def bind_teacher(
     of_head, own = bind(Arguments(**fields, **shared))
     compute = options.compute_dtype
     DIVERGING.require("wider", of_head.compute_dtype == compute, dtype=compute)
-    check_vocabulary(classes_of(options, arrays), classes_of(of_head, own))
+    if given.vocab == "same":
+        check_vocabulary(classes_of(options, arrays), classes_of(of_head, own))
     same = of_head.axis == options.axis and of_head.gathered == options.gathered
     places = [
         None if x.place is None else (x.place.mesh, x.place.tokens) for x in (options, of_head)
     ]
     DIVERGING.require("placed", same and places[0] == places[1])
     return of_head, own
+
+
+def of_both(
+    options: Options, arrays: Arrays, of_head: Options, teacher: Arrays
+) -> tuple[Arrays, Options, Arrays]:
+    """With the classes that both have."""
+    check_whole(options.axis is None and options.place is None)
+    given = teacher.weight is None
+    others = teacher.hidden.shape[1] if given else classes_of(of_head, teacher)
+    count = min(classes_of(options, arrays), others)
+    if given:
+        return (
+            first_rows(options, arrays, count),
+            of_head,
+            teacher._replace(hidden=teacher.hidden[..., :count]),
+        )
+    return first_rows(options, arrays, count), of_head, first_rows(of_head, teacher, count)
+
+
+def first_rows(options: Options, arrays: Arrays, count: int) -> Arrays:
+    """Of a head."""
+    weight = arrays.weight
+    assert weight is not None
+    return arrays._replace(
+        weight=weight[:, :count] if options.transposed else weight[:count],
+        bias=None if arrays.bias is None else arrays.bias[:count],
+        low_out=None if arrays.low_out is None else arrays.low_out[:count],
+    )
 
 
 def classes_of(options: Options, arrays: Any) -> int:
@@ -72,7 +103,7 @@ def temperature_of(teacher: Any, students: Any) -> Any:
 
 
 def given_teacher(
-    teacher: TeacherLogits[Any], given: Any, name: str, options: Options, columns: int
+    teacher: TeacherLogits[Any], given: Any, name: str, options: Options, columns: int | None
 ) -> tuple[Options, Arrays]:
     """Of precomputed logits beside a student's head or logits."""
     logits, source = unwrapped(teacher.logits), array_spec(unwrapped(getattr(given, name)))

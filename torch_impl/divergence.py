@@ -57,6 +57,7 @@ from xentlib.torch.teacher import (
     SOFT_LABELS,
     TeacherCall,
     labels_for,
+    of_both,
     paired,
     teacher_call,
 )
@@ -363,6 +364,8 @@ def placed_divergence(
     with ExitStack() as opened, of_teacher():
         teacher = teacher_call(given, student, call, problem, opened)
         kept_open = opened.pop_all()
+    if given.vocab == "intersect":
+        call, teacher = of_both(call, teacher)
     loss = Loss(
         given.kind,
         given.temperature_squared,
@@ -371,7 +374,7 @@ def placed_divergence(
         given.reduction == "mean",
         "entropy" in given.outputs,
         "teacher_entropy" in given.outputs,
-        teacher.classes - problem.vocab_size,
+        0 if given.vocab == "intersect" else teacher.classes - problem.vocab_size,
         given.reduction == "none",
         getattr(torch, problem.output_dtype),
         None,

@@ -16,6 +16,7 @@ from xentlib.checks.divergence import (
     check_teacher_logits,
     check_teacher_tokens,
     check_vocabulary,
+    check_whole,
 )
 from xentlib.options import DIVERGENCES
 from xentlib.soft_labels import CrossEntropy
@@ -90,6 +91,16 @@ class TeacherCall(NamedTuple):
             low_scale=self.teacher_low_scale,
         )
 
+    def narrowed(self, classes: int) -> TeacherCall:
+        """Of the first classes."""
+        if self.teacher_weight is None:
+            return self._replace(teacher_hidden=self.teacher_hidden[:, :classes])
+        return self._replace(
+            teacher_weight=first_rows(self.teacher_weight, classes, self.teacher_transposed),
+            teacher_bias=first_rows(self.teacher_bias, classes),
+            teacher_low_out=first_rows(self.teacher_low_out, classes),
+        )
+
     @property
     def classes(self) -> int:
         """On this rank."""
@@ -104,6 +115,22 @@ class TeacherCall(NamedTuple):
             call.scalars.softcap, call.gemm_dtype, call.transposed, call.low_in, call.low_out,
             call.low_keep, call.low_scale,
         )  # fmt: skip
+
+
+def first_rows(x: Any, count: int, transposed: bool = False) -> Any:
+    return None if x is None else x[:, :count] if transposed else x[:count]
+
+
+def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall]:
+    """With the classes that both have."""
+    check_whole(not call.rows.group)
+    count = min(call.weight.shape[call.transposed], teacher.classes)
+    narrowed = call._replace(
+        weight=first_rows(call.weight, count, call.transposed),
+        bias=first_rows(call.bias, count),
+        low_out=first_rows(call.low_out, count),
+    )
+    return narrowed, teacher.narrowed(count)
 
 
 def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Any) -> PairedLogits:
@@ -145,7 +172,7 @@ def teacher_call(
     """What an operator takes of the teacher of a student, whose head is gathered until `opened` is
     closed where a wrapper has sharded it."""
     teacher, compute = given.teacher, problem.compute_dtype
-    columns = None if call.rows.group else problem.vocab_size
+    columns = None if call.rows.group or given.vocab != "same" else problem.vocab_size
     if isinstance(teacher, TeacherLogits):
         DIVERGING.require("logits_stay", not call.rows.route, route=student.gather)
         return given_teacher(teacher, given, call, problem, columns)

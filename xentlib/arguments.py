@@ -17,6 +17,7 @@ from xentlib.options import (
     Gather,
     OutputName,
     Reduction,
+    Vocab,
     WeightLayout,
 )
 from xentlib.soft_labels import SoftLabels
@@ -99,6 +100,7 @@ class DivergenceArguments(NamedTuple):
     beta: float | None = None
     labels: Array | None = None
     nll_weight: float = 0.0
+    vocab: Vocab = "same"
     bias: Array | None = None
     where: Array | None = None
     token_weights: Array | None = None

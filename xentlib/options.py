@@ -19,6 +19,7 @@ __all__ = [
     "REDUCTIONS",
     "RULES",
     "TAILS",
+    "VOCABS",
     "ComputeDtype",
     "Divergence",
     "DivergenceOutputName",
@@ -30,6 +31,7 @@ __all__ = [
     "OutputName",
     "Reduction",
     "Rule",
+    "Vocab",
     "WeightLayout",
 ]
 
@@ -44,6 +46,8 @@ OutputName = Literal["logprobs", "entropy", "lse", "correct", "predicted"]
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 DivergenceReduction = Literal["mean", "sum", "none"]
 Tail = Literal["class", "renormalize", "drop"]
+# The classes that a divergence is over.
+Vocab = Literal["same", "intersect"]
 DivergenceOutputName = Literal["divergence", "logprobs", "entropy", "teacher_entropy"]
 # Of windows; JAX, whose programs cannot raise, has no "raise".
 Mode = Literal["precount", "postscale"]
@@ -57,6 +61,7 @@ GATHERS: tuple[Gather, ...] = get_args(Gather)
 OUTPUTS: tuple[OutputName, ...] = get_args(OutputName)
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 TAILS: tuple[Tail, ...] = get_args(Tail)
+VOCABS: tuple[Vocab, ...] = get_args(Vocab)
 DIVERGENCE_OUTPUTS: tuple[DivergenceOutputName, ...] = get_args(DivergenceOutputName)
 MODES: tuple[Mode, ...] = get_args(Mode)
 EMPTY: tuple[Empty, ...] = get_args(Empty)

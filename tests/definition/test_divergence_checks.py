@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xentlib.interop import to_jax, to_torch
-from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 N, V, H, WIDTH = 6, 11, 4, 5
 
@@ -55,6 +55,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "a teacher must have the same 11 classes as the student; got 10",
     ),
+    "the classes of both": ({"vocab": "both"}, ValueError, "`vocab` must be one of"),
     "other tokens": (
         {"teacher": HEAD._replace(hidden=zeros(N - 1, WIDTH))},
         ValueError,
@@ -175,3 +176,13 @@ def test_a_teacher_is_a_constant_in_jax() -> None:
         name = teacher._fields[0]
         with pytest.raises(ValueError, match=f"`teacher.{name}` must be a constant"):
             jax.grad(lambda x, t=teacher: loss(t._replace(**{t._fields[0]: x})))(teacher[0])
+
+
+def test_classes_that_both_have_are_of_whole_heads(backend: str) -> None:
+    """Not of a teacher's few classes, whose ids say which they are."""
+    given = {**GOOD, "vocab": "intersect"}
+    few = TeacherTopK(np.zeros((N, 2), np.int32), zeros(N, 2) - 1)
+    with pytest.raises(ValueError, match="`vocab` must be 'same' for a `TeacherTopK`"):
+        call(backend, "chunked_divergence", {**given, "teacher": few})
+    logits = TeacherLogits(zeros(N, V + 4))
+    assert call(backend, "chunked_divergence", {**given, "teacher": logits}).loss >= 0

@@ -249,3 +249,33 @@ def test_a_head_that_is_filled_up_beside_given_logits(monkeypatch: pytest.Monkey
             pair = ours, right.astype(np.float64)
             assert not failures(check("A9", *pair, metrics=("rho / u",), backend="jax"))
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("larger", ["student", "teacher"])
+def test_classes_that_both_have(backend: str, larger: str) -> None:
+    """`vocab="intersect"`, A9: as the heads without the rows of padding of either, which have a
+    gradient of exactly 0."""
+    (case,) = named(rows.GRID, "mixed-forward_kl")
+    whole = build(case, 7)
+    assert whole.teacher is not None
+    count = case.vocab - 9
+    both = {"options": {**whole.options, "vocab": "intersect"}}
+    labels = np.where(whole.valid, np.minimum(whole.labels, count - 1), whole.labels)
+    whole = whole.changed(labels=labels)
+    assert whole.bias is not None
+    axis = whole.vocab_axis
+    few = {"weight": np.take(whole.weight, range(count), axis), "bias": whole.bias[:count]}
+    cut = whole.teacher._replace(weight=whole.teacher.weight[:count])
+    cut = cut._replace(bias=None if cut.bias is None else cut.bias[:count])
+    right = run_divergence(backend, whole.changed(**few, teacher=cut))
+    given = whole.changed(teacher=cut) if larger == "student" else whole.changed(**few)
+    got = run_divergence(backend, given.changed(**both))
+    for name in ("loss", "nll", "divergence", "d_hidden", "d_weight", "d_bias"):
+        ours, exact = getattr(got, name), getattr(right, name)
+        if name in ("d_weight", "d_bias") and larger == "student":
+            ours = ours if name == "d_bias" or axis == 0 else ours.T
+            exact = exact if name == "d_bias" or axis == 0 else exact.T
+            assert not ours[count:].any()
+            ours = ours[:count]
+        pair = ours, exact.astype(np.float64)
+        assert not failures(check("A9", *pair, metrics=("rho / u",)))

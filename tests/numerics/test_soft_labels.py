@@ -21,10 +21,19 @@ from xentlib.tools.parity.rows import invariant
 from xentlib.tools.parity.rows.soft import BATCH, GRID, MUTATED, given, mutants, soft
 
 
-@pytest.mark.parametrize("case", few_programs(GRID, ("probs-of-few",)))
+@pytest.mark.parametrize("case", few_programs(GRID, ("probs-of-few-weighted",)))
 def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     """A0, A2, A5, A6."""
     hold(soft.against_oracle, (backend,), build(case, 7))
+
+
+def test_outputs_are_of_the_probabilities_as_given(backend: str) -> None:
+    """A9: with label smoothing and class weights too, which are the loss's."""
+    problem = build(GRID[1], 7)
+    got, reference = run(backend, problem), problem.soft_reference()
+    for name in ("logprobs", "entropy", "lse"):
+        exact = getattr(reference, name)
+        assert not failures(check("A9", getattr(got, name), exact, metrics=("rho / u",)))
 
 
 @pytest.mark.slow

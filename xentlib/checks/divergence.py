@@ -17,7 +17,14 @@ from xentlib.checks.validators import (
     check_rule,
     quoted,
 )
-from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES, RULES, TAILS, DivergenceReduction
+from xentlib.options import (
+    DIVERGENCE_OUTPUTS,
+    DIVERGENCES,
+    RULES,
+    TAILS,
+    VOCABS,
+    DivergenceReduction,
+)
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 REDUCTIONS: tuple[DivergenceReduction, ...] = ("mean", "sum", "none")
@@ -35,9 +42,11 @@ DIVERGING = Refusals(
     "`outputs=('divergence',)`.",
     tokens="`{what}` must be of the same tokens as the student's `{name}` {leading}; got shape "
     "{shape}. Pass what the teacher computes for the same sequences.",
-    vocabulary="a teacher must have the same {size} classes as the student; got {other}. Pass the "
-    "rows, or columns, that both have, in the same order: a class that one of them lacks has no "
-    "logit there, and no probability.",
+    vocabulary="a teacher must have the same {size} classes as the student; got {other}. Pass "
+    "`vocab='intersect'` where the first classes are the same, or the rows, or columns, that both "
+    "have: a class that one of them lacks has no logit there, and no probability.",
+    intersect="`vocab` must be 'same' {where}; got 'intersect', which takes the first rows of "
+    "whole heads. {way}",
     stream="`gather` must be 'head' or 'hidden' for a divergence; got 'stream', by which the rows "
     "of one head pass. Pass 'hidden', with which no rank holds [V, H] either.",
     logits_stay="a teacher must be a `TeacherHead` where hidden states travel; got `TeacherLogits` "
@@ -102,6 +111,7 @@ def check_divergence(call: DivergenceArguments) -> None:
         TEACHERS.refuse("teacher", came=type(teacher).__name__)
     if isinstance(teacher, TeacherTopK):
         check_top_k(call, teacher)
+    check_choice("vocab", call.vocab, VOCABS)
     check_flag("temperature_squared", call.temperature_squared)
     check_choice("reduction", call.reduction, REDUCTIONS)
     check_rule("nll_weight", call.nll_weight, RULES["nll_weight"])
@@ -119,6 +129,11 @@ def check_top_k(call: DivergenceArguments, teacher: TeacherTopK[Any]) -> None:
     """What such a teacher does not go with."""
     with of_teacher():
         check_choice("tail", teacher.tail, TAILS)
+    few = {
+        "where": "for a `TeacherTopK`",
+        "way": "Set its ids that the student does not have to -1, which leaves them to the tail.",
+    }
+    DIVERGING.require("intersect", call.vocab == "same", **few)
     DIVERGING.require("jsd_dropped", call.kind != "jsd" or teacher.tail != "drop")
     DIVERGING.require("entropy_of_few", "teacher_entropy" not in call.outputs)
     plain = isinstance(call.temperature, (int, float)) and call.temperature == 1
@@ -158,6 +173,13 @@ def check_teacher_tokens(what: str, x: ArraySpec, name: str, leading: tuple[int,
     """Of its hidden states or logits, beside the student's argument `name`."""
     same = x.shape[:-1] == leading and len(x.shape) == len(leading) + 1
     DIVERGING.require("tokens", same, what=what, name=name, leading=leading, shape=x.shape)
+
+
+def check_whole(whole: object) -> None:
+    """Of heads whose first classes are taken."""
+    way = "Pass `PaddedVocab(group, classes)` of the classes that both have as `vocab_parallel`."
+    over = {"where": "where ranks or devices share the vocabulary", "way": way}
+    DIVERGING.require("intersect", whole, **over)
 
 
 def check_vocabulary(size: int, other: int) -> None:
