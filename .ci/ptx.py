@@ -31,7 +31,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xentlib.torch.triton import programs
+from xentlib.options import DIVERGENCES
+from xentlib.torch.triton import pair_programs, programs
 from xentlib.torch.triton.launch import (
     ADDING_WARPS,
     BLOCKS_AT_ONCE,
@@ -43,6 +44,7 @@ from xentlib.torch.triton.launch import (
     compiled,
     options,
 )
+from xentlib.torch.triton.pairs import pair_options
 
 DTYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "fp64": tl.float64}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -57,17 +59,21 @@ POINTERS = {
     "words_ptr": "*fp64",
     "target_ptr": "*i64",
 }
-FLOATS = {"softcap", "label_smoothing", "z_loss"}
+FLOATS = {"softcap", "label_smoothing", "z_loss", "s_softcap", "t_softcap", "beta"}
 STRIDES_OF_ONE = {"step_w", "step_acc"}
 # Integers that are multiples of 16 in every call: Triton compiles loads of 128 bits for those.
-ALIGNED = {"ld", "ld_dz", "ld_dx", "ld_w", "ld_x", "ld_acc"}
+ALIGNED = {"ld", "ld_s", "ld_t", "ld_dz", "ld_dx", "ld_w", "ld_x", "ld_acc"}
 
 OF_BLOCKS = ("sum_ed_ptr", "top_ptr")
 SHAPED = ("bias_ptr", "scale_ptr", "softcap", "temperature_ptr")
+READ_ROWS = ("loss_rows", "stats_rows", "dz_rows", "pair_")
+OF_PAIRS = tuple(f"{whose}_{name}" for whose in "st" for name in SHAPED)
+OF_DELTA = ("delta_ptr", "left_out_ptr")
 FLAGS = {
     "ENTROPY": False,
     "SMOOTHING": False,
     "PREDICTED": False,
+    "FIRST": False,
     "TARGET": False,
     "GRADIENT": True,
     "IN_PLACE": True,
@@ -113,6 +119,19 @@ def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
             programs.dz_rows, {"z_ptr": "*bf16", "IN_PLACE": False, "TARGET": True},
         ),
     }  # fmt: skip
+    for kind, name in enumerate(DIVERGENCES):
+        lanes = pair_options(COLUMNS, name)
+        of_kind = {"KIND": kind, "with": OF_DELTA if name == "jsd" else (), **lanes}
+        of_row[f"pair_sums, {name}"] = (pair_programs.pair_sums, of_kind)
+        of_row[f"pair_dz, {name}"] = (pair_programs.pair_dz, of_kind)
+    of_row["pair_sums, first of a jsd"] = (
+        pair_programs.pair_sums,
+        {"KIND": 2, "FIRST": True, **lanes},
+    )
+    of_row["pair_dz, everything"] = (
+        pair_programs.pair_dz,
+        {"KIND": 2, "with": (*OF_PAIRS, *OF_DELTA, "own_ptr"), **lanes},
+    )
     found = {}
     for name, (program, more) in of_row.items():
         found[name] = (program, {**options(COLUMNS), **more})
@@ -140,7 +159,10 @@ def compile_for(arch: int, program: Any, given: dict[str, Any]) -> Any:
     """As a call from `launch` is compiled, for a GPU of this compute capability."""
     given = {**FLAGS, "with": (), **given}
     optional = {*SHAPED, *OF_BLOCKS, "weights_ptr", "weight_ptr", "weights_sum_ptr", "sum_d_ptr"}
-    optional = (optional | {"beta_ptr", "gamma_ptr", "z_loss"}) - set(given["with"])
+    optional |= {"beta_ptr", "gamma_ptr", "z_loss", "own_ptr", *OF_PAIRS, *OF_DELTA}
+    if program is programs.dz_rows:
+        optional.discard("own_ptr")
+    optional -= set(given["with"])
     if "weights_ptr" in given["with"]:
         optional.discard("weights_sum_ptr")
     signature, constants, attributes = {}, {}, {}
@@ -283,7 +305,7 @@ def main() -> int:
             entries = lanes * given.get("TOKENS", 1) // (32 * given["num_warps"])
             row = read(compile_for(arch, program, given), entries)
             found["programs"].setdefault(name, {})[f"sm_{arch}"] = row
-            said = defects(row, reads_rows="rows, " in name and not given.get("one"))
+            said = defects(row, reads_rows=name.startswith(READ_ROWS) and not given.get("one"))
             wrong += [f"{name}, sm_{arch}: {text}" for text in said]
             print(f"{name:38s} sm_{arch} {row} {time.monotonic() - start:.1f} s", flush=True)
     if args.against:

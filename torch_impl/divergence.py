@@ -23,7 +23,6 @@ from xentlib.teacher import TeacherTopK
 from xentlib.torch.array_spec import as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.consistency import Terms
-from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, fake_gradients, rounded
 from xentlib.torch.core.kernels import LogitsBlock
@@ -56,6 +55,8 @@ from xentlib.torch.teacher import (
     KINDS,
     SOFT_LABELS,
     TeacherCall,
+    is_tempered,
+    kernels_of,
     labels_for,
     of_both,
     paired,
@@ -130,7 +131,8 @@ def divergence_forward(
     valid tokens [N]."""
     needs = loss.reduced_needs
     refused = refused_divisor(call, loss)
-    loop = HeadLoop(in_halves(call), loss.terms(loss.function, loss.needs, refused), made=Eager)
+    of_loss, made_by = loss.terms(loss.function, loss.needs, refused), kernels_of(call, loss)
+    loop = HeadLoop(in_halves(call), of_loss, made=made_by)
     weights_N, weight_sum, divisor = token_weights(loop, loss)
     loss_weights = weights_N / divisor
     squared_N = torch.ones_like(weights_N)
@@ -170,8 +172,8 @@ def divergence_forward(
                     factor = student.scaled(scaled_N[rows.places], rows)
                     of_rows = DzTerms(*(factor * x[at] for x in dz))
                     own = -nll_weight * untempered(factor, rows) if nll_weight else None
-                    both.put_dz(part, of_rows, own, made.p_labels[k] if tempered_nll else None)
-                    of_block.put(rows, kernels[0])
+                    p = made.p_labels[k] if tempered_nll else None
+                    both.write(part, of_rows, own, p, kernels, of_block)
             del kernels
             of_block.add(chunk)
     gradients = sums.finish(exponent)
@@ -194,11 +196,6 @@ def divergence_forward(
     return output, loop.chunks_of.local(residuals_7N), gradients, loop.own.valid
 
 
-def is_tempered(call: HeadCall) -> bool:
-    """Whether a loss of the labels is of other logits than the divergence: of none tempered."""
-    return bool(call.scalars.nll_weight) and call.temperature is not None
-
-
 def untempered(factor: Tensor, rows: LogitsBlock) -> Tensor:
     """A factor of dz of logits before their temperature."""
     return factor if rows.temperature_B is None else factor * rows.temperature_B
@@ -209,7 +206,7 @@ def divergence_backward(
 ) -> tuple[Tensor, ...]:
     """Steps 6 to 8 of a loss of each token, from logits that are made again."""
     terms = loss.terms(f"the backward of {FUNCTION}", loss.needs)
-    loop = HeadLoop(in_halves(call), terms, made=Eager)
+    loop = HeadLoop(in_halves(call), terms, made=kernels_of(call, loss))
     g_N = loop.own.clean(gradient.to(loop.compute_dtype))
     g_N, *exchanged = loop.chunks_of.exchange(g_N, *residuals_7N)
     residuals_7N, residuals = torch.stack(exchanged), Residuals(*exchanged)
@@ -232,8 +229,8 @@ def divergence_backward(
                     )
                     if call.scalars.nll_weight:
                         own = untempered(factor, rows) * residuals.own[places]
-                    both.put_dz(part, dz, own, p_labels[k] if tempered_nll else None)
-                    of_block.put(rows, kernels[0])
+                    p = p_labels[k] if tempered_nll else None
+                    both.write(part, dz, own, p, kernels, of_block)
             del kernels
             of_block.add(chunk)
     accumulators = sums.finish(exponent)

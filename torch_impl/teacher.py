@@ -26,6 +26,7 @@ from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.eager import Eager
+from xentlib.torch.core.kernels import Kernels, kernels_for
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, InPlace, PairedLogits
@@ -135,19 +136,38 @@ def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall
 
 def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Any) -> PairedLogits:
     """The student's logits of a loop, with the teacher's beside them."""
-    student.block_rows = -(-student.block_rows // 4)  # as many arrays of each are in the cache
+    kept = PairedLogits
+    if student.made.whole_chunks:
+        from xentlib.torch.triton.pairs import TritonPairs
+
+        kept = TritonPairs
+    else:
+        student.block_rows = -(-student.block_rows // 4)  # as many arrays of each are in the cache
     if loss.kind == SOFT_LABELS:
         return soft_logits(loop, student, teacher, entropy=loss.entropy)
     kind = InPlace(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)
     if teacher.teacher_weight is None:
         given = GivenTeacher(teacher.teacher_hidden, teacher.teacher_temperature, student)
-        return PairedLogits(student, given, kind, loss.wanted)
+        return kept(student, given, kind, loss.wanted)
     call = teacher.beside(loop.call)
-    beside = HeadLoop(call, Terms(TEACHER), made=Eager, beside=student)
+    beside = HeadLoop(call, Terms(TEACHER), made=student.made, beside=student)
     beside.chunks_of.exchange()
     beside.check_consistent()
     (logits,) = beside.blocks()
-    return PairedLogits(student, HeadTeacher(logits), kind, loss.wanted)
+    return kept(student, HeadTeacher(logits), kind, loss.wanted)
+
+
+def kernels_of(call: HeadCall, loss: Any) -> type[Kernels]:
+    """Triton's programs, where the device has them: not of class probabilities, nor of two
+    softmaxes of one row of logits."""
+    if loss.kind == SOFT_LABELS or is_tempered(call):
+        return Eager
+    return kernels_for(call.hidden.device, call.compute_dtype, call.scalars)
+
+
+def is_tempered(call: HeadCall) -> bool:
+    """Whether a loss of the labels is of other logits than the divergence: of none tempered."""
+    return bool(call.scalars.nll_weight) and call.temperature is not None
 
 
 def soft_logits(

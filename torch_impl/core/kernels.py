@@ -127,7 +127,8 @@ class FusedLoss(Kernels, Protocol):
 
 
 NO_SCALARS = Scalars()
-IN_TRITON = ("softcap", "label_smoothing", "z_loss")  # options that its programs have
+# Options that its programs have
+IN_TRITON = ("softcap", "label_smoothing", "z_loss", "beta", "nll_weight")
 # Compute capability: bfloat16, and products of 16-bit operands with float32 results.
 LEAST_CAPABILITY = (8, 0)
 

@@ -95,15 +95,21 @@ class GivenTeacher:
     def kernels(self) -> Eager:
         student = self.student
         device, size = self.logits.device, max(1, min(student.block_rows, student.tokens.computed))
-        return Eager(size, student.width, student.compute_dtype, device, self.shape)
+        how: Any = (size, student.width, student.compute_dtype, device, self.shape)
+        made: Any = student.made(*how)
+        eager: Eager = made  # or Triton's, of which no step of this class is wanted
+        return eager
 
     def pairs(self, rows_of: Iterator[LogitsBlock], chunk: Any) -> Iterator[Pair]:
         student, size = self.student, self.student.local_size
         for rows in rows_of:
-            z_BV = torch.empty_like(rows.z_BV)
             own_BV = self.logits[rows.places, :size]
-            z_BV[:, : own_BV.shape[1]] = own_BV
-            z_BV[:, size:] = -torch.inf
+            if student.made.whole_chunks:  # whose kernels only read them
+                z_BV = own_BV if own_BV.stride(1) == 1 else own_BV.contiguous()
+            else:
+                z_BV = torch.empty_like(rows.z_BV)
+                z_BV[:, : own_BV.shape[1]] = own_BV
+                z_BV[:, size:] = -torch.inf
             of = (self.temperature, rows.span, rows.places, z_BV, student.compute_dtype)
             yield rows, block_at(student.tokens, *of)
 
@@ -272,6 +278,19 @@ class PairedLogits:
         """[k, U] over all classes."""
         sums: Tensor = self.student.vocab.sum_blocks(ALGEBRA, torch.cat(parts, -1))
         return sums
+
+    def write(
+        self,
+        part: Any,
+        dz: DzTerms,
+        own: Tensor | None,
+        p: Tensor | None,
+        kernels: Made,
+        of_block: Any,
+    ) -> None:
+        """Steps 6 and 7, for the products of `of_block`; arguments as those of `put_dz`."""
+        self.put_dz(part, dz, own, p)
+        of_block.put(part[0], kernels[0])
 
     def put_dz(
         self, part: Any, dz: DzTerms, own: Tensor | None = None, p: Tensor | None = None

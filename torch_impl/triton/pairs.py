@@ -1,0 +1,171 @@
+"""Divergences by Triton's programs: a chunk's rows in one launch, and nothing of the size of logits
+beside those of student and teacher.
+
+Shapes: B rows of a chunk, V columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from xentlib.algebra import BLOCK_COLUMNS, TargetInfo, TokenStats, WantedStats
+from xentlib.checks.divergence import check_vocabulary, of_teacher
+from xentlib.options import DIVERGENCES
+from xentlib.pairs import DzTerms, PairSums
+from xentlib.torch.core.kernels import LogitsBlock
+from xentlib.torch.core.pairs import GivenTeacher, Made, PairedLogits, Unit, UnitValues
+from xentlib.torch.triton import pair_programs
+from xentlib.torch.triton.launch import DTYPES, Triton, device_of, options
+
+
+class TritonPairs(PairedLogits):
+    """A student's logits and a teacher's, which nothing is written to before dz."""
+
+    # Of the tokens of a unit: lse of both and delta
+    known: tuple[Tensor, Tensor, Tensor | None]
+
+    def kernels(self) -> Made:
+        kernels: Any = (self.student.kernels(), self.teacher.kernels())
+        made: Made = kernels
+        return made
+
+    def stats_of(
+        self, part: Any, rows: LogitsBlock, kernels: Any, wanted: WantedStats, *, learns: bool
+    ) -> TokenStats:
+        """Steps 2 to 5 of `xentlib.nll`, of one head's logits."""
+        algebra = Triton.algebra
+        z_y, rest = kernels.stats(rows, wanted, dz_follows=learns)
+        owned = rows.owned_B
+        owned = torch.ones_like(z_y, dtype=torch.bool) if owned is None else owned
+        most = z_y.shape[0] if part.gathered else part.tokens.valid.shape[0]
+        z_y, together = part.vocab.combine(algebra, z_y, owned, rest, 1.0, most)
+        label = TargetInfo(rows.y_B1[:, 0], 1.0, 1.0)
+        stats: TokenStats = algebra.token_stats(z_y, together, part.vocab.size, label)
+        return stats
+
+    def values(self, unit: Unit, kernels: Made, *, tempered_nll: bool = False) -> UnitValues:
+        """Steps 2 to 5."""
+        ((rows, teacher),) = unit.pairs
+        kind, own = (
+            self.kind,
+            self.stats_of(self.student, rows, kernels[0], self.wanted[0], learns=True),
+        )
+        check_vocabulary(self.student.local_size, self.teacher.classes)
+        with of_teacher():
+            other = self.stats_of(self.teacher, teacher, kernels[1], self.wanted[1], learns=False)
+        delta = torch.zeros_like(own.lse)
+        self.known = own.lse, other.lse, None
+        if kind.twice:
+            delta = kind.delta(*self.summed([self.sums_of(unit, kernels, first=True)]))
+            self.known = own.lse, other.lse, delta
+        sums = iter(self.summed([self.sums_of(unit, kernels)]))
+        there = (True, True, kind.kind != "jsd", kind.kind != "forward_kl")
+        given: Any = (next(sums) if x else None for x in there)
+        of_all = PairSums(*given)
+        value, dz = kind.of_sums(of_all)
+        per_token = value, own.logprob, own.entropy, other.entropy
+        known = own.lse, other.lse, delta, own.lse
+        none = torch.zeros_like(value)
+        return UnitValues(value, none, per_token, own.logprob, [], known, dz, of_all.total)
+
+    def again(
+        self, unit: Unit, kernels: Made, known_4N: Tensor, *, tempered_nll: bool = False
+    ) -> list[Tensor]:
+        """Nothing, but for what is known of the tokens."""
+        lse, other, delta, _ = known_4N[:, unit.places]
+        self.known = lse, other, delta if self.kind.twice else None
+        return []
+
+    def sums_of(self, unit: Unit, kernels: Made, *, first: bool = False) -> Tensor:
+        """[k, blocks, B] of the terms of step 4, of those that delta needs if `first`."""
+        ((rows, _),) = unit.pairs
+        count, columns = rows.z_BV.shape[0], self.student.local_size
+        number = 2 if first else 4 if self.kind.kind == "reverse_kl" else 3
+        blocks = max(1, triton.cdiv(columns, BLOCK_COLUMNS))
+        make = rows.z_BV.new_empty if columns else rows.z_BV.new_zeros
+        sums: Tensor = make(number, blocks, count, dtype=torch.float32)
+        self.launch(
+            pair_programs.pair_sums, unit.pairs[0], kernels, slice(None), sums_ptr=sums,
+            blocks=blocks, T=count, FIRST=first,
+        )  # fmt: skip
+        return sums
+
+    def write(
+        self,
+        part: Any,
+        dz: DzTerms,
+        own: Tensor | None,
+        p: Tensor | None,
+        kernels: Made,
+        of_block: Any,
+    ) -> None:
+        """Steps 6 and 7: dz in place of the logits, the target's with it."""
+        rows, teacher, at = part
+        bias = of_block.needs[2] and bool(self.student.local_size)
+        out = of_block.output(rows, column_sums=bias)
+        into_BV = rows.z_BV[:, : self.student.local_size] if out.into_BV is None else out.into_BV
+        given: dict[str, Any] = {"gain_ptr": dz.gain.contiguous(), "own_ptr": own}
+        given |= {"shift_ptr": dz.shift.contiguous()}
+        if bias:
+            # Sums of what is not rounded: it goes through the teacher's logits, of a caller not.
+            whole_BV = teacher.z_BV[:, : self.student.local_size]
+            if isinstance(self.teacher, GivenTeacher):
+                whole_BV = torch.empty_like(whole_BV, dtype=torch.float32)
+            self.put(part, kernels, at, whole_BV, torch.float32, **given)
+            of_block.bias.add_(whole_BV.sum(0))
+            into_BV.copy_(whole_BV.to(out.round_to))
+        else:
+            self.put(part, kernels, at, into_BV, out.round_to, **given)
+        of_block.dz_y_T[rows.span] = 0.0
+
+    def put(
+        self, part: Any, kernels: Made, at: slice, into_BV: Tensor, dtype: Any, **given: Any
+    ) -> None:
+        given |= {"dz_ptr": into_BV, "ld_dz": into_BV.stride(0), "ROUND": DTYPES[dtype]}
+        self.launch(pair_programs.pair_dz, part[:2], kernels, at, **given)
+
+    def launch(
+        self, program: Any, pair: Sequence[LogitsBlock], kernels: Any, at: slice, **given: Any
+    ) -> None:
+        """With the logits of both, and what is known of these tokens."""
+        rows, columns = pair[0], self.student.local_size
+        if not rows.z_BV.shape[0] or not columns:
+            return
+        lse, other, delta = (None if x is None else x[at].contiguous() for x in self.known)
+        left_out = None if delta is None else torch.expm1(-delta)
+        own, teacher = (
+            made.of(x) | made.shape_of(x) for made, x in zip(kernels, pair, strict=True)
+        )
+        with device_of(rows.z_BV):
+            program[(rows.z_BV.shape[0],)](
+                s_ptr=own["z_ptr"], ld_s=own["ld"], t_ptr=teacher["z_ptr"], ld_t=teacher["ld"],
+                y_ptr=own["y_ptr"], valid_ptr=own["valid_ptr"], V=columns,
+                **prefixed("s", own), **prefixed("t", teacher),
+                lse_s_ptr=lse, lse_t_ptr=other, delta_ptr=delta, left_out_ptr=left_out,
+                beta=self.kind.beta, KIND=DIVERGENCES.index(self.kind.kind),
+                **given, **pair_options(columns, self.kind.kind),
+            )  # fmt: skip
+
+
+def pair_options(columns: int, kind: str) -> dict[str, Any]:
+    """Lanes of a program. Of a JSD half as many: with 16 entries a thread registers are spilled."""
+    how = options(columns)
+    if kind == "jsd":
+        how["BLOCK"] = max(BLOCK_COLUMNS, how["BLOCK"] // 2)
+    return how
+
+
+def prefixed(whose: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What step 2 makes of the logits of one of the two."""
+    return {
+        f"{whose}_bias_ptr": given["bias_ptr"],
+        f"{whose}_scale_ptr": given["scale_ptr"],
+        f"{whose}_softcap": given["softcap"],
+        f"{whose}_temperature_ptr": given["temperature_ptr"],
+        f"ld_{whose}_temperature": given["ld_temperature"],
+    }
