@@ -342,6 +342,7 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
         "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
         "kept and ids": 0 if call.ids is None else call.ids.shape[1],
+        "top_k": call.top_k,
         **{name: value or 0.0 for name, value in call.scalars._asdict().items()},
         "kind": terms.kind,
         "the classes of the teacher": terms.more_classes,

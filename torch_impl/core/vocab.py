@@ -228,6 +228,14 @@ class ShardedVocab(LocalVocab):
         dist.all_reduce(values, group=self.group)
         return values
 
+    def offered(self, top: Tensor, top_k: int) -> Tensor:
+        """A shard of fewer columns has no class, -1, in the others' places."""
+        _, count, tokens = top.shape
+        of_ranks = top.new_zeros(2, self.ranks, top_k, tokens)
+        of_ranks[0, self.rank, count:] = -1
+        of_ranks[:, self.rank, :count] = top
+        return of_ranks.flatten(1, 2)
+
     def start_sum(self, x: Tensor) -> Any:
         """Work to wait for."""
         return dist.all_reduce(x, group=self.group, async_op=True)
