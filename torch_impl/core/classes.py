@@ -88,8 +88,8 @@ def values_of(own: Selected, packed: Tensor, call: Any, options: Options) -> tup
     of_ids, of_top = (
         own.clean(x.T).T.to(options.output_dtype).contiguous() for x in (ids_logprobs, top.logprobs)
     )
-    of_tokens = torch.stack([x.to(z.dtype) for x in kept[1:]])
-    residuals = torch.cat((kept.log_p, top.ids.T.to(z.dtype), of_tokens))
+    numbers = torch.stack([x.to(z.dtype) for x in kept[1:]])
+    residuals = torch.cat((kept.log_p, top.ids.T.to(z.dtype), numbers))
     top_ids = top.ids.clone(memory_format=torch.contiguous_format)
     return (*outputs, correct & ~own.bad, of_ids, tail, top_ids, of_top, residuals)
 

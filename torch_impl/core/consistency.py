@@ -175,9 +175,11 @@ class RankConsistency:
         # 24 bits, which float32 holds exactly.
         self.exact(name, ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum() & 0xFFFFFF)
 
-    def ids(self, ids: Tensor | None, valid: Tensor) -> None:
-        """Further classes of each token: how many, and which."""
+    def ids(self, ids: Tensor | None, valid: Tensor, top_k: int) -> None:
+        """Further classes of each token: how many, and which. Of ranks of which some have none the
+        numbers behind these are others' by name."""
         self.exact("kept and ids", 0.0 if ids is None else ids.shape[1])
+        self.exact("top_k", top_k)
         if ids is not None:
             self.labels(ids.long().view(-1), valid.repeat_interleave(ids.shape[1]), "kept and ids")
 
@@ -341,8 +343,8 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
         "gradient": hidden and of_hidden,
         "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
-        "kept and ids": 0 if call.ids is None else call.ids.shape[1],
-        "top_k": call.top_k,
+        "kept, ids and top_k": (0 if call.ids is None else call.ids.shape[1])
+        + 2.0**24 * call.top_k,
         **{name: value or 0.0 for name, value in call.scalars._asdict().items()},
         "kind": terms.kind,
         "the classes of the teacher": terms.more_classes,

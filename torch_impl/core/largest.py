@@ -40,19 +40,19 @@ def of_row(z_BV: Tensor, count: int) -> Tensor:
     if not count:
         return torch.empty(z_BV.shape[0], 0, dtype=torch.int64, device=z_BV.device)
     values, columns = z_BV.topk(min(count + 1, width), dim=1)
-    next_B = values[:, -1]
-    values, columns = values[:, :count], columns[:, :count]
-    ascending = columns.argsort(1)
-    values = values.gather(1, ascending).sort(dim=1, descending=True, stable=True)
-    columns = columns.gather(1, ascending).gather(1, values.indices)
+    last_B, values, columns = values[:, -1], values[:, :count], columns[:, :count]
+    # Sorted twice, as of equal ones the lowest comes first; the second sort is stable.
+    columns, order = columns.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    columns = columns.gather(1, order)
     if count == width:
         return columns
     # Where the next one is equal to the last, others of these columns may be the lowest.
     if not host_readable(z_BV):
-        return lowest(z_BV, values.values, columns)
-    tied_B = next_B == values.values[:, -1]
+        return lowest(z_BV, values, columns)
+    tied_B = last_B == values[:, -1]
     if bool(tied_B.any()):
-        columns[tied_B] = lowest(z_BV[tied_B], values.values[tied_B], columns[tied_B])
+        columns[tied_B] = lowest(z_BV[tied_B], values[tied_B], columns[tied_B])
     return columns
 
 

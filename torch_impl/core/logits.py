@@ -180,8 +180,7 @@ class GivenLogits:
             consistency.begin(function, rows, self.labels, self.tokens.valid)
             consistency.per_token("temperature", self.temperature, self.logits.shape[0])
             consistency.scalars(self.scalars, function)
-            consistency.ids(self.ids, self.tokens.valid)
-            consistency.exact("top_k", self.shape.top_k)
+            consistency.ids(self.ids, self.tokens.valid, self.shape.top_k)
 
     def chunks(self) -> tuple[None]:
         """All tokens are one."""

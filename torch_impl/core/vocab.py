@@ -150,7 +150,7 @@ class ShardedVocab(LocalVocab):
         """Raise for what differs, on all ranks alike."""
         names = [name for name, bad in zip(self.consistency.names, broken, strict=True) if bad]
         rows, start, stop = sizes
-        first = ("function", "shard", "vocab_size")
+        first = ("function", "kept and ids", "top_k", "shard", "vocab_size")
         refuse_inconsistent([name for name in first if name in names])
         if whole:
             SHARDS.refuse("whole_head", vocab_size=rows[0], ranks=self.ranks)

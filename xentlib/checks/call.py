@@ -65,8 +65,8 @@ CALLS = Refusals(
     "Pass -1 where a position has fewer than the others.",
     top_k="`top_k` must be at most {vocab_size}, the number of classes; got {top_k}. Pass "
     "`min(k, vocab_size)`.",
-    top_k_negative="`top_k` must be 0, for none, or a number of classes; got {top_k}. Leave it out, or "
-    "pass one.",
+    top_k_negative="`top_k` must be 0, for none, or a number of classes; got {top_k}. Leave it "
+    "out, or pass one.",
     one_hot="`labels` must have shape {leading}, one class for each token of `{name}`; got "
     "{shape}. Pass class indices, of one-hot rows `labels.argmax(-1)`.",
     # On every rank, for a label outside the vocabulary on some; they would wait for it.
