@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xentlib.algebra import NonTargetStats
+from xentlib.classes import Wanted
 from xentlib.contract import check, failures
 from xentlib.teacher import TeacherTopK
 from xentlib.tools.harness.backends import (
@@ -120,6 +122,34 @@ def test_of_equal_logits_the_lowest_classes(backend: str, dtype: str, width: int
         assert (np.diff(np.sort(logits, 1)[:, -K - 1 :]) == 0).any(1).mean() > 0.5
         got, _ = run(backend, some, K)
         assert np.array_equal(got.top_ids, right_ids(some, logits, K))
+
+
+def test_zeros_of_either_sign_are_equal(backend: str) -> None:
+    """Given as logits: nothing that is multiplied leaves a -0."""
+    rng, labels = np.random.default_rng(1), np.arange(9, dtype=np.int32)
+    logits = np.where(rng.random((9, 41)) < 0.5, -0.0, 0.0).astype(np.float32)
+    logits[:, ::5] = -1.0
+    call = Call("vocab_parallel_logprobs", {"logits": logits}, labels, {"top_k": K})
+    problem = logits_problem(logits, labels, "zeros")
+    assert np.array_equal(outcome_of(backend, call, {}).top_ids, right_ids(problem, logits, K))
+
+
+def test_a_nan_stays_in_its_token(backend: str) -> None:
+    """What a backward reads is in bounds, of candidates of several shards too, of which it keeps a
+    few: a NaN is sorted behind them, and the largest of all."""
+    classes = import_module(f"xentlib.{backend}.{'core.' * (backend == 'torch')}classes").CLASSES
+    xp, ids = classes.xp, np.array([[4, 0, 3, 1, 5, 2]])
+    z = np.array([[1.0, np.nan, 0.5, 2.0, np.nan, 3.0]], np.float32)
+    cross = on_torch if backend == "torch" else on_jax
+    found = cross(np.stack((ids.astype(np.float32), z))).swapaxes(1, 2)
+    label, none = cross(np.zeros((1, 1), np.float32)), cross(np.zeros((1, 0), np.int32))
+    rest = NonTargetStats(label[0], label[0] + 1, label[0], None, None, None)
+    want = Wanted(cross(np.array([6], np.int32)), cross(np.ones(1, bool)), none, -1)
+    _, kept, top = classes.values_and_top(label, rest, want, found, 2)
+    assert kept.log_p.shape == (3, 1)
+    assert int(kept.top[0]) in range(3)
+    assert numpy_of(top.ids).tolist() == [[2, 1]]
+    assert bool(xp.isnan(kept.lse).all())
 
 
 SETS = [
