@@ -14,8 +14,8 @@ from jax import lax
 
 
 def largest(z_TV: jax.Array, count: int, padded_from: Any) -> tuple[jax.Array, jax.Array]:
-    """[T, K] columns, K = `count` or all there are, -1 where one is no class: the largest first, of
-    several that are equal the lowest; and their logits."""
+    """[T, K] columns, K = `count` or all there are, of several that are equal the lowest, -1 where
+    one is no class; and their logits."""
     # `lax.top_k` has 0 before -0, which are equal.
     ordered_TV = jnp.where(z_TV == 0, 0.0, z_TV)
     if padded_from is not None:

@@ -26,7 +26,7 @@ Arrays = dict[str, Tensor]
 
 
 def arrays(world: int) -> Arrays:
-    """Of each rank's tokens, and the head."""
+    """Of each rank's tokens, and the head: integers, so that many logits are equal."""
     torch.manual_seed(3)
     labels = torch.randint(0, V, (world, N))
     kept = torch.rand(world, N, V).argsort(-1)[..., :K]
@@ -34,8 +34,8 @@ def arrays(world: int) -> Arrays:
     kept[:, ::3] = -1
     labels[:, ::7] = -100
     return {
-        "hidden": torch.randn(world, N, H),
-        "weight": torch.randn(V, H) / 2,
+        "hidden": torch.randn(world, N, H).round(),
+        "weight": torch.randn(V, H).round(),
         "labels": labels,
         "kept": kept,
         "ids": torch.randint(-1, V, (world, N, K)),
@@ -113,6 +113,11 @@ def tokens_parallel(rank: int, world: int, x: Arrays) -> list[Tensor]:
     how: dict[str, Any] = {"vocab_parallel": over, "tokens_parallel": dist.group.WORLD}
     how["max_chunk_bytes"] = world * 16 * 4 * V
     values = both(hidden, weight, own(x, rank), x["upstream"][rank], **how)
+    labels = x["labels"][rank]
+    alone = chunked_logprobs(hidden.detach(), weight.detach(), labels, top_k=TOP, **how)
+    logits = x["hidden"][rank] @ x["weight"].T
+    order = logits.argsort(dim=1, descending=True, stable=True)[:, :TOP]
+    assert torch.equal(alone.top_ids, torch.where(labels[:, None] == -100, -1, order))
     assert weight.grad is not None
     assert hidden.grad is not None
     return [*values, hidden.grad, every_row(weight.grad, world)]

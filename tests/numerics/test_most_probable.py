@@ -75,9 +75,11 @@ def right_ids(problem: Problem, logits: Any, top_k: int) -> Any:
 
 
 def integers(problem: Problem) -> Problem:
-    """Small ones, so that logits are exact, and many are equal."""
+    """Small ones, so that logits are exact, and many are equal; all below the 0 of columns that are
+    no class."""
     dtype = problem.hidden.dtype
     leaves = {name: np.rint(x / 2) for name, x in problem.leaves.items() if x is not None}
+    leaves["bias"] -= 64
     options = {"temperature": np.where(np.arange(len(problem.labels)) % 2, 2.0, 0.5)}
     options = {name: x.astype(np.float32) for name, x in options.items()}
     changed: dict[str, Any] = {name: x.astype(dtype) for name, x in leaves.items()}
@@ -179,6 +181,30 @@ def test_values_of_given_logits(backend: str, item: Any) -> None:
         assert there.any()
         assert np.array_equal(np.isfinite(got.top_logprobs), there | ~problem.valid[:, None])
         assert not failures(check("A4", got.top_logprobs[there], exact[there]))
+
+
+def test_the_backward_searches_for_none(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has what the forward has found."""
+    problem, upstream = build(CASES["alone"], 1), np.ones((61, K), np.float32)
+    leaves, labels, count = problem.leaves, problem.labels, []
+    if backend == "torch":
+        from xentlib.torch.core import eager
+
+        found = eager.largest
+        monkeypatch.setattr(eager, "largest", lambda *x: count.append(x) or found(*x))
+        call = Call("chunked_logprobs", leaves, labels, {"top_k": K})
+        outcome_of("torch", call, {"top_logprobs": upstream})
+        assert len(count) == 1
+        return
+    import jax
+
+    from xentlib.jax import chunked_logprobs
+
+    def loss(hidden: Any, weight: Any, bias: Any) -> Any:
+        out = chunked_logprobs(hidden, weight, labels, bias=bias, top_k=K)
+        return (out.top_logprobs * upstream).sum()
+
+    assert str(jax.make_jaxpr(jax.grad(loss))(*leaves.values())).count("top_k[") == 1
 
 
 def test_audit_mode_bit_for_bit() -> None:

@@ -96,24 +96,25 @@ def test_the_most_probable_of_all_shards() -> None:
     rng, top_k = np.random.default_rng(3), 14
     hidden, weight = (np.rint(rng.standard_normal((n, 6))).astype(np.float32) for n in (21, 45))
     padded = np.concatenate((weight, np.zeros((3, 6), np.float32)))
+    bias = np.where(np.arange(48) < 45, np.float32(-32), 0)
     labels = np.where(np.arange(21) % 5, np.arange(21), -100).astype(np.int32)
     g = rng.standard_normal((21, top_k)).astype(np.float32)
 
-    def loss(hidden: Any, weight: Any, **how: Any) -> Any:
-        out = chunked_logprobs(hidden, weight, labels, top_k=top_k, bias=None, **how)
+    def loss(hidden: Any, weight: Any, bias: Any, **how: Any) -> Any:
+        out = chunked_logprobs(hidden, weight, labels, top_k=top_k, bias=bias, **how)
         return (out.top_logprobs * g).sum() + out.logprobs.sum(), out
 
-    (_, one), right = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight)
+    (_, one), right = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight, bias[:45])
     order = np.argsort(-(hidden @ weight.T), axis=1, kind="stable")[:, :top_k]
     assert np.array_equal(one.top_ids, np.where(labels[:, None] < 0, -1, order))
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def spread(hidden: Any, weight: Any) -> Any:
-        return loss(hidden, weight, vocab_parallel=PaddedVocab("x", 45))
+    def spread(*arrays: Any) -> Any:
+        return loss(*arrays, vocab_parallel=PaddedVocab("x", 45))
 
-    mapped = jax.shard_map(spread, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    mapped = jax.shard_map(spread, mesh=mesh, in_specs=(P(), P("x"), P("x")), out_specs=P())
     step = jax.jit(jax.value_and_grad(mapped, (0, 1), has_aux=True))
-    (_, out), (d_hidden, d_weight) = step(hidden, padded)
+    (_, out), (d_hidden, d_weight) = step(hidden, padded, bias)
     assert np.array_equal(out.top_ids, one.top_ids)
     got, exact = (out.top_logprobs, d_hidden, d_weight[:45]), (one.top_logprobs, *right)
     for ours, theirs in zip(got, exact, strict=True):

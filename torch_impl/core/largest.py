@@ -1,5 +1,5 @@
 """The largest logits of a row: which columns they are in, alike on every device and in both
-frameworks. `torch.topk` takes any of several that are equal, and has them in any order.
+frameworks. `torch.topk` takes any of several that are equal.
 
 Shapes: B rows of a block, V columns, K of them.
 """
@@ -14,8 +14,8 @@ from xentlib.torch.core.device import host_readable
 
 
 def largest(z_BV: Tensor, count: int) -> Tensor:
-    """[B, K] columns, K = `count` or all there are: the largest first, of several that are equal
-    the lowest. On a device nothing is read."""
+    """[B, K] columns, K = `count` or all there are, of several that are equal the lowest; their
+    order among these is any. On a device nothing is read."""
     width = z_BV.shape[1]
     count = min(count, width)
     # A CPU takes them in one pass; elsewhere `topk` makes many, of all columns twice.
@@ -40,17 +40,13 @@ def of_row(z_BV: Tensor, count: int) -> Tensor:
     if not count:
         return torch.empty(z_BV.shape[0], 0, dtype=torch.int64, device=z_BV.device)
     values, columns = z_BV.topk(min(count + 1, width), dim=1)
-    last_B, values, columns = values[:, -1], values[:, :count], columns[:, :count]
-    # Sorted twice, as of equal ones the lowest comes first; the second sort is stable.
-    columns, order = columns.sort(dim=1)
-    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    columns = columns.gather(1, order)
+    next_B, values, columns = values[:, -1], values[:, :count], columns[:, :count]
     if count == width:
         return columns
     # Where the next one is equal to the last, others of these columns may be the lowest.
     if not host_readable(z_BV):
         return lowest(z_BV, values, columns)
-    tied_B = last_B == values[:, -1]
+    tied_B = next_B == values[:, -1]
     if bool(tied_B.any()):
         columns[tied_B] = lowest(z_BV[tied_B], values[tied_B], columns[tied_B])
     return columns
