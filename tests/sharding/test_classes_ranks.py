@@ -90,10 +90,10 @@ def test_the_most_probable_of_all_shards() -> None:
     jax = pytest.importorskip("jax")
     from jax.sharding import PartitionSpec as P
 
-    from xentlib.jax import chunked_logprobs
+    from xentlib.jax import chunked_logprobs, vocab_parallel_logprobs
     from xentlib.plan import PaddedVocab
 
-    rng, top_k = np.random.default_rng(3), 14
+    rng, top_k = np.random.default_rng(3), 40
     hidden, weight = (np.rint(rng.standard_normal((n, 6))).astype(np.float32) for n in (21, 45))
     padded = np.concatenate((weight, np.zeros((3, 6), np.float32)))
     bias = np.where(np.arange(48) < 45, np.float32(-32), 0)
@@ -121,6 +121,13 @@ def test_the_most_probable_of_all_shards() -> None:
         pair = np.asarray(ours), np.asarray(theirs).astype(np.float64)
         assert not failures(check("A9", *pair, metrics=("rho / u",), backend="jax"))
     assert not np.asarray(d_weight[45:]).any()
+
+    def of_given(logits: Any) -> Any:
+        over = PaddedVocab("x", 45)
+        return vocab_parallel_logprobs(logits, labels, top_k=top_k, vocab_parallel=over).top_ids
+
+    mapped = jax.shard_map(of_given, mesh=mesh, in_specs=P(None, "x"), out_specs=P())
+    assert np.array_equal(jax.jit(mapped)(hidden @ padded.T + bias), one.top_ids)
 
 
 @pytest.mark.jax
