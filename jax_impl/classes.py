@@ -16,7 +16,7 @@ from jax import lax
 
 from xentlib.algebra import Coefficients, NonTargetStats, WantedStats
 from xentlib.arguments import Arguments, LogitsArguments
-from xentlib.checks.call import CALLS
+from xentlib.checks.call import CALLS, check_top_k
 from xentlib.checks.classes import KEPT, check_classes
 from xentlib.classes import Classes, Residuals, Upstream, Wanted
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu
@@ -28,7 +28,13 @@ from xentlib.jax.core.gemm import round_to
 from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
-from xentlib.jax.core.stats import all_columns, axes_of_stats, class_stats, put_rows
+from xentlib.jax.core.stats import (
+    all_columns,
+    axes_of_stats,
+    class_stats,
+    further_rows,
+    put_rows,
+)
 from xentlib.jax.core.tokens import on_host
 from xentlib.jax.core.vocab import as_primal, upstream_of, vary, varying
 from xentlib.jax.derivatives import Needs, primal_values, wanted
@@ -80,8 +86,11 @@ class ClassOutput(NamedTuple):
     tail: jax.Array  # log-probability of all classes but `ids`
 
 
-def classes_forward(options: Options, arrays: Arrays) -> tuple[ClassOutput, Residuals]:
-    """Steps 2 to 5 of `xentlib.nll`, with further classes out of the rest."""
+def classes_forward(
+    options: Options, arrays: Arrays
+) -> tuple[ClassOutput, tuple[Arrays, Residuals]]:
+    """Steps 2 to 5 of `xentlib.nll`, with further classes out of the rest. For a backward, which
+    has no `top_k`, the arrays have the classes that were found among their ids."""
     logits = chunked_logits(options, arrays)
     options, stats_wanted = logits.options, WantedStats(options.entropy)
     own, (logits, _) = logits, gather_tokens(logits, ())
@@ -89,21 +98,24 @@ def classes_forward(options: Options, arrays: Arrays) -> tuple[ClassOutput, Resi
 
     def body(chunk: Chunk, packed_RM: jax.Array) -> jax.Array:
         z_y, blocks, left = logits.kernels.stats(chunk.block, stats_wanted)
-        assert left.z_more_TK is not None
-        values = class_stats(logits, chunk.rows_T, z_y, blocks, left.z_more_TK.T)
+        values = class_stats(logits, chunk.rows_T, z_y, blocks, *further_rows(left))
         return put_rows(logits, chunk, packed_RM, values)
 
+    known, top_k = arrays.ids.shape[1], options.top_k
     if options.axis is None or options.gathered:
-        packed_RM = jnp.zeros((arrays.ids.shape[1] + 5, own.order.size), options.compute_dtype)
+        shards = 1 if options.axis is None else lax.axis_size(options.axis.name)
+        count = known + 2 * shards * top_k + 5
+        packed_RM = jnp.zeros((count, own.order.size), options.compute_dtype)
         if options.gathered:
             packed_RM = vary(packed_RM, axes_of_stats(logits, varying(logits)))
         packed_RM = over_chunks(logits, body, packed_RM, exchange=bool(options.gathered))
     else:
         packed_RM = class_stats(logits, logits.order, *all_columns(logits, stats_wanted))
     rows, (count,) = filled(unpack(own, packed_RM)), own.tokens.valid.shape
-    z, (m, ones, s, sum_ed) = rows[:-4], rows[-4:]
+    z, found, (m, ones, s, sum_ed) = rows[: 1 + known], rows[1 + known : -4], rows[-4:]
+    found = found.reshape(2, found.shape[0] // 2, found.shape[1])
     rest = NonTargetStats(m, ones, s, sum_ed if options.entropy else None, None, None)
-    values, kept = CLASSES.values(z, rest, want_of(own, arrays))
+    values, kept, top = CLASSES.values_and_top(z, rest, want_of(own, arrays), found, top_k)
 
     def clean(x: jax.Array) -> jax.Array:
         bad = own.tokens.bad[:, None] if x.ndim > 1 else own.tokens.bad
@@ -113,8 +125,10 @@ def classes_forward(options: Options, arrays: Arrays) -> tuple[ClassOutput, Resi
     entropy = clean(entropy) if options.entropy else None
     of_ids = clean(ids_logprobs) if ids_logprobs.shape[1] else None
     correct = correct[:count] & ~own.tokens.bad
-    logprobs = LogprobOutput(clean(logprob), entropy, clean(lse), correct, of_ids)
-    return ClassOutput(logprobs, clean(tail)), kept
+    top_ids, of_top = (top.ids[:count], clean(top.logprobs)) if top_k else (None, None)
+    per_token = (clean(logprob), entropy, clean(lse), correct, of_ids, top_ids, of_top)
+    arrays = arrays._replace(ids=jnp.concatenate((arrays.ids, top.ids[:count]), axis=1))
+    return ClassOutput(LogprobOutput(*per_token), clean(tail)), (arrays, kept)
 
 
 def upstream_rows(
@@ -126,16 +140,19 @@ def upstream_rows(
     upstream, d_tail = given
     number = want.ids.shape[1] - max(0, want.kept)
     zeros = jnp.zeros(want.labels.shape, compute)
-    of_ids = jnp.zeros((*want.labels.shape, number), compute)
+    none = jnp.zeros((*want.labels.shape, 0), compute)
 
     def wide(g: jax.Array | None, none: jax.Array) -> jax.Array:
         return none if g is None else filled(g.astype(compute), 0)
 
+    of_ids, of_top = wide(upstream.ids_logprobs, none), wide(upstream.top_logprobs, none)
+    unused = number - of_ids.shape[1] - of_top.shape[1]
+    of_ids = jnp.concatenate((jnp.pad(of_ids, ((0, 0), (0, unused))), of_top), axis=1)
     g = Upstream(
         wide(upstream.logprobs, zeros),
         None if upstream.entropy is None else wide(upstream.entropy, zeros),
         wide(upstream.lse, zeros),
-        wide(upstream.ids_logprobs, of_ids),
+        of_ids,
         None if d_tail is None else wide(d_tail, zeros),
     )
     made = CLASSES.gradients(g, kept, want)
@@ -205,7 +222,8 @@ def _classes(options: Options, arrays: Arrays) -> ClassOutput:
 
 def in_order(arrays: Arrays) -> Arrays:
     """With all further classes in one: those kept, ascending, and then the others."""
-    parts = [] if arrays.kept is None else [jnp.sort(arrays.kept.astype(jnp.int32), axis=1)]
+    parts = [jnp.zeros((arrays.labels.size, 0), jnp.int32)]
+    parts += [] if arrays.kept is None else [jnp.sort(arrays.kept.astype(jnp.int32), axis=1)]
     parts += [] if arrays.ids is None else [arrays.ids.astype(jnp.int32)]
     return arrays._replace(kept=None, ids=jnp.concatenate(parts, axis=1))
 
@@ -214,7 +232,7 @@ def _classes_fwd(options: Options, primals: Any) -> tuple[ClassOutput, Any]:
     needs = wanted(primals.constants, *primals.leaves)
     # The backward reads the gathered head again: it is kept rather than gathered twice.
     arrays = whole_rows(options, in_order(primal_values(primals)))
-    output, kept = classes_forward(options, arrays)
+    output, (arrays, kept) = classes_forward(options, arrays)
     # A residual must be an array, their tree the same whatever is wanted: the sizes say what is.
     markers = () if arrays.weight is None else tuple(jnp.zeros((int(need),)) for need in needs)
     return output, (arrays, kept, markers)
@@ -225,10 +243,12 @@ def _classes_bwd(options: Options, residuals: Any, cotangent: ClassOutput) -> tu
     unused = jax.custom_derivatives.SymbolicZero
     of_logprobs = [None if isinstance(g, unused) else g for g in cotangent.logprobs]
     d_tail: Any = None if isinstance(cotangent.tail, unused) else cotangent.tail
-    upstream = ClassOutput(LogprobOutput(*of_logprobs)._replace(correct=None), d_tail)
+    without = LogprobOutput(*of_logprobs)._replace(correct=None, top_ids=None)
+    upstream = ClassOutput(without, d_tail)
     if not jax.tree.leaves(upstream):
         return (None,)
     upstream = upstream_of(upstream, None if options.gathered else options.axis)
+    options = options._replace(top_k=0)  # the arrays have them
     if arrays.weight is None:
         return (as_gradients({"hidden": given_backward(options, kept, upstream, arrays)}),)
     needs = Needs(*(marker.size > 0 for marker in markers))
@@ -270,23 +290,26 @@ def run_classes(given: Any, options: Options, arrays: Arrays, source: str) -> Lo
     columns = arrays.hidden.shape[-1]
     if arrays.weight is not None:
         columns = arrays.weight.shape[int(options.transposed)]
-    check_values(given, options.axis.vocab_size if options.axis else columns)
+    vocab_size = options.axis.vocab_size if options.axis else columns
+    check_top_k(given.top_k, vocab_size)
+    check_values(given, vocab_size)
     kept = -1 if given.kept is None else given.kept.shape[-1]
-    options = options._replace(kept=kept)
+    options = options._replace(kept=kept, top_k=given.top_k)
     arrays = arrays._replace(kept=array(given.kept), ids=array(given.ids))
     per_token = True, True if options.entropy else None, True, True
-    outputs = LogprobOutput(*per_token, None if given.ids is None else True)
+    further = (given.ids is not None, given.top_k > 0, given.top_k > 0)
+    outputs = LogprobOutput(*per_token, *(True if there else None for there in further))
     return run(_classes_jit, options, arrays, outputs)
 
 
 def head_classes(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
-    """`chunked_logprobs` with `kept` or `ids`."""
+    """`chunked_logprobs` with `kept`, `ids` or `top_k`."""
     options, arrays = bind(given, place, recompute=True)
     return run_classes(given, options, arrays, "hidden")
 
 
 def given_classes(given: LogitsArguments) -> LogprobOutput[Any]:
-    """`vocab_parallel_logprobs` with `kept` or `ids`."""
+    """`vocab_parallel_logprobs` with `kept`, `ids` or `top_k`."""
     options, arrays = bind_logits(given)
     KEPT.require("smoothing", not given.label_smoothing, eps=given.label_smoothing)
     return run_classes(given, options, arrays, "logits")

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xentlib.algebra import FLOOR
+from xentlib.algebra import FLOOR, is_zero
 from xentlib.arguments import LogitsArguments
 from xentlib.checks.soft_labels import SOFT
 from xentlib.jax.array_spec import only_arrays
@@ -107,7 +107,7 @@ _soft_jit = jax.jit(_soft, static_argnums=(0,))
 def given_soft(given: LogitsArguments) -> LogprobOutput[Any]:
     """`vocab_parallel_logprobs` of arguments whose labels are class probabilities."""
     soft: Any = given.labels
-    SOFT.require("kept", given.kept is None and given.ids is None)
+    SOFT.require("kept", given.kept is None and given.ids is None and is_zero(given.top_k))
     only_arrays(logits=unwrapped(given.logits))
     given = given._replace(labels=labels_for(unwrapped(given.logits), None))
     options, arrays = bind_logits(given)

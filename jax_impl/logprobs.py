@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
+from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats, is_zero
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.call import is_soft
 from xentlib.jax.binding import bind, bind_logits
@@ -255,7 +255,7 @@ _logprobs_jit = jax.jit(_logprobs, static_argnums=(0,))
 
 def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` of its arguments, which `NLLHead` has placed on a mesh."""
-    if given.kept is not None or given.ids is not None:
+    if given.kept is not None or given.ids is not None or not is_zero(given.top_k):
         from xentlib.jax.classes import head_classes
 
         return head_classes(given, place)
@@ -268,7 +268,7 @@ def given_logprobs(given: LogitsArguments) -> LogprobOutput[Any]:
         from xentlib.jax.given_soft_labels import given_soft
 
         return given_soft(given)
-    if given.kept is not None or given.ids is not None:
+    if given.kept is not None or given.ids is not None or not is_zero(given.top_k):
         from xentlib.jax.classes import given_classes
 
         return given_classes(given)

@@ -233,6 +233,7 @@ def chunked_logprobs(
     where: Tensor | None = None,
     kept: Tensor | None = None,
     ids: Tensor | None = None,
+    top_k: int = 0,
     ignore_index: int = -100,
     logit_scale: float | Tensor = 1.0,
     softcap: float | Tensor | None = None,
@@ -254,7 +255,8 @@ def chunked_logprobs(
         z = s / temperature
         lse = log sum_v exp(z_v),   logprob = z_y - lse,   entropy = -sum_v p_v log p_v
 
-    Every output but `correct` may be part of a loss, each token with a gradient of its own:
+    Every output but `correct` and `top_ids` may be part of a loss, each token with a gradient of
+    its own:
 
         d logprob / dz = onehot_y - p,   d lse / dz = p,   d entropy / dz = -p (log p + entropy)
 
@@ -262,9 +264,9 @@ def chunked_logprobs(
     arithmetic; their outputs and their gradients are exactly 0.
 
     The backward computes the logits again, chunk by chunk: four GEMMs in all, one where no gradient
-    is wanted. Beside its inputs the call keeps four numbers per token, with `kept` or `ids` six and
-    one for each of their classes. For a loss that is a weighted sum of log-probabilities known in
-    advance, `chunked_nll` needs three GEMMs.
+    is wanted. Beside its inputs the call keeps four numbers per token, with `kept`, `ids` or
+    `top_k` six, one for each of their classes, and another for each of the `top_k`. For a loss that
+    is a weighted sum of log-probabilities known in advance, `chunked_nll` needs three GEMMs.
 
     Args:
         hidden: [..., H] hidden states, the head's input; float16, bfloat16, float32 or float64.
@@ -284,6 +286,9 @@ def chunked_logprobs(
         ids: [..., K] integers or None: classes whose log-probabilities are wanted beside the
             label's, as `ids_logprobs` with gradients; -1 for none, which gives 0. Outside of
             `kept` they are -inf.
+        top_k: how many of the most probable classes of each token are wanted, as `top_ids` and
+            `top_logprobs`, at most V; 0 for none. With `kept` they are of the set; where it has
+            fewer, the others are -1, with log-probabilities of -inf. Vocabularies of up to 2^24.
         ignore_index: label of tokens to leave out.
         logit_scale: number or 0-d array that multiplies the logits.
         softcap: positive number, 0-d array (in PyTorch read by the host), or None.
@@ -296,9 +301,10 @@ def chunked_logprobs(
             order, or a DTensor sharded on the vocabulary.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
             d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden; with `kept`
-            or `ids` of K classes one SUM more over [N, K]. The MAX
-            also compares checksums of what must be the same: where ranks differ all raise, or have
-            NaN where raising would need a device sync (and in JAX).
+            or `ids` of K classes one SUM more over [N, K], which has 2 R K numbers of a token too
+            for a `top_k` of K on R ranks. The MAX also compares checksums of what must be the same:
+            where ranks differ all raise, or have NaN where raising would need a device sync (and in
+            JAX).
         tokens_parallel: the ranks of `vocab_parallel` again, if tokens are sharded over them too:
             `hidden`, `labels` and all other per-token arguments are then this rank's own, of any
             number, none included, and so are its results and d hidden; the options are the same on
@@ -350,6 +356,7 @@ def chunked_logprobs(
             where=where,
             kept=kept,
             ids=ids,
+            top_k=top_k,
             ignore_index=ignore_index,
             logit_scale=logit_scale,
             softcap=softcap,
@@ -376,6 +383,7 @@ def vocab_parallel_logprobs(
     where: Tensor | None = None,
     kept: Tensor | None = None,
     ids: Tensor | None = None,
+    top_k: int = 0,
     ignore_index: int = -100,
     temperature: float | Tensor = 1.0,
     label_smoothing: float = 0.0,
@@ -415,6 +423,8 @@ def vocab_parallel_logprobs(
         where: [...] bool or None; False takes a token out.
         kept: [..., K] ids of the whole vocabulary or None, as in `chunked_logprobs`.
         ids: [..., K] ids of the whole vocabulary or None, as in `chunked_logprobs`.
+        top_k: how many of the most probable classes of the whole vocabulary are wanted, as in
+            `chunked_logprobs`.
         ignore_index: label of tokens to leave out.
         temperature: positive number, 0-d array, or [...] one per token.
         label_smoothing: eps in [0, 1]. `logprobs` is then the smoothed log-likelihood, whose
@@ -450,6 +460,7 @@ def vocab_parallel_logprobs(
             where=where,
             kept=kept,
             ids=ids,
+            top_k=top_k,
             ignore_index=ignore_index,
             temperature=temperature,
             label_smoothing=label_smoothing,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import FLOOR, WantedStats
+from xentlib.algebra import FLOOR, WantedStats, is_zero
 from xentlib.arguments import LogitsArguments
 from xentlib.checks.soft_labels import SOFT, check_columns
 from xentlib.logprobs import LogprobOutput
@@ -175,7 +175,7 @@ given_op.gradient(setup, gradient_of_logits)
 def given_soft(given: LogitsArguments) -> LogprobOutput[Tensor]:
     """`vocab_parallel_logprobs` of arguments whose labels are class probabilities."""
     soft: Any = given.labels
-    SOFT.require("kept", given.kept is None and given.ids is None)
+    SOFT.require("kept", given.kept is None and given.ids is None and is_zero(given.top_k))
     only_tensors(logits=given.logits)
     labels = labels_for(given.logits, None, given.where)
     given, problem, call = bind_logits("vocab_parallel_logprobs", given._replace(labels=labels))

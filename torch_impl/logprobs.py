@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats
+from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats, is_zero
 from xentlib.arguments import Arguments, LogitsArguments
 from xentlib.checks.call import is_soft
 from xentlib.logprobs import LogprobOutput
@@ -242,7 +242,7 @@ logprobs_op.gradient(keep, backward_of("chunked_logprobs", gradients_of_head))
 
 def head_logprobs(given: Arguments) -> LogprobOutput[Tensor]:
     """`chunked_logprobs` of its arguments."""
-    if given.kept is None and given.ids is None:
+    if given.kept is None and given.ids is None and is_zero(given.top_k):
         return of_labels(given)
     from xentlib.torch.classes import head_classes
 
@@ -334,7 +334,7 @@ def given_logprobs(given: LogitsArguments) -> LogprobOutput[Tensor]:
         from xentlib.torch.given_soft_labels import given_soft
 
         return given_soft(given)
-    if given.kept is not None or given.ids is not None:
+    if given.kept is not None or given.ids is not None or not is_zero(given.top_k):
         from xentlib.torch.classes import given_classes
 
         return given_classes(given)

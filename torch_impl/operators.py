@@ -62,6 +62,7 @@ class HeadCall(NamedTuple):
     low_keep: Tensor | None
     low_scale: float
     ids: Tensor | None = None  # [N, K] classes whose logits are taken out, as the target's is
+    top_k: int = 0  # and of as many of the largest, which the call finds
 
     @property
     def leaves(self) -> list[Tensor | None]:
@@ -82,6 +83,7 @@ class LogitsCall(NamedTuple):
     rows: RowLayout  # of the logits' columns
     scalars: Scalars
     ids: Tensor | None = None  # as of a head
+    top_k: int = 0
 
 
 TYPES = {

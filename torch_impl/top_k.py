@@ -19,7 +19,8 @@ from xentlib.teacher import TeacherLogits, TeacherTopK
 from xentlib.top_k import TopK
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import tokens
-from xentlib.torch.classes import CLASSES, class_results
+from xentlib.torch.classes import class_results
+from xentlib.torch.core.classes import CLASSES
 from xentlib.torch.core.device import host_readable, onto
 from xentlib.torch.given_divergence import given_divergence
 from xentlib.torch.micro_batch import label_loss

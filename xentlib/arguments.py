@@ -70,6 +70,7 @@ class Arguments(NamedTuple):
     weight_layout: WeightLayout = "VH"
     kept: Array | None = None
     ids: Array | None = None
+    top_k: int = 0
     entropy: bool = False
 
 
@@ -82,6 +83,7 @@ class LogitsArguments(NamedTuple):
     where: Array | None = None
     kept: Array | None = None
     ids: Array | None = None
+    top_k: int = 0
     ignore_index: int = -100
     temperature: float | Array = 1.0
     label_smoothing: float = 0.0

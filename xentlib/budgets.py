@@ -60,7 +60,7 @@ BUDGETS = {
     # MAX, SUM, and the SUM of d hidden, which is there after the forward.
     "vocabulary shard": Budget({"all_reduce": 3}),
     "vocabulary shard, recompute": Budget(TWO_REDUCES, REDUCE),
-    # With kept sets or `ids`: the logits of these classes, which one shard has each.
+    # With kept sets, `ids` or `top_k`: the logits of these classes, which one shard has each.
     "vocabulary shard, classes, recompute": Budget({"all_reduce": 3}, REDUCE),
     "FSDP2, vocabulary shard": Budget(GATHER | {"all_reduce": 3}, SCATTER),
     # A handshake, labels with factors; in each chunk its hidden states, MAX, SUM and d hidden.

@@ -14,7 +14,8 @@ own_k those of class k,
 for the classes told apart, of the largest own_t (1 - p_t) - p_t (G - own_t) with 1 - p_t as step 5
 has it; and for each class of the rest, whose own_k is 0, alpha and beta of step 6.
 
-Shapes: N tokens, K further classes: those that are kept, in ascending order, then those of `ids`.
+Shapes: N tokens, K further classes: those that are kept, in ascending order, then those of `ids`;
+M candidates for the `top_k` most probable ones, which are further classes behind these.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ Array = Any  # a tensor or an array of the backend
 # A tail's log-probability stands no lower where its p divides: exp(80) is a float32, and classes of
 # a smaller tail have a p that is as good as 0.
 LEAST_TAIL = -80.0
+NO_CLASS = 2**31 - 1  # stands behind all classes
 
 
 class Wanted(NamedTuple):
@@ -47,6 +49,13 @@ class Values(NamedTuple):
     correct: Array
     ids_logprobs: Array
     tail: Array  # log-probability of all classes but `ids`, where no set is kept
+
+
+class Top(NamedTuple):
+    """Of `top_k`: [N, top_k] each."""
+
+    ids: Array  # the largest first, of several that are equal the lowest; -1 for none
+    logprobs: Array
 
 
 class Residuals(NamedTuple):
@@ -120,13 +129,8 @@ class Classes(NamedTuple):
     def counts(self, want: Wanted) -> Array:
         """[N, K] which further classes count: each class once, and the target in its own column."""
         xp, kept, ids = self.xp, want.ids[:, : max(0, want.kept)], want.ids[:, max(0, want.kept) :]
-        parts = []
-        if kept.shape[1]:
-            before = xp.concatenate((xp.full_like(kept[:, :1], -1), kept[:, :-1]), 1)
-            parts.append(kept != before)
-        if ids.shape[1]:
-            parts.append(self.first(ids) & self.whole(want)[:, None])
-        counts: Array = xp.concatenate(parts, 1)
+        of_ids = self.first(ids) & self.whole(want)[:, None]
+        counts: Array = xp.concatenate((self.ascends(kept), of_ids), 1)
         return counts & (want.ids >= 0) & (want.ids != want.labels[:, None])
 
     def values(self, z: Array, rest: NonTargetStats, want: Wanted) -> tuple[Values, Residuals]:
@@ -169,6 +173,48 @@ class Classes(NamedTuple):
         )
         log_p = xp.where(counts, log_p, -INF)
         return values, Residuals(log_p, stats.lse, stats.entropy, top, stats.p_rest, tail)
+
+    def values_and_top(
+        self, z: Array, rest: NonTargetStats, want: Wanted, found: Array, top_k: int
+    ) -> tuple[Values, Residuals, Top]:
+        """The same with the `top_k` largest, of what a pass has found, [2, M, N]: classes as
+        numbers of the compute dtype, -1 for none, and their logits. All that were taken out of a
+        row count in its values; a backward needs the largest alone."""
+        known, number = want.ids.shape[1], max(0, want.kept)
+        z, want = self.with_candidates(z, want, found)
+        values, kept = self.values(z, rest, want)
+        ids = want.ids[:, known : known + top_k]
+        of_ids, of_top = values.ids_logprobs[:, : known - number], values.ids_logprobs
+        of_top = of_top[:, known - number : known - number + top_k]
+        of_top = self.xp.where((ids < 0) & want.valid[:, None], -INF, of_top)
+        # The largest of all is among them; of a NaN it may be any place.
+        top = self.xp.clip(kept.top, max=known + top_k)
+        kept = kept._replace(log_p=kept.log_p[: 1 + known + top_k], top=top)
+        return values._replace(ids_logprobs=of_ids), kept, Top(ids, of_top)
+
+    def with_candidates(self, z: Array, want: Wanted, found: Array) -> tuple[Array, Wanted]:
+        """Logits and classes with M candidates behind the others, in the order of `Top`: of a
+        kept set its classes, of the whole vocabulary those that were found."""
+        if not found.shape[1]:
+            return z, want
+        xp, number = self.xp, max(0, want.kept)
+        whole, kept = self.whole(want)[:, None], want.ids[:, :number]
+        offered = xp.where(whole, self.algebra.cast(found[0].T, want.ids), -1)
+        offered = xp.concatenate((xp.where(self.ascends(kept), kept, -1), offered), 1)
+        offered = xp.where(want.valid[:, None], offered, -1)
+        z_offered = xp.concatenate((z[1 : 1 + number].T, found[1].T), 1)
+        z_offered = xp.where(offered < 0, -INF, z_offered)
+        # Sorted twice, as ties are decided by the class; the second sort is stable.
+        order = self.argsort(xp.where(offered < 0, NO_CLASS, offered))
+        order = self.take(order, self.argsort(-self.take(z_offered, order)))[:, : found.shape[1]]
+        z = xp.concatenate((z, self.take(z_offered, order).T))
+        return z, want._replace(ids=xp.concatenate((want.ids, self.take(offered, order)), 1))
+
+    def ascends(self, kept: Array) -> Array:
+        """Which classes of a kept set are not the one before."""
+        before = self.xp.concatenate((self.xp.full_like(kept[:, :1], -1), kept[:, :-1]), 1)
+        ascends: Array = kept != before
+        return ascends
 
     def clean(self, x: Array, want: Wanted, bad: Array) -> Array:
         """NaN where the label was not kept, 0 where the token is not valid."""

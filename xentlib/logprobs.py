@@ -33,7 +33,8 @@ A = TypeVar("A")  # a tensor or an array of the backend
 
 @not_a_tensor("logprobs")
 class LogprobOutput(NamedTuple, Generic[A]):
-    """Result of the functions here; a pytree in JAX. All but `correct` carry gradients.
+    """Result of the functions here; a pytree in JAX. All but `correct` and `top_ids` carry
+    gradients.
 
     Attributes:
         logprobs: [...] log-probability of each label, at most 0, float32 (float64 for float64
@@ -42,6 +43,10 @@ class LogprobOutput(NamedTuple, Generic[A]):
         lse: [...] log-sum-exp of each token's logits.
         correct: [...] bool, the label's logit is the largest and no other equals it.
         ids_logprobs: [..., K] log-probability of each class of `ids`, or None without them.
+        top_ids: [..., top_k] the most probable classes, the most probable first, of several whose
+            logits are equal the lowest first; int64 (int32 in JAX), without a gradient; -1 for
+            tokens that are not valid. None without `top_k`.
+        top_logprobs: [..., top_k] their log-probabilities, or None without `top_k`.
     """
 
     logprobs: A
@@ -49,6 +54,8 @@ class LogprobOutput(NamedTuple, Generic[A]):
     lse: A
     correct: A
     ids_logprobs: A | Any = None
+    top_ids: A | Any = None
+    top_logprobs: A | Any = None
 
 
 def chunked_logprobs(
@@ -60,6 +67,7 @@ def chunked_logprobs(
     where: Array | None = None,
     kept: Array | None = None,
     ids: Array | None = None,
+    top_k: int = 0,
     ignore_index: int = -100,
     logit_scale: float | Array = 1.0,
     softcap: float | Array | None = None,
@@ -81,7 +89,8 @@ def chunked_logprobs(
         z = s / temperature
         lse = log sum_v exp(z_v),   logprob = z_y - lse,   entropy = -sum_v p_v log p_v
 
-    Every output but `correct` may be part of a loss, each token with a gradient of its own:
+    Every output but `correct` and `top_ids` may be part of a loss, each token with a gradient of
+    its own:
 
         d logprob / dz = onehot_y - p,   d lse / dz = p,   d entropy / dz = -p (log p + entropy)
 
@@ -89,9 +98,9 @@ def chunked_logprobs(
     arithmetic; their outputs and their gradients are exactly 0.
 
     The backward computes the logits again, chunk by chunk: four GEMMs in all, one where no gradient
-    is wanted. Beside its inputs the call keeps four numbers per token, with `kept` or `ids` six and
-    one for each of their classes. For a loss that is a weighted sum of log-probabilities known in
-    advance, `chunked_nll` needs three GEMMs.
+    is wanted. Beside its inputs the call keeps four numbers per token, with `kept`, `ids` or
+    `top_k` six, one for each of their classes, and another for each of the `top_k`. For a loss that
+    is a weighted sum of log-probabilities known in advance, `chunked_nll` needs three GEMMs.
 
     Args:
         hidden: [..., H] hidden states, the head's input; float16, bfloat16, float32 or float64.
@@ -111,6 +120,9 @@ def chunked_logprobs(
         ids: [..., K] integers or None: classes whose log-probabilities are wanted beside the
             label's, as `ids_logprobs` with gradients; -1 for none, which gives 0. Outside of
             `kept` they are -inf.
+        top_k: how many of the most probable classes of each token are wanted, as `top_ids` and
+            `top_logprobs`, at most V; 0 for none. With `kept` they are of the set; where it has
+            fewer, the others are -1, with log-probabilities of -inf. Vocabularies of up to 2^24.
         ignore_index: label of tokens to leave out.
         logit_scale: number or 0-d array that multiplies the logits.
         softcap: positive number, 0-d array (in PyTorch read by the host), or None.
@@ -123,9 +135,10 @@ def chunked_logprobs(
             order, or a DTensor sharded on the vocabulary.
             `hidden`, `labels` and the rest are the same on every rank, and so are the results and
             d hidden. One MAX and one packed SUM over [N] numbers, one SUM of d hidden; with `kept`
-            or `ids` of K classes one SUM more over [N, K]. The MAX
-            also compares checksums of what must be the same: where ranks differ all raise, or have
-            NaN where raising would need a device sync (and in JAX).
+            or `ids` of K classes one SUM more over [N, K], which has 2 R K numbers of a token too
+            for a `top_k` of K on R ranks. The MAX also compares checksums of what must be the same:
+            where ranks differ all raise, or have NaN where raising would need a device sync (and in
+            JAX).
         tokens_parallel: the ranks of `vocab_parallel` again, if tokens are sharded over them too:
             `hidden`, `labels` and all other per-token arguments are then this rank's own, of any
             number, none included, and so are its results and d hidden; the options are the same on
@@ -179,6 +192,7 @@ def vocab_parallel_logprobs(
     where: Array | None = None,
     kept: Array | None = None,
     ids: Array | None = None,
+    top_k: int = 0,
     ignore_index: int = -100,
     temperature: float | Array = 1.0,
     label_smoothing: float = 0.0,
@@ -218,6 +232,8 @@ def vocab_parallel_logprobs(
         where: [...] bool or None; False takes a token out.
         kept: [..., K] ids of the whole vocabulary or None, as in `chunked_logprobs`.
         ids: [..., K] ids of the whole vocabulary or None, as in `chunked_logprobs`.
+        top_k: how many of the most probable classes of the whole vocabulary are wanted, as in
+            `chunked_logprobs`.
         ignore_index: label of tokens to leave out.
         temperature: positive number, 0-d array, or [...] one per token.
         label_smoothing: eps in [0, 1]. `logprobs` is then the smoothed log-likelihood, whose

@@ -51,6 +51,7 @@ class Options(NamedTuple):
     entropy: bool = False
     predicted: bool = False
     kept: int = -1  # how many of further classes are of a kept set; -1: none is kept
+    top_k: int = 0  # how many of the most probable classes the call finds
     transposed: bool = False
     axis: Axis | None = None
     place: Placement | None = None

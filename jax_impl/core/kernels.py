@@ -20,6 +20,7 @@ from xentlib.jax.core.algebra import exp
 from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import column_sums as sums_of_columns
 from xentlib.jax.core.gemm import round_to as rounded
+from xentlib.jax.core.largest import largest
 from xentlib.jax.core.tokens import FurtherClasses
 
 
@@ -31,6 +32,7 @@ class LogitTransform(NamedTuple):
     scalars: Scalars = Scalars()
     class_weights_V: jax.Array | None = None  # 0 where a column is no class
     padded_from: jax.Array | int | None = None  # the first column that is no class; None: all are
+    top_k: int = 0  # of each row's largest columns are further classes too
 
 
 class LogitsBlock(NamedTuple):
@@ -52,6 +54,9 @@ class Logits(NamedTuple):
     z_y: jax.Array
     derivative_TV: jax.Array | None  # of the softcap
     z_more_TK: jax.Array | None = None  # of further classes, in whose columns -inf is too
+    # Columns of the largest, -1 for none, as numbers of the dtype, and their logits: the same
+    top_TK: jax.Array | None = None
+    z_top_TK: jax.Array | None = None
 
 
 class XLA(NamedTuple):
@@ -87,7 +92,7 @@ class XLA(NamedTuple):
         logits = self.prepare(rows) if left is None else left
         dz_TV, dz_y_T = self.dlogits(logits, lse_T, of), of.own
         if rows.more is not None and of.more is not None:
-            dz_TV = dz_TV.at[at_columns(rows.more)].add(of.more, mode="drop")
+            dz_TV = dz_TV.at[at_columns(rows.more.columns)].add(of.more, mode="drop")
         if logits.derivative_TV is not None:
             own_T1 = jnp.take_along_axis(logits.derivative_TV, rows.y_T1, axis=1, mode="clip")
             dz_y_T = dz_y_T * own_T1[:, 0]
@@ -136,12 +141,18 @@ class XLA(NamedTuple):
         if shape.padded_from is not None:
             taken_TV |= column_TV >= shape.padded_from
         z_y = jnp.take_along_axis(z_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
-        z_more = None
+        z_more, top, z_top, taken = None, None, None, []
         if rows.more is not None:
             z_more = jnp.take_along_axis(z_TV, rows.more.columns, axis=1, mode="clip")
-            z_TV = z_TV.at[at_columns(rows.more)].set(-jnp.inf, mode="drop")
+            taken.append(rows.more.columns)
+        if shape.top_k:
+            top, z_top = largest(z_TV, shape.top_k, shape.padded_from)
+            taken.append(jnp.where(top < 0, z_TV.shape[1], top))
+            top = top.astype(z_TV.dtype)
+        for columns in taken:
+            z_TV = z_TV.at[at_columns(columns)].set(-jnp.inf, mode="drop")
         z_TV = jnp.where(taken_TV, -jnp.inf, z_TV)
-        return Logits(z_TV, taken_TV, z_y, derivative_TV, z_more)
+        return Logits(z_TV, taken_TV, z_y, derivative_TV, z_more, top, z_top)
 
     def rest_stats(self, logits: Logits, wanted: WantedStats) -> BlockStats:
         """Step 4. Sums are relative to a block's own maximum, so its largest terms are exact."""
@@ -188,9 +199,9 @@ class XLA(NamedTuple):
         return jnp.where(logits.taken_TV, 0.0, dz_TV - share_TV)
 
 
-def at_columns(more: FurtherClasses) -> tuple[jax.Array, jax.Array]:
+def at_columns(columns: jax.Array) -> tuple[jax.Array, jax.Array]:
     """An index of [T, V]: of further classes, past the last column where one is elsewhere."""
-    return jnp.arange(more.columns.shape[0], dtype=jnp.int32)[:, None], more.columns
+    return jnp.arange(columns.shape[0], dtype=jnp.int32)[:, None], columns
 
 
 def by_blocks(x_TV: jax.Array, add: Callable[[Any, Any], Any], nothing: float) -> jax.Array:

@@ -129,6 +129,7 @@ def chunked_logits(
         scalars=options.scalars,
         class_weights_V=own_weights(options, arrays.class_weights, shard, columns + more),
         padded_from=first,
+        top_k=options.top_k,
     )
     return ChunkedLogits(
         options,

@@ -61,7 +61,8 @@ def gather_tokens(logits: ChunkedLogits, numbers: T) -> tuple[ChunkedLogits, T]:
         jnp.zeros_like(valid_M),
         logits.columns,
         logits.shard,
-        jnp.maximum(jnp.stack(ids, 1), 0) if ids else None,
+        # Beside the targets, as there may be none: of `top_k` alone.
+        None if more is None else jnp.maximum(jnp.stack([targets_M, *ids], 1)[:, 1:], 0),
     )
     ranks = lax.axis_size(axes)
     return logits._replace(

@@ -94,7 +94,7 @@ class SoftLogits(NamedTuple):
         assert more is not None
         assert self.probs is not None
         probs_TK = at_rows(self.student, chunk, self.probs).T
-        return jnp.zeros_like(like_TV).at[at_columns(more)].add(probs_TK, mode="drop")
+        return jnp.zeros_like(like_TV).at[at_columns(more.columns)].add(probs_TK, mode="drop")
 
     def classes(self, x_TV: jax.Array) -> jax.Array:
         """0 where a column is no class."""

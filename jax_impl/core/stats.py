@@ -17,6 +17,7 @@ from xentlib.algebra import (
     WantedStats,
 )
 from xentlib.jax.core.algebra import ALGEBRA
+from xentlib.jax.core.kernels import Logits
 from xentlib.jax.core.logits import Chunk, ChunkedLogits
 from xentlib.jax.core.loop import over_chunks
 from xentlib.jax.core.vocab import combine, varying
@@ -27,23 +28,22 @@ def all_stats(
 ) -> TokenStats:
     """Steps 2 to 5 over all shards of a vocabulary: packed rows [M] of all tokens, on every
     device."""
-    z_y, blocks, _ = all_columns(logits, wanted, only=only)
+    z_y, blocks, *_ = all_columns(logits, wanted, only=only)
     return stats_of(logits, logits.order, z_y, blocks)
 
 
 def all_columns(
     logits: ChunkedLogits, wanted: WantedStats, *, only: Chunk | None = None
-) -> tuple[jax.Array, BlockStats, jax.Array | None]:
-    """Steps 2 to 4 of this device's columns: packed rows [M] of all tokens, and [K, M] of further
-    classes."""
+) -> tuple[jax.Array, BlockStats, jax.Array | None, jax.Array | None]:
+    """Steps 2 to 4 of this device's columns: packed rows [M] of all tokens, [K, M] of further
+    classes, and [2, K, M] of the largest."""
 
     def body(chunk: Chunk, packed: Any) -> Any:
         def put(into: jax.Array, values: jax.Array) -> jax.Array:
             return lax.dynamic_update_slice_in_dim(into, values, chunk.start, axis=values.ndim - 1)
 
         z_y, blocks, left = logits.kernels.stats(chunk.block, wanted)
-        more = None if left.z_more_TK is None else left.z_more_TK.T
-        return jax.tree.map(put, packed, (z_y, blocks, more))
+        return jax.tree.map(put, packed, (z_y, blocks, *further_rows(left)))
 
     width = logits.arrays.hidden.shape[1]
     if logits.operand is not None:
@@ -54,11 +54,21 @@ def all_columns(
     sum_d = each[0] if wanted.smoothing else None
     further = logits.tokens.more
     more = None if further is None else jnp.zeros((further.ids.shape[1], each.shape[1]), each.dtype)
-    packed = each[0], BlockStats(each, each, each, sum_ed, top, sum_d), more
-    result: tuple[jax.Array, BlockStats, jax.Array | None] = over_chunks(
-        logits, body, packed, only=only
-    )
-    return result
+    found, top_k = None, min(logits.options.top_k, width)
+    if top_k:
+        found = jnp.zeros((2, top_k, each.shape[1]), each.dtype)
+    packed = each[0], BlockStats(each, each, each, sum_ed, top, sum_d), more, found
+    result: Any = over_chunks(logits, body, packed, only=only)
+    z_y, blocks, more, found = result
+    return z_y, blocks, more, found
+
+
+def further_rows(left: Logits) -> tuple[jax.Array | None, jax.Array | None]:
+    """Logits of further classes [K, T], and of the largest their columns and logits [2, K, T]."""
+    more = None if left.z_more_TK is None else left.z_more_TK.T
+    if left.top_TK is None or left.z_top_TK is None:
+        return more, None
+    return more, jnp.stack((left.top_TK.T, left.z_top_TK.T))
 
 
 def target_info(logits: ChunkedLogits, rows: jax.Array | slice) -> TargetInfo:
@@ -84,19 +94,40 @@ def class_stats(
     z_y: jax.Array,
     blocks: BlockStats,
     more: jax.Array | None,
+    found: jax.Array | None,
 ) -> jax.Array:
-    """[1 + K + 4, tokens] of some tokens: logits of the target and of further classes, and of the
-    others the largest and their sums; over shards with one SUM more than `stats_of`."""
+    """[1 + K + 2 M + 4, tokens] of some tokens: logits of the target and of further classes, the M
+    largest that were found, and of the others the largest and their sums; over shards with one SUM
+    more than `stats_of`."""
     z_y, rest = over_shards(logits, rows, z_y, blocks)
     further = logits.tokens.more
     assert further is not None
     assert more is not None
     if further.owned is not None:
-        assert logits.options.axis is not None
         more = jnp.where(further.owned[rows].T, more, 0.0)
+    if found is not None:
+        more = jnp.concatenate((more, offered(logits, found)))
+    if logits.options.axis is not None:
         more = lax.psum(more, logits.options.axis.name)
     sum_ed = jnp.zeros_like(rest.s) if rest.sum_ed is None else rest.sum_ed
     return jnp.concatenate((z_y[None], more, jnp.stack((rest.m, rest.ones, rest.s, sum_ed))))
+
+
+def offered(logits: ChunkedLogits, found: jax.Array) -> jax.Array:
+    """[2 M, tokens]: the `top_k` largest of every shard, classes and logits, out of this one's
+    columns and logits [2, K, tokens], as numbers of which one shard has each. A shard of fewer
+    columns has no class, -1, in the others' places."""
+    axis, shard, (columns, z) = logits.options.axis, logits.shard, found
+    if axis is None:
+        return found.reshape(-1, found.shape[2])
+    assert shard is not None
+    classes = jnp.where(columns < 0, -1.0, columns + shard.start.astype(columns.dtype))
+    fill = (0, logits.options.top_k - len(z)), (0, 0)
+    own = jnp.stack((jnp.pad(classes, fill, constant_values=-1.0), jnp.pad(z, fill)))
+    own = jnp.where(own[:1] < 0, jnp.array([-1.0, 0.0], own.dtype)[:, None, None], own)
+    rank = jnp.arange(lax.axis_size(axis.name), dtype=jnp.int32)[None, :, None, None]
+    of_ranks = jnp.where(rank == lax.axis_index(axis.name), own[:, None], 0.0)
+    return of_ranks.reshape(-1, of_ranks.shape[3])
 
 
 def over_shards(

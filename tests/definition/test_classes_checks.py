@@ -1,4 +1,5 @@
-"""How a hurried user calls `kept` and `ids` wrongly: each in one sentence, in both backends."""
+"""How a hurried user calls `kept`, `ids` and `top_k` wrongly: each in one sentence, in both
+backends."""
 
 from __future__ import annotations
 
@@ -45,6 +46,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "`labels` must be among the `kept` classes of their token; got 0, which is not",
     ),
     "a list": ({"kept": KEPT.tolist()}, TypeError, "`kept` must be a "),
+    "more than there are": (
+        {"top_k": V + 1},
+        ValueError,
+        "`top_k` must be at most 11, the number of classes; got 12. Pass `min(k, vocab_size)`",
+    ),
+    "fewer than none": ({"top_k": -1}, ValueError, "`top_k` must be 0, for none, or a number of"),
+    "half of them": ({"top_k": 2.0}, TypeError, "`top_k` must be an integer"),
+    "switched off": ({"top_k": False}, TypeError, "`top_k` must be an integer"),
+    "switched on": ({"top_k": True}, TypeError, "wanted; got True. Pass an int, 0 for none"),
+    "a number each": ({"top_k": LABELS}, TypeError, "`top_k` must be an integer"),
+    "none at all": ({"top_k": None}, TypeError, "`top_k` must be an integer"),
+    "of the loss": ({"top_k": 2, "reduction": "mean"}, TypeError, "`reduction`"),
     "to a loss": ({"kept": KEPT, "reduction": "mean"}, TypeError, "`reduction`"),
 }
 
@@ -76,8 +89,17 @@ def test_smoothing_is_refused(backend: str) -> None:
     """It is over the whole vocabulary."""
     logits = cross(backend, np.zeros((N, V), np.float32))
     labels, ids = (cross(backend, x) for x in (LABELS, KEPT))
-    with pytest.raises(ValueError, match="`label_smoothing` must be 0 with `kept` or `ids`"):
-        ours(backend).vocab_parallel_logprobs(logits, labels, ids=ids, label_smoothing=0.1)
+    for given in ({"ids": ids}, {"top_k": 2}):
+        with pytest.raises(ValueError, match="`label_smoothing` must be 0 with `kept`, `ids` or"):
+            ours(backend).vocab_parallel_logprobs(logits, labels, **given, label_smoothing=0.1)
+
+
+def test_more_than_the_given_logits_have(backend: str) -> None:
+    logits, labels = (cross(backend, x) for x in (np.zeros((N, V), np.float32), LABELS))
+    with pytest.raises(ValueError, match="`top_k` must be at most 11"):
+        ours(backend).vocab_parallel_logprobs(logits, labels, top_k=V + 1)
+    with pytest.raises(TypeError, match="`top_k` must be an integer"):
+        ours(backend).vocab_parallel_logprobs(logits, labels, top_k=False)
 
 
 @pytest.mark.torch
@@ -91,8 +113,10 @@ def test_what_is_not_read_is_nan() -> None:
     kept = np.where(np.arange(N)[:, None] == 2, (KEPT + 2) % V, KEPT)
     ids = np.where(np.arange(N)[:, None] == 3, V, KEPT)
     with nothing_read():
-        out = chunked_logprobs(**given, kept=cross("torch", kept), ids=cross("torch", ids))
+        classes = {"kept": cross("torch", kept), "ids": cross("torch", ids), "top_k": 2}
+        out = chunked_logprobs(**given, **classes)
     bad = torch.tensor([False, False, True, True, False, False])
     for x in (out.logprobs, out.lse):
         assert torch.equal(x.isnan(), bad)
-    assert torch.equal(out.ids_logprobs.isnan().all(1), torch.arange(N) == 3)
+    for x in (out.ids_logprobs, out.top_logprobs):
+        assert torch.equal(x.isnan().all(1), torch.arange(N) == 3)

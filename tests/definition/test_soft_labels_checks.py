@@ -106,7 +106,7 @@ def test_given_logits(backend: str) -> None:
     """Neither beside a kept set, nor of other columns."""
     logits, probs, ids = (cross(backend, x) for x in (np.zeros((N, V), np.float32), PROBS, IDS))
     function = ours(backend).vocab_parallel_logprobs
-    with pytest.raises(ValueError, match="`labels` must be classes with `kept` or `ids`"):
+    with pytest.raises(ValueError, match="`labels` must be classes with `kept`, `ids`"):
         function(logits, probs, ids=ids)
     with pytest.raises(ValueError, match=r"each of the 11 classes; got \(6, 10\)"):
         function(logits, probs[:, 1:])

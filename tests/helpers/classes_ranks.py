@@ -1,5 +1,5 @@
-"""Kept sets, several classes a token and a teacher's most probable ones on real ranks: a head that
-is sharded, along each route, and mistakes on some of the ranks."""
+"""Kept sets, several classes a token, the most probable ones and a teacher's on real ranks: a head
+that is sharded, along each route, and mistakes on some of the ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from xentlib.torch import (
 )
 
 N, H, V, K = 29, 16, 421, 5
+TOP = 45  # more than the columns of a last rank
 Arrays = dict[str, Tensor]
 
 
 def arrays(world: int) -> Arrays:
-    """Of each rank's tokens, and the head."""
+    """Of each rank's tokens, and the head: integers, so that many logits are equal."""
     torch.manual_seed(3)
     labels = torch.randint(0, V, (world, N))
     kept = torch.rand(world, N, V).argsort(-1)[..., :K]
@@ -33,8 +34,8 @@ def arrays(world: int) -> Arrays:
     kept[:, ::3] = -1
     labels[:, ::7] = -100
     return {
-        "hidden": torch.randn(world, N, H),
-        "weight": torch.randn(V, H) / 2,
+        "hidden": torch.randn(world, N, H).round(),
+        "weight": torch.randn(V, H).round(),
         "labels": labels,
         "kept": kept,
         "ids": torch.randint(-1, V, (world, N, K)),
@@ -45,13 +46,15 @@ def arrays(world: int) -> Arrays:
 def loss(out: Any, upstream: Tensor) -> Tensor:
     """Of every output, each token's with gradients of its own."""
     of_ids = torch.where(out.ids_logprobs.isfinite(), out.ids_logprobs * upstream, 0.0).sum()
-    total: Tensor = of_ids + (out.logprobs * upstream[..., 0]).sum()
+    of_top = torch.where(out.top_logprobs.isfinite(), out.top_logprobs, 0.0)
+    of_top = (of_top * torch.linspace(-1, 1, TOP)).sum()
+    total: Tensor = of_ids + of_top + (out.logprobs * upstream[..., 0]).sum()
     return total + (out.entropy * upstream[..., 1]).sum() + (out.lse * upstream[..., 2]).sum()
 
 
 def both(hidden: Any, head: Any, given: Arrays, upstream: Tensor, **how: Any) -> list[Tensor]:
     """Values of both functions; the gradients of their losses are in the leaves."""
-    out = chunked_logprobs(hidden, head, **given, entropy=True, **how)
+    out = chunked_logprobs(hidden, head, **given, entropy=True, top_k=TOP, **how)
     loss(out, upstream).backward()
     teacher = TeacherTopK(given["ids"], torch.log_softmax(2 * upstream, -1) - 0.3)
     diverging: dict[str, Any] = {"kind": "jsd", "beta": 0.3, "nll_weight": 0.5, **how}
@@ -63,8 +66,8 @@ def both(hidden: Any, head: Any, given: Arrays, upstream: Tensor, **how: Any) ->
 
 
 def results(out: Any) -> list[Tensor]:
-    values = (out.logprobs, out.entropy, out.lse, out.ids_logprobs)
-    return [x.detach().nan_to_num(neginf=-99.0) for x in values]
+    values = (out.logprobs, out.entropy, out.lse, out.ids_logprobs, out.top_logprobs)
+    return [x.detach().nan_to_num(neginf=-99.0) for x in values] + [out.top_ids.float()]
 
 
 def of_rank(rank: int, world: int, folder: str, items: list[Any]) -> list[Any]:
@@ -110,6 +113,11 @@ def tokens_parallel(rank: int, world: int, x: Arrays) -> list[Tensor]:
     how: dict[str, Any] = {"vocab_parallel": over, "tokens_parallel": dist.group.WORLD}
     how["max_chunk_bytes"] = world * 16 * 4 * V
     values = both(hidden, weight, own(x, rank), x["upstream"][rank], **how)
+    labels = x["labels"][rank]
+    alone = chunked_logprobs(hidden.detach(), weight.detach(), labels, top_k=TOP, **how)
+    logits = x["hidden"][rank] @ x["weight"].T
+    order = logits.argsort(dim=1, descending=True, stable=True)[:, :TOP]
+    assert torch.equal(alone.top_ids, torch.where(labels[:, None] == -100, -1, order))
     assert weight.grad is not None
     assert hidden.grad is not None
     return [*values, hidden.grad, every_row(weight.grad, world)]
@@ -124,7 +132,9 @@ def same_tokens(rank: int, world: int, x: Arrays) -> list[Tensor]:
     given = {name: x[name] for name in ("labels", "kept", "ids")}
     values = both(hidden, weight, given, x["upstream"], vocab_parallel=over)
     logits = hidden.detach() @ weight.detach().T
-    of_logits = vocab_parallel_logprobs(logits, **given, vocab_parallel=over, entropy=True)
+    of_logits = vocab_parallel_logprobs(
+        logits, **given, vocab_parallel=over, entropy=True, top_k=TOP
+    )
     for ours, theirs in zip(values, results(of_logits)):
         pair = ours.numpy(), theirs.double().numpy()
         assert not failures(check("A9", *pair, metrics=("rho / u",)))
@@ -204,6 +214,13 @@ def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
             kept=None if odd else given["ids"][:, :1] * 0 - 1,
             ids=torch.cat((given["ids"][:, :1] * 0 - 1, given["ids"]), 1) if odd else given["ids"],
         ),
+        "fewer top_k": lambda: call(top_k=3 - odd),
+        "top_k on one": lambda: call(kept=None, ids=None, top_k=odd * 3),
+        "top_k for ids": lambda: call(top_k=odd * K, ids=None if odd else given["ids"]),
+        "fewer top_k, tokens": lambda: tokens(top_k=3 - odd),
+        "top_k of logits": lambda: logits(top_k=odd * 3),
+        "top_k of more than there are": lambda: call(top_k=V + 1),
+        "top_k of more than there are, tokens": lambda: tokens(top_k=V + 1),
         "no class": lambda: call(ids=wrong * 0 + V),
         "not kept": lambda: call(kept=outside),
     }
@@ -215,6 +232,7 @@ def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
 
     few = TeacherTopK(given["ids"], torch.full((N, K), -3.0))
     calls |= {
+        "fewer top_k, stream": lambda: stream(top_k=3 - odd),
         "no class on one, stream": lambda: stream(ids=given["ids"] + odd * V),
         "denominator of 0 on one, stream": lambda: chunked_divergence(
             hidden, head, few, denominator=1.0 - odd, gather="stream"

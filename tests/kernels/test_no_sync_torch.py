@@ -69,7 +69,10 @@ LOSS = HEAD | {
     "denominator on the device": lambda: {"denominator": there()},
     "outputs": lambda: {"outputs": OUTPUTS},
 }
-CLASSES = {"kept": lambda: {"kept": there(N, 4, dtype=INT), "ids": there(N, 3, dtype=INT)}}
+CLASSES = {
+    "kept": lambda: {"kept": there(N, 4, dtype=INT), "ids": there(N, 3, dtype=INT)},
+    "top_k": lambda: {"top_k": 5},
+}
 PER_TOKEN = HEAD | CLASSES | {"entropy": lambda: {"entropy": True}}
 LOGITS = TOKENS | {
     "entropy": lambda: {"entropy": True},
@@ -137,11 +140,11 @@ def test_classes_of_given_logits() -> None:
     call = {
         "logits": there(N, V, grad=True),
         "labels": there(N, dtype=INT),
-        **options(CLASSES, "kept"),
+        **options(CLASSES, "everything"),
     }
     with as_on_a_gpu():
         out = vocab_parallel_logprobs(**call, entropy=True, **CHUNKS)
-        backward([out.logprobs, out.entropy, out.ids_logprobs], call)
+        backward([out.logprobs, out.entropy, out.ids_logprobs, out.top_logprobs], call)
 
 
 @pytest.mark.parametrize("tail", ["class", "renormalize", "drop"])

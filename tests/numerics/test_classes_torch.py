@@ -45,12 +45,18 @@ def of_ids(hidden: Any, weight: Any, labels: Any, kept: Any, ids: Any) -> Any:
     return (out.ids_logprobs.exp() * ids.cos()).sum() + out.lse.sum()
 
 
+def of_top(hidden: Any, weight: Any, labels: Any, kept: Any, ids: Any) -> Any:
+    out = chunked_logprobs(hidden, weight, labels, top_k=K)
+    return (out.top_logprobs.exp() * out.top_ids.cos()).sum() + out.lse.sum()
+
+
 def of_logits(hidden: Any, weight: Any, labels: Any, kept: Any, ids: Any) -> Any:
-    out = vocab_parallel_logprobs(hidden @ weight.T, labels, kept=kept, ids=kept.flip(-1))
-    return (out.ids_logprobs * kept.cos()).sum() + out.logprobs.sum()
+    logits = hidden @ weight.T
+    out = vocab_parallel_logprobs(logits, labels, kept=kept, ids=kept.flip(-1), top_k=2)
+    return (out.ids_logprobs * kept.cos()).sum() + out.logprobs.sum() + out.top_logprobs.sum()
 
 
-LOSSES = [of_kept, of_ids, of_logits]
+LOSSES = [of_kept, of_ids, of_top, of_logits]
 
 
 def with_gradients(loss: Callable[..., Any], x: dict[str, Any]) -> list[Any]:
@@ -71,7 +77,7 @@ def test_compiled_is_eager_to_the_bit(loss: Callable[..., Any]) -> None:
         assert same(want, got)
 
 
-@pytest.mark.parametrize("loss", [of_kept, of_ids])
+@pytest.mark.parametrize("loss", LOSSES[:3])
 def test_autocast(loss: Callable[..., Any]) -> None:
     """Operands of bf16, gradients in the dtype of the leaves."""
     x = arrays()
@@ -91,7 +97,7 @@ def test_lora() -> None:
     a, b = torch.randn(3, H).requires_grad_(), torch.randn(V, 3).requires_grad_()
     merged = x["weight"].detach() + 0.5 * b @ a
     frozen = x["weight"].detach()
-    for loss in (of_kept, of_ids):
+    for loss in LOSSES[:3]:
         want = torch.autograd.grad(loss(**{**x, "weight": merged}), (a, b), retain_graph=True)
         head = LowRankHead(frozen, a, b, 0.5)
         got = torch.autograd.grad(loss(**{**x, "weight": head}), (a, b))
@@ -117,11 +123,12 @@ def test_meta_tensors() -> None:
     """Shapes and dtypes; no operator reads a number."""
     x = {name: y.detach().to("meta").requires_grad_(y.is_floating_point())
          for name, y in arrays(torch.bfloat16).items()}  # fmt: skip
-    out = chunked_logprobs(**x, entropy=True)
+    out = chunked_logprobs(**x, entropy=True, top_k=3)
     assert out.ids_logprobs.shape == (2, N // 2, K)
-    for y in (out.logprobs, out.entropy, out.ids_logprobs):
+    assert (out.top_ids.shape, out.top_ids.dtype) == ((2, N // 2, 3), torch.int64)
+    for y in (out.logprobs, out.entropy, out.ids_logprobs, out.top_logprobs):
         assert y.dtype == torch.float32
-    (out.ids_logprobs.sum() + out.logprobs.sum()).backward()
+    (out.ids_logprobs.sum() + out.logprobs.sum() + out.top_logprobs.sum()).backward()
     assert x["weight"].grad.shape == (V, H)
 
 

@@ -51,7 +51,9 @@ def test_ranks_that_differ_are_all_refused() -> None:
         name = texts[0].partition(": ")[0]
         expected = {"no class": "must hold classes in", "not kept": "must be among the `kept`"}
         expected["denominator of 0 on one, stream"] = "`denominator` must be positive"
-        assert all(expected.get(name, "kept") in text for text in texts), texts
+        expected["top_k for ids"] = "the ids of each token"
+        of = "top_k` must be " if "top_k" in name else "kept"
+        assert all(expected.get(name, of) in text for text in texts), texts
 
 
 # In JAX each call is a program.
@@ -82,6 +84,53 @@ def test_shards_do_not_show(backend: str, function: str) -> None:
 
 
 @pytest.mark.jax
+def test_the_most_probable_of_all_shards() -> None:
+    """A9: more than a device has, of integers with many that are equal, and padding in the last
+    shard. Catches: columns counted from a shard's start; padding of 0 above negative logits."""
+    jax = pytest.importorskip("jax")
+    from jax.sharding import PartitionSpec as P
+
+    from xentlib.jax import chunked_logprobs, vocab_parallel_logprobs
+    from xentlib.plan import PaddedVocab
+
+    rng, top_k = np.random.default_rng(3), 40
+    hidden, weight = (np.rint(rng.standard_normal((n, 6))).astype(np.float32) for n in (21, 45))
+    padded = np.concatenate((weight, np.zeros((3, 6), np.float32)))
+    bias = np.where(np.arange(48) < 45, np.float32(-32), 0)
+    labels = np.where(np.arange(21) % 5, np.arange(21), -100).astype(np.int32)
+    g = rng.standard_normal((21, top_k)).astype(np.float32)
+
+    def loss(hidden: Any, weight: Any, bias: Any, **how: Any) -> Any:
+        out = chunked_logprobs(hidden, weight, labels, top_k=top_k, bias=bias, **how)
+        return (out.top_logprobs * g).sum() + out.logprobs.sum(), out
+
+    (_, one), right = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight, bias[:45])
+    order = np.argsort(-(hidden @ weight.T), axis=1, kind="stable")[:, :top_k]
+    assert np.array_equal(one.top_ids, np.where(labels[:, None] < 0, -1, order))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def spread(*arrays: Any) -> Any:
+        return loss(*arrays, vocab_parallel=PaddedVocab("x", 45))
+
+    mapped = jax.shard_map(spread, mesh=mesh, in_specs=(P(), P("x"), P("x")), out_specs=P())
+    step = jax.jit(jax.value_and_grad(mapped, (0, 1), has_aux=True))
+    (_, out), (d_hidden, d_weight) = step(hidden, padded, bias)
+    assert np.array_equal(out.top_ids, one.top_ids)
+    got, exact = (out.top_logprobs, d_hidden, d_weight[:45]), (one.top_logprobs, *right)
+    for ours, theirs in zip(got, exact, strict=True):
+        pair = np.asarray(ours), np.asarray(theirs).astype(np.float64)
+        assert not failures(check("A9", *pair, metrics=("rho / u",), backend="jax"))
+    assert not np.asarray(d_weight[45:]).any()
+
+    def of_given(logits: Any) -> Any:
+        over = PaddedVocab("x", 45)
+        return vocab_parallel_logprobs(logits, labels, top_k=top_k, vocab_parallel=over).top_ids
+
+    mapped = jax.shard_map(of_given, mesh=mesh, in_specs=P(None, "x"), out_specs=P())
+    assert np.array_equal(jax.jit(mapped)(hidden @ padded.T + bias), one.top_ids)
+
+
+@pytest.mark.jax
 @pytest.mark.parametrize("way", ["tokens_parallel", "explicit", "hidden"])
 def test_meshes(way: str) -> None:
     """A9: tokens and rows over one axis that a program names, and whole arrays on a mesh."""
@@ -97,10 +146,13 @@ def test_meshes(way: str) -> None:
         teacher = TeacherTopK(ids, jax.nn.log_softmax(g) - 0.3)
         diverging = {"kind": "jsd", "beta": 0.3, "nll_weight": 0.5, "reduction": "sum"}
         of_teacher = chunked_divergence(hidden, weight, teacher, labels=labels, **diverging, **how)
-        how |= {"kept": kept, "ids": ids, "entropy": True}
+        how |= {"kept": kept, "ids": ids, "entropy": True, "top_k": 4}
         out = chunked_logprobs(hidden, weight, labels, **how)
         there = jax.numpy.isfinite(out.ids_logprobs)
         of_ids = jax.numpy.where(there, out.ids_logprobs * g, 0).sum()
+        there = jax.numpy.isfinite(out.top_logprobs)
+        factor = g * out.top_ids.astype("float32")
+        of_ids += jax.numpy.where(there, out.top_logprobs * factor, 0).sum()
         return of_teacher.loss + of_ids + ((out.logprobs + out.entropy * 0.3) * g[:, 0]).sum()
 
     arrays = (p.hidden, p.weight, p.labels, p.kept, p.ids, p.d_ids)

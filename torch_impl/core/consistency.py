@@ -175,17 +175,21 @@ class RankConsistency:
         # 24 bits, which float32 holds exactly.
         self.exact(name, ((mixed ^ (mixed >> 12)) & 0xFFFFFF).sum() & 0xFFFFFF)
 
-    def ids(self, ids: Tensor | None, valid: Tensor) -> None:
-        """Further classes of each token: how many, and which."""
+    def ids(self, ids: Tensor | None, valid: Tensor, top_k: int) -> None:
+        """Further classes of each token: how many, and which. Of ranks of which some have none the
+        numbers behind these are others' by name."""
         self.exact("kept and ids", 0.0 if ids is None else ids.shape[1])
+        self.exact("top_k", top_k)
         if ids is not None:
             each = valid.repeat_interleave(ids.shape[1])
             self.labels(ids.long().reshape(-1), each, "kept and ids")
 
     def probs(self, probs: Tensor, valid: Tensor) -> None:
         """Of the further classes of each token."""
-        weighed = (torch.where(valid[:, None], probs, 0.0) * factors(probs.shape[1], probs)).sum(1)
-        self.per_token("labels", weighed, probs.shape[0])
+        probs_N = torch.where(valid[:, None], probs, 0.0).to(**self.like).reshape(-1)
+        probs_N = torch.nan_to_num(probs_N)
+        weighed = (factors(probs_N.shape[0], probs_N) * probs_N).sum()
+        self._add("labels", weighed, TOLERANCE * probs_N.norm())
 
     def tokens(self, name: str, x_NH: Tensor, valid: Tensor) -> None:
         """Rows of the valid tokens."""
@@ -337,7 +341,7 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
     return {
         "gather": ROUTES.index(route),
         "function": FUNCTIONS.index(terms.function),
-        "kept and ids": 0 if call.ids is None else call.ids.shape[1],
+        "kept and ids": (0 if call.ids is None else call.ids.shape[1]) + 2.0**24 * call.top_k,
         "kind": terms.kind,
         "max_chunk_bytes": call.chunk_bytes,
         "the width of hidden": call.hidden.shape[1],

@@ -12,6 +12,7 @@ from xentlib.algebra import BLOCK_COLUMNS, FLOOR, BlockStats, Coefficients, Want
 from xentlib.torch.core.device import device_info
 from xentlib.torch.core.gemm import add_rows_
 from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, LogitTransform, TargetTerms
+from xentlib.torch.core.largest import largest
 
 
 class Eager(Kernels):
@@ -111,11 +112,16 @@ class Eager(Kernels):
 
     def take_target(self, rows: LogitsBlock) -> Tensor:
         """Its logit, in whose column -inf is left, as in those of further classes."""
-        z_y = rows.z_BV.gather(1, rows.y_B1)
+        z_y, taken = rows.z_BV.gather(1, rows.y_B1), [rows.y_B1]
         if rows.more is not None:
             rows.z_more_BK = rows.z_BV.gather(1, rows.more.columns)
-            rows.z_BV.scatter_(1, rows.more.columns, -torch.inf)
-        rows.z_BV.scatter_(1, rows.y_B1, -torch.inf)
+            taken.append(rows.more.columns)
+        if self.shape.top_k:
+            top_BK = largest(rows.z_BV[:, : self.shape.columns], self.shape.top_k)
+            rows.top_BK, rows.z_top_BK = top_BK.to(self.dtype), rows.z_BV.gather(1, top_BK)
+            taken.append(top_BK)
+        for columns in taken:
+            rows.z_BV.scatter_(1, columns, -torch.inf)
         return z_y[:, 0]
 
     def rest_stats(self, z_BV: Tensor, y_B1: Tensor, wanted: WantedStats) -> BlockStats:

@@ -74,7 +74,9 @@ class GatheredTokens(OwnTokens):
         ids = [] if self.ids is None else list(self.ids.long().T)
         self.labels, *numbers = self._of_all_ranks([labels, *ids], numbers)
         if self.ids is not None:
-            self.ids = torch.stack(numbers[: len(ids)], 1)
+            # There may be none: of `top_k` alone.
+            none = self.labels.new_empty(len(self.labels), 0)
+            self.ids = torch.cat([none, *(x[:, None] for x in numbers[: len(ids)])], 1)
             numbers = numbers[len(ids) :]
         if self.temperature is not None:
             # Of a token that fills a chunk it is 0, and nothing may be divided by that.

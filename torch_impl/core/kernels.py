@@ -31,6 +31,7 @@ class LogitTransform(NamedTuple):
     scale: Tensor | None = None
     scalars: Scalars = Scalars()
     class_weights_V: Tensor | None = None  # of the columns that are classes
+    top_k: int = 0  # of each row's largest columns are further classes too
 
 
 @dataclass(slots=True)
@@ -48,6 +49,8 @@ class LogitsBlock:
     fresh: bool = True  # `z_BV` is as the product has left it
     derivative_BV: Tensor | None = None  # of the softcap, where a first call leaves it for a second
     z_more_BK: Tensor | None = None  # logits of the further classes, once the target's is known
+    top_BK: Tensor | None = None  # columns of the largest, as numbers of the dtype, if wanted
+    z_top_BK: Tensor | None = None  # and their logits
 
 
 class DzOutput(NamedTuple):

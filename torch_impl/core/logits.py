@@ -84,6 +84,7 @@ class ChunkedLogits:
             scale=None if call.logit_scale is None else call.logit_scale.to(compute_dtype),
             scalars=call.scalars,
             class_weights_V=self.own_weights,
+            top_k=call.top_k,
         )
         rows = pad_rows(self.plan.chunk_tokens) if self.plan.num_tokens else 0
         columns = pad_columns(self.width) if device_info(hidden).aligned_rows else self.width
@@ -164,7 +165,7 @@ class GivenLogits:
         self.own_weights: Tensor | None = None
         self.made = made or kernels_for(logits.device, compute_dtype, call.scalars)
         self.width = self.local_size + (self.vocab.sharded and self.made.spare_column)
-        self.shape = LogitTransform(self.local_size, scalars=call.scalars)
+        self.shape = LogitTransform(self.local_size, scalars=call.scalars, top_k=call.top_k)
         self.block_rows = block_tokens(
             min(chunk_bytes(call.chunk_bytes, logits.device), block_bytes(logits.device.type)),
             self.width,
@@ -179,7 +180,7 @@ class GivenLogits:
             consistency.begin(function, rows, self.labels, self.tokens.valid)
             consistency.per_token("temperature", self.temperature, self.logits.shape[0])
             consistency.scalars(self.scalars, function)
-            consistency.ids(self.ids, self.tokens.valid)
+            consistency.ids(self.ids, self.tokens.valid, self.shape.top_k)
 
     def chunks(self) -> tuple[None]:
         """All tokens are one."""

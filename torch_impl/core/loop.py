@@ -145,7 +145,7 @@ class HeadLoop:
         consistency.close("logit_scale", logits.shape.scale)
         consistency.per_token("temperature", self.chunks_of.temperature, valid.shape[0])
         consistency.scalars(call.scalars, self.terms.function)
-        consistency.ids(self.ids, valid)
+        consistency.ids(self.ids, valid, call.top_k)
         consistency.exact("kind", self.terms.kind)
         consistency.exact("the classes of the teacher", self.terms.more_classes)
         consistency.exact("reduce_hidden_grad", float(call.reduce_hidden))

@@ -30,6 +30,7 @@ class ColumnStats(NamedTuple):
     rest: BlockStats
     weight: Tensor | float
     more: Tensor | None = None  # [K, tokens] logits of further classes, 0 where one is elsewhere
+    top: Tensor | None = None  # [2, M, tokens] of the largest, as `LocalVocab.offered` has them
 
     def joined(self, other: ColumnStats) -> ColumnStats:
         """With those of other columns."""
@@ -45,7 +46,8 @@ class ColumnStats(NamedTuple):
         rest = BlockStats(*fields)._replace(sum_d=sum_d)
         owned, weight = self.owned | other.owned, self.weight + other.weight
         more = None if self.more is None or other.more is None else self.more + other.more
-        return ColumnStats(self.algebra, z_y, owned, rest, weight, more)
+        top = None if self.top is None or other.top is None else torch.cat((self.top, other.top), 1)
+        return ColumnStats(self.algebra, z_y, owned, rest, weight, more, top)
 
 
 def all_stats(loop: Any, wanted: WantedStats) -> TokenStats:
@@ -82,12 +84,18 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
     if chunk is not None:
         places, count = logits.tokens.places(chunk.start, chunk.start + chunk.size), chunk.size
     packed: Tensor | None = None
-    further, more = logits.tokens.more, None
+    further, more, top = logits.tokens.more, None, None
     number = 0 if further is None else further.ids.shape[1]
+    of_top = min(logits.shape.top_k, logits.local_size)
     for part in logits.chunks() if chunk is None else (chunk,):
         packed = put_stats(packed, count, logits, part, wanted, whole=chunk is None)
     if packed is None:  # of no token
-        packed = torch.zeros(number + 4 + sum(wanted), count, **logits.like)
+        rows = number + 2 * of_top + 4 + sum(wanted)
+        packed = torch.zeros(rows, count, **logits.like)
+    if logits.shape.top_k:
+        columns, z_top, packed = packed.tensor_split([of_top, 2 * of_top])
+        top = torch.stack((logits.vocab.to_class(columns), z_top))
+        top = logits.vocab.offered(top, logits.shape.top_k)
     z_y, rest = unpacked(packed[number:], wanted)
     if further is not None:
         more = packed[:number]
@@ -102,7 +110,7 @@ def columns_of(logits: Any, wanted: WantedStats, chunk: Chunk | None = None) -> 
         weight = logits.own_weights.sum()
     label = target_info(logits, places)
     rest_weight = weight - label.weight * here.to(z_y.dtype)
-    return ColumnStats(logits.made.algebra, z_y, here, rest, rest_weight, more)
+    return ColumnStats(logits.made.algebra, z_y, here, rest, rest_weight, more, top)
 
 
 def put_stats(
@@ -115,8 +123,9 @@ def put_stats(
         z_y, rest = kernels.stats(rows, wanted, dz_follows=False)
         if logits.vocab.shard is None:  # all columns are here: one block
             rest = logits.made.algebra.together(rest).as_block()
-        more = None if rows.z_more_BK is None else rows.z_more_BK.T
-        parts = [x for x in (more, z_y, *rest) if x is not None]
+        further = (rows.top_BK, rows.z_top_BK, rows.z_more_BK)
+        parts = [x.T for x in further if x is not None]
+        parts += [x for x in (z_y, *rest) if x is not None]
         values = torch.cat([x if x.ndim == 2 else x[None] for x in parts])
         at = rows.places if whole else rows.span
         if packed is None and isinstance(at, slice) and at == slice(0, count):
@@ -148,7 +157,7 @@ def over_shards(part: Any, columns: ColumnStats) -> tuple[Tensor, NonTargetStats
     vocab, tokens = part.vocab, part.tokens
     # Of tokens that are gathered all ranks have as many in a chunk, and know it.
     most = len(columns.z_y) if part.gathered else tokens.valid.shape[0]
-    z_y, rest = vocab.combine(*columns[:-1], most)
+    z_y, rest = vocab.combine(*columns[:-2], most)
     if vocab.sharded:
         check_ids(part.ids, tokens.valid, vocab.size)
         check_labels(part.labels, tokens.bad, part.ignore_index, vocab.size)
@@ -156,11 +165,15 @@ def over_shards(part: Any, columns: ColumnStats) -> tuple[Tensor, NonTargetStats
 
 
 def class_stats(part: Any, columns: ColumnStats) -> Tensor:
-    """[1 + K + 4, tokens] of a loop or of given logits: logits of the target and of further
-    classes, and of the others the largest and their sums; with one SUM more than `combined`."""
+    """[1 + K + 2 M + 4, tokens] of a loop or of given logits: logits of the target and of further
+    classes, the M largest that were found, and of the others the largest and their sums; with one
+    SUM more than `combined`."""
     z_y, rest = over_shards(part, columns)
     assert columns.more is not None
-    more = part.vocab.of_owners(columns.more)
+    more = columns.more
+    if columns.top is not None:
+        more = torch.cat((more, columns.top.flatten(0, 1)))
+    more = part.vocab.of_owners(more)
     sum_ed = torch.zeros_like(rest.s) if rest.sum_ed is None else rest.sum_ed
     return torch.cat((z_y[None], more, torch.stack((rest.m, rest.ones, rest.s, sum_ed))))
 

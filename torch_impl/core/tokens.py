@@ -83,6 +83,11 @@ class LocalVocab:
         """Numbers of which one shard has each, and the others 0."""
         return values
 
+    def offered(self, top: Tensor, top_k: int) -> Tensor:
+        """[2, M, tokens]: `top_k` largest of every shard, out of this one's [2, K, tokens], class
+        and logit, as numbers of which one shard has each."""
+        return top
+
 
 def words_of(algebra: Algebra, sums: Tensor) -> Tensor:
     """[words, k N] of sums [k, blocks, N]."""

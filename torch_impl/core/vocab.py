@@ -151,7 +151,7 @@ class ShardedVocab(LocalVocab):
         names = [name for name, bad in zip(self.consistency.names, broken, strict=True) if bad]
         rows, start, stop = sizes
         # What has more numbers on some ranks stands first: those after it are compared with others.
-        first = ("function", "kept and ids", "kind", "shard", "vocab_size")
+        first = ("function", "kept and ids", "top_k", "kind", "shard", "vocab_size")
         refuse_inconsistent([name for name in first if name in names])
         if whole:
             SHARDS.refuse("whole_head", vocab_size=rows[0], ranks=self.ranks)
@@ -228,6 +228,14 @@ class ShardedVocab(LocalVocab):
         """On every rank: a number and zeros add up exactly."""
         dist.all_reduce(values, group=self.group)
         return values
+
+    def offered(self, top: Tensor, top_k: int) -> Tensor:
+        """A shard of fewer columns has no class, -1, in the others' places."""
+        _, count, tokens = top.shape
+        of_ranks = top.new_zeros(2, self.ranks, top_k, tokens)
+        of_ranks[0, self.rank, count:] = -1
+        of_ranks[:, self.rank, :count] = top
+        return of_ranks.flatten(1, 2)
 
     def start_sum(self, x: Tensor) -> Any:
         """Work to wait for."""

@@ -64,6 +64,10 @@ CALLS = Refusals(
     # Of `kept` or `ids`.
     ids="`kept` and `ids` must hold classes in [0, {vocab_size}), or -1 for none; got {offender}. "
     "Pass -1 where a position has fewer than the others.",
+    top_k="`top_k` must be at most {vocab_size}, the number of classes; got {top_k}. Pass "
+    "`min(k, vocab_size)`.",
+    top_k_negative="`top_k` must be 0, for none, or a number of classes; got {top_k}. Leave it "
+    "out, or pass one.",
     one_hot="`labels` must have shape {leading}, one class for each token of `{name}`; got "
     "{shape}. Pass class indices, of one-hot rows `labels.argmax(-1)`; `chunked_nll` takes class "
     "probabilities of a floating dtype.",
@@ -170,6 +174,7 @@ def check_head(
     check_numbers(call, leading)
     check_outputs(call.outputs)
     check_flag("entropy", call.entropy)
+    check_top_k(call.top_k)
     check_chunk_bytes(call.max_chunk_bytes)
     if call.compute_dtype is not None:
         check_choice("compute_dtype", call.compute_dtype, COMPUTE)
@@ -186,6 +191,7 @@ def check_logits(call: LogitsArguments, *, labels_on_host: bool = False) -> Logi
     leading = check_tokens(call, "logits", labels_on_host)
     check_numbers(call, leading)
     check_flag("entropy", call.entropy)
+    check_top_k(call.top_k)
     check_chunk_bytes(call.max_chunk_bytes)
     columns = logits.shape[-1]
     if call.vocab_parallel is None:
@@ -294,6 +300,19 @@ def check_tokens(call: Arguments | LogitsArguments, name: str, on_host: bool) ->
         check_device("where", where, beside, beside_name)
     check_ignore_index(call.ignore_index)
     return leading
+
+
+def check_top_k(top_k: object, vocab_size: int | None = None) -> None:
+    """Validate how many of the most probable classes are wanted, of a vocabulary if it is known:
+    over shards it is once all ranks have told each other theirs."""
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(
+            f"`top_k` must be an integer, how many of the most probable classes are wanted; got "
+            f"{top_k!r}. Pass an int, 0 for none."
+        )
+    CALLS.require("top_k_negative", top_k >= 0, top_k=top_k)
+    if vocab_size is not None:
+        CALLS.require("top_k", top_k <= vocab_size, top_k=top_k, vocab_size=vocab_size)
 
 
 def check_ignore_index(value: object) -> None:

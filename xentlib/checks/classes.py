@@ -11,7 +11,8 @@ KEPT = Refusals(
     # A token that the sampler cannot have drawn.
     outside="`labels` must be among the `kept` classes of their token; got {label}, which is not. "
     "Pass what the sampler kept at the same positions, or -1 throughout where it kept all.",
-    smoothing="`label_smoothing` must be 0 with `kept` or `ids`; got {eps:g}. Leave it out.",
+    smoothing="`label_smoothing` must be 0 with `kept`, `ids` or `top_k`; got {eps:g}. Leave it "
+    "out.",
 )
 
 

@@ -156,7 +156,7 @@ def refuse_inconsistent(names: Sequence[str]) -> None:
         "the classes of the teacher": "`teacher`, or `labels` that are probabilities, must have "
         "the classes of the head on every rank of `vocab_parallel`",
         "kept and ids": "the ids of each token (`kept`, `ids`, those of a `TeacherTopK` or of "
-        "`SoftLabels`) must be the same on every rank of `vocab_parallel`",
+        "`SoftLabels`) and `top_k` must be the same on every rank of `vocab_parallel`",
         "kind": "`kind`, and whether `labels` are class probabilities, must be the same on every "
         "rank of `vocab_parallel`",
         "function": "the function must be the same on every rank of the head",

@@ -29,8 +29,8 @@ SOFT = Refusals(
     "`gather='head'`.",
     stream="`gather` must be 'head' or 'hidden' where `labels` are class probabilities; got "
     "'stream'. Pass 'hidden' with `SoftLabels`, or multiply `ids_logprobs` of `chunked_logprobs`.",
-    kept="`labels` must be classes with `kept` or `ids`; got class probabilities. Multiply "
-    "`ids_logprobs` by them.",
+    kept="`labels` must be classes with `kept`, `ids` or `top_k`; got class probabilities. "
+    "Multiply `ids_logprobs` by them.",
 )
 
 

@@ -38,6 +38,8 @@ class Outcome(NamedTuple):
     correct: Any = None
     predicted: Any = None
     ids_logprobs: Any = None
+    top_ids: Any = None
+    top_logprobs: Any = None
     d_hidden: Any = None
     d_weight: Any = None
     d_bias: Any = None
@@ -90,9 +92,9 @@ def outcome_of(backend: str, call: Call, upstream: Mapping[str, Any], wrap: Wrap
     pairs = zip(call.leaves, gradients, strict=True)
     values |= {f"d_{name}": g for name, g in pairs if name != TEACHER}
     outcome = Outcome(**{name: numpy_of(x) for name, x in values.items()})
-    if outcome.predicted is None:
-        return outcome
-    return outcome._replace(predicted=outcome.predicted.astype(np.int64))  # int32 in JAX
+    # int32 in JAX
+    classes = {x: getattr(outcome, x) for x in ("predicted", "top_ids")}
+    return outcome._replace(**{n: x.astype(np.int64) for n, x in classes.items() if x is not None})
 
 
 def _torch(call: Call, upstream: Mapping[str, Any]) -> tuple[Any, Sequence[Any]]:
