@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xentlib.torch.api import chunked_divergence, vocab_parallel_divergence
-from xentlib.torch.teacher import TeacherHead, TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits
 
 __all__ = ["divergences"]
 
