@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from xentlib.teacher import TeacherLogits
 from xentlib.torch.api import vocab_parallel_divergence, vocab_parallel_logprobs
 from xentlib.torch.integrations.rl import check
-from xentlib.teacher import TeacherLogits
 
 __all__ = [
     "compute_forward_kl_topk",
@@ -100,8 +100,8 @@ def topk_divergence(
     mixed_kl_weight: float = 0.5,
     zero_outside_topk: bool = False,
 ) -> Tensor:
-    """What NeMo-RL's `DistillationLossFn` computes of a token, [B, L - 1] of [B, L - 1, K] each, from
-    what `get_distillation_topk_logprobs_from_logits` has returned; never below 0.
+    """What NeMo-RL's `DistillationLossFn` computes of a token, [B, L - 1], from what
+    `get_distillation_topk_logprobs_from_logits` has returned, [B, L - 1, K] each; never below 0.
 
     The reverse KL of a student over the whole vocabulary (`zero_outside_topk`), which takes log p_T
     = -100 outside of the K classes, is refused.

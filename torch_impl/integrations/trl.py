@@ -59,15 +59,15 @@ class Block(AbstractContextManager[None]):
     def warn(self, came: str, stacklevel: int) -> None:
         warnings.warn(
             f"`use()` must be a block around `trainer.train()`; got {came}. Write `with use(): "
-            f"trainer.train()`: a block around the trainer's constructor alone does nothing. Import a "
-            f"trainer that distils before the block.",
+            f"trainer.train()`: a block around the trainer's constructor alone does nothing. Import "
+            f"a trainer that distils before the block.",
             stacklevel=stacklevel,
         )
 
 
 def use() -> Block:
-    """Let TRL's trainers take their log-probabilities from `chunked_logprobs`, and their divergences
-    from `chunked_divergence`, inside the block.
+    """Let TRL's trainers take their log-probabilities from `chunked_logprobs`, and divergences from
+    `chunked_divergence`, inside the block.
 
         with use():
             SFTTrainer(model, args=arguments, train_dataset=data).train()

@@ -1,8 +1,8 @@
-"""TRL's divergences by ours: `DistillationTrainer` from hidden states, GKD, GOLD and IW-OPD from the
-logits that these trainers make.
+"""TRL's divergences by ours: `DistillationTrainer` from hidden states; GKD, GOLD and IW-OPD from the
+logits that they make.
 
-TRL's `beta` is the teacher's share of the mixture, as here, but 0 is forward KL there, and 1 reverse
-KL.
+TRL's `beta` is the teacher's share of the mixture, as here, but 0 means forward KL there, and 1
+reverse KL.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.torch.api import chunked_divergence, vocab_parallel_divergence
 from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.torch.api import chunked_divergence, vocab_parallel_divergence
 
 __all__ = ["divergences"]
 
