@@ -59,8 +59,8 @@ class Block(AbstractContextManager[None]):
     def warn(self, came: str, stacklevel: int) -> None:
         warnings.warn(
             f"`use()` must be a block around `trainer.train()`; got {came}. Write `with use(): "
-            f"trainer.train()`: a block around the trainer's constructor alone does nothing. Import "
-            f"a trainer that distils before the block.",
+            f"trainer.train()`: a block around the trainer's constructor alone does nothing. "
+            f"Import a trainer that distils before the block.",
             stacklevel=stacklevel,
         )
 

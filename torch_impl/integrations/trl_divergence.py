@@ -1,5 +1,5 @@
-"""TRL's divergences by ours: `DistillationTrainer` from hidden states; GKD, GOLD and IW-OPD from the
-logits that they make.
+"""TRL's divergences by ours: `DistillationTrainer` from hidden states; GKD, GOLD and IW-OPD from
+the logits that they make.
 
 TRL's `beta` is the teacher's share of the mixture, as here, but 0 means forward KL there, and 1
 reverse KL.
