@@ -84,7 +84,7 @@ def logit_loss(
     distill_top_k: int = 0,
     where: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What `LogitStrategy.compute_loss` of tunix returns, loss and metrics, without its log-softmax.
+    """What `LogitStrategy.compute_loss` of tunix returns: loss and metrics, of logits.
 
         loss = mean of alpha * temperature^2 * KL(teacher : student) + (1 - alpha) * NLL
 

@@ -1,5 +1,5 @@
-"""Distillation from K classes under the signatures of verl and NeMo-RL, against what their functions
-compute, in float64."""
+"""Distillation from K classes under the signatures of verl and NeMo-RL, against what their
+functions compute, in float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def configured(clamp=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("clamp", [None, -4.5])
+@pytest.mark.parametrize("clamp", [None, -3.0])
 def test_verl(dtype, clamp) -> None:
     """In bf16 float32 results of the logits as they are; theirs have its three digits."""
     student, _, teacher = problem(dtype)
@@ -56,6 +56,7 @@ def test_verl(dtype, clamp) -> None:
     want = {"student_mass": q.exp().sum(-1), "teacher_mass": p.exp().sum(-1)}
     if clamp is not None:
         assert (q < clamp).any()
+        assert (p < clamp).any()
         q, p = q.clamp_min(clamp), p.clamp_min(clamp)
     terms = p.exp() * (p - q)
     want["distillation_losses"] = terms.sum(-1)

@@ -44,7 +44,7 @@ def close_to(teacher: torch.nn.Module, far: float) -> torch.nn.Module:
     torch.manual_seed(1)
     with torch.no_grad():
         for x in teacher.parameters():
-            x += far * torch.randn_like(x)
+            x.add_(torch.randn_like(x), alpha=far)
     return teacher
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from xentlib.options import Divergence
 from xentlib.teacher import TeacherLogits
 from xentlib.torch.api import vocab_parallel_divergence, vocab_parallel_logprobs
 from xentlib.torch.integrations.rl import check
@@ -31,8 +32,8 @@ def compute_forward_kl_topk(
     config: Any,
     data_format: str = "thd",
 ) -> dict[str, Tensor]:
-    """verl's of FSDP workers (`verl.trainer.distillation.fsdp.losses`), of logits [1, N, V] and nested
-    [B, L, K]: sum over the K classes of p_T (log p_T - log p_S), which is no divergence.
+    """verl's of FSDP workers (`verl.trainer.distillation.fsdp.losses`), of logits [1, N, V] and
+    nested [B, L, K]: sum over the K classes of p_T (log p_T - log p_S), which is no divergence.
 
     `log_prob_min_clamp` of the config clamps both, as there. Ulysses, which splits the sequence, is
     refused. verl rounds the student's log-probabilities to the dtype of its logits.
@@ -109,12 +110,14 @@ def topk_divergence(
     mixed = (mixed_kl_weight, 1 - mixed_kl_weight)
     shares = {"forward": (1.0, 0.0), "reverse": (0.0, 1.0), "mixed": mixed}
     if kl_type not in shares:
-        raise ValueError(f"`kl_type` must be one of {', '.join(shares)}; got {kl_type!r}")
+        raise ValueError(f"`kl_type` must be one of forward, reverse, mixed; got {kl_type!r}")
     forward, reverse = shares[kl_type]
     check("`zero_outside_topk` of a reverse KL", zero_outside_topk and reverse > 0, False)
     teacher = TeacherLogits(teacher_topk_logprobs)
     total = student_topk_logprobs.new_zeros(student_topk_logprobs.shape[:-1])
-    for kind, share in (("forward_kl", forward), ("reverse_kl", reverse)):
+    shared: tuple[tuple[Divergence, float], ...]
+    shared = ("forward_kl", forward), ("reverse_kl", reverse)
+    for kind, share in shared:
         if share:
             each = vocab_parallel_divergence(student_topk_logprobs, teacher, kind=kind)
             total = total + share * each
