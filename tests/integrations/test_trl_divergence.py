@@ -12,7 +12,7 @@ pytest.importorskip("trl", reason="TRL is in the extra `trainers`")
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.filterwarnings("error:`use.. must be a block"),  # which has replaced nothing
+    pytest.mark.filterwarnings("error:`use... must be a block"),  # which has replaced nothing
 ]
 
 from datasets import Dataset  # noqa: E402
