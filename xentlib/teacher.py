@@ -65,8 +65,8 @@ class TeacherTopK(NamedTuple, Generic[A]):
             in float64). "renormalize": both are renormalised over the K classes, and nothing
             moves the student's probability to or from others. "drop": terms of the K classes alone,
             sum p_T log(p_T / p_S) or sum p_S log(p_S / p_T) of probabilities over the whole
-            vocabulary, as verl and NeMo-RL have it: that is no divergence, may be negative, and has
-            a gradient where both are equal.
+            vocabulary, as verl has it: that is no divergence, may be negative, and has a gradient
+            where both are equal.
     """
 
     ids: A

@@ -1,4 +1,5 @@
-"""tunix's loss of supervised fine-tuning, by `chunked_nll`."""
+"""tunix's losses of supervised fine-tuning and of distillation from logits, by `chunked_nll` and
+`vocab_parallel_divergence`."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from jax.interpreters import pxla
 
 from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
+from xentlib.jax.api import vocab_parallel_divergence, vocab_parallel_logprobs
 from xentlib.jax.nll import nll
 from xentlib.jax.placement import configured
 from xentlib.options import WeightLayout
+from xentlib.teacher import TeacherLogits
 
-__all__ = ["loss_fn"]
+__all__ = ["logit_loss", "loss_fn"]
 
 
 def loss_fn(
@@ -69,6 +72,60 @@ def loss_fn(
     mesh = None if spec is None else entered()
     loss: jax.Array = nll(given, configured(given, mesh, tokens, spec)).loss
     return loss
+
+
+def logit_loss(
+    student_output: jax.Array,
+    teacher_output: jax.Array,
+    labels: jax.Array,
+    *,
+    temperature: float = 2.0,
+    alpha: float = 0.5,
+    distill_top_k: int = 0,
+    where: jax.Array | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What `LogitStrategy.compute_loss` of tunix returns: loss and metrics, of logits.
+
+        loss = mean of alpha * temperature^2 * KL(teacher : student) + (1 - alpha) * NLL
+
+    Args:
+        student_output: [..., V] logits.
+        teacher_output: [..., V] logits, constants.
+        labels: [..., V] one-hot rows, or class probabilities.
+        temperature: positive; of both distributions of the KL.
+        alpha: the share of the KL.
+        distill_top_k: K > 0 takes the KL of both renormalised over the teacher's K likeliest
+            classes.
+        where: [...] bool, the tokens that count; the means are over them. None for all, padding
+            included, as in tunix; `labels.any(-1)` for those that have a label.
+
+    Numerics: the KL keeps its digits where student and teacher are close, and is never below 0.
+    Rows A20 to A22 of the contract.
+    """
+    labels = labels.astype(jnp.float32)
+    student, teacher = student_output, jax.lax.stop_gradient(teacher_output)
+    task, own = (
+        -vocab_parallel_logprobs(x, labels, where=where).logprobs for x in (student, teacher)
+    )
+    if distill_top_k > 0:
+        teacher, ids = jax.lax.top_k(teacher, distill_top_k)
+        student = jnp.take_along_axis(student, ids, axis=-1)
+    each = vocab_parallel_divergence(
+        student, TeacherLogits(teacher), where=where, temperature=temperature
+    )
+    count = jnp.float32(each.size) if where is None else jnp.maximum(where.sum(), 1)
+
+    def mean(x: jax.Array) -> jax.Array:
+        return x.sum() / count.astype(x.dtype)
+
+    soft, hard = temperature**2 * mean(each), mean(task)
+    metrics = {
+        "distill/soft_loss": soft,
+        "distill/hard_loss": hard,
+        "distill/kl_div": mean(each),
+        "distill/teacher_loss": mean(own),
+    }
+    return alpha * soft + (1.0 - alpha) * hard, metrics
 
 
 def entered() -> Any:

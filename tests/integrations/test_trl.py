@@ -12,7 +12,6 @@ pytest.importorskip("trl", reason="TRL is in the extra `trainers`")
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
 from datasets import Dataset  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
 from trl import (  # noqa: E402
     DPOConfig,
     DPOTrainer,
@@ -27,52 +26,13 @@ from trl import (  # noqa: E402
 )
 from trl.trainer import utils  # noqa: E402
 
-from helpers.patched import V, held, llama  # noqa: E402
+from helpers.patched import held, llama  # noqa: E402
+from helpers.trl_runs import CHAT, COMMON, rows, tokenizer, trained, turns, words  # noqa: E402
 from xentlib.tools.crosscheck import CrossCheckError  # noqa: E402
 from xentlib.torch import chunked_logprobs  # noqa: E402
 from xentlib.torch.integrations import trl  # noqa: E402
 from xentlib.torch.integrations.trainer import CrossCheckCallback  # noqa: E402
 from xentlib.torch.integrations.transformers import patch  # noqa: E402
-
-COMMON = {
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "max_steps": 1,
-    "learning_rate": 0.1,
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "per_device_train_batch_size": 2,
-    "save_strategy": "no",
-    "bf16": False,
-    "gradient_checkpointing": False,
-}
-
-
-def rows(seed: int, length: int) -> list[int]:
-    return torch.randint(3, V, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def words(seed: int, length: int) -> str:
-    return "".join(f" w{k}" for k in rows(seed, length))
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    known = {f"w{k}": k for k in range(V)}
-    made = Tokenizer(models.WordLevel(known, unk_token="w1"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w2")
-
-
-CHAT = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %} w3 {% generation %}"
-    "{{ m['content'] | trim }} w2{% endgeneration %}{% else %} w4{{ m['content'] }}{% endif %}"
-    "{% endfor %}"
-)
 
 
 def sft(folder, *, chat=False, patched=False, **options):
@@ -90,11 +50,6 @@ def sft(folder, *, chat=False, patched=False, **options):
         model, arguments, train_dataset=Dataset.from_list(data), processing_class=known
     )
     return trainer, model
-
-
-def turns(seed: int) -> list[dict[str, str]]:
-    said = {"user": words(seed, 4), "assistant": words(9 + seed, 3 + seed)}
-    return [{"role": role, "content": text} for role, text in said.items()]
 
 
 def kto(folder, **options):
@@ -144,25 +99,6 @@ def online(kind, config, folder, **options):
 
 grpo = partial(online, GRPOTrainer, GRPOConfig)
 rloo = partial(online, RLOOTrainer, RLOOConfig)
-
-
-class Gradients(TrainerCallback):
-    """Of the step, before the optimizer takes it."""
-
-    def on_pre_optimizer_step(self, *args, model, **kwargs) -> None:
-        self.found = {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def trained(make, folder, **options):
-    trainer, _ = make(folder, **options)
-    callback = Gradients()
-    trainer.add_callback(callback)
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    numbers = {
-        k: torch.tensor(x) for k, x in logged.items() if "time" not in k and "per_second" not in k
-    }
-    return callback.found, {k: x for k, x in numbers.items() if not k.startswith("total")}
 
 
 CASES = {

@@ -1,4 +1,5 @@
-"""TRL's trainers with `chunked_logprobs` in place of TRL's own fused head."""
+"""TRL's trainers with `chunked_logprobs` in place of TRL's own fused head, and `chunked_divergence`
+in place of its divergences."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from xentlib.torch.api import chunked_logprobs
+from xentlib.torch.integrations.trl_divergence import divergences
 from xentlib.torch.wrappers import with_attribute
 
 __all__ = ["use"]
@@ -48,7 +50,7 @@ class Block(AbstractContextManager[None]):
     def __exit__(self, *error: Any) -> None:
         self.block.__exit__(*error)
         if error[0] is None and not self.calls:
-            self.warn("a block that ended without a call of TRL's head", 3)
+            self.warn("a block that ended without a call of TRL's head or divergence", 3)
 
     def __del__(self) -> None:
         if not self.entered:
@@ -57,13 +59,15 @@ class Block(AbstractContextManager[None]):
     def warn(self, came: str, stacklevel: int) -> None:
         warnings.warn(
             f"`use()` must be a block around `trainer.train()`; got {came}. Write `with use(): "
-            f"trainer.train()`: a block around the trainer's constructor alone does nothing.",
+            f"trainer.train()`: a block around the trainer's constructor alone does nothing. "
+            f"Import a trainer that distils before the block.",
             stacklevel=stacklevel,
         )
 
 
 def use() -> Block:
-    """Let TRL's trainers take their log-probabilities from `chunked_logprobs`, inside the block.
+    """Let TRL's trainers take their log-probabilities from `chunked_logprobs`, and divergences from
+    `chunked_divergence`, inside the block.
 
         with use():
             SFTTrainer(model, args=arguments, train_dataset=data).train()
@@ -74,21 +78,27 @@ def use() -> Block:
     replaced. Columns, masks, temperatures, soft caps, auxiliary losses and wrappers stay TRL's. Two
     calls are left to TRL: the mean logit under a soft cap, and what WPO weighs its tokens with.
 
-    The block is around `train()`: TRL looks the function up when its model is called. A block in
-    which nothing called it warns when it ends, and so does a `use()` without `with`.
+    `DistillationTrainer` hands the hidden states and heads of student and teacher to one function,
+    `GKDTrainer`, `GOLDTrainer` and `IWOPDTrainer` the logits of both to another; both are replaced,
+    of the trainers that are imported before the block. `beta`, temperature, masks and what the sum
+    is divided by keep TRL's meaning. The logits of these three are still made. What has no such
+    function stays TRL's: top-k and sampled losses, and the trainers with a teacher on a server.
+
+    The block is around `train()`: TRL looks its functions up when its model is called. A block in
+    which nothing called them warns when it ends, and so does a `use()` without `with`.
 
     Raises:
-        ImportError: no TRL, or one without that function (it came with TRL 1.16).
+        ImportError: no TRL, or one without these functions (they came with TRL 1.16).
 
     Numerics: those of `chunked_logprobs`, of float32 logits; TRL's are rounded to the dtype of the
-    hidden states.
+    hidden states. Those of `chunked_divergence` and `vocab_parallel_divergence`, never below 0.
     """
     return Block(replaced())
 
 
 @contextmanager
 def replaced() -> Iterator[list[None]]:
-    """TRL's function is ours inside; a list of the calls of it."""
+    """TRL's functions are ours inside; a list of the calls of them."""
     calls: list[None] = []
     try:
         place = import_module("trl.trainer.utils")
@@ -140,5 +150,5 @@ def replaced() -> Iterator[list[None]]:
                     mean *= logit_scale / temperature
             return out.logprobs, out.entropy, None, mean, correct
 
-    with with_attribute(place, NAME, Ours):
+    with with_attribute(place, NAME, Ours), divergences(calls):
         yield calls
