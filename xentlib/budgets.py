@@ -107,6 +107,26 @@ BUDGETS = {
         backward=TWO_GATHERS, theirs=("all_reduce",), each_backward=TWO_GATHERS | SCATTER
     ),
 }
+# Of two heads, which no parity run counts: in each chunk MAX and SUM of both, and the SUM of the
+# terms, two of a JSD. A loss of each token makes the logits again.
+OF_DIVERGENCES = {
+    "FSDP2, divergence": Budget(TWO_GATHERS, SCATTER),
+    "vocabulary shard, divergence": Budget(REDUCE, each={"all_reduce": 5}),
+    "vocabulary shard, JSD": Budget(REDUCE, each={"all_reduce": 6}),
+    "vocabulary shard, JSD, recompute": Budget({}, REDUCE, each={"all_reduce": 6}),
+    "tokens over the ranks, divergence": Budget(
+        {"all_gather": 4}, GATHER, each=TWO_GATHERS | {"all_reduce": 5} | SCATTER
+    ),
+    "tokens over the ranks, JSD": Budget(
+        {"all_gather": 4}, GATHER, each=TWO_GATHERS | {"all_reduce": 6} | SCATTER
+    ),
+    "tokens over the ranks, JSD, recompute": Budget(
+        {"all_gather": 4},
+        {"all_gather": 4},
+        each=TWO_GATHERS | {"all_reduce": 6},
+        each_backward=TWO_GATHERS | SCATTER,
+    ),
+}
 
 
 def budget_entries(
@@ -117,7 +137,7 @@ def budget_entries(
 ) -> tuple[Any, Any]:
     """What ranks counted (`CollectiveCount.counts()`, by rank) and what a row of `BUDGETS` allows,
     an entry for each rank, phase and kind; `rounds` of what travels in them."""
-    allowed = BUDGETS[budget]
+    allowed = (BUDGETS | OF_DIVERGENCES)[budget]
 
     def numbers(counted: Mapping[str, int], theirs: tuple[str, ...] = ()) -> list[int]:
         return [counted.get(kind, 0) for kind in KINDS if kind not in theirs]

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from xentlib.plan import VocabShard
 from xentlib.tools.harness.ranks import start_gloo
-from xentlib.torch import TeacherHead, TeacherLogits, chunked_divergence, vocab_parallel_divergence
+from xentlib.torch import (
+    TeacherHead,
+    TeacherLogits,
+    chunked_divergence,
+    count_collectives,
+    vocab_parallel_divergence,
+)
 
 N, H, WIDTH, V = 29, 16, 24, 421
 
@@ -164,3 +170,42 @@ def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
             messages.append(str(error))
         dist.barrier()
     return [f"{name}: {text}" for name, text in zip(calls, messages, strict=True)]
+
+
+def counted(rank: int, world: int, folder: str, cases: list[dict[str, Any]]) -> list[Any]:
+    """Of each case's call: the collectives of its forward and of its backward, over shards, where
+    tokens travel and by FSDP2; and the chunks of each."""
+    start_gloo(rank, world, folder)
+    from torch.distributed.fsdp import fully_shard
+
+    results = []
+    for case in cases:
+        x, own = arrays(world), parts(rank, world)
+        over = VocabShard.of_ranks(own.stop - own.start, dist.group.WORLD)
+        rows, others = x["weight"][own].requires_grad_(), x["rows"][own]
+        head, other = nn.Linear(H, V, bias=False), nn.Linear(WIDTH, V, bias=False)
+        fully_shard(head)
+        fully_shard(other)
+        # Of one rank's tokens, and of all ranks'.
+        few, many = (2 * 16 * k * 4 * V for k in (1, world))
+        calls: dict[str, Any] = {
+            "vocabulary shard": (0, rows, others, {"vocab_parallel": over}, few),
+            "tokens over the ranks": (
+                *(rank, rows, others),
+                {"vocab_parallel": over, "tokens_parallel": dist.group.WORLD},
+                many,
+            ),
+            "FSDP2": (rank, head, other, {}, few),
+        }
+        found = {}
+        for name, (tokens, weight, teacher, how, budget) in calls.items():
+            hidden = x["hidden"][tokens].requires_grad_()
+            of_teacher = TeacherHead(x["of_teacher"][tokens], teacher)
+            options = {**case, **how, "max_chunk_bytes": budget}
+            with count_collectives() as forward:
+                out = chunked_divergence(hidden, weight, of_teacher, **options)
+            with count_collectives() as backward:
+                out.loss.sum().backward()
+            found[name] = forward.counts(), backward.counts()
+        results.append(found)
+    return results

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
 from xentlib.tools.harness.ranks import run_ranks
 
@@ -42,6 +43,24 @@ def test_every_route_of_both_heads() -> None:
                     pair = ours.numpy(), exact.astype(np.float64)
                     measured = check("A9", *pair, metrics=("rho / u",), **how)
                     assert not failures(measured)
+
+
+@pytest.mark.torch
+def test_collectives() -> None:
+    """A15, in two chunks: the teacher's head is gathered once."""
+    pytest.importorskip("torch")
+    from helpers import diverging
+
+    cases: list[dict[str, Any]] = [{}, {"kind": "jsd", "beta": 0.3}]
+    cases.append({**cases[1], "reduction": "none"})
+    names = ("divergence", "JSD", "JSD, recompute")
+    of_ranks = run_ranks("torch", diverging.counted, cases, 2)
+    for k, name in enumerate(names):
+        for route in of_ranks[0][k]:
+            phases = zip(*(rank[k][route] for rank in of_ranks), strict=True)
+            budget = "FSDP2, divergence" if route == "FSDP2" else f"{route}, {name}"
+            rounds = 0 if route == "FSDP2" else 2
+            assert not failures(check_budget(budget, *phases, rounds=rounds))
 
 
 @pytest.mark.torch
