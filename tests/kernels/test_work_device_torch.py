@@ -288,7 +288,7 @@ def test_peak_of_a_divergence_is_the_formula_of_the_plan(
     kind: str, beta: float | None, dtype: str
 ) -> None:
     """As above, of a teacher that is twice as wide."""
-    count, width, vocab, chunk = MEMORY[0]
+    count, width, vocab, chunk = 512, 2048, 50_257, 256
     how: Any = {"dtype": getattr(torch, dtype)}
     hidden, weight = (there(n, width, grad=True, **how) for n in (count, vocab))
     teacher = TeacherHead(*(there(n, 2 * width, **how) for n in (count, vocab)))

@@ -15,7 +15,7 @@ from helpers.near_plan import near_plan
 from helpers.pairs import every_pair, parameters
 from xentlib.plan import block_bytes, peak_bytes, plan_chunks
 
-SIZES = ((2048, 256, 16000), (4096, 64, 8192), (1500, 128, 32003), (2048, 512, 4000))
+SIZES = ((1024, 256, 16000), (1100, 64, 8192), (600, 128, 32003), (1024, 512, 4000))
 DTYPES = ("float32", "bfloat16")
 
 
