@@ -117,7 +117,9 @@ def parity_tables(text: str) -> str:
             right=("worst", "bound", "numbers compared"),
         ),
     ]
-    if result.curves:
+    for section in result.sections:
+        if not section.curves:
+            continue
         curves = [
             (
                 backend_name(curve.backend),
@@ -127,9 +129,9 @@ def parity_tables(text: str) -> str:
                 f"{curve.losses[-1]:.6f}",
                 duration(curve.seconds),
             )
-            for curve in result.curves
+            for curve in section.curves
         ]
-        names = ("training", "steps", "valid tokens", "first loss", "last loss", "time")
+        names = (section.name, "steps", "valid tokens", "first loss", "last loss", "time")
         parts.append(table(names, curves, right=names[1:]))
     ran = [(name, f"`{value}`") for name, value in result.environment.items()]
     parts.append(table(("run with", ""), ran))

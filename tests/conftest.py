@@ -69,6 +69,7 @@ LENIENT = {
     "test_bench",
     "test_docs_code",
     "test_fuzz",
+    "test_parity_distillation",
     "test_parity_text",
     "test_parity_training",
     "test_token_normalized_jax",

@@ -184,9 +184,28 @@ def test_a_default_chunk_is_512_rows_within_8_and_64_mib() -> None:
     assert default_chunk_bytes("gpu", row_bytes=4) == 1 << 30
 
 
-@pytest.mark.parametrize("wrong", [{"backend": "pytorch"}, {"platform": "tpu"}])
-def test_memory_of_what_there_is_no_formula_for(wrong):
+@pytest.mark.parametrize(
+    ("wrong", "more"),
+    [
+        ({"backend": "pytorch"}, {}),
+        ({"platform": "tpu"}, {}),
+        ({"kind": "kl"}, {}),
+        ({"backend": "jax"}, {"kept": 4}),
+        ({"platform": "gpu"}, {"ids": 4}),
+        ({"platform": "gpu"}, {"backend": "jax", "teacher_size": 16}),
+    ],
+)
+def test_memory_of_what_there_is_no_formula_for(wrong, more):
     """A name that is none of the two gave the other one's bytes."""
     (name,) = wrong
+    plan = plan_chunks(64, 50, 8, teacher_size=more.pop("teacher_size", 0))
     with pytest.raises(ValueError, match=f"`{name}` must be one of"):
-        peak_bytes(plan_chunks(64, 50, 8), **{"backend": "torch", **wrong})
+        peak_bytes(plan, **{"backend": "torch", **more, **wrong})
+
+
+def test_a_teacher_s_logits_have_half_of_the_budget():
+    whole = plan_chunks(999, 1000, 8, max_chunk_bytes=4 * 1000 * 256)
+    half = plan_chunks(999, 1000, 8, max_chunk_bytes=4 * 1000 * 256, teacher_size=24)
+    assert (whole.chunk_tokens, half.chunk_tokens) == (256, 128)
+    with pytest.raises(ValueError, match="`teacher_size` must be an integer >= 0"):
+        plan_chunks(999, 1000, 8, teacher_size=-1)

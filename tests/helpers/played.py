@@ -63,13 +63,13 @@ def staged(monkeypatch):
         played.variables = {k: os.environ.get(k) for k in ("XLA_FLAGS", "JAX_PLATFORMS")}
         return [planned(name) for name in played.parts if name != "training"]
 
-    def training_section(backends, *, text, seed):
+    def training_sections(backends, *, text, seed):
         played.training = (backends, text, seed)
-        return planned("training")
+        return [planned("training")]
 
     for name, function in (
         ("suite", operator_sections),
-        ("training.comparison", training_section),
+        ("training.comparison", training_sections),
     ):
         module = ModuleType(f"xentlib.tools.parity.{name}")
         setattr(module, function.__name__, function)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 from xentlib.tools.parity.result import TrainingCurve
-from xentlib.tools.parity.training.loop import AdamW, train
+from xentlib.tools.parity.training.loop import AdamW, Teacher, train
 from xentlib.tools.parity.training.model import ModelSizes, initial_weights
 from xentlib.tools.parity.training.text import (
     TextWindow,
@@ -35,4 +36,11 @@ def small_windows() -> list[TextWindow]:
 
 def small_run(backend: str, windows: list[TextWindow], **options) -> TrainingCurve:
     weights = initial_weights(SIZES, seed=3)
-    return train(backend, windows, weights, **{"sizes": SIZES, "optimizer": FAST} | options)
+    return train(backend, windows, weights, **{"sizes": SIZES, "optimizer": FAST} | options)[0]
+
+
+def small_teacher(windows: list[TextWindow]) -> Teacher:
+    """Half as wide again as the student, trained in PyTorch."""
+    sizes = replace(SIZES, hidden=48, mlp=96)
+    how = {"sizes": sizes, "optimizer": FAST}
+    return Teacher(sizes, train("torch", windows, initial_weights(sizes, seed=4), **how)[1])

@@ -19,6 +19,8 @@ from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from helpers.on_meta import OnDevice, as_on_a_gpu  # noqa: E402
 from xentlib.plan import pad_rows, peak_bytes, plan_chunks  # noqa: E402
 from xentlib.torch import (  # noqa: E402
+    TeacherHead,
+    chunked_divergence,
     chunked_logprobs,
     chunked_nll,
     nll,
@@ -277,6 +279,28 @@ def test_peak_is_the_formula_of_the_plan(
         platform="gpu",
         kernels=False,
     )
+    assert abs(seen.peak / expected - 1) <= 0.05, f"{seen.peak} bytes, the plan says {expected}"
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("reverse_kl", None), ("jsd", 0.5)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peak_of_a_divergence_is_the_formula_of_the_plan(
+    kind: str, beta: float | None, dtype: str
+) -> None:
+    """As above, of a teacher that is twice as wide."""
+    count, width, vocab, chunk = 512, 2048, 50_257, 256
+    how: Any = {"dtype": getattr(torch, dtype)}
+    hidden, weight = (there(n, width, grad=True, **how) for n in (count, vocab))
+    teacher = TeacherHead(*(there(n, 2 * width, **how) for n in (count, vocab)))
+    budget = 2 * chunk * vocab * 4
+    with as_on_a_gpu() as seen:
+        options: Any = {"kind": kind, "beta": beta, "max_chunk_bytes": budget}
+        chunked_divergence(hidden, weight, teacher, **options).loss.backward()
+    of: Any = {"dtype": dtype, "max_chunk_bytes": budget, "teacher_size": 2 * width}
+    plan = plan_chunks(count, vocab, width, **of)
+    assert plan.chunk_tokens == chunk
+    where: Any = {"backend": "torch", "platform": "gpu", "dtype": dtype, "kind": kind}
+    expected = peak_bytes(plan, **where)
     assert abs(seen.peak / expected - 1) <= 0.05, f"{seen.peak} bytes, the plan says {expected}"
 
 

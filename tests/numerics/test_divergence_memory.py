@@ -1,11 +1,17 @@
-"""Memory of `chunked_divergence`: beside the gradients the same however many tokens there are, and
-no more than the logits of a chunk of both heads ask for."""
+"""Memory of `chunked_divergence`: what the plan says, and beside the gradients the same however
+many tokens there are."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+
+from helpers.near_plan import near_plan
+from helpers.pairs import every_pair, parameters
+from xentlib.plan import block_bytes, peak_bytes, plan_chunks
 
 V, H, WIDTH = 2053, 16, 24
 BUDGET = 4 << 20
@@ -14,7 +20,10 @@ FEW, MANY = 512, 2048
 OF_TOKEN = 4 * (2 * H + 40)
 
 
-def of_torch(tokens: int, **how: Any) -> int:
+Sizes = tuple[int, int, int, int]  # N, H, V and the teacher's width
+
+
+def of_torch(sizes: Sizes, dtype: str = "float32", *, gradient: bool = True, **how: Any) -> int:
     """Peak bytes beside the inputs."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -22,11 +31,18 @@ def of_torch(tokens: int, **how: Any) -> int:
     from xentlib.torch import TeacherHead, chunked_divergence
 
     torch.manual_seed(0)
-    hidden, weight = torch.randn(tokens, H).requires_grad_(), torch.randn(V, H).requires_grad_()
-    teacher = TeacherHead(torch.randn(tokens, WIDTH), torch.randn(V, WIDTH))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        out = chunked_divergence(hidden, weight, teacher, max_chunk_bytes=BUDGET, **how)
-        out.loss.sum().backward()
+    n, h, v, width = sizes
+    hidden, weight, *of_teacher = (
+        torch.randn(*shape).to(getattr(torch, dtype))
+        for shape in ((n, h), (v, h), (n, width), (v, width))
+    )
+    for x in (hidden, weight):
+        x.requires_grad_(gradient)
+    no_amx = patch("xentlib.torch.core.gemm.has_amx", return_value=False)
+    with no_amx, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        loss = chunked_divergence(hidden, weight, TeacherHead(*of_teacher), **how).loss
+        if gradient:
+            loss.sum().backward()
     total = peak = 0
     for event in prof.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -35,29 +51,53 @@ def of_torch(tokens: int, **how: Any) -> int:
     return peak
 
 
-def of_jax(tokens: int, **how: Any) -> int:
+def of_jax(sizes: Sizes, dtype: str = "float32", *, gradient: bool = True, **how: Any) -> int:
     import jax
 
     from xentlib.jax import TeacherHead, chunked_divergence
 
-    shapes = ((tokens, H), (V, H), (tokens, WIDTH), (V, WIDTH))
-    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    n, h, v, width = sizes
+    shapes = ((n, h), (v, h), (n, width), (v, width))
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
     def loss(hidden: Any, weight: Any, *teacher: Any) -> Any:
-        options = {"max_chunk_bytes": BUDGET, **how}
-        return chunked_divergence(hidden, weight, TeacherHead(*teacher), **options).loss.sum()
+        return chunked_divergence(hidden, weight, TeacherHead(*teacher), **how).loss.sum()
 
-    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    step = jax.jit(jax.grad(loss, argnums=(0, 1)) if gradient else loss)
     analysis = step.lower(*arrays).compile().memory_analysis()
     return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+
+
+MEASURES = {"torch": of_torch, "jax": of_jax}
+KINDS: dict[Any, dict[str, Any]] = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.5}}
+SIZES = ((600, 64, 6400, 32), (500, 48, 8003, 96), (1000, 160, 2000, 320))
+SMALL = 4 << 20  # the budget, for chunks of 64 to 256 tokens
+CALLS = [*product(SIZES, KINDS, [(False, "float32"), (True, "float32"), (True, "bfloat16")])]
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("call", parameters(CALLS, every_pair(CALLS)))
+def test_peak_is_the_formula_of_the_plan(backend: str, call: Any) -> None:
+    """D5, both ways: two chunks of half of the budget, and the teacher's head."""
+    sizes, kind, (gradient, dtype) = call
+    tokens, hidden, vocab, width = sizes
+    of = {"dtype": dtype, "max_chunk_bytes": SMALL, "teacher_size": width}
+    plan = plan_chunks(tokens, vocab, hidden, **of)
+    expected = peak_bytes(plan, backend=backend, dtype=dtype, gradient=gradient, kind=kind)
+    how = {"kind": kind, "max_chunk_bytes": SMALL, **KINDS[kind]}
+    measured = MEASURES[backend](sizes, dtype, gradient=gradient, **how)
+    rows = plan.block_tokens(block_bytes("cpu")) if backend == "torch" else 0
+    block = rows * vocab * plan.compute_itemsize
+    assert near_plan(measured, expected, block), f"{measured} bytes, the plan says {expected}"
 
 
 @pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("how", [{}, {"kind": "jsd", "beta": 0.5, "reduction": "none"}], ids=len)
 def test_no_more_for_more_tokens(backend: str, how: dict[str, Any]) -> None:
-    measure = {"torch": of_torch, "jax": of_jax}[backend]
-    few, many = (measure(tokens, **how) for tokens in (FEW, MANY))
+    how = {"max_chunk_bytes": BUDGET, **how}
+    few, many = (MEASURES[backend]((n, H, V, WIDTH), **how) for n in (FEW, MANY))
     assert many - few <= (MANY - FEW) * OF_TOKEN
     # Full logits of both, in float32, are 32 MiB, and of their log-softmax as many. XLA keeps some
     # arrays of a chunk beside each other, PyTorch those of a block.

@@ -15,7 +15,7 @@ from helpers.near_plan import near_plan
 from helpers.pairs import every_pair, parameters
 from xentlib.plan import block_bytes, peak_bytes, plan_chunks
 
-SIZES = ((2048, 256, 16000), (4096, 64, 8192), (1500, 128, 32003), (2048, 512, 4000))
+SIZES = ((1024, 256, 16000), (1100, 64, 8192), (600, 128, 32003), (1024, 512, 4000))
 DTYPES = ("float32", "bfloat16")
 
 
@@ -25,8 +25,21 @@ FUNCTIONS = {
 }
 
 
+def summed(function: str, out: Any) -> Any:
+    """With the log-probabilities of `ids`, if they were asked for."""
+    more = getattr(out, "ids_logprobs", None)
+    return FUNCTIONS[function](out) + (0.0 if more is None else more.sum())
+
+
 def measured_torch(
-    function: str, tokens: int, hidden: int, vocab: int, dtype: str, *, gradient: bool
+    function: str,
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: str,
+    *,
+    gradient: bool,
+    further: dict[str, int] | None = None,
 ) -> int:
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile
@@ -37,10 +50,13 @@ def measured_torch(
     x = torch.randn(tokens, hidden).to(kind).requires_grad_(gradient)
     w = torch.randn(vocab, hidden).to(kind).requires_grad_(gradient)
     y = torch.randint(0, vocab, (tokens,))
+    of = {name: torch.randint(0, vocab, (tokens, k)) for name, k in (further or {}).items()}
+    if "kept" in of:
+        of["kept"][:, 0] = y
     # The formula is that of a CPU without AMX, whose units need no scratch of a product's blocks.
     no_amx = patch("xentlib.torch.core.gemm.has_amx", return_value=False)
     with no_amx, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        loss = FUNCTIONS[function](getattr(ours, function)(x, w, y))
+        loss = summed(function, getattr(ours, function)(x, w, y, **of))
         if gradient:
             loss.backward()
     # Every allocation and release of the CPU allocator, in order.
@@ -90,6 +106,25 @@ def test_peak_is_the_formula_of_the_plan(backend: str, call: Any) -> None:
     measured = MEASURES[backend](function, tokens, hidden, vocab, dtype, gradient=gradient)
     rows = plan.block_tokens(block_bytes("cpu")) if backend == "torch" else 0
     block = rows * vocab * plan.compute_itemsize
+    assert near_plan(measured, expected, block), f"{measured} bytes, the plan says {expected}"
+
+
+CLASSES = tuple((name, number) for name in ("kept", "ids") for number in (80, 900, 2000))
+FURTHER = [*product(CLASSES, (False, True), DTYPES)]
+
+
+@pytest.mark.parametrize("call", parameters(FURTHER, every_pair(FURTHER)))
+def test_peak_of_further_classes(call: Any) -> None:
+    """As above; of few classes the loop has the most, of many what is made for all tokens."""
+    (name, number), gradient, dtype = call
+    tokens, hidden, vocab = 900, 48, 3200
+    plan = plan_chunks(tokens, vocab, hidden, dtype=dtype)
+    how = {"gradient": gradient, name: number}
+    expected = peak_bytes(plan, backend="torch", dtype=dtype, **how)
+    sizes = (tokens, hidden, vocab, dtype)
+    how = {"gradient": gradient, "further": {name: number}}
+    measured = measured_torch("chunked_logprobs", *sizes, **how)
+    block = plan.block_tokens(block_bytes("cpu")) * vocab * plan.compute_itemsize
     assert near_plan(measured, expected, block), f"{measured} bytes, the plan says {expected}"
 
 

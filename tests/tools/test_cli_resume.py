@@ -295,7 +295,7 @@ requirements.training_left_out = lambda *a: "left out here"
 ranks.SECONDS = {seconds!r}
 sys.exit(cli.main(["parity", "--out", *sys.argv[1:]]))
 """
-SHORT = ("log-probabilities of given logits", "run to run")
+SHORT = ("run to run", "windows of micro-batches")
 
 
 def real_run(out, *options, names=SHORT, seconds=600, **how):

@@ -179,6 +179,10 @@ def test_no_parameter_is_left_out(windows):
     theirs = in_jax.LanguageModel(SIZES, weights)
     assert sum(p.numel() for p in ours.parameters()) == total
     assert sum(p.size for _, p in nnx.to_flat_state(nnx.state(theirs, nnx.Param))) == total
+    # Those of a teacher go from one backend to the other.
+    for name, given in weights.items():
+        for model in (ours, theirs):
+            assert not failures(check("A11", model.arrays()[name], given))
     # The given weights are copied: training writes to the model's own.
     with torch.no_grad():
         ours.head.zero_()

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -145,18 +146,26 @@ def test_page_of_an_empty_run_and_of_one_backend():
     assert "Nothing was measured</h1>" in empty
     assert "✓" not in empty
     run = a_run()
-    run.add(
-        Section(
-            "operators",
-            tuple(m for m in run.measurements if m.backend == "torch"),
-            curves=tuple(run.curves[:1]),
-        )
-    )
-    run.add(Section("training"))
+    alone = tuple(m for m in run.measurements if m.backend == "torch")
+    run.add(Section("training", alone, curves=run.sections[1].curves[:1]))
+    run.add(Section("operators"))
     page = render_page(run, STATEMENTS)
     assert "PyTorch holds all 2 rows" in page
     assert "Relative difference" not in page
     assert "Training on real text" in page
+
+
+def test_page_has_each_training_by_its_name():
+    run = a_run()
+    one, _ = run.sections[1].curves
+    twice = (one, replace(one, backend="jax"))
+    run.add(replace(run.sections[1], name="distillation", curves=twice))
+    training, distillation = render_page(run, STATEMENTS).split("Distillation on real text")
+    assert "Training on real text" in training
+    for part in (training, distillation):
+        assert part.count(">Relative difference<") == part.count("A9, d weight: rho / u<") == 1
+    assert "equal in 3 of 3 steps" in distillation
+    assert "equal in 2 of 3 steps" in training
 
 
 def test_page_plots_the_head_gradient_of_every_step():

@@ -178,7 +178,7 @@ def check_plan_arguments(
 ) -> None:
     """Refuse sizes and budgets that no chunk can have."""
     for name, value in sizes.items():
-        least = 0 if name == "num_tokens" else 1
+        least = 0 if name in ("num_tokens", "teacher_size") else 1
         check_number(name, value, f"an integer >= {least}", ok=is_count(value, least))
     check_choice("dtype", dtype, FLOATS)
     if compute_dtype is not None:

@@ -1,6 +1,6 @@
 """Memory that a call needs, from its plan alone.
 
-Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk.
+Shapes: N tokens, V vocabulary, H hidden width, Ht the teacher's, T tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Literal
 from xentlib.algebra import BLOCK_COLUMNS
 from xentlib.checks.validators import check_choice
 from xentlib.dtypes import ITEMSIZE
+from xentlib.options import DIVERGENCES, Divergence
 from xentlib.plan.split import (
     CPU_COLUMN_MULTIPLE,
     GPU_COLUMN_MULTIPLE,
@@ -30,6 +31,12 @@ WIDENED, D_WEIGHT, D_HIDDEN = "copy of the head", "sum of d weight", "sum of d h
 # Of cuBLAS, as XLA gives it to each product.
 WORKSPACE = 32 * MIB
 
+# Of a divergence, arrays that stand at once beside both chunks: in PyTorch of a quarter of a block,
+# two more on a CPU; in JAX of a chunk, both chunks among them, three fewer of a JSD without
+# gradients. Counted, as the bytes of a class are.
+TORCH_ARRAYS: dict[Divergence, int] = {"forward_kl": 15, "reverse_kl": 16, "jsd": 34}
+JAX_ARRAYS: dict[Divergence, int] = {"forward_kl": 15, "reverse_kl": 16, "jsd": 26}
+
 
 def peak_bytes(
     plan: ChunkPlan,
@@ -40,6 +47,9 @@ def peak_bytes(
     recompute: bool = False,
     platform: Literal["cpu", "gpu", "cuda"] = "cpu",
     kernels: bool = True,
+    kind: Divergence = "forward_kl",
+    kept: int = 0,
+    ids: int = 0,
 ) -> int:
     """Peak memory of one call beside its inputs, results included.
 
@@ -65,8 +75,20 @@ def peak_bytes(
     into that of d weight, rows of a chunk, and cuBLAS's workspace; a copy of the head where V is no
     multiple of 8. Of one chunk alone XLA needs up to a quarter less.
 
+    Of a plan with a `teacher_size`, `chunked_divergence` with a `TeacherHead`, eager also on a GPU
+    and there for PyTorch alone. No gradient of the teacher is made.
+
+        torch: two chunks + scratch: 15 to 34 arrays of a quarter of a block (two more on a CPU)
+               + rows of a chunk of both   (+ both heads in float32 where operands are 16-bit)
+        JAX:   15 to 26 chunks, which XLA on a CPU keeps of a divergence
+        both:  + float32 d weight and d hidden   (+ their rounded copies)
+
+    Of `kept` and `ids`, in PyTorch on a CPU, bytes of each token and class, whatever the chunk: 55
+    and 60 beside a chunk before the loop, in which there are 24 and 28. Of `ids` of more than an
+    eighth of the classes a backward needs up to 7 % more.
+
     Args:
-        plan: of the call.
+        plan: of the call, with the teacher's width if there is one.
         backend: "torch" or "jax".
         dtype: name of the operands' dtype; `weight` and `hidden` alike.
         gradient: for `hidden` and `weight`, or the loss alone.
@@ -75,14 +97,23 @@ def peak_bytes(
         platform: "cpu", or "gpu", which "cuda" is as well.
         kernels: on a GPU in PyTorch, Triton's programs, whose scratch is four numbers a token and
             block of 128 columns, and not eager.
+        kind: of the divergence.
+        kept: classes of each token's `kept` of `chunked_logprobs`.
+        ids: classes of each token's `ids`, whose log-probabilities have a gradient.
 
     Raises:
-        ValueError: another backend or platform.
+        ValueError: another backend, platform or kind, or one that there is no formula for.
     """
-    check_choice("backend", backend, ("torch", "jax"))
-    check_choice("platform", platform, ("cpu", "gpu", "cuda"))
+    check_choice("backend", backend, ("torch",) if kept or ids else ("torch", "jax"))
+    check_choice("kind", kind, DIVERGENCES)
+    only_cpu = kept or ids or (plan.teacher_size and backend == "jax")
+    check_choice("platform", platform, ("cpu",) if only_cpu else ("cpu", "gpu", "cuda"))
+    if kept or ids:
+        return _with_classes(plan, dtype, gradient, kept, ids)
     if backend == "torch":
         walk = torch_walk(plan, dtype, gradient, recompute, platform, kernels)
+        if plan.teacher_size:
+            walk |= _beside_teacher(walk, plan, dtype, platform, kind)
         size, narrow = plan.compute_itemsize, ITEMSIZE[dtype]
         entries = (plan.vocab_size + plan.num_tokens) * plan.hidden_size
         rounded = platform != "cpu" and gradient and narrow < size
@@ -102,6 +133,16 @@ def peak_bytes(
     of_weight = head * size if more and not low else 0
     # A loop of one chunk keeps the mask of the target column as bytes.
     mask = chunk // size if plan.num_chunks == 1 else 0
+    if plan.teacher_size:
+        # Of what is filled up; where d weight will be is room for an array that fits.
+        filled = (plan.vocab_size + more) * plan.teacher_size * ITEMSIZE[dtype] if more else 0
+        copies += plan.num_tokens * plan.teacher_size * (size + ITEMSIZE[dtype]) if low else 0
+        arrays = (JAX_ARRAYS[kind] - 3 * (kind == "jsd" and not gradient)) * chunk
+        if not gradient:
+            return arrays + copies + filled
+        shared = max((x for x in (chunk, filled) if x <= of_weight), default=0)
+        sums = (head + trunk) * (size + (ITEMSIZE[dtype] if low else 0))
+        return arrays + copies + filled + of_weight - shared + sums
     if not gradient:
         return chunk + mask + rows + copies + (rows * 3 // 2 if low else 0)
     # Beside a chunk: its dz, or the GEMM's addend to d weight, whichever is larger.
@@ -140,6 +181,33 @@ def torch_walk(
         D_WEIGHT: head * size if gradient else 0,
         D_HIDDEN: trunk * size if gradient else 0,
     }
+
+
+def _beside_teacher(
+    walk: dict[str, int], plan: ChunkPlan, dtype: str, platform: str, kind: Divergence
+) -> dict[str, int]:
+    """What a walk of PyTorch has otherwise where a teacher's chunk is beside each of its own."""
+    size, on_cpu = plan.compute_itemsize, platform == "cpu"
+    low, narrow = ITEMSIZE[dtype] < size, ITEMSIZE[dtype]
+    block = -(-plan.block_tokens(block_bytes(platform)) // 4) * plan.vocab_size * size
+    rows = plan.chunk_tokens * plan.teacher_size * (size * low if on_cpu else narrow)
+    head = plan.vocab_size * plan.teacher_size * size
+    return {
+        LOGITS: 2 * walk[LOGITS],
+        SCRATCH: (TORCH_ARRAYS[kind] + 2 * on_cpu) * block,
+        ROWS: walk[ROWS] + rows,
+        WIDENED: walk[WIDENED] + (head if walk[WIDENED] else 0),
+    }
+
+
+def _with_classes(plan: ChunkPlan, dtype: str, gradient: bool, kept: int, ids: int) -> int:
+    """Of `chunked_logprobs` with further classes, in PyTorch on a CPU: the larger of what stands
+    before the loop over chunks, and in it."""
+    n = plan.num_tokens
+    walk = torch_walk(plan, dtype, gradient, True, "cpu", True)
+    before = walk[LOGITS] + walk[WIDENED] + n * (55 * kept + 60 * ids)
+    during = sum(walk.values()) + n * (24 * kept + 28 * ids)
+    return max(before, during)
 
 
 def _jax_on_gpu(plan: ChunkPlan, dtype: str, gradient: bool) -> int:

@@ -80,13 +80,15 @@ def block_tokens(budget: int, columns: int, itemsize: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Token chunks of one call: `num_chunks` of `chunk_tokens` rows, the last one ragged."""
+    """Token chunks of one call: `num_chunks` of `chunk_tokens` rows, the last one ragged; of a
+    divergence two side by side, the other one's head `teacher_size` wide."""
 
     num_tokens: int
     vocab_size: int
     hidden_size: int
     chunk_tokens: int
     compute_itemsize: int
+    teacher_size: int = 0
 
     @property
     def num_chunks(self) -> int:
@@ -136,6 +138,7 @@ def plan_chunks(
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
     least: int = 1,
+    teacher_size: int = 0,
 ) -> ChunkPlan:
     """Split `num_tokens` rows of a [V, H] head into chunks whose logits fit a byte budget.
 
@@ -153,23 +156,28 @@ def plan_chunks(
         max_chunk_bytes: budget of one [T, V] buffer in bytes; None is the default on a CPU: 512
             rows, within 8 and 64 MiB.
         least: rows that a backend's chunk has to have whatever the budget.
+        teacher_size: of a `chunked_divergence`, hidden width of its `TeacherHead`, whose logits
+            have half of the budget; 0 for other calls.
 
     Raises:
         ValueError: a size or budget out of range, or an unknown dtype name.
     """
-    num_tokens, vocab_size, hidden_size, max_chunk_bytes = map(
-        plain, (num_tokens, vocab_size, hidden_size, max_chunk_bytes)
+    num_tokens, vocab_size, hidden_size, max_chunk_bytes, teacher_size = map(
+        plain, (num_tokens, vocab_size, hidden_size, max_chunk_bytes, teacher_size)
     )
     sizes = {"num_tokens": num_tokens, "vocab_size": vocab_size, "hidden_size": hidden_size}
+    sizes["teacher_size"] = teacher_size
     check_plan_arguments(sizes, dtype, compute_dtype, max_chunk_bytes)
     compute = compute_dtype or ("float64" if dtype == "float64" else "float32")
     itemsize = ITEMSIZE[compute]
     budget = max_chunk_bytes or default_chunk_bytes("cpu", row_bytes=vocab_size * itemsize)
+    if teacher_size:
+        budget = max(1, budget // 2)
     rows = min(budget // (vocab_size * itemsize), MAX_ROWS)
     multiple = TILE_ROWS if rows >= TILE_ROWS else ROW_MULTIPLE
     rows = max(rows // multiple * multiple, ROW_MULTIPLE)
     rows = max(min(rows, max(pad_rows(num_tokens), ROW_MULTIPLE)), least)
-    return ChunkPlan(num_tokens, vocab_size, hidden_size, rows, itemsize)
+    return ChunkPlan(num_tokens, vocab_size, hidden_size, rows, itemsize, teacher_size)
 
 
 # FLOP of a chunk's logits from which a second computation costs more than the two exchanges that

@@ -16,8 +16,8 @@ from xentlib.tools.parity.result import ParityResult
 
 DESCRIPTION = (
     "Hold the backends to the accuracy contract, each against the float64 oracle and PyTorch "
-    "against JAX, and train the same small language model in each. Exit status 1 if any row of the "
-    "contract falls short or a section could not be run."
+    "against JAX, train the same small language model in each, and distil it into a smaller one. "
+    "Exit status 1 if any row of the contract falls short or a section could not be run."
 )
 KERNELS = (
     "of PyTorch: its eager operators, or Triton's programs, interpreted on the CPU, without "
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
     plan = operator_sections(backends, args.suite, args.seed, args.device)
     if not left_out:
-        from xentlib.tools.parity.training.comparison import training_section
+        from xentlib.tools.parity.training.comparison import training_sections
 
-        plan.append(training_section(backends, text=args.text, seed=args.seed))
+        plan.extend(training_sections(backends, text=args.text, seed=args.seed))
     result = before if args.resume and before else ParityResult(environment=environment)
     result.planned = [part.name for part in plan]
     done = {section.name for section in result.sections if not section.error}

@@ -73,10 +73,6 @@ class ParityResult:
         return list(merged.values())
 
     @property
-    def curves(self) -> list[TrainingCurve]:
-        return [curve for section in self.sections for curve in section.curves]
-
-    @property
     def seconds(self) -> float:
         return sum(section.seconds for section in self.sections)
 

@@ -1,5 +1,5 @@
 """The plots on the page as SVG in HTML: how far from the oracle, in ULP, a panel for each quantity
-and backend; and the training: its losses, how far they are apart, and the head's gradients.
+and backend; and the trainings: their losses, how far they are apart, and the head's gradients.
 
 A drawing has a 1000 x 1000 view box without a fixed aspect, so it fills any width; strokes keep
 their pixels, and tick labels are HTML placed in percent, legible on a phone.
@@ -24,7 +24,7 @@ from xentlib.tools.parity.report.summary import (
     value_text,
     worst_first,
 )
-from xentlib.tools.parity.result import Histogram, ParityResult, TrainingCurve
+from xentlib.tools.parity.result import Histogram, ParityResult, Section, TrainingCurve
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -209,17 +209,22 @@ _STEP = re.compile(r"(?:^|, )step (\d+)\b")
 
 
 def training(result: ParityResult, rows: list[RowSummary]) -> Iterator[Markup]:
-    curves = [c for c in result.curves if c.losses]
+    for section in result.sections:
+        yield from _of_training(section)
+
+
+def _of_training(section: Section) -> Iterator[Markup]:
+    curves = [c for c in section.curves if c.losses]
     if not curves:
         return
-    yield element("h2", "Training on real text")
+    yield element("h2", f"{section.name.capitalize()} on real text")
     yield element("ul.legend", lines(map(_curve_key, curves)))
     series = [Series(backend_name(c.backend), style_of(c.backend), c.losses) for c in curves]
     plot = line_plot(series, label="Loss of each optimizer step", kind="tall")
     yield _figure("Loss", "nats a token, each optimizer step", plot)
     if len(curves) == 2:
-        yield _difference(result, *curves)
-    yield from _head_gradients(result)
+        yield _difference(section, *curves)
+    yield from _head_gradients(section)
     yield element("p.axis", "optimizer step")
 
 
@@ -240,10 +245,10 @@ def _figure(
     return element("figure.wide", element("figcaption", element("b", title), " ", shown), plot)
 
 
-def _difference(result: ParityResult, one: TrainingCurve, other: TrainingCurve) -> Markup:
+def _difference(section: Section, one: TrainingCurve, other: TrainingCurve) -> Markup:
     """|a - b| / |b| of each step, on a logarithmic axis."""
     apart = [abs(a - b) / (abs(b) or 1.0) for a, b in zip(one.losses, other.losses)]
-    bounds = (m for m in result.measurements if "loss" in m.quantity and "relative" in m.metric)
+    bounds = (m for m in section.measurements if "loss" in m.quantity and "relative" in m.metric)
     bound = next(bounds, None)
     worst = number(math.nan if any(map(math.isnan, apart)) else max(apart))
     plot = line_plot(
@@ -258,10 +263,10 @@ def _difference(result: ParityResult, one: TrainingCurve, other: TrainingCurve) 
     return _figure("Relative difference", detail, plot, bound, equal if 0.0 in apart else "")
 
 
-def _head_gradients(result: ParityResult) -> Iterator[Markup]:
+def _head_gradients(section: Section) -> Iterator[Markup]:
     """Row A9 at each step, one plot a quantity and metric."""
     steps_of: dict[tuple[str, str], list[tuple[int, Measurement]]] = {}
-    for m in result.measurements:
+    for m in section.measurements:
         step = _STEP.search(m.case)
         if m.row == "A9" and step:
             steps_of.setdefault((m.quantity, m.metric), []).append((int(step[1]), m))

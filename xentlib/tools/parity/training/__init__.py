@@ -1,4 +1,5 @@
-"""Training as proof: a small language model in PyTorch and in JAX, from the same weights and text.
+"""Training as proof: a small language model in PyTorch and in JAX, from the same weights and text,
+and a student that is distilled from it.
 
 Each step is a window of four micro-batches of uneven token counts, one of which is empty once; the
 last window is short. `TokenNormalizer` and `token_normalized` make each window one batch, AdamW
@@ -17,6 +18,10 @@ follows. What is measured:
 * **Curves** (row "curve"). The two runs go their own ways from the same first weights; their losses
   may differ by 1e-3 relative, at every step. This is where labels off by one, a mean of means or
   another optimizer shows. Each must also learn: its last losses are below its first.
+
+A student of half the width is trained in the same way, with `chunked_divergence` in place of
+`chunked_nll`: the teacher is the first model, which one backend has trained, and both students have
+its hidden states and its head. All of the above is measured of them too.
 
 Text becomes windows, which `loop` trains on in one backend; `comparison` holds two such runs
 against each other. Importing these modules loads neither framework but for the files named after

@@ -1,22 +1,31 @@
-"""Training as a section of a parity run: text, vocabulary, windows, weights, both runs, and these
-held against each other.
+"""Training and distillation as sections of a parity run: text, vocabulary, windows, weights, both
+runs, and these held against each other.
 
 Shapes: M micro-batches, B sequences, L positions, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from xentlib.contract import Bound, Measurement, check
-from xentlib.reference import nll_reference
+from xentlib.reference import divergence_reference, nll_reference
 from xentlib.tools.parity.progress import Planned, Progress
 from xentlib.tools.parity.result import Section, TrainingCurve
-from xentlib.tools.parity.training.loop import ADAMW, AdamW, HeadStep, train
+from xentlib.tools.parity.training.loop import (
+    ADAMW,
+    DISTILLATION,
+    AdamW,
+    HeadStep,
+    Teacher,
+    train,
+)
 from xentlib.tools.parity.training.model import ModelSizes, Weights, initial_weights
 from xentlib.tools.parity.training.text import (
     IGNORE_INDEX,
@@ -37,10 +46,12 @@ def compare(
     weights: Weights,
     *,
     sizes: ModelSizes,
+    teacher: Teacher | None = None,
     optimizer: AdamW = ADAMW,
     progress: Progress | None = None,
 ) -> Section:
-    """Train in each of `backends` and hold the runs against each other, as the module says.
+    """Train in each of `backends`, from a `teacher` if there is one, and hold the runs against each
+    other, as the module says.
 
     With one backend there are its curve, its counts, its head gradients against the oracle and
     whether it learns; nothing of the other framework is loaded.
@@ -48,10 +59,9 @@ def compare(
     measurements: list[Measurement] = []
     curves: list[TrainingCurve] = []
     micro_batches, batch, length = windows[0].tokens.shape
-    case = (
-        f"training, fp32, {micro_batches} x [{batch}, {length}] a window, "
-        f"H={sizes.hidden}, V={sizes.vocab}"
-    )
+    name = "distillation" if teacher else "training"
+    width = f"H={sizes.hidden}" + (f" from {teacher.sizes.hidden}" if teacher else "")
+    case = f"{name}, fp32, {micro_batches} x [{batch}, {length}] a window, {width}, V={sizes.vocab}"
     both = {"torch", "jax"} <= set(backends)
     for backend in backends:
 
@@ -62,13 +72,13 @@ def compare(
             if at.step in {0, len(windows) - 1}:
                 measurements.extend(against_oracle(at, backend, step))
 
-        how: dict[str, Any] = {"sizes": sizes, "optimizer": optimizer, "progress": progress}
-        curve = train(backend, windows, weights, observe=observe, **how)
+        how: dict[str, Any] = {"sizes": sizes, "teacher": teacher, "optimizer": optimizer}
+        curve, _ = train(backend, windows, weights, observe=observe, progress=progress, **how)
         curves.append(curve)
         measurements.extend([*counts(curve, windows, case), _learnt(curve, case)])
     if both:
         measurements.append(compare_curves(curves, case))
-    return Section("training", tuple(measurements), curves=tuple(curves))
+    return Section(name, tuple(measurements), curves=tuple(curves))
 
 
 def against_jax(at: HeadStep, case: str) -> list[Measurement]:
@@ -88,9 +98,11 @@ def against_jax(at: HeadStep, case: str) -> list[Measurement]:
 def against_oracle(at: HeadStep, backend: str, case: str) -> list[Measurement]:
     gradient, bound = np.zeros(at.head.shape), np.zeros(at.head.shape)
     total = (at.labels != IGNORE_INDEX).sum()
-    for hidden, labels in zip(at.hidden, at.labels, strict=True):
+    oracle: Any = partial(divergence_reference, **DISTILLATION) if at.taught else nll_reference
+    for hidden, labels, *taught in zip(at.hidden, at.labels, *at.taught[:1], strict=True):
         valid = labels != IGNORE_INDEX
-        part = nll_reference(hidden[valid], at.head, labels[valid], denominator=float(total))
+        arrays = (hidden[valid], at.head, *(x[valid] for x in taught), *at.taught[1:])
+        part = oracle(*arrays, labels=labels[valid], denominator=float(total))
         gradient += part.d_weight
         bound += part.bound_weight
     details: dict[str, Any] = {"backend": backend, "case": case, "quantity": "d weight"}
@@ -120,6 +132,11 @@ def compare_curves(curves: Sequence[TrainingCurve], case: str) -> Measurement:
 
 
 STEPS = 40
+DISTILLATION_STEPS = 20  # of the teacher, and of the student
+NARROWER = 2  # the student's widths are this part of its teacher's
+# At twice the rate a student's steps amplify what rounding parts: two PyTorch runs from weights
+# 1e-7 apart are 5e-3 apart after 40 steps, and 3e-7 at this one.
+STUDENTS = ADAMW._replace(lr=5e-4)
 
 
 def run_training(
@@ -144,6 +161,34 @@ def run_training(
         ModuleNotFoundError: `tokenizers`, or a framework that was asked for, is missing.
     """
     progress = progress or Progress()
+    windows, sizes = _text_windows(text, seed, steps, progress)
+    weights = initial_weights(sizes, seed)
+    return compare(backends, windows, weights, sizes=sizes, progress=progress)
+
+
+def run_distillation(
+    backends: Sequence[str] = ("torch", "jax"),
+    *,
+    text: Path | None = None,
+    seed: int = 0,
+    steps: int = DISTILLATION_STEPS,
+    progress: Progress | None = None,
+) -> Section:
+    """The same for a student of half the width, which learns from the model of `run_training`: that
+    is trained first, in one backend, and is the teacher in both. Arguments as there."""
+    progress = progress or Progress()
+    windows, sizes = _text_windows(text, seed, steps, progress)
+    weights = initial_weights(sizes, seed)
+    _, trained = train(backends[0], windows, weights, sizes=sizes, progress=progress)
+    student = replace(sizes, hidden=sizes.hidden // NARROWER, mlp=sizes.mlp // NARROWER)
+    how: dict[str, Any] = {"teacher": Teacher(sizes, trained), "optimizer": STUDENTS}
+    weights = initial_weights(student, seed)
+    return compare(backends, windows, weights, sizes=student, progress=progress, **how)
+
+
+def _text_windows(
+    text: Path | None, seed: int, steps: int, progress: Progress
+) -> tuple[list[TextWindow], ModelSizes]:
     progress.stage("training, vocabulary", 3)
     documents = read_documents(text)
     progress.advance(f"{sum(map(len, documents)):,} characters")
@@ -153,14 +198,17 @@ def run_training(
     encoded = encode_documents(tokenizer, documents)
     windows = make_windows(encoded, steps=steps, length=sizes.length, seed=seed)
     progress.advance()
-    weights = initial_weights(sizes, seed)
-    return compare(backends, windows, weights, sizes=sizes, progress=progress)
+    return windows, sizes
 
 
-def training_section(backends: Sequence[str], *, text: Path | None, seed: int) -> Planned:
-    """The training part as a section of a parity run."""
+def training_sections(backends: Sequence[str], *, text: Path | None, seed: int) -> list[Planned]:
+    """Training and distillation as sections of a parity run."""
 
-    def run(progress: Progress, slowness: float) -> Section:
-        return run_training(backends, text=text, seed=seed, progress=progress)
+    def section(part: Callable[..., Section], progress: Progress, slowness: float) -> Section:
+        return part(backends, text=text, seed=seed, progress=progress)
 
-    return Planned("training", STEPS, run, step_seconds=0.65)
+    learnt, taught = (partial(section, part) for part in (run_training, run_distillation))
+    return [
+        Planned("training", STEPS, learnt, step_seconds=0.65),
+        Planned("distillation", DISTILLATION_STEPS, taught, step_seconds=1.3),
+    ]

@@ -1,7 +1,7 @@
 """Training in one backend, one optimizer step a window; and what both backends' loops take and hand
-over: the optimizer's numbers, and each step.
+over: the optimizer's numbers, the teacher of a student, and each step.
 
-Shapes: M micro-batches, B sequences, L positions, H hidden width, V vocabulary.
+Shapes: M micro-batches, B sequences, L positions, H hidden width, Ht the teacher's, V vocabulary.
 """
 
 from __future__ import annotations
@@ -38,6 +38,22 @@ class AdamW(NamedTuple):
 ADAMW = AdamW()
 
 
+class Teacher(NamedTuple):
+    """What a student is distilled from: a model of its own width, whose weights stay."""
+
+    sizes: ModelSizes
+    weights: Weights
+
+
+# Of `chunked_divergence`, as in Hinton's distillation (arXiv 1503.02531).
+DISTILLATION: dict[str, Any] = {
+    "kind": "forward_kl",
+    "temperature": 2.0,
+    "temperature_squared": True,
+    "nll_weight": 0.5,
+}
+
+
 class HeadStep(NamedTuple):
     """What went into the head at one step, and the gradient of the head that came out.
 
@@ -50,20 +66,21 @@ class HeadStep(NamedTuple):
     labels: npt.NDArray[np.int32]  # [M, B, L], shifted
     loss: float  # of the window, a token
     gradient: Float32  # [V, H], what was stepped on
+    taught: tuple[Float32, ...] = ()  # the teacher's hidden states [M, B, L, Ht] and head [V, Ht]
 
 
 class HeadWindow(NamedTuple):
-    """What one backend makes of the head of a step alone, with its `chunked_nll` and its
-    accumulation."""
+    """What one backend makes of the head of a step alone, with its `chunked_nll`, or
+    `chunked_divergence`, and its accumulation."""
 
     loss: float
     num_tokens: int
     gradient: Float32  # [V, H]
 
 
-# A loop says of each step its loss, its tokens, hidden states and labels of each micro-batch, the
-# head and its gradient.
-Record = Callable[[float, int, Sequence[tuple[Any, Any]], Any, Any], None]
+# A loop says of each step its loss, its tokens, what each micro-batch takes (hidden states, labels,
+# hidden states of a teacher), the head and its gradient.
+Record = Callable[[float, int, Sequence[tuple[Any, ...]], Any, Any], None]
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
 
 
@@ -73,17 +90,21 @@ def train(
     weights: Weights,
     *,
     sizes: ModelSizes,
+    teacher: Teacher | None = None,
     optimizer: AdamW = ADAMW,
     observe: Callable[[HeadStep], None] | None = None,
     progress: Progress | None = None,
-) -> TrainingCurve:
-    """One optimizer step a window, in "torch" or "jax", fp32; the tokens are what it counted.
+) -> tuple[TrainingCurve, Weights]:
+    """One optimizer step a window, in "torch" or "jax", fp32: the curve, whose tokens are what it
+    counted, and the weights after the last step.
 
     Args:
         backend: "torch" or "jax".
         windows: what each step reads.
         weights: first values of the parameters; copied.
         sizes: of the model; `sizes.length` is the windows' L.
+        teacher: of whom the model learns, by `chunked_divergence`; None for the text alone, by
+            `chunked_nll`.
         optimizer: the same numbers for both frameworks.
         observe: called at every step; the time it takes is not counted.
         progress: told about every step.
@@ -95,20 +116,22 @@ def train(
     progress = progress or Progress()
     if backend not in NAMES:
         raise ValueError(f"`backend` must be 'torch' or 'jax'; got {backend!r}.")
-    progress.stage(f"training, {NAMES[backend]}", len(windows))
+    what = "distillation" if teacher else "training"
+    progress.stage(f"{what}, {NAMES[backend]}", len(windows))
     losses: list[float] = []
     counts: list[int] = []
     watching = 0.0
 
     def record(
-        loss: float, count: int, taken: Sequence[tuple[Any, Any]], head: Any, gradient: Any
+        loss: float, count: int, taken: Sequence[tuple[Any, ...]], head: Any, gradient: Any
     ) -> None:
         nonlocal watching
         before = time.perf_counter()
         if observe is not None:
-            hidden, labels = map(np.stack, zip(*taken, strict=True))
+            hidden, labels, *taught = map(np.stack, zip(*taken, strict=True))
             arrays = (hidden, np.asarray(head), labels, loss, np.asarray(gradient))
-            observe(HeadStep(len(losses), *arrays))
+            heads = [teacher.weights["head"]] if teacher else []
+            observe(HeadStep(len(losses), *arrays, (*taught, *heads)))
         losses.append(loss)
         counts.append(count)
         progress.advance(f"loss {loss:.3f}")
@@ -116,6 +139,6 @@ def train(
 
     loop = import_module(f"xentlib.tools.parity.training.in_{backend}")
     start = time.perf_counter()
-    loop.train(windows, weights, sizes, optimizer, record)
+    after: Weights = loop.train(windows, weights, sizes, teacher, optimizer, record)
     seconds = time.perf_counter() - start - watching
-    return TrainingCurve(backend, tuple(losses), tuple(counts), seconds)
+    return TrainingCurve(backend, tuple(losses), tuple(counts), seconds), after
