@@ -242,6 +242,7 @@ def test_sections_have_names_of_their_own():
         assert set(both) - set(one[0]) == {
             "audit mode, bit for bit",
             "classes of a token in audit mode",
+            "class probabilities in audit mode",
             "divergences in audit mode",
             "per-token outputs in audit mode",
             "windows in audit mode",

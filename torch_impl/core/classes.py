@@ -99,7 +99,8 @@ def kept_of(call: Any, residuals: Tensor) -> tuple[Any, Residuals]:
     what that kept."""
     known, top_k = call.ids.shape[1], call.top_k
     log_p, top, of_tokens = residuals.tensor_split([1 + known + top_k, 1 + known + 2 * top_k])
-    call = call._replace(ids=torch.cat((call.ids, top.T.long()), 1), top_k=0)
+    if top_k:  # a copy of many ids is as large as what a backward makes of them
+        call = call._replace(ids=torch.cat((call.ids, top.T.long()), 1), top_k=0)
     lse, entropy, index, rest_of_top, tail = of_tokens
     return call, Residuals(log_p, lse, entropy, index.long(), rest_of_top, tail)
 
