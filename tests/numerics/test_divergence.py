@@ -62,6 +62,7 @@ def test_close_heads_in_bf16(backend: str, case: Case) -> None:
 
 @pytest.mark.optimized
 @pytest.mark.slow
+@pytest.mark.full(backend="jax")  # half a minute of programs, which the parity run has too
 def test_any_chunk_has_the_same_bits(backend: str) -> None:
     """A10; A17 with what else a call has."""
     hold(partial(rows.batches, rows.divergences), (backend,), build(rows.BATCH, 7))
@@ -87,6 +88,7 @@ def test_mutants(backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full(backend="jax")
 def test_no_divergence_is_negative(backend: str) -> None:
     """A24: 0 of 1,000,000 tokens, at distances down to what float32 has no digit of."""
     tokens, vocab = 125_000, 8

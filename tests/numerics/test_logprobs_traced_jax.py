@@ -27,7 +27,10 @@ from xentlib.jax import chunked_logprobs  # noqa: E402
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [BUDGET, None], ids=["chunks", "one chunk"])
+@pytest.mark.parametrize(
+    "budget",
+    [pytest.param(BUDGET, id="chunks"), pytest.param(None, id="one chunk", marks=pytest.mark.full)],
+)
 def test_each_road_to_the_gradients_gives_the_same_bits(budget):
     """A5, A6, A11. Catches: a product and its sum in one program, which XLA may contract."""
     leaves, p = arrays()

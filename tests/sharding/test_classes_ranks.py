@@ -60,7 +60,10 @@ def test_ranks_that_differ_are_all_refused() -> None:
 GIVEN = pytest.param("vocab_parallel_logprobs", marks=pytest.mark.full(backend="jax"))
 
 
-@pytest.mark.parametrize("function", ["chunked_logprobs", GIVEN])
+OF_HEAD = pytest.param("chunked_logprobs", marks=pytest.mark.full(backend="jax"))
+
+
+@pytest.mark.parametrize("function", [OF_HEAD, GIVEN])
 def test_shards_do_not_show(backend: str, function: str) -> None:
     """A18, and A5, A6 over shards."""
     problem, findings = build(CASE, 3), Findings((backend,))
