@@ -15,7 +15,7 @@ from helpers.held import hold_in_norm
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from helpers.vocab_shards import held
 from xentlib.algebra import BLOCK_COLUMNS
-from xentlib.contract import ROW_OF, failures
+from xentlib.contract import ROW_OF, check, failures
 from xentlib.tools.harness.backends import run, run_logprobs
 from xentlib.tools.harness.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
 from xentlib.tools.harness.findings import Findings
@@ -288,6 +288,28 @@ def test_divergences_of_equal_heads_are_0() -> None:
                 assert leaf.grad is not None
                 assert not leaf.grad.any()
             assert (out.loss >= 0).all()
+
+
+@pytest.mark.parametrize("how", divergences.KINDS, ids=lambda how: how["kind"])
+def test_divergences_of_close_logits(how: dict[str, Any]) -> None:
+    """A20: products are exact; at 1000 the rounded lse are off by half of the log-ratios. A class at
+    -inf in both takes no part. Catches: p without the correction of the two lse."""
+    student, teacher, upstream = divergences.given_logits(7, 1e-2, 300, 5)
+    student, teacher = student + np.float32(1000), teacher + np.float32(1000)
+    oracle = divergences.oracle_of(student, teacher, upstream, **how)
+    masked = np.insert(teacher, 3, -np.inf, axis=1)
+    weight = torch.tensor(np.insert(student, 3, 0.0, axis=1).T.copy()).requires_grad_()
+    bias = torch.zeros(301)
+    bias[3] = -torch.inf
+    teacher_logits = TeacherLogits(torch.tensor(masked))
+    out = chunked_divergence(
+        torch.eye(5), weight, teacher_logits, bias=bias, outputs=("divergence",), **how
+    )
+    out.loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.isfinite().all()
+    assert not weight.grad[3].any()
+    assert not failures(check("A20", out.divergence.detach().numpy(), oracle.divergence))
 
 
 def test_divergences_over_shards() -> None:
