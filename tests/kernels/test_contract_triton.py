@@ -292,8 +292,8 @@ def test_divergences_of_equal_heads_are_0() -> None:
 
 @pytest.mark.parametrize("how", divergences.KINDS, ids=lambda how: how["kind"])
 def test_divergences_of_close_logits(how: dict[str, Any]) -> None:
-    """A20: products are exact; at 1000 the rounded lse are off by half of the log-ratios. A class at
-    -inf in both takes no part. Catches: p without the correction of the two lse."""
+    """A20: products are exact; at 1000 the rounded lse are off by half of the log-ratios. A class
+    at -inf in both takes no part. Catches: p without the correction of the two lse."""
     student, teacher, upstream = divergences.given_logits(7, 1e-2, 300, 5)
     student, teacher = student + np.float32(1000), teacher + np.float32(1000)
     oracle = divergences.oracle_of(student, teacher, upstream, **how)
