@@ -90,7 +90,7 @@ def classes_forward(
     options: Options, arrays: Arrays
 ) -> tuple[ClassOutput, tuple[Arrays, Residuals]]:
     """Steps 2 to 5 of `xentlib.nll`, with further classes out of the rest. For a backward, which
-    has no `top_k`, the arrays have the classes that were found among their ids."""
+    has no `top_k`, the arrays have the candidates among their ids."""
     logits = chunked_logits(options, arrays)
     options, stats_wanted = logits.options, WantedStats(options.entropy)
     own, (logits, _) = logits, gather_tokens(logits, ())
@@ -112,10 +112,10 @@ def classes_forward(
     else:
         packed_RM = class_stats(logits, logits.order, *all_columns(logits, stats_wanted))
     rows, (count,) = filled(unpack(own, packed_RM)), own.tokens.valid.shape
-    z, found, (m, ones, s, sum_ed) = rows[: 1 + known], rows[1 + known : -4], rows[-4:]
-    found = found.reshape(2, found.shape[0] // 2, found.shape[1])
+    z, candidates, (m, ones, s, sum_ed) = rows[: 1 + known], rows[1 + known : -4], rows[-4:]
+    candidates = candidates.reshape(2, candidates.shape[0] // 2, candidates.shape[1])
     rest = NonTargetStats(m, ones, s, sum_ed if options.entropy else None, None, None)
-    values, kept, top = CLASSES.values_and_top(z, rest, want_of(own, arrays), found, top_k)
+    values, kept, top = CLASSES.values_and_top(z, rest, want_of(own, arrays), candidates, top_k)
 
     def clean(x: jax.Array) -> jax.Array:
         bad = own.tokens.bad[:, None] if x.ndim > 1 else own.tokens.bad

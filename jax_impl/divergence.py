@@ -6,6 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, M = N fille
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -235,21 +236,36 @@ def given_backward(
     options: Options, residuals: Residuals, gradient: jax.Array, arrays: Arrays
 ) -> jax.Array:
     """Steps 6 and 7 of given logits, in their dtype."""
-    (student, teacher), given = pair_of(options, arrays), arrays.hidden
+    student, teacher = pair_of(options, arrays)
     g_N = jnp.where(student.tokens.valid, gradient.astype(options.compute_dtype), 0)
     both, _ = gathered_pair(student, teacher, ())
-    numbers = in_chunks(student, (scaled(student, g_N), residuals))
 
-    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
-        factor_T, of_tokens = at_rows(student, chunk, numbers)
+    def dz_of(chunk: Chunk, numbers: Any) -> tuple[PairTerms, jax.Array]:
+        factor_T, of_tokens = numbers
         terms = both.again(chunk, list(of_tokens[:4]))
         dz = DzTerms(factor_T * of_tokens.gain, factor_T * of_tokens.shift)
-        dz_TV = both.dz(chunk, terms, dz)
+        return terms, both.dz(chunk, terms, dz)
+
+    return d_given(both, arrays.hidden, (scaled(student, g_N), residuals), dz_of)
+
+
+def d_given(
+    both: Any,  # `PairedLogits`, or `SoftLogits`
+    given: jax.Array,
+    numbers_N: Any,
+    dz_of: Callable[[Chunk, Any], tuple[PairTerms, jax.Array]],
+) -> jax.Array:
+    """Step 7 of given logits: `dz_of` a chunk, and of `numbers_N` of its tokens."""
+    student = both.student
+    numbers = in_chunks(student, numbers_N)
+
+    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
+        terms, dz_TV = dz_of(chunk, at_rows(student, chunk, numbers))
         dz_TV, _ = student.kernels.chained(chunk.block, terms.student, dz_TV)
         dz_TV = round_to(dz_TV, given.dtype.name)
         return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")
 
-    zeros, used = as_bits(jnp.zeros_like(given)), (teacher, numbers)
+    zeros, used = as_bits(jnp.zeros_like(given)), (both, numbers)
     d_logits = over_chunks(student, body, vary(zeros, varying(student, used)), used)
     return as_primal(from_bits(d_logits, given), given)
 

@@ -20,13 +20,10 @@ from xentlib.checks.soft_labels import SOFT
 from xentlib.jax.array_spec import only_arrays
 from xentlib.jax.binding import bind_logits
 from xentlib.jax.core.call import Arrays, Options, as_gradients
-from xentlib.jax.core.device import as_bits, from_bits
-from xentlib.jax.core.gemm import round_to
 from xentlib.jax.core.logits import Chunk, scaled
-from xentlib.jax.core.loop import at_rows, over_chunks
-from xentlib.jax.core.vocab import as_primal, vary, varying
+from xentlib.jax.core.pairs import PairTerms
 from xentlib.jax.derivatives import Needs, primal_values
-from xentlib.jax.divergence import Residuals, divergence_forward, gathered_pair, in_chunks, pair_of
+from xentlib.jax.divergence import Residuals, d_given, divergence_forward, gathered_pair, pair_of
 from xentlib.jax.head import unwrapped
 from xentlib.jax.logprobs import upstream_in
 from xentlib.jax.placement import run
@@ -44,9 +41,8 @@ def soft_forward(
     options = options._replace(divergence=how, output_dtype=options.compute_dtype)
     output, residuals, *_ = divergence_forward(options, Needs(), arrays)
     entropy = output.entropy if options.entropy else None
-    made = LogprobOutput(output.logprobs, entropy, output.teacher_entropy, None)
-    if options.scalars.label_smoothing:
-        made = made._replace(logprobs=-output.loss)
+    # Of a token that is not valid +0.
+    made = LogprobOutput(0.0 - output.loss, entropy, output.teacher_entropy, None)
     return made, (residuals, output.divergence)
 
 
@@ -54,7 +50,7 @@ def soft_backward(
     options: Options, kept: tuple[Residuals, jax.Array], upstream: Any, arrays: Arrays
 ) -> jax.Array:
     """Steps 6 and 7, in the dtype of the logits."""
-    (student, teacher), given = pair_of(options, arrays), arrays.hidden
+    student, teacher = pair_of(options, arrays)
     both, _ = gathered_pair(student, teacher, ())
     residuals, total = kept
 
@@ -62,23 +58,17 @@ def soft_backward(
         zeros = jnp.zeros_like(total)
         return zeros if g is None else jnp.where(student.tokens.valid, g.astype(total.dtype), 0)
 
-    upstream = [scaled(student, clean(g)) for g in upstream]
-    numbers = in_chunks(student, (upstream, residuals[:4], total))
-
-    def body(chunk: Chunk, d_logits: jax.Array) -> jax.Array:
-        (g_logprobs, g_entropy, g_lse), stats, total_T = at_rows(student, chunk, numbers)
+    def dz_of(chunk: Chunk, numbers: Any) -> tuple[PairTerms, jax.Array]:
+        (g_logprobs, g_entropy, g_lse), stats, total_T = numbers
         of = Largest(*stats)
         terms = both.again(chunk, of, total_T)
-        log_p_TV = jnp.maximum(terms.student.z_TV - of.lse[:, None], FLOOR)
+        log_p_TV = jnp.maximum(both.kind.log_p(terms.student.z_TV, of), FLOOR)
         slope_TV = g_lse[:, None] - g_entropy[:, None] * (log_p_TV + of.entropy[:, None])
         dz_TV = terms.p_TV * slope_TV + g_logprobs[:, None] * terms.a_TV
-        dz_TV, _ = student.kernels.chained(chunk.block, terms.student, dz_TV)
-        dz_TV = round_to(dz_TV, given.dtype.name)
-        return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")
+        return terms, dz_TV
 
-    zeros, used = as_bits(jnp.zeros_like(given)), (both, numbers)
-    d_logits = over_chunks(student, body, vary(zeros, varying(student, used)), used)
-    return as_primal(from_bits(d_logits, given), given)
+    upstream = [scaled(student, clean(g)) for g in upstream]
+    return d_given(both, arrays.hidden, (upstream, residuals[:4], total), dz_of)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -15,7 +15,7 @@ from jax import lax
 
 from xentlib.algebra import is_zero
 from xentlib.arguments import Arguments, LogitsArguments
-from xentlib.checks.soft_labels import SOFT, check_soft
+from xentlib.checks.soft_labels import SOFT, check_soft, check_soft_options
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind, bind_logits
@@ -29,15 +29,11 @@ from xentlib.jax.teacher import SOFT_LABELS, classes_of, labels_for
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.soft_labels import SoftLabels
 
-REFUSED = ("correct", "predicted")
-
 
 def soft_nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:
     """`chunked_nll` of arguments whose labels are class probabilities."""
     soft: Any = given.labels
-    for name in REFUSED:
-        SOFT.require("outputs", name not in given.outputs, name=name)
-    SOFT.require("stream", given.gather != "stream")
+    check_soft_options(given.outputs, given.gather)
     only_arrays(hidden=unwrapped(given.hidden))
     given = given._replace(labels=labels_for(unwrapped(given.hidden), None))
     options, arrays = bind(given, place)

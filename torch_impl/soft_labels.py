@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xentlib.arguments import Arguments
-from xentlib.checks.soft_labels import SOFT, check_soft
+from xentlib.checks.soft_labels import SOFT, check_soft, check_soft_options
 from xentlib.checks.validators import plain
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.soft_labels import SoftLabels
@@ -32,15 +32,11 @@ from xentlib.torch.placement.head import with_head
 from xentlib.torch.placement.rows import local_logits
 from xentlib.torch.teacher import SOFT_LABELS, TeacherCall, labels_for
 
-REFUSED = ("correct", "predicted")
-
 
 def soft_nll(given: Arguments) -> NLLOutput[Tensor]:
     """`chunked_nll` of arguments whose labels are class probabilities."""
     soft: Any = given.labels
-    for name in REFUSED:
-        SOFT.require("outputs", name not in given.outputs, name=name)
-    SOFT.require("stream", given.gather != "stream")
+    check_soft_options(given.outputs, given.gather)
     only_tensors(hidden=given.hidden)
 
     @with_head(recompute=False)

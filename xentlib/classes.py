@@ -175,13 +175,13 @@ class Classes(NamedTuple):
         return values, Residuals(log_p, stats.lse, stats.entropy, top, stats.p_rest, tail)
 
     def values_and_top(
-        self, z: Array, rest: NonTargetStats, want: Wanted, found: Array, top_k: int
+        self, z: Array, rest: NonTargetStats, want: Wanted, candidates: Array, top_k: int
     ) -> tuple[Values, Residuals, Top]:
-        """The same with the `top_k` largest, of what a pass has found, [2, M, N]: classes as
+        """The same with the `top_k` largest, of the candidates of a pass, [2, M, N]: classes as
         numbers of the compute dtype, -1 for none, and their logits. All that were taken out of a
         row count in its values; a backward needs the largest alone."""
         known, number = want.ids.shape[1], max(0, want.kept)
-        z, want = self.with_candidates(z, want, found)
+        z, want = self.with_candidates(z, want, candidates)
         values, kept = self.values(z, rest, want)
         ids = want.ids[:, known : known + top_k]
         of_ids, of_top = values.ids_logprobs[:, : known - number], values.ids_logprobs
@@ -192,21 +192,23 @@ class Classes(NamedTuple):
         kept = kept._replace(log_p=kept.log_p[: 1 + known + top_k], top=top)
         return values._replace(ids_logprobs=of_ids), kept, Top(ids, of_top)
 
-    def with_candidates(self, z: Array, want: Wanted, found: Array) -> tuple[Array, Wanted]:
+    def with_candidates(self, z: Array, want: Wanted, candidates: Array) -> tuple[Array, Wanted]:
         """Logits and classes with M candidates behind the others, in the order of `Top`: of a
-        kept set its classes, of the whole vocabulary those that were found."""
-        if not found.shape[1]:
+        kept set its classes, of the whole vocabulary the candidates."""
+        if not candidates.shape[1]:
             return z, want
         xp, number = self.xp, max(0, want.kept)
         whole, kept = self.whole(want)[:, None], want.ids[:, :number]
-        offered = xp.where(whole, self.algebra.cast(found[0].T, want.ids), -1)
+        offered = xp.where(whole, self.algebra.cast(candidates[0].T, want.ids), -1)
         offered = xp.concatenate((xp.where(self.ascends(kept), kept, -1), offered), 1)
         offered = xp.where(want.valid[:, None], offered, -1)
-        z_offered = xp.concatenate((z[1 : 1 + number].T, found[1].T), 1)
+        z_offered = xp.concatenate((z[1 : 1 + number].T, candidates[1].T), 1)
         z_offered = xp.where(offered < 0, -INF, z_offered)
         # Sorted twice, as ties are decided by the class; the second sort is stable.
         order = self.argsort(xp.where(offered < 0, NO_CLASS, offered))
-        order = self.take(order, self.argsort(-self.take(z_offered, order)))[:, : found.shape[1]]
+        order = self.take(order, self.argsort(-self.take(z_offered, order)))[
+            :, : candidates.shape[1]
+        ]
         z = xp.concatenate((z, self.take(z_offered, order).T))
         return z, want._replace(ids=xp.concatenate((want.ids, self.take(offered, order)), 1))
 

@@ -54,13 +54,13 @@ def all_columns(
     sum_d = each[0] if wanted.smoothing else None
     further = logits.tokens.more
     more = None if further is None else jnp.zeros((further.ids.shape[1], each.shape[1]), each.dtype)
-    found, top_k = None, min(logits.options.top_k, width)
+    candidates, top_k = None, min(logits.options.top_k, width)
     if top_k:
-        found = jnp.zeros((2, top_k, each.shape[1]), each.dtype)
-    packed = each[0], BlockStats(each, each, each, sum_ed, top, sum_d), more, found
+        candidates = jnp.zeros((2, top_k, each.shape[1]), each.dtype)
+    packed = each[0], BlockStats(each, each, each, sum_ed, top, sum_d), more, candidates
     result: Any = over_chunks(logits, body, packed, only=only)
-    z_y, blocks, more, found = result
-    return z_y, blocks, more, found
+    z_y, blocks, more, candidates = result
+    return z_y, blocks, more, candidates
 
 
 def further_rows(left: Logits) -> tuple[jax.Array | None, jax.Array | None]:
@@ -94,32 +94,32 @@ def class_stats(
     z_y: jax.Array,
     blocks: BlockStats,
     more: jax.Array | None,
-    found: jax.Array | None,
+    candidates: jax.Array | None,
 ) -> jax.Array:
-    """[1 + K + 2 M + 4, tokens] of some tokens: logits of the target and of further classes, the M
-    largest that were found, and of the others the largest and their sums; over shards with one SUM
-    more than `stats_of`."""
+    """[1 + K + 2 M + 4, tokens] of some tokens: logits of the target and of further classes, M
+    candidates for the largest, and of the others the largest and their sums; over shards with one
+    SUM more than `stats_of`."""
     z_y, rest = over_shards(logits, rows, z_y, blocks)
     further = logits.tokens.more
     assert further is not None
     assert more is not None
     if further.owned is not None:
         more = jnp.where(further.owned[rows].T, more, 0.0)
-    if found is not None:
-        more = jnp.concatenate((more, offered(logits, found)))
+    if candidates is not None:
+        more = jnp.concatenate((more, offered(logits, candidates)))
     if logits.options.axis is not None:
         more = lax.psum(more, logits.options.axis.name)
     sum_ed = jnp.zeros_like(rest.s) if rest.sum_ed is None else rest.sum_ed
     return jnp.concatenate((z_y[None], more, jnp.stack((rest.m, rest.ones, rest.s, sum_ed))))
 
 
-def offered(logits: ChunkedLogits, found: jax.Array) -> jax.Array:
+def offered(logits: ChunkedLogits, candidates: jax.Array) -> jax.Array:
     """[2 M, tokens]: the `top_k` largest of every shard, classes and logits, out of this one's
     columns and logits [2, K, tokens], as numbers of which one shard has each. A shard of fewer
     columns has no class, -1, in the others' places."""
-    axis, shard, (columns, z) = logits.options.axis, logits.shard, found
+    axis, shard, (columns, z) = logits.options.axis, logits.shard, candidates
     if axis is None:
-        return found.reshape(-1, found.shape[2])
+        return candidates.reshape(-1, candidates.shape[2])
     assert shard is not None
     classes = jnp.where(columns < 0, -1.0, columns + shard.start.astype(columns.dtype))
     fill = (0, logits.options.top_k - len(z)), (0, 0)

@@ -73,15 +73,18 @@ def want_of(own: Selected, call: Any, options: Options) -> Wanted:
 
 def values_of(own: Selected, packed: Tensor, call: Any, options: Options) -> tuple[Tensor, ...]:
     """Of rows that `class_stats` has made, of this rank's tokens: outputs and residuals."""
-    z, found, (m, ones, s, sum_ed) = packed.tensor_split([1 + call.ids.shape[1], -4])
-    found = found.unflatten(0, (2, -1)) if call.top_k else found[None].expand(2, 0, -1)
+    z, candidates, (m, ones, s, sum_ed) = packed.tensor_split([1 + call.ids.shape[1], -4])
+    if call.top_k:
+        candidates = candidates.unflatten(0, (2, -1))
+    else:
+        candidates = candidates[None].expand(2, 0, -1)
     rest = NonTargetStats(m, ones, s, sum_ed if options.entropy else None, None, None)
     want = want_of(own, call, options)
     outside = CLASSES.outside(want)
     # Where tokens are a rank's own it would raise alone.
     if host_readable(outside) and not call.rows.route and bool(outside.any()):
         KEPT.refuse("outside", label=int(want.labels[outside][0]))
-    values, kept, top = CLASSES.values_and_top(z, rest, want, found, call.top_k)
+    values, kept, top = CLASSES.values_and_top(z, rest, want, candidates, call.top_k)
     *of_tokens, correct, ids_logprobs, tail = values
     outputs = (own.clean(x).to(options.output_dtype, copy=True) for x in of_tokens)
     tail = own.clean(tail).to(options.output_dtype, copy=True)
@@ -95,7 +98,7 @@ def values_of(own: Selected, packed: Tensor, call: Any, options: Options) -> tup
 
 
 def kept_of(call: Any, residuals: Tensor) -> tuple[Any, Residuals]:
-    """The call of a backward, which has the classes that the forward has found among its `ids`, and
+    """The call of a backward, which has the classes of the forward's `top_k` among its `ids`, and
     what that kept."""
     known, top_k = call.ids.shape[1], call.top_k
     log_p, top, of_tokens = residuals.tensor_split([1 + known + top_k, 1 + known + 2 * top_k])

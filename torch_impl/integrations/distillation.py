@@ -41,13 +41,13 @@ def compute_forward_kl_topk(
     given = teacher_topk_log_probs, teacher_topk_ids
     logprobs, ids = (x.values()[None] if x.is_nested else x for x in given)
     check("tokens of `student_logits`", tuple(student_logits.shape[:-1]), tuple(ids.shape[:-1]))
-    found = vocab_parallel_logprobs(student_logits, ids[..., 0], ids=ids).ids_logprobs
-    mass = found.exp().sum(-1)
+    student = vocab_parallel_logprobs(student_logits, ids[..., 0], ids=ids).ids_logprobs
+    mass = student.exp().sum(-1)
     teacher, teacher_mass = logprobs.float(), logprobs.float().exp().sum(-1)
     clamp = config.distillation_loss.log_prob_min_clamp
     if clamp is not None:
-        found, teacher = found.clamp_min(clamp), teacher.clamp_min(clamp)
-    terms = teacher.exp() * (teacher - found)
+        student, teacher = student.clamp_min(clamp), teacher.clamp_min(clamp)
+    terms = teacher.exp() * (teacher - student)
     own = student_logits.detach().topk(ids.shape[-1]).indices
     shared = (ids[..., None] == own[..., None, :]).any(-1)
     count = shared.sum(-1)

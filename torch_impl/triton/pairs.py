@@ -51,13 +51,11 @@ class TritonPairs(PairedLogits):
     def values(self, unit: Unit, kernels: Made, *, tempered_nll: bool = False) -> UnitValues:
         """Steps 2 to 5."""
         ((rows, teacher),) = unit.pairs
-        kind, own = (
-            self.kind,
-            self.stats_of(self.student, rows, kernels[0], self.wanted[0], learns=True),
-        )
+        kind, wanted = self.kind, self.wanted
+        own = self.stats_of(self.student, rows, kernels[0], wanted[0], learns=True)
         check_vocabulary(self.student.local_size, self.teacher.classes)
         with of_teacher():
-            other = self.stats_of(self.teacher, teacher, kernels[1], self.wanted[1], learns=False)
+            other = self.stats_of(self.teacher, teacher, kernels[1], wanted[1], learns=False)
         delta = torch.zeros_like(own.lse)
         self.known = own.lse, other.lse, None
         if kind.twice:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from xentlib.checks.classes import check_classes
 from xentlib.checks.validators import ArraySpec, Refusals, check_device, check_floating
 from xentlib.soft_labels import SoftLabels
 
+LARGEST = ("correct", "predicted")  # of `outputs`, what a class that is right is needed for
 SOFT = Refusals(
     ValueError,
     # Of an array of all classes, or of the columns of a shard.
@@ -32,6 +34,13 @@ SOFT = Refusals(
     kept="`labels` must be classes with `kept`, `ids` or `top_k`; got class probabilities. "
     "Multiply `ids_logprobs` by them.",
 )
+
+
+def check_soft_options(outputs: Sequence[str], gather: str) -> None:
+    """Refuse options of `chunked_nll` that do not go with class probabilities."""
+    for name in LARGEST:
+        SOFT.require("outputs", name not in outputs, name=name)
+    SOFT.require("stream", gather != "stream")
 
 
 def check_soft(
