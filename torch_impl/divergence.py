@@ -337,6 +337,8 @@ def head_divergence(given: DivergenceArguments) -> DivergenceOutput[Tensor]:
     given = given._replace(labels=labels_for(given.hidden, given.labels, given.where))
     fields = {name: getattr(given, name) for name in OF_STUDENT}
     fields["reduction"] = "sum" if given.reduction == "none" else given.reduction
+    if given.vocab == "intersect" and given.gather == "auto":  # the one route of whole heads
+        fields |= {"gather": "head", "tokens_per_rank": None}
     if isinstance(given.teacher, TeacherTopK):
         from xentlib.torch.top_k import top_k_divergence
 

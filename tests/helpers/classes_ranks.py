@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helpers.refused import said_on_ranks
 from xentlib.contract import check, failures
 from xentlib.plan import VocabShard
 from xentlib.tools.harness.ranks import start_gloo
@@ -238,12 +239,4 @@ def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
             hidden, head, few, denominator=1.0 - odd, gather="stream"
         ),
     }
-    messages = []
-    for one in calls.values():
-        try:
-            one()
-            messages.append("")
-        except (ValueError, TypeError) as error:
-            messages.append(str(error))
-        dist.barrier()
-    return [f"{name}: {text}" for name, text in zip(calls, messages, strict=True)]
+    return said_on_ranks(calls)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helpers.refused import said_on_ranks
 from xentlib.plan import VocabShard
 from xentlib.tools.harness.ranks import start_gloo
 from xentlib.torch import (
@@ -40,7 +41,10 @@ def arrays(world: int) -> dict[str, Tensor]:
 def of_rank(rank: int, world: int, folder: str, cases: list[dict[str, Any]]) -> list[Any]:
     """Outputs and gradients of each case's call, along each route by its name."""
     start_gloo(rank, world, folder)
-    return [{name: route(rank, world, case) for name, route in ROUTES.items()} for case in cases]
+    return [
+        {name: route(rank, world, case) for name, route in routes_of(case).items()}
+        for case in cases
+    ]
 
 
 def whole(rank: int, world: int, case: dict[str, Any]) -> list[Tensor]:
@@ -93,11 +97,13 @@ def sharded(gather: str, nodes: int = 0) -> Any:
         from torch.distributed.fsdp import fully_shard
 
         x = arrays(world)
-        head, other = nn.Linear(H, V, bias=False), nn.Linear(WIDTH, V)
+        # Rows that the student lacks, where it is asked for the first ones.
+        size = V + 3 * (case.get("vocab") == "intersect")
+        head, other = nn.Linear(H, V, bias=False), nn.Linear(WIDTH, size)
         with torch.no_grad():
             head.weight.copy_(x["weight"])
-            other.weight.copy_(x["rows"])
-            other.bias.copy_(x["bias"])
+            other.weight[:V].copy_(x["rows"])
+            other.bias[:V].copy_(x["bias"])
         fully_shard(head)
         fully_shard(other)
         hidden = x["hidden"][rank].requires_grad_()
@@ -131,6 +137,12 @@ ROUTES: dict[str, Any] = {
 }
 
 
+def routes_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Those by which a case's heads can be had."""
+    whole_heads = ("whole", "head", "auto")
+    return {x: y for x, y in ROUTES.items() if case.get("vocab") is None or x in whole_heads}
+
+
 def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
     """What every rank says where some do it wrongly: none waits for another."""
     start_gloo(rank, world, folder)
@@ -160,16 +172,11 @@ def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
         "columns": lambda: call(TeacherLogits(logits.logits[:, :-1]) if odd else logits),
         "kind of given": lambda: given(logits, kind="reverse_kl" if odd else "forward_kl"),
         "another function": lambda: given(logits) if odd else call(logits),
+        "intersect": lambda: call(vocab="intersect"),
+        "intersect of given": lambda: given(logits, vocab="intersect"),
+        "intersect of rows": lambda: sharded("hidden")(rank, world, {"vocab": "intersect"}),
     }
-    messages = []
-    for one in calls.values():
-        try:
-            one()
-            messages.append("")
-        except (ValueError, TypeError) as error:
-            messages.append(str(error))
-        dist.barrier()
-    return [f"{name}: {text}" for name, text in zip(calls, messages, strict=True)]
+    return said_on_ranks(calls)
 
 
 def counted(rank: int, world: int, folder: str, cases: list[dict[str, Any]]) -> list[Any]:

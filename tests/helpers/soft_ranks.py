@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from helpers.refused import said_on_ranks
 from xentlib.plan import VocabShard
 from xentlib.soft_labels import SoftLabels
 from xentlib.tools.harness.ranks import start_gloo
@@ -106,7 +107,7 @@ def shards(kind: str) -> Any:
     def run(rank: int, world: int) -> list[Tensor]:
         x, rows = arrays(world), parts(rank, world)
         over = VocabShard.of_ranks(rows.stop - rows.start, dist.group.WORLD)
-        weight, mine = x["weight"][rows].requires_grad_(), None
+        weight, local = x["weight"][rows].requires_grad_(), None
         for k in range(world):
             hidden, labels, more = own(x, k)
             probs: Any = labels if kind == "few" else dense(*labels)[:, rows].contiguous()
@@ -115,10 +116,10 @@ def shards(kind: str) -> Any:
             )
             out.loss.backward()
             if k == rank:
-                mine = out, hidden
+                local = out, hidden
             of_logits(x, k, rows, over, probs, labels)
-        assert mine is not None
-        return results(*mine, every(weight, rank, world))
+        assert local is not None
+        return results(*local, every(weight, rank, world))
 
     return run
 
@@ -208,12 +209,4 @@ def refused(rank: int, world: int, folder: str, _: list[Any]) -> list[str]:
         "classes on one, of its own": lambda: tokens(ids[:, 0].clamp(min=0) if odd else labels),
         "no class": lambda: tokens(SoftLabels(ids + V, probs)),
     }
-    messages = []
-    for one in calls.values():
-        try:
-            one()
-            messages.append("")
-        except (ValueError, TypeError) as error:
-            messages.append(str(error))
-        dist.barrier()
-    return [f"{name}: {text}" for name, text in zip(calls, messages, strict=True)]
+    return said_on_ranks(calls)

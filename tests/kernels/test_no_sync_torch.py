@@ -22,6 +22,8 @@ from xentlib.nll import OUTPUTS  # noqa: E402
 from xentlib.plan import VocabShard, split  # noqa: E402
 from xentlib.torch import (  # noqa: E402
     Evaluation,
+    SoftLabels,
+    TeacherHead,
     TeacherTopK,
     TokenNormalizer,
     chunked_divergence,
@@ -154,6 +156,38 @@ def test_a_teacher_of_few_classes(tail: Any) -> None:
     with as_on_a_gpu():
         out = chunked_divergence(**call, teacher=teacher, nll_weight=0.5, **CHUNKS)
         backward([out.loss], call)
+
+
+@pytest.mark.parametrize("vocab", ["same", "intersect"])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_a_teacher_of_heads(kind: Any, vocab: Any) -> None:
+    """Of as many classes, or of more."""
+    call, rows = head("bfloat16"), V + 5 * (vocab == "intersect")
+    more = {"beta": 0.5} if kind == "jsd" else {}
+    teacher = TeacherHead(there(N, H, dtype=torch.bfloat16), there(rows, H, dtype=torch.bfloat16))
+    with as_on_a_gpu() as seen:
+        out = chunked_divergence(
+            **call, teacher=teacher, kind=kind, vocab=vocab, nll_weight=0.5, **more, **CHUNKS
+        )
+        backward([out.loss], call)
+    assert len(seen.touching(4 * V)) > 10
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("name", ["nothing", "where", "token weights", "smoothing", "z-loss"])
+def test_class_probabilities(name: str, few: bool) -> None:
+    """Of all classes, or of a few: neither is read to be refused."""
+    call = head("bfloat16") | options(LOSS, name)
+    probs = there(N, 5 if few else V)
+    call["labels"] = SoftLabels(there(N, 5, dtype=INT), probs) if few else probs
+    with as_on_a_gpu() as seen:
+        out = chunked_nll(**call, **CHUNKS)
+        backward([out.loss], call)
+    assert len(seen.touching(4 * V)) > 5
+    logits = {"logits": there(N, V, grad=True), "labels": call["labels"]}
+    with as_on_a_gpu():
+        given = vocab_parallel_logprobs(**logits, entropy=True, **CHUNKS)
+        backward([given.logprobs, given.entropy], logits)
 
 
 # --- over vocabulary shards ----------------------------------------------------------------------

@@ -177,7 +177,10 @@ def check_teacher_tokens(what: str, x: ArraySpec, name: str, leading: tuple[int,
 
 def check_whole(whole: object) -> None:
     """Of heads whose first classes are taken."""
-    way = "Pass `PaddedVocab(group, classes)` of the classes that both have as `vocab_parallel`."
+    way = (
+        "Pass `gather='head'` where a wrapper has sharded them, and over vocabulary shards "
+        "`PaddedVocab(group, classes)` of the classes that both have as `vocab_parallel`."
+    )
     over = {"where": "where ranks or devices share the vocabulary", "way": way}
     DIVERGING.require("intersect", whole, **over)
 
