@@ -28,7 +28,7 @@ from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import fake_gradients, rounded
-from xentlib.torch.core.kernels import DzOutput
+from xentlib.torch.core.kernels import DzOutput, Kernels, kernels_for
 from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import class_stats, columns_of, columns_of_blocks
@@ -49,12 +49,23 @@ from xentlib.torch.operators import (
 from xentlib.torch.placement.head import with_head
 
 
+def kernels_of(call: Any) -> type[Kernels]:
+    """Triton's programs, where the device has them and can leave classes out: not where a softcap
+    or scale makes a number of -inf, nor of the largest of a row, which are looked for first."""
+    scaled = getattr(call, "logit_scale", None) is not None
+    if scaled or call.scalars.softcap is not None or call.top_k or not call.ids.shape[1]:
+        return Eager
+    logits = getattr(call, "logits", None)
+    device = (call.hidden if logits is None else logits).device
+    return kernels_for(device, call.compute_dtype, call.scalars)
+
+
 def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     """Steps 1 to 5, with further classes out of the rest."""
     needs, entropy = options.wanted, options.entropy
     refused = refused_divisor(call, options)
     terms = Terms("chunked_logprobs", needs, float(entropy), refused=refused)
-    loop = HeadLoop(call, terms, made=Eager)
+    loop = HeadLoop(call, terms, made=kernels_of(call))
     loop.chunks_of.exchange()
     vocab = loop.check_consistent()
     if vocab is not None:
@@ -73,7 +84,7 @@ def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
 
 def given_forward(call: LogitsCall, options: Options) -> tuple[Tensor, ...]:
     """The same of precomputed logits."""
-    given = GivenLogits(call, Eager)
+    given = GivenLogits(call, kernels_of(call))
     given.check_consistent()
     if isinstance(given.vocab, ShardedVocab):
         given.vocab.consistency.exact("kept", options.kept)
@@ -87,7 +98,7 @@ def head_backward(upstream: Cotangents, call: HeadCall, options: Options) -> tup
     needs, entropy = options.wanted, upstream.d_entropy is not None
     call, kept = kept_of(call, upstream.residuals)
     terms = Terms("the backward of chunked_logprobs", needs, d_entropy=entropy)
-    loop = HeadLoop(call, terms, made=Eager)
+    loop = HeadLoop(call, terms, made=kernels_of(call))
     entropy = loop.chunks_of.d_entropy  # of the tokens of any rank
     g, lse = upstream_rows(loop.own, upstream, kept, call, options)
     g, lse = loop.chunks_of.exchange(g, lse)
@@ -115,7 +126,7 @@ def head_backward(upstream: Cotangents, call: HeadCall, options: Options) -> tup
 def given_backward(upstream: Cotangents, call: LogitsCall, options: Options) -> Tensor:
     """Step 6 of given logits, in their dtype."""
     call, kept = kept_of(call, upstream.residuals)
-    given, logits = GivenLogits(call, Eager), call.logits
+    given, logits = GivenLogits(call, kernels_of(call)), call.logits
     size, entropy = given.local_size, upstream.d_entropy is not None
     g, lse = upstream_rows(given.tokens, upstream, kept, call, options)
     d_logits, kernels = torch.zeros_like(logits), given.kernels()

@@ -19,8 +19,7 @@ from xentlib.options import DIVERGENCES
 from xentlib.pairs import DzTerms, PairSums
 from xentlib.torch.array_spec import only_tensors, with_leading
 from xentlib.torch.binding import bind_logits
-from xentlib.torch.core.eager import Eager
-from xentlib.torch.core.kernels import DzOutput
+from xentlib.torch.core.kernels import kernels_for
 from xentlib.torch.core.logits import GivenLogits
 from xentlib.torch.core.pairs import GivenTeacher, InPlace, PairedLogits, Unit
 from xentlib.torch.core.stats import given_stats
@@ -34,7 +33,7 @@ from xentlib.torch.operators import (
     kept_call,
     operator,
 )
-from xentlib.torch.teacher import given_teacher, labels_for
+from xentlib.torch.teacher import given_teacher, labels_for, pairs_for
 
 
 class GivenTerms(NamedTuple):
@@ -46,9 +45,10 @@ class GivenTerms(NamedTuple):
     output_dtype: torch.dtype
 
     def beside(self, call: LogitsCall) -> PairedLogits:
-        student, kind = GivenLogits(call, Eager), InPlace(torch, torch.exp, self.kind)
+        made = kernels_for(call.logits.device, call.compute_dtype, call.scalars)
+        student, kind = GivenLogits(call, made), InPlace(torch, torch.exp, self.kind)
         teacher = GivenTeacher(self.teacher_logits, self.teacher_temperature, student)
-        return PairedLogits(student, teacher, kind._replace(beta=call.scalars.beta or 0.0))
+        return pairs_for(made)(student, teacher, kind._replace(beta=call.scalars.beta or 0.0))
 
 
 def given_forward(call: LogitsCall, terms: GivenTerms) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def given_forward(call: LogitsCall, terms: GivenTerms) -> tuple[Tensor, Tensor]:
         logits=terms.teacher_logits, temperature=terms.teacher_temperature, scalars=Scalars()
     )
     known = []
-    for part in (both.student, GivenLogits(other, Eager)):
+    for part in (both.student, GivenLogits(other, both.student.made)):
         part.check_consistent("vocab_parallel_divergence")
         if isinstance(part.vocab, ShardedVocab):
             part.vocab.consistency.exact("kind", float(DIVERGENCES.index(terms.kind)))
@@ -69,9 +69,9 @@ def given_forward(call: LogitsCall, terms: GivenTerms) -> tuple[Tensor, Tensor]:
         check_vocabulary(call.logits.shape[1], both.teacher.classes)
     delta = torch.zeros_like(known[0])
     if both.kind.twice:
-        delta = both.kind.delta(*sums_of_blocks(both, known, first=True))
+        delta = both.kind.delta(*sums_of_blocks(both, known, first=True)[:2])
         known.append(delta)
-    value, dz = both.kind.of_sums(PairSums(*sums_of_blocks(both, known)))
+    value, dz = both.kind.of_sums(both.kind.named(sums_of_blocks(both, known)))
     tokens, residuals = both.student.tokens, torch.stack((known[0], known[1], delta, *dz))
     return tokens.clean(value).to(terms.output_dtype, copy=True), tokens.clean(residuals)
 
@@ -82,26 +82,19 @@ def blocks_of(both: PairedLogits) -> Iterator[tuple[Unit, Any]]:
         yield unit, next(unit.parts())
 
 
-def sums_of_blocks(both: PairedLogits, known: list[Tensor], *, first: bool = False) -> list[Any]:
-    """[N] of each term over all classes, of those that delta needs if `first`; from lse of both,
-    and delta, [N]."""
-    tokens, kernels, parts = both.student.tokens, both.kernels(), []
-    terms: Any = known if first else PairSums(*[known[0]] * len(PairSums._fields))  # of no token
-    for unit, part in blocks_of(both):
-        both.prepare(part, kernels)
-        own = [x[unit.places] for x in known]
-        if first:
-            terms = both.kind.first_sums(*both.ratio(part, own))
-        else:
-            terms = both.put_terms(part, own)
-        parts.append(both.sums(terms, kernels[0]))
-    if not parts:
-        return list(terms)
-    summed = both.summed(parts)
-    sums = summed.new_zeros(len(summed), known[0].shape[0])
-    sums[:, tokens.places(0, tokens.computed)] = summed
-    rows = iter(sums)
-    return [None if x is None else next(rows) for x in terms]
+def sums_of_blocks(both: PairedLogits, known: list[Tensor], *, first: bool = False) -> Tensor:
+    """[k, N] over all classes, of those that delta needs if `first`; from lse of both, and delta,
+    [N]."""
+    tokens, kernels = both.student.tokens, both.kernels()
+    sums = known[0].new_zeros(len(PairSums._fields), known[0].shape[0])
+    parts = [
+        both.given_sums(unit, kernels, [x[unit.places] for x in known], first=first)
+        for unit, _ in blocks_of(both)
+    ]
+    if parts:
+        summed = both.summed(parts)
+        sums[: len(summed), tokens.places(0, tokens.computed)] = summed
+    return sums
 
 
 def given_backward(upstream: Upstream, call: LogitsCall, terms: GivenTerms) -> Tensor:
@@ -116,9 +109,8 @@ def given_backward(upstream: Upstream, call: LogitsCall, terms: GivenTerms) -> T
         factor = g_N[rows.places]
         if rows.temperature_B is not None:
             factor = factor / rows.temperature_B
-        both.put_dz(part, DzTerms(*(factor * x[rows.places] for x in residuals[3:])))
-        kernels[0].chained(rows, torch.zeros_like(factor), DzOutput())
-        d_logits[rows.places, both.columns] = rows.z_BV[:, both.columns].to(logits.dtype)
+        dz = DzTerms(*(factor * x[rows.places] for x in residuals[3:]))
+        both.put_given(part, dz, kernels, d_logits)
     return d_logits
 
 

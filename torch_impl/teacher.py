@@ -136,12 +136,8 @@ def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall
 
 def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Any) -> PairedLogits:
     """The student's logits of a loop, with the teacher's beside them."""
-    kept = PairedLogits
-    if student.made.whole_chunks:
-        from xentlib.torch.triton.pairs import TritonPairs
-
-        kept = TritonPairs
-    else:
+    kept = pairs_for(student.made)
+    if not student.made.whole_chunks:
         student.block_rows = -(-student.block_rows // 4)  # as many arrays of each are in the cache
     if loss.kind == SOFT_LABELS:
         return soft_logits(loop, student, teacher, entropy=loss.entropy)
@@ -155,6 +151,15 @@ def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: A
     beside.check_consistent()
     (logits,) = beside.blocks()
     return kept(student, HeadTeacher(logits), kind, loss.wanted)
+
+
+def pairs_for(made: type[Kernels]) -> type[PairedLogits]:
+    """Who computes on the blocks of these kernels."""
+    if not made.whole_chunks:
+        return PairedLogits
+    from xentlib.torch.triton.pairs import TritonPairs
+
+    return TritonPairs
 
 
 def kernels_of(call: HeadCall, loss: Any) -> type[Kernels]:

@@ -13,6 +13,7 @@ Shapes: B tokens, V classes.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 Array = Any  # a tensor or an array of the backend
@@ -146,6 +147,12 @@ class Pairs(NamedTuple):
         below = self.near0(x - above)
         # psi(x) of x > 0 is exp(x) phi(-x).
         return below.psi + self.exp(above) * self.near0(-above).phi
+
+    def named(self, sums: Iterable[Array]) -> PairSums:
+        """Those that the kind has, in their order."""
+        rows = iter(sums)
+        there = (True, True, self.kind != "jsd", self.kind != "forward_kl")
+        return PairSums(*(next(rows) if one else None for one in there))
 
     def of_sums(self, sums: PairSums) -> tuple[Array, DzTerms]:
         """Step 5: the divergence of each token, and what dz is made of."""

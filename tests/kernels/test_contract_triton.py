@@ -12,16 +12,17 @@ import pytest
 
 from conftest import HAS_TORCH
 from helpers.held import hold_in_norm
+from helpers.in_triton import few
 from helpers.measured import CAPPED, SMALL, by_id, hold
 from helpers.vocab_shards import held
 from xentlib.algebra import BLOCK_COLUMNS
-from xentlib.contract import ROW_OF, check, failures
+from xentlib.contract import failures
 from xentlib.tools.harness.backends import run, run_logprobs
 from xentlib.tools.harness.cases import BASE, CONFIDENT, WITH_OPTIONS, logit_sets, low_precision
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, build, logits_problem, upstream_of
 from xentlib.tools.harness.ranks import ShardedCall, run_calls
-from xentlib.tools.parity.rows import divergences, invariant, windows
+from xentlib.tools.parity.rows import invariant, windows
 from xentlib.tools.parity.rows.head import HeadRows, nll, per_token, same
 from xentlib.tools.parity.rows.invariant import OF_SHARDS, blocks, even
 
@@ -31,9 +32,6 @@ if not HAS_TORCH:
 import torch
 
 from xentlib.torch import (
-    TeacherHead,
-    TeacherLogits,
-    chunked_divergence,
     chunked_nll,
     vocab_parallel_logprobs,
 )
@@ -45,18 +43,11 @@ pytestmark = [
         "triton" not in runnable(), reason="Triton is not installed, or finds no GPU"
     ),
 ]
-ONE_PASS = {"base", "options", "confident", "class-weights", "saturated", "kernel-layout"}
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XENTLIB_KERNELS", "triton")
-
-
-def few(case: Case, tokens: int = 7) -> Case:
-    """Without a bias, whose gradient takes the statistics apart from dz, where `ONE_PASS`."""
-    bias = case.bias and case.id not in ONE_PASS
-    return replace(case, tokens=min(case.tokens, tokens), vocab=min(case.vocab, 530), bias=bias)
 
 
 CASES = [few(case) for case in SMALL if case.id not in ("flat", "sharp", "denominator")]
@@ -252,74 +243,3 @@ def test_extremes_are_those_of_eager(
     (eager, want), (triton, got) = found
     assert all(torch.equal(a, b) for a, b in zip(eager, triton, strict=True))
     hold_in_norm(got, want)
-
-
-# All but a loss of the labels beside a temperature, which eager operators compute.
-DIVERGING = [few(case) for case in divergences.GRID]
-DIVERGING += [replace(few(case, 5), bias=False) for case in divergences.GRID[2::3]]
-
-
-@pytest.mark.parametrize("case", DIVERGING, ids=by_id)
-def test_divergences(case: Case) -> None:
-    """A0, A5, A6, A23, A24; with a gradient of the bias, whose sums go through the teacher's
-    logits, and without."""
-    hold(divergences.against_oracle, ("torch",), build(case, 7))
-
-
-@pytest.mark.parametrize("dtype", ROW_OF)
-def test_divergences_in_16_bits(dtype: str) -> None:
-    """A7, A16: dz over the upper half of its row of logits."""
-    cases = [replace(few(case, 5), bias=False) for case in divergences.GRID[::4]]
-    for case in low_precision(cases, dtype):
-        hold(divergences.against_oracle, ("torch",), build(case, 7))
-
-
-def test_divergences_of_equal_heads_are_0() -> None:
-    """A24: gradients of +0, of a teacher's logits too; a loss of each token."""
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(5, 8), torch.randn(300, 8)
-    for how in divergences.KINDS:
-        for teacher in (TeacherHead(hidden, weight), TeacherLogits(hidden @ weight.T)):
-            leaf = hidden.clone().requires_grad_()
-            out = chunked_divergence(leaf, weight, teacher, reduction="none", **how)
-            out.loss.sum().backward()
-            if isinstance(teacher, TeacherHead):
-                assert not out.loss.any()
-                assert leaf.grad is not None
-                assert not leaf.grad.any()
-            assert (out.loss >= 0).all()
-
-
-@pytest.mark.parametrize("how", divergences.KINDS, ids=lambda how: how["kind"])
-def test_divergences_of_close_logits(how: dict[str, Any]) -> None:
-    """A20: products are exact; at 1000 the rounded lse are off by half of the log-ratios. A class
-    at -inf in both takes no part. Catches: p without the correction of the two lse."""
-    student, teacher, upstream = divergences.given_logits(7, 1e-2, 300, 5)
-    student, teacher = student + np.float32(1000), teacher + np.float32(1000)
-    oracle = divergences.oracle_of(student, teacher, upstream, **how)
-    masked = np.insert(teacher, 3, -np.inf, axis=1)
-    weight = torch.tensor(np.insert(student, 3, 0.0, axis=1).T.copy()).requires_grad_()
-    bias = torch.zeros(301)
-    bias[3] = -torch.inf
-    teacher_logits = TeacherLogits(torch.tensor(masked))
-    out = chunked_divergence(
-        torch.eye(5), weight, teacher_logits, bias=bias, outputs=("divergence",), **how
-    )
-    out.loss.backward()
-    assert weight.grad is not None
-    assert weight.grad.isfinite().all()
-    assert not weight.grad[3].any()
-    assert not failures(check("A20", out.divergence.detach().numpy(), oracle.divergence))
-
-
-def test_divergences_over_shards() -> None:
-    """A5, A6, A13, A23: over ranks, of which one has no class."""
-    (case,) = (x for x in divergences.GRID if x.id == "mixed-jsd")
-    problem = build(replace(case, tokens=9, hidden=8, vocab=37, teacher=8), 7)
-    reference = problem.divergence_reference()
-    (found,) = run_calls("torch", [ShardedCall("chunked_divergence", problem, (19, 18, 0))])
-    assert found.unequal == 0
-    findings, got = Findings(("torch",)), found.outcome
-    findings.check("A23", got.divergence, reference.divergence, reference.bound_divergence)
-    findings.gradients({"torch": got}, reference, problem, divergences.divergences.label)
-    assert not failures(findings.measurements)

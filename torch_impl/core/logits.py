@@ -193,16 +193,18 @@ class GivenLogits:
 
     def blocks(self, chunk: None = None) -> Iterator[LogitsBlock]:
         """All in one buffer, and rows that do not count are 0; the logits themselves, where kernels
-        only read them."""
+        only read them, or a copy, where further classes are taken out."""
         tokens, whole = self.tokens, self.made.whole_chunks
-        rows = tokens.computed if whole else min(self.block_rows, tokens.computed)
+        copied = not whole or tokens.more is not None
+        rows = min(self.block_rows, tokens.computed) if copied else tokens.computed
         copied_BV = torch.empty(0 if whole else rows, self.width, **self.like)
         for start in range(0, tokens.computed, max(1, rows)):
             span = slice(start, min(start + rows, tokens.computed))
             places = tokens.places(span.start, span.stop)
             if whole:
                 z_BV = self.logits[places, : self.local_size]
-                z_BV = z_BV if z_BV.stride(1) == 1 else z_BV.contiguous()
+                if copied or z_BV.stride(1) != 1:
+                    z_BV = z_BV.clone(memory_format=torch.contiguous_format)
             else:
                 z_BV = copied_BV[: span.stop - start]
                 z_BV[:, : self.local_size] = self.logits[places, : self.local_size]

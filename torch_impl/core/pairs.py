@@ -20,7 +20,7 @@ from xentlib.pairs import NEAR, TERMS, DzTerms, Near0, Pairs, PairSums
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.core.eager import Eager
-from xentlib.torch.core.kernels import LogitsBlock, LogitTransform
+from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform
 from xentlib.torch.core.logits import Chunk, ChunkedLogits, GivenLogits, block_at
 from xentlib.torch.operators import HeadCall
 
@@ -210,14 +210,8 @@ class PairedLogits:
             first = (kind.first_sums(*self.ratio(part, lse)) for part in unit.parts())
             delta = kind.delta(*self.summed([self.sums(x, kernels[0]) for x in first]))
         known = [*lse, delta] if kind.twice else lse
-        terms: Any = None
-        sums = []
-        for part in unit.parts():
-            terms = self.put_terms(part, known)
-            sums.append(self.sums(terms, kernels[0]))
-        totals = iter(self.summed(sums))
-        given: Any = (None if x is None else next(totals) for x in terms)
-        of_all = PairSums(*given)
+        terms = (self.put_terms(part, known) for part in unit.parts())
+        of_all = kind.named(self.summed([self.sums(x, kernels[0]) for x in terms]))
         value, dz = kind.of_sums(of_all)
         labels = of_labels or stats[0]
         own, other = stats
@@ -244,6 +238,22 @@ class PairedLogits:
             self.prepare(part, kernels)
             self.put_terms(part, known[: 2 + self.kind.twice])
         return p_labels
+
+    def given_sums(self, unit: Unit, kernels: Made, known: Sequence[Tensor], *, first: bool) -> Any:
+        """Steps 2 to 4 of a block, from lse of both, and delta: sums [k, blocks, B], of those that
+        delta needs if `first`."""
+        (part,) = unit.parts()
+        self.prepare(part, kernels)
+        if first:
+            return self.sums(self.kind.first_sums(*self.ratio(part, known)), kernels[0])
+        return self.sums(self.put_terms(part, known), kernels[0])
+
+    def put_given(self, part: Any, dz: DzTerms, kernels: Made, d_logits: Tensor) -> None:
+        """Steps 6 and 7 of a block, into the gradient of the logits."""
+        rows = part[0]
+        self.put_dz(part, dz)
+        kernels[0].chained(rows, torch.zeros_like(dz.gain), DzOutput())
+        d_logits[rows.places, self.columns] = rows.z_BV[:, self.columns].to(d_logits.dtype)
 
     def prepare(self, part: Any, kernels: Made) -> None:
         """Step 2 of both."""

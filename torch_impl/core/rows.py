@@ -192,6 +192,7 @@ class StreamedRows:
                 loop.chunks_of,
                 LocalVocab(self.vocab_size, shard, order),
                 loop.class_weights,
+                made=loop.made,
             )
 
     def bounds(self, b: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from xentlib.algebra import (
     weighted,
 )
 from xentlib.torch.core.algebra import ALGEBRA
+from xentlib.torch.core.gemm import add_rows_
 from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms, TargetTerms
 from xentlib.torch.triton import programs
 from xentlib.torch.triton.elementary import INTERPRETED
@@ -125,6 +126,9 @@ class Triton:
         self, rows: LogitsBlock, wanted: WantedStats, *, dz_follows: bool
     ) -> tuple[Tensor, BlockStats]:
         """Steps 2 to 4."""
+        if rows.more is not None:
+            rows.z_more_BK = self.logits_at(rows, rows.more.columns)
+            self.take_out(rows)
         blocks_BFb = self.blocks_of(rows, wanted)
         tokens = blocks_BFb.new_empty(1 + wanted.smoothing, len(blocks_BFb))
         self.launch(
@@ -144,6 +148,8 @@ class Triton:
         self, rows: LogitsBlock, lse_B: Tensor, of: Coefficients, out: DzOutput
     ) -> tuple[Tensor, Tensor | None]:
         """Steps 6 and 7."""
+        if rows.more is not None:
+            self.take_out(rows)
         sums_V = self.column_sums(rows, lse_B, of) if out.column_sums else None
         dz_y_B = torch.empty_like(lse_B)
         self.launch(
@@ -151,6 +157,8 @@ class Triton:
             lse_ptr=lse_B, alpha_ptr=of.alpha, beta_ptr=of.beta, gamma_ptr=of.gamma, own_ptr=of.own,
             dz_y_ptr=dz_y_B, TARGET=out.with_target, **options(self.shape.columns),
         )  # fmt: skip
+        if of.more is not None and self.shape.columns:
+            self.put_further(rows, of.more, out, sums_V)
         return dz_y_B, sums_V
 
     def loss(self, rows: LogitsBlock, wanted: WantedStats, terms: LossTerms, out: DzOutput) -> None:
@@ -203,6 +211,54 @@ class Triton:
                 acc_VH, *acc_VH.stride(), terms.dz_y_B, terms.y_B, terms.order_B, terms.first, x_BH,
                 x_BH.stride(0), rows, acc_VH.shape[0], width, BLOCK=HIDDEN_BLOCK, **compiled(4),
             )  # fmt: skip
+
+    # Further classes: their columns are left at -inf, which programs take for no class, where no
+    # softcap or scale of either sign makes something else of it
+
+    def logits_at(self, rows: LogitsBlock, columns_BK: Tensor) -> Tensor:
+        """Step 2 of some columns; any number of those that are elsewhere."""
+        if not self.shape.columns:
+            return rows.z_BV.new_zeros(columns_BK.shape, dtype=torch.float32)
+        columns_BK = columns_BK.clamp(max=self.shape.columns - 1)
+        z_BK = rows.z_BV.gather(1, columns_BK).float()
+        if self.shape.bias_V is not None:
+            z_BK += self.shape.bias_V[columns_BK]
+        return z_BK if rows.temperature_B is None else z_BK / rows.temperature_B[:, None]
+
+    def columns_out(self, rows: LogitsBlock) -> tuple[Tensor, Tensor, Tensor]:
+        """Columns [B, K] of further classes; which are on this rank and not the target's, the
+        others standing for the least of these; and which rows have any: the others name a column
+        that is to stay as it is."""
+        assert rows.more is not None
+        columns, of_rows = self.shape.columns, rows.more.columns
+        here_BK = (of_rows < columns) & (of_rows != rows.y_B1)
+        least_B1 = torch.where(here_BK, of_rows, columns).amin(1, keepdim=True)
+        some_B1 = least_B1 < columns
+        at_BK = torch.where(here_BK, of_rows, torch.where(some_B1, least_B1, 0))
+        return at_BK, here_BK, some_B1
+
+    def take_out(self, rows: LogitsBlock) -> None:
+        if not self.shape.columns:
+            return
+        at_BK, _, some_B1 = self.columns_out(rows)
+        left_BK = torch.where(some_B1, -torch.inf, rows.z_BV.gather(1, at_BK))
+        rows.z_BV.scatter_(1, at_BK, left_BK)
+
+    def put_further(
+        self, rows: LogitsBlock, dz_BK: Tensor, out: DzOutput, sums_V: Tensor | None
+    ) -> None:
+        """dz of further classes into their columns. One that is named twice has its sum, rounded
+        once."""
+        at_BK, here_BK, some_B1 = self.columns_out(rows)
+        dz_BK = torch.where(here_BK, dz_BK, 0.0)
+        first_BK = torch.searchsorted(at_BK.sort(1).values, at_BK)
+        total_BK = torch.zeros_like(dz_BK).scatter_add_(1, first_BK, dz_BK).gather(1, first_BK)
+        into_BV = rows.z_BV if out.into_BV is None else out.into_BV
+        total_BK = total_BK.to(out.round_to or into_BV.dtype).to(into_BV.dtype)
+        left_BK = torch.where(some_B1, total_BK, into_BV.gather(1, at_BK))
+        into_BV.scatter_(1, at_BK, left_BK)
+        if sums_V is not None:
+            add_rows_(sums_V, at_BK.flatten(), dz_BK.flatten())
 
     # Arguments of the programs
 

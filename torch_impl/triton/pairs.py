@@ -16,7 +16,7 @@ from torch import Tensor
 from xentlib.algebra import BLOCK_COLUMNS, TargetInfo, TokenStats, WantedStats
 from xentlib.checks.divergence import check_vocabulary, of_teacher
 from xentlib.options import DIVERGENCES
-from xentlib.pairs import DzTerms, PairSums
+from xentlib.pairs import DzTerms
 from xentlib.torch.core.kernels import LogitsBlock
 from xentlib.torch.core.pairs import GivenTeacher, Made, PairedLogits, Unit, UnitValues
 from xentlib.torch.triton import pair_programs
@@ -61,10 +61,7 @@ class TritonPairs(PairedLogits):
         if kind.twice:
             delta = kind.delta(*self.summed([self.sums_of(unit, kernels, first=True)]))
             self.known = own.lse, other.lse, delta
-        sums = iter(self.summed([self.sums_of(unit, kernels)]))
-        there = (True, True, kind.kind != "jsd", kind.kind != "forward_kl")
-        given: Any = (next(sums) if x else None for x in there)
-        of_all = PairSums(*given)
+        of_all = kind.named(self.summed([self.sums_of(unit, kernels)]))
         value, dz = kind.of_sums(of_all)
         per_token = value, own.logprob, own.entropy, other.entropy
         known = own.lse, other.lse, delta, own.lse
@@ -78,6 +75,12 @@ class TritonPairs(PairedLogits):
         lse, other, delta, _ = known_4N[:, unit.places]
         self.known = lse, other, delta if self.kind.twice else None
         return []
+
+    def given_sums(self, unit: Unit, kernels: Made, known: Sequence[Tensor], *, first: bool) -> Any:
+        """Step 4 from lse of both, and delta."""
+        lse, other, *more = known
+        self.known = lse, other, more[0] if more else None
+        return self.sums_of(unit, kernels, first=first)
 
     def sums_of(self, unit: Unit, kernels: Made, *, first: bool = False) -> Tensor:
         """[k, blocks, B] of the terms of step 4, of those that delta needs if `first`."""
@@ -120,6 +123,17 @@ class TritonPairs(PairedLogits):
         else:
             self.put(part, kernels, at, into_BV, out.round_to, **given)
         of_block.dz_y_T[rows.span] = 0.0
+
+    def put_given(self, part: Any, dz: DzTerms, kernels: Made, d_logits: Tensor) -> None:
+        """Steps 6 and 7, into the gradient of the logits."""
+        places = part[0].places
+        into_BV = whole_BV = d_logits[places, self.columns]
+        if into_BV.stride(1) != 1:
+            into_BV = torch.empty_like(into_BV, memory_format=torch.contiguous_format)
+        given: dict[str, Any] = {"gain_ptr": dz.gain, "shift_ptr": dz.shift, "own_ptr": None}
+        self.put(part, kernels, part[2], into_BV, d_logits.dtype, **given)
+        if into_BV is not whole_BV or not isinstance(places, slice):
+            d_logits[places, self.columns] = into_BV
 
     def put(
         self, part: Any, kernels: Made, at: slice, into_BV: Tensor, dtype: Any, **given: Any
