@@ -130,8 +130,13 @@ def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
     )
     of_row["pair_dz, everything"] = (
         pair_programs.pair_dz,
-        {"KIND": 2, "with": (*OF_PAIRS, *OF_DELTA, "own_ptr"), **lanes},
+        {"KIND": 2, "with": (*OF_PAIRS, *OF_DELTA, "own_ptr", "lse_y_ptr"), **lanes},
     )
+    of_nll = {"KIND": 0, "with": ("s_temperature_ptr", "t_temperature_ptr", "own_ptr", "lse_y_ptr")}
+    of_row["pair_dz, forward_kl and NLL without its temperature"] = (pair_programs.pair_dz, of_nll)
+    given = {"KIND": 0, "s_ptr": "*bf16", "t_ptr": "*bf16"}
+    of_row["pair_sums, given in bfloat16"] = (pair_programs.pair_sums, given)
+    of_row["pair_dz, given in bfloat16"] = (pair_programs.pair_dz, given)
     found = {}
     for name, (program, more) in of_row.items():
         found[name] = (program, {**options(COLUMNS), **more})
@@ -159,7 +164,7 @@ def compile_for(arch: int, program: Any, given: dict[str, Any]) -> Any:
     """As a call from `launch` is compiled, for a GPU of this compute capability."""
     given = {**FLAGS, "with": (), **given}
     optional = {*SHAPED, *OF_BLOCKS, "weights_ptr", "weight_ptr", "weights_sum_ptr", "sum_d_ptr"}
-    optional |= {"beta_ptr", "gamma_ptr", "z_loss", "own_ptr", *OF_PAIRS, *OF_DELTA}
+    optional |= {"beta_ptr", "gamma_ptr", "z_loss", "own_ptr", "lse_y_ptr", *OF_PAIRS, *OF_DELTA}
     if program is programs.dz_rows:
         optional.discard("own_ptr")
     optional -= set(given["with"])

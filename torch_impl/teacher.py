@@ -163,9 +163,8 @@ def pairs_for(made: type[Kernels]) -> type[PairedLogits]:
 
 
 def kernels_of(call: HeadCall, loss: Any) -> type[Kernels]:
-    """Triton's programs, where the device has them: not of class probabilities, nor of two
-    softmaxes of one row of logits."""
-    if loss.kind == SOFT_LABELS or is_tempered(call):
+    """Triton's programs, where the device has them: not of class probabilities."""
+    if loss.kind == SOFT_LABELS:
         return Eager
     return kernels_for(call.hidden.device, call.compute_dtype, call.scalars)
 

@@ -53,16 +53,25 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XENTLIB_KERNELS", "triton")
 
 
-# All but a loss of the labels beside a temperature, which eager operators compute.
 DIVERGING = [few(case) for case in divergences.GRID]
 DIVERGING += [replace(few(case, 5), bias=False) for case in divergences.GRID[2::3]]
 
 
 @pytest.mark.parametrize("case", DIVERGING, ids=by_id)
-def test_divergences(case: Case) -> None:
+def test_divergences(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A0, A5, A6, A23, A24; with a gradient of the bias, whose sums go through the teacher's
-    logits, and without."""
+    logits, and without; a labels' NLL beside a temperature."""
+    launched = launches(monkeypatch)
     hold(divergences.against_oracle, ("torch",), build(case, 7))
+    assert {"pair_sums", "pair_dz"} <= set(launched)
+
+
+def test_a_loss_of_each_token() -> None:
+    """A5, A6: with an NLL beside a temperature. Catches: the lse of other logits in a backward."""
+    (case,) = (x for x in divergences.GRID if x.id == "tempered-jsd")
+    problem = build(replace(few(case, 5), options={**case.options, "reduction": "none"}), 7)
+    upstream = np.random.default_rng(3).standard_normal(problem.labels.shape).astype(np.float32)
+    hold(divergences.against_oracle, ("torch",), problem.changed(upstream=upstream))
 
 
 @pytest.mark.parametrize("dtype", ROW_OF)

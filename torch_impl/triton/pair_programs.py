@@ -167,10 +167,11 @@ def pair_sums(
 def pair_dz_of(
     s_ptr, t_ptr, cols, mask, y, s_bias_ptr, s_scale_ptr, s_scale, s_softcap, s_temperature_ptr,
     s_temperature, t_bias_ptr, t_scale_ptr, t_scale, t_softcap, t_temperature_ptr, t_temperature,
-    lse_s, lse_t, delta, left_out, beta, gain, shift, own,
-    KIND: tl.constexpr, DELTA: tl.constexpr,
+    lse_s, lse_t, delta, left_out, beta, gain, shift, own, lse_y,
+    KIND: tl.constexpr, DELTA: tl.constexpr, UNTEMPERED: tl.constexpr,
 ):  # fmt: skip
-    """Steps 2 to 7 without the rounding: gain a + shift p, and `own` more for the target."""
+    """Steps 2 to 7 without the rounding: gain a + shift p, and `own` more for the target; where
+    `UNTEMPERED`, less `own` times the softmax of the logits before their temperature."""
     z_s, z_t, slope = both_logits(
         s_ptr, t_ptr, cols, mask, s_bias_ptr, s_scale_ptr, s_scale, s_softcap, s_temperature_ptr,
         s_temperature, t_bias_ptr, t_scale_ptr, t_scale, t_softcap, t_temperature_ptr,
@@ -179,6 +180,12 @@ def pair_dz_of(
     w, x = ratio_of(z_s, z_t, lse_s, lse_t, delta, left_out, KIND, DELTA)
     p, a, _total, _value, _excess, _of_a = terms_of(w, x, beta, KIND, False)
     dz = gain * a + shift * p
+    if UNTEMPERED:
+        z_0, _of_0 = shape_logits(
+            at_columns(s_ptr, cols, mask), cols, mask, s_bias_ptr, s_scale_ptr, s_scale, s_softcap,
+            None, 1.0,
+        )  # fmt: skip
+        dz -= own * exp(z_0 - lse_y)
     dz += tl.where(cols == y, own, 0.0)
     if s_softcap is not None:
         dz *= slope
@@ -190,8 +197,8 @@ def pair_dz(
     s_ptr, ld_s, t_ptr, ld_t, y_ptr, valid_ptr, s_bias_ptr, s_scale_ptr, s_softcap,
     s_temperature_ptr, ld_s_temperature, t_bias_ptr, t_scale_ptr, t_softcap, t_temperature_ptr,
     ld_t_temperature,
-    lse_s_ptr, lse_t_ptr, delta_ptr, left_out_ptr, beta, gain_ptr, shift_ptr, own_ptr, dz_ptr,
-    ld_dz, V,
+    lse_s_ptr, lse_t_ptr, delta_ptr, left_out_ptr, beta, gain_ptr, shift_ptr, own_ptr, lse_y_ptr,
+    dz_ptr, ld_dz, V,
     KIND: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 to 7: dz of a row into the student's logits, as `row.write_dz` has it, or into the
@@ -211,11 +218,13 @@ def pair_dz(
         s_ptr, t_ptr = s_ptr + row * ld_s, t_ptr + row * ld_t
         lse_s, lse_t = tl.load(lse_s_ptr + row), tl.load(lse_t_ptr + row)
         gain, shift = tl.load(gain_ptr + row), tl.load(shift_ptr + row)
-        delta, left_out, own = 0.0, 0.0, 0.0
+        delta, left_out, own, lse_y = 0.0, 0.0, 0.0, 0.0
         if delta_ptr is not None:
             delta, left_out = tl.load(delta_ptr + row), tl.load(left_out_ptr + row)
         if own_ptr is not None:
             own = tl.load(own_ptr + row)
+        if lse_y_ptr is not None:
+            lse_y = tl.load(lse_y_ptr + row)
         for k in range(tl.cdiv(V, BLOCK)):
             cols = (tl.cdiv(V, BLOCK) - 1 - k) * BLOCK + lanes
             mask = cols < V
@@ -223,7 +232,7 @@ def pair_dz(
                 s_ptr, t_ptr, cols, mask, y, s_bias_ptr, s_scale_ptr, s_scale, s_softcap,
                 s_temperature_ptr, s_temperature, t_bias_ptr, t_scale_ptr, t_scale, t_softcap,
                 t_temperature_ptr, t_temperature, lse_s, lse_t, delta, left_out, beta, gain, shift,
-                own, KIND, delta_ptr is not None,
+                own, lse_y, KIND, delta_ptr is not None, lse_y_ptr is not None,
             )  # fmt: skip
             tl.debug_barrier()
             tl.store(dz_ptr + cols, stored(dz, dz_ptr, ROUND), mask=mask)

@@ -52,6 +52,7 @@ class TritonPairs(PairedLogits):
         """Steps 2 to 5."""
         ((rows, teacher),) = unit.pairs
         kind, wanted = self.kind, self.wanted
+        labels = self.labels_of(rows, kernels[0]) if tempered_nll else None
         own = self.stats_of(self.student, rows, kernels[0], wanted[0], learns=True)
         check_vocabulary(self.student.local_size, self.teacher.classes)
         with of_teacher():
@@ -64,17 +65,25 @@ class TritonPairs(PairedLogits):
         of_all = kind.named(self.summed([self.sums_of(unit, kernels)]))
         value, dz = kind.of_sums(of_all)
         per_token = value, own.logprob, own.entropy, other.entropy
-        known = own.lse, other.lse, delta, own.lse
-        none = torch.zeros_like(value)
-        return UnitValues(value, none, per_token, own.logprob, [], known, dz, of_all.total)
+        labels = own if labels is None else labels
+        known, none = (own.lse, other.lse, delta, labels.lse), torch.zeros_like(value)
+        of_labels = labels.logprob, [labels.lse]
+        return UnitValues(value, none, per_token, *of_labels, known, dz, of_all.total)
 
     def again(
         self, unit: Unit, kernels: Made, known_4N: Tensor, *, tempered_nll: bool = False
     ) -> list[Tensor]:
         """Nothing, but for what is known of the tokens."""
-        lse, other, delta, _ = known_4N[:, unit.places]
+        lse, other, delta, of_labels = known_4N[:, unit.places]
         self.known = lse, other, delta if self.kind.twice else None
-        return []
+        return [of_labels]
+
+    def labels_of(self, rows: LogitsBlock, kernels: Any) -> TokenStats:
+        """Statistics of the student's logits before their temperature."""
+        temperature_B, rows.temperature_B = rows.temperature_B, None
+        stats = self.stats_of(self.student, rows, kernels, WantedStats(), learns=True)
+        rows.temperature_B = temperature_B
+        return stats
 
     def given_sums(self, unit: Unit, kernels: Made, known: Sequence[Tensor], *, first: bool) -> Any:
         """Step 4 from lse of both, and delta."""
@@ -105,13 +114,14 @@ class TritonPairs(PairedLogits):
         kernels: Made,
         of_block: Any,
     ) -> None:
-        """Steps 6 and 7: dz in place of the logits, the target's with it."""
+        """Steps 6 and 7: dz in place of the logits, the target's with it; `p` is the lse of the
+        logits that a loss of the labels is of."""
         rows, teacher, at = part
         bias = of_block.needs[2] and bool(self.student.local_size)
         out = of_block.output(rows, column_sums=bias)
         into_BV = rows.z_BV[:, : self.student.local_size] if out.into_BV is None else out.into_BV
         given: dict[str, Any] = {"gain_ptr": dz.gain.contiguous(), "own_ptr": own}
-        given |= {"shift_ptr": dz.shift.contiguous()}
+        given |= {"shift_ptr": dz.shift.contiguous(), "lse_y_ptr": None if p is None else p.contiguous()}
         if bias:
             # Sums of what is not rounded: it goes through the teacher's logits, of a caller not.
             whole_BV = teacher.z_BV[:, : self.student.local_size]
@@ -130,7 +140,8 @@ class TritonPairs(PairedLogits):
         into_BV = whole_BV = d_logits[places, self.columns]
         if into_BV.stride(1) != 1:
             into_BV = torch.empty_like(into_BV, memory_format=torch.contiguous_format)
-        given: dict[str, Any] = {"gain_ptr": dz.gain, "shift_ptr": dz.shift, "own_ptr": None}
+        given: dict[str, Any] = {"gain_ptr": dz.gain, "shift_ptr": dz.shift}
+        given |= {"own_ptr": None, "lse_y_ptr": None}
         self.put(part, kernels, part[2], into_BV, d_logits.dtype, **given)
         if into_BV is not whole_BV or not isinstance(places, slice):
             d_logits[places, self.columns] = into_BV
