@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2>/dev/null)
 # A test that hangs where no Python runs takes its process with it, and would have it in every new one.
-PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+PYTEST_ARGS ?= -n 6 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 BENCH_ARGS ?=
 CONFORMANCE_ARGS ?=
 MUTANTS_ARGS ?=
@@ -43,7 +43,7 @@ export NO_MKDOCS_2_WARNING ?= 1
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
-	@echo 'test        the suite, in four processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
+	@echo 'test        the suite, in six processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
 	@echo 'test-full   the suite with whole products of options and shapes, of which it has every pair'
 	@echo 'mutants     forty changes of one node each, and the tests that notice; .ci/mutants.tsv'
 	@echo 'bits        fixed calls at BASE=<commit> and here: bits and collectives that are not the same'

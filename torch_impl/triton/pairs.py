@@ -121,7 +121,8 @@ class TritonPairs(PairedLogits):
         out = of_block.output(rows, column_sums=bias)
         into_BV = rows.z_BV[:, : self.student.local_size] if out.into_BV is None else out.into_BV
         given: dict[str, Any] = {"gain_ptr": dz.gain.contiguous(), "own_ptr": own}
-        given |= {"shift_ptr": dz.shift.contiguous(), "lse_y_ptr": None if p is None else p.contiguous()}
+        given["shift_ptr"] = dz.shift.contiguous()
+        given["lse_y_ptr"] = None if p is None else p.contiguous()
         if bias:
             # Sums of what is not rounded: it goes through the teacher's logits, of a caller not.
             whole_BV = teacher.z_BV[:, : self.student.local_size]
