@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2>/dev/null)
 # A test that hangs where no Python runs takes its process with it, and would have it in every new one.
-PYTEST_ARGS ?= -n 6 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 BENCH_ARGS ?=
 CONFORMANCE_ARGS ?=
 MUTANTS_ARGS ?=
@@ -39,11 +39,11 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-full mutants bits quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-all advisories clean
+.PHONY: help parity test test-full mutants bits quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
-	@echo 'test        the suite, in six processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
+	@echo 'test        the suite, in four processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
 	@echo 'test-full   the suite with whole products of options and shapes, of which it has every pair'
 	@echo 'mutants     forty changes of one node each, and the tests that notice; .ci/mutants.tsv'
 	@echo 'bits        fixed calls at BASE=<commit> and here: bits and collectives that are not the same'
@@ -100,6 +100,13 @@ $(VENV)/dev.stamp: $(VENV)/test.stamp
 	@touch $@
 
 env: $(VENV)/dev.stamp
+
+# All of it at once, where there is nothing yet: one resolution in place of three.
+env-new: | $(BIN)/python
+	@[ -e $(VENV)/run.stamp ] || { echo 'installing xentlib, its tests and linters into $(VENV)'; \
+	  $(PIP) -e '.[torch,jax,flax,cli,test,plot,deepspeed,trainers,lint,docs]'; \
+	  touch $(VENV)/run.stamp $(VENV)/test.stamp $(VENV)/dev.stamp; }
+	@$(MAKE) --no-print-directory env
 
 env-all: $(VENV)/dev.stamp
 	@echo 'installing every extra'

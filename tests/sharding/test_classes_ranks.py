@@ -134,7 +134,9 @@ def test_the_most_probable_of_all_shards() -> None:
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("way", ["tokens_parallel", "explicit", "hidden"])
+@pytest.mark.parametrize(
+    "way", ["tokens_parallel", "hidden", pytest.param("explicit", marks=pytest.mark.full)]
+)
 def test_meshes(way: str) -> None:
     """A9: tokens and rows over one axis that a program names, and whole arrays on a mesh."""
     jax = pytest.importorskip("jax")
