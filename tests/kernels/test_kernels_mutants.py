@@ -112,9 +112,10 @@ def forwards(
         mask = cols < V
         z = tl.load(row_ptr + cols, mask=mask, other=0.0)
         dz = dz_of(
-            z, cols, mask, y, lse, alpha, beta, gamma, bias_ptr, scale_ptr, scale, softcap,
+            z, cols, mask, lse, alpha, beta, gamma, bias_ptr, scale_ptr, scale, softcap,
             temperature_ptr, temperature, weights_ptr, BETA, GAMMA,
         )  # fmt: skip
+        dz = tl.where(cols == y, 0.0, dz)
         tl.store(dz_ptr + cols, stored(dz, dz_ptr, ROUND), mask=mask)
 
 

@@ -16,7 +16,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 @triton.jit
 def exp_parts(x):
-    """exp(x) = scale (1 + q), scale a power of two and q in [-0.3, 0.42], for -87 <= x <= 88.
+    """exp(x) = scale (1 + q), scale a power of two and q in [-0.3, 0.42], for -88 <= x <= 88; from
+    -87.7 down scale is 0.
 
     Cody-Waite reduction by log 2 in two parts, then the polynomial of Cephes' expf (degree 6).
     """
@@ -37,13 +38,14 @@ def exp_parts(x):
 
 @triton.jit
 def exp(x):
-    """exp of x <= 88, 1.02 ULP at worst, 0.03 u on average; 0 below -87, where float32 ends.
+    """exp of x <= 88, 1.02 ULP at worst, 0.03 u on average; 0 from -87.7 down, where float32 ends.
+    A clamp and an fma, and no comparison: a logit takes two instructions less.
 
     `tl.exp` and CUDA's expf both end in ex2.approx, whose error PTX bounds by 2^-22; an error of
     that size with one sign in all terms leaves row A3 (2.35 ULP against 2).
     """
-    scale, q = exp_parts(x)
-    return tl.where(x < -87.0, 0.0, scale * (1.0 + q))
+    scale, q = exp_parts(tl.maximum(x, -88.0, propagate_nan=tl.PropagateNan.ALL))
+    return tl.fma(scale, q, scale)
 
 
 @triton.jit

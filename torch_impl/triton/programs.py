@@ -333,11 +333,11 @@ def column_sums(
         mask = counts[:, None] & inside[None, :]
         z = tl.load(place, mask=mask, other=0.0)
         dz = dz_of(
-            z, cols[None, :], inside[None, :], y[:, None], lse[:, None], alpha[:, None], beta,
+            z, cols[None, :], inside[None, :], lse[:, None], alpha[:, None], beta,
             gamma, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature, weights_ptr,
             beta_ptr is not None, gamma_ptr is not None,
         )  # fmt: skip
-        part = tl.sum(tl.where(mask, dz, 0.0), 0)
+        part = tl.sum(tl.where(mask & (cols[None, :] != y[:, None]), dz, 0.0), 0)
         # two_diff of a sum: total - (-part)
         total, lost = two_diff(total, -part)
         error += lost

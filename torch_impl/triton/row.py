@@ -284,11 +284,11 @@ def predicted_class(z_y, m_rest, ones, y, top):
 
 @triton.jit
 def dz_of(
-    z, cols, mask, y, lse, alpha, beta, gamma, bias_ptr, scale_ptr, scale, softcap,
+    z, cols, mask, lse, alpha, beta, gamma, bias_ptr, scale_ptr, scale, softcap,
     temperature_ptr, temperature, weights_ptr, BETA: tl.constexpr, GAMMA: tl.constexpr,
 ):  # fmt: skip
-    """Steps 2 and 6, without the target's column: p (alpha + beta (z - lse)) - gamma w, through the
-    softcap."""
+    """Steps 2 and 6 of any column but the target's: p (alpha + beta (z - lse)) - gamma w, through
+    the softcap."""
     z, slope = shape_logits(
         z, cols, mask, bias_ptr, scale_ptr, scale, softcap, temperature_ptr, temperature
     )
@@ -304,7 +304,7 @@ def dz_of(
             dz -= gamma
     if softcap is not None:
         dz *= slope
-    return tl.where(cols == y, 0.0, dz)
+    return dz
 
 
 @triton.jit
@@ -323,27 +323,29 @@ def write_dz(
     """
     lanes = tl.arange(0, BLOCK)
     whole = V // BLOCK
+    if not TARGET:
+        own = 0.0
     if whole * BLOCK < V:
         cols = whole * BLOCK + lanes
         mask = cols < V
         z = tl.load(row_ptr + cols, mask=mask, other=0.0)
         dz = dz_of(
-            z, cols, mask, y, lse, alpha, beta, gamma, bias_ptr, scale_ptr, scale, softcap,
+            z, cols, mask, lse, alpha, beta, gamma, bias_ptr, scale_ptr, scale, softcap,
             temperature_ptr, temperature, weights_ptr, BETA, GAMMA,
         )  # fmt: skip
-        if TARGET:
-            dz = tl.where(cols == y, own, dz)
+        dz = tl.where(cols == y, own, dz)
         if IN_PLACE:
             tl.debug_barrier()
         tl.store(dz_ptr + cols, stored(dz, dz_ptr, ROUND), mask=mask)
     for k in range(whole):
-        cols = (whole - 1 - k) * BLOCK + lanes
+        start = (whole - 1 - k) * BLOCK
+        cols = start + lanes
         z = tl.load(row_ptr + cols, eviction_policy="evict_first")
         dz = dz_of(
-            z, cols, None, y, lse, alpha, beta, gamma, bias_ptr, scale_ptr, scale, softcap,
+            z, cols, None, lse, alpha, beta, gamma, bias_ptr, scale_ptr, scale, softcap,
             temperature_ptr, temperature, weights_ptr, BETA, GAMMA,
         )  # fmt: skip
-        if TARGET:
+        if (y >= start) & (y < start + BLOCK):  # of a program's threads all or none
             dz = tl.where(cols == y, own, dz)
         if IN_PLACE:
             tl.debug_barrier()
