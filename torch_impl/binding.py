@@ -20,6 +20,7 @@ from xentlib.torch.array_spec import (
     only_tensors,
     same_tokens,
 )
+from xentlib.torch.core.device import host_readable
 from xentlib.torch.head.modules import split_lora
 from xentlib.torch.operators import (
     HeadCall,
@@ -82,6 +83,7 @@ def bind(
         low_out=None if low is None else low.b,
         low_keep=None if low is None or low.keep is None else low.keep.reshape(flat.shape),
         low_scale=1.0 if low is None else float(low.scale),
+        denominator_is_0=known_0(given.denominator),
     )
     return given, problem, call
 
@@ -131,6 +133,13 @@ def check_derivatives(function: str, given: Arguments | LogitsArguments) -> None
     not_forward_mode(function, *named.values())
     not_transformed(function, *named.values())
     not_differentiable(**{name: x for name, x in named.items() if name not in LEAVES})
+
+
+def known_0(denominator: Any) -> bool:
+    """Whether the host knows a number to be 0: of its own, or in its memory."""
+    if not isinstance(denominator, Tensor):
+        return denominator is not None and denominator == 0
+    return host_readable(denominator) and not torch.compiler.is_compiling() and not denominator
 
 
 def tokens(x: Tensor | None) -> Tensor | None:

@@ -218,10 +218,13 @@ def reduced(
 
 
 def refused_divisor(call: HeadCall, loss: Weights) -> float | None:
-    """A denominator that is not positive, of a call with a token that counts; None where it cannot
-    be read."""
+    """A denominator that is not positive, of a call with a token that counts; None where the host
+    cannot read it, or what counts."""
     given = loss.denominator
-    if given is None or not host_readable(given) or not given <= 0:
+    if given is None or not (call.denominator_is_0 or (host_readable(given) and given <= 0)):
+        return None
+    of_tokens = call.labels, call.where, loss.token_weights, loss.class_weights
+    if not all(x is None or host_readable(x) for x in of_tokens):
         return None
     valid_N, _ = counted(call.labels, call.where, call.ignore_index)
     weights_N = valid_N.double()
@@ -230,8 +233,9 @@ def refused_divisor(call: HeadCall, loss: Weights) -> float | None:
     if loss.class_weights is not None:
         classes_N = call.labels.long().clamp(0, loss.class_weights.shape[0] - 1)
         weights_N = weights_N * loss.class_weights[classes_N]
-    counts = bool(valid_N.any()) and not (given == 0 and weights_N.sum() == 0)
-    return float(given) if counts else None
+    number = 0.0 if call.denominator_is_0 else float(given)
+    counts = bool(valid_N.any()) and not (number == 0 and weights_N.sum() == 0)
+    return number if counts else None
 
 
 def nll_backward(

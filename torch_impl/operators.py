@@ -63,6 +63,7 @@ class HeadCall(NamedTuple):
     low_scale: float
     ids: Tensor | None = None  # [N, K] classes whose logits are taken out, as the target's is
     top_k: int = 0  # and of as many of the largest, which the call finds
+    denominator_is_0: bool = False  # as the host knows where hidden states are on a device
 
     @property
     def leaves(self) -> list[Tensor | None]:
