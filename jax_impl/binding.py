@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
@@ -15,11 +14,11 @@ from xentlib.checks.validators import plain
 from xentlib.dtypes import ITEMSIZE
 from xentlib.jax.array_spec import array, array_spec, as_array, is_array, need_x64, only_arrays
 from xentlib.jax.core.call import Arrays, Options, Placement
+from xentlib.jax.core.device import chunk_bytes
 from xentlib.jax.core.tokens import check_labels, check_values
 from xentlib.jax.core.vocab import axis_for, axis_of, varies_over
 from xentlib.jax.head import described, head_of, unwrapped
 from xentlib.jax.placement import alone, axes_of, placed
-from xentlib.plan import default_chunk_bytes
 
 # Arrays of a call that a trace takes as they are.
 AS_GIVEN = ("hidden", "weight", "labels", "bias", "where", "token_weights", "class_weights")
@@ -63,7 +62,6 @@ def bind(
     need_x64(compute)
     # Over shards a second chunk may cost an exchange or a GEMM.
     row_bytes = 0 if axis is not None else problem.vocab_size * ITEMSIZE[compute]
-    chunk_bytes = default_chunk_bytes(jax.default_backend(), row_bytes=row_bytes)
     options = Options(
         ignore_index=given.ignore_index,
         scalars=numbers_of(given),
@@ -73,7 +71,7 @@ def bind(
         gemm_dtype=problem.gemm_dtype,
         compute_dtype=compute,
         output_dtype=problem.output_dtype,
-        chunk_bytes=given.max_chunk_bytes or chunk_bytes,
+        chunk_bytes=chunk_bytes(given.max_chunk_bytes, row_bytes),
         transposed=given.weight_layout == "HV",
         axis=axis,
         place=place,
@@ -115,7 +113,7 @@ def bind_logits(given: LogitsArguments) -> tuple[Options, Arrays]:
         gemm_dtype=str(logits.dtype),
         compute_dtype=problem.compute_dtype,
         output_dtype=problem.output_dtype,
-        chunk_bytes=given.max_chunk_bytes or default_chunk_bytes(jax.default_backend()),
+        chunk_bytes=chunk_bytes(given.max_chunk_bytes),
         axis=axis,
     )
     arrays = Arrays(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.plan import CPU_COLUMN_MULTIPLE, GPU_COLUMN_MULTIPLE
+from xentlib.plan import (
+    CPU_COLUMN_MULTIPLE,
+    GPU_COLUMN_MULTIPLE,
+    TileProfile,
+    default_chunk_bytes,
+)
 
 
 class DeviceInfo(NamedTuple):
@@ -38,6 +44,8 @@ class DeviceInfo(NamedTuple):
     # V = 981 by another kernel than V = 1024: three logits in four had other bits, and their
     # log-probabilities other ones over shards (row A18).
     column_multiple: int = 1
+    # What chunks are fitted to, on any card: a program may be compiled for one that is not here.
+    tiles: TileProfile | None = None
 
 
 KINDS = {
@@ -49,13 +57,29 @@ KINDS = {
         adds_windows=True,
         column_multiple=CPU_COLUMN_MULTIPLE,
     ),
-    "gpu": DeviceInfo(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
+    "gpu": DeviceInfo(
+        least_rows=1,
+        adds_in_order=False,
+        column_multiple=GPU_COLUMN_MULTIPLE,
+        tiles=TileProfile(),
+    ),
 }
 ANOTHER = DeviceInfo(least_rows=1)
 
 
 def device_info() -> DeviceInfo:
     return KINDS.get(jax.default_backend(), ANOTHER)
+
+
+def chunk_bytes(asked: int | None, row_bytes: int = 0) -> int:
+    """Of a chunk's logits: what was asked for, or what the memory of the first device allows, of
+    which XLA has a share that the environment may name."""
+    platform, memory = jax.default_backend(), 0
+    if not asked and platform == "gpu":
+        stats = jax.local_devices()[0].memory_stats() or {}
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+        memory = int(stats.get("bytes_limit", 0) / share)
+    return asked or default_chunk_bytes(platform, memory=memory, row_bytes=row_bytes)
 
 
 def as_bits(x: jax.Array) -> jax.Array:

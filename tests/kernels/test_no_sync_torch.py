@@ -38,6 +38,18 @@ N, H, V = 19, 16, 131
 CHUNKS = {"max_chunk_bytes": 8 * V * 4}
 DTYPES = ("bfloat16", "float16", "float32")
 PLACED = (("bfloat16", "VH"), ("bfloat16", "HV"), ("float16", "VH"), ("float32", "HV"))
+
+
+def placed(names: Any) -> Any:
+    """Each option in two dtypes and layouts, none and all of them in four."""
+    every = ("nothing", "everything")
+    return [
+        pytest.param(*of, name, marks=() if name in every or k in (0, 3) else pytest.mark.full)
+        for name in (*names, "everything")
+        for k, of in enumerate(PLACED)
+    ]
+
+
 FLOAT, BOOL, INT = torch.float32, torch.bool, torch.int64
 
 
@@ -105,8 +117,7 @@ def backward(of: list[Tensor], leaves: dict[str, Any]) -> None:
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in wanted]
 
 
-@pytest.mark.parametrize("name", [*LOSS, "everything"])
-@pytest.mark.parametrize(("dtype", "layout"), PLACED)
+@pytest.mark.parametrize(("dtype", "layout", "name"), placed(LOSS))
 def test_a_loss(dtype: str, layout: str, name: str) -> None:
     """D4. Catches: `torch.tensor(temperature, device=...)`, which copies and waits."""
     call = head(dtype, layout) | options(LOSS, name)
@@ -116,8 +127,31 @@ def test_a_loss(dtype: str, layout: str, name: str) -> None:
     assert len(seen.touching(4 * V)) > 5  # it went through the chunks
 
 
-@pytest.mark.parametrize("name", [*PER_TOKEN, "everything"])
-@pytest.mark.parametrize(("dtype", "layout"), PLACED)
+@pytest.mark.parametrize("zero", [0, torch.tensor(0.0)], ids=["number", "array"])
+def test_a_denominator_that_the_host_knows_to_be_0(zero: Any) -> None:
+    """Refused where the host knows that tokens count; the loss would be x / 0 without a word."""
+    of_host, nothing = torch.arange(N), torch.full((N,), -100)
+    weights = {"token_weights": there(N)}
+    with as_on_a_gpu():
+        with pytest.raises(ValueError, match="`denominator` must be positive where a token"):
+            chunked_nll(**head("bfloat16") | {"labels": of_host}, denominator=zero)
+        for call in ({"labels": nothing}, {}, {"labels": of_host, **weights}):
+            chunked_nll(**head("bfloat16") | call, denominator=zero)
+
+
+def test_chunks_fill_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2048 tokens that the budget allows, 1792 at H = 2304."""
+    plans, tokens = [], "xentlib.torch.core.tokens.plan_chunks"
+    monkeypatch.setattr(
+        tokens, lambda *x, **y: plans.append(split.plan_chunks(*x, **y)) or plans[-1]
+    )
+    weight, labels = there(V, 2304), there(4096, dtype=INT)
+    with as_on_a_gpu():
+        chunked_nll(there(4096, 2304, grad=True), weight, labels, max_chunk_bytes=2048 * V * 4)
+    assert [plan.chunk_tokens for plan in plans] == [1792]
+
+
+@pytest.mark.parametrize(("dtype", "layout", "name"), placed(PER_TOKEN))
 def test_log_probabilities(dtype: str, layout: str, name: str) -> None:
     call = head(dtype, layout) | options(PER_TOKEN, name)
     with as_on_a_gpu() as seen:
