@@ -83,7 +83,7 @@ def bind(
         low_out=None if low is None else low.b,
         low_keep=None if low is None or low.keep is None else low.keep.reshape(flat.shape),
         low_scale=1.0 if low is None else float(low.scale),
-        denominator_is_0=known_0(given.denominator),
+        denominator_is_0=known_0(given.denominator, hidden),
     )
     return given, problem, call
 
@@ -135,11 +135,14 @@ def check_derivatives(function: str, given: Arguments | LogitsArguments) -> None
     not_differentiable(**{name: x for name, x in named.items() if name not in LEAVES})
 
 
-def known_0(denominator: Any) -> bool:
-    """Whether the host knows a number to be 0: of its own, or in its memory."""
-    if not isinstance(denominator, Tensor):
-        return denominator is not None and denominator == 0
-    return host_readable(denominator) and not torch.compiler.is_compiling() and not denominator
+def known_0(denominator: Any, hidden: Tensor) -> bool:
+    """Whether the host knows a number to be 0, its own or in its memory, that goes to a device with
+    `hidden`. What stays with it the operator reads, and a tracer's tensor has no number."""
+    if host_readable(hidden) or denominator is None or torch.compiler.is_compiling():
+        return False
+    if isinstance(denominator, Tensor):
+        return type(denominator) is Tensor and host_readable(denominator) and not denominator
+    return bool(denominator == 0)
 
 
 def tokens(x: Tensor | None) -> Tensor | None:

@@ -136,7 +136,7 @@ def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall
 
 def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: Any) -> PairedLogits:
     """The student's logits of a loop, with the teacher's beside them."""
-    kept = pairs_for(student.made)
+    pairs = pairs_for(student.made)
     if not student.made.whole_chunks:
         student.block_rows = -(-student.block_rows // 4)  # as many arrays of each are in the cache
     if loss.kind == SOFT_LABELS:
@@ -144,13 +144,13 @@ def paired(loop: HeadLoop, student: ChunkedLogits, teacher: TeacherCall, loss: A
     kind = InPlace(torch, torch.exp, loss.kind, loop.call.scalars.beta or 0.0)
     if teacher.teacher_weight is None:
         given = GivenTeacher(teacher.teacher_hidden, teacher.teacher_temperature, student)
-        return kept(student, given, kind, loss.wanted)
+        return pairs(student, given, kind, loss.wanted)
     call = teacher.beside(loop.call)
     beside = HeadLoop(call, Terms(TEACHER), made=student.made, beside=student)
     beside.chunks_of.exchange()
     beside.check_consistent()
     (logits,) = beside.blocks()
-    return kept(student, HeadTeacher(logits), kind, loss.wanted)
+    return pairs(student, HeadTeacher(logits), kind, loss.wanted)
 
 
 def pairs_for(made: type[Kernels]) -> type[PairedLogits]:

@@ -9,12 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xentlib.plan import (
-    CPU_COLUMN_MULTIPLE,
-    GPU_COLUMN_MULTIPLE,
-    TileProfile,
-    default_chunk_bytes,
-)
+from xentlib.plan import CPU_COLUMN_MULTIPLE, GPU_COLUMN_MULTIPLE, default_chunk_bytes
 
 
 class DeviceInfo(NamedTuple):
@@ -44,8 +39,6 @@ class DeviceInfo(NamedTuple):
     # V = 981 by another kernel than V = 1024: three logits in four had other bits, and their
     # log-probabilities other ones over shards (row A18).
     column_multiple: int = 1
-    # What chunks are fitted to, on any card: a program may be compiled for one that is not here.
-    tiles: TileProfile | None = None
 
 
 KINDS = {
@@ -57,12 +50,7 @@ KINDS = {
         adds_windows=True,
         column_multiple=CPU_COLUMN_MULTIPLE,
     ),
-    "gpu": DeviceInfo(
-        least_rows=1,
-        adds_in_order=False,
-        column_multiple=GPU_COLUMN_MULTIPLE,
-        tiles=TileProfile(),
-    ),
+    "gpu": DeviceInfo(least_rows=1, adds_in_order=False, column_multiple=GPU_COLUMN_MULTIPLE),
 }
 ANOTHER = DeviceInfo(least_rows=1)
 
@@ -73,9 +61,10 @@ def device_info() -> DeviceInfo:
 
 def chunk_bytes(asked: int | None, row_bytes: int = 0) -> int:
     """Of a chunk's logits: what was asked for, or what the memory of the first device allows, of
-    which XLA has a share that the environment may name."""
+    which XLA has a share that the environment may name. Several processes, whose cards may differ
+    where their programs may not, do not look."""
     platform, memory = jax.default_backend(), 0
-    if not asked and platform == "gpu":
+    if not asked and platform == "gpu" and jax.process_count() == 1:
         stats = jax.local_devices()[0].memory_stats() or {}
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
         memory = int(stats.get("bytes_limit", 0) / share)

@@ -98,7 +98,6 @@ def chunked_logits(
         compute_dtype=options.compute_dtype,
         max_chunk_bytes=options.chunk_bytes,
         least=device_info().least_rows,
-        tiles=None if weight is None else device_info().tiles,
     )
     first: Any = None  # the first column that is no class, where there may be one
     if shard is not None and not isinstance(shard.padding, int):

@@ -88,7 +88,7 @@ def test_chunks_of_an_accelerator(size, dtype, budget, cards):
 def test_tiles_of_known_heads():
     """On 132 multiprocessors, 2 GiB: what a budget alone gives keeps 0.55 of them busy at H = 2304,
     144 tiles in two waves, and 126 tiles 0.95. What is right already stays."""
-    found = {}
+    chunks = {}
     for name, vocab, hidden in (
         ("Llama-3 8B", 128_256, 4096),
         ("Gemma-2 2B", 256_000, 2304),
@@ -96,10 +96,10 @@ def test_tiles_of_known_heads():
     ):
         of = {"dtype": "bfloat16", "max_chunk_bytes": 2 << 30}
         plans = [plan_chunks(1 << 16, vocab, hidden, **of, tiles=x) for x in (None, TileProfile())]
-        found[name] = [
+        chunks[name] = [
             (p.chunk_tokens, round(TileProfile().busy(p.chunk_tokens, hidden), 2)) for p in plans
         ]
-    assert found == {
+    assert chunks == {
         "Llama-3 8B": [(4160, 1.0), (4160, 1.0)],
         "Gemma-2 2B": [(2048, 0.55), (1792, 0.95)],
         "GPT-2": [(8192, 0.73), (5632, 1.0)],

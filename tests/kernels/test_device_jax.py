@@ -7,6 +7,7 @@ What XLA makes of it for a GPU is in `test_hlo_jax.py`.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,3 +146,27 @@ def test_no_column_twice_in_a_scatter():
     assert to[to < 10].tolist() == [3, 8, 0, 9, 5]
     for row, column in enumerate(to):
         assert (counts[row] == (labels == column if column < 10 else False)).all()
+
+
+@pytest.mark.parametrize(
+    ("limit", "share", "processes", "expected"),
+    [
+        (59 << 30, None, 1, 2 << 30),  # of 79 GiB
+        (71 << 30, "0.9", 1, 2 << 30),
+        (30 << 30, None, 1, 1 << 30),
+        (18 << 30, None, 1, 512 << 20),
+        (None, None, 1, 1 << 30),
+        (59 << 30, None, 2, 1 << 30),
+    ],
+)
+def test_a_budget_follows_the_memory(monkeypatch, limit, share, processes, expected):
+    """But what was asked for is taken."""
+    stats = None if limit is None else {"bytes_limit": limit}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    if share:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", share)
+    assert device.chunk_bytes(None) == expected
+    assert device.chunk_bytes(100) == 100

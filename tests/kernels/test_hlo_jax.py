@@ -16,7 +16,6 @@ import pytest
 from xentlib.plan import (
     GPU_COLUMN_MULTIPLE,
     ChunkPlan,
-    TileProfile,
     default_chunk_bytes,
     peak_bytes,
     plan_chunks,
@@ -57,7 +56,6 @@ class Head(NamedTuple):
             self.hidden,
             dtype=self.dtype,
             max_chunk_bytes=given or default_chunk_bytes("gpu"),
-            tiles=TileProfile(),
         )
 
     @property

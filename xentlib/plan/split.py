@@ -85,9 +85,15 @@ SUM_READS = 245
 
 class TileProfile(NamedTuple):
     """What a product is cut into on an accelerator, a tile for each multiprocessor at a time:
-    declared, and not asked of its library, so that a plan can be made elsewhere."""
+    declared, and not asked of its library, so that a plan can be made elsewhere.
 
-    multiprocessors: int = 132  # of an H100 or H200
+    Attributes:
+        multiprocessors: of the card; 132 of an H100 or H200, 108 of an A100, 148 of a B200.
+        rows: of a tile.
+        columns: of a tile.
+    """
+
+    multiprocessors: int = 132
     rows: int = 128
     columns: int = 256
 
@@ -194,7 +200,7 @@ def plan_chunks(
         least: rows that a backend's chunk has to have whatever the budget.
         teacher_size: of a `chunked_divergence`, hidden width of its `TeacherHead`, whose logits
             have half of the budget; 0 for other calls.
-        tiles: of the accelerator that the call is for; None: a CPU.
+        tiles: of the accelerator that a call of PyTorch is for; None: a CPU, or JAX.
 
     Raises:
         ValueError: a size or budget out of range, or an unknown dtype name.
