@@ -33,14 +33,15 @@ def rows(parts: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "copy, bytes a second", f"{BYTES:.2g}", number(probe.get("copy_bytes_per_second"))
     for product in ("logits", "d hidden", "d weight"):
         where = "aligned" if product == "logits" else "aligned, over logits"
-        took = probe.get("products", {}).get(LLAMA, {}).get(f"{product}, {where}")
+        took = probe.get(f"products {LLAMA}", {}).get(f"{product}, {where}")
         rate = took and 2e3 * 4096 * 4096 * 128_256 / took["ms_median"]
         yield (
             f"{product} of 4,096 tokens, Llama-3 8B: operations a second",
             f"{OPERATIONS:.2g}; 8.5e14 by the figures that QuACK publishes",
             number(rate),
         )
-    took = [probe.get("waves", {}).get(str(tokens)) for tokens in (2048, 1792)]
+    tiles = probe.get("tiles", {}).get("gemma2-2b", {})
+    took = [tiles.get(str(tokens), {}).get("d hidden") for tokens in (2048, 1792)]
     yield (
         "Gemma 2 2B's d hidden, time a token in chunks of 2,048 to that of 1,792",
         "1.7: 144 tiles on 132 SMs are two waves",
