@@ -40,7 +40,7 @@ import gpu_predictions
 ROOT = Path(__file__).resolve().parents[1]
 # What only a device can show, and the kernels, row A3 first: an exponential with a bias would leave
 # it. Then tests of the operators, which take a device; others are about ranks, wrappers or the CPU.
-FIRST = ("kernels", "kernels_triton", "contract_triton", "device_torch")
+FIRST = ("kernels", "kernels_triton", "contract_triton", "classes_triton", "device_torch")
 TESTS = (
     *("nll", "nll_edges", "logprobs", "given_logits", "batch_invariance"),
     *("behaviour_torch", "compile_torch", "work_torch", "modes_torch"),

@@ -57,6 +57,7 @@ ONCE = {
 }
 TINY_ONCE = {"tiny": [32, 257, 8, 16]}
 SPLIT = (4096, 4096, 32_000)
+WARPS = [8, 16, 4, 32]
 
 
 class Clock:
@@ -186,9 +187,9 @@ def chunks_of_logits(device: str, heads: dict[str, list[int]], clock: Clock) -> 
     return times
 
 
-def pass_of(device: str, tokens: int, vocab: int, clock: Clock) -> Any:
+def pass_of(device: str, tokens: int, vocab: int, many: list[int], clock: Clock) -> Any:
     """The pass over logits by warps of a program and by registers of a thread, 0 for as many as it
-    wants, beside a copy of what it reads and writes."""
+    wants, beside a sum and a copy, which read and write what it does."""
     import xentlib.torch.triton.launch as launch
     from xentlib.algebra import WantedStats
     from xentlib.arguments import Scalars
@@ -203,8 +204,8 @@ def pass_of(device: str, tokens: int, vocab: int, clock: Clock) -> Any:
     factor, values = torch.ones(tokens, device=device), torch.empty(7, tokens, device=device)
     times = {"two reads, one write": clock.median(lambda: (z.sum(), dz.copy_(z)))}
     usual, compiled = launch.WARPS, launch.compiled
-    for warps, registers in product((4, 8, 16, 32), (0, 64, 48)):
-        for gradient in (True, False):
+    for warps, registers in product(many, (0, 64)):
+        for gradient in (True, False)[: 1 if registers else 2]:
             launch.WARPS = warps
             more = {"maxnreg": registers} if registers else {}
             launch.compiled = lambda n, more=more: compiled(n) | more
@@ -366,7 +367,7 @@ def sections(args: argparse.Namespace, clock: Clock) -> Iterator[tuple[str, Call
     for of, dtype in ((shape, torch.bfloat16), (odd, torch.bfloat16), (shape, torch.float32)):
         label = f"products {list(of)}, {str(dtype).removeprefix('torch.')}"
         yield label, partial(products, device, dtype, of, clock)
-    yield "pass", lambda: pass_of(device, shape[0], shape[2], clock)
+    yield "pass", lambda: pass_of(device, shape[0], shape[2], [8] if tiny else WARPS, clock)
     yield "profile", lambda: profile_of(device, 2 * shape[0], *shape[1:])
     yield "small calls", lambda: small_calls(device, [8] if tiny else [64, 256, 1024, 4096], clock)
     yield "tiles", lambda: tiles_of(device, TINY_TILES if tiny else TILES, clock)
