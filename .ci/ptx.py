@@ -32,11 +32,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from xentlib.options import DIVERGENCES
-from xentlib.torch.triton import pair_programs, programs
+from xentlib.torch.triton import elementary, pair_programs, programs
 from xentlib.torch.triton.launch import (
     ADDING_WARPS,
     BLOCKS_AT_ONCE,
     HIDDEN_BLOCK,
+    SCALE_BLOCK,
+    SCALE_WARPS,
     SUM_COLUMNS,
     SUM_ROWS,
     SUM_WARPS,
@@ -157,6 +159,9 @@ def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
     wide = {"BLOCK": HIDDEN_BLOCK, **compiled(4)}
     found["add_to_hidden"] = (programs.add_to_hidden, wide)
     found["add_to_weight"] = (programs.add_to_weight, wide)
+    lanes = {"BLOCK": SCALE_BLOCK, **compiled(SCALE_WARPS)}
+    found["scale"] = (elementary.scale, {**lanes, "IN_PLACE": False, "out_ptr": "*bf16"})
+    found["scale, in place"] = (elementary.scale, {**lanes, "ROUND": tl.float32})
     return found
 
 

@@ -22,7 +22,7 @@ from xentlib.torch.core.consistency import Terms, same_upstream
 from xentlib.torch.core.device import device_info, host_readable
 from xentlib.torch.core.gemm import power_of_two
 from xentlib.torch.core.gradients import Gradients, fake_gradients
-from xentlib.torch.core.kernels import FusedLoss, LossTerms
+from xentlib.torch.core.kernels import FusedLoss, LossTerms, kernels_for
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats
 from xentlib.torch.core.tokens import Selected, counted, target_info
@@ -268,15 +268,16 @@ def nll_backward(
             results[slot] = accumulator.to(dtype)
         elif needs[slot] and dtype is not None:
             same = accumulator.dtype == dtype and accumulator.is_contiguous()
-            if reuse and (on_cpu or same):
-                scaled = accumulator.mul_(by)
-            elif eager and not on_cpu:
+            if on_cpu or not eager:
+                scaled = accumulator.mul_(by) if reuse else accumulator * by
+            else:
                 # A GPU multiplies in float32, rounds and turns in one pass: 6 bytes an entry of d
                 # weight in bfloat16 where scaling the sum and then rounding it moves 14.
-                scaled = torch.empty(accumulator.shape, dtype=dtype, device=accumulator.device)
-                torch.mul(accumulator, by, out=scaled)
-            else:
-                scaled = accumulator * by
+                scaled = accumulator
+                if not (reuse and same):
+                    scaled = torch.empty(accumulator.shape, dtype=dtype, device=accumulator.device)
+                kernels = kernels_for(accumulator.device, accumulator.dtype)
+                kernels.scale(accumulator, by, scaled)
             if slot == 0:
                 # By selection: 0 times an inf is NaN, times a negative number -0.
                 fill = scaled.masked_fill_ if eager else scaled.masked_fill

@@ -288,3 +288,18 @@ def test_blocks_are_added_exactly(blocks: int) -> None:
         wanted, column = ALGEBRA.block_sums(largest, of)
         for x, y in zip((*sums, first), (*wanted, column), strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("by", [0.37, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_scaled_and_rounded_once(dtype: torch.dtype, by: float) -> None:
+    """Catches: a tail left out, a factor of 1 that leaves another dtype's memory unwritten."""
+    for count in (1, 4096, 4103, 9001):
+        x, factor = torch.randn(3, count)[:, : count - 1 or 1], torch.tensor(by)
+        for given in (x, x.contiguous()):
+            out = torch.full(given.shape, torch.nan, dtype=dtype)
+            Triton.scale(given, factor, out)
+            assert torch.equal(out, (given * factor).to(dtype))
+        own = x.contiguous().clone()
+        Triton.scale(own, factor, own)
+        assert torch.equal(own, x * factor)

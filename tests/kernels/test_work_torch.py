@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -18,12 +19,13 @@ from xentlib.tools.harness.problems import Case, build
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
+from torch import Tensor  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from helpers.leaves_torch import OUTPUTS, loss_and_gradients, same, tensors  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
-from xentlib.torch.core import gemm, logits  # noqa: E402
+from xentlib.torch.core import device, gemm, logits  # noqa: E402
 from xentlib.torch.core import gradients as sums  # noqa: E402
 
 
@@ -92,6 +94,41 @@ def test_no_grad_costs_one_gemm():
     for leaf in leaves.values():
         leaf.requires_grad_(False)
     assert count_gemms(leaves, 1.5)[0] == 1
+
+
+WHOLE = [(16, 24, 40), (16, 24, 41), (16, 25, 41), (3, 7, 5), (16, 24, 7)]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", WHOLE, ids=str)
+def test_products_of_a_gpu_have_whole_lines(monkeypatch, sizes, dtype):
+    """Catches: columns or terms left out or added twice where a product is made in two parts, and
+    the larger part of an odd number of columns, for which cuBLAS has slow programs alone."""
+    # The way of a GPU, whose products return float32 of 16-bit operands.
+    monkeypatch.setitem(device.KINDS, "cpu", device.KINDS["cuda"])
+    made = []
+
+    def product(real, *tensors, out_dtype=None, out):
+        made.append(tuple(x.shape for x in tensors))
+        return real(*(x.float() for x in tensors), out=out)
+
+    monkeypatch.setattr(torch, "mm", partial(product, torch.mm))
+    monkeypatch.setattr(torch, "addmm", partial(product, torch.addmm))
+    monkeypatch.setattr(Tensor, "addmm_", lambda x, a, b: torch.addmm(x, a, b, out=x))
+    rows, depth, columns = sizes
+    line = 16 // dtype.itemsize
+    a = torch.randn(rows, 64).to(dtype)[:, :depth]
+    b = torch.randn(depth, columns).to(dtype)
+    exact = a.double() @ b.double()
+    out = torch.full((rows, 64), torch.nan)[:, :columns]
+    gemm.mm(a, b, out)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-5)
+    gemm.addmm_(out, a, b, first=False)
+    torch.testing.assert_close(out.double(), 2 * exact, rtol=0, atol=4e-5)
+    for *_, (_, k), (_, n) in made:
+        assert k % line == 0 or k < line
+        assert n % 4 == 0 or n < 4
 
 
 # --- precision -----------------------------------------------------------------------------------

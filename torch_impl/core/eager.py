@@ -88,6 +88,11 @@ class Eager(Kernels):
         y_B = torch.where(terms.y_B < acc_VH.shape[0], terms.y_B, 0)
         add_rows_(acc_VH, y_B, terms.dz_y_B[:, None] * x_BH.to(acc_VH.dtype))
 
+    @staticmethod
+    def scale(x: Tensor, by: Tensor, out: Tensor) -> None:
+        """out = x by."""
+        torch.mul(x, by, out=out)
+
     def prepare(self, rows: LogitsBlock, *, derivative: bool) -> Tensor:
         """The product becomes logits, -inf in the target's column; returns the target's logit."""
         shape, z_BV = self.shape, rows.z_BV[:, : self.shape.columns]

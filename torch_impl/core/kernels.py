@@ -121,6 +121,10 @@ class Kernels(Protocol):
     def add_to_weight(acc_VH: Tensor, terms: TargetTerms, x_BH: Tensor) -> None:
         """acc[y[i]] += dz_y[i] x[i], in ascending order of i."""
 
+    @staticmethod
+    def scale(x: Tensor, by: Tensor, out: Tensor) -> None:
+        """out = x by, multiplied in the dtype of `x` and rounded once; `out` may be `x`."""
+
 
 class FusedLoss(Kernels, Protocol):
     """With both calls, and what `chunked_nll` makes between them, as one: where `fused_loss`."""

@@ -109,3 +109,26 @@ def round_to(x, DTYPE: tl.constexpr):
     elif tl.float32 != DTYPE:
         x = x.to(DTYPE).to(tl.float32)
     return x
+
+
+@triton.jit
+def stored(dz, dz_ptr, ROUND: tl.constexpr):
+    """Rounded once, and of the element type that it is stored with."""
+    if INTERPRETED or dz_ptr.dtype.element_ty != ROUND:
+        dz = round_to(dz, ROUND)
+    return dz.to(dz_ptr.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize=["count"])
+def scale(x_ptr, by_ptr, out_ptr, count, ROUND: tl.constexpr, IN_PLACE: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """out = x by, rounded once. In place nothing is moved where `by` is 1."""
+    by = tl.load(by_ptr)
+    if not IN_PLACE or by != 1.0:
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        i = start + tl.arange(0, BLOCK)
+        if start + BLOCK <= count:  # without a mask, 128 bits at a time
+            tl.store(out_ptr + i, stored(tl.load(x_ptr + i) * by, out_ptr, ROUND))
+        else:
+            x = tl.load(x_ptr + i, mask=i < count, other=0.0)
+            tl.store(out_ptr + i, stored(x * by, out_ptr, ROUND), mask=i < count)

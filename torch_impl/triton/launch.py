@@ -29,7 +29,7 @@ from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.core.gemm import add_rows_
 from xentlib.torch.core.kernels import DzOutput, LogitsBlock, LogitTransform, LossTerms, TargetTerms
 from xentlib.torch.triton import programs
-from xentlib.torch.triton.elementary import INTERPRETED
+from xentlib.torch.triton.elementary import INTERPRETED, scale
 
 # 16 entries a thread are four loads of 128 bits, and of 256 threads three or four programs fit
 # into a multiprocessor. A warp has four blocks of columns in any row: one order of sums.
@@ -38,6 +38,7 @@ INTERPRETED_TILE = 256  # so that short rows have several tiles too
 # Of column sums: 16 rows of 128 columns are a tile of 8 KiB, read in lines of 512 bytes.
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 16, 128, 8
 HIDDEN_BLOCK = 1024
+SCALE_BLOCK, SCALE_WARPS = 4096, 8
 # Blocks' statistics are added for 32 tokens, neighbours in memory, in a tile of 16 blocks.
 BLOCKS_AT_ONCE, TOKENS_AT_ONCE, ADDING_WARPS = 16, 32, 4
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -211,6 +212,20 @@ class Triton:
                 acc_VH, *acc_VH.stride(), terms.dz_y_B, terms.y_B, terms.order_B, terms.first, x_BH,
                 x_BH.stride(0), rows, acc_VH.shape[0], width, BLOCK=HIDDEN_BLOCK, **compiled(4),
             )  # fmt: skip
+
+    @staticmethod
+    def scale(x: Tensor, by: Tensor, out: Tensor) -> None:
+        """out = x by. PyTorch's own product rounds to 16 bits at half the rate of memory: d weight
+        of Llama-3 8B took an H100 2.3 ms, where 6 bytes an entry are 1.1."""
+        if not (x.is_contiguous() and out.is_contiguous()):
+            torch.mul(x, by, out=out)
+        elif x.numel():
+            same = x.data_ptr() == out.data_ptr()
+            with device_of(x):
+                scale[(triton.cdiv(x.numel(), SCALE_BLOCK),)](
+                    x, by, out, x.numel(), ROUND=DTYPES[out.dtype], IN_PLACE=same,
+                    BLOCK=SCALE_BLOCK, **compiled(SCALE_WARPS),
+                )  # fmt: skip
 
     # Further classes: their columns are left at -inf, which programs take for no class, where no
     # softcap or scale of either sign makes something else of it

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from xentlib import pairs
-from xentlib.torch.triton.elementary import exp, log1p
+from xentlib.torch.triton.elementary import exp, log1p, stored
 from xentlib.torch.triton.programs import VARYING, of_row
-from xentlib.torch.triton.row import BLOCK_COLUMNS, at_columns, shape_logits, stored, zero_row
+from xentlib.torch.triton.row import BLOCK_COLUMNS, at_columns, shape_logits, zero_row
 
 LOWEST = tl.constexpr(pairs.FLOOR)
 NEAR = tl.constexpr(pairs.NEAR)

@@ -11,12 +11,11 @@ import triton.language as tl
 
 from xentlib import algebra
 from xentlib.torch.triton.elementary import (
-    INTERPRETED,
     difference_exp,
     divide,
     exp,
     log1p,
-    round_to,
+    stored,
     tanh_and_slope,
 )
 
@@ -350,14 +349,6 @@ def write_dz(
         if IN_PLACE:
             tl.debug_barrier()
         tl.store(dz_ptr + cols, stored(dz, dz_ptr, ROUND))
-
-
-@triton.jit
-def stored(dz, dz_ptr, ROUND: tl.constexpr):
-    """Rounded once, and of the element type that it is stored with."""
-    if INTERPRETED or dz_ptr.dtype.element_ty != ROUND:
-        dz = round_to(dz, ROUND)
-    return dz.to(dz_ptr.dtype.element_ty)
 
 
 @triton.jit
