@@ -142,6 +142,7 @@ def test_divergences_of_given_logits(how: dict[str, Any], monkeypatch: pytest.Mo
         assert np.array_equal(torch.column_stack((out.detach(), gradient)).numpy(), expected)
 
 
+@pytest.mark.cpu
 def test_divergences_over_shards() -> None:
     """A5, A6, A13, A23: over ranks, of which one has no class."""
     (case,) = (x for x in divergences.GRID if x.id == "mixed-jsd")
@@ -190,6 +191,7 @@ def test_classes_of_given_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(launched) == {"stats_rows", "dz_rows"}
 
 
+@pytest.mark.cpu
 def test_classes_over_shards() -> None:
     """A0, A5, A6, A13, A18: classes of a token are on one rank, on others or on none, and one rank
     has none at all."""
@@ -228,6 +230,7 @@ def test_a_class_that_is_named_twice(dtype: torch.dtype) -> None:
                 total = out.logprobs.sum() + out.entropy.sum() + out.ids_logprobs[there].sum()
                 got.append([out.ids_logprobs, *torch.autograd.grad(total, leaves)])
         eager, triton = (
-            [x.detach().float().nan_to_num(0.0, 0.0, 0.0).numpy() for x in y] for y in got[-2:]
+            [x.detach().float().nan_to_num(0.0, 0.0, 0.0).cpu().numpy() for x in y]
+            for y in got[-2:]
         )
         hold_in_norm(triton, eager)

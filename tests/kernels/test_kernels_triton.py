@@ -30,8 +30,10 @@ from triton._C import libtriton
 
 from helpers.kernel_losses import LOSSES, Terms, drawn, held, loss_of, oracle
 from xentlib.algebra import BlockStats
+from xentlib.torch import chunked_nll
 from xentlib.torch.core.algebra import ALGEBRA
 from xentlib.torch.triton import elementary
+from xentlib.torch.triton import row as of_row
 from xentlib.torch.triton.launch import INTERPRETED, Triton, compiled
 
 pytestmark = pytest.mark.torch
@@ -261,6 +263,7 @@ def test_a_gpu_that_nothing_compiles_for(monkeypatch: pytest.MonkeyPatch) -> Non
         kernels_for(torch.device("cuda"), torch.float32)
 
 
+@pytest.mark.cpu  # a GPU would take the null pointers, and fail in all that follows
 def test_a_first_program_is_tried() -> None:
     """On meta there is no memory to compute in."""
     assert (
@@ -303,3 +306,19 @@ def test_gradients_are_scaled_and_rounded_once(dtype: torch.dtype, by: float) ->
         own = x.contiguous().clone()
         Triton.scale(own, factor, own)
         assert torch.equal(own, x * factor)
+
+
+@pytest.mark.cpu
+def test_the_order_of_a_tile_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of Triton up to 3.6 have another order of axes. Catches: a sum over the wrong one."""
+    monkeypatch.setenv("XENTLIB_KERNELS", "triton")
+    logits, labels = torch.randn(3, 700), torch.tensor([5, 699, 0])
+    found = []
+    for axis in (0, 1):
+        monkeypatch.setattr(of_row, "PARTS_AXIS", tl.constexpr(axis))
+        leaf = logits.clone().requires_grad_()
+        out = chunked_nll(leaf, torch.eye(700), labels, outputs=("entropy", "predicted", "lse"))
+        smoothed = chunked_nll(leaf, torch.eye(700), labels, label_smoothing=0.1).loss
+        (gradient,) = torch.autograd.grad(out.loss + smoothed, leaf)
+        found.append([out.loss, out.entropy, out.predicted, out.lse, smoothed, gradient])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))

@@ -40,6 +40,7 @@ OF_FUNCTIONS = [
 OF_FUNCTIONS.append(pytest.param("chunked_logprobs", "bf16", marks=pytest.mark.full(backend="jax")))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("function", "name"), OF_FUNCTIONS)
 def test_other_tokens_do_not_show(backend: str, function: str, name: str) -> None:
     """A17: another order, masked neighbours that are NaN, micro-batches, three and one alone, all
@@ -64,6 +65,7 @@ def test_a_narrow_vocabulary_of_given_logits(backend: str) -> None:
         assert not failures(check("A17", getattr(got, name), getattr(whole, name)[some]))
 
 
+@pytest.mark.cpu
 @pytest.mark.torch
 def test_lora_does_not_show() -> None:
     """A17 of a head with a low-rank part, whose products have few columns."""
@@ -175,6 +177,7 @@ def test_d_weight_does_not_depend_on_the_chunk(name: str, accumulated: bool) -> 
         assert not failures(check("A17", gradient, gradients[0]))
 
 
+@pytest.mark.cpu
 @pytest.mark.torch
 def test_tokens_are_added_up_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of many tokens' blocks, in slices: the same sums. Catches: tokens left out, a
@@ -197,6 +200,7 @@ def test_tokens_are_added_up_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
         assert not failures(check("A17", y.numpy(), x.numpy()))
 
 
+@pytest.mark.cpu
 @pytest.mark.torch
 def test_words_of_float64_travel_in_float32() -> None:
     """A18: up to 2^53, over as many ranks as there are words' sums for. Catches: a word that

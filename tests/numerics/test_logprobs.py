@@ -52,6 +52,7 @@ def test_given_logits(backend: str, item: Any) -> None:
     hold(per_token.logits, (backend,), item)
 
 
+@pytest.mark.cpu
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "case",

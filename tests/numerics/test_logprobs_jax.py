@@ -138,6 +138,7 @@ def test_given_logits(item):
 
 
 # Few programs: `test_logprobs.py` has others of these cases in both backends.
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "case",
     [

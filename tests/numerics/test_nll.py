@@ -87,6 +87,7 @@ def test_given_logits(backend: str, item: Any) -> None:
     hold(nll.logits, (backend,), item)
 
 
+@pytest.mark.cpu
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "case",

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+OLD_LAYOUTS = tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 7)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from xentlib import algebra
 from xentlib.torch.triton.elementary import (
+    OLD_LAYOUTS,
     difference_exp,
     divide,
     exp,
@@ -25,6 +26,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 FLOOR = tl.constexpr(-1e4)
 LAST = tl.constexpr(2147483647)
 BLOCK_COLUMNS = tl.constexpr(algebra.BLOCK_COLUMNS)
+# The axis of a tile's parts, of three. Triton gives neighbouring threads to the last axis and then
+# to the first one, up to 3.6, or to the second, from 3.7 on: those are to have blocks, as a part
+# that threads share takes shuffles, 48 instructions a logit in place of 28.
+PARTS_AXIS = tl.constexpr(1 if OLD_LAYOUTS else 0)
 
 
 @triton.jit
@@ -55,21 +60,21 @@ def shape_logits(z, cols, mask, bias_ptr, scale_ptr, scale, softcap, temperature
 
 @triton.jit
 def block_stats(z, cols, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr):
-    """Step 4 of blocks, z [parts, blocks, lanes], -inf where a column is the target or none:
-    `algebra.BlockStats`, [blocks] each."""
-    m = tl.max(tl.max(z, 0), 1)
+    """Step 4 of blocks, z [parts, blocks, lanes] or [blocks, parts, lanes], -inf where a column is
+    the target or none: `algebra.BlockStats`, [blocks] each."""
+    m = tl.max(tl.max(z, PARTS_AXIS), 1)
     m = tl.where(m == NONE, 0.0, m)
-    d = z - m[None, :, None]
+    d = z - tl.expand_dims(tl.expand_dims(m, 1), PARTS_AXIS)
     e = exp(d)
-    ones = tl.sum(tl.sum((e == 1.0).to(tl.int32), 0), 1).to(tl.float32)
-    s = tl.sum(tl.sum(tl.where(e == 1.0, 0.0, e), 0), 1)
+    ones = tl.sum(tl.sum((e == 1.0).to(tl.int32), PARTS_AXIS), 1).to(tl.float32)
+    s = tl.sum(tl.sum(tl.where(e == 1.0, 0.0, e), PARTS_AXIS), 1)
     ones = tl.where(s == s, ones, s)  # so that a block of NaN is not taken for one of no column
     sum_ed = tl.zeros_like(s)
     if ENTROPY:
-        sum_ed = tl.sum(tl.sum(e * tl.maximum(d, FLOOR), 0), 1)
+        sum_ed = tl.sum(tl.sum(e * tl.maximum(d, FLOOR), PARTS_AXIS), 1)
     top = tl.zeros_like(s)
     if PREDICTED:
-        top = tl.min(tl.min(tl.where(d < 0, LAST, cols), 0), 1).to(tl.float32)
+        top = tl.min(tl.min(tl.where(d < 0, LAST, cols), PARTS_AXIS), 1).to(tl.float32)
     return m, ones, s, sum_ed, top
 
 
@@ -115,8 +120,9 @@ def scan_row(
     PARTS: tl.constexpr = row_ptr.dtype.element_ty.primitive_bitwidth // 8
     LANES: tl.constexpr = BLOCK_COLUMNS // PARTS
     of_tile = tl.arange(0, R)
-    within = tl.arange(0, PARTS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    lanes = of_tile[None, :, None] * BLOCK_COLUMNS + within[:, None, :]
+    parts = tl.expand_dims(tl.arange(0, PARTS)[:, None] * LANES, 1 - PARTS_AXIS)
+    of_blocks = tl.expand_dims(of_tile[:, None] * BLOCK_COLUMNS, PARTS_AXIS)
+    lanes = of_blocks + parts + tl.arange(0, LANES)[None, None, :]
     highest = tl.full([R], NONE, tl.float32)
     sum_wz, sum_w = 0.0, 0.0
     if SMOOTHING:
@@ -132,9 +138,9 @@ def scan_row(
         )  # fmt: skip
         m, ones, s, sum_ed, top = block_stats(z, cols, ENTROPY, PREDICTED)
         if SMOOTHING:
-            sum_wz += tl.sum(wz, 0)
+            sum_wz += tl.sum(wz, PARTS_AXIS)
             if weights_ptr is not None:
-                sum_w += tl.sum(w, 0)
+                sum_w += tl.sum(w, PARTS_AXIS)
         highest = tl.maximum(highest, tl.where(ones == 0, NONE, m))
         at = start // BLOCK_COLUMNS + of_tile
         put_blocks(blocks_ptr, at, blocks, m, ones, s, sum_ed, top, PREDICTED)
@@ -146,9 +152,9 @@ def scan_row(
         )  # fmt: skip
         m, ones, s, sum_ed, top = block_stats(z, cols, ENTROPY, PREDICTED)
         if SMOOTHING:
-            sum_wz += tl.sum(wz, 0)
+            sum_wz += tl.sum(wz, PARTS_AXIS)
             if weights_ptr is not None:
-                sum_w += tl.sum(w, 0)
+                sum_w += tl.sum(w, PARTS_AXIS)
         highest = tl.maximum(highest, tl.where(ones == 0, NONE, m))
         at = whole // BLOCK_COLUMNS + of_tile
         put_blocks(blocks_ptr, at, blocks, m, ones, s, sum_ed, top, PREDICTED)
