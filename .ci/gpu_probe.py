@@ -9,8 +9,10 @@ Shapes: N tokens, T tokens of a chunk, H hidden width, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import sys
 import time
@@ -38,15 +40,14 @@ HEADS: list[tuple[str, int, int, int, dict[str, Any]]] = [
 ]
 TINY = [("tiny", 16, 32, 257, {}), ("tiny, softcap", 16, 32, 257, {"softcap": 30.0})]
 CHUNKS = (2048, 4096, 8192)
-# Width, vocabulary and tokens of chunks: what 2 GiB of logits hold, what the plan makes of it, and
-# others around.
+# Width, vocabulary and tokens of chunks: what 2 GiB of logits hold, and what fills tiles.
 TILES = {
-    "llama3-8b": [4096, 128_256, 1024, 2048, 3584, 4096, 4160, 4224, 8192],
-    "gemma2-2b": [2304, 256_000, 1024, 1792, 2048, 3584, 3712, 4096],
-    "gemma3-27b": [5376, 262_208, 1024, 1536, 1984, 2048],
-    "qwen3-0.6b": [1024, 151_936, 1024, 2112, 3520, 4096, 4224, 8192],
-    "gpt2": [768, 50_257, 2048, 4096, 5632, 8192],
-    "mistral-7b": [4096, 32_000, 2048, 4096, 7296, 8192],
+    "llama3-8b": [4096, 128_256, 4096, 4160],
+    "gemma2-2b": [2304, 256_000, 1792, 1920, 2048],
+    "gemma3-27b": [5376, 262_208, 1536, 1792, 1984],
+    "qwen3-0.6b": [1024, 151_936, 3328, 3456, 3520],
+    "gpt2": [768, 50_257, 5632, 8192],
+    "mistral-7b": [4096, 32_000, 7296, 8192],
 }
 TINY_TILES = {"tiny": [32, 257, 12, 16]}
 ONCE = {
@@ -147,28 +148,39 @@ def floor_of(
 
 
 def tiles_of(device: str, heads: dict[str, list[int]], clock: Clock) -> Any:
-    """By head and tokens of a chunk, milliseconds of each product: d hidden has few tiles, which
-    fill the last of the device's multiprocessors or leave it idle."""
-    return {
-        name: {str(tokens): chunk_of(device, tokens, width, vocab, clock) for tokens in chunks}
-        for name, (width, vocab, *chunks) in heads.items()
-    }
-
-
-def chunk_of(device: str, tokens: int, width: int, vocab: int, clock: Clock) -> dict[str, float]:
-    dtype = storage_dtype(torch.bfloat16, torch.float32, torch.device(device))
-    w = torch.randn(vocab, width, device=device, dtype=dtype)
-    x = torch.randn(tokens, width, device=device, dtype=dtype)
-    columns = pad_columns(vocab)
-    buffer = torch.empty(tokens, columns, device=device)
-    dz = buffer.view(dtype)[:, -columns:][:, :vocab]
-    dx = torch.empty(tokens, width, device=device)
-    dw = torch.zeros(vocab, width, device=device)
-    times = {"logits": clock.median(lambda: mm(x, w.T, out=buffer[:, :vocab]))}
-    dz.normal_()
-    times["d hidden"] = clock.median(lambda: mm(dz, w, out=dx))
-    times["d weight"] = clock.median(lambda: addmm_(dw, dz.T, x, first=False))
+    """By head and tokens of a chunk, milliseconds of its three products for 1,000 tokens: d hidden
+    has few tiles, which fill the last of the device's multiprocessors or leave it idle. In turns,
+    as a device under load becomes slower."""
+    times: dict[str, Any] = {}
+    for name, (width, vocab, *chunks) in heads.items():
+        calls = {tokens: chunk_of(device, tokens, width, vocab) for tokens in chunks}
+        taken: dict[int, list[float]] = {tokens: [] for tokens in chunks}
+        for _ in range(1 + 2 * clock.rounds):
+            for tokens, call in calls.items():
+                clock.wait()
+                start = time.perf_counter()
+                call()
+                clock.wait()
+                taken[tokens].append(1e6 * (time.perf_counter() - start) / tokens)
+        times[name] = {str(k): statistics.median(x[1:]) for k, x in taken.items()}
     return times
+
+
+def chunk_of(device: str, tokens: int, width: int, vocab: int) -> Callable[[], None]:
+    dtype = storage_dtype(torch.bfloat16, torch.float32, torch.device(device))
+    w = torch.randn(vocab, width, device=device).to(dtype)
+    x = torch.randn(tokens, width, device=device).to(dtype)
+    columns = pad_columns(vocab)
+    z = torch.empty(tokens, columns, device=device)[:, :vocab]
+    dz = torch.randn(tokens, columns, device=device).to(dtype)[:, :vocab]
+    dx, dw = torch.empty(tokens, width, device=device), torch.zeros(vocab, width, device=device)
+
+    def products() -> None:
+        mm(x, w.T, out=z)
+        mm(dz, w, out=dx)
+        addmm_(dw, dz.T, x, first=False)
+
+    return products
 
 
 def chunks_of_logits(device: str, heads: dict[str, list[int]], clock: Clock) -> Any:
@@ -240,7 +252,7 @@ def small_calls(device: str, sizes: list[int], clock: Clock) -> Any:
 
 
 def profile_of(device: str, count: int, width: int, vocab: int) -> Any:
-    """Microseconds of a call's device programs, the longest first."""
+    """Microseconds of a call's device programs and of the host's functions, the longest first."""
     x = torch.randn(count, width, device=device).bfloat16().requires_grad_()
     w = (torch.randn(vocab, width, device=device) * 2 / width**0.5).bfloat16().requires_grad_()
     y = torch.randint(0, vocab, (count,), device=device)
@@ -253,7 +265,17 @@ def profile_of(device: str, count: int, width: int, vocab: int) -> Any:
         call()
         torch.cuda.synchronize()
     programs = [(x.device_time_total, x.count, x.key[:90]) for x in profile.key_averages()]
-    return sorted(programs, reverse=True)[:25]
+    host = cProfile.Profile()
+    host.enable()
+    for _ in range(20):
+        call()
+    host.disable()
+    torch.cuda.synchronize()
+    functions = [
+        (round(1e6 * took / 20), round(1e6 * own / 20), calls // 20, f"{Path(file).name}:{name}")
+        for (file, _, name), (_, calls, own, took, _) in pstats.Stats(host).stats.items()
+    ]
+    return [sorted(programs, reverse=True)[:25], sorted(functions, reverse=True)[:120]]
 
 
 def split_products(device: str, tokens: int, width: int, vocab: int) -> Any:
@@ -322,7 +344,7 @@ def heads(args: argparse.Namespace, clock: Clock, until: float) -> Iterator[dict
         y = torch.randint(0, vocab, (count,), device=args.device)
         floor = floor_of(x.detach(), w.detach(), min(count, 8192), clock)["ms_median"]
         wanted = product(
-            reversed(list(runnable())),
+            args.kernels or reversed(list(runnable())),
             calls_of(x, w, y, options).items(),
             sorted({min(count, chunk) for chunk in CHUNKS}),
         )
@@ -364,11 +386,12 @@ def sections(args: argparse.Namespace, clock: Clock) -> Iterator[tuple[str, Call
     odd = (16, 32, 259) if tiny else (4096, 768, 50_257)
     copied = torch.empty(1 << (10 if tiny else 30), device=device, dtype=torch.uint8)
     yield "copy_bytes_per_second", lambda: 2e3 * copied.numel() / clock(copied.clone)["ms_best"]
-    for of, dtype in ((shape, torch.bfloat16), (odd, torch.bfloat16), (shape, torch.float32)):
+    for of, dtype in product((shape, odd), (torch.bfloat16, torch.float32)):
         label = f"products {list(of)}, {str(dtype).removeprefix('torch.')}"
         yield label, partial(products, device, dtype, of, clock)
     yield "pass", lambda: pass_of(device, shape[0], shape[2], [8] if tiny else WARPS, clock)
     yield "profile", lambda: profile_of(device, 2 * shape[0], *shape[1:])
+    yield "profile of a small call", lambda: profile_of(device, 64, 1024, 32_000)
     yield "small calls", lambda: small_calls(device, [8] if tiny else [64, 256, 1024, 4096], clock)
     yield "tiles", lambda: tiles_of(device, TINY_TILES if tiny else TILES, clock)
     yield "chunks of logits", lambda: chunks_of_logits(device, TINY_ONCE if tiny else ONCE, clock)
@@ -381,6 +404,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--kernels", nargs="+", help="of the heads, without which all")
+    parser.add_argument("--sections", nargs="+", help="beginnings of names, without which all")
     args = parser.parse_args()
     start = time.monotonic()
     clock = Clock(args.device, 1 if args.tiny else 7)
@@ -406,7 +431,8 @@ def main() -> None:
         return report["heads"]
 
     for name, call in sections(args, clock):
-        if time.monotonic() < start + args.seconds:
+        asked = not args.sections or name.startswith(tuple(args.sections))
+        if asked and time.monotonic() < start + args.seconds:
             measure(name, call)
     measure("heads", measure_heads)
     if report["errors"]:

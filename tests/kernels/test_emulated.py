@@ -58,7 +58,7 @@ def test_device_tests_are_right_about_the_device(modules: tuple[str, ...], asked
 # `tests` is a run of pytest as `first` is; rows of parity take the interpreter over three minutes.
 PARTS = {
     "smoke": "predicted_bytes",
-    "probe": "waves",
+    "probe": "tiles",
     "bench": "xentlib",
     "first": "passed",
 }

@@ -141,7 +141,7 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
     row = {"contestant": "xentlib", "kind": "loss + gradient", "ratio": {"median": 1.375}}
     run = {"case": {"name": "qwen3-8b"}, "backend": "jax", "rows": [row]}
     probe = {"copy_bytes_per_second": 4e12, "heads": heads}
-    probe["tiles"] = {"gemma2-2b": {"1792": {"d hidden": 1.0}, "2048": {"d hidden": 2.0}}}
+    probe["tiles"] = {"gemma2-2b": {"1792": 1.0, "2048": 1.75}}
     probe[f"products {GPU.gpu_predictions.LLAMA}"] = {"logits, aligned": {"ms_median": 5.0}}
     failed = {
         "tests/numerics/test_nll.py::test_chunks_do_not_show[x]": "",
@@ -158,7 +158,7 @@ def test_predictions_stand_beside_what_was_measured(tmp_path):
     GPU.write(parts, tmp_path)
     text = (tmp_path / "gpu.md").read_text()
     lines = [line.strip("| ").split(" | ") for line in text.splitlines()]
-    other = {"probe": {"probe": {"tiles": {"tiny": {"12": {"d hidden": 1.0}}}}}}  # as with --tiny
+    other = {"probe": {"probe": {"tiles": {"tiny": {"12": 1.0}}}}}  # as with --tiny
     assert "1.75" not in GPU.gpu_predictions.table(other)
     assert [cells[2] for cells in lines[2:] if len(cells) == 3] == [
         "4e+12",
