@@ -215,12 +215,12 @@ def pass_of(device: str, tokens: int, vocab: int, many: list[int], clock: Clock)
     every, wanted = slice(0, tokens), WantedStats(entropy=False, smoothing=False, predicted=False)
     factor, values = torch.ones(tokens, device=device), torch.empty(7, tokens, device=device)
     times = {"two reads, one write": clock.median(lambda: (z.sum(), dz.copy_(z)))}
-    usual, compiled = launch.WARPS, launch.compiled
+    usual, options = (launch.WARPS, launch.WIDE), launch.options
     for warps, registers in product(many, (0, 64)):
         for gradient in (True, False)[: 1 if registers else 2]:
-            launch.WARPS = warps
+            launch.WARPS = launch.WIDE = warps
             more = {"maxnreg": registers} if registers else {}
-            launch.compiled = lambda n, more=more: compiled(n) | more
+            launch.options = lambda *x, more=more: options(*x) | more
             kernels = launch.Triton(
                 tokens, vocab, z.dtype, z.device, LogitTransform(vocab, scalars=Scalars())
             )
@@ -233,7 +233,7 @@ def pass_of(device: str, tokens: int, vocab: int, many: list[int], clock: Clock)
                 times[label] = clock.median(partial(kernels.loss, rows, wanted, terms, out), 3)
             except Exception as error:  # noqa: BLE001 - a probe of what the device takes
                 times[label] = f"{type(error).__name__}: {error}"[:200]
-    launch.WARPS, launch.compiled = usual, compiled
+    (launch.WARPS, launch.WIDE), launch.options = usual, options
     return times
 
 

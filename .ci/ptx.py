@@ -43,6 +43,8 @@ from xentlib.torch.triton.launch import (
     SUM_ROWS,
     SUM_WARPS,
     TOKENS_AT_ONCE,
+    WARPS,
+    WIDE,
     compiled,
     options,
 )
@@ -141,7 +143,9 @@ def variants() -> dict[str, tuple[Any, dict[str, Any]]]:
     of_row["pair_dz, given in bfloat16"] = (pair_programs.pair_dz, given)
     found = {}
     for name, (program, more) in of_row.items():
-        found[name] = (program, {**options(COLUMNS), **more})
+        plain = program is loss and not {"with", *ALL, "GRADIENT"} & set(more)
+        wide = plain or more.get("with") == ("z_loss",)
+        found[name] = (program, {**options(COLUMNS, WIDE if wide else WARPS), **more})
     tile = {"ROWS": SUM_ROWS, "BLOCK": SUM_COLUMNS, **compiled(SUM_WARPS)}
     found["column_sums, plain"] = (programs.column_sums, {**tile, "with": ("bias_ptr",)})
     found["column_sums, everything"] = (

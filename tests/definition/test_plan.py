@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from xentlib import ChunkPlan, plan_chunks
 from xentlib.plan import (
-    TileProfile,
     default_chunk_bytes,
     exchanges_per_chunk,
     pad_rows,
@@ -61,49 +60,6 @@ def test_the_budget_is_respected(size, dtype, budget):
     assert plan.compute_itemsize == (8 if dtype == "float64" else 4)
     assert plan.chunk_bytes == plan.chunk_tokens * size["vocab_size"] * plan.compute_itemsize
     assert plan.chunk_bytes <= limit or plan.chunk_tokens == 8
-
-
-@settings(max_examples=300, deadline=None)
-@given(size=sizes, dtype=dtypes, budget=budgets, cards=st.sampled_from([78, 108, 132, 148]))
-def test_chunks_of_an_accelerator(size, dtype, budget, cards):
-    """Within the budget, never of N, and none as full as the budget allows costs a token less."""
-    tiles, plain = TileProfile(cards), make(size, dtype=dtype, max_chunk_bytes=budget)
-    plan = make(size, dtype=dtype, max_chunk_bytes=budget, tiles=tiles)
-    assert plan.chunk_bytes <= max(budget or 0, 128 << 20) or plan.chunk_tokens == 8
-    assert plan.chunk_tokens <= plain.chunk_tokens
-    many = {**size, "num_tokens": 1 << 20}
-    most = make(many, dtype=dtype, max_chunk_bytes=budget).chunk_tokens
-    fitted = make(many, dtype=dtype, max_chunk_bytes=budget, tiles=tiles).chunk_tokens
-    assert plan.chunk_tokens == min(fitted, max(pad_rows(size["num_tokens"]), 8))
-    if most < 128:
-        assert fitted == most
-    else:
-        assert fitted % 64 == 0
-        width = size["hidden_size"]
-        assert tiles.cost(fitted, width) <= min(
-            tiles.cost(t, width) for t in range(128, most + 1, 64)
-        )
-
-
-def test_tiles_of_known_heads():
-    """On 132 multiprocessors, 2 GiB: what a budget alone gives keeps 0.55 of them busy at H = 2304,
-    144 tiles in two waves, and 126 tiles 0.95. What is right already stays."""
-    chunks = {}
-    for name, vocab, hidden in (
-        ("Llama-3 8B", 128_256, 4096),
-        ("Gemma-2 2B", 256_000, 2304),
-        ("GPT-2", 50_257, 768),
-    ):
-        of = {"dtype": "bfloat16", "max_chunk_bytes": 2 << 30}
-        plans = [plan_chunks(1 << 16, vocab, hidden, **of, tiles=x) for x in (None, TileProfile())]
-        chunks[name] = [
-            (p.chunk_tokens, round(TileProfile().busy(p.chunk_tokens, hidden), 2)) for p in plans
-        ]
-    assert chunks == {
-        "Llama-3 8B": [(4160, 1.0), (4160, 1.0)],
-        "Gemma-2 2B": [(2048, 0.55), (1792, 0.95)],
-        "GPT-2": [(8192, 0.73), (5632, 1.0)],
-    }
 
 
 @settings(max_examples=300, deadline=None)

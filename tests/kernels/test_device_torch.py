@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from xentlib.contract import check, failures
-from xentlib.plan import TileProfile, peak_bytes, plan_chunks
+from xentlib.plan import peak_bytes, plan_chunks
 from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
 from xentlib.torch.core.kernels import runnable
 
@@ -179,9 +179,7 @@ def test_memory_is_what_the_plan_says(
     before = torch.cuda.memory_allocated()
     call()
     found = torch.cuda.max_memory_allocated() - before
-    card = torch.cuda.get_device_properties(hidden.device)
-    how: Any = {"max_chunk_bytes": budget, "tiles": TileProfile(card.multi_processor_count)}
-    plan = plan_chunks(rows, vocab, width, dtype="bfloat16", **how)
+    plan = plan_chunks(rows, vocab, width, dtype="bfloat16", max_chunk_bytes=budget)
     expected = peak_bytes(
         plan,
         backend="torch",

@@ -245,8 +245,10 @@ def test_the_choice_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(kernels, "trial", lambda _: "")
+    kernels.too_old.cache_clear()
     assert kernels_for(torch.device("cuda"), torch.float32) is found
     assert kernels_for(torch.device("cuda"), torch.float64) is Eager
+    kernels.too_old.cache_clear()
 
 
 def test_a_gpu_that_nothing_compiles_for(monkeypatch: pytest.MonkeyPatch) -> None:

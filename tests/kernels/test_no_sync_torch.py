@@ -139,18 +139,6 @@ def test_a_denominator_that_the_host_knows_to_be_0(zero: Any) -> None:
             chunked_nll(**head("bfloat16") | call, denominator=zero)
 
 
-def test_chunks_fill_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2048 tokens that the budget allows, 1792 at H = 2304."""
-    plans, tokens = [], "xentlib.torch.core.tokens.plan_chunks"
-    monkeypatch.setattr(
-        tokens, lambda *x, **y: plans.append(split.plan_chunks(*x, **y)) or plans[-1]
-    )
-    weight, labels = there(V, 2304), there(4096, dtype=INT)
-    with as_on_a_gpu():
-        chunked_nll(there(4096, 2304, grad=True), weight, labels, max_chunk_bytes=2048 * V * 4)
-    assert [plan.chunk_tokens for plan in plans] == [1792]
-
-
 @pytest.mark.parametrize(("dtype", "layout", "name"), placed(PER_TOKEN))
 def test_log_probabilities(dtype: str, layout: str, name: str) -> None:
     call = head(dtype, layout) | options(PER_TOKEN, name)

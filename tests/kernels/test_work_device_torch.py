@@ -17,7 +17,7 @@ from torch import Tensor  # noqa: E402
 
 from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from helpers.on_meta import OnDevice, as_on_a_gpu  # noqa: E402
-from xentlib.plan import TileProfile, pad_rows, peak_bytes, plan_chunks  # noqa: E402
+from xentlib.plan import pad_rows, peak_bytes, plan_chunks  # noqa: E402
 from xentlib.torch import (  # noqa: E402
     TeacherHead,
     chunked_divergence,
@@ -270,8 +270,7 @@ def test_peak_is_the_formula_of_the_plan(
         loss = FUNCTIONS[function](**call, max_chunk_bytes=budget)
         if gradient:
             loss.backward()
-    how: Any = {"dtype": dtype, "max_chunk_bytes": budget, "tiles": TileProfile()}
-    plan = plan_chunks(count, vocab, width, **how)
+    plan = plan_chunks(count, vocab, width, dtype=dtype, max_chunk_bytes=budget)
     expected = peak_bytes(
         plan,
         backend="torch",
@@ -299,7 +298,7 @@ def test_peak_of_a_divergence_is_the_formula_of_the_plan(
         options: Any = {"kind": kind, "beta": beta, "max_chunk_bytes": budget}
         chunked_divergence(hidden, weight, teacher, **options).loss.backward()
     of: Any = {"dtype": dtype, "max_chunk_bytes": budget, "teacher_size": 2 * width}
-    plan = plan_chunks(count, vocab, width, **of, tiles=TileProfile())
+    plan = plan_chunks(count, vocab, width, **of)
     assert plan.chunk_tokens == chunk
     where: Any = {"backend": "torch", "platform": "gpu", "dtype": dtype, "kind": kind}
     expected = peak_bytes(plan, **where)

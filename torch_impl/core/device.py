@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from xentlib.plan import TileProfile, default_chunk_bytes
+from xentlib.plan import default_chunk_bytes
 
 
 class DeviceInfo(NamedTuple):
@@ -19,14 +20,13 @@ class DeviceInfo(NamedTuple):
     cpu_libraries: bool  # MKL and oneDNN multiply, MKL takes exp
     aligned_rows: bool  # its GEMM is fast where rows begin at multiples of some bytes
     takes_copies: bool  # a copy from the host's pageable memory is staged, and need not be awaited
-    tiled: bool  # its GEMM has a tile of the result for each multiprocessor at a time
 
 
 KINDS = {
-    "cpu": DeviceInfo(True, False, False, True, False, False, False),
-    "cuda": DeviceInfo(False, True, True, False, True, True, True),
+    "cpu": DeviceInfo(True, False, False, True, False, False),
+    "cuda": DeviceInfo(False, True, True, False, True, True),
 }
-ANOTHER = DeviceInfo(False, False, False, False, False, False, False)
+ANOTHER = DeviceInfo(False, False, False, False, False, False)
 
 
 def device_info(where: Tensor | torch.device) -> DeviceInfo:
@@ -42,20 +42,13 @@ def host_readable(x: Tensor) -> bool:
 
 def chunk_bytes(asked: int, device: torch.device, row_bytes: int = 0) -> int:
     """Of a chunk's logits: what was asked for, or what the device's memory allows."""
-    memory = 0
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    return asked or default_chunk_bytes(device.type, memory=memory, row_bytes=row_bytes)
+    return asked or default_chunk_bytes(device.type, memory=memory_of(device), row_bytes=row_bytes)
 
 
-def tile_profile(device: torch.device, *, of_ranks: bool) -> TileProfile | None:
-    """What chunks are fitted to; the default of a call that ranks make together, whose cards may
-    differ where their chunks may not."""
-    if not device_info(device).tiled:
-        return None
-    if of_ranks or device.type != "cuda":
-        return TileProfile()
-    return TileProfile(torch.cuda.get_device_properties(device).multi_processor_count)
+@functools.cache  # a question to PyTorch takes the host 30 us
+def memory_of(device: torch.device) -> int:
+    """Bytes of an accelerator's; 0 where they are not asked for."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def onto(x: Tensor, device: torch.device) -> Tensor:

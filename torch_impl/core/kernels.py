@@ -11,7 +11,7 @@ import importlib.util
 import os
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -136,6 +136,7 @@ class FusedLoss(Kernels, Protocol):
 NO_SCALARS = Scalars()
 # Options that its programs have
 IN_TRITON = ("softcap", "label_smoothing", "z_loss", "beta", "nll_weight")
+OF_TRITON: dict[str, Any] = {name: getattr(NO_SCALARS, name) for name in IN_TRITON}
 # Compute capability: bfloat16, and products of 16-bit operands with float32 results.
 LEAST_CAPABILITY = (8, 0)
 
@@ -166,7 +167,8 @@ def kernels_for(
     if choice == "auto" and device.type != "cuda":
         return Eager
     why = why_no_triton(device)
-    if scalars._replace(**{x: getattr(NO_SCALARS, x) for x in IN_TRITON}) != NO_SCALARS:
+    others = scalars._replace(**OF_TRITON) if scalars != NO_SCALARS else scalars
+    if others != NO_SCALARS:
         why = why or f"its programs know no options but {', '.join(IN_TRITON)}"
     if not why and device.type == "cuda":
         why = trial(device)
@@ -205,6 +207,11 @@ def why_no_triton(device: torch.device) -> str:
         return "" if device.type == "cpu" else "Triton's interpreter runs on the CPU"
     if device.type != "cuda":
         return "Triton's programs run on CUDA devices, or with TRITON_INTERPRET=1 on the CPU"
+    return too_old(device)
+
+
+@functools.cache  # a question to PyTorch takes the host 50 us
+def too_old(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < LEAST_CAPABILITY:
         return f"compute capability 8.0 is needed, and this is {capability[0]}.{capability[1]}"

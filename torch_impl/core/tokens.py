@@ -15,7 +15,7 @@ from xentlib.algebra import Algebra, BlockStats, NonTargetStats, TargetInfo
 from xentlib.checks.call import CALLS
 from xentlib.plan import ChunkPlan, VocabShard, plan_chunks
 from xentlib.torch.array_spec import dtype_name
-from xentlib.torch.core.device import chunk_bytes, device_info, tile_profile
+from xentlib.torch.core.device import chunk_bytes, device_info
 from xentlib.torch.operators import HeadCall
 
 
@@ -301,5 +301,4 @@ def plan_of(call: HeadCall, computed: int, columns: int, budget: int) -> ChunkPl
         dtype=dtype_name(call.gemm_dtype),
         compute_dtype=dtype_name(call.compute_dtype),
         max_chunk_bytes=budget,
-        tiles=tile_profile(call.hidden.device, of_ranks=bool(call.rows.group)),
     )

@@ -34,6 +34,10 @@ from xentlib.torch.triton.elementary import INTERPRETED, scale
 # 16 entries a thread are four loads of 128 bits, and of 256 threads three or four programs fit
 # into a multiprocessor. A warp has four blocks of columns in any row: one order of sums.
 WARPS, THREADS_A_WARP, ENTRIES = 8, 32, 16
+# A loss with its gradient and without options, whose programs take 54 to 64 registers: of one
+# program a multiprocessor more of the row is still in L2 when it is read again, and an H100 needs
+# 1.68 ms for 4,096 x 128,256 logits where 8 warps take 1.85. Options would spill registers.
+WIDE = 32
 INTERPRETED_TILE = 256  # so that short rows have several tiles too
 # Of column sums: 16 rows of 128 columns are a tile of 8 KiB, read in lines of 512 bytes.
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 16, 128, 8
@@ -41,13 +45,14 @@ HIDDEN_BLOCK = 1024
 SCALE_BLOCK, SCALE_WARPS = 4096, 8
 # Blocks' statistics are added for 32 tokens, neighbours in memory, in a tile of 16 blocks.
 BLOCKS_AT_ONCE, TOKENS_AT_ONCE, ADDING_WARPS = 16, 32, 4
+NOTHING_ELSE = WantedStats()
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def options(columns: int) -> dict[str, Any]:
+def options(columns: int, warps: int = WARPS) -> dict[str, Any]:
     """Lanes of a program that reads a row of so many columns, and how it is compiled."""
     of_warp = BLOCK_COLUMNS if INTERPRETED else THREADS_A_WARP * ENTRIES
-    largest = INTERPRETED_TILE if INTERPRETED else WARPS * of_warp
+    largest = INTERPRETED_TILE * warps // WARPS if INTERPRETED else warps * of_warp
     block = min(largest, max(of_warp, triton.next_power_of_2(columns)))
     return {"BLOCK": block, **compiled(block // of_warp)}
 
@@ -167,7 +172,9 @@ class Triton:
         into: dict[str, Any] = {"dz_ptr": None, "ld_dz": 0, "ROUND": tl.float32, "IN_PLACE": False}
         if terms.dz_y_B is not None:
             into = self.written(rows, out)
-        blocks_BFb, how = self.blocks_of(rows, wanted), options(self.shape.columns)
+        wide = terms.dz_y_B is not None and self.plain(rows, wanted)
+        blocks_BFb = self.blocks_of(rows, wanted)
+        how = options(self.shape.columns, WIDE if wide else WARPS)
         self.launch(
             programs.loss_rows, rows, **self.shape_of(rows), **into, factor_ptr=terms.factor_B,
             weights_sum_ptr=terms.weights_sum, blocks_ptr=blocks_BFb, blocks=blocks_BFb.shape[2],
@@ -310,6 +317,15 @@ class Triton:
             "temperature_ptr": temperature_B,
             "ld_temperature": 0 if temperature_B is None else temperature_B.stride(0),
         }
+
+    def plain(self, rows: LogitsBlock, wanted: WantedStats) -> bool:
+        """Whether a row's program has no option that takes registers."""
+        shaped = (*self.shape[1:3], self.shape.class_weights_V, rows.temperature_B)
+        return (
+            wanted == NOTHING_ELSE
+            and self.shape.scalars.softcap is None
+            and all(x is None for x in shaped)
+        )
 
     def written(self, rows: LogitsBlock, out: DzOutput) -> dict[str, Any]:
         into_BV = rows.z_BV if out.into_BV is None else out.into_BV

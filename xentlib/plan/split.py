@@ -78,43 +78,6 @@ def block_tokens(budget: int, columns: int, itemsize: int) -> int:
     return max(1, budget // max(1, columns * itemsize))
 
 
-# Tokens of a chunk for which the float32 sum of d weight, read and written once a chunk, takes as
-# long as its three products: 8 F / (6 W) of F = 790e12 operations and W = 4.3e12 bytes a second.
-SUM_READS = 245
-
-
-class TileProfile(NamedTuple):
-    """What a product is cut into on an accelerator, a tile for each multiprocessor at a time:
-    declared, and not asked of its library, so that a plan can be made elsewhere.
-
-    Attributes:
-        multiprocessors: of the card; 132 of an H100 or H200, 108 of an A100, 148 of a B200.
-        rows: of a tile.
-        columns: of a tile.
-    """
-
-    multiprocessors: int = 132
-    rows: int = 128
-    columns: int = 256
-
-    def busy(self, rows: int, columns: int) -> float:
-        """Share of the multiprocessors that the tiles of a product [rows, columns] keep busy: the
-        last ones leave some without any."""
-        tiles = -(-rows // self.rows) * -(-columns // self.columns)
-        return tiles / (-(-tiles // self.multiprocessors) * self.multiprocessors)
-
-    def cost(self, chunk_tokens: int, hidden_size: int) -> float:
-        """Time of a token over its three products, in chunks of T tokens: d hidden [T, H] has few
-        tiles, the other two products many, and the sum of d weight is read and written."""
-        products = (2 + 1 / self.busy(chunk_tokens, hidden_size)) / 3
-        return products + SUM_READS / chunk_tokens
-
-    def chunk_rows(self, most: int, hidden_size: int) -> int:
-        """T, the multiple of 64 from a tile's rows to `most` for which a token costs least."""
-        rows = range(most, self.rows - 1, -TILE_ROWS)
-        return min(rows, key=lambda t: self.cost(t, hidden_size))
-
-
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
     """Token chunks of one call: `num_chunks` of `chunk_tokens` rows, the last one ragged; of a
@@ -176,7 +139,6 @@ def plan_chunks(
     max_chunk_bytes: int | None = None,
     least: int = 1,
     teacher_size: int = 0,
-    tiles: TileProfile | None = None,
 ) -> ChunkPlan:
     """Split `num_tokens` rows of a [V, H] head into chunks whose logits fit a byte budget.
 
@@ -200,7 +162,6 @@ def plan_chunks(
         least: rows that a backend's chunk has to have whatever the budget.
         teacher_size: of a `chunked_divergence`, hidden width of its `TeacherHead`, whose logits
             have half of the budget; 0 for other calls.
-        tiles: of the accelerator that a call of PyTorch is for; None: a CPU, or JAX.
 
     Raises:
         ValueError: a size or budget out of range, or an unknown dtype name.
@@ -219,8 +180,6 @@ def plan_chunks(
     rows = min(budget // (vocab_size * itemsize), MAX_ROWS)
     multiple = TILE_ROWS if rows >= TILE_ROWS else ROW_MULTIPLE
     rows = max(rows // multiple * multiple, ROW_MULTIPLE)
-    if tiles is not None and rows >= tiles.rows:
-        rows = tiles.chunk_rows(rows, hidden_size)
     rows = max(min(rows, max(pad_rows(num_tokens), ROW_MULTIPLE)), least)
     return ChunkPlan(num_tokens, vocab_size, hidden_size, rows, itemsize, teacher_size)
 
