@@ -259,7 +259,8 @@ def test_on_a_device_what_is_of_ranks_or_cpus_is_left_out():
     left_out = {name for name in here if name not in there}
     of_cpus = {name for name in here if name.endswith(("chunk sizes", "batch invariance"))}
     assert left_out == of_cpus | {"vocabularies over ranks", "shard invariance", "collectives"}
-    assert len(of_cpus) == 10 and "run to run" in there
+    assert len(of_cpus) == 10
+    assert "run to run" in there
 
 
 def test_a_device(stage, tmp_path, monkeypatch, capsys):
