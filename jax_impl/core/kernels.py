@@ -157,13 +157,18 @@ class XLA(NamedTuple):
     def rest_stats(self, logits: Logits, wanted: WantedStats) -> BlockStats:
         """Step 4. Sums are relative to a block's own maximum, so its largest terms are exact."""
         z_TV, sum_d = logits.z_TV, None
+        m_Tb, top = by_blocks(z_TV, lax.max, -jnp.inf), None
         if wanted.smoothing:
-            m_T1 = z_TV.max(axis=1, keepdims=True)
+            # Barriers, or XLA makes one maximum and one sum of a row, 4 bytes a logit each.
+            m_T1 = lax.optimization_barrier(m_Tb).max(axis=1, keepdims=True)
             rest_TV = jnp.where(logits.taken_TV, 0.0, z_TV - jnp.where(m_T1 == -jnp.inf, 0.0, m_T1))
             if self.shape.class_weights_V is not None:
                 rest_TV = rest_TV * self.shape.class_weights_V[None, :]
-            sum_d = rest_TV.sum(axis=1)
-        m_Tb, top = by_blocks(z_TV, lax.max, -jnp.inf), None
+            if device_info().adds_windows:
+                sum_d = rest_TV.sum(axis=1)
+            else:
+                blocks_Tb = by_blocks(rest_TV, lax.add, 0.0)
+                sum_d = lax.optimization_barrier(blocks_Tb).sum(axis=1)
         m_Tb = jnp.where(m_Tb == -jnp.inf, 0.0, m_Tb)  # no other column, or none above -inf
         # As wide as the logits, whose memory exp(d) can take then.
         m_TV = jnp.repeat(m_Tb, BLOCK_COLUMNS, axis=1)[:, : z_TV.shape[1]]

@@ -174,8 +174,24 @@ class Program:
             return one.opcode in PICKS
         block = self.blocks[one.called]
         (name,) = (x.name for x in block if x.opcode == "parameter" and x.rest == str(position))
-        users = [x for x in block if name in x.operands]
-        return all(x.opcode in PICKS + UPDATES and x.operands[0] == name for x in users)
+        return picked(name, block)
+
+
+def picked(name: str, block: list[Instruction]) -> bool:
+    """Whether a fusion has only single entries of a value, or of what it makes of each entry."""
+    dims = known_dims(name, block)
+    for one in (x for x in block if name in x.operands):
+        if one.opcode in PICKS + UPDATES:
+            most = one.opcode == "slice" and 2 * math.prod(one.result.dims) > math.prod(dims)
+            if most or one.operands[0] != name:
+                return False
+        elif one is block[-1] or one.result.dims != dims or not picked(one.name, block):
+            return False
+    return True
+
+
+def known_dims(name: str, block: list[Instruction]) -> tuple[int, ...]:
+    return next(x.result.dims for x in block if x.name == name)
 
 
 def parsed(block: str) -> list[Instruction]:

@@ -1,7 +1,7 @@
 """The program that XLA makes of a head for an H200, compiled without one: its products, what is
 done to d weight, the bytes of its elementwise passes, and its memory. `make hlo` runs it.
 
-Shapes: T rows of a chunk, V columns (filled up to a multiple of 8), H width.
+Shapes: T rows of a chunk, V columns (filled up to whole blocks), H width.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def test_values_alone(kind: str) -> None:
 @pytest.mark.parametrize(
     ("option", "expected"),
     [(("label_smoothing", 0.1), 14), (("outputs", ("predicted", "entropy")), 14),
-     (("softcap", 30.0), 22), (("bias", True), 18)],
+     (("softcap", 30.0), 18), (("bias", True), 18)],
     ids=str,
 )  # fmt: skip
 def test_options(option: tuple[str, Any], expected: int) -> None:

@@ -41,9 +41,9 @@ MEMORY_CLASSES = ((72 * 1024 * MIB, 2048 * MIB), (36 * 1024 * MIB, 1024 * MIB))
 # of a CPU at few calls a chunk, 64 MiB keeps a GPU's launches few.
 CPU_BLOCK_BYTES = 4 * MIB
 GPU_BLOCK_BYTES = 64 * MIB
-# Columns of a head that a GPU's products take as they are: rows of 16-bit logits then begin at
-# multiples of 16 bytes, which is what TMA loads.
-GPU_COLUMN_MULTIPLE = 8
+# Columns that JAX fills a head up to on a GPU, once a call: whole blocks of the softmax's sums,
+# which each chunk would fill up otherwise, for 8 bytes a logit; and whole lines for its products.
+GPU_COLUMN_MULTIPLE = BLOCK_COLUMNS
 # Of JAX on a CPU, whose compiler multiplies heads that do not fill a tile by another kernel.
 CPU_COLUMN_MULTIPLE = 64
 
