@@ -117,7 +117,7 @@ def test_divergences_of_close_logits(how: dict[str, Any]) -> None:
     assert weight.grad is not None
     assert weight.grad.isfinite().all()
     assert not weight.grad[3].any()
-    assert not failures(check("A20", out.divergence.detach().numpy(), oracle.divergence))
+    assert not failures(check("A20", out.divergence.detach().cpu().numpy(), oracle.divergence))
 
 
 @pytest.mark.parametrize("how", divergences.KINDS, ids=lambda how: how["kind"])
@@ -139,7 +139,7 @@ def test_divergences_of_given_logits(how: dict[str, Any], monkeypatch: pytest.Mo
         leaf = student.T.contiguous().T.requires_grad_()
         out = vocab_parallel_divergence(leaf, TeacherLogits(teacher), where=where, **how)
         (gradient,) = torch.autograd.grad(out, leaf, upstream)
-        assert np.array_equal(torch.column_stack((out.detach(), gradient)).numpy(), expected)
+        assert np.array_equal(torch.column_stack((out.detach(), gradient)).cpu().numpy(), expected)
 
 
 @pytest.mark.cpu
