@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 FRAMEWORKS = ("torch", "jax")
 HIDDEN_SETUP = "<!-- run:"
-UNTRIED = "Not yet run on a GPU. Kernels have only been compiled for one; `make gpu` measures them."
+UNTRIED = re.compile(r"[Oo]n one (NVIDIA )?H100")  # what is known of GPUs is of one
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -53,7 +53,7 @@ def test_pages_that_are_read_first_hide_no_set_up_and_say_what_is_untried():
     for path in (ROOT / "README.md", DOCS / "index.md", DOCS / "start.md"):
         text = path.read_text(encoding="utf-8")
         assert HIDDEN_SETUP not in text, named(path)
-        assert UNTRIED in " ".join(text.split()), named(path)
+        assert UNTRIED.search(" ".join(text.split())), named(path)
 
 
 def test_table_of_speed_and_memory_says_how_far_a_loss_is_off(tmp_path, monkeypatch):

@@ -120,8 +120,8 @@ def test_shards_give_the_dense_answer(kind, case, devices, rows, chunks):
 
 
 def test_the_program_is_the_gpus():
-    """The traits do what they are for: whole blocks of columns, each label once in a scatter, no barrier.
-    Otherwise everything above would hold the CPU's program."""
+    """The traits do what they are for: whole blocks of columns, each label once in a scatter, no
+    barrier. Otherwise everything above would hold the CPU's program."""
     p = build(BASE, 7)
     arrays = [jnp.asarray(x) for x in (p.hidden, p.weight, p.bias, p.labels.astype(np.int32))]
 

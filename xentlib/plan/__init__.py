@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from xentlib.plan.route import Route
     from xentlib.plan.route_config import Exchange, Rates
     from xentlib.plan.routes import choose_gather, crossover_tokens, head_routes
+    from xentlib.plan.time import Gpu, gpu_time
 
 __all__ = [
     "CPU_BLOCK_BYTES",
@@ -39,6 +40,7 @@ __all__ = [
     "MAX_ROWS",
     "ChunkPlan",
     "Exchange",
+    "Gpu",
     "PaddedVocab",
     "Rates",
     "Route",
@@ -50,6 +52,7 @@ __all__ = [
     "default_chunk_bytes",
     "exchanges_per_chunk",
     "given_peak_bytes",
+    "gpu_time",
     "head_routes",
     "pad_columns",
     "pad_rows",
@@ -71,5 +74,6 @@ if not TYPE_CHECKING:
             "xentlib.plan.route": "Route",
             "xentlib.plan.route_config": "Exchange Rates",
             "xentlib.plan.routes": "choose_gather crossover_tokens head_routes",
+            "xentlib.plan.time": "Gpu gpu_time",
         },
     )

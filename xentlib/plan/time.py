@@ -1,0 +1,81 @@
+"""Time of a call on a GPU, by a model of what it multiplies, moves and computes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xentlib.checks.validators import check_choice
+from xentlib.plan.split import ChunkPlan
+
+
+class Gpu(NamedTuple):
+    """Rates of a card; those of an H100 (80 GB, SXM) under load, as `make gpu` has measured them.
+
+    Attributes:
+        flops: operations a second of products of 16-bit numbers with float32 results.
+        bandwidth: bytes a second, read and written.
+        multiprocessors: of the card.
+        clock: of a multiprocessor under load, in Hz; it issues 128 instructions of a lane in each.
+    """
+
+    flops: float = 690e12
+    bandwidth: float = 2.97e12
+    multiprocessors: int = 132
+    clock: float = 1.6e9
+
+
+# Bytes of a logit with its gradient in 16 bits, and without one; instructions likewise. PyTorch's
+# are of Triton's programs (docs/data/kernels.json), JAX's as `make hlo` counts them.
+BYTES = {"torch": (10.25, 4.25), "jax": (14.0, 8.0)}
+BYTES_OF_SOFTCAP = {"torch": (10.25, 4.25), "jax": (18.0, 12.0)}
+INSTRUCTIONS, INSTRUCTIONS_OF_SOFTCAP = (51, 29), (141, 70)
+
+
+def gpu_time(
+    plan: ChunkPlan,
+    *,
+    backend: str = "torch",
+    gradient: bool = True,
+    recompute: bool = False,
+    softcap: bool = False,
+    gpu: Gpu = Gpu(),  # noqa: B008 - a tuple of numbers
+) -> float:
+    """Seconds of the device for a loss, or for log-probabilities, of a head with 16-bit operands.
+
+    The sum of, for N tokens, width H, vocabulary V and K chunks:
+
+        products  2 N V H operations each: 3 with gradients, 4 with `recompute`, 1 without
+        softmax   the longer of its bytes and its instructions, of N V logits
+        d weight  8 V H bytes a chunk, read and written in float32, 4 in the first; then rounded,
+                  which is 6
+
+    The model is within 13 % of what an H100 took for heads of H = 1024 to 4096, once 2 ms are added
+    that the host takes for a call alone ([Performance](performance.md#h100)). It has no overlap,
+    and one rate for products of any size: those of few terms, H < 1024, are slower.
+
+    Args:
+        plan: of the call, from `plan_chunks`.
+        backend: "torch" (Triton's programs) or "jax".
+        gradient: with d hidden and d weight.
+        recompute: of log-probabilities, whose logits are computed again in the backward.
+        softcap: whether the logits have one.
+        gpu: the card's rates.
+
+    Raises:
+        ValueError: another backend.
+    """
+    check_choice("backend", backend, ("torch", "jax"))
+    logits = plan.num_tokens * plan.vocab_size
+    head = plan.vocab_size * plan.hidden_size
+    products = (4 if recompute else 3) if gradient else 1
+    size = (BYTES_OF_SOFTCAP if softcap else BYTES)[backend]
+    instructions = INSTRUCTIONS_OF_SOFTCAP if softcap else INSTRUCTIONS
+    moved, issued = size[not gradient] * logits, float(instructions[not gradient] * logits)
+    of_head = 0.0
+    if gradient:
+        of_head = head * (8.0 * plan.num_chunks - 4 + 6)
+        if backend == "jax":
+            of_head += 4 * head  # zeros, which the first product is added to
+    softmax = max(moved / gpu.bandwidth, issued / (gpu.multiprocessors * 128 * gpu.clock))
+    of_products = 2.0 * products * logits * plan.hidden_size / gpu.flops
+    return of_products + softmax + of_head / gpu.bandwidth
