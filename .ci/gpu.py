@@ -12,7 +12,7 @@ for the CPU and run side by side: `first`, `tests`, `parity-triton`, `parity`; t
 Each part has a share of the time, is stopped when that is used up, and keeps what it has by then: a
 test, a head, a contestant, a section. Everything is in one JSON, gpu.json, which is written after
 each part; what it was read from is in gpu.tar.gz. Exit status 1 if a part fell short or could not
-be run. gpu.md has what was expected of an H200 beside what was measured.
+be run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ from importlib import metadata
 from pathlib import Path
 from threading import Lock
 from typing import Any
-
-import gpu_predictions
 
 ROOT = Path(__file__).resolve().parents[1]
 # What only a device can show, and the kernels, row A3 first: an exponential with a bias would leave
@@ -118,14 +116,13 @@ def main() -> int:
         do(part)
     with tarfile.open(out / "gpu.tar.gz", "w:gz") as archive:
         archive.add(out / "parts", "parts", filter=lambda x: None if "/peers" in x.name else x)
-    print(gpu_predictions.table(parts), out / "gpu.json", sep="\n")
+    print(out / "gpu.json")
     return 0 if all(parts[part]["rc"] == 0 for part in asked) else 1
 
 
 def write(parts: dict[str, Any], out: Path) -> None:
     with WRITING:  # parts end side by side
         (out / "gpu.json").write_text(json.dumps(dict(parts), indent=1) + "\n", encoding="utf-8")
-        (out / "gpu.md").write_text(gpu_predictions.table(parts), encoding="utf-8")
 
 
 def unpacked(wheels: Path | None, folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xentlib.plan import pad_columns, peak_bytes, plan_chunks
+from xentlib.plan import gpu_time, pad_columns, peak_bytes, plan_chunks
 from xentlib.torch import chunked_logprobs, chunked_nll
 from xentlib.torch.core.gemm import addmm_, mm, operand, storage_dtype
 from xentlib.torch.core.kernels import runnable
@@ -367,6 +367,13 @@ def heads(args: argparse.Namespace, clock: Clock, until: float) -> Iterator[dict
                 "floor_ms": floor,
                 "ratio": row["ms_median"] / floor,
                 "peak_bytes": peak_of(args.device, run),
+                "model_ms": 1e3
+                * gpu_time(
+                    plan,
+                    gradient=kind != "loss",
+                    recompute=kind.startswith("log"),
+                    softcap="softcap" in options,
+                ),
                 "predicted_bytes": peak_bytes(
                     plan,
                     backend="torch",
