@@ -296,7 +296,7 @@ def test_blocks_are_added_exactly(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("by", [0.37, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gradients_are_scaled_and_rounded_once(dtype: torch.dtype, by: float) -> None:
     """Catches: a tail left out, a factor of 1 that leaves another dtype's memory unwritten."""
     for count in (1, 4096, 4103, 9001):
