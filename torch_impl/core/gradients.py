@@ -6,6 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width, T tokens of a chunk, B rows of a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -114,13 +115,16 @@ class GradientSums:
         self.dz_y_T = torch.empty(logits.plan.chunk_tokens, **logits.like)
         places = logits.tokens.places(0, logits.tokens.computed)
         self.targets_M = logits.tokens.labels[places]
-        self.order_M: Tensor | None = None
         if logits.made.sorted_targets:
-            # A token that is masked has no target: of many, one program would logits over all.
+            # A token that is masked has no target: of many, one program would add up all.
             valid_M = logits.tokens.valid[places]
             self.targets_M = torch.where(valid_M, self.targets_M, logits.local_size)
-            if needs[1] or needs[4]:
-                self.order_M = order_in_chunks(logits, self.targets_M)
+
+    @cached_property  # while the device is at the first chunk's products, which do not wait for it
+    def order_M(self) -> Tensor | None:
+        """For kernels that want `sorted_targets`."""
+        wanted = self.logits.made.sorted_targets and (self.needs[1] or self.needs[4])
+        return order_in_chunks(self.logits, self.targets_M) if wanted else None
 
     def passes(self, exponent: Tensor | None) -> Iterator[tuple[ChunkedLogits, GradientSums]]:
         """Walks over the head, with the sums of each: one."""
