@@ -47,6 +47,8 @@ class Gemms(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+# Of a vocabulary that fills lines of memory: a GPU makes one of 157 classes in two parts.
+EVEN = Case("even", 61, 24, 160, ignored=0.2, confident=0.3)
 NEEDS = {
     "loss only": ((), 1),
     "everything": (("hidden", "weight", "bias"), 3),
@@ -74,7 +76,7 @@ def count_gemms(leaves: dict, upstream: float) -> tuple[int, list]:
 def test_frozen_parts_cost_nothing(name):
     """M18, D5: three GEMMs, two with one side frozen, one for the loss; same bits."""
     wanted, expected = NEEDS[name]
-    leaves, p = tensors()
+    leaves, p = tensors(EVEN)
     full = dict(zip(("loss", "hidden", "weight", "bias"), count_gemms(leaves, p.upstream)[1]))
     for leaf in ("hidden", "weight", "bias"):
         leaves[leaf].requires_grad_(leaf in wanted)
@@ -86,7 +88,7 @@ def test_frozen_parts_cost_nothing(name):
 
 def test_no_grad_costs_one_gemm():
     """D5: a call that needs no gradient runs one."""
-    leaves, _ = tensors()
+    leaves, _ = tensors(EVEN)
     with torch.no_grad(), Gemms() as seen:
         out = chunked_nll(**leaves)
     assert not out.loss.requires_grad
@@ -118,14 +120,14 @@ def test_products_of_a_gpu_have_whole_lines(monkeypatch, sizes, dtype):
     monkeypatch.setattr(Tensor, "addmm_", lambda x, a, b: torch.addmm(x, a, b, out=x))
     rows, depth, columns = sizes
     line = 16 // dtype.itemsize
-    a = torch.randn(rows, 64).to(dtype)[:, :depth]
-    b = torch.randn(depth, columns).to(dtype)
+    a = torch.randint(-4, 5, (rows, 64)).to(dtype)[:, :depth]  # whose products are exact
+    b = torch.randint(-4, 5, (depth, columns)).to(dtype)
     exact = a.double() @ b.double()
     out = torch.full((rows, 64), torch.nan)[:, :columns]
     gemm.mm(a, b, out)
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-5)
+    assert torch.equal(out.double(), exact)
     gemm.addmm_(out, a, b, first=False)
-    torch.testing.assert_close(out.double(), 2 * exact, rtol=0, atol=4e-5)
+    assert torch.equal(out.double(), 2 * exact)
     for *_, (_, k), (_, n) in made:
         assert k % line == 0 or k < line
         assert n % 4 == 0 or n < 4
