@@ -324,3 +324,22 @@ def test_the_order_of_a_tile_does_not_show(monkeypatch: pytest.MonkeyPatch) -> N
         (gradient,) = torch.autograd.grad(out.loss + smoothed, leaf)
         found.append([out.loss, out.entropy, out.predicted, out.lse, smoothed, gradient])
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+@pytest.mark.cpu
+def test_labels_are_sorted_for_the_program_that_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A11: one that has its label elsewhere too would race with another, which the interpreter does
+    not show. Catches: an order of other chunks' tokens, or none."""
+    monkeypatch.setenv("XENTLIB_KERNELS", "triton")
+    given: list[Any] = []
+    monkeypatch.setattr(Triton, "add_to_weight", lambda *x: given.append(x[1]))
+    hidden, weight = torch.randn(37, 8), torch.randn(5, 8, requires_grad=True)
+    labels = torch.randint(5, (37,))
+    labels[::6] = -100
+    chunked_nll(hidden, weight, labels, max_chunk_bytes=16 * 5 * 4)
+    assert len(given) == 3
+    for terms in given:
+        order = terms.order_B - terms.first
+        assert sorted(order.tolist()) == list(range(len(terms.y_B)))
+        keys = [(int(terms.y_B[i]), int(i)) for i in order]
+        assert keys == sorted(keys)

@@ -46,10 +46,10 @@ def gpu_time(
 
         products  2 N V H operations each: 3 with gradients, 4 with `recompute`, 1 without
         softmax   the longer of its bytes and its instructions, of N V logits
-        d weight  8 V H bytes a chunk, read and written in float32, 4 in the first; then rounded,
-                  which is 6
+        d weight  8 V H bytes a chunk, read and written in float32, 4 in the first; half of that,
+                  as its product hides the rest; then rounded, which is 6
 
-    The model is within 13 % of what an H100 took for heads of H = 1024 to 4096, once 2 ms are added
+    The model is within 9 % of what an H100 took for heads of H = 1024 to 4096, once 2 ms are added
     that the host takes for a call alone ([Performance](performance.md#h100)). It has no overlap,
     and one rate for products of any size: those of few terms, H < 1024, are slower.
 
@@ -73,7 +73,7 @@ def gpu_time(
     moved, issued = size[not gradient] * logits, float(instructions[not gradient] * logits)
     of_head = 0.0
     if gradient:
-        of_head = head * (8.0 * plan.num_chunks - 4 + 6)
+        of_head = head * ((8.0 * plan.num_chunks - 4) / 2 + 6)
         if backend == "jax":
             of_head += 4 * head  # zeros, which the first product is added to
     softmax = max(moved / gpu.bandwidth, issued / (gpu.multiprocessors * 128 * gpu.clock))
