@@ -315,15 +315,15 @@ def test_the_order_of_a_tile_does_not_show(monkeypatch: pytest.MonkeyPatch) -> N
     """Tiles of Triton up to 3.6 have another order of axes. Catches: a sum over the wrong one."""
     monkeypatch.setenv("XENTLIB_KERNELS", "triton")
     logits, labels = torch.randn(3, 700), torch.tensor([5, 699, 0])
-    found = []
+    by_axis = []
     for axis in (0, 1):
         monkeypatch.setattr(of_row, "PARTS_AXIS", tl.constexpr(axis))
         leaf = logits.clone().requires_grad_()
         out = chunked_nll(leaf, torch.eye(700), labels, outputs=("entropy", "predicted", "lse"))
         smoothed = chunked_nll(leaf, torch.eye(700), labels, label_smoothing=0.1).loss
         (gradient,) = torch.autograd.grad(out.loss + smoothed, leaf)
-        found.append([out.loss, out.entropy, out.predicted, out.lse, smoothed, gradient])
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+        by_axis.append([out.loss, out.entropy, out.predicted, out.lse, smoothed, gradient])
+    assert all(torch.equal(x, y) for x, y in zip(*by_axis, strict=True))
 
 
 @pytest.mark.cpu
