@@ -144,12 +144,8 @@ def plan_chunks(
 
     T = max_chunk_bytes // (V * itemsize of the compute dtype), rounded down to a multiple of 64
     (of 8 below 64), at least 8, at most 8192. One chunk when one fits. T depends on the budget and
-    on V alone, on an accelerator also on H and on its multiprocessors, never on N nor on free
-    memory, so a run can be repeated elsewhere. JAX's loops, which compute every chunk whole, take
-    `even_tokens` where N is known.
-
-    On an accelerator T is no larger than the budget has room for, and smaller where the tiles of
-    d hidden [T, H] then leave fewer multiprocessors without any (`TileProfile.chunk_rows`).
+    on V alone, never on N nor on free memory, so a run can be repeated elsewhere. JAX's loops,
+    which compute every chunk whole, take `even_tokens` where N is known.
 
     Args:
         num_tokens: N >= 0, rows of `hidden` with the leading dimensions flattened.
