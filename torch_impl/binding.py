@@ -21,7 +21,7 @@ from xentlib.torch.array_spec import (
     same_tokens,
 )
 from xentlib.torch.core.device import host_readable
-from xentlib.torch.head.modules import split_lora
+from xentlib.torch.head.modules import replaced, split_lora
 from xentlib.torch.operators import (
     HeadCall,
     LogitsCall,
@@ -30,7 +30,8 @@ from xentlib.torch.operators import (
     not_forward_mode,
     not_transformed,
 )
-from xentlib.torch.placement.rows import local_columns, local_head, local_logits, replicated
+from xentlib.torch.placement.logits import local_columns, local_logits
+from xentlib.torch.placement.rows import local_head, replicated
 
 # What a gradient is computed for; every other tensor is a constant.
 LEAVES = ("hidden", "weight", "bias", "logits")
@@ -42,6 +43,8 @@ def bind(
     """A call of a head's function as this rank has it, its sizes, and what an operator takes.
     `local`: where the rows belong, if a wrapper has sharded the head and they stay there."""
     given, low = split_lora(Arguments(*map(plain, given)))
+    if local is not None:  # it says who has the other rows
+        given = replaced(given, vocab_parallel=None)
     of_mesh = (given.hidden, given.labels, given.weight, given.bias, *(low or ()))
     if given.vocab_parallel is not None or any(map(is_dtensor, of_mesh)):
         given, low, placed = local_head(given, low)

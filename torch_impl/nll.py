@@ -18,10 +18,10 @@ from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.torch.array_spec import as_tensor
 from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.algebra import ALGEBRA
-from xentlib.torch.core.consistency import Terms, same_upstream
+from xentlib.torch.core.consistency import Terms
 from xentlib.torch.core.device import device_info, host_readable
 from xentlib.torch.core.gemm import power_of_two
-from xentlib.torch.core.gradients import Gradients, fake_gradients
+from xentlib.torch.core.gradients import Gradients, fake_gradients, same_upstream
 from xentlib.torch.core.kernels import FusedLoss, LossTerms, kernels_for
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats

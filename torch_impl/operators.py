@@ -36,7 +36,13 @@ class RowLayout(NamedTuple):
     route: str = ""
     nodes: Tensor | None = None  # [nodes, ranks] on the CPU: the part of the head of each
     peers: str = ""  # group of the ranks at this rank's place, of all nodes
-    every: str = ""  # group of the ranks of all nodes
+    every: str = ""  # group of the ranks of all nodes, or of all shards of a stream
+    # Where tensor parallelism has cut the rows before a wrapper did: the ranks with these tokens,
+    # over whose shards d hidden is summed, and those whose tokens are in a chunk.
+    shards: str = ""
+    over: str = ""
+    # [any, ranks] on the CPU: of the group, those that would count the same tokens several times
+    alike: Tensor | None = None
 
 
 class HeadCall(NamedTuple):

@@ -29,7 +29,7 @@ from xentlib.torch.operators import (
     without_gradient,
 )
 from xentlib.torch.placement.head import with_head
-from xentlib.torch.placement.rows import local_logits
+from xentlib.torch.placement.logits import local_logits
 from xentlib.torch.teacher import SOFT_LABELS, TeacherCall, labels_for
 
 

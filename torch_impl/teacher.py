@@ -34,7 +34,8 @@ from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
 from xentlib.torch.operators import HeadCall, not_differentiable
 from xentlib.torch.placement.head import gather_head, place_head
-from xentlib.torch.placement.rows import LocalHead, local_logits, local_part
+from xentlib.torch.placement.logits import local_logits
+from xentlib.torch.placement.rows import LocalHead, local_part
 
 TEACHER = "the teacher of chunked_divergence"
 SOFT_LABELS = "soft_labels"  # in place of a kind of divergence
@@ -211,6 +212,7 @@ def teacher_call(
     fields = teacher._asdict() | {"temperature": temperature_of(teacher, given.temperature)}
     if not call.rows.group or call.rows.route in ("hidden", "nodes"):  # not the caller's own rows
         shared |= {name: getattr(student, name) for name in ("tokens_parallel", "gather")}
+        shared["vocab_parallel"] = given.vocab_parallel
     with torch.no_grad():
         head, placement = place_head(Arguments(**fields, **shared), recompute=False)
         if isinstance(placement, LocalHead):
@@ -222,7 +224,7 @@ def teacher_call(
             head = replaced(head, weight=weight, bias=bias)
         if student.vocab_parallel is not None:
             head = replaced(head, **local_shards(head))
-        head = replaced(head, tokens_parallel=None, gather="head")
+        head = replaced(head, vocab_parallel=None, tokens_parallel=None, gather="head")
         _, of_head, beside = bind(TEACHER, head, call.rows if call.rows.group else None)
     DIVERGING.require("wider", of_head.compute_dtype == compute, dtype=compute)
     if columns is not None:

@@ -29,10 +29,13 @@ POLICIES = {
 @dataclass(frozen=True)
 class Sharded(Setup):
     own: bool = True  # the head by a `fully_shard` of its own, else by the root's
+    beside: tuple[str, ...] = ()  # other modules of its `fully_shard`
     wrap: tuple[tuple[str, Any], ...] = ()
     divide: float | None = None
     world: int = 2
-    mesh: str = "shards"  # or "replicas" of shards, or "shards, tp": a vocabulary over ranks too
+    # Or "replicas" of shards, "shards, tp": a vocabulary over ranks too, or of both "all"
+    mesh: str = "shards"
+    sequence: bool = False  # each rank of "tp" has tokens of its own
     # One of POLICIES, and "offload" to the CPU
     policy: str = ""
     partly: bool = False  # micro-batches but the last are summed over shards, not over replicas
@@ -46,14 +49,14 @@ def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    shape, names = (2, world // 2), {"replicas": ("replica", "x"), "shards, tp": ("x", "tp")}
-    if setup.mesh == "shards":
-        mesh = torch.distributed.init_device_mesh("cpu", (world,))
-    else:
-        mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names[setup.mesh])
+    names = {"shards": ("x",), "replicas": ("replica", "x"), "shards, tp": ("x", "tp")}
+    names["all"] = ("replica", "x", "tp")
+    named = names[setup.mesh]
+    shape = (*(2,) * (len(named) - 1), world // 2 ** (len(named) - 1))
+    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=named)
     model, tp = model_of(setup), None
-    if setup.mesh == "shards, tp":
-        mesh, tp = mesh["x"], mesh["tp"]
+    if named[-1] == "tp":
+        mesh, tp = mesh[named[:-1]], mesh["tp"]
         for name, p in list(model.head.named_parameters()):
             piece = torch.nn.Parameter(distribute_tensor(p.data, tp, [Shard(0)]))
             model.head.register_parameter(name, piece)
@@ -63,7 +66,9 @@ def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
             how["mp_policy"] = MixedPrecisionPolicy(*dtypes)
     if "offload" in setup.policy:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-    if setup.own:
+    if setup.beside:
+        fully_shard([*map(model.get_submodule, setup.beside), model.head], **how)
+    elif setup.own:
         fully_shard(model.head, **how)
     fully_shard(model, **how)
     for module in model.modules():
@@ -93,13 +98,17 @@ def on_rank(rank: int, world: int, setups: list[Sharded]) -> list[Any]:
     for setup in setups:
         model, tp = wrapped(setup, world)
         more = {} if tp is None else {"vocab_parallel": tp}
+        if setup.sequence:
+            more["tokens_parallel"] = tp
         if setup.nodes:
             more["tokens_parallel"] = nodes_of(setup.nodes)
         step_of = torch.compile(run, backend="aot_eager") if setup.compiled else run
         steps, total = batches(setup)
         ranks = world if tp is None else world // tp.size()
         denominator = total / (setup.divide or ranks)
-        part = part_of(rank if tp is None else rank // tp.size(), ranks)
+        part = part_of(rank, world)
+        if tp is not None and not setup.sequence:  # all of them have the same rows
+            part = part_of(rank // tp.size(), ranks)
         for step, (ids, labels) in enumerate(steps):
             last = step == len(steps) - 1
             if setup.partly:
@@ -111,11 +120,13 @@ def on_rank(rank: int, world: int, setups: list[Sharded]) -> list[Any]:
                 step_of(setup, model, ids[part], labels[part], denominator, **more).backward()
         # The trunk is the root's: one gather, one scatter.
         budget = count and (count["all_gather"] - 1, count["reduce_scatter"] - 1)
-        grads = {
-            name: p.grad.full_tensor().numpy()
-            for name, p in model.named_parameters()
-            if p.grad is not None
-        }
+        grads = {}
+        for name, p in model.named_parameters():
+            if p.grad is None:
+                continue
+            if setup.sequence and "head" not in name:  # which sums its own over these ranks
+                torch.distributed.all_reduce(p.grad.to_local(), group=tp.get_group())
+            grads[name] = p.grad.full_tensor().numpy()
         found.append((grads, budget))
         with torch.no_grad():  # evaluation: the same loss, nothing left behind
             before = run(setup, model, ids[part], labels[part], denominator, **more)

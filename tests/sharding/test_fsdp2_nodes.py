@@ -256,7 +256,7 @@ SAID = {
     "head": ALONE,
     "stream": ALONE,
     "auto": ALONE,
-    "shards": "`gather` must be 'head' with `vocab_parallel`",
+    "shards": "`gather` must be 'head' with `vocab_parallel` unless `fully_shard` shards those",
     "unreduced": "`reduce_hidden_grad` must be True with `tokens_parallel`",
     "label": "`labels` must ",
     "budget": f"`max_chunk_bytes` {SAME}",

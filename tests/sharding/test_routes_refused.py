@@ -82,16 +82,6 @@ def of_nothing(rank: int, call: Callable[..., Any], *, weight: float = 1.0) -> A
     return out.loss.backward()
 
 
-def kept_whole(rank: int) -> Any:
-    head = fsdp_head({"reshard_after_forward": False})
-    weight = head.weight
-    head(torch.randn(2, H))
-    from xentlib.torch import chunked_nll
-
-    hidden, labels = tokens_of(rank)
-    return chunked_nll(hidden, weight, labels, gather="hidden")
-
-
 def hooked(rank: int) -> Any:
     head = fsdp_head()
     head.set_all_reduce_hook(lambda x: None)
@@ -283,7 +273,6 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
         "integers": lambda: of_integers(rank),
         "shards too": lambda: routed(fsdp_head(), rank, "hidden", vocab_parallel=group),
         "layout": lambda: routed(fsdp_head(), rank, "hidden", weight_layout="HV"),
-        "kept whole": lambda: kept_whole(rank),
         "hooked": lambda: hooked(rank),
     }
     mesh = torch.distributed.init_device_mesh("cpu", (world, 1))
@@ -318,9 +307,8 @@ SAID = {
     "no count": "`tokens_per_rank` must be given with `gather='auto'`, and with nothing else",
     "count of words": "`tokens_per_rank` must be a positive integer or None; got 0",
     "integers": "`hidden` must be floating point (float16, bfloat16, float32, float64); got int64",
-    "shards too": "`gather` must be 'head' with `vocab_parallel`",
-    "layout": "`gather` must be 'head' unless `fully_shard` alone shards `weight`",
-    "kept whole": "`gather` must be 'head' for a head whose FSDP group is whole already",
+    "shards too": "`gather` must be 'head' with `vocab_parallel` unless `fully_shard` shards those",
+    "layout": "`gather` must be 'head' unless `fully_shard` shards `weight` [V, H] over",
     "hooked": "`gather` must be 'head' where FSDP2 reduces in a way of the user's own",
     "tokens, softcap": f"`softcap` {SAME}",
     "tokens, no grad": "`hidden` must require grad on every rank of `vocab_parallel`, or on none",

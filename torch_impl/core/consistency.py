@@ -1,6 +1,6 @@
-"""The ranks that share a head: their process groups, what all of them must have the same, and how
-they learn it: in a few numbers that travel with the first MAX of a sharded vocabulary; or, where
-tokens or rows of a head travel, in a handshake from host to host, first in a call, on all of them.
+"""The ranks that share a head: what all of them must have the same, and how they learn it: in a few
+numbers that travel with the first MAX of a sharded vocabulary; or, where tokens or rows of a head
+travel, in a handshake from host to host, first in a call, on all of them.
 
 Shapes: N tokens, E numbers, R ranks, S numbers of each.
 """
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.arguments import SCALARS, Scalars
 from xentlib.checks.call import CALLS
-from xentlib.checks.shards import SHARDS, refuse_inconsistent
+from xentlib.checks.shards import refuse_inconsistent
 from xentlib.plan.split import ROOM
 from xentlib.torch.core.device import chunk_bytes, host_readable
 from xentlib.torch.core.tokens import bad_ids, check_ids, check_labels, counted
@@ -40,11 +40,12 @@ SIGNS, SIGNED_TOLERANCE = 4, 0.1
 # Of plain sums and of numbers that each rank computes for itself.
 TOLERANCE = 1e-5
 
+
 # torch 2.13 has other names for them, and warns of the old ones.
 gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Of groups that reach devices alone, the same ranks over gloo.
+# Of groups that reach devices alone, the same ranks over gloo
 HOST_GROUPS: Any = WeakIdKeyDictionary()
 
 
@@ -105,21 +106,6 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return twin
 
 
-class AllGatherRows(torch.autograd.Function):
-    """All `count` rows of a parameter [r, H], of which each rank has as torch.chunk cuts, and whose
-    gradient each rank has of all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, count: int, over: Any) -> Tensor:
-        each = -(-count // dist.get_world_size(over))
-        ctx.start, ctx.stop = (min(k * each, count) for k in (over.rank(), over.rank() + 1))
-        return all_gather(filled(rows, each), over)[:count]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient[ctx.start : ctx.stop].clone(), None, None
-
-
 class RankConsistency:
     """Numbers by name that every rank must have alike, and by how much they may differ."""
 
@@ -160,6 +146,13 @@ class RankConsistency:
         signed = (signs(count, x, SIGNS) * x).sum(1)
         self._add(name, x.sum(), TOLERANCE * x.abs().sum())
         self._add(name, signed, (SIGNED_TOLERANCE * x.norm()).expand(SIGNS))
+
+    def digests(self, name: str, digest_N: Tensor) -> None:
+        """One number for each token, computed from what may differ in roundings."""
+        signed = (signs(digest_N.shape[0], digest_N, SIGNS) * torch.nan_to_num(digest_N)).sum(1)
+        self._add(
+            name, signed, (SIGNED_TOLERANCE * torch.nan_to_num(digest_N).norm()).expand(SIGNS)
+        )
 
     def per_class(self, name: str, value: Tensor | None) -> None:
         """One number for each class of the vocabulary; None is 0. The sum alone is the same of
@@ -235,6 +228,12 @@ def signs(count: int, like: Tensor, number: int = 1) -> Tensor:
     """[number, count] of 1 and -1."""
     bits = mix(count, like) >> torch.arange(7, 7 + number, device=like.device)[:, None]
     return (1 - 2 * (bits & 1)).to(like.dtype)
+
+
+def digest(x_NH: Tensor) -> Tensor:
+    """[N] of hidden states: a sum with random signs."""
+    x_NH = x_NH.detach()
+    return x_NH @ signs(x_NH.shape[1], x_NH)[0]
 
 
 def factors(count: int, like: Tensor) -> Tensor:
@@ -339,7 +338,7 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
     hidden = route == "hidden"  # d hidden is a sum over ranks, and each has its own bias
     dtypes = DTYPES.index(call.compute_dtype), DTYPES.index(call.gemm_dtype)
     return {
-        "gather": ROUTES.index(route),
+        "gather": ROUTES.index(route) + 8 * (call.rows.alike is not None),
         "function": FUNCTIONS.index(terms.function),
         "kept and ids": (0 if call.ids is None else call.ids.shape[1]) + 2.0**24 * call.top_k,
         "kind": terms.kind,
@@ -350,7 +349,8 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
         "ignore_index": call.ignore_index,
         "vocab_size": int(call.rows.shard[2]),
         "bias": not hidden and call.bias is not None,
-        "gradient": hidden and of_hidden,
+        "gradient": (hidden or bool(call.rows.shards)) and of_hidden,
+        "reduce_hidden_grad": call.reduce_hidden,
         "gradient of the head": wanted if hidden else wanted + 16 * any(terms.needs),
         "class_weights": 0 if terms.class_weights is None else terms.class_weights.shape[0],
         **{name: value or 0.0 for name, value in call.scalars._asdict().items()},
@@ -371,25 +371,3 @@ def close_numbers(call: HeadCall, terms: Terms) -> dict[str, float]:
         weighed = (factors(len(weights), weights) * weights).sum()
         numbers["class_weights"] = float(weighed / weights.norm().clamp(min=1e-300))
     return numbers
-
-
-@torch.library.custom_op("xentlib::same_upstream", mutates_args=())
-def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
-    """The gradient [] that all ranks with tokens that count have alike, of a loss whose head's
-    gradient holds all of them by now; 0 where no rank has any, NaN where they differ and cannot be
-    read."""
-    over = group_named(group)
-    ours = torch.stack([gradient, counts.to(gradient.dtype)])
-    all_R2 = all_gather(ours, over).view(-1, 2)
-    value_R, counts_R = all_R2[:, 0], all_R2[:, 1] > 0
-    high = torch.where(counts_R, value_R, -torch.inf).amax()
-    low = torch.where(counts_R, value_R, torch.inf).amin()
-    differs = high > low  # False of NaN
-    if host_readable(gradient) and differs:
-        SHARDS.refuse("upstream", gradients=", ".join(f"{x:g}" for x in value_R.tolist()))
-    return torch.where(counts_R.any(), torch.where(differs, torch.nan, high), 0.0)
-
-
-@same_upstream.register_fake
-def _(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
-    return torch.empty_like(gradient)

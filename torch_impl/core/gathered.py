@@ -24,6 +24,7 @@ from xentlib.torch.core.consistency import (
     PendingCollective,
     Terms,
     all_gather,
+    digest,
     filled,
     group_named,
     start_all_gather,
@@ -42,11 +43,14 @@ class GatheredTokens(OwnTokens):
 
     def __init__(self, call: HeadCall, vocab: LocalVocab, agreed: Agreed, terms: Terms) -> None:
         super().__init__(call, vocab, d_entropy=any(agreed.d_entropy))
-        self.vocab, self.group = vocab, group_named(call.rows.group)
+        self.vocab, layout = vocab, call.rows
+        self.group = group_named(layout.over or layout.group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         # Of rows that the caller has cut, copies of a token add up in their gradient; a wrapper's
         # mean over ranks takes that back.
-        self.may_be_copies = call.rows.route == "tokens" and self.ranks > 1 and any(terms.needs[1:])
+        self.alike = torch.arange(self.ranks)[None] if layout.alike is None else layout.alike
+        caller_cut = layout.route == "tokens" or layout.alike is not None
+        self.may_be_copies = caller_cut and self.alike.shape[1] > 1 and any(terms.needs[1:])
         self.may_be_copies = self.may_be_copies and host_readable(call.hidden)
         self.longest = max(agreed.tokens)
         # A number per token that travels where any rank has it.
@@ -70,6 +74,8 @@ class GatheredTokens(OwnTokens):
         numbers = [x.expand(count) for x in rows_of(per_token)]
         if self.temperature is not None:
             numbers.append(self.temperature.to(call.compute_dtype).expand(count))
+        if call.rows.shards:
+            numbers.append(digest(call.hidden).to(call.compute_dtype))
         labels = torch.where(self.own.valid, self.labels.long(), call.ignore_index)
         ids = [] if self.ids is None else list(self.ids.long().T)
         self.labels, *numbers = self._of_all_ranks([labels, *ids], numbers)
@@ -78,6 +84,8 @@ class GatheredTokens(OwnTokens):
             none = self.labels.new_empty(len(self.labels), 0)
             self.ids = torch.cat([none, *(x[:, None] for x in numbers[: len(ids)])], 1)
             numbers = numbers[len(ids) :]
+        if call.rows.shards:
+            self.digest = numbers.pop()
         if self.temperature is not None:
             # Of a token that fills a chunk it is 0, and nothing may be divided by that.
             temperature = numbers.pop()
@@ -85,6 +93,8 @@ class GatheredTokens(OwnTokens):
         of_all = self.labels, None, call.ignore_index, self.vocab, call.hidden.device, self.ids
         # Tokens that are not valid stay, so that chunks are the same on all ranks.
         self.all = select_tokens(*of_all)._replace(rows=None, packed=False)
+        if call.rows.shards:
+            self.factors = tuple(numbers)
         left = iter(numbers)
         return tuple(
             torch.stack([next(left) for _ in x]) if x.ndim == 2 else next(left) for x in per_token
@@ -132,16 +142,16 @@ class GatheredTokens(OwnTokens):
         for start in range(0, self.length, self.per_chunk):
             x_TH, *bits = [x.wait() for x in (self._start(start) if pending is None else pending)]
             if start == 0 and self.may_be_copies and self._same_of_all(x_TH):
-                SHARDS.refuse("copies", ranks=self.ranks)
+                SHARDS.refuse("copies", ranks=self.alike.shape[1])
             following = start + self.per_chunk
             pending = self._start(following) if following < self.length else None
             yield x_TH, _unpacked(bits[0], x_TH.shape[1]) if bits else None
             del x_TH, bits
 
     def _same_of_all(self, gathered: Tensor) -> bool:
-        """Whether what was gathered is the same of every rank."""
-        of_ranks = gathered.view(self.ranks, -1)
-        return bool((of_ranks == of_ranks[0]).all())
+        """Whether what was gathered is the same of every rank that would count it again."""
+        of_ranks = gathered.view(self.ranks, -1)[self.alike]
+        return bool((of_ranks == of_ranks[:, :1]).all())
 
     def _start(self, start: int) -> list[PendingCollective]:
         size, own = min(self.per_chunk, self.length - start), self.own

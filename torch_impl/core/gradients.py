@@ -10,11 +10,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.algebra import Coefficients
+from xentlib.checks.shards import SHARDS
 from xentlib.plan.split import CPU_ROWS
-from xentlib.torch.core.device import device_info
+from xentlib.torch.core.consistency import all_gather, group_named
+from xentlib.torch.core.device import device_info, host_readable
 from xentlib.torch.core.eager import Eager
 from xentlib.torch.core.gemm import add_rows_, addmm_, gemm_precision, mm, storage_dtype
 from xentlib.torch.core.kernels import DzOutput, Kernels, LogitsBlock, TargetTerms
@@ -79,6 +82,13 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.is_contiguous():
         return x.to(dtype)
     return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+
+
+def sum_over_shards(call: HeadCall, d_hidden: Tensor) -> None:
+    """Of tokens that the ranks of tensor parallelism have alike, where those of others are in a
+    chunk with them, or rows pass by."""
+    if call.rows.shards and call.reduce_hidden:
+        dist.all_reduce(d_hidden, group=group_named(call.rows.shards))
 
 
 class GradientSums:
@@ -240,6 +250,8 @@ class GradientSums:
         self.tokens.wait(self.hidden)
         if self.summing is not None:
             self.summing.wait()
+        if self.needs[0]:
+            sum_over_shards(self.tokens.call, self.hidden)
         if self.padding:
             corner = (0, self.padding) if self.needs_transpose else (0, 0, 0, self.padding)
             if self.needs[1]:
@@ -260,3 +272,25 @@ class GradientSums:
             for accumulator in gradients:
                 accumulator.copy_(torch.ldexp(accumulator, -exponent))
         return gradients
+
+
+@torch.library.custom_op("xentlib::same_upstream", mutates_args=())
+def same_upstream(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
+    """The gradient [] that all ranks with tokens that count have alike, of a loss whose head's
+    gradient holds all of them by now; 0 where no rank has any, NaN where they differ and cannot be
+    read."""
+    over = group_named(group)
+    ours = torch.stack([gradient, counts.to(gradient.dtype)])
+    all_R2 = all_gather(ours, over).view(-1, 2)
+    value_R, counts_R = all_R2[:, 0], all_R2[:, 1] > 0
+    high = torch.where(counts_R, value_R, -torch.inf).amax()
+    low = torch.where(counts_R, value_R, torch.inf).amin()
+    differs = high > low  # False of NaN
+    if host_readable(gradient) and differs:
+        SHARDS.refuse("upstream", gradients=", ".join(f"{x:g}" for x in value_R.tolist()))
+    return torch.where(counts_R.any(), torch.where(differs, torch.nan, high), 0.0)
+
+
+@same_upstream.register_fake
+def _(gradient: Tensor, counts: Tensor, group: str) -> Tensor:
+    return torch.empty_like(gradient)

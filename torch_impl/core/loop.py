@@ -129,29 +129,34 @@ class HeadLoop:
     def check_consistent(self) -> ShardedVocab | None:
         """Before a forward over shards: what every rank must have the same. What a function adds
         goes to the `consistency` of the result; None, where nothing is left to compare."""
-        call, vocab = self.call, self.vocab
+        call, vocab, of_tokens = self.call, self.vocab, self.chunks_of
         if not isinstance(vocab, ShardedVocab) or vocab.verified:
             return None
-        consistency, (logits,) = vocab.consistency, self.blocks()
-        valid, low = self.tokens.valid, logits.low
+        consistency, valid = vocab.consistency, self.tokens.valid
         # By which ranks find out that each has the whole head; of a rank of padding, that.
         rows_VH = call.weight.T if call.transposed else call.weight
-        rows_VH = rows_VH[: logits.local_size or None]
+        rows_VH = rows_VH[: vocab.local_size or None]
         some = rows_VH[:: max(1, (rows_VH.shape[0] - 1) // 2)][:3]
         consistency.begin(self.terms.function, some, self.labels, valid)
         if not self.gathered:
             consistency.tokens("hidden", call.hidden, valid)
-        consistency.exact("max_chunk_bytes", float(logits.plan.chunk_tokens))
-        consistency.close("logit_scale", logits.shape.scale)
-        consistency.per_token("temperature", self.chunks_of.temperature, valid.shape[0])
+        if of_tokens.digest is not None:
+            consistency.digests("hidden", torch.where(valid, of_tokens.digest, 0.0))
+        for factor in of_tokens.factors:
+            consistency.per_token("token_weights", factor, valid.shape[0])
+        chunks = 0 if self.rows.streamed else next(iter(self.blocks())).plan.chunk_tokens
+        consistency.exact("max_chunk_bytes", float(chunks))
+        consistency.close("logit_scale", call.logit_scale)
+        consistency.per_token("temperature", of_tokens.temperature, valid.shape[0])
         consistency.scalars(call.scalars, self.terms.function)
         consistency.ids(self.ids, valid, call.top_k)
         consistency.exact("kind", self.terms.kind)
         consistency.exact("the classes of the teacher", self.terms.more_classes)
         consistency.exact("reduce_hidden_grad", float(call.reduce_hidden))
-        consistency.exact("the rank of the head", 0.0 if low is None else low.a_RH.shape[0])
-        consistency.close("a", None if low is None else low.a_RH.sum())
-        consistency.close("scale", None if low is None else low.scale)
+        low = call.low_in
+        consistency.exact("the rank of the head", 0.0 if low is None else low.shape[0])
+        consistency.close("a", None if low is None else low.sum())
+        consistency.close("scale", None if low is None else call.low_scale)
         return vocab
 
 
@@ -168,7 +173,8 @@ def not_gathered(loop: HeadLoop, agreed: Agreed | None) -> Parts:
 
 
 def gathered_hidden(loop: HeadLoop, agreed: Agreed) -> Parts:
-    """Each rank's tokens meet the rows of all ranks: hidden states travel."""
+    """Each rank's tokens meet the rows of all ranks: hidden states travel. Ranks of tensor
+    parallelism have the same tokens, or, of sequences that are spread over them, each its own."""
     call, rows, shard = loop.call, LocalRows(loop.call), loop.call.rows.shard
     assert shard is not None
     undeclared, largest = int(shard[0]) < 0, max(agreed.rows)
@@ -187,8 +193,7 @@ def gathered_in_nodes(loop: HeadLoop, agreed: Agreed) -> Parts:
 
     call, rows = loop.call, NodeRows(loop.call)
     vocab = ShardedVocab(call.rows, rows.size, loop.like, order=rows.order)
-    group, every = group_named(call.rows.group), group_named(call.rows.every)
-    ranks = [dist.get_group_rank(every, x) for x in dist.get_process_group_ranks(group)]
+    ranks = ranks_within(group_named(call.rows.group), group_named(call.rows.every))
     return rows, vocab, GatheredTokens(call, vocab, agreed.of(ranks), loop.terms)
 
 
@@ -196,9 +201,21 @@ def streamed_rows(loop: HeadLoop, agreed: Agreed) -> Parts:
     """Rows of all ranks pass by each rank's tokens, some at a time."""
     from xentlib.torch.core.rows import StreamedRows
 
-    rows = StreamedRows(loop.call, loop.class_weights, min(agreed.budget))
+    call, layout = loop.call, loop.call.rows
+    group = group_named(layout.group)
+    if layout.every:
+        agreed = agreed.of(ranks_within(group, group_named(layout.every)))
+    rows = StreamedRows(call, loop.class_weights, max(1, *agreed.rows), min(agreed.budget))
     vocab = LocalVocab(rows.vocab_size)
-    return rows, vocab, OwnTokens(loop.call, vocab, d_entropy=loop.terms.d_entropy)
+    if layout.shards:  # rows of this shard, of which other ranks have others
+        shards = layout._replace(group=layout.shards)
+        more_rows = 1 + dist.get_world_size(group_named(layout.shards)) if loop.terms.of_loss else 0
+        vocab = ShardedVocab(shards, sum(agreed.rows), loop.like, more_rows=more_rows)
+    return rows, vocab, OwnTokens(call, vocab, d_entropy=loop.terms.d_entropy)
+
+
+def ranks_within(group: dist.ProcessGroup, every: dist.ProcessGroup) -> list[int]:
+    return [dist.get_group_rank(every, x) for x in dist.get_process_group_ranks(group)]
 
 
 # What travels in a call: a new route is a new row.

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xentlib.checks.call import check_class_weights
+from xentlib.checks.shards import ROUTES
 from xentlib.plan import VocabShard, stream_rows
 from xentlib.torch.core.consistency import (
     PendingCollective,
@@ -35,7 +36,7 @@ from xentlib.torch.core.consistency import (
     start_all_gather,
     start_reduce_scatter,
 )
-from xentlib.torch.core.gradients import Gradients, GradientSums
+from xentlib.torch.core.gradients import Gradients, GradientSums, sum_over_shards
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop, LocalRows, Sums
 from xentlib.torch.core.tokens import LocalVocab
@@ -135,12 +136,15 @@ class PassingOrder(NamedTuple):
     place_V: Tensor
     class_V: Tensor
     start: int
+    first: int = 0  # class, of a shard of tensor parallelism
 
     def to_place(self, classes: Tensor) -> Tensor:
-        return self.place_V[classes]
+        own = classes - self.first
+        inside = (own >= 0) & (own < self.place_V.shape[0])
+        return torch.where(inside, self.place_V[torch.where(inside, own, 0)], -1)
 
     def to_class(self, columns: Tensor) -> Tensor:
-        return self.class_V[self.start + columns]
+        return self.first + self.class_V[self.start + columns]
 
 
 class StreamedRows:
@@ -148,15 +152,22 @@ class StreamedRows:
 
     streamed = True
 
-    def __init__(self, call: HeadCall, class_weights: Tensor | None, budget: int) -> None:
-        """`budget`: bytes of a chunk's logits, the same on every rank."""
+    def __init__(
+        self, call: HeadCall, class_weights: Tensor | None, rows_each: int, budget: int
+    ) -> None:
+        """`rows_each`: of every rank, but for the last ones. `budget`: bytes of a chunk's logits,
+        the same on every rank."""
         assert call.rows.shard is not None
         self.group, self.size = group_named(call.rows.group), call.weight.shape[0]
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.vocab_size, self.hidden_size = int(call.rows.shard[2]), call.hidden.shape[1]
+        start, stop, self.all_classes = (int(x) for x in call.rows.shard[:3])
+        ROUTES.require("stream_top", not (call.rows.shards and call.top_k), top_k=call.top_k)
+        if not call.rows.shards:  # else those of a shard of tensor parallelism pass by
+            start, stop = 0, self.all_classes
+        self.first, self.vocab_size, self.hidden_size = start, stop - start, call.hidden.shape[1]
         if class_weights is not None:
-            check_class_weights(class_weights.shape[0], self.vocab_size)
-        self.rows_each = -(-self.vocab_size // self.ranks)  # of every rank, but for the last ones
+            check_class_weights(class_weights.shape[0], self.all_classes)
+        self.rows_each = rows_each
         self.block = stream_rows(self.rows_each, self.hidden_size, self.ranks, budget)
         # Where each class stands, which stands at each place, and where blocks begin.
         classes_V = torch.arange(self.vocab_size, device=call.hidden.device)
@@ -186,11 +197,11 @@ class StreamedRows:
                 rows = rows[self.taken(b)]
             bias = None if self.bias_V is None else self.bias_V[self.class_V[start:stop]]
             shard = VocabShard(start, stop, self.vocab_size)
-            order = PassingOrder(self.place_V, self.class_V, start)
+            order = PassingOrder(self.place_V, self.class_V, start, self.first)
             yield ChunkedLogits(
                 self.call._replace(weight=rows, bias=bias),
                 loop.chunks_of,
-                LocalVocab(self.vocab_size, shard, order),
+                LocalVocab(self.all_classes, shard, order),
                 loop.class_weights,
                 made=loop.made,
             )
@@ -266,6 +277,8 @@ class StreamSums:
     def finish(self, exponent: Tensor | None) -> Gradients:
         """d weight has lost the power of two before."""
         rows, hidden, bias = self.rows, self.hidden, self.bias_V
+        if self.needs[0]:
+            sum_over_shards(rows.call, hidden)
         if exponent is not None:
             hidden, bias = torch.ldexp(hidden, -exponent), torch.ldexp(bias, -exponent)
         if self.needs[2]:

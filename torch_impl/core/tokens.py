@@ -242,6 +242,10 @@ class OwnTokens:
     """Chunks of this rank's own tokens."""
 
     gathered = False
+    # Of gathered tokens that the ranks of tensor parallelism have alike, to be compared: a number
+    # that stands for each token's hidden states, and what it is multiplied with.
+    digest: Tensor | None = None
+    factors: tuple[Tensor, ...] = ()
 
     def __init__(self, call: HeadCall, vocab: LocalVocab, *, d_entropy: bool = False) -> None:
         """`d_entropy`: a loss of tokens that are here, of any rank, is made of entropies."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from xentlib.arguments import Arguments
@@ -23,13 +24,14 @@ from xentlib.lora import LowRankHead
 from xentlib.options import Gather
 from xentlib.torch.array_spec import array_spec, dtype_name, is_dtensor, only_tensors
 from xentlib.torch.head.modules import replaced, resolve_head, split_lora
-from xentlib.torch.placement.rows import by_rows, fsdp2_rows, ranks_of, zero3_rows
+from xentlib.torch.placement.rows import by_rows, fsdp2_rows, ranks_of, shards_of, zero3_rows
 from xentlib.torch.wrappers import kept_by_zero
 
 if TYPE_CHECKING:
     from xentlib.torch.wrappers.fsdp2 import Owner
 
 R = TypeVar("R")
+STAY = ("hidden", "stream")  # routes whose rows do, also those of a head that is whole meanwhile
 
 
 class Placement(Protocol):
@@ -102,7 +104,8 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
     if isinstance(plain.weight, (nn.Module, LowRankHead)):
         del arrays["weight"]
     only_tensors(**arrays)
-    call = with_parameters(resolve_head(call))
+    call = resolve_head(call)
+    call = with_parameters(call, with_rows if call.gather in STAY else sharded)
     if (call.gather, call.tokens_parallel, call.tokens_per_rank) != ("head", None, None):
         check_route(call)
     plain, lora = split_lora(call)
@@ -117,6 +120,7 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
     if lora is not None:
         check_low_rank_route(call, bool(zero3))
     if call.gather != "head":
+        ROUTES.require("rows_alone", owner is not None or not rows, gather=call.gather)
         if zero3:
             return call, zero3_rows(call)
         if owner is None:
@@ -127,12 +131,12 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
     return call, None if owner is None else GatheredByFSDP2(owner, recompute)
 
 
-def with_parameters(call: Arguments) -> Arguments:
+def with_parameters(call: Arguments, of: Callable[[Any], Any]) -> Arguments:
     """With the parameters that `fully_shard` reduces gradients to, of what its modules have."""
     plain, lora = split_lora(call)
-    weight, bias = sharded(plain.weight), sharded(plain.bias)
+    weight, bias = of(plain.weight), of(plain.bias)
     if lora is not None:
-        weight = replaced(lora, weight=weight, a=sharded(lora.a), b=sharded(lora.b))
+        weight = replaced(lora, weight=weight, a=of(lora.a), b=of(lora.b))
     return replaced(call, weight=weight, bias=bias)
 
 
@@ -142,6 +146,15 @@ def sharded(parameter: Any) -> Any:
     from xentlib.torch.wrappers import fsdp2
 
     return fsdp2.locate(parameter)[1]
+
+
+def with_rows(parameter: Any) -> Any:
+    """The same where its group may have it whole."""
+    if not isinstance(parameter, nn.Parameter):
+        return parameter
+    from xentlib.torch.wrappers import fsdp2
+
+    return fsdp2.with_rows(parameter)
 
 
 def owner_of(weight: Any) -> Owner | None:
@@ -175,9 +188,13 @@ def choose(
         check_floating(name, array_spec(getattr(call, name)))
     (gathered, reduced), hidden = owner.dtypes(call.weight), call.hidden
     assert call.tokens_per_rank is not None
-    vocab_size, hidden_size = call.weight.shape
+    (vocab_size, hidden_size), num_tokens = call.weight.shape, call.tokens_per_rank
+    shards = shards_of(owner, call.weight)
+    if shards is not None:  # of which each is a head of its own, with the tokens of all of them
+        vocab_size = -(-vocab_size // dist.get_world_size(shards))
+        num_tokens *= 1 if call.tokens_parallel is None else dist.get_world_size(shards)
     return choose_gather(
-        call.tokens_per_rank,
+        num_tokens,
         vocab_size,
         hidden_size,
         ranks_of(owner),

@@ -4,22 +4,24 @@ what is done with a wrapper's gradient as the wrapper would do it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.arguments import Arguments
 from xentlib.checks.lora import LOW_RANK
 from xentlib.checks.placement import PLACEMENTS, check_group
-from xentlib.checks.shards import ROUTES, SHARDS, check_shard
+from xentlib.checks.shards import ROUTES, SHARDS
 from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
 from xentlib.torch.array_spec import is_dtensor
-from xentlib.torch.core.consistency import AllGatherRows
+from xentlib.torch.core.consistency import all_gather, filled
 from xentlib.torch.core.vocab import numbers_of
 from xentlib.torch.head.modules import replaced, split_lora
 from xentlib.torch.operators import RowLayout
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from xentlib.torch.wrappers.fsdp2 import Owner
 
 R = TypeVar("R")
+# Of groups of one mesh dimension, the ranks of two
+JOINT_GROUPS: Any = WeakIdKeyDictionary()
 
 
 def find_group(parallel: Any, name: str = "vocab_parallel") -> dist.ProcessGroup:
@@ -74,13 +78,18 @@ def local_head(
             b = local_part("b", b, 0)
         low = replaced(low, a=a, b=b)
     if given.tokens_parallel is not None and parallel is not None:
-        over = unpadded(parallel)[0], find_group(given.tokens_parallel, "tokens_parallel")
-        vocab, tokens = map(dist.get_process_group_ranks, over)
-        PLACEMENTS.require("same_tokens", vocab == tokens, vocab=vocab, tokens=tokens)
+        same_tokens(unpadded(parallel)[0], given.tokens_parallel)
         local = replaced(local, route="tokens")
     hidden, labels = replicated("hidden", given.hidden), replicated("labels", given.labels)
     given = replaced(given, hidden=hidden, labels=labels, weight=weight, bias=bias)
     return given, low, local
+
+
+def same_tokens(vocab: dist.ProcessGroup, tokens_parallel: Any) -> None:
+    """Refuse tokens that are spread over other ranks than the rows that the caller has cut."""
+    over = vocab, find_group(tokens_parallel, "tokens_parallel")
+    ranks, tokens = map(dist.get_process_group_ranks, over)
+    PLACEMENTS.require("same_tokens", ranks == tokens, vocab=ranks, tokens=tokens)
 
 
 def local_rows(
@@ -123,27 +132,6 @@ def chunked(classes: int, ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(columns, classes - k * columns)) for k in range(ranks))
 
 
-def local_logits(
-    logits: Any, parallel: Any, shard: VocabShard | None
-) -> tuple[Tensor, Any, VocabShard | None]:
-    """This rank's columns as a plain tensor, what they are spread over, and which they are: a
-    DTensor says so itself."""
-    if not is_dtensor(logits):
-        return logits, parallel, shard
-    mesh, placements = logits.device_mesh, tuple(logits.placements)
-    if parallel is None and all(p.is_replicate() for p in placements):
-        return logits.to_local(), None, shard
-    first, last = placements[0], logits.ndim - 1
-    cut = mesh.ndim == 1 and type(first).__name__ == "Shard" and first.dim % logits.ndim == last
-    PLACEMENTS.require("columns", cut, placements=placements)
-    group, vocab_size = unpadded(mesh if parallel is None else parallel)
-    ranks, others = (dist.get_process_group_ranks(g) for g in (group, mesh.get_group()))
-    PLACEMENTS.require("same_ranks", ranks == others, mesh=others, group=ranks)
-    if shard is None:
-        shard = shard_of_rank(logits.shape[-1], group, vocab_size)
-    return logits.to_local(), group, shard
-
-
 def local_part(name: str, x: Any, axis: int) -> Tensor:
     """Of a DTensor that is sharded along the vocabulary."""
     cut = x.device_mesh.ndim == 1 and x.placements[0].is_shard(axis)
@@ -151,18 +139,6 @@ def local_part(name: str, x: Any, axis: int) -> Tensor:
     PLACEMENTS.require("over_vocabulary", cut, name=name, axis=axis, placements=placements)
     part: Tensor = x.to_local()
     return part
-
-
-def local_columns(logits: Tensor, parallel: Any, shard: VocabShard | None) -> RowLayout:
-    """Where this rank's columns [N, C] belong."""
-    if parallel is None:
-        return RowLayout()
-    group, vocab_size = unpadded(parallel)
-    if shard is None and isinstance(parallel, VocabShard):
-        shard = parallel
-    if shard is not None:
-        check_shard(shard, logits.shape[1])
-    return RowLayout(group.group_name, numbers_of(shard, vocab_size))
 
 
 def replicated(name: str, x: Any) -> Any:
@@ -215,7 +191,7 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
     plain, lora = split_lora(call)
     weight: Any = plain.weight
     bias: Any = plain.bias
-    mesh, group = call.tokens_parallel, owner.group
+    group = owner.group
     info, policy = group.mesh_info, owner.policy(weight)
     replicas = getattr(info, "replicate_process_group", None)
     over = getattr(info, "shard_process_group", None)
@@ -233,12 +209,17 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
         LOW_RANK.require("together", by_rows(owner, lora.a, lora.b))
         rows, (*of_b, rank) = weight.shape[0], lora.b.shape
         LOW_RANK.require("b", of_b == [rows], rows=rows, rank=rank, shape=tuple(lora.b.shape))
-    ROUTES.require("unsharded", not group.is_unsharded)
     fsdp2.never_gathered(group)
     assert over is not None
-    if mesh is not None and replicas is not None:
-        PLACEMENTS.refuse("no_nodes", wrapper="FSDP2 with replicas")
-    rows_layout = layout_of(weight.shape[0], over, mesh)
+    if call.vocab_parallel is not None:
+        ROUTES.require("rows_alone", shards_of(owner, weight) is not None, gather=call.gather)
+        rows_layout = layout_of_shards(call, weight, over)
+    else:
+        if call.tokens_parallel is not None and replicas is not None:
+            PLACEMENTS.refuse("no_nodes", wrapper="FSDP2 with replicas")
+        if shards_of(owner, weight) is not None:
+            PLACEMENTS.refuse("dtensor", name="weight", placements=placements)
+        rows_layout = layout_of(weight.shape[0], over, call.tokens_parallel)
 
     def local(whole: Any) -> Tensor:
         rows: Tensor = whole.to_local()
@@ -294,23 +275,100 @@ def layout_of(classes: int, every: dist.ProcessGroup, mesh: Any) -> RowLayout:
     )
 
 
+def layout_of_shards(call: Arguments, weight: Any, over: dist.ProcessGroup) -> RowLayout:
+    """This rank's rows of a head that tensor parallelism has cut, and FSDP2 its shards over the
+    ranks of `over`, and who has the others.
+
+    A DTensor is cut as torch.chunk cuts, first over tensor parallelism: its rank t has rows one
+    after the other, and of them FSDP2's rank f a part.
+    """
+    mesh, classes = weight.device_mesh, weight.shape[0]
+    (tp, vocab_size), sequence = unpadded(call.vocab_parallel), call.tokens_parallel
+    ranks = dist.get_process_group_ranks(tp)
+    ROUTES.require("same_shards", ranks == _ranks_along(mesh, -1), mesh=mesh, ranks=ranks)
+    if sequence is not None:
+        same_tokens(tp, sequence)
+        ROUTES.require("stream_tokens", call.gather == "hidden", gather=call.gather)
+    names = mesh.mesh
+    if names.ndim > 2:  # replicas, each with all rows: of this rank's
+        names = names[(names == dist.get_rank()).nonzero()[0, 0]]
+    every = joint_group(over, names.flatten().tolist())
+    t, f, of_shards = dist.get_rank(tp), dist.get_rank(over), chunked(classes, len(ranks))
+    if call.gather == "stream":
+        shard = replace(shard_of(of_shards, t, vocab_size), largest=max(of_shards))
+        layout = RowLayout(over.group_name, numbers_of(shard))
+        return replaced(layout, every=every.group_name, shards=tp.group_name)
+    parts = [x for rows in of_shards for x in chunked(rows, len(names))]
+    shard = replace(shard_of(tuple(parts), t * len(names) + f, vocab_size), largest=max(parts))
+    layout = RowLayout(every.group_name, numbers_of(shard))
+    if sequence is None:
+        return replaced(layout, shards=tp.group_name, over=over.group_name)
+    alike = [[dist.get_group_rank(every, rank) for rank in row] for row in names.tolist()]
+    return replaced(layout, alike=torch.tensor(alike, device="cpu"))
+
+
+def _ranks_along(mesh: Any, dimension: int) -> list[int]:
+    """This rank's, of one dimension."""
+    return dist.get_process_group_ranks(mesh.get_group(dimension % mesh.ndim))
+
+
+def shards_of(owner: Owner, weight: Any) -> dist.ProcessGroup | None:
+    """The ranks over which tensor parallelism has cut a head, before FSDP2 its shards."""
+    mesh = weight.device_mesh
+    if mesh.ndim == owner.group.mesh_info.mesh.ndim:
+        return None
+    group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
+    return group
+
+
 def by_rows(owner: Owner, *head: Any) -> bool:
-    """Whether FSDP2 alone shards the parameters of a head, over their rows and in one group."""
+    """Whether FSDP2, alone or behind tensor parallelism, shards the parameters of a head, over
+    their rows and in one group."""
     from xentlib.torch.wrappers.fsdp2 import find_owner
 
     info = owner.group.mesh_info
-    return hasattr(info, "shard_process_group") and all(
-        is_dtensor(x)
-        and find_owner(x) == owner
-        and x.placements[-1].is_shard(0)
-        and x.device_mesh.ndim == info.mesh.ndim
-        for x in head
-    )
+    over = getattr(info, "shard_process_group", None)
+
+    def rows(x: Any) -> bool:
+        if not (is_dtensor(x) and find_owner(x) == owner and x.placements[-1].is_shard(0)):
+            return False
+        mesh, more = x.device_mesh, x.device_mesh.ndim - info.mesh.ndim
+        # Of a shard of tensor parallelism's: a strided one, and not `is_shard` in every version.
+        cut = more == 1 and getattr(x.placements[-2], "dim", None) == 0
+        of_fsdp = cut and _ranks_along(mesh, -2) == dist.get_process_group_ranks(over)
+        return more == 0 or of_fsdp
+
+    return over is not None and all(map(rows, head))
 
 
 def ranks_of(owner: Owner) -> int:
     """That share the rows of a head."""
     return dist.get_world_size(owner.group.mesh_info.shard_process_group)
+
+
+def joint_group(of: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Of these ranks, of which `of` has some; they make it at its first use, and nobody else has
+    to: a mesh that is flattened waits for ranks that have no head."""
+    world: Any = dist.group.WORLD
+    if len(ranks) < dist.get_world_size() and of not in JOINT_GROUPS:
+        JOINT_GROUPS[of] = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    group: dist.ProcessGroup = JOINT_GROUPS.get(of, world)
+    return group
+
+
+class AllGatherRows(torch.autograd.Function):
+    """All `count` rows of a parameter [r, H], of which each rank has as torch.chunk cuts, and whose
+    gradient each rank has of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, count: int, over: Any) -> Tensor:
+        each = -(-count // dist.get_world_size(over))
+        ctx.start, ctx.stop = (min(k * each, count) for k in (over.rank(), over.rank() + 1))
+        return all_gather(filled(rows, each), over)[:count]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient[ctx.start : ctx.stop].clone(), None, None
 
 
 class AllReduceGrad(torch.autograd.Function):

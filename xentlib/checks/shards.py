@@ -59,6 +59,20 @@ ROUTES = Refusals(
     rows_stay="`gather` must be 'head' with `vocab_parallel`, whose rows stay where they are; got "
     "{gather!r}. Leave it out, and pass `tokens_parallel` if the tokens are spread over the same "
     "ranks.",
+    # The same where a wrapper may have sharded those rows further.
+    rows_alone="`gather` must be 'head' with `vocab_parallel` unless `fully_shard` shards those "
+    "rows further, and they are a DTensor; got {gather!r}. Leave it out, and pass "
+    "`tokens_parallel` if the tokens are spread over the same ranks.",
+    # A head that tensor parallelism has cut over other ranks.
+    same_shards="`vocab_parallel` must be the last dimension of the mesh that `weight` is on, "
+    "{mesh}, with another `gather` than 'head'; got the ranks {ranks}. Pass `mesh['tp']`, with "
+    "which tensor parallelism has cut the head.",
+    # Candidates of blocks, of which shards have different numbers.
+    stream_top="`top_k` must be 0 with `gather='stream'` behind tensor parallelism; got {top_k}. "
+    "Pass `gather='hidden'`, with which no rank has more rows than its own either.",
+    # Tokens that are spread over tensor parallelism, and rows that pass by.
+    stream_tokens="`gather` must be 'head' or 'hidden' with `tokens_parallel`; got {gather!r}. "
+    "Pass 'hidden', with which no rank has more rows than its own either.",
     tokens_alone="`tokens_parallel` must come with `vocab_parallel`, of the same ranks; got it "
     "alone. Pass both, with this rank's rows of the head as `weight`; for a head that a wrapper "
     "has sharded pass `gather='hidden'` instead.",
@@ -66,8 +80,7 @@ ROUTES = Refusals(
     "this rank's own tokens; got False. Leave it out.",
     # A head that nothing has sharded.
     whole="`gather` must be 'head' for a head that is whole on this rank; got {gather!r}. Leave "
-    "it out; under FSDP2 call `fully_shard` on the head alone, as what the root keeps is whole "
-    "from its forward on.",
+    "it out; under FSDP2 pass the parameter itself, and no copy of it.",
     # What ZeRO-3, which cuts a parameter's row of numbers, does not cut between rows.
     flat_rows="`gather` must be 'head' unless ZeRO-3 keeps as many whole rows of `weight` [V, H] "
     "on each rank; got {gather!r} with {shape}{beside}, weight_layout={layout!r} and {ranks} "
@@ -80,12 +93,10 @@ ROUTES = Refusals(
     # Engines of ZeRO-3 whose step has not been shown to take a gradient of rows.
     engine="`gather` must be 'head' under ZeRO-3 with {features}, where another route has not "
     "been shown to be right; got {gather!r}. Leave it out.",
-    # A head that its FSDP group has gathered.
-    unsharded="`gather` must be 'head' for a head whose FSDP group is whole already; got another "
-    "route. Call `fully_shard` on the head alone, and reshard it after its forward.",
     # Rows of a head that do not stand as `fully_shard` places them.
-    fully_shard="`gather` must be 'head' unless `fully_shard` alone shards `weight` [V, H] over "
-    "its rows; got {placements} and weight_layout={layout!r}. Leave it out.",
+    fully_shard="`gather` must be 'head' unless `fully_shard` shards `weight` [V, H] over its "
+    "rows, alone or behind tensor parallelism; got {placements} and weight_layout={layout!r}. "
+    "Leave it out.",
     # Rows whose gradient something of the user's own would have to reduce.
     hooked="`gather` must be 'head' where FSDP2 reduces in a way of the user's own, which no "
     "other route would call; got {hooked}. Leave it out.",
@@ -179,10 +190,9 @@ def check_route(call: Arguments) -> None:
     check_choice("gather", gather, GATHERS)
     ROUTES.require("tokens_per_rank", count is None or is_count(count), count=count)
     ROUTES.require("auto", (gather == "auto") == (count is not None), count=count, gather=gather)
-    sharded = call.vocab_parallel is not None
-    ROUTES.require("rows_stay", gather == "head" or not sharded, gather=gather)
     if call.tokens_parallel is None:
         return
+    sharded = call.vocab_parallel is not None
     ROUTES.require("tokens_alone", sharded or gather == "hidden")
     ROUTES.require("own_gradient", call.reduce_hidden_grad)
 
@@ -206,6 +216,8 @@ def check_route_here(call: Arguments, *, placed: bool, alone: bool) -> None:
     that a device has all of them."""
     gather, tokens = call.gather, call.tokens_parallel
     ROUTES.require("no_stream", gather != "stream")
+    sharded = call.vocab_parallel is not None
+    ROUTES.require("rows_stay", gather == "head" or not sharded, gather=gather)
     somewhere = placed or gather == "head" or (gather == "auto" and alone)
     ROUTES.require("nowhere", somewhere, gather=gather)
     if tokens is None:
