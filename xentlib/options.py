@@ -17,6 +17,7 @@ __all__ = [
     "NONFINITE",
     "OUTPUTS",
     "REDUCTIONS",
+    "ROUTE_OPTIONS",
     "RULES",
     "TAILS",
     "VOCABS",
@@ -58,6 +59,8 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 LAYOUTS: tuple[WeightLayout, ...] = get_args(WeightLayout)
 COMPUTE: tuple[ComputeDtype, ...] = get_args(ComputeDtype)
 GATHERS: tuple[Gather, ...] = get_args(Gather)
+# Which arguments say what travels of a sharded head and of its tokens
+ROUTE_OPTIONS = ("gather", "tokens_parallel", "tokens_per_rank")
 OUTPUTS: tuple[OutputName, ...] = get_args(OutputName)
 DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 TAILS: tuple[Tail, ...] = get_args(Tail)

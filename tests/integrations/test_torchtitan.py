@@ -30,10 +30,23 @@ SETUPS = (
     "tensor parallel, FSDP2, head alone",
     "FSDP2",
     "FSDP2, tied, resharded",
+    "FSDP2, hidden",
+    "FSDP2, tied, stream",
+    "FSDP2, tied, resharded, hidden",
     "pipeline",
     "sharded rows",
 )
-OF_RANKS = ("FSDP2", "FSDP2, tied, resharded")  # where each rank has a batch of its own
+# Where each rank has a batch of its own
+OF_RANKS = [name for name in SETUPS if name.startswith("FSDP2")]
+# Two ranks of tensor parallelism by two of FSDP2
+IN_TWO_DIMENSIONS = (
+    "sequence parallel",
+    "sequence parallel, hidden",
+    "sequence parallel, stream",
+    "sequence parallel, resharded, hidden",
+    "tensor parallel, head alone, hidden",
+    "tensor parallel, stream",
+)
 
 
 def one_process(tied=False):
@@ -48,13 +61,33 @@ def one_process(tied=False):
     return total, titan.gradients(dict(model.named_parameters()))
 
 
+def route_of(name):
+    route = name.split(", ")[-1]
+    return {"gather": route} if route in ("hidden", "stream") else {}
+
+
+def on_grid(rank, world):
+    from torch.distributed import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("fsdp", "tp"))
+    own = mesh["fsdp"].get_local_rank()
+    found = {}
+    for name in IN_TWO_DIMENSIONS:
+        model = titan.Decoder()
+        titan.parallel(model, mesh["tp"], sequence="sequence" in name)
+        alone, resharded = "alone" in name, "resharded" in name
+        titan.shard(model, mesh["fsdp"], alone=alone, resharded=resharded)
+        found[name] = titan.step(model, titan.batches()[own : own + 1], **route_of(name))
+    return found
+
+
 def on_rank(rank, world):
     from torch.distributed import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("fsdp", "tp"))
     found = {}
-    for name in SETUPS[:7]:
+    for name in SETUPS[:10]:
         model = titan.Decoder(tied="tied" in name)
         mine = titan.batches()
         if "parallel" in name:
@@ -70,7 +103,7 @@ def on_rank(rank, world):
                 resharded="resharded" in name,
             )
             mine = mine[rank : rank + 1]
-        found[name] = titan.step(model, mine)
+        found[name] = titan.step(model, mine, **route_of(name))
     found["pipeline"] = titan.pipeline(rank)
     found["sharded rows"] = titan.sharded_rows(rank)
 
@@ -107,6 +140,25 @@ def test_a_step_on_ranks_is_that_of_one_process(name, ranks) -> None:
     assert seen == want.keys() - ({"lm_head.weight"} if name == "sharded rows" else set())
     whole = sum(losses) if name in (*OF_RANKS, "pipeline") else losses[1]
     hold_in_norm([whole], [total], name)
+
+
+@pytest.fixture(scope="module")
+def grid():
+    return launch(4, on_grid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_TWO_DIMENSIONS)
+def test_a_step_in_two_dimensions_is_that_of_one_process(name, grid) -> None:
+    """A sequence's loss is that of all its ranks on each of them; a route changes nothing."""
+    total, want = one_process()
+    for found in grid:
+        _, got = found[name]
+        assert got.keys() == want.keys()
+        hold_in_norm(got.values(), [want[key] for key in got], name)
+    losses = [found[name][0] for found in grid]
+    assert losses[::2] == losses[1::2]  # on the ranks of tensor parallelism
+    hold_in_norm([sum(losses[::2])], [total], name)
 
 
 @pytest.mark.slow

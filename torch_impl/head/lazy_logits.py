@@ -89,7 +89,9 @@ class LazyLogits(metaclass=LazyClass):
 
     def parameters(self) -> tuple[Tensor, Tensor | None, Any]:
         """Weight, bias, and PEFT's layer around a module."""
-        return (*self.head, None) if isinstance(self.head, tuple) else parameters_of(self.head)
+        if isinstance(self.head, tuple):
+            return (*self.head, None)
+        return parameters_of(self.head, self.options.get("gather", "head"))
 
     # What a tensor says of itself
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,17 +19,19 @@ from torch import Tensor, nn
 from xentlib.arguments import SCALARS
 from xentlib.checks.module import check_head_options
 from xentlib.checks.validators import check_flag
+from xentlib.options import ROUTE_OPTIONS
 from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.head.lazy_logits import LazyLogits
 from xentlib.torch.head.modules import parameters_of
 from xentlib.torch.placement.head import owner_of, sharded
+from xentlib.torch.placement.rows import chunked, same_tokens, shards_of, unpadded
 from xentlib.torch.wrappers.fsdp2 import Owner, divisors
 
 __all__ = ["HeadLoss", "loss_config"]
 
 OPTIONS = (
     *("compute_dtype", "max_chunk_bytes", "logit_scale", "ignore_index", "vocab_parallel"),
-    *("reduce_hidden_grad", *SCALARS["chunked_nll"]),
+    *("reduce_hidden_grad", *ROUTE_OPTIONS, *SCALARS["chunked_nll"]),
 )
 UNUSED = frozenset(["positions"])  # what torchtitan's own cross-entropy is given and ignores
 
@@ -46,7 +49,8 @@ class HeadLoss:
     The labels are those of the columns they stand in, shifted by torchtitan's data loader. A head
     that is sharded over the vocabulary, by `ColwiseParallel` or by torchtitan's own plans, is found
     out from its DTensor, under FSDP2 too, and its ranks are the `vocab_parallel` of `chunked_nll`.
-    Hidden states that are a DTensor are gathered over that mesh, as the head's style would do.
+    Of hidden states that are a DTensor, of sequences that are spread over these ranks, each has its
+    own tokens: they are the `tokens_parallel`, and the loss that is returned is the sum of theirs.
     Ranks of data parallelism are not divided by: their gradients are to be summed, so call
     `set_gradient_divide_factor(1.0)` on each FSDP module, as torchtitan does. Several ranks on
     which nothing is known to sum them are refused.
@@ -55,9 +59,10 @@ class HeadLoss:
         summed: say that your own code sums the gradients over the ranks, or that nothing is to be
             summed, as all ranks have the same tokens.
         options: those of `chunked_nll`: `label_smoothing`, `z_loss`, `compute_dtype`,
-            `max_chunk_bytes`, `softcap`, `logit_scale`, `ignore_index`; `vocab_parallel` and
-            `reduce_hidden_grad` for shards that are plain tensors, or whose region before the head
-            adds up gradients.
+            `max_chunk_bytes`, `softcap`, `logit_scale`, `ignore_index`; `gather` and
+            `tokens_per_rank`, what travels of a head that FSDP2 shards, with a mesh of nodes as
+            `tokens_parallel`; `vocab_parallel` and `reduce_hidden_grad` for shards that are plain
+            tensors, or whose region before the head adds up gradients.
 
     Raises:
         TypeError: an option that it does not have, or a `summed` that is no bool.
@@ -123,16 +128,18 @@ class HeadLoss:
         # After the model's forward FSDP2 may have left the head whole, which has no owner.
         self.owner = owner_of(weight) or self.owner
         check_summed(self.owner)  # before anything is gathered
-        options = {"vocab_parallel": vocab_mesh(weight), **self.options}
-        hidden = gathered(pred)
+        options = {"vocab_parallel": vocab_ranks(weight), **self.options}
+        spread, hidden = None, pred
+        if is_dtensor(pred):
+            spread, hidden, labels = own_tokens(pred, labels, options)
         if self.owner is None and not self.summed:
-            spread = pred.device_mesh if is_dtensor(pred) else None
-            check_alone(options["vocab_parallel"] or spread)
+            check_alone(options["vocab_parallel"] or getattr(pred, "device_mesh", None))
         if global_valid_tokens is None:
             options["reduction"] = "sum"
         else:
             options["denominator"] = global_valid_tokens
-        return LazyLogits(hidden, (weight, bias), options).nll(labels).loss, {}
+        loss = LazyLogits(hidden, (weight, bias), options).nll(labels).loss
+        return loss if spread is None else SumOverRanks.apply(loss, spread), {}  # type: ignore[no-untyped-call]
 
 
 def weight_of(head: Any) -> tuple[Tensor, Tensor | None]:
@@ -154,11 +161,12 @@ def weight_of(head: Any) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def vocab_mesh(weight: Tensor) -> Any:
-    """The mesh that a head's rows are spread over, FSDP2's own dimensions left out; or None."""
+def vocab_ranks(weight: Any) -> Any:
+    """The mesh or the group that a head's rows are spread over, FSDP2's own left out; or None."""
     owner = owner_of(weight)
-    whole = weight if owner is None else owner.kind(sharded(weight))
-    return whole.device_mesh if is_dtensor(whole) else None
+    if owner is not None:
+        return shards_of(owner, sharded(weight))
+    return weight.device_mesh if is_dtensor(weight) else None
 
 
 def check_summed(owner: Owner | None) -> None:
@@ -203,21 +211,44 @@ def pipeline_ranks() -> int:
     return 1
 
 
-def gathered(hidden: Tensor) -> Tensor:
-    """A sequence that is spread over the head's mesh, on each of its ranks; its gradient is the
-    rank's slice of the whole one."""
-    if not is_dtensor(hidden):
-        return hidden
+def own_tokens(pred: Any, labels: Any, options: dict[str, Any]) -> tuple[Any, Tensor, Tensor]:
+    """Hidden states that are a DTensor as the loss takes them, and their labels: with the ranks
+    that a sequence is spread over, where the head's rows are, this rank's own, which `options` are
+    made to say; else those of all, whose gradient is the rank's slice of the whole one."""
     from torch.distributed.tensor import Replicate
 
-    if hidden.device_mesh.ndim != 1:
+    if pred.device_mesh.ndim != 1:
         raise ValueError(
             f"`pred` must be a plain tensor, or a DTensor on the mesh of the head's shards alone; "
-            f"got one with placements {hidden.placements}. Use torchtitan's `spmd_backend` "
+            f"got one with placements {pred.placements}. Use torchtitan's `spmd_backend` "
             f"'spmd_types' or 'partial_dtensor'."
         )
-    whole: Tensor = hidden.redistribute(placements=[Replicate()])
-    return whole
+    placed, group = pred.placements[0], pred.device_mesh.get_group()
+    # Rows that pass by meet the tokens of one rank.
+    together = options["vocab_parallel"] is not None and options.get("gather") != "stream"
+    if not (placed.is_shard() and together) or placed.dim % pred.ndim == pred.ndim - 1:
+        return None, pred.redistribute(placements=[Replicate()]).to_local(), labels
+    same_tokens(unpadded(options["vocab_parallel"])[0], group)
+    options.pop("reduce_hidden_grad", None)  # of this rank's own tokens
+    options["tokens_parallel"] = group
+    sizes, rank = chunked(pred.shape[placed.dim], group.size()), group.rank()
+    labels = labels.narrow(placed.dim, sum(sizes[:rank]), sizes[rank])
+    return group, pred.to_local(), labels
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The same number on every rank of a group, of whose ranks each has a part, with a gradient of
+    its own part: the gradient of a sum that all of them differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
 
 
 def loss_config(
@@ -226,6 +257,8 @@ def loss_config(
     z_loss: float = 0.0,
     compute_dtype: str | None = None,
     max_chunk_bytes: int | None = None,
+    gather: str = "head",
+    tokens_per_rank: int | None = None,
 ) -> Any:
     """What builds `HeadLoss` in torchtitan: its trainer's `loss`.
 
@@ -241,6 +274,8 @@ def loss_config(
         z_loss: factor of the mean of lse^2.
         compute_dtype: "float64" for the audit mode.
         max_chunk_bytes: budget of the logits of one chunk.
+        gather: what travels of a head that FSDP2 shards.
+        tokens_per_rank: with `gather="auto"`.
 
     Returns:
         A `BaseLoss.Config` of torchtitan.
@@ -253,6 +288,8 @@ def loss_config(
         z_loss=z_loss,
         compute_dtype=compute_dtype,
         max_chunk_bytes=max_chunk_bytes,
+        gather=gather,
+        tokens_per_rank=tokens_per_rank,
     )
 
 
@@ -276,6 +313,8 @@ def loss_class() -> Any:
         z_loss: float = 0.0
         compute_dtype: str | None = None
         max_chunk_bytes: int | None = None
+        gather: str = "head"
+        tokens_per_rank: int | None = None
 
     class ChunkedNLL(HeadLoss, base):  # type: ignore[misc, valid-type]
         def __init__(self, config: Any, *, compile_config: Any = None) -> None:
@@ -286,9 +325,8 @@ def loss_class() -> Any:
                     f"num_chunks={config.num_chunks} and {type(config.loss_fn).__qualname__}. "
                     f"Leave both out, or keep torchtitan's `ChunkedLossWrapper`."
                 )
-            names = ("label_smoothing", "z_loss", "compute_dtype", "max_chunk_bytes")
             # torchtitan divides nowhere: its trainer switches that off for all that it wraps.
-            options = {name: getattr(config, name) for name in names}
+            options = {name: getattr(config, name) for name in signature(loss_config).parameters}
             HeadLoss.__init__(self, summed=True, **options)
 
         def __call__(self, *arrays: Any, **loss_inputs: Any) -> Any:

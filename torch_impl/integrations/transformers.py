@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from xentlib.options import ROUTE_OPTIONS
 from xentlib.torch.core.device import device_info
 from xentlib.torch.head.lazy_logits import (
     LOSS_SCALARS,
@@ -26,7 +27,7 @@ from xentlib.torch.wrappers import keeps_forward, set_class
 
 __all__ = ["LazyLogits", "LazyLogitsError", "patch", "unpatch"]
 
-OPTIONS = (*sorted(("compute_dtype", "max_chunk_bytes", *LOSS_SCALARS)),)
+OPTIONS = (*sorted(("compute_dtype", "max_chunk_bytes", *ROUTE_OPTIONS, *LOSS_SCALARS)),)
 
 
 @dataclass
@@ -64,7 +65,8 @@ def patch(
         in_place_of_logits: in evaluation the output's `logits` are what this makes of the logits
             [T, V] of some tokens at a time, for instance `lambda logits: logits.argmax(-1)`: [T]
             or [T, ...], for `compute_metrics`. None leaves the `LazyLogits`.
-        options: `label_smoothing`, `z_loss`, `compute_dtype` or `max_chunk_bytes` of `chunked_nll`.
+        options: `label_smoothing`, `z_loss`, `compute_dtype`, `max_chunk_bytes`, `gather`,
+            `tokens_per_rank` or `tokens_parallel` of `chunked_nll`.
 
     Returns:
         The model.

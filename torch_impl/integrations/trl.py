@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xentlib.checks.module import check_head_options
+from xentlib.options import ROUTE_OPTIONS
 from xentlib.torch.api import chunked_logprobs
+from xentlib.torch.array_spec import is_dtensor
 from xentlib.torch.integrations.trl_divergence import divergences
 from xentlib.torch.wrappers import with_attribute
 
@@ -28,8 +31,8 @@ NAME = "_ChunkedLogProbFunction"
 class Block(AbstractContextManager[None]):
     """A block of `use()`, which warns where it has replaced nothing."""
 
-    def __init__(self, block: AbstractContextManager[list[None]]) -> None:
-        self.block = block
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.block, self.options = replaced(options), options
         self.entered = False
 
     def __enter__(self) -> None:
@@ -42,7 +45,7 @@ class Block(AbstractContextManager[None]):
 
         @wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with use():
+            with use(**self.options):
                 return function(*args, **kwargs)
 
         return inside
@@ -65,7 +68,7 @@ class Block(AbstractContextManager[None]):
         )
 
 
-def use() -> Block:
+def use(**options: Any) -> Block:
     """Let TRL's trainers take their log-probabilities from `chunked_logprobs`, and divergences from
     `chunked_divergence`, inside the block.
 
@@ -87,17 +90,26 @@ def use() -> Block:
     The block is around `train()`: TRL looks its functions up when its model is called. A block in
     which nothing called them warns when it ends, and so does a `use()` without `with`.
 
+    A head that FSDP2 shards by a `fully_shard` of its own is handed over as it is, where TRL alone
+    would gather it by `full_tensor()`, whose gradient nobody reduces.
+
+    Args:
+        options: `gather`, `tokens_per_rank` or `tokens_parallel` of `chunked_logprobs` and
+            `chunked_divergence`, what travels of a sharded head.
+
     Raises:
+        TypeError: another option.
         ImportError: no TRL, or one without these functions (they came with TRL 1.16).
 
     Numerics: those of `chunked_logprobs`, of float32 logits; TRL's are rounded to the dtype of the
     hidden states. Those of `chunked_divergence` and `vocab_parallel_divergence`, never below 0.
     """
-    return Block(replaced())
+    check_head_options(options, ROUTE_OPTIONS)
+    return Block(options)
 
 
 @contextmanager
-def replaced() -> Iterator[list[None]]:
+def replaced(options: dict[str, Any]) -> Iterator[list[None]]:
     """TRL's functions are ours inside; a list of the calls of them."""
     calls: list[None] = []
     try:
@@ -139,16 +151,26 @@ def replaced() -> Iterator[list[None]]:
                 softcap=softcap,
                 logit_scale=logit_scale,
                 entropy="entropy" in outputs,
+                **options,
             )
             correct = out.correct if "is_top1" in outputs else None
             mean = None
             if "mean_logits" in outputs:
                 # Of linear logits, those of the mean class; float32 under autocast too, as TRL's.
                 with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-                    mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
-                    mean += 0.0 if bias is None else bias.mean(dtype=torch.float32)
+                    mean = hidden.float() @ mean_of(weight)
+                    mean += 0.0 if bias is None else mean_of(bias)
                     mean *= logit_scale / temperature
             return out.logprobs, out.entropy, None, mean, correct
 
-    with with_attribute(place, NAME, Ours), divergences(calls):
+    # Of nothing it says that it is one, and gathers none.
+    sharded = with_attribute(place, "DTensor", ())
+    with with_attribute(place, NAME, Ours), sharded, divergences(calls, options):
         yield calls
+
+
+def mean_of(parameter: Any) -> Tensor:
+    """Over its rows, of all ranks that have some."""
+    total: Any = parameter.sum(0, dtype=torch.float32)
+    mean: Tensor = (total.full_tensor() if is_dtensor(total) else total) / parameter.shape[0]
+    return mean

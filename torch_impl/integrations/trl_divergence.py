@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -34,7 +35,7 @@ FROM_LOGITS = [
 
 
 @contextmanager
-def divergences(calls: list[None]) -> Iterator[None]:
+def divergences(calls: list[None], options: dict[str, Any]) -> Iterator[None]:
     """The losses of the trainers that are loaded are ours inside; each call of one is counted."""
     with ExitStack() as stack:
         for place in (FROM_HIDDEN, *FROM_LOGITS):
@@ -49,7 +50,7 @@ def divergences(calls: list[None]) -> Iterator[None]:
                     f"`use` must find the divergence `{name}` of TRL 1.16 in {module}; got none. "
                     f"Run: pip install 'trl==1.16.0'"
                 )
-            ours: Any = counted(from_hidden, calls)
+            ours: Any = counted(partial(from_hidden, **options), calls)
             if trainer is not None:
                 ours = staticmethod(counted(from_logits(theirs), calls))
             stack.callback(setattr, owner, name, vars(owner)[name])
@@ -86,6 +87,7 @@ def from_hidden(
     student_final_logit_softcapping: float | None = None,
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, sum of the student's entropies and number of tokens, with the arguments of TRL's."""
     denominator: Any = num_items_in_batch
@@ -110,6 +112,7 @@ def from_hidden(
         denominator=denominator,
         outputs=("entropy",),
         **kind_of(beta),
+        **options,
     )
     return out.loss, out.entropy.sum(), out.num_tokens
 
