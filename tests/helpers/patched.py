@@ -20,7 +20,8 @@ def llama(*, dtype: torch.dtype = torch.float32, **config: Any) -> LlamaForCausa
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-    made = LlamaForCausalLM(LlamaConfig(vocab_size=V, **sizes, **heads, **config))
+    config = {"vocab_size": V, **sizes, **heads, **config}
+    made = LlamaForCausalLM(LlamaConfig(**config))
     return made.to(dtype)  # type: ignore[no-any-return]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class Case(NamedTuple):
     wrapper: str
     accumulate: int
     patched: bool = True
+    gather: str = "head"
 
 
 class Found(NamedTuple):
@@ -37,6 +39,7 @@ class Found(NamedTuple):
 
 
 MODELS: dict[str, Any] = {"Llama": llama, "GPT2": gpt2}
+MODELS["even Llama"] = partial(llama, vocab_size=V + 1)  # as many rows on both ranks
 
 
 def rows() -> list[dict[str, Tensor]]:
@@ -131,7 +134,7 @@ def trained(case: Case) -> Found:
         )
         model = MODELS[case.make]()
         if case.patched:
-            patch(model)
+            patch(model, gather=case.gather)
         trainer = TwoSteps(model, arguments, train_dataset=rows(), callbacks=[steps])
         trainer.remove_callback(PrinterCallback)
         trainer.train()

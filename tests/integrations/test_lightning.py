@@ -69,7 +69,10 @@ def trained(rank: int, how: str = "sum", strategy: Any = None, **options: Any) -
             self.automatic_optimization = how != "manual"
 
         def configure_model(self) -> None:
-            if strategy is not None and how != "nothing sharded":
+            if how == "hidden":  # whose rows stay on their ranks
+                for part in self.net:
+                    fully_shard(part, mesh=self.device_mesh["data_parallel"])
+            elif strategy is not None and how != "nothing sharded":
                 # The head has to be in the group of what is called.
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
@@ -95,6 +98,8 @@ def trained(rank: int, how: str = "sum", strategy: Any = None, **options: Any) -
                 self.net.unshard()
                 x = self.net[1].forward(self.net[0].forward(x))
                 return {"loss": token_losses(x, y).sum(), "num_tokens": (y != -100).sum()}
+            if how == "hidden":
+                return mean_of(self.net, x, y, reduction="sum", gather="hidden")
             if strategy is not None or how == "dict":
                 losses = token_losses(self.net(x), y)
                 return {"loss": losses.sum(), "num_tokens": (y != -100).sum(), "more": 1}
@@ -185,6 +190,7 @@ def on_rank(rank: int, world: int) -> dict[str, Any]:
         "validates": trained(rank, "validates"),
         "left out": trained(rank, "left out"),
         "FSDP2": trained(rank, strategy=sharding()),
+        "FSDP2, hidden": trained(rank, "hidden", sharding()),
         "clipped": trained(rank, gradient_clip_val=CLIP),
         "fp16": trained(rank, plugins=low),
         "said": {
@@ -218,7 +224,7 @@ def found() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["sum", "dict", "sum, told", "FSDP2", "fp16", "validates", "left out"]
+    "name", ["sum", "dict", "sum, told", "FSDP2", "FSDP2, hidden", "fp16", "validates", "left out"]
 )
 def test_each_step_is_that_of_one_batch(found: list[dict[str, Any]], name: str) -> None:
     """Three steps, of 26, 8 and 5 tokens, the last one of half as many micro-batches. Catches: the

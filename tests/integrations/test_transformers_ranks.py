@@ -16,7 +16,11 @@ from helpers.patched import CHUNK, ROWS, batch, held, llama  # noqa: E402
 from xentlib.torch.integrations.transformers import patch  # noqa: E402
 
 WORLD, RATE = 2, 0.1
-TORCH = ("DDP", "FSDP2, root", "FSDP2, head", "FSDP2, tied", "FSDP2, kept whole")
+TORCH = (
+    *("DDP", "FSDP2, root", "FSDP2, head", "FSDP2, tied", "FSDP2, kept whole"),
+    *("FSDP2, root, hidden", "FSDP2, head, stream", "FSDP2, tied, hidden"),
+    "FSDP2, kept whole, hidden",
+)
 
 
 def one_process(tied: bool) -> dict[str, Any]:
@@ -58,10 +62,10 @@ def wrapped(model: Any, way: str) -> Any:
             "optimizer": {"type": "SGD", "params": {"lr": RATE}},
         }
         return deepspeed.initialize(model=model, config=config)[0]
-    kept = {"reshard_after_forward": False} if way == "FSDP2, kept whole" else {}
+    kept = {"reshard_after_forward": False} if "kept whole" in way else {}
     for layer in model.model.layers:
         fully_shard(layer, **kept)
-    if way == "FSDP2, head":
+    if "head" in way:
         fully_shard(model.lm_head, **kept)
     return fully_shard(model, **kept)
 
@@ -72,7 +76,9 @@ def on_rank(rank: int, world: int, ways: tuple[str, ...]) -> dict[str, Any]:
 
 def trained(rank: int, world: int, way: str) -> dict[str, Any]:
     rows = slice(rank * ROWS // world, (rank + 1) * ROWS // world)
-    model = patch(llama(tie_word_embeddings=way == "FSDP2, tied"), max_chunk_bytes=CHUNK)
+    route = way.rsplit(", ", maxsplit=1)[-1]
+    options = {"gather": route} if route in ("hidden", "stream") else {}
+    model = patch(llama(tie_word_embeddings="tied" in way), max_chunk_bytes=CHUNK, **options)
     if way == "ZeRO-3":
         import deepspeed
 
@@ -106,4 +112,4 @@ def test_every_parameter_on_two_ranks(ways: tuple[str, ...]) -> None:
         pytest.importorskip("deepspeed")
     for found in launch(WORLD, on_rank, ways):
         for way in ways:
-            held(found[way], one_process(way == "FSDP2, tied"))
+            held(found[way], one_process("tied" in way))

@@ -27,6 +27,8 @@ if importlib.util.find_spec("deepspeed") is not None:
 PATCHED = [
     *(Case(*case) for x in WRAPPERS for case in (("Llama", x, 1), ("GPT2", x, 4))),
     *(Case("Llama", x, 4) for x in WRAPPERS if x in ("FSDP2", "ZeRO-3")),
+    *(Case("Llama", "FSDP2", n, gather=way) for n, way in ((4, "hidden"), (1, "stream"))),
+    *(Case("even Llama", x, 2, gather="hidden") for x in WRAPPERS if x == "ZeRO-3"),
 ]
 # What Trainer does by itself: right where the class's name tells it the loss.
 PLAIN = [Case(make, "FSDP2", 4, patched=False) for make in ("Llama", "GPT2")]
@@ -53,7 +55,10 @@ def compared(case: Case, found: list[Found]) -> list[float]:
     return ratios
 
 
-@pytest.mark.parametrize("case", PATCHED, ids=lambda x: f"{x.wrapper}, {x.make}, {x.accumulate}")
+NAMES = [", ".join(map(str, (x.wrapper, x.make, x.accumulate, x.gather))) for x in PATCHED]
+
+
+@pytest.mark.parametrize("case", PATCHED, ids=NAMES)
 def test_every_parameter_on_two_ranks(found: dict[Case, list[Found]], case: Case) -> None:
     """The second step, of micro-batches and ranks with 1 to 11 tokens a row. Catches: a mean of
     means, a sum over ranks for a mean, a division by accumulation steps that comes twice, a head

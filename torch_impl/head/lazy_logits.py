@@ -21,6 +21,7 @@ from xentlib.plan import block_tokens
 from xentlib.torch.api import chunked_logprobs, chunked_nll
 from xentlib.torch.core.device import chunk_bytes
 from xentlib.torch.head.modules import parameters_of
+from xentlib.torch.wrappers import whole_shape
 
 __all__ = ["LazyLogits", "LazyLogitsError"]
 
@@ -85,7 +86,7 @@ class LazyLogits(metaclass=LazyClass):
             weight = self.parameters()[0]
             dtype = torch.promote_types(self.hidden.dtype, weight.dtype)
             object.__setattr__(self, "dtype", dtype)
-            object.__setattr__(self, "num_classes", weight.shape[0])
+            object.__setattr__(self, "num_classes", whole_shape(weight)[0])
 
     def parameters(self) -> tuple[Tensor, Tensor | None, Any]:
         """Weight, bias, and PEFT's layer around a module."""
@@ -236,7 +237,7 @@ class LazyLogits(metaclass=LazyClass):
         if not isinstance(self.head, tuple):  # which may be on another device than its loss
             hidden, labels = hidden.to(weight.device), labels.to(weight.device)
             head = {"weight": self.head}
-        if self.num_classes != weight.shape[0]:
+        if self.num_classes != whole_shape(weight)[0]:
             # Rows that pad the vocabulary: the model has cut their logits off.
             if layer is not None:
                 refuse("fewer classes than the head of an adapter has")

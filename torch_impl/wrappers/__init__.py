@@ -31,6 +31,11 @@ def kept_by_zero(*parameters: Any) -> list[Any]:
     return list({id(p): p for p in parameters if hasattr(p, "ds_status")}.values())
 
 
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """That of a parameter, whole or in pieces: ZeRO-3 leaves it empty."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def keeps_forward(module: nn.Module) -> bool:
     """Whether the forward on a module is Accelerate's, which calls that of its class."""
     return OLD_FORWARD in vars(module)
