@@ -12,6 +12,7 @@ from xentlib.arguments import Arguments
 from xentlib.checks.module import refuse_module
 from xentlib.jax.nll import nll
 from xentlib.jax.placement import configured
+from xentlib.options import Gather
 
 __all__ = ["vocab_tiling_nnx_loss"]
 
@@ -20,7 +21,14 @@ HEAD = ("embed_vocab", "vocab")
 
 
 def vocab_tiling_nnx_loss(
-    model: Any, hidden_states: Any, data: Any, config: Any, is_train: bool
+    model: Any,
+    hidden_states: Any,
+    data: Any,
+    config: Any,
+    is_train: bool,
+    *,
+    gather: Gather = "head",
+    tokens_per_rank: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """What MaxText's function of the same name returns, from one pass over the head.
 
@@ -39,6 +47,9 @@ def vocab_tiling_nnx_loss(
         data: "targets" [B, L] and "targets_segmentation" [B, L], 0 where there is no target.
         config: MaxText's.
         is_train: whether dropout is on, if `config.enable_dropout`.
+        gather: as in `chunked_nll`; bind it with `functools.partial`. "hidden" is for rules that
+            spread the vocabulary, and not the width, over an axis that spreads tokens.
+        tokens_per_rank: with `gather="auto"`.
 
     Returns:
         (total_loss [], its z-loss part []), float32; the first carries the gradient.
@@ -76,6 +87,8 @@ def vocab_tiling_nnx_loss(
         weight_layout="VH" if names[0] == "vocab" else "HV",
         softcap=softcap,
         logit_scale=scale,
+        gather=gather,
+        tokens_per_rank=tokens_per_rank,
     )
     rules = config.logical_axis_rules
     specs = (logical_to_mesh_axes(axes, rules) or () for axes in (TOKENS, names))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +17,10 @@ from xentlib.checks.module import refuse_module
 from xentlib.jax.api import vocab_parallel_divergence, vocab_parallel_logprobs
 from xentlib.jax.nll import nll
 from xentlib.jax.placement import configured
-from xentlib.options import WeightLayout
+from xentlib.options import Gather, WeightLayout
 from xentlib.teacher import TeacherLogits
 
-__all__ = ["logit_loss", "loss_fn"]
+__all__ = ["logit_loss", "loss_fn", "loss_fn_by"]
 
 
 def loss_fn(
@@ -53,6 +54,46 @@ def loss_fn(
 
     Numerics: those of `chunked_nll`: logits are float32, never rounded to the model's dtype.
     """
+    batch = (input_tokens, input_mask, positions, attention_mask, images)
+    return loss_of(model, *batch, "head", None)
+
+
+def loss_fn_by(gather: Gather, *, tokens_per_rank: int | None = None) -> Callable[..., jax.Array]:
+    """`loss_fn` by a route of `gather`: a function with its signature.
+
+        trainer = PeftTrainer(model, optimizer, config).with_loss_fn(loss_fn_by("hidden"))
+
+    Args:
+        gather: as in `chunked_nll`; "hidden" is for a mesh with Auto axes that spreads the
+            vocabulary, and not the width, over an axis that spreads tokens.
+        tokens_per_rank: with "auto".
+    """
+
+    # NNX sorts what it is called with by its signature, which may have no options beside arrays.
+    def loss_fn(
+        model: Any,
+        input_tokens: jax.Array,
+        input_mask: jax.Array,
+        positions: jax.Array,
+        attention_mask: jax.Array,
+        images: jax.Array | None = None,
+    ) -> jax.Array:
+        batch = (input_tokens, input_mask, positions, attention_mask, images)
+        return loss_of(model, *batch, gather, tokens_per_rank)
+
+    return loss_fn
+
+
+def loss_of(
+    model: Any,
+    input_tokens: jax.Array,
+    input_mask: jax.Array,
+    positions: jax.Array,
+    attention_mask: jax.Array,
+    images: jax.Array | None,
+    gather: Gather,
+    tokens_per_rank: int | None,
+) -> jax.Array:
     more = {} if images is None else {"images": images}
     model(input_tokens, positions, None, attention_mask, output_hidden_states=True, **more)
     sown: Any = nnx.pop(model, nnx.Intermediate)
@@ -67,6 +108,8 @@ def loss_fn(
         token_weights=mask.astype(jnp.float32),
         softcap=getattr(model, "final_logits_softcap", None),
         weight_layout=layout,
+        gather=gather,
+        tokens_per_rank=tokens_per_rank,
     )
     tokens = () if shardings is None else shardings.act_btd[:2]
     mesh = None if spec is None else entered()

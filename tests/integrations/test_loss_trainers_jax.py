@@ -6,6 +6,7 @@ Shapes: B rows of L tokens, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ from helpers.held import hold_in_norm  # noqa: E402
 from helpers.mesh_jax import mesh_of  # noqa: E402
 from xentlib.jax import count_collectives  # noqa: E402
 from xentlib.jax.integrations.maxtext import vocab_tiling_nnx_loss  # noqa: E402
-from xentlib.jax.integrations.tunix import loss_fn  # noqa: E402
+from xentlib.jax.integrations.tunix import loss_fn, loss_fn_by  # noqa: E402
 
 B, L, V, H = 4, 12, 64, 16
 LENGTHS = np.array([12, 7, 1, 4])[:, None]  # uneven
@@ -53,12 +54,17 @@ def mesh_for(kind: Any) -> Any:
     return mesh_of(AxisType.Auto, fsdp=1, tp=1) if kind is None else mesh_of(kind, fsdp=2, tp=2)
 
 
-def placed(model: Any, mesh: Any) -> Any:
+# Of a head whose rows stay: the vocabulary over both axes, the width over none
+ROWS = {"kernel": P(None, ("tp", "fsdp")), "w": P(None, ("tp", "fsdp"))}
+ROWS["embedding"] = ROWS["input_embedding"] = P(("tp", "fsdp"), None)
+
+
+def placed(model: Any, mesh: Any, place: Any = PLACE) -> Any:
     """Each head and table where its name says, the rest whole."""
     if mesh.size > 1:
         state = nnx.state(model, nnx.Param)
         put = {
-            path: v.replace(jax.device_put(v[...], NamedSharding(mesh, PLACE.get(path[-1], P()))))
+            path: v.replace(jax.device_put(v[...], NamedSharding(mesh, place.get(path[-1], P()))))
             for path, v in nnx.to_flat_state(state)
         }
         nnx.update(model, nnx.from_flat_state(put))
@@ -121,6 +127,7 @@ RULES = (
     ("embed_vocab", ("fsdp",)),
     ("vocab", ("tp",)),
 )
+ROWS_STAY = (*RULES[:2], ("embed_vocab", None), ("vocab", ("tp", "fsdp")))
 
 
 def config_of(tied: bool) -> Any:
@@ -183,6 +190,31 @@ def test_maxtext_s_loss_is_that_of_full_logits(kind: str) -> None:
         assert kernel.sharding.is_equivalent_to(spread, 2)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_maxtext_s_head_whose_rows_stay(tied: bool) -> None:
+    """`gather="hidden"`, bound by `partial`: no device has more of the head than its rows."""
+    mesh, config = mesh_for(AxisType.Auto), config_of(tied)
+    config.logical_axis_rules = ROWS_STAY
+    model = placed(Transformer(config, mesh), mesh, ROWS)
+    data, hidden = data_of(mesh), on(mesh, random(4, B, L, H))
+    loss = partial(vocab_tiling_nnx_loss, gather="hidden")
+    step = nnx.jit(
+        nnx.value_and_grad(
+            lambda m, h: loss(m, h, data, config, True), argnums=(0, 1), has_aux=True
+        )
+    )
+    with jax.set_mesh(mesh), count_collectives() as count:
+        (value, z), grads = step(model, hidden)
+    assert {"all_gather", "reduce_scatter"} <= {x.kind for x in count.looped()}
+    got, want = {"loss": value, "z_loss": z, "grads": grads}, step_of(reference, None, tied, False)
+    if not tied:
+        hold(got, want)
+        return
+    tables = [x["grads"][0].pop("token_embedder")["embedding"] for x in (got, want)]
+    hold(got, want)
+    hold_in_norm(*([x.astype(jnp.bfloat16)] for x in tables))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_maxtext_s_tied_head(kind: str) -> None:
     """Its table is rounded to bfloat16, and so is the table's gradient, as in MaxText: held to the
@@ -233,10 +265,12 @@ class Embedder(nnx.Module):
 class Model(nnx.Module):
     """Of tunix's signature, with its three kinds of heads: `w`, tied, and a layer of NNX."""
 
-    def __init__(self, head: str) -> None:
+    def __init__(self, head: str, rows: Any = None) -> None:
         shardings = SimpleNamespace(
             act_btd=("fsdp", None, None), emb_vd=("tp", "fsdp"), emb_dv=("fsdp", "tp")
         )
+        if rows is not None:
+            shardings.emb_vd, shardings.emb_dv = (rows, None), (None, rows)
         self.config = nnx.static(SimpleNamespace(shd_config=shardings))
         self.embedder, self.norm = Embedder(), nnx.RMSNorm(H, rngs=nnx.Rngs(0))
         if head == "tied":
@@ -297,6 +331,17 @@ def test_tunix_s_loss_is_its_own(head: str, kind: str) -> None:
         module, name = ("lm_head", "w") if head == "w" else ("embedder", "input_embedding")
         spread = NamedSharding(mesh_for(KINDS[kind]), PLACE[name])
         assert got["grads"][module][name].sharding.is_equivalent_to(spread, 2)
+
+
+def test_tunix_s_head_whose_rows_stay() -> None:
+    """As MaxText's."""
+    mesh = mesh_for(AxisType.Auto)
+    model = placed(Model("w", ("tp", "fsdp")), mesh, ROWS)
+    step = nnx.jit(nnx.value_and_grad(loss_fn_by("hidden")))
+    with jax.set_mesh(mesh), count_collectives() as count:
+        value, grads = step(model, **batch_of(mesh))
+    assert {"all_gather", "reduce_scatter"} <= {x.kind for x in count.looped()}
+    hold({"loss": value, "grads": grads}, tunix_step(default_loss, None, "w"))
 
 
 def test_tunix_s_loss_makes_no_logits() -> None:
