@@ -129,6 +129,31 @@ OF_DIVERGENCES = {
 }
 
 
+# Of a head that tensor parallelism has cut and FSDP2 shards further, which no parity run counts:
+# MAX and SUM over all of these ranks, or of a stream over the shards, and d hidden over the shards.
+OF_TWO_DIMENSIONS = {
+    "FSDP2, vocabulary shard, hidden": Budget(TWO_GATHERS | REDUCE, GATHER, each=ROUND),
+    "FSDP2, vocabulary shard, hidden, recompute": Budget(
+        TWO_GATHERS | TWO_REDUCES, TWO_GATHERS | REDUCE, each=GATHER, each_backward=BOTH
+    ),
+    "FSDP2, vocabulary shard, stream": Budget(
+        GATHER | {"all_reduce": 3}, GATHER, each=TWO_GATHERS | SCATTER
+    ),
+    "FSDP2, vocabulary shard, stream, recompute": Budget(
+        GATHER | TWO_REDUCES, GATHER | REDUCE, each=GATHER, each_backward=BOTH
+    ),
+    # A sequence that is spread over the shards: tokens of all ranks, or of the shards' alone.
+    "FSDP2, sequence, hidden": Budget(TWO_GATHERS, GATHER, each=ROUND),
+    "FSDP2, sequence, hidden, recompute": Budget(
+        TWO_GATHERS | TWO_REDUCES, TWO_GATHERS, each=GATHER, each_backward=BOTH
+    ),
+    "FSDP2, sequence": Budget(THREE_GATHERS, GATHER | SCATTER, each=ROUND),
+    "FSDP2, sequence, recompute": Budget(
+        THREE_GATHERS | TWO_REDUCES, THREE_GATHERS | SCATTER, each=GATHER, each_backward=BOTH
+    ),
+}
+
+
 def budget_entries(
     budget: str,
     forward: Sequence[Mapping[str, int]],
@@ -137,7 +162,7 @@ def budget_entries(
 ) -> tuple[Any, Any]:
     """What ranks counted (`CollectiveCount.counts()`, by rank) and what a row of `BUDGETS` allows,
     an entry for each rank, phase and kind; `rounds` of what travels in them."""
-    allowed = (BUDGETS | OF_DIVERGENCES)[budget]
+    allowed = (BUDGETS | OF_DIVERGENCES | OF_TWO_DIMENSIONS)[budget]
 
     def numbers(counted: Mapping[str, int], theirs: tuple[str, ...] = ()) -> list[int]:
         return [counted.get(kind, 0) for kind in KINDS if kind not in theirs]

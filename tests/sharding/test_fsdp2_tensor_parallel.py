@@ -14,6 +14,7 @@ import pytest
 
 from helpers.ranks import launch
 from helpers.refused import said_by
+from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
@@ -34,6 +35,14 @@ CALLS: dict[str, dict[str, Any]] = {
 WAYS = ("head", "hidden", "stream", "head, sequence", "hidden, sequence")
 REFUSED = {("stream", "divergence"), ("stream", "top"), ("head, sequence", "divergence")}
 NAMES = [(way, name) for way in WAYS for name in CALLS if (way, name) not in REFUSED]
+
+
+COUNTED = [
+    (way, function, rows)
+    for way in WAYS[1:]
+    for function in ("chunked_nll", "chunked_logprobs")
+    for rows in (0, 1)
+]
 
 
 def numbers() -> tuple[Any, ...]:
@@ -61,7 +70,7 @@ def head_of(mesh: Any, *, bias: bool = True, seed: float = 1.0) -> Any:
     for name, p in list(head.named_parameters()):
         piece = torch.nn.Parameter(distribute_tensor(p.data, mesh["tp"], [Shard(0)]))
         head.register_parameter(name, piece)
-    fully_shard(head, mesh=mesh["fsdp"])
+    fully_shard(head, mesh=mesh["fsdp"], reshard_after_forward=True)
     HELD.append(head)
     return head
 
@@ -119,10 +128,22 @@ def on_rank(rank: int, world: int) -> dict[Any, Any]:
         if name == "divergence":
             teacher = head_of(mesh, seed=0.7)
             more["teacher"] = teacher.weight, teacher.bias
-        with count_collectives() as count:
-            total(CALLS[name], hidden, (head.weight, head.bias), labels, more).backward()
+        total(CALLS[name], hidden, (head.weight, head.bias), labels, more).backward()
         got = [p.grad.full_tensor() * F for p in (head.weight, head.bias)]  # FSDP2's mean
-        found[way, name] = ([x.numpy() for x in (hidden.grad, *got)], count.counts())
+        found[way, name] = [x.numpy() for x in (hidden.grad, *got)]
+    for way, function, rows in COUNTED:  # rows of a rank in a chunk or in a block
+        gather, *sequence = way.split(", ")
+        hidden, labels = (x[f, t], y[f, t]) if sequence else (x[f].flatten(0, 1), y[f].flatten())
+        hidden, head = hidden.clone().requires_grad_(), head_of(mesh, bias=False)
+        more = {"vocab_parallel": mesh["tp"], "gather": gather}
+        more["max_chunk_bytes"] = 1 if rows else None
+        if sequence:
+            more["tokens_parallel"] = mesh["tp"]
+        with count_collectives() as forward:
+            loss = total({"function": function}, hidden, (head.weight, None), labels, more)
+        with count_collectives() as backward:
+            loss.backward()
+        found[way, function, rows] = forward.counts(), backward.counts()
     return found
 
 
@@ -144,9 +165,26 @@ def test_gradients_are_those_of_one_process(found: Any, way: str, name: str) -> 
     for rank, of_rank in enumerate(found):
         f, t = divmod(rank, T)
         own = d_hidden[f, t] if "sequence" in way else d_hidden[f].flatten(0, 1)
-        got, _ = of_rank[way, name]
-        for which, want in zip(got, (own, weight.grad, bias.grad), strict=True):
+        for which, want in zip(of_rank[way, name], (own, weight.grad, bias.grad), strict=True):
             assert not failures(check("A1", which.astype("float32"), want.float().numpy()))
+
+
+@pytest.mark.parametrize(("way", "function", "rows"), COUNTED)
+def test_collectives_are_those_of_the_budget(
+    found: Any, way: str, function: str, rows: int
+) -> None:
+    """A15: in rounds of chunks or of blocks, as many on every rank."""
+    name = f"FSDP2, vocabulary shard, {way}"
+    if "sequence" in way:
+        name = "FSDP2, sequence" + ", hidden" * way.startswith("hidden")
+    name += ", recompute" * (function == "chunked_logprobs")
+    for t in range(T):  # which have as many blocks of a stream as they have rows
+        counts = [of_rank[way, function, rows] for of_rank in found[t::T]]
+        forward, backward = ([count[k] for count in counts] for k in (0, 1))
+        scatters = sum(x.get("reduce_scatter", 0) for x in (forward[0], backward[0]))
+        rounds = scatters - way.startswith("head")  # which FSDP2 scatters itself
+        assert rounds > rows
+        assert not failures(check_budget(name, forward, backward, rounds=rounds)), counts
 
 
 def wrongly(rank: int, world: int) -> dict[str, str]:
