@@ -5,8 +5,8 @@
 
 An example is run as the last command of its docstring says: on two ranks, or on four devices. Its
 gradient is compared with that of one process, or device, that has full logits of the whole batch.
-Peak memory is that of the largest process in one step at larger sizes, with xentlib and with full
-logits. Names on the command line replace their entries alone.
+Peak memory is that of the largest process in one step at larger sizes, with xentlib, also with
+other values of `gather`, and with full logits. Names on the command line replace their entries alone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ GUARD = ["python", "-P", "tests/helpers/orphans.py"]
 VOCAB, LENGTH = 65536, 512
 LARGE = ["--vocab", str(VOCAB), "--length", str(LENGTH), "--steps", "1"]
 RANKS = 2
+# Of a head whose rows may stay on their ranks
+ROUTES = {"fsdp2": ("hidden", "stream"), "zero3": ("hidden",)}
 BOUND = 1e-5
 
 
@@ -84,9 +86,14 @@ def distance_of(path: Path) -> float:
 
 
 def measured(path: Path, distance: float) -> dict[str, Any]:
-    ours, full = (run([*command_of(path), *LARGE, *more]) for more in ([], ["--full-logits"]))
+    def peak(*more: str) -> int:
+        return run([*command_of(path), *LARGE, *more])
+
+    ours, full = peak(), peak("--full-logits")
     print(f"{path.stem:20} {ours >> 20:6,} MiB {full >> 20:6,} MiB", flush=True)
-    return {"distance": distance, "peak_bytes": ours, "peak_bytes_full_logits": full}
+    found = {"distance": distance, "peak_bytes": ours, "peak_bytes_full_logits": full}
+    ways = {way: peak("--gather", way) for way in ROUTES.get(path.stem, ())}
+    return found | ({"peak_bytes_by_gather": ways} if ways else {})
 
 
 def main() -> None:

@@ -81,6 +81,10 @@ def recipe_numbers(name: str) -> dict[str, str]:
         "ours": f"{one['peak_bytes'] / 2**20:,.0f} MiB",
         "full": f"{one['peak_bytes_full_logits'] / 2**20:,.0f} MiB",
         "distance": f"{one['distance']:.1e}",
+        "routes": "".join(
+            f', {size / 2**20:,.0f} MiB with `gather="{way}"`'
+            for way, size in one.get("peak_bytes_by_gather", {}).items()
+        ),
     }
 
 
@@ -97,8 +101,8 @@ def recipe_part(name: str) -> str:
     lines = " ".join(map(str, marked(name)))
     return (
         f"[Download `{name}.py`](examples/{name}.py); the highlighted lines are those to add or to "
-        f"change. With {said['sizes']} its largest process takes {said['ours']}, and "
-        f"{said['full']} without xentlib. The relative distance of its first gradient to that of "
+        f"change. With {said['sizes']} its largest process takes {said['ours']}{said['routes']}, "
+        f"and {said['full']} without xentlib. The relative distance of its first gradient to that of "
         f"full logits is {said['distance']}.\n\n"
         f'```python title="examples/{name}.py" hl_lines="{lines}"\n{text}\n```'
     )

@@ -1,10 +1,11 @@
 """Runs a file of examples/ with other sizes, with or without all logits; keeps a gradient.
 
-    [torchrun ...] tests/helpers/recipe.py NAME [--full-logits] [--keep FILE] [--together RANKS]
-        [--vocab V] [--length L] [--steps N]
+    [torchrun ...] tests/helpers/recipe.py NAME [--full-logits] [--gather ROUTE] [--keep FILE]
+        [--together RANKS] [--vocab V] [--length L] [--steps N]
 
 The example is run as it stands, but for the numbers in its line `VOCAB, LENGTH, ... = ...`.
-`--full-logits` puts functions of all logits in place of xentlib's. `--together RANKS` makes one
+`--full-logits` puts functions of all logits in place of xentlib's, `--gather` has its heads stay
+sharded. `--together RANKS` makes one
 batch of the micro-batches of so many ranks. `--keep` writes the first rank's gradient of the first
 step.
 """
@@ -16,6 +17,7 @@ import ast
 import contextlib
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,15 @@ def jax_with_all_logits() -> None:
     maxtext.vocab_tiling_nnx_loss = tiling  # type: ignore[assignment]
 
 
+def torch_by(gather: str) -> None:
+    """The heads of an example stay sharded."""
+    import xentlib.torch as package
+
+    made = package.NLLHead.from_linear
+    package.chunked_nll = partial(package.chunked_nll, gather=gather)  # type: ignore[misc]
+    package.NLLHead.from_linear = partial(made, gather=gather)  # type: ignore[method-assign]
+
+
 # --- the first step -------------------------------------------------------------------------------
 
 
@@ -201,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--full-logits", action="store_true")
+    parser.add_argument("--gather")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--together", type=int)
     for size in ("vocab", "length", "steps"):
@@ -211,6 +223,8 @@ def main() -> None:
     of_jax = "from xentlib.jax" in (EXAMPLES / f"{options.name}.py").read_text(encoding="utf-8")
     if options.full_logits:
         jax_with_all_logits() if of_jax else torch_with_all_logits(options.name)
+    if options.gather:
+        torch_by(options.gather)
     if options.keep is None:
         run(options.name, **numbers)
         return
