@@ -25,8 +25,10 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_send_recv,
-    _ComputationType as Kind,
     _PipelineScheduleRuntime,
+)
+from torch.distributed.pipelining.schedules import (
+    _ComputationType as Kind,
 )
 
 from helpers.pages import groups
@@ -162,7 +164,7 @@ def run(
     parts, head = whole_model(number, ahead=setup.ahead)
     here = {k: parts[k] for k in range(rank, number, world)}
     rows = nn.Parameter(head.detach().split(sizes_of(world))[rank].clone())
-    over = (make or shown().HeadOverStages)(rows, dist.group.WORLD)
+    over = (make or shown().HeadOverStages)(rows, dist.group.WORLD, V)
     stages = [PipelineStage(x, k, number, torch.device("cpu")) for k, x in here.items()]
     schedule = make_schedule(setup, stages, over.loss_fn)
     counts: list[dict[str, int]] = []
@@ -188,7 +190,7 @@ def run(
     evaluated: list[Any] = []
     schedule.eval(*inputs, losses=evaluated, **keywords)
     assert (rows.grad.numpy() == gradients["head"]).all()
-    loss, mean = (float(sum(x)) if x else float("nan") for x in (losses, evaluated))
+    loss, mean = (sum(x).item() if x else float("nan") for x in (losses, evaluated))
     return Step(loss, gradients, counts, mean)
 
 
