@@ -6,7 +6,8 @@
 An example is run as the last command of its docstring says: on two ranks, or on four devices. Its
 gradient is compared with that of one process, or device, that has full logits of the whole batch.
 Peak memory is that of the largest process in one step at larger sizes, with xentlib, also with
-other values of `gather`, and with full logits. Names on the command line replace their entries alone.
+other values of `gather`, and with full logits. Names on the command line replace their entries
+alone.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def recipe_part(name: str) -> str:
     return (
         f"[Download `{name}.py`](examples/{name}.py); the highlighted lines are those to add or to "
         f"change. With {said['sizes']} its largest process takes {said['ours']}{said['routes']}, "
-        f"and {said['full']} without xentlib. The relative distance of its first gradient to that of "
-        f"full logits is {said['distance']}.\n\n"
+        f"and {said['full']} without xentlib. The relative distance of its first gradient to that "
+        f"of full logits is {said['distance']}.\n\n"
         f'```python title="examples/{name}.py" hl_lines="{lines}"\n{text}\n```'
     )
 

@@ -66,6 +66,8 @@ DIFFERENT = {
     "denominator": ("denominator", f"`denominator` {SAME}"),
     "gradient": ("gradient", "`hidden` must require grad on every rank of `vocab_parallel`, or on"),
     "whole head": ("weight", "must come with this rank's part of 157 classes; got all of them on"),
+    "whole head, declared": ("weight", "must come with this rank's part of 157 classes; got all"),
+    "whole head, tokens": ("weight", "must come with this rank's part of 157 classes; got all of"),
     "whole kernel": ("weight", "must come with this rank's part of 157 classes; got all of them"),
     "label": ("labels", r"`labels` must lie in [0, 157) or equal `ignore_index` (-100); got 157"),
 }
@@ -119,6 +121,16 @@ def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]
         "denominator": {"denominator": 40 + rank},
         "gradient": {"hidden": hidden.clone().requires_grad_(rank == 0)},
         "whole head": {"weight": whole, "vocab_parallel": group},
+        "whole head, declared": {
+            "weight": whole,
+            "vocab_parallel": VocabShard.of_ranks(len(whole), group),
+        },
+        "whole head, tokens": {
+            "weight": whole,
+            "vocab_parallel": VocabShard.of_ranks(len(whole), group),
+            "tokens_parallel": group,
+            "hidden": hidden + rank,
+        },
         "whole kernel": {
             "weight": whole.T.contiguous(),
             "weight_layout": "HV",

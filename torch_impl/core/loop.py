@@ -183,7 +183,7 @@ def gathered_hidden(loop: HeadLoop, agreed: Agreed) -> Parts:
         shard = numbers_of(shard_of(tuple(agreed.rows), rank, None if classes < 0 else classes))
     shard = torch.cat([shard[:3], shard.new_tensor([largest])])
     layout = call.rows._replace(shard=shard)
-    vocab = ShardedVocab(layout, rows.size, loop.like, may_be_whole=undeclared)
+    vocab = ShardedVocab(layout, rows.size, loop.like, may_be_whole=layout.route == "tokens")
     return rows, vocab, GatheredTokens(call, vocab, agreed, loop.terms)
 
 

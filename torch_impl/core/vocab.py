@@ -49,12 +49,13 @@ class ShardedVocab(LocalVocab):
         like: dict[str, Any],
         *,
         order: Any = None,
-        may_be_whole: bool | None = None,
+        may_be_whole: bool = True,
         more_rows: int | None = None,
     ) -> None:
-        """`may_be_whole`: nobody has declared the shard, and it may be the whole vocabulary by
-        mistake. `more_rows`: what the SUM has of a token in every call of this function beside the
-        target's logit, a count and two sums; the options that a call has, if None."""
+        """`may_be_whole`: the caller has cut the rows, and each rank may have the whole vocabulary
+        by mistake, declared or not. `more_rows`: what the SUM has of a token in every call of this
+        function beside the target's logit, a count and two sums; the options that a call has, if
+        None."""
         assert layout.shard is not None
         self.group, self.rows, self.sum_rows = group_named(layout.group), rows, 0
         size = like["dtype"].itemsize
@@ -65,7 +66,7 @@ class ShardedVocab(LocalVocab):
         start, stop, vocab_size, largest = layout.shard.tolist()
         self.declared = start >= 0
         self.vocab_size = None if vocab_size < 0 else vocab_size
-        self.may_be_whole = not self.declared if may_be_whole is None else may_be_whole
+        self.may_be_whole = may_be_whole
         self.weights: int | None = None  # of classes, their number
         if self.declared:
             shard = VocabShard(start, stop, vocab_size)

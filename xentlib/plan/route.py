@@ -16,7 +16,7 @@ from xentlib.plan.split import ROOM, ChunkPlan, sum_rows
 
 LABEL = 8  # bytes
 # Integers of 8 bytes that ranks exchange first, on the host, whatever the route.
-HANDSHAKE = 29 * 8
+HANDSHAKE = 30 * 8
 
 
 @dataclass(frozen=True, slots=True)
