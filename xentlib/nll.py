@@ -174,9 +174,9 @@ def chunked_nll(
             "stream" all-gathers the weight in blocks of rows, twice: no [V, H] either, a fourth
             GEMM, and what is sent does not depend on the number of tokens. "auto" is the faster of
             "head" and "hidden" by `xentlib.plan.choose_gather`. In PyTorch for heads that FSDP2 or
-            ZeRO-3 shards, with `vocab_parallel` for shards that FSDP2 shards further; in JAX, which has no "stream", on Explicit meshes and for Flax's
-            `NLLHead`. `SoftLabels` travel with "hidden", probabilities of all classes do not;
-            neither goes with "stream".
+            ZeRO-3 shards, with `vocab_parallel` for shards that FSDP2 shards further; in JAX, which
+            has no "stream", on Explicit meshes and for Flax's `NLLHead`. `SoftLabels`
+            travel with "hidden", probabilities of all classes do not; neither goes with "stream".
         tokens_per_rank: for `gather="auto"`: about the tokens of a rank, equal on every rank.
         reduce_hidden_grad: with `vocab_parallel`, whether d hidden is summed over the shards.
             False, in PyTorch only, returns this rank's part, for a model whose own region before
