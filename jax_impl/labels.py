@@ -14,7 +14,7 @@ from xentlib.checks.placement import PLACEMENTS
 from xentlib.checks.validators import plain
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.core.tokens import check_kept
-from xentlib.labels import any_of_next
+from xentlib.labels import PIECES, any_of_next
 
 
 def next_token_labels(
@@ -27,6 +27,7 @@ def next_token_labels(
     shift: int = 1,
     ignore_index: int = -100,
     sequence_parallel: Any = None,
+    layout: str = "contiguous",
 ) -> jax.Array:
     """Shift token ids so that position t carries the label it must predict, the token at t + 1.
 
@@ -53,12 +54,15 @@ def next_token_labels(
         ignore_index: written where there is nothing to predict.
         sequence_parallel: the ranks that the sequence is spread over: in PyTorch a ProcessGroup or
             a one-dimensional DeviceMesh, in JAX the name of a mesh axis inside `shard_map`.
-            `labels`, `segment_ids`, `position_ids` and `where` are then this rank's consecutive
-            slice of those of the whole row, in rank order; in PyTorch slices may differ in length,
-            and be empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as
-            `shift` is. `shift` columns are exchanged, in one collective; they may lie in several
-            slices (in JAX all slices are gathered then). Where a rank holds two (zig-zag context
-            parallelism), shift before slicing instead.
+            `labels`, `segment_ids`, `position_ids` and `where` are then this rank's part of those
+            of the whole row. `cu_seqlens` are the offsets of the whole row, the same on every rank,
+            as `shift` is. The first `shift` columns of each slice or piece are exchanged, in one
+            collective; targets may lie several slices ahead.
+        layout: which part of the row a rank has. "contiguous": a slice of consecutive tokens, in
+            rank order; in PyTorch slices may differ in length, and be empty. "zigzag", with R
+            ranks: pieces r and 2 R - 1 - r of 2 R equal pieces of the row on rank r, one after the
+            other, so that causal attention costs each rank as much. Where every document is cut
+            into such pieces (the THD format of TransformerEngine), shift before slicing.
 
     Returns:
         [..., L] of the dtype of `labels`; the input is not written to.
@@ -68,7 +72,10 @@ def next_token_labels(
             or no process group.
         ValueError: a shift below 1, shapes that do not belong together, two descriptions of the
             packing, a mesh of several dimensions, a mesh axis that is not there, or a NumPy array's
-            64-bit numbers that a JAX without 64-bit types would change.
+            64-bit numbers that a JAX without 64-bit types would change; pieces that differ in
+            length and, in PyTorch, `cu_seqlens` that are others on another rank. What only another
+            rank knows is not read on a GPU: each label is then one that no vocabulary has, and a
+            loss is NaN.
 
     Numerics: integers only (contract row A0).
     """
@@ -80,40 +87,45 @@ def next_token_labels(
         where=where,
     )
     ignore_index = plain(ignore_index)
-    arrays = (labels, segment_ids, cu_seqlens, position_ids, where)
-    shift = check_next_token_labels(shift, ignore_index, *map(array_spec, arrays))
+    arrays = map(array_spec, (labels, segment_ids, cu_seqlens, position_ids, where))
+    shift = check_next_token_labels(shift, ignore_index, layout, sequence_parallel, *arrays)
+    pieces = PIECES[layout]
+    length, left_over = divmod(labels.shape[-1], pieces)
+    LABELS.require("pieces", not left_over, length=labels.shape[-1])
     if cu_seqlens is not None and concrete_on_cpu(cu_seqlens):
         first = int(np.asarray(cu_seqlens)[0])
         LABELS.require("offsets", first == 0, first=first)
     ids = {"labels": labels, "segment_ids": segment_ids, "position_ids": position_ids}
     check_kept(labels, ignore_index, ids)
-    length = labels.shape[-1]
     rows = [jnp.asarray(x) for x in ids.values() if x is not None]
     ignored = np.asarray(ignore_index, rows[0].dtype)
     if where is not None:  # what does not count is no target; below it has none
         where = jnp.asarray(where).astype(bool)
         rows[0] = jnp.where(where, rows[0], ignored)
+    rows = [x.reshape(*x.shape[:-1], pieces, length) for x in rows]
     if sequence_parallel is None:
         columns = min(shift, length)
         after = [jnp.zeros_like(x[..., :columns]) for x in rows]
         after[0] = jnp.full_like(after[0], ignored)
-        start: jax.Array | int = 0
+        start: Any = np.zeros(1, np.int32)
     else:
         after, start = next_columns(rows, shift, ignored, sequence_parallel)
         columns = after[0].shape[-1]
     tokens, *packing = (jnp.concatenate(both, axis=-1) for both in zip(rows, after))
     shifted = tokens[..., columns:]
-    begins = None  # whether a document does, at each token of this slice and of the columns
+    begins = None  # whether a document does, at each token of a piece and of the columns behind it
     for x in packing:
         before = jnp.concatenate([x[..., :1], x[..., :-1]], axis=-1)
         step = 0 if position_ids is None else 1
         begins = (x < before) | (x - step != before)  # 0 - 1 is 255 in uint8
     if cu_seqlens is not None:
-        # Offsets before this slice fall on its first token; those behind are dropped.
-        offsets = jnp.maximum(jnp.asarray(cu_seqlens).astype(jnp.int32) - start, 0)
-        begins = jnp.zeros(length + columns, bool).at[offsets].set(True, mode="drop")
+        # Offsets before a piece fall on its first token; those behind are dropped.
+        offsets = jnp.asarray(cu_seqlens).astype(jnp.int32)[None] - start[:, None]
+        places = (np.arange(pieces)[:, None], jnp.maximum(offsets, 0))
+        begins = jnp.zeros((pieces, length + columns), bool).at[places].set(True, mode="drop")
     if begins is not None:
         shifted = jnp.where(any_of_next(begins, columns), ignored, shifted)
+    shifted = shifted.reshape(labels.shape)
     if where is not None:
         shifted = jnp.where(where, shifted, ignored)
     return shifted
@@ -122,28 +134,40 @@ def next_token_labels(
 def next_columns(
     rows: list[jax.Array], shift: int, ignored: Any, axis: Any
 ) -> tuple[list[jax.Array], jax.Array]:
-    """The columns behind this slice, of each of `rows`, as many as `shift` asks for and the whole
-    row has; where this slice starts.
+    """The columns behind each piece of this device, of each of `rows`, as many as `shift` asks for
+    and the whole row has; where these pieces start.
 
     One collective: a permute of the next slice's first columns, or, where those of several slices
-    are needed, an all-gather of all.
+    are needed, or of two pieces that lie in opposite directions, an all-gather.
     """
     try:
         size = lax.axis_size(axis)
     except (NameError, TypeError):
         PLACEMENTS.refuse("axis", argument="sequence_parallel", name=axis)
-    length = rows[0].shape[-1]
-    columns = min(shift, size * length)
-    start = lax.axis_index(axis) * length
+    pieces, length = rows[0].shape[-2:]
+    row = size * pieces * length
+    columns, sent = min(shift, row), min(shift, length)
+    rank = lax.axis_index(axis)
+    here = jnp.stack([rank, 2 * size - 1 - rank][:pieces])
     # The widest integer holds all bits of the others, so that one array takes all rows.
     wide = max((x.dtype for x in rows), key=lambda dtype: dtype.itemsize)
-    local = jnp.stack([x.astype(wide) for x in rows])
-    if columns <= length:
-        theirs = lax.ppermute(local[..., :columns], axis, [(r + 1, r) for r in range(size - 1)])
+    first = jnp.stack([x.astype(wide) for x in rows])[..., :sent]
+    if pieces == 1 and columns <= length:
+        theirs = lax.ppermute(first, axis, [(r + 1, r) for r in range(size - 1)])
     else:
-        whole = lax.all_gather(local, axis, axis=local.ndim - 1, tiled=True)
-        whole = jnp.pad(whole, [(0, 0)] * (local.ndim - 1) + [(0, columns)])
-        theirs = lax.dynamic_slice_in_dim(whole, start + length, columns, axis=-1)
+        heads = lax.all_gather(first, axis, axis=first.ndim - 2)  # [..., size, pieces, sent]
+        order = heads[..., 0, :]
+        if pieces == 2:
+            order = jnp.concatenate([order, heads[..., ::-1, 1, :]], axis=-2)
+        order = order.reshape(*order.shape[:-2], size * pieces * sent)
+        order = jnp.pad(order, [(0, 0)] * (order.ndim - 1) + [(0, columns)])
+        behind = [(here[k] + 1) * sent for k in range(pieces)]
+        theirs = jnp.stack(
+            [lax.dynamic_slice_in_dim(order, b, columns, axis=-1) for b in behind], axis=-2
+        )
     label, *packing = (c.astype(x.dtype) for c, x in zip(theirs, rows))
-    behind = start + length + np.arange(columns, dtype=start.dtype) >= size * length
-    return [jnp.where(behind, ignored, label), *packing], start
+    start = here * length
+    behind_row = (
+        start[:, None] + np.arange(length, length + columns, dtype=start.dtype)[None] >= row
+    )
+    return [jnp.where(behind_row, ignored, label), *packing], start

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from xentlib.checks.labels import LABELS, check_next_token_labels
 from xentlib.checks.validators import plain
-from xentlib.labels import any_of_next
+from xentlib.labels import PIECES, any_of_next
 from xentlib.torch.array_spec import array_spec, only_tensors
 from xentlib.torch.core.device import onto
 from xentlib.torch.micro_batch import readable
@@ -29,6 +29,7 @@ def next_token_labels(
     shift: int = 1,
     ignore_index: int = -100,
     sequence_parallel: Any = None,
+    layout: str = "contiguous",
 ) -> Tensor:
     """Shift token ids so that position t carries the label it must predict, the token at t + 1.
 
@@ -55,12 +56,15 @@ def next_token_labels(
         ignore_index: written where there is nothing to predict.
         sequence_parallel: the ranks that the sequence is spread over: in PyTorch a ProcessGroup or
             a one-dimensional DeviceMesh, in JAX the name of a mesh axis inside `shard_map`.
-            `labels`, `segment_ids`, `position_ids` and `where` are then this rank's consecutive
-            slice of those of the whole row, in rank order; in PyTorch slices may differ in length,
-            and be empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as
-            `shift` is. `shift` columns are exchanged, in one collective; they may lie in several
-            slices (in JAX all slices are gathered then). Where a rank holds two (zig-zag context
-            parallelism), shift before slicing instead.
+            `labels`, `segment_ids`, `position_ids` and `where` are then this rank's part of those
+            of the whole row. `cu_seqlens` are the offsets of the whole row, the same on every rank,
+            as `shift` is. The first `shift` columns of each slice or piece are exchanged, in one
+            collective; targets may lie several slices ahead.
+        layout: which part of the row a rank has. "contiguous": a slice of consecutive tokens, in
+            rank order; in PyTorch slices may differ in length, and be empty. "zigzag", with R
+            ranks: pieces r and 2 R - 1 - r of 2 R equal pieces of the row on rank r, one after the
+            other, so that causal attention costs each rank as much. Where every document is cut
+            into such pieces (the THD format of TransformerEngine), shift before slicing.
 
     Returns:
         [..., L] of the dtype of `labels`; the input is not written to.
@@ -70,7 +74,10 @@ def next_token_labels(
             or no process group.
         ValueError: a shift below 1, shapes that do not belong together, two descriptions of the
             packing, a mesh of several dimensions, a mesh axis that is not there, or a NumPy array's
-            64-bit numbers that a JAX without 64-bit types would change.
+            64-bit numbers that a JAX without 64-bit types would change; pieces that differ in
+            length and, in PyTorch, `cu_seqlens` that are others on another rank. What only another
+            rank knows is not read on a GPU: each label is then one that no vocabulary has, and a
+            loss is NaN.
 
     Numerics: integers only (contract row A0).
     """
@@ -82,68 +89,117 @@ def next_token_labels(
         where=where,
     )
     ignore_index = plain(ignore_index)
-    arrays = (labels, segment_ids, cu_seqlens, position_ids, where)
-    shift = check_next_token_labels(shift, ignore_index, *map(array_spec, arrays))
+    arrays = map(array_spec, (labels, segment_ids, cu_seqlens, position_ids, where))
+    shift = check_next_token_labels(shift, ignore_index, layout, sequence_parallel, *arrays)
     if cu_seqlens is not None and readable(cu_seqlens):
         first = int(cu_seqlens[0])
         LABELS.require("offsets", first == 0, first=first)
-    length = labels.shape[-1]
     # PyTorch has few operators for uint16 and uint32: no order, sum, clamp or gather.
     rows = [x.long() for x in (labels, segment_ids, position_ids) if x is not None]
+    offsets = None if cu_seqlens is None else onto(cu_seqlens, labels.device).long()
     if where is not None:  # what does not count is no target; below it has none
         where = onto(where, labels.device).bool()
         rows[0] = torch.where(where, rows[0], ignore_index)
+    pieces = PIECES[layout]
+    length = labels.shape[-1] // pieces
+    # One that is left over is refused where all ranks know of it.
+    rows = [x[..., : pieces * length].unflatten(-1, (pieces, length)) for x in rows]
+    apart = None
     if sequence_parallel is None:
         columns = min(shift, length)
         after = [torch.full_like(x[..., :columns], ignore_index) for x in rows]
-        start: Tensor | int = 0
+        start = rows[0].new_zeros(1)
     else:
         columns = shift
-        after, start = next_columns(rows, columns, ignore_index, sequence_parallel)
+        tokens = labels.shape[-1]
+        after, start, apart = next_columns(
+            rows, columns, ignore_index, sequence_parallel, tokens, offsets
+        )
     local, theirs = rows[0][..., columns:], after[0][..., max(columns - length, 0) :]
     shifted = torch.cat([local, theirs], dim=-1)
     packing = [torch.cat(both, dim=-1) for both in zip(rows[1:], after[1:])]
-    begins = None  # whether a document does, at each token of this slice and of the columns
+    begins = None  # whether a document does, at each token of a piece and of the columns behind it
     if packing:
         step = 0 if position_ids is None else 1
         begins = packing[0].diff(dim=-1, prepend=packing[0][..., :1]) != step
-    if cu_seqlens is not None:
-        # Offsets before this slice fall on its first token, those behind into a spare column.
-        offsets = onto(cu_seqlens, labels.device).long() - start
-        marks = offsets.new_zeros(length + columns + 1, dtype=torch.bool)
-        begins = marks.scatter(0, offsets.clamp(0, length + columns), True)[:-1]
+    if offsets is not None:
+        # Offsets before a piece fall on its first token, those behind into a spare column.
+        offsets = (offsets - start[:, None]).clamp(0, length + columns)
+        marks = offsets.new_zeros((pieces, length + columns + 1), dtype=torch.bool)
+        begins = marks.scatter(-1, offsets, True)[:, :-1]
     if begins is not None:
         shifted = torch.where(any_of_next(begins, columns), ignore_index, shifted)
+    shifted = shifted.flatten(-2)
     if where is not None:
         shifted = torch.where(where, shifted, ignore_index)
+    if apart is not None:
+        shifted = torch.where(apart, out_of_range(labels.dtype, ignore_index), shifted)
     return shifted.to(labels.dtype)
 
 
 def next_columns(
-    rows: list[Tensor], columns: int, ignore_index: int, parallel: Any
-) -> tuple[list[Tensor], Tensor]:
-    """The `columns` behind this slice, of each of `rows`; where this slice starts.
+    rows: list[Tensor],
+    columns: int,
+    ignore_index: int,
+    parallel: Any,
+    tokens: int,
+    offsets: Tensor | None,
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """The `columns` behind each piece of this rank, of each of `rows`; where these pieces start;
+    where no number is read, whether ranks differ in what must be the same.
 
-    One all-gather of a length and the first columns of each slice, whatever they hold: those behind
-    this slice may lie in several. No value is read on the host.
+    One all-gather of two numbers and the first columns of each piece, whatever they hold: those
+    behind a piece may lie in several. No value is read on a host that would wait for it.
     """
     group = find_group(parallel, "sequence_parallel")
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    *leading, length = rows[0].shape
+    *leading, pieces, length = rows[0].shape
     lanes = len(rows) * math.prod(leading)
     first = torch.stack(rows)[..., :columns]
-    first = pad(first, (0, columns - first.shape[-1]))
-    local = torch.cat([first.new_full((1,), length), first.flatten()])
-    slices = local.new_empty((world, local.numel()))
+    first = pad(first, (0, columns - first.shape[-1])).movedim(-2, 0)
+    same = first.new_zeros(1) if offsets is None else offsets.square().sum()[None]
+    local = torch.cat([first.new_full((1,), tokens), same, first.flatten()])
+    ranks = local.new_empty((world, local.numel()))
     # PyTorch 2.13 warns of all_gather_into_tensor.
-    dist.all_gather(list(slices), local, group=group)
-    lengths = slices[:, 0]
+    dist.all_gather(list(ranks), local, group=group)
+    apart = check_same(ranks[:, 0], ranks[:, 1], tokens, pieces, offsets is not None)
+    heads = ranks[:, 2:].view(world, pieces, lanes, columns)
+    lengths = ranks[:, 0] // pieces
+    if pieces == 2:  # in the order of the row
+        heads = torch.cat([heads[:, 0], heads[:, 1].flip(0)])
+        lengths = torch.cat([lengths, lengths.flip(0)])
+        here = [rank, 2 * world - 1 - rank]
+    else:
+        heads, here = heads[:, 0], [rank]
     ends = lengths.cumsum(0)
-    place = ends[rank] + torch.arange(columns, device=ends.device)
-    owner = torch.searchsorted(ends, place, right=True)  # `world` behind the last slice
-    inside = owner < world
-    owner = owner.clamp(max=world - 1)
+    end = torch.stack([ends[piece] for piece in here])
+    place = end[:, None] + torch.arange(columns, device=ends.device)
+    owner = torch.searchsorted(ends, place, right=True)
+    inside = owner < len(ends)  # else behind the row
+    owner = owner.clamp(max=len(ends) - 1)
     column = torch.where(inside, place - (ends - lengths)[owner], 0)
-    columns_there = slices[:, 1:].view(world, lanes, columns)[owner, :, column]
-    columns_there = torch.where(inside, columns_there.T, ignore_index)
-    return list(columns_there.view(len(rows), *leading, columns)), ends[rank] - length
+    there = torch.where(inside[..., None], heads[owner, :, column], ignore_index)
+    there = there.movedim(-1, 0).reshape(len(rows), *leading, pieces, columns)
+    return list(there), end - length, apart
+
+
+def check_same(
+    tokens_R: Tensor, offsets_R: Tensor, tokens: int, pieces: int, packed: bool
+) -> Tensor | None:
+    """Refuse ranks that differ in what must be the same, or say whether they do."""
+    uneven = (tokens_R != tokens_R[0]).any() | (tokens_R[0] % pieces != 0)
+    others = (offsets_R != offsets_R[0]).any()
+    if readable(tokens_R):
+        LABELS.require("pieces", pieces == 1 or not uneven, length=tokens_R.tolist())
+        LABELS.require("one_offsets", not others)
+        return None
+    LABELS.require("pieces", tokens % pieces == 0, length=tokens)
+    if pieces == 1:
+        return others if packed else None
+    return uneven | others
+
+
+def out_of_range(dtype: torch.dtype, ignore_index: int) -> int:
+    """A label that no vocabulary has."""
+    info = torch.iinfo(dtype)
+    return info.max if info.min == 0 else -2 if ignore_index == -1 else -1

@@ -17,6 +17,7 @@ def next_token_labels(
     shift: int = 1,
     ignore_index: int = -100,
     sequence_parallel: Any = None,
+    layout: str = "contiguous",
 ) -> Any:
     """Shift token ids so that position t carries the label it must predict, the token at t + 1.
 
@@ -43,12 +44,15 @@ def next_token_labels(
         ignore_index: written where there is nothing to predict.
         sequence_parallel: the ranks that the sequence is spread over: in PyTorch a ProcessGroup or
             a one-dimensional DeviceMesh, in JAX the name of a mesh axis inside `shard_map`.
-            `labels`, `segment_ids`, `position_ids` and `where` are then this rank's consecutive
-            slice of those of the whole row, in rank order; in PyTorch slices may differ in length,
-            and be empty. `cu_seqlens` are the offsets of the whole row, the same on every rank, as
-            `shift` is. `shift` columns are exchanged, in one collective; they may lie in several
-            slices (in JAX all slices are gathered then). Where a rank holds two (zig-zag context
-            parallelism), shift before slicing instead.
+            `labels`, `segment_ids`, `position_ids` and `where` are then this rank's part of those
+            of the whole row. `cu_seqlens` are the offsets of the whole row, the same on every rank,
+            as `shift` is. The first `shift` columns of each slice or piece are exchanged, in one
+            collective; targets may lie several slices ahead.
+        layout: which part of the row a rank has. "contiguous": a slice of consecutive tokens, in
+            rank order; in PyTorch slices may differ in length, and be empty. "zigzag", with R
+            ranks: pieces r and 2 R - 1 - r of 2 R equal pieces of the row on rank r, one after the
+            other, so that causal attention costs each rank as much. Where every document is cut
+            into such pieces (the THD format of TransformerEngine), shift before slicing.
 
     Returns:
         [..., L] of the dtype of `labels`; the input is not written to.
@@ -58,13 +62,20 @@ def next_token_labels(
             or no process group.
         ValueError: a shift below 1, shapes that do not belong together, two descriptions of the
             packing, a mesh of several dimensions, a mesh axis that is not there, or a NumPy array's
-            64-bit numbers that a JAX without 64-bit types would change.
+            64-bit numbers that a JAX without 64-bit types would change; pieces that differ in
+            length and, in PyTorch, `cu_seqlens` that are others on another rank. What only another
+            rank knows is not read on a GPU: each label is then one that no vocabulary has, and a
+            loss is NaN.
 
     Numerics: integers only (contract row A0).
     """
     raise NotImplementedError(
         "call xentlib.torch.next_token_labels or xentlib.jax.next_token_labels"
     )
+
+
+# How many pieces of the row a rank has.
+PIECES = {"contiguous": 1, "zigzag": 2}
 
 
 def any_of_next(begins: Any, columns: int) -> Any:

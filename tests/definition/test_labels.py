@@ -185,6 +185,8 @@ def test_a_batch_of_rows_has_no_single_packing(backend):
         (TypeError, {"cu_seqlens": np.zeros(2, np.float32)}, "`cu_seqlens` must be integers"),
         (ValueError, {"cu_seqlens": np.array([3, 1])}, "of which the first is 0; got 3 first"),
         (TypeError, {"ignore_index": 1.5}, "`ignore_index` must be an integer; got 1.5"),
+        (ValueError, {"layout": "zig-zag"}, "one of 'contiguous', 'zigzag'; got 'zig-zag'"),
+        (ValueError, {"layout": "zigzag"}, "`layout` must be left out without `sequence_parallel`"),
         (
             ValueError,
             {"segment_ids": np.zeros(4, np.int32), "cu_seqlens": np.array([0, 4], np.int32)},

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from helpers.labels import LENGTH, SHIFTS, calls, every_packing, naive
+from helpers.labels import LENGTH, SHIFTS, calls, every_packing, longer_calls, naive, zigzag
 from xentlib.ulp import bits_unequal
 
 jax = pytest.importorskip("jax")
@@ -56,21 +56,21 @@ def test_rows_on_a_mesh_under_jit(kind):
         *((*how, shift) for how in ((1, True), (2, True), (4, False)) for shift in (1, 5)),
     ],
 )
-def test_slices_of_a_mesh_axis_are_slices_of_the_row(world, check_vma, shift):
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_slices_of_a_mesh_axis_are_slices_of_the_row(layout, world, check_vma, shift):
     """A0: the calls of the ranks above, and slices without a token; each packing by `vmap`."""
+    over = {"sequence_parallel": "seq", "layout": layout}
     mesh, empty = mesh_of(AxisType.Auto, seq=world), np.zeros((2, 0), np.int32)
     none = [(empty, {"segment_ids": empty}), (empty[0], {"cu_seqlens": np.array([0], np.int32)})]
-    every, items = every_packing(), [*calls(), *none]
+    every, items = every_packing(), [*calls(), *longer_calls(), *none]
     specs = [jax.P(*[None] * (labels.ndim - 1), "seq") for labels, _ in items]
 
     def call(given, labels, offsets):
         found = [
-            next_token_labels(y, shift=shift, sequence_parallel="seq", **arrays, **rest)
+            next_token_labels(y, shift=shift, **over, **arrays, **rest)
             for (y, arrays), rest in zip(given, numbers)
         ]
-        one = lambda y, ends: next_token_labels(  # noqa: E731
-            y, shift=shift, cu_seqlens=ends, sequence_parallel="seq"
-        )
+        one = lambda y, ends: next_token_labels(y, shift=shift, cu_seqlens=ends, **over)  # noqa: E731
         return found, jax.vmap(one)(labels, offsets)
 
     arrays = [{k: v for k, v in o.items() if np.ndim(v)} for _, o in items]
@@ -87,13 +87,22 @@ def test_slices_of_a_mesh_axis_are_slices_of_the_row(world, check_vma, shift):
         out_specs=(specs, rows),
         check_vma=check_vma,
     )
-    given = [(labels, a) for (labels, _), a in zip(items, arrays)]
-    found, mapped = jax.jit(function)(given, many, every["cu_seqlens"])
+
+    def laid(x):
+        """In the order in which devices have it."""
+        parts = [zigzag(x, rank, world) for rank in range(world)]
+        return np.concatenate(parts, -1) if layout == "zigzag" else x
+
+    given = [
+        (laid(labels), {k: v if k == "cu_seqlens" else laid(v) for k, v in a.items()})
+        for (labels, _), a in zip(items, arrays)
+    ]
+    found, mapped = jax.jit(function)(given, laid(many), every["cu_seqlens"])
     for got, (labels, options) in zip(found, items, strict=True):
-        expected = naive(labels, shift=shift, **options)
+        expected = laid(naive(labels, shift=shift, **options))
         assert got.dtype == expected.dtype
         assert bits_unequal(np.array(got), expected) == 0, options
-    expected = naive(many, shift=shift, segment_ids=every["segment_ids"])
+    expected = laid(naive(many, shift=shift, segment_ids=every["segment_ids"]))
     assert bits_unequal(np.array(mapped), expected) == 0
 
 
@@ -131,19 +140,24 @@ def test_a_mesh_with_another_axis(manual, kind, check_vma):
 
 
 @pytest.mark.parametrize("shift", [1, 3, 16, 17, 40])
-@pytest.mark.parametrize("options", ["", "segment_ids", "cu_seqlens", "position_ids"])
+@pytest.mark.parametrize("options", ["", "segment_ids", "cu_seqlens", "position_ids", "layout"])
 def test_a_mesh_axis_exchanges_its_columns_once(options, shift):
-    """In the compiled program: `shift` of the 16 columns of a slice, or all of every slice."""
+    """In the compiled program: `shift` of the 16 columns of a slice, or all of every slice; of
+    every piece in zig-zag."""
     labels = np.zeros((1, 64), np.int32)
     given = {options: labels} if options else {}
     if options == "cu_seqlens":
         given = {options: np.arange(3)}
+    elif options == "layout":
+        given = {options: "zigzag"}
     mesh, spec = mesh_of(AxisType.Auto, seq=4), jax.P(None, "seq")
     function, arguments = over_axis(mesh, spec, labels, options={"shift": shift, **given})
     text = function.lower(*arguments).compile().as_text()
     names = "collective-permute|all-gather|all-reduce|all-to-all|reduce-scatter"
     found = re.findall(rf"= s32\[([\d,]+)\]\S* (?:{names})(?:-start)?\(", text)
     columns = (shift if shift <= 16 else 64) * (2 if options.endswith("ids") else 1)
+    if options == "layout":
+        columns = 8 * min(shift, 8)
     assert [np.prod([int(n) for n in dims.split(",")]) for dims in found] == [columns]
     assert len(re.findall(rf" (?:{names})(?:-start)?\(", text)) == 1
 
@@ -154,3 +168,12 @@ def test_an_axis_that_is_not_bound_is_named(axis):
     message = r"`sequence_parallel` must be the name of a mesh axis inside `shard_map`; got .*'seq'"
     with pytest.raises(ValueError, match=message):
         next_token_labels(np.zeros(4, np.int32), sequence_parallel=axis)
+
+
+def test_an_odd_number_of_tokens_is_no_two_pieces():
+    """D12: zig-zag, where every device has as many."""
+    mesh, spec = mesh_of(AxisType.Auto, seq=4), jax.P("seq")
+    options = {"layout": "zigzag"}
+    function, given = over_axis(mesh, spec, np.zeros(20, np.int32), options=options)
+    with pytest.raises(ValueError, match="`labels` must be two pieces .*; got 5 tokens"):
+        function(*given)

@@ -83,6 +83,12 @@ LENGTH = 8
 SHIFTS = (1, 2, 3, 5, 7, 8, 11)
 
 
+def zigzag(x, rank: int, world: int):
+    """A rank's two pieces of the last dimension; of the places in a row, in either framework."""
+    pieces = np.arange(x.shape[-1]).reshape(2 * world, -1)
+    return x[..., pieces[[rank, 2 * world - 1 - rank]].ravel()]
+
+
 def every_packing() -> dict[str, np.ndarray]:
     """All 128 ways to cut a row of LENGTH into documents, [128, ...], in each way to say it."""
     begins = np.array([(1, *rest) for rest in product((0, 1), repeat=LENGTH - 1)])
@@ -116,3 +122,14 @@ def calls():
         segments = rng.integers(0, 2, labels.shape).astype(other) * (np.iinfo(other).max // 2 + 1)
         yield labels, {"ignore_index": ignore_index, "segment_ids": segments.astype(other)}
     yield np.zeros((0, LENGTH), np.int32), {}
+
+
+def longer_calls():
+    """Of rows whose pieces have an odd length on four ranks."""
+    rng = np.random.default_rng(4)
+    labels = rng.integers(0, 500, (3, 24), np.int32)
+    ids, places = (rng.integers(0, most, labels.shape).cumsum(-1) // 2 for most in (2, 3))
+    where = rng.random(labels.shape) < 0.8
+    yield labels, {"segment_ids": ids, "where": where}
+    yield labels, {"position_ids": places}
+    yield labels[:1], {"cu_seqlens": np.array([0, 4, 4, 9, 11, 20]), "where": where[:1]}

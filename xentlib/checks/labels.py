@@ -7,8 +7,9 @@ from numbers import Integral
 from typing import Any
 
 from xentlib.checks.call import check_ignore_index
-from xentlib.checks.validators import ArraySpec, Refusals, check_integers
+from xentlib.checks.validators import ArraySpec, Refusals, check_choice, check_integers
 from xentlib.dtypes import holds
+from xentlib.labels import PIECES
 
 LABELS = Refusals(
     ValueError,
@@ -27,12 +28,21 @@ LABELS = Refusals(
     # What cannot be the offsets of documents, lengths above all, by the first number.
     offsets="`cu_seqlens` must be the offsets of documents, of which the first is 0; got {first} "
     "first. Pass the sums of the lengths, 0, len_0, len_0 + len_1, ...",
+    layout="`layout` must be left out without `sequence_parallel`, the ranks that have the pieces; "
+    "got {layout!r}. Pass the ranks, or leave it out and shift the whole row before slicing.",
+    pieces="`labels` must be two pieces of equal length, the same on every rank, with "
+    "`layout='zigzag'`; got {length} tokens. Pad the row to a multiple of twice the ranks before "
+    "slicing.",
+    one_offsets="`cu_seqlens` must be the offsets of the whole row, the same on every rank of "
+    "`sequence_parallel`; got others on another rank. Pass those from before slicing.",
 )
 
 
 def check_next_token_labels(
     shift: Any,
     ignore_index: int,
+    layout: str,
+    parallel: Any,
     labels: ArraySpec,
     segment_ids: ArraySpec | None,
     cu_seqlens: ArraySpec | None,
@@ -54,6 +64,9 @@ def check_next_token_labels(
             f"`shift` must be an integer; got {shift!r}. Pass how many tokens ahead the target is."
         )
     LABELS.require("shift", not shift < 1, shift=shift)
+    check_choice("layout", layout, tuple(PIECES))
+    whole = layout == "contiguous" or parallel is not None
+    LABELS.require("layout", whole, layout=layout)
     packing = {
         "segment_ids": (segment_ids, "Number the packed documents."),
         "cu_seqlens": (cu_seqlens, "Pass token offsets."),
