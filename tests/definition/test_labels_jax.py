@@ -175,5 +175,5 @@ def test_an_odd_number_of_tokens_is_no_two_pieces():
     mesh, spec = mesh_of(AxisType.Auto, seq=4), jax.P("seq")
     options = {"layout": "zigzag"}
     function, given = over_axis(mesh, spec, np.zeros(20, np.int32), options=options)
-    with pytest.raises(ValueError, match="`labels` must be two pieces .*; got 5 tokens"):
+    with pytest.raises(ValueError, match=r"`labels` must be two pieces .*; got 5 tokens"):
         function(*given)
