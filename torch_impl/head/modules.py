@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from xentlib.arguments import Arguments
 from xentlib.checks.module import MODULES, check_beside_module, refuse_module
 from xentlib.lora import LowRankHead
-from xentlib.torch.wrappers import is_a, is_loaded, keeps_forward
+from xentlib.torch.wrappers import is_a, is_loaded, keeps_forward, split_by_auto_tp
 
 T = TypeVar("T", bound=tuple[Any, ...])
 # Whose hooks on a head are not missed: what they gather and reduce, the call gathers and reduces.
@@ -57,9 +57,10 @@ def parameters_of(module: nn.Module, gather: str = "head") -> tuple[Tensor, Tens
         inner = peft.saved_of(module)
         lora = peft.lora_of(inner)
     base: Any = inner if lora is None else lora.base_layer
-    if not (is_linear(base) or isinstance(base, nn.Embedding)):
+    of_auto_tp = split_by_auto_tp(base._parameters.get("weight"))
+    if not (is_linear(base) or isinstance(base, nn.Embedding) or of_auto_tp):
         refuse(module if lora is None else base)
-    if isinstance(base, nn.Linear):  # the hooks of an embedding are of the lookup
+    if not isinstance(base, nn.Embedding):  # whose hooks are of the lookup
         refuse_hooks(module, inner, base)
     weight, bias = (parameter_of(base, name, gather) for name in ("weight", "bias"))
     refuse_quantised(f"the weight of a {type(base).__name__}", weight)

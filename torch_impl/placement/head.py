@@ -24,8 +24,15 @@ from xentlib.lora import LowRankHead
 from xentlib.options import Gather
 from xentlib.torch.array_spec import array_spec, dtype_name, is_dtensor, only_tensors
 from xentlib.torch.head.modules import replaced, resolve_head, split_lora
-from xentlib.torch.placement.rows import by_rows, fsdp2_rows, ranks_of, shards_of, zero3_rows
-from xentlib.torch.wrappers import kept_by_zero
+from xentlib.torch.placement.rows import (
+    by_rows,
+    fsdp2_rows,
+    ranks_of,
+    shards_of,
+    unpadded,
+    zero3_rows,
+)
+from xentlib.torch.wrappers import kept_by_zero, split_by_auto_tp
 
 if TYPE_CHECKING:
     from xentlib.torch.wrappers.fsdp2 import Owner
@@ -106,6 +113,13 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
     only_tensors(**arrays)
     call = resolve_head(call)
     call = with_parameters(call, with_rows if call.gather in STAY else sharded)
+    weight = split_lora(call)[0].weight
+    if split_by_auto_tp(weight):
+        from xentlib.torch.wrappers import deepspeed
+
+        given = call.vocab_parallel
+        shard = deepspeed.auto_tp_shard(weight, None if given is None else unpadded(given)[0])
+        call = replaced(call, vocab_parallel=shard if given is None else given)
     if (call.gather, call.tokens_parallel, call.tokens_per_rank) != ("head", None, None):
         check_route(call)
     plain, lora = split_lora(call)
@@ -240,6 +254,10 @@ def gather_head(
     says so. Row A15 of the contract; D7 of the design.
     """
     weight, bias = sharded(weight), sharded(bias)
+    if split_by_auto_tp(weight):
+        from xentlib.torch.wrappers import deepspeed
+
+        deepspeed.refuse_part(weight)
     heads, owner = kept_by_zero(weight, bias), owner_of(weight)
     if heads:
         from xentlib.torch.wrappers import deepspeed

@@ -36,6 +36,11 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def split_by_auto_tp(*parameters: Any) -> bool:
+    """Whether DeepSpeed AutoTP has left a part of one on each of its ranks."""
+    return any(hasattr(p, "ds_is_replaced_module") for p in parameters)
+
+
 def keeps_forward(module: nn.Module) -> bool:
     """Whether the forward on a module is Accelerate's, which calls that of its class."""
     return OLD_FORWARD in vars(module)

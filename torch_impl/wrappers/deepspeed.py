@@ -1,4 +1,5 @@
-"""DeepSpeed: how ZeRO-3 gathers a head, and how an engine of ZeRO 0 to 3 reduces gradients.
+"""DeepSpeed: how ZeRO-3 gathers a head, how AutoTP splits one, and how an engine of ZeRO 0 to 3
+reduces gradients.
 
 Outside a gather, a ZeRO-3 parameter has no elements. This file relies on attributes of DeepSpeed
 0.19.7 and 0.19.8 that are not public.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +18,22 @@ from torch import Tensor
 
 from xentlib.accumulate import UnsupportedWrapperError, reduction_of
 from xentlib.checks.shards import ROUTES, check_flat_rows
+from xentlib.checks.validators import Refusals
+from xentlib.plan.split import VocabShard, shard_of
 from xentlib.torch.wrappers import differentiable, with_attribute
 from xentlib.torch.wrappers.plain import NoWrapper, refuse_scaler
 
 T = TypeVar("T")
+AUTO_TP = Refusals(
+    ValueError,
+    width="`weight` must be whole, or split over its vocabulary; got {shape} of DeepSpeed AutoTP's "
+    "{kind}. Set `vocab_parallel_lm_head`, or give the head a 'column' in `partition_config`.",
+    ranks="`vocab_parallel` must be the ranks {ranks}, over which DeepSpeed AutoTP has split the "
+    "head; got {given}. Leave it out: the head says so itself.",
+    gather="`gather_head` must be given a head that is whole, or sharded by FSDP2 or ZeRO-3; got "
+    "one that DeepSpeed AutoTP has split over {ranks} ranks. Pass it to `chunked_nll`, which "
+    "computes with this rank's rows.",
+)
 
 
 def keeps_alone(module: torch.nn.Module, hooks: tuple[str, ...]) -> bool:
@@ -27,6 +41,29 @@ def keeps_alone(module: torch.nn.Module, hooks: tuple[str, ...]) -> bool:
     hooks_there = [hook for name in hooks for hook in getattr(module, name).values()]
     origins = [getattr(getattr(hook, "func", hook), "__module__", "") for hook in hooks_there]
     return all(x.startswith("deepspeed.") for x in origins)
+
+
+def auto_tp_shard(weight: Any, group: dist.ProcessGroup | None) -> VocabShard:
+    """This rank's rows of a head that AutoTP has split over its vocabulary; `group`: the ranks that
+    the call names, if it does."""
+    layer = weight.gather_params.__self__
+    kind = type(layer).__name__
+    # Other layers are split over their width, or have parts of several matrices.
+    by_rows = kind in ("LinearLayer", "VocabParallelLinear")
+    shape = list(getattr(weight, "ds_shape", weight.shape))
+    AUTO_TP.require("width", by_rows, kind=kind, shape=shape)
+    ranks = dist.get_process_group_ranks(layer.mp_group)
+    given = ranks if group is None else dist.get_process_group_ranks(group)
+    AUTO_TP.require("ranks", ranks == given, ranks=ranks, given=given)
+    sizes = tuple(layer._partition_sizes)
+    shard = shard_of(sizes, layer.tp_index)
+    return replace(shard, over=layer.mp_group, largest=max(sizes))
+
+
+def refuse_part(weight: Any) -> None:
+    """In place of a copy for code of one's own."""
+    ranks = weight.gather_params.__self__.tp_world_size
+    AUTO_TP.refuse("gather", ranks=ranks)
 
 
 def without_elements(parameters: list[Any]) -> list[Any]:

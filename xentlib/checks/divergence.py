@@ -30,6 +30,8 @@ from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 REDUCTIONS: tuple[DivergenceReduction, ...] = ("mean", "sum", "none")
 DIVERGING = Refusals(
     ValueError,
+    split="a teacher's head must be whole beside a student's whole head; got one that DeepSpeed "
+    "AutoTP has split. Leave the teacher out of `tensor_parallel`, or pass its logits.",
     beta="`beta` must be given with `kind='jsd'`, and with nothing else; got {beta} with "
     "{kind!r}. {way}",
     labels="`labels` must be given with `nll_weight`; got None with {nll_weight:g}. Pass the "
