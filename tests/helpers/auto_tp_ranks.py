@@ -195,6 +195,8 @@ ROW = {"kinds": {"lm_head": "row"}}
 CALLS = {
     "split over the width": lambda: called(engine=ROW),
     "split over the width, its weight": lambda: called(engine=ROW, head=lambda x: x.weight),
+    "a cast copy": lambda: called(head=lambda x: x.weight.double().float()),
+    "transposed": lambda: called(head=lambda x: x.weight.T, weight_layout="HV"),
     "other ranks": lambda: called(vocab_parallel=other_group()),
     "hidden": lambda: called(gather="hidden"),
     "gather_head": gathered,

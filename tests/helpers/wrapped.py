@@ -16,6 +16,7 @@ from xentlib.torch import NLLHead
 
 V, H, B, L = 101, 16, 4, 12
 RANK, SCALE = 3, 0.7  # of adapters
+RATE = 0.1
 
 
 class Model(nn.Module):
@@ -66,6 +67,8 @@ class Zero(Setup):
     stage: int = 3
     world: int = 2
     offload: bool = False  # parameters and optimizer to the CPU
+    hpz: int = 0  # ranks that have a second copy of the parameters between them
+    windows: int = 1  # of SGD; gradients are those of the last
 
 
 def batch(setup: Setup, step: int) -> tuple[Any, Any]:
@@ -187,8 +190,13 @@ def batches(setup: Setup) -> tuple[list[Any], float]:
 
 def gradients_of_one_process(setup: Setup) -> dict[str, Any]:
     model, (steps, total) = model_of(setup), batches(setup)
-    for ids, labels in steps:
-        run(setup, model, ids, labels, total).backward()
+    for window in range(getattr(setup, "windows", 1)):
+        if window:
+            optimizer = torch.optim.SGD(model.parameters(), RATE)
+            optimizer.step()
+            optimizer.zero_grad()
+        for ids, labels in steps:
+            run(setup, model, ids, labels, total).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -11,7 +11,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 
 from helpers.torchrun import settle, start
-from helpers.wrapped import Zero, batches, model_of, part_of, run
+from helpers.wrapped import RATE, Zero, batches, model_of, part_of, run
 from xentlib.torch import count_collectives
 
 
@@ -20,13 +20,15 @@ def engine_of(setup: Zero):
     zero = {"stage": setup.stage, "stage3_param_persistence_threshold": 0}
     if setup.offload:
         zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    if setup.hpz:
+        zero["zero_hpz_partition_size"] = setup.hpz
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": setup.steps,
         "gradient_clipping": 0.0,  # the default of 1 hides errors of scale
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
     }
     model = model_of(setup)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -41,17 +43,22 @@ def measured(setup: Zero) -> tuple[dict, int]:
     part = part_of(rank, world)
     # DeepSpeed divides by the ranks and by the micro-batches.
     denominator = total / (world * setup.steps)
-    for ids, labels in steps:
-        with count_collectives() as count:
-            loss = run(setup, engine, ids[part], labels[part], denominator)
-            engine.backward(loss)
-        if len(steps) > 1 and ids is not steps[-1][0]:
+    for window in range(setup.windows):
+        if window:
             engine.step()
+        for ids, labels in steps:
+            with count_collectives() as count:
+                loss = run(setup, engine, ids[part], labels[part], denominator)
+                engine.backward(loss)
+            if len(steps) > 1 and ids is not steps[-1][0]:
+                engine.step()
     gradients = {
         name: safe_get_full_grad(p).numpy().copy()
         for name, p in engine.module.named_parameters()
         if p.requires_grad
     }
+    if setup.hpz:
+        assert any(p.ds_secondary_tensor is not None for p in engine.module.parameters())
     if setup.stage == 3:
         shapes = {tuple(p.shape) for p in engine.module.parameters()}
         assert shapes == {(0,)}, f"every parameter is sharded again; got {shapes}"

@@ -60,6 +60,19 @@ HELD = {
     "stage 3, checkpoint": Zero(checkpoint=True),
     "stage 3, checkpoint, per token": Zero(checkpoint=True, function="chunked_logprobs"),
     "stage 3, offload": Zero(offload=True, model=("bias",)),
+    # A second copy of the parameters among some of the ranks; the step makes it stale.
+    "hpZ": Zero(hpz=2, windows=2),
+    "hpZ, bias, three micro-batches": Zero(hpz=2, windows=2, model=("bias",), steps=3),
+    "hpZ, tied, per token": Zero(hpz=2, windows=2, model=("tied",), function="chunked_logprobs"),
+    "hpZ, tied, bias": Zero(hpz=2, windows=2, model=("tied", "bias")),
+    "hpZ, inside": Zero(hpz=2, windows=2, model=("inside", "bias")),
+    "hpZ, NLLHead": Zero(hpz=2, windows=2, road="NLLHead", model=("bias",)),
+    "hpZ, gathered": Zero(hpz=2, windows=2, road="gather_head", model=("bias",)),
+    "hpZ, checkpoint": Zero(hpz=2, windows=2, checkpoint=True, function="chunked_logprobs"),
+    "hpZ of two, four ranks": Zero(hpz=2, windows=2, world=4, model=("bias",)),
+    "hpZ of two, four ranks, per token": Zero(
+        hpz=2, windows=2, world=4, function="chunked_logprobs"
+    ),
     "stage 1, four ranks": Zero(stage=1, world=4),
     "stage 2, four ranks": Zero(stage=2, world=4),
     "stage 3, four ranks": Zero(model=("bias",), world=4),

@@ -112,6 +112,8 @@ def test_a_head_that_is_no_whole_vocabulary_never_gives_a_loss(found: Any) -> No
                 "got [101, 8] of DeepSpeed AutoTP's LinearAllreduceWithReplicatedInput"
                 in said[name]
             )
+        for name in ("a cast copy", "transposed"):
+            assert "got what was computed from it" in said[name]
         assert f"got [{rank}]. Leave it out" in said["other ranks"]
         assert "`gather` must be 'head' with `vocab_parallel`" in said["hidden"]
         assert "one that DeepSpeed AutoTP has split over 2 ranks" in said["gather_head"]

@@ -32,7 +32,7 @@ from xentlib.torch.placement.rows import (
     unpadded,
     zero3_rows,
 )
-from xentlib.torch.wrappers import kept_by_zero, split_by_auto_tp
+from xentlib.torch.wrappers import is_loaded, kept_by_zero, split_by_auto_tp
 
 if TYPE_CHECKING:
     from xentlib.torch.wrappers.fsdp2 import Owner
@@ -120,6 +120,10 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
         given = call.vocab_parallel
         shard = deepspeed.auto_tp_shard(weight, None if given is None else unpadded(given)[0])
         call = replaced(call, vocab_parallel=shard if given is None else given)
+    elif call.vocab_parallel is None and is_loaded("deepspeed.module_inject.layers"):
+        from xentlib.torch.wrappers import deepspeed
+
+        deepspeed.refuse_copies(weight)
     if (call.gather, call.tokens_parallel, call.tokens_per_rank) != ("head", None, None):
         check_route(call)
     plain, lora = split_lora(call)

@@ -20,7 +20,7 @@ from xentlib.accumulate import UnsupportedWrapperError, reduction_of
 from xentlib.checks.shards import ROUTES, check_flat_rows
 from xentlib.checks.validators import Refusals
 from xentlib.plan.split import VocabShard, shard_of
-from xentlib.torch.wrappers import differentiable, with_attribute
+from xentlib.torch.wrappers import differentiable, split_by_auto_tp, with_attribute
 from xentlib.torch.wrappers.plain import NoWrapper, refuse_scaler
 
 T = TypeVar("T")
@@ -30,6 +30,8 @@ AUTO_TP = Refusals(
     "{kind}. Set `vocab_parallel_lm_head`, or give the head a 'column' in `partition_config`.",
     ranks="`vocab_parallel` must be the ranks {ranks}, over which DeepSpeed AutoTP has split the "
     "head; got {given}. Leave it out: the head says so itself.",
+    copy="`weight` must be the parameter that DeepSpeed AutoTP has split, which says over which "
+    "ranks; got what was computed from it. Pass the layer, or name the ranks as `vocab_parallel`.",
     gather="`gather_head` must be given a head that is whole, or sharded by FSDP2 or ZeRO-3; got "
     "one that DeepSpeed AutoTP has split over {ranks} ranks. Pass it to `chunked_nll`, which "
     "computes with this rank's rows.",
@@ -58,6 +60,14 @@ def auto_tp_shard(weight: Any, group: dist.ProcessGroup | None) -> VocabShard:
     sizes = tuple(layer._partition_sizes)
     shard = shard_of(sizes, layer.tp_index)
     return replace(shard, over=layer.mp_group, largest=max(sizes))
+
+
+def refuse_copies(weight: Any) -> None:
+    """Of a part of a head, cast or transposed: nothing on it says that it is one."""
+    node = None if torch.compiler.is_compiling() else weight.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    AUTO_TP.require("copy", node is None or not split_by_auto_tp(node.variable))
 
 
 def refuse_part(weight: Any) -> None:
