@@ -3,6 +3,7 @@ split, results as a file."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
 from dataclasses import dataclass
@@ -191,6 +192,18 @@ def converted() -> Any:
     return engine.module.lm_head(engine(ids), labels)
 
 
+def copied() -> Any:
+    """A layer whose weight does not say any more that it is a part."""
+    return called(head=copy.deepcopy)
+
+
+def patched() -> Any:
+    from helpers.patched import llama
+    from xentlib.torch.integrations.transformers import patch
+
+    return patch(engine_of(Split(), model=llama()).module)
+
+
 ROW = {"kinds": {"lm_head": "row"}}
 CALLS = {
     "split over the width": lambda: called(engine=ROW),
@@ -203,6 +216,8 @@ CALLS = {
     "a teacher": taught,
     "a teacher of more classes": lambda: taught(vocab="intersect"),
     "a whole teacher": lambda: taught(student=True),
+    "a copy of the layer": copied,
+    "patch": patched,
     "NLLHead": converted,
 }
 

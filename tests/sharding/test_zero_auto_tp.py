@@ -12,6 +12,7 @@ from xentlib.contract import check, failures
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 from helpers.auto_tp_ranks import FACTOR, Net, Split, batch  # noqa: E402
@@ -114,6 +115,8 @@ def test_a_head_that_is_no_whole_vocabulary_never_gives_a_loss(found: Any) -> No
             )
         for name in ("a cast copy", "transposed"):
             assert "got what was computed from it" in said[name]
+        for name in ("a copy of the layer", "patch"):
+            assert "deepspeed's LinearLayer, which DeepSpeed AutoTP has split" in said[name]
         assert f"got [{rank}]. Leave it out" in said["other ranks"]
         assert "`gather` must be 'head' with `vocab_parallel`" in said["hidden"]
         assert "one that DeepSpeed AutoTP has split over 2 ranks" in said["gather_head"]

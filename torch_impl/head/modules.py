@@ -36,7 +36,13 @@ def resolve_head(call: Arguments, *, inner: bool = False) -> Arguments:
 
             peft.refuse_base(module)
         return call
-    weight, bias, adapters = parameters_of(module, call.gather)
+    weight: Any = module._parameters.get("weight")
+    bias: Any = module._parameters.get("bias")
+    adapters = None
+    if split_by_auto_tp(weight):
+        refuse_hooks(module)
+    else:
+        weight, bias, adapters = parameters_of(module, call.gather)
     both = bias is not None and call.bias is not None
     check_beside_module(type(module).__name__, both, call.weight_layout)
     call = replaced(call, weight=weight, bias=call.bias if bias is None else bias)
@@ -57,10 +63,9 @@ def parameters_of(module: nn.Module, gather: str = "head") -> tuple[Tensor, Tens
         inner = peft.saved_of(module)
         lora = peft.lora_of(inner)
     base: Any = inner if lora is None else lora.base_layer
-    of_auto_tp = split_by_auto_tp(base._parameters.get("weight"))
-    if not (is_linear(base) or isinstance(base, nn.Embedding) or of_auto_tp):
+    if not (is_linear(base) or isinstance(base, nn.Embedding)):
         refuse(module if lora is None else base)
-    if not isinstance(base, nn.Embedding):  # whose hooks are of the lookup
+    if isinstance(base, nn.Linear):  # the hooks of an embedding are of the lookup
         refuse_hooks(module, inner, base)
     weight, bias = (parameter_of(base, name, gather) for name in ("weight", "bias"))
     refuse_quantised(f"the weight of a {type(base).__name__}", weight)
@@ -117,6 +122,11 @@ def refuse_quantised(name: str, weight: object) -> None:
 
 def refuse(module: nn.Module) -> NoReturn:
     kind = f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__}"
+    if is_a("deepspeed.module_inject.layers", "TensorParallel_Layer", module):
+        refuse_module(
+            f"{kind}, which DeepSpeed AutoTP has split over ranks",
+            "Call `chunked_nll(hidden, head, labels)` yourself, with the engine's layer as `head`.",
+        )
     if is_a("peft.tuners.tuners_utils", "BaseTunerLayer", module):
         refuse_module(
             f"{kind}, an adapter that is not LoRA on a linear layer",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 STAY = ("hidden", "stream")  # routes whose rows do, also those of a head that is whole meanwhile
+AUTO_TP = "deepspeed.module_inject.layers"
 
 
 class Placement(Protocol):
@@ -120,7 +121,7 @@ def place_head(call: Arguments, recompute: bool) -> tuple[Arguments, Placement |
         given = call.vocab_parallel
         shard = deepspeed.auto_tp_shard(weight, None if given is None else unpadded(given)[0])
         call = replaced(call, vocab_parallel=shard if given is None else given)
-    elif call.vocab_parallel is None and is_loaded("deepspeed.module_inject.layers"):
+    elif computed(weight) and call.vocab_parallel is None and is_loaded(AUTO_TP):
         from xentlib.torch.wrappers import deepspeed
 
         deepspeed.refuse_copies(weight)
@@ -184,9 +185,13 @@ def owner_of(weight: Any) -> Owner | None:
     return fsdp2.find_owner(weight)
 
 
+def computed(x: Any) -> bool:
+    return getattr(x, "grad_fn", None) is not None
+
+
 def check_copies(rows: bool, **head: Any) -> None:
     """Of FSDP2's parameters; only what was computed can be one."""
-    if all(getattr(x, "grad_fn", None) is None for x in head.values()):
+    if not any(map(computed, head.values())):
         return
     from xentlib.torch.wrappers import fsdp2
 
