@@ -215,8 +215,8 @@ def teacher_call(
         shared["vocab_parallel"] = given.vocab_parallel
     with torch.no_grad():
         head, placement = place_head(Arguments(**fields, **shared), recompute=False)
-        rows = head.vocab_parallel is not None  # which it has not been given
-        DIVERGING.require("split", not rows or student.vocab_parallel is not None)
+        split = head.vocab_parallel is not shared.get("vocab_parallel")  # AutoTP says so itself
+        DIVERGING.require("split", not split or student.vocab_parallel is not None)
         if isinstance(placement, LocalHead):
             head = replaced(head, weight=placement.weight, bias=placement.bias)
         elif placement is not None:
