@@ -244,7 +244,7 @@ def test_the_crossover_is_where_as_many_bytes_are_sent(
     """V / R (k b_head + b_reduce / M) / (b + 4) tokens a rank, within 1.5 % where collectives cost
     nothing by themselves: 12 numbers a token are sent beside its state, 8 of them the words of its
     softmax's sum, and those twice."""
-    free = Rates(latency=0.0)
+    free = Rates(latency=0.0, step=0.0)
     found = crossover_tokens(**LLAMA, ranks=ranks, rates=free, **more)
     want = LLAMA["vocab_size"] / ranks * (2 * gathers + reduced) / (2 + 4)
     assert 0.985 * want <= found <= want
@@ -255,13 +255,72 @@ def test_the_crossover_is_where_as_many_bytes_are_sent(
 
 def test_the_slower_of_two_paths_is_what_a_collective_takes() -> None:
     """64 ranks of 8 nodes: 7/8 of the bytes by 8 adapters of a node, 63/64 of them in it."""
-    rates = Rates(gemm=1.0, node=100.0, network=5.0, latency=0.25)
+    rates = Rates(gemm=1.0, node=100.0, network=5.0, latency=0.25, step=0.0)
     flat = Exchange("all_gather", "x", 2, 6400, ranks=64, nodes=8)
     exact([flat.seconds(rates)], [2 * 0.25 + 6400 * (7 / 8) / 8 / 5])
     wide = rates._replace(network=50.0)
     exact([flat.seconds(wide)], [2 * 0.25 + 6400 * (63 / 64) / 100])
     alone = Exchange("all_reduce", "x", 1, 6400, ranks=8, nodes=8)
     exact([alone.seconds(rates)], [0.25 + 2 * 6400 * (7 / 8) / 5])
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "nodes", "steps"),
+    [
+        ("all_gather", 8, 1, 7),
+        ("reduce_scatter", 64, 8, 63),
+        ("all_gather", 1024, 128, 1023),
+        ("all_reduce", 8, 1, 14),  # a chain there and back, which is no shorter than the ring
+        ("all_reduce", 64, 8, 2 * (7 + 3)),
+        ("all_reduce", 1024, 128, 2 * (7 + 7)),
+        ("all_reduce", 12, 3, 2 * (3 + 2)),
+        ("all_reduce", 1024, 1024, 2 * 10),
+    ],
+)
+def test_a_collective_has_as_many_steps_as_its_ring_or_its_tree(
+    kind: str, ranks: int, nodes: int, steps: int
+) -> None:
+    """Those that NCCL's own model of its time has (`src/graph/tuning.cc`)."""
+    rates = Rates(latency=5.0, step=0.5)
+    sent = Exchange(kind, "x", 3, 0, ranks, nodes)
+    exact([sent.seconds(rates)], [3 * (5.0 + 0.5 * steps)])
+
+
+def test_the_order_of_routes_on_64_and_1024_ranks() -> None:
+    """By hand: 1.05 GB of head in 16 bits and 2.10 GB of its gradient in float32, in blocks of 126
+    and of 8 rows of each rank, of which the last is filled."""
+    rates, tokens = Rates(network=50e9, node=1e15, latency=10e-6, step=2e-6), 4096
+    for ranks, nodes, blocks, block_rows in ((64, 8, 16, 126), (1024, 128, 16, 8)):
+        ring = 10e-6 + 2e-6 * (ranks - 1)
+
+        def sent(size: float, nodes: int = nodes) -> float:
+            return size * (nodes - 1) / nodes / 8 / 50e9
+
+        rows = -(-128_256 // ranks)
+        head = 2 * ring + sent(ranks * rows * 4096 * (2 + 4))
+        passing = blocks * ranks * block_rows * 4096 * (2 * 2 + 4)
+        stream = (3 * blocks + 2) * ring + sent(passing)
+        routes = head_routes(tokens, ranks=ranks, nodes=nodes, rates=rates, **LLAMA)
+        near = {name: routes[name].link_seconds for name in PIECES}
+        assert abs(near["head"] - head) < 1e-9
+        # A handshake and upstream gradients are a few kilobytes.
+        assert abs(near["stream"] - stream) < 1e-5
+        # The hidden states: 8192 of all ranks in a chunk, which go through a ring and back.
+        chunks = ranks * tokens // 8192
+        tree = 10e-6 + 2e-6 * 2 * (7 + (nodes - 1).bit_length())
+        hidden = chunks * 2 * (ring + tree) + sent(ranks * tokens * 4096 * (2 + 4))
+        assert hidden < near["hidden"] < 1.05 * hidden
+        # Rows of all nodes: a gather and a scatter over as many ranks as there are nodes, and in a
+        # node as many chunks as eight ranks have.
+        over = 2 * (10e-6 + 2e-6 * (nodes - 1))
+        over += nodes * rows * 4096 * (2 + 4) * (nodes - 1) / nodes / 50e9
+        within = 4 * 2 * (10e-6 + 2e-6 * 7 + 10e-6 + 2e-6 * 14)
+        hybrid = 2 * ring + over + within
+        assert hybrid < near["hybrid"] < 1.01 * hybrid
+        order = sorted(near, key=lambda name: near[name])
+        assert order == ["head", "hybrid", "stream", "hidden"]
+        want = {64: ["7.2", "26.5", "16.0", "7.7"], 1024: ["12.0", "2435.8", "113.5", "13.0"]}
+        assert [f"{1e3 * near[name]:.1f}" for name in PIECES] == want[ranks]
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -322,6 +381,7 @@ def test_what_a_peak_is_made_of_adds_up() -> None:
         ({"block_rows": 1.5}, "`block_rows` must be an integer >= 1; got 1.5"),
         ({"rates": Rates(gemm=0)}, "`rates.gemm` must be a finite number >= 1; got 0"),
         ({"rates": Rates(latency=-1)}, "`rates.latency` must be a finite number >= 0; got -1"),
+        ({"rates": Rates(step=-1)}, "`rates.step` must be a finite number >= 0; got -1"),
     ],
 )
 def test_what_no_head_is(wrong: dict[str, object], message: str) -> None:

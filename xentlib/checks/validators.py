@@ -211,7 +211,7 @@ def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozense
     PLANS.require("nodes", ranks % nodes == 0, ranks=ranks, nodes=nodes)
     rates = arguments["rates"]
     for name, rate in (rates._asdict() if rates else {}).items():
-        least = 0 if name == "latency" else 1
+        least = 0 if name in ("latency", "step") else 1
         ok = isinstance(rate, (int, float)) and least <= rate < float("inf")
         check_number(f"rates.{name}", rate, f"a finite number >= {least}", ok=ok)
     return frozenset(options)

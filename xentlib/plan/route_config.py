@@ -29,13 +29,15 @@ class Rates(NamedTuple):
         node: bytes/s that it receives from the others of its node (NVLink 4).
         network: bytes/s that it receives from other nodes (400 Gbit/s a GPU). A node with fewer
             adapters than GPUs has that much less for each.
-        latency: seconds of a collective that moves nothing.
+        latency: seconds of a collective that moves nothing, and has no step.
+        step: seconds of each step of a collective, of which there are more, the more ranks.
     """
 
     gemm: float = 790e12
     node: float = 450e9
     network: float = 50e9
-    latency: float = 25e-6
+    latency: float = 10e-6
+    step: float = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +74,26 @@ class Exchange:
     def _times(self) -> int:
         return 2 if self.kind == "all_reduce" else 1
 
+    @property
+    def steps(self) -> int:
+        """Of each, one after the other. An all-gather and a reduce-scatter go around a ring: all
+        ranks but one. An all-reduce goes around it twice, or along a chain of a node's ranks and a
+        tree of nodes, up and down again; NCCL picks, by the size, and the fewer steps count here:
+        those of the tree, which moves as many bytes."""
+        if self.kind != "all_reduce":
+            return self.ranks - 1
+        in_node = self.ranks // self.nodes
+        return 2 * min(self.ranks - 1, in_node - 1 + (self.nodes - 1).bit_length())
+
     def seconds(self, rates: Rates) -> float:
-        """Of the slower of two paths that carry at the same time: within a node each rank receives
-        all but its own part; from other nodes a node's ranks receive what the node has not, each
-        its share."""
+        """What its steps take, and the slower of two paths that carry at the same time: within a
+        node each rank receives all but its own part; from other nodes a node's ranks receive what
+        the node has not, each its share."""
         in_node = self.ranks // self.nodes
         within = self.received / rates.node if in_node > 1 else 0.0
         missing = self._times * self.bytes * (self.nodes - 1) / self.nodes
-        return self.count * rates.latency + max(within, missing / in_node / rates.network)
+        waits = self.count * (rates.latency + rates.step * self.steps)
+        return waits + max(within, missing / in_node / rates.network)
 
 
 @dataclass(frozen=True, slots=True)
