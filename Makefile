@@ -167,7 +167,7 @@ $(HLO_ENV)/hlo.stamp: constraints.txt $(VENV)/test.stamp
 
 # What no framework's version changes is left to `make test`.
 RANGE_TESTS := $(filter-out tests/docs/% $(patsubst %,\%/test_%.py,bench bench_command cli cli_resume parity_distillation \
-  parity_text parity_training plan plan_command plan_routes processes progress report report_page), \
+  parity_text parity_training plan plan_command plan_routes plan_time processes progress report report_page), \
   $(wildcard tests/*/test_*.py))
 NUMPY_TESTS := $(patsubst %,tests/definition/test_%.py,checks checks_options contract_checks plan public \
   reference) $(wildcard tests/numerics/test_interop*.py)

@@ -162,6 +162,7 @@ def travels(given: Arguments, shards: int, ranks: int, *, recompute: bool) -> bo
         columns // shards,
         width,
         ranks,
+        overlapped=False,
         dtype=dtypes[0],
         head_dtype=dtypes[1],
         reduce_dtype="float64" if "float64" in dtypes else "float32",

@@ -28,7 +28,13 @@ Scalar = float | int | ArraySpec | None
 # Of `head_routes`.
 ROUTE_SIZES = (
     *("tokens_per_rank", "vocab_size", "hidden_size", "ranks", "nodes", "replicas"),
-    *("micro_batches", "chunk_tokens", "block_rows"),
+    *("tensor_parallel", "micro_batches", "chunk_tokens", "block_rows"),
+)
+# Of these the first must be 1 where there is the second.
+NOT_TOGETHER = (
+    ("tensor_parallel", "zero3"),
+    ("tensor_parallel", "low_rank"),
+    ("replicas", "zero3"),
 )
 
 
@@ -55,6 +61,7 @@ PLANS = Refusals(
     options="`options` must be a tuple of names; got the string {options!r}. Write ({options!r},).",
     nodes="`ranks` must be spread over `nodes` evenly; got {ranks} ranks on {nodes} nodes. Pass "
     "the ranks that share the head, and their nodes.",
+    alone="`{name}` must be 1 with `{other}`, as both together are not planned; got {value}.",
 )
 
 
@@ -196,19 +203,28 @@ def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozense
     be."""
     for name in ROUTE_SIZES:
         value = arguments[name]
-        if value is not None or name not in ("chunk_tokens", "block_rows"):
+        if value is not None or name not in ("nodes", "chunk_tokens", "block_rows"):
             check_number(name, value, "an integer >= 1", ok=is_count(value))
     for name in ("dtype", "head_dtype", "reduce_dtype", "param_dtype"):
         check_choice(name, arguments[name], FLOATS)
-    for name in ("recompute", "module", "kept", "kernels"):
+    low_rank = arguments["low_rank"]
+    check_number("low_rank", low_rank, "an integer >= 0", ok=is_count(low_rank, 0))
+    for name in ("recompute", "module", "kept", "kernels", "zero3", "bias"):
         check_flag(name, arguments[name])
+    for name, other in (
+        ("tensor_parallel", "zero3"),
+        ("tensor_parallel", "low_rank"),
+        ("replicas", "zero3"),
+    ):
+        alone = arguments[name] == 1 or not arguments[other]
+        PLANS.require("alone", alone, name=name, other=other, value=arguments[name])
     check_choice("platform", arguments["platform"], ("gpu", "cpu"))
     check_chunk_bytes(arguments["max_chunk_bytes"])
     options, ranks, nodes = (arguments[name] for name in ("options", "ranks", "nodes"))
     PLANS.require("options", not isinstance(options, str), options=options)
     for option in options:
         check_choice("options", option, known)
-    PLANS.require("nodes", ranks % nodes == 0, ranks=ranks, nodes=nodes)
+    PLANS.require("nodes", ranks % (nodes or 1) == 0, ranks=ranks, nodes=nodes)
     rates = arguments["rates"]
     for name, rate in (rates._asdict() if rates else {}).items():
         least = 0 if name in ("latency", "step") else 1

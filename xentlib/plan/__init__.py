@@ -28,8 +28,8 @@ from xentlib.plan.split import (
 
 if TYPE_CHECKING:
     from xentlib.plan.memory import given_peak_bytes, peak_bytes
-    from xentlib.plan.route import Route
     from xentlib.plan.route_config import Exchange, Rates
+    from xentlib.plan.route_result import Route
     from xentlib.plan.routes import choose_gather, crossover_tokens, head_routes
     from xentlib.plan.time import Gpu, gpu_time
 
@@ -71,7 +71,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "xentlib.plan.memory": "given_peak_bytes peak_bytes",
-            "xentlib.plan.route": "Route",
+            "xentlib.plan.route_result": "Route",
             "xentlib.plan.route_config": "Exchange Rates",
             "xentlib.plan.routes": "choose_gather crossover_tokens head_routes",
             "xentlib.plan.time": "Gpu gpu_time",

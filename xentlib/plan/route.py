@@ -1,103 +1,49 @@
-"""One route after the other: what it sends, and the plan that its memory follows from.
+"""One route after the other: what it sends, and the plan that its memory and its time follow from.
 
 Shapes: N tokens of a rank, V vocabulary, H hidden width, R ranks that share the rows, T tokens of a
-rank in a chunk, C chunks, K rows of every rank in a block.
+rank in a chunk, C chunks, K rows of every rank in a block, r columns of an adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 from xentlib.dtypes import ITEMSIZE
-from xentlib.plan.route_config import Exchange, Rates, RouteConfig
-from xentlib.plan.route_memory import Moments, of_full_logits, of_head, of_hidden, of_stream
-from xentlib.plan.split import ROOM, ChunkPlan, sum_rows
+from xentlib.plan.route_config import GRADIENTS, STATISTICS, TRUNK, Exchange, RouteConfig
+from xentlib.plan.route_memory import (
+    Moments,
+    of_full_logits,
+    of_head,
+    of_hidden,
+    of_state,
+    of_stream,
+)
+from xentlib.plan.route_result import Route
+from xentlib.plan.split import ROOM, ChunkPlan, schedule, sum_rows
+from xentlib.plan.time import gpu_time, product_time
 
 LABEL = 8  # bytes
 # Integers of 8 bytes that ranks exchange first, on the host, whatever the route.
-HANDSHAKE = 30 * 8
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One way for tokens and rows to meet.
-
-    Attributes:
-        name: "full logits", which is no route of ours, "head", "hidden", "stream" or "hybrid".
-        exchanges: what is sent in a call, in order.
-        flops: of the products of a rank.
-        moments: what stands on a rank at once, in bytes by name, by moment.
-        chunk_tokens: T, of this rank.
-        num_chunks: C.
-        block_rows: K, 0 if rows are not gathered in blocks.
-        micro_batches: of a window; what is sent once in a window counts as a part of a call.
-        rates: for the seconds.
-    """
-
-    name: str
-    exchanges: tuple[Exchange, ...]
-    flops: int
-    moments: Moments
-    chunk_tokens: int
-    num_chunks: int
-    block_rows: int
-    micro_batches: int
-    rates: Rates
-
-    @property
-    def peak(self) -> Mapping[str, int]:
-        """What stands at the moment that needs most, in bytes by name."""
-        most = max(self.moments.values(), key=lambda parts: sum(parts.values()))
-        return {name: size for name, size in most.items() if size}
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of one call beside its inputs, results included."""
-        return sum(self.peak.values())
-
-    def counts(self, *, backward: bool | None = None) -> dict[str, int]:
-        """Number of each kind of collective in a call that reduces gradients."""
-        counts: dict[str, int] = {}
-        for x in self._of(backward):
-            counts[x.kind] = counts.get(x.kind, 0) + x.count
-        return counts
-
-    def bytes(self, kind: str | None = None, *, backward: bool | None = None) -> int:
-        """Of one kind, or of all, as `count_collectives` counts, in such a call."""
-        return sum(x.bytes for x in self._of(backward) if kind in (None, x.kind))
-
-    def _of(self, backward: bool | None) -> list[Exchange]:
-        return [x for x in self.exchanges if backward in (None, x.backward)]
-
-    @property
-    def received(self) -> float:
-        """Bytes that a rank receives in a call."""
-        return sum(x.received / self._calls(x) for x in self.exchanges)
-
-    @property
-    def gemm_seconds(self) -> float:
-        return self.flops / self.rates.gemm
-
-    @property
-    def link_seconds(self) -> float:
-        """Of all that is sent, one after the other."""
-        return sum(x.seconds(self.rates) / self._calls(x) for x in self.exchanges)
-
-    @property
-    def seconds(self) -> float:
-        """Products, and what is sent while nothing is computed. Passes over logits, and reading and
-        writing the sum of d weight, are not in it."""
-        return self.gemm_seconds + self.link_seconds
-
-    def _calls(self, x: Exchange) -> int:
-        return self.micro_batches if x.per_sync else 1
+HANDSHAKE = 29 * 8
+# Bytes of a logit that autograd moves behind the products: a cast (6), log-probabilities (8), zeros
+# for their gradient (4), the softmax's backward (12) and a cast back (6), each read once.
+AUTOGRAD = 36
+# Of a logit that an adapter is added to, in float32, and dz that it reads twice in 16 bits.
+LOW_RANK = 12
 
 
 def routes_of(s: RouteConfig) -> dict[str, Route]:
-    routes = [_full_logits(s), _head(s), _hidden(s), _stream(s)]
-    if s.nodes > 1 and s.replicas == 1:
-        routes.append(_hybrid(s))
+    """Those that there are: over nodes and with adapters, of ZeRO-3 and of tensor parallelism some
+    are refused."""
+    routes = [_full_logits(s), _head(s)] if s.tensor_parallel == 1 else [_head(s)]
+    whole_rows = not s.zero3 or (s.vocab_size % s.ranks == 0 and not s.low_rank)
+    if s.tensor_parallel == 1 and whole_rows:
+        routes.append(_hidden(s))
+        if not s.low_rank:
+            routes.append(_stream(s))
+            if s.nodes > 1 and s.replicas == 1 and not s.zero3:
+                routes.append(_hybrid(s))
     return {route.name: route for route in routes}
 
 
@@ -106,65 +52,152 @@ def _route(
     name: str,
     exchanges: list[Exchange],
     moments: Moments,
-    flops: int,
-    chunks: tuple[int, int],
+    plan: ChunkPlan,
+    *,
+    columns: int,
+    products: int,
+    ranks: int = 1,
     block_rows: int = 0,
 ) -> Route:
-    """`chunks`: tokens of one, and their number."""
+    """`products` of a head that is trained, with `columns`, of the tokens of `ranks`."""
     sent = tuple(x for x in exchanges if x.ranks > 1 and x.count)
-    return Route(name, sent, flops, moments, *chunks, block_rows, s.micro_batches, s.rates)
-
-
-def _flops(s: RouteConfig, rows: int, columns: int, products: int) -> int:
-    """`products` of `rows` of hidden states and `columns` of the head."""
-    return 2 * rows * columns * s.hidden_size * products
+    tokens, left = plan.num_tokens, products - s.frozen
+    flops = 2 * tokens * s.hidden_size * columns * left
+    flops += 6 * tokens * s.low_rank * (columns + s.hidden_size)
+    whole, gpu = replace(plan, vocab_size=columns), s.gpu
+    if name == "full logits":
+        moved = AUTOGRAD * tokens * columns
+        seconds = product_time(whole, left, gpu) + moved / gpu.bandwidth
+    else:
+        recompute, softcap = products > 3, "softcap" in s.options
+        seconds = gpu_time(whole, recompute=recompute, softcap=softcap, frozen=s.frozen, gpu=gpu)
+    if s.low_rank:
+        seconds += LOW_RANK * tokens * columns / gpu.bandwidth
+    in_chunk = plan.chunk_tokens // ranks
+    return Route(
+        name,
+        sent,
+        flops,
+        left,
+        seconds,
+        moments,
+        of_state(s),
+        min(in_chunk, s.tokens_per_rank) if ranks == 1 else in_chunk,
+        plan.num_chunks,
+        block_rows,
+        s.micro_batches,
+        s.rates,
+    )
 
 
 def _full_logits(s: RouteConfig) -> Route:
-    exchanges, tokens = _of_fsdp2(s, again=not s.kept), s.tokens_per_rank
-    flops = _flops(s, tokens, s.vocab_size, 3)
-    return _route(s, "full logits", exchanges, of_full_logits(s), flops, (tokens, 1))
+    exchanges, tokens = _of_wrapper(s, again=not s.kept), s.tokens_per_rank
+    plan = replace(s.plan_of_own(), chunk_tokens=tokens)
+    moments = of_full_logits(s)
+    return _route(s, "full logits", exchanges, moments, plan, columns=s.vocab_size, products=3)
 
 
 def _head(s: RouteConfig) -> Route:
-    plan, tokens = s.plan_of_own(), s.tokens_per_rank
-    exchanges = _of_fsdp2(s, again=(s.recompute or s.module) and not s.kept)
-    flops = _flops(s, tokens, s.vocab_size, 4 if s.recompute else 3)
-    chunks = min(plan.chunk_tokens, tokens), plan.num_chunks
-    return _route(s, "head", exchanges, of_head(s, plan), flops, chunks)
+    plan = s.plan_of_own()
+    exchanges = _of_wrapper(s, again=(s.recompute or s.module) and not s.kept)
+    of_shards, twice = _of_shards(s, plan)
+    products = 4 if s.recompute or twice else 3
+    exchanges[1:1] = of_shards
+    moments = of_head(s, plan)
+    return _route(s, "head", exchanges, moments, plan, columns=s.classes, products=products)
 
 
-def _of_fsdp2(s: RouteConfig, *, again: bool) -> list[Exchange]:
-    entries = s.ranks * s.rows * s.hidden_size
-    gathered, reduced = entries * ITEMSIZE[s.head_dtype], entries * ITEMSIZE[s.reduce_dtype]
-    where = s.ranks, s.nodes
+def _of_wrapper(s: RouteConfig, *, again: bool) -> list[Exchange]:
+    """Of a head that FSDP2 gathers, with its bias and its adapters, in one piece; or ZeRO-3, which
+    cuts memory evenly, and reduces in each micro-batch."""
+    rows, ranks = s.ranks * s.rows, s.ranks
+    held, trained = s.held(rows), s.trained(rows)
+    if s.zero3:
+        sizes = (s.vocab_size * x for x in (s.hidden_size, int(s.bias), s.low_rank))
+        head, bias, low = (-(-x // ranks) * ranks for x in sizes)
+        held, trained = head + bias + low, low or head + bias
+    low_in = ranks * s.low_entries
+    gathered = (held + low_in) * ITEMSIZE[s.head_dtype]
+    reduced = (trained + low_in) * ITEMSIZE[s.reduce_dtype]
+    where = ranks, s.nodes
+    late: Any = {"backward": True, "under": TRUNK, "per_sync": not s.zero3}
     return [
         Exchange("all_gather", "head", 1, gathered, *where),
         Exchange("all_gather", "head", int(again), gathered, *where, backward=True),
-        Exchange("reduce_scatter", "d weight", 1, reduced, *where, backward=True, per_sync=True),
-        _over_replicas(s, reduced // s.ranks),
+        Exchange("reduce_scatter", "d weight", 1, reduced, *where, **late),
+        _over_replicas(s, 1, reduced // ranks, under=TRUNK),
     ]
 
 
-def _over_replicas(s: RouteConfig, size: int) -> Exchange:
-    at, when = (s.replicas, s.replicas), {"backward": True, "per_sync": True}
-    return Exchange("all_reduce", "d weight of replicas", 1, size, *at, **when)
+def _over_replicas(s: RouteConfig, count: int, size: int, under: str = "") -> Exchange:
+    at, late = (s.replicas, s.replicas), True
+    return Exchange("all_reduce", "d weight of replicas", count, size, *at, late, late, under)
+
+
+def _rows_over_replicas(s: RouteConfig) -> Exchange:
+    """Of rows that stay: one of each parameter."""
+    count = 2 if s.low_rank or s.bias else 1
+    size = (s.trained(s.rows) + s.low_entries) * s.size
+    return _over_replicas(s, count, size)
+
+
+def _of_shards(s: RouteConfig, plan: ChunkPlan) -> tuple[list[Exchange], bool]:
+    """Of tensor parallelism, whose ranks have the same tokens, and whether logits are made twice:
+    statistics of each chunk, or of all, and d hidden once."""
+    ranks, tokens, chunks = s.tensor_parallel, s.tokens_per_rank, plan.num_chunks
+    if ranks == 1:
+        return [], False
+    once = not s.recompute and "softcap" not in s.options
+    when = schedule(plan, s.platform, sharded=True, once=once)
+    each = when == "each chunk"
+    later = tokens - plan.chunk_tokens if each else 0  # the first MAX has room for all tokens
+    largest = tokens + later + 3 * ROOM + 3 * ranks
+    entropy, more = _more_sums(s, ranks)
+    if not s.on_cpu and not s.recompute:  # as many in every call of a loss
+        entropy, more = True, 1 + ranks
+    sums, times = tokens * sum_rows(s.size, entropy=entropy, more=more), chunks if each else 1
+    d_hidden = tokens * s.hidden_size * s.size
+    return [
+        Exchange("all_reduce", "largest logits", times, largest * s.size, ranks),
+        Exchange("all_reduce", "sums of the softmax", times, sums * s.size, ranks),
+        Exchange("all_reduce", "d hidden", 1, d_hidden, ranks, backward=s.recompute),
+    ], not each and chunks > 1
+
+
+def _more_sums(s: RouteConfig, ranks: int) -> tuple[bool, int]:
+    more = ("label_smoothing" in s.options) + ranks * ("predicted" in s.options)
+    return "entropy" in s.options, more
 
 
 def _hidden(s: RouteConfig) -> Route:
     plan = s.plan_of_shared(s.rows, s.ranks)
     exchanges = [*_handshakes(s), *_of_tokens(s, plan, s.ranks, s.nodes)]
-    exchanges.append(_over_replicas(s, s.rows * s.hidden_size * s.size))
+    if s.low_rank:
+        size, where = s.ranks * s.low_entries, (s.ranks, s.nodes)
+        d_a, late = s.low_rank * s.hidden_size * s.size, s.recompute
+        gathered = size * ITEMSIZE[s.param_dtype]
+        exchanges += [
+            Exchange("all_gather", "A of the adapter", 1, gathered, *where),
+            Exchange("all_reduce", "d A of the adapter", 1, d_a, *where, backward=late),
+        ]
+    exchanges.append(_rows_over_replicas(s))
     moments = of_hidden(s, plan, s.rows, s.ranks, gathered=False)
-    return _route(s, "hidden", exchanges, moments, *_products(s, plan, s.rows, s.ranks))
+    return _of_chunks(s, "hidden", exchanges, moments, plan, s.rows, s.ranks)
 
 
-def _products(
-    s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int
-) -> tuple[int, tuple[int, int]]:
-    """FLOP and chunks where the tokens of `ranks` meet `rows` of the head."""
-    flops = _flops(s, plan.num_tokens, rows, 4 if _twice(s, plan.num_chunks) else 3)
-    return flops, (plan.chunk_tokens // ranks, plan.num_chunks)
+def _of_chunks(
+    s: RouteConfig,
+    name: str,
+    exchanges: list[Exchange],
+    moments: Moments,
+    plan: ChunkPlan,
+    rows: int,
+    ranks: int,
+) -> Route:
+    """Where the tokens of `ranks` meet `rows` of the head."""
+    products = 4 if _twice(s, plan.num_chunks) else 3
+    sizes: Any = {"columns": rows, "products": products, "ranks": ranks}
+    return _route(s, name, exchanges, moments, plan, **sizes)
 
 
 def _twice(s: RouteConfig, chunks: int) -> bool:
@@ -185,36 +218,28 @@ def _handshakes(s: RouteConfig) -> list[Exchange]:
 def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[Exchange]:
     """Hidden states to rows, and what belongs to each token; of `ranks` on `nodes`, all of which or
     one node's."""
-    tokens, where = plan.num_tokens, (ranks, nodes)
-    chunks = plan.num_chunks
+    tokens, chunks, where = plan.num_tokens, plan.num_chunks, (ranks, nodes)
     states = tokens * s.hidden_size * s.gemm_size
     factor = 0 if s.recompute else s.size
     numbers = LABEL + factor + s.size * ("temperature" in s.options)
-    more = ("label_smoothing" in s.options) + ranks * ("predicted" in s.options)
-    sums = sum_rows(s.size, entropy="entropy" in s.options, more=more)
-    at_once = _twice(s, chunks)
-    same = 3 * ROOM + 3 * ranks
-    times = 1 if at_once else chunks
-    forward = chunks * (2 if at_once and not s.recompute else 1)
-    exchanges = [
+    entropy, more = _more_sums(s, ranks)
+    sums = sum_rows(s.size, entropy=entropy, more=more)
+    at_once, same, late = _twice(s, chunks), 3 * ROOM + 3 * ranks, s.recompute
+    times, first = 1 if at_once else chunks, chunks if at_once else 0
+    # Three upstream gradients and four statistics, with the label and the temperature.
+    upstream = tokens * (numbers + 7 * s.size) if late else 2 * s.ranks * s.size
+    of_all = where if late else (s.ranks, s.nodes)
+    d_hidden = tokens * s.hidden_size * s.size
+    beside: Any = {"backward": late, "under": GRADIENTS}
+    return [
         Exchange("all_gather", "labels and factors", 1, tokens * numbers, *where),
-        Exchange("all_gather", "hidden states", forward, forward // chunks * states, *where),
+        Exchange("all_gather", "hidden states", first, states, *where, under=STATISTICS),
         Exchange("all_reduce", "largest logits", times, (tokens + same) * s.size, *where),
         Exchange("all_reduce", "sums of the softmax", times, tokens * sums * s.size, *where),
+        Exchange("all_gather", "hidden states", chunks, states, *where, **beside),
+        Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, **beside),
+        Exchange("all_gather", "upstream", 1, upstream, *of_all, backward=True),
     ]
-    if s.recompute:
-        last = {"backward": True}
-        # Three upstream gradients and four statistics, with the label and the temperature.
-        numbers += 7 * s.size
-        exchanges += [
-            Exchange("all_gather", "labels and upstream", 1, tokens * numbers, *where, **last),
-            Exchange("all_gather", "hidden states", chunks, states, *where, **last),
-        ]
-    else:
-        of_all = 2 * s.ranks * s.size, s.ranks, s.nodes
-        exchanges.append(Exchange("all_gather", "upstream", 1, *of_all, backward=True))
-    d_hidden, late = tokens * s.hidden_size * s.size, {"backward": s.recompute}
-    return [*exchanges, Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, **late)]
 
 
 def _stream(s: RouteConfig) -> Route:
@@ -222,19 +247,32 @@ def _stream(s: RouteConfig) -> Route:
     rows, plan = s.plan_of_blocks()
     blocks = -(-s.rows // rows)
     where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden_size
-    passed = entries * s.gemm_size
-    late, once = {"backward": s.recompute}, int(not s.recompute)
+    passed, size = entries * s.gemm_size, s.size
+    once = int(not s.recompute)
+    beside: Any = {"backward": s.recompute, "under": GRADIENTS}
     exchanges = [
         *_handshakes(s),
-        Exchange("all_gather", "blocks of rows", blocks, passed, *where),
-        Exchange("all_gather", "blocks of rows", blocks, passed, *where, **late),
-        Exchange("reduce_scatter", "d weight", blocks, entries * s.size, *where, **late),
-        Exchange("all_gather", "upstream", once, 2 * s.ranks * s.size, *where, backward=True),
-        _over_replicas(s, s.rows * s.hidden_size * s.size),
+        *_of_bias(s, s.ranks, s.nodes),
+        Exchange("all_gather", "blocks of rows", blocks, passed, *where, under=STATISTICS),
+        Exchange("all_gather", "blocks of rows", blocks, passed, *where, **beside),
+        Exchange("reduce_scatter", "d weight", blocks, entries * size, *where, **beside),
+        Exchange("all_gather", "upstream", once, 2 * s.ranks * size, *where, backward=True),
+        _rows_over_replicas(s),
     ]
-    flops = _flops(s, s.tokens_per_rank, s.ranks * s.rows, 4)
-    chunks = min(plan.chunk_tokens, s.tokens_per_rank), plan.num_chunks
-    return _route(s, "stream", exchanges, of_stream(s, plan, rows), flops, chunks, rows)
+    moments = of_stream(s, plan, rows)
+    sizes: Any = {"columns": s.ranks * s.rows, "products": 4, "block_rows": rows}
+    return _route(s, "stream", exchanges, moments, plan, **sizes)
+
+
+def _of_bias(s: RouteConfig, ranks: int, nodes: int) -> list[Exchange]:
+    """Beside rows that come from `ranks`: in its own dtype, and its gradient back."""
+    entries, where, late = s.bias * ranks * s.rows, (ranks, nodes), s.recompute
+    gathered, count = entries * ITEMSIZE[s.param_dtype], int(s.bias)
+    return [
+        Exchange("all_gather", "bias", count, gathered, *where),
+        Exchange("all_gather", "bias", count * late, gathered, *where, backward=True),
+        Exchange("reduce_scatter", "d bias", count, entries * s.size, *where, backward=late),
+    ]
 
 
 def _hybrid(s: RouteConfig) -> Route:
@@ -243,13 +281,14 @@ def _hybrid(s: RouteConfig) -> Route:
     ranks, rows = s.ranks // s.nodes, s.nodes * s.rows
     plan = s.plan_of_shared(rows, ranks)
     over, entries = (s.nodes, s.nodes), rows * s.hidden_size
-    passed, again = entries * s.gemm_size, int(s.recompute)
+    passed, again, late = entries * s.gemm_size, int(s.recompute), s.recompute
     exchanges = [
         *_handshakes(s),
         Exchange("all_gather", "rows of all nodes", 1, passed, *over),
+        *_of_bias(s, *over),
         *_of_tokens(s, plan, ranks, 1),
         Exchange("all_gather", "rows of all nodes", again, passed, *over, backward=True),
-        Exchange("reduce_scatter", "d weight", 1, entries * s.size, *over, backward=s.recompute),
+        Exchange("reduce_scatter", "d weight", 1, entries * s.size, *over, backward=late),
     ]
     moments = of_hidden(s, plan, rows, ranks, gathered=True)
-    return _route(s, "hybrid", exchanges, moments, *_products(s, plan, rows, ranks))
+    return _of_chunks(s, "hybrid", exchanges, moments, plan, rows, ranks)

@@ -19,10 +19,16 @@ from xentlib.plan.split import (
     spread_tokens,
     stream_rows,
 )
+from xentlib.plan.time import Gpu
+
+# What is computed while a collective is under way: a pass that makes statistics alone, the one that
+# makes gradients, and the backward of what is before the head.
+STATISTICS, GRADIENTS, TRUNK = "statistics", "gradients", "trunk"
 
 
 class Rates(NamedTuple):
-    """Of one GPU, an H100 or H200 in a node of eight.
+    """Of one GPU, an H100 or H200 in a node of eight, as it usually is in a run, which is less than
+    its peak.
 
     Attributes:
         gemm: FLOP/s of products in 16 bits.
@@ -31,13 +37,15 @@ class Rates(NamedTuple):
             adapters than GPUs has that much less for each.
         latency: seconds of a collective that moves nothing, and has no step.
         step: seconds of each step of a collective, of which there are more, the more ranks.
+        memory: bytes/s of its memory, read and written.
     """
 
-    gemm: float = 790e12
-    node: float = 450e9
+    gemm: float = 650e12
+    node: float = 350e9
     network: float = 50e9
     latency: float = 10e-6
     step: float = 2e-6
+    memory: float = 2.6e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,8 @@ class Exchange:
         nodes: that these ranks are spread over evenly.
         backward: in the backward pass, not in the forward.
         per_sync: only in the micro-batch that reduces gradients, not in each.
+        under: what is computed meanwhile: "statistics" or "gradients" of another chunk or block,
+            "trunk", the backward of what is before the head; "", nothing.
     """
 
     kind: str
@@ -64,6 +74,7 @@ class Exchange:
     nodes: int = 1
     backward: bool = False
     per_sync: bool = False
+    under: str = ""
 
     @property
     def received(self) -> float:
@@ -106,6 +117,10 @@ class RouteConfig:
     ranks: int
     replicas: int
     nodes: int
+    tensor_parallel: int
+    zero3: bool
+    bias: bool
+    low_rank: int
     dtype: str
     head_dtype: str
     reduce_dtype: str
@@ -136,9 +151,36 @@ class RouteConfig:
         return ITEMSIZE[resolve_dtypes(self.dtype, self.head_dtype)[1]]
 
     @property
+    def classes(self) -> int:
+        """Of the head that ranks share: with tensor parallelism a part of the vocabulary."""
+        return -(-self.vocab_size // self.tensor_parallel)
+
+    @property
     def rows(self) -> int:
         """That the fullest rank holds; others are filled up to them where they are gathered."""
-        return -(-self.vocab_size // self.ranks)
+        return -(-self.classes // self.ranks)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether adapters have the head's gradient."""
+        return self.low_rank > 0
+
+    @property
+    def low_entries(self) -> int:
+        """Of A, in as many rows on each rank."""
+        return -(-self.low_rank // self.ranks) * self.hidden_size
+
+    def held(self, rows: int) -> int:
+        """Entries of so many rows of the head, with their bias and those of B."""
+        return rows * (self.hidden_size + self.bias + self.low_rank)
+
+    def trained(self, rows: int) -> int:
+        """Of these, those that have a gradient."""
+        return rows * (self.low_rank or self.hidden_size + self.bias)
+
+    @property
+    def gpu(self) -> Gpu:
+        return Gpu(self.rates.gemm, self.rates.memory)
 
     @property
     def on_cpu(self) -> bool:
@@ -146,7 +188,9 @@ class RouteConfig:
 
     def plan_of_own(self) -> ChunkPlan:
         """A rank's own tokens, the whole head."""
-        return self._planned(self.tokens_per_rank, self.vocab_size, self._budget(own=True))
+        shared = self.tensor_parallel > 1
+        columns = self.classes + (self.on_cpu and shared)
+        return self._planned(self.tokens_per_rank, columns, self._budget(own=not shared))
 
     def plan_of_shared(self, rows: int, ranks: int) -> ChunkPlan:
         """Tokens of all `ranks`, `rows` of the head: the same T of each rank in a chunk, whole rows

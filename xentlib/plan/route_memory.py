@@ -21,6 +21,7 @@ INTO, OUT_OF = "into the reduce-scatter", "out of the reduce-scatter"
 EARLIER = "gradient of earlier micro-batches"
 EXCHANGED, PER_TOKEN = "hidden states and d hidden on their way", "numbers a token of all ranks"
 CAST = "rows in the dtype of the products"
+ADAPTERS = "adapters in float32"
 # Bytes of labels, masks, factors, statistics and values of a token.
 OF_A_TOKEN = 80
 OF_COLUMNS = "statistics of blocks of columns"
@@ -32,7 +33,7 @@ def of_head(s: RouteConfig, plan: ChunkPlan) -> Moments:
     until that forward is done, which here is the walk."""
     gathered = _gathered(s)
     both = {GATHERED: gathered, BUFFER: gathered}
-    sums = _sums(s, s.vocab_size, ITEMSIZE[s.head_dtype])
+    sums = _sums(s, s.classes, ITEMSIZE[s.head_dtype])
     again = {GATHERED: gathered} if s.kept or s.module or s.recompute else {}
     moments = {"forward": both | _walk(s, plan, gradient=not s.recompute)}
     if s.recompute:
@@ -54,8 +55,8 @@ def of_full_logits(s: RouteConfig) -> Moments:
     wide = entries * s.size
     cast = low if narrow < s.size else {}
     d_logits = {"gradient of the logits": entries * narrow}
-    results = s.vocab_size * ITEMSIZE[s.head_dtype] + s.tokens_per_rank * ITEMSIZE[s.dtype]
-    results *= s.hidden_size
+    results = s.trained(s.vocab_size) * ITEMSIZE[s.head_dtype]
+    results += s.tokens_per_rank * s.hidden_size * ITEMSIZE[s.dtype]
     moments = {
         "product": both | low,
         "cast": kept | cast | {"float32 logits": wide},
@@ -73,7 +74,7 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
     chunk = plan.chunk_tokens * s.hidden_size
     coming = plan.num_chunks > 1  # one is computed, one is on its way, of whose part the source
     walk = _walk(s, plan, again=s.on_cpu)
-    walk[D_WEIGHT] = rows * s.hidden_size * s.size
+    walk[D_WEIGHT] = _low_in(s) + s.trained(rows) * s.size
     walk[D_HIDDEN] = s.tokens_per_rank * s.hidden_size * s.size
     walk[WIDENED] = _operand(s, rows)
     walk[ROWS] = chunk * s.size if s.on_cpu and s.gemm_size < s.size else 0
@@ -82,7 +83,7 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
     # d hidden leaves, and a part of it comes; gloo makes a copy of what leaves.
     walk[EXCHANGED] += (chunk * (2 if s.on_cpu else 1) + part) * s.size
     walk[PER_TOKEN] = plan.num_tokens * OF_A_TOKEN
-    own = s.rows * s.hidden_size
+    own = s.trained(s.rows)
     moments = {"walk": walk}
     if gathered:
         # A CPU's copy takes the place of what was gathered.
@@ -125,7 +126,7 @@ def of_stream(s: RouteConfig, plan: ChunkPlan, rows: int) -> Moments:
 
 
 def _gathered(s: RouteConfig) -> int:
-    whole = s.ranks * s.rows * s.hidden_size * ITEMSIZE[s.head_dtype]
+    whole = (s.held(s.ranks * s.rows) + s.ranks * s.low_entries) * ITEMSIZE[s.head_dtype]
     return whole if s.ranks > 1 else 0  # it is there
 
 
@@ -137,7 +138,16 @@ def _walk(
     walk = torch_walk(plan, s.gemm_dtype, gradient, recompute, s.platform, s.kernels)
     if s.head_dtype != s.gemm_dtype:
         walk[WIDENED] = plan.vocab_size * s.hidden_size * s.gemm_size
+    if s.low_rank:
+        walk[D_WEIGHT] = (_low_in(s) + s.trained(plan.vocab_size) * s.size) * gradient
+        of_chunk = plan.chunk_tokens * s.hidden_size * s.size * (s.gemm_size < s.size)
+        walk[ADAPTERS] = _low_in(s) + s.trained(plan.vocab_size) * s.size + of_chunk
     return walk
+
+
+def _low_in(s: RouteConfig) -> int:
+    """Bytes of an adapter's A, or of its gradient, which each rank has whole."""
+    return s.low_rank * s.hidden_size * s.size
 
 
 def _operand(s: RouteConfig, rows: int) -> int:
@@ -149,7 +159,8 @@ def _operand(s: RouteConfig, rows: int) -> int:
 
 def _sums(s: RouteConfig, rows: int, weight_size: int) -> dict[str, int]:
     """Float32 sums beside the gradients that are made of them; of its own dtype a sum is one."""
-    d_weight, d_hidden = rows * s.hidden_size, s.tokens_per_rank * s.hidden_size
+    d_weight = s.trained(rows) + s.low_rank * s.hidden_size
+    d_hidden = s.tokens_per_rank * s.hidden_size
     rounded = d_weight * weight_size if weight_size < s.size else 0
     rounded += d_hidden * ITEMSIZE[s.dtype] if ITEMSIZE[s.dtype] < s.size else 0
     return {D_WEIGHT: d_weight * s.size, D_HIDDEN: d_hidden * s.size, ROUNDED: rounded}
@@ -160,13 +171,14 @@ def _reduced(s: RouteConfig) -> Moments:
     into it."""
     if s.ranks == 1:
         return {}
-    into = s.ranks * s.rows * s.hidden_size * ITEMSIZE[s.reduce_dtype]
+    own = s.trained(s.rows) + s.low_entries
+    into = s.ranks * own * ITEMSIZE[s.reduce_dtype]
     cast = ITEMSIZE[s.param_dtype] if s.param_dtype != s.reduce_dtype else 0
     return {
         "reduction": {
-            GRADIENT: s.vocab_size * s.hidden_size * ITEMSIZE[s.head_dtype],
+            GRADIENT: (s.trained(s.classes) + s.low_entries) * ITEMSIZE[s.head_dtype],
             INTO: into * (2 if s.on_cpu else 1),
-            OUT_OF: s.rows * s.hidden_size * (ITEMSIZE[s.reduce_dtype] + cast),
+            OUT_OF: own * (ITEMSIZE[s.reduce_dtype] + cast),
             "d hidden": s.tokens_per_rank * s.hidden_size * ITEMSIZE[s.dtype],
         }
     }
@@ -178,6 +190,19 @@ def _with_earlier(s: RouteConfig, moments: Moments, size: int | None = None) -> 
     if s.micro_batches == 1:
         return moments
     if size is None:
-        size = s.vocab_size * s.hidden_size * ITEMSIZE[s.reduce_dtype]
+        size = s.trained(s.classes) * ITEMSIZE[s.reduce_dtype]
     earlier = {EARLIER: size}
     return {name: parts | earlier for name, parts in moments.items()}
+
+
+def of_state(s: RouteConfig) -> dict[str, int]:
+    """Between calls: what a rank holds of the head, its gradient, and both moments of Adam, in the
+    dtype of the parameter; ZeRO-3 has these, and a copy of what it trains, in float32."""
+    low, trained = s.low_entries, s.trained(s.rows) + s.low_entries
+    size = ITEMSIZE[s.param_dtype]
+    wide = max(size, 4) if s.zero3 else size
+    return {
+        "parameter": (s.held(s.rows) + low) * size + trained * (wide if wide > size else 0),
+        "gradient": trained * size,
+        "moments of Adam": 2 * trained * wide,
+    }

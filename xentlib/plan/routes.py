@@ -13,14 +13,16 @@ from collections.abc import Collection
 from typing import Any, Literal, TypedDict, Unpack
 
 from xentlib.checks.validators import check_number, check_routes, is_count
-from xentlib.plan.route import Route, routes_of
+from xentlib.plan.route import routes_of
 from xentlib.plan.route_config import Rates, RouteConfig
+from xentlib.plan.route_result import Route
 
 # Of a call, those that send something more.
 OPTIONS = ("softcap", "temperature", "entropy", "lse", "label_smoothing", "predicted")
 Chosen = Literal["head", "hidden", "stream"]
 CHOICES: tuple[Chosen, ...] = ("head", "hidden", "stream")
 ALL_TOKENS = 1 << 24  # no rank has more in a call
+GPUS = 8  # of a node, where it is not said how many nodes there are
 
 
 def head_routes(
@@ -29,8 +31,12 @@ def head_routes(
     hidden_size: int,
     ranks: int,
     *,
-    nodes: int = 1,
+    nodes: int | None = None,
     replicas: int = 1,
+    tensor_parallel: int = 1,
+    zero3: bool = False,
+    bias: bool = False,
+    low_rank: int = 0,
     dtype: str = "bfloat16",
     head_dtype: str = "bfloat16",
     reduce_dtype: str = "float32",
@@ -59,11 +65,12 @@ def head_routes(
                  `recompute`) of nodes v H b and one reduce-scatter of nodes v H 4; it is "hidden"
                  with a mesh [nodes, ranks of a node] as `tokens_parallel`
 
-    where sizes are those of whole tensors; a rank receives (R - 1) / R of them, twice that in an
-    all-reduce. With replicas there is one more all-reduce of v H over them, once in
-    `micro_batches`. Products are 6 N V H FLOP, 8 N V H with `recompute`, in `stream`, and in
-    `hidden` with a softcap and several chunks. "full logits" is `F.cross_entropy` of the logits in
-    float32, behind the head's own forward.
+    and where there is a bias, that with the head, or once beside rows that pass; with adapters A
+    once and its gradient. Sizes are those of whole tensors; a rank receives (R - 1) / R of them,
+    twice that in an all-reduce. With replicas there is one more all-reduce of v H over them, once
+    in `micro_batches`. Products are 6 N V H FLOP, 8 N V H with `recompute`, in `stream`, and in
+    `hidden` with a softcap and several chunks; 2 N V H less of a frozen head. "full logits" is
+    `F.cross_entropy` of the logits in float32, behind the head's own forward.
 
     Nothing is known of numbers, so labels that differ and masked tokens change nothing: on a GPU
     all are computed. Where ranks have different numbers of tokens all compute the largest.
@@ -74,8 +81,15 @@ def head_routes(
         hidden_size: H.
         ranks: R, that share the rows: the size of FSDP's mesh, or of its sharding dimension.
         nodes: that those ranks are spread over, evenly; "hybrid" is there from two on, without
-            replicas.
+            replicas. None: nodes of eight GPUs, or of fewer where eight do not divide the ranks.
         replicas: of the head (HSDP), each on nodes of its own.
+        tensor_parallel: T, ranks with the same tokens that the vocabulary is cut over first, with
+            `vocab_parallel`; the R ranks share V / T rows. "head" alone is planned, whose MAX, SUM
+            and d hidden go over the T ranks of a node.
+        zero3: DeepSpeed's ZeRO-3 in place of FSDP2: "hidden" and "stream" only where R divides V,
+            d weight reduced in every micro-batch. Memory is planned as that of FSDP2.
+        bias: the head has one.
+        low_rank: r, of adapters (LoRA) on a head that is frozen; 0 for none. "head" and "hidden".
         dtype: of the hidden states.
         head_dtype: that the head is gathered in, `param_dtype` of FSDP2's policy.
         reduce_dtype: of the head's gradient in FSDP2's reduction.
@@ -101,19 +115,34 @@ def head_routes(
         ValueError: a size, a dtype or an option that there is not.
 
     Numerics: bytes and FLOP are counted, but for the few hundred bytes that travel with the first
-    MAX; memory is a sum of the largest tensors. Seconds are a prediction from rates, with nothing
-    overlapped.
+    MAX; memory is a sum of the largest tensors. Seconds are a prediction from rates: of what is
+    computed by `gpu_time`, with Triton's programs; of what is sent by the steps and the bytes of
+    each collective, once with nothing overlapped, once with all that the loops of PyTorch overlap.
+    What the ranks of a node do to each other's memory and multiprocessors is not in it. JAX sends
+    what "head" and "hidden" do here but for the handshake and the upstream gradients; which of it
+    overlaps is its compiler's choice, and is not planned; nor is a mask of dropout on an adapter.
     """
     arguments: dict[str, Any] = dict(locals())
     arguments |= {"options": check_routes(arguments, OPTIONS), "rates": rates or Rates()}
+    arguments["nodes"] = nodes or ranks // in_node(ranks, tensor_parallel)
     return routes_of(RouteConfig(**arguments))
+
+
+def in_node(ranks: int, tensor_parallel: int = 1) -> int:
+    """Of these ranks in a node of eight GPUs: as many as divide them."""
+    most = min(ranks, max(1, GPUS // tensor_parallel))
+    return next(x for x in range(most, 0, -1) if ranks % x == 0)
 
 
 class RouteOptions(TypedDict, total=False):
     """Arguments of `head_routes` that have a default."""
 
-    nodes: int
+    nodes: int | None
     replicas: int
+    tensor_parallel: int
+    zero3: bool
+    bias: bool
+    low_rank: int
     dtype: str
     head_dtype: str
     reduce_dtype: str
@@ -138,13 +167,14 @@ def choose_gather(
     ranks: int,
     *,
     memory: int | None = None,
+    overlapped: bool = True,
     **more: Unpack[RouteOptions],
 ) -> Chosen:
     """Which of "head", "hidden" and "stream" `head_routes` predicts to be the fastest.
 
     A pure function of numbers that all ranks have alike: pass the same `tokens_per_rank` on each,
-    not its own count. Of equals the first one named. "stream" sends and computes more than "head",
-    so it is chosen for `memory` alone.
+    not its own count. Of equals the first one named. "stream" sends more than "head" and has a
+    product more, so it is chosen for `memory` alone.
 
     Args:
         tokens_per_rank: about as many as a rank has in a call.
@@ -153,6 +183,8 @@ def choose_gather(
         ranks: R.
         memory: bytes that a call may need at its peak, beside its inputs: of the routes that fit,
             the fastest, and where none fits, the smallest. None: no limit.
+        overlapped: by the seconds with what the loops overlap, as they do in PyTorch; False, by
+            those with nothing overlapped, as JAX chooses.
         more: as in `head_routes`.
 
     Raises:
@@ -161,24 +193,38 @@ def choose_gather(
     if memory is not None:
         check_number("memory", memory, "None or an integer >= 1, bytes", ok=is_count(memory))
     routes = head_routes(tokens_per_rank, vocab_size, hidden_size, ranks, **more)
-    fit = [x for x in CHOICES if memory is None or routes[x].peak_bytes <= memory]
+    asked = CHOICES[: 1 if ranks == 1 else 2 if memory is None else 3]
+    there = [x for x in asked if x in routes]
+    fit = [x for x in there if memory is None or routes[x].peak_bytes <= memory]
     if not fit:
-        return min(CHOICES, key=lambda name: routes[name].peak_bytes)
-    return min(fit, key=lambda name: routes[name].seconds)
+        return min(there, key=lambda name: routes[name].peak_bytes)
+    return min(fit, key=lambda name: seconds_of(routes[name], overlapped))
+
+
+def seconds_of(route: Route, overlapped: bool) -> float:
+    return route.overlapped_seconds if overlapped else route.seconds
 
 
 def crossover_tokens(
-    vocab_size: int, hidden_size: int, ranks: int, **more: Unpack[RouteOptions]
+    vocab_size: int,
+    hidden_size: int,
+    ranks: int,
+    *,
+    overlapped: bool = True,
+    **more: Unpack[RouteOptions],
 ) -> int:
     """Up to how many tokens a rank and call "hidden" is predicted to be faster than "head".
 
-    About V / R (k b_head + b_reduce / M) / (b + 4), of k gathers and M micro-batches, less what the
-    latency of more collectives costs; 0 where it never is.
+    As many bytes are sent at V / R (k b_head + b_reduce / M) / (b + 4) tokens, of k gathers and M
+    micro-batches. What products hide moves it up, the latency of more collectives down: it is a
+    statement about `rates` as much as about sizes. 0 where "hidden" never is faster, 2^24 where it
+    always is.
 
     Args:
         vocab_size: V.
         hidden_size: H.
         ranks: R.
+        overlapped: as in `choose_gather`.
         more: as in `head_routes`.
 
     Raises:
@@ -187,9 +233,12 @@ def crossover_tokens(
 
     def faster(tokens: int) -> bool:
         routes = head_routes(tokens, vocab_size, hidden_size, ranks, **more)
-        return routes["hidden"].seconds < routes["head"].seconds
+        head, hidden = routes["head"], routes.get("hidden", routes["head"])
+        return seconds_of(hidden, overlapped) < seconds_of(head, overlapped)
 
-    low, high = 0, ALL_TOKENS
+    low, high = 0, ALL_TOKENS if ranks > 1 else 1
+    if ranks > 1 and faster(high):
+        return high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if faster(middle) else (low, middle)

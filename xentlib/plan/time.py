@@ -38,20 +38,24 @@ def gpu_time(
     gradient: bool = True,
     recompute: bool = False,
     softcap: bool = False,
+    frozen: bool = False,
     gpu: Gpu = Gpu(),  # noqa: B008 - a tuple of numbers
 ) -> float:
     """Seconds of the device for a loss, or for log-probabilities, of a head with 16-bit operands.
 
     The sum of, for N tokens, width H, vocabulary V and K chunks:
 
-        products  2 N V H operations each: 3 with gradients, 4 with `recompute`, 1 without
+        products  2 N V H operations each: 3 with gradients, 4 with `recompute`, 1 without; or
+                  three matrices of each chunk in 16 bits, read or written, where that is longer: of
+                  126 columns it has 126 operations for each byte of its tokens, and could have 232
+                  in the same time
         softmax   the longer of its bytes and its instructions, of N V logits
         d weight  8 V H bytes a chunk, read and written in float32, 4 in the first; half of that,
                   as its product hides the rest; then rounded, which is 6
 
     The model is within 9 % of what an H100 took for heads of H = 1024 to 4096, once 2 ms are added
     that the host takes for a call alone ([Performance](performance.md#h100)). It has no overlap,
-    and one rate for products of any size: those of few terms, H < 1024, are slower.
+    and products of few terms, H < 1024, are slower.
 
     Args:
         plan: of the call, from `plan_chunks`.
@@ -59,6 +63,7 @@ def gpu_time(
         gradient: with d hidden and d weight.
         recompute: of log-probabilities, whose logits are computed again in the backward.
         softcap: whether the logits have one.
+        frozen: the head has no gradient: neither its product nor its sum.
         gpu: the card's rates.
 
     Raises:
@@ -67,15 +72,20 @@ def gpu_time(
     check_choice("backend", backend, ("torch", "jax"))
     logits = plan.num_tokens * plan.vocab_size
     head = plan.vocab_size * plan.hidden_size
-    products = (4 if recompute else 3) if gradient else 1
+    products = (4 if recompute else 3) - frozen if gradient else 1
     size = (BYTES_OF_SOFTCAP if softcap else BYTES)[backend]
     instructions = INSTRUCTIONS_OF_SOFTCAP if softcap else INSTRUCTIONS
     moved, issued = size[not gradient] * logits, float(instructions[not gradient] * logits)
     of_head = 0.0
-    if gradient:
+    if gradient and not frozen:
         of_head = head * ((8.0 * plan.num_chunks - 4) / 2 + 6)
         if backend == "jax":
             of_head += 4 * head  # zeros, which the first product is added to
     softmax = max(moved / gpu.bandwidth, issued / (gpu.multiprocessors * 128 * gpu.clock))
-    of_products = 2.0 * products * logits * plan.hidden_size / gpu.flops
-    return of_products + softmax + of_head / gpu.bandwidth
+    return product_time(plan, products, gpu) + softmax + of_head / gpu.bandwidth
+
+
+def product_time(plan: ChunkPlan, products: int, gpu: Gpu) -> float:
+    logits, width = plan.num_tokens * plan.vocab_size, plan.hidden_size
+    entries = logits + (plan.num_tokens + plan.num_chunks * plan.vocab_size) * width
+    return products * max(2.0 * logits * width / gpu.flops, 2.0 * entries / gpu.bandwidth)
