@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 from helpers.routed import nodes_of  # noqa: E402
 
 ROUNDS = 12
+VOCAB: list[Any] = []  # the mesh that cuts it, of the head that was made last
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -57,6 +58,9 @@ class Step:
     micro_batches: int = 1
     gather: str = "head"
     nodes: int = 1
+    bias: bool = False
+    low_rank: int = 0  # of adapters on a head that is frozen
+    tensor_parallel: int = 1
 
     def tokens(self, sizes: Sizes) -> int:
         return sizes.few if self.few else sizes.tokens
@@ -73,8 +77,11 @@ class Step:
             self.tokens(sizes),
             sizes.vocab,
             sizes.hidden,
-            ranks // self.replicas,
+            ranks // self.replicas // self.tensor_parallel,
             replicas=self.replicas,
+            tensor_parallel=self.tensor_parallel,
+            bias=self.bias,
+            low_rank=self.low_rank,
             nodes=self.nodes,
             dtype=self.dtype,
             head_dtype=head_dtype,
@@ -135,42 +142,93 @@ REPLICATED = {
     "chunked_nll, replicas": Step(replicas=2),
     "chunked_logprobs, replicas, bf16": Step("chunked_logprobs", **LOW, replicas=2),
 }
+BIAS: dict[str, Any] = {"bias": True}
+WITH_BIAS = {
+    **{f"{call}, bias": Step(call, **BIAS) for call in CALLS},
+    "chunked_nll, bias, bf16": Step(**BIAS, **LOW),
+    **{
+        f"{call}, {route}, bias": Step(call, gather=route, **BIAS)
+        for call in ("chunked_nll", "chunked_logprobs")
+        for route in ("hidden", "stream")
+    },
+    "chunked_nll, stream, bias, bf16": Step(gather="stream", **BIAS, **LOW),
+}
+ADAPTED = {
+    f"{call}, {route}, low rank, {name}": Step(call, gather=route, low_rank=5, **more)
+    for call in ("chunked_nll", "chunked_logprobs")
+    for route in ("head", "hidden")
+    for name, more in (("float32", {}), ("bf16", LOW))
+}
+PARALLEL: dict[str, Any] = {"tensor_parallel": 2}
+ON_FOUR = {
+    "chunked_nll, nodes, bias": Step(**OVER_NODES, **BIAS),
+    "chunked_nll, nodes, bias, bf16": Step(**OVER_NODES, **BIAS, **LOW),
+    "chunked_logprobs, nodes, bias": Step("chunked_logprobs", **OVER_NODES, **BIAS),
+    "chunked_nll, hidden, replicas, bias": Step(replicas=2, gather="hidden", **BIAS),
+    "chunked_nll, replicas, bias": Step(replicas=2, **BIAS),
+    "chunked_nll, hidden, replicas, low rank": Step(replicas=2, gather="hidden", low_rank=5),
+    "chunked_nll, replicas, low rank": Step(replicas=2, low_rank=5),
+    "chunked_nll, tensor parallel": Step(**PARALLEL),
+    "chunked_nll, tensor parallel, few tokens": Step(few=True, **PARALLEL),
+    "chunked_nll, tensor parallel, bf16, bias": Step(**PARALLEL, **LOW, **BIAS),
+    "chunked_logprobs, tensor parallel": Step("chunked_logprobs", **PARALLEL),
+}
 
 
 def head_of(step: Step, world: int, sizes: Sizes) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     from xentlib.torch import NLLHead
 
     kind = NLLHead if step.call == "NLLHead" else torch.nn.Linear
-    head = kind(sizes.hidden, sizes.vocab, bias=False).to(getattr(torch, step.param_dtype))
+    dtype = getattr(torch, step.param_dtype)
+    head = kind(sizes.hidden, sizes.vocab, bias=step.bias).to(dtype)
+    if step.low_rank:
+        head.requires_grad_(False)
+        for name, shape in (
+            ("a", (step.low_rank, sizes.hidden)),
+            ("b", (sizes.vocab, step.low_rank)),
+        ):
+            head.register_parameter(name, torch.nn.Parameter(torch.randn(shape, dtype=dtype)))
     gathered, reduced = (name and getattr(torch, name) for name in step.policy)
     shape, names = (world,), ("shard",)
     if step.replicas > 1:
         shape, names = (step.replicas, world // step.replicas), ("replica", "shard")
+    if step.tensor_parallel > 1:
+        shape, names = (world // step.tensor_parallel, step.tensor_parallel), ("shard", "vocab")
     mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if step.tensor_parallel > 1:
+        mesh, VOCAB[:] = mesh["shard"], [mesh["vocab"]]
+        for name, p in list(head.named_parameters()):
+            piece = distribute_tensor(p.data, *VOCAB, [Shard(0)])
+            head.register_parameter(name, torch.nn.Parameter(piece))
     policy = MixedPrecisionPolicy(gathered, reduced)
     return fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=not step.kept)
 
 
 def loss_of(step: Step, sizes: Sizes, hidden: Any, head: Any, labels: Any) -> Any:
-    from xentlib.torch import chunked_logprobs, chunked_nll
+    from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll
 
     more: dict[str, Any] = {"max_chunk_bytes": sizes.chunk_bytes, "gather": step.gather}
     if step.nodes > 1:
         more["tokens_parallel"] = nodes_of(step.nodes)
+    if step.tensor_parallel > 1:
+        (more["vocab_parallel"],) = VOCAB
     if step.call == "NLLHead":
         return head(hidden, labels, **more).loss
     if step.call == "full logits":
         return torch.nn.functional.cross_entropy(head(hidden).float(), labels)
+    weight = LowRankHead(head.weight, head.a, head.b) if step.low_rank else head.weight
     if step.call == "chunked_logprobs":
-        out = chunked_logprobs(hidden, head.weight, labels, **more)
+        out = chunked_logprobs(hidden, weight, labels, bias=head.bias, **more)
         return out.logprobs.mean()
-    return chunked_nll(hidden, head.weight, labels, **more).loss
+    return chunked_nll(hidden, weight, labels, bias=head.bias, **more).loss
 
 
 def set_up(name: str, world: int, sizes: Sizes) -> tuple[Step, Any, Any, Any]:
     step = PLACES[name][0]
+    torch.manual_seed(0)  # ranks of a vocabulary have the same tokens
     shape = step.tokens(sizes), sizes.hidden
     hidden = torch.randn(shape).to(getattr(torch, step.dtype)).requires_grad_()
     labels = torch.randint(sizes.vocab, shape[:1])
@@ -284,8 +342,8 @@ def found() -> dict[str, list[Any]]:
 
 
 # With the ranks of each.
-PLACES = {name: (step, 3) for name, step in STEPS.items()}
-PLACES |= {name: (step, 4) for name, step in (NODES | REPLICATED).items()}
+PLACES = {name: (step, 3) for name, step in (STEPS | WITH_BIAS | ADAPTED).items()}
+PLACES |= {name: (step, 4) for name, step in (NODES | REPLICATED | ON_FOUR).items()}
 
 
 @pytest.mark.parametrize("name", PLACES)
