@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from xentlib.contract import check, failures
 from xentlib.plan import Route, head_routes
 from xentlib.plan.memory import SCRATCH
 from xentlib.plan.route_memory import OUT_OF
+from xentlib.plan.split import EXCHANGE_FLOPS
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -61,6 +63,10 @@ class Step:
     bias: bool = False
     low_rank: int = 0  # of adapters on a head that is frozen
     tensor_parallel: int = 1
+    each: bool = False  # statistics of each chunk, as of products that take longer than a MAX
+
+    def schedule(self) -> Any:
+        return patch.dict(EXCHANGE_FLOPS, cpu=1.0) if self.each else nullcontext()
 
     def tokens(self, sizes: Sizes) -> int:
         return sizes.few if self.few else sizes.tokens
@@ -73,26 +79,27 @@ class Step:
 
     def planned(self, ranks: int, sizes: Sizes) -> Route:
         head_dtype, reduce_dtype = self.dtypes()
-        routes = head_routes(
-            self.tokens(sizes),
-            sizes.vocab,
-            sizes.hidden,
-            ranks // self.replicas // self.tensor_parallel,
-            replicas=self.replicas,
-            tensor_parallel=self.tensor_parallel,
-            bias=self.bias,
-            low_rank=self.low_rank,
-            nodes=self.nodes,
-            dtype=self.dtype,
-            head_dtype=head_dtype,
-            reduce_dtype=reduce_dtype,
-            param_dtype=self.param_dtype,
-            micro_batches=self.micro_batches,
-            recompute=self.call == "chunked_logprobs",
-            kept=self.kept,
-            max_chunk_bytes=sizes.chunk_bytes,
-            platform="cpu",
-        )
+        with self.schedule():
+            routes = head_routes(
+                self.tokens(sizes),
+                sizes.vocab,
+                sizes.hidden,
+                ranks // self.replicas // self.tensor_parallel,
+                replicas=self.replicas,
+                tensor_parallel=self.tensor_parallel,
+                bias=self.bias,
+                low_rank=self.low_rank,
+                nodes=self.nodes,
+                dtype=self.dtype,
+                head_dtype=head_dtype,
+                reduce_dtype=reduce_dtype,
+                param_dtype=self.param_dtype,
+                micro_batches=self.micro_batches,
+                recompute=self.call == "chunked_logprobs",
+                kept=self.kept,
+                max_chunk_bytes=sizes.chunk_bytes,
+                platform="cpu",
+            )
         if self.nodes > 1:
             return routes["hybrid"]
         return routes["full logits" if self.call == "full logits" else self.gather]
@@ -169,6 +176,7 @@ ON_FOUR = {
     "chunked_nll, hidden, replicas, low rank": Step(replicas=2, gather="hidden", low_rank=5),
     "chunked_nll, replicas, low rank": Step(replicas=2, low_rank=5),
     "chunked_nll, tensor parallel": Step(**PARALLEL),
+    "chunked_nll, tensor parallel, each chunk": Step(each=True, **PARALLEL),
     "chunked_nll, tensor parallel, few tokens": Step(few=True, **PARALLEL),
     "chunked_nll, tensor parallel, bf16, bias": Step(**PARALLEL, **LOW, **BIAS),
     "chunked_logprobs, tensor parallel": Step("chunked_logprobs", **PARALLEL),
@@ -246,8 +254,9 @@ def sent(rank: int, world: int, names: list[str]) -> dict[str, Any]:
         owner = find_owner(head.weight)  # what `gather="auto"` plans with
         assert owner is not None
         assert owner.dtypes(head.weight) == tuple(getattr(torch, x) for x in step.dtypes())
-        loss_of(step, SENT, hidden, head, labels).backward()
-        with count_collectives() as forward:
+        with step.schedule():
+            loss_of(step, SENT, hidden, head, labels).backward()
+        with step.schedule(), count_collectives() as forward:
             loss = loss_of(step, SENT, hidden, head, labels)
         with count_collectives() as backward:
             loss.backward()
