@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from xentlib.contract import check, failures
+from xentlib.plan import head_routes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -111,6 +112,11 @@ REFUSED = {
 }
 
 
+FLOAT32 = ("dtype", "head_dtype", "reduce_dtype", "param_dtype")
+PLANNED: dict[str, Any] = {"zero3": True, "bias": True, "platform": "cpu"}
+PLANNED |= dict.fromkeys(FLOAT32, "float32")
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every setup on two ranks, and what is refused: one start."""
@@ -205,6 +211,16 @@ def test_the_head_is_not_gathered(ranks: Any) -> None:
         assert kinds == {"all_gather": 4, "all_reduce": 2, "reduce_scatter": 1}
         tokens = window_of(Trained(), 0)[0][0][1].numel()
         assert max(size for _, size in extra) == tokens * H * 4 < whole
+        # And what is planned, to the byte.
+        routes = head_routes(tokens // 2, Trained().vocab, H, 2, **PLANNED)
+        of_head = [(x.kind, x.bytes) for x in routes["head"].exchanges]
+        assert of_head == [("all_gather", whole), ("reduce_scatter", whole)]
+        streamed = sent(rank, "stream, plain") - trunk
+        for name, counted in (("hidden", extra), ("stream", streamed)):
+            planned: Counter[Any] = Counter()
+            for x in routes[name].exchanges:
+                planned[x.kind, x.bytes // x.count] += x.count
+            assert counted == planned
     # Alike whatever a rank computes.
     for name in ("plain", "rank without tokens", "per token", "stream, plain"):
         assert ranks[0][name]["sent"] == ranks[1][name]["sent"]
