@@ -14,6 +14,7 @@ from typing import Any
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data" / "routes.json"
 TOKENS = 8192
 RANKS = (8, 64, 1024)
+SAID = ("head", "ranks", "crossover_tokens", "crossover_tokens_not_overlapped", "fastest")
 
 
 def found() -> dict[str, Any]:
@@ -21,20 +22,21 @@ def found() -> dict[str, Any]:
     and of each route what a rank receives, its peak and its seconds."""
     from xentlib.plan import Rates
     from xentlib.tools.bench.cases import REAL
-    from xentlib.tools.cli.plan import GPUS, document, sizes_of
+    from xentlib.tools.cli.plan import document, sizes_of
 
     plans = []
     for head in REAL:
         for ranks in RANKS if head.name != "gpt2" else ():
             sizes = sizes_of(head.name)
             options = ("softcap",) if sizes.softcap else ()
-            said = document(sizes, TOKENS, ranks, {"nodes": ranks // GPUS, "options": options})
-            plan = {x: said[x] for x in ("head", "ranks", "crossover_tokens", "fastest")}
+            said = document(sizes, TOKENS, ranks, {"options": options})
+            plan = {x: said[x] for x in SAID}
             plan["routes"] = {
                 route["name"]: {
                     "received_bytes": route["received_bytes"],
                     "peak_bytes": route["peak_bytes"],
                     "milliseconds": round(1e3 * route["seconds"], 3),
+                    "overlapped_milliseconds": round(1e3 * route["overlapped_seconds"], 3),
                 }
                 for route in said["routes"]
             }

@@ -104,6 +104,20 @@ def whole(text: str, least: int = 1) -> int:
 seed = partial(whole, least=0)
 
 
+UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
+
+
+def size(text: str) -> int:
+    """Bytes of a number with its unit."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
+    units = {unit.lower(): count for unit, count in UNITS.items()}
+    if not parts or parts[2].lower() not in units or float(parts[1]) == 0:
+        raise argparse.ArgumentTypeError(
+            f"must be a size with its unit ({', '.join(UNITS)}), such as 80GB; got {text!r}"
+        )
+    return round(float(parts[1]) * units[parts[2].lower()])
+
+
 def number(text: str) -> float:
     try:
         value = float(text)

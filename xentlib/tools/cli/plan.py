@@ -9,40 +9,27 @@ from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from xentlib.dtypes import FLOATS
 from xentlib.plan import Rates, Route, crossover_tokens, head_routes
-from xentlib.plan.routes import OPTIONS, RouteOptions
+from xentlib.plan.routes import ALL_TOKENS, GPUS, OPTIONS, RouteOptions, in_node
 from xentlib.tools.bench.cases import REAL
-from xentlib.tools.cli.command import Row, number, whole
+from xentlib.tools.cli.command import Row, number, size, whole
+from xentlib.tools.cli.plan_plot import PLOTS, check_plot, draw
 from xentlib.tools.doctor.model import SOFTCAPS, head_of_file, read_config
 from xentlib.tools.errors import UsageError, writing
 from xentlib.tools.harness import plot
 from xentlib.tools.harness.table import aligned
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-SCHEMA = "xentlib.plan/1"
+SCHEMA = "xentlib.plan/2"
 NAMES = {head.name: head for head in REAL}
-GPUS = 8  # of a node, where it is not said how many nodes there are
 GIB, GB = 2**30, 1e9
-PLOTS = (".svg", ".png", ".pdf")
+BUDGETS = tuple(1 << k for k in range(20, 34))  # of a chunk's logits, from 1 MiB to 8 GiB
 SPLIT_AND_SECONDS = (
     *("chunk_tokens", "num_chunks", "block_rows"),
-    *("gemm_seconds", "link_seconds", "seconds"),
+    *("compute_seconds", "link_seconds", "seconds", "overlapped_seconds", "state_bytes"),
 )
-# Of the plot: tokens a rank, and how each route is drawn.
-TOKENS = tuple(1 << k for k in range(8, 18))
-LOOKS = {
-    "full logits": (plot.COLOURS[4], "--"),
-    "head": (plot.COLOURS[0], "-"),
-    "hidden": (plot.OURS_COLOUR, "-"),
-    "stream": (plot.COLOURS[1], "-"),
-    "hybrid": (plot.COLOURS[2], "-."),
-}
 HYBRID = " hybrid is `gather='hidden'` with a mesh [nodes, ranks of a node] as `tokens_parallel`."
 
 
@@ -66,8 +53,15 @@ DTYPE = "of the hidden states (default: that of the model)"
 HEAD_DTYPE = "that the head is gathered in (default: that of the hidden states)"
 OPTION = f"of the call, which send something more: {', '.join(OPTIONS)}"
 NETWORK = "of the network between nodes, in GB/s for each GPU"
-LATENCY = "of a collective that moves nothing, in microseconds"
-NODES = f"that those ranks are spread over (default: one for every {GPUS} ranks)"
+LATENCY = "of a collective that moves nothing and has no step, in microseconds"
+STEP = "of each step of a collective's ring or tree, in microseconds"
+MEMORY_RATE = "of a GPU's memory, read and written, in GB/s"
+NODES = f"that those ranks are spread over (default: one for every {GPUS} GPUs)"
+ZERO3 = "DeepSpeed's ZeRO-3, in place of FSDP2"
+TENSOR_PARALLEL = "ranks with the same tokens that the vocabulary is cut over first"
+LOW_RANK = "of adapters on a head that is frozen, LoRA"
+MEMORY = "of a rank, for the call and for the head's parameter, gradient and Adam state"
+MEASURE = "rates of this machine in place of those given; under torchrun of its links too"
 HEADS = f"a head by its name ({', '.join(NAMES)}), a model's folder, or its config.json"
 ARGUMENTS: tuple[Row, ...] = (
     ("--model", str, None, "NAME", HEADS),
@@ -77,6 +71,10 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--ranks", whole, 8, "R", "that share the head"),
     ("--nodes", whole, None, "G", NODES),
     ("--replicas", whole, 1, "N", "of the sharded head, HSDP"),
+    ("--tensor-parallel", whole, 1, "T", TENSOR_PARALLEL),
+    ("--zero3", bool, None, None, ZERO3),
+    ("--bias", bool, None, None, "the head has one"),
+    ("--low-rank", whole, None, "r", LOW_RANK),
     ("--micro-batches", whole, 1, "M", "for each reduction of gradients"),
     ("--dtype", FLOATS, None, None, DTYPE),
     ("--head-dtype", FLOATS, None, None, HEAD_DTYPE),
@@ -85,13 +83,17 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--recompute", bool, None, None, "chunked_logprobs, and not chunked_nll"),
     ("--module", bool, None, None, "NLLHead in one fully_shard with other modules"),
     ("--kept", bool, None, None, "the gathered head stays whole until the backward"),
+    ("--memory", size, None, "SIZE", MEMORY),
     ("--max-chunk-mib", whole, None, "MIB", "budget of a chunk of logits"),
     ("--chunk-tokens", whole, None, "T", "of a rank in a chunk, in place of a budget"),
     ("--block-rows", whole, None, "K", "of every rank in a block of the stream"),
     ("--gemm-rate", number, RATES.gemm / 1e12, "TFLOPS", "of the matrix products, in TFLOP/s"),
     ("--node-rate", number, RATES.node / GB, "GBS", "of a GPU's links within its node, in GB/s"),
     ("--network-rate", number, RATES.network / GB, "GBS", NETWORK),
+    ("--memory-rate", number, RATES.memory / GB, "GBS", MEMORY_RATE),
     ("--latency", number, RATES.latency * 1e6, "US", LATENCY),
+    ("--latency-step", number, RATES.step * 1e6, "US", STEP),
+    ("--measure", bool, None, None, MEASURE),
     ("--json", bool, None, None, "print JSON to stdout instead of the table"),
     ("--plot", Path, None, "FILE", f"time and memory against tokens, {', '.join(PLOTS)}"),
     ("--options", OPTIONS, None, "NAME", OPTION, {"nargs": "+"}),
@@ -103,28 +105,53 @@ def run(args: argparse.Namespace) -> int:
     sizes = asked(args)
     if args.plot is not None:
         check_plot(args.plot)
+    rates, first = rates_of(args)
+    if not first:
+        return 0
     dtype = args.dtype or sizes.dtype
     values = vars(args) | {
-        "nodes": args.nodes or (args.ranks // GPUS if args.ranks % GPUS == 0 else 1),
+        "nodes": args.nodes or args.ranks // in_node(args.ranks, args.tensor_parallel),
         "dtype": dtype,
         "head_dtype": args.head_dtype or dtype,
         "options": sorted({*(args.options or ()), *(["softcap"] if sizes.softcap else [])}),
+        "low_rank": args.low_rank or 0,
         "max_chunk_bytes": args.max_chunk_mib and args.max_chunk_mib << 20,
-        "rates": Rates(
-            args.gemm_rate * 1e12, args.node_rate * GB, args.network_rate * GB, args.latency / 1e6
-        ),
+        "rates": rates,
     }
     more: Any = {name: values[name] for name in RouteOptions.__annotations__ if name in values}
     try:
-        planned = document(sizes, args.tokens, args.ranks, more)
+        planned = document(sizes, args.tokens, args.ranks, more, args.memory)
     except ValueError as error:
         raise UsageError(f"{error}") from error
     print(json.dumps(planned, indent=1) if args.json else "\n".join(lines(planned)))
     if args.plot is not None:
         with writing("--plot", args.plot):
-            figure = draw(sizes, args.ranks, more, planned["crossover_tokens"])
+            head = sizes.vocab, sizes.hidden, args.ranks
+            figure = draw(head, more, planned["crossover_tokens"])
             plot.save_figure(figure, args.plot)
     return 0
+
+
+def rates_of(args: argparse.Namespace) -> tuple[Rates, bool]:
+    """Those of the arguments, or measured; and whether this process is the one that prints."""
+    given = Rates(
+        gemm=args.gemm_rate * 1e12,
+        node=args.node_rate * GB,
+        network=args.network_rate * GB,
+        latency=args.latency / 1e6,
+        step=args.latency_step / 1e6,
+        memory=args.memory_rate * GB,
+    )
+    if not args.measure:
+        return given, True
+    if find_spec("torch") is None:
+        raise UsageError(
+            "`--measure` needs torch, which is not installed; install it with "
+            "`pip install 'xentlib[torch]'`, or pass the rates."
+        )
+    from xentlib.tools.cli.measure import measure
+
+    return measure(given)
 
 
 def asked(args: argparse.Namespace) -> Sizes:
@@ -164,10 +191,16 @@ def sizes_of(model: str) -> Sizes:
     return Sizes(Path(model).name, sizes.vocab, sizes.hidden, sizes.dtype, capped)
 
 
-def document(sizes: Sizes, tokens: int, ranks: int, more: RouteOptions) -> dict[str, Any]:
+def document(
+    sizes: Sizes, tokens: int, ranks: int, more: RouteOptions, memory: int | None = None
+) -> dict[str, Any]:
     """All there is to say, in bytes, FLOP and seconds."""
-    routes = head_routes(tokens, sizes.vocab, sizes.hidden, ranks, **more)
-    ours = [name for name in routes if name != "full logits"]
+    head = sizes.vocab, sizes.hidden, ranks
+    found = with_budgets((tokens, *head), more, memory)
+    ours = {name: route for name, (route, _) in found.items() if name != "full logits"}
+    fit = [name for name, route in ours.items() if fits(route, memory)]
+    smallest = min(ours, key=lambda name: ours[name].peak_bytes)
+    chosen = min(fit, key=lambda name: ours[name].overlapped_seconds, default=smallest)
     setup: dict[str, Any] = {**more, "options": list(more.get("options", ()))}
     setup["rates"] = (more.get("rates") or Rates())._asdict()
     return {
@@ -176,11 +209,62 @@ def document(sizes: Sizes, tokens: int, ranks: int, more: RouteOptions) -> dict[
         "tokens_per_rank": tokens,
         "ranks": ranks,
         "setup": setup,
-        "crossover_tokens": crossover_tokens(sizes.vocab, sizes.hidden, ranks, **more),
-        "fastest": min(ours, key=lambda name: routes[name].seconds),
-        "smallest": min(ours, key=lambda name: routes[name].peak_bytes),
-        "routes": [of_route(route) for route in routes.values()],
+        "memory": memory,
+        "chosen": chosen,
+        "call": line_of_code(chosen, ranks, more, found[chosen][1]),
+        "crossover_tokens": crossover_tokens(*head, **more),
+        "crossover_tokens_not_overlapped": crossover_tokens(*head, overlapped=False, **more),
+        "fastest": min(ours, key=lambda name: ours[name].overlapped_seconds),
+        "smallest": smallest,
+        "routes": [
+            {**of_route(route), "max_chunk_bytes": budget, "fits": fits(route, memory)}
+            for route, budget in found.values()
+        ],
     }
+
+
+def with_budgets(
+    sizes: tuple[int, int, int, int], more: RouteOptions, memory: int | None
+) -> dict[str, tuple[Route, int | None]]:
+    """Each route by the budget of its chunks: of powers of two that fit the memory the fastest, the
+    smallest of these; the one that was asked for, or the default, without a limit."""
+    asked = more.get("max_chunk_bytes")
+    plain = {name: (route, asked) for name, route in head_routes(*sizes, **more).items()}
+    if memory is None or asked or more.get("chunk_tokens"):
+        return plain
+    found = dict(plain)
+    for budget in BUDGETS:
+        of_budget: Any = {**more, "max_chunk_bytes": budget}
+        for name, route in head_routes(*sizes, **of_budget).items():
+            best, of_best = found[name]
+            faster = of_best is None or route.overlapped_seconds < best.overlapped_seconds
+            if fits(route, memory) and faster:
+                found[name] = route, budget
+    return found
+
+
+def fits(route: Route, memory: int | None) -> bool:
+    return memory is None or route.peak_bytes + route.state_bytes <= memory
+
+
+def line_of_code(name: str, ranks: int, more: RouteOptions, budget: int | None) -> str:
+    """The call of a route."""
+    call = "chunked_logprobs" if more.get("recompute") else "chunked_nll"
+    weight = "LowRankHead(head.weight, a, b)" if more.get("low_rank") else "head.weight"
+    parts = ["hidden", "labels"] if more.get("module") else ["hidden", weight, "labels"]
+    if more.get("bias") and not more.get("module"):
+        parts.append("bias=head.bias")
+    parts.append(f'gather="{"hidden" if name == "hybrid" else name}"')
+    if name == "hybrid":
+        nodes = more.get("nodes") or 1
+        parts.append(f'tokens_parallel=init_device_mesh("cuda", ({nodes}, {ranks // nodes}))')
+    if more.get("tensor_parallel", 1) > 1:
+        parts.append('vocab_parallel=mesh["tp"]')
+    if budget is not None:
+        exponent = budget.bit_length() - 1
+        exact = budget == 1 << exponent
+        parts.append(f"max_chunk_bytes={f'1 << {exponent}' if exact else budget}")
+    return f"{'head' if more.get('module') else call}({', '.join(parts)})"
 
 
 def of_route(route: Route) -> dict[str, Any]:
@@ -191,13 +275,43 @@ def of_route(route: Route) -> dict[str, Any]:
         "received_bytes": round(route.received),
         "peak_bytes": route.peak_bytes,
         "peak": dict(route.peak),
+        "state": dict(route.state),
         **{name: getattr(route, name) for name in SPLIT_AND_SECONDS},
     }
 
 
+def verdict(planned: dict[str, Any]) -> str:
+    """Which route, and why, in one sentence."""
+    routes = {x["name"]: x for x in planned["routes"]}
+    chosen = routes[planned["chosen"]]
+    memory = planned["memory"]
+    need = (chosen["peak_bytes"] + chosen["state_bytes"]) / GB
+    if not chosen["fits"]:
+        return (
+            f"No route fits {memory / GB:.4g} GB: {chosen['name']} needs least, {need:.2f} GB with "
+            f"the head's own state."
+        )
+    others = [x for x in routes.values() if x["name"] not in ("full logits", chosen["name"])]
+    why = f"{_ms(chosen)} ms a call, as far as its links overlap"
+    if others:
+        near = min(others, key=lambda x: x["overlapped_seconds"])
+        faster = near["overlapped_seconds"] < chosen["overlapped_seconds"]
+        tail = f", which does not fit {memory / GB:.4g} GB" if faster else ""
+        why += (
+            f", where {near['name']} takes {_ms(near)}{tail}; {chosen['peak_bytes'] / GIB:.2f} GiB "
+            f"at the peak, where {near['name']} needs {near['peak_bytes'] / GIB:.2f}"
+        )
+    return f"Take {chosen['name']}: {why}."
+
+
+def _ms(route: dict[str, Any]) -> str:
+    return f"{1e3 * route['overlapped_seconds']:.1f}"
+
+
 def lines(planned: dict[str, Any]) -> Iterator[str]:
-    """The table, what it is made of, and what follows from it."""
+    """The verdict, the table, what it is made of, and what it assumes."""
     head, setup, routes = planned["head"], planned["setup"], planned["routes"]
+    yield f"{verdict(planned)}\n\n    {planned['call']}\n"
     name = f"{head['name']}: " if head["name"] else ""
     spread = f" on {setup['nodes']} nodes" if setup["nodes"] > 1 else ""
     replicas = f", {setup['replicas']} replicas" if setup["replicas"] > 1 else ""
@@ -207,16 +321,23 @@ def lines(planned: dict[str, Any]) -> Iterator[str]:
         f"{replicas}"
     )
     yield ""
-    titles = ("route", "TFLOP", "GB received", "GiB at the peak", "ms", "products", "links")
-    rows = [(*titles, "chunks")]
+    seconds = ("seconds", "overlapped_seconds", "compute_seconds", "link_seconds")
+    titles = ("route", "ms", "overlapped", "computing", "links", "GB received", "GiB at the peak")
+    limit = planned["memory"]
+    fit = [f"fits {limit / GB:.4g} GB"] if limit else []
+    rows = [(*titles, "and of the head", "chunks", *fit)]
     for x in routes:
-        seconds = (f"{1e3 * x[k]:.1f}" for k in ("seconds", "gemm_seconds", "link_seconds"))
         sent, peak = f"{x['received_bytes'] / GB:.2f}", f"{x['peak_bytes'] / GIB:.2f}"
-        chunks = f"{x['num_chunks']} of {x['chunk_tokens']:,} tokens"
-        rows.append((x["name"], f"{x['gemm_flops'] / 1e12:.1f}", sent, peak, *seconds, chunks))
+        state, chunks = (
+            f"{x['state_bytes'] / GIB:.2f}",
+            f"{x['num_chunks']} of {x['chunk_tokens']:,} tokens",
+        )
+        said = ["yes" if x["fits"] else "no"] if limit else []
+        milliseconds = (f"{1e3 * x[k]:.1f}" for k in seconds)
+        rows.append((x["name"], *milliseconds, sent, peak, state, chunks, *said))
     yield from aligned(rows, right=range(1, len(rows[0])))
     for x in routes:
-        yield f"\n{x['name']}"
+        yield f"\n{x['name']}, {x['gemm_flops'] / 1e12:.1f} TFLOP of products"
         for sent in x["exchanges"]:
             when = "backward" if sent["backward"] else "forward"
             often = ", once a window" if sent["per_sync"] and setup["micro_batches"] > 1 else ""
@@ -227,57 +348,21 @@ def lines(planned: dict[str, Any]) -> Iterator[str]:
         parts = sorted(x["peak"].items(), key=lambda part: -part[1])
         sizes = ", ".join(f"{what} {size / GIB:.2f}" for what, size in parts if size >= GIB / 200)
         yield f"  GiB at the peak: {sizes or 'less than 0.01'}"
-    crossover = planned["crossover_tokens"]
+    state = ", ".join(f"{what} {size / GIB:.2f}" for what, size in routes[0]["state"].items())
+    yield f"\nGiB of the head on a rank between calls: {state}"
+    rates = setup["rates"]
     yield (
         f"\nfastest: {planned['fastest']}; least memory: {planned['smallest']}; "
-        + (f"hidden before head up to {crossover:,} tokens" if crossover else "head before hidden")
-        + ". Seconds are predicted, with nothing overlapped."
+        f"{_crossing(planned['crossover_tokens'])}; with nothing overlapped "
+        f"{_crossing(planned['crossover_tokens_not_overlapped'])}. Seconds are predicted, at "
+        f"{rates['gemm'] / 1e12:.4g} TFLOP/s, {rates['node'] / GB:.4g} GB/s within a node, "
+        f"{rates['network'] / GB:.4g} GB/s between nodes, and {rates['latency'] * 1e6:.4g} us a "
+        f"collective with {rates['step'] * 1e6:.4g} us a step of its ring."
         + (HYBRID if any(x["name"] == "hybrid" for x in routes) else "")
     )
 
 
-def check_plot(path: Path) -> None:
-    if path.suffix not in PLOTS:
-        raise UsageError(
-            f"`--plot` must end with {', '.join(PLOTS[:-1])} or {PLOTS[-1]}; got '{path}'."
-        )
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "`--plot` needs matplotlib, which is not installed; install it with "
-            "`pip install 'xentlib[plot]'`."
-        )
-
-
-# --- the plot -------------------------------------------------------------------------------------
-
-
-def draw(sizes: Sizes, ranks: int, more: RouteOptions, crossover: int) -> Figure:
-    """Milliseconds, and GiB at the peak, against tokens a rank; the crossover is marked."""
-    planned = [head_routes(n, sizes.vocab, sizes.hidden, ranks, **more) for n in TOKENS]
-    with plot.letters():
-        figure = plot.new_figure(plot.WIDTH, 2.7)
-        time, memory = figure.subplots(1, 2)
-        _panel(time, planned, "ms", lambda route: 1e3 * route.seconds)
-        _panel(memory, planned, "GiB at the peak", lambda route: route.peak_bytes / GIB)
-        if TOKENS[0] <= crossover <= TOKENS[-1]:
-            for axes in (time, memory):
-                axes.axvline(crossover, color=plot.INK, linewidth=0.8, linestyle=":")
-            where, up = (crossover, 0.02), ("data", "axes fraction")
-            time.annotate(f" {crossover:,}", where, xycoords=up, fontsize=7, color=plot.INK)
-        handles, labels = time.get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=7
-        )
-    return figure
-
-
-def _panel(axes: Axes, planned: list[dict[str, Route]], title: str, value: Any) -> None:
-    for name in planned[0]:
-        colour, line = LOOKS[name]
-        values = [value(routes[name]) for routes in planned]
-        axes.plot(TOKENS, values, color=colour, linestyle=line, linewidth=1.4, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(TOKENS[::3], [f"{n:,}" for n in TOKENS[::3]])
-    axes.set_xlabel("tokens a rank and call")
-    plot.panel(axes, title)
+def _crossing(tokens: int) -> str:
+    if tokens == ALL_TOKENS:
+        return "hidden before head for any number of tokens"
+    return f"hidden before head up to {tokens:,} tokens" if tokens else "head before hidden"
