@@ -274,14 +274,18 @@ def routes_part() -> str:
             for name in names
         )
 
+    def up_to(tokens: int) -> str:
+        return f"{tokens:,}" if tokens < 1 << 24 else "any"
+
     rows = [
         (
             plan["head"]["name"],
             f"{plan['ranks']:,}",
-            f"{plan['crossover_tokens']:,}",
+            up_to(plan["crossover_tokens"]),
             said(plan, "received_bytes", 1e9, 1),
             said(plan, "peak_bytes", 2**30, 1),
             said(plan, "milliseconds", 1, 0),
+            said(plan, "overlapped_milliseconds", 1, 0),
             f"`{plan['fastest']}`",
         )
         for plan in found["plans"]
@@ -290,9 +294,10 @@ def routes_part() -> str:
     about = (
         f"{found['tokens_per_rank']:,} tokens a rank and call, bf16 gathered, float32 reduced, "
         f"eight GPUs a node; in each cell {' / '.join(names)}. Seconds are predicted at "
-        f"{rates['gemm'] / 1e12:.0f} TFLOP/s, {rates['node'] / 1e9:.0f} GB/s within a node, "
-        f"{rates['network'] / 1e9:.0f} GB/s a GPU between nodes and {rates['latency'] * 1e6:.0f} "
-        f"us a collective, with nothing overlapped."
+        f"{rates['gemm'] / 1e12:.0f} TFLOP/s, {rates['memory'] / 1e12:.1f} TB/s of memory, "
+        f"{rates['node'] / 1e9:.0f} GB/s within a node, {rates['network'] / 1e9:.0f} GB/s a GPU "
+        f"between nodes, and {rates['latency'] * 1e6:.0f} us a collective with "
+        f"{rates['step'] * 1e6:.0f} us more for each step."
     )
-    right = ("ranks", "`hidden` up to", "GB received", "GiB at the peak", "ms")
+    right = ("ranks", "`hidden` up to", "GB received", "GiB at the peak", "ms", "overlapped")
     return f"{about}\n\n{table(('head', *right, 'fastest'), rows, right)}"
