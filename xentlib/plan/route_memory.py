@@ -22,6 +22,9 @@ EARLIER = "gradient of earlier micro-batches"
 EXCHANGED, PER_TOKEN = "hidden states and d hidden on their way", "numbers a token of all ranks"
 CAST = "rows in the dtype of the products"
 ADAPTERS = "adapters in float32"
+# Of gloo, each of whose threads keeps what it has sent or gathered last until it sends again: on
+# some ranks, in every call, a thread that nothing follows on has the rows of all nodes, or a block.
+KEPT = "what a thread of gloo keeps"
 # Bytes of labels, masks, factors, statistics and values of a token.
 OF_A_TOKEN = 80
 OF_COLUMNS = "statistics of blocks of columns"
@@ -86,15 +89,17 @@ def of_hidden(s: RouteConfig, plan: ChunkPlan, rows: int, ranks: int, *, gathere
     own = s.trained(s.rows)
     moments = {"walk": walk}
     if gathered:
-        # A CPU's copy takes the place of what was gathered.
+        # A CPU's copy takes the place of what was gathered, which a thread of gloo keeps.
+        came, wide = rows * s.hidden_size * s.gemm_size, rows * s.hidden_size * s.size
         widened = s.on_cpu and s.gemm_size < s.size
-        walk[GATHERED] = 0 if widened else rows * s.hidden_size * s.gemm_size
-        walk[WIDENED] = rows * s.hidden_size * s.size if widened else 0
+        walk[GATHERED], walk[WIDENED] = (0, wide) if widened else (came, 0)
+        walk[KEPT] = came if widened else 0
         # The rows are gone by then; gloo makes a copy of what leaves.
         stays = {name: walk[name] for name in (LOGITS, ROWS, D_HIDDEN, PER_TOKEN)}
         moments["rows' reduction"] = stays | {
-            INTO: rows * s.hidden_size * s.size * (2 if s.on_cpu else 1),
+            INTO: wide * (2 if s.on_cpu else 1),
             OUT_OF: own * s.size,
+            KEPT: came if s.on_cpu else 0,
         }
     moments["gradients rounded"] = _sums(s, s.rows, ITEMSIZE[s.param_dtype])
     return _with_earlier(s, moments, own * ITEMSIZE[s.param_dtype])
@@ -109,6 +114,7 @@ def of_stream(s: RouteConfig, plan: ChunkPlan, rows: int) -> Moments:
     walk[WIDENED] = block * s.size if s.on_cpu and s.gemm_size < s.size else 0
     walk[BLOCKS] = at_a_time * block * (s.gemm_size + s.size) + rows * s.hidden_size * s.size
     walk[BLOCKS] += block * s.size if s.on_cpu else 0  # of gloo, of what leaves
+    walk[KEPT] = block * s.gemm_size if s.on_cpu and at_a_time > 1 else 0
     walk[OWN] = s.rows * s.hidden_size * s.size
     if s.param_dtype != s.gemm_dtype:
         walk[CAST] = s.rows * s.hidden_size * s.gemm_size
