@@ -79,12 +79,10 @@ class Step:
 
     def planned(self, ranks: int, sizes: Sizes) -> Route:
         head_dtype, reduce_dtype = self.dtypes()
+        sharing = ranks // self.replicas // self.tensor_parallel
         with self.schedule():
             routes = head_routes(
-                self.tokens(sizes),
-                sizes.vocab,
-                sizes.hidden,
-                ranks // self.replicas // self.tensor_parallel,
+                *(self.tokens(sizes), sizes.vocab, sizes.hidden, sharing),
                 replicas=self.replicas,
                 tensor_parallel=self.tensor_parallel,
                 bias=self.bias,
