@@ -211,7 +211,7 @@ def test_the_verdict_is_the_fastest_that_fits(capsys, arguments, chosen, begins)
         ),
         (("--module",), 'head(hidden, labels, gather="hidden")'),
         (("--max-chunk-mib", "3"), 'gather="hidden", max_chunk_bytes=3145728)'),
-        (("--tensor-parallel", "2"), 'gather="head", vocab_parallel=mesh["tp"])'),
+        (("--tensor-parallel", "2"), 'gather="hidden", vocab_parallel=mesh["tp"])'),
         (
             ("--ranks", "64", "--tokens", "32768"),
             'gather="hidden", tokens_parallel=init_device_mesh("cuda", (8, 8)))',

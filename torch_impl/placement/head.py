@@ -213,9 +213,10 @@ def choose(
     assert call.tokens_per_rank is not None
     (vocab_size, hidden_size), num_tokens = call.weight.shape, call.tokens_per_rank
     shards = shards_of(owner, call.weight)
-    if shards is not None:  # of which each is a head of its own, with the tokens of all of them
-        vocab_size = -(-vocab_size // dist.get_world_size(shards))
-        num_tokens *= 1 if call.tokens_parallel is None else dist.get_world_size(shards)
+    parallel = 1 if shards is None else dist.get_world_size(shards)
+    if call.tokens_parallel is not None:  # a shard as a head with the tokens of all of its ranks
+        vocab_size, num_tokens = -(-vocab_size // parallel), num_tokens * parallel
+        parallel = 1
     return choose_gather(
         num_tokens,
         vocab_size,
@@ -226,6 +227,7 @@ def choose(
         reduce_dtype=dtype_name(reduced),
         param_dtype=dtype_name(call.weight.dtype),
         recompute=recompute,
+        tensor_parallel=parallel,
         max_chunk_bytes=call.max_chunk_bytes,
         platform="cpu" if hidden.device.type == "cpu" else "gpu",
     )

@@ -25,7 +25,7 @@ from xentlib.plan.time import gpu_time, product_time
 
 LABEL = 8  # bytes
 # Integers of 8 bytes that ranks exchange first, on the host, whatever the route.
-HANDSHAKE = 29 * 8
+HANDSHAKE = 30 * 8
 # Bytes of a logit that autograd moves behind the products: a cast (6), log-probabilities (8), zeros
 # for their gradient (4), the softmax's backward (12) and a cast back (6), each read once.
 AUTOGRAD = 36
@@ -38,11 +38,11 @@ def routes_of(s: RouteConfig) -> dict[str, Route]:
     are refused."""
     routes = [_full_logits(s), _head(s)] if s.tensor_parallel == 1 else [_head(s)]
     whole_rows = not s.zero3 or (s.vocab_size % s.ranks == 0 and not s.low_rank)
-    if s.tensor_parallel == 1 and whole_rows:
+    if whole_rows:
         routes.append(_hidden(s))
         if not s.low_rank:
             routes.append(_stream(s))
-            if s.nodes > 1 and s.replicas == 1 and not s.zero3:
+            if s.nodes > 1 and s.replicas == s.tensor_parallel == 1 and not s.zero3:
                 routes.append(_hybrid(s))
     return {route.name: route for route in routes}
 
@@ -144,24 +144,35 @@ def _rows_over_replicas(s: RouteConfig) -> Exchange:
 def _of_shards(s: RouteConfig, plan: ChunkPlan) -> tuple[list[Exchange], bool]:
     """Of tensor parallelism, whose ranks have the same tokens, and whether logits are made twice:
     statistics of each chunk, or of all, and d hidden once."""
-    ranks, tokens, chunks = s.tensor_parallel, s.tokens_per_rank, plan.num_chunks
-    if ranks == 1:
+    if s.tensor_parallel == 1:
         return [], False
     once = not s.recompute and "softcap" not in s.options
-    when = schedule(plan, s.platform, sharded=True, once=once)
-    each = when == "each chunk"
-    later = tokens - plan.chunk_tokens if each else 0  # the first MAX has room for all tokens
+    each = schedule(plan, s.platform, sharded=True, once=once) == "each chunk"
+    # The first MAX has room for all tokens.
+    later = s.tokens_per_rank - plan.chunk_tokens if each else 0
+    exchanges = _over_shards(s, plan.num_chunks if each else 1, later)
+    return exchanges, not each and plan.num_chunks > 1
+
+
+def _over_shards(s: RouteConfig, times: int = 1, later: int = 0) -> list[Exchange]:
+    """Statistics of a rank's tokens in so many parts, and d hidden."""
+    ranks, tokens = s.tensor_parallel, s.tokens_per_rank
     largest = tokens + later + 3 * ROOM + 3 * ranks
     entropy, more = _more_sums(s, ranks)
-    if not s.on_cpu and not s.recompute:  # as many in every call of a loss
-        entropy, more = True, 1 + ranks
-    sums, times = tokens * sum_rows(s.size, entropy=entropy, more=more), chunks if each else 1
-    d_hidden = tokens * s.hidden_size * s.size
+    if not s.on_cpu:  # as many in every call of a function
+        entropy, more = True, 0 if s.recompute else 1 + ranks
+    sums = tokens * sum_rows(s.size, entropy=entropy, more=more)
     return [
         Exchange("all_reduce", "largest logits", times, largest * s.size, ranks),
         Exchange("all_reduce", "sums of the softmax", times, sums * s.size, ranks),
-        Exchange("all_reduce", "d hidden", 1, d_hidden, ranks, backward=s.recompute),
-    ], not each and chunks > 1
+        _d_hidden_over_shards(s),
+    ]
+
+
+def _d_hidden_over_shards(s: RouteConfig) -> Exchange:
+    """Of tokens that its ranks have alike; nothing without tensor parallelism."""
+    size = s.tokens_per_rank * s.hidden_size * s.size
+    return Exchange("all_reduce", "d hidden", 1, size, s.tensor_parallel, backward=s.recompute)
 
 
 def _more_sums(s: RouteConfig, ranks: int) -> tuple[bool, int]:
@@ -171,7 +182,7 @@ def _more_sums(s: RouteConfig, ranks: int) -> tuple[bool, int]:
 
 def _hidden(s: RouteConfig) -> Route:
     plan = s.plan_of_shared(s.rows, s.ranks)
-    exchanges = [*_handshakes(s), *_of_tokens(s, plan, s.ranks, s.nodes)]
+    exchanges = [*_handshakes(s), *_of_tokens(s, plan, s.ranks, s.nodes), _d_hidden_over_shards(s)]
     if s.low_rank:
         size, where = s.ranks * s.low_entries, (s.ranks, s.nodes)
         d_a, late = s.low_rank * s.hidden_size * s.size, s.recompute
@@ -208,7 +219,7 @@ def _twice(s: RouteConfig, chunks: int) -> bool:
 
 def _handshakes(s: RouteConfig) -> list[Exchange]:
     """Of all ranks that share the head, before each loop over its logits."""
-    size, where = s.ranks * HANDSHAKE, (s.ranks, s.nodes)
+    size, where = s.all_ranks * HANDSHAKE, (s.all_ranks, s.nodes)
     return [
         Exchange("all_gather", "handshake", 1, size, *where),
         Exchange("all_gather", "handshake", int(s.recompute), size, *where, backward=True),
@@ -219,23 +230,25 @@ def _of_tokens(s: RouteConfig, plan: ChunkPlan, ranks: int, nodes: int) -> list[
     """Hidden states to rows, and what belongs to each token; of `ranks` on `nodes`, all of which or
     one node's."""
     tokens, chunks, where = plan.num_tokens, plan.num_chunks, (ranks, nodes)
+    every = ranks * s.tensor_parallel  # that share the vocabulary
     states = tokens * s.hidden_size * s.gemm_size
     factor = 0 if s.recompute else s.size
     numbers = LABEL + factor + s.size * ("temperature" in s.options)
-    entropy, more = _more_sums(s, ranks)
+    numbers += s.size * (s.tensor_parallel > 1)  # to compare hidden states by
+    entropy, more = _more_sums(s, every)
     sums = sum_rows(s.size, entropy=entropy, more=more)
-    at_once, same, late = _twice(s, chunks), 3 * ROOM + 3 * ranks, s.recompute
+    at_once, same, late = _twice(s, chunks), 3 * ROOM + 3 * every, s.recompute
     times, first = 1 if at_once else chunks, chunks if at_once else 0
     # Three upstream gradients and four statistics, with the label and the temperature.
-    upstream = tokens * (numbers + 7 * s.size) if late else 2 * s.ranks * s.size
-    of_all = where if late else (s.ranks, s.nodes)
+    upstream = tokens * (numbers + 7 * s.size) if late else 2 * s.all_ranks * s.size
+    of_all = where if late else (s.all_ranks, s.nodes)
     d_hidden = tokens * s.hidden_size * s.size
     beside: Any = {"backward": late, "under": GRADIENTS}
     return [
         Exchange("all_gather", "labels and factors", 1, tokens * numbers, *where),
         Exchange("all_gather", "hidden states", first, states, *where, under=STATISTICS),
-        Exchange("all_reduce", "largest logits", times, (tokens + same) * s.size, *where),
-        Exchange("all_reduce", "sums of the softmax", times, tokens * sums * s.size, *where),
+        Exchange("all_reduce", "largest logits", times, (tokens + same) * s.size, every, nodes),
+        Exchange("all_reduce", "sums of the softmax", times, tokens * sums * s.size, every, nodes),
         Exchange("all_gather", "hidden states", chunks, states, *where, **beside),
         Exchange("reduce_scatter", "d hidden", chunks, d_hidden, *where, **beside),
         Exchange("all_gather", "upstream", 1, upstream, *of_all, backward=True),
@@ -248,7 +261,7 @@ def _stream(s: RouteConfig) -> Route:
     blocks = -(-s.rows // rows)
     where, entries = (s.ranks, s.nodes), blocks * s.ranks * rows * s.hidden_size
     passed, size = entries * s.gemm_size, s.size
-    once = int(not s.recompute)
+    once, of_all = int(not s.recompute), (s.all_ranks, s.nodes)
     beside: Any = {"backward": s.recompute, "under": GRADIENTS}
     exchanges = [
         *_handshakes(s),
@@ -256,7 +269,8 @@ def _stream(s: RouteConfig) -> Route:
         Exchange("all_gather", "blocks of rows", blocks, passed, *where, under=STATISTICS),
         Exchange("all_gather", "blocks of rows", blocks, passed, *where, **beside),
         Exchange("reduce_scatter", "d weight", blocks, entries * size, *where, **beside),
-        Exchange("all_gather", "upstream", once, 2 * s.ranks * size, *where, backward=True),
+        *_over_shards(s),
+        Exchange("all_gather", "upstream", once, 2 * s.all_ranks * size, *of_all, backward=True),
         _rows_over_replicas(s),
     ]
     moments = of_stream(s, plan, rows)

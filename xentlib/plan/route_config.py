@@ -151,6 +151,11 @@ class RouteConfig:
         return ITEMSIZE[resolve_dtypes(self.dtype, self.head_dtype)[1]]
 
     @property
+    def all_ranks(self) -> int:
+        """That share the vocabulary."""
+        return self.ranks * self.tensor_parallel
+
+    @property
     def classes(self) -> int:
         """Of the head that ranks share: with tensor parallelism a part of the vocabulary."""
         return -(-self.vocab_size // self.tensor_parallel)

@@ -84,8 +84,9 @@ def head_routes(
             replicas. None: nodes of eight GPUs, or of fewer where eight do not divide the ranks.
         replicas: of the head (HSDP), each on nodes of its own.
         tensor_parallel: T, ranks with the same tokens that the vocabulary is cut over first, with
-            `vocab_parallel`; the R ranks share V / T rows. "head" alone is planned, whose MAX, SUM
-            and d hidden go over the T ranks of a node.
+            `vocab_parallel`; the R ranks share V / T rows. d hidden, and of "head" and "stream" MAX
+            and SUM, go over the T ranks of a node, MAX and SUM of "hidden" over all R T. Of a
+            sequence that is spread over the T ranks plan `ranks` R T without it.
         zero3: DeepSpeed's ZeRO-3 in place of FSDP2: "hidden" and "stream" only where R divides V,
             d weight reduced in every micro-batch. Memory is planned as that of FSDP2.
         bias: the head has one.
