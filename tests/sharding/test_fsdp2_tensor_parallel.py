@@ -31,6 +31,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "classes": {"function": "chunked_logprobs", "ids": True},
     "top": {"function": "chunked_logprobs", "top_k": 3},
     "divergence": {"function": "chunked_divergence"},
+    # Tokens that others have more of, or a rank none
+    "uneven": {"label_smoothing": 0.1},
+    "uneven, per token": {"function": "chunked_logprobs"},
 }
 WAYS = ("head", "hidden", "stream", "head, sequence", "hidden, sequence")
 REFUSED = {("stream", "divergence"), ("stream", "top"), ("head, sequence", "divergence")}
@@ -51,6 +54,14 @@ def numbers() -> tuple[Any, ...]:
     x, y = torch.randn(F, T, N, H, dtype=torch.float64), torch.randint(V - 5, (F, T, N))
     y[0, 0, 3] = y[1, 1] = -100
     return x, y, torch.randn(V, H, dtype=torch.float64), torch.randn(V, dtype=torch.float64)
+
+
+def there(name: str, *, sequence: bool) -> Any:
+    """[F, T, N] which tokens are there at all, on ranks that have the same or their own."""
+    counts = torch.full((F, T), N)
+    if "uneven" in name:
+        counts = torch.tensor([[N, N], [N - 3, 0]]) if sequence else torch.tensor([[N, 4], [0, 0]])
+    return torch.arange(N) < counts[:, :, None]
 
 
 def mesh_of() -> Any:
@@ -120,7 +131,9 @@ def on_rank(rank: int, world: int) -> dict[Any, Any]:
     for way, name in NAMES:
         gather, *sequence = way.split(", ")
         # The same tokens on the ranks of "tp", or each rank's own
-        hidden, labels = (x[f, t], y[f, t]) if sequence else (x[f].flatten(0, 1), y[f].flatten())
+        own = there(name, sequence=bool(sequence))
+        place = (f, t) if sequence else (f,)
+        hidden, labels = x[place][own[place]], y[place][own[place]]
         hidden, head = hidden.clone().requires_grad_(), head_of(mesh)
         more = {"vocab_parallel": mesh["tp"], "gather": gather, "max_chunk_bytes": 1}
         if sequence:
@@ -160,11 +173,13 @@ def test_gradients_are_those_of_one_process(found: Any, way: str, name: str) -> 
     leaves = [p.requires_grad_() for p in (x.flatten(0, 2), weight, bias)]
     hidden, *head = leaves
     more = {"teacher": (weight.detach() * 0.7, bias.detach() * 0.7)} if name == "divergence" else {}
-    total(CALLS[name], hidden, head, y.flatten(), more).backward()
+    every = there(name, sequence="sequence" in way)
+    total(CALLS[name], hidden, head, y.where(every, -100).flatten(), more).backward()
     d_hidden = hidden.grad.view(F, T, N, H)
     for rank, of_rank in enumerate(found):
         f, t = divmod(rank, T)
-        own = d_hidden[f, t] if "sequence" in way else d_hidden[f].flatten(0, 1)
+        place = (f, t) if "sequence" in way else (f,)
+        own = d_hidden[place][every[place]]
         for which, want in zip(of_rank[way, name], (own, weight.grad, bias.grad), strict=True):
             assert not failures(check("A1", which.astype("float32"), want.float().numpy()))
 

@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "divide": (None, 1.0),
     "function": ("chunked_nll", "chunked_logprobs"),
     "chunk": (None, 8),
+    "idle": (False, True),  # a rank has no token that counts
 }
 WRAPS: dict[str, dict[str, Any]] = {
     "own": {"model": ("bias",)},
@@ -65,6 +66,7 @@ def setup_of(row: dict[str, Any]) -> Sharded:
         divide=row["divide"],
         function=row["function"],
         chunk=row["chunk"],
+        idle=row["idle"],
         **WRAPS[row["wrap"]],
     )
 
@@ -102,4 +104,15 @@ def test_gradients_are_those_of_one_process(found: Any, name: str) -> None:
     over some of the shards, d hidden of one shard, a gradient that FSDP2 reduces a second time."""
     expected = gradients_of_one_process(replace(SETUPS[name], gather="head"))
     for grads, _ in found[name]:
+        hold_parameters(grads, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gather", ["hidden", "stream"])
+def test_replicas_of_shards_behind_tensor_parallelism(gather: str) -> None:
+    """Eight ranks in three dimensions, micro-batches summed over shards alone but for the last."""
+    cut = (("reshard_after_forward", True),)
+    setup = Sharded(gather=gather, world=8, mesh="all", steps=2, partly=True, wrap=cut)
+    expected = gradients_of_one_process(replace(setup, gather="head"))
+    for grads, _ in on_each_world({"all": setup})["all"]:
         hold_parameters(grads, expected)
