@@ -204,7 +204,7 @@ def test_collectives_are_those_of_the_budget(
 
 def wrongly(rank: int, world: int) -> dict[str, str]:
     """What calls say on this rank that its user has got wrong."""
-    from xentlib.torch import chunked_logprobs, chunked_nll
+    from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll
 
     x, y, weight, _ = numbers()
     mesh = mesh_of()
@@ -243,6 +243,9 @@ def wrongly(rank: int, world: int) -> dict[str, str]:
         "a whole copy": lambda: by("hidden", weight=weight),
         "stream, top": lambda: by("stream", function=chunked_logprobs, top_k=2),
         "a label": lambda: by("hidden", labels=y[f].flatten() + V * (f == 1)),
+        "adapters": lambda: by(
+            "hidden", weight=LowRankHead(head.weight, weight[:2], weight[:, :2])
+        ),
         "nothing wrong": lambda: by("hidden"),
     }
     return said_by(calls)
@@ -270,6 +273,7 @@ SAID = {
     "a whole copy": "`gather` must be 'head' with `vocab_parallel` unless `fully_shard` shards",
     "stream, top": "`top_k` must be 0 with `gather='stream'` behind tensor parallelism; got 2.",
     "a label": f"`labels` must lie in [0, {V})",
+    "adapters": "`weight` must be one array here; got a `LowRankHead` with gather='hidden' and `voc",
     "nothing wrong": "nothing",
 }
 

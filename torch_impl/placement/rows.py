@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from xentlib.torch.wrappers.fsdp2 import Owner
 
 R = TypeVar("R")
-# Of groups of one mesh dimension, the ranks of two
+# Of groups of one mesh dimension, by ranks, those of two
 JOINT_GROUPS: Any = WeakIdKeyDictionary()
 
 
@@ -349,10 +349,12 @@ def ranks_of(owner: Owner) -> int:
 def joint_group(of: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
     """Of these ranks, of which `of` has some; they make it at its first use, and nobody else has
     to: a mesh that is flattened waits for ranks that have no head."""
-    world: Any = dist.group.WORLD
-    if len(ranks) < dist.get_world_size() and of not in JOINT_GROUPS:
-        JOINT_GROUPS[of] = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    group: dist.ProcessGroup = JOINT_GROUPS.get(of, world)
+    made, named = JOINT_GROUPS.setdefault(of, {}), tuple(sorted(ranks))
+    if len(ranks) == dist.get_world_size():
+        made[named] = dist.group.WORLD
+    elif named not in made:
+        made[named] = dist.new_group(list(named), use_local_synchronization=True)
+    group: dist.ProcessGroup = made[named]
     return group
 
 

@@ -71,8 +71,9 @@ def check_low_rank_route(call: Arguments, zero: bool) -> None:
         _refuse(f"gather={call.gather!r} under ZeRO-3")
     if call.gather == "stream":
         _refuse("gather='stream'")
-    if call.tokens_parallel is not None:
-        _refuse(f"gather={call.gather!r} and `tokens_parallel`")
+    for name in ("tokens_parallel", "vocab_parallel"):
+        if getattr(call, name) is not None:
+            _refuse(f"gather={call.gather!r} and `{name}`")
 
 
 def check_low_rank_here(call: Arguments) -> None:
