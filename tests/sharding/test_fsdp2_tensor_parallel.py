@@ -273,7 +273,7 @@ SAID = {
     "a whole copy": "`gather` must be 'head' with `vocab_parallel` unless `fully_shard` shards",
     "stream, top": "`top_k` must be 0 with `gather='stream'` behind tensor parallelism; got 2.",
     "a label": f"`labels` must lie in [0, {V})",
-    "adapters": "`weight` must be one array here; got a `LowRankHead` with gather='hidden' and `voc",
+    "adapters": "`weight` must be one array here; got a `LowRankHead` with gather='hidden' and",
     "nothing wrong": "nothing",
 }
 
