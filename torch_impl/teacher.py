@@ -33,7 +33,7 @@ from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, InPlace, PairedL
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
 from xentlib.torch.operators import HeadCall, not_differentiable
-from xentlib.torch.placement.head import gather_head, place_head
+from xentlib.torch.placement.head import behind_shards, gather_head, place_head
 from xentlib.torch.placement.logits import local_logits
 from xentlib.torch.placement.rows import LocalHead, local_part
 
@@ -213,6 +213,8 @@ def teacher_call(
     if not call.rows.group or call.rows.route in ("hidden", "nodes"):  # not the caller's own rows
         shared |= {name: getattr(student, name) for name in ("tokens_parallel", "gather")}
         shared["vocab_parallel"] = given.vocab_parallel
+        if given.vocab_parallel is not None and call.rows.route:
+            DIVERGING.require("cut_alike", behind_shards(teacher.weight))
     with torch.no_grad():
         head, placement = place_head(Arguments(**fields, **shared), recompute=False)
         split = head.vocab_parallel is not shared.get("vocab_parallel")  # AutoTP says so itself

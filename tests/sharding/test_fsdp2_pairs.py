@@ -1,5 +1,6 @@
 """Every two choices of how FSDP2 has a head and how a loss takes it, on gloo ranks, against one
-process that has the whole batch.
+process that has the whole batch: alone, over replicas, behind tensor parallelism with or without
+sequences that are spread over it; in a `fully_shard` of its own, with other modules, or the root's.
 """
 
 from __future__ import annotations
@@ -22,31 +23,51 @@ from helpers.wrapped import gradients_of_one_process  # noqa: E402
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "route": ("head", "hidden", "stream", "nodes"),
+    "ranks": ("shards", "replicas", "shards, tp", "shards, tp, sequence"),
+    "wrap": ("own", "group", "tied group", "root"),
+    "reshard": (True, False, 2),
     "policy": ("", "bf16", "bf16 alone", "reduced in fp32"),
     "micro-batches": ("one", "three", "three, summed over shards"),
     "offload": (False, True),
-    "replicas": (False, True),
     "checkpoint": (False, True),
     "divide": (None, 1.0),
     "fixed": ((), ("bias",), ("weight", "bias")),
     "function": ("chunked_nll", "chunked_logprobs"),
+    "chunk": (None, 8),
+    "idle": (False, True),  # a rank has no token that counts
+}
+WRAPS: dict[str, dict[str, Any]] = {
+    "own": {"model": ("bias",)},
+    "group": {"model": ("bias",), "beside": ("layer",)},
+    "tied group": {"model": ("tied",), "beside": ("embedding", "layer")},
+    "root": {"model": ("bias",), "own": False},
+}
+PARALLEL = ("shards, tp", "shards, tp, sequence")
+# What there is not: rows over nodes are those of one dimension, and a stream's tokens a rank's own.
+# FSDP2 shards over fewer ranks after a forward where its mesh has several, and no DTensor.
+MISSING = {
+    *((("route", "nodes"), ("ranks", ranks)) for ranks in ("replicas", *PARALLEL)),
+    (("route", "stream"), ("ranks", PARALLEL[1])),
+    *((("ranks", ranks), ("wrap", "tied group")) for ranks in PARALLEL),
+    *((("ranks", ranks), ("reshard", 2)) for ranks in ("replicas", *PARALLEL)),
+    *((("wrap", "tied group"), ("fixed", fixed)) for fixed in (("bias",), ("weight", "bias"))),
 }
 
 
 def possible(row: dict[str, Any]) -> bool:
-    """Rows over nodes are refused with replicas."""
-    return not (row["route"] == "nodes" and row["replicas"])
+    return not MISSING & {*combinations(row.items(), 2)}
 
 
 def setup_of(row: dict[str, Any]) -> Sharded:
-    nodes = row["route"] == "nodes"
+    nodes, ranks = row["route"] == "nodes", row["ranks"]
     policies = [row["policy"]] * bool(row["policy"]) + ["offload"] * row["offload"]
     return Sharded(
-        model=("bias",),
         gather="hidden" if nodes else row["route"],
         nodes=2 if nodes else 0,
-        world=4 if nodes or row["replicas"] else 2,
-        mesh="replicas" if row["replicas"] else "shards",
+        world=4 if nodes or ranks != "shards" or row["reshard"] == 2 else 2,
+        mesh=ranks.removesuffix(", sequence"),
+        sequence="sequence" in ranks,
+        wrap=(("reshard_after_forward", row["reshard"]),),
         policy=", ".join(policies),
         steps=1 if row["micro-batches"] == "one" else 3,
         partly="summed" in row["micro-batches"],
@@ -54,6 +75,9 @@ def setup_of(row: dict[str, Any]) -> Sharded:
         divide=row["divide"],
         fixed=row["fixed"],
         function=row["function"],
+        chunk=row["chunk"],
+        idle=row["idle"],
+        **WRAPS[row["wrap"]],
     )
 
 
@@ -66,15 +90,15 @@ def test_every_two_choices_meet() -> None:
     for (a, xs), (b, ys) in combinations(CHOICES.items(), 2):
         for x in xs:
             for y in ys:
-                refused = {(a, x), (b, y)} == {("route", "nodes"), ("replicas", True)}
-                assert (((a, x), (b, y)) in met) != refused
-    assert len(ROWS) <= 22
+                assert (((a, x), (b, y)) in met) != (((a, x), (b, y)) in MISSING)
+    assert len(ROWS) <= 28
 
 
 def simplest(setup: Sharded) -> Sharded:
     """The same loss of a gathered head, in the same dtypes."""
     policy = setup.policy.removesuffix(", offload")
-    kept = {name: getattr(setup, name) for name in ("model", "steps", "fixed", "function")}
+    names = ("model", "steps", "fixed", "function", "idle")
+    kept = {name: getattr(setup, name) for name in names}
     return Sharded(policy=policy, **kept)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.ranks import launch
@@ -31,12 +32,16 @@ CALLS: dict[str, dict[str, Any]] = {
     "classes": {"function": "chunked_logprobs", "ids": True},
     "top": {"function": "chunked_logprobs", "top_k": 3},
     "divergence": {"function": "chunked_divergence"},
+    "class probabilities": {"soft": True},
     # Tokens that others have more of, or a rank none
     "uneven": {"label_smoothing": 0.1},
     "uneven, per token": {"function": "chunked_logprobs"},
 }
 WAYS = ("head", "hidden", "stream", "head, sequence", "hidden, sequence")
-REFUSED = {("stream", "divergence"), ("stream", "top"), ("head, sequence", "divergence")}
+REFUSED = {
+    *(("stream", name) for name in ("divergence", "top", "class probabilities")),
+    ("head, sequence", "divergence"),
+}
 NAMES = [(way, name) for way in WAYS for name in CALLS if (way, name) not in REFUSED]
 
 
@@ -95,6 +100,10 @@ def total(options: dict[str, Any], hidden: Any, head: Any, labels: Any, more: An
     function, more = getattr(ours, options.pop("function")), dict(more)
     size = options.pop("vocab_size", None)
     weight, bias = head
+    if options.pop("soft", False):
+        more["where"], q = labels != -100, torch.tensor([0.4, 0.3, 0.2], dtype=torch.float64)
+        ids = torch.stack([labels.clamp(min=0), (labels + 7) % V, (labels + 9) % V], -1)
+        labels = ours.SoftLabels(ids, q.expand(ids.shape))
     if size is not None:
         if "vocab_parallel" in more:
             more["vocab_parallel"] = PaddedVocab(more["vocab_parallel"], size)
@@ -119,11 +128,10 @@ def total(options: dict[str, Any], hidden: Any, head: Any, labels: Any, more: An
     return sum(torch.where(valid, part, 0.0).sum() for part in parts)
 
 
-def on_rank(rank: int, world: int) -> dict[Any, Any]:
+def on_rank(rank: int) -> dict[Any, Any]:
     """Gradients of the hidden states, of the head, and the collectives."""
     from xentlib.torch import count_collectives
 
-    torch.set_num_threads(1)
     x, y, *_ = numbers()
     mesh = mesh_of()
     f, t = (mesh[name].get_local_rank() for name in ("fsdp", "tp"))
@@ -161,8 +169,39 @@ def on_rank(rank: int, world: int) -> dict[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[Any, Any]]:
-    return launch(F * T, on_rank)
+def both() -> list[tuple[dict[Any, Any], dict[str, str]]]:
+    """What each rank has computed, and what is refused: one start of four ranks."""
+    return launch(F * T, on_each_rank)
+
+
+def on_each_rank(rank: int, world: int) -> tuple[dict[Any, Any], dict[str, str]]:
+    torch.set_num_threads(1)
+    fewest(rank, world)
+    return on_rank(rank), wrongly(rank, world)
+
+
+def fewest(rank: int, world: int) -> None:
+    """A shard without rows: of 9 classes four ranks of tensor parallelism have 3, 3, 3 and none."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from xentlib.torch import chunked_nll
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1, world), mesh_dim_names=("fsdp", "tp"))
+    x, y, weight, _ = numbers()
+    x, y, weight = x[0, 0], y[0, 0].clamp(max=8), weight[:9]
+    head = torch.nn.Linear(H, 9, bias=False, dtype=torch.float64)
+    head.weight = torch.nn.Parameter(distribute_tensor(weight, mesh["tp"], [Shard(0)]))
+    fully_shard(head, mesh=mesh["fsdp"])
+    want = chunked_nll(x, weight, y).loss.item()
+    for gather in ("hidden", "stream"):
+        got = chunked_nll(x, head.weight, y, gather=gather, vocab_parallel=mesh["tp"]).loss.item()
+        assert np.float32(got) == np.float32(want)
+
+
+@pytest.fixture(scope="module")
+def found(both: Any) -> list[dict[Any, Any]]:
+    return [computed for computed, _ in both]
 
 
 @pytest.mark.parametrize(("way", "name"), NAMES)
@@ -204,7 +243,13 @@ def test_collectives_are_those_of_the_budget(
 
 def wrongly(rank: int, world: int) -> dict[str, str]:
     """What calls say on this rank that its user has got wrong."""
-    from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll
+    from xentlib.torch import (
+        LowRankHead,
+        TeacherHead,
+        chunked_divergence,
+        chunked_logprobs,
+        chunked_nll,
+    )
 
     x, y, weight, _ = numbers()
     mesh = mesh_of()
@@ -217,6 +262,9 @@ def wrongly(rank: int, world: int) -> dict[str, str]:
         more = {"vocab_parallel": tp, "gather": gather, **more}
         labels = more.pop("labels", labels)
         return function(hidden, more.pop("weight", head.weight), labels, **more)
+
+    def distilled(hidden: Any, weight: Any, labels: Any, *, teacher: Any, **more: Any) -> Any:
+        return chunked_divergence(hidden, weight, teacher, labels=labels, **more)
 
     both = {"tokens_parallel": tp}
     other = torch.ones(T * N, dtype=torch.float64) * (1 + t)
@@ -243,6 +291,9 @@ def wrongly(rank: int, world: int) -> dict[str, str]:
         "a whole copy": lambda: by("hidden", weight=weight),
         "stream, top": lambda: by("stream", function=chunked_logprobs, top_k=2),
         "a label": lambda: by("hidden", labels=y[f].flatten() + V * (f == 1)),
+        "a whole teacher": lambda: by(
+            "hidden", function=distilled, teacher=TeacherHead(x[f].flatten(0, 1), weight)
+        ),
         "adapters": lambda: by(
             "hidden", weight=LowRankHead(head.weight, weight[:2], weight[:, :2])
         ),
@@ -274,13 +325,14 @@ SAID = {
     "stream, top": "`top_k` must be 0 with `gather='stream'` behind tensor parallelism; got 2.",
     "a label": f"`labels` must lie in [0, {V})",
     "adapters": "`weight` must be one array here; got a `LowRankHead` with gather='hidden' and",
+    "a whole teacher": "of `teacher`: a teacher's head must be sharded as the student's, over",
     "nothing wrong": "nothing",
 }
 
 
 @pytest.fixture(scope="module")
-def said() -> list[dict[str, str]]:
-    return launch(F * T, wrongly)
+def said(both: Any) -> list[dict[str, str]]:
+    return [refused for _, refused in both]
 
 
 @pytest.mark.parametrize("name", SAID)

@@ -94,7 +94,7 @@ class GatheredTokens(OwnTokens):
         # Tokens that are not valid stay, so that chunks are the same on all ranks.
         self.all = select_tokens(*of_all)._replace(rows=None, packed=False)
         if call.rows.shards:
-            self.factors = tuple(numbers)
+            self.factors = torch.stack(numbers) if numbers else None
         left = iter(numbers)
         return tuple(
             torch.stack([next(left) for _ in x]) if x.ndim == 2 else next(left) for x in per_token

@@ -142,8 +142,11 @@ class HeadLoop:
             consistency.tokens("hidden", call.hidden, valid)
         if of_tokens.digest is not None:
             consistency.digests("hidden", torch.where(valid, of_tokens.digest, 0.0))
-        for factor in of_tokens.factors:
-            consistency.per_token("token_weights", factor, valid.shape[0])
+        if of_tokens.factors is not None:
+            first_N, *more = of_tokens.factors
+            consistency.per_token("token_weights", first_N, valid.shape[0])
+            if more:  # probabilities of a teacher's classes, or of labels
+                consistency.probs(torch.stack(more, 1), valid)
         chunks = 0 if self.rows.streamed else next(iter(self.blocks())).plan.chunk_tokens
         consistency.exact("max_chunk_bytes", float(chunks))
         consistency.close("logit_scale", call.logit_scale)

@@ -141,6 +141,8 @@ class PassingOrder(NamedTuple):
     def to_place(self, classes: Tensor) -> Tensor:
         own = classes - self.first
         inside = (own >= 0) & (own < self.place_V.shape[0])
+        if not self.place_V.numel():  # of a shard without rows
+            return torch.full_like(classes, -1)
         return torch.where(inside, self.place_V[torch.where(inside, own, 0)], -1)
 
     def to_class(self, columns: Tensor) -> Tensor:

@@ -243,9 +243,9 @@ class OwnTokens:
 
     gathered = False
     # Of gathered tokens that the ranks of tensor parallelism have alike, to be compared: a number
-    # that stands for each token's hidden states, and what it is multiplied with.
+    # that stands for each token's hidden states, and [K, N] what it is multiplied with.
     digest: Tensor | None = None
-    factors: tuple[Tensor, ...] = ()
+    factors: Tensor | None = None
 
     def __init__(self, call: HeadCall, vocab: LocalVocab, *, d_entropy: bool = False) -> None:
         """`d_entropy`: a loss of tokens that are here, of any rank, is made of entropies."""

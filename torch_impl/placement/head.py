@@ -189,6 +189,13 @@ def computed(x: Any) -> bool:
     return getattr(x, "grad_fn", None) is not None
 
 
+def behind_shards(weight: Any) -> bool:
+    """Whether tensor parallelism has cut a head, or a module's, and FSDP2 its shards."""
+    weight = sharded(getattr(weight, "weight", weight))
+    owner = owner_of(weight)
+    return owner is not None and shards_of(owner, weight) is not None
+
+
 def check_copies(rows: bool, **head: Any) -> None:
     """Of FSDP2's parameters; only what was computed can be one."""
     if not any(map(computed, head.values())):

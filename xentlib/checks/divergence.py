@@ -30,6 +30,9 @@ from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 REDUCTIONS: tuple[DivergenceReduction, ...] = ("mean", "sum", "none")
 DIVERGING = Refusals(
     ValueError,
+    cut_alike="a teacher's head must be sharded as the student's, over `vocab_parallel` and then "
+    "by `fully_shard`, with `gather='hidden'`; got one that is not. Shard it so: each rank of the "
+    "student has the same rows of both.",
     split="a teacher's head must be whole beside a student's whole head; got one that DeepSpeed "
     "AutoTP has split. Leave the teacher out of `tensor_parallel`, or pass its logits.",
     beta="`beta` must be given with `kind='jsd'`, and with nothing else; got {beta} with "
