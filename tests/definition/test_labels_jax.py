@@ -49,14 +49,22 @@ def test_rows_on_a_mesh_under_jit(kind):
             assert "all-gather" not in compiled.as_text()
 
 
+WAYS = [
+    *((4, True, shift) for shift in SHIFTS),
+    *((*how, shift) for how in ((1, True), (2, True), (4, False)) for shift in (1, 5)),
+]
+# Those of one layout that run with the other under --full alone: a program each, of two seconds
+ONCE = {"contiguous": WAYS[1::2], "zigzag": WAYS[2::2]}
+
+
 @pytest.mark.parametrize(
-    ("world", "check_vma", "shift"),
+    ("layout", "world", "check_vma", "shift"),
     [
-        *((4, True, shift) for shift in SHIFTS),
-        *((*how, shift) for how in ((1, True), (2, True), (4, False)) for shift in (1, 5)),
+        pytest.param(layout, *way, marks=pytest.mark.full if way in once else ())
+        for layout, once in ONCE.items()
+        for way in WAYS
     ],
 )
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_slices_of_a_mesh_axis_are_slices_of_the_row(layout, world, check_vma, shift):
     """A0: the calls of the ranks above, and slices without a token; each packing by `vmap`."""
     over = {"sequence_parallel": "seq", "layout": layout}

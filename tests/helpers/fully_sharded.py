@@ -58,7 +58,8 @@ def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
     if named[-1] == "tp":
         mesh, tp = mesh[named[:-1]], mesh["tp"]
         for name, p in list(model.head.named_parameters()):
-            piece = torch.nn.Parameter(distribute_tensor(p.data, tp, [Shard(0)]))
+            cut = distribute_tensor(p.data, tp, [Shard(0)])
+            piece = torch.nn.Parameter(cut, p.requires_grad)
             model.head.register_parameter(name, piece)
     how = {"mesh": mesh, **dict(setup.wrap)}
     for policy, dtypes in POLICIES.items():

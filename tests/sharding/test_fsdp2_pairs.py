@@ -97,7 +97,7 @@ def test_every_two_choices_meet() -> None:
 def simplest(setup: Sharded) -> Sharded:
     """The same loss of a gathered head, in the same dtypes."""
     policy = setup.policy.removesuffix(", offload")
-    names = ("model", "steps", "fixed", "function", "idle")
+    names = ("model", "beside", "steps", "fixed", "function", "idle")
     kept = {name: getattr(setup, name) for name in names}
     return Sharded(policy=policy, **kept)
 
