@@ -245,6 +245,7 @@ def wrongly(rank: int, world: int) -> dict[str, str]:
     """What calls say on this rank that its user has got wrong."""
     from xentlib.torch import (
         LowRankHead,
+        SoftLabels,
         TeacherHead,
         chunked_divergence,
         chunked_logprobs,
@@ -266,7 +267,11 @@ def wrongly(rank: int, world: int) -> dict[str, str]:
     def distilled(hidden: Any, weight: Any, labels: Any, *, teacher: Any, **more: Any) -> Any:
         return chunked_divergence(hidden, weight, teacher, labels=labels, **more)
 
-    both = {"tokens_parallel": tp}
+    def probabilities(of_label: float) -> Any:
+        ids = y[f].flatten().clamp(min=0)[:, None]
+        return SoftLabels(ids, torch.full(ids.shape, of_label, dtype=torch.float64))
+
+    both, there = {"tokens_parallel": tp}, y[f].flatten() != -100
     other = torch.ones(T * N, dtype=torch.float64) * (1 + t)
     calls: dict[str, Callable[[], Any]] = {
         "no shards": lambda: by("hidden", vocab_parallel=None),
@@ -282,6 +287,9 @@ def wrongly(rank: int, world: int) -> dict[str, str]:
         "other hidden, stream": lambda: by("stream", hidden=x[f].flatten(0, 1) + t),
         "other weights": lambda: by("hidden", token_weights=other, reduction="sum"),
         "other denominator": lambda: by("hidden", denominator=1.0 + t),
+        "other probabilities": lambda: by(
+            "hidden", labels=probabilities(0.4 + 0.1 * t), where=there
+        ),
         "copies": lambda: by("hidden", **both),
         "one says so": lambda: by("hidden", **(both if rank == 3 else {})),
         "hidden and stream": lambda: by(("hidden", "stream")[rank % 2]),
@@ -315,6 +323,7 @@ SAID = {
     "other hidden, stream": f"`hidden` {SAME}",
     "other weights": f"`token_weights` {SAME}",
     "other denominator": f"`token_weights` {SAME}",
+    "other probabilities": f"`labels` {SAME}",
     "copies": "`hidden` must be this rank's own tokens with `tokens_parallel`",
     "one says so": "`gather` and `tokens_parallel` must be the same on every rank of the head",
     "hidden and stream": "`gather` and `tokens_parallel` must be the same on every rank of the",
