@@ -81,8 +81,17 @@ def test_a_dropout_s_mask() -> None:
     assert same(deep.loss, called(p, leaves_of(p)).loss)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("adapter", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "adapter"),
+    [
+        ("bfloat16", "float32"),
+        ("float16", "bfloat16"),
+        ("float16", "float16"),
+        pytest.param("bfloat16", "bfloat16", marks=pytest.mark.full),
+        pytest.param("bfloat16", "float16", marks=pytest.mark.full),
+        pytest.param("float16", "float32", marks=pytest.mark.full),
+    ],
+)
 def test_sixteen_bits(dtype: str, adapter: str) -> None:
     """A7, A8, A16: adapters in any dtype, beside the head in another too; those in float32 are not
     rounded."""

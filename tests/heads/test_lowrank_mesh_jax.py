@@ -31,6 +31,18 @@ from xentlib.jax import LowRankHead, chunked_logprobs, chunked_nll, count_collec
 
 N, H, V, R = 160, 24, 157, 3
 FUNCTIONS = pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
+
+
+def of_functions(names: Any) -> Any:
+    """A loss of each name, log-probabilities of every second: a program each, of three seconds."""
+    logprobs = [
+        pytest.param(chunked_logprobs, name, marks=pytest.mark.full if k % 2 else ())
+        for k, name in enumerate(names)
+    ]
+    both = [*((chunked_nll, name) for name in names), *logprobs]
+    return pytest.mark.parametrize(("function", "name"), both)
+
+
 PLAIN = Case("low mesh", N, H, V, confident=0.3)
 OPTIONS = Case(
     "low mesh options", N, H, V, where=True, layout="HV",
@@ -132,8 +144,7 @@ GRID = {
 
 
 @pytest.mark.slow
-@FUNCTIONS
-@pytest.mark.parametrize("name", GRID)
+@of_functions(GRID)
 def test_shards_give_the_dense_answer(function: Any, name: str) -> None:
     """A5, A6, A7, A13: d A and d hidden are summed over the shards once, the same bits on every
     device. Catches: a device's part of d A; NaN of rows of B that are no classes."""
@@ -166,8 +177,7 @@ PLACES = {
 
 
 @pytest.mark.slow
-@FUNCTIONS
-@pytest.mark.parametrize("name", PLACES)
+@of_functions(PLACES)
 def test_where_types_say_so(function: Any, name: str) -> None:
     """A5, A6, D7: whole arrays on Explicit axes; gradients come back where the arrays were, and
     nothing is sent in the loop over chunks."""

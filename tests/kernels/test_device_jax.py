@@ -94,8 +94,17 @@ def test_chunks_do_not_show(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [chunked_nll, chunked_logprobs])
-@pytest.mark.parametrize("name", ["options", "HV", "crowded"])
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("options", chunked_nll),
+        ("HV", chunked_logprobs),
+        ("crowded", chunked_nll),
+        pytest.param("options", chunked_logprobs, marks=pytest.mark.full),
+        pytest.param("HV", chunked_nll, marks=pytest.mark.full),
+        pytest.param("crowded", chunked_logprobs, marks=pytest.mark.full),
+    ],
+)
 def test_a_low_rank_head_against_the_oracle(name, function):
     """A5, A6. Catches: columns of zeros in d B, a label's second token lost or added twice."""
     case = CROWDED if name == "crowded" else lowrank.CASES[name]

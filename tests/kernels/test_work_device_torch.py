@@ -6,6 +6,7 @@ Shapes: N tokens, M valid tokens, V vocabulary, H hidden width, T tokens of a ch
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor  # noqa: E402
 
 from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
 from helpers.on_meta import OnDevice, as_on_a_gpu  # noqa: E402
+from helpers.pairs import every_pair, parameters  # noqa: E402
 from xentlib.plan import pad_rows, peak_bytes, plan_chunks  # noqa: E402
 from xentlib.torch import (  # noqa: E402
     TeacherHead,
@@ -253,21 +255,20 @@ MEMORY = (
 )
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("size", MEMORY, ids=str)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_peak_is_the_formula_of_the_plan(
-    function: str, size: tuple[int, ...], dtype: str, gradient: bool
-) -> None:
+PEAKS = [*product(FUNCTIONS, MEMORY, ("bfloat16", "float32"), (False, True))]
+
+
+@pytest.mark.parametrize("call", parameters(PEAKS, every_pair(PEAKS)))
+def test_peak_is_the_formula_of_the_plan(call: tuple[str, tuple[int, ...], str, bool]) -> None:
     """D5, M16, within 5 % both ways, eager: as the allocator would count it, block by block."""
+    function, size, dtype, gradient = call
     count, width, vocab, chunk = size
     kind, budget = getattr(torch, dtype), chunk * vocab * 4
     hidden = there(count, width, dtype=kind, grad=gradient)
     weight = there(vocab, width, dtype=kind, grad=gradient)
-    call = {"hidden": hidden, "weight": weight, "labels": there(count, dtype=INT)}
+    arrays = {"hidden": hidden, "weight": weight, "labels": there(count, dtype=INT)}
     with as_on_a_gpu() as seen:
-        loss = FUNCTIONS[function](**call, max_chunk_bytes=budget)
+        loss = FUNCTIONS[function](**arrays, max_chunk_bytes=budget)
         if gradient:
             loss.backward()
     plan = plan_chunks(count, vocab, width, dtype=dtype, max_chunk_bytes=budget)
