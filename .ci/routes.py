@@ -29,8 +29,8 @@ def found() -> dict[str, Any]:
         for ranks in RANKS if head.name != "gpt2" else ():
             sizes = sizes_of(head.name)
             options = ("softcap",) if sizes.softcap else ()
-            said = document(sizes, TOKENS, ranks, {"options": options})
-            plan = {x: said[x] for x in SAID}
+            planned = document(sizes, TOKENS, ranks, {"options": options})
+            plan = {x: planned[x] for x in SAID}
             plan["routes"] = {
                 route["name"]: {
                     "received_bytes": route["received_bytes"],
@@ -38,7 +38,7 @@ def found() -> dict[str, Any]:
                     "milliseconds": round(1e3 * route["seconds"], 3),
                     "overlapped_milliseconds": round(1e3 * route["overlapped_seconds"], 3),
                 }
-                for route in said["routes"]
+                for route in planned["routes"]
             }
             plans.append(plan)
     return {"tokens_per_rank": TOKENS, "rates": Rates()._asdict(), "plans": plans}

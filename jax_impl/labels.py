@@ -153,7 +153,7 @@ def next_columns(
     wide = max((x.dtype for x in rows), key=lambda dtype: dtype.itemsize)
     first = jnp.stack([x.astype(wide) for x in rows])[..., :sent]
     if pieces == 1 and columns <= length:
-        theirs = lax.ppermute(first, axis, [(r + 1, r) for r in range(size - 1)])
+        following = lax.ppermute(first, axis, [(r + 1, r) for r in range(size - 1)])
     else:
         heads = lax.all_gather(first, axis, axis=first.ndim - 2)  # [..., size, pieces, sent]
         order = heads[..., 0, :]
@@ -162,10 +162,10 @@ def next_columns(
         order = order.reshape(*order.shape[:-2], size * pieces * sent)
         order = jnp.pad(order, [(0, 0)] * (order.ndim - 1) + [(0, columns)])
         behind = [(here[k] + 1) * sent for k in range(pieces)]
-        theirs = jnp.stack(
+        following = jnp.stack(
             [lax.dynamic_slice_in_dim(order, b, columns, axis=-1) for b in behind], axis=-2
         )
-    label, *packing = (c.astype(x.dtype) for c, x in zip(theirs, rows))
+    label, *packing = (c.astype(x.dtype) for c, x in zip(following, rows))
     start = here * length
     behind_row = (
         start[:, None] + np.arange(length, length + columns, dtype=start.dtype)[None] >= row

@@ -115,8 +115,8 @@ def next_token_labels(
         after, start, apart = next_columns(
             rows, columns, ignore_index, sequence_parallel, tokens, offsets
         )
-    local, theirs = rows[0][..., columns:], after[0][..., max(columns - length, 0) :]
-    shifted = torch.cat([local, theirs], dim=-1)
+    local, following = rows[0][..., columns:], after[0][..., max(columns - length, 0) :]
+    shifted = torch.cat([local, following], dim=-1)
     packing = [torch.cat(both, dim=-1) for both in zip(rows[1:], after[1:])]
     begins = None  # whether a document does, at each token of a piece and of the columns behind it
     if packing:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import jax
@@ -67,21 +69,21 @@ def loss_fn_by(gather: Gather, *, tokens_per_rank: int | None = None) -> Callabl
         gather: as in `chunked_nll`; "hidden" is for a mesh with Auto axes that spreads the
             vocabulary, and not the width, over an axis that spreads tokens.
         tokens_per_rank: with "auto".
+
+    Raises:
+        ValueError: in a call, what `chunked_nll` refuses of the route.
+
+    Numerics: those of `loss_fn`.
     """
 
     # NNX sorts what it is called with by its signature, which may have no options beside arrays.
-    def loss_fn(
-        model: Any,
-        input_tokens: jax.Array,
-        input_mask: jax.Array,
-        positions: jax.Array,
-        attention_mask: jax.Array,
-        images: jax.Array | None = None,
-    ) -> jax.Array:
-        batch = (input_tokens, input_mask, positions, attention_mask, images)
-        return loss_of(model, *batch, gather, tokens_per_rank)
+    @wraps(loss_fn)
+    def routed(*arrays: Any, **named: Any) -> jax.Array:
+        given = signature(loss_fn).bind(*arrays, **named)
+        given.apply_defaults()
+        return loss_of(**given.arguments, gather=gather, tokens_per_rank=tokens_per_rank)
 
-    return loss_fn
+    return routed
 
 
 def loss_of(

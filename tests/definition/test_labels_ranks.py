@@ -43,12 +43,12 @@ def slices(rank, world, cuts):
         given = {k: torch.tensor(v) if np.ndim(v) else v for k, v in options.items()}
         for name in {"segment_ids", "position_ids", "where"} & given.keys():
             given[name] = part(given[name], cut, rank, world)
-        mine = part(torch.tensor(labels), cut, rank, world)
-        before = mine.clone()
+        local = part(torch.tensor(labels), cut, rank, world)
+        before = local.clone()
         given["sequence_parallel"] = torch.distributed.group.WORLD
         given["layout"] = "zigzag" if cut == "zigzag" else "contiguous"
-        out = next_token_labels(mine, shift=shift, **given)
-        found.append((out.numpy(), out.is_contiguous() and bool((mine == before).all())))
+        out = next_token_labels(local, shift=shift, **given)
+        found.append((out.numpy(), out.is_contiguous() and bool((local == before).all())))
     return found
 
 
@@ -62,9 +62,9 @@ def test_slices_of_ranks_are_slices_of_the_row(world):
     for (cut, shift, labels, options), *results in zip(items, *ranks, strict=True):
         expected = naive(labels, shift=shift, **options)
         for rank, (got, untouched) in enumerate(results):
-            mine = part(expected, cut, rank, world)
-            assert got.dtype == mine.dtype
-            assert bits_unequal(got, mine) == 0, (cut, shift, rank, options)
+            local = part(expected, cut, rank, world)
+            assert got.dtype == local.dtype
+            assert bits_unequal(got, local) == 0, (cut, shift, rank, options)
             assert untouched
 
 
@@ -129,11 +129,11 @@ def exchanges(rank, world):
     compiled = torch.compile(several, fullgraph=True, backend="aot_eager")(labels)
     assert all(a.equal(b) for a, b in zip(compiled, several(labels), strict=True))
     names = []
-    for mine, shift in product((labels, labels[: 3 * rank]), (1, 4)):
-        packings = ({}, {"segment_ids": mine}, {"cu_seqlens": torch.tensor([0, 2])})
-        for options in (*packings, {"position_ids": mine}):
+    for local, shift in product((labels, labels[: 3 * rank]), (1, 4)):
+        packings = ({}, {"segment_ids": local}, {"cu_seqlens": torch.tensor([0, 2])})
+        for options in (*packings, {"position_ids": local}):
             with profile(activities=[ProfilerActivity.CPU]) as profiled:
-                next_token_labels(mine, shift=shift, sequence_parallel=mesh["cp"], **options)
+                next_token_labels(local, shift=shift, sequence_parallel=mesh["cp"], **options)
             events = [e for e in profiled.key_averages() if e.key.startswith("c10d::")]
             names.append([(e.key, e.count) for e in events])
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
