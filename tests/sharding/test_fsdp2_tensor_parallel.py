@@ -177,6 +177,7 @@ def both() -> list[tuple[dict[Any, Any], dict[str, str]]]:
 def on_each_rank(rank: int, world: int) -> tuple[dict[Any, Any], dict[str, str]]:
     torch.set_num_threads(1)
     fewest(rank, world)
+    windows()
     return on_rank(rank), wrongly(rank, world)
 
 
@@ -197,6 +198,31 @@ def fewest(rank: int, world: int) -> None:
     for gather in ("hidden", "stream"):
         got = chunked_nll(x, head.weight, y, gather=gather, vocab_parallel=mesh["tp"]).loss.item()
         assert np.float32(got) == np.float32(want)
+
+
+def windows() -> None:
+    """Two micro-batches of `TokenNormalizer`: the mean over all tokens, by each route."""
+    from torch.distributed.fsdp import fully_shard
+
+    from xentlib.torch import TokenNormalizer, chunked_nll
+
+    mesh = mesh_of()
+    x, y, weight, bias = numbers()
+    f = mesh["fsdp"].get_local_rank()
+    for gather in ("head", "hidden", "stream"):
+        model = torch.nn.Sequential(head_of(mesh))
+        fully_shard(model, mesh=mesh["fsdp"])
+        labels = [y[f, 0], y[f, 1]]
+        with TokenNormalizer(model).window(labels) as window:
+            for hidden, of in window.micro_batches([(x[f, k], labels[k]) for k in range(T)]):
+                head = model[0]
+                options = {"vocab_parallel": mesh["tp"], "gather": gather, "reduction": "sum"}
+                window.backward(chunked_nll(hidden, head.weight, of, bias=head.bias, **options))
+        whole = [p.requires_grad_() for p in (weight.detach(), bias.detach())]
+        chunked_nll(x.flatten(0, 2), whole[0], y.flatten(), bias=whole[1]).loss.backward()
+        for got, want in zip((model[0].weight, model[0].bias), whole, strict=True):
+            grads = [got.grad.full_tensor().float().numpy(), want.grad.float().numpy()]
+            assert not failures(check("A1", *grads)), gather
 
 
 @pytest.fixture(scope="module")
