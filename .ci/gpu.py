@@ -8,7 +8,8 @@ no network: nothing is installed, this folder is put on the path. Wheels of peer
 are unpacked and take part in the benchmark.
 
 Timings have the device to themselves, one after the other: `smoke`, `probe`, `bench`. Checks wait
-for the CPU and run side by side: `first`, `tests`, `parity-triton`, `parity`; then `sanitizer`.
+for the CPU and run side by side: `first`, `tests`, `ranks`, `parity-triton`, `parity`; then
+`sanitizer`.
 Each part has a share of the time, is stopped when that is used up, and keeps what it has by then: a
 test, a head, a contestant, a section. Everything is in one JSON, gpu.json, which is written after
 each part; what it was read from is in gpu.tar.gz. Exit status 1 if a part fell short or could not
@@ -45,9 +46,16 @@ TESTS = (
     *("behaviour_jax", "program_jax"),
     *("logprobs_jax", "logprobs_traced_jax", "logprobs_program_jax"),
 )
+# Ranks that share the device, over gloo: heads and vocabularies in shards as a device has them.
+RANKS = (
+    *("fsdp2_pairs", "fsdp2_tensor_parallel", "fsdp2_routes", "fsdp2_nodes", "routes", "nodes"),
+    *("vocab_parallel", "vocab_parallel_uneven", "shard_invariance", "given_logits_parallel"),
+    *("divergence_ranks", "classes_ranks", "soft_labels_ranks", "lowrank_ranks"),
+    *("lowrank_routes", "routes_differing"),
+)
 # Seconds of each. A part that is late has GRACE more to write what it has.
 TIMINGS = {"smoke": 40, "probe": 140, "bench": 300}
-CHECKS = {"first": 400, "tests": 400, "parity-triton": 400, "parity": 400}
+CHECKS = {"first": 400, "tests": 400, "ranks": 400, "parity-triton": 400, "parity": 400}
 AFTER = {"sanitizer": 60}
 PARTS = TIMINGS | CHECKS | AFTER
 SITTINGS = {"timings": (*TIMINGS,), "checks": (*CHECKS, *AFTER)}
@@ -141,11 +149,13 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--share", type=float, default=1.0, help="of each part's time")
     result.add_argument("--peers", type=Path, help="folder with wheels of other libraries")
     result.add_argument("--tests", nargs="+", default=list(TESTS), help="names of test modules")
+    result.add_argument("--ranks", nargs="+", default=list(RANKS), help="those of ranks")
     result.add_argument("--first", nargs="+", default=list(FIRST), help="those that run first")
     result.add_argument("--tiny", action="store_true", help="sizes of the probe that say nothing")
     result.add_argument("--cases", nargs="+", default=list(CASES), help="of the bench")
     result.add_argument("--rounds", default="5", help="of the bench; with 1 no memory")
     result.add_argument("--suite", default="quick", help="of the parity run")
+    result.add_argument("--rows", nargs="+", default=[], help="of the contract, of the parity run")
     return result
 
 
@@ -171,7 +181,7 @@ def versions(device: str) -> dict[str, str]:
     return result
 
 
-def pytest_of(modules: list[str], report: Path) -> list[str]:
+def pytest_of(modules: list[str], report: Path, *more: str) -> list[str]:
     # An image may lack the plugins that pyproject.toml sets options of.
     plain = ["-o", "addopts=", "-o", "minversion=0", "-W", "default", "-p", "no:cacheprovider"]
     workers = max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -181,7 +191,7 @@ def pytest_of(modules: list[str], report: Path) -> list[str]:
     folders = {path.name: str(path) for path in (ROOT / "tests").glob("*/test_*.py")}
     files = [folders.get(f"test_{name}.py", name) for name in modules]
     lines = ["-p", "gpu_reports", "--lines", str(report)]
-    return [sys.executable, "-m", "pytest", "-q", *plain, *lines, *files]
+    return [sys.executable, "-m", "pytest", "-q", *plain, *more, *lines, *files]
 
 
 def first(args: argparse.Namespace, out: Path) -> list[list[str]]:
@@ -190,6 +200,12 @@ def first(args: argparse.Namespace, out: Path) -> list[list[str]]:
 
 def tests(args: argparse.Namespace, out: Path) -> list[list[str]]:
     return [pytest_of(args.tests, out / "tests.jsonl")]
+
+
+def ranks(args: argparse.Namespace, out: Path) -> list[list[str]]:
+    # Ranks are started for a file.
+    more = ("-m", "torch", *(("--dist", "loadfile") if importlib.util.find_spec("xdist") else ()))
+    return [pytest_of(args.ranks, out / "ranks.jsonl", *more)]
 
 
 def smoke(args: argparse.Namespace, out: Path) -> list[list[str]]:
@@ -205,16 +221,19 @@ def probe(args: argparse.Namespace, out: Path) -> list[list[str]]:
     return [[sys.executable, str(ROOT / ".ci" / "gpu_probe.py"), *given]]
 
 
+def parity_of(args: argparse.Namespace, out: Path) -> list[str]:
+    given = ["--device", args.device, "--suite", args.suite, "--out", str(out)]
+    given += ["--only", *args.rows] if args.rows else []
+    return [sys.executable, "-m", "xentlib", "parity", *given]
+
+
 def parity(args: argparse.Namespace, out: Path) -> list[list[str]]:
     """Both backends; in PyTorch the eager operators."""
-    given = ["--device", args.device, "--suite", args.suite, "--out", str(out / "parity")]
-    return [[sys.executable, "-m", "xentlib", "parity", *given, "--kernels", "eager"]]
+    return [[*parity_of(args, out / "parity"), "--kernels", "eager"]]
 
 
 def parity_triton(args: argparse.Namespace, out: Path) -> list[list[str]]:
-    given = ["--device", args.device, "--suite", args.suite, "--out", str(out / "parity-triton")]
-    given += ["--kernels", "triton", "--backend", "torch"]
-    return [[sys.executable, "-m", "xentlib", "parity", *given]]
+    return [[*parity_of(args, out / "parity-triton"), "--kernels", "triton", "--backend", "torch"]]
 
 
 def bench(args: argparse.Namespace, out: Path) -> list[list[str]]:
@@ -345,6 +364,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Path], list[list[str]]]] = {
     "bench": bench,
     "first": first,
     "tests": tests,
+    "ranks": ranks,
     "parity-triton": parity_triton,
     "parity": parity,
     "sanitizer": sanitizer,
@@ -355,6 +375,7 @@ READ: dict[str, Callable[[Path], dict[str, Any]]] = {
     "bench": read_bench,
     "first": lambda out: read_tests(out / "first.jsonl"),
     "tests": lambda out: read_tests(out / "tests.jsonl"),
+    "ranks": lambda out: read_tests(out / "ranks.jsonl"),
     "parity-triton": lambda out: read_parity(out / "parity-triton" / "parity.json"),
     "parity": lambda out: read_parity(out / "parity" / "parity.json"),
     "sanitizer": lambda out: {},

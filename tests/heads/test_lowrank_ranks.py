@@ -14,6 +14,7 @@ from helpers.lowrank import LowProblem, held_to, hold, low_problem, oracle, reje
 from helpers.ranks import launch
 from helpers.vocab_shards import same_on_all_ranks
 from xentlib.tools.harness.problems import Case, upstream_of
+from xentlib.tools.harness.ranks import DEVICE
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -81,7 +82,7 @@ def fsdp_leaves(p: LowProblem, *, adapters: bool) -> Any:
     head.weight = torch.nn.Parameter(on_torch(p.base.weight), requires_grad=False)
     if adapters:
         head.a, head.b = (torch.nn.Parameter(on_torch(x)) for x in (p.a, p.b))
-    fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    fully_shard(head, mesh=torch.distributed.init_device_mesh(DEVICE, (2,)))
     return head
 
 
@@ -100,8 +101,8 @@ def under_fsdp(function: str, p: LowProblem) -> dict[str, Any]:
             loss = -chunked_logprobs(hidden, low, labels, max_chunk_bytes=CHUNK).logprobs.sum()
     loss.backward()
     assert forward.counts() == {"all_gather": 1}
-    whole = {name: getattr(head, name).grad.full_tensor().numpy() for name in ("a", "b")}
-    return {"hidden": hidden.grad.numpy(), **whole}
+    whole = {name: getattr(head, name).grad.full_tensor().cpu().numpy() for name in ("a", "b")}
+    return {"hidden": hidden.grad.cpu().numpy(), **whole}
 
 
 def under_peft(rank: int) -> list[Any]:
@@ -115,17 +116,20 @@ def under_peft(rank: int) -> list[Any]:
     model = torch.nn.Sequential(torch.nn.Linear(H, V, bias=False))
     config = peft.LoraConfig(r=R, target_modules=["0"], init_lora_weights=False)
     layer = peft.get_peft_model(model, config).base_model.model[0]
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(DEVICE).manual_seed(rank)
     hidden, labels = torch.randn(N, H, generator=generator), torch.arange(N) % V
     parameters = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
     loss = torch.nn.functional.cross_entropy(layer(hidden), labels)
     want = torch.autograd.grad(loss, parameters)
     for x in want:
         torch.distributed.all_reduce(x)
-    fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+    fully_shard(layer, mesh=torch.distributed.init_device_mesh(DEVICE, (2,)))
     chunked_nll(hidden, layer, labels, max_chunk_bytes=CHUNK).loss.backward()
     got = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
-    return [(x.grad.full_tensor().numpy(), y.numpy() / 2) for x, y in zip(got, want, strict=True)]
+    return [
+        (x.grad.full_tensor().cpu().numpy(), y.cpu().numpy() / 2)
+        for x, y in zip(got, want, strict=True)
+    ]
 
 
 def largest_of(function: str, way: str) -> int:
@@ -144,7 +148,7 @@ def largest_of(function: str, way: str) -> int:
         head.weight.data = head.weight.data.chunk(2)[torch.distributed.get_rank()].clone()
         given["vocab_parallel"] = torch.distributed.group.WORLD
     elif way != "plain":
-        fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+        fully_shard(head, mesh=torch.distributed.init_device_mesh(DEVICE, (2,)))
         given["gather"] = way.removeprefix("FSDP2, ")
 
     def step() -> Any:

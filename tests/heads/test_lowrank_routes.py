@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 from helpers.fully_sharded import Sharded, on_each_world  # noqa: E402
 from helpers.routed import Routed, Routes, merged, on_ranks  # noqa: E402
 from helpers.wrapped import gradients_of_one_process  # noqa: E402
+from xentlib.tools.harness.ranks import DEVICE  # noqa: E402
 
 R, H = 3, 27  # a mask's last byte is not full
 ROUTES = ("tokens_parallel", "hidden")
@@ -205,7 +206,7 @@ def on_two(rank: int, world: int) -> dict[str, Any]:
         with torch.no_grad():
             head.weight.copy_(on_torch(p.base.weight))
         head.a, head.b = (torch.nn.Parameter(on_torch(x)) for x in (p.a, p.b[:rows]))
-        fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (world,)), **policy)
+        fully_shard(head, mesh=torch.distributed.init_device_mesh(DEVICE, (world,)), **policy)
         head.set_gradient_divide_factor(1.0)
         head.set_force_sum_reduction_for_comms(True)  # all that gloo can do
         modules.append(head)
@@ -226,7 +227,7 @@ def on_two(rank: int, world: int) -> dict[str, Any]:
         a, b = (torch.nn.Parameter(torch.randn(shape)) for shape in ((R, BIG[1]), (BIG[0], R)))
         if name == "inside":
             head.a, head.b = a, b
-        fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
+        fully_shard(head, mesh=torch.distributed.init_device_mesh(DEVICE, (world,)))
         if name == "inside":
             a, b = head.a, head.b
         few = torch.randn(4, BIG[1])

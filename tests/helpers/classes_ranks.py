@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from helpers.refused import said_on_ranks
 from xentlib.contract import check, failures
 from xentlib.plan import VocabShard
-from xentlib.tools.harness.ranks import start_gloo
+from xentlib.tools.harness.ranks import DEVICE, start_gloo
 from xentlib.torch import (
     TeacherTopK,
     chunked_divergence,
@@ -137,7 +137,7 @@ def same_tokens(rank: int, world: int, x: Arrays) -> list[Tensor]:
         logits, **given, vocab_parallel=over, entropy=True, top_k=TOP
     )
     for ours, theirs in zip(values, results(of_logits)):
-        pair = ours.numpy(), theirs.double().numpy()
+        pair = ours.cpu().numpy(), theirs.double().cpu().numpy()
         assert not failures(check("A9", *pair, metrics=("rho / u",)))
     assert weight.grad is not None
     assert hidden.grad is not None
@@ -160,7 +160,7 @@ def sharded(gather: str, nodes: int = 0) -> Any:
         # Blocks of 32 rows of each rank, or so
         more: dict[str, Any] = {"max_chunk_bytes": 8 * 32 * 4 * world * H}
         if nodes:
-            more["tokens_parallel"] = init_device_mesh("cpu", (nodes, world // nodes))
+            more["tokens_parallel"] = init_device_mesh(DEVICE, (nodes, world // nodes))
         values = both(hidden, head, own(x, rank), x["upstream"][rank], gather=gather, **more)
         assert hidden.grad is not None
         gradient: Any = head.weight.grad

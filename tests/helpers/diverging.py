@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers.refused import said_on_ranks
 from xentlib.plan import Rates, VocabShard
-from xentlib.tools.harness.ranks import start_gloo
+from xentlib.tools.harness.ranks import DEVICE, start_gloo
 from xentlib.torch import (
     TeacherHead,
     TeacherLogits,
@@ -111,7 +111,7 @@ def sharded(gather: str, nodes: int = 0) -> Any:
         hidden = x["hidden"][rank].requires_grad_()
         more: dict[str, Any] = {"tokens_per_rank": N} if gather == "auto" else {}
         if nodes:
-            more["tokens_parallel"] = init_device_mesh("cpu", (nodes, world // nodes))
+            more["tokens_parallel"] = init_device_mesh(DEVICE, (nodes, world // nodes))
         # So small a head is gathered for its latency alone.
         with patch("xentlib.plan.routes.Rates", partial(Rates, latency=0.0)):
             out = chunked_divergence(

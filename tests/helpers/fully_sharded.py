@@ -13,6 +13,7 @@ import torch
 from helpers.ranks import launch
 from helpers.routed import nodes_of
 from helpers.wrapped import Setup, batches, model_of, part_of, run
+from xentlib.tools.harness.ranks import DEVICE
 
 __all__ = ["Sharded", "on_each_world", "on_rank", "wrapped"]
 
@@ -53,7 +54,7 @@ def wrapped(setup: Sharded, world: int) -> tuple[Any, Any]:
     names["all"] = ("replica", "x", "tp")
     named = names[setup.mesh]
     shape = (*(2,) * (len(named) - 1), world // 2 ** (len(named) - 1))
-    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=named)
+    mesh = torch.distributed.init_device_mesh(DEVICE, shape, mesh_dim_names=named)
     model, tp = model_of(setup), None
     if named[-1] == "tp":
         mesh, tp = mesh[named[:-1]], mesh["tp"]
@@ -127,7 +128,7 @@ def on_rank(rank: int, world: int, setups: list[Sharded]) -> list[Any]:
                 continue
             if setup.sequence and "head" not in name:  # which sums its own over these ranks
                 torch.distributed.all_reduce(p.grad.to_local(), group=tp.get_group())
-            grads[name] = p.grad.full_tensor().numpy()
+            grads[name] = p.grad.full_tensor().cpu().numpy()
         found.append((grads, budget))
         with torch.no_grad():  # evaluation: the same loss, nothing left behind
             before = run(setup, model, ids[part], labels[part], denominator, **more)

@@ -17,6 +17,7 @@ from helpers.vocab_shards import same_on_all_ranks, vocab_axis
 from xentlib.tools.harness.backends import GRADIENTS
 from xentlib.tools.harness.device import numpy_of, on_torch
 from xentlib.tools.harness.problems import Problem, Upstream
+from xentlib.tools.harness.ranks import DEVICE
 from xentlib.torch import LowRankHead, chunked_logprobs, chunked_nll, count_collectives
 from xentlib.torch.core.device import KINDS
 
@@ -40,7 +41,7 @@ class Routed(NamedTuple):
     chunk_bytes: int | None = None
     audit: bool = False
     nodes: int = 0  # with "hidden": over which rows are gathered first
-    on_device: bool = False  # as `as_on_a_device` has it
+    on_device: bool = DEVICE != "cpu"  # as `as_on_a_device` has it
     low: LowProblem | None = None  # A, B and mask of a head that is frozen; its `base` is not asked
 
 
@@ -94,7 +95,7 @@ def on_rank(rank: int, group: Any, call: Routed) -> Routes:
     hidden = on_torch(hidden).requires_grad_()
     weight, bias, *matrices = head = leaves(rank, group, call, options)
     if call.low is not None:
-        keep = None if call.low.keep is None else torch.from_numpy(call.low.keep[own])
+        keep = None if call.low.keep is None else on_torch(call.low.keep[own])
         weight = LowRankHead(weight, *matrices, call.low.scale, keep)
     function: Any = chunked_nll if call.function == "chunked_nll" else chunked_logprobs
     with count_collectives() as forward:
@@ -122,7 +123,7 @@ def on_rank(rank: int, group: Any, call: Routed) -> Routes:
 def nodes_of(nodes: int) -> Any:
     """All ranks, node by node."""
     shape = (nodes, dist.get_world_size() // nodes)
-    return torch.distributed.init_device_mesh("cpu", shape)
+    return torch.distributed.init_device_mesh(DEVICE, shape)
 
 
 def local(x: Any) -> Any:
@@ -163,7 +164,7 @@ def leaves(rank: int, group: Any, call: Routed, options: dict[str, Any]) -> list
         frozen(head.weight, head.bias)
         head.a, head.b = (torch.nn.Parameter(on_torch(x)) for x in (call.low.a, call.low.b))
         more = ("a", "b")
-    fully_shard(head, mesh=DeviceMesh.from_group(group, "cpu"))
+    fully_shard(head, mesh=DeviceMesh.from_group(group, DEVICE))
     head.set_gradient_divide_factor(1.0)
     KEPT[:] = [head]  # a parameter does not keep its module, whose shards it then is no longer
     options |= {"gather": call.route}

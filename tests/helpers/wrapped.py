@@ -72,13 +72,13 @@ class Zero(Setup):
 
 
 def batch(setup: Setup, step: int) -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(setup.vocab, (B, L), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(step)
+    ids = torch.randint(setup.vocab, (B, L), generator=generator, device="cpu")
     labels = torch.roll(ids, -1, 1)
-    labels[torch.rand(B, L, generator=generator) < 0.2] = -100
+    labels[torch.rand(B, L, generator=generator, device="cpu") < 0.2] = -100
     if setup.idle:
         labels[: B // 2] = -100
-    return ids, labels
+    return ids.to(torch.get_default_device()), labels.to(torch.get_default_device())
 
 
 def loss_of(
@@ -197,7 +197,7 @@ def gradients_of_one_process(setup: Setup) -> dict[str, Any]:
             optimizer.zero_grad()
         for ids, labels in steps:
             run(setup, model, ids, labels, total).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def mean_over_ranks(setup: Setup, world: int, dtype: torch.dtype) -> dict[str, Any]:

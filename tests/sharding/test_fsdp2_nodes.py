@@ -25,6 +25,7 @@ from helpers.wrapped import (  # noqa: E402
     model_of,
     part_of,
 )
+from xentlib.tools.harness.ranks import DEVICE  # noqa: E402
 
 NODES = Sharded(gather="hidden", nodes=2, world=4)
 PIECES = (("reshard_after_forward", True),)
@@ -86,7 +87,9 @@ def test_head_gradients_are_one_sum_of_all_tokens(found: Any, name: str) -> None
     loss_of(setup, labels, total, hidden, model.head).backward()
     for grads, _ in found[name]:
         for parameter, p in model.head.named_parameters():
-            assert not failures(check("A1", grads[f"head.{parameter}"], p.grad.float().numpy()))
+            assert not failures(
+                check("A1", grads[f"head.{parameter}"], p.grad.float().cpu().numpy())
+            )
 
 
 V, H, N = 157, 24, 12
@@ -107,7 +110,7 @@ def head_of(shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("shard",), 
     torch.manual_seed(9)
     head = torch.nn.Linear(H, V, bias=False)
     HELD.append(head)
-    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = torch.distributed.init_device_mesh(DEVICE, shape, mesh_dim_names=names)
     return fully_shard(head, mesh=mesh if names[0] != "other" else mesh[names[1]], **how)
 
 
@@ -118,7 +121,7 @@ def narrow(rank: int, world: int) -> tuple[Any, Any]:
 
     from xentlib.torch import chunked_nll
 
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
+    mesh = torch.distributed.init_device_mesh(DEVICE, (2, 2))
     head = head_of(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     dense = head.weight.detach().full_tensor().requires_grad_()
     more: dict[str, Any] = {"compute_dtype": "float64", "reduction": "sum"}
@@ -128,11 +131,11 @@ def narrow(rank: int, world: int) -> tuple[Any, Any]:
         hidden.bfloat16(), head.weight, labels, gather="hidden", tokens_parallel=mesh, **more
     )
     out.loss.backward()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         hidden, labels = (torch.cat(x) for x in zip(*every, strict=True))
         chunked_nll(hidden.bfloat16(), dense, labels, **more).loss.backward()
     got = head.weight.grad.full_tensor() * world
-    return got.numpy(), dense.grad.numpy()
+    return got.cpu().numpy(), dense.grad.cpu().numpy()
 
 
 def test_what_is_sent_in_16_bits_is_added_up_in_more() -> None:
@@ -148,17 +151,19 @@ def of_policy(rank: int, world: int) -> list[tuple[Any, Any]]:
 
     from xentlib.torch import chunked_nll
 
-    mesh, (hidden, labels) = torch.distributed.init_device_mesh("cpu", (2, 2)), tokens_of(rank)
+    mesh, (hidden, labels) = torch.distributed.init_device_mesh(DEVICE, (2, 2)), tokens_of(rank)
     found = []
     for gather, over in (("hidden", mesh), ("hidden", None), ("stream", None)):
         for policy in (True, False):
             bf16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             head = head_of(**({"mp_policy": bf16} if policy else {}))
             more = {"gather": gather, "tokens_parallel": over}
-            with torch.autocast("cpu", torch.bfloat16, enabled=not policy):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=not policy):
                 out = chunked_nll(hidden, head.weight, labels, **more)
             out.loss.backward()
-            found.append((out.loss.detach().numpy(), head.weight.grad.full_tensor().numpy()))
+            found.append(
+                (out.loss.detach().cpu().numpy(), head.weight.grad.full_tensor().cpu().numpy())
+            )
     return list(zip(found[::2], found[1::2], strict=True))
 
 
@@ -214,11 +219,11 @@ def low_rank(rank: int, nodes: Any) -> Any:
 def refused(rank: int, world: int) -> dict[str, str]:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    group, nodes = torch.distributed.group.WORLD, init_device_mesh("cpu", (2, 2))
+    group, nodes = torch.distributed.group.WORLD, init_device_mesh(DEVICE, (2, 2))
     calls: dict[str, Callable[[], Any]] = {
         "a group": lambda: called(rank, group),
-        "a flat mesh": lambda: called(rank, init_device_mesh("cpu", (4,))),
-        "backwards": lambda: called(rank, DeviceMesh("cpu", [[2, 3], [0, 1]])),
+        "a flat mesh": lambda: called(rank, init_device_mesh(DEVICE, (4,))),
+        "backwards": lambda: called(rank, DeviceMesh(DEVICE, [[2, 3], [0, 1]])),
         "other ranks": lambda: called(rank, nodes, head=head_of((2, 2), ("other", "shard"))),
         "replicas": lambda: called(rank, nodes, head=head_of((2, 2), ("replica", "shard"))),
         "head": lambda: called(rank, nodes, gather="head"),

@@ -27,6 +27,7 @@ from helpers.wrapped import (  # noqa: E402
     model_of,
     part_of,
 )
+from xentlib.tools.harness.ranks import DEVICE  # noqa: E402
 
 PIECES = (("reshard_after_forward", True),)
 HIDDEN = Sharded(gather="hidden")
@@ -109,7 +110,7 @@ def test_head_gradients_are_one_sum_of_all_tokens(found: Any, name: str) -> None
             want[parameter] = want.get(parameter, 0) + p.grad.double()
     for grads, _ in found[name]:
         for parameter, x in want.items():
-            assert not failures(check("A1", grads[f"head.{parameter}"], x.float().numpy()))
+            assert not failures(check("A1", grads[f"head.{parameter}"], x.float().cpu().numpy()))
 
 
 def trained(rank: int, world: int, gathers: list[str], replicas: int) -> list[dict[str, Any]]:
@@ -120,7 +121,7 @@ def trained(rank: int, world: int, gathers: list[str], replicas: int) -> list[di
 
     shape = (replicas, world // replicas) if replicas > 1 else (world,)
     names = ("replica", "shard")[-len(shape) :]
-    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = torch.distributed.init_device_mesh(DEVICE, shape, mesh_dim_names=names)
     found = []
     for gather in gathers:
         model = model_of(HIDDEN)
@@ -148,7 +149,7 @@ def trained(rank: int, world: int, gathers: list[str], replicas: int) -> list[di
             optimizer.step()
             optimizer.zero_grad()
         named = model.named_parameters()
-        found.append({name: p.detach().full_tensor().numpy() for name, p in named})
+        found.append({name: p.detach().full_tensor().cpu().numpy() for name, p in named})
     return found
 
 
@@ -160,7 +161,7 @@ def test_windows_and_optimizers_see_no_difference(world: int, replicas: int) -> 
         before = dict(model_of(HIDDEN).named_parameters())
         for got in others:
             for name, want in head.items():
-                moved, by = want - before[name].detach().numpy(), got[name] - want
+                moved, by = want - before[name].detach().cpu().numpy(), got[name] - want
                 assert np.abs(moved).max() > 0
                 measured = check("A9", moved + by, moved, metrics=("rho / u",), quantity=name)
                 assert not failures(measured)
@@ -173,7 +174,7 @@ def by_itself(rank: int, world: int, counts: list[int]) -> list[int]:
     from xentlib.torch import chunked_nll, count_collectives
 
     head = torch.nn.Linear(512, 64_000, bias=False)
-    fully_shard(head, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
+    fully_shard(head, mesh=torch.distributed.init_device_mesh(DEVICE, (world,)))
     hidden, labels = torch.randn(8, 512), torch.arange(8)
     found: list[int] = []
     more: dict[str, Any] = {"gather": "auto", "max_chunk_bytes": 1 << 30}

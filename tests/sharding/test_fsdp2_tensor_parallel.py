@@ -17,13 +17,15 @@ from helpers.ranks import launch
 from helpers.refused import said_by
 from xentlib.budgets import check_budget
 from xentlib.contract import check, failures
+from xentlib.tools.harness.device import numpy_of, on_torch
+from xentlib.tools.harness.ranks import DEVICE
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 V, H, N, F, T = 53, 12, 10, 2, 2
 HELD: list[Any] = []  # FSDP2 knows a parameter for as long as its module is there
-WEIGHTS = 0.5 + torch.arange(V, dtype=torch.float64) / V
+WEIGHTS = 0.5 + np.arange(V) / V
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "options": {"label_smoothing": 0.1, "z_loss": 1e-3, "class_weights": WEIGHTS, "softcap": 3.0},
@@ -70,7 +72,7 @@ def there(name: str, *, sequence: bool) -> Any:
 
 
 def mesh_of() -> Any:
-    return torch.distributed.init_device_mesh("cpu", (F, T), mesh_dim_names=("fsdp", "tp"))
+    return torch.distributed.init_device_mesh(DEVICE, (F, T), mesh_dim_names=("fsdp", "tp"))
 
 
 def head_of(mesh: Any, *, bias: bool = True, seed: float = 1.0) -> Any:
@@ -96,7 +98,7 @@ def total(options: dict[str, Any], hidden: Any, head: Any, labels: Any, more: An
     from xentlib import PaddedVocab
     from xentlib import torch as ours
 
-    options = {"function": "chunked_nll", **options}
+    options = {k: on_torch(x) for k, x in {"function": "chunked_nll", **options}.items()}
     function, more = getattr(ours, options.pop("function")), dict(more)
     size = options.pop("vocab_size", None)
     weight, bias = head
@@ -151,7 +153,7 @@ def on_rank(rank: int) -> dict[Any, Any]:
             more["teacher"] = teacher.weight, teacher.bias
         total(CALLS[name], hidden, (head.weight, head.bias), labels, more).backward()
         got = [p.grad.full_tensor() * F for p in (head.weight, head.bias)]  # FSDP2's mean
-        found[way, name] = [x.numpy() for x in (hidden.grad, *got)]
+        found[way, name] = [x.cpu().numpy() for x in (hidden.grad, *got)]
     for way, function, rows in COUNTED:  # rows of a rank in a chunk or in a block
         gather, *sequence = way.split(", ")
         hidden, labels = (x[f, t], y[f, t]) if sequence else (x[f].flatten(0, 1), y[f].flatten())
@@ -188,7 +190,7 @@ def fewest(rank: int, world: int) -> None:
 
     from xentlib.torch import chunked_nll
 
-    mesh = torch.distributed.init_device_mesh("cpu", (1, world), mesh_dim_names=("fsdp", "tp"))
+    mesh = torch.distributed.init_device_mesh(DEVICE, (1, world), mesh_dim_names=("fsdp", "tp"))
     x, y, weight, _ = numbers()
     x, y, weight = x[0, 0], y[0, 0].clamp(max=8), weight[:9]
     head = torch.nn.Linear(H, 9, bias=False, dtype=torch.float64)
@@ -221,7 +223,7 @@ def windows() -> None:
         whole = [p.requires_grad_() for p in (weight.detach(), bias.detach())]
         chunked_nll(x.flatten(0, 2), whole[0], y.flatten(), bias=whole[1]).loss.backward()
         for got, want in zip((model[0].weight, model[0].bias), whole, strict=True):
-            grads = [got.grad.full_tensor().float().numpy(), want.grad.float().numpy()]
+            grads = [numpy_of(got.grad.full_tensor().float()), numpy_of(want.grad.float())]
             assert not failures(check("A1", *grads)), gather
 
 
@@ -246,7 +248,7 @@ def test_gradients_are_those_of_one_process(found: Any, way: str, name: str) -> 
         place = (f, t) if "sequence" in way else (f,)
         own = d_hidden[place][every[place]]
         for which, want in zip(of_rank[way, name], (own, weight.grad, bias.grad), strict=True):
-            assert not failures(check("A1", which.astype("float32"), want.float().numpy()))
+            assert not failures(check("A1", which.astype("float32"), numpy_of(want.float())))
 
 
 @pytest.mark.parametrize(("way", "function", "rows"), COUNTED)

@@ -17,6 +17,7 @@ from helpers.given_logits import RUN, VALUES, Call, V, hold_given, in_torch, mak
 from helpers.given_shards import CASES, WHOLE, Layout, laid_out, of_dense, without_padding
 from helpers.ranks import launch
 from xentlib.plan import PaddedVocab, VocabShard
+from xentlib.tools.harness.ranks import DEVICE
 
 LAYOUTS: list[Layout] = [
     ((157, 0),),
@@ -197,8 +198,8 @@ def dtensors(rank: int, world: int) -> list[Any]:
 
     from xentlib.torch import vocab_parallel_logprobs
 
-    flat = torch.distributed.init_device_mesh("cpu", (world,))
-    grid = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = torch.distributed.init_device_mesh(DEVICE, (world,))
+    grid = torch.distributed.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     pair = torch.distributed.new_group([0, 1])
     call = make(shape=(3, 7))
     labels, given = torch.tensor(call.labels), torch.tensor(call.upstream)
@@ -213,8 +214,8 @@ def dtensors(rank: int, world: int) -> list[Any]:
         except ValueError as error:
             found[name] = str(error)
             return
-        found[name] = dict(zip(VALUES, (x.detach().numpy() for x in out)))
-        found[name]["d_logits"] = logits.grad.full_tensor().numpy()
+        found[name] = dict(zip(VALUES, (x.detach().cpu().numpy() for x in out)))
+        found[name]["d_logits"] = logits.grad.full_tensor().cpu().numpy()
 
     run("alone", flat, [Shard(2)])
     run("from the end", flat, [Shard(-1)])

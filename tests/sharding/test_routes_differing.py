@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 from helpers.routed import as_on_a_device  # noqa: E402
+from xentlib.tools.harness.ranks import DEVICE  # noqa: E402
 
 H = 3
 # Rows and tokens of each rank, bytes of a chunk: each rank's own rows give other chunks.
@@ -42,7 +43,7 @@ def of_no_token(rank: int, *, differs: bool = False) -> tuple[Any, Any]:
     gradient than the others', and those of one process. `differs`: so has one with tokens."""
     from xentlib.torch import chunked_nll
 
-    draw, group = torch.Generator().manual_seed(3), torch.distributed.group.WORLD
+    draw, group = torch.Generator(DEVICE).manual_seed(3), torch.distributed.group.WORLD
     hidden, head = (torch.randn(n, H, generator=draw) for n in (12, 18))
     labels = torch.randint(18, (12,), generator=draw)
     labels[4 * WITHOUT :][:4] = -100
@@ -54,7 +55,7 @@ def of_no_token(rank: int, *, differs: bool = False) -> tuple[Any, Any]:
     hidden.requires_grad_(), head.requires_grad_()
     (chunked_nll(hidden, head, labels, **more).loss * UPSTREAM).backward()
     want = hidden.grad.split(4)[rank], head.grad.split(6)[rank]
-    return [x.grad.numpy(), w.grad.numpy()], [x.numpy() for x in want]
+    return [x.grad.cpu().numpy(), w.grad.cpu().numpy()], [x.cpu().numpy() for x in want]
 
 
 def on_rank(rank: int, world: int) -> dict[Any, tuple[Any, Any]]:
@@ -79,7 +80,7 @@ def result(
     """d hidden of this rank's tokens and d weight of its rows, from the ranks and from one."""
     from xentlib.torch import chunked_logprobs, chunked_nll
 
-    draw = torch.Generator().manual_seed(sum(sizes))
+    draw = torch.Generator(DEVICE).manual_seed(sum(sizes))
     options = {"max_chunk_bytes": chunk_bytes, "compute_dtype": "float64", **WAYS[way]}
     temperatures = options.pop("temperature", None)
     hidden, head = (torch.randn(sum(n), H, generator=draw) for n in (tokens, sizes))
@@ -114,7 +115,7 @@ def result(
         more["temperature"] = torch.tensor(temperatures, dtype=torch.float64)[of_rank]
     d_hidden, d_weight = gradients(hidden, head, labels, upstream, entropies=True, **more)
     want = d_hidden.split(tokens)[rank], d_weight.split(sizes)[rank]
-    return [x.numpy() for x in got], [x.numpy() for x in want]
+    return [x.cpu().numpy() for x in got], [x.cpu().numpy() for x in want]
 
 
 @pytest.fixture(scope="module")

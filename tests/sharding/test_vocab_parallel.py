@@ -13,7 +13,7 @@ from xentlib.contract import check, failures
 from xentlib.tools.harness.backends import Outcome, run, run_logprobs
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Upstream, build, logits_problem, upstream_of
-from xentlib.tools.harness.ranks import Sharded, ShardedCall, run_calls
+from xentlib.tools.harness.ranks import DEVICE, Sharded, ShardedCall, run_calls
 from xentlib.tools.parity.rows import sharded
 from xentlib.ulp import bits_unequal
 
@@ -128,7 +128,7 @@ def padded(rank: int, world: int, layout: str) -> list[Any]:
                 vocab_parallel=parallel, max_chunk_bytes=16 * 81 * 4, weight_layout=layout,
             )  # fmt: skip
             (out.loss if function is chunked_nll else -out.logprobs.sum()).backward()
-            grads = [leaf.grad.numpy() for leaf in leaves]
+            grads = [leaf.grad.cpu().numpy() for leaf in leaves]
             assert not any(g[len(g) - 3 * rank :].any() for g in grads[1:])
             both.append([grads[0], *(g[: len(g) - 3 * rank] for g in grads[1:])])
         found.append([*both[1], sum(map(bits_unequal, *both))])
@@ -190,7 +190,7 @@ def dtensor(rank: int, world: int) -> list[Any]:
 
     from xentlib.torch import chunked_nll
 
-    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    mesh = torch.distributed.init_device_mesh(DEVICE, (world,))
     problem = build(PLAIN, 7)
     hidden = torch.tensor(problem.hidden, requires_grad=True)
     weight = torch.nn.Parameter(distribute_tensor(torch.tensor(problem.weight), mesh, [Shard(0)]))
@@ -200,7 +200,11 @@ def dtensor(rank: int, world: int) -> list[Any]:
     ).loss
     loss.backward()
     assert isinstance(weight.grad, DTensor)
-    return [loss.detach().numpy(), hidden.grad.numpy(), weight.grad.full_tensor().numpy()]
+    return [
+        loss.detach().cpu().numpy(),
+        hidden.grad.cpu().numpy(),
+        weight.grad.full_tensor().cpu().numpy(),
+    ]
 
 
 def test_a_dtensor_head() -> None:

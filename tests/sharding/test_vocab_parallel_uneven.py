@@ -12,6 +12,7 @@ import pytest
 from helpers.ranks import launch
 from helpers.refused import said_by
 from xentlib.contract import check, failures
+from xentlib.tools.harness.ranks import DEVICE
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -65,7 +66,7 @@ def result(
     from xentlib.torch import chunked_logprobs, chunked_nll
 
     options, total = dict(WAYS[way]), sum(sizes)
-    draw = torch.Generator().manual_seed(total)
+    draw = torch.Generator(DEVICE).manual_seed(total)
     hidden, head = (torch.randn(n, H, generator=draw) for n in (N, total))
     labels = torch.randint(total, (N,), generator=draw)
     labels[-1] = total - 1
@@ -84,7 +85,7 @@ def result(
         loss = out.loss if function is chunked_nll else (out.logprobs - out.entropy).sum()
         loss.backward()
         grad = weight.grad if more.get("vocab_parallel") else weight.grad.split(sizes)[rank]
-        both.append([g.numpy() for g in (loss.detach(), x.grad, grad[: sizes[rank]])])
+        both.append([g.cpu().numpy() for g in (loss.detach(), x.grad, grad[: sizes[rank]])])
     return both[0], both[1]
 
 
@@ -114,7 +115,7 @@ def wrong_calls(rank: int, world: int) -> list[dict[str, str]]:
     from xentlib.torch import chunked_logprobs, chunked_nll, vocab_parallel_logprobs
 
     group = torch.distributed.group.WORLD
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator(DEVICE).manual_seed(0)
     hidden, head = (torch.randn(n, H, generator=draw) for n in (N, 25))
     labels = torch.randint(25, (N,), generator=draw)
     weights = torch.rand(27, generator=draw)

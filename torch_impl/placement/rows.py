@@ -222,7 +222,7 @@ def fsdp2_rows(call: Arguments, owner: Owner) -> LocalHead:
         rows_layout = layout_of(weight.shape[0], over, call.tokens_parallel)
 
     def local(whole: Any) -> Tensor:
-        rows: Tensor = whole.to_local()
+        rows: Tensor = whole.to_local().to(call.hidden.device)  # from the CPU, if it is offloaded
         if replicas is not None and rows.requires_grad:
             held = next(p for p in group.fsdp_params if p.sharded_param is whole)
             rows = AllReduceGrad.apply(rows, group, held, replicas)  # type: ignore[no-untyped-call]

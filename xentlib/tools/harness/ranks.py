@@ -26,6 +26,8 @@ from xentlib.ulp import bits_unequal
 
 Array = npt.NDArray[Any]
 WORLD = 4
+# Of PyTorch's ranks
+DEVICE = os.environ.get("XENTLIB_DEVICE", "cpu")
 SECONDS = 600  # that ranks may go without progress; on two idle cores the longest take 30 in all
 # Of a collective: a rank that waits for a slow one must not give up before `launch` does.
 GLOO_LIMIT = timedelta(days=1)
@@ -89,6 +91,9 @@ def start_gloo(rank: int, world: int, folder: str) -> None:
         world_size=world,
         timeout=GLOO_LIMIT,
     )
+    if DEVICE != "cpu":  # one for all ranks, which gloo can share and NCCL cannot
+        torch.set_default_device(torch.device(DEVICE, 0))
+        torch.zeros(1)  # a mesh leaves a device alone that is in use
 
 
 # --- calls over shards ----------------------------------------------------------------------------
