@@ -20,7 +20,8 @@ def measured(value=1.0, row="A5"):
 def staged(monkeypatch):
     """`main` with the sections of a run played, and the packages that are to be there.
 
-    `stage.parts` is what each section finds, or raises; `stage.ran` the sections that were run;
+    `stage.parts` is what each section finds, or raises; `stage.rows` what it says that it measures;
+    `stage.ran` the sections that were run;
     `stage.operators` and `stage.training` the arguments each part was called with, or None.
     """
     played = SimpleNamespace(
@@ -36,6 +37,7 @@ def staged(monkeypatch):
                 curves=(TrainingCurve("torch", (9.0, 8.0), (400, 401), 1.5),),
             ),
         },
+        rows={"one": ("A5", "A0"), "two": ("A7",), "training": ("A6", "A0", "curve")},
         ran=[],
         slowness=[],
         operators=None,
@@ -55,7 +57,7 @@ def staged(monkeypatch):
                 raise found
             return found
 
-        return Planned(name, 1, run, step_seconds=2.0)
+        return Planned(name, 1, run, step_seconds=2.0, rows=played.rows[name])
 
     def operator_sections(backends, suite, seed, device):
         played.operators = (backends, suite, seed)

@@ -143,7 +143,7 @@ def test_resume_of_other_code_or_versions_is_refused(stage, tmp_path, capsys, na
     capsys.readouterr()
     assert parity(tmp_path, "--resume") == 2
     now = environment.environment_of(
-        SimpleNamespace(suite="", seed=0, text=None, device="cpu", kernels="auto"),
+        SimpleNamespace(suite="", seed=0, text=None, device="cpu", kernels="auto", only=[]),
         ("torch", "jax"),
         "",
     )

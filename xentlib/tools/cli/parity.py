@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xentlib.kernels import CHOICES
 from xentlib.tools.cli import requirements
@@ -13,6 +15,9 @@ from xentlib.tools.cli.command import Row, seed
 from xentlib.tools.errors import UsageError, note
 from xentlib.tools.harness.environment import BACKENDS, environment_of
 from xentlib.tools.parity.result import ParityResult
+
+if TYPE_CHECKING:
+    from xentlib.tools.parity.progress import Planned
 
 DESCRIPTION = (
     "Hold the backends to the accuracy contract, each against the float64 oracle and PyTorch "
@@ -26,6 +31,7 @@ KERNELS = (
 DEVICE = "where it computes; on cuda without ranks and training"
 FOLDER = "folder for parity.json and parity.html, created if need be"
 TEXT = "UTF-8 text to train on (default: the Python standard library's own sources)"
+ONLY = "rows of the contract, such as A18 A20: only the sections that measure them, only these rows"
 RESUME = "go on from the sections that are in the folder, of the same run"
 WHICH = "default: both where both are installed, else the one that is"
 ARGUMENTS: tuple[Row, ...] = (
@@ -34,6 +40,7 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--device", ("cpu", "cuda"), "cpu", None, DEVICE),
     ("--kernels", CHOICES, "auto", None, KERNELS),
     ("--seed", seed, 0, "N", "of data and weights"),
+    ("--only", str, None, "ROW", ONLY, {"nargs": "+", "action": "extend"}),
     ("--out", Path, Path("build/parity"), "DIR", FOLDER),
     ("--text", Path, None, "FILE", TEXT),
     ("--resume", bool, None, None, RESUME),
@@ -48,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
     requirements.check_paths(args.text, args.out)
     requirements.prepare(backends, args.device)
     requirements.check_device(args.device, backends)
-    environment = environment_of(args, backends, left_out)
-    before = run_before(args.out, environment, args.resume)
 
     from xentlib.tools.parity.progress import Pace, progress_on
     from xentlib.tools.parity.report.document import DATA, to_json, write_report
@@ -61,6 +66,16 @@ def run(args: argparse.Namespace) -> int:
         from xentlib.tools.parity.training.comparison import training_sections
 
         plan.extend(training_sections(backends, text=args.text, seed=args.seed))
+    if args.only:
+        args.only = known_rows(args.only, plan)
+        plan = [part for part in plan if set(part.rows) & set(args.only)]
+        if args.text and "curve" not in {row for part in plan for row in part.rows}:
+            raise UsageError(
+                f"`--text` is for the training part, which `--only {' '.join(args.only)}` leaves "
+                f"out; pass one of the two."
+            )
+    environment = environment_of(args, backends, left_out)
+    before = run_before(args.out, environment, args.resume)
     result = before if args.resume and before else ParityResult(environment=environment)
     result.planned = [part.name for part in plan]
     done = {section.name for section in result.sections if not section.error}
@@ -76,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
                 pace.begin(part.name)
                 section = part.section(progress, pace.slowness)
                 pace.done(part.name, None if section.error else section.seconds)
+                if args.only:
+                    section = section.of_rows(args.only)
                 result.add(section)
                 write_report(result, args.out)
                 if section.error:
@@ -97,6 +114,22 @@ def run(args: argparse.Namespace) -> int:
         print_table(result, sys.stdout)
     print("\n".join(map(str, paths)), file=sys.stderr if args.json else sys.stdout)
     return 0 if result.passed else 1
+
+
+def known_rows(asked: Sequence[str], plan: Sequence[Planned]) -> list[str]:
+    """The rows that were asked for, each measured by a section, in the contract's order."""
+    from xentlib.contract import ROWS
+
+    measured = {row for part in plan for row in part.rows}
+    known = [*(row for row in ROWS if row in measured), *sorted(measured - set(ROWS))]
+    for row in asked:
+        if row not in known:
+            where = ", which a run of both backends on the CPU measures" if row in ROWS else ""
+            raise UsageError(
+                f"`--only` must name rows that a section of this run measures, with spaces between "
+                f"({', '.join(known)}); got '{row}'{where}."
+            )
+    return [row for row in known if row in asked]
 
 
 def run_before(out: Path, environment: dict[str, str], resume: bool) -> ParityResult | None:

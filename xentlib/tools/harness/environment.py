@@ -74,6 +74,8 @@ def environment_of(
         "code": code_digest(),
         "python": platform.python_version(),
     }
+    if args.only:
+        facts["only"] = " ".join(args.only)
     if left_out:
         facts["training"] = left_out
         del facts["text"]

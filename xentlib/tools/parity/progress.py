@@ -39,6 +39,7 @@ class Planned(NamedTuple):
     steps: int
     run: Callable[[Progress, float], Section]
     step_seconds: float = 0.5
+    rows: tuple[str, ...] = ()  # of the contract, those it measures
 
     def section(self, progress: Progress, slowness: float = 1.0) -> Section:
         """What it finds. What stops it is an error of it alone: the others are run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from xentlib.contract import Measurement
@@ -43,6 +44,14 @@ class Section:
     def reason(self) -> str:
         return self.error.partition("\n")[0]
 
+    def of_rows(self, rows: Collection[str]) -> Section:
+        """What it has of these rows of the contract, and its curves."""
+        return replace(
+            self,
+            measurements=tuple(m for m in self.measurements if m.row in rows),
+            histograms=tuple(h for h in self.histograms if h.row in rows),
+        )
+
 
 @dataclass(slots=True)
 class ParityResult:
@@ -50,7 +59,7 @@ class ParityResult:
 
     sections: list[Section] = field(default_factory=list)
     planned: list[str] = field(default_factory=list)  # names of all sections, in their order
-    environment: dict[str, str] = field(default_factory=dict)  # versions, device, seed, suite
+    environment: dict[str, str] = field(default_factory=dict)  # versions, device, seed, only
 
     def add(self, section: Section) -> None:
         """In the place that is planned for it, whenever it was run and however often."""
@@ -88,7 +97,18 @@ class ParityResult:
         return [name for name in self.planned if name not in there]
 
     @property
+    def only(self) -> list[str]:
+        """The rows that were asked for, where not all are."""
+        return self.environment.get("only", "").split()
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """Rows that were asked for and of which nothing was measured."""
+        measured = {m.row for m in self.measurements}
+        return [row for row in self.only if row not in measured]
+
+    @property
     def passed(self) -> bool:
         measured = self.measurements
-        whole = not self.failed and not self.missing
+        whole = not self.failed and not self.missing and not self.unmeasured
         return whole and bool(measured) and all(m.passed for m in measured)

@@ -31,8 +31,9 @@ from xentlib.tools.parity.rows import (
 )
 from xentlib.tools.parity.rows.head import nll, per_token
 
-# Of a section: its name, the seconds of a step, the problems, and what measures one of them.
-Rows = tuple[str, float, Sequence[Any], Callable[[Findings, Any], None]]
+# Of a section: its name, the rows that it measures, the seconds of a step, the problems, and what
+# measures one of them.
+Rows = tuple[str, str, float, Sequence[Any], Callable[[Findings, Any], None]]
 BETWEEN_BACKENDS = (
     *(nll.audit, per_token.audit, windows.audit),
     *(divergences.audit, classes.of_classes.audit, soft.soft.audit),
@@ -84,55 +85,61 @@ def operator_sections(
     )
     soft_batches = partial(invariant.batches, soft.soft)
     sections: list[Rows] = [
-        ("fp32 against the oracle", 0.5, fp32, nll.against_oracle),
-        ("bf16 against the oracle", 0.5, bf16, nll.against_oracle),
-        ("fp16 against the oracle", 0.5, fp16, nll.against_oracle),
-        ("audit mode, bit for bit", 0.4, audit, nll.audit),
-        ("log-probabilities of given logits", 0.5, logits, nll.logits),
-        ("chunk sizes", 2.2, chunks, nll.chunks),
-        ("run to run", 1.0, base + options, nll.repeat),
-        ("windows of micro-batches", 1.5, two, windows.windows),
-        ("mutants", 2.5, base, mutants.nll_mutants),
-        ("per-token outputs, fp32", 0.7, fp32, per_token.against_oracle),
-        ("per-token outputs, bf16", 0.7, bf16, per_token.against_oracle),
-        ("per-token outputs, fp16", 0.7, fp16, per_token.against_oracle),
-        ("per-token outputs of given logits", 0.5, logits, per_token.logits),
-        ("per-token outputs, chunk sizes", 1.8, chunks, per_token.chunks),
-        ("per-token outputs, run to run", 1.0, base, per_token.repeat),
-        ("per-token outputs, mutants", 1.2, base, mutants.per_token_mutants),
-        ("divergences, fp32", 2.0, of_divergence, divergences.against_oracle),
-        ("divergences, bf16", 2.0, low_divergence, divergences.against_oracle),
-        ("divergences of given logits", 15.0, [seed], divergences.given),
-        ("divergences of close heads in bf16", 3.0, close, divergences.close_heads),
-        ("divergences, chunk sizes", 3.0, of_divergence[:1], divergences.divergences.chunks),
-        ("divergences, run to run", 3.0, of_divergence[::4], divergences.divergences.repeat),
-        ("divergences, batch invariance", 12.0, company, of_batches),
-        ("divergences, mutants", 3.0, tempered, divergences.mutants),
-        ("classes of a token, fp32", 0.7, few, of_classes.against_oracle),
-        ("classes of a token, bf16", 0.7, low_classes, of_classes.against_oracle),
-        ("classes of a token of given logits", 0.7, logits, classes.given),
-        ("classes of a token, chunk sizes", 3.0, few[2:3], of_classes.chunks),
-        ("classes of a token, run to run", 1.0, few[2:3], of_classes.repeat),
-        ("classes of a token, mutants", 2.0, mutated, classes.mutants),
-        ("classes of a token, batch invariance", 9.0, [batch], class_batches),
-        ("class probabilities, fp32", 0.7, of_soft, soft.soft.against_oracle),
-        ("class probabilities, bf16", 0.7, low_soft, soft.soft.against_oracle),
-        ("class probabilities of given logits", 0.7, logits, soft.given),
-        ("class probabilities, chunk sizes", 3.0, of_soft[2:3], soft.soft.chunks),
-        ("class probabilities, run to run", 1.0, of_soft[2:3], soft.soft.repeat),
-        ("class probabilities, mutants", 2.0, soft_mutated, soft.mutants),
-        ("class probabilities, batch invariance", 9.0, soft_batch, soft_batches),
-        ("vocabularies over ranks", 50.0, [seed], sharded.sharded),
-        ("batch invariance", 7.0, batches, partial(invariant.batches, nll)),
-        ("per-token outputs, batch invariance", 7.0, batches, per_token_batches),
-        ("parts of a vocabulary in one process", 8.0, [seed], parts.parts),
-        ("shard invariance", 50.0, [seed], invariant.shards),
-        ("collectives", 18.0, [suite], collectives.collectives),
-        ("per-token outputs in audit mode", 0.7, four, per_token.audit),
-        ("classes of a token in audit mode", 0.7, few[1:4], of_classes.audit),
-        ("class probabilities in audit mode", 0.7, of_soft[1:3], soft.soft.audit),
-        ("divergences in audit mode", 2.0, low_divergence, divergences.audit),
-        ("windows in audit mode", 2.5, two, windows.audit),
+        ("fp32 against the oracle", "A0 A2 A5 A6 A9", 0.5, fp32, nll.against_oracle),
+        ("bf16 against the oracle", "A7 A8 A9", 0.5, bf16, nll.against_oracle),
+        ("fp16 against the oracle", "A8 A9 A16", 0.5, fp16, nll.against_oracle),
+        ("audit mode, bit for bit", "A1", 0.4, audit, nll.audit),
+        ("log-probabilities of given logits", "A3 A4", 0.5, logits, nll.logits),
+        ("chunk sizes", "A10", 2.2, chunks, nll.chunks),
+        ("run to run", "A11", 1.0, base + options, nll.repeat),
+        ("windows of micro-batches", "A0 A2 A12 A14", 1.5, two, windows.windows),
+        ("mutants", "A14", 2.5, base, mutants.nll_mutants),
+        ("per-token outputs, fp32", "A0 A5 A6 A9", 0.7, fp32, per_token.against_oracle),
+        ("per-token outputs, bf16", "A7 A9", 0.7, bf16, per_token.against_oracle),
+        ("per-token outputs, fp16", "A9 A16", 0.7, fp16, per_token.against_oracle),
+        ("per-token outputs of given logits", "A3 A4", 0.5, logits, per_token.logits),
+        ("per-token outputs, chunk sizes", "A10", 1.8, chunks, per_token.chunks),
+        ("per-token outputs, run to run", "A11", 1.0, base, per_token.repeat),
+        ("per-token outputs, mutants", "A14", 1.2, base, mutants.per_token_mutants),
+        (
+            "divergences, fp32",
+            "A0 A5 A6 A9 A23 A24",
+            2.0,
+            of_divergence,
+            divergences.against_oracle,
+        ),
+        ("divergences, bf16", "A7 A9", 2.0, low_divergence, divergences.against_oracle),
+        ("divergences of given logits", "A14 A20 A21 A22 A24", 15.0, [seed], divergences.given),
+        ("divergences of close heads in bf16", "A25", 3.0, close, divergences.close_heads),
+        ("divergences, chunk sizes", "A10", 3.0, of_divergence[:1], divergences.divergences.chunks),
+        ("divergences, run to run", "A11", 3.0, of_divergence[::4], divergences.divergences.repeat),
+        ("divergences, batch invariance", "A17", 12.0, company, of_batches),
+        ("divergences, mutants", "A14", 3.0, tempered, divergences.mutants),
+        ("classes of a token, fp32", "A0 A5 A6 A9", 0.7, few, of_classes.against_oracle),
+        ("classes of a token, bf16", "A7 A9", 0.7, low_classes, of_classes.against_oracle),
+        ("classes of a token of given logits", "A0 A3 A4", 0.7, logits, classes.given),
+        ("classes of a token, chunk sizes", "A10", 3.0, few[2:3], of_classes.chunks),
+        ("classes of a token, run to run", "A11", 1.0, few[2:3], of_classes.repeat),
+        ("classes of a token, mutants", "A14", 2.0, mutated, classes.mutants),
+        ("classes of a token, batch invariance", "A14 A17", 9.0, [batch], class_batches),
+        ("class probabilities, fp32", "A0 A2 A5 A6 A9", 0.7, of_soft, soft.soft.against_oracle),
+        ("class probabilities, bf16", "A7 A8 A9", 0.7, low_soft, soft.soft.against_oracle),
+        ("class probabilities of given logits", "A0 A3 A4", 0.7, logits, soft.given),
+        ("class probabilities, chunk sizes", "A10", 3.0, of_soft[2:3], soft.soft.chunks),
+        ("class probabilities, run to run", "A11", 1.0, of_soft[2:3], soft.soft.repeat),
+        ("class probabilities, mutants", "A14", 2.0, soft_mutated, soft.mutants),
+        ("class probabilities, batch invariance", "A14 A17", 9.0, soft_batch, soft_batches),
+        ("vocabularies over ranks", "A1 A6 A10 A13 A14", 50.0, [seed], sharded.sharded),
+        ("batch invariance", "A14 A17", 7.0, batches, partial(invariant.batches, nll)),
+        ("per-token outputs, batch invariance", "A14 A17", 7.0, batches, per_token_batches),
+        ("parts of a vocabulary in one process", "A18", 8.0, [seed], parts.parts),
+        ("shard invariance", "A14 A18", 50.0, [seed], invariant.shards),
+        ("collectives", "A14 A15", 18.0, [suite], collectives.collectives),
+        ("per-token outputs in audit mode", "A1", 0.7, four, per_token.audit),
+        ("classes of a token in audit mode", "A1", 0.7, few[1:4], of_classes.audit),
+        ("class probabilities in audit mode", "A1", 0.7, of_soft[1:3], soft.soft.audit),
+        ("divergences in audit mode", "A1", 2.0, low_divergence, divergences.audit),
+        ("windows in audit mode", "A1", 2.5, two, windows.audit),
     ]
     return _planned(sections, backends, device)
 
@@ -144,12 +151,18 @@ def few_sections(backends: tuple[str, ...], device: str = "cpu") -> list[Planned
     audit = named(AUDIT, "audit-fp16-options")
     base, logits = _problems((BASE,), [0]), logit_sets(0, "gaps-31")
     sections: list[Rows] = [
-        ("fp32 against the oracle", 0.5, base, nll.against_oracle),
-        ("16 bits against the oracle", 0.5, _problems(low, [0]), nll.against_oracle),
-        ("log-probabilities of given logits", 0.5, logits, nll.logits),
-        ("per-token outputs, fp32", 0.7, base, per_token.against_oracle),
-        ("run to run", 1.0, base, nll.repeat),
-        ("audit mode, bit for bit", 0.4, _problems(audit, [0]), nll.audit),
+        ("fp32 against the oracle", "A0 A2 A5 A6 A9", 0.5, base, nll.against_oracle),
+        (
+            "16 bits against the oracle",
+            "A7 A8 A9 A16",
+            0.5,
+            _problems(low, [0]),
+            nll.against_oracle,
+        ),
+        ("log-probabilities of given logits", "A3 A4", 0.5, logits, nll.logits),
+        ("per-token outputs, fp32", "A0 A5 A6 A9", 0.7, base, per_token.against_oracle),
+        ("run to run", "A11", 1.0, base, nll.repeat),
+        ("audit mode, bit for bit", "A1", 0.4, _problems(audit, [0]), nll.audit),
     ]
     return _planned(sections, backends, device)
 
@@ -158,7 +171,7 @@ def _planned(sections: list[Rows], backends: tuple[str, ...], device: str) -> li
     """Those that can be run with these backends on this device."""
 
     def run(rows: Rows, progress: Progress, slowness: float) -> Section:
-        name, _, items, measure = rows
+        name, _, _, items, measure = rows
         findings = Findings(backends, slowness)
         progress.stage(name, len(items))
         with contract_settings(backends), on_device(device, backends):
@@ -168,9 +181,13 @@ def _planned(sections: list[Rows], backends: tuple[str, ...], device: str) -> li
                 progress.advance(getattr(problem, "text", ""))
         return Section(name, tuple(findings.measurements), tuple(findings.histograms))
 
+    def measured(rows: str) -> tuple[str, ...]:
+        return tuple(row for row in rows.split() if len(backends) == 2 or row != "A9")
+
     return [
-        Planned(name, len(items), partial(run, (name, seconds, items, measure)), seconds)
-        for name, seconds, items, measure in sections
+        Planned(section[0], len(items), partial(run, section), seconds, measured(rows))
+        for section in sections
+        for name, rows, seconds, items, measure in [section]
         if (len(backends) == 2 or measure not in BETWEEN_BACKENDS)
         and (device == "cpu" or not (measure in ON_RANKS or name.endswith(OF_CPUS)))
     ]

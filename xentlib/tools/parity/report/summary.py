@@ -121,9 +121,11 @@ def worst_first(measurements: Iterable[Measurement]) -> list[Measurement]:
 def summarise(
     result: ParityResult, statements: Mapping[str, str] | None = None
 ) -> list[RowSummary]:
-    """Every row of the contract in its order, then rows the contract does not name; `statements`
-    are by default the contract's own."""
+    """Every row of the contract in its order, or those that were asked for, then rows the contract
+    does not name; `statements` are by default the contract's own."""
     statements = row_statements() if statements is None else statements
+    if result.only:
+        statements = {name: text for name, text in statements.items() if name in result.only}
     rows: dict[str, list[Measurement]] = {name: [] for name in statements}
     for m in result.measurements:
         rows.setdefault(m.row, []).append(m)
@@ -172,6 +174,8 @@ def verdict(result: ParityResult, rows: list[RowSummary]) -> str:
     if result.missing:
         run = len(result.planned) - len(result.missing)
         parts.append(f"{run} of {len(result.planned)} sections have been run")
+    elif result.unmeasured and not failed:
+        parts.append(f"nothing was measured of {_listed(result.unmeasured)}")
     if not result.measurements:
         return "; ".join(["Nothing was measured", *parts])
     if parts:

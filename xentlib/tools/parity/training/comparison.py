@@ -208,7 +208,8 @@ def training_sections(backends: Sequence[str], *, text: Path | None, seed: int) 
         return part(backends, text=text, seed=seed, progress=progress)
 
     learnt, taught = (partial(section, part) for part in (run_training, run_distillation))
+    rows = ("A0", "A6", *(["A9"] if len(backends) == 2 else []), "curve")
     return [
-        Planned("training", STEPS, learnt, step_seconds=0.65),
-        Planned("distillation", DISTILLATION_STEPS, taught, step_seconds=1.3),
+        Planned("training", STEPS, learnt, 0.65, rows),
+        Planned("distillation", DISTILLATION_STEPS, taught, 1.3, rows),
     ]
