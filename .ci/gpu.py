@@ -43,6 +43,9 @@ FIRST = ("kernels", "kernels_triton", "contract_triton", "classes_triton", "devi
 TESTS = (
     *("nll", "nll_edges", "logprobs", "given_logits", "batch_invariance"),
     *("behaviour_torch", "compile_torch", "work_torch", "modes_torch"),
+    *("divergence", "divergence_torch", "soft_labels", "soft_labels_torch", "top_k"),
+    *("most_probable", "classes", "classes_torch", "lowrank", "lowrank_torch", "heads_torch"),
+    *("module", "labels", "labels_jax", "segments", "segments_traced", "distillation"),
     *("behaviour_jax", "program_jax"),
     *("logprobs_jax", "logprobs_traced_jax", "logprobs_program_jax"),
 )

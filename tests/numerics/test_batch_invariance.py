@@ -107,6 +107,7 @@ def test_a_defect_shows_in_bits_alone(defect: str) -> None:
         assert not failures(check("A3", wrong, whole, magnitude=scale))
 
 
+@pytest.mark.cpu  # rows A10 and A17 are of CPUs
 def test_the_section_rejects_its_mutants(backend: str) -> None:
     """A14, A17: what a parity run does, of few tokens."""
     if backend == "jax":

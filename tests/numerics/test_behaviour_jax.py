@@ -137,6 +137,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.cpu  # row A10 is of CPUs
 @pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nll", "given", pytest.param("logprobs", marks=pytest.mark.full)])
@@ -288,6 +289,7 @@ def test_only_the_loss_has_a_gradient(name):
     assert not np.asarray(counts).any()  # which depends on no leaf
 
 
+@pytest.mark.cpu  # its mesh is of CPUs
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_bonus_is_not_lost_on_devices_loops_and_checkpoints(mapped):
     """D6: M19's transformations, of which some fill in zeros for what was not used."""

@@ -60,6 +60,7 @@ def test_close_heads_in_bf16(backend: str, case: Case) -> None:
     hold(rows.close_heads, (backend,), build(case, 7))
 
 
+@pytest.mark.cpu  # rows A10 and A17 are of CPUs
 @pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.full(backend="jax")  # half a minute of programs, which the parity run has too

@@ -136,6 +136,7 @@ def test_a_poisoned_row_reaches_nothing(backend: str) -> None:
         same_bits(RUN[backend](dirty), RUN[backend](call), "A0")
 
 
+@pytest.mark.cpu  # rows A10 and A17 are of CPUs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_do_not_show(backend: str, dtype: str) -> None:
     """A10: values and d logits have the same bits under any budget, one of a byte included."""

@@ -63,6 +63,7 @@ def test_every_check_rejects_its_mutants(backend: str) -> None:
     hold(mutants, (backend,), build(MUTATED, 0))
 
 
+@pytest.mark.cpu  # rows A10 and A17 are of CPUs
 @pytest.mark.torch
 @pytest.mark.optimized
 def test_chunks_and_company_do_not_show() -> None:
@@ -115,7 +116,7 @@ def test_one_hot_probabilities_are_class_indices(backend: str) -> None:
 
 def equal(got: Any, right: Any) -> bool:
     """In float64."""
-    pair = got.detach().numpy(), right.detach().numpy()
+    pair = got.detach().cpu().numpy(), right.detach().cpu().numpy()
     return not failures(check("A9", *pair, metrics=("rho / u",)))
 
 

@@ -110,7 +110,7 @@ def right(x: dict[str, np.ndarray], tail: str, how: dict[str, Any]) -> list[np.n
         loss = loss.sum() / divisor
     total = reduced(loss, torch.tensor(x["upstream"]).double(), how)
     gradients = torch.autograd.grad(total, (hidden, weight))
-    return [y.detach().numpy() for y in (loss, value, *gradients)]
+    return [y.detach().cpu().numpy() for y in (loss, value, *gradients)]
 
 
 def ours(
@@ -224,7 +224,13 @@ def test_weights_of_0(backend: str) -> None:
     assert not any(y.any() for y in (loss, *gradients))
 
 
-@pytest.mark.parametrize("name", BAD)
+# Numbers that are not read on a GPU
+READ = ("logits", "no such class", "denominator of 0")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.cpu] * (x in READ)) for x in BAD]
+)
 def test_misuse_is_said(backend: str, name: str) -> None:
     if backend == "jax":
         pytest.importorskip("jax")
@@ -272,7 +278,7 @@ def test_beside_what_else_pytorch_has() -> None:
     head: Any = LowRankHead(weight.detach(), torch.ones(2, H), b, 1.0)
     (d_b,) = torch.autograd.grad(loss(hidden.detach(), head), b)
     exact = want[2].double().sum(1, keepdim=True).expand(-1, 2)
-    assert not failures(check("A9", d_b.numpy(), exact.numpy(), metrics=("rho / u",)))
+    assert not failures(check("A9", d_b.cpu().numpy(), exact.cpu().numpy(), metrics=("rho / u",)))
     module = torch.nn.Linear(H, V, bias=False)
     with torch.no_grad():
         module.weight.copy_(weight)
@@ -283,5 +289,5 @@ def test_beside_what_else_pytorch_has() -> None:
             )
     assert module.weight.grad is not None
     valid = int((y["labels"] != -100).sum())
-    pair = (module.weight.grad * valid).numpy(), want[2].double().numpy()
+    pair = (module.weight.grad * valid).cpu().numpy(), want[2].double().cpu().numpy()
     assert not failures(check("A9", *pair, metrics=("rho / u",)))
