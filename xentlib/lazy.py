@@ -14,6 +14,8 @@ def loading(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def find(name: str) -> Any:
+        if name not in module_of and f"{package}.{name}" in modules:
+            return import_module(f"{package}.{name}")
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(module_of[name]), name)

@@ -17,7 +17,8 @@ if not all((ROOT / folder).is_dir() for folder in PACKAGES):
 MAY_IMPORT = {
     "pickle": {"xentlib/processes.py"},  # between ranks, in a private folder
     "socket": {"xentlib/tools/parity/rows/collectives.py"},  # a free port of this machine
-    "subprocess": {"xentlib/tools/bench/worker.py"},  # the same interpreter
+    # The same interpreter
+    "subprocess": {"xentlib/tools/bench/worker.py", "xentlib/tools/doctor/imports.py"},
     "multiprocessing": {"xentlib/processes.py"},
     "ctypes": {"xentlib/processes.py", "xentlib/tools/bench/worker.py"},
 }
@@ -34,6 +35,7 @@ METHODS = {
 NAMED_ELSEWHERE = {
     "xentlib/lazy.py": "a module of this package, by a table",
     "xentlib/tools/doctor/backends.py": "one of the two backends",
+    "xentlib/tools/doctor/imports.py": "a package, by a table",
     "xentlib/tools/bench/worker.py": "one of the two backends",
     "xentlib/tools/bench/implementation.py": "a library's own function, by a table",
     "xentlib/tools/parity/rows/windows.py": "one of the two backends",

@@ -3,8 +3,9 @@ rows of the contract."""
 
 from __future__ import annotations
 
+import logging
 import os
-import platform
+import shutil
 import time
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -13,23 +14,10 @@ from typing import Any
 
 from xentlib.contract import Measurement, failures
 from xentlib.kernels import CHOICES, VARIABLE
+from xentlib.tools.doctor.imports import PLUGIN_FAILED, PLUGINS, error_line
 from xentlib.tools.doctor.packages import Finding, Status, there
 from xentlib.tools.harness.environment import version_of
 
-# What changes who computes, where, or which bits come out.
-VARIABLES = (
-    VARIABLE,
-    "TRITON_INTERPRET",
-    "CUDA_VISIBLE_DEVICES",
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "DS_ACCELERATOR",
-    "JAX_PLATFORMS",
-    "JAX_ENABLE_X64",
-    "JAX_DEFAULT_MATMUL_PRECISION",
-    "XLA_FLAGS",
-    "XLA_PYTHON_CLIENT_PREALLOCATE",
-)
 DRIVER = Path("/proc/driver/nvidia/version")
 GIB = 2**30
 
@@ -39,23 +27,12 @@ def driver() -> bool:
     return DRIVER.exists()
 
 
-def system() -> list[Finding]:
-    """Python, and the variables that are set."""
-    version = platform.python_version()
-    about = f"{version} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
-    findings = [Finding("backends", "Python", "ok", about)]
-    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
-    if variables:
-        findings.append(Finding("backends", "environment", "note", ", ".join(variables)))
-    return findings
-
-
 def imported(backend: str) -> Finding | None:
     """What stops `import xentlib.torch` or `import xentlib.jax`; None where nothing does."""
     try:
         import_module(f"xentlib.{backend}")
     except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
-        text = f"cannot be imported: {type(error).__name__}: {error}".partition("\n")[0]
+        text = f"cannot be imported: {error_line(error)}"
         cure = f"pip install --force-reinstall 'xentlib[{backend}]' in a fresh environment"
         return Finding("backends", backend, "bad", text, cure)
     return None
@@ -114,6 +91,24 @@ def _kernels(torch: Any) -> Finding:
     return Finding("kernels", "PyTorch", status, text, "pip install triton" if missing else "")
 
 
+def compilers() -> list[Finding]:
+    """What DeepSpeed compiles at its first start on CPUs, and with some optimizers elsewhere: where
+    what compiles it is not there."""
+    import torch
+
+    compiler = os.environ.get("CXX", "c++")
+    missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
+    if not missing:
+        return []
+    named = os.environ.get("DS_ACCELERATOR")
+    on_cpu = named == "cpu" or (named is None and not torch.cuda.is_available())
+    when = "at its first start on CPUs" if on_cpu else "for optimizers such as DeepSpeedCPUAdam"
+    words = f"DeepSpeed compiles an operator {when}, and cannot find {' and '.join(missing)}"
+    cures = {compiler: "install a C++ compiler (g++), or name one in CXX", "ninja": "install ninja"}
+    cure = ", ".join(cures[name] for name in missing)
+    return [Finding("trainers", "compiler", "bad" if on_cpu else "note", words, cure)]
+
+
 def _wrappers(torch: Any) -> Finding:
     name = "DDP, FSDP2, tensor parallel"
     if not torch.distributed.is_available():
@@ -131,10 +126,11 @@ def jax_findings() -> list[Finding]:
     """Devices; JAX can be imported. Its compiler is the only implementation of the kernels."""
     import jax
 
+    logging.getLogger(PLUGINS).addFilter(lambda record: PLUGIN_FAILED not in str(record.msg))
     try:
         devices = jax.devices()
     except Exception as error:  # noqa: BLE001 - a RuntimeError or, of a plugin, whatever it raises
-        text = f"JAX finds no device: {type(error).__name__}: {error}".partition("\n")[0]
+        text = f"JAX finds no device: {error_line(error)}"
         cure = "look at JAX_PLATFORMS, and at the plugin of JAX for your accelerator"
         return [Finding("devices", "jax", "bad", text, cure)]
     kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))

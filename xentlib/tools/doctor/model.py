@@ -7,6 +7,7 @@ the class is built on the meta device, without it the numbers of the file are al
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from xentlib.dtypes import FLOATS, ITEMSIZE
 from xentlib.plan import plan_chunks
 from xentlib.plan.memory import peak_bytes
 from xentlib.plan.split import default_chunk_bytes
+from xentlib.tools.doctor.imports import error_line
 from xentlib.tools.doctor.packages import Finding, there
 from xentlib.tools.errors import UsageError
 
@@ -65,12 +67,17 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def findings(config: dict[str, Any], tokens: int) -> list[Finding]:
-    """The head, its memory for so many tokens, and `patch`."""
+def findings(config: dict[str, Any], tokens: int, broken: Collection[str] = ()) -> list[Finding]:
+    """The head, its memory for so many tokens, and `patch`; `broken` are packages that cannot be
+    imported."""
     head, built = None, None
     words = "not tried, as it needs PyTorch and transformers"
     patched = Finding("model", "patch", "absent", words, "pip install 'xentlib[hf]'")
-    if there("transformers") and there("torch"):
+    of_patch = [name for name in ("torch", "transformers") if name in broken]
+    if of_patch:
+        words = f"not tried, as {' and '.join(of_patch)} cannot be imported"
+        patched = Finding("model", "patch", "bad", words)
+    elif there("transformers") and there("torch"):
         head, built, patched = _built(config)
     head = head or head_of_file(config)
     if head is None or head.vocab < 1 or head.hidden < 1:
@@ -124,7 +131,12 @@ def _built(config: dict[str, Any]) -> tuple[Head | None, Any, Finding]:
         words = "the configuration names no class in `architectures`"
         cure = "name it there, as the model's own config.json does, or call `chunked_nll`"
         return None, None, Finding("model", "patch", "bad", words, cure)
-    kind = getattr(transformers, name, None)
+    try:
+        kind = getattr(transformers, name, None)
+    except Exception as error:  # noqa: BLE001 - it is imported now, with all that it needs
+        words = f"{name} cannot be imported: {error_line(error)}"
+        cure = "install what it lacks"
+        return None, None, Finding("model", "patch", "bad", words, cure)
     if kind is None:
         words = f"transformers {transformers.__version__} has no class {name}"
         if config.get("auto_map"):

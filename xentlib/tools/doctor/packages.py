@@ -6,6 +6,8 @@ The ranges are read from pyproject.toml in a checkout, else from what the instal
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 import tomllib
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import xentlib
+from xentlib.kernels import VARIABLE
+from xentlib.tools.doctor.imports import Tried
 from xentlib.tools.harness.environment import version_of
 
 # usable; usable, but look at it; not there, and nothing needs it; cannot be used as it is.
@@ -41,23 +45,44 @@ class Package(NamedTuple):
     extra: str  # of xentlib that installs it; none of them does where it is empty
     use: str
     tested: tuple[str, ...]  # versions that the suite has been run with, in ascending order
+    steps: tuple[str, ...] = ()  # of importing what is used of it, the module alone where empty
+
+    @property
+    def chain(self) -> str:
+        """What it loads, and is imported in one process with: a framework, or neither."""
+        frameworks = {"jax": "jax", "flax": "jax"}
+        return self.part if self.part == "commands" else frameworks.get(self.extra, "torch")
+
+    @property
+    def install(self) -> str:
+        return f"pip install 'xentlib[{self.extra}]'" if self.extra else f"pip install {self.name}"
 
 
 PACKAGES = (
     Package("numpy", "numpy", "backends", "", "the definition", ("2.0.0", "2.4.6", "2.5.5")),
     Package("ml_dtypes", "ml_dtypes", "backends", "", "16-bit dtypes", ("0.5.0", "0.6.0")),
-    Package("torch", "torch", "backends", "torch", "xentlib.torch", ("2.11.0", "2.13.0", "2.15.0")),
-    Package("jax", "jax", "backends", "jax", "xentlib.jax", ("0.10.2", "0.11.1")),
+    Package(
+        *("torch", "torch", "backends", "torch", "xentlib.torch", ("2.11.0", "2.13.0", "2.15.0")),
+        steps=("torch", "torch.cuda:is_available", "xentlib.torch"),
+    ),
+    Package(
+        *("jax", "jax", "backends", "jax", "xentlib.jax", ("0.10.2", "0.11.1")),
+        steps=("jax", "xentlib.jax", "jax:devices"),
+    ),
     Package("triton", "triton", "kernels", "", "programs for NVIDIA GPUs", ("3.9.0",)),
     Package("flax", "flax", "trainers", "flax", "NNX, Linen", ("0.12.4", "0.12.8", "0.12.12")),
     Package("optax", "optax", "trainers", "flax", "token_normalized", ("0.2.6", "0.2.8")),
     Package("deepspeed", "deepspeed", "trainers", "deepspeed", "ZeRO", ("0.19.7", "0.19.8")),
     Package(
-        "transformers", "transformers", "trainers", "hf", "patch, Trainer", ("5.0.0", "5.23.0")
+        *("transformers", "transformers", "trainers", "hf", "patch, Trainer", ("5.0.0", "5.23.0")),
+        steps=("transformers.modeling_utils",),  # the package itself loads next to nothing
     ),
     Package("accelerate", "accelerate", "trainers", "hf", "Accelerator", ("1.10.0", "1.15.0")),
     Package("peft", "peft", "trainers", "hf", "adapters on the head", ("0.21.0", "0.21.2")),
-    Package("trl", "trl", "trainers", "trainers", "TRL's trainers", ("1.16.0",)),
+    Package(
+        *("trl", "trl", "trainers", "trainers", "TRL's trainers", ("1.16.0",)),
+        steps=("trl.trainer.utils",),
+    ),
     Package("lightning", "lightning", "trainers", "trainers", "Trainer, Fabric", ("2.6.6",)),
     Package("torchtitan", "torchtitan", "trainers", "", "loss_config", ("0.3.0",)),
     Package("rich", "rich", "commands", "cli", "the table of parity", ("13.0.0", "15.0.0")),
@@ -65,10 +90,36 @@ PACKAGES = (
     Package("matplotlib", "matplotlib", "commands", "plot", "plots of bench", ("3.11.2",)),
 )
 
+# What changes who computes, where, or which bits come out.
+VARIABLES = (
+    VARIABLE,
+    "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "DS_ACCELERATOR",
+    "JAX_PLATFORMS",
+    "JAX_ENABLE_X64",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+)
+
 REQUIREMENT = re.compile(r"^([\w.-]+)(?:\[[^]]*\])?\s*([^;]*)")
 CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*([\w.]+)")
 COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]]
 COMPARE = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
+
+
+def system() -> list[Finding]:
+    """Python, and the variables that are set."""
+    version = platform.python_version()
+    about = f"{version} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    findings = [Finding("backends", "Python", "ok", about)]
+    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    if variables:
+        findings.append(Finding("backends", "environment", "note", ", ".join(variables)))
+    return findings
 
 
 def requirements() -> list[str]:
@@ -118,13 +169,17 @@ def there(module: str) -> bool:
         return False
 
 
-def inspect(package: Package, admits: dict[str, str]) -> Finding:
-    """A package: there or not, in range or not, tested or not."""
-    name, module, part, extra, use, tested = package
-    install = f"pip install 'xentlib[{extra}]'" if extra else f"pip install {name}"
-    if not there(module):
-        return Finding(part, name, "absent", f"not installed ({use})", install)
+def inspect(package: Package, admits: dict[str, str], tried: Tried | None = None) -> Finding:
+    """A package: there or not, imported or not, in range or not, tested or not; `tried` is what
+    came of its import, where one was tried."""
+    name, part, use, tested = package.name, package.part, package.use, package.tested
+    if not there(package.module):
+        return Finding(part, name, "absent", f"not installed ({use})", package.install)
     version = version_of(name)
+    if tried and tried.wrong:
+        words = f"{version or 'its version is not recorded'} ({use}): {tried.wrong}"
+        cure = package.install.replace("install", "install --force-reinstall", 1)
+        return Finding(part, name, "bad", words, f"{cure}, or a fresh environment")
     if version is None:
         return Finding(part, name, "note", f"installed ({use}); its version is not recorded")
     if not within(version, admits.get(name, "")):
