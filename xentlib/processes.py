@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 KILL = 9  # signal.SIGKILL, a name that Windows lacks
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -56,6 +57,60 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os.kill(os.getpid(), KILL)
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+FOLDER = "xentlib-"  # then the id of the process that made it
+LOCK = "lock"  # in the folder, held for as long as that process lives
+
+
+@contextmanager
+def own_folder() -> Iterator[str]:
+    """A temporary folder; those that a killed process has left behind are removed first."""
+    _remove_left_behind()
+    folders = tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}-")
+    with folders as folder, Path(folder, LOCK).open("wb") as lock:
+        _lock(lock)
+        yield folder
+
+
+def _remove_left_behind() -> None:
+    """Of this user, whose process is gone: there is none of its number here, and none has the lock,
+    in another container that shares the folder for example."""
+    if sys.platform == "win32":
+        return
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}[0-9]*-*"):
+        with suppress(OSError, ValueError):
+            pid = int(folder.name.removeprefix(FOLDER).partition("-")[0])
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid() or _lives(pid):
+                continue
+            with (folder / LOCK).open("ab") as lock:
+                if _lock(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Whether nobody else has it."""
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 # --- ranks ---------------------------------------------------------------------------------------
@@ -111,7 +166,7 @@ def launch(
         RanksFailed: ranks ended without a result; the others were given `AFTER_FAILURE` seconds.
         RanksLate: they made no progress for `seconds`, or used too much processor time.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with own_folder() as folder:
         Path(folder, "work").write_bytes(pickle.dumps((work, arguments)))
         variables = {**os.environ, **(environment or {})}
         context = _context(preload)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +37,7 @@ from xentlib.tools.bench.worker import (
     order_of_round,
 )
 from xentlib.tools.cli import bench as cli
-from xentlib.tools.cli.command import add_arguments
+from xentlib.tools.cli.command import add_arguments, main
 
 TINY = CASES["tiny"]
 MIB = 1 << 20
@@ -247,3 +250,70 @@ def test_the_command_loads_no_framework():
     command = [sys.executable, "-W", "error", "-c", probe_code]
     loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert loaded.split() == []
+
+
+def played_bench(monkeypatch, tmp_path, *words):
+    """The command with its processes played: each takes a minute for a floor and ours."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    for module in ("xentlib.tools.cli.bench", "xentlib.tools.parity.progress"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    monkeypatch.setattr(cli, "find_spec", lambda name: name in FRAMEWORKS or None)
+
+    def run_one(request, resident, pace):
+        now[0] += 60.0
+        rows = [Result(name, TRAINING, [1.0]) for name in (FLOOR, OURS)]
+        run = Run(request.backend, request.case, request.dtype, "cpu", 2, 1, rows)
+        run.pair_with_floor()
+        return run
+
+    monkeypatch.setattr(cli, "run_one", run_one)
+    return main(["bench", "--case", "tiny", "--out", str(tmp_path / "out"), *words])
+
+
+def test_progress_and_time_left(monkeypatch, tmp_path, capsys):
+    """A line for each process; what is left is told by those that are done."""
+    assert played_bench(monkeypatch, tmp_path) == 0
+    lines = [x for x in capsys.readouterr().err.splitlines() if x.startswith("[")]
+    assert lines == [
+        "[   0.0 s] tiny float32 torch, time left not known yet",
+        "[  60.0 s] tiny float32 jax, about 3 min left",
+        "[ 120.0 s] tiny bfloat16 torch, about 2 min left",
+        "[ 180.0 s] tiny bfloat16 jax, about 1 min left",
+    ]
+
+
+def test_larger_cases_are_expected_to_take_longer():
+    of = {name: Request("torch", CASES[name], "float32", KINDS, 3) for name in ("tiny", "cpu")}
+    assert cli.expected(of["cpu"]) > cli.expected(of["tiny"]) > 0
+    assert cli.expected(of["cpu"]) == 2 * cli.expected(replace(of["cpu"], rounds=1))
+
+
+def test_a_full_disk_is_a_sentence_after_the_tables(monkeypatch, tmp_path, capsys):
+    out, write, calls = tmp_path / "out", cli.write_json, []
+
+    def fails(report, path):
+        calls.append(len(report.runs))
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(report, path)
+
+    monkeypatch.setattr(cli, "write_json", fails)
+    assert played_bench(monkeypatch, tmp_path, "--dtype", "fp32") == 2
+    said = capsys.readouterr()
+    assert said.out.count("tiny (N=96") == 2
+    note, *_, sentence = [x for x in said.err.splitlines() if not x.startswith("[")]
+    assert (
+        note == f"note: '{out}' cannot be written: No space left on device; the benchmark goes on"
+    )
+    refused = f"`--out` must be a folder that can be written; got '{out}': No space left on device."
+    assert sentence == f"xentlib: {refused}"
+    assert len(json.loads((out / "bench.json").read_text())["runs"]) == 1
+
+
+def test_an_out_that_is_a_file_is_refused_at_once(monkeypatch, tmp_path, capsys):
+    (tmp_path / "out").write_text("")
+    assert played_bench(monkeypatch, tmp_path) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("xentlib: `--out` must be a folder that can be written; got")

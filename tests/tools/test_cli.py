@@ -194,19 +194,38 @@ def test_out_that_is_a_file(stage, tmp_path, capsys):
     assert stage.operators is None
 
 
-@pytest.mark.parametrize("seed", ["-1", "x", "1.5", ""])
-def test_seed(stage, tmp_path, capsys, seed):
-    with pytest.raises(SystemExit) as exit_info:
-        parity(tmp_path, f"--seed={seed}")
-    assert exit_info.value.code == 2
-    assert "must be a whole number, 0 or more" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["parity", "bench"])
+@pytest.mark.parametrize("seed", ["-1", "x", "1.5", "", "4294967296", "9" * 5000, "²"])
+def test_seed(stage, capsys, command, seed):
+    assert cli.main([command, f"--seed={seed}"]) == 2
+    said = f"argument --seed: must be a whole number from 0 to 4294967295; got '{seed}'"
+    assert said in complaint(capsys)
+    assert stage.operators is None
 
 
-@pytest.mark.parametrize("arguments", [[], ["sing"], ["parity", "--suite", "huge"]])
-def test_unknown_words(arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(arguments)
-    assert exit_info.value.code == 2
+def test_the_largest_seed(stage, tmp_path):
+    assert parity(tmp_path, "--seed", "4294967295") == 0
+    assert stage.operators == (("torch", "jax"), "quick", 4294967295)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            [],
+            "the following arguments are required: COMMAND; `xentlib --help` lists what it takes.",
+        ),
+        (["sing"], "invalid choice: 'sing' (choose from"),
+        (["parity", "--suite", "huge"], "argument --suite: invalid choice: 'huge'"),
+        (["parity", "--siute", "full"], "unrecognized arguments: --siute full; did you mean `--su"),
+        (["bench", "--rounds", "0"], "argument --rounds: must be a whole number, 1 or more; got"),
+        (["doctor", "now"], "unrecognized arguments: now; `xentlib --help` lists what it takes."),
+    ],
+)
+def test_unknown_words(capsys, arguments, said):
+    """In a sentence, without all options before it."""
+    assert cli.main(arguments) == 2
+    assert said in complaint(capsys)
 
 
 def test_version(capsys):

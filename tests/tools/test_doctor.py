@@ -276,10 +276,9 @@ def test_kernels_are_those_of_the_device_that_is_here():
 
 @pytest.mark.parametrize("value", ["0", "-1", "many"])
 def test_tokens_are_at_least_one(capsys, value):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["doctor", "--tokens", value])
-    assert stopped.value.code == 2
-    assert f"must be a whole number, 1 or more; got '{value}'" in capsys.readouterr().err
+    status, said = doctor(capsys, "--tokens", value)
+    assert status == 2
+    assert f"must be a whole number, 1 or more; got '{value}'" in said.err
 
 
 # --- machines that are not here -------------------------------------------------------------------

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +161,57 @@ def test_a_process_that_is_ended_has_ended():
     process.start()
     processes._end(process)
     assert process._popen.returncode == -signal.SIGKILL
+
+
+def left_behind(at, pid):
+    folder = at / f"xentlib-{pid}-x"
+    folder.mkdir()
+    (folder / "work").touch()
+    return folder
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="of locks")
+def test_folders_of_killed_processes_are_removed_by_the_next_start(tmp_path, monkeypatch):
+    """And no other's: of a process that lives here, or that has the lock, in another container for
+    example."""
+    code = "from xentlib.processes import own_folder; import sys\n"
+    code += "with own_folder() as folder: print(folder, flush=True); sys.stdin.read()"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **streams) as killed:
+        theirs = Path(killed.stdout.readline().strip())
+        monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+        with processes.own_folder() as own:
+            assert theirs.is_dir()  # it lives
+            assert Path(own).parent == tmp_path
+        killed.kill()
+    locked, alive = left_behind(tmp_path, killed.pid), left_behind(tmp_path, os.getpid())
+    others = [tmp_path / name for name in (f"other-{killed.pid}-x", "xentlib-x", "xentlib-1x-y")]
+    for other in others:
+        other.mkdir()
+    link = tmp_path / f"xentlib-{killed.pid}-link"
+    link.symlink_to(others[0])
+    assert theirs.is_dir()
+    with (locked / "lock").open("wb") as lock:
+        assert processes._lock(lock)
+        with processes.own_folder():
+            assert not theirs.exists()
+            assert all(x.is_dir() for x in (locked, alive, link, *others))
+    with processes.own_folder() as own:
+        assert not locked.exists()
+    assert not Path(own).exists()
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    of_another = left_behind(tmp_path, killed.pid)
+    with processes.own_folder():
+        assert of_another.is_dir()
+
+
+def folder_of(rank, world, folder):
+    return folder
+
+
+def test_ranks_are_in_a_folder_of_that_kind():
+    (folder,) = processes.launch(folder_of, 1, seconds=600)
+    assert Path(folder).name.startswith(f"xentlib-{os.getpid()}-")
+    assert not Path(folder).exists()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from xentlib.tools.bench.cases import HeadSizes
 from xentlib.tools.bench.implementation import BARE, FLOOR, KINDS, OURS, Kind
 from xentlib.tools.harness.table import aligned
+from xentlib.tools.harness.writing import write_whole
 
 MIB = 1 << 20
 COLUMNS = ("contestant", "computes", "ms", "best ms", "x floor", "quartiles", "loss off by")
@@ -283,4 +284,4 @@ def from_json(document: dict[str, Any]) -> Report:
 def write_json(report: Report, path: Path) -> None:
     """A line for each contestant."""
     text = json.dumps(as_json(report))
-    path.write_text(text.replace('{"contestant"', '\n{"contestant"') + "\n")
+    write_whole(path, text.replace('{"contestant"', '\n{"contestant"') + "\n")

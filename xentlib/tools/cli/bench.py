@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -21,8 +22,11 @@ from xentlib.tools.bench.report import (
     write_json,
 )
 from xentlib.tools.bench.worker import Request, WorkerError, ask
-from xentlib.tools.cli.command import Row, whole
+from xentlib.tools.cli.command import Row, seed, whole
+from xentlib.tools.errors import UsageError, note, writing
 from xentlib.tools.harness.environment import BACKENDS, environment
+from xentlib.tools.parity.progress import Pace, PlainProgress, Planned, Progress
+from xentlib.tools.parity.result import Section
 
 SHORT = {"fp32": "float32", "bf16": "bfloat16"}
 ABOUT_SUITES = "; ".join(f"{name} ({suite.about})" for name, suite in SUITES.items())
@@ -42,7 +46,7 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--rounds", whole, None, "N", "each runs every contestant once (default: 10)"),
     ("--device", str, "auto", None, "cpu, cuda; auto takes what the framework takes"),
     ("--out", Path, None, "DIR", OUT),
-    ("--seed", int, 0, "N", "of the inputs"),
+    ("--seed", seed, 0, "N", "of the inputs"),
     ("--no-memory", bool, None, None, "leave memory out"),
     ("--resident", bool, None, None, RESIDENT),
     ("--case", tuple(sorted(CASES)), None, "NAME", SHAPES, SEVERAL),
@@ -59,24 +63,72 @@ def run(args: argparse.Namespace) -> int:
     if not backends:
         print(f"no {' or '.join(asked)} here: pip install 'xentlib[{asked[0]}]'", file=sys.stderr)
         return 2
-    report = Report(environment())
+    report, full = Report(environment()), None
+    asked_for = requests(args, backends)
+    pace = BenchPace([Planned(name_of(x), 1, no_section, expected(x)) for x in asked_for])
+    lines = None if sys.stderr.isatty() else PlainProgress(sys.stderr, pace)
+    if args.out is not None:
+        with writing("--out", args.out, "folder"):
+            args.out.mkdir(parents=True, exist_ok=True)
     try:
-        for request in requests(args, backends):
-            measured = run_one(request, args.resident)
+        for request in asked_for:
+            pace.begin(name_of(request))
+            if lines:
+                lines.stage(name_of(request), 0)
+            begin = time.monotonic()
+            measured = run_one(request, args.resident, pace)
+            pace.done(name_of(request), time.monotonic() - begin)
             show("")
             print_run(measured)
             report.runs.append(measured)
-            if args.out is not None:  # a suite that is stopped leaves what it has
-                args.out.mkdir(parents=True, exist_ok=True)
-                write_json(report, args.out / "bench.json")
+            full = keep(report, args.out)  # a suite that is stopped leaves what it has
     except WorkerError as error:
         show("")
         print(error, file=sys.stderr)
         return 1
     print(environment_line(report))
-    if args.out is not None:
-        write(report, args.out)
+    if full is None and args.out is not None:
+        with writing("--out", args.out, "folder"):
+            write(report, args.out)
+    if full is not None:
+        raise UsageError(
+            f"`--out` must be a folder that can be written; got '{args.out}': {full.strerror}."
+        )
     return 0
+
+
+class BenchPace(Pace):
+    """Sizes say how long requests take beside each other, the first one how long that is here."""
+
+    def text(self) -> str:
+        return super().text() if self._expected else "time left not known yet"
+
+
+def name_of(request: Request) -> str:
+    return f"{request.case.name} {request.dtype} {request.backend}"
+
+
+def no_section(progress: Progress, slowness: float) -> Section:
+    raise NotImplementedError
+
+
+def expected(request: Request) -> float:
+    """Something that time goes with: products, of each kind, once more to warm up."""
+    case = request.case
+    products = case.num_tokens * case.vocab_size * case.hidden_size
+    return 1e-9 * products * len(request.kinds) * (request.rounds + 1)
+
+
+def keep(report: Report, out: Path | None) -> OSError | None:
+    """Write down what there is; what stops that. What was there stays."""
+    if out is None:
+        return None
+    try:
+        write_json(report, out / "bench.json")
+    except OSError as error:
+        note(f"'{out}' cannot be written: {error.strerror}; the benchmark goes on")
+        return error
+    return None
 
 
 def requests(args: argparse.Namespace, backends: Sequence[str]) -> list[Request]:
@@ -94,11 +146,11 @@ def requests(args: argparse.Namespace, backends: Sequence[str]) -> list[Request]
     return listed
 
 
-def run_one(request: Request, resident: bool) -> Run:
+def run_one(request: Request, resident: bool, pace: Pace) -> Run:
     """All implementations in one process; then resident memory, each in its own."""
     backend, case, dtype = request.backend, request.case, request.dtype
-    what = f"{case.name} {dtype} {backend}"
-    answer = ask(request, lambda done: show(f"{what}: {done}"))
+    what = name_of(request)
+    answer = ask(request, lambda done: show(f"{what}: {done}, {pace.text()}"))
     device, threads, rows = answer["device"], answer["threads"], answer["rows"]
     measured = Run(backend, case, dtype, device, threads, request.rounds, rows)
     if unknown := set(request.only or ()) - {row.contestant for row in rows}:
@@ -109,7 +161,7 @@ def run_one(request: Request, resident: bool) -> Run:
             measured.row(OURS, kind).plan_bytes = planned(measured, kind)
     for row in rows if resident else ():
         if row.failed is None and row.contestant not in BARE:
-            show(f"{what}: resident, {row.contestant}, {row.kind}")
+            show(f"{what}: resident, {row.contestant}, {row.kind}, {pace.text()}")
             one = replace(request, task="resident", only=(row.contestant,), kinds=(row.kind,))
             (probed,) = ask(one)["rows"]
             row.resident_bytes = probed.resident_bytes

@@ -7,12 +7,18 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
 import xentlib
-from xentlib.tools.errors import UsageError
+from xentlib.tools.errors import (
+    FULL,
+    Terminated,
+    UsageError,
+    give_up_output,
+    reader_gone,
+    terminable,
+)
 
 # A module each, loaded when it is asked for.
 COMMANDS = {
@@ -23,24 +29,60 @@ COMMANDS = {
     "explain": "say why a sampler's log-probabilities are not what a trainer computes",
     "plan": "say what each route to a sharded head sends, needs and takes, from sizes alone",
 }
+PIPE_CLOSED = 141  # as of who is ended by SIGPIPE
 # A flag, or a name; a type, a tuple of choices, or bool for a switch; default; metavar; help; and a
 # dictionary of what `add_argument` is to have beside these, if anything.
 Row = tuple[Any, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0 holds, 1 falls short, 2 could not be run."""
+    """Run the command; returns the exit status: 0 holds, 1 falls short, 2 could not be run, or what
+    a shell has for a signal."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        with terminable():
+            try:
+                status = _run(argv)
+            except SystemExit:  # argparse has printed its help
+                sys.stdout.flush()
+                raise
+        sys.stdout.flush()
+    except OSError as error:  # of what is printed, or of a temporary file
+        if isinstance(error, BrokenPipeError) and reader_gone():
+            give_up_output()
+            return PIPE_CLOSED
+        if error.errno not in FULL:
+            raise
+        give_up_output()
+        where = f" to '{error.filename}'" if error.filename else ""
+        return refused(f"what is left cannot be written{where}: {error.strerror}.")
+    return status
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
         args = _parser(argv).parse_args(argv)
         args.argv = argv
         return int(import_module(f"xentlib.tools.cli.{args.command}").run(args))
     except UsageError as error:
-        print(f"xentlib: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("xentlib: interrupted", file=sys.stderr)
-        return 130
+        return refused(f"{error}")
+    except KeyboardInterrupt as error:
+        print(f"xentlib: {stopped(error)}", file=sys.stderr)
+        return status_of(error)
+
+
+def refused(sentence: str) -> int:
+    print(f"xentlib: {sentence}", file=sys.stderr)
+    return 2
+
+
+def stopped(error: KeyboardInterrupt) -> str:
+    return "terminated" if isinstance(error, Terminated) else "interrupted"
+
+
+def status_of(error: KeyboardInterrupt) -> int:
+    """As of a shell: 128 and the number of the signal."""
+    return 143 if isinstance(error, Terminated) else 130
 
 
 class OneSentence(argparse.ArgumentParser):
@@ -52,13 +94,14 @@ class OneSentence(argparse.ArgumentParser):
             known |= {x for one in parser.choices.values() for x in one._option_string_actions}
         wrong = re.search(r"unrecognized arguments: (--[\w-]+)", message)
         near = get_close_matches(wrong[1], sorted(known), 1) if wrong else []
-        way_out = f"did you mean `{near[0]}`" if near else "`xentlib plan --help` lists the options"
+        way_out = (
+            f"did you mean `{near[0]}`" if near else f"`{self.prog} --help` lists what it takes"
+        )
         raise UsageError(f"{message}; {way_out}{'?' if near else '.'}")
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    kind = OneSentence if argv[:1] == ["plan"] else argparse.ArgumentParser
-    parser = kind(
+    parser = OneSentence(
         prog="xentlib",
         description="One language-model loss head, in PyTorch and in JAX, held to the same bits.",
     )
@@ -101,7 +144,15 @@ def whole(text: str, least: int = 1) -> int:
     return value
 
 
-seed = partial(whole, least=0)
+SEEDS = 1 << 32  # all that JAX and PyTorch take
+
+
+def seed(text: str) -> int:
+    value = int(text) if text.isdecimal() and len(text) <= 10 else SEEDS
+    if value >= SEEDS:
+        most = SEEDS - 1
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {most}; got {text!r}")
+    return value
 
 
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}

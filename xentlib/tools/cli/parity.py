@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from xentlib.kernels import CHOICES
 from xentlib.tools.cli import requirements
-from xentlib.tools.cli.command import Row, seed
+from xentlib.tools.cli.command import Row, seed, status_of, stopped
 from xentlib.tools.errors import UsageError, note
 from xentlib.tools.harness.environment import BACKENDS, environment_of
 from xentlib.tools.parity.result import ParityResult
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     requirements.check_device(args.device, backends)
 
     from xentlib.tools.parity.progress import Pace, progress_on
-    from xentlib.tools.parity.report.document import DATA, to_json, write_report
+    from xentlib.tools.parity.report.document import DATA, to_json
     from xentlib.tools.parity.report.summary import print_table
     from xentlib.tools.parity.suite import operator_sections
 
@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     for section in result.sections:
         if section.name in done:
             pace.done(section.name, section.seconds)
+    files = _Files(args.out, {*done})
     try:
         with progress_on(sys.stderr, pace) as progress:
             for part in plan:
@@ -94,26 +95,61 @@ def run(args: argparse.Namespace) -> int:
                 if args.only:
                     section = section.of_rows(args.only)
                 result.add(section)
-                write_report(result, args.out)
+                files.write(result)
                 if section.error:
                     note(f"{part.name} could not be run: {section.reason}")
                 else:
                     done.add(part.name)
-    except KeyboardInterrupt:
-        if not done:
+    except KeyboardInterrupt as error:
+        if not files.kept:
             raise
-        again = [*args.argv, *(["--resume"] if "--resume" not in args.argv else [])]
-        note(f"{len(done)} of {len(plan)} sections are kept in '{args.out / DATA}'")
-        print(f"xentlib: interrupted; go on with `xentlib {shlex.join(again)}`", file=sys.stderr)
-        return 130
+        note(f"{len(files.kept)} of {len(plan)} sections are kept in '{args.out / DATA}'")
+        print(f"xentlib: {stopped(error)}; go on with `{again(args)}`", file=sys.stderr)
+        return status_of(error)
 
-    paths = write_report(result, args.out)
+    paths = files.write(result)
     if args.json:
         sys.stdout.write(to_json(result))
     else:
         print_table(result, sys.stdout)
+    if files.error:
+        kept = f"{len(files.kept)} of {len(plan)} sections are kept there"
+        raise UsageError(
+            f"`--out` must be a folder that can be written; got '{args.out}': "
+            f"{files.error.strerror}; {kept}"
+            + (f", make room and go on with `{again(args)}`." if files.kept else ".")
+        )
     print("\n".join(map(str, paths)), file=sys.stderr if args.json else sys.stdout)
     return 0 if result.passed else 1
+
+
+class _Files:
+    """What is written of a run: `kept` are sections that are done and there. Where nothing can be
+    written the run goes on, for its table."""
+
+    def __init__(self, out: Path, kept: set[str]) -> None:
+        self.error: OSError | None = None
+        self.kept, self._out = kept, out
+
+    def write(self, result: ParityResult) -> Sequence[Path]:
+        from xentlib.tools.parity.report.document import write_report
+
+        try:
+            paths = write_report(result, self._out)
+        except OSError as error:
+            if self.error is None:
+                note(f"'{self._out}' cannot be written: {error.strerror}; the run goes on")
+            self.error = error
+            return ()
+        self.error = None
+        self.kept |= {section.name for section in result.sections if not section.error}
+        return paths
+
+
+def again(args: argparse.Namespace) -> str:
+    """The command that goes on from what is kept."""
+    more = [] if "--resume" in args.argv else ["--resume"]
+    return f"xentlib {shlex.join([*args.argv, *more])}"
 
 
 def known_rows(asked: Sequence[str], plan: Sequence[Planned]) -> list[str]:

@@ -24,7 +24,7 @@ from xentlib.tools.harness.table import aligned
 
 SCHEMA = "xentlib.plan/2"
 NAMES = {head.name: head for head in REAL}
-GIB, GB = 2**30, 1e9
+GB = 1e9
 BUDGETS = tuple(1 << k for k in range(20, 34))  # of a chunk's logits, from 1 MiB to 8 GiB
 SPLIT_AND_SECONDS = (
     *("chunk_tokens", "num_chunks", "block_rows"),
@@ -298,8 +298,8 @@ def verdict(planned: dict[str, Any]) -> str:
         faster = near["overlapped_seconds"] < chosen["overlapped_seconds"]
         tail = f", which does not fit {memory / GB:.4g} GB" if faster else ""
         why += (
-            f", where {near['name']} takes {_ms(near)}{tail}; {chosen['peak_bytes'] / GIB:.2f} GiB "
-            f"at the peak, where {near['name']} needs {near['peak_bytes'] / GIB:.2f}"
+            f", where {near['name']} takes {_ms(near)}{tail}; {chosen['peak_bytes'] / GB:.2f} GB "
+            f"at the peak, where {near['name']} needs {near['peak_bytes'] / GB:.2f}"
         )
     return f"Take {chosen['name']}: {why}."
 
@@ -322,14 +322,14 @@ def lines(planned: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     seconds = ("seconds", "overlapped_seconds", "compute_seconds", "link_seconds")
-    titles = ("route", "ms", "overlapped", "computing", "links", "GB received", "GiB at the peak")
+    titles = ("route", "ms", "overlapped", "computing", "links", "GB received", "GB at the peak")
     limit = planned["memory"]
     fit = [f"fits {limit / GB:.4g} GB"] if limit else []
     rows = [(*titles, "and of the head", "chunks", *fit)]
     for x in routes:
-        sent, peak = f"{x['received_bytes'] / GB:.2f}", f"{x['peak_bytes'] / GIB:.2f}"
+        sent, peak = f"{x['received_bytes'] / GB:.2f}", f"{x['peak_bytes'] / GB:.2f}"
         state, chunks = (
-            f"{x['state_bytes'] / GIB:.2f}",
+            f"{x['state_bytes'] / GB:.2f}",
             f"{x['num_chunks']} of {x['chunk_tokens']:,} tokens",
         )
         said = ["yes" if x["fits"] else "no"] if limit else []
@@ -346,10 +346,10 @@ def lines(planned: dict[str, Any]) -> Iterator[str]:
                 f"  {sent['what']}{often}"
             )
         parts = sorted(x["peak"].items(), key=lambda part: -part[1])
-        sizes = ", ".join(f"{what} {size / GIB:.2f}" for what, size in parts if size >= GIB / 200)
-        yield f"  GiB at the peak: {sizes or 'less than 0.01'}"
-    state = ", ".join(f"{what} {size / GIB:.2f}" for what, size in routes[0]["state"].items())
-    yield f"\nGiB of the head on a rank between calls: {state}"
+        sizes = ", ".join(f"{what} {size / GB:.2f}" for what, size in parts if size >= GB / 200)
+        yield f"  GB at the peak: {sizes or 'less than 0.01'}"
+    state = ", ".join(f"{what} {size / GB:.2f}" for what, size in routes[0]["state"].items())
+    yield f"\nGB of the head on a rank between calls: {state}"
     rates = setup["rates"]
     yield (
         f"\nfastest: {planned['fastest']}; least memory: {planned['smallest']}; "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOTS = (".svg", ".png", ".pdf")
-GIB = 2**30
+GB = 1e9
 # Of the plot: tokens a rank, and how each route is drawn.
 TOKENS = tuple(1 << k for k in range(8, 18))
 LOOKS = {
@@ -41,14 +41,14 @@ def check_plot(path: Path) -> None:
 
 
 def draw(head: tuple[int, int, int], more: RouteOptions, crossover: int) -> Figure:
-    """Of V, H and R: milliseconds as far as links overlap, and GiB at the peak, against tokens a
+    """Of V, H and R: milliseconds as far as links overlap, and GB at the peak, against tokens a
     rank; the crossover is marked."""
     planned = [head_routes(n, *head, **more) for n in TOKENS]
     with plot.letters():
         figure = plot.new_figure(plot.WIDTH, 2.7)
         time, memory = figure.subplots(1, 2)
         _panel(time, planned, "ms", lambda route: 1e3 * route.overlapped_seconds)
-        _panel(memory, planned, "GiB at the peak", lambda route: route.peak_bytes / GIB)
+        _panel(memory, planned, "GB at the peak", lambda route: route.peak_bytes / GB)
         if TOKENS[0] <= crossover <= TOKENS[-1]:
             for axes in (time, memory):
                 axes.axvline(crossover, color=plot.INK, linewidth=0.8, linestyle=":")

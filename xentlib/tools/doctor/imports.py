@@ -17,10 +17,9 @@ from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from xentlib.processes import end_with_parent
+from xentlib.processes import end_with_parent, own_folder
 
 LIMIT = 120.0  # seconds of a step; the longest need 14 of one core
 LONGEST = 200  # characters of an error
@@ -45,7 +44,7 @@ def try_imports(chains: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, Trie
     variables. What a function raises is for who asks for its answer.
     """
     found: dict[str, Tried] = {}
-    with TemporaryDirectory() as folder, ExitStack() as ending:
+    with own_folder() as folder, ExitStack() as ending:
         running = [_Chain(chain, Path(folder, f"{k}-"), ending) for k, chain in enumerate(chains)]
         while running:
             for chain in [*running]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
+from xentlib.tools.errors import reader_gone
 from xentlib.tools.parity.result import Section
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class Planned(NamedTuple):
         start = time.perf_counter()
         try:
             section = self.run(progress, slowness)
-        except Exception as error:  # noqa: BLE001 - hours of other sections do not hang on it
+        except Exception as error:  # hours of other sections do not hang on it
+            if isinstance(error, BrokenPipeError) and reader_gone():
+                raise
             message = f"{type(error).__name__}: {error}".partition("\n")[0]
             section = Section(self.name, error=f"{message}\n{traceback.format_exc()}")
         return replace(section, seconds=time.perf_counter() - start)

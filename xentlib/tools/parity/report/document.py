@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xentlib.contract import Measurement
+from xentlib.tools.harness.writing import write_whole
 from xentlib.tools.parity.report.page import render_page
 from xentlib.tools.parity.report.summary import summarise, verdict
 from xentlib.tools.parity.result import Histogram, ParityResult, Section, TrainingCurve
@@ -119,8 +120,6 @@ def write_report(
     out.mkdir(parents=True, exist_ok=True)
     texts = {DATA: to_json(result, statements), "parity.html": render_page(result, statements)}
     for name, text in texts.items():
-        part = out / f"{name}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(out / name)
+        write_whole(out / name, text)
     data, page = (out / name for name in texts)
     return data, page

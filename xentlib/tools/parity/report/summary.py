@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, NoReturn, TextIO
 
 from xentlib.contract import ROWS, Measurement
 from xentlib.tools.harness.table import aligned
@@ -224,6 +224,10 @@ def _lines(row: RowSummary) -> list[list[str]]:
     return [[*shared, *first, *result], *(["", "", "", *metric, "", ""] for metric in others)]
 
 
+def _raise() -> NoReturn:
+    raise BrokenPipeError
+
+
 def _rich_table(rows: list[RowSummary], stream: TextIO) -> None:
     from rich import box
     from rich.console import Console
@@ -233,6 +237,7 @@ def _rich_table(rows: list[RowSummary], stream: TextIO) -> None:
     console = Console(file=stream)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(file=stream, width=LOG_WIDTH)
+    setattr(console, "on_broken_pipe", _raise)  # noqa: B010 - it would leave with status 1
     narrow = console.width < 100
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in _COLUMNS:
