@@ -39,7 +39,7 @@ ROOM = """
 before("training", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2))
 """
 TERMINATED = """
-before("two", lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(3600))
+before("two", lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(20))
 """
 
 

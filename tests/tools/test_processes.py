@@ -198,6 +198,7 @@ def test_folders_of_killed_processes_are_removed_by_the_next_start(tmp_path, mon
         with processes.own_folder():
             assert not theirs.exists()
             assert all(x.is_dir() for x in (locked, alive, link, *others))
+            assert not [*others[0].iterdir()]  # nor is anything made behind a link
     with processes.own_folder() as own:
         assert not locked.exists()
     assert not Path(own).exists()
