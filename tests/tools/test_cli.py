@@ -219,6 +219,10 @@ def test_the_largest_seed(stage, tmp_path):
         (["sing"], "invalid choice: 'sing' (choose from"),
         (["parity", "--suite", "huge"], "argument --suite: invalid choice: 'huge'"),
         (["parity", "--siute", "full"], "unrecognized arguments: --siute full; did you mean `--su"),
+        (
+            ["bench", "--device", "tpu"],
+            "argument --device: invalid choice: 'tpu' (choose from 'aut",
+        ),
         (["bench", "--rounds", "0"], "argument --rounds: must be a whole number, 1 or more; got"),
         (["doctor", "now"], "unrecognized arguments: now; `xentlib --help` lists what it takes."),
     ],

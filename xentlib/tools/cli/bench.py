@@ -44,7 +44,7 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--backend", (*BACKENDS, "both"), "both", None, WHOSE),
     ("--suite", tuple(SUITES), None, None, OF_MORE + ABOUT_SUITES),
     ("--rounds", whole, None, "N", "each runs every contestant once (default: 10)"),
-    ("--device", str, "auto", None, "cpu, cuda; auto takes what the framework takes"),
+    ("--device", ("auto", "cpu", "cuda"), "auto", None, "auto takes what the framework takes"),
     ("--out", Path, None, "DIR", OUT),
     ("--seed", seed, 0, "N", "of the inputs"),
     ("--no-memory", bool, None, None, "leave memory out"),
