@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from xentlib.tools.audit.hypotheses import Head, Hypothesis, Labelled, Reduced, Upstream
-from xentlib.tools.audit.problem import IGNORE, Array, Problem, next_labels
+from xentlib.tools.audit import which_tokens as tokens
+from xentlib.tools.audit.hypotheses import (
+    UNIFORM,
+    Z_LOSS,
+    Head,
+    Hypothesis,
+    Labelled,
+    Reduced,
+    Terms,
+    Upstream,
+)
+from xentlib.tools.audit.problem import IGNORE, Problem, next_labels
 
 Forms = Sequence[Any] | Callable[[Problem], Sequence[Any]]
 
@@ -31,8 +39,16 @@ NEEDS: dict[str, Callable[[Problem], bool]] = {
     "a logit scale": lambda p: p.options.logit_scale != 1.0,
     "a temperature": lambda p: p.options.temperature != 1.0,
     "a bias": lambda p: p.bias is not None,
+    "a softcap and a temperature": lambda p: (
+        p.options.softcap is not None and p.options.temperature != 1.0 and p.teacher is None
+    ),
+    "a bias and a temperature": lambda p: (
+        p.bias is not None and p.options.temperature != 1.0 and p.teacher is None
+    ),
+    "a softcap of labels' logits": lambda p: p.options.softcap is not None and p.teacher is None,
     "label smoothing": lambda p: p.options.label_smoothing != 0.0,
     "a z-loss": lambda p: p.options.z_loss != 0.0,
+    "label smoothing and a z-loss": lambda p: 0.0 not in p.options.of_loss.values(),
     "entropies": lambda p: p.options.entropy,
     DIVERGENCE: lambda p: p.teacher is not None,
     "a divergence that is not symmetric": lambda p: bool(exchanged(p)),
@@ -45,85 +61,6 @@ NEEDS: dict[str, Callable[[Problem], bool]] = {
     ),
 }
 RANKS, BATCHES = "several ranks", "several micro-batches"
-
-
-# --- which labels -------------------------------------------------------------------------------
-
-
-def twice(p: Problem) -> list[Any]:
-    """The given targets shifted again, across documents or not; two tokens ahead."""
-    shifted = [next_labels(p.targets, None), next_labels(p.targets, p.segments)]
-    if p.kind != "logprobs":
-        shifted.append(next_labels(p.labels, p.segments, by=2))
-    return [Labelled(x) for x in shifted]
-
-
-def backwards(p: Problem) -> list[Any]:
-    """Position t is given token t - 1."""
-    back = np.full_like(p.labels, IGNORE)
-    back[..., 1:] = p.labels[..., :-1]
-    return [Labelled(back)]
-
-
-def masked(p: Problem) -> list[Any]:
-    """The mask of the labels is not used; padding counts too, or does not. A divergence needs no
-    next token, so that the last one may count."""
-    within = np.where(p.attention, p.ids, IGNORE)
-    shifted = [Labelled(next_labels(x, s)) for x in (within, p.ids) for s in (p.segments, None)]
-    return shifted if p.teacher is None else [*shifted, Labelled(within), Labelled(p.ids)]
-
-
-def without(masks: Sequence[Array]) -> list[Any]:
-    """What a mask leaves out is counted still, or is not."""
-    return [Labelled(None, keep, counted) for keep in masks for counted in (True, False)]
-
-
-def last_token(p: Problem) -> list[Any]:
-    """Of each row: the last target, or the one of the last position that can have one; of each
-    document: its last target."""
-    valid = p.targets != IGNORE
-    rest = np.cumsum(valid[..., ::-1], axis=-1)[..., ::-1]
-    place = np.ones(valid.shape, np.bool_)
-    place[..., -2:] = False
-    last = next_labels(p.targets, p.segments) != IGNORE
-    return without([rest > 1, place, last])
-
-
-def last_chunk(p: Problem) -> list[Any]:
-    """The end of each micro-batch, laid flat: k positions, or what is over of its valid tokens in
-    chunks of c; of one rank's rows, or of all ranks' rows one after the other. Some of each is
-    left, or it is another defect."""
-    ranks, m, b, n = p.targets.shape
-    valid = p.targets != IGNORE
-    masks: dict[bytes, Array] = {}
-
-    def add(keep: Array) -> None:
-        rest = keep & valid
-        if not (keep | ~valid).all() and rest.any(axis=(2, 3)).all():
-            masks.setdefault(rest.tobytes(), keep)
-
-    # Rows that are laid flat together: a rank's, or all ranks'.
-    for groups in (ranks, 1) if ranks > 1 else (1,):
-        tokens = ranks // groups * b * n
-        by_batch = (groups, ranks // groups, m, b, n)
-
-        def back(flat: Array, by_batch: tuple[int, ...] = by_batch) -> Array:
-            g, r, m, b, n = by_batch
-            return flat.reshape(g, m, r, b, n).swapaxes(1, 2).reshape(g * r, m, b, n)
-
-        flat = valid.reshape(by_batch).swapaxes(1, 2).reshape(groups, m, tokens)
-        order = np.cumsum(flat, axis=-1)
-        for k in range(1, tokens):
-            add(back(np.broadcast_to(np.arange(tokens) < tokens - k, flat.shape)))
-            add(back(order <= order[..., -1:] // k * k))
-    return without([*masks.values()])
-
-
-def one_micro_batch(p: Problem) -> list[Any]:
-    masks = np.zeros((p.micro_batches, *p.targets.shape), np.bool_)
-    for m, keep in enumerate(masks):
-        keep[:, m] = True
-    return without([*masks])
 
 
 # --- which gradients and numbers ----------------------------------------------------------------
@@ -161,6 +98,50 @@ LOGITS_ROUNDED = rounded(
 )
 OPERANDS_ROUNDED = rounded(("operands",), ("operands", "gradient"))
 GRADIENT_ROUNDED = rounded(("gradient",), ("result",), ("gradient", "result"))
+TF32 = [
+    Head(dtype=dtype, rounded=stage)
+    for dtype in ("tfloat32", "tfloat32 cut")
+    for stage in (("operands",), ("operands", "gradient"))
+]
+ADDED = [Head(dtype=dtype, rounded=("added",)) for dtype in ("bfloat16", "float16")]
+
+
+# --- which terms, and means of which chunks -------------------------------------------------------
+
+
+def of_terms(p: Problem, *names: str) -> list[Any]:
+    """Terms that positions without a label have too, on padding or not, divided by the tokens that
+    count or by all that have it."""
+    there = {True: p.targets.size, False: int(p.attention.sum())}
+    shares = [(1.0, pad) for pad in there] + [(p.count / n, pad) for pad, n in there.items()]
+    return [
+        Terms(everywhere=names, share=share, padding=pad) for share, pad in dict.fromkeys(shares)
+    ]
+
+
+def no_smoothing(p: Problem) -> list[Any]:
+    return [Terms(label=1.0 / (1.0 - p.options.label_smoothing), uniform=0.0)]
+
+
+def over_others(p: Problem) -> list[Any]:
+    """Label smoothing's share over all classes but the label's."""
+    eps, vocab = p.options.label_smoothing, p.weight.shape[0]
+    own = (1.0 - eps - eps / (vocab - 1)) / (1.0 - eps)
+    return [Terms(label=own, uniform=vocab / (vocab - 1))]
+
+
+def chunks(p: Problem) -> list[Any]:
+    """Lengths of chunks of a micro-batch that are neither its rows nor all of it, as far as tokens
+    that count are in them."""
+    r, m, b, n = p.targets.shape
+    valid = (p.targets != IGNORE).reshape(r * m, b * n)
+    number = int((valid.sum(axis=1) > 0).sum())
+    found = []
+    for length in range(2, b * n):
+        if length % n or length // n not in (1, b):
+            parts = [valid[:, i : i + length].any(axis=1).sum() for i in range(0, b * n, length)]
+            found += [length] * bool(sum(parts) > number)
+    return found
 
 
 # --- of a divergence ------------------------------------------------------------------------------
@@ -232,27 +213,47 @@ DEFECTS = (
     Defect("labels shifted twice", "labels",
         "Labels that were shifted already were shifted once more: each position was scored against "
         "the token after the next.",
-        LABELS, twice, ANY),
+        LABELS, tokens.twice, ANY),
     Defect("labels shifted backwards", "labels",
         "Each position was scored against the token before it.",
-        LABELS, backwards, STEP),
+        LABELS, tokens.backwards, STEP),
     Defect("labels across documents", "labels",
         "The last token of a document was scored against the first of the next one.",
         LABELS, lambda p: [Labelled(next_labels(p.labels, None))],
         STEP, "several documents in a row"),
     Defect("masked tokens counted", "labels",
         "Tokens that the labels leave out took part in the sum and in the count.",
-        LABELS, masked, STEP),
+        LABELS, tokens.masked, STEP),
     Defect("last token dropped", "labels",
         "The last token that has a label was left out, of each row or of each document.",
-        LABELS, last_token),
+        LABELS, tokens.last_token),
     Defect("last chunk dropped", "labels",
         "What was left over after the last full chunk of tokens was left out.",
-        CHUNKS, last_chunk),
+        CHUNKS, tokens.last_chunk),
     Defect("one micro-batch alone", "labels",
         "One micro-batch took part and the others did not: gradients were cleared, or not added "
         "up, between them.",
-        ACCUMULATION, one_micro_batch, STEP, BATCHES),
+        ACCUMULATION, tokens.one_micro_batch, STEP, BATCHES),
+    Defect("last micro-batch left out", "labels",
+        "The last micro-batch took no part: its gradient was not added, or came too late.",
+        ACCUMULATION, tokens.last_micro_batch, STEP, BATCHES),
+    Defect("padding alone counted", "labels",
+        "The mask of the labels was used, and padding was counted: its token was a target.",
+        LABELS, tokens.padding_alone, STEP),
+    Defect("loss mask not shifted", "labels",
+        "Each position was scored against the next token, but counted by its own token's mask and "
+        "not by the next one's.",
+        LABELS, tokens.unshifted_mask, STEP),
+    Defect("-100 clipped to 0", "labels",
+        "Labels that are left out were clipped to class 0, and scored against it.",
+        LABELS, tokens.clipped_to_0, LOSSES),
+    Defect("labels across rows", "labels",
+        "The last token of a row was scored against a first one: the next row's, of rows that were "
+        "laid flat before the shift, or its own row's, of a roll.",
+        LABELS, tokens.next_row, STEP),
+    Defect("last token of each document masked", "labels",
+        "The last token of each document was no target, as where all ends of text are masked.",
+        LABELS, tokens.last_of_documents, STEP, "several documents in a row"),
     Defect("mean of the means of micro-batches", "divisor",
         "Each micro-batch was divided by its own number of tokens, and these means were averaged: "
         "tokens of short micro-batches count more.",
@@ -267,6 +268,14 @@ DEFECTS = (
     Defect("mean of the means of rows", "divisor",
         "Each row was divided by its own number of tokens, and these means were averaged.",
         COUNT, ["rows"], STEP),
+    Defect("mean of the means of chunks", "divisor",
+        "Each chunk of tokens was divided by its own number of tokens, and these means were "
+        "averaged.",
+        CHUNKS, chunks, LOSSES),
+    Defect("each micro-batch clipped", "divisor",
+        "The gradient of each micro-batch, or what was added up so far, was clipped to one norm, "
+        "and not that of the whole step.",
+        ACCUMULATION, ["clipped"], STEP, BATCHES),
     Defect("not reduced over ranks", "reduced",
         "Each rank has its own tokens' part alone.",
         DIVIDED, OWN, STEP, RANKS),
@@ -275,7 +284,7 @@ DEFECTS = (
         "a gathered head whose gradient nothing reduces.",
         GATHERED, own_gradient, STEP, RANKS),
     Defect("reduced twice over ranks", "scale",
-        "As many times too large as there are ranks: a sum over ranks was taken twice, or for a "
+        "As many times too large as there are ranks: a sum over ranks was taken tokens.twice, or for a "
         "mean.",
         DIVIDED, lambda p: [float(p.ranks)], STEP, RANKS),
     Defect("off by the number of ranks", "scale",
@@ -311,10 +320,38 @@ DEFECTS = (
         TEMPERATURE, [Head(changes=(("temperature", 1.0),))], ANY, "a temperature"),
     Defect("bias not applied", "head", "The head's bias was not added, and has no gradient.",
         OPTIONS, [Head(bias=False)], ANY, "a bias"),
-    Defect("label smoothing not applied", "head", "The loss is that of one class for each token.",
-        SMOOTHING, [Head(changes=(("label_smoothing", 0.0),))], LOSSES, "label smoothing"),
-    Defect("z-loss not applied", "head", "The squares of the log-sum-exps were not added.",
-        OPTIONS, [Head(changes=(("z_loss", 0.0),))], LOSSES, "a z-loss"),
+    Defect("temperature inverted", "head",
+        "The logits were multiplied by the temperature, not divided by it.",
+        TEMPERATURE, lambda p: [Head(changes=(("temperature", 1.0 / p.options.temperature),))],
+        ANY, "a temperature"),
+    Defect("temperature before the bias", "head",
+        "The bias was added after the division by the temperature.",
+        TEMPERATURE, [Head(order="temperature before the bias")], ANY, "a bias and a temperature"),
+    Defect("temperature before the softcap", "head",
+        "The logits were divided by the temperature first, and then capped.",
+        TEMPERATURE, [Head(order="temperature before the softcap")], ANY,
+        "a softcap and a temperature"),
+    Defect("softcap without its derivative", "head",
+        "The logits were capped, and their gradient was not multiplied by the cap's derivative.",
+        OPTIONS, [Head(constant=True)], ANY, "a softcap of labels' logits"),
+    Defect("bias gradient lost", "lost", "The bias was added, and its gradient is 0.",
+        OPTIONS, [True], ANY, "a bias"),
+    Defect("label smoothing not applied", "terms", "The loss is that of one class for each token.",
+        SMOOTHING, no_smoothing, LOSSES, "label smoothing"),
+    Defect("label smoothing over the other classes", "terms",
+        "The smoothed part was spread over V - 1 classes, all but the label.",
+        SMOOTHING, over_others, LOSSES, "label smoothing"),
+    Defect("z-loss not applied", "terms", "The squares of the log-sum-exps were not added.",
+        OPTIONS, [Terms(z_loss=0.0)], LOSSES, "a z-loss"),
+    Defect("label smoothing over ignored tokens", "terms",
+        "Tokens that the labels leave out have the uniform part of label smoothing.",
+        SMOOTHING, lambda p: of_terms(p, UNIFORM), LOSSES, "label smoothing"),
+    Defect("z-loss over ignored tokens", "terms",
+        "Tokens that the labels leave out have a z-loss.",
+        OPTIONS, lambda p: of_terms(p, Z_LOSS), LOSSES, "a z-loss"),
+    Defect("label smoothing and z-loss over ignored tokens", "terms",
+        "Tokens that the labels leave out have the uniform part of label smoothing, and a z-loss.",
+        SMOOTHING, lambda p: of_terms(p, UNIFORM, Z_LOSS), LOSSES, "label smoothing and a z-loss"),
     Defect("logits rounded to 16 bits", "head",
         "The logits were stored in bfloat16 or float16 on the way to the softmax. Some libraries "
         "choose to, for speed; it is another computation.",
@@ -325,6 +362,12 @@ DEFECTS = (
     Defect("gradients rounded to 16 bits", "head",
         "The gradient of the logits, or of the head, went through bfloat16 or float16.",
         LOW_GRADIENTS, GRADIENT_ROUNDED, ANY),
+    Defect("gradients added in 16 bits", "head",
+        "Gradients of micro-batches were added up in bfloat16 or float16.",
+        LOW_GRADIENTS, ADDED, STEP, BATCHES),
+    Defect("products in TF32", "head",
+        "Hidden states and head had 11 bits in their product, as tensor cores read float32.",
+        ROUNDING, TF32, ANY),
     Defect("entropy without its gradient", "upstream",
         "The gradient of the entropies is missing: a bonus for them does nothing.",
         ENTROPIES, [Upstream(entropy=0.0)], LOGPROBS, "entropies"),

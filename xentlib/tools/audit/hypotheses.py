@@ -1,9 +1,12 @@
 """What a step would return under a reading of its task: the right one, or that of a defect.
 
-A reading is one choice for each of six questions: which label belongs to which token, what the sum
-is divided by, over whom it is taken, which logits the head gives, which gradients come from above,
-and what number is left over. The right choice of each is its default. The numbers are the float64
-oracle's: per token once for each pair of labels and head, and weighted sums of that.
+A reading is one choice for each of seven questions: which label belongs to which token, what the
+sum is divided by, over whom it is taken, which logits the head gives, which terms the loss has,
+which gradients come from above, and what number is left over. The right choice is the default.
+
+A reading is a factor for every token and every term of the loss: for the log-probability of the
+label at a shift, for the uniform part of label smoothing, for the z-loss. In the right one it is 1
+for tokens that count. Gradients are sums over tokens of factor times d logits times hidden state.
 """
 
 from __future__ import annotations
@@ -12,11 +15,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xentlib.reference import divergence_reference, logprobs_reference, nll_reference
+from xentlib.reference import divergence_reference
 from xentlib.tools.audit.problem import IGNORE, Array, Problem
 from xentlib.ulp import round_to
 
-BLOCK = 64
+# Terms of a loss. A label's is named by where the label stands from the position: the token after
+# it is "+1"; "row" is the next row's first token, "class 0" what -100 is clipped to.
+SHIFTS = {"+1": 1, "0": 0, "+2": 2, "-1": -1}
+LABELS = (*SHIFTS, "row", "class 0")
+DIVERGENCE, UNIFORM, Z_LOSS, SOFTMAX, ENTROPY = (
+    "divergence",
+    "uniform",
+    "z-loss",
+    "softmax",
+    "entropy",
+)
 
 
 class Labelled(NamedTuple):
@@ -25,11 +38,6 @@ class Labelled(NamedTuple):
     labels: Array | None = None
     keep: Array | None = None
     counted: bool = False
-
-    @property
-    def key(self) -> bytes:
-        """Of the labels alone, which is what the oracle is asked about."""
-        return b"" if self.labels is None else self.labels.tobytes()
 
 
 class Reduced(NamedTuple):
@@ -43,18 +51,37 @@ class Reduced(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Options other than the problem's; by how many positions a teacher's logits are late; and what
-    is rounded to `dtype`, of the "operands" of the product, the "logits", their "gradient" and the
-    "result"."""
+    """Options other than the problem's; whether the bias is added; by how many positions a
+    teacher's logits are late; the order in which options are applied, if not the right one; whether
+    the derivative of the softcap is left out; and what is rounded to `dtype`, of the "operands" of
+    the product, the "logits", their "gradient", the "result" and what is "added" up."""
 
     changes: tuple[tuple[str, Any], ...] = ()
     bias: bool = True
     late: int = 0
+    order: str = ""
+    constant: bool = False
     dtype: str = ""
     rounded: tuple[str, ...] = ()
 
     def round(self, x: Array, what: str) -> Array:
-        return round_to(x, self.dtype) if self.dtype and what in self.rounded else x
+        if not self.dtype or what not in self.rounded:
+            return x
+        if self.dtype == "tfloat32 cut":  # what tensor cores read of float32
+            return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+        return round_to(x, self.dtype)
+
+
+class Terms(NamedTuple):
+    """Factors of the terms of a loss. `everywhere`: those that positions without a label have too,
+    with this `share`; on padding too, or not."""
+
+    label: float = 1.0
+    uniform: float = 1.0
+    z_loss: float = 1.0
+    everywhere: tuple[str, ...] = ()
+    share: float = 1.0
+    padding: bool = True
 
 
 class Upstream(NamedTuple):
@@ -67,10 +94,12 @@ class Upstream(NamedTuple):
 
 class Hypothesis(NamedTuple):
     labels: Labelled = Labelled()
-    divisor: str = "tokens"
+    divisor: Any = "tokens"
     reduced: Reduced = Reduced()
     head: Head = Head()
+    terms: Terms = Terms()
     upstream: Upstream = Upstream()
+    lost: bool = False  # the gradient of the bias
     scale: float = 1.0
 
 
@@ -83,6 +112,13 @@ class Numbers(NamedTuple):
     d_hidden: Array | None = None  # [R, M, B, L, H]
 
 
+class Unit(NamedTuple):
+    """Of a term whose factor is 1: d logits of every token, and the loss."""
+
+    dz: Array  # [N, V]
+    value: Array  # [N]
+
+
 class Oracle:
     """The numbers of any reading of one problem."""
 
@@ -91,166 +127,282 @@ class Oracle:
         self.each = problem.kind == "logprobs"  # values of every token, and no sum of them
         self.x = problem.hidden.reshape(-1, problem.hidden.shape[-1]).astype(np.float64)
         self.w = problem.weight.astype(np.float64)
-        self.units: dict[Any, tuple[Array, Array, Array, Array]] = {}
+        self.count = 1.0 if self.each else float(problem.count)
+        self.units: dict[Head, dict[str, Unit]] = {}
+        self.classes = _classes(problem)
+        self.choices: dict[str, Any] = {}  # of readings, by axis, as they are worked out
+        options = problem.options
+        self.declared = [
+            LABELS[0] if problem.teacher is None else DIVERGENCE,
+            *[UNIFORM] * bool(options.label_smoothing),
+            *[Z_LOSS] * bool(options.z_loss),
+            *[ENTROPY] * (self.each and options.entropy),
+        ]
+
+    def numbers(self, reading: Hypothesis) -> Numbers:
+        """The step's numbers under a reading, without d hidden."""
+        factors, units = self.factors(reading), self.units_of(reading.head)
+        x = reading.head.round(self.x, "operands")
+        d_weights, d_biases = [], []
+        for r in range(self.problem.ranks):
+            dz = reading.head.round(_combined(factors, units, r), "gradient")
+            d_weights.append(reading.head.round(self._summed(dz, x, reading.head), "result"))
+            d_biases.append(dz.sum(axis=0))
+        d_weight, d_bias = np.stack(d_weights), np.stack(d_biases)
+        if reading.reduced.rows:
+            d_weight[:], d_bias[:] = _by_rows(d_weight), _by_rows(d_bias)
+        if reading.head.order == "temperature before the bias":
+            d_bias *= self.problem.options.temperature
+        if not reading.head.bias or reading.lost:
+            d_bias[:] = 0.0
+        s = reading.scale
+        there = self.problem.bias is not None
+        shown = self._values(reading, factors, units)
+        return Numbers(s * shown, s * d_weight, s * d_bias if there else None)
+
+    def d_hidden(self, reading: Hypothesis) -> Array:
+        """[R, M, B, L, H], each token's in its own rank."""
+        factors = {
+            name: self.of_hidden(x, reading)[None] for name, x in self.factors(reading).items()
+        }
+        dz = reading.head.round(_combined(factors, self.units_of(reading.head), 0), "gradient")
+        w = reading.head.round(self.w, "operands")
+        gradient: Array = reading.scale * (dz @ w).reshape(self.problem.hidden.shape)
+        return gradient
+
+    def of_hidden(self, factor: Array, reading: Hypothesis) -> Array:
+        """[N] of [R, N]: what a token has in its own rank's backward."""
+        total: Array = factor.sum(axis=0)
+        return total if reading.reduced.own else total / self.problem.ranks
+
+    def _summed(self, dz: Array, x: Array, head: Head) -> Array:
+        if "added" not in head.rounded:
+            total: Array = dz.T @ x
+            return total
+        of = np.indices(self.problem.ids.shape)[1].reshape(-1)
+        total = np.zeros((dz.shape[1], x.shape[1]))
+        for m in range(self.problem.micro_batches):
+            total = head.round(total + head.round(dz[of == m].T @ x[of == m], "added"), "added")
+        return total
+
+    def _values(
+        self, reading: Hypothesis, factors: dict[str, Array], units: dict[str, Unit]
+    ) -> Array:
+        if not self.each:
+            every = [(x * units[name].value).sum(axis=1) for name, x in factors.items()]
+            return np.asarray(sum(every))
+        labels = self.labels_of(reading).reshape(-1)
+        tokens = np.arange(labels.size)
+        logprobs = self._softmax(reading.head)[3][tokens, np.maximum(labels, 0)]
+        values = np.stack([logprobs, units[ENTROPY].value])
+        return np.where(labels == IGNORE, 0.0, values)[None]
+
+    # --- which token counts how much ------------------------------------------------------------
 
     def labels_of(self, reading: Hypothesis) -> Array:
         labels = reading.labels.labels
         return self.problem.targets if labels is None else labels
 
-    def numbers(self, reading: Hypothesis) -> Numbers:
-        """The step's numbers under a reading, without d hidden."""
-        values, dz, x, _ = self._per_token(reading)
-        shown, d_weights, d_biases = [], [], []
-        for weights in self._weights(reading):
-            shown.append(values if self.each else (weights * values).sum())
-            weighted = reading.head.round(weights[:, None] * dz, "gradient")
-            d_weights.append(reading.head.round(weighted.T @ x, "result"))
-            d_biases.append(weighted.sum(axis=0))
-        d_weight, d_bias = np.stack(d_weights), np.stack(d_biases)
-        if reading.reduced.rows:
-            d_weight[:], d_bias[:] = _by_rows(d_weight), _by_rows(d_bias)
-        if not reading.head.bias:
-            d_bias[:] = 0.0
-        s = reading.scale
-        there = self.problem.bias is not None
-        return Numbers(s * np.stack(shown), s * d_weight, s * d_bias if there else None)
+    def factors(self, reading: Hypothesis) -> dict[str, Array]:
+        """[R, N] of each term that has one."""
+        weights, problem = self.weights(reading), self.problem
+        labels = self.labels_of(reading).reshape(-1)
+        if problem.teacher is not None:
+            return {DIVERGENCE: weights}
+        found, terms, up = {}, reading.terms, reading.upstream
+        of_label = terms.label * weights
+        if up.first:
+            g = problem.d_logprobs.reshape(-1).astype(np.float64)
+            of_label = of_label * (g[0] / g)
+        left = labels != IGNORE
+        for name, classes in self.classes.items():
+            here = left & (classes == labels)
+            left = left & ~here
+            if here.any() or name == self.declared[0]:
+                found[name] = np.where(here, of_label, 0.0)
+        if self.each and problem.options.entropy:
+            h = problem.d_entropy.reshape(-1).astype(np.float64)
+            found[ENTROPY] = up.entropy * weights * (h[0] / h if up.first else 1.0)
+        for name, factor in ((UNIFORM, terms.uniform), (Z_LOSS, terms.z_loss)):
+            if name in self.declared:
+                found[name] = factor * weights
+                if name in terms.everywhere:
+                    there = terms.padding | problem.attention.reshape(-1)
+                    found[name] = np.where(
+                        there, terms.share * weights.max(axis=1, keepdims=True), 0.0
+                    )
+        return found
 
-    def d_hidden(self, reading: Hypothesis) -> Array:
-        """[R, M, B, L, H], each token's in its own rank."""
-        _, unit, _, w = self._per_token(reading)
-        dz = self._weights(reading).sum(axis=0)[:, None] * unit
-        if not reading.reduced.own:
-            dz = dz / self.problem.ranks
-        dz = reading.head.round(dz, "gradient")
-        gradient: Array = reading.scale * (dz @ w).reshape(self.problem.hidden.shape)
-        return gradient
-
-    # --- which token counts how much ------------------------------------------------------------
-
-    def _weights(self, reading: Hypothesis) -> Array:
+    def weights(self, reading: Hypothesis) -> Array:
         """[R, N]: the factor of every token in what each rank has."""
         problem, how = self.problem, reading.reduced
-        if self.each:
-            return np.ones((1, problem.targets.size))
         valid = self.labels_of(reading) != IGNORE
+        if self.each:
+            return valid.reshape(1, -1).astype(np.float64)
         keep = reading.labels.keep
         part = valid if keep is None else valid & keep
         counted = valid if reading.labels.counted else part
+        ranks = range(problem.ranks)
         if not how.own:
-            weights = part * _divided(counted, reading.divisor)
-            return np.broadcast_to(weights.reshape(-1), (problem.ranks, weights.size))
+            factor = self._divided(counted, reading.divisor, reading)
+            return np.broadcast_to((part * factor).reshape(-1), (len(ranks), valid.size))
         weights = []
-        for rank in range(problem.ranks):
+        for rank in ranks:
             of = rank if how.root is None else how.root
-            of_rank = np.zeros(valid.shape, np.bool_)
-            of_rank[of] = True
-            if how.own == "mean":
-                factor = np.zeros(valid.shape)
-                factor[of] = _divided(counted[of : of + 1], reading.divisor)[0]
-            else:
-                factor = _divided(counted, reading.divisor)
-                factor = factor * (problem.ranks if how.own == "times" else 1)
-            weights.append((part * of_rank * factor).reshape(-1))
+            mine = np.zeros(valid.shape, np.bool_)
+            mine[of] = True
+            factor = self._divided(counted & (mine | (how.own != "mean")), reading.divisor, reading)
+            factor = factor * (problem.ranks if how.own == "times" else 1)
+            weights.append((part * mine * factor).reshape(-1))
         return np.stack(weights)
 
-    # --- the oracle, per token ------------------------------------------------------------------
+    def _divided(self, valid: Array, divisor: Any, reading: Hypothesis) -> Array:
+        """[R, M, B, L]: the factor of a token in the mean, or in the mean of means, times the right
+        number of tokens."""
+        if isinstance(divisor, tuple):  # a factor for each micro-batch
+            return np.broadcast_to(np.array(divisor)[None, :, None, None], valid.shape)
+        if divisor == "clipped":
+            norms = np.linalg.norm(self.sums(reading.head, valid.reshape(-1)), axis=1)
+            return np.broadcast_to(
+                (norms.min() / np.maximum(norms, 1e-30))[None, :, None, None], valid.shape
+            )
+        group = self.group(divisor)
+        count = np.bincount(group.reshape(-1), valid.reshape(-1))
+        factor: Array = self.count / (max((count > 0).sum(), 1) * np.maximum(count, 1))[group]
+        return factor
 
-    def _logits(self, head: Head) -> tuple[Array, Array, Array]:
-        """x W^T + b with its operands, rounded where the reading says so."""
-        x = head.round(self.x, "operands")
-        w = head.round(self.w, "operands")
-        z = x @ w.T
+    def group(self, divisor: Any) -> Array:
+        """[R, M, B, L]: the number of the mean that a token is in."""
+        shape = self.problem.targets.shape
+        place = np.indices(shape)
+        r, m, b, _ = place
+        _, micro_batches, rows, length = shape
+        if isinstance(divisor, int):  # chunks of so many tokens, of each micro-batch
+            chunk = (b * length + place[3]) // divisor
+            return (r * micro_batches + m) * (rows * length) + chunk
+        groups = {
+            "tokens": 0 * r,
+            "micro-batches": m,
+            "ranks": r,
+            "both": r * micro_batches + m,
+            "rows": (r * micro_batches + m) * rows + b,
+        }
+        return np.asarray(groups[divisor])
+
+    def sums(self, head: Head, factor: Array) -> Array:
+        """[M, ...]: of each micro-batch the gradient of weight and bias, laid flat."""
+        dz = factor[:, None] * sum(self.units_of(head)[name].dz for name in self.declared)
+        of, x = np.indices(self.problem.ids.shape)[1].reshape(-1), self.x
+        if self.problem.bias is not None:
+            x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+        each = [dz[of == m].T @ x[of == m] for m in range(self.problem.micro_batches)]
+        return np.stack(each).reshape(len(each), -1)
+
+    # --- the terms, per token -------------------------------------------------------------------
+
+    def _softmax(self, head: Head) -> tuple[Array, Array, Array, Array]:
+        """Logits as the softmax has them, their derivative by the product of hidden states and
+        head, the log-sum-exps, and log-probabilities."""
+        x, w = head.round(self.x, "operands"), head.round(self.w, "operands")
+        options = {**self.problem.options.of_logits, **dict(head.changes)}
+        scale, cap, t = (options[name] for name in ("logit_scale", "softcap", "temperature"))
+        z, b = x @ w.T, 0.0
         if self.problem.bias is not None and head.bias:
-            z = z + self.problem.bias.astype(np.float64)
-        return head.round(z, "logits"), x, w
+            b = self.problem.bias.astype(np.float64)
+        early, slope = 1.0, 1.0 / t
+        if head.order == "temperature before the bias":
+            z, t = z / t, 1.0
+        if head.order == "temperature before the softcap":
+            early, t = t, 1.0
+        u = head.round(z + b, "logits") * scale / early
+        slope = np.full_like(u, scale * slope)
+        if cap:
+            if not head.constant:
+                slope = slope * (1.0 - np.tanh(u / cap) ** 2)
+            u = cap * np.tanh(u / cap)
+        u = u / t
+        top = u.max(axis=1, keepdims=True)
+        lse = top + np.log(np.exp(u - top).sum(axis=1, keepdims=True))
+        return u, slope, lse[:, 0], u - lse
 
-    def _per_token(self, reading: Hypothesis) -> tuple[Array, Array, Array, Array]:
-        """Losses [N] of every token and d logits [N, V] for a factor of 1; or log-probabilities and
-        entropies [2, N] and d logits for the gradients that arrive. And the operands."""
-        distilled = self.problem.teacher is not None  # labels say alone which tokens count
-        key = (b"" if distilled else reading.labels.key, reading.head, reading.upstream)
-        if key not in self.units:
-            z, x, w = self._logits(reading.head)
-            labels = self.labels_of(reading).reshape(-1)
-            options = {**self.problem.options.of_logits, **dict(reading.head.changes)}
-            if self.each:
-                g, h = self.problem.d_logprobs.reshape(-1), self.problem.d_entropy.reshape(-1)
-                if reading.upstream.first:
-                    g, h = np.full_like(g, g[0]), np.full_like(h, h[0])
-                h = h * reading.upstream.entropy
-                options |= {"d_logprobs": g[:, None], "d_entropy": h[:, None]}
-                names = ("logprobs", "entropy")
-                *outputs, dz = _by_blocks(logprobs_reference, z, names, labels, **options)
-                values = np.stack(outputs)
-            elif distilled:
-                values, dz = self._divergences(z, reading.head)
-            else:
-                options = {**self.problem.options.of_loss, **options}
-                sums = {"reduction": "sum", "ignore_index": IGNORE, **options}
-                names = ("logprobs", "lse")
-                logprobs, lse, dz = _by_blocks(nll_reference, z, names, labels, **sums)
-                eps = options["label_smoothing"]
-                nll = eps * (lse - _squashed(z, options).mean(axis=1)) - (1 - eps) * logprobs
-                nll = nll + options["z_loss"] * lse**2
-                values = np.where(labels != IGNORE, nll, 0.0)
-            self.units[key] = (values, dz, x, w)
-        return self.units[key]
+    def units_of(self, head: Head) -> dict[str, Unit]:
+        if head not in self.units:
+            self.units[head] = self._units(head)
+        return self.units[head]
 
-    def _divergences(self, z: Array, head: Head) -> tuple[Array, Array]:
-        """[N] of the student's logits from the teacher's, and their d logits [N, V]."""
+    def _units(self, head: Head) -> dict[str, Unit]:
+        problem, options = self.problem, self.problem.options
+        if problem.teacher is not None:
+            return {DIVERGENCE: Unit(*self._divergences(head))}
+        u, slope, lse, log_p = self._softmax(head)
+        p, (tokens, vocab) = np.exp(log_p), u.shape
+        eps = options.label_smoothing
+        g, h = (1.0 - eps) / self.count, np.zeros(tokens)
+        if self.each:
+            g, h = (
+                -y.reshape(-1).astype(np.float64) for y in (problem.d_logprobs, problem.d_entropy)
+            )
+        found = {}
+        for name, classes in self.classes.items():
+            there = classes >= 0
+            at = np.arange(tokens)[there], classes[there]
+            dz = np.where(there[:, None], p, 0.0)
+            dz[at] -= 1.0
+            nll = np.where(there, -log_p[np.arange(tokens), np.maximum(classes, 0)], 0.0)
+            found[name] = Unit(np.reshape(g, (-1, 1)) * slope * dz, g * nll)
+        coefficient = (eps or 1.0) / self.count
+        uniform = Unit(slope * (p - 1.0 / vocab), lse - u.mean(axis=1))
+        found[UNIFORM] = Unit(*(coefficient * y for y in uniform))
+        coefficient = (options.z_loss or 1.0) / self.count
+        z_loss = Unit(slope * 2.0 * lse[:, None] * p, lse**2)
+        found[Z_LOSS] = Unit(*(coefficient * y for y in z_loss))
+        found[SOFTMAX] = Unit(slope * p / self.count, lse / self.count)
+        entropy = -(p * log_p).sum(axis=1)
+        found[ENTROPY] = Unit(h[:, None] * slope * p * (log_p + entropy[:, None]), entropy)
+        return found
+
+    def _divergences(self, head: Head) -> tuple[Array, Array]:
+        """d logits [N, V] and losses [N]."""
         options = {**self.problem.options.of_logits, **self.problem.options.of_divergence}
         options |= dict(head.changes)
         own = options.pop("teacher_temperature", options["temperature"])
-        teacher = np.roll(np.asarray(self.problem.teacher, np.float64), head.late, axis=3)
-
-        def of_logits(eye: Array, weight: Array, other: Array, **options: Any) -> Any:
-            return divergence_reference(eye, weight, eye, other.T, reduction="none", **options)
-
         options["teacher"] = {"temperature": own}
-        values, dz = _by_blocks(of_logits, z, ("loss",), teacher.reshape(z.shape), **options)
-        return values, dz
+        teacher = np.roll(np.asarray(self.problem.teacher, np.float64), head.late, axis=3)
+        x, w = head.round(self.x, "operands"), head.round(self.w, "operands")
+        z = x @ w.T
+        if self.problem.bias is not None and head.bias:
+            z = z + self.problem.bias.astype(np.float64)
+        z, teacher = head.round(z, "logits"), teacher.reshape(z.shape)
+        blocks = []
+        # Of logits: hidden = 1, weight = z^T. In blocks, whose products are too small for threads
+        # that other processes would hold up.
+        for part in np.array_split(np.arange(len(z)), -(-len(z) // 64)):
+            eye = np.eye(len(part))
+            one = divergence_reference(
+                eye, z[part].T, eye, teacher[part].T, reduction="none", **options
+            )
+            blocks.append((one.d_weight.T / self.count, one.loss / self.count))
+        dz, values = zip(*blocks, strict=True)
+        return np.concatenate(dz), np.concatenate(values)
 
 
-def _by_blocks(
-    reference: Any, z: Array, names: tuple[str, ...], labels: Array, **options: Any
-) -> list[Array]:
-    """Outputs of the oracle for given logits, and their gradient: hidden = 1 and weight = z^T, with
-    labels or a teacher's logits for each. In blocks, whose products are too small for threads that
-    other processes would hold up."""
-    blocks = []
-    for i in range(0, len(z), BLOCK):
-        part = slice(i, i + BLOCK)
-        own = {k: x[part, 0] if np.ndim(x) == 2 else x for k, x in options.items()}
-        one = reference(np.eye(len(z[part])), z[part].T, labels[part], **own)
-        blocks.append([*(getattr(one, name) for name in names), one.d_weight.T])
-    return [np.concatenate(column) for column in zip(*blocks)]
+def _classes(problem: Problem) -> dict[str, Array]:
+    """[N] of each place of a label: its class, or -1 where there is none."""
+    source, first = (problem.targets, 1) if problem.kind == "logprobs" else (problem.ids, 0)
+    found = {name: np.roll(source, first - by, axis=-1) for name, by in SHIFTS.items()}
+    row = np.full_like(source, -1)
+    row[..., :-1, -1] = source[..., 1:, 0]
+    found |= {"row": row, "class 0": np.zeros_like(source)}
+    return {name: x.reshape(-1) for name, x in found.items()}
 
 
-def _divided(valid: Array, divisor: str) -> Array:
-    """[R, M, B, L]: the factor of a token in the mean, or in the mean of means."""
-    ranks, micro_batches = valid.shape[:2]
-    groups = {
-        "tokens": ((0, 1, 2, 3), 1),
-        "micro-batches": ((0, 2, 3), micro_batches),
-        "ranks": ((1, 2, 3), ranks),
-        "both": ((2, 3), ranks * micro_batches),
-        "rows": ((3,), valid.any(axis=3).sum()),
-    }
-    axes, number = groups[divisor]
-    count = np.maximum(valid.sum(axis=axes, keepdims=True), 1)
-    factor: Array = 1.0 / (max(int(number), 1) * count)
-    return np.broadcast_to(factor, valid.shape)
+def _combined(factors: dict[str, Array], units: dict[str, Unit], rank: int) -> Array:
+    """d logits [N, V] of the sum of all terms."""
+    each = [x[rank][:, None] * units[name].dz for name, x in factors.items()]
+    return np.asarray(sum(each))
 
 
 def _by_rows(x: Array) -> Array:
     """Of [R, V, ...] rank s's slice of the rows from rank s, sliced as `torch.chunk` does."""
     each = -(-x.shape[1] // x.shape[0])
     return np.concatenate([x[s, s * each : (s + 1) * each] for s in range(len(x))])
-
-
-def _squashed(z: Array, options: dict[str, Any]) -> Array:
-    """Logits as the softmax sees them."""
-    u = options["logit_scale"] * z
-    cap = options["softcap"]
-    logits: Array = (cap * np.tanh(u / cap) if cap else u) / options["temperature"]
-    return logits

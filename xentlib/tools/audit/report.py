@@ -26,6 +26,7 @@ class Finding:
         off: rho / u from the oracle.
         distance: rho / u from the numbers of the defects; None where nothing fits.
         note: what else was seen.
+        map: what every token counts for, in lines of text; empty of a loss.
     """
 
     of: str
@@ -34,6 +35,7 @@ class Finding:
     off: float
     distance: float | None
     note: str = ""
+    map: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -100,6 +102,7 @@ class Report:
             size += f", to what this gives {finding.distance * 2**-24:.2g}"
         lines.append(_filled(f"{size}{'; ' + finding.note if finding.note else ''}", "  "))
         lines += [f"  cure: {page}" for page in dict.fromkeys(pages)]
+        lines += [f"  {line}" for line in finding.map]
         return [*lines, ""]
 
     def to_json(self) -> str:

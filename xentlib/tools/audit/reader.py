@@ -1,0 +1,250 @@
+"""What each token counts for, read from a gradient, with no list of defects.
+
+The gradient of the head is a sum over tokens of factor times d logits times hidden state, one for
+each term of the loss: a linear system for the factors, which has more equations (V * H) than
+unknowns (tokens times terms). Its Gram matrix is a product of two small ones. The fewest terms that
+leave nothing over are taken, so that few labels of one class stand beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from xentlib.contract import U
+from xentlib.tools.audit.hypotheses import (
+    DIVERGENCE,
+    ENTROPY,
+    LABELS,
+    SOFTMAX,
+    UNIFORM,
+    Z_LOSS,
+    Head,
+    Oracle,
+)
+from xentlib.tools.audit.problem import Array
+
+# A sum of float32 leaves 1 to 3 units over; what no factors give, from some hundred on.
+EXACT = 32 * U
+# How far factors that are read from exact sums, and from rounded ones, are from what they are, as
+# shares of the largest; and in standard deviations, where that is more.
+CLOSE, CLOSE_ROUNDED, SIGMAS = 2.0**-12, 0.15, 10.0
+SHARE = 0.8  # of the equations there may be so many unknowns
+RIDGE = 1e-11  # of columns of length 1; what it takes off comes back in the next round
+TERMS = (DIVERGENCE, *LABELS, UNIFORM, Z_LOSS, SOFTMAX, ENTROPY)
+
+
+class Map(NamedTuple):
+    """Factors in units of the right one, 0 where a token takes no part."""
+
+    head: Head
+    factors: dict[str, Array]  # [R, N] of each term; of d hidden [1, N]
+    noise: dict[str, Array]  # [N] of each term: how far from it a factor may be
+    residual: float  # what is left over of the gradient, as a share of it
+    rows: bool = False  # each rank's slice of the head's rows from its own tokens
+
+    @property
+    def exact(self) -> bool:
+        return self.residual <= EXACT
+
+    @property
+    def close(self) -> Array:
+        """[terms, 1, N]: how close a factor must be to what it should be."""
+        largest = max(float(np.abs(x).max()) for x in self.factors.values())
+        least = (CLOSE if self.exact else CLOSE_ROUNDED) * largest
+        return np.maximum(stacked(self.noise), least)[:, None]
+
+
+def stacked(factors: dict[str, Array]) -> Array:
+    """[terms, ...], in the order of `TERMS`."""
+    nothing = np.zeros_like(next(iter(factors.values())))
+    return np.stack([factors.get(name, nothing) for name in TERMS])
+
+
+def read(oracle: Oracle, got: Array, head: Head, hidden: bool = False, rows: bool = False) -> Map:
+    """Of gradients of the head, [R, V, H], or of hidden states, [R, M, B, L, H]."""
+    found = []
+    for terms, others in _stages(oracle):
+        columns = _columns(oracle, head, terms, others)
+        if hidden:
+            solved = _by_tokens(columns, oracle.w, got.reshape(-1, got.shape[-1]))
+        elif np.count_nonzero(columns.any(axis=2)) > SHARE * got[0].size:
+            continue
+        else:
+            solved = _by_sums(columns * _of_slices(oracle) if rows else columns, oracle.x, got)
+        factors, noise, residual = solved
+        if rows:
+            factors = factors * (_ranks_of(oracle) == np.arange(len(got))[:, None])
+        by_name = dict(zip(terms, factors, strict=True))
+        noises = dict(zip(terms, SIGMAS * noise, strict=True))
+        for name in others:
+            by_name[name], noises[name] = factors.sum(axis=0), SIGMAS * noise.max(axis=0)
+        by_name = _first_places(oracle, by_name)
+        found.append(Map(head, by_name, noises, residual, rows))
+        if found[-1].exact:
+            return found[-1]
+    least = min(one.residual for one in found)
+    return next(one for one in found if one.residual <= 1.5 * least)
+
+
+def _stages(oracle: Oracle) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+    """Terms with a factor each, and those that a label's factor is that of too: a z-loss moves the
+    gradient so little that it is read well only where nothing else is open."""
+    label, *others = declared = oracle.declared
+    if others and not oracle.each:
+        yield [label], others
+        yield [label, "class 0"], others
+    yield declared, ()
+    if DIVERGENCE in declared:
+        return
+    more = [name for name in LABELS if name not in declared]
+    if not oracle.each:
+        more += [x for x in (UNIFORM, SOFTMAX) if x not in declared]
+        more = [x for x in more if x != SOFTMAX or Z_LOSS not in declared]
+    for name in more:
+        yield [*declared, name], ()
+    yield [*declared, *(x for x in more if x != "class 0")], ()
+
+
+def _columns(oracle: Oracle, head: Head, terms: Sequence[str], others: Sequence[str]) -> Array:
+    """[terms, N, V]: d logits of a factor of 1; 0 where another term of the token has the class."""
+    units = oracle.units_of(head)
+    columns = np.stack([units[name].dz + sum(units[x].dz for x in others) for name in terms])
+    labels = [k for k, name in enumerate(terms) if name in LABELS]
+    for i, k in enumerate(labels):
+        for other in labels[:i]:
+            same = oracle.classes[terms[k]] == oracle.classes[terms[other]]
+            columns[k, same] = 0.0
+    return columns
+
+
+def _ranks_of(oracle: Oracle) -> Array:
+    return np.indices(oracle.problem.ids.shape)[0].reshape(-1)
+
+
+def _of_slices(oracle: Oracle) -> Array:
+    """[N, V]: which rows of the head are in the slice of a token's rank."""
+    ranks, vocab = oracle.problem.ranks, oracle.w.shape[0]
+    return _ranks_of(oracle)[:, None] == np.arange(vocab) // -(-vocab // ranks)
+
+
+def _by_sums(columns: Array, x: Array, got: Array) -> tuple[Array, Array, float]:
+    """Factors [terms, R, N] of gradients [R, V, H], and their standard deviations [terms, N]."""
+    terms, tokens, vocab = columns.shape
+    flat, xs = columns.reshape(-1, vocab), np.tile(x, (terms, 1))
+    gram = (flat @ flat.T) * np.tile(x @ x.T, (terms, terms))
+    size = np.sqrt(np.diag(gram))
+    size[size == 0] = np.inf
+    gram = gram / size / size[:, None]
+    gram[np.diag_indices_from(gram)] += RIDGE
+    inverse = np.linalg.inv(gram)
+    factors, left = np.zeros((len(flat), len(got))), got
+    for _ in range(3):
+        right = np.stack([((flat @ one) * xs).sum(axis=1) for one in left], axis=1)
+        factors += (inverse @ (right / size[:, None])) / size[:, None]
+        made = [(f.reshape(terms, tokens, 1) * columns).sum(axis=0).T @ x for f in factors.T]
+        left = got - np.stack(made)
+    deviation = np.sqrt(np.diag(inverse)) / size * _rms(left, got)
+    by_term = factors.T.reshape(len(got), terms, tokens).swapaxes(0, 1)
+    return by_term, deviation.reshape(terms, tokens), _share(left, got)
+
+
+def _by_tokens(columns: Array, w: Array, got: Array) -> tuple[Array, Array, float]:
+    """Factors [terms, 1, N] of gradients of hidden states, [N, H], and their deviations."""
+    rows = (columns @ w).swapaxes(0, 1)  # [N, terms, H]
+    size = np.linalg.norm(rows, axis=2, keepdims=True)
+    size[size == 0] = np.inf
+    rows = rows / size
+    inverse = np.linalg.inv(rows @ rows.swapaxes(1, 2) + RIDGE * np.eye(len(columns)))
+    factors, left = np.zeros((*rows.shape[:2], 1)), got[..., None]
+    for _ in range(3):
+        factors += inverse @ (rows @ left)
+        left = got[..., None] - rows.swapaxes(1, 2) @ factors
+    deviation = np.sqrt(np.diagonal(inverse, axis1=1, axis2=2)) * _rms(left, got) / size[..., 0]
+    return (factors / size)[..., 0].T[:, None], deviation.T, _share(left[..., 0], got)
+
+
+def _rms(left: Array, got: Array) -> float:
+    """Of an entry that is left over, of float32's rounding at least."""
+    size = max(float(np.linalg.norm(left.ravel())), U * float(np.linalg.norm(got.ravel())))
+    return size / float(np.sqrt(got.size))
+
+
+def _share(left: Array, got: Array) -> float:
+    return float(np.linalg.norm(left.ravel()) / (np.linalg.norm(got.ravel()) or 1.0))
+
+
+def _first_places(oracle: Oracle, factors: dict[str, Array]) -> dict[str, Array]:
+    """The factor of a class at the first of the places where it stands."""
+    labels = [name for name in LABELS if name in factors]
+    for name in reversed(labels):
+        for first in LABELS[: LABELS.index(name)]:
+            same = oracle.classes[name] == oracle.classes[first]
+            moved = np.where(same, factors[name], 0.0)
+            if moved.any():
+                factors[first] = factors.get(first, 0.0) + moved
+                factors[name] = factors[name] - moved
+    return factors
+
+
+# --- what a person reads --------------------------------------------------------------------------
+
+
+def printed(oracle: Oracle, found: Map) -> list[str]:
+    """Rows by positions of each micro-batch and rank, a block for the terms that agree."""
+    problem = oracle.problem
+    shape = problem.ids.shape
+    factors = {**found.factors}
+    whole = np.zeros_like(next(iter(factors.values())))
+    if DIVERGENCE not in factors and not oracle.each:
+        eps, z = problem.options.label_smoothing, problem.options.z_loss
+        lse = 2.0 * oracle.units_of(found.head)[SOFTMAX].value * oracle.count
+        for name in (x for x in LABELS if x in factors):
+            whole = whole + (1.0 - eps) * factors[name]
+        whole = whole + (eps or 1.0) * factors.get(UNIFORM, 0.0) + factors.get(SOFTMAX, 0.0)
+        whole = (whole + z * lse * factors.get(Z_LOSS, 0.0)) / (1.0 + z * lse)
+        factors = {"softmax": whole, **{k: x for k, x in factors.items() if k != SOFTMAX}}
+    close = dict(zip(TERMS, found.close[:, 0], strict=True))
+    least = min(float(x.min()) for x in close.values())
+    blocks: dict[tuple[str, ...], list[str]] = {}
+    for name, x in factors.items():
+        title = f"label at t{name}".replace("t0", "t") if name in LABELS[:4] else name
+        title = {"row": "label of the next row", "class 0": "label 0"}.get(name, title)
+        near = close.get(name, np.full_like(x[0], least))
+        lines = tuple(_lines(x, near, shape))
+        if (np.abs(x) > near).any() or name in oracle.declared:
+            blocks.setdefault(lines, []).append(title)
+    head = (
+        f"read from it (1: as it should be, .: no part), with {found.residual:.1e} of it left over"
+    )
+    said = [f"{head}; micro-batch.row:" if len(shape) > 1 and shape[1] > 1 else f"{head}:"]
+    for lines, titles in blocks.items():
+        said += [f"  {', '.join(titles)}", *(f"    {line}" for line in lines)]
+    return said
+
+
+def _lines(factor: Array, close: Array, shape: tuple[int, ...]) -> Iterator[str]:
+    ranks, micro_batches, rows, length = shape
+    alike = all((np.abs(x - factor[0]) <= close).all() for x in factor)
+    for rank, of_rank in enumerate(factor[:1] if alike else factor):
+        if not alike:
+            yield f"what rank {rank} has"
+        by_row, near = of_rank.reshape(shape), close.reshape(shape)
+        for r, m, b in np.ndindex(ranks, micro_batches, rows):
+            cells = [_cell(*x) for x in zip(by_row[r, m, b], near[r, m, b], strict=True)]
+            name = f"{m}.{b}" if ranks == 1 else f"rank {r} {m}.{b}"
+            name = "" if rows == micro_batches == 1 else name
+            for start in range(0, length, 14):
+                line = " ".join(f"{cell:>5}" for cell in cells[start : start + 14])
+                yield f"{'' if start else name:<{10 if ranks > 1 else 4}}{line}"
+
+
+def _cell(x: float, close: float) -> str:
+    """As many digits as are known."""
+    if abs(x) <= close:
+        return "."
+    if abs(x - 1.0) <= max(close, 5e-4):
+        return "1"
+    return f"{x:.3g}" if close < 0.005 * abs(x) else f"{x:.2g}"
