@@ -12,7 +12,8 @@ import numpy as np
 from xentlib.checks.audit import check_ranks
 from xentlib.tools.audit import step_adapters as adapters
 from xentlib.tools.audit.diagnose import judge, oracle_of
-from xentlib.tools.audit.hypotheses import Numbers, Oracle
+from xentlib.tools.audit.hypotheses import Numbers
+from xentlib.tools.audit.oracle import Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem
 from xentlib.tools.audit.report import Report
 from xentlib.tools.audit.step_adapters import Step
@@ -67,8 +68,9 @@ def audit(step: Step, *, kind: str | None = None, ranks: int = 1, **options: Any
         oracle, got = _of_function(step, kind, declared)
         return judge("jax", oracle, got, again=lambda: _of_function(step, kind, declared)[1])
     oracle = oracle_of(kind, declared, ranks)
-    got = _of_step(step, oracle.problem)
-    return judge("jax", oracle, got, again=lambda: _of_step(step, oracle.problem))
+    run = partial(_of_step, step)
+    problem = oracle.problem
+    return judge("jax", oracle, run(problem), again=lambda: run(problem), run=run)
 
 
 def _of_step(step: Step, problem: Problem) -> Numbers:
@@ -77,7 +79,7 @@ def _of_step(step: Step, problem: Problem) -> Numbers:
         {name: _array(x) for name, x in problem.micro_batch(slice(None), m).items()}
         for m in range(problem.micro_batches)
     ]
-    result = adapters.returned(step(Head(_array(problem.weight), bias), batches))
+    result = adapters.returned(step(Head(_array(problem.weight), bias), batches), problem)
     readers = [partial(_of_rank, rank=rank, ranks=problem.ranks) for rank in range(problem.ranks)]
     got = adapters.stacked(
         [adapters.numbers(problem, result, reader, problem.weight) for reader in readers]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from xentlib.checks.audit import STEPS, check_graph
 from xentlib.tools.audit import step_adapters as adapters
 from xentlib.tools.audit.diagnose import judge, oracle_of
-from xentlib.tools.audit.hypotheses import Numbers, Oracle
+from xentlib.tools.audit.hypotheses import Numbers
+from xentlib.tools.audit.oracle import Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem
 from xentlib.tools.audit.report import Report
 from xentlib.tools.audit.step_adapters import Step
@@ -68,12 +69,21 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
     own, changed = _of_step(step, oracle.problem, rank)
     after = _ranks()
     STEPS.require("same_group", max(after, 1) == world, ranks=after, before=ranks)
-    if world == 1:
-        alone = lambda: adapters.stacked([_of_step(step, oracle.problem, rank)[0]])  # noqa: E731
-        return judge("torch", oracle, adapters.stacked([own]), changed, alone)
-    of_ranks: list[Any] = [None] * world
-    dist.all_gather_object(of_ranks, own)
-    return judge("torch", oracle, adapters.stacked(of_ranks))
+
+    def run(problem: Problem) -> Numbers:
+        return _stacked(_of_step(step, problem, rank)[0], world)
+
+    again = (lambda: run(oracle.problem)) if world == 1 else None
+    changed = changed if world == 1 else []
+    return judge("torch", oracle, _stacked(own, world), changed, again, run)
+
+
+def _stacked(own: Numbers, world: int) -> Numbers:
+    """Of all ranks."""
+    of_ranks: list[Any] = [own] * world
+    if world > 1:
+        dist.all_gather_object(of_ranks, own)
+    return adapters.stacked(of_ranks)
 
 
 def _ranks() -> int:
@@ -93,7 +103,7 @@ def _of_step(step: Step, problem: Problem, rank: int) -> tuple[Numbers, list[str
     batches = [{name: torch.tensor(x) for name, x in batch.items()} for batch in arrays]
     hiddens = [batch["hidden"].requires_grad_() for batch in batches]
     # The step may put other tensors into its own dicts.
-    result = adapters.returned(step(head, [{**batch} for batch in batches]))
+    result = adapters.returned(step(head, [{**batch} for batch in batches]), problem)
     if result.d_weight is None:
         d_bias = None
         if problem.bias is not None:

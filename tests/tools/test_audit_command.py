@@ -151,7 +151,7 @@ def test_options_say_what_the_step_applies(audit):
     assert "softcap not applied" in audit(*on_torch("right", "--softcap", "20"))[1]
     assert audit(*on_torch("loss"))[0] == 0
     # One that moves nothing is not said to have been looked for.
-    status, out, _ = audit(*on_torch("right", "--softcap", "1e6"))
+    status, out, _ = audit(*on_torch("right", "--softcap", "1e6", "-v"))
     assert status == 0
     assert "not looked for (too small to show with these options): softcap not applied" in out
 

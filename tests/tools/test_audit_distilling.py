@@ -165,7 +165,7 @@ def test_a_step_that_does_not_distil_has_no_teacher(backend: str) -> None:
         return logits[0].sum()
 
     step = with_gradients(backend, loss_of)
-    text = str(audit(backend, step))
+    text = audit(backend, step).text(verbose=True)
     assert all("teacher_logits" not in batch for batch in seen)
     assert text.count("needs a divergence") == 1
     seen.clear()

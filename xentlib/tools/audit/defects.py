@@ -106,44 +106,6 @@ TF32 = [
 ADDED = [Head(dtype=dtype, rounded=("added",)) for dtype in ("bfloat16", "float16")]
 
 
-# --- which terms, and means of which chunks -------------------------------------------------------
-
-
-def of_terms(p: Problem, *names: str) -> list[Any]:
-    """Terms that positions without a label have too, on padding or not, divided by the tokens that
-    count or by all that have it."""
-    there = {True: p.targets.size, False: int(p.attention.sum())}
-    shares = [(1.0, pad) for pad in there] + [(p.count / n, pad) for pad, n in there.items()]
-    return [
-        Terms(everywhere=names, share=share, padding=pad) for share, pad in dict.fromkeys(shares)
-    ]
-
-
-def no_smoothing(p: Problem) -> list[Any]:
-    return [Terms(label=1.0 / (1.0 - p.options.label_smoothing), uniform=0.0)]
-
-
-def over_others(p: Problem) -> list[Any]:
-    """Label smoothing's share over all classes but the label's."""
-    eps, vocab = p.options.label_smoothing, p.weight.shape[0]
-    own = (1.0 - eps - eps / (vocab - 1)) / (1.0 - eps)
-    return [Terms(label=own, uniform=vocab / (vocab - 1))]
-
-
-def chunks(p: Problem) -> list[Any]:
-    """Lengths of chunks of a micro-batch that are neither its rows nor all of it, as far as tokens
-    that count are in them."""
-    r, m, b, n = p.targets.shape
-    valid = (p.targets != IGNORE).reshape(r * m, b * n)
-    number = int((valid.sum(axis=1) > 0).sum())
-    found = []
-    for length in range(2, b * n):
-        if length % n or length // n not in (1, b):
-            parts = [valid[:, i : i + length].any(axis=1).sum() for i in range(0, b * n, length)]
-            found += [length] * bool(sum(parts) > number)
-    return found
-
-
 # --- of a divergence ------------------------------------------------------------------------------
 
 
@@ -271,7 +233,7 @@ DEFECTS = (
     Defect("mean of the means of chunks", "divisor",
         "Each chunk of tokens was divided by its own number of tokens, and these means were "
         "averaged.",
-        CHUNKS, chunks, LOSSES),
+        CHUNKS, tokens.chunks, LOSSES),
     Defect("each micro-batch clipped", "divisor",
         "The gradient of each micro-batch, or what was added up so far, was clipped to one norm, "
         "and not that of the whole step.",
@@ -284,7 +246,7 @@ DEFECTS = (
         "a gathered head whose gradient nothing reduces.",
         GATHERED, own_gradient, STEP, RANKS),
     Defect("reduced twice over ranks", "scale",
-        "As many times too large as there are ranks: a sum over ranks was taken tokens.twice, or for a "
+        "As many times too large as there are ranks: a sum over ranks was taken twice, or for a "
         "mean.",
         DIVIDED, lambda p: [float(p.ranks)], STEP, RANKS),
     Defect("off by the number of ranks", "scale",
@@ -337,21 +299,22 @@ DEFECTS = (
     Defect("bias gradient lost", "lost", "The bias was added, and its gradient is 0.",
         OPTIONS, [True], ANY, "a bias"),
     Defect("label smoothing not applied", "terms", "The loss is that of one class for each token.",
-        SMOOTHING, no_smoothing, LOSSES, "label smoothing"),
+        SMOOTHING, tokens.no_smoothing, LOSSES, "label smoothing"),
     Defect("label smoothing over the other classes", "terms",
         "The smoothed part was spread over V - 1 classes, all but the label.",
-        SMOOTHING, over_others, LOSSES, "label smoothing"),
+        SMOOTHING, tokens.over_others, LOSSES, "label smoothing"),
     Defect("z-loss not applied", "terms", "The squares of the log-sum-exps were not added.",
         OPTIONS, [Terms(z_loss=0.0)], LOSSES, "a z-loss"),
     Defect("label smoothing over ignored tokens", "terms",
         "Tokens that the labels leave out have the uniform part of label smoothing.",
-        SMOOTHING, lambda p: of_terms(p, UNIFORM), LOSSES, "label smoothing"),
+        SMOOTHING, lambda p: tokens.of_terms(p, UNIFORM), LOSSES, "label smoothing"),
     Defect("z-loss over ignored tokens", "terms",
         "Tokens that the labels leave out have a z-loss.",
-        OPTIONS, lambda p: of_terms(p, Z_LOSS), LOSSES, "a z-loss"),
+        OPTIONS, lambda p: tokens.of_terms(p, Z_LOSS), LOSSES, "a z-loss"),
     Defect("label smoothing and z-loss over ignored tokens", "terms",
         "Tokens that the labels leave out have the uniform part of label smoothing, and a z-loss.",
-        SMOOTHING, lambda p: of_terms(p, UNIFORM, Z_LOSS), LOSSES, "label smoothing and a z-loss"),
+        SMOOTHING, lambda p: tokens.of_terms(p, UNIFORM, Z_LOSS), LOSSES,
+        "label smoothing and a z-loss"),
     Defect("logits rounded to 16 bits", "head",
         "The logits were stored in bfloat16 or float16 on the way to the softmax. Some libraries "
         "choose to, for speed; it is another computation.",

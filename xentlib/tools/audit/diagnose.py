@@ -6,7 +6,7 @@ rho / u). The gradients of the head are read first, as they say most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from xentlib.contract import U
 from xentlib.tools.audit import reader
 from xentlib.tools.audit.defects import DEFECTS, DIVERGENCE, forms
-from xentlib.tools.audit.hypotheses import Hypothesis, Numbers, Oracle
+from xentlib.tools.audit.hypotheses import Hypothesis, Numbers
 from xentlib.tools.audit.naming import (
     FACTOR,
     LIMIT,
@@ -25,10 +25,14 @@ from xentlib.tools.audit.naming import (
     multiple,
     of_head,
 )
-from xentlib.tools.audit.problem import Array, Options, build
+from xentlib.tools.audit.oracle import Oracle
+from xentlib.tools.audit.problem import EMPTY_RANK, PADDED, THERE, Array, Options, Problem, build
 from xentlib.tools.audit.report import Finding, Report
 
 HEAD, HIDDEN = "gradients of the head", "gradient of the hidden states"
+LOCAL = "not reduced over ranks"
+# Of logits of a hundred float32 has a 2^-17 of a probability; what breaks is off by more.
+ROUGH = 2.0**-10
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -46,34 +50,28 @@ def judge(
     got: Numbers,
     changed: Sequence[str] = (),
     again: Callable[[], Numbers] | None = None,
+    run: Callable[[Problem], Numbers] | None = None,
 ) -> Report:
     """Hold the numbers of a step, [R, ...] each, against those of the oracle.
 
     Gradients of the head come first, as they say most: the loss and the gradient of the hidden
-    states are looked into where those are right. What has no name gets a hint.
+    states are looked into where those are right. What has no name gets a hint. A step that is right
+    is run on what breaks real runs.
 
     Args:
         changed: names of what the step was given and has written to.
         again: calls the step once more.
+        run: calls it on another problem.
     """
-    problem, right, bias = oracle.problem, Hypothesis(), got.d_bias is not None
+    problem, bias = oracle.problem, got.d_bias is not None
     value = "values" if problem.kind == "logprobs" else "loss"
-    numbers = oracle.numbers(right)
-    quantities = {
-        HEAD: (of_head(got, bias), lambda: of_head(numbers, bias)),
-        value: ([got.loss], lambda: [_shown(numbers, got)]),
-        HIDDEN: ([got.d_hidden], lambda: [oracle.d_hidden(right)]),
-    }
     findings: list[Finding] = []
     held: dict[str, float] = {}
-    missing = []
-    for of, (arrays, wanted) in quantities.items():
-        if arrays[0] is None:
+    notes, missing = [], []
+    for of, returned, want in _quantities(oracle, got):
+        if not returned:
             missing.append(of)
             continue
-        returned, want = [np.asarray(x, np.float64) for x in arrays], wanted()
-        if of == HIDDEN and problem.kind == "step":
-            want = [_own_multiples(returned[0], *want)]
         held[of] = distance(returned, want)
         off = abs(multiple(returned[0], want[0]) - 1.0) / U if of == HEAD else 0.0
         if findings or (LIMIT.holds(held[of]) and off <= FACTOR):
@@ -81,6 +79,9 @@ def judge(
         found = None
         if of == value:
             fits = explain_values(oracle, returned[0], lambda r: [_shown(oracle.numbers(r), got)])
+            if any(fit.names == (LOCAL,) for fit in fits):
+                notes.append("the loss is each rank's own, not the mean of all: a log shows one's")
+                continue
         else:
             fits, found = explain(oracle, returned, of == HIDDEN)
         note = _of_the_loss(oracle, got, fits) if of == HEAD else "the head's gradients are right"
@@ -89,14 +90,91 @@ def judge(
         names = tuple(fit.names for fit in fits)
         factor = fits[0].factor if fits else 1.0
         nearest = min((fit.distance for fit in fits), default=None)
+        rounded = any(fit.rounded for fit in fits)
         lines = () if found is None else tuple(reader.printed(oracle, found))
-        findings.append(Finding(of, names, factor, held[of], nearest, note, lines))
+        findings.append(Finding(of, names, factor, held[of], nearest, note, lines, rounded))
     if problem.bias is not None and not bias:
         missing.append("gradient of the bias")
+    there, run_there = {}, []
+    if run is not None and not findings:
+        there = wrong_there(oracle, run, {value} if notes else set())
+        run_there = [name for name in _there(problem) if name not in there]
+        if PADDED in there:
+            notes.append(f"with {PADDED}, {there.pop(PADDED)}: 0 times inf is NaN in a product")
     looked_for = visible(problem.kind, problem.options, problem.ranks)
     return Report(
-        backend, problem.kind, problem.text, tuple(findings), held, *looked_for, tuple(missing)
+        backend=backend,
+        kind=problem.kind,
+        problem=problem.text,
+        findings=tuple(findings),
+        held=held,
+        looked_for=looked_for[0],
+        not_looked_for=looked_for[1],
+        not_compared=tuple(missing),
+        there=there,
+        right_there=tuple(run_there),
+        notes=tuple(notes),
     )
+
+
+def _quantities(oracle: Oracle, got: Numbers) -> Iterator[tuple[str, list[Array], list[Array]]]:
+    """Name, what came (nothing where a step did not give it), and what is right."""
+    right, bias = oracle.numbers(Hypothesis()), got.d_bias is not None
+    yield HEAD, of_head(got, bias), of_head(right, bias)
+    loss = [] if got.loss is None else [np.asarray(got.loss, np.float64)]
+    yield "values" if oracle.each else "loss", loss, [_shown(right, got)] if loss else []
+    if got.d_hidden is None:
+        yield HIDDEN, [], []
+        return
+    hidden, want = np.asarray(got.d_hidden, np.float64), oracle.d_hidden(Hypothesis())
+    if oracle.problem.kind == "step":
+        want = _own_multiples(hidden, want)
+    yield HIDDEN, [hidden], [want]
+
+
+# --- on what breaks real runs ---------------------------------------------------------------------
+
+
+def wrong_there(
+    oracle: Oracle, run: Callable[[Problem], Numbers], spared: set[str]
+) -> dict[str, str]:
+    """What breaks a step that is right on plain numbers, and what it does there. All at once, and
+    one by one where that is wrong; padding by itself. `spared`: what is not compared."""
+    names = _there(oracle.problem)
+    plain = tuple(name for name in names if name != PADDED)
+    found: dict[str, str] = {}
+    for together in (plain, (PADDED,)):
+        said = _broken(oracle.problem, run, together, spared)
+        if said:
+            alone = {x: _broken(oracle.problem, run, (x,), spared) for x in together}
+            found |= {x: y for x, y in alone.items() if y} or {" and ".join(together): said}
+    return found
+
+
+def _there(problem: Problem) -> tuple[str, ...]:
+    return tuple(x for x in THERE if x != EMPTY_RANK or problem.ranks > 1)
+
+
+def _broken(
+    problem: Problem, run: Callable[[Problem], Numbers], there: tuple[str, ...], spared: set[str]
+) -> str:
+    """Nothing where it is right."""
+    hard = Oracle(build(problem.kind, problem.options, problem.ranks, there=there))
+    try:
+        got = run(hard.problem)
+    except Exception as error:
+        if problem.ranks > 1:  # the others may wait for this one
+            raise
+        return f"the step raised {type(error).__name__}: {error}"
+    for of, returned, want in _quantities(hard, got):
+        if of in spared or not returned:
+            continue
+        if not all(np.isfinite(x).all() for x in returned):
+            return f"{of}: inf or NaN"
+        away = distance(returned, want)
+        if away * U > ROUGH:
+            return f"{of}: off by {away * U:.2g} of it"
+    return ""
 
 
 def _own_multiples(got: Array, right: Array) -> Array:

@@ -18,7 +18,8 @@ import numpy as np
 
 from xentlib.contract import ROWS, U, rho
 from xentlib.tools.audit.defects import DEFECTS, forms
-from xentlib.tools.audit.hypotheses import DIVERGENCE, LABELS, Head, Hypothesis, Numbers, Oracle
+from xentlib.tools.audit.hypotheses import DIVERGENCE, LABELS, Head, Hypothesis, Numbers
+from xentlib.tools.audit.oracle import Oracle
 from xentlib.tools.audit.problem import IGNORE, Array
 from xentlib.tools.audit.reader import CLOSE, TERMS, Map, read, stacked
 
@@ -80,8 +81,11 @@ def explain(oracle: Oracle, got: Sequence[Array], hidden: bool) -> tuple[list[Fi
         return of_head(oracle.numbers(reading), len(got) > 1)
 
     maps: list[tuple[tuple[str, ...], Map]] = []
-    for number in range(3):
-        maps += [(n, read(oracle, got[0], head, hidden)) for n, head in _heads(oracle, number)]
+    # Cheapest first: other heads for right tokens, before other tokens.
+    for number, deep in ((0, False), (1, False), (0, True), (1, True), (2, True)):
+        maps += [
+            (n, read(oracle, got[0], head, hidden, deep)) for n, head in _heads(oracle, number)
+        ]
         if any(found.exact for _, found in maps):
             break
     if not hidden and oracle.problem.ranks > 1 and not any(found.exact for _, found in maps):
@@ -211,7 +215,8 @@ def _numbers(
     problem = oracle.problem
     took = reading.labels.labels
     counts = {1.0} if took is None else {1.0, (took != IGNORE).sum() / problem.count}
-    if any(_near(s, x, units) for x in counts):
+    clipped = reading.divisor == "clipped" or isinstance(reading.divisor, tuple)
+    if clipped or any(_near(s, x, units) for x in counts):  # to any norm
         yield ()
         return
     named = _values(oracle, "scale")[1:]
@@ -305,7 +310,7 @@ def _near(s: float, value: float, units: float) -> bool:
     return abs(s - value) <= units * U * abs(value)
 
 
-# --- the loss, and values --------------------------------------------------------------------------
+# --- the loss, and values -------------------------------------------------------------------------
 
 
 def explain_values(oracle: Oracle, got: Array, predict: Predict) -> list[Fit]:

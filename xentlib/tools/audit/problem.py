@@ -26,6 +26,17 @@ MICRO_BATCHES, ROWS, LENGTH, HIDDEN, VOCAB = 3, 2, 13, 24, 43
 FLAT = 53  # tokens of the functions, which have one row
 STD = 2.0  # of the logits: a softcap of 30 moves them by 0.4 %, and no token is certain
 
+# What breaks real runs, and no plain numbers: of a second part, in which factors are not read.
+EMPTY_RANK, LARGE, PADDED = "an empty rank", "logits beyond 100", "inf and NaN at padding"
+THERE = (
+    "an empty micro-batch",
+    EMPTY_RANK,
+    "a row without a token that counts",
+    "tokens with ids 0, 1 and 2",
+    LARGE,
+    PADDED,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -184,9 +195,12 @@ def next_labels(labels: Array, segments: Array | None, by: int = 1) -> Array:
     return shifted
 
 
-def build(kind: str, options: Options, ranks: int = 1, seed: int = 0) -> Problem:
+def build(
+    kind: str, options: Options, ranks: int = 1, seed: int = 0, there: tuple[str, ...] = ()
+) -> Problem:
     """The same arrays in every process. A function of hidden states, head and labels gets one row
-    on one rank, and for log-probabilities no label that is left out."""
+    on one rank, and for log-probabilities no label that is left out. `there`: of `THERE`, a step's
+    alone."""
     options.check(kind)
     rng = np.random.default_rng([seed, 16])
     flat = kind != "step"
@@ -216,8 +230,13 @@ def build(kind: str, options: Options, ranks: int = 1, seed: int = 0) -> Problem
             row[-padding:] = 0
     if flat:
         masked = rng.random(shape) < 0.35
+    _break_tokens(there, ids, masked, attention)
     labels = np.where(masked | ~attention, IGNORE, ids)
     hidden = rng.standard_normal((*shape, HIDDEN)).astype(np.float32)
+    if LARGE in there:
+        hidden[:, -1, 0] *= np.float32(25.0)
+    if PADDED in there:
+        hidden[~attention] = np.resize(np.array([np.inf, np.nan], np.float32), HIDDEN)
     weight = rng.standard_normal((VOCAB, HIDDEN)) * (STD / np.sqrt(HIDDEN))
     targets = next_labels(labels, segments)
     if kind == "logprobs":
@@ -233,6 +252,18 @@ def build(kind: str, options: Options, ranks: int = 1, seed: int = 0) -> Problem
         teacher = (rng.standard_normal((*shape, VOCAB)) * STD).astype(np.float32)
     weight = weight.astype(np.float32)
     return Problem(kind, options, *tokens, hidden, weight, bias, *gradients, teacher)
+
+
+def _break_tokens(there: tuple[str, ...], ids: Array, masked: Array, attention: Array) -> None:
+    if THERE[0] in there:
+        masked[:, 1] = True
+    if EMPTY_RANK in there:
+        masked[-1] = True
+    if THERE[2] in there:
+        masked[:, 0, 0] = True
+    if THERE[3] in there:
+        for k in range(3):
+            ids[..., 2 + k :: 4] = np.where(attention, k, ids)[..., 2 + k :: 4]
 
 
 def _starts(segments: Array) -> Array:

@@ -22,8 +22,8 @@ from xentlib.tools.audit.hypotheses import (
     UNIFORM,
     Z_LOSS,
     Head,
-    Oracle,
 )
+from xentlib.tools.audit.oracle import Oracle
 from xentlib.tools.audit.problem import Array
 
 # A sum of float32 leaves 1 to 3 units over; what no factors give, from some hundred on.
@@ -63,10 +63,18 @@ def stacked(factors: dict[str, Array]) -> Array:
     return np.stack([factors.get(name, nothing) for name in TERMS])
 
 
-def read(oracle: Oracle, got: Array, head: Head, hidden: bool = False, rows: bool = False) -> Map:
-    """Of gradients of the head, [R, V, H], or of hidden states, [R, M, B, L, H]."""
+def read(
+    oracle: Oracle,
+    got: Array,
+    head: Head,
+    hidden: bool = False,
+    deep: bool = True,
+    rows: bool = False,
+) -> Map:
+    """Of gradients of the head, [R, V, H], or of hidden states, [R, M, B, L, H]; with other terms
+    than a right step has if it is `deep`."""
     found = []
-    for terms, others in _stages(oracle):
+    for terms, others in _stages(oracle) if deep else [next(_stages(oracle))]:
         columns = _columns(oracle, head, terms, others)
         if hidden:
             solved = _by_tokens(columns, oracle.w, got.reshape(-1, got.shape[-1]))
@@ -121,13 +129,15 @@ def _columns(oracle: Oracle, head: Head, terms: Sequence[str], others: Sequence[
 
 
 def _ranks_of(oracle: Oracle) -> Array:
-    return np.indices(oracle.problem.ids.shape)[0].reshape(-1)
+    return np.asarray(np.indices(oracle.problem.ids.shape)[0].reshape(-1))
 
 
 def _of_slices(oracle: Oracle) -> Array:
     """[N, V]: which rows of the head are in the slice of a token's rank."""
     ranks, vocab = oracle.problem.ranks, oracle.w.shape[0]
-    return _ranks_of(oracle)[:, None] == np.arange(vocab) // -(-vocab // ranks)
+    slices = np.arange(vocab) // -(-vocab // ranks)
+    mine: Array = _ranks_of(oracle)[:, None] == slices
+    return mine
 
 
 def _by_sums(columns: Array, x: Array, got: Array) -> tuple[Array, Array, float]:

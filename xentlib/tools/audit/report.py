@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata
 from textwrap import fill
 from typing import Any
 
+import xentlib
+from xentlib.contract import U
 from xentlib.tools.audit.defects import BY_NAME
 
 SCHEMA = "xentlib.audit/1"
@@ -24,7 +28,8 @@ class Finding:
             this problem, none where nothing fits.
         factor: number that is left over beside the defects, 1 if none.
         off: rho / u from the oracle.
-        distance: rho / u from the numbers of the defects; None where nothing fits.
+        distance: rho / u from the numbers of the defects, or 1 - cosine of the angle between the
+            error and what rounding does, if it is `rounded`; None where nothing fits.
         note: what else was seen.
         map: what every token counts for, in lines of text; empty of a loss.
     """
@@ -36,11 +41,14 @@ class Finding:
     distance: float | None
     note: str = ""
     map: tuple[str, ...] = ()
+    rounded: bool = False
 
     @property
     def title(self) -> str:
         sets = [" and ".join(names) for names in self.defects]
-        times = f"a factor of {self.factor:.6g} that has no name"
+        near = abs(self.factor - 1.0) < 1e-4
+        number = f"1 {self.factor - 1.0:+.2g}" if near else f"{self.factor:.6g}"
+        times = f"a factor of {number} that has no name"
         if self.factor != 1.0:
             sets = [f"{names} and {times}" if names else times for names in sets]
         return ", or ".join(sets) or NONE_OF_THESE
@@ -59,6 +67,9 @@ class Report:
         looked_for: defects that would have shown.
         not_looked_for: the others, each with the reason.
         not_compared: quantities that the step did not give.
+        there: what breaks a step that is right on plain numbers, and what it does there.
+        right_there: what does not.
+        notes: what is as it may be, and worth knowing.
     """
 
     backend: str
@@ -69,19 +80,42 @@ class Report:
     looked_for: tuple[str, ...]
     not_looked_for: dict[str, str] = field(default_factory=dict)
     not_compared: tuple[str, ...] = ()
+    there: dict[str, str] = field(default_factory=dict)
+    right_there: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        return not self.findings
+        return not self.findings and not self.there
 
     def __str__(self) -> str:
-        lines = [f"{BACKENDS[self.backend]}, {self.kind}: {self.problem}", ""]
-        lines += [line for finding in self.findings for line in self._said(finding)]
-        if self.passed:
+        return self.text()
+
+    def text(self, verbose: bool = False) -> str:
+        """The verdict first; with `verbose` also what was looked for, and what was not and why."""
+        lines: list[str] = []
+        for finding in self.findings:
+            lines.append(f"{'and ' if lines else ''}{finding.of}: {finding.title}")
+        if not lines:
+            verdict = "wrong there, and nothing found on plain numbers" if self.there else ""
+            lines = [verdict or "nothing found"]
+        lines += [f"{BACKENDS[self.backend]}, {self.kind}: {self.problem}", ""]
+        for finding in self.findings:
+            lines += self._said(finding)
+        if not self.findings:
             compared = ", ".join(f"{name} ({x:.3g})" for name, x in self.held.items())
-            lines += [_filled(f"nothing found. Compared (rho / u from the oracle): {compared}")]
+            lines += [_filled(f"compared (rho / u from the oracle): {compared}")]
+        if self.there:
+            lines += ["wrong there:"]
+            lines += [_filled(f"{name}: {what}", "  ") for name, what in self.there.items()]
+        if self.right_there:
+            lines += [_filled(f"right there: {_names(self.right_there)}")]
+        lines += [_filled(f"note: {note}") for note in self.notes]
         if self.not_compared:
             lines += [_filled(f"not compared, as it was not given: {_names(self.not_compared)}")]
+        if not verbose:
+            some, others = len(self.looked_for), len(self.not_looked_for)
+            return "\n".join([*lines, f"looked for {some} defects, {others} not: -v lists them"])
         lines += [_filled(f"looked for: {_names(self.looked_for)}")]
         reasons: dict[str, list[str]] = {}
         for name, why in self.not_looked_for.items():
@@ -92,14 +126,16 @@ class Report:
         return "\n".join(lines)
 
     def _said(self, finding: Finding) -> list[str]:
-        lines = [f"{finding.of}: {finding.title}"]
+        lines = [f"{finding.of}:"]
         pages = []
         for name in dict.fromkeys(name for names in finding.defects for name in names):
             lines.append(_filled(f"{name}: {BY_NAME[name].sentence}", "  "))
-            pages.append(f"docs/{BY_NAME[name].page(self.backend)}")
-        size = f"relative distance to the oracle {finding.off * 2**-24:.2g}"
-        if finding.distance is not None:
-            size += f", to what this gives {finding.distance * 2**-24:.2g}"
+            pages.append(page(BY_NAME[name].page(self.backend)))
+        size = f"relative distance to the oracle {finding.off * U:.2g}"
+        if finding.rounded and finding.distance is not None:
+            size += f"; the error points as that rounding's does, cosine {1 - finding.distance:.3g}"
+        elif finding.distance is not None:
+            size += f", to what this gives {finding.distance * U:.2g}"
         lines.append(_filled(f"{size}{'; ' + finding.note if finding.note else ''}", "  "))
         lines += [f"  cure: {page}" for page in dict.fromkeys(pages)]
         lines += [f"  {line}" for line in finding.map]
@@ -108,6 +144,21 @@ class Report:
     def to_json(self) -> str:
         document = {"schema": SCHEMA, "passed": self.passed, **asdict(self)}
         return json.dumps(document, indent=1, default=float) + "\n"
+
+
+@cache
+def page(name: str) -> str:
+    """Where a page of docs/ can be read: at the address of the sources that the package has, of
+    this version; without one by its name."""
+    try:
+        urls = metadata("xentlib").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        urls = []
+    for url in urls:
+        label, _, address = url.partition(", ")
+        if label == "Source":
+            return f"{address.rstrip('/')}/blob/v{xentlib.__version__}/docs/{name}"
+    return f"docs/{name} of xentlib {xentlib.__version__}'s sources"
 
 
 def _names(names: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,10 +12,12 @@ import numpy as np
 from xentlib.checks import audit as checks
 from xentlib.checks.audit import STEPS, described
 from xentlib.tools.audit.diagnose import oracle_of
-from xentlib.tools.audit.hypotheses import Numbers, Oracle
+from xentlib.tools.audit.hypotheses import Numbers
+from xentlib.tools.audit.oracle import Oracle
 from xentlib.tools.audit.problem import Array, Options, Problem
 
 # What a function of hidden states, head and labels may call its arguments, to get them by name.
+WEIGHTS = ("weight", "kernel", "embedding")  # an embedding's is a tied head's, [V, H]
 NAMES = {"hidden", "weight", "labels", "bias", *Options().of_logits, *Options().of_loss}
 
 Step = Callable[..., Any]
@@ -74,10 +76,11 @@ def _parameters(function: Step) -> tuple[list[str], list[str] | None]:
     return names, None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else required
 
 
-def returned(result: Any) -> Returned:
+def returned(result: Any, problem: Problem) -> Returned:
     """Loss alone, or with gradients: (loss, of the head) or (loss, of the head, of the hidden
-    states). The head's are its weight's, (weight's, bias's), or have names; the loss may have what
-    is logged beside it, as `jax.value_and_grad(..., has_aux=True)` returns it."""
+    states). The head's are its weight's, (weight's, bias's), or have names, also within a tree of
+    all parameters; the loss may have what is logged beside it, as `jax.value_and_grad(...,
+    has_aux=True)` returns it."""
     named = _of_name(result, "loss")
     if named is not None:
         return Returned(result, named)
@@ -91,12 +94,25 @@ def returned(result: Any) -> Returned:
     head = gradients[0]
     weight, bias = head, None
     if isinstance(head, Mapping):
-        weight, bias = head.get("weight", head.get("kernel")), head.get("bias")
+        named = [*_with_weights(head)] or [(None, None)]
+        sizes = problem.weight.shape, problem.weight.shape[::-1]
+        fits = [x for x in named if getattr(x[0], "shape", None) in sizes]
+        weight, bias = (fits or named)[0]
     elif hasattr(head, "weight"):
         weight, bias = head.weight, getattr(head, "bias", None)
     elif isinstance(head, (tuple, list)) and head:
         weight, bias = head[0], head[1] if len(head) > 1 else None
     return Returned(result, loss, weight, bias, gradients[1] if len(gradients) > 1 else None)
+
+
+def _with_weights(tree: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Weight and bias of each mapping in a tree that has a weight, the outermost first."""
+    weights = [tree[name] for name in WEIGHTS if name in tree]
+    if weights and not isinstance(weights[0], Mapping):
+        yield weights[0], tree.get("bias")
+    for child in tree.values():
+        if isinstance(child, Mapping):
+            yield from _with_weights(child)
 
 
 def _of_name(result: Any, name: str) -> Any:

@@ -1,4 +1,5 @@
-"""Which tokens are scored against which labels in each defect of that kind, for a problem."""
+"""Which tokens are scored against which labels, have which terms and stand in which means, in each
+defect of that kind, for a problem."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xentlib.tools.audit.hypotheses import Labelled
+from xentlib.tools.audit.hypotheses import Labelled, Terms
 from xentlib.tools.audit.problem import IGNORE, Array, Problem, next_labels
 
 
@@ -140,3 +141,41 @@ def last_micro_batch(p: Problem) -> list[Any]:
     keep = np.ones(p.targets.shape, np.bool_)
     keep[:, -1] = False
     return without([keep])
+
+
+# --- which terms, and means of which chunks -------------------------------------------------------
+
+
+def of_terms(p: Problem, *names: str) -> list[Any]:
+    """Terms that positions without a label have too, on padding or not, divided by the tokens that
+    count or by all that have it."""
+    there = {True: p.targets.size, False: int(p.attention.sum())}
+    shares = [(1.0, pad) for pad in there] + [(p.count / n, pad) for pad, n in there.items()]
+    return [
+        Terms(everywhere=names, share=share, padding=pad) for share, pad in dict.fromkeys(shares)
+    ]
+
+
+def no_smoothing(p: Problem) -> list[Any]:
+    return [Terms(label=1.0 / (1.0 - p.options.label_smoothing), uniform=0.0)]
+
+
+def over_others(p: Problem) -> list[Any]:
+    """Label smoothing's share over all classes but the label's."""
+    eps, vocab = p.options.label_smoothing, p.weight.shape[0]
+    own = (1.0 - eps - eps / (vocab - 1)) / (1.0 - eps)
+    return [Terms(label=own, uniform=vocab / (vocab - 1))]
+
+
+def chunks(p: Problem) -> list[Any]:
+    """Lengths of chunks of a micro-batch that are neither its rows nor all of it, as far as tokens
+    that count are in them."""
+    r, m, b, n = p.targets.shape
+    valid = (p.targets != IGNORE).reshape(r * m, b * n)
+    number = int((valid.sum(axis=1) > 0).sum())
+    found = []
+    for length in range(2, b * n):
+        if length % n or length // n not in (1, b):
+            parts = [valid[:, i : i + length].any(axis=1).sum() for i in range(0, b * n, length)]
+            found += [length] * bool(sum(parts) > number)
+    return found

@@ -53,6 +53,7 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--ranks", int, None, "N", RANKS),
     ("--out", Path, None, "FILE", "write the report as JSON too"),
     ("--no-documents", bool, None, None, ONE_DOCUMENT),
+    ("-v, --verbose", bool, None, None, "list what was looked for, and what was not and why"),
 )
 
 
@@ -81,10 +82,10 @@ def run(args: argparse.Namespace) -> int:
     if backend == "jax":
         options["ranks"] = args.ranks or 1
     if args.out is not None:
-        _write(args.out, "")  # before the step is run, not after it
+        _check_writable(args.out)  # before the step is run, not after it
     report, rank = _audit(backend, step, options, args.target, under_torchrun)
     if rank == 0:
-        print(report, flush=True)
+        print(report.text(args.verbose), flush=True)
         if args.out is not None:
             _write(args.out, report.to_json())
     if under_torchrun:  # which ends the others as soon as one has failed
@@ -185,6 +186,15 @@ def _audit(
         raise UsageError(
             f"the step '{target}' raised {type(error).__name__}{rank}: {error}"
         ) from error
+
+
+def _check_writable(path: Path) -> None:
+    """Leaves what is there."""
+    new = not path.exists()
+    with writing("--out", path):
+        path.open("a").close()
+    if new:
+        path.unlink()
 
 
 def _write(path: Path, text: str) -> None:

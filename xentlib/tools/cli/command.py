@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser, module: Any) -> None:
     parser.description = getattr(module, "DESCRIPTION", None)
     for flag, kind, default, metavar, words, *more in module.ARGUMENTS:
         if kind is bool:
-            parser.add_argument(flag, action="store_true", help=words)
+            parser.add_argument(*flag.split(", "), action="store_true", help=words)
             continue
         end = "" if default is None else f" (default: %(default){'g' if kind is number else 's'})"
         of: dict[str, Any] = {"choices" if isinstance(kind, tuple) else "type": kind}
