@@ -244,6 +244,14 @@ def weight_alone(head: Any, micro_batches: Any) -> Any:
     return loss, np.asarray(grads.weight)
 
 
+def whole_tree(head: Any, micro_batches: Any) -> Any:
+    """As Linen has it: all parameters, the head's somewhere in them."""
+    loss, grads = step()(head, micro_batches)
+    own = {"kernel": grads.weight.T, "bias": grads.bias}
+    other = {"kernel": jnp.ones((3, 5)), "bias": jnp.ones(5)}
+    return loss, {"params": {"Dense_0": other, "norm": {"scale": jnp.ones(3)}, "lm_head": own}}
+
+
 RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "one gradient": (step(), {"bias": True}),
     "shifted over documents": (step(labels=lambda b: shifted(b["labels"], b["segment_ids"])), {}),
@@ -258,6 +266,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "optax": (by_optax, {}),
     "nnx": (by_nnx, {"bias": True}),
     "the weight's gradient alone": (weight_alone, {}),
+    "Linen's tree": (whole_tree, {"bias": True}),
     "a softcap": (step(logits=options(softcap=30.0)), {"softcap": 30.0}),
     "a scale and a temperature": (
         step(logits=options(scale=0.25, temperature=0.7)),

@@ -57,6 +57,28 @@ def sharded_head(head: Any, micro_batches: Any) -> Any:
     return total(loss) / world()
 
 
+def local_loss(head: Any, micro_batches: Any) -> Any:
+    """Right gradients; what is returned is the mean of this rank's tokens, and of another one's
+    where it has none NaN."""
+    of_wrapper(ddp)(head, micro_batches)
+    with torch.no_grad():
+        x = torch.cat([b["hidden"] for b in micro_batches])
+        y = torch.cat([b["targets"] for b in micro_batches]).flatten()
+        return F.cross_entropy(head(x).flatten(0, 1), y)
+
+
+def own_mean(head: Any, micro_batches: Any) -> Any:
+    """The count of all ranks is right, and this rank's loss is divided by its own first."""
+    model = ddp(head)
+    count = total(sum((b["targets"] != IGNORE).sum() for b in micro_batches)).item()
+    x = torch.cat([b["hidden"] for b in micro_batches])
+    y = torch.cat([b["targets"] for b in micro_batches]).flatten()
+    own = (y != IGNORE).sum()
+    log_p = model(x).flatten(0, 1).log_softmax(-1)
+    nll = -log_p.gather(1, y.clamp(min=0)[:, None])[:, 0]
+    ((nll * (y != IGNORE)).sum() / own * own * world() / count).backward()
+
+
 ON_RANKS: list[tuple[str, Any, dict[str, Any]]] = [
     ("", step(), {"bias": True}),
     ("", of_wrapper(ddp), {"bias": True}),
@@ -80,4 +102,7 @@ ON_RANKS: list[tuple[str, Any, dict[str, Any]]] = [
     ("head's gradient is one rank's own", full_tensor, {}),
     ("labels not shifted", step(labels=lambda b: b["labels"]), {}),
     ("logits rounded to 16 bits", step(logits=bf16), {}),
+    ("off by the number of ranks and sum and not mean", step(divisor="nothing", reduce="mean"), {}),
+    ("", local_loss, {}),
+    ("", own_mean, {}),
 ]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from helpers.audited_torch import IGNORE, bf16, one_batch, options, raw, shifted, step, targets
 
-__all__ = ["READ"]
+__all__ = ["READ", "WRONG_THERE"]
 
 
 def count(micro_batches: Any) -> Any:
@@ -275,4 +275,68 @@ READ: list[tuple[str, Any, dict[str, Any]]] = [
     ),
     ("", running_mean, {}),
     ("", step(logits=raw), {}),
+]
+
+
+# --- right on plain numbers -----------------------------------------------------------------------
+
+
+def by_ids(head: Any, micro_batches: Any) -> Any:
+    """A mask for padding made of ids, which a real token has too."""
+    return step(
+        labels=lambda b: torch.where(b["input_ids"].roll(-1, 1) == 0, IGNORE, b["targets"])
+    )(head, micro_batches)
+
+
+def without_maximum(head: Any, micro_batches: Any) -> Any:
+    z, y, valid = tokens_of(head, micro_batches)
+    lse = z.exp().sum(-1).log()
+    loss = (lse - z.gather(1, y[:, None])[:, 0])[valid].mean()
+    loss.backward()
+    return loss
+
+
+def mean_of_each(head: Any, micro_batches: Any) -> Any:
+    """Each micro-batch's mean times its number of tokens: 0 times NaN without one."""
+    number, total = count(micro_batches), torch.zeros(())
+    for b in micro_batches:
+        z, y = head(b["hidden"]).flatten(0, 1), b["targets"].flatten()
+        loss = F.cross_entropy(z, y) * (y != IGNORE).sum() / number
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def mean_of_rows(head: Any, micro_batches: Any) -> Any:
+    number, total = count(micro_batches), torch.zeros(())
+    for b in micro_batches:
+        log_p = head(b["hidden"]).log_softmax(-1)
+        nll = -log_p.gather(-1, b["targets"].clamp(min=0)[..., None])[..., 0]
+        valid = b["loss_mask"]
+        rows = (nll * valid).sum(1) / valid.sum(1)
+        loss = (rows * valid.sum(1)).sum() / number
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def wants_labels(head: Any, micro_batches: Any) -> Any:
+    for b in micro_batches:
+        if not b["loss_mask"].any():
+            raise ZeroDivisionError("no label")
+    return one_batch(head, micro_batches)
+
+
+EMPTY, ROW, IDS = (
+    "an empty micro-batch",
+    "a row without a token that counts",
+    "tokens with ids 0, 1 and 2",
+)
+NAN = "gradients of the head: inf or NaN"
+WRONG_THERE: list[tuple[Any, dict[str, str]]] = [
+    (by_ids, {IDS: "gradients of the head: off by "}),
+    (without_maximum, {"logits beyond 100": NAN}),
+    (mean_of_each, {EMPTY: "loss: inf or NaN"}),
+    (mean_of_rows, {EMPTY: NAN, ROW: NAN}),
+    (wants_labels, {EMPTY: "the step raised ZeroDivisionError: no label"}),
 ]

@@ -144,6 +144,28 @@ def test_what_is_wrong_is_printed_and_written(audit, tmp_path):
 
 
 @pytest.mark.torch
+def test_a_report_is_kept_until_there_is_another(audit, tmp_path):
+    pytest.importorskip("torch")
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("an older report")
+    for path in (kept, new):
+        assert audit(*on_torch("breaks", "--out", str(path)))[0] == 2
+    assert kept.read_text() == "an older report"
+    assert not new.exists()
+    assert audit(*on_torch("mean", "--out", str(kept)))[0] == 1
+    assert json.loads(kept.read_text())["passed"] is False
+
+
+@pytest.mark.torch
+def test_the_verdict_is_first_and_lists_are_asked_for(audit):
+    pytest.importorskip("torch")
+    for asked, there in (((), False), (("-v",), True)):
+        out = audit(*on_torch("mean", *asked))[1]
+        assert out.startswith("gradients of the head: mean of the means of micro-batches and off")
+        assert ("looked for: labels not shifted," in out) is there
+
+
+@pytest.mark.torch
 def test_options_say_what_the_step_applies(audit):
     pytest.importorskip("torch")
     assert audit(*on_torch("right"))[0] == 0

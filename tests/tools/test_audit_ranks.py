@@ -50,6 +50,20 @@ def test_on_gloo_ranks(k, name):
     assert first == second
 
 
+@pytest.mark.torch
+@pytest.mark.slow
+def test_on_gloo_ranks_beside_the_name():
+    """A loss of each rank's own is a note; a rank without a token breaks what divides by its own
+    number of them."""
+    pytest.importorskip("torch")
+    *_, (_, local), (_, own) = on_two()[0]
+    assert local.startswith("nothing found")
+    assert "note: the loss is each rank's own" in local
+    assert "right there: an empty micro-batch, an empty rank" in local
+    assert own.startswith("wrong there, and nothing found on plain numbers")
+    assert "\nwrong there:\n  an empty rank: gradients of the head: inf or NaN\n" in own
+
+
 def starting(rank, world, folder):
     """A step that starts the group itself."""
     from helpers.audited_torch import one_batch

@@ -83,7 +83,7 @@ def judge(
                 notes.append("the loss is each rank's own, not the mean of all: a log shows one's")
                 continue
         else:
-            fits, found = explain(oracle, returned, of == HIDDEN)
+            fits, found = explain(oracle, returned, of == HIDDEN, _finite(got.d_hidden))
         note = _of_the_loss(oracle, got, fits) if of == HEAD else "the head's gradients are right"
         if not fits:
             note = "; ".join(x for x in (note, _hint(returned, got, changed, again)) if x)
@@ -115,6 +115,11 @@ def judge(
         right_there=tuple(run_there),
         notes=tuple(notes),
     )
+
+
+def _finite(x: Array | None) -> Array | None:
+    there = x is not None and np.isfinite(x).all() and x.any()
+    return np.asarray(x, np.float64) if there else None
 
 
 def _quantities(oracle: Oracle, got: Numbers) -> Iterator[tuple[str, list[Array], list[Array]]]:

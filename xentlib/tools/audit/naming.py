@@ -69,9 +69,12 @@ def of_head(numbers: Numbers, bias: bool = True) -> list[Array]:
 # --- gradients ------------------------------------------------------------------------------------
 
 
-def explain(oracle: Oracle, got: Sequence[Array], hidden: bool) -> tuple[list[Fit], Map | None]:
+def explain(
+    oracle: Oracle, got: Sequence[Array], hidden: bool, beside: Array | None = None
+) -> tuple[list[Fit], Map | None]:
     """The smallest sets of defects that give the gradients of the head, or of the hidden states;
-    several where they cannot be told apart, none where nothing fits. And the map."""
+    several where they cannot be told apart, none where nothing fits. And the map. `beside`: those
+    of the hidden states, if it is of the head."""
     if not all(np.isfinite(x).all() for x in got) or not got[0].any():
         return [], None
 

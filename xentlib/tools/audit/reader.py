@@ -31,6 +31,7 @@ EXACT = 32 * U
 # How far factors that are read from exact sums, and from rounded ones, are from what they are, as
 # shares of the largest; and in standard deviations, where that is more.
 CLOSE, CLOSE_ROUNDED, SIGMAS = 2.0**-12, 0.15, 10.0
+OPEN = 0.05  # a factor that is known no better than this is open
 SHARE = 0.8  # of the equations there may be so many unknowns
 RIDGE = 1e-11  # of columns of length 1; what it takes off comes back in the next round
 TERMS = (DIVERGENCE, *LABELS, UNIFORM, Z_LOSS, SOFTMAX, ENTROPY)
@@ -70,9 +71,11 @@ def read(
     hidden: bool = False,
     deep: bool = True,
     rows: bool = False,
+    beside: Array | None = None,
 ) -> Map:
     """Of gradients of the head, [R, V, H], or of hidden states, [R, M, B, L, H]; with other terms
-    than a right step has if it is `deep`."""
+    than a right step has if it is `deep`. `beside`: gradients of the hidden states, which say what
+    those of the head leave open, as each token has its own."""
     found = []
     for terms, others in _stages(oracle) if deep else [next(_stages(oracle))]:
         columns = _columns(oracle, head, terms, others)
@@ -83,6 +86,11 @@ def read(
         else:
             solved = _by_sums(columns * _of_slices(oracle) if rows else columns, oracle.x, got)
         factors, noise, residual = solved
+        if beside is not None and not hidden and SIGMAS * noise.max() > OPEN:
+            tokens = _by_tokens(columns, oracle.w, beside.reshape(-1, beside.shape[-1]))
+            near = _in_units(oracle, tokens[0], columns, got)
+            factors, noise, residual = _by_sums(columns, oracle.x, got, near)
+            noise = np.minimum(noise, tokens[1] * np.abs(near).max() / np.abs(tokens[0]).max())
         if rows:
             factors = factors * (_ranks_of(oracle) == np.arange(len(got))[:, None])
         by_name = dict(zip(terms, factors, strict=True))
@@ -140,8 +148,23 @@ def _of_slices(oracle: Oracle) -> Array:
     return mine
 
 
-def _by_sums(columns: Array, x: Array, got: Array) -> tuple[Array, Array, float]:
-    """Factors [terms, R, N] of gradients [R, V, H], and their standard deviations [terms, N]."""
+def _in_units(oracle: Oracle, factors: Array, columns: Array, got: Array) -> Array:
+    """Factors of hidden states, in units of those of the head; each rank's backward of a
+    micro-batch may have a multiple of its own."""
+    ranks, micro_batches = oracle.problem.ids.shape[:2]
+    r, m, _, _ = np.indices(oracle.problem.ids.shape)
+    of = (r * micro_batches + m).reshape(-1)
+    each = [np.where(of == k, factors[:, 0], 0.0) for k in range(ranks * micro_batches)]
+    made = [((f[..., None] * columns).sum(axis=0).T @ oracle.x).ravel() for f in each]
+    times = np.linalg.lstsq(np.stack(made, axis=1), got.reshape(len(got), -1).T, rcond=None)[0]
+    return np.stack([factors[:, 0] * one[of] for one in times.T], axis=1)
+
+
+def _by_sums(
+    columns: Array, x: Array, got: Array, near: Array | None = None
+) -> tuple[Array, Array, float]:
+    """Factors [terms, R, N] of gradients [R, V, H], the closest to `near`, and their standard
+    deviations [terms, N]."""
     terms, tokens, vocab = columns.shape
     flat, xs = columns.reshape(-1, vocab), np.tile(x, (terms, 1))
     gram = (flat @ flat.T) * np.tile(x @ x.T, (terms, terms))
@@ -150,13 +173,24 @@ def _by_sums(columns: Array, x: Array, got: Array) -> tuple[Array, Array, float]
     gram = gram / size / size[:, None]
     gram[np.diag_indices_from(gram)] += RIDGE
     inverse = np.linalg.inv(gram)
-    factors, left = np.zeros((len(flat), len(got))), got
+    factors = np.zeros((len(flat), len(got)))
+    if near is not None:
+        factors += near.swapaxes(1, 2).reshape(len(flat), len(got))
+
+    def left_over() -> Array:
+        made = [(f.reshape(terms, tokens, 1) * columns).sum(axis=0).T @ x for f in factors.T]
+        return np.asarray(got - np.stack(made))
+
+    left = left_over()
     for _ in range(3):
         right = np.stack([((flat @ one) * xs).sum(axis=1) for one in left], axis=1)
         factors += (inverse @ (right / size[:, None])) / size[:, None]
-        made = [(f.reshape(terms, tokens, 1) * columns).sum(axis=0).T @ x for f in factors.T]
-        left = got - np.stack(made)
-    deviation = np.sqrt(np.diag(inverse)) / size * _rms(left, got)
+        left = left_over()
+    # What the equations say nothing of may be anything of the size of the others.
+    spare, there = RIDGE * inverse, size < np.inf
+    largest = np.abs(factors[there] * size[there, None]).max(initial=0.0)
+    spare = ((spare @ spare) * spare).sum(axis=1) * largest**2
+    deviation = np.sqrt(np.diag(inverse) * _rms(left, got) ** 2 + spare) / size
     by_term = factors.T.reshape(len(got), terms, tokens).swapaxes(0, 1)
     return by_term, deviation.reshape(terms, tokens), _share(left, got)
 
@@ -253,6 +287,8 @@ def _lines(factor: Array, close: Array, shape: tuple[int, ...]) -> Iterator[str]
 
 def _cell(x: float, close: float) -> str:
     """As many digits as are known."""
+    if close > 0.5:
+        return "?"
     if abs(x) <= close:
         return "."
     if abs(x - 1.0) <= max(close, 5e-4):
