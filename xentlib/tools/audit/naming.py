@@ -85,7 +85,7 @@ def explain(
 
     maps: list[tuple[tuple[str, ...], Map]] = []
     # Cheapest first: other heads for right tokens, before other tokens.
-    for number, deep in ((0, False), (1, False), (0, True), (1, True), (2, True)):
+    for number, deep in ((0, False), (1, False), (0, True), (2, False), (1, True)):
         maps += [
             (n, read(oracle, got[0], head, hidden, deep)) for n, head in _heads(oracle, number)
         ]

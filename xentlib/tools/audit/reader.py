@@ -86,7 +86,8 @@ def read(
         else:
             solved = _by_sums(columns * _of_slices(oracle) if rows else columns, oracle.x, got)
         factors, noise, residual = solved
-        if beside is not None and not hidden and SIGMAS * noise.max() > OPEN:
+        open_ = residual <= EXACT and SIGMAS * noise.max() > OPEN
+        if beside is not None and not hidden and not rows and open_:
             tokens = _by_tokens(columns, oracle.w, beside.reshape(-1, beside.shape[-1]))
             near = _in_units(oracle, tokens[0], columns, got)
             factors, noise, residual = _by_sums(columns, oracle.x, got, near)
@@ -186,13 +187,15 @@ def _by_sums(
         right = np.stack([((flat @ one) * xs).sum(axis=1) for one in left], axis=1)
         factors += (inverse @ (right / size[:, None])) / size[:, None]
         left = left_over()
-    # What the equations say nothing of may be anything of the size of the others.
-    spare, there = RIDGE * inverse, size < np.inf
-    largest = np.abs(factors[there] * size[there, None]).max(initial=0.0)
-    spare = ((spare @ spare) * spare).sum(axis=1) * largest**2
+    spare, residual = np.zeros(len(flat)), _share(left, got)
+    if residual <= EXACT:
+        # What the equations say nothing of may be anything of the size of the others.
+        there, idle = size < np.inf, RIDGE * inverse
+        largest = np.abs(factors[there] * size[there, None]).max(initial=0.0)
+        spare = ((idle @ idle) * idle).sum(axis=1) * largest**2
     deviation = np.sqrt(np.diag(inverse) * _rms(left, got) ** 2 + spare) / size
     by_term = factors.T.reshape(len(got), terms, tokens).swapaxes(0, 1)
-    return by_term, deviation.reshape(terms, tokens), _share(left, got)
+    return by_term, deviation.reshape(terms, tokens), residual
 
 
 def _by_tokens(columns: Array, w: Array, got: Array) -> tuple[Array, Array, float]:
