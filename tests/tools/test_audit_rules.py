@@ -68,7 +68,7 @@ def test_every_form_of_every_defect_is_named(which):
     oracle = oracle_of(*PROBLEMS[which])
     for defect in DEFECTS:
         found = list(forms(defect, oracle.problem))
-        for reading in found[:: max(len(found) // 4, 1)]:
+        for reading in found[:: max(len(found) // 2, 1)]:
             report = judge("torch", oracle, returned(oracle, reading))
             (finding,) = report.findings
             named = {name for names in finding.defects for name in names}

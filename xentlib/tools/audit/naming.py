@@ -154,19 +154,22 @@ def _readings(
     others = [] if hidden else [x for x in others if x[1].rows == found.rows]
     sums = others if found.rows else [right, *others]
     rest = [_values(oracle, axis) for axis in ("divisor", "terms", "upstream")]
-    for (n1, labels), (n2, reduced) in product(_values(oracle, "labels"), sums):
-        reading = Hypothesis(labels=labels, reduced=reduced, head=found.head)
-        own = stacked(_of(oracle, reading, hidden))[places]
-        if ((own != 0) != there).sum() > spared:
-            continue
-        for (n3, divisor), (n4, terms), (n5, upstream) in product(*rest):
-            one = reading._replace(divisor=divisor, terms=terms, upstream=upstream)
-            own = stacked(_of(oracle, one, hidden)) / close
-            size = float(np.vdot(own, own))
-            s = float(np.vdot(own, factors / close)) / size if size else 0.0
-            away = float(np.abs(factors / close - s * own).max())
-            if s and away <= 1.0:
-                yield (*n1, *n2, *n3, *n4, *n5), one, away
+    masks = oracle.choices.setdefault("masks", {})  # which do not depend on the head
+    for i, (n1, labels) in enumerate(_values(oracle, "labels")):
+        for n2, reduced in sums:
+            reading = Hypothesis(labels=labels, reduced=reduced, head=found.head)
+            if (i, reduced, hidden) not in masks:
+                masks[i, reduced, hidden] = stacked(_of(oracle, reading, hidden))[places] != 0
+            if (masks[i, reduced, hidden] != there).sum() > spared:
+                continue
+            for (n3, divisor), (n4, terms), (n5, upstream) in product(*rest):
+                one = reading._replace(divisor=divisor, terms=terms, upstream=upstream)
+                own = stacked(_of(oracle, one, hidden)) / close
+                size = float(np.vdot(own, own))
+                s = float(np.vdot(own, factors / close)) / size if size else 0.0
+                away = float(np.abs(factors / close - s * own).max())
+                if s and away <= 1.0:
+                    yield (*n1, *n2, *n3, *n4, *n5), one, away
 
 
 def _of(oracle: Oracle, reading: Hypothesis, hidden: bool) -> dict[str, Array]:
