@@ -51,7 +51,10 @@ RETURNED: dict[str, tuple[Any, str]] = {
         lambda loss, g: (loss, 0.5, g),
         r"of `weight` of shape \(43, 24\); got \(\)",
     ),
-    "other names": (lambda loss, g: (loss, {"head": g}), r"\(one number, a dict with 'head'\)"),
+    "other names": (
+        lambda loss, g: (loss, {"head": g["weight"]}),
+        r"\(one number, a dict with 'head'\)",
+    ),
     "metrics third": (lambda loss, g: (loss, g, {"acc": 1}), "as its third result .* 3 micro-batc"),
     "a number third": (lambda loss, g: (loss, g, 0.5), "as its third result .*; got 0.5"),
     "hidden of one": (

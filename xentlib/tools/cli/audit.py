@@ -53,7 +53,7 @@ ARGUMENTS: tuple[Row, ...] = (
     ("--ranks", int, None, "N", RANKS),
     ("--out", Path, None, "FILE", "write the report as JSON too"),
     ("--no-documents", bool, None, None, ONE_DOCUMENT),
-    ("-v, --verbose", bool, None, None, "list what was looked for, and what was not and why"),
+    ("--verbose, -v", bool, None, None, "list what was looked for, and what was not and why"),
 )
 
 
