@@ -94,8 +94,9 @@ def divided_after_the_reduction(head: Any, micro_batches: Any) -> Any:
 def weighted_by_its_share(head: Any, micro_batches: Any) -> Any:
     model, x = ddp(head), torch.cat([b["hidden"] for b in micro_batches])
     y = torch.cat([b["targets"] for b in micro_batches]).flatten()
-    loss = F.cross_entropy(model(x).flatten(0, 1), y)
-    share = own(micro_batches) * world() / everywhere(micro_batches)
+    count = own(micro_batches)
+    loss = F.cross_entropy(model(x).flatten(0, 1), y, reduction="sum") / count.clamp(min=1)
+    share = count * world() / everywhere(micro_batches)
     (loss * share).backward()
     return over_ranks(loss * share) / world()
 

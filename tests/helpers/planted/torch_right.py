@@ -47,6 +47,8 @@ def running_mean(head: Any, micro_batches: Any) -> Any:
     seen, mean, value = 0, torch.zeros_like(head.weight), 0.0
     for b in micro_batches:
         new = int((b["targets"] != IGNORE).sum())
+        if not new:
+            continue
         logits = head(b["hidden"]).flatten(0, 1)
         loss = F.cross_entropy(logits, b["targets"].flatten())
         (grad,) = torch.autograd.grad(loss, [head.weight])

@@ -23,11 +23,16 @@ TORCH = (
 RANKS = ("ranks_wrong", "ranks_right")
 JAX = ("jax_wrong", "jax_right")
 WELL = ("right", "named", "mapped", "vague")
+LISTS = (
+    r"^(PyTorch, |JAX, |compared|not compared|looked for|not looked for|right there|note:)"
+    r".*(\n  .*)*"
+)
 
 
 class Verdict(NamedTuple):
-    """of: "right", "named" (truthfully), "mapped" (numbers without a name), "vague" (wrong, and no
-    more), "misnamed" (nothing of what is wrong is said), "missed", "false", "raised"."""
+    """of: "right"; of wrong steps "named" (truthfully), "mapped" (numbers without a name that
+    explain the gradient), "vague" (wrong, and no more), "misnamed" (nothing of what is wrong is
+    said), "missed"; of right ones "false"; "raised"."""
 
     of: str
     title: str
@@ -43,17 +48,22 @@ def judged(row: Planted, audit: Any) -> Verdict:
         report = audit(row.step, **{"kind": "step", **row.options})
     except Exception as error:  # noqa: BLE001 a table has a row for each
         return Verdict("raised", type(error).__name__, str(error))
-    text, title = str(report), "; ".join(x.title for x in report.findings)
+    text = str(report)
+    there = getattr(report, "there", {})  # breaks it, and is not among plain numbers
+    title = "; ".join(
+        [*(x.title for x in report.findings), *(f"{k}: {x}" for k, x in there.items())]
+    )
     if row.expected == "right" or report.passed:
         of = {"right": ("false", "right"), "wrong": ("", "missed")}[row.expected][report.passed]
         return Verdict(of, title, text)
-    # What is said of it: the lists of what was looked for have every word.
-    said = re.split(r"\n(?:not compared|looked for|not looked for)", text.split("\n\n", 1)[1])[0]
+    # Not the lists of what was compared or looked for, which have every word.
+    said = re.sub(LISTS, "", text, flags=re.MULTILINE)
     true = all(re.search(pattern, said, re.IGNORECASE) for pattern in row.axis)
-    first = report.findings[0].title
-    if first.startswith("wrong, and none"):
-        return Verdict("vague", title, text)
-    if first.startswith("a factor of"):
+    if report.findings and report.findings[0].title.startswith("wrong, and none"):
+        left = re.search(r"with (\S+) of it left over", said)
+        explained = left is not None and float(left[1]) < 1e-5
+        return Verdict("mapped" if explained else "vague", title, text)
+    if report.findings and report.findings[0].title.startswith("a factor of"):
         return Verdict("mapped", title, text)
     return Verdict("named" if true else "misnamed", title, text)
 
