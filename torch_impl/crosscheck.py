@@ -68,9 +68,9 @@ class CrossCheck(Schedule):
             `exceeded="raise"`.
 
     Numerics: float32 gradients are held to tau of rows A5 and A6, 16-bit ones to the largest ULP of
-    A7 and A16, counts to A0, and against JAX all to A9. The loss is held to the ULP of A2 and A8,
-    of the sum of its terms and of what the roundings of the logits move it. Under autocast the
-    oracle is given the operands rounded as the products take them.
+    A7 and A16, counts to A0, and against JAX all to A9 and A19. The loss is held to the ULP of A2
+    and A8, of the sum of its terms and of what the roundings of the logits move it. Under autocast
+    the oracle is given the operands rounded as the products take them.
     """
 
     backend, counterpart = "torch", "jax"

@@ -11,7 +11,7 @@ from fuzzing.draw import Drawn
 from fuzzing.findings import Findings, gradients_of
 from fuzzing.truth import Truth
 from helpers.oracle import tau_bound
-from xentlib.contract import ROW_OF, ROWS
+from xentlib.contract import ROW_OF, SHARES
 from xentlib.tools.harness.findings import BETWEEN
 from xentlib.tools.harness.problems import Problem
 from xentlib.ulp import round_to
@@ -84,7 +84,7 @@ def held(
     exact_bits("above 0", np.int64((outcome.logprobs > 0).sum()), np.int64(0))
     if d.function == "vocab_parallel_logprobs" and not low:
         _given(findings, d, truth, error, seen, gradients["d_logits"], details)
-    # A5, A6, A7, A16
+    # A5, A6, A7, A16, A19
     for name, got in gradients.items():
         oracle, bound, magnitude = truth.gradients[name]
         if got.dtype.name in ROW_OF:
@@ -92,10 +92,10 @@ def held(
             share = findings.claims("data", truth.claimed)
             share = share and findings.claims("even entropy", not truth.even)
             share = share and findings.claims("entries", got.size >= 4096)
-            metrics = [b.metric for b in ROWS[row].bounds if share or not b.at_least]
-            findings.check(
-                row, got, oracle, magnitude=magnitude, metrics=metrics, quantity=name, **details
-            )
+            findings.check(row, got, oracle, magnitude=magnitude, quantity=name, **details)
+            if share:
+                metrics = (SHARES[got.dtype.name],)
+                findings.check("A19", got, oracle, metrics=metrics, quantity=name, **details)
             continue
         row = "A6" if name in ("d_weight", "d_bias") else "A5"
         claimed = findings.claims("data", truth.claimed and not low)
@@ -150,7 +150,7 @@ def same_chunks(findings: Findings, d: Drawn, outcome: Any, whole: Any) -> None:
 
 
 def between(findings: Findings, d: Drawn, truth: Truth, ours: Any, theirs: Any) -> None:
-    """A1 in audit mode, A9 elsewhere."""
+    """A1 in audit mode, A9 and A19 elsewhere."""
     details: dict[str, Any] = {"backend": "torch/jax", "case": d.text}
     gradients = gradients_of(d, ours), gradients_of(d, theirs)
     if not d.audit:
@@ -159,16 +159,16 @@ def between(findings: Findings, d: Drawn, truth: Truth, ours: Any, theirs: Any) 
         for name, got in gradients[0].items():
             if not findings.claims("entries", got.size >= 4096):
                 continue
-            metrics = BETWEEN
-            findings.check(
-                "A9",
-                got,
-                truth.gradients[name][0],
-                other=gradients[1][name],
-                metrics=metrics[d.case.dtype],
-                quantity=name,
-                **details,
-            )
+            for row, metrics in BETWEEN[d.case.dtype].items():
+                findings.check(
+                    row,
+                    got,
+                    truth.gradients[name][0],
+                    other=gradients[1][name],
+                    metrics=metrics,
+                    quantity=name,
+                    **details,
+                )
         return
     for name in ours._fields:
         got, other = getattr(ours, name), getattr(theirs, name)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xentlib import reference
-from xentlib.contract import ROW_OF, check, failures
+from xentlib.contract import ROW_OF, SHARES, check, failures
 from xentlib.tools.harness.device import numpy_of, on_torch
 from xentlib.ulp import dtype_named
 
@@ -151,7 +151,7 @@ def oracle(call: Call) -> reference.LogprobReference:
 
 
 def hold_given(call: Call, got: dict[str, Any]) -> None:
-    """A0, A3, A5 or A7, and the bound of A2 for values whose terms cancel, as for shards. Float64
+    """A0, A3, A5 or A7, A19; the bound of A2 for values whose terms cancel, as for shards. Float64
     is held to the same bounds with 2^-53 for u."""
     o, low = oracle(call), call.logits.dtype.itemsize == 2
     double = call.logits.dtype == np.float64
@@ -189,6 +189,7 @@ def hold_given(call: Call, got: dict[str, Any]) -> None:
     dz, exact = dz.reshape(z.shape), o.d_weight.T[: len(z)]
     if low:
         found += check(ROW_OF[dz.dtype.name], dz, exact, magnitude=np.abs(exact))
+        found += check("A19", dz, exact, metrics=(SHARES[dz.dtype.name],))
     else:
         # p comes from the float32 lse: its rounding, 512 u at 1e4, is in the bound, not in rho.
         metrics = ("tau", "rho / u") if np.abs(o.lse).max(initial=0.0) < 1e3 else ("tau",)

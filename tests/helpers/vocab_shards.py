@@ -10,6 +10,7 @@ import numpy as np
 
 from xentlib.contract import ROW_OF, check, failures
 from xentlib.tools.harness.cases import EXTRAS, OPTIONS
+from xentlib.tools.harness.findings import check_gradient
 from xentlib.tools.harness.problems import Case
 from xentlib.ulp import bits_unequal
 
@@ -60,13 +61,6 @@ def held(
         assert not failures(check("A2", got, exact, magnitude=scale, quantity=name))
     else:
         row = ROW_OF[dtype] if low else {"d_hidden": "A5"}.get(name, "A6")
-        measured = check(
-            row,
-            got,
-            getattr(reference, name),
-            getattr(reference, name.replace("d_", "bound_")),
-            magnitude=getattr(reference, name.replace("d_", "magnitude_")),
-            quantity=name,
-        )
+        measured = check_gradient(row, name, got, reference, quantity=name)
         assert measured
         assert not failures(measured)

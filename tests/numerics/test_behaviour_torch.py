@@ -10,6 +10,7 @@ import pytest
 
 from xentlib.contract import check, failures
 from xentlib.tools.harness.device import numpy_of
+from xentlib.tools.harness.findings import check_gradient
 from xentlib.tools.harness.problems import Case
 
 torch = pytest.importorskip("torch")
@@ -78,7 +79,7 @@ def test_hidden_float32_with_weight_bfloat16():
     assert [g.dtype for g in got] == [torch.float32, torch.bfloat16, torch.float32]
     hold_leaves(p, loss, {"hidden": got[0], "bias": got[2]})
     o = p.reference()
-    found = check("A7", numpy_of(got[1].float()), o.d_weight, magnitude=o.magnitude_weight)
+    found = check_gradient("A7", "d_weight", numpy_of(got[1].float()), o)
     assert failures(found) == []
 
 

@@ -27,7 +27,7 @@ from helpers.given_logits import (
     same_bits,
 )
 from xentlib.arguments import LogitsArguments
-from xentlib.contract import check, failures
+from xentlib.contract import SHARES, check, failures
 from xentlib.tools.harness.backends import run
 from xentlib.tools.harness.cases import logit_sets
 from xentlib.tools.harness.problems import Case, build
@@ -111,14 +111,15 @@ def test_the_loss_of_a_row_that_is_masked_throughout_is_nan(backend: str) -> Non
 
 
 def test_a_gradient_that_is_subnormal_in_fp16(backend: str) -> None:
-    """A16: of a mean over [256, 1000] logits nearly every entry is below 2^-14. Catches: a rounding
-    that takes those to 0, which left 0.1 % of them."""
+    """A16, A19: of a mean over [256, 1000] logits nearly every entry is below 2^-14. Catches: a
+    rounding that takes those to 0, which left 0.1 % of them."""
     call = make(shape=(256,), columns=1000, dtype="float16", std=1.0, ignored=0.0)
     mean = np.full(256, 1 / 256, np.float32)
     call = replace(call, upstream=np.stack([mean, 0 * mean, 0 * mean]))
     dz, exact = RUN[backend](call)["d_logits"], oracle(call).d_weight.T
     assert (np.abs(exact) < 2.0**-14).mean() > 0.99
     assert not failures(check("A16", dz, exact, magnitude=np.abs(exact)))
+    assert not failures(check("A19", dz, exact, metrics=(SHARES["float16"],)))
 
 
 def test_a_poisoned_row_reaches_nothing(backend: str) -> None:

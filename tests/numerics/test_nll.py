@@ -30,7 +30,7 @@ from xentlib.tools.harness.cases import (
     low_precision,
     named,
 )
-from xentlib.tools.harness.findings import GRADIENT_ROWS, Findings
+from xentlib.tools.harness.findings import GRADIENT_ROWS, Findings, check_gradient
 from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.rows.head import nll
 from xentlib.tools.parity.rows.mutants import nll_mutants
@@ -148,21 +148,14 @@ def test_audit_mode_bit_for_bit(case: Case) -> None:
 
 
 def gradients(problem: Problem, backend: str, **how: Any) -> list[Measurement]:
-    """A5 and A6 of a problem, or A7 where it is bf16."""
+    """A5 and A6 of a problem, or A7 and A19 where it is bf16."""
     low = problem.hidden.dtype.name == "bfloat16"
     reference = problem.reference(dz_dtype="bfloat16" if low else "float64")
     measurements = []
     for name, got in run(backend, problem, **how).gradients().items():
-        part = name.removeprefix("d_")
-        measurements += check(
-            "A7" if low else GRADIENT_ROWS[name],
-            got,
-            getattr(reference, name),
-            getattr(reference, f"bound_{part}"),
-            magnitude=getattr(reference, f"magnitude_{part}"),
-            case=problem.text,
-            quantity=name,
-        )
+        row = "A7" if low else GRADIENT_ROWS[name]
+        of = {"case": problem.text, "quantity": name}
+        measurements += check_gradient(row, name, got, reference, **of)
     return measurements
 
 

@@ -78,6 +78,7 @@ def test_each_check_has_its_mutants_and_each_quantity_its_second_run() -> None:
     }
     heads = {f"{row} d {of}" for of in ("hidden", "weight") for row in ("A7", "A16")}
     heads |= {"A5 d hidden", "A6 d weight", "A9 d hidden bf16", "A9 d weight bf16"}
+    heads |= {f"A19 d {of}{bits}" for of in ("hidden", "weight") for bits in ("", " bf16")}
     losses = {"A2 loss of float32", "A8 loss of bfloat16", "A8 loss of float16"}
     assert quantities["mutants"] == heads | losses
     assert quantities["run to run"] == {"loss", "d_hidden", "d_weight"}

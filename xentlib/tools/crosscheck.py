@@ -284,12 +284,12 @@ def with_backend(call: CheckedCall, by: str, **details: Any) -> list[Measurement
     measured += check("A9", call.loss, loss, metrics=norm, quantity="loss", **details)
     for name, given in (call.gradients or {}).items():
         ours, theirs = given, np.asarray(getattr(other, name.replace(" ", "_")))
-        metrics = norm
+        row, metrics = "A9", norm
         if "bfloat16" in (call.gemm_dtype, given.dtype.name):
             ours, theirs = (x.astype(dtype_named("bfloat16")) for x in (given, theirs))
-            metrics = ("bf16 bit-equal",)
+            row, metrics = "A19", ("bf16 bit-equal",)
         measured += check(
-            "A9", ours, theirs, other=theirs, metrics=metrics, quantity=name, **details
+            row, ours, theirs, other=theirs, metrics=metrics, quantity=name, **details
         )
     return measured
 

@@ -36,7 +36,9 @@ __all__ = ["Conformance", "Loss", "conform"]
 
 Array = npt.NDArray[Any]
 Measure = Callable[[Findings, Problem], None]
-ROWS = ("A0", "A2", "A5", "A6", "A7", "A8", "A11", "A14", "A16")
+ROWS = ("A0", "A2", "A5", "A6", "A7", "A8", "A11", "A14", "A16", "A19")
+# Where both of our backends round: said of another library, and no part of the verdict.
+REPORTED = ("A19",)
 DTYPES = ("float32", "bfloat16", "float16")
 OPTIONS = (*ARRAY_ARGUMENTS, *RULES, "reduction", "weight_layout")
 
@@ -100,8 +102,10 @@ class Conformance:
 
     @property
     def passed(self) -> bool:
-        """Whether every row that was measured holds, and no case has raised."""
-        return all(self.rows.values()) and not self.result.failed
+        """Whether every row that was measured holds, and no case has raised. A19, which says where
+        both backends of xentlib round, is measured and does not count."""
+        held = (holds for row, holds in self.rows.items() if row not in REPORTED)
+        return all(held) and not self.result.failed
 
     @property
     def choices(self) -> list[str]:
@@ -118,7 +122,7 @@ class Conformance:
         stream = io.StringIO()
         print(f"{self.loss.name} {self.loss.version}".strip(), file=stream)
         statements = {name: text for name, text in row_statements().items() if name in ROWS}
-        print_table(self.result, stream, statements)
+        print_table(self.result, stream, statements, REPORTED)
         for line in left_over(self.left_out, self.choices):
             print(line, file=stream)
         return stream.getvalue()
@@ -140,7 +144,8 @@ def left_over(left_out: dict[str, str], choices: list[str]) -> list[str]:
 def conform(
     loss: Loss, *, seed: int = 0, cases: tuple[Case, ...] = GRID, base: Case = BASE
 ) -> Conformance:
-    """Hold a loss to rows A0, A2, A5 to A8, A11 and A16, and the checks to their mutants (A14).
+    """Hold a loss to rows A0, A2, A5 to A8, A11 and A16, and the checks to their mutants (A14). A19
+    is measured too, and is no part of the verdict.
 
     Args:
         loss: the adapter.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xentlib.contract import ROW_OF, ROWS, Measurement, check, failures
+from xentlib.contract import ROW_OF, ROWS, SHARES, Measurement, check, failures
 from xentlib.tools.harness.backends import Outcome
 from xentlib.tools.harness.backends import run as public
 from xentlib.tools.harness.problems import Problem
@@ -18,12 +18,13 @@ from xentlib.ulp import ulp_distance
 Array = npt.NDArray[Any]
 BOTH = "torch/jax"
 GRADIENT_ROWS = {"d_hidden": "A5", "d_weight": "A6", "d_bias": "A6"}
-# Metrics of row A9. Bits alone would let one dropped row of 509 pass; its error would not.
-BETWEEN = {
-    "float32": ("rho / u", "error ratio"),
-    "bfloat16": ("bf16 bit-equal", "error ratio"),
-    "float16": ("error ratio",),
+# Rows and metrics of one backend's gradients against the other's.
+BETWEEN: dict[str, dict[str, tuple[str, ...]]] = {
+    "float32": {"A9": ("rho / u", "error ratio")},
+    "bfloat16": {"A9": ("error ratio",), "A19": ("bf16 bit-equal",)},
+    "float16": {"A9": ("error ratio",)},
 }
+SHARE_OF = {row: SHARES[dtype] for dtype, row in ROW_OF.items()}
 # Distances of ULP in powers of two: from exact to 2^24, where no digit is right.
 EDGES = (0.0, 0.5, *(2.0**k for k in range(25)), np.inf)
 
@@ -43,9 +44,12 @@ def check_gradient(
     row: str, name: str, got: Any, reference: Any, **details: Any
 ) -> list[Measurement]:
     """A gradient by its name against an oracle's, with its error bound and the sum of its absolute
-    terms."""
+    terms; by A7 or A16, and not some of their metrics, beside them A19."""
     oracle, bound, terms = (part_of(reference, name, part) for part in ("d", "bound", "magnitude"))
-    return check(row, got, oracle, bound, magnitude=terms, **details)
+    measured = check(row, got, oracle, bound, magnitude=terms, **details)
+    if row in SHARE_OF and details.get("metrics") is None:
+        measured += check("A19", got, oracle, **{**details, "metrics": (SHARE_OF[row],)})
+    return measured
 
 
 class Findings:
@@ -74,8 +78,8 @@ class Findings:
         *,
         count: bool = False,
     ) -> None:
-        """Gradients of one problem by each backend: A5 and A6 of float32, A7 or A16 of 16 bits, and
-        A9 where there are two; `count` puts the distances into the histograms."""
+        """Gradients of one problem by each backend: A5 and A6 of float32, A7 or A16 and A19 of 16
+        bits, and A9 where there are two; `count` puts the distances into the histograms."""
         dtype = problem.hidden.dtype.name
         for backend, outcome in outcomes.items():
             for name, got in outcome.gradients().items():
@@ -87,16 +91,17 @@ class Findings:
         if len(outcomes) < 2:
             return
         for name, got in outcomes["torch"].gradients().items():
-            self.check(
-                "A9",
-                got,
-                part_of(reference, name),
-                other=getattr(outcomes["jax"], name),
-                metrics=BETWEEN[dtype],
-                backend=BOTH,
-                case=problem.text,
-                quantity=named(name),
-            )
+            for row, metrics in BETWEEN[dtype].items():
+                self.check(
+                    row,
+                    got,
+                    part_of(reference, name),
+                    other=getattr(outcomes["jax"], name),
+                    metrics=metrics,
+                    backend=BOTH,
+                    case=problem.text,
+                    quantity=named(name),
+                )
 
     def reject(
         self,

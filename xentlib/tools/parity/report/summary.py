@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, NoReturn, TextIO
 
 from xentlib.contract import ROWS, Measurement
@@ -94,9 +94,12 @@ class RowSummary(NamedTuple):
     entries: int  # numbers compared, each once however many metrics were taken of it
     passed: bool | None  # None: nothing was measured
     measurements: tuple[Measurement, ...]  # worst first
+    judged: bool = True  # whether it counts in the verdict
 
     @property
     def status(self) -> str:
+        if self.passed is False and not self.judged:
+            return "differs"
         return "not run" if self.passed is None else "pass" if self.passed else "FAIL"
 
 
@@ -164,6 +167,7 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 
 def verdict(result: ParityResult, rows: list[RowSummary]) -> str:
     """One sentence: does every row hold, and if not, which do not; and was everything run."""
+    rows = [row for row in rows if row.judged]
     short = [row.id for row in rows if row.passed is False]
     failed = [section.name for section in result.failed]
     parts = []
@@ -199,11 +203,14 @@ LOG_WIDTH = 128  # columns of a table that goes to a file or a pipe
 
 
 def print_table(
-    result: ParityResult, stream: TextIO, statements: Mapping[str, str] | None = None
+    result: ParityResult,
+    stream: TextIO,
+    statements: Mapping[str, str] | None = None,
+    reported: Collection[str] = (),
 ) -> None:
     """One line a row of the contract, one line a metric within it; below them what could not be
-    run, and the verdict."""
-    rows = summarise(result, statements)
+    run, and the verdict, in which `reported` rows do not count."""
+    rows = [row._replace(judged=row.id not in reported) for row in summarise(result, statements)]
     try:
         _rich_table(rows, stream)
     except ModuleNotFoundError:
@@ -257,8 +264,9 @@ def _rich_table(rows: list[RowSummary], stream: TextIO) -> None:
             if narrow:
                 what, backends = cells[1], cells.pop(2)
                 what.append(f" · {backends}" if row.backends and i == 0 else "")
+            bad = "bold red" if row.judged else ""
             if row.worst and not row.worst[i][1].passed:
-                cells[-4].stylize("bold red")
-            cells[-1].stylize({None: "", True: "green", False: "bold red"}[row.passed])
+                cells[-4].stylize(bad)
+            cells[-1].stylize({None: "", True: "green", False: bad}[row.passed])
             table.add_row(*cells, style="dim" if row.passed is None else "")
     console.print(table)
