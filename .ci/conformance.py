@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from divergences import ABSENT, PEERS, adapters
+from smallest import smallest_rejected
 
 from xentlib.tools.conformance import (
     Conformance,
@@ -183,6 +184,7 @@ def main() -> None:
                 print(name, new.get("absent") or [*new["kinds"]], flush=True)
     for name, (package, why) in ABSENT.items():
         found["divergences"][name] = {"absent": why, "version": package}
+    found["smallest rejected"] = smallest_rejected()
     DATA.write_text(json.dumps({"made": made, **found}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -40,6 +40,7 @@ from measured import (
     recipe_part,
     recipes_part,
     routes_part,
+    smallest_rejected_part,
     table,
 )
 
@@ -265,6 +266,7 @@ PARTS = {
     "defects": defects_part,
     "cross_check": cross_check_part,
     "conformance": conformance_part,
+    "smallest_rejected": smallest_rejected_part,
     "conformance_divergences": conformance_divergences_part,
     "parity_options": lambda: options_table("parity"),
     "bench_options": lambda: options_table("bench"),

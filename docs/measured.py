@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from xentlib.contract import ROWS
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data"
 KERNELS = DATA / "kernels.json"
@@ -209,6 +211,24 @@ def conformance_part() -> str:
             *(["Not run:", table(("loss", "package", "why"), absent)] if absent else []),
         )
     )
+
+
+def smallest_rejected_part() -> str:
+    """What `make conformance` has found of the rows themselves."""
+    found = json.loads(CONFORMANCE.read_text(encoding="utf-8"))["smallest rejected"]
+    whole, part = "the whole", "exponentials"
+
+    def said(x: dict[str, float], of: str) -> str:
+        return f"{x[of]:.1e}" if of in x else "–"
+
+    rows = [(row, _of(row), said(x, whole), said(x, part)) for row, x in found.items()]
+    rows.sort(key=lambda row: int(row[0][1:]))
+    numbers = ("the whole off by", "exponentials off by")
+    return table(("row", "of", *numbers), rows, numbers)
+
+
+def _of(row: str) -> str:
+    return f"{ROWS[row].quantity}, {ROWS[row].inputs}"
 
 
 def conformance_divergences_part() -> str:

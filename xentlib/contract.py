@@ -181,6 +181,7 @@ IN_ORDER = (
         "gradients of a divergence",
         (Bound("rho", 3e-3),),
     ),
+    Row("A26", "logits given", "d logits beside the target's", (Bound("tau", 2),)),
 )
 ROWS = {row.id: row for row in IN_ORDER}
 

@@ -70,6 +70,7 @@ def nll_reference(
     dz_dtype: str = "float64",
     weight_layout: str = "VH",
     head: bool = True,
+    exact_logits: bool = False,
 ) -> NLLReference:
     """Loss head in float64 from NumPy arrays; arguments as in `chunked_nll`.
 
@@ -78,11 +79,14 @@ def nll_reference(
         dz_dtype: round dz once to this dtype before the gradient GEMMs (rounding point 5), so that
             row A7 measures everything but that rounding.
         head: False leaves out what is [V, H].
+        exact_logits: what the head multiplies is exact, as of logits that are given: A is 0.
     """
     s = Softmax(
         hidden, weight, labels, bias, where, ignore_index,
         logit_scale, softcap, temperature, weight_layout,
     )  # fmt: skip
+    if exact_logits:
+        s.a, s.expected_a = np.zeros_like(s.a), np.zeros_like(s.expected_a)
     num_tokens, vocab_size = s.z.shape
     rows, y_N = np.arange(num_tokens), s.onehot.argmax(axis=1)
     c_V = np.ones(vocab_size) if class_weights is None else f64(class_weights)

@@ -36,7 +36,7 @@ __all__ = ["Conformance", "Loss", "conform"]
 
 Array = npt.NDArray[Any]
 Measure = Callable[[Findings, Problem], None]
-ROWS = ("A0", "A2", "A5", "A6", "A7", "A8", "A11", "A14", "A16", "A19")
+ROWS = ("A0", "A2", "A5", "A6", "A7", "A8", "A11", "A14", "A16", "A19", "A26")
 # Where both of our backends round: said of another library, and no part of the verdict.
 REPORTED = ("A19",)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,7 +57,7 @@ class Loss:
         options: which of `chunked_nll`'s it has, by their names there and with their meaning:
             bias, where, token_weights, class_weights, softcap, label_smoothing, z_loss,
             logit_scale, temperature, reduction, denominator, weight_layout. Cases that need another
-            one are left out, and listed; a bias alone is taken out of the case.
+            one are left out, and listed; a bias that is finite is taken out of the case.
         ignores: whether labels of -100 take a token out, of the divisor too. If not, no case has
             such labels.
         dtypes: of hidden states and head that it takes.
@@ -144,8 +144,8 @@ def left_over(left_out: dict[str, str], choices: list[str]) -> list[str]:
 def conform(
     loss: Loss, *, seed: int = 0, cases: tuple[Case, ...] = GRID, base: Case = BASE
 ) -> Conformance:
-    """Hold a loss to rows A0, A2, A5 to A8, A11 and A16, and the checks to their mutants (A14). A19
-    is measured too, and is no part of the verdict.
+    """Hold a loss to rows A0, A2, A5 to A8, A11, A16 and A26, and the checks to their mutants
+    (A14). A19 is measured too, and is no part of the verdict.
 
     Args:
         loss: the adapter.
@@ -246,6 +246,7 @@ def fit(case: Case, loss: Loss) -> Case | str:
     needed = {name for name in ARRAY_ARGUMENTS if name != "bias" and getattr(case, name)}
     needed |= set(case.options) | ({"temperature"} if case.token_temperature else set())
     needed |= {"weight_layout"} if case.layout == "HV" else set()
+    needed |= {"bias"} if case.dead else set()
     missing = sorted(needed - set(loss.options))
     if missing:
         return f"no {', '.join(missing)}"

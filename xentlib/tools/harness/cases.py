@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from xentlib.contract import SHARES
 from xentlib.tools.harness.problems import Case
 
 OPTIONS: dict[str, Any] = {
@@ -29,6 +30,9 @@ BASE = Case("base", 509, 64, 1009, std=1.0)
 CONFIDENT = Case("confident", 512, 64, 2048, std=6.0, confident=0.7)
 WITH_OPTIONS = Case("options", 257, 96, 4099, std=1.0, options=OPTIONS, **EXTRAS)
 
+FEW, GIVEN = (131, 33, 509), (64, 64, 257)
+NORMS = ("rho / u", "error ratio")
+SHARES_OF = (*SHARES.values(), "bf16 bit-equal")
 GRID = (
     BASE,
     Case("flat", 509, 64, 1009, std=0.3),
@@ -48,6 +52,15 @@ GRID = (
     # Half of the logits are so far into the cap that 1 - tanh^2 has no digit left.
     Case("saturated", 61, 64, 1009, std=9.0, options={"softcap": 0.7}),
     Case("large", 1024, 256, 8192, std=1.0),
+    # What a softmax without its maximum, and one whose logarithm is taken, cannot compute. With an
+    # offset d hidden has 0 times it, of which the rounding errors are left: its norm says nothing.
+    # 16 bits of a gradient that is off by |lse| u lie beside a tie more often.
+    Case("logits-100", *FEW, std=3.0, bias=False, offset=100.0, unclaimed=(*NORMS, *SHARES_OF)),
+    Case("logits-1e4", *GIVEN, std=3.0, bias=False, offset=1e4, given=True, unclaimed=NORMS),
+    Case("far-label", *FEW, bias=False, below=200.0),
+    Case("equal-logits", *FEW, std=0.0, bias=False),
+    Case("minus-infinity", *FEW, std=3.0, dead=True),
+    Case("given-logits", *GIVEN, bias=False, given=True),
 )
 # Sums over many tokens, in a product so narrow that a library may not cut it into blocks.
 NARROW = Case("narrow", 32_771, 1, 101)
@@ -75,8 +88,8 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 def low_precision(grid: tuple[Case, ...], dtype: str = "bfloat16") -> tuple[Case, ...]:
     """The 16-bit cases of a grid, without those that have few entries. A saturated softcap is left
     out too: its derivative multiplies the relative error of a logit by up to 26, and 1 % of the
-    entries lie beside a tie."""
-    small = ("one-token", "one-class", "all-ignored", "saturated")
+    entries lie beside a tie; and logits of 1e4, which have no digits left in 16 bits."""
+    small = ("one-token", "one-class", "all-ignored", "saturated", "logits-1e4")
     cases = (case for case in grid if case.id not in small)
     return tuple(replace(case, id=f"{case.id}-{SHORT[dtype]}", dtype=dtype) for case in cases)
 

@@ -52,6 +52,13 @@ def check_gradient(
     return measured
 
 
+def claimed(row: str, problem: Problem) -> dict[str, Any]:
+    """Which metrics of a row are claimed of a problem, where not all are."""
+    if not problem.unclaimed:
+        return {}
+    return {"metrics": [b.metric for b in ROWS[row].bounds if b.metric not in problem.unclaimed]}
+
+
 class Findings:
     """What has been measured so far.
 
@@ -84,7 +91,8 @@ class Findings:
         for backend, outcome in outcomes.items():
             for name, got in outcome.gradients().items():
                 row = ROW_OF.get(dtype) or GRADIENT_ROWS[name]
-                details = {"backend": backend, "case": problem.text, "quantity": named(name)}
+                details: dict[str, Any] = {"backend": backend, "case": problem.text}
+                details |= {"quantity": named(name)} | claimed(row, problem)
                 self.measurements += check_gradient(row, name, got, reference, **details)
                 if count:
                     self.count_ulps(row, backend, named(name), got, part_of(reference, name))
@@ -97,7 +105,7 @@ class Findings:
                     got,
                     part_of(reference, name),
                     other=getattr(outcomes["jax"], name),
-                    metrics=metrics,
+                    metrics=[x for x in metrics if x not in problem.unclaimed],
                     backend=BOTH,
                     case=problem.text,
                     quantity=named(name),

@@ -28,6 +28,7 @@ from xentlib.ulp import dtype_named
 
 Array = npt.NDArray[Any]
 ARRAY_ARGUMENTS = ("bias", "where", "token_weights", "class_weights")
+LOWEST = -1e30  # in place of -inf in the oracle
 PER_TOKEN_OPTIONS = frozenset(inspect.signature(chunked_logprobs).parameters)
 
 
@@ -69,8 +70,13 @@ class Case:
     soft: str = ""  # class probabilities are the labels: "dense", or "few"
     teacher: int = 0  # the width of a teacher's hidden states; 0: there is none
     far: float | None = None  # the student's heads are the teacher's, hidden states so far apart
+    offset: float = 0.0  # of every logit
+    below: float = 0.0  # by how much the last class is, which every fourth token has for a label
+    dead: bool = False  # the last class is at -inf, and no label
+    given: bool = False  # hidden = I, so that the logits are given and every product is exact
     layout: str = "VH"
     dtype: str = "float32"
+    unclaimed: tuple[str, ...] = ()  # metrics that no row claims of it
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -80,6 +86,8 @@ class Case:
         extras += [f"{self.soft} probabilities"] if self.soft else []
         extras += [f"teacher of width {self.teacher}"] if self.teacher else []
         extras += [f"{self.far:g} apart"] if self.far is not None else []
+        extras += [f"{x}={getattr(self, x):g}" for x in ("offset", "below") if getattr(self, x)]
+        extras += [x for x in ("dead", "given") if getattr(self, x)]
         extras += [f"{name}={value}" for name, value in self.options.items()]
         return (
             f"{self.id}: N={self.tokens} H={self.hidden} V={self.vocab} {self.dtype} "
@@ -106,6 +114,8 @@ class Problem:
     ids: Array | None = None
     d_ids: Array | None = None  # gradient of their log-probabilities
     soft: Any = None  # class probabilities [N, V], or `SoftLabels`: the labels of the call
+    given: bool = False  # its logits are, and every product is exact
+    unclaimed: tuple[str, ...] = ()
 
     def changed(self, **changes: Any) -> Problem:
         return replace(self, **changes)
@@ -124,7 +134,10 @@ class Problem:
     def of_the_oracle(self) -> dict[str, Any]:
         """What `nll_reference` is given."""
         names = ("labels", "where", "token_weights", "class_weights", "upstream")
-        return {**self.leaves, **{name: getattr(self, name) for name in names}, **self.options}
+        given = {name: getattr(self, name) for name in names}
+        # As low as it takes: -inf would be multiplied by a probability of 0.
+        bias = None if self.bias is None else np.maximum(self.bias.astype(np.float64), LOWEST)
+        return {**self.leaves, "bias": bias, **given, **self.options}
 
     @property
     def given_labels(self) -> Any:
@@ -148,7 +161,7 @@ class Problem:
         return soft_reference(**given, probs=self.probs, dz_dtype=dz_dtype, **more)
 
     def reference(self, *, dz_dtype: str = "float64") -> NLLReference:
-        return nll_reference(**self.of_the_oracle, dz_dtype=dz_dtype)
+        return nll_reference(**self.of_the_oracle, dz_dtype=dz_dtype, exact_logits=self.given)
 
     @property
     def per_token_options(self) -> dict[str, Any]:
@@ -212,6 +225,13 @@ def build(case: Case, seed: int) -> Problem:
     dtype = dtype_named(case.dtype)
     hidden = rng.standard_normal((case.tokens, case.hidden)).astype(dtype)
     weight = rng.standard_normal((case.vocab, case.hidden)) * (case.std / np.sqrt(case.hidden))
+    if case.given:
+        hidden, weight = np.eye(*hidden.shape, dtype=dtype), weight * np.sqrt(case.hidden)
+        weight += case.offset
+    elif case.offset or case.below:
+        hidden[:, -1] = 1.0
+        weight[:, -1] += case.offset
+        weight[-1, -1] -= case.below
     weight = weight.astype(dtype)
     bias = (rng.standard_normal(case.vocab) * case.std / 2).astype(dtype)
     labels = rng.integers(0, case.vocab, case.tokens).astype(np.int32)
@@ -220,6 +240,11 @@ def build(case: Case, seed: int) -> Problem:
         logits += bias.astype(np.float32) if case.bias else 0.0
         top = rng.random(case.tokens) < case.confident
         labels = np.where(top, logits.argmax(axis=1), labels).astype(np.int32)
+    if case.below:
+        labels[::4] = case.vocab - 1
+    if case.dead:
+        bias[-1] = -np.inf
+        labels[labels == case.vocab - 1] = 0
     labels[rng.random(case.tokens) < case.ignored] = -100
     options: dict[str, Any] = dict(case.options)
     if case.token_temperature:
@@ -241,6 +266,7 @@ def build(case: Case, seed: int) -> Problem:
         if case.far is not None:
             near = others["teacher"].hidden + case.far * rng.standard_normal(hidden.shape)
             hidden, others["bias"] = near.astype(dtype), others["teacher"].bias
+    others |= {"given": case.given, "unclaimed": case.unclaimed}
     problem = Problem(hidden, weight, labels, options=options, text=case.text, **others)
     if case.soft:
         problem = with_probabilities(problem, case, rng)

@@ -52,8 +52,8 @@ class HeadRows(NamedTuple):
         return self.run(backend, problem, *self.upstream(problem), **how)
 
     def against_oracle(self, findings: Findings, problem: Problem) -> None:
-        """The loss and gradients of one problem: A0, A2, A5, A6 of float32, A8 and A7 or A16 of 16
-        bits; and A9 where both backends run."""
+        """The loss and gradients of one problem: A0, A2, A5, A6 of float32, A8, A19, A7 or A16 of
+        16 bits; A9 where both backends run, and A26 of given logits."""
         reference, low = self.oracle(problem), problem.hidden.dtype.name in ROW_OF
         call = findings.run if self.is_nll else self.call  # which may be another library's
         outcomes = {backend: call(backend, problem) for backend in findings.backends}
@@ -64,6 +64,9 @@ class HeadRows(NamedTuple):
             if outcome.loss is not None:
                 details["magnitude"], row = reference.loss_magnitude, "A8" if low else "A2"
                 findings.check(row, outcome.loss, reference.loss, **details)
+            if problem.given and self.is_nll and not low:
+                arrays, details["magnitude"] = beside(problem, outcome.d_weight, reference), None
+                findings.check("A26", *arrays, **details)
         findings.gradients(outcomes, reference, problem, self.label, count=self.is_nll)
 
     def exact(
@@ -132,6 +135,13 @@ class HeadRows(NamedTuple):
             for how, outcome in again.items():
                 details = {"backend": backend, "case": f"{problem.text}, {how}"}
                 same(findings, "A11", outcome, first, self.label, **details)
+
+
+def beside(problem: Problem, d_weight: Any, reference: Any) -> tuple[Any, ...]:
+    """Gradients of given logits other than the label's, what is right and the bound: d weight is
+    theirs, transposed."""
+    others = (np.arange(len(d_weight))[:, None] != problem.labels) & problem.valid
+    return d_weight[others], reference.d_weight[others], reference.bound_weight[others]
 
 
 def same(

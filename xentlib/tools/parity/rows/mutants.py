@@ -25,6 +25,7 @@ from xentlib.tools.harness.findings import (
     part_of,
 )
 from xentlib.tools.harness.problems import Problem, build
+from xentlib.tools.parity.rows import softmaxes
 from xentlib.tools.parity.rows.head import HeadRows, nll, per_token
 from xentlib.ulp import FORMATS, round_to
 
@@ -86,6 +87,7 @@ def answers(oracles: Mapping[str, Any], name: str, dtype: np.dtype[Any]) -> dict
 def nll_mutants(findings: Findings, problem: Problem) -> None:
     """A14: every check of `chunked_nll`; counts the mutants that it lets pass."""
     reference = problem.reference()
+    softmaxes.mutants(findings)
     lows = [build(case, 0) for dtype in ROW_OF for case in low_precision((BASE,), dtype)]
     for backend in findings.backends:
         for low in lows:
