@@ -16,6 +16,7 @@ SOURCES := $(shell find xentlib torch_impl jax_impl -type f -not -name '*.pyc' 2
 # A test that hangs where no Python runs takes its process with it, and would have it in every new one.
 PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 BENCH_ARGS ?=
+BOUNDS_ARGS ?=
 CONFORMANCE_ARGS ?=
 MUTANTS_ARGS ?=
 PARITY_ARGS ?=
@@ -39,7 +40,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-full mutants bits quick public classes recipes figures cross-check conformance routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
+.PHONY: help parity test test-full mutants bits quick public classes recipes figures cross-check conformance bounds routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -62,6 +63,7 @@ help:
 	@echo 'classes     what becomes of each causal LM class of transformers, for the documentation'
 	@echo 'recipes     peak memory of each example with and without xentlib, for the documentation'
 	@echo 'conformance which rows the losses of other libraries hold; CONFORMANCE_ARGS="--only NAME" renews one'
+	@echo 'bounds      the worst of each bound over fifty seeds, two instruction sets and both libraries; BOUNDS_ARGS="--seeds 5"'
 	@echo 'cross-check what a step costs that CrossCheck checks, for the documentation'
 	@echo 'routes      what heads in pieces send and need, for the documentation'
 	@echo 'figures     what the README and the site open with, from docs/data/tokens.json; FIGURES_ARGS=--measure measures first'
@@ -257,6 +259,10 @@ recipes: $(VENV)/test.stamp
 # Which rows of the contract the losses of other libraries hold, for docs/contract.md.
 conformance: $(VENV)/bench.stamp
 	$(BIN)/python .ci/conformance.py $(CONFORMANCE_ARGS)
+
+# Of fifty seeds: what the bounds of the contract that are measured are made of.
+bounds: $(VENV)/run.stamp
+	$(BIN)/python .ci/bounds.py $(BOUNDS_ARGS)
 
 # Time and memory of a checked step, for docs/check-a-run.md.
 cross-check: $(VENV)/test.stamp

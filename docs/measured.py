@@ -16,10 +16,13 @@ KERNELS = DATA / "kernels.json"
 CAUSAL_LM = DATA / "causal_lm.json"
 RECIPES = DATA / "recipes.json"
 CONFORMANCE = DATA / "conformance.json"
+BOUNDS = DATA / "bounds.json"
 CROSS_CHECK = DATA / "cross_check.json"
 ROUTES = DATA / "routes.json"
 EXAMPLES = ROOT / "examples"
 
+MEASURED = [(row, "rho / u" if row == "A9" else "tau") for row in ("A5", "A6", "A9", "A12", "A26")]
+SETTINGS = ("as the processor is", "AVX2")  # of .ci/bounds.py, with products in float32
 log = logging.getLogger("mkdocs.hooks")  # a warning here fails a strict build
 
 
@@ -209,6 +212,30 @@ def conformance_part() -> str:
             table(("loss", "row", "worst (bound)"), worst),
             *(["Raised:", table(("loss", "what"), raised)] if raised else []),
             *(["Not run:", table(("loss", "package", "why"), absent)] if absent else []),
+        )
+    )
+
+
+def bounds_part() -> str:
+    """What `make bounds` has measured: the worst of each bound, by setting."""
+    found = json.loads(BOUNDS.read_text(encoding="utf-8"))
+    worst: dict[tuple[str, str], dict[str, float]] = {}
+    for setting, of in found["worst"].items():
+        for key, x in of.items():
+            row, metric = key.split(", ")[:2]
+            by = worst.setdefault((row, metric), {})
+            by[setting] = max(x["value"], by.get(setting, x["value"]))
+    rows = []
+    for row, metric in MEASURED:
+        by = worst[row, metric]
+        (bound,) = (x.value for x in ROWS[row].bounds if x.metric == metric)
+        most = max(by.values())
+        cells = (f"{by[x]:.2f}" for x in SETTINGS)
+        rows.append((row, metric, *cells, f"{bound:g}", f"{bound / most:.1f}"))
+    return "\n\n".join(
+        (
+            f"Made on {found['made']['date']}, over {found['made']['seeds']} seeds.",
+            table(("row", "metric", *SETTINGS, "bound", "bound over worst"), rows),
         )
     )
 

@@ -53,7 +53,7 @@ def audit(step: Step, *, kind: str | None = None, **options: Any) -> Report:
         TypeError: no function, or one of other arguments.
         ValueError: an unknown kind or option, or a result that cannot be compared.
 
-    Numerics: float32 inputs; right is what holds rho / u of row A9 against the oracle.
+    Numerics: float32 inputs; right is what holds rho / u of row A6 against the oracle.
     """
     declared = Options.of(options)
     kind = adapters.kind_of(step, kind, declared)

@@ -27,6 +27,16 @@ def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     hold(soft.against_oracle, (backend,), build(case, 7))
 
 
+@pytest.mark.torch
+def test_the_bound_has_the_length_of_the_sum() -> None:
+    """A6: of many tokens within half of it. Without the length tau is 7.6 here."""
+    pytest.importorskip("torch")
+    problem = build(replace(GRID[0], id="probs-1024", tokens=1024), 0)
+    got, o = run("torch", problem), problem.soft_reference()
+    half = check("A5", got.d_weight, o.d_weight, o.bound_weight, metrics=("tau",))
+    assert not failures(half)
+
+
 def test_outputs_are_of_the_probabilities_as_given(backend: str) -> None:
     """A9: with label smoothing and class weights too, which are the loss's."""
     problem = build(GRID[1], 7)

@@ -242,3 +242,22 @@ def test_the_report_holds_given_logits_to_their_own_row() -> None:
         findings = Findings(("torch",))
         sharded._measure(findings, "torch", call, Sharded(outcome, None))
         assert (failures(findings.measurements) == []) is passes
+
+
+def test_an_ulp_is_of_the_log_probability_too() -> None:
+    """A13: of -6.4 - 7.4, whose rounding is one ULP of either term, the next number holds and
+    the third does not. Catches: an ULP of the terms alone, of which 1.97 were measured."""
+    logits = np.float32([[-6.4, 7.4, -1, -2]])
+    problem = logits_problem(logits, np.array([0]), "a difference in the next binade")
+    call = ShardedCall("vocab_parallel_logprobs", problem, (2, 2), None, False)
+    reference = problem.reference()
+    right = reference.logprobs.astype(np.float32)
+    away = np.float32(-np.inf if right < reference.logprobs else np.inf)
+    for steps, passes in ((1, True), (3, False)):
+        wrong = right
+        for _ in range(steps):
+            wrong = np.nextafter(wrong, away)
+        outcome = Outcome(logprobs=wrong, correct=reference.correct)
+        findings = Findings(("torch",))
+        sharded._measure(findings, "torch", call, Sharded(outcome, None))
+        assert (failures(findings.measurements) == []) is passes

@@ -75,6 +75,12 @@ def soft_reference(
     bz = s.p * (np.abs(slope)[:, None] * steps + 2 * z_loss * s.expected_a) + 2 * a
     factor = factor_N[:, None]
     gradients = gradients_of(s, factor * dz, np.abs(factor) * bz, dz_dtype, upstream, factor[:, 0])
+    # A label's share of dz goes through both products, and each term after it is rounded at its
+    # size: n roundings add up to about sqrt(n) of them. The terms of a label that is a class are
+    # added last. Products add in blocks of some hundred terms.
+    for name, length in (("hidden", vocab_size), ("weight", count)):
+        terms = gradients[f"magnitude_{name}"]
+        gradients[f"bound_{name}"] = gradients[f"bound_{name}"] + np.sqrt(min(length, 512)) * terms
     moved = s.a + s.expected_a + np.abs(log_p) + np.abs(s.log_total)[:, None] + 4
     return NLLReference(
         loss=np.asarray(terms.sum()),

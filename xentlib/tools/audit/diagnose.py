@@ -1,6 +1,6 @@
 """What a step returned, held against the oracle and, where it misses, read and named.
 
-A result is right, or fits a reading, if it holds the contract's row of two implementations (A9,
+A result is right, or fits a reading, if it holds the contract's norm of a gradient (A6,
 rho / u). The gradients of the head are read first, as they say most.
 """
 

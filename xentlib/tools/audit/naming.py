@@ -23,7 +23,7 @@ from xentlib.tools.audit.oracle import Oracle
 from xentlib.tools.audit.problem import IGNORE, Array
 from xentlib.tools.audit.reader import CLOSE, TERMS, Map, read, stacked
 
-ROW = "A9"
+ROW = "A6"
 (LIMIT,) = (bound for bound in ROWS[ROW].bounds if bound.metric == "rho / u")
 # Of all numbers together a factor is known to 1 u or two.
 FACTOR = 16.0

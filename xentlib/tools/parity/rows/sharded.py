@@ -147,10 +147,12 @@ def _reference(call: ShardedCall, **changes: Any) -> Any:
 
 
 def _scale(problem: Problem, reference: Any) -> Array:
-    """What a log-probability is the difference of: an ULP of the larger one."""
+    """The largest of a log-probability and of what it is the difference of. Of two terms of one
+    binade the difference may be in the next, whose own rounding is one ULP of theirs."""
     logits = problem.weight.T.astype(np.float64)
     own, peak = logits[np.arange(len(logits)), problem.labels], np.abs(logits).max(axis=1)
-    scale: Array = np.maximum(np.maximum(np.abs(own), np.abs(reference.lse)), peak)
+    terms = (np.abs(own), np.abs(reference.lse), peak, np.abs(reference.logprobs))
+    scale: Array = np.max(terms, axis=0)
     return scale
 
 
