@@ -200,7 +200,7 @@ def test_rows_are_measured_and_counted(capsys, monkeypatch):
     status, said = doctor(capsys, "--json", "--device", "cpu")
     document = json.loads(said.out)
     rows = {one["row"] for one in document["measurements"]}
-    assert rows == {"A0", "A2", "A3", "A4", "A5", "A6", "A7", "A8", "A11", "A16"}
+    assert rows == {"A0", "A2", "A3", "A4", "A5", "A6", "A7", "A8", "A11", "A16", "A19"}
     found = found_of(said.out)["rows"]
     assert found["status"] == "ok"
     assert found["said"].startswith(f"{len(document['measurements'])} measurements of rows A0, A2")
