@@ -18,6 +18,7 @@ from xentlib.tools.audit.hypotheses import (
     DIVERGENCE,
     ENTROPY,
     LABELS,
+    SHIFTS,
     SOFTMAX,
     UNIFORM,
     Z_LOSS,
@@ -34,6 +35,7 @@ CLOSE, CLOSE_ROUNDED, SIGMAS = 2.0**-12, 0.15, 10.0
 OPEN = 0.05  # a factor that is known no better than this is open
 SHARE = 0.8  # of the equations there may be so many unknowns
 RIDGE = 1e-11  # of columns of length 1; what it takes off comes back in the next round
+FLAT = "label at t+1, of rows laid flat"
 TERMS = (DIVERGENCE, *LABELS, UNIFORM, Z_LOSS, SOFTMAX, ENTROPY)
 
 
@@ -239,61 +241,88 @@ def _first_places(oracle: Oracle, factors: dict[str, Array]) -> dict[str, Array]
 # --- what a person reads --------------------------------------------------------------------------
 
 
-def printed(oracle: Oracle, found: Map) -> list[str]:
-    """Rows by positions of each micro-batch and rank, a block for the terms that agree."""
-    problem = oracle.problem
-    shape = problem.ids.shape
-    factors = {**found.factors}
-    whole = np.zeros_like(next(iter(factors.values())))
+def printed(oracle: Oracle, found: Map, unit: float = 1.0) -> list[str]:
+    """Rows by positions of each micro-batch and rank, in units of a factor that all tokens have; a
+    block for the terms that agree."""
+    shape = oracle.problem.ids.shape
+    close = {name: x / abs(unit) for name, x in zip(TERMS, found.close[:, 0], strict=True)}
+    factors = {name: x / unit for name, x in found.factors.items()}
+    least = np.full(
+        factors[oracle.declared[0]].shape[1], min(float(x.min()) for x in close.values())
+    )
+    titles = {"row": "label of the next row", "class 0": "label 0", FLAT: FLAT}
     if DIVERGENCE not in factors and not oracle.each:
-        eps, z = problem.options.label_smoothing, problem.options.z_loss
-        lse = 2.0 * oracle.units_of(found.head)[SOFTMAX].value * oracle.count
+        eps = oracle.problem.options.label_smoothing
+        whole = np.zeros_like(factors[oracle.declared[0]])
+        whole = whole + eps * factors.get(UNIFORM, 0.0) + factors.get(SOFTMAX, 0.0)
         for name in (x for x in LABELS if x in factors):
             whole = whole + (1.0 - eps) * factors[name]
-        whole = whole + (eps or 1.0) * factors.get(UNIFORM, 0.0) + factors.get(SOFTMAX, 0.0)
-        whole = (whole + z * lse * factors.get(Z_LOSS, 0.0)) / (1.0 + z * lse)
-        factors = {"softmax": whole, **{k: x for k, x in factors.items() if k != SOFTMAX}}
-    close = dict(zip(TERMS, found.close[:, 0], strict=True))
-    least = min(float(x.min()) for x in close.values())
+        others = {k: x for k, x in factors.items() if k != SOFTMAX}
+        factors = {SOFTMAX: whole, **_one_place(oracle, others, close)}
+        close[SOFTMAX] = least
     blocks: dict[tuple[str, ...], list[str]] = {}
-    for name, x in factors.items():
-        title = f"label at t{name}".replace("t0", "t") if name in LABELS[:4] else name
-        title = {"row": "label of the next row", "class 0": "label 0"}.get(name, title)
-        near = close.get(name, np.full_like(x[0], least))
-        lines = tuple(_lines(x, near, shape))
-        if (np.abs(x) > near).any() or name in oracle.declared:
-            blocks.setdefault(lines, []).append(title)
-    head = (
-        f"read from it (1: as it should be, .: no part), with {found.residual:.1e} of it left over"
-    )
-    said = [f"{head}; micro-batch.row:" if len(shape) > 1 and shape[1] > 1 else f"{head}:"]
-    for lines, titles in blocks.items():
-        said += [f"  {', '.join(titles)}", *(f"    {line}" for line in lines)]
+    none = []
+    cells = {name: _cells(x, close.get(name, least)) for name, x in factors.items()}
+    width = max(5, *(len(cell) for x in cells.values() for cell in x.flat))
+    for name, x in cells.items():
+        title = titles.get(name, f"label at t{name}".replace("t0", "t") if name in SHIFTS else name)
+        if (x != ".").any():
+            blocks.setdefault(tuple(_lines(x, shape, width)), []).append(title)
+        elif name in (SOFTMAX, *oracle.declared):
+            none.append(title)
+    open_ = ", ?: open" if any((x == "?").any() for x in cells.values()) else ""
+    by = "" if abs(unit - 1.0) < 1e-4 else f", divided by {unit:.6g}"
+    head = f"read from it{by} (1: as it should be, .: no part{open_}), with {found.residual:.1e}"
+    rows = "; micro-batch.row" if len(shape) > 1 and shape[1] > 1 else ""
+    said = [f"{head} of it left over{rows}:", *(f"  {title}: none" for title in none)]
+    for lines, of in blocks.items():
+        said += [f"  {', '.join(of)}", *(f"    {line}" for line in lines)]
     return said
 
 
-def _lines(factor: Array, close: Array, shape: tuple[int, ...]) -> Iterator[str]:
+def _one_place(
+    oracle: Oracle, factors: dict[str, Array], close: dict[str, Array]
+) -> dict[str, Array]:
+    """The labels' factors at one place, where that has the classes of all."""
+    labels = {name: x for name, x in factors.items() if name in LABELS}
+    row = oracle.classes["row"]
+    places = {**oracle.classes, FLAT: np.where(row >= 0, row, oracle.classes["+1"])}
+    for to, classes in places.items():
+        same = {name: oracle.classes[name] == classes for name in labels}
+        if all((same[name] | (np.abs(x) <= close[name])).all() for name, x in labels.items()):
+            total = sum(np.where(same[name], x, 0.0) for name, x in labels.items())
+            close[to] = np.max([close[name] for name in labels], axis=0)
+            return {to: np.asarray(total), **{k: x for k, x in factors.items() if k not in labels}}
+    return factors
+
+
+def _lines(cells: Array, shape: tuple[int, ...], width: int) -> Iterator[str]:
     ranks, micro_batches, rows, length = shape
-    alike = all((np.abs(x - factor[0]) <= close).all() for x in factor)
-    for rank, of_rank in enumerate(factor[:1] if alike else factor):
+    alike = (cells == cells[0]).all()
+    for rank, of_rank in enumerate(cells[:1] if alike else cells):
         if not alike:
             yield f"what rank {rank} has"
-        by_row, near = of_rank.reshape(shape), close.reshape(shape)
         for r, m, b in np.ndindex(ranks, micro_batches, rows):
-            cells = [_cell(*x) for x in zip(by_row[r, m, b], near[r, m, b], strict=True)]
+            row = of_rank.reshape(shape)[r, m, b]
             name = f"{m}.{b}" if ranks == 1 else f"rank {r} {m}.{b}"
             name = "" if rows == micro_batches == 1 else name
-            for start in range(0, length, 14):
-                line = " ".join(f"{cell:>5}" for cell in cells[start : start + 14])
+            each = 84 // (width + 1)
+            for start in range(0, length, each):
+                line = " ".join(f"{cell:>{width}}" for cell in row[start : start + each])
                 yield f"{'' if start else name:<{10 if ranks > 1 else 4}}{line}"
 
 
-def _cell(x: float, close: float) -> str:
-    """As many digits as are known."""
-    if close > 0.5:
-        return "?"
-    if abs(x) <= close:
-        return "."
-    if abs(x - 1.0) <= max(close, 5e-4):
-        return "1"
-    return f"{x:.3g}" if close < 0.005 * abs(x) else f"{x:.2g}"
+def _cells(factor: Array, close: Array) -> Array:
+    """As many digits as are known; what is equal within its error is printed alike."""
+    flat, near = factor.reshape(-1), np.broadcast_to(close, factor.shape).reshape(-1)
+    cells = np.full(flat.shape, ".", dtype="<U12")
+    largest = max(1.0, float(np.abs(flat).max()))
+    left = [int(i) for i in np.argsort(flat) if near[i] > 0.5 * largest or abs(flat[i]) > near[i]]
+    while left:
+        of = [i for i in left if flat[i] - flat[left[0]] <= max(near[i], near[left[0]])]
+        left = [i for i in left if i not in of]
+        x, error = float(flat[of].mean()), float(near[of].min())
+        text = f"{x:.3g}" if error < 0.005 * abs(x) else f"{x:.2g}"
+        cells[of] = "1" if abs(x - 1.0) <= max(error, 5e-4) else text
+    cells[near > 0.5 * largest] = "?"
+    return cells.reshape(factor.shape)
