@@ -253,7 +253,7 @@ READ: list[tuple[str, Any, dict[str, Any]]] = [
     ),
     ("products in TF32", step(logits=lambda head, x: Cut.apply(x, head.weight)), {}),
     (
-        "a factor of 1 +3.8e-06 that has no name",
+        "off by a factor of 1 + 3.8e-06",
         multiplied(1 + 2**-18),
         {},
     ),
@@ -334,7 +334,7 @@ EMPTY, ROW, IDS = (
 )
 NAN = "gradients of the head: inf or NaN"
 WRONG_THERE: list[tuple[Any, dict[str, str]]] = [
-    (by_ids, {IDS: "gradients of the head: off by "}),
+    (by_ids, {IDS: "gradients of the head: relative distance"}),
     (without_maximum, {"logits beyond 100": NAN}),
     (mean_of_each, {EMPTY: "loss: inf or NaN"}),
     (mean_of_rows, {EMPTY: NAN, ROW: NAN}),

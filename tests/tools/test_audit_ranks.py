@@ -60,8 +60,8 @@ def test_on_gloo_ranks_beside_the_name():
     assert local.startswith("nothing found")
     assert "note: the loss is each rank's own" in local
     assert "right there: an empty micro-batch, an empty rank" in local
-    assert own.startswith("wrong there, and nothing found on plain numbers")
-    assert "\nwrong there:\n  an empty rank: gradients of the head: inf or NaN\n" in own
+    assert own.startswith("right on plain numbers, and wrong with an empty rank")
+    assert "\nwrong with:\n  an empty rank: gradients of the head: inf or NaN\n" in own
 
 
 def starting(rank, world, folder):

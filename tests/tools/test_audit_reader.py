@@ -162,7 +162,7 @@ def test_what_breaks_a_right_step_is_a_line_each(k):
     assert not report.passed
     assert report.there.keys() == there.keys(), report
     assert all(report.there[name].startswith(what) for name, what in there.items()), report
-    assert str(report).startswith("wrong there, and nothing found on plain numbers")
+    assert str(report).startswith(f"right on plain numbers, and wrong with {', '.join(there)}")
     assert set(report.right_there).isdisjoint(there)
 
 

@@ -115,11 +115,11 @@ def test_a_number_that_is_left_over_is_said():
     oracle = oracle_of("step", PLAIN, 1)
     right = returned(oracle, Hypothesis())
     report = judge("torch", oracle, changed(right, d_weight=right.d_weight * np.float32(1.001)))
-    assert titles(report) == "a factor of 1.001 that has no name"
+    assert titles(report) == "off by a factor of 1.001"
     means = returned(oracle, Hypothesis(divisor="micro-batches"))
     report = judge("torch", oracle, changed(means, d_weight=means.d_weight * np.float32(65536)))
     assert titles(report) == (
-        "mean of the means of micro-batches and a factor of 65536 that has no name"
+        "mean of the means of micro-batches and off by a factor of 65536 (2^16, as of a loss scale)"
     )
 
 

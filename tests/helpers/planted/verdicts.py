@@ -24,7 +24,7 @@ RANKS = ("ranks_wrong", "ranks_right")
 JAX = ("jax_wrong", "jax_right")
 WELL = ("right", "named", "mapped", "vague")
 LISTS = (
-    r"^(PyTorch, |JAX, |compared|not compared|looked for|not looked for|right there|note:)"
+    r"^(PyTorch, |JAX, |compared|not compared|looked for|not looked for|right with|note:)"
     r".*(\n  .*)*"
 )
 
@@ -63,7 +63,7 @@ def judged(row: Planted, audit: Any) -> Verdict:
         left = re.search(r"with (\S+) of it left over", said)
         explained = left is not None and float(left[1]) < 1e-5
         return Verdict("mapped" if explained else "vague", title, text)
-    if report.findings and report.findings[0].title.startswith("a factor of"):
+    if report.findings and report.findings[0].title.startswith("off by a factor"):
         return Verdict("mapped", title, text)
     return Verdict("named" if true else "misnamed", title, text)
 

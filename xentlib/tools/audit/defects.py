@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from xentlib.tools.audit import which_tokens as tokens
 from xentlib.tools.audit.hypotheses import (
+    SOFTMAX,
     UNIFORM,
     Z_LOSS,
     Head,
@@ -50,6 +51,7 @@ NEEDS: dict[str, Callable[[Problem], bool]] = {
     "a z-loss": lambda p: p.options.z_loss != 0.0,
     "label smoothing and a z-loss": lambda p: 0.0 not in p.options.of_loss.values(),
     "entropies": lambda p: p.options.entropy,
+    "labels": lambda p: p.teacher is None,
     DIVERGENCE: lambda p: p.teacher is not None,
     "a divergence that is not symmetric": lambda p: bool(exchanged(p)),
     "a divergence with a temperature": lambda p: tempered(p),  # noqa: PLW0108 - defined below
@@ -194,7 +196,7 @@ DEFECTS = (
         CHUNKS, tokens.last_chunk),
     Defect("one micro-batch alone", "labels",
         "One micro-batch took part and the others did not: gradients were cleared, or not added "
-        "up, between them.",
+        "up, between them, or each pass took the same one.",
         ACCUMULATION, tokens.one_micro_batch, STEP, BATCHES),
     Defect("last micro-batch left out", "labels",
         "The last micro-batch took no part: its gradient was not added, or came too late.",
@@ -308,6 +310,11 @@ DEFECTS = (
     Defect("label smoothing over ignored tokens", "terms",
         "Tokens that the labels leave out have the uniform part of label smoothing.",
         SMOOTHING, lambda p: tokens.of_terms(p, UNIFORM), LOSSES, "label smoothing"),
+    Defect("softmax of ignored tokens counted", "terms",
+        "Tokens that the labels leave out have the probabilities' part of the gradient, without a "
+        "label's.",
+        COUNT, lambda p: [Terms(everywhere=(SOFTMAX,), padding=x) for x in (True, False)], STEP,
+        "labels"),
     Defect("z-loss over ignored tokens", "terms",
         "Tokens that the labels leave out have a z-loss.",
         OPTIONS, lambda p: tokens.of_terms(p, Z_LOSS), LOSSES, "a z-loss"),
@@ -337,9 +344,12 @@ DEFECTS = (
     Defect("entropy's gradient negated", "upstream",
         "The gradient of the entropies has the opposite sign.",
         ENTROPIES, [Upstream(entropy=-1.0)], LOGPROBS, "entropies"),
-    Defect("one upstream gradient for all tokens", "upstream",
+    Defect("first upstream gradient for all tokens", "upstream",
         "Every token got the gradient that arrived for the first one.",
-        UPSTREAM, [Upstream(first=True)], LOGPROBS),
+        UPSTREAM, [Upstream(same="first")], LOGPROBS),
+    Defect("mean of the upstream gradients for all tokens", "upstream",
+        "Every token got the mean of the gradients that arrived for all.",
+        UPSTREAM, [Upstream(same="mean")], LOGPROBS),
     Defect("student and teacher exchanged", "head",
         "The divergence is that of the teacher from the student: the other KL, or a JSD whose "
         "beta is the student's share.",

@@ -7,7 +7,7 @@ rho / u). The gradients of the head are read first, as they say most.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -18,21 +18,29 @@ from xentlib.tools.audit.hypotheses import Hypothesis, Numbers
 from xentlib.tools.audit.naming import (
     FACTOR,
     LIMIT,
+    OF_BIAS,
     Fit,
     distance,
     explain,
     explain_values,
+    heads,
     multiple,
     of_head,
 )
 from xentlib.tools.audit.oracle import Oracle
 from xentlib.tools.audit.problem import EMPTY_RANK, PADDED, THERE, Array, Options, Problem, build
+from xentlib.tools.audit.reader import Map
 from xentlib.tools.audit.report import Finding, Report
 
 HEAD, HIDDEN = "gradients of the head", "gradient of the hidden states"
+BIAS = "gradient of the bias"
+RIGHT = "the head's gradients are right"
+RIGHT_BESIDE = {BIAS: "the gradient of the head's weight is right"}
 LOCAL = "not reduced over ranks"
 # Of logits of a hundred float32 has a 2^-17 of a probability; what breaks is off by more.
 ROUGH = 2.0**-10
+# Of what no factors give no more than this comes from rounding.
+ROUNDED = 2.0**-7
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -68,7 +76,8 @@ def judge(
     findings: list[Finding] = []
     held: dict[str, float] = {}
     notes, missing = [], []
-    for of, returned, want in _quantities(oracle, got):
+    for name, returned, want in _quantities(oracle, got):
+        of = name
         if not returned:
             missing.append(of)
             continue
@@ -76,22 +85,34 @@ def judge(
         off = abs(multiple(returned[0], want[0]) - 1.0) / U if of == HEAD else 0.0
         if findings or (LIMIT.holds(held[of]) and off <= FACTOR):
             continue
-        found = None
-        if of == value:
+        found, first = None, distance(returned[:1], want[:1])
+        if of == HEAD and LIMIT.holds(first) and off <= FACTOR:
+            of, held[BIAS] = BIAS, held[HEAD]
+            own = partial(_of_bias, oracle)
+            fits = explain_values(oracle, returned[1], own, OF_BIAS)
+        elif of == value:
             fits = explain_values(oracle, returned[0], lambda r: [_shown(oracle.numbers(r), got)])
             if any(fit.names == (LOCAL,) for fit in fits):
                 notes.append("the loss is each rank's own, not the mean of all: a log shows one's")
                 continue
         else:
             fits, found = explain(oracle, returned, of == HIDDEN, _finite(got.d_hidden))
-        note = _of_the_loss(oracle, got, fits) if of == HEAD else "the head's gradients are right"
+        said = [_of_the_loss(oracle, got, fits) if of == HEAD else RIGHT_BESIDE.get(of, RIGHT)]
+        alone = of == HEAD and bias and bool(fits) and not fits[0].rounded
+        if alone and not LIMIT.holds(distance(returned[1:], _of_bias(oracle, fits[0].reading))):
+            said.append("the gradient of the bias is wrong in another way")
         if not fits:
-            note = "; ".join(x for x in (note, _hint(returned, got, changed, again)) if x)
+            said.append(_hint(returned, got, changed, again))
+        if found is not None and not found.exact and not fits:
+            said.append(_left_over(oracle, found))
+        note = "; ".join(x for x in said if x)
         names = tuple(fit.names for fit in fits)
         factor = fits[0].factor if fits else 1.0
         nearest = min((fit.distance for fit in fits), default=None)
         rounded = any(fit.rounded for fit in fits)
-        lines = () if found is None else tuple(reader.printed(oracle, found))
+        lines: tuple[str, ...] = ()
+        if found is not None and found.exact:
+            lines = tuple(reader.printed(oracle, found, factor))
         findings.append(Finding(of, names, factor, held[of], nearest, note, lines, rounded))
     if problem.bias is not None and not bias:
         missing.append("gradient of the bias")
@@ -114,6 +135,21 @@ def judge(
         there=there,
         right_there=tuple(run_there),
         notes=tuple(notes),
+    )
+
+
+def _of_bias(oracle: Oracle, reading: Hypothesis) -> list[Array]:
+    return of_head(oracle.numbers(reading))[1:]
+
+
+def _left_over(oracle: Oracle, found: Map) -> str:
+    """Of a gradient that no factors give."""
+    tried = [" and ".join(names) for names, _ in heads(oracle, 1)]
+    logits = f", also with {', '.join(tried)}" if tried else ""
+    rounding = ", or they are rounded" if found.residual <= ROUNDED else ""
+    return (
+        f"no weighting of the tokens explains it ({found.residual:.2g} of it is left over{logits}):"
+        f" the logits, or their derivative, are others{rounding}"
     )
 
 
@@ -178,7 +214,7 @@ def _broken(
             return f"{of}: inf or NaN"
         away = distance(returned, want)
         if away * U > ROUGH:
-            return f"{of}: off by {away * U:.2g} of it"
+            return f"{of}: relative distance to the oracle {away * U:.2g}"
     return ""
 
 

@@ -84,11 +84,11 @@ class Terms(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """What multiplies the gradients that arrive: `entropy` those of entropies; `first` gives every
-    token the first one's."""
+    """What multiplies the gradients that arrive: `entropy` those of entropies; every token may have
+    the `same` one, the "first" or the "mean"."""
 
     entropy: float = 1.0
-    first: bool = False
+    same: str = ""
 
 
 class Hypothesis(NamedTuple):

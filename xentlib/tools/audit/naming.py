@@ -35,6 +35,9 @@ ALIKE = 0.5
 # off by less.
 ROUNDED, LEFT_OVER = 2.0**-4 / U, 2.0**-8 / U
 PLAIN = Hypothesis()
+# A bias whose head's weight is right has the right logits.
+OF_BIAS = ("labels", "divisor", "reduced", "terms", "lost", "scale")
+OF_VALUES = ("labels", "divisor", "reduced", "head", "terms", "scale")
 
 Predict = Callable[[Hypothesis], Sequence[Array]]
 
@@ -86,9 +89,7 @@ def explain(
     maps: list[tuple[tuple[str, ...], Map]] = []
     # Cheapest first: other heads for right tokens, before other tokens.
     for number, deep in ((0, False), (1, False), (0, True), (2, False), (1, True)):
-        maps += [
-            (n, read(oracle, got[0], head, hidden, deep)) for n, head in _heads(oracle, number)
-        ]
+        maps += [(n, read(oracle, got[0], head, hidden, deep)) for n, head in heads(oracle, number)]
         if any(found.exact for _, found in maps):
             break
     if not hidden and oracle.problem.ranks > 1 and not any(found.exact for _, found in maps):
@@ -96,6 +97,9 @@ def explain(
     exact = [(names, found) for names, found in maps if found.exact]
     best = min(maps, key=lambda x: x[1].residual * (1.0 + len(x[0])))[1]
     fits = [fit for names, found in exact for fit in _named(oracle, got, predict, names, found)]
+    if not fits and len(got) > 1:  # the bias may have a defect of its own
+        alone = [got[0]]
+        fits = [x for names, found in exact for x in _named(oracle, alone, predict, names, found)]
     if not exact:
         fits = _rounded(oracle, got, predict, best)
     return _cheapest(fits), exact[0][1] if exact else best
@@ -123,7 +127,7 @@ def _values(oracle: Oracle, axis: str) -> list[tuple[tuple[str, ...], Any]]:
     return chosen
 
 
-def _heads(oracle: Oracle, number: int) -> Iterator[tuple[tuple[str, ...], Head]]:
+def heads(oracle: Oracle, number: int) -> Iterator[tuple[tuple[str, ...], Head]]:
     """With so many defects, nothing rounded."""
     single = [x for x in _values(oracle, "head")[1:] if not x[1].dtype]
     plain = Head()
@@ -203,7 +207,7 @@ def _fits(
     """The reading itself, or a multiple of it."""
     own = predict(reading)
     s = _multiple(got[0], own[0])
-    away = np.inf if s is None else distance(got, [s * x for x in own])
+    away = np.inf if s is None else distance(got, [s * x for x in own[: len(got)]])
     if s is None or not LIMIT.holds(away):
         return
     for more in _numbers(oracle, reading, s, FACTOR):
@@ -316,16 +320,18 @@ def _near(s: float, value: float, units: float) -> bool:
     return abs(s - value) <= units * U * abs(value)
 
 
-# --- the loss, and values -------------------------------------------------------------------------
+# --- the loss, values, and the bias ---------------------------------------------------------------
 
 
-def explain_values(oracle: Oracle, got: Array, predict: Predict) -> list[Fit]:
-    """One defect that gives the loss, or the values of every token. A number that is left over
-    fits any loss, and so has no name here."""
+def explain_values(
+    oracle: Oracle, got: Array, predict: Predict, axes: Sequence[str] = OF_VALUES
+) -> list[Fit]:
+    """One defect that gives the loss, the values of every token, or the gradient of the bias. A
+    number that is left over fits any loss, and so has no name here."""
     if not np.isfinite(got).all():
         return []
     fits = []
-    for axis in ("labels", "divisor", "reduced", "head", "terms", "scale"):
+    for axis in axes:
         for names, value in _values(oracle, axis)[1:]:
             reading = PLAIN._replace(**{axis: value})
             away = distance([got], predict(reading))

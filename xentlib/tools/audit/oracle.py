@@ -122,9 +122,9 @@ class Oracle:
             return {DIVERGENCE: weights}
         found, terms, up = {}, reading.terms, reading.upstream
         of_label = terms.label * weights
-        if up.first:
+        if up.same:
             g = problem.d_logprobs.reshape(-1).astype(np.float64)
-            of_label = of_label * (g[0] / g)
+            of_label = of_label * ((g[0] if up.same == "first" else g.mean()) / g)
         left = labels != IGNORE
         for name, classes in self.classes.items():
             here = left & (classes == labels)
@@ -133,7 +133,8 @@ class Oracle:
                 found[name] = np.where(here, of_label, 0.0)
         if self.each and problem.options.entropy:
             h = problem.d_entropy.reshape(-1).astype(np.float64)
-            found[ENTROPY] = up.entropy * weights * (h[0] / h if up.first else 1.0)
+            one = {"": h, "first": h[0], "mean": h.mean()}[up.same]
+            found[ENTROPY] = up.entropy * weights * (one / h)
         for name, factor in ((UNIFORM, terms.uniform), (Z_LOSS, terms.z_loss)):
             if name in self.declared:
                 found[name] = factor * weights
@@ -142,6 +143,9 @@ class Oracle:
                     found[name] = np.where(
                         there, terms.share * weights.max(axis=1, keepdims=True), 0.0
                     )
+        if SOFTMAX in terms.everywhere:
+            there = (terms.padding | problem.attention.reshape(-1)) & (labels == IGNORE)
+            found[SOFTMAX] = np.where(there, weights.max(axis=1, keepdims=True), 0.0)
         return found
 
     def weights(self, reading: Hypothesis) -> Array:

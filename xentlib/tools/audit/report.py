@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, metadata
 from textwrap import fill
 from typing import Any
 
+import numpy as np
+
 import xentlib
 from xentlib.contract import U
 from xentlib.tools.audit.defects import BY_NAME
@@ -23,7 +25,8 @@ class Finding:
     """One quantity that is wrong.
 
     Attributes:
-        of: "gradients of the head", "loss", "gradient of the hidden states", "values".
+        of: "gradients of the head", "gradient of the bias" if that of the weight is right, "loss",
+            "gradient of the hidden states", "values".
         defects: sets of defects that each explain it; several where they cannot be told apart on
             this problem, none where nothing fits.
         factor: number that is left over beside the defects, 1 if none.
@@ -31,7 +34,8 @@ class Finding:
         distance: rho / u from the numbers of the defects, or 1 - cosine of the angle between the
             error and what rounding does, if it is `rounded`; None where nothing fits.
         note: what else was seen.
-        map: what every token counts for, in lines of text; empty of a loss.
+        map: what every token counts for, in lines of text; empty of a loss, and where no factors
+            give the gradient.
     """
 
     of: str
@@ -47,8 +51,15 @@ class Finding:
     def title(self) -> str:
         sets = [" and ".join(names) for names in self.defects]
         near = abs(self.factor - 1.0) < 1e-4
-        number = f"1 {self.factor - 1.0:+.2g}" if near else f"{self.factor:.6g}"
-        times = f"a factor of {number} that has no name"
+        sign, beside = "+" if self.factor > 1.0 else "-", abs(self.factor - 1.0)
+        number = f"1 {sign} {beside:.2g}" if near else f"{self.factor:.6g}"
+        power = float(np.log2(abs(self.factor) or 1.0))
+        scale = (
+            f" (2^{round(power)}, as of a loss scale)"
+            if power > 7 and abs(power - round(power)) < 1e-6
+            else ""
+        )
+        times = f"off by a factor of {number}{scale}"
         if self.factor != 1.0:
             sets = [f"{names} and {times}" if names else times for names in sets]
         return ", or ".join(sets) or NONE_OF_THESE
@@ -97,8 +108,8 @@ class Report:
         for finding in self.findings:
             lines.append(f"{'and ' if lines else ''}{finding.of}: {finding.title}")
         if not lines:
-            verdict = "wrong there, and nothing found on plain numbers" if self.there else ""
-            lines = [verdict or "nothing found"]
+            verdict = f"right on plain numbers, and wrong with {_names(self.there)}"
+            lines = [verdict if self.there else "nothing found"]
         lines += [f"{BACKENDS[self.backend]}, {self.kind}: {self.problem}", ""]
         for finding in self.findings:
             lines += self._said(finding)
@@ -106,10 +117,10 @@ class Report:
             compared = ", ".join(f"{name} ({x:.3g})" for name, x in self.held.items())
             lines += [_filled(f"compared (rho / u from the oracle): {compared}")]
         if self.there:
-            lines += ["wrong there:"]
+            lines += ["wrong with:"]
             lines += [_filled(f"{name}: {what}", "  ") for name, what in self.there.items()]
         if self.right_there:
-            lines += [_filled(f"right there: {_names(self.right_there)}")]
+            lines += [_filled(f"right with: {_names(self.right_there)}")]
         lines += [_filled(f"note: {note}") for note in self.notes]
         if self.not_compared:
             lines += [_filled(f"not compared, as it was not given: {_names(self.not_compared)}")]
@@ -129,11 +140,15 @@ class Report:
         lines = [f"{finding.of}:"]
         pages = []
         for name in dict.fromkeys(name for names in finding.defects for name in names):
-            lines.append(_filled(f"{name}: {BY_NAME[name].sentence}", "  "))
+            sentence = BY_NAME[name].sentence
+            if finding.of in ("loss", "values"):  # after a colon stands what gradients do
+                sentence = f"{sentence.partition(':')[0].rstrip('.')}."
+            lines.append(_filled(f"{name}: {sentence}", "  "))
             pages.append(page(BY_NAME[name].page(self.backend)))
         size = f"relative distance to the oracle {finding.off * U:.2g}"
         if finding.rounded and finding.distance is not None:
             size += f"; the error points as that rounding's does, cosine {1 - finding.distance:.3g}"
+            size += " (1: the same direction, 0: unrelated)"
         elif finding.distance is not None:
             size += f", to what this gives {finding.distance * U:.2g}"
         lines.append(_filled(f"{size}{'; ' + finding.note if finding.note else ''}", "  "))
