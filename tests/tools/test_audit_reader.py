@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from xentlib.tools.audit import report as reports
+from xentlib.tools.audit.defects import BY_NAME, forms
 from xentlib.tools.audit.diagnose import judge, oracle_of
-from xentlib.tools.audit.hypotheses import LABELS, SHIFTS, Head, Hypothesis, Numbers
+from xentlib.tools.audit.hypotheses import LABELS, SHIFTS, Head, Hypothesis, Numbers, Reduced, Terms
 from xentlib.tools.audit.naming import LIMIT, distance
 from xentlib.tools.audit.problem import Options
 from xentlib.tools.audit.reader import EXACT, TERMS, printed, read, stacked
@@ -146,6 +147,84 @@ def test_what_each_rank_has_is_said_where_it_differs():
     assert "what rank 1 has" in said
 
 
+def blocks(finding):
+    """Titles, without the line above them and the rows."""
+    rows = {f"{m}.{b}" for m in range(3) for b in range(2)}
+    return [line.strip() for line in finding.map[1:] if line.split()[0] not in rows]
+
+
+def test_equal_factors_have_one_block_of_the_shift_that_gives_them():
+    oracle = oracle_of("step", Options(), 1)
+    reading = next(forms(BY_NAME["labels shifted twice"], oracle.problem))
+    two = oracle.numbers(reading)
+    found = judge("torch", oracle, two._replace(d_weight=two.d_weight.astype(np.float32)))
+    assert blocks(found.findings[0]) == ["softmax, label at t+2"]
+
+
+def test_a_term_that_no_token_has_is_none():
+    oracle = oracle_of("step", Options(), 1)
+    factor = oracle.factors(Hypothesis())["+1"][0]
+    (finding,) = wrong(oracle, {"+1": factor, "softmax": -factor}).findings
+    assert blocks(finding) == ["softmax: none", "label at t+1"]
+
+
+def test_a_z_loss_has_a_factor_of_its_own():
+    oracle = oracle_of("step", Options(z_loss=0.05), 1)
+    reading = Hypothesis(terms=Terms(z_loss=0.5))
+    halved = oracle.numbers(reading)._replace(d_hidden=oracle.d_hidden(reading))
+    (finding,) = judge("torch", oracle, halved).findings
+    assert blocks(finding) == ["softmax, label at t+1", "z-loss"]
+    cells = {cell for line in finding.map[-6:] for cell in line.split()[1:]}
+    assert cells == {".", "0.5"}
+
+
+@pytest.mark.parametrize("factor", [65536.0, -3.5])
+def test_a_factor_of_all_tokens_is_divided_off(factor):
+    oracle = oracle_of("step", Options(), 1)
+    factors = {name: factor * x[0] for name, x in oracle.factors(Hypothesis()).items()}
+    (finding,) = wrong(oracle, factors).findings
+    assert finding.title.startswith(f"off by a factor of {factor:g}")
+    assert f"divided by {factor:g}" in finding.map[0]
+    assert {cell for line in finding.map[2:] for cell in line.split()[1:]} == {"1", "."}
+
+
+def test_what_no_factors_give_has_no_map():
+    oracle = oracle_of("step", Options(softcap=5.0), 1)
+    right = oracle.numbers(Hypothesis())
+    noise = np.random.default_rng(0).standard_normal(right.d_weight.shape).astype(np.float32)
+    (finding,) = judge("torch", oracle, right._replace(d_weight=noise)).findings
+    assert finding.map == ()
+    assert "no weighting of the tokens explains it" in finding.note
+    assert "softcap not applied" in finding.note
+
+
+def test_a_bias_that_alone_is_wrong_is_said_and_named():
+    oracle = oracle_of("step", Options(bias=True), 2)
+    right = oracle.numbers(Hypothesis())
+    own = oracle.numbers(Hypothesis(reduced=Reduced("part"))).d_bias
+    for d_bias, title in (
+        (own, "not reduced over ranks"),
+        (0 * own, "bias gradient lost"),
+        (own[::-1] ** 2, "wrong, and none of these"),
+    ):
+        (finding,) = judge("torch", oracle, right._replace(d_bias=d_bias)).findings
+        assert (finding.of, finding.title) == ("gradient of the bias", title)
+        assert finding.note == "the gradient of the head's weight is right"
+    means = oracle.numbers(Hypothesis(divisor="ranks"))
+    (finding,) = judge("torch", oracle, means._replace(d_bias=own)).findings
+    assert finding.title == "mean of the means of ranks"
+    assert "the gradient of the bias is wrong in another way" in finding.note
+
+
+def test_a_loss_that_alone_is_wrong_has_no_cleared_gradients():
+    oracle = oracle_of("step", Options(), 1)
+    right = oracle.numbers(Hypothesis())
+    reading = next(forms(BY_NAME["one micro-batch alone"], oracle.problem))
+    report = judge("torch", oracle, right._replace(loss=oracle.numbers(reading).loss))
+    assert report.findings[0].defects == (("one micro-batch alone",),)
+    assert "cleared" not in str(report)
+
+
 # --- on what breaks real runs ---------------------------------------------------------------------
 
 THERE = [] if not READ else importlib.import_module("helpers.audited_read").WRONG_THERE
@@ -186,11 +265,11 @@ def test_what_breaks_a_right_step_of_jax():
     from helpers.audited_jax import step
     from xentlib.jax.audit import audit
 
-    def capless(head, hidden):
+    def means(head, hidden):
         z = hidden @ head.weight.T
         return jax.numpy.log(jax.numpy.exp(z))
 
-    report = audit(step(logits=capless))
+    report = audit(step(logits=means))
     assert report.there == {"logits beyond 100": "gradients of the head: inf or NaN"}, report
     assert audit(step()).there == {}
 

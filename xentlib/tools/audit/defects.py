@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from xentlib.tools.audit import which_logits as logits
 from xentlib.tools.audit import which_tokens as tokens
 from xentlib.tools.audit.hypotheses import (
     SOFTMAX,
@@ -47,19 +48,25 @@ NEEDS: dict[str, Callable[[Problem], bool]] = {
         p.bias is not None and p.options.temperature != 1.0 and p.teacher is None
     ),
     "a softcap of labels' logits": lambda p: p.options.softcap is not None and p.teacher is None,
+    "a bias and a logit scale": lambda p: (
+        p.bias is not None and p.options.logit_scale != 1.0 and p.teacher is None
+    ),
+    "a softcap and a logit scale": lambda p: (
+        p.options.softcap is not None and p.options.logit_scale != 1.0 and p.teacher is None
+    ),
     "label smoothing": lambda p: p.options.label_smoothing != 0.0,
     "a z-loss": lambda p: p.options.z_loss != 0.0,
     "label smoothing and a z-loss": lambda p: 0.0 not in p.options.of_loss.values(),
     "entropies": lambda p: p.options.entropy,
-    "labels": lambda p: p.teacher is None,
+    "labels alone": lambda p: p.teacher is None and not any(p.options.of_loss.values()),
     DIVERGENCE: lambda p: p.teacher is not None,
-    "a divergence that is not symmetric": lambda p: bool(exchanged(p)),
-    "a divergence with a temperature": lambda p: tempered(p),  # noqa: PLW0108 - defined below
+    "a divergence that is not symmetric": lambda p: bool(logits.exchanged(p)),
+    "a divergence with a temperature": logits.tempered,
     "a divergence times its temperature squared": lambda p: (
-        tempered(p) and p.options.temperature_squared
+        logits.tempered(p) and p.options.temperature_squared
     ),
     "a divergence without its temperature squared": lambda p: (
-        tempered(p) and not p.options.temperature_squared
+        logits.tempered(p) and not p.options.temperature_squared
     ),
 }
 RANKS, BATCHES = "several ranks", "several micro-batches"
@@ -69,6 +76,7 @@ RANKS, BATCHES = "several ranks", "several micro-batches"
 
 
 OWN = [Reduced(own) for own in ("part", "times", "mean")]
+SYNCED = [how._replace(first=True) for how in OWN]
 
 
 def own_gradient(p: Problem) -> list[Any]:
@@ -86,49 +94,11 @@ def either(number: int) -> list[float]:
     return [1.0 / number, float(number)]
 
 
-def rounded(*stages: tuple[str, ...]) -> list[Any]:
-    """In either dtype, as far as each of `stages` says."""
-    dtypes = ("bfloat16", "float16")
-    return [Head(dtype=dtype, rounded=stage) for dtype in dtypes for stage in stages]
-
-
-LOGITS_ROUNDED = rounded(
-    ("logits",),
-    ("logits", "gradient"),
-    ("operands", "logits", "gradient"),
-    ("operands", "logits", "gradient", "result"),
-)
-OPERANDS_ROUNDED = rounded(("operands",), ("operands", "gradient"))
-GRADIENT_ROUNDED = rounded(("gradient",), ("result",), ("gradient", "result"))
-TF32 = [
-    Head(dtype=dtype, rounded=stage)
-    for dtype in ("tfloat32", "tfloat32 cut")
-    for stage in (("operands",), ("operands", "gradient"))
-]
-ADDED = [Head(dtype=dtype, rounded=("added",)) for dtype in ("bfloat16", "float16")]
-
-
-# --- of a divergence ------------------------------------------------------------------------------
-
-
-def exchanged(p: Problem) -> list[Any]:
-    """Which divergence it is with student and teacher in each other's place."""
-    kind, beta = p.options.divergence, p.options.beta
-    if kind == "jsd":
-        return [] if beta == 0.5 else [Head(changes=(("beta", 1.0 - (beta or 0.0)),))]
-    other = {"forward_kl": "reverse_kl", "reverse_kl": "forward_kl"}
-    return [Head(changes=(("kind", other[kind]),))] if kind in other else []
-
-
 def by_rows(p: Problem) -> list[float]:
     """How many tokens a row has that count, where the mask is used, or padding alone is left out,
     or nothing."""
     counts = p.count, int(p.attention.sum()), p.targets.size
     return [number / (p.targets.size / p.targets.shape[-1]) for number in counts]
-
-
-def tempered(p: Problem) -> bool:
-    return p.teacher is not None and p.options.temperature != 1.0
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -198,9 +168,12 @@ DEFECTS = (
         "One micro-batch took part and the others did not: gradients were cleared, or not added "
         "up, between them, or each pass took the same one.",
         ACCUMULATION, tokens.one_micro_batch, STEP, BATCHES),
+    Defect("first micro-batch left out", "labels",
+        "The first micro-batch took no part: its gradient was cleared.",
+        ACCUMULATION, lambda p: tokens.no_micro_batch(p, 0), STEP, BATCHES),
     Defect("last micro-batch left out", "labels",
         "The last micro-batch took no part: its gradient was not added, or came too late.",
-        ACCUMULATION, tokens.last_micro_batch, STEP, BATCHES),
+        ACCUMULATION, lambda p: tokens.no_micro_batch(p, -1), STEP, BATCHES),
     Defect("padding alone counted", "labels",
         "The mask of the labels was used, and padding was counted: its token was a target.",
         LABELS, tokens.padding_alone, STEP),
@@ -208,6 +181,9 @@ DEFECTS = (
         "Each position was scored against the next token, but counted by its own token's mask and "
         "not by the next one's.",
         LABELS, tokens.unshifted_mask, STEP),
+    Defect("first token of each document masked", "labels",
+        "The first token of each document was scored against nothing.",
+        LABELS, tokens.first_of_documents, STEP, "several documents in a row"),
     Defect("-100 clipped to 0", "labels",
         "Labels that are left out were clipped to class 0, and scored against it.",
         LABELS, tokens.clipped_to_0, LOSSES),
@@ -232,6 +208,12 @@ DEFECTS = (
     Defect("mean of the means of rows", "divisor",
         "Each row was divided by its own number of tokens, and these means were averaged.",
         COUNT, ["rows"], STEP),
+    Defect("micro-batches weighted by all tokens but padding", "divisor",
+        "The mean of each micro-batch was weighted by the tokens that its attention mask has.",
+        ACCUMULATION, ["attended"], STEP, BATCHES),
+    Defect("mean of the means of documents", "divisor",
+        "Each document was divided by its own number of tokens, and these means were averaged.",
+        COUNT, ["documents"], STEP, "several documents in a row"),
     Defect("mean of the means of chunks", "divisor",
         "Each chunk of tokens was divided by its own number of tokens, and these means were "
         "averaged.",
@@ -243,6 +225,10 @@ DEFECTS = (
     Defect("not reduced over ranks", "reduced",
         "Each rank has its own tokens' part alone.",
         DIVIDED, OWN, STEP, RANKS),
+    Defect("reduced at the first micro-batch alone", "reduced",
+        "Gradients of the first micro-batch were reduced over ranks; each rank has its own of the "
+        "others.",
+        DIVIDED, SYNCED, STEP, "several ranks"),
     Defect("head's gradient is one rank's own", "reduced",
         "The gradient of the head, or of a rank's slice of its rows, has one rank's tokens alone: "
         "a gathered head whose gradient nothing reduces.",
@@ -269,6 +255,9 @@ DEFECTS = (
     Defect("divided by all positions", "scale",
         "The sum over the tokens that count was divided by the number of all positions.",
         COUNT, lambda p: scaled(p.count / p.targets.size)),
+    Defect("divided by all tokens but padding", "scale",
+        "The sum was divided by the number of tokens that the attention mask has.",
+        COUNT, lambda p: scaled(p.count / float(p.attention.sum())), STEP),
     Defect("tokens counted before the shift", "scale",
         "The sum was divided by the number of labels before they were shifted.",
         COUNT, lambda p: scaled(p.count / float((p.labels != IGNORE).sum())), STEP),
@@ -276,6 +265,10 @@ DEFECTS = (
         "The gradient that arrives from what follows the loss was taken to be 1.",
         UPSTREAM, lambda p: [1.0 / p.upstream], LOSS),
     Defect("sign", "scale", "Everything has the opposite sign.", COUNT, [-1.0], ANY),
+    Defect("weight decay in the gradient", "decay",
+        "A multiple of the head was added to its gradient.", COUNT, [0.01], STEP),
+    Defect("each value clipped", "clip",
+        "Entries of the gradient were clipped to one size.", COUNT, [0.5], STEP),
     Defect("softcap not applied", "head", "The logits were not capped.",
         OPTIONS, [Head(changes=(("softcap", None),))], ANY, "a softcap"),
     Defect("logit scale not applied", "head", "The logits were not multiplied by their scale.",
@@ -288,6 +281,19 @@ DEFECTS = (
         "The logits were multiplied by the temperature, not divided by it.",
         TEMPERATURE, lambda p: [Head(changes=(("temperature", 1.0 / p.options.temperature),))],
         ANY, "a temperature"),
+    Defect("temperature applied twice", "head",
+        "The logits were divided by the temperature twice.",
+        TEMPERATURE, lambda p: [Head(changes=(("temperature", p.options.temperature**2),))],
+        ANY, "a temperature"),
+    Defect("logit scale before the bias", "head",
+        "The bias was added after the logit scale.",
+        OPTIONS, [Head(order="scale before the bias")], ANY, "a bias and a logit scale"),
+    Defect("softcap before the logit scale", "head",
+        "The logits were capped first, and then multiplied by their scale.",
+        OPTIONS, [Head(order="softcap before the scale")], ANY, "a softcap and a logit scale"),
+    Defect("softcap with the logits as its factor", "head",
+        "The hyperbolic tangent of logit / cap was multiplied by the logit, not by the cap.",
+        OPTIONS, [Head(order="softcap of the logits")], ANY, "a softcap of labels' logits"),
     Defect("temperature before the bias", "head",
         "The bias was added after the division by the temperature.",
         TEMPERATURE, [Head(order="temperature before the bias")], ANY, "a bias and a temperature"),
@@ -314,7 +320,7 @@ DEFECTS = (
         "Tokens that the labels leave out have the probabilities' part of the gradient, without a "
         "label's.",
         COUNT, lambda p: [Terms(everywhere=(SOFTMAX,), padding=x) for x in (True, False)], STEP,
-        "labels"),
+        "labels alone"),
     Defect("z-loss over ignored tokens", "terms",
         "Tokens that the labels leave out have a z-loss.",
         OPTIONS, lambda p: tokens.of_terms(p, Z_LOSS), LOSSES, "a z-loss"),
@@ -325,19 +331,19 @@ DEFECTS = (
     Defect("logits rounded to 16 bits", "head",
         "The logits were stored in bfloat16 or float16 on the way to the softmax. Some libraries "
         "choose to, for speed; it is another computation.",
-        ROUNDING, LOGITS_ROUNDED, ANY),
+        ROUNDING, logits.LOGITS_ROUNDED, ANY),
     Defect("operands rounded to 16 bits", "head",
         "Hidden states and head were rounded to 16 bits before their product.",
-        ROUNDING, OPERANDS_ROUNDED, ANY),
+        ROUNDING, logits.OPERANDS_ROUNDED, ANY),
     Defect("gradients rounded to 16 bits", "head",
         "The gradient of the logits, or of the head, went through bfloat16 or float16.",
-        LOW_GRADIENTS, GRADIENT_ROUNDED, ANY),
+        LOW_GRADIENTS, logits.GRADIENT_ROUNDED, ANY),
     Defect("gradients added in 16 bits", "head",
-        "Gradients of micro-batches were added up in bfloat16 or float16.",
-        LOW_GRADIENTS, ADDED, STEP, BATCHES),
+        "Gradients, of micro-batches or chunks or ranks, were added up in bfloat16 or float16.",
+        LOW_GRADIENTS, logits.ADDED, STEP, BATCHES),
     Defect("products in TF32", "head",
         "Hidden states and head had 11 bits in their product, as tensor cores read float32.",
-        ROUNDING, TF32, ANY),
+        ROUNDING, logits.TF32, ANY),
     Defect("entropy without its gradient", "upstream",
         "The gradient of the entropies is missing: a bonus for them does nothing.",
         ENTROPIES, [Upstream(entropy=0.0)], LOGPROBS, "entropies"),
@@ -353,7 +359,7 @@ DEFECTS = (
     Defect("student and teacher exchanged", "head",
         "The divergence is that of the teacher from the student: the other KL, or a JSD whose "
         "beta is the student's share.",
-        f"{DIVERGENCES}#which-kind", exchanged, STEP, "a divergence that is not symmetric"),
+        f"{DIVERGENCES}#which-kind", logits.exchanged, STEP, "a divergence that is not symmetric"),
     Defect("teacher's logits of another position", "head",
         "Each position was compared with the teacher's logits of the one before or after it.",
         f"{DIVERGENCES}#the-teacher-and-the-loss", [Head(late=1), Head(late=-1)],

@@ -1,8 +1,9 @@
 """What a step would return under a reading of its task: the right one, or that of a defect.
 
-A reading is one choice for each of seven questions: which label belongs to which token, what the
+A reading is one choice for each of some questions: which label belongs to which token, what the
 sum is divided by, over whom it is taken, which logits the head gives, which terms the loss has,
-which gradients come from above, and what number is left over. The right choice is the default.
+which gradients come from above, what is done to the finished gradient, and what number is left
+over. The right choice is the default.
 
 A reading is a factor for every token and every term of the loss: for the log-probability of the
 label at a shift, for the uniform part of label smoothing, for the z-loss. In the right one it is 1
@@ -42,11 +43,13 @@ class Labelled(NamedTuple):
 class Reduced(NamedTuple):
     """Over whom a gradient is summed. `own`: "" over all ranks; of this rank's tokens alone, "part"
     of the right sum, "times" the number of ranks, or the "mean" of its own. `rows`: each rank's
-    slice of the head's rows is its own. `root`: every rank has what this one has."""
+    slice of the head's rows is its own. `root`: every rank has what this one has. `first`: but the
+    first micro-batch's is summed over all."""
 
     own: str = ""
     rows: bool = False
     root: int | None = None
+    first: bool = False
 
 
 class Head(NamedTuple):
@@ -100,6 +103,8 @@ class Hypothesis(NamedTuple):
     upstream: Upstream = Upstream()
     lost: bool = False  # the gradient of the bias
     scale: float = 1.0
+    decay: float = 0.0  # times the head, which is added to its gradient
+    clip: float = 1.0  # of the largest entry of the weight's gradient, for all entries
 
 
 class Numbers(NamedTuple):

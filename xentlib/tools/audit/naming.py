@@ -22,6 +22,7 @@ from xentlib.tools.audit.hypotheses import DIVERGENCE, LABELS, Head, Hypothesis,
 from xentlib.tools.audit.oracle import Oracle
 from xentlib.tools.audit.problem import IGNORE, Array
 from xentlib.tools.audit.reader import CLOSE, TERMS, Map, read, stacked
+from xentlib.ulp import round_to
 
 ROW = "A6"
 (LIMIT,) = (bound for bound in ROWS[ROW].bounds if bound.metric == "rho / u")
@@ -101,8 +102,34 @@ def explain(
         alone = [got[0]]
         fits = [x for names, found in exact for x in _named(oracle, alone, predict, names, found)]
     if not exact:
-        fits = _rounded(oracle, got, predict, best)
+        fits = [] if hidden else [*_of_entries(oracle, got, predict)]
+        fits = fits or _rounded(oracle, got, predict, best) or [*_stored(oracle, got, predict)]
     return _cheapest(fits), exact[0][1] if exact else best
+
+
+def _of_entries(oracle: Oracle, got: Sequence[Array], predict: Predict) -> Iterator[Fit]:
+    """What was done to the finished gradient, and leaves no factors."""
+    right = predict(PLAIN)[0]
+    decay = multiple(got[0] - right, np.broadcast_to(oracle.w, right.shape))
+    clip = float(np.abs(got[0]).max() / np.abs(right).max())
+    for name, reading in (
+        ("weight decay in the gradient", PLAIN._replace(decay=decay)),
+        ("each value clipped", PLAIN._replace(clip=clip)),
+    ):
+        away = distance(got, predict(reading))
+        if LIMIT.holds(away):
+            yield Fit((name,), reading, away)
+
+
+def _stored(oracle: Oracle, got: Sequence[Array], predict: Predict) -> Iterator[Fit]:
+    """Near the right gradient, and every entry is a number of 16 bits; further from it than one
+    rounding moves it, if it was added up so."""
+    away = distance(got, predict(PLAIN))
+    for dtype, once in (("bfloat16", 2.0**-9), ("float16", 2.0**-12)):
+        if away <= ROUNDED and np.array_equal(round_to(got[0], dtype), got[0]):
+            added = away * U > once and oracle.problem.kind == "step"
+            name = f"gradients {'added in' if added else 'rounded to'} 16 bits"
+            yield Fit((name,), PLAIN, away)
 
 
 def _cheapest(fits: list[Fit]) -> list[Fit]:

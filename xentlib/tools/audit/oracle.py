@@ -64,10 +64,18 @@ class Oracle:
             d_weight[:], d_bias[:] = _by_rows(d_weight), _by_rows(d_bias)
         if reading.head.order == "temperature before the bias":
             d_bias *= self.problem.options.temperature
+        if reading.head.order == "scale before the bias":
+            d_bias /= self.problem.options.logit_scale
         if not reading.head.bias or reading.lost:
             d_bias[:] = 0.0
-        s = reading.scale
         there = self.problem.bias is not None
+        if reading.decay:
+            b = np.zeros(1) if self.problem.bias is None else self.problem.bias
+            d_weight, d_bias = d_weight + reading.decay * self.w, d_bias + reading.decay * b
+        if reading.clip != 1.0:
+            top = reading.clip * np.abs(d_weight).max()
+            d_weight, d_bias = (np.clip(x, -top, top) for x in (d_weight, d_bias))
+        s = reading.scale
         shown = self._values(reading, factors, units)
         return Numbers(s * shown, s * d_weight, s * d_bias if there else None)
 
@@ -169,6 +177,10 @@ class Oracle:
             mine[of] = True
             factor = self._divided(counted & (mine | (how.own != "mean")), reading.divisor, reading)
             factor = factor * (problem.ranks if how.own == "times" else 1)
+            if how.first:
+                mine[:, 0] = True
+                everywhere = self._divided(counted, reading.divisor, reading)
+                factor = np.concatenate([everywhere[:, :1], factor[:, 1:]], axis=1)
             weights.append((part * mine * factor).reshape(-1))
         return np.stack(weights)
 
@@ -177,6 +189,11 @@ class Oracle:
         number of tokens."""
         if isinstance(divisor, tuple):  # a factor for each micro-batch
             return np.broadcast_to(np.array(divisor)[None, :, None, None], valid.shape)
+        if divisor == "attended":
+            axes = (0, 2, 3)
+            kept = self.problem.attention.sum(axis=axes, keepdims=True)
+            number = np.maximum(valid.sum(axis=axes, keepdims=True), 1)
+            return np.broadcast_to(self.count * kept / kept.sum() / number, valid.shape)
         if divisor == "clipped":
             norms = np.linalg.norm(self.sums(reading.head, valid.reshape(-1)), axis=1)
             return np.broadcast_to(
@@ -202,6 +219,8 @@ class Oracle:
             "ranks": r,
             "both": r * micro_batches + m,
             "rows": (r * micro_batches + m) * rows + b,
+            "documents": ((r * micro_batches + m) * rows + b) * (1 + self.problem.segments.max())
+            + self.problem.segments,
         }
         return np.asarray(groups[divisor])
 
@@ -230,11 +249,18 @@ class Oracle:
             z, t = z / t, 1.0
         if head.order == "temperature before the softcap":
             early, t = t, 1.0
+        if head.order == "scale before the bias":
+            z, scale = z * scale, 1.0
+        if head.order == "softcap before the scale":
+            t, scale = t / scale, 1.0
         u = head.round(z + b, "logits") * scale / early
         if cap:
+            capped = np.tanh(u / cap)
+            by_logits = head.order == "softcap of the logits"
             if not head.constant:
-                slope = slope * (1.0 - np.tanh(u / cap) ** 2)
-            u = cap * np.tanh(u / cap)
+                own = u / cap * (1.0 - capped**2) + capped
+                slope = slope * (own if by_logits else 1.0 - capped**2)
+            u = (u if by_logits else cap) * capped
         u = u / t
         top = u.max(axis=1, keepdims=True)
         lse = top + np.log(np.exp(u - top).sum(axis=1, keepdims=True))
@@ -307,6 +333,7 @@ def _classes(problem: Problem) -> dict[str, Array]:
     found = {name: np.roll(source, first - by, axis=-1) for name, by in SHIFTS.items()}
     row = np.full_like(source, -1)
     row[..., :-1, -1] = source[..., 1:, 0]
+    row[:, :-1, -1, -1] = source[:, 1:, 0, 0]
     found |= {"row": row, "class 0": np.zeros_like(source)}
     return {name: x.reshape(-1) for name, x in found.items()}
 

@@ -257,6 +257,10 @@ def printed(oracle: Oracle, found: Map, unit: float = 1.0) -> list[str]:
         whole = whole + eps * factors.get(UNIFORM, 0.0) + factors.get(SOFTMAX, 0.0)
         for name in (x for x in LABELS if x in factors):
             whole = whole + (1.0 - eps) * factors[name]
+        if Z_LOSS in factors and close[Z_LOSS].max() > OPEN:  # their sum alone is known
+            lse = oracle.units_of(found.head)[SOFTMAX].value * oracle.count
+            z = 2.0 * oracle.problem.options.z_loss * lse
+            whole = (whole + z * factors[Z_LOSS]) / (1.0 + z)
         others = {k: x for k, x in factors.items() if k != SOFTMAX}
         factors = {SOFTMAX: whole, **_one_place(oracle, others, close)}
         close[SOFTMAX] = least
@@ -302,14 +306,15 @@ def _lines(cells: Array, shape: tuple[int, ...], width: int) -> Iterator[str]:
     for rank, of_rank in enumerate(cells[:1] if alike else cells):
         if not alike:
             yield f"what rank {rank} has"
+        indent = 10 if ranks > 1 else 4
+        each = min(14, (95 - indent) // (width + 1))
         for r, m, b in np.ndindex(ranks, micro_batches, rows):
             row = of_rank.reshape(shape)[r, m, b]
             name = f"{m}.{b}" if ranks == 1 else f"rank {r} {m}.{b}"
             name = "" if rows == micro_batches == 1 else name
-            each = 84 // (width + 1)
             for start in range(0, length, each):
                 line = " ".join(f"{cell:>{width}}" for cell in row[start : start + each])
-                yield f"{'' if start else name:<{10 if ranks > 1 else 4}}{line}"
+                yield f"{'' if start else name:<{indent}}{line}"
 
 
 def _cells(factor: Array, close: Array) -> Array:

@@ -149,7 +149,7 @@ class Report:
         if finding.rounded and finding.distance is not None:
             size += f"; the error points as that rounding's does, cosine {1 - finding.distance:.3g}"
             size += " (1: the same direction, 0: unrelated)"
-        elif finding.distance is not None:
+        elif finding.distance is not None and finding.distance < finding.off:
             size += f", to what this gives {finding.distance * U:.2g}"
         lines.append(_filled(f"{size}{'; ' + finding.note if finding.note else ''}", "  "))
         lines += [f"  cure: {page}" for page in dict.fromkeys(pages)]

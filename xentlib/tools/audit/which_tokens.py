@@ -52,9 +52,9 @@ def last_token(p: Problem) -> list[Any]:
 
 
 def last_chunk(p: Problem) -> list[Any]:
-    """The end of each micro-batch, laid flat: k positions, or what is over of its valid tokens in
-    chunks of c; of one rank's rows, or of all ranks' rows one after the other. Some of each is
-    left, or it is another defect."""
+    """The end of each micro-batch, laid flat: k positions, or what is over of its valid tokens, or
+    of those of all micro-batches, in chunks of c; of one rank's rows, or of all ranks' rows one
+    after the other. Some of each is left, or it is another defect."""
     ranks, m, b, n = p.targets.shape
     valid = p.targets != IGNORE
     masks: dict[bytes, Array] = {}
@@ -75,9 +75,11 @@ def last_chunk(p: Problem) -> list[Any]:
 
         flat = valid.reshape(by_batch).swapaxes(1, 2).reshape(groups, m, tokens)
         order = np.cumsum(flat, axis=-1)
+        whole = np.cumsum(flat.reshape(groups, -1), axis=-1).reshape(flat.shape)
         for k in range(1, tokens):
             add(back(np.broadcast_to(np.arange(tokens) < tokens - k, flat.shape)))
             add(back(order <= order[..., -1:] // k * k))
+            add(back(whole <= whole[:, -1:, -1:] // k * k))
     return without([*masks.values()])
 
 
@@ -124,22 +126,32 @@ def last_of_documents(p: Problem) -> list[Any]:
     return without([keep])
 
 
+def first_of_documents(p: Problem) -> list[Any]:
+    """The first token of each document has no label."""
+    keep = np.zeros(p.ids.shape, np.bool_)
+    keep[..., 1:] = p.segments[..., :-1] == p.segments[..., 1:]
+    return without([keep])
+
+
 def next_row(p: Problem) -> list[Any]:
     """Rows laid flat before the shift: the last token of a row is scored against the first of the
-    next one, where that has a label."""
+    next one, where that has a label; of a micro-batch, or of all of a rank."""
     found = []
     for inside in (p.targets, next_labels(p.labels, None)):
         ahead = inside.copy()
         ahead[..., :-1, -1] = p.labels[..., 1:, 0]
         found.append(ahead)
+        every = ahead.copy()
+        every[:, :-1, -1, -1] = p.labels[:, 1:, 0, 0]
+        found.append(every)
     rolled = next_labels(p.labels, None)
     rolled[..., -1] = p.labels[..., 0]
     return [Labelled(x) for x in (*found, rolled)]
 
 
-def last_micro_batch(p: Problem) -> list[Any]:
+def no_micro_batch(p: Problem, number: int) -> list[Any]:
     keep = np.ones(p.targets.shape, np.bool_)
-    keep[:, -1] = False
+    keep[:, number] = False
     return without([keep])
 
 
