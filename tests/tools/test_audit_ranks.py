@@ -59,7 +59,7 @@ def test_on_gloo_ranks_beside_the_name():
     *_, (_, local), (_, own) = on_two()[0]
     assert local.startswith("nothing found")
     assert "note: the loss is each rank's own" in local
-    assert "right there: an empty micro-batch, an empty rank" in local
+    assert "right with: an empty micro-batch, an empty rank" in local
     assert own.startswith("right on plain numbers, and wrong with an empty rank")
     assert "\nwrong with:\n  an empty rank: gradients of the head: inf or NaN\n" in own
 
