@@ -26,6 +26,7 @@ from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
 from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule
 from xentlib.tools.harness.problems import Problem
+from xentlib.tools.recompute.call import Kit, Returned
 
 __all__ = ["CrossCheck"]
 
@@ -74,10 +75,11 @@ class CrossCheck(Schedule):
 
     Args:
         every: k; steps 0, k, 2 k and so on are checked.
-        against: "oracle", float64 in NumPy, or "other", the PyTorch backend.
-        tokens: as in `xentlib.torch.CrossCheck`.
+        against: "oracle", or "other", the PyTorch backend.
+        tokens: as in `xentlib.torch.CrossCheck`, on the host.
+        rows: as in `xentlib.torch.CrossCheck`, on the host.
         exceeded: "warn" in the callback, or "raise" a `CrossCheckError` in `wait`.
-        seed: of the draw of tokens.
+        seed: of the draws.
 
     Attributes:
         results: one `CheckedStep` for each call of a checked step.
@@ -125,7 +127,7 @@ class CrossCheck(Schedule):
             )
         # A compiler traces what is made anew, also where `hidden` is a constant of its own.
         jitted = in_jit(call.hidden) or isinstance(jnp.zeros(()), jax.core.Tracer)
-        if jitted and not isinstance(step, jax.core.Tracer):
+        if jitted and (not isinstance(step, jax.core.Tracer) or is_constant(step)):
             raise ValueError(
                 f"`step` must be an argument of the jitted function; got {step!r}, which the "
                 f"compiled program would keep for ever. Pass `state.step`, say."
@@ -234,21 +236,17 @@ class CrossCheck(Schedule):
         same = ("ignore_index", "reduction", "weight_layout", "compute_dtype")
         options |= {name: getattr(fixed, name) for name in same}
         gemm = resolve_dtypes(hidden.dtype.name, weight.dtype.name, fixed.compute_dtype)[0]
-        rows = self.chosen(labels, arrays["where"], fixed.ignore_index)
-        flat_NH = cut(hidden.reshape(-1, hidden.shape[-1]), rows)
+        flat_NH = hidden.reshape(-1, hidden.shape[-1])
         problem = Problem(flat_NH, weight, labels, bias, options=options, **arrays)
-        output, gradients = record.output, dict(zip(NAMES, record.gradients, strict=True))
+        output = record.output
         of_tokens = (np.reshape(getattr(output, name), -1) for name in KEPT)
-        call = CheckedCall.of(problem, gemm, rows, output.loss, output.num_tokens, *of_tokens)
+        returned = Returned(output.loss, output.num_tokens, *of_tokens)
+        call = self.taken_of(Kit(), problem, gemm, returned)
+        gradients = dict(zip(NAMES, record.gradients, strict=True))
         if gradients["hidden"] is not None:
-            gradients["hidden"] = gradients["hidden"].reshape(-1, hidden.shape[-1])
-        call.receive(record.upstream, gradients, cut)
+            gradients["hidden"] = gradients["hidden"].reshape(flat_NH.shape)
+        call.receive(float(record.upstream), gradients)
         return call
-
-
-def cut(x: Any, rows: Any) -> Any:
-    """Some rows, or all."""
-    return x if rows is None else x[rows]
 
 
 def in_jit(x: Any) -> bool:
@@ -258,3 +256,14 @@ def in_jit(x: Any) -> bool:
             return True
         x = x.primal
     return False
+
+
+def is_constant(x: Any) -> bool:
+    """Whether a trace has made a number by itself, out of literals; False where a JAX does not tell
+    what a tracer is made of."""
+    x = getattr(x, "primal", x)
+    value, made_by = getattr(x, "val", None), getattr(x, "parent", None)
+    if made_by is not None:
+        inputs = getattr(made_by, "in_tracers", ())
+        return bool(inputs) and all(map(is_constant, inputs))
+    return type(value).__name__ == "Literal"

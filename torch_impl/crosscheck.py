@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -16,12 +15,17 @@ from torch import Tensor
 
 from xentlib.arguments import SCALARS
 from xentlib.checks.crosscheck import check_step_number
+from xentlib.contract import ROW_OF
 from xentlib.interop import to_numpy
 from xentlib.nll import OUTPUTS
 from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule
 from xentlib.tools.harness.problems import Problem
+from xentlib.tools.recompute.call import Kit, LowRank, Returned
 from xentlib.torch.array_spec import dtype_name
-from xentlib.torch.hooks import LOSS_HOOKS
+from xentlib.torch.core.gemm import LOW, gemm_precision, mm, operand
+from xentlib.torch.crosscheck_ranks import ranks_of
+from xentlib.torch.hooks import LOSS_HOOKS, Upstream
+from xentlib.torch.operators import DIFFERENTIATED
 
 __all__ = ["CrossCheck"]
 
@@ -36,11 +40,11 @@ class CrossCheck(Schedule):
                 loss.backward()
             optimizer.step()
 
-    In a checked step the arguments of each call of `chunked_nll` (also that of `NLLHead`, of a
-    patched model of transformers, and of the trainers' integrations), its loss, and in the backward
-    its gradients of hidden states, head and bias, are copied to the host. When the block ends they
-    are held to the float64 oracle, or to JAX on the same numbers. The other steps are not
-    touched: nothing is copied, and no device is waited for. No number of any step changes.
+    In a checked step each call of `chunked_nll` (also that of `NLLHead`, of a patched model of
+    transformers, and of the trainers' integrations) is computed a second time on its own device:
+    every token and every row of d weight in float32, some of them in float64. Against JAX it is
+    copied to the host. The other steps are not touched: nothing is computed, and no device is
+    waited for. No number of any step changes.
 
     What is measured is logged by `logging.getLogger("xentlib.crosscheck")` and kept in `results`;
     where a row of the contract is exceeded, `CrossCheckWarning` says which. The first step is
@@ -49,13 +53,13 @@ class CrossCheck(Schedule):
 
     Args:
         every: k; steps 0, k, 2 k and so on are checked.
-        against: "oracle", float64 in NumPy, or "other", the JAX backend.
-        tokens: so many valid tokens of each call are drawn, and their log-probabilities and d
-            hidden are compared; d weight and d bias, which are sums over all tokens, are not. The
-            loss is then compared with the sum of the call's own log-probabilities (with label
-            smoothing not at all). None compares everything. For the oracle alone.
+        against: "oracle", or "other", the JAX backend.
+        tokens: so many valid tokens of each call are drawn, whose log-probabilities and d hidden
+            are compared with float64, entry by entry; None for all. For the oracle alone.
+        rows: so many rows of d weight and d bias are drawn, and as many of labels, which are
+            compared with float64; None for all. For the oracle alone.
         exceeded: "warn", or "raise" a `CrossCheckError`.
-        seed: of the draw of tokens.
+        seed: of the draws.
 
     Attributes:
         results: one `CheckedStep` for each checked step.
@@ -63,14 +67,15 @@ class CrossCheck(Schedule):
     Raises:
         ValueError: an argument that cannot be used.
         ImportError: JAX is not installed, with `against="other"`.
-        CrossCheckError: in a checked step no call was seen, or no backward of any, or a call over
-            vocabulary shards or of a head with a low-rank part; a row was exceeded, with
+        CrossCheckError: in a checked step no call was seen, or no backward of any; a call of a
+            head that tensor parallelism and a route share; a row was exceeded, with
             `exceeded="raise"`.
 
     Numerics: float32 gradients are held to tau of rows A5 and A6, 16-bit ones to the largest ULP of
-    A7 and A16, counts to A0, and against JAX all to A9 and A19. The loss is held to the ULP of A2
-    and A8, of the sum of its terms and of what the roundings of the logits move it. Under autocast
-    the oracle is given the operands rounded as the products take them.
+    A7 and A16, counts to A0, and against JAX all to A9 and A19. Of all rows four products with
+    random signs are held to 8 times what rounding moves them by, its errors added in quadrature.
+    The loss is held to the ULP of A2 and A8, as the sum of its terms. Under autocast the oracle is
+    given the operands rounded as the products take them.
     """
 
     backend, counterpart = "torch", "jax"
@@ -137,10 +142,10 @@ class CrossCheck(Schedule):
             raise CrossCheckError(
                 f"a checked step must call `chunked_nll` where it can be seen; got none in step "
                 f"{number}. Put the forward and the backward into the block, `patch` a model of "
-                f"transformers, and leave the head out of what `torch.compile` traces; "
-                f"`chunked_logprobs`, which TRL's trainers call, is not looked at."
+                f"transformers, and record no CUDA graph of the head; `chunked_logprobs`, which "
+                f"TRL's trainers call, is not looked at."
             )
-        if graph and all(x.gradients is None for x in taken):
+        if graph and not any(x.backward for x in taken):
             raise CrossCheckError(
                 f"a checked step must have its backward inside of the block; got no backward of "
                 f"any of {len(taken)} calls of `chunked_nll` in step {number}. Put "
@@ -153,68 +158,158 @@ class CrossCheck(Schedule):
         """Nothing is looked at any more; what was is forgotten."""
         self.taken: list[CheckedCall] = []
         self.graph = False  # whether a backward of any can come
-        self.heads: list[tuple[Any, Any, Any]] = []  # weakly, what tells a change, and copies
+        self.heads: list[tuple[Any, Any, Any]] = []  # where, what tells a change, and copies
         if self in LOSS_HOOKS:
             LOSS_HOOKS.remove(self)
 
     # What `chunked_nll` tells
 
     def forward(self, call: Any, loss: Any, output: tuple[Tensor, ...]) -> CheckedCall:
-        if call.rows.group:
-            raise CrossCheckError(
-                "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
-                "which a rank has a part. Check a run without it, or `xentlib parity`."
-            )
-        if call.low_in is not None:
-            raise CrossCheckError(
-                "a checked call must have a head of one weight; got a `LowRankHead`, or a layer of "
-                "PEFT with an adapter. Check a run with the adapter merged."
-            )
-        labels, where = host(call.labels), host(call.where)
-        rows = self.chosen(labels, where, call.ignore_index)
         options = {
             "ignore_index": call.ignore_index,
             **{name: getattr(call.scalars, name) for name in SCALARS["chunked_nll"]},
             "reduction": "mean" if loss.mean else "sum",
             "weight_layout": "HV" if call.transposed else "VH",
-            "denominator": host(loss.denominator),
+            "denominator": detached(loss.denominator),
             "logit_scale": number_of(call.logit_scale),
             "temperature": number_of(call.temperature),
         }
         if call.compute_dtype == torch.float64:
             options["compute_dtype"] = "float64"
         problem = Problem(
-            cut(call.hidden, rows),
-            self.weight_of(call.weight),
-            labels,
-            host(call.bias),
-            where,
-            host(loss.token_weights),
-            host(loss.class_weights),
+            detached(call.hidden),
+            detached(call.weight),
+            detached(call.labels),
+            detached(call.bias),
+            detached(call.where),
+            detached(loss.token_weights),
+            detached(loss.class_weights),
             options,
         )
         named = dict(zip(OUTPUTS, output[4:9], strict=True))
-        values = map(host, (*output[:2], named["logprobs"], named["lse"]))
-        self.taken.append(CheckedCall.of(problem, dtype_name(call.gemm_dtype), rows, *values))
+        values = (*output[:2], named["logprobs"], named["lse"])
+        returned, gemm = Returned(*map(detached, values)), dtype_name(call.gemm_dtype)
+        if self.against == "other":
+            if call.rows.group or call.low_in is not None:
+                raise CrossCheckError(
+                    "`against` must be 'oracle' for a head whose rows are spread over ranks, or "
+                    "with a low-rank part; got 'other', which is given one whole weight."
+                )
+            problem, returned = self.copied(problem), Returned(*map(host, returned))
+        with torch.no_grad():
+            low = None
+            if call.low_in is not None:
+                low = LowRank(call.low_in, call.low_out, call.low_keep, call.low_scale)
+            parts = {"low": low, "ranks": ranks_of(call), "needs_head": any(loss.needs[1:])}
+            parts = {} if self.against == "other" else parts
+            taken = self.taken_of(TorchKit(call.hidden), problem, gemm, returned, **parts)
+        self.taken.append(taken)
         self.graph = self.graph or output[0].requires_grad
-        return self.taken[-1]
+        return taken
+
+    def compiled(self, call: Any, loss: Any, output: tuple[Tensor, ...]) -> None:
+        """Of a call inside of a compiled program, whose backward nobody can look at: its gradients
+        as the operator makes them, for an upstream gradient of 1."""
+        taken = self.forward(call, loss, output)
+        sums = zip(DIFFERENTIATED, output[9:14], loss.needs, strict=True)
+        made = {name: x if needed else None for name, x, needed in sums}
+        if made["hidden"] is not None:
+            made["hidden"] = torch.where(output[14][:, None], made["hidden"], 0.0)
+        if any(loss.needs):
+            self.backward(taken, (output[0].new_ones(()), None, 1.0), made)
 
     def backward(
-        self, taken: CheckedCall, upstream: Tensor, gradients: dict[str, Tensor | None]
+        self, taken: CheckedCall, upstream: Upstream, gradients: dict[str, Tensor | None]
     ) -> None:
-        if taken.gradients is None:  # or it is a graph that is walked again
-            taken.receive(upstream, gradients, cut)
+        if taken.backward:  # it is a graph that is walked again
+            return
+        made = dict(gradients)
+        if self.against == "other":
+            made = {name: host(x) for name, x in made.items()}
+        with torch.no_grad():
+            own, of_all, scale = upstream
+            head = own if of_all is None else of_all
+            taken.receive(float(own), made, scale * float(head))
 
-    def weight_of(self, weight: Tensor) -> Any:
-        """One copy of a head for all the calls of a step, until it is written to: its version
-        does not count what is written to `weight.data`, as some optimizers do, so its sum is asked
-        too."""
-        now = weight._version, float(weight.detach().sum(dtype=torch.float64))
-        for other, then, copy in self.heads:
-            if other() is weight and then == now:
-                return copy
-        self.heads.append((ref(weight), now, host(weight)))
-        return self.heads[-1][-1]
+    def copied(self, problem: Problem) -> Problem:
+        """On the host; one copy of a head for all the calls of a step, until it is written to: its
+        version does not count what is written to `weight.data`, as some optimizers do, so its sum
+        is asked too."""
+        weight: Any = problem.weight
+        now = weight._version, float(weight.sum(dtype=torch.float64))
+        copies = [x for where, then, x in self.heads if where == weight.data_ptr() and then == now]
+        if not copies:
+            copies = [host(weight)]
+            self.heads.append((weight.data_ptr(), now, copies[0]))
+        names = ("hidden", "labels", "bias", "where", "token_weights", "class_weights")
+        arrays = {name: host(getattr(problem, name)) for name in names}
+        options = {k: host(x) if isinstance(x, Tensor) else x for k, x in problem.options.items()}
+        return problem.changed(weight=copies[0], options=options, **arrays)
+
+
+class TorchKit(Kit):
+    """On a tensor's device."""
+
+    xp = torch
+
+    def __init__(self, like: Tensor) -> None:
+        self.place, self.device = like.device, like.device.type
+
+    def wide(self, x: Tensor) -> Tensor:
+        return x.to(torch.float64)
+
+    def single(self, x: Tensor) -> Tensor:
+        return x.to(torch.float32)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x.to(self.place, torch.int64)
+
+    def operand(self, x: Tensor, dtype: str) -> Tensor:
+        if dtype not in ROW_OF:
+            return x
+        return operand(x, getattr(torch, dtype), torch.float32)
+
+    def product(self, w: Tensor, x: Tensor, minus: Tensor | None) -> Tensor:
+        if x.dtype not in LOW:
+            less = None if minus is None else -minus
+            product: Tensor = torch.nn.functional.linear(w.float(), x.float(), less)
+            return product
+        z = torch.empty(len(w), len(x), dtype=torch.float32, device=self.place)
+        mm(w, x.T, z)
+        return z if minus is None else z.sub_(minus)
+
+    def norms(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=dtype)
+        return norms.double()
+
+    def add_at(self, x: Tensor, rows: Tensor, added: Tensor) -> None:
+        x.index_add_(0, rows, added)
+
+    def array(self, x: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(self.place)
+
+    def host(self, x: Any) -> Any:
+        return host(x) if isinstance(x, Tensor) else np.asarray(x)
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.place)
+
+    def not_zero(self, x: Tensor) -> int:
+        return int(((x != 0) | torch.signbit(x)).sum())
+
+    @contextmanager
+    def precise(self) -> Iterator[None]:
+        with (
+            torch.no_grad(),
+            torch.autocast(self.device, enabled=False),
+            gemm_precision(torch.float32, self.place),
+        ):
+            yield
+
+
+def detached(x: Tensor | None) -> Any:
+    return None if x is None else x.detach()
 
 
 def host(x: Tensor | None) -> Any:
@@ -223,11 +318,7 @@ def host(x: Tensor | None) -> Any:
 
 
 def number_of(x: Tensor | None) -> Any:
-    """A factor of the logits, one or one for each token."""
-    number = host(x)
-    return 1.0 if number is None else number.reshape(()) if number.size == 1 else number
-
-
-def cut(x: Tensor, rows: Any) -> Any:
-    """A copy of some rows, which are taken on the tensor's own device, or of all."""
-    return host(x if rows is None else x[torch.from_numpy(np.asarray(rows)).to(x.device)])
+    """A factor of the logits, one on the host or one for each token."""
+    if x is None:
+        return 1.0
+    return host(x).reshape(()) if x.numel() == 1 else x.detach()

@@ -26,7 +26,7 @@ from xentlib.torch.core.kernels import FusedLoss, LossTerms, kernels_for
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats
 from xentlib.torch.core.tokens import Selected, counted, target_info
-from xentlib.torch.hooks import run_backward_hooks, run_forward_hooks
+from xentlib.torch.hooks import observed, run_backward_hooks, run_compiled_hooks
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (
     DIFFERENTIATED,
@@ -291,7 +291,9 @@ def nll_op(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     """`nll_forward` as one operator, opaque to the compiler: outputs, gradients, mask."""
     with torch.autocast(call.hidden.device.type, enabled=False):
         output, gradients, valid_N = nll_forward(call, loss)
-    return (*output[:9], *gradients, valid_N)
+    results = (*output[:9], *gradients, valid_N)
+    run_compiled_hooks(call, loss, results)
+    return results
 
 
 @nll_op.fake
@@ -345,7 +347,7 @@ def kept_gradients(function: str, instead: str) -> Callable[..., Named | None]:
             reuse=eager and not keeps_graph(),
         )
         gradients = dict(zip(DIFFERENTIATED, values, strict=True))
-        run_backward_hooks(ctx, gradient, gradients)
+        run_backward_hooks(ctx, (gradient, of_all, ctx.head_scale), gradients)
         return gradients
 
     return backward
@@ -378,8 +380,7 @@ def of_classes(given: Arguments, local: RowLayout | None = None) -> NLLOutput[Te
         output_dtype=getattr(torch, problem.output_dtype),
         needs=wanted(*call.leaves),
     )
-    output = nll_op(call, loss)
-    run_forward_hooks(call, loss, output)
+    output = observed(nll_op, call, loss)
     total, num_tokens, weight_sum, z_term, *rest = output
     if call.scalars.z_loss:
         z_term = without_gradient("z_loss", z_term, call.leaves)

@@ -36,11 +36,17 @@ def options_missed(
     """Options of the definition that a checked `call` did not hand over as they were; each has a
     value here that is not its default."""
     handed: list[Any] = []
-    check.finish = lambda number, seen: handed.extend(seen)
+    right = check.taken_of
+
+    def taken_of(kit: Any, problem: Any, *given: Any, **parts: Any) -> Any:
+        handed.append(problem)
+        return right(kit, problem, *given, **parts)
+
+    check.taken_of = taken_of
     options = {**OPTIONS, "compute_dtype": compute_dtype}
     call(**{name: array(x) for name, x in ARRAYS.items()}, **options)
-    (seen,) = handed
-    got = {name: getattr(seen.problem, name) for name in ARRAYS} | seen.problem.options
+    (problem,) = handed
+    got = {name: getattr(problem, name) for name in ARRAYS} | problem.options
     want = ARRAYS | options
     names = [x for x in inspect.signature(chunked_nll).parameters if x not in NO_NUMBERS]
     return [

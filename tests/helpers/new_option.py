@@ -45,6 +45,9 @@ EDITS = {
             f"    dz[rows, y_N] += {NAME}\n"
         ),
     },
+    "xentlib/tools/recompute/call.py": {
+        "        z_loss: float = 0.0,\n": f"        {NAME}: float = 0.0,\n",
+    },
     "xentlib/tools/harness/cases.py": {'    "z_loss": 1e-3,\n': f'    "{NAME}": 0.3,\n'},
 }
 

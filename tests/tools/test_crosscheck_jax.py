@@ -86,7 +86,7 @@ def test_a_right_run_passes_and_says_what_was_held(case: str, tokens: int | None
     assert [x.step for x in check.results] == [0, 2]
     named = {m.quantity for x in check.results for m in x.measurements}
     want = {"token count", "log-probability", "d hidden"}
-    want |= {"loss", "d weight", "d bias"} if tokens is None else set()
+    want |= {"loss", "d weight", "d bias", "d weight of all rows", "lse of all tokens"}
     assert want <= named
 
 
@@ -202,6 +202,9 @@ def test_misuse_is_loud() -> None:
         jax.jit(lambda x: call(0, x).loss)(x)
     with pytest.raises(ValueError, match="`step` must be an argument of the jitted function"):
         jax.jit(jax.grad(lambda w: check.nll(0, x, w, y, weight_layout="HV").loss))(w)
+    for constant in (lambda: jnp.asarray(0), lambda: jnp.int32(2) * 3, lambda: jnp.zeros((), int)):
+        with pytest.raises(ValueError, match="`step` must be an argument of the jitted function"):
+            jax.jit(lambda x, step=constant: call(step(), x).loss)(x)
     with pytest.raises(CrossCheckError, match="must have the whole vocabulary"):
         call(0, x, vocab_parallel="tp")
     with pytest.raises(ValueError, match="`token_weights` must be a constant"):

@@ -114,7 +114,8 @@ def test_a_head_that_is_written_to_past_its_version(head: Any) -> None:
 
 
 def test_one_copy_of_a_head_serves_all_calls(head: Any) -> None:
-    check = CrossCheck(every=1)
+    pytest.importorskip("jax")
+    check = CrossCheck(every=1, against="other")
     with check.step():
         for seed in range(3):
             loss_of(head, seed).backward()
