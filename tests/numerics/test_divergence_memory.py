@@ -72,7 +72,11 @@ MEASURES = {"torch": of_torch, "jax": of_jax}
 KINDS: dict[Any, dict[str, Any]] = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.5}}
 SIZES = ((600, 64, 6400, 32), (1000, 160, 2000, 320))
 SMALL = 4 << 20  # the budget, for chunks of 64 to 256 tokens
-CALLS = [*product(SIZES, KINDS, [(False, "float32"), (True, "float32"), (True, "bfloat16")])]
+CALLS = [
+    call
+    for call in product(SIZES, KINDS, (False, True), ("float32", "bfloat16"))
+    if call[2:] != (False, "bfloat16")
+]
 
 
 @pytest.mark.slow
@@ -80,7 +84,7 @@ CALLS = [*product(SIZES, KINDS, [(False, "float32"), (True, "float32"), (True, "
 @pytest.mark.parametrize("call", parameters(CALLS, every_pair(CALLS)))
 def test_peak_is_the_formula_of_the_plan(backend: str, call: Any) -> None:
     """D5, both ways: two chunks of half of the budget, and the teacher's head."""
-    sizes, kind, (gradient, dtype) = call
+    sizes, kind, gradient, dtype = call
     tokens, hidden, vocab, width = sizes
     of = {"dtype": dtype, "max_chunk_bytes": SMALL, "teacher_size": width}
     plan = plan_chunks(tokens, vocab, hidden, **of)
