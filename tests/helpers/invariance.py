@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ SUM: dict[str, Any] = {"reduction": "sum"}
 SMOOTHED: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, **SUM}
 
 
+@cache
 def problems(tokens: int, hidden: int, vocab: int) -> dict[str, Problem]:
     base = Case("invariant", tokens, hidden, vocab, std=3.0, confident=0.3, options=SUM)
     cases = {
