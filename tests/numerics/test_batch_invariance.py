@@ -3,6 +3,7 @@ The measurements are the parity run's own (`parity/rows/invariant.py`)."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,23 +22,20 @@ from xentlib.tools.parity.rows.head import nll, per_token
 pytestmark = pytest.mark.optimized
 # Two whole blocks of columns and a part of one. Of JAX, which has a program for each shape, the
 # cases that differ in what a program is.
-PROBLEMS = problems(203, 24, 331)
-EVERYWHERE = ("options", "class weights", "bf16")
-CASES = [
-    pytest.param(name, marks=[] if name in EVERYWHERE else pytest.mark.full(backend="jax"))
-    for name in PROBLEMS
-]
+PROBLEMS = dict(problems(203, 24, 331))
+ALL = "options, class weights"
+PROBLEMS[ALL] = PROBLEMS["options"].changed(class_weights=PROBLEMS["class weights"].class_weights)
 FUNCTIONS = {"chunked_nll": nll, "chunked_logprobs": per_token}
-
-
 # `chunked_logprobs` has the same products, no class weights, and in JAX the same roundings.
+EVERYWHERE = (
+    *(("chunked_nll", ALL), ("chunked_nll", "bf16, options")),
+    ("chunked_logprobs", "options"),
+)
 OF_FUNCTIONS = [
-    pytest.param(function, *case.values, marks=case.marks)
-    for function in FUNCTIONS
-    for case in CASES
-    if function == "chunked_nll" or case.values not in (("class weights",), ("bf16",))
+    pytest.param(*key, marks=[] if key in EVERYWHERE else pytest.mark.full(backend="jax"))
+    for key in product(FUNCTIONS, PROBLEMS)
+    if key[0] == "chunked_nll" or key[1] not in (ALL, "class weights")
 ]
-OF_FUNCTIONS.append(pytest.param("chunked_logprobs", "bf16", marks=pytest.mark.full(backend="jax")))
 
 
 @pytest.mark.cpu
