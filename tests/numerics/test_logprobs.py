@@ -89,12 +89,11 @@ def test_every_check_rejects_its_mutants(backend: str) -> None:
     ids=by_id,
 )
 def test_audit_mode_bit_for_bit(case: Case) -> None:
-    """A1, A9."""
+    """A1."""
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     case = dataclasses.replace(case, vocab=997, hidden=64)
     hold(per_token.audit, ("torch", "jax"), build(case, 0))
-    hold(per_token.against_oracle, ("torch", "jax"), build(dataclasses.replace(BASE, hidden=48), 7))
 
 
 @pytest.mark.optimized
