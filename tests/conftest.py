@@ -138,7 +138,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not of_product(item)]
     # A file is one worker's: the one that takes longest must not begin last. In each, what JAX
     # compiles in one way stands together: a change of the way forgets all that was traced.
-    items.sort(key=lambda x: (-SECONDS.get(x.path.stem, 0.0), x.path, compiled_for_users(x)))
+    # A test has both backends before the next begins, as helpers/references.py keeps its answers.
+    items.sort(
+        key=lambda x: (
+            *(-SECONDS.get(x.path.stem, 0.0), x.path, compiled_for_users(x)),
+            x.location[1],
+        )
+    )
     for item in items:
         if DEVICE != "cpu" and item.get_closest_marker("cpu"):
             item.add_marker(pytest.mark.skip(reason="about the CPU"))
