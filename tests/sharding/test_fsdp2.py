@@ -137,7 +137,7 @@ COMPILED = {
     "root, inside, tied": Sharded(own=False, model=("inside", "tied")),
     "own, gathered": Sharded(road="gather_head"),
     "hidden": Sharded(gather="hidden", model=("bias",)),
-    "nodes": Sharded(gather="hidden", nodes=2),
+    "nodes": Sharded(gather="hidden", nodes=2, model=("bias",)),
     "nodes, four ranks, per token": Sharded(gather="hidden", nodes=2, world=4, function=TOKENS),
     "low rank, hidden": Sharded(gather="hidden", road="LowRankHead"),
 }
@@ -160,9 +160,10 @@ EXACT = {
     "bf16, gathered": Sharded(policy="bf16", road="gather_head"),
 }
 SETUPS = HELD | EXACT
-# Of "hidden" compiled there are "nodes" and "low rank" too: the three of 2 to 5 s a rank each
-# that only meet again what others have run under --full alone.
-AGAIN = ("own, per token", "hidden", "nodes, four ranks, per token")
+# Of "hidden" compiled there are "nodes" and "low rank" too, of a loss with a bias "nodes", of a
+# head of its own "gathered": the four of 2 to 5 s a rank each that only meet again what others
+# have run under --full alone.
+AGAIN = ("own", "own, per token", "hidden", "nodes, four ranks, per token")
 KEPT = every_pair_of({name: x for name, x in SETUPS.items() if not x.compiled}, named=("own",))
 KEPT += [name for name in COMPILED if name.removeprefix("compiled, ") not in AGAIN]
 
