@@ -24,7 +24,7 @@ from xentlib.tools.recompute.call import Kit, LowRank, Returned
 from xentlib.torch.array_spec import dtype_name
 from xentlib.torch.core.gemm import LOW, gemm_precision, mm, operand
 from xentlib.torch.crosscheck_ranks import ranks_of
-from xentlib.torch.hooks import LOSS_HOOKS, Upstream
+from xentlib.torch.hooks import EAGER, LOSS_HOOKS, Upstream
 from xentlib.torch.operators import DIFFERENTIATED
 
 __all__ = ["CrossCheck"]
@@ -161,6 +161,7 @@ class CrossCheck(Schedule):
         self.heads: list[tuple[Any, Any, Any]] = []  # where, what tells a change, and copies
         if self in LOSS_HOOKS:
             LOSS_HOOKS.remove(self)
+            EAGER.clear()
 
     # What `chunked_nll` tells
 

@@ -22,25 +22,19 @@ class LossHook(Protocol):
 
 
 LOSS_HOOKS: list[LossHook] = []
-EAGER: list[bool] = []  # calls under way that are looked at from outside of their operator
+EAGER: list[bool] = []  # a call under way that is looked at from outside of its operator
 
 
-def observed(operator: Any, call: Any, loss: Any) -> tuple[Tensor, ...]:
-    """The operator, and after it who looks at the call. What a compiler traces has no numbers to
-    look at: `run_compiled_hooks` does, as the operator runs."""
+def run_forward_hooks(call: Any, loss: Any, output: tuple[Tensor, ...]) -> None:
+    """After the operator. What a compiler traces has no numbers to look at: `run_compiled_hooks`
+    does, as the operator runs."""
     if torch.compiler.is_compiling() or not LOSS_HOOKS:
-        output: tuple[Tensor, ...] = operator(call, loss)
-        return output
-    EAGER.append(True)
-    try:
-        output = operator(call, loss)
-    finally:
-        EAGER.pop()
+        return
+    EAGER.clear()
     of_observers = [(observer, observer.forward(call, loss, output)) for observer in LOSS_HOOKS]
     node = output[0].grad_fn
     if node is not None:
         node.observed = of_observers  # type: ignore[attr-defined]  # its context in the backward
-    return output
 
 
 def run_compiled_hooks(call: Any, loss: Any, output: tuple[Tensor, ...]) -> None:

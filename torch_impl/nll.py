@@ -15,6 +15,7 @@ from xentlib.algebra import TokenStats, WantedStats
 from xentlib.arguments import Arguments
 from xentlib.checks.call import CALLS, is_soft
 from xentlib.nll import OUTPUTS, NLLOutput
+from xentlib.torch import hooks
 from xentlib.torch.array_spec import as_tensor
 from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.algebra import ALGEBRA
@@ -26,7 +27,6 @@ from xentlib.torch.core.kernels import FusedLoss, LossTerms, kernels_for
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.stats import all_stats, at_rows, chunk_stats
 from xentlib.torch.core.tokens import Selected, counted, target_info
-from xentlib.torch.hooks import observed, run_backward_hooks, run_compiled_hooks
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (
     DIFFERENTIATED,
@@ -292,7 +292,7 @@ def nll_op(call: HeadCall, loss: Loss) -> tuple[Tensor, ...]:
     with torch.autocast(call.hidden.device.type, enabled=False):
         output, gradients, valid_N = nll_forward(call, loss)
     results = (*output[:9], *gradients, valid_N)
-    run_compiled_hooks(call, loss, results)
+    hooks.run_compiled_hooks(call, loss, results)
     return results
 
 
@@ -347,7 +347,7 @@ def kept_gradients(function: str, instead: str) -> Callable[..., Named | None]:
             reuse=eager and not keeps_graph(),
         )
         gradients = dict(zip(DIFFERENTIATED, values, strict=True))
-        run_backward_hooks(ctx, (gradient, of_all, ctx.head_scale), gradients)
+        hooks.run_backward_hooks(ctx, (gradient, of_all, ctx.head_scale), gradients)
         return gradients
 
     return backward
@@ -380,7 +380,10 @@ def of_classes(given: Arguments, local: RowLayout | None = None) -> NLLOutput[Te
         output_dtype=getattr(torch, problem.output_dtype),
         needs=wanted(*call.leaves),
     )
-    output = observed(nll_op, call, loss)
+    if not torch.compiler.is_compiling() and hooks.LOSS_HOOKS:
+        hooks.EAGER.append(True)
+    output = nll_op(call, loss)
+    hooks.run_forward_hooks(call, loss, output)
     total, num_tokens, weight_sum, z_term, *rest = output
     if call.scalars.z_loss:
         z_term = without_gradient("z_loss", z_term, call.leaves)
