@@ -81,7 +81,6 @@ class Probes(Call):
         by_factor = kit.zeros(count, columns_of)
         squares = kit.zeros(count, len(groups)) + 1.0
         by_slope = errors = by_factor
-        unit = 1.0
         if needs_head:
             for part in self.blocks(count, width):
                 by_factor[part, :probes] = kit.narrow(kit.single(self.x[part]), self.signs)
@@ -101,7 +100,6 @@ class Probes(Call):
             mean = float(kit.host(w_norm.mean())) or 1.0
             self.longer = xp.clip(w_norm / mean, min=1.0)
             errors = (factor * self.slope * (alpha + beta * mean)[:, None]) ** 2 * squares
-            unit = (float(kit.host(errors.max())) if count else 0.0) or 1.0
         shifted = kit.single(self.lse - SHIFT)
         small = float(np.exp(-SHIFT))
         # Of small logits the factor of a token is put into what they meet: to take lse from them
@@ -113,8 +111,9 @@ class Probes(Call):
         if small_logits:
             of_token = xp.exp(SHIFT - self.lse)
             shifted = shifted * 0
-            by_slope, errors = by_slope * of_token[:, None], errors * of_token[:, None] ** 2
-            unit = (float(kit.host(errors.max())) if count and needs_head else 0.0) or 1.0
+            by_slope = by_slope * of_token[:, None]
+        of_blocks = errors * of_token[:, None] ** 2
+        unit = (float(kit.host(of_blocks.max())) if count and needs_head else 0.0) or 1.0
         outer = None if not self.per_token else kit.single(self.outer[:, 0])
         temperature = kit.single(self.temperature)
         bias = None if self.bias is None else kit.single(self.bias)[:, None]
@@ -174,7 +173,7 @@ class Probes(Call):
                 p *= p
                 if b is not None:
                     self.du_spread[part] += kit.narrow(p.T, b * b)
-                added[block] += kit.narrow(p, errors[part] / unit)
+                added[block] += kit.narrow(p, of_blocks[part] / unit)
         sums = (self.sums * small, self.own, self.mean_norm * small)
         self.sums, self.own, self.mean_norm = map(self.ranks.sum, sums)
         # What was summed is SHIFT larger.
