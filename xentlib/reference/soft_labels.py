@@ -79,8 +79,8 @@ def soft_reference(
     # size: n roundings add up to about sqrt(n) of them. The terms of a label that is a class are
     # added last. Products add in blocks of some hundred terms.
     for name, length in (("hidden", vocab_size), ("weight", count)):
-        terms = gradients[f"magnitude_{name}"]
-        gradients[f"bound_{name}"] = gradients[f"bound_{name}"] + np.sqrt(min(length, 512)) * terms
+        added = np.sqrt(min(length, 512)) * gradients[f"magnitude_{name}"]
+        gradients[f"bound_{name}"] = gradients[f"bound_{name}"] + added
     moved = s.a + s.expected_a + np.abs(log_p) + np.abs(s.log_total)[:, None] + 4
     return NLLReference(
         loss=np.asarray(terms.sum()),
