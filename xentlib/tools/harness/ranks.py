@@ -91,7 +91,8 @@ def start_gloo(rank: int, world: int, folder: str) -> None:
         world_size=world,
         timeout=GLOO_LIMIT,
     )
-    if DEVICE != "cpu":  # one for all ranks, which gloo can share and NCCL cannot
+    # One for all ranks, which gloo can share and NCCL cannot; an emulated one is not of ranks
+    if DEVICE != "cpu" and torch.cuda.is_available():
         torch.set_default_device(torch.device(DEVICE, 0))
         torch.zeros(1)  # a mesh leaves a device alone that is in use
 

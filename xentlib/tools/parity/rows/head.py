@@ -141,7 +141,8 @@ def beside(problem: Problem, d_weight: Any, reference: Any) -> tuple[Any, ...]:
     """Gradients of given logits other than the label's, what is right and the bound: d weight is
     theirs, transposed."""
     others = (np.arange(len(d_weight))[:, None] != problem.labels) & problem.valid
-    return d_weight[others], reference.d_weight[others], reference.bound_weight[others]
+    arrays = d_weight, reference.d_weight, reference.bound_weight
+    return tuple(x[:, : len(problem.labels)][others] for x in arrays)
 
 
 def same(
