@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from xentlib.tools.harness import device
 from xentlib.tools.harness.device import on_device, on_jax
 
 
@@ -27,3 +28,18 @@ def test_arrays_go_to_the_device_that_is_the_default() -> None:
     last = jax.devices("cpu")[-1]
     with jax.default_device(last):
         assert on_jax(np.zeros(3, np.float32)).devices() == {last}
+
+
+@pytest.mark.jax
+def test_programs_are_dropped_before_the_system_gives_no_more_memory(monkeypatch):
+    """Catches: a run of many cases that LLVM ends, as its memory is in 65,530 pieces."""
+    jax = pytest.importorskip("jax")
+    double = jax.jit(lambda x: 2 * x)
+    double(1.0)
+    device.forget_programs(("jax",))
+    assert double._cache_size() == 1
+    monkeypatch.setattr(device, "MOST_MAPPINGS", 0)
+    device.forget_programs(("torch",))
+    assert double._cache_size() == 1
+    device.forget_programs(("jax",))
+    assert double._cache_size() == 0

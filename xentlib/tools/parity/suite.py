@@ -13,7 +13,7 @@ from typing import Any
 from xentlib.contract import ROW_OF
 from xentlib.tools.harness import cases
 from xentlib.tools.harness.cases import AUDIT, BASE, CONFIDENT, logit_sets, low_precision, named
-from xentlib.tools.harness.device import contract_settings, on_device
+from xentlib.tools.harness.device import contract_settings, forget_programs, on_device
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build
 from xentlib.tools.parity.progress import Planned, Progress
@@ -178,6 +178,7 @@ def _planned(sections: list[Rows], backends: tuple[str, ...], device: str) -> li
             for item in items:
                 problem = item() if callable(item) else item
                 measure(findings, problem)
+                forget_programs(backends)
                 progress.advance(getattr(problem, "text", ""))
         return Section(name, tuple(findings.measurements), tuple(findings.histograms))
 
