@@ -113,14 +113,14 @@ def main() -> None:
     if arguments.setting:
         print(json.dumps(measured(arguments.setting, arguments.seeds)))
         return
-    found = {}
+    worst = {}
     for setting, variables in SETTINGS.items():
         command = [sys.executable, str(HERE), "--setting", setting, "--seeds", str(arguments.seeds)]
         environment = {**os.environ, "XLA_FLAGS": XLA, **variables}
         run = partial(subprocess.run, check=True, stdout=subprocess.PIPE, text=True)
-        found[setting] = json.loads(run(command, env=environment).stdout.splitlines()[-1])
+        worst[setting] = json.loads(run(command, env=environment).stdout.splitlines()[-1])
     made = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "seeds": arguments.seeds}
-    DATA.write_text(json.dumps({"made": made, "worst": found}, indent=1) + "\n", encoding="utf-8")
+    DATA.write_text(json.dumps({"made": made, "worst": worst}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

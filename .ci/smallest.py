@@ -26,10 +26,10 @@ HIDDEN, WEIGHT = "d_hidden", "d_weight"
 
 def smallest_rejected() -> dict[str, dict[str, float]]:
     """By row; of two gradients of one row the larger."""
-    found: dict[str, dict[str, float]] = {}
+    rejected: dict[str, dict[str, float]] = {}
 
     def put(row: str, what: str, value: float) -> None:
-        found.setdefault(row, {})[what] = max(value, found.get(row, {}).get(what, 0.0))
+        rejected.setdefault(row, {})[what] = max(value, rejected.get(row, {}).get(what, 0.0))
 
     for dtype in ("float32", *ROW_OF):
         case = BASE if dtype == "float32" else low_precision((BASE,), dtype)[0]
@@ -57,7 +57,7 @@ def smallest_rejected() -> dict[str, dict[str, float]]:
             return part(of_defect(problem, FEW_BITS, -np.log2(error)))
 
         put(row, "exponentials", smallest(row, wrong, *arrays))
-    return found
+    return rejected
 
 
 def of_loss(reference: Any) -> tuple[Any, ...]:

@@ -92,7 +92,7 @@ class RecomputedCall(CheckedCall):
         self.kit, self.again = kit, Recomputed(kit, problem, gemm_dtype, returned, **how)
         del self.problem, self.returned
         again, low = self.again, gemm_dtype in ROW_OF
-        self.found: list[Measurement] = []
+        self.measured: list[Measurement] = []
         if again.finite:
             self.hold_values(again, low)
         self.seconds = time.perf_counter() - start
@@ -114,7 +114,7 @@ class RecomputedCall(CheckedCall):
         return self.again.finite and bool(np.isfinite(self.upstream))
 
     def hold(self, *given: Any, **named: Any) -> None:
-        self.found += check(*given, **named)
+        self.measured += check(*given, **named)
 
     def receive(self, upstream: float, gradients: dict[str, Any], head: float = 0.0) -> None:
         """`head`: the upstream gradient of d weight and d bias, where that is another."""
@@ -136,7 +136,7 @@ class RecomputedCall(CheckedCall):
             self.hold_sample(name, kit.host(gradient[rows]), getattr(again, f"d_{name}"), by)
             if name == "hidden":
                 unequal = kit.not_zero(gradient[kit.array(again.invalid)])
-                self.found.append(
+                self.measured.append(
                     BITS.measured(
                         "A0",
                         unequal,
@@ -153,7 +153,7 @@ class RecomputedCall(CheckedCall):
 
     def all_rows(self, name: str, worst: float, row: int, count: int) -> None:
         of = {"quantity": f"d {name} of all rows", "case": f", the worst is row {row}"}
-        self.found.append(PROBED.measured("A6", worst, count, backend="", **of))
+        self.measured.append(PROBED.measured("A6", worst, count, backend="", **of))
 
     def hold_sample(self, name: str, given: Array, sample: Sample, by: float) -> None:
         """Of rows of a gradient, entry by entry."""
@@ -182,7 +182,7 @@ class RecomputedCall(CheckedCall):
 
     def measurements(self, backend: str, by: str, case: str) -> list[Measurement]:
         text = f"{case}: {self.text}"
-        return [replace(x, backend=backend, case=text + x.case) for x in self.found]
+        return [replace(x, backend=backend, case=text + x.case) for x in self.measured]
 
 
 @dataclass(frozen=True, slots=True)

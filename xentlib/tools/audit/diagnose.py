@@ -85,7 +85,7 @@ def judge(
         off = abs(multiple(returned[0], want[0]) - 1.0) / U if of == HEAD else 0.0
         if findings or (LIMIT.holds(held[of]) and off <= FACTOR):
             continue
-        found, first = None, distance(returned[:1], want[:1])
+        token_map, first = None, distance(returned[:1], want[:1])
         if of == HEAD and LIMIT.holds(first) and off <= FACTOR:
             of, held[BIAS] = BIAS, held[HEAD]
             own = partial(_of_bias, oracle)
@@ -96,23 +96,23 @@ def judge(
                 notes.append("the loss is each rank's own, not the mean of all: a log shows one's")
                 continue
         else:
-            fits, found = explain(oracle, returned, of == HIDDEN, _finite(got.d_hidden))
-        said = [_of_the_loss(oracle, got, fits) if of == HEAD else RIGHT_BESIDE.get(of, RIGHT)]
+            fits, token_map = explain(oracle, returned, of == HIDDEN, _finite(got.d_hidden))
+        notes = [_of_the_loss(oracle, got, fits) if of == HEAD else RIGHT_BESIDE.get(of, RIGHT)]
         alone = of == HEAD and bias and bool(fits) and not fits[0].rounded
         if alone and not LIMIT.holds(distance(returned[1:], _of_bias(oracle, fits[0].reading))):
-            said.append("the gradient of the bias is wrong in another way")
+            notes.append("the gradient of the bias is wrong in another way")
         if not fits:
-            said.append(_hint(returned, got, changed, again))
-        if found is not None and not found.exact and not fits:
-            said.append(_left_over(oracle, found))
-        note = "; ".join(x for x in said if x)
+            notes.append(_hint(returned, got, changed, again))
+        if token_map is not None and not token_map.exact and not fits:
+            notes.append(_left_over(oracle, token_map))
+        note = "; ".join(x for x in notes if x)
         names = tuple(fit.names for fit in fits)
         factor = fits[0].factor if fits else 1.0
         nearest = min((fit.distance for fit in fits), default=None)
         rounded = any(fit.rounded for fit in fits)
         lines: tuple[str, ...] = ()
-        if found is not None and found.exact:
-            lines = tuple(reader.printed(oracle, found, factor))
+        if token_map is not None and token_map.exact:
+            lines = tuple(reader.printed(oracle, token_map, factor))
         findings.append(Finding(of, names, factor, held[of], nearest, note, lines, rounded))
     if problem.bias is not None and not bias:
         missing.append("gradient of the bias")
@@ -142,13 +142,14 @@ def _of_bias(oracle: Oracle, reading: Hypothesis) -> list[Array]:
     return of_head(oracle.numbers(reading))[1:]
 
 
-def _left_over(oracle: Oracle, found: Map) -> str:
+def _left_over(oracle: Oracle, token_map: Map) -> str:
     """Of a gradient that no factors give."""
     tried = [" and ".join(names) for names, _ in heads(oracle, 1)]
     logits = f", also with {', '.join(tried)}" if tried else ""
-    rounding = ", or they are rounded" if found.residual <= ROUNDED else ""
+    left = token_map.residual
+    rounding = ", or they are rounded" if left <= ROUNDED else ""
     return (
-        f"no weighting of the tokens explains it ({found.residual:.2g} of it is left over{logits}):"
+        f"no weighting of the tokens explains it ({left:.2g} of it is left over{logits}):"
         f" the logits, or their derivative, are others{rounding}"
     )
 
@@ -183,13 +184,13 @@ def wrong_there(
     one by one where that is wrong; padding by itself. `spared`: what is not compared."""
     names = _there(oracle.problem)
     plain = tuple(name for name in names if name != PADDED)
-    found: dict[str, str] = {}
+    breaks: dict[str, str] = {}
     for together in (plain, (PADDED,)):
-        said = _broken(oracle.problem, run, together, spared)
-        if said:
+        sentence = _broken(oracle.problem, run, together, spared)
+        if sentence:
             alone = {x: _broken(oracle.problem, run, (x,), spared) for x in together}
-            found |= {x: y for x, y in alone.items() if y} or {" and ".join(together): said}
-    return found
+            breaks |= {x: y for x, y in alone.items() if y} or {" and ".join(together): sentence}
+    return breaks
 
 
 def _there(problem: Problem) -> tuple[str, ...]:

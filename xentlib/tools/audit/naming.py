@@ -91,16 +91,16 @@ def explain(
     # Cheapest first: other heads for right tokens, before other tokens.
     for number, deep in ((0, False), (1, False), (0, True), (2, False), (1, True)):
         maps += [(n, read(oracle, got[0], head, hidden, deep)) for n, head in heads(oracle, number)]
-        if any(found.exact for _, found in maps):
+        if any(one.exact for _, one in maps):
             break
-    if not hidden and oracle.problem.ranks > 1 and not any(found.exact for _, found in maps):
+    if not hidden and oracle.problem.ranks > 1 and not any(one.exact for _, one in maps):
         maps.append(((), read(oracle, got[0], Head(), rows=True)))
-    exact = [(names, found) for names, found in maps if found.exact]
+    exact = [(names, one) for names, one in maps if one.exact]
     best = min(maps, key=lambda x: x[1].residual * (1.0 + len(x[0])))[1]
-    fits = [fit for names, found in exact for fit in _named(oracle, got, predict, names, found)]
+    fits = [fit for names, one in exact for fit in _named(oracle, got, predict, names, one)]
     if not fits and len(got) > 1:  # the bias may have a defect of its own
         alone = [got[0]]
-        fits = [x for names, found in exact for x in _named(oracle, alone, predict, names, found)]
+        fits = [fit for names, one in exact for fit in _named(oracle, alone, predict, names, one)]
     if not exact:
         fits = [] if hidden else [*_of_entries(oracle, got, predict)]
         fits = fits or _rounded(oracle, got, predict, best) or [*_stored(oracle, got, predict)]
@@ -144,12 +144,12 @@ def _cheapest(fits: list[Fit]) -> list[Fit]:
 def _values(oracle: Oracle, axis: str) -> list[tuple[tuple[str, ...], Any]]:
     """The right choice, and those of all defects of an axis, each with its name."""
     if axis not in oracle.choices:
-        found: list[tuple[tuple[str, ...], Any]] = [((), getattr(PLAIN, axis))]
+        choices: list[tuple[tuple[str, ...], Any]] = [((), getattr(PLAIN, axis))]
         for defect in DEFECTS:
             if defect.axis == axis:
                 every = forms(defect, oracle.problem)
-                found += [((defect.name,), getattr(x, axis)) for x in every]
-        oracle.choices[axis] = found
+                choices += [((defect.name,), getattr(x, axis)) for x in every]
+        oracle.choices[axis] = choices
     chosen: list[tuple[tuple[str, ...], Any]] = oracle.choices[axis]
     return chosen
 
@@ -173,22 +173,22 @@ def heads(oracle: Oracle, number: int) -> Iterator[tuple[tuple[str, ...], Head]]
 
 
 def _readings(
-    oracle: Oracle, found: Map, hidden: bool
+    oracle: Oracle, token_map: Map, hidden: bool
 ) -> Iterator[tuple[tuple[str, ...], Hypothesis, float]]:
     """Whose factors are those of the map, up to a number; and how far they are from it."""
-    factors, close = stacked(found.factors), found.close
+    factors, close = stacked(token_map.factors), token_map.close
     places = np.array([name in (*LABELS, DIVERGENCE) for name in TERMS])
     there = (np.abs(factors) > close)[places]
     # Under rounding a factor may be taken for none, or none for one.
-    spared = 0 if found.exact else 0.1 * there.sum()
+    spared = 0 if token_map.exact else 0.1 * there.sum()
     right, *others = _values(oracle, "reduced")
-    others = [] if hidden else [x for x in others if x[1].rows == found.rows]
-    sums = others if found.rows else [right, *others]
+    others = [] if hidden else [x for x in others if x[1].rows == token_map.rows]
+    sums = others if token_map.rows else [right, *others]
     rest = [_values(oracle, axis) for axis in ("divisor", "terms", "upstream")]
     masks = oracle.choices.setdefault("masks", {})  # which do not depend on the head
     for i, (n1, labels) in enumerate(_values(oracle, "labels")):
         for n2, reduced in sums:
-            reading = Hypothesis(labels=labels, reduced=reduced, head=found.head)
+            reading = Hypothesis(labels=labels, reduced=reduced, head=token_map.head)
             if (i, reduced, hidden) not in masks:
                 masks[i, reduced, hidden] = stacked(_of(oracle, reading, hidden))[places] != 0
             if (masks[i, reduced, hidden] != there).sum() > spared:
@@ -211,12 +211,12 @@ def _of(oracle: Oracle, reading: Hypothesis, hidden: bool) -> dict[str, Array]:
 
 
 def _named(
-    oracle: Oracle, got: Sequence[Array], predict: Predict, names: tuple[str, ...], found: Map
+    oracle: Oracle, got: Sequence[Array], predict: Predict, names: tuple[str, ...], token_map: Map
 ) -> Iterator[Fit]:
     hidden = got[0].ndim == 5
-    readings = [x[:2] for x in _readings(oracle, found, hidden)]
+    readings = [x[:2] for x in _readings(oracle, token_map, hidden)]
     if not readings and not hidden:
-        readings = [*_clipped(oracle, found)]
+        readings = [*_clipped(oracle, token_map)]
     for more, reading in readings:
         for lost in (False, True) if len(got) > 1 else (False,):
             one = reading._replace(lost=lost)
@@ -264,15 +264,15 @@ def _numbers(
     yield from dict.fromkeys(single or pairs)
 
 
-def _clipped(oracle: Oracle, found: Map) -> Iterator[tuple[tuple[str, ...], Hypothesis]]:
+def _clipped(oracle: Oracle, token_map: Map) -> Iterator[tuple[tuple[str, ...], Hypothesis]]:
     """Each micro-batch has a factor of its own, and its gradient, or what was added up so far, a
     norm that others have too."""
-    factors = found.factors.get(oracle.declared[0])
+    factors = token_map.factors.get(oracle.declared[0])
     if factors is None or oracle.problem.micro_batches == 1:
         return
     of = np.indices(oracle.problem.ids.shape)[1].reshape(-1)
     for names, labels in _values(oracle, "labels"):
-        reading = Hypothesis(labels=labels, head=found.head)
+        reading = Hypothesis(labels=labels, head=token_map.head)
         weights = oracle.weights(reading)
         if not np.array_equal(weights[0] != 0, np.abs(factors[0]) > CLOSE * np.abs(factors).max()):
             continue
@@ -285,7 +285,7 @@ def _clipped(oracle: Oracle, found: Map) -> Iterator[tuple[tuple[str, ...], Hypo
         for base in ("tokens", "micro-batches"):
             a = oracle.weights(reading._replace(divisor=base))[0]
             ratio = own / np.array([a[of == m].max() for m in range(len(own))])
-            sums = oracle.sums(found.head, factors[0])
+            sums = oracle.sums(token_map.head, factors[0])
             so_far = np.cumsum(sums, axis=0) / np.append(ratio[1:], 1.0)[:, None]
             for norms, clipped in (
                 (np.linalg.norm(sums, axis=1), ratio < 1 - CLOSE),
@@ -297,13 +297,13 @@ def _clipped(oracle: Oracle, found: Map) -> Iterator[tuple[tuple[str, ...], Hypo
                     return
 
 
-def _rounded(oracle: Oracle, got: Sequence[Array], predict: Predict, found: Map) -> list[Fit]:
+def _rounded(oracle: Oracle, got: Sequence[Array], predict: Predict, token_map: Map) -> list[Fit]:
     """Of any head that rounds, with what the map says as far as rounding lets it be read."""
-    if found.residual > ROUNDED * U:
+    if token_map.residual > ROUNDED * U:
         return []
     fits = []
-    near = sorted(_readings(oracle, found, got[0].ndim == 5), key=lambda x: x[2])[:3]
-    plain = ((), Hypothesis(head=found.head), 0.0)
+    near = sorted(_readings(oracle, token_map, got[0].ndim == 5), key=lambda x: x[2])[:3]
+    plain = ((), Hypothesis(head=token_map.head), 0.0)
     for more, reading, _ in (plain, *(x for x in near if x[0])):
         exact = predict(reading)
         for names, head in _values(oracle, "head")[1:]:

@@ -128,7 +128,7 @@ class Oracle:
         labels = self.labels_of(reading).reshape(-1)
         if problem.teacher is not None:
             return {DIVERGENCE: weights}
-        found, terms, up = {}, reading.terms, reading.upstream
+        by_term, terms, up = {}, reading.terms, reading.upstream
         of_label = terms.label * weights
         if up.same:
             g = problem.d_logprobs.reshape(-1).astype(np.float64)
@@ -138,23 +138,23 @@ class Oracle:
             here = left & (classes == labels)
             left = left & ~here
             if here.any() or name == self.declared[0]:
-                found[name] = np.where(here, of_label, 0.0)
+                by_term[name] = np.where(here, of_label, 0.0)
         if self.each and problem.options.entropy:
             h = problem.d_entropy.reshape(-1).astype(np.float64)
             one = {"": h, "first": h[0], "mean": h.mean()}[up.same]
-            found[ENTROPY] = up.entropy * weights * (one / h)
+            by_term[ENTROPY] = up.entropy * weights * (one / h)
         for name, factor in ((UNIFORM, terms.uniform), (Z_LOSS, terms.z_loss)):
             if name in self.declared:
-                found[name] = factor * weights
+                by_term[name] = factor * weights
                 if name in terms.everywhere:
                     there = terms.padding | problem.attention.reshape(-1)
-                    found[name] = np.where(
+                    by_term[name] = np.where(
                         there, terms.share * weights.max(axis=1, keepdims=True), 0.0
                     )
         if SOFTMAX in terms.everywhere:
             there = (terms.padding | problem.attention.reshape(-1)) & (labels == IGNORE)
-            found[SOFTMAX] = np.where(there, weights.max(axis=1, keepdims=True), 0.0)
-        return found
+            by_term[SOFTMAX] = np.where(there, weights.max(axis=1, keepdims=True), 0.0)
+        return by_term
 
     def weights(self, reading: Hypothesis) -> Array:
         """[R, N]: the factor of every token in what each rank has."""
@@ -173,15 +173,16 @@ class Oracle:
         weights = []
         for rank in ranks:
             of = rank if how.root is None else how.root
-            mine = np.zeros(valid.shape, np.bool_)
-            mine[of] = True
-            factor = self._divided(counted & (mine | (how.own != "mean")), reading.divisor, reading)
+            among = np.zeros(valid.shape, np.bool_)
+            among[of] = True
+            own = counted & (among | (how.own != "mean"))
+            factor = self._divided(own, reading.divisor, reading)
             factor = factor * (problem.ranks if how.own == "times" else 1)
             if how.first:
-                mine[:, 0] = True
+                among[:, 0] = True
                 everywhere = self._divided(counted, reading.divisor, reading)
                 factor = np.concatenate([everywhere[:, :1], factor[:, 1:]], axis=1)
-            weights.append((part * mine * factor).reshape(-1))
+            weights.append((part * among * factor).reshape(-1))
         return np.stack(weights)
 
     def _divided(self, valid: Array, divisor: Any, reading: Hypothesis) -> Array:
@@ -283,24 +284,24 @@ class Oracle:
             g, h = (
                 -y.reshape(-1).astype(np.float64) for y in (problem.d_logprobs, problem.d_entropy)
             )
-        found = {}
+        units = {}
         for name, classes in self.classes.items():
             there = classes >= 0
             at = np.arange(tokens)[there], classes[there]
             dz = np.where(there[:, None], p, 0.0)
             dz[at] -= 1.0
             nll = np.where(there, -log_p[np.arange(tokens), np.maximum(classes, 0)], 0.0)
-            found[name] = Unit(g[:, None] * slope * dz, g * nll)
+            units[name] = Unit(g[:, None] * slope * dz, g * nll)
         coefficient = (eps or 1.0) / self.count
         uniform = Unit(slope * (p - 1.0 / vocab), lse - u.mean(axis=1))
-        found[UNIFORM] = Unit(*(coefficient * y for y in uniform))
+        units[UNIFORM] = Unit(*(coefficient * y for y in uniform))
         coefficient = (options.z_loss or 1.0) / self.count
         z_loss = Unit(slope * 2.0 * lse[:, None] * p, lse**2)
-        found[Z_LOSS] = Unit(*(coefficient * y for y in z_loss))
-        found[SOFTMAX] = Unit(slope * p / self.count, lse / self.count)
+        units[Z_LOSS] = Unit(*(coefficient * y for y in z_loss))
+        units[SOFTMAX] = Unit(slope * p / self.count, lse / self.count)
         entropy = -(p * log_p).sum(axis=1)
-        found[ENTROPY] = Unit(h[:, None] * slope * p * (log_p + entropy[:, None]), entropy)
-        return found
+        units[ENTROPY] = Unit(h[:, None] * slope * p * (log_p + entropy[:, None]), entropy)
+        return units
 
     def _divergences(self, head: Head) -> tuple[Array, Array]:
         """d logits [N, V] and losses [N]."""
@@ -330,12 +331,12 @@ class Oracle:
 def _classes(problem: Problem) -> dict[str, Array]:
     """[N] of each place of a label: its class, or -1 where there is none."""
     source, first = (problem.targets, 1) if problem.kind == "logprobs" else (problem.ids, 0)
-    found = {name: np.roll(source, first - by, axis=-1) for name, by in SHIFTS.items()}
+    sources = {name: np.roll(source, first - by, axis=-1) for name, by in SHIFTS.items()}
     row = np.full_like(source, -1)
     row[..., :-1, -1] = source[..., 1:, 0]
     row[:, :-1, -1, -1] = source[:, 1:, 0, 0]
-    found |= {"row": row, "class 0": np.zeros_like(source)}
-    return {name: x.reshape(-1) for name, x in found.items()}
+    sources |= {"row": row, "class 0": np.zeros_like(source)}
+    return {name: x.reshape(-1) for name, x in sources.items()}
 
 
 def _combined(factors: dict[str, Array], units: dict[str, Unit], rank: int) -> Array:

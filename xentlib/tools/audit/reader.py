@@ -78,7 +78,7 @@ def read(
     """Of gradients of the head, [R, V, H], or of hidden states, [R, M, B, L, H]; with other terms
     than a right step has if it is `deep`. `beside`: gradients of the hidden states, which say what
     those of the head leave open, as each token has its own."""
-    found = []
+    maps = []
     for terms, others in _stages(oracle) if deep else [next(_stages(oracle))]:
         columns = _columns(oracle, head, terms, others)
         if hidden:
@@ -101,11 +101,11 @@ def read(
         for name in others:
             by_name[name], noises[name] = factors.sum(axis=0), SIGMAS * noise.max(axis=0)
         by_name = _first_places(oracle, by_name)
-        found.append(Map(head, by_name, noises, residual, rows))
-        if found[-1].exact:
-            return found[-1]
-    least = min(one.residual for one in found)
-    return next(one for one in found if one.residual <= 1.5 * least)
+        maps.append(Map(head, by_name, noises, residual, rows))
+        if maps[-1].exact:
+            return maps[-1]
+    least = min(one.residual for one in maps)
+    return next(one for one in maps if one.residual <= 1.5 * least)
 
 
 def _stages(oracle: Oracle) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
@@ -241,12 +241,12 @@ def _first_places(oracle: Oracle, factors: dict[str, Array]) -> dict[str, Array]
 # --- what a person reads --------------------------------------------------------------------------
 
 
-def printed(oracle: Oracle, found: Map, unit: float = 1.0) -> list[str]:
+def printed(oracle: Oracle, token_map: Map, unit: float = 1.0) -> list[str]:
     """Rows by positions of each micro-batch and rank, in units of a factor that all tokens have; a
     block for the terms that agree."""
     shape = oracle.problem.ids.shape
-    close = {name: x / abs(unit) for name, x in zip(TERMS, found.close[:, 0], strict=True)}
-    factors = {name: x / unit for name, x in found.factors.items()}
+    close = {name: x / abs(unit) for name, x in zip(TERMS, token_map.close[:, 0], strict=True)}
+    factors = {name: x / unit for name, x in token_map.factors.items()}
     least = np.full(
         factors[oracle.declared[0]].shape[1], min(float(x.min()) for x in close.values())
     )
@@ -258,7 +258,7 @@ def printed(oracle: Oracle, found: Map, unit: float = 1.0) -> list[str]:
         for name in (x for x in LABELS if x in factors):
             whole = whole + (1.0 - eps) * factors[name]
         if Z_LOSS in factors and close[Z_LOSS].max() > OPEN:  # their sum alone is known
-            lse = oracle.units_of(found.head)[SOFTMAX].value * oracle.count
+            lse = oracle.units_of(token_map.head)[SOFTMAX].value * oracle.count
             z = 2.0 * oracle.problem.options.z_loss * lse
             whole = (whole + z * factors[Z_LOSS]) / (1.0 + z)
         others = {k: x for k, x in factors.items() if k != SOFTMAX}
@@ -276,12 +276,14 @@ def printed(oracle: Oracle, found: Map, unit: float = 1.0) -> list[str]:
             none.append(title)
     open_ = ", ?: open" if any((x == "?").any() for x in cells.values()) else ""
     by = "" if abs(unit - 1.0) < 1e-4 else f", divided by {unit:.6g}"
-    head = f"read from it{by} (1: as it should be, .: no part{open_}), with {found.residual:.1e}"
+    head = (
+        f"read from it{by} (1: as it should be, .: no part{open_}), with {token_map.residual:.1e}"
+    )
     rows = "; micro-batch.row" if len(shape) > 1 and shape[1] > 1 else ""
-    said = [f"{head} of it left over{rows}:", *(f"  {title}: none" for title in none)]
+    text = [f"{head} of it left over{rows}:", *(f"  {title}: none" for title in none)]
     for lines, of in blocks.items():
-        said += [f"  {', '.join(of)}", *(f"    {line}" for line in lines)]
-    return said
+        text += [f"  {', '.join(of)}", *(f"    {line}" for line in lines)]
+    return text
 
 
 def _one_place(

@@ -136,17 +136,17 @@ def first_of_documents(p: Problem) -> list[Any]:
 def next_row(p: Problem) -> list[Any]:
     """Rows laid flat before the shift: the last token of a row is scored against the first of the
     next one, where that has a label; of a micro-batch, or of all of a rank."""
-    found = []
+    ends = []
     for inside in (p.targets, next_labels(p.labels, None)):
         ahead = inside.copy()
         ahead[..., :-1, -1] = p.labels[..., 1:, 0]
-        found.append(ahead)
+        ends.append(ahead)
         every = ahead.copy()
         every[:, :-1, -1, -1] = p.labels[:, 1:, 0, 0]
-        found.append(every)
+        ends.append(every)
     rolled = next_labels(p.labels, None)
     rolled[..., -1] = p.labels[..., 0]
-    return [Labelled(x) for x in (*found, rolled)]
+    return [Labelled(x) for x in (*ends, rolled)]
 
 
 def no_micro_batch(p: Problem, number: int) -> list[Any]:
@@ -185,9 +185,9 @@ def chunks(p: Problem) -> list[Any]:
     r, m, b, n = p.targets.shape
     valid = (p.targets != IGNORE).reshape(r * m, b * n)
     number = int((valid.sum(axis=1) > 0).sum())
-    found = []
+    lengths = []
     for length in range(2, b * n):
         if length % n or length // n not in (1, b):
             parts = [valid[:, i : i + length].any(axis=1).sum() for i in range(0, b * n, length)]
-            found += [length] * bool(sum(parts) > number)
-    return found
+            lengths += [length] * bool(sum(parts) > number)
+    return lengths

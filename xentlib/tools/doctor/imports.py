@@ -43,17 +43,17 @@ def try_imports(chains: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, Trie
     one the rest where it fails. All is as in this process, with its path of modules and its
     variables. What a function raises is for who asks for its answer.
     """
-    found: dict[str, Tried] = {}
+    results: dict[str, Tried] = {}
     with own_folder() as folder, ExitStack() as ending:
         running = [_Chain(chain, Path(folder, f"{k}-"), ending) for k, chain in enumerate(chains)]
         while running:
             for chain in [*running]:
                 if chain.ended():
-                    found |= chain.found()
+                    results |= chain.results()
                     if not chain.go_on():
                         running.remove(chain)
             time.sleep(0.02)
-    return found
+    return results
 
 
 class _Chain:
@@ -93,7 +93,7 @@ class _Chain:
             _end(self._process)
         return self.late
 
-    def found(self) -> dict[str, Tried]:
+    def results(self) -> dict[str, Tried]:
         """What the process says of packages, and what is to be said of the one it ended with."""
         if self._process is None:
             return {}
@@ -189,8 +189,8 @@ def be_child(parent: int, answer: str, steps_of: Mapping[str, Sequence[str]]) ->
                 done = _make(step)
                 if done:
                     break
-            said = {"package": package, "plugins": plugins.failed, "done": done}
-            print(json.dumps(said), file=file, flush=True)
+            report = {"package": package, "plugins": plugins.failed, "done": done}
+            print(json.dumps(report), file=file, flush=True)
             plugins.failed = []
             if done:
                 break

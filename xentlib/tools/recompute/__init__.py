@@ -131,7 +131,7 @@ class Recomputed(Probes):
         self.among, self.places = among, self.valid[among]
         among = kit.array(among)
         columns = self.blocks(self.size, self.w.shape[1], 16)
-        found: list[list[Any]] = [[], [], [], [], []]
+        compared: list[list[Any]] = [[], [], [], [], []]
         for some in self.blocks(len(self.places), 1, most=8 * TOKENS):
             part = among[some]
             x = kit.wide(self.x[part])
@@ -185,12 +185,12 @@ class Recomputed(Probes):
                     d_x[2] += kit.wide(terms[:, block] @ size)
             d_x = [self.narrowed(y, part, absolute=k > 0) for k, y in enumerate(d_x)]
             d_x = [self.ranks.hidden(y) for y in d_x]
-            for into, y in zip(found, (logprob, moved, *d_x), strict=True):
+            for into, y in zip(compared, (logprob, moved, *d_x), strict=True):
                 into.append(kit.host(y))
         width = self.hidden_size
-        if not found[0]:
-            found = [[np.zeros(0)]] * 2 + [[np.zeros((0, width))]] * 3
-        logprob, moved, *d_hidden = (np.concatenate(x) for x in found)
+        if not compared[0]:
+            compared = [[np.zeros(0)]] * 2 + [[np.zeros((0, width))]] * 3
+        logprob, moved, *d_hidden = (np.concatenate(x) for x in compared)
         self.sampled_logprobs = Sample(logprob, moved, np.abs(logprob) + moved)
         self.d_hidden = Sample(*d_hidden)
         self.given_logprobs = kit.host(self.logprobs[among])

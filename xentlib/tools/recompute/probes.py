@@ -234,11 +234,11 @@ class Probes(Call):
         label = xp.where(self.owned, self.norms[1][self.columns], 0.0)
         own = self.of_token + xp.abs(self.logprobs) + self.of_logit * self.ranks.sum(label)
         right = self.own - self.lse
-        found = {
+        held = {
             "lse of all tokens": (xp.log(self.sums), self.lse * 0, moved),
             "log-probability of all tokens": (self.logprobs, right, own),
         }
-        return {name: (*map(kit.host, three),) for name, three in found.items()}
+        return {name: (*map(kit.host, three),) for name, three in held.items()}
 
     @property
     def loss_of_tokens(self) -> tuple[float, float]:
@@ -279,8 +279,8 @@ class Probes(Call):
                 g = gradient[some]
                 g = g[:, None] if of_bias else g
                 norm = kit.norms(g)[:, None]
-                found = kit.wide(g) if of_bias else kit.narrow(kit.single(g), signs)
-                gap = xp.abs(found - upstream * self.probed[some][:, places])
+                products = kit.wide(g) if of_bias else kit.narrow(kit.single(g), signs)
+                gap = xp.abs(products - upstream * self.probed[some][:, places])
                 ratio = gap / (bound[some] + own * norm + lost * width)
                 ratio = xp.where(gap == 0, 0.0, ratio)
                 ratio = xp.where(ratio >= 0, ratio, np.inf)  # NaN is no number
