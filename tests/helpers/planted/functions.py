@@ -108,8 +108,8 @@ def selective(hidden: Any, weight: Any, labels: Any) -> Any:
 def entropy_from_logits(hidden: Any, weight: Any, labels: Any) -> Any:
     logits = hidden @ weight.T
     lse, p = logits.logsumexp(-1), logits.softmax(-1)
-    mine = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    return mine - lse, lse - (p * logits).sum(-1)
+    z_y = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+    return z_y - lse, lse - (p * logits).sum(-1)
 
 
 @TABLE.right(

@@ -15,27 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers.planted import Table
+from helpers.planted.jax_common import IGNORE, joined, logits, nll, stacked
 
 TABLE = Table()
-IGNORE = -100
-
-
-def logits(head: Any, hidden: Any) -> Any:
-    z = hidden @ head.weight.T
-    return z if head.bias is None else z + head.bias
-
-
-def nll(z: Any, y: Any) -> Any:
-    each = optax.softmax_cross_entropy_with_integer_labels(z, jnp.maximum(y, 0))
-    return jnp.where(y == IGNORE, 0.0, each)
-
-
-def stacked(micro_batches: Any) -> Any:
-    return jax.tree.map(lambda *x: jnp.stack(x), *micro_batches)
-
-
-def joined(micro_batches: Any) -> Any:
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *micro_batches)
 
 
 def count(micro_batches: Any) -> Any:

@@ -11,28 +11,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from helpers.planted import Table
+from helpers.planted.jax_common import IGNORE, joined, logits, nll, stacked
 
 TABLE = Table()
-IGNORE = -100
-
-
-def logits(head: Any, hidden: Any) -> Any:
-    z = hidden @ head.weight.T
-    return z if head.bias is None else z + head.bias
-
-
-def nll(z: Any, y: Any) -> Any:
-    """[B, L], 0 where there is no label."""
-    each = optax.softmax_cross_entropy_with_integer_labels(z, jnp.maximum(y, 0))
-    return jnp.where(y == IGNORE, 0.0, each)
-
-
-def stacked(micro_batches: Any) -> Any:
-    return jax.tree.map(lambda *x: jnp.stack(x), *micro_batches)
-
-
-def joined(micro_batches: Any) -> Any:
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *micro_batches)
 
 
 def mean(each: Any, y: Any) -> Any:
@@ -205,8 +186,8 @@ def stopped_denominator(head: Any, micro_batches: Any) -> Any:
     def loss(head: Any, b: Any) -> Any:
         z, y = logits(head, b["hidden"]), b["targets"]
         lse = jax.lax.stop_gradient(jax.nn.logsumexp(z, axis=-1))
-        mine = jnp.take_along_axis(z, jnp.maximum(y, 0)[..., None], -1)[..., 0]
-        return mean(jnp.where(y == IGNORE, 0.0, lse - mine), y)
+        z_y = jnp.take_along_axis(z, jnp.maximum(y, 0)[..., None], -1)[..., 0]
+        return mean(jnp.where(y == IGNORE, 0.0, lse - z_y), y)
 
     return graded(head, micro_batches, loss)
 
@@ -246,8 +227,8 @@ def no_maximum(head: Any, micro_batches: Any) -> Any:
     def loss(head: Any, b: Any) -> Any:
         z, y = 20.0 * logits(head, b["hidden"]), b["targets"]
         lse = jnp.log(jnp.exp(z).sum(-1))
-        mine = jnp.take_along_axis(z, jnp.maximum(y, 0)[..., None], -1)[..., 0]
-        return mean(jnp.where(y == IGNORE, 0.0, lse - mine), y)
+        z_y = jnp.take_along_axis(z, jnp.maximum(y, 0)[..., None], -1)[..., 0]
+        return mean(jnp.where(y == IGNORE, 0.0, lse - z_y), y)
 
     return graded(head, micro_batches, loss)
 

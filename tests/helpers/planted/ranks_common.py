@@ -84,15 +84,15 @@ def vocabulary_parallel(head: Any, micro_batches: Any, smoothing: float, local: 
     z = x @ head.weight.detach()[start:stop].T
     m = over_ranks(z.amax(-1), dist.ReduceOp.MAX)
     lse = m + over_ranks(torch.exp(z - m[:, None]).sum(-1)).log()
-    mine = (y >= start) & (y < stop)
+    here = (y >= start) & (y < stop)
     of_label = torch.zeros(len(y))
-    of_label[mine] = z[mine, y[mine] - start]
+    of_label[here] = z[here, y[here] - start]
     logp = z - lse[:, None]
     mean = logp.mean(-1) if local else over_ranks(logp.sum(-1)) / vocab
     nll = lse - over_ranks(of_label)
     loss = ((1 - smoothing) * nll - smoothing * mean).mean()
     dz = logp.exp() - smoothing / (stop - start if local else vocab)
-    dz[mine, y[mine] - start] -= 1 - smoothing
+    dz[here, y[here] - start] -= 1 - smoothing
     full = torch.zeros_like(head.weight)
     full[start:stop] = dz.T @ x / len(y)
     return over_ranks(loss) / world(), over_ranks(full)

@@ -137,8 +137,8 @@ def largest_count(head: Any, micro_batches: Any) -> Any:
 @TABLE.wrong("rank 1 has run out of data one micro-batch early", "micro-batch|rank|last")
 def rank_1_is_short(head: Any, micro_batches: Any) -> Any:
     count = everywhere(micro_batches)
-    mine = micro_batches[:-1] if dist.get_rank() == 1 else micro_batches
-    loss = accumulate(head, mine, lambda b: count)
+    given = micro_batches[:-1] if dist.get_rank() == 1 else micro_batches
+    loss = accumulate(head, given, lambda b: count)
     reduce_by_hand(head)
     return over_ranks(loss)
 

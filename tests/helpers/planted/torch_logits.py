@@ -155,8 +155,8 @@ def bias_gradient_lost(head: Any, micro_batches: Any) -> Any:
 )
 def bias_of_the_target_alone(head: Any, micro_batches: Any) -> Any:
     def loss(z: Any, y: Any) -> Any:
-        mine = z.gather(-1, y[:, None])[:, 0] + head.bias[y]
-        return (z.logsumexp(-1) - mine).mean()
+        z_y = z.gather(-1, y[:, None])[:, 0] + head.bias[y]
+        return (z.logsumexp(-1) - z_y).mean()
 
     return together(head, micro_batches, lambda x: x @ head.weight.T, loss)
 
@@ -232,8 +232,8 @@ def denominator_detached(head: Any, micro_batches: Any) -> Any:
 def smoothed_over_the_others(head: Any, micro_batches: Any) -> Any:
     def loss(z: Any, y: Any) -> Any:
         logp, each = z.log_softmax(-1), 0.1 / (z.shape[-1] - 1)
-        mine = logp.gather(-1, y[:, None])[:, 0]
-        return -((1 - 0.1 - each) * mine + each * logp.sum(-1)).mean()
+        z_y = logp.gather(-1, y[:, None])[:, 0]
+        return -((1 - 0.1 - each) * z_y + each * logp.sum(-1)).mean()
 
     return together(head, micro_batches, head, loss)
 

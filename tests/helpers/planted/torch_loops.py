@@ -8,22 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from helpers.planted import Table
+from helpers.planted.torch_common import IGNORE, flat, mean_of
 
 TABLE = Table()
-IGNORE = -100
-
-
-def flat(micro_batches: Any) -> Any:
-    x = torch.cat([b["hidden"].flatten(0, 1) for b in micro_batches])
-    return x, torch.cat([b["targets"].flatten() for b in micro_batches])
-
-
-def mean_of(head: Any, micro_batches: Any, loss_of: Any) -> Any:
-    """`loss_of(hidden [N, H], labels [N], valid tokens)`, and its backward."""
-    x, y = flat(micro_batches)
-    loss = loss_of(x, y, (y != IGNORE).sum())
-    loss.backward()
-    return loss
 
 
 # --- backwards of their own -----------------------------------------------------------------------
