@@ -64,7 +64,7 @@ def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
     """Steps 1 to 5, with further classes out of the rest."""
     needs, entropy = options.wanted, options.entropy
     refused = refused_divisor(call, options)
-    terms = Terms("chunked_logprobs", needs, float(entropy), refused=refused)
+    terms = Terms("chunked_logprobs", needs, float(entropy), None, refused, kind=options.kind)
     loop = HeadLoop(call, terms, made=kernels_of(call))
     loop.chunks_of.exchange()
     vocab = loop.check_consistent()
@@ -74,6 +74,10 @@ def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
         vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
         if not loop.gathered:
             vocab.consistency.close("denominator", options.denominator)
+            valid, weights = loop.tokens.valid, options.token_weights
+            vocab.consistency.per_token("token_weights", weights, valid.shape[0])
+            if options.teacher is not None:
+                vocab.consistency.probs(options.teacher, valid, "teacher")
     packed = class_stats(loop, columns_of_blocks(loop.blocks(), WantedStats(entropy)))
     # Ranks of a route have refused it.
     if refused is not None:
@@ -277,24 +281,41 @@ class ClassResults(NamedTuple):
     given: Arguments
 
 
-@with_head(recompute=True)
-def class_results(given: Arguments, local: RowLayout | None = None) -> ClassResults:
+class FewClasses(NamedTuple):
+    """A divergence that is made of the results: what all ranks must have the same of it."""
+
+    kind: float = 0.0
+    beta: float | None = None
+    nll_weight: float = 0.0
+    teacher: Tensor | None = None
+
+
+def class_results(given: Arguments, few: FewClasses | None = None) -> ClassResults:
     """Of a call with `kept`, `ids` or `top_k`."""
-    given, problem, call = bind("chunked_logprobs", given, local)
-    check_top_k(given.top_k, None if call.rows.group else problem.vocab_size)
-    check_classes(*map(array_spec, (given.kept, given.ids, given.hidden)), source="hidden")
-    call, kept = with_ids(given, call)
-    dtype = getattr(torch, problem.output_dtype)
-    options = Options(
-        kept,
-        given.entropy,
-        dtype,
-        wanted(*call.leaves),
-        tokens(given.token_weights),
-        as_tensor(given.denominator, None, call.hidden, call.compute_dtype),
-    )
-    made: list[Any] = [*head_op(call, options), problem, call, given]
-    return ClassResults(*made)
+    kind, beta, nll_weight, teacher = few or FewClasses()
+
+    @with_head(recompute=True)
+    def placed(given: Arguments, local: RowLayout | None = None) -> ClassResults:
+        given, problem, call = bind("chunked_logprobs", given, local)
+        check_top_k(given.top_k, None if call.rows.group else problem.vocab_size)
+        check_classes(*map(array_spec, (given.kept, given.ids, given.hidden)), source="hidden")
+        call, kept = with_ids(given, call)
+        scalars = call.scalars._replace(beta=beta, nll_weight=nll_weight)
+        options = Options(
+            kept,
+            given.entropy,
+            getattr(torch, problem.output_dtype),
+            wanted(*call.leaves),
+            tokens(given.token_weights),
+            as_tensor(given.denominator, None, call.hidden, call.compute_dtype),
+            kind,
+            teacher,
+        )
+        call = call._replace(scalars=scalars)
+        made: list[Any] = [*head_op(call, options), problem, call, given]
+        return ClassResults(*made)
+
+    return placed(given)
 
 
 def head_classes(given: Arguments) -> LogprobOutput[Tensor]:

@@ -106,7 +106,8 @@ class Loss(NamedTuple):
         kind = float(KINDS.index(self.kind))
         more = float(self.more_classes)
         weights = self.soft_class_weights
-        return Terms(function, needs, outputs, weights, False, kind, more, refused)
+        mean = self.mean and self.denominator is None
+        return Terms(function, needs, outputs, weights, refused, mean, False, kind, more)
 
 
 class Residuals(NamedTuple):

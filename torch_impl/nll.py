@@ -79,10 +79,10 @@ def nll_forward(call: HeadCall, loss: Loss) -> tuple[NLLOutput[Tensor], Gradient
     # 1. Valid tokens, and what each of them counts for
     scalars, needs = call.scalars, loss.needs
     refused, outputs = refused_divisor(call, loss), loss.entropy + 2.0 * loss.predicted
-    loop = HeadLoop(call, Terms("chunked_nll", needs, outputs, loss.class_weights, refused=refused))
+    mean = loss.mean and loss.denominator is None
+    loop = HeadLoop(call, Terms("chunked_nll", needs, outputs, loss.class_weights, refused, mean))
     weights_N, weight_sum, divisor = token_weights(loop, loss)
-    factor_N = weights_N * (1.0 / divisor)
-    factor_N = torch.where(loop.own.bad, torch.nan, factor_N)
+    factor_N = torch.where(loop.own.bad, torch.nan, weights_N * (1.0 / divisor))
     (factor_N,) = loop.chunks_of.exchange(factor_N)
     exponent = power_of_two(call.gemm_dtype, factor_N)
     if exponent is not None:

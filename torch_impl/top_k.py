@@ -14,12 +14,12 @@ from torch import Tensor
 from xentlib.arguments import Arguments, DivergenceArguments, GivenDivergenceArguments
 from xentlib.checks.divergence import check_logprobs, check_mass, of_teacher
 from xentlib.divergence import DivergenceOutput
-from xentlib.options import DIVERGENCE_OUTPUTS
+from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES, TAILS
 from xentlib.teacher import TeacherLogits, TeacherTopK
 from xentlib.top_k import TopK
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import tokens
-from xentlib.torch.classes import class_results
+from xentlib.torch.classes import FewClasses, class_results
 from xentlib.torch.core.classes import CLASSES
 from xentlib.torch.core.device import host_readable, onto
 from xentlib.torch.given_divergence import given_divergence
@@ -39,7 +39,7 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
         check_logprobs(*map(array_spec, (teacher.ids, teacher.logprobs)))
     entropy = "entropy" in given.outputs
     student = student._replace(ids=teacher.ids, entropy=entropy)
-    made = class_results(student)
+    made = class_results(student, few_classes(given, teacher))
     logprob, ids_logprobs, tail, problem = made.logprobs, made.ids_logprobs, made.tail, made.problem
     call, entropies = made.call, made.entropy
     valid = call.labels.long() != call.ignore_index
@@ -67,6 +67,16 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
     return reduced(
         given, call, problem, valid, (loss_N + nll_N, nll_N), (value, logprob, entropies)
     )
+
+
+def few_classes(given: DivergenceArguments, teacher: TeacherTopK[Tensor]) -> FewClasses:
+    """What ranks with the same tokens compare: each makes the divergence for itself."""
+    options = (DIVERGENCES, given.kind), (TAILS, teacher.tail)
+    kind, tail = (names.index(name) for names, name in options)
+    more = 2 * given.temperature_squared + (given.reduction == "none")
+    probs = torch.where(teacher.ids >= 0, teacher.logprobs.detach().exp(), 0.0)
+    number = 1.0 + kind + 8 * tail + 64 * more
+    return FewClasses(number, given.beta, float(given.nll_weight), probs.flatten(0, -2))
 
 
 def check_total(log_q: Tensor) -> None:

@@ -232,7 +232,23 @@ def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
         return chunked_logprobs(hidden, head, **{**given, **changes}, gather="stream")
 
     few = TeacherTopK(given["ids"], torch.full((N, K), -3.0))
+    weighed, lower = 1.0 + odd * torch.arange(N) / N, few.logprobs - 1.0 * odd
+
+    def diverging(teacher: Any = few, **options: Any) -> Any:
+        return chunked_divergence(
+            hidden, weight, teacher, vocab_parallel=shard, labels=given["labels"], **options
+        )
+
     calls |= {
+        "kind of few": lambda: diverging(kind="reverse_kl" if odd else "forward_kl"),
+        "beta of few": lambda: diverging(kind="jsd", beta=0.3 if odd else 0.5),
+        "tail": lambda: diverging(few._replace(tail="drop" if odd else "class")),
+        "nll_weight of few": lambda: diverging(nll_weight=0.5 if odd else 0.25),
+        "squared": lambda: diverging(temperature_squared=odd, temperature=2.0),
+        "of each": lambda: diverging(reduction="none" if odd else "sum"),
+        "token_weights of few": lambda: diverging(token_weights=weighed, reduction="sum"),
+        "denominator of few": lambda: diverging(denominator=4.0 + odd),
+        "the teacher's logprobs": lambda: diverging(few._replace(logprobs=lower)),
         "fewer top_k, stream": lambda: stream(top_k=3 - odd),
         "no class on one, stream": lambda: stream(ids=given["ids"] + odd * V),
         "denominator of 0 on one, stream": lambda: chunked_divergence(

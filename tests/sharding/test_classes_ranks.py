@@ -52,6 +52,11 @@ def test_ranks_that_differ_are_all_refused() -> None:
         expected = {"no class": "must hold classes in", "not kept": "must be among the `kept`"}
         expected["denominator of 0 on one, stream"] = "`denominator` must be positive"
         expected["top_k for ids"] = "the ids of each token"
+        same = ("beta", "nll_weight", "token_weights", "denominator")
+        expected |= {f"{option} of few": f"`{option}` must be the same" for option in same}
+        of_kind = ("kind of few", "tail", "squared", "of each")
+        expected |= dict.fromkeys(of_kind, "`kind`, the `tail`")
+        expected["the teacher's logprobs"] = "`teacher` must be the same"
         of = "top_k` must be " if "top_k" in name else "kept"
         assert all(expected.get(name, of) in text for text in texts), texts
 

@@ -36,6 +36,9 @@ DIFFER: dict[str, Callable[[bool], dict[str, Any]]] = {
     "compute_dtype": lambda last: {"compute_dtype": "float64" if last else None},
     "rows undeclared": lambda last: {},
     "function": lambda last: {},
+    "ids": lambda last: {"ids": torch.arange(2 + last).expand(N, -1)},
+    "divergence": lambda last: {"kind": "reverse_kl" if last else "forward_kl"},
+    "reduction": lambda last: {"reduction": "sum" if last else "mean"},
     "no_grad": lambda last: {},
     "a frozen head": lambda last: {},
     "route": lambda last: {},
@@ -44,7 +47,8 @@ DIFFER: dict[str, Callable[[bool], dict[str, Any]]] = {
 # Of `vocab_parallel`, whose ranks compare in the first MAX: what changes the size or the number of
 # collectives, and is not compared before them. The docs' table has the same rows.
 SIZES = ("compute_dtype", "number of tokens")  # of the MAX itself: on a host too
-WAITS = ("rows undeclared", "function", "no_grad", "max_chunk_bytes", "softcap", *SIZES)
+OF_CALLS = ("function", "ids", "divergence", "no_grad", "rows undeclared")
+WAITS = (*OF_CALLS, "max_chunk_bytes", "softcap", *SIZES)
 # Each rank's own where tokens are: right.
 OWN = ("number of tokens", "rows undeclared")
 # Not alike, and no rank's result depends on it.
@@ -56,7 +60,7 @@ def called(rank: int, world: int, way: str, name: str) -> Any:
     from torch import distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from xentlib.torch import chunked_logprobs, chunked_nll
+    from xentlib.torch import TeacherTopK, chunked_divergence, chunked_logprobs, chunked_nll
 
     last, group = rank == world - 1, dist.group.WORLD
     torch.manual_seed(0 if way == "vocab_parallel" else rank)
@@ -82,11 +86,15 @@ def called(rank: int, world: int, way: str, name: str) -> Any:
         weight = head.weight
         other = "stream" if way == "hidden" else "hidden"
         options |= {"gather": other if name == "route" and last else way}
-    function = chunked_nll
-    if name == "function" and last:
+    function: Any = chunked_nll
+    if name == "ids" or (name == "function" and last):
         function = chunked_logprobs
+    target: Any = labels
+    if name == "divergence":
+        ids = torch.arange(4).expand(N, -1)
+        function, target = chunked_divergence, TeacherTopK(ids, torch.full(ids.shape, -2.0))
     with torch.no_grad() if name == "no_grad" and last else nullcontext():
-        out = function(hidden, weight, labels, **options)
+        out = function(hidden, weight, target, **options)
     return bool(torch.isnan(out[0]).any())
 
 

@@ -39,6 +39,9 @@ class Options(NamedTuple):
     # Of a loss that is made of the results, so that all ranks refuse a denominator of 0.
     token_weights: Tensor | None = None
     denominator: Tensor | None = None
+    # Of a divergence from these classes: its options as one number, and the teacher's values.
+    kind: float = 0.0
+    teacher: Tensor | None = None
 
     @property
     def class_weights(self) -> Tensor | None:

@@ -177,12 +177,12 @@ class RankConsistency:
             each = valid.repeat_interleave(ids.shape[1])
             self.labels(ids.long().reshape(-1), each, "kept and ids")
 
-    def probs(self, probs: Tensor, valid: Tensor) -> None:
+    def probs(self, probs: Tensor, valid: Tensor, name: str = "labels") -> None:
         """Of the further classes of each token."""
         probs_N = torch.where(valid[:, None], probs, 0.0).to(**self.like).reshape(-1)
         probs_N = torch.nan_to_num(probs_N)
         weighed = (factors(probs_N.shape[0], probs_N) * probs_N).sum()
-        self._add("labels", weighed, TOLERANCE * probs_N.norm())
+        self._add(name, weighed, TOLERANCE * probs_N.norm())
 
     def tokens(self, name: str, x_NH: Tensor, valid: Tensor) -> None:
         """Rows of the valid tokens."""
@@ -254,10 +254,11 @@ class Terms(NamedTuple):
     needs: Sequence[bool] = ()  # gradients that will be asked for
     outputs: float = 0.0  # which of the per-token results are computed, as one number
     class_weights: Tensor | None = None
+    refused: float | None = None  # the denominator of this rank's tokens, if it is not positive
+    mean: bool = False  # the loss is divided by this rank's own tokens
     d_entropy: bool = False  # this rank's loss is made of entropies
     kind: float = 0.0  # of a divergence, as a number
     more_classes: float = 0.0  # that its teacher has on this rank
-    refused: float | None = None  # the denominator of this rank's tokens, if it is not positive
 
     @property
     def of_loss(self) -> bool:
@@ -356,6 +357,7 @@ def same_numbers(call: HeadCall, terms: Terms, route: str) -> dict[str, float]:
         **{name: value or 0.0 for name, value in call.scalars._asdict().items()},
         "the classes of the teacher": terms.more_classes,
         "entropy" if "logprobs" in terms.function else "outputs": terms.outputs,
+        "reduction": terms.mean,
     }
 
 
