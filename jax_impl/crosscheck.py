@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, H hidden width.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +18,28 @@ from xentlib.checks.crosscheck import check_traced_step
 from xentlib.checks.validators import plain
 from xentlib.dtypes import resolve_dtypes
 from xentlib.jax.array_spec import is_array
-from xentlib.jax.core.vocab import vary, varying
+from xentlib.jax.crosscheck_devices import (
+    HEAD,
+    CallRecord,
+    Devices,
+    Leaves,
+    Waiting,
+    side_by_side,
+)
 from xentlib.jax.derivatives import primal_values, refused, wanted
 from xentlib.jax.head import head_of, unwrapped
 from xentlib.jax.nll import nll
+from xentlib.lora import LowRankHead
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.options import RULES
 from xentlib.tools.crosscheck import CheckedCall, CrossCheckError, Schedule
 from xentlib.tools.harness.problems import Problem
-from xentlib.tools.recompute.call import Kit, Returned
+from xentlib.tools.recompute.call import Kit, LowRank, Returned
 
 __all__ = ["CrossCheck"]
 
-NAMES = ("hidden", "weight", "bias")
 ARRAYS = ("where", "token_weights", "class_weights")
 KEPT = ("logprobs", "lse")  # of a call, beside what it is asked for
-
-
-class CallRecord(NamedTuple):
-    """What a checked call hands to the host."""
-
-    step: Any
-    leaves: tuple[Any, ...]  # hidden, weight, bias
-    labels: Any
-    constants: dict[str, Any]
-    output: NLLOutput[Any]
-    upstream: Any
-    gradients: tuple[Any, ...]  # of the leaves; None of what is frozen
 
 
 class CrossCheck(Schedule):
@@ -71,7 +66,8 @@ class CrossCheck(Schedule):
     have computed otherwise; in the others the callback's branch is not taken, and nothing is
     copied. `hidden` is kept for the backward, 1 array more than `chunked_nll` keeps.
 
-    A call without a gradient is compared too, in its loss.
+    Of a `vocab_parallel` call each device hands over its shard, and the host compares all of them
+    together. A call without a gradient is compared too, in its loss.
 
     Args:
         every: k; steps 0, k, 2 k and so on are checked.
@@ -87,7 +83,8 @@ class CrossCheck(Schedule):
     Raises:
         ValueError: an argument that cannot be used.
         ImportError: PyTorch is not installed, with `against="other"`.
-        CrossCheckError: in `wait`, no call was seen; a row was exceeded, with `exceeded="raise"`.
+        CrossCheckError: in `wait`, no call was seen, or not all of its shards; a row was exceeded,
+            with `exceeded="raise"`.
 
     Numerics: rows as in `xentlib.torch.CrossCheck`.
     """
@@ -96,6 +93,7 @@ class CrossCheck(Schedule):
 
     def start(self) -> None:
         self.raised: list[Exception] = []
+        self.waiting = Waiting()
 
     def nll(
         self, step: Any, hidden: Any, weight: Any, labels: Any, **options: Any
@@ -110,20 +108,17 @@ class CrossCheck(Schedule):
         Raises:
             TypeError: a step that is no integer.
             ValueError: one that a trace would keep for ever.
-            CrossCheckError: `vocab_parallel`, or a head with a low-rank part.
+            CrossCheckError: `vocab_parallel` with `tokens_parallel`; a sharded head, or one with a
+                low-rank part, with `against="other"`.
         """
         check_traced_step(step, getattr(step, "dtype", None), getattr(step, "shape", ()))
         arguments = Arguments(hidden, weight, labels, **options)
         call, low = head_of(Arguments(*map(unwrapped, map(plain, arguments))))
-        if call.vocab_parallel is not None:
+        sharded = call.vocab_parallel is not None
+        if self.against == "other" and (sharded or low is not None):
             raise CrossCheckError(
-                "a checked call must have the whole vocabulary; got one with `vocab_parallel`, of "
-                "which a device has a part. Check a run without it, or `xentlib parity`."
-            )
-        if low is not None:
-            raise CrossCheckError(
-                "a checked call must have a head of one weight; got a `LowRankHead`. Check a run "
-                "with the low-rank part merged into the weight."
+                "`against` must be 'oracle' for a head whose rows are spread over devices, or with "
+                "a low-rank part; got 'other', which is given one whole weight."
             )
         # A compiler traces what is made anew, also where `hidden` is a constant of its own.
         jitted = in_jit(call.hidden) or isinstance(jnp.zeros(()), jax.core.Tracer)
@@ -135,15 +130,20 @@ class CrossCheck(Schedule):
         both: Any = (*dict.fromkeys((*call.outputs, *KEPT)),)
         fixed = call._replace(outputs=both)
         constants = {x: y for x in (*ARRAYS, *RULES) if is_array(y := getattr(call, x, None))}
-        gone: dict[str, Any] = dict.fromkeys((*NAMES, "labels", *constants))
-        leaves = call.hidden, call.weight, call.bias
-        # Inside `shard_map` the gradients of this device's call, before they are summed.
-        leaves = vary(leaves, varying(leaves, call.labels, constants))
-        out = self.checked(fixed._replace(**gone))(
-            jnp.asarray(step), *leaves, call.labels, constants
+        gone: dict[str, Any] = dict.fromkeys(("hidden", "weight", "bias", "labels", *constants))
+        scale: Any = 1.0 if low is None else low.scale
+        rest = {} if low is None else {"keep": low.keep, "scale": low.scale}
+        constants |= {name: x for name, x in rest.items() if is_array(x)}
+        apart = self.against == "other" or jax.process_count() > 1
+        others = call.labels, constants
+        devices = Devices(call, low, *others, waiting=self.waiting, apart=apart)
+        of_low = (None, None) if low is None else (low.a, low.b)
+        leaves = devices.typed(Leaves(call.hidden, call.weight, call.bias, *of_low))
+        out = self.checked(fixed._replace(**gone), scale, devices)(
+            jnp.asarray(step), leaves, call.labels, constants
         )
-        rest: dict[str, Any] = {x: None for x in OUTPUTS if x not in call.outputs}
-        output: NLLOutput[Any] = out._replace(**rest)
+        not_asked: dict[str, Any] = {x: None for x in OUTPUTS if x not in call.outputs}
+        output: NLLOutput[Any] = out._replace(**not_asked)
         return output
 
     def wait(self) -> None:
@@ -151,6 +151,7 @@ class CrossCheck(Schedule):
         jax.effects_barrier()
         if self.raised:
             raise self.raised.pop(0)
+        self.waiting.missing()
         if not self.results:
             raise CrossCheckError(
                 f"a checked step must call `check.nll`; got none, or no step whose number is a "
@@ -158,14 +159,18 @@ class CrossCheck(Schedule):
                 f"that the run counts."
             )
 
-    def checked(self, fixed: Arguments) -> Any:
-        """The call as a function of its arrays, whose backward tells the host."""
+    def checked(self, fixed: Arguments, scale: Any, devices: Devices) -> Any:
+        """The call as a function of its arrays, whose backward tells the host. `scale`: of a
+        low-rank part, if it is no array."""
 
-        def call(leaves: Any, labels: Any, constants: dict[str, Any]) -> NLLOutput[Any]:
-            named = dict(zip(NAMES, leaves, strict=True))
-            return nll(fixed._replace(**named, labels=labels, **constants))
+        def call(leaves: Leaves, labels: Any, constants: dict[str, Any]) -> NLLOutput[Any]:
+            hidden, weight, bias, a, b = leaves
+            rest = dict(constants)
+            keep, by = rest.pop("keep", None), rest.pop("scale", scale)
+            head = weight if a is None else LowRankHead(weight, a, b, by, keep)
+            return nll(fixed._replace(hidden=hidden, weight=head, bias=bias, labels=labels, **rest))
 
-        receive = partial(self.receive, fixed)
+        receive = partial(self.receive, fixed, scale, devices)
 
         def send(record: CallRecord) -> None:
             due = record.step % self.every == 0
@@ -173,61 +178,80 @@ class CrossCheck(Schedule):
 
         @jax.custom_vjp
         def function(
-            step: Any, hidden: Any, weight: Any, bias: Any, labels: Any, constants: dict[str, Any]
+            step: Any, leaves: Leaves, labels: Any, constants: dict[str, Any]
         ) -> NLLOutput[Any]:
-            leaves = hidden, weight, bias
             out = call(leaves, labels, constants)
-            nothing = (None,) * len(leaves)
-            send(CallRecord(step, leaves, labels, constants, out, jnp.ones(()), nothing))
+            nothing, one = Leaves(None, None), jnp.ones(())
+            send(CallRecord(step, devices.index, leaves, labels, constants, out, one, nothing))
             return out
 
         def forward(
-            step: Any, hidden: Any, weight: Any, bias: Any, labels: Any, constants: Any
+            step: Any, leaves: Any, labels: Any, constants: Any
         ) -> tuple[NLLOutput[Any], Any]:
-            needs = wanted(constants, hidden, weight, bias)[: len(NAMES)]
-            step, leaves, labels, constants = primal_values(
-                (step, (hidden, weight, bias), labels, constants)
-            )
+            needs = wanted(constants, *leaves)
+            step, leaves, labels, constants = primal_values((step, leaves, labels, constants))
 
             def of(needed: list[Any]) -> tuple[Any, NLLOutput[Any]]:
                 left = iter(needed)
                 values = [next(left) if n else x for n, x in zip(needs, leaves, strict=True)]
-                out = call(values, labels, constants)
+                out = call(Leaves(*values), labels, constants)
                 return out.loss, out
 
             some = [x for n, x in zip(needs, leaves, strict=True) if n]
             _, pull, out = jax.vjp(of, some, has_aux=True)
-            marks = tuple(jnp.zeros(0) if n else None for n in needs)
+            marks = Leaves(*(jnp.zeros(0) if n else None for n in needs))
             return out, (step, leaves, labels, constants, out, pull, marks)
 
         def backward(kept: Any, cotangent: NLLOutput[Any]) -> tuple[Any, ...]:
             step, leaves, labels, constants, out, pull, marks = kept
             upstream = refused(cotangent)
             if upstream is None:
-                return (None, *(None for _ in leaves), None, None)
+                return (None, None, None, None)
             left = iter(pull(upstream)[0])
-            gradients = tuple(None if mark is None else next(left) for mark in marks)
-            send(CallRecord(step, leaves, labels, constants, out, upstream, gradients))
-            return (None, *gradients, None, None)
+            made = Leaves(*(None if mark is None else next(left) for mark in marks))
+            index = devices.index
+            send(CallRecord(step, index, leaves, labels, constants, out, upstream, made))
+            return (None, made, None, None)
 
         function.defvjp(forward, backward, symbolic_zeros=True)
         return function
 
     # On the host
 
-    def receive(self, fixed: Arguments, record: CallRecord) -> None:
+    def receive(self, fixed: Arguments, scale: Any, devices: Devices, record: CallRecord) -> None:
         """What a callback brings. An exception here would end the program in other words."""
         try:
-            record = jax.tree.map(np.array, record)
-            self.finish(int(record.step), [self.checked_call_of(fixed, record)])
+            records = devices.complete(jax.tree.map(np.array, record))
+            if records:
+                self.finish(int(record.step), self.checked_calls(fixed, scale, records))
         except Exception as error:  # noqa: BLE001 - `wait` raises it
             self.raised.append(error)
 
-    def checked_call_of(self, fixed: Arguments, record: CallRecord) -> CheckedCall:
-        hidden, weight, bias = record.leaves
+    def checked_calls(
+        self, fixed: Arguments, scale: Any, records: list[CallRecord]
+    ) -> list[CheckedCall]:
+        """Of the tokens of each device, whose gradient of the head is one."""
+        if len(records) == 1:
+            return [self.checked_call_of(fixed, scale, records[0])]
+        if len({float(x.upstream) for x in records}) > 1:  # a sum of other terms
+            frozen: dict[str, Any] = dict.fromkeys(HEAD)
+            records = [x._replace(gradients=x.gradients._replace(**frozen)) for x in records]
+        among, of_rows = self.random
+
+        def one(rank: int, ranks: Any) -> CheckedCall:
+            seeded = np.random.default_rng(seeds[rank]), np.random.default_rng(seeds[-1])
+            return self.checked_call_of(fixed, scale, records[rank], ranks=ranks, random=seeded)
+
+        seeds = [*among.integers(2**32, size=len(records)), of_rows.integers(2**32)]
+        return side_by_side(len(records), one)
+
+    def checked_call_of(
+        self, fixed: Arguments, scale: Any, record: CallRecord, **parts: Any
+    ) -> CheckedCall:
+        hidden, weight, bias, a, b = record.leaves
         labels = record.labels.reshape(-1)
         flat = {
-            name: x.reshape(-1) if x.ndim and name != "class_weights" else x
+            name: x.reshape(-1) if x.ndim and name not in ("class_weights", "keep") else x
             for name, x in record.constants.items()
         }
         arrays: dict[str, Any] = {name: flat.get(name) for name in ARRAYS}
@@ -241,8 +265,12 @@ class CrossCheck(Schedule):
         output = record.output
         of_tokens = (np.reshape(getattr(output, name), -1) for name in KEPT)
         returned = Returned(output.loss, output.num_tokens, *of_tokens)
-        call = self.taken_of(Kit(), problem, gemm, returned)
-        gradients = dict(zip(NAMES, record.gradients, strict=True))
+        if a is not None:
+            keep = flat.get("keep")
+            keep = None if keep is None else keep.reshape(flat_NH.shape)
+            parts["low"] = LowRank(a, b, keep, float(flat.get("scale", scale)))
+        call = self.taken_of(Kit(), problem, gemm, returned, **parts)
+        gradients = record.gradients._asdict()
         if gradients["hidden"] is not None:
             gradients["hidden"] = gradients["hidden"].reshape(flat_NH.shape)
         call.receive(float(record.upstream), gradients)

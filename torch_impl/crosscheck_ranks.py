@@ -21,6 +21,8 @@ from xentlib.torch.operators import HeadCall
 class ShardRanks(Ranks):
     """The same tokens on all ranks of a group, each of which has some rows."""
 
+    whole_a = False
+
     def __init__(self, call: HeadCall) -> None:
         self.group, self.reduced = group_named(call.rows.group), call.reduce_hidden
         size = call.weight.shape[call.transposed]
@@ -51,7 +53,7 @@ class RouteRanks(Ranks):
     """Tokens of each rank's own, and rows that all of them share: the rows come here, and what all
     tokens make of d weight is added up."""
 
-    others = True
+    others, whole_a = True, False
 
     def __init__(self, call: HeadCall) -> None:
         layout = call.rows

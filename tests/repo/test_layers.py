@@ -38,7 +38,8 @@ LAYERS = {
     "packages": {},  # `xentlib`, `xentlib.torch` and `xentlib.jax` themselves
     "tools": {
         "xentlib": "tools __main__",
-        "backend": "audit crosscheck crosscheck_ranks integrations.trainer integrations.lightning",
+        "backend": "audit crosscheck crosscheck_ranks crosscheck_devices integrations.trainer "
+        "integrations.lightning",
     },
 }
 ORDER = [*LAYERS]

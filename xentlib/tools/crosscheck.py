@@ -21,7 +21,7 @@ from xentlib.contract import BITS, ROW_OF, Bound, Measurement, check, failures
 from xentlib.tools.harness.findings import GRADIENT_ROWS
 from xentlib.tools.harness.problems import Problem
 from xentlib.tools.recompute import Recomputed, Sample
-from xentlib.tools.recompute.call import Kit, Ranks, Returned
+from xentlib.tools.recompute.call import Kit, Returned
 from xentlib.ulp import dtype_named, round_to
 
 __all__ = [
@@ -127,7 +127,7 @@ class RecomputedCall(CheckedCall):
             if given is None:
                 continue
             if name == "low_in":
-                if type(again.ranks) is Ranks:
+                if again.ranks.whole_a:
                     self.all_rows("a", *again.low_in(given, of_head), len(given))
                 continue
             gradient = given.T if name == "weight" and self.turned else given
@@ -287,7 +287,7 @@ class Schedule:
         if self.against == "other":
             return CheckedCall(problem, gemm_dtype, returned)
         how: dict[str, Any] = {"tokens": self.tokens, "rows": self.rows, "random": self.random}
-        return RecomputedCall(kit, problem, gemm_dtype, returned, **how, **parts)
+        return RecomputedCall(kit, problem, gemm_dtype, returned, **how | parts)
 
     @property
     def named(self) -> str:

@@ -93,6 +93,7 @@ class Ranks:
     start, size, vocab_size = 0, 0, 0  # 0: as many as there are
     own = slice(None)
     others = False  # whether other ranks have tokens of their own
+    whole_a = True  # whether d A of a low-rank part is of the tokens that are summed
 
     def sum(self, x: Array) -> Array:
         """Over those that have the others' rows."""

@@ -296,9 +296,11 @@ class Probes(Call):
         kit, xp, low = self.kit, self.xp, self.given_low
         assert low is not None
         with kit.precise():
-            value = (self.du * low.scale).T @ self.low_x
+            add = self.ranks.together
+            value = add((self.du * low.scale).T @ self.low_x)
             errors = (self.of_du**2)[:, None] * self.du_spread * low.scale**2
-            bound = xp.sqrt(errors.T @ self.low_x**2) + len(self.valid) ** 0.5 / 2 * xp.abs(value)
+            count = add(kit.array(np.ones(1) * len(self.valid)))
+            bound = xp.sqrt(add(errors.T @ self.low_x**2)) + xp.sqrt(count) / 2 * xp.abs(value)
             dtype = str(gradient.dtype).removeprefix("torch.")
             if dtype in ROW_OF:
                 bits, least = FORMATS[dtype]
