@@ -149,9 +149,9 @@ class Devices:
                 if not parts:
                     return []
                 record = self.whole(parts)
-            made = record.gradients
             dropped: dict[str, Any] = dict.fromkeys(self.left_out)
-            record = record._replace(gradients=made._replace(**dropped))
+            made = record.gradients._replace(**dropped)
+            record = record._replace(gradients=made)
             of_head = [x for name in HEAD if (x := getattr(made, name)) is not None]
             if self.replicas == 1 or not of_head:
                 return [record]

@@ -135,6 +135,27 @@ def test_a_right_step_passes_and_keeps_its_bits(case: str, where: str) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, got, run(None, where, **CASES[case])))
 
 
+def test_an_evaluation_over_shards() -> None:
+    """A loss without a gradient."""
+    if jax.device_count() < 4:
+        pytest.skip("there are fewer than four devices")
+    check, p = CrossCheck(every=1, exceeded="raise"), arrays(0, jnp.float32, 0, "VH")
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,))
+
+    def loss(p: dict[str, Any], step: Any, y: Any) -> Any:
+        named = {"bias": p["bias"], "vocab_parallel": PaddedVocab("tp", V)}
+        return check.nll(step, p["hidden"], p["weight"], y, **named).loss
+
+    specs = {"hidden": P(), "weight": P("tp"), "bias": P("tp")}
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(specs, P(), P()), out_specs=P())
+    jax.jit(mapped)(p, 0, jnp.arange(N))
+    check.wait()
+    (result,) = check.results
+    assert {"loss", "log-probability", "lse of all tokens"} < {
+        m.quantity for m in result.measurements
+    }
+
+
 PLANTED = ("zero row", "NaN", "1e-3", "all NaN")
 
 
