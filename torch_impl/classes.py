@@ -74,6 +74,8 @@ def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
         vocab.consistency.exact("gradient", needs[0] + 2.0 * needs[3])
         if not loop.gathered:
             vocab.consistency.close("denominator", options.denominator)
+            vocab.consistency.exact("beta", call.scalars.beta or 0.0)
+            vocab.consistency.exact("nll_weight", call.scalars.nll_weight)
             valid, weights = loop.tokens.valid, options.token_weights
             vocab.consistency.per_token("token_weights", weights, valid.shape[0])
             if options.teacher is not None:

@@ -151,7 +151,7 @@ class Scalars(NamedTuple):
 # Of each function
 SCALARS: dict[str, tuple[str, ...]] = {
     "chunked_nll": ("softcap", "label_smoothing", "z_loss"),
-    "chunked_logprobs": ("softcap", "beta", "nll_weight"),  # the last two of a `TeacherTopK`
+    "chunked_logprobs": ("softcap",),
     "vocab_parallel_logprobs": ("label_smoothing",),
     "chunked_divergence": ("beta", "nll_weight", "softcap"),
     "vocab_parallel_divergence": ("beta",),

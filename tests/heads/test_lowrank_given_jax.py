@@ -20,8 +20,7 @@ import jax.numpy as jnp  # noqa: E402
 from helpers.leaves_jax import same  # noqa: E402
 from helpers.lowrank import CASES, V, held_to, hold, low_problem, oracle  # noqa: E402
 from helpers.lowrank_jax import called, leaves_of  # noqa: E402
-from xentlib.jax import CrossCheck, LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
-from xentlib.tools.crosscheck import CrossCheckError  # noqa: E402
+from xentlib.jax import LowRankHead, chunked_logprobs, chunked_nll  # noqa: E402
 from xentlib.tools.harness.device import on_jax  # noqa: E402
 
 PROBLEM = low_problem(CASES["plain"])
@@ -112,11 +111,6 @@ def test_tensors_are_refused() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match="`a` of `LowRankHead` must be an array of the backend"):
         lse(head()._replace(a=torch.ones(3, 24)))
-
-
-def test_a_checked_call_is_refused() -> None:
-    with pytest.raises(CrossCheckError, match="head of one weight; got a `LowRankHead`"):
-        CrossCheck(every=1).nll(0, leaves_of(PROBLEM)["hidden"], head(), LABELS)
 
 
 # --- modules --------------------------------------------------------------------------------------

@@ -51,6 +51,10 @@ def run(world: int, program: str, folder: Path, seconds: float = 240) -> None:
 
 
 def rank_of(rank: int, world: int, _: str, program: str, folder: str) -> None:
+    # Where another list of modules was there first: what DeepSpeed prints goes where the output
+    # goes as it is imported, which a program may catch.
+    import helpers.preloaded  # noqa: F401
+
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.argv = [program, folder]
     try:
