@@ -63,12 +63,20 @@ def test_every_defect_is_in_a_problem_here():
     assert there == {defect.name for defect in DEFECTS}
 
 
-@pytest.mark.parametrize("which", PROBLEMS)
-def test_every_form_of_every_defect_is_named(which):
-    oracle = oracle_of(*PROBLEMS[which])
+# On four ranks a defect reads as on two.
+FULL = {"four ranks": pytest.mark.full}
+
+
+@pytest.mark.parametrize("which", [pytest.param(x, marks=FULL.get(x, ())) for x in PROBLEMS])
+def test_every_defect_is_named(which, request):
+    """In one of its forms, another one in each problem; in several under `--full`."""
+    oracle, turn = oracle_of(*PROBLEMS[which]), [*PROBLEMS].index(which)
     for defect in DEFECTS:
         found = list(forms(defect, oracle.problem))
-        for reading in found[:: max(len(found) // 2, 1)]:
+        some = found[turn % max(len(found), 1) :][:1]
+        if request.config.getoption("--full"):
+            some = found[:: max(len(found) // 2, 1)]
+        for reading in some:
             report = judge("torch", oracle, returned(oracle, reading))
             (finding,) = report.findings
             named = {name for names in finding.defects for name in names}
