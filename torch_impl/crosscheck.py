@@ -279,6 +279,10 @@ class TorchKit(Kit):
         mm(w, x.T, z)
         return z if minus is None else z.sub_(minus)
 
+    def narrow(self, x: Tensor, y: Tensor) -> Tensor:
+        """As y.T x.T MKL makes it in a third of the time."""
+        return self.wide((self.single(y).T @ x.T).T)
+
     def norms(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         norms: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=dtype)
