@@ -178,6 +178,13 @@ def pytest_configure(config):
     config.pluginmanager.register(Seconds(config))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def preloaded():
+    from helpers.ranks import preload_first
+
+    preload_first()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def promotion(request):
     """Strict promotion in JAX, but for the modules in LENIENT."""

@@ -57,6 +57,19 @@ def preload() -> None:
         os.environ |= {"PYTHONPATH": known} if known is not None else {}
 
 
+def preload_first() -> None:
+    """The first ranks of a process decide what all later ones are forked with. Where a parity run's
+    were first, each rank of DeepSpeed's imported it by itself, for 6 s."""
+    right = processes._context
+
+    def context(names: Any) -> Any:
+        if names:
+            preload()
+        return right(names)
+
+    processes._context = context
+
+
 def on_gloo(rank: int, world: int, folder: str, work: Any, arguments: Any) -> Any:
     import torch
 
