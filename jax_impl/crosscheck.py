@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from xentlib.arguments import Arguments
+from xentlib.checks.call import is_soft
 from xentlib.checks.crosscheck import check_traced_step
 from xentlib.checks.validators import plain
 from xentlib.dtypes import resolve_dtypes
@@ -108,12 +109,18 @@ class CrossCheck(Schedule):
         Raises:
             TypeError: a step that is no integer.
             ValueError: one that a trace would keep for ever.
-            CrossCheckError: `vocab_parallel` with `tokens_parallel`; a sharded head, or one with a
-                low-rank part, with `against="other"`.
+            CrossCheckError: labels that are class probabilities; `vocab_parallel` with
+                `tokens_parallel`; a sharded head, or one with a low-rank part, with
+                `against="other"`.
         """
         check_traced_step(step, getattr(step, "dtype", None), getattr(step, "shape", ()))
         arguments = Arguments(hidden, weight, labels, **options)
         call, low = head_of(Arguments(*map(unwrapped, map(plain, arguments))))
+        if is_soft(call.labels, call.hidden):
+            raise CrossCheckError(
+                "a checked call must have labels that are classes; got class probabilities, which "
+                "are not recomputed. Call `chunked_nll` there, or hold them by `xentlib parity`."
+            )
         sharded = call.vocab_parallel is not None
         if self.against == "other" and (sharded or low is not None):
             raise CrossCheckError(

@@ -162,14 +162,14 @@ class Devices:
         """With the rows of all shards, less padded ones."""
         first, rows = records[0], {"weight": self.column, "bias": 0, "low_out": 0}
         assert self.axis is not None
-        kept = np.arange(self.axis.vocab_size)
+        classes = np.arange(self.axis.vocab_size)
 
         def of(parts: list[Leaves]) -> Leaves:
             made = {}
             for name, axis in rows.items():
                 some = [getattr(x, name) for x in parts]
                 joined = None if some[0] is None else np.concatenate(some, axis)
-                made[name] = None if joined is None else np.take(joined, kept, axis)
+                made[name] = None if joined is None else np.take(joined, classes, axis)
             return parts[0]._replace(**made)
 
         gradients = [x.gradients for x in records]

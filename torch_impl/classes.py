@@ -301,10 +301,10 @@ def class_results(given: Arguments, few: FewClasses | None = None) -> ClassResul
         given, problem, call = bind("chunked_logprobs", given, local)
         check_top_k(given.top_k, None if call.rows.group else problem.vocab_size)
         check_classes(*map(array_spec, (given.kept, given.ids, given.hidden)), source="hidden")
-        call, kept = with_ids(given, call)
+        call, kept_count = with_ids(given, call)
         scalars = call.scalars._replace(beta=beta, nll_weight=nll_weight)
         options = Options(
-            kept,
+            kept_count,
             given.entropy,
             getattr(torch, problem.output_dtype),
             wanted(*call.leaves),

@@ -17,7 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import AxisType  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from xentlib.jax import CrossCheck, LowRankHead, chunked_nll  # noqa: E402
+from xentlib.jax import CrossCheck, LowRankHead, SoftLabels, chunked_nll  # noqa: E402
 from xentlib.jax.crosscheck_devices import CallRecord, Leaves  # noqa: E402
 from xentlib.plan import PaddedVocab  # noqa: E402
 from xentlib.tools.crosscheck import (  # noqa: E402
@@ -211,6 +211,10 @@ def test_misuse_is_loud() -> None:
     p = arrays(0, jnp.float32, R, "VH")
     with pytest.raises(ValueError, match="`vocab_parallel` must be"):
         check.nll(0, p["hidden"], p["weight"], y, vocab_parallel="tp")
+    few = SoftLabels(y[:, None], jnp.ones((N, 1)))
+    for probs in (few, jnp.full((N, PADDED), 1 / PADDED)):
+        with pytest.raises(CrossCheckError, match="labels that are classes; got class probab"):
+            check.nll(0, p["hidden"], p["weight"], probs)
     other = CrossCheck(every=1, against="other")
     head = LowRankHead(p["weight"], p["a"], p["b"])
     with pytest.raises(CrossCheckError, match="`against` must be 'oracle' for a head whose rows"):
