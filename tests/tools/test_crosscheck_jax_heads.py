@@ -236,3 +236,34 @@ def test_devices_that_are_elsewhere() -> None:
         check.wait()
     assert check.waiting.all_of("a call", 0, nothing, 2) == [nothing] * 2
     check.wait()
+
+
+def test_micro_batches_and_two_heads_over_shards() -> None:
+    """Each call of a scan, and of each head, is put together by itself, with tokens over another
+    axis."""
+    if jax.device_count() < 4:
+        pytest.skip("there are fewer than four devices")
+    check, p = CrossCheck(every=1, exceeded="raise"), arrays(0, jnp.float32, 0, "VH")
+    mesh = jax.make_mesh((2, 2), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
+    p["other"] = p["weight"][::-1]
+
+    def loss(p: dict[str, Any], step: Any, y: Any) -> Any:
+        def both(total: Any, micro_batch: Any) -> Any:
+            x, y = micro_batch
+            how: dict[str, Any] = {"vocab_parallel": PaddedVocab("tp", V), "reduction": "sum"}
+            heads = (check.nll(step, x, p[name], y, **how).loss for name in ("weight", "other"))
+            return total + sum(heads), None
+
+        parts = p["hidden"].reshape(-1, 1, H), y.reshape(-1, 1)
+        start = jax.lax.pcast(jnp.zeros(()), "data", to="varying")
+        return jax.lax.psum(jax.lax.scan(both, start, parts)[0], "data")
+
+    specs = {"hidden": P("data"), "weight": P("tp"), "bias": P("tp"), "other": P("tp")}
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(specs, P(), P("data")), out_specs=P())
+    y = jnp.arange(N) % V
+    p["hidden"], y = p["hidden"][:8], y[:8]
+    jax.jit(jax.grad(mapped))(p, 0, y)
+    check.wait()
+    assert [x.calls for x in check.results] == [2] * 8  # four micro-batches, two heads
+    for result in check.results:
+        assert {"d hidden", "d weight of all rows"} < {m.quantity for m in result.measurements}
