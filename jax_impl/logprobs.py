@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from xentlib.algebra import FLOOR, Coefficients, TokenStats, WantedStats, is_zero
 from xentlib.arguments import Arguments, LogitsArguments
@@ -22,6 +21,7 @@ from xentlib.jax.core.call import Arrays, Options, Placement, as_gradients
 from xentlib.jax.core.device import as_bits, from_bits
 from xentlib.jax.core.gemm import round_to
 from xentlib.jax.core.gradients import Gradients, add_gradients, power_of_two
+from xentlib.jax.core.kernels import is_target
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, chunked_logits, scaled
 from xentlib.jax.core.loop import at_rows, gather_tokens, over_chunks, unpack
 from xentlib.jax.core.stats import all_stats, axes_of_stats, put_rows, stats_of
@@ -145,7 +145,7 @@ def given_backward(
         terms_T = at_rows(logits, chunk, terms_M)
         dz = coefficients(terms_T)
         dz_TV, dz_y_T, _ = logits.kernels.dz(chunk.block, terms_T.kept_lse, dz)
-        own_TV = lax.broadcasted_iota(jnp.int32, dz_TV.shape, 1) == chunk.block.y_T1
+        own_TV = is_target(chunk.block, dz_TV)
         dz_TV = round_to(jnp.where(own_TV, dz_y_T[:, None], dz_TV), given.dtype.name)
         return d_logits.at[chunk.own_T].set(as_bits(dz_TV), mode="drop")
 

@@ -21,7 +21,7 @@ from xentlib.jax.core.device import device_info
 from xentlib.jax.core.gemm import column_sums as sums_of_columns
 from xentlib.jax.core.gemm import round_to as rounded
 from xentlib.jax.core.largest import largest
-from xentlib.jax.core.tokens import FurtherClasses
+from xentlib.jax.core.tokens import ELSEWHERE, FurtherClasses
 
 
 class LogitTransform(NamedTuple):
@@ -120,8 +120,7 @@ class XLA(NamedTuple):
         return dz_TV if round_to is None else rounded(dz_TV, round_to), sums_V
 
     def prepare(self, rows: LogitsBlock) -> Logits:
-        """Bias, scale, softcap and temperature; a target in column V is on another device, and none
-        is taken out."""
+        """Bias, scale, softcap and temperature; of a target on another device none is taken out."""
         shape, z_TV, derivative_TV = self.shape, rows.z_TV, None
         if shape.bias_V is not None:
             z_TV = z_TV + shape.bias_V[None, :]
@@ -136,10 +135,9 @@ class XLA(NamedTuple):
             z_TV = jnp.tanh(capped_TV) * shape.scalars.softcap
         if rows.temperature_T is not None:
             z_TV = z_TV / rows.temperature_T[:, None]
-        column_TV = lax.broadcasted_iota(jnp.int32, z_TV.shape, 1)
-        taken_TV = column_TV == rows.y_T1
+        taken_TV = is_target(rows, z_TV)
         if shape.padded_from is not None:
-            taken_TV |= column_TV >= shape.padded_from
+            taken_TV |= lax.broadcasted_iota(jnp.int32, z_TV.shape, 1) >= shape.padded_from
         z_y = jnp.take_along_axis(z_TV, rows.y_T1, axis=1, mode="clip")[:, 0]
         z_more, top, z_top, taken = None, None, None, []
         if rows.more is not None:
@@ -147,7 +145,7 @@ class XLA(NamedTuple):
             taken.append(rows.more.columns)
         if shape.top_k:
             top, z_top = largest(z_TV, shape.top_k, shape.padded_from)
-            taken.append(jnp.where(top < 0, z_TV.shape[1], top))
+            taken.append(jnp.where(top < 0, ELSEWHERE, top))
             top = top.astype(z_TV.dtype)
         for columns in taken:
             z_TV = z_TV.at[at_columns(columns)].set(-jnp.inf, mode="drop")
@@ -204,8 +202,13 @@ class XLA(NamedTuple):
         return jnp.where(logits.taken_TV, 0.0, dz_TV - share_TV)
 
 
+def is_target(rows: LogitsBlock, like_TV: jax.Array) -> jax.Array:
+    """The target's column of each row, of none where it is on another device."""
+    return lax.broadcasted_iota(jnp.int32, like_TV.shape, 1) == rows.y_T1
+
+
 def at_columns(columns: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """An index of [T, V]: of further classes, past the last column where one is elsewhere."""
+    """An index of [T, V], of further classes."""
     return jnp.arange(columns.shape[0], dtype=jnp.int32)[:, None], columns
 
 

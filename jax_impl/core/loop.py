@@ -59,7 +59,6 @@ def gather_tokens(logits: ChunkedLogits, numbers: T) -> tuple[ChunkedLogits, T]:
         jnp.maximum(targets_M, 0),
         valid_M,
         jnp.zeros_like(valid_M),
-        logits.columns,
         logits.shard,
         # Beside the targets, as there may be none: of `top_k` alone.
         None if more is None else jnp.maximum(jnp.stack([targets_M, *ids], 1)[:, 1:], 0),

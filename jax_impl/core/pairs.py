@@ -14,7 +14,7 @@ from jax import lax
 
 from xentlib.algebra import TokenStats, WantedStats
 from xentlib.jax.core.algebra import exp
-from xentlib.jax.core.kernels import Logits, by_blocks
+from xentlib.jax.core.kernels import Logits, by_blocks, is_target
 from xentlib.jax.core.logits import Chunk, ChunkedLogits, logits_of
 from xentlib.jax.core.stats import stats_of
 from xentlib.jax.core.vocab import sum_blocks
@@ -137,14 +137,10 @@ class PairedLogits(NamedTuple):
             return dz_TV
         if terms.p_labels is not None:
             dz_TV = dz_TV - own[:, None] * terms.p_labels
-        return dz_TV + jnp.where(is_target(chunk, dz_TV), own[:, None], 0.0)
-
-
-def is_target(chunk: Chunk, like_TV: jax.Array) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, like_TV.shape, 1) == chunk.block.y_T1
+        return dz_TV + jnp.where(is_target(chunk.block, dz_TV), own[:, None], 0.0)
 
 
 def restored(chunk: Chunk, logits: Logits) -> Logits:
     """With the target's logit in its column again."""
-    own_TV = is_target(chunk, logits.z_TV)
+    own_TV = is_target(chunk.block, logits.z_TV)
     return logits._replace(z_TV=jnp.where(own_TV, logits.z_y[:, None], logits.z_TV))

@@ -18,6 +18,10 @@ from xentlib.jax.array_spec import concrete_on_cpu
 from xentlib.jax.core.call import Arrays
 from xentlib.plan import VocabShard
 
+# The column of a class that is not among this device's: past any, however far zeros fill a head up.
+# No column equals it, `mode="clip"` reads the last one, and `mode="drop"` writes nothing.
+ELSEWHERE = np.iinfo(np.int32).max
+
 
 class FurtherClasses(NamedTuple):
     """Classes of each token whose logits are taken out, as the target's is: [N, K] each."""
@@ -30,7 +34,7 @@ class FurtherClasses(NamedTuple):
 class Tokens(NamedTuple):
     """Step 1: the tokens that count."""
 
-    # [N] int32, the target's column: 0 where a label is no class, past the last column if elsewhere
+    # [N] int32, the target's column: 0 where a label is no class, `ELSEWHERE` on other devices
     labels: jax.Array
     targets: jax.Array  # [N] int32, its class: the column of a whole vocabulary
     owned: jax.Array | None  # [N] the column is on this device; None: they all are
@@ -42,7 +46,7 @@ class Tokens(NamedTuple):
 def select_tokens(
     arrays: Arrays, ignore_index: int, columns: int, shard: VocabShard | None
 ) -> Tokens:
-    """A shard's columns are counted from its start; a target elsewhere is past the last of them."""
+    """A shard's columns are counted from its start."""
     labels = widen_labels(arrays.labels)
     valid_N = valid_tokens(labels, arrays.where, ignore_index)
     vocab_size = columns if shard is None else shard.vocab_size
@@ -57,14 +61,13 @@ def select_tokens(
     if shard is None:
         more = None if ids is None else FurtherClasses(ids, ids, None)
         return Tokens(labels, labels, None, valid_N, bad_N, more)
-    return of_shard(labels, valid_N, bad_N, columns, shard, ids)
+    return of_shard(labels, valid_N, bad_N, shard, ids)
 
 
 def of_shard(
     targets_N: jax.Array,
     valid_N: jax.Array,
     bad_N: jax.Array,
-    columns: int,
     shard: VocabShard,
     ids_NK: jax.Array | None = None,
 ) -> Tokens:
@@ -72,7 +75,7 @@ def of_shard(
 
     def placed(classes: jax.Array) -> tuple[jax.Array, jax.Array]:
         owned = (classes >= shard.start) & (classes < shard.stop)
-        return jnp.where(owned, classes - shard.start, columns), owned
+        return jnp.where(owned, classes - shard.start, ELSEWHERE), owned
 
     column_N, owned_N = placed(targets_N)
     more = None if ids_NK is None else FurtherClasses(ids_NK, *placed(ids_NK))
