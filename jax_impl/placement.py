@@ -19,6 +19,7 @@ from xentlib.checks.shards import check_route, check_rows_stay, check_shards
 from xentlib.checks.validators import check_floating, plain
 from xentlib.jax.array_spec import array_spec
 from xentlib.jax.core.call import Arrays, Axes, Options, Placement, flat
+from xentlib.jax.core.logits import is_size
 from xentlib.jax.core.vocab import Axis
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab
@@ -181,9 +182,17 @@ def run(function: Function[T], options: Options, arrays: Arrays, outputs: T) -> 
 
     Gradients come back where the arrays were.
     """
-    if options.place is None:
-        return of_flat(function, options, outputs, arrays)
-    result: T = over_mesh(function, options, options.place, outputs, arrays)
+    place = options.place
+    how = (function, options) if place is None else (function, options, place)
+    on_devices: Any = partial(of_flat if place is None else over_mesh, *how, outputs)
+    if is_size(arrays.labels.size, 0):
+        # Of no token every result is 0 or empty, and XLA ends the process, or refuses a `shard_map`
+        # of nothing but empty arrays. Traced all the same, for what a call is refused for.
+        none: T = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(on_devices, arrays)
+        )
+        return none
+    result: T = on_devices(arrays)
     return result
 
 

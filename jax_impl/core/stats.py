@@ -119,7 +119,7 @@ def offered(logits: ChunkedLogits, candidates: jax.Array) -> jax.Array:
     columns has no class, -1, in the others' places."""
     axis, shard, (columns, z) = logits.options.axis, logits.shard, candidates
     if axis is None:
-        return candidates.reshape(-1, candidates.shape[2])
+        return lax.collapse(candidates, 0, 2)
     assert shard is not None
     classes = jnp.where(columns < 0, -1.0, columns + shard.start.astype(columns.dtype))
     fill = (0, logits.options.top_k - len(z)), (0, 0)
@@ -127,7 +127,7 @@ def offered(logits: ChunkedLogits, candidates: jax.Array) -> jax.Array:
     own = jnp.where(own[:1] < 0, jnp.array([-1.0, 0.0], own.dtype)[:, None, None], own)
     rank = jnp.arange(lax.axis_size(axis.name), dtype=jnp.int32)[None, :, None, None]
     of_ranks = jnp.where(rank == lax.axis_index(axis.name), own[:, None], 0.0)
-    return of_ranks.reshape(-1, of_ranks.shape[3])
+    return lax.collapse(of_ranks, 0, 3)
 
 
 def over_shards(
