@@ -249,7 +249,7 @@ def with_ids(given: Arguments | LogitsArguments, call: Any) -> tuple[Any, int]:
         kept = given.kept.shape[-1]
         classes.append(torch.sort(given.kept.reshape(count, kept).long(), dim=1).values)
     if given.ids is not None:
-        classes.append(given.ids.reshape(count, -1).long())
+        classes.append(given.ids.reshape(count, given.ids.shape[-1]).long())
     return call._replace(ids=torch.cat(classes, 1), top_k=given.top_k), kept
 
 

@@ -84,7 +84,8 @@ class Loss(NamedTuple):
 
     @property
     def class_weights(self) -> Tensor | None:
-        """None that a token's weight has."""
+        """None that a token's weight has: of class probabilities they weigh terms of its loss, and
+        the labels of its call are not classes."""
         return None
 
     @property

@@ -163,7 +163,7 @@ def token_weights(loop: HeadLoop, loss: Weights) -> tuple[Tensor, Tensor, Tensor
     total_valid = valid_N.sum()
     weight_sum = total_valid.to(loop.compute_dtype)
     if loss.token_weights is not None or loss.class_weights is not None:
-        of_class_N = target_info(loop, slice(None)).weight
+        of_class_N = 1.0 if loss.class_weights is None else target_info(loop, slice(None)).weight
         weight_sum = torch.where(valid_N, weights_N * of_class_N, 0.0).sum()
     if loss.denominator is not None:
         divisor = loss.denominator.to(loop.compute_dtype)

@@ -263,7 +263,8 @@ def given_teacher(
     check_teacher_logits(spec, name, source, columns, problem.compute_dtype)
     temperature = temperature_of(teacher, given.temperature)
     tempered = tokens(as_tensor(temperature, 1.0, logits, call.compute_dtype))
-    return TeacherCall(logits.reshape(problem.num_tokens, -1), teacher_temperature=tempered)
+    flat = logits.reshape(problem.num_tokens, logits.shape[-1])
+    return TeacherCall(flat, teacher_temperature=tempered)
 
 
 def labels_for(hidden: Tensor, labels: Tensor | None, where: Tensor | None) -> Tensor:

@@ -76,7 +76,9 @@ def few_classes(given: DivergenceArguments, teacher: TeacherTopK[Tensor]) -> Few
     more = 2 * given.temperature_squared + (given.reduction == "none")
     probs = torch.where(teacher.ids >= 0, teacher.logprobs.detach().exp(), 0.0)
     number = 1.0 + kind + 8 * tail + 64 * more
-    return FewClasses(number, given.beta, float(given.nll_weight), probs.flatten(0, -2))
+    return FewClasses(
+        number, given.beta, float(given.nll_weight), probs.reshape(-1, probs.shape[-1])
+    )
 
 
 def check_total(log_q: Tensor) -> None:

@@ -27,6 +27,18 @@ def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
     hold(soft.against_oracle, (backend,), build(case, 7))
 
 
+def test_class_and_token_weights_together(backend: str) -> None:
+    """A2, A5, A6, A9: a token counts with its own weight alone. Catches: with that of class 0, which
+    stands where a label would."""
+    case = Case("probs-both-weights", 67, 12, 101, soft="dense", class_weights=True,
+                token_weights=True)  # fmt: skip
+    problem = build(case, 7)
+    hold(soft.against_oracle, (backend,), problem)
+    exact = problem.soft_reference().weight_sum
+    got = run(backend, problem).weight_sum
+    assert not failures(check("A9", got, exact, metrics=("rho / u",)))
+
+
 @pytest.mark.torch
 def test_the_bound_has_the_length_of_the_sum() -> None:
     """A6: of many tokens within half of it. Without the length tau is 7.6 here."""

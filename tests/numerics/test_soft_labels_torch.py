@@ -166,3 +166,19 @@ def test_a_window_of_micro_batches_is_one_batch() -> None:
         for got, exact in pairs:
             pair = got.numpy(), exact.double().numpy()
             assert not failures(check("A9", *pair, metrics=("rho / u",)))
+
+
+@pytest.mark.parametrize("probs", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("logits", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_probabilities_of_another_dtype_than_the_logits(logits: Any, probs: Any) -> None:
+    """A9: a few classes' as those of all, which are the same numbers."""
+    x = arrays()
+    z = (x["hidden"] @ x["weight"].T).detach().to(logits).requires_grad_()
+    ids = torch.rand(2, N // 2, V).argsort(-1)[..., :K]
+    few = torch.randn(*ids.shape).softmax(-1).to(probs)
+    dense = torch.zeros(*ids.shape[:-1], V, dtype=probs).scatter(-1, ids, few)
+    ours, right = (
+        torch.autograd.grad(out.logprobs.sum(), z)[0].double().numpy()
+        for out in (vocab_parallel_logprobs(z, y) for y in (SoftLabels(ids, few), dense))
+    )
+    assert not failures(check("A9", ours, right, metrics=("rho / u",)))

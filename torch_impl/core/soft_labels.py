@@ -38,7 +38,7 @@ class FewClasses(GivenTeacher):
             assert rows.more is not None
             # Of classes elsewhere into the spare column.
             q_BV = torch.zeros_like(rows.z_BV)
-            q_BV.scatter_add_(1, rows.more.columns, self.logits[rows.places])
+            q_BV.scatter_add_(1, rows.more.columns, self.logits[rows.places].to(q_BV.dtype))
             rows.more = None
             yield rows, LogitsBlock(rows.span, rows.places, q_BV, rows.y_B1, None, None, None)
 
