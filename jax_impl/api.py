@@ -545,7 +545,7 @@ def chunked_divergence(
         logit_scale: number or 0-d array that multiplies the student's logits.
         softcap: positive number, 0-d array (in PyTorch read by the host), or None.
         temperature: positive number, 0-d array, or [...] one per token; of both, unless the teacher
-            has its own; beside a `TeacherTopK` the student's alone.
+            has its own; beside a `TeacherTopK` that of its log-probabilities.
         temperature_squared: multiply D by the student's temperature squared, as in Hinton's
             distillation, so that gradients do not shrink as it grows.
         reduction: "mean" over the weights of the valid tokens, "sum", or "none" for each token's

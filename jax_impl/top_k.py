@@ -15,7 +15,13 @@ from jax import lax
 
 from xentlib.arguments import Arguments, DivergenceArguments
 from xentlib.checks.classes import check_classes
-from xentlib.checks.divergence import check_logprobs, check_mass, of_teacher
+from xentlib.checks.divergence import (
+    check_logprobs,
+    check_mass,
+    check_none_of_few,
+    check_stored,
+    of_teacher,
+)
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind
@@ -52,6 +58,27 @@ def of_few(options: Options, own: jax.Array, other: jax.Array, valid: jax.Array)
     return result
 
 
+# exp of -k / STEPS in two float32 numbers: a multiple of 2^-22, of which sums below 4 are exact,
+# and what that lacks. Beyond DEPTH it is 4e-11.
+STEPS, DEPTH = 64, 24
+EXP = np.exp(-np.arange(STEPS * DEPTH + 1) / STEPS)
+COARSE = (np.round(EXP * 2.0**22) / 2.0**22).astype(np.float32)
+FINE = (EXP - COARSE).astype(np.float32)
+
+
+def left_over(log_q: jax.Array) -> jax.Array:
+    """[N] 1 less the probabilities, in float32 to 2^-30 without any float64: the difference of 1
+    and a rounded sum has 2^-24, an eighth of a tail of 5e-7."""
+    if log_q.dtype == jnp.float64:
+        return 1.0 - row_sums(exp(log_q))
+    log_q = jnp.clip(log_q, min=-float(DEPTH), max=0.0)
+    steps = jnp.round(-log_q * STEPS)
+    index = jnp.where(jnp.isnan(steps), 0.0, steps).astype(jnp.int32)
+    coarse, fine = (jnp.asarray(x)[index] for x in (COARSE, FINE))
+    more = fine + (coarse + fine) * jnp.expm1(log_q + steps / STEPS)
+    return (1.0 - row_sums(coarse)) - row_sums(more)
+
+
 def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     """Of flat arrays."""
     how, ids, log_q, compute = options.divergence, arrays.ids, arrays.log_q, options.compute_dtype
@@ -60,15 +87,15 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
     inner = options._replace(output_dtype=compute, divergence=None)
     outputs, tail = _classes(inner, arrays._replace(log_q=None))
     labels = widen_labels(arrays.labels)
-    valid = valid_tokens(labels, arrays.where, options.ignore_index)
+    valid = valid_tokens(labels, arrays.where, options.ignore_index) & (ids >= 0).any(axis=1)
     counts = (ids >= 0) & CLASSES.first(ids.astype(jnp.int32)) & valid[:, None]
-    log_q, few = log_q.astype(compute), TopK(jnp, exp, row_sums, how.tail)
+    log_q, few = log_q.astype(compute), TopK(jnp, exp, row_sums, left_over, how.tail)
     log_p = outputs.ids_logprobs
     if how.tail == "drop":
         value = few.dropped(how.kind, counts, log_p, log_q)
     else:
         value = of_few(options, *few.logits(counts, log_p, tail, log_q), valid)
-    value = jnp.where(valid, value, 0.0)
+    value = jnp.where(valid, value * few.checked(counts, log_q), 0.0)
     squared = value
     if how.squared and arrays.temperature is not None:
         squared = value * jnp.square(arrays.temperature.astype(compute))
@@ -95,8 +122,8 @@ def top_k_flat(options: Options, arrays: Arrays) -> DivergenceOutput[Any]:
         weight_sum.astype(dtype),
         of_all_tokens(options, of_labels).astype(dtype),
         value.astype(dtype),
-        outputs.logprobs.astype(dtype),
-        None if entropy is None else entropy.astype(dtype),
+        jnp.where(valid, outputs.logprobs, 0.0).astype(dtype),
+        None if entropy is None else jnp.where(valid, entropy, 0.0).astype(dtype),
     )
 
 
@@ -112,6 +139,7 @@ def top_k_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
         only_arrays(labels=ids, logits=logprobs)
         check_classes(None, array_spec(ids), array_spec(unwrapped(given.hidden)), source="hidden")
         check_logprobs(array_spec(ids), array_spec(logprobs))
+        check_temperatures(given.temperature, teacher.temperature)
     fields = {name: getattr(given, name) for name in OF_STUDENT}
     each, names = given.reduction == "none", given.outputs
     fields |= {"reduction": "sum" if each else given.reduction, "entropy": "entropy" in names}
@@ -142,8 +170,17 @@ def top_k_divergence(given: DivergenceArguments) -> DivergenceOutput[Any]:
     return out if each else labelled(out, arrays.denominator)
 
 
+def check_temperatures(call: Any, stored: Any) -> None:
+    """Of which one at least is an array; numbers have been compared."""
+    arrays = any(np.ndim(x) or isinstance(x, jax.Array) for x in (call, stored))
+    if stored is not None and arrays and concrete_on_cpu(call, stored):
+        one, other = (np.asarray(x, np.float32) for x in (call, stored))
+        check_stored(call, stored, same=bool((one == other).all()))
+
+
 def check_total(student: Arguments, ids: Any, logprobs: Any) -> None:
-    """Refuse logits in place of log-probabilities, where they can be read."""
+    """Refuse tokens without any class, and logits in place of log-probabilities, where they can be
+    read."""
     if concrete_on_cpu(student.labels, student.where, ids, logprobs) and np.size(logprobs):
         order = np.argsort(np.asarray(ids), axis=-1, kind="stable")
         ascending = np.take_along_axis(np.asarray(ids), order, -1)
@@ -152,6 +189,8 @@ def check_total(student: Arguments, ids: Any, logprobs: Any) -> None:
         new = np.concatenate((ascending[..., :1] >= 0, ~again), -1)
         log_q = np.where(new & (ascending >= 0), log_q, -np.inf)
         labels, where = np.asarray(student.labels), student.where
-        valid = valid_tokens(widen_labels(labels), where, student.ignore_index)
+        valid = np.asarray(valid_tokens(widen_labels(labels), where, student.ignore_index))
+        check_none_of_few(int((valid & (np.asarray(ids) < 0).all(-1)).sum()))
         totals = np.where(valid, np.exp(log_q).sum(-1), 0.0)
-        check_mass(float(totals.max(initial=0.0)))
+        with of_teacher():
+            check_mass(float(totals.max(initial=0.0)))

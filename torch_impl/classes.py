@@ -306,7 +306,7 @@ def class_results(given: Arguments, few: FewClasses | None = None) -> ClassResul
         options = Options(
             kept_count,
             given.entropy,
-            getattr(torch, problem.output_dtype),
+            call.compute_dtype if few else getattr(torch, problem.output_dtype),
             wanted(*call.leaves),
             tokens(given.token_weights),
             as_tensor(given.denominator, None, call.hidden, call.compute_dtype),

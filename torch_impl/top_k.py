@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from xentlib.arguments import Arguments, DivergenceArguments, GivenDivergenceArguments
-from xentlib.checks.divergence import check_logprobs, check_mass, of_teacher
+from xentlib.checks.divergence import (
+    check_logprobs,
+    check_mass,
+    check_none_of_few,
+    check_stored,
+    of_teacher,
+)
 from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES, TAILS
 from xentlib.teacher import TeacherLogits, TeacherTopK
@@ -37,6 +43,7 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
         only_tensors(ids=teacher.ids, logprobs=teacher.logprobs)
         not_differentiable(logprobs=teacher.logprobs)
         check_logprobs(*map(array_spec, (teacher.ids, teacher.logprobs)))
+        check_temperatures(given.temperature, teacher.temperature)
     entropy = "entropy" in given.outputs
     student = student._replace(ids=teacher.ids, entropy=entropy)
     made = class_results(student, few_classes(given, teacher))
@@ -47,10 +54,18 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
     compute = call.compute_dtype
     ids = call.ids
     assert ids is not None
-    counts = (ids >= 0) & CLASSES.first(ids) & valid[:, None]
     log_q = teacher.logprobs.reshape(ids.shape).to(compute)
-    check_total(torch.where(counts, log_q, -torch.inf))
-    few = TopK(torch, torch.exp, CLASSES.sum, teacher.tail)
+    # Where tokens travel one rank would raise alone: its loss is NaN, or has fewer tokens.
+    read = host_readable(log_q) and not call.rows.route and not torch.compiler.is_compiling()
+    if read:
+        check_none_of_few(int((valid & (ids < 0).all(1)).sum()))
+    valid = valid & (ids >= 0).any(1)
+    counts = (ids >= 0) & CLASSES.first(ids) & valid[:, None]
+    if read and log_q.numel():
+        total = torch.where(counts, log_q, -torch.inf).detach().double().exp().sum(1)
+        with of_teacher():
+            check_mass(float(total.max()))
+    few = TopK(torch, torch.exp, CLASSES.sum, left_over, teacher.tail)
     if teacher.tail == "drop":
         value = few.dropped(given.kind, counts, ids_logprobs, log_q)
     else:
@@ -59,7 +74,7 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
             own, TeacherLogits(other.to(own.dtype)), given.kind, given.beta, where=valid
         )
         value = given_divergence(of_few)
-    value = torch.where(valid, value, 0.0)
+    value = torch.where(valid, value * few.checked(counts, log_q), 0.0)
     loss_N = value
     if given.temperature_squared and call.temperature is not None:
         loss_N = value * call.temperature.to(value.dtype).square()
@@ -73,7 +88,8 @@ def few_classes(given: DivergenceArguments, teacher: TeacherTopK[Tensor]) -> Few
     """What ranks with the same tokens compare: each makes the divergence for itself."""
     options = (DIVERGENCES, given.kind), (TAILS, teacher.tail)
     kind, tail = (names.index(name) for names, name in options)
-    more = 2 * given.temperature_squared + (given.reduction == "none")
+    mean = given.reduction == "mean" and given.denominator is None
+    more = 4 * mean + 2 * given.temperature_squared + (given.reduction == "none")
     probs = torch.where(teacher.ids >= 0, teacher.logprobs.detach().exp(), 0.0)
     number = 1.0 + kind + 8 * tail + 64 * more
     return FewClasses(
@@ -81,11 +97,19 @@ def few_classes(given: DivergenceArguments, teacher: TeacherTopK[Tensor]) -> Few
     )
 
 
-def check_total(log_q: Tensor) -> None:
-    """Refuse logits in place of log-probabilities, where they can be read."""
-    if log_q.numel() and host_readable(log_q) and not torch.compiler.is_compiling():
-        with torch.no_grad():
-            check_mass(float(log_q.double().exp().sum(1).max()))
+def check_temperatures(call: Any, stored: Any) -> None:
+    """Of which one at least is a tensor; numbers have been compared."""
+    tensors = [x for x in (call, stored) if isinstance(x, Tensor)]
+    if stored is None or not tensors or torch.compiler.is_compiling():
+        return
+    if all(map(host_readable, tensors)):
+        one, other = (torch.as_tensor(x).detach().float() for x in (call, stored))
+        check_stored(call, stored, same=bool((one == other).all()))
+
+
+def left_over(log_q: Tensor) -> Tensor:
+    """[N] 1 less the probabilities: in float32 an eighth of a tail of 5e-7 would be lost."""
+    return (1.0 - log_q.double().exp().sum(1)).to(log_q.dtype)
 
 
 def reduced(
@@ -120,7 +144,7 @@ def reduced(
     made = {"divergence": divergence, "logprobs": logprobs, "entropy": entropies}
     named: dict[str, Any] = dict.fromkeys(DIVERGENCE_OUTPUTS)
     for name in given.outputs:
-        x = with_leading(made[name].to(dtype), leading)
+        x = with_leading(torch.where(valid, made[name], 0.0).to(dtype), leading)
         named[name] = without_gradient(name, x, call.leaves, FUNCTION)
     if not each:
         label_loss(total, num_tokens, weight_sum.to(dtype), divisor)

@@ -56,9 +56,11 @@ class TeacherTopK(NamedTuple, Generic[A]):
 
     Attributes:
         ids: [..., K] integers, the classes of each token, -1 where there are fewer; one that is
-            there twice counts once, and a token without any has a divergence of 0.
-        logprobs: [..., K] floating, their log-probabilities over the whole vocabulary, at the
-            temperature at which the teacher computed them; anything where the id is -1.
+            there twice counts once. A valid token without any is refused where that can be read,
+            and else, on a GPU and inside `jax.jit`, does not count as a token.
+        logprobs: [..., K] floating, their log-probabilities over the whole vocabulary; anything
+            where the id is -1. Of a token whose probabilities add up to more than 1.01 they are
+            refused or, where they cannot be read, the divergence is NaN.
         tail: what becomes of the probability that they leave out. "class": all other classes are
             one class of K + 1, for the teacher and the student; the divergence is a lower bound of
             the whole one. What rounding leaves of the teacher's is taken as 2^-24 at least (2^-53
@@ -67,8 +69,11 @@ class TeacherTopK(NamedTuple, Generic[A]):
             sum p_T log(p_T / p_S) or sum p_S log(p_S / p_T) of probabilities over the whole
             vocabulary, as verl has it: that is no divergence, may be negative, and has a gradient
             where both are equal.
+        temperature: number, 0-d array or [...], at which the teacher computed them; None for 1. The
+            call's must be the same.
     """
 
     ids: A
     logprobs: A
     tail: Tail = "class"
+    temperature: float | A | Any = None

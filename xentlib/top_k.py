@@ -15,6 +15,8 @@ from xentlib.algebra import INF
 Array = Any  # a tensor or an array of the backend
 # Probability of a tail that numbers of this element size may tell from none.
 LEAST = {4: 2.0**-24, 8: 2.0**-53}
+# What probabilities of a token's classes may add up to: a 16-bit one is off by 0.4 %.
+MOST = 1.01
 
 
 class TopK(NamedTuple):
@@ -23,7 +25,14 @@ class TopK(NamedTuple):
     xp: Any
     exp: Any
     sum: Any  # of rows
+    left: Any  # 1 less the probabilities of rows of log-probabilities
     tail: str
+
+    def checked(self, counts: Array, teacher: Array) -> Array:
+        """[N] 1, or NaN where the teacher's numbers are no log-probabilities: a factor, so that
+        gradients are NaN too."""
+        total = self.sum(self.xp.where(counts, self.exp(teacher), 0.0))
+        return self.xp.where(total <= MOST, 1.0, self.xp.nan)
 
     def logits(
         self, counts: Array, student: Array, student_tail: Array, teacher: Array
@@ -36,14 +45,15 @@ class TopK(NamedTuple):
             return xp.where(none, 0.0, student), xp.where(none, 0.0, teacher)
         # What is left out of 1. Where rounding leaves nothing there is something all the same, of
         # which a reverse KL would be infinite, unless no class is left.
-        rest = xp.clip(1.0 - self.sum(self.exp(teacher)), min=LEAST[teacher.dtype.itemsize])
+        rest = xp.clip(self.left(teacher), min=LEAST[teacher.dtype.itemsize])
         teacher_tail = xp.where(student_tail == -INF, -INF, xp.log(rest))[:, None]
         with_tail = xp.concatenate((student, student_tail[:, None]), 1)
         return with_tail, xp.concatenate((teacher, teacher_tail), 1)
 
     def dropped(self, kind: str, counts: Array, student: Array, teacher: Array) -> Array:
-        """[N] terms of the classes alone."""
+        """[N] terms p log(p / q) of the classes alone, 0 where p is."""
         xp = self.xp
+        counts = counts & ((student if kind == "reverse_kl" else teacher) != -INF)
         student, teacher = (xp.where(counts, x, 0.0) for x in (student, teacher))
         log_p, log_q = (student, teacher) if kind == "reverse_kl" else (teacher, student)
         terms = xp.where(counts, self.exp(log_p) * (log_p - log_q), 0.0)

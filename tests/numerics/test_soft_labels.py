@@ -28,8 +28,8 @@ def test_fp32_against_the_oracle(backend: str, case: Case) -> None:
 
 
 def test_class_and_token_weights_together(backend: str) -> None:
-    """A2, A5, A6, A9: a token counts with its own weight alone. Catches: with that of class 0, which
-    stands where a label would."""
+    """A2, A5, A6, A9: a token counts with its own weight alone. Catches: with that of class 0,
+    which stands where a label would."""
     case = Case("probs-both-weights", 67, 12, 101, soft="dense", class_weights=True,
                 token_weights=True)  # fmt: skip
     problem = build(case, 7)

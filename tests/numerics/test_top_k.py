@@ -48,9 +48,9 @@ def problem(far: float = 0.3) -> dict[str, np.ndarray]:
     logprobs = np.take_along_axis(log_q, ids, 1).astype(np.float32)
     ids[3, 5:], logprobs[3, 5:] = -1, np.nan
     ids[4, 1], logprobs[4, 1] = ids[4, 0], logprobs[4, 0]
-    ids[9] = -1
     labels = np.where(np.arange(N) % 2, LABELS, ids[:, 0]).astype(np.int32)
     labels[6], ids[6], logprobs[6] = -100, V + 5, 7.0
+    labels[9], ids[9] = -100, -1
     weights = rng.uniform(0.5, 1.5, N).astype(np.float32)
     upstream = rng.standard_normal(N).astype(np.float32)
     return {
@@ -113,16 +113,22 @@ def right(x: dict[str, np.ndarray], tail: str, how: dict[str, Any]) -> list[np.n
     return [y.detach().cpu().numpy() for y in (loss, value, *gradients)]
 
 
+def stored_at(how: dict[str, Any]) -> Any:
+    return how.pop("stored", how.get("temperature"))
+
+
 def ours(
     backend: str, x: dict[str, np.ndarray], tail: Any, how: dict[str, Any]
 ) -> list[np.ndarray]:
-    names, given = ("hidden", "weight"), {"outputs": ("divergence",), **how}
+    how = {**how}
+    stored, names = stored_at(how), ("hidden", "weight")
+    given = {"outputs": ("divergence",), **how}
     if backend == "torch":
         from xentlib.torch import chunked_divergence
 
         y = {name: on_torch(v) for name, v in x.items()}
         leaves = [y[name].requires_grad_() for name in names]
-        teacher: Any = TeacherTopK(y["ids"], y["logprobs"], tail)
+        teacher: Any = TeacherTopK(y["ids"], y["logprobs"], tail, stored)
         each = {name: y[name] for name in ("labels", "token_weights")}
         out = chunked_divergence(*leaves, teacher, **each, **given, max_chunk_bytes=V * 64)
         gradients: Any = torch.autograd.grad(reduced(out.loss, y["upstream"], how), leaves)
@@ -135,7 +141,7 @@ def ours(
     y = {name: on_jax(v) for name, v in x.items()}
 
     def loss(hidden: Any, weight: Any) -> Any:
-        teacher: Any = TeacherTopK(y["ids"], y["logprobs"], tail)
+        teacher: Any = TeacherTopK(y["ids"], y["logprobs"], tail, stored)
         each = {name: y[name] for name in ("labels", "token_weights")}
         out = in_jax(hidden, weight, teacher, **each, **given, max_chunk_bytes=V * 256)
         return reduced(out.loss, y["upstream"], how), (out.loss, out.divergence)
@@ -204,6 +210,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "no such tail": ({}, {}, "keep", "`tail` must be one of 'class', 'renormalize', 'drop'"),
     "a JSD without": ({}, JSD, "drop", "`tail` must be 'class' or 'renormalize' for a JSD"),
     "teacher's entropy": ({}, {"outputs": ("teacher_entropy",)}, "class", "not have 'teacher_ent"),
+    "another temperature": ({}, {"temperature": 2.0, "stored": 1.0}, "class", "`temperature` must"),
     "tempered labels": (
         *({}, {"nll_weight": 0.5, "temperature": 2.0}, "class"),
         "`temperature` must be 1 with `nll_weight` for a `TeacherTopK`",

@@ -26,6 +26,7 @@ from xentlib.options import (
     DivergenceReduction,
 )
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
+from xentlib.top_k import MOST
 
 REDUCTIONS: tuple[DivergenceReduction, ...] = ("mean", "sum", "none")
 DIVERGING = Refusals(
@@ -61,6 +62,11 @@ DIVERGING = Refusals(
     "of one mesh; got another placement. Shard its head and hidden states alike.",
     entropy_of_few="`outputs` must not have 'teacher_entropy' for a `TeacherTopK`, whose other "
     "classes are not known; got it. Leave it out.",
+    stored="`temperature` must be that of the stored log-probabilities; got {call} beside a "
+    "`TeacherTopK` of {stored}. State the one at which they were computed, "
+    "`TeacherTopK(ids, logprobs, temperature=...)`, and pass the same.",
+    none_of_few="`ids` must hold a class of each valid token; got {count} tokens of -1 alone. Mask "
+    "them with `where`: a teacher without a class has no distribution.",
     tempered_few="`temperature` must be 1 with `nll_weight` for a `TeacherTopK`; got another, and "
     "the labels' NLL is of logits without it. Add `chunked_nll` of the same hidden states instead.",
     jsd_dropped="`tail` must be 'class' or 'renormalize' for a JSD; got 'drop'. Pass 'class'.",
@@ -143,6 +149,16 @@ def check_top_k(call: DivergenceArguments, teacher: TeacherTopK[Any]) -> None:
     DIVERGING.require("entropy_of_few", "teacher_entropy" not in call.outputs)
     plain = isinstance(call.temperature, (int, float)) and call.temperature == 1
     DIVERGING.require("tempered_few", plain or not call.nll_weight)
+    stored, numbers = teacher.temperature, (int, float)
+    if stored is None:
+        DIVERGING.require("stored", plain, call=shown(call.temperature), stored="none stated")
+    elif isinstance(stored, numbers) and isinstance(call.temperature, numbers):
+        same = stored == call.temperature
+        DIVERGING.require("stored", same, call=call.temperature, stored=stored)
+
+
+def shown(temperature: object) -> str:
+    return f"{temperature:g}" if isinstance(temperature, (int, float)) else "an array"
 
 
 def check_logprobs(ids: ArraySpec, logprobs: ArraySpec) -> None:
@@ -154,8 +170,19 @@ def check_logprobs(ids: ArraySpec, logprobs: ArraySpec) -> None:
 
 
 def check_mass(total: float) -> None:
-    """The largest sum of the probabilities of a token's classes; a 16-bit one is off by 0.4 %."""
-    DIVERGING.require("mass", total <= 1.01, total=total)
+    """The largest sum of the probabilities of a token's classes."""
+    DIVERGING.require("mass", total <= MOST, total=total)
+
+
+def check_none_of_few(count: int) -> None:
+    """The number of valid tokens without any class."""
+    with of_teacher():
+        DIVERGING.require("none_of_few", not count, count=count)
+
+
+def check_stored(call: object, stored: object, *, same: bool) -> None:
+    """Temperatures of which one is an array, where they can be read."""
+    DIVERGING.require("stored", same, call=shown(call), stored=shown(stored))
 
 
 def check_teacher_logits(
