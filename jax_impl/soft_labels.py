@@ -15,7 +15,7 @@ from jax import lax
 
 from xentlib.algebra import is_zero
 from xentlib.arguments import Arguments, LogitsArguments
-from xentlib.checks.soft_labels import SOFT, check_soft, check_soft_options
+from xentlib.checks.soft_labels import SOFT, check_none, check_soft, check_soft_options
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind, bind_logits
@@ -69,8 +69,9 @@ def with_labels(
         check_values(Arguments(None, None, given.labels, where=given.where, ids=ids), classes)
         check_negative(probs, given.where, ids)
         ids, probs = array(ids), array(probs)
+        labels = jnp.where((ids >= 0).any(-1), arrays.labels, ignore_index)  # no class, no token
         probs = jnp.where(ids >= 0, probs, jnp.zeros_like(probs))
-        arrays = arrays._replace(ids=ids, log_q=lax.stop_gradient(probs))
+        arrays = arrays._replace(labels=labels, ids=ids, log_q=lax.stop_gradient(probs))
         how = DivergenceOptions(SOFT_LABELS, False, False, False, None)
         return options._replace(divergence=how), arrays
     probs = unwrapped(soft)
@@ -94,14 +95,15 @@ def with_labels(
 
 
 def check_negative(probs: Any, where: Any, ids: Any = None) -> None:
-    """Refuse a negative probability of a token that counts, where it can be read; elsewhere the
-    loss is NaN."""
+    """Refuse a valid token without a class, and a negative probability of one, where they can be
+    read; elsewhere it does not count, and the loss is NaN."""
     if not concrete_on_cpu(probs, where, ids):
         return
+    valid = np.asarray(True if where is None else where)
     right = np.asarray(probs) >= 0
-    if where is not None:
-        right |= ~np.asarray(where)[..., None]
     if ids is not None:
-        right |= np.asarray(ids) < 0
-    if not right.all():
+        none = np.asarray(ids) < 0
+        check_none(int((valid & none.all(-1)).sum()))
+        right |= none
+    if not (right | ~valid[..., None]).all():
         SOFT.refuse("negative")

@@ -18,10 +18,10 @@ from xentlib.checks.classes import check_classes
 from xentlib.checks.divergence import (
     check_logprobs,
     check_mass,
-    check_none_of_few,
     check_stored,
     of_teacher,
 )
+from xentlib.checks.soft_labels import check_none
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind
@@ -190,7 +190,7 @@ def check_total(student: Arguments, ids: Any, logprobs: Any) -> None:
         log_q = np.where(new & (ascending >= 0), log_q, -np.inf)
         labels, where = np.asarray(student.labels), student.where
         valid = np.asarray(valid_tokens(widen_labels(labels), where, student.ignore_index))
-        check_none_of_few(int((valid & (np.asarray(ids) < 0).all(-1)).sum()))
         totals = np.where(valid, np.exp(log_q).sum(-1), 0.0)
         with of_teacher():
+            check_none(int((valid & (np.asarray(ids) < 0).all(-1)).sum()))
             check_mass(float(totals.max(initial=0.0)))

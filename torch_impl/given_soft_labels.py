@@ -36,7 +36,7 @@ from xentlib.torch.operators import (
     kept_call,
     operator,
 )
-from xentlib.torch.soft_labels import check_negative, labels_call
+from xentlib.torch.soft_labels import check_soft_values, labels_call
 from xentlib.torch.teacher import KINDS, SOFT_LABELS, labels_for
 
 FIVE = f"({', '.join(['Tensor'] * 5)})"
@@ -184,7 +184,7 @@ def given_soft(given: LogitsArguments) -> LogprobOutput[Tensor]:
     dtype = getattr(torch, problem.output_dtype)
     terms = SoftTerms(of_labels.teacher_hidden, of_labels.few, given.entropy, dtype)
     *values, mass, _ = given_op(call, terms)
-    check_negative(mass, call)
+    check_soft_values(mass, call)
     logprobs, entropy, lse = (with_leading(x, problem.leading) for x in values)
     none: Any = None
     return LogprobOutput(logprobs, entropy if given.entropy else None, lse, none)

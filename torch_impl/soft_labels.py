@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xentlib.arguments import Arguments
-from xentlib.checks.soft_labels import SOFT, check_soft, check_soft_options
+from xentlib.checks.soft_labels import SOFT, check_none, check_soft, check_soft_options
 from xentlib.checks.validators import plain
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.soft_labels import SoftLabels
@@ -23,6 +23,7 @@ from xentlib.torch.divergence import RESULTS, Loss, divergence_op
 from xentlib.torch.micro_batch import label_loss
 from xentlib.torch.operators import (
     HeadCall,
+    LogitsCall,
     RowLayout,
     not_differentiable,
     wanted,
@@ -70,7 +71,7 @@ def placed_nll(
     )
     results = divergence_op(call, labels, loss)
     total, num_tokens, weight_sum, z_term, mass, *rest = results[:RESULTS]
-    check_negative(mass, call)
+    check_soft_values(mass, call)
     if call.scalars.z_loss:
         z_term = without_gradient("z_loss", z_term, call.leaves)
     per_token: dict[str, Any] = dict.fromkeys(OUTPUTS)
@@ -97,7 +98,10 @@ def labels_call(
         check_soft(of_few, source, name, columns, call.ignore_index)
         ids = ids.reshape(-1, ids.shape[-1])
         probs = torch.where(ids >= 0, probs.reshape(ids.shape), 0.0)
-        return call._replace(ids=ids), TeacherCall(probs, few=True)
+        # A token without a class is none. Labels go where the ids are, which nobody waits for.
+        labels, where = (x if x is None else x.to(ids.device) for x in (call.labels, call.where))
+        labels = torch.where((ids >= 0).any(1), labels, call.ignore_index)
+        return call._replace(labels=labels, where=where, ids=ids), TeacherCall(probs, few=True)
     not_differentiable(labels=soft)
     if call.rows.route:
         SOFT.refuse("stay", route=call.rows.route)
@@ -106,10 +110,14 @@ def labels_call(
     return call, TeacherCall(probs.reshape(call.labels.shape[0], probs.shape[-1]))
 
 
-def check_negative(mass: Tensor, call: HeadCall) -> None:
-    """Refuse a negative probability, which all ranks of a vocabulary have seen, where it can be
-    read; where tokens are a rank's own it would raise alone, and their loss is NaN."""
+def check_soft_values(mass: Tensor, call: HeadCall | LogitsCall) -> None:
+    """Refuse a valid token without a class, and a negative probability of one, which all ranks of a
+    vocabulary have seen, where they can be read; where tokens are a rank's own it would raise
+    alone: the first do not count, and the loss of the second is NaN."""
     if call.rows.route or not host_readable(mass) or torch.compiler.is_compiling():
         return
+    if call.ids is not None and host_readable(call.ids):
+        none = (call.ids < 0).all(1)
+        check_none(int((none if call.where is None else none & call.where).sum()))
     if mass.isnan().any():
         SOFT.refuse("negative")

@@ -15,10 +15,10 @@ from xentlib.arguments import Arguments, DivergenceArguments, GivenDivergenceArg
 from xentlib.checks.divergence import (
     check_logprobs,
     check_mass,
-    check_none_of_few,
     check_stored,
     of_teacher,
 )
+from xentlib.checks.soft_labels import check_none
 from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS, DIVERGENCES, TAILS
 from xentlib.teacher import TeacherLogits, TeacherTopK
@@ -58,7 +58,8 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
     # Where tokens travel one rank would raise alone: its loss is NaN, or has fewer tokens.
     read = host_readable(log_q) and not call.rows.route and not torch.compiler.is_compiling()
     if read:
-        check_none_of_few(int((valid & (ids < 0).all(1)).sum()))
+        with of_teacher():
+            check_none(int((valid & (ids < 0).all(1)).sum()))
     valid = valid & (ids >= 0).any(1)
     counts = (ids >= 0) & CLASSES.first(ids) & valid[:, None]
     if read and log_q.numel():

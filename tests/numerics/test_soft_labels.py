@@ -5,6 +5,7 @@ definition, of its own samples."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -206,3 +207,44 @@ def test_nothing_valid_is_0(backend: str) -> None:
     got = run(backend, problem)
     for x in (got.loss, *got.gradients().values()):
         assert not failures(check("A0", x, np.zeros_like(x)))
+
+
+@pytest.mark.parametrize("of_logits", [False, True])
+def test_a_row_of_no_class(backend: str, of_logits: bool) -> None:
+    """A10, D3: refused where it can be read; in a program no token, as with `where`. Catches: one
+    of loss 0, which counts in the mean."""
+    rng = np.random.default_rng(3)
+    hidden, weight = (rng.standard_normal(x).astype(np.float32) for x in ((11, 5), (37, 5)))
+    hidden = hidden @ weight.T if of_logits else hidden
+    ids, probs = rng.integers(37, size=(11, 2)), rng.random((11, 2)).astype(np.float32)
+    none = ids.copy()
+    none[[0, 7]] = -1
+    where = (none >= 0).any(1)
+    if backend == "torch":
+        torch = pytest.importorskip("torch")
+        import xentlib.torch as x
+
+        array = torch.tensor
+        torch.compiler.reset()
+        program: Any = partial(torch.compile, fullgraph=True, backend="aot_eager")
+    else:
+        jax = pytest.importorskip("jax")
+        import xentlib.jax as x
+
+        array, program = jax.numpy.asarray, jax.jit
+
+    def call(hidden: Any, ids: Any, where: Any) -> Any:
+        labels = x.SoftLabels(ids, probs)
+        if of_logits:
+            return tuple(x.vocab_parallel_logprobs(hidden, labels, where=where))[:3]
+        return tuple(x.chunked_nll(hidden, weight, labels, where=where))[:3]
+
+    arrays = (hidden, weight, ids, probs, none, where)
+    hidden, weight, ids, probs, none, where = map(array, arrays)
+    call(hidden, none, where)
+    with pytest.raises(ValueError, match="`ids` must hold a class of each valid token; got 2"):
+        call(hidden, none, None)
+    right = program(call)(hidden, ids, where)
+    for got, exact in zip(program(call)(hidden, none, None), right):
+        if exact is not None:
+            assert not failures(check("A10", np.asarray(got), np.asarray(exact)))

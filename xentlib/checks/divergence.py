@@ -65,8 +65,6 @@ DIVERGING = Refusals(
     stored="`temperature` must be that of the stored log-probabilities; got {call} beside a "
     "`TeacherTopK` of {stored}. State the one at which they were computed, "
     "`TeacherTopK(ids, logprobs, temperature=...)`, and pass the same.",
-    none_of_few="`ids` must hold a class of each valid token; got {count} tokens of -1 alone. Mask "
-    "them with `where`: a teacher without a class has no distribution.",
     tempered_few="`temperature` must be 1 with `nll_weight` for a `TeacherTopK`; got another, and "
     "the labels' NLL is of logits without it. Add `chunked_nll` of the same hidden states instead.",
     jsd_dropped="`tail` must be 'class' or 'renormalize' for a JSD; got 'drop'. Pass 'class'.",
@@ -172,12 +170,6 @@ def check_logprobs(ids: ArraySpec, logprobs: ArraySpec) -> None:
 def check_mass(total: float) -> None:
     """The largest sum of the probabilities of a token's classes."""
     DIVERGING.require("mass", total <= MOST, total=total)
-
-
-def check_none_of_few(count: int) -> None:
-    """The number of valid tokens without any class."""
-    with of_teacher():
-        DIVERGING.require("none_of_few", not count, count=count)
 
 
 def check_stored(call: object, stored: object, *, same: bool) -> None:

@@ -22,6 +22,8 @@ SOFT = Refusals(
     "Pass one probability for each class.",
     negative="`labels` must be probabilities, none of them negative or NaN; got one that is. Pass "
     "`softmax` values, neither logits nor their logarithms.",
+    none="`ids` must hold a class of each valid token; got {count} tokens of -1 alone. Mask "
+    "them with `where`: without a class there is no distribution.",
     ignore_index="`ignore_index` must be left out where `labels` are class probabilities; got "
     "{value}. Take tokens out with `where`.",
     outputs="`outputs` must not have {name!r} where `labels` are class probabilities, none of "
@@ -61,6 +63,11 @@ def check_soft(
     right = labels.shape[:-1] == leading and columns in (None, labels.shape[-1])
     SOFT.require("shape", right, leading=leading, size=size, shape=labels.shape)
     check_device("labels", labels, source, name)
+
+
+def check_none(count: int) -> None:
+    """The number of valid tokens without any class."""
+    SOFT.require("none", not count, count=count)
 
 
 def check_columns(size: int, other: int) -> None:
