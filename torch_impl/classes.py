@@ -91,7 +91,7 @@ def head_forward(call: HeadCall, options: Options) -> tuple[Tensor, ...]:
 def given_forward(call: LogitsCall, options: Options) -> tuple[Tensor, ...]:
     """The same of precomputed logits."""
     given = GivenLogits(call, kernels_of(call))
-    given.check_consistent()
+    given.check_consistent(entropy=options.entropy)
     if isinstance(given.vocab, ShardedVocab):
         given.vocab.consistency.exact("kept", options.kept)
     packed = class_stats(given, columns_of(given, WantedStats(options.entropy)))

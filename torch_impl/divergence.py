@@ -101,14 +101,14 @@ class Loss(NamedTuple):
     def wanted(self) -> tuple[WantedStats, WantedStats]:
         return WantedStats(self.entropy), WantedStats(self.teacher_entropy)
 
-    def terms(self, function: str, needs: list[bool], refused: float | None = None) -> Terms:
+    def terms(self, function: str, form: float, refused: float | None = None) -> Terms:
+        """`form` is that of the teacher."""
         options = self.squared, self.entropy, self.teacher_entropy, self.each
         outputs = sum(2.0**k * x for k, x in enumerate(options))
-        kind = float(KINDS.index(self.kind))
-        more = float(self.more_classes)
+        kind, more = KINDS.index(self.kind) + 8.0 * form, float(self.more_classes)
         weights = self.soft_class_weights
         mean = self.mean and self.denominator is None
-        return Terms(function, needs, outputs, weights, refused, mean, False, kind, more)
+        return Terms(function, self.needs, outputs, weights, refused, mean, False, kind, more)
 
 
 class Residuals(NamedTuple):
@@ -133,16 +133,16 @@ def divergence_forward(
     valid tokens [N]."""
     needs = loss.reduced_needs
     refused = refused_divisor(call, loss)
-    of_loss, made_by = loss.terms(loss.function, loss.needs, refused), kernels_of(call, loss)
-    loop = HeadLoop(in_halves(call), of_loss, made=made_by)
+    of_loss = loss.terms(loss.function, teacher.form, refused)
+    loop = HeadLoop(in_halves(call), of_loss, made=kernels_of(call, loss))
     weights_N, weight_sum, divisor = token_weights(loop, loss)
     loss_weights = weights_N / divisor
     squared_N = torch.ones_like(weights_N)
     if loss.squared and call.temperature is not None:
         squared_N = squared_N * call.temperature.to(loop.compute_dtype).square()
     factor_N = torch.where(loop.own.bad, torch.nan, loss_weights)
-    numbers = factor_N, squared_N, *teacher.of_tokens(loop.compute_dtype)
-    factor_N, squared_N, *of_labels = loop.chunks_of.exchange(*numbers)
+    more = teacher.of_tokens(loop.compute_dtype)
+    factor_N, squared_N, *of_labels = loop.chunks_of.exchange(factor_N, squared_N, *more)
     teacher = teacher.of_chunks(of_labels)
     exponent = power_of_two(call.gemm_dtype, factor_N * squared_N) if any(needs) else None
     scaled_N = factor_N if exponent is None else torch.ldexp(factor_N, exponent)
@@ -207,7 +207,7 @@ def divergence_backward(
     gradient: Tensor, residuals_7N: Tensor, call: HeadCall, teacher: TeacherCall, loss: Loss
 ) -> tuple[Tensor, ...]:
     """Steps 6 to 8 of a loss of each token, from logits that are made again."""
-    terms = loss.terms(f"the backward of {FUNCTION}", loss.needs)
+    terms = loss.terms(f"the backward of {FUNCTION}", teacher.form)
     loop = HeadLoop(in_halves(call), terms, made=kernels_of(call, loss))
     g_N = loop.own.clean(gradient.to(loop.compute_dtype))
     g_N, *exchanged = loop.chunks_of.exchange(g_N, *residuals_7N)

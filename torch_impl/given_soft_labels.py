@@ -73,7 +73,7 @@ def given_forward(call: LogitsCall, terms: SoftTerms) -> tuple[Tensor, ...]:
     """Steps 3 to 5: the results and the sum of each token's probabilities, [N] each; residuals."""
     both = terms.beside(call)
     student, tokens = both.student, both.student.tokens
-    student.check_consistent("vocab_parallel_logprobs")
+    student.check_consistent(entropy=terms.entropy)
     if isinstance(student.vocab, ShardedVocab):
         more = 0 if terms.few else both.teacher.classes - call.logits.shape[1]
         student.vocab.consistency.exact("kind", float(KINDS.index(SOFT_LABELS)))

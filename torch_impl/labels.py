@@ -148,8 +148,9 @@ def next_columns(
     """The `columns` behind each piece of this rank, of each of `rows`; where these pieces start;
     where no number is read, whether ranks differ in what must be the same.
 
-    One all-gather of two numbers and the first columns of each piece, whatever they hold: those
-    behind a piece may lie in several. No value is read on a host that would wait for it.
+    One all-gather of three numbers and the first columns of each piece, whatever they hold: those
+    behind a piece may lie in several. It has room for two pieces in either layout, so that ranks
+    whose layouts differ learn it. No value is read on a host that would wait for it.
     """
     group = find_group(parallel, "sequence_parallel")
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -158,12 +159,14 @@ def next_columns(
     first = torch.stack(rows)[..., :columns]
     first = pad(first, (0, columns - first.shape[-1])).movedim(-2, 0)
     same = first.new_zeros(1) if offsets is None else offsets.square().sum()[None]
-    local = torch.cat([first.new_full((1,), tokens), same, first.flatten()])
+    first = torch.cat([first, first.new_zeros(max(PIECES.values()) - pieces, *first.shape[1:])])
+    numbers = [first.new_full((1,), x) for x in (tokens, pieces)]
+    local = torch.cat([*numbers, same, first.flatten()])
     ranks = local.new_empty((world, local.numel()))
     # PyTorch 2.13 warns of all_gather_into_tensor.
     dist.all_gather(list(ranks), local, group=group)
-    apart = check_same(ranks[:, 0], ranks[:, 1], tokens, pieces, offsets is not None)
-    heads = ranks[:, 2:].view(world, pieces, lanes, columns)
+    apart = check_same(*ranks[:, :3].T, tokens, pieces)
+    heads = ranks[:, 3:].view(world, max(PIECES.values()), lanes, columns)
     lengths = ranks[:, 0] // pieces
     if pieces == 2:  # in the order of the row
         heads = torch.cat([heads[:, 0], heads[:, 1].flip(0)])
@@ -184,19 +187,19 @@ def next_columns(
 
 
 def check_same(
-    tokens_R: Tensor, offsets_R: Tensor, tokens: int, pieces: int, packed: bool
+    tokens_R: Tensor, pieces_R: Tensor, offsets_R: Tensor, tokens: int, pieces: int
 ) -> Tensor | None:
     """Refuse ranks that differ in what must be the same, or say whether they do."""
     uneven = (tokens_R != tokens_R[0]).any() | (tokens_R[0] % pieces != 0)
-    others = (offsets_R != offsets_R[0]).any()
+    layouts, offsets = ((x != x[0]).any() for x in (pieces_R, offsets_R))
     if readable(tokens_R):
+        LABELS.require("one_layout", not layouts)
         LABELS.require("pieces", pieces == 1 or not uneven, length=tokens_R.tolist())
-        LABELS.require("one_offsets", not others)
+        LABELS.require("one_offsets", not offsets)
         return None
     LABELS.require("pieces", tokens % pieces == 0, length=tokens)
-    if pieces == 1:
-        return others if packed else None
-    return uneven | others
+    others = layouts | offsets
+    return others if pieces == 1 else uneven | others
 
 
 def out_of_range(dtype: torch.dtype, ignore_index: int) -> int:

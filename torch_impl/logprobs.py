@@ -264,7 +264,7 @@ def shaped(results: Any, leading: tuple[int, ...], entropy: bool) -> LogprobOutp
 
 def given_forward(given: GivenLogits, entropy: bool, output_dtype: torch.dtype) -> Forward:
     """Steps 3 to 5 for precomputed logits."""
-    given.check_consistent()
+    given.check_consistent(entropy=entropy)
     smoothing = given.scalars.label_smoothing
     stats = given_stats(given, WantedStats(entropy, smoothing > 0))
     return outputs_of(given.tokens, kept_values(stats), stats, output_dtype, smoothing)

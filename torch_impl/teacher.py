@@ -69,11 +69,21 @@ class TeacherCall(NamedTuple):
         """With those of the tokens of the chunks."""
         return self._replace(teacher_hidden=numbers[0].T) if self.few else self
 
+    @property
+    def form(self) -> float:
+        """A number for what it is: probabilities of a few classes, logits of all, or a head."""
+        return 2.0 if self.teacher_weight is not None else 0.0 if self.few else 1.0
+
     def check_consistent(self, loop: HeadLoop) -> None:
-        """Over shards: the same probabilities on every rank."""
-        vocab, same = loop.vocab, self.few and not loop.gathered
-        if same and isinstance(vocab, ShardedVocab) and not vocab.verified:
-            vocab.consistency.probs(self.teacher_hidden, loop.tokens.valid)
+        """Over shards: the same probabilities, or temperature of its logits, on every rank."""
+        vocab, valid = loop.vocab, loop.tokens.valid
+        if loop.gathered or not isinstance(vocab, ShardedVocab) or vocab.verified:
+            return
+        if self.few:
+            vocab.consistency.probs(self.teacher_hidden, valid)
+        elif self.teacher_weight is None:
+            name, temperature = "temperature of `teacher`", self.teacher_temperature
+            vocab.consistency.per_token(name, temperature, valid.shape[0])
 
     def beside(self, student: HeadCall) -> HeadCall:
         """As a call of its head, with the student's tokens."""

@@ -163,13 +163,14 @@ def differing(rank, world):
             (unlike[:6], {"layout": layout, "cu_seqlens": torch.tensor([0, 3 + rank, 6])})
             for layout in ("zigzag", "contiguous")
         ),
+        (unlike[:6], {"layout": ("zigzag", "contiguous")[rank]}),
     ]
     said = []
     for tokens, options in calls:
         with pytest.raises(ValueError, match="same on every rank") as caught:
             labels(tokens, **options)
         said.append(str(caught.value))
-    kinds = ((torch.int64, -100), (torch.int16, -1), (torch.uint8, 0))
+    kinds = ((torch.int64, -100), (torch.int16, -1), (torch.uint8, 0), (torch.int32, -1))
 
     def several():
         for (tokens, options), (dtype, ignored) in zip((calls[0], *calls[3:]), kinds, strict=True):
@@ -189,8 +190,9 @@ def test_ranks_that_differ_in_what_must_be_the_same():
     for rank, (said, found, alike) in enumerate(launch(2, differing)):
         for sizes, text in zip(([8, 6], [3, 5], [4, 5]), said, strict=False):
             assert f"`layout='zigzag'`; got {sizes} tokens" in text
-        assert all("`cu_seqlens` must be the offsets of the whole row" in x for x in said[3:])
-        assert found == [[-1], [-2], [255]]
+        assert all("`cu_seqlens` must be the offsets of the whole row" in x for x in said[3:5])
+        assert "`layout` must be the same on every rank" in said[5]
+        assert found == [[-1], [-2], [255], [-2]]
         assert alike == [[1, 2, 0, 4, 5, -100], [1, 2, 3, 4, 5, 3]][rank]
 
 

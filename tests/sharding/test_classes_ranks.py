@@ -55,7 +55,7 @@ def test_ranks_that_differ_are_all_refused() -> None:
         same = ("beta", "nll_weight", "token_weights", "denominator")
         expected |= {f"{option} of few": f"`{option}` must be the same" for option in same}
         of_kind = ("kind of few", "tail", "squared", "of each")
-        expected |= dict.fromkeys(of_kind, "`kind`, the `tail`")
+        expected |= dict.fromkeys(of_kind, "the `tail` of a `TeacherTopK`")
         expected["the teacher's logprobs"] = "`teacher` must be the same"
         of = "top_k` must be " if "top_k" in name else "kept"
         assert all(expected.get(name, of) in text for text in texts), texts

@@ -38,6 +38,10 @@ DIFFER: dict[str, Callable[[bool], dict[str, Any]]] = {
     "function": lambda last: {},
     "ids": lambda last: {"ids": torch.arange(2 + last).expand(N, -1)},
     "divergence": lambda last: {"kind": "reverse_kl" if last else "forward_kl"},
+    "teacher": lambda last: {},
+    "temperature of a teacher": lambda last: {},
+    "mean of most probable": lambda last: {"reduction": "sum" if last else "mean"},
+    "entropy of ids": lambda last: {"entropy": last, "ids": torch.arange(2).expand(N, -1)},
     "reduction": lambda last: {"reduction": "sum" if last else "mean"},
     "no_grad": lambda last: {},
     "a frozen head": lambda last: {},
@@ -49,6 +53,10 @@ DIFFER: dict[str, Callable[[bool], dict[str, Any]]] = {
 SIZES = ("compute_dtype", "number of tokens")  # of the MAX itself: on a host too
 OF_CALLS = ("function", "ids", "divergence", "no_grad", "rows undeclared")
 WAITS = (*OF_CALLS, "max_chunk_bytes", "softcap", *SIZES)
+# In rows of others: "divergence" and "ids".
+ALSO_WAIT = ("teacher", "entropy of ids")
+# Of shards alone: elsewhere logits are refused, and ids need no sum over ranks.
+OF_SHARDS = (*ALSO_WAIT, "temperature of a teacher")
 # Each rank's own where tokens are: right.
 OWN = ("number of tokens", "rows undeclared")
 # Not alike, and no rank's result depends on it.
@@ -60,7 +68,12 @@ def called(rank: int, world: int, way: str, name: str) -> Any:
     from torch import distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from xentlib.torch import TeacherTopK, chunked_divergence, chunked_logprobs, chunked_nll
+    from xentlib.torch import (
+        chunked_divergence,
+        chunked_logprobs,
+        chunked_nll,
+        vocab_parallel_logprobs,
+    )
 
     last, group = rank == world - 1, dist.group.WORLD
     torch.manual_seed(0 if way == "vocab_parallel" else rank)
@@ -90,19 +103,35 @@ def called(rank: int, world: int, way: str, name: str) -> Any:
     if name == "ids" or (name == "function" and last):
         function = chunked_logprobs
     target: Any = labels
-    if name == "divergence":
-        ids = torch.arange(4).expand(N, -1)
-        function, target = chunked_divergence, TeacherTopK(ids, torch.full(ids.shape, -2.0))
+    if name in ("divergence", "teacher", "temperature of a teacher", "mean of most probable"):
+        function, target = chunked_divergence, teacher_of(name, weight, last=last)
+    if name == "entropy of ids":
+        out = vocab_parallel_logprobs((hidden @ weight.T).detach(), labels, **options)
+        return bool(torch.isnan(out[0]).any())
     with torch.no_grad() if name == "no_grad" and last else nullcontext():
         out = function(hidden, weight, target, **options)
     return bool(torch.isnan(out[0]).any())
+
+
+def teacher_of(name: str, weight: Any, *, last: bool) -> Any:
+    from xentlib.torch import TeacherHead, TeacherLogits, TeacherTopK
+
+    if name in ("divergence", "mean of most probable"):
+        ids = torch.arange(4).expand(N, -1)
+        return TeacherTopK(ids, torch.full(ids.shape, -2.0))
+    if name == "teacher" and last:
+        return TeacherHead(torch.ones(N, H), weight.detach())
+    temperature = 1.0 + last if name == "temperature of a teacher" else 1.0
+    return TeacherLogits(torch.zeros(N, len(weight)), temperature)
 
 
 def skipped(way: str, name: str, device: bool) -> bool:
     if name == "route":  # "head" or `vocab_parallel` alone beside a route waits
         return way in ("vocab_parallel", "tokens_parallel")
     if way == "vocab_parallel":
-        return name in (WAITS if device else SIZES)
+        return name in ((*WAITS, *ALSO_WAIT) if device else SIZES)
+    if name in OF_SHARDS:
+        return True
     return way != "tokens_parallel" and name == "rows undeclared"
 
 

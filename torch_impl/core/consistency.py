@@ -257,7 +257,7 @@ class Terms(NamedTuple):
     refused: float | None = None  # the denominator of this rank's tokens, if it is not positive
     mean: bool = False  # the loss is divided by this rank's own tokens
     d_entropy: bool = False  # this rank's loss is made of entropies
-    kind: float = 0.0  # of a divergence, as a number
+    kind: float = 0.0  # of a divergence and of its teacher, as a number
     more_classes: float = 0.0  # that its teacher has on this rank
 
     @property

@@ -172,7 +172,9 @@ class GivenLogits:
             compute_dtype.itemsize,
         )
 
-    def check_consistent(self, function: str = "vocab_parallel_logprobs") -> None:
+    def check_consistent(
+        self, function: str = "vocab_parallel_logprobs", *, entropy: bool = False
+    ) -> None:
         """Before a forward over shards: what every rank must have the same."""
         if isinstance(self.vocab, ShardedVocab) and not self.vocab.verified:
             # Of a rank of padding, that: it tells it from the whole vocabulary on each rank.
@@ -181,6 +183,7 @@ class GivenLogits:
             consistency.per_token("temperature", self.temperature, self.logits.shape[0])
             consistency.scalars(self.scalars, function)
             consistency.ids(self.ids, self.tokens.valid, self.shape.top_k)
+            consistency.exact("entropy", float(entropy))
 
     def chunks(self) -> tuple[None]:
         """All tokens are one."""

@@ -152,7 +152,7 @@ class ShardedVocab(LocalVocab):
         names = [name for name, bad in zip(self.consistency.names, broken, strict=True) if bad]
         rows, start, stop = sizes
         # What has more numbers on some ranks stands first: those after it are compared with others.
-        first = ("function", "kept and ids", "top_k", "kind", "shard", "vocab_size")
+        first = "function", "kept and ids", "top_k", "entropy", "kind", "shard", "vocab_size"
         refuse_inconsistent([name for name in first if name in names])
         if whole:
             SHARDS.refuse("whole_head", vocab_size=rows[0], ranks=self.ranks)

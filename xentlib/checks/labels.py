@@ -33,6 +33,8 @@ LABELS = Refusals(
     pieces="`labels` must be two pieces of equal length, the same on every rank, with "
     "`layout='zigzag'`; got {length} tokens. Pad the row to a multiple of twice the ranks before "
     "slicing.",
+    one_layout="`layout` must be the same on every rank of `sequence_parallel`; got ranks that "
+    "differ. Pass the one in which the row was sliced.",
     one_offsets="`cu_seqlens` must be the offsets of the whole row, the same on every rank of "
     "`sequence_parallel`; got others on another rank. Pass those from before slicing.",
 )

@@ -168,9 +168,9 @@ def refuse_inconsistent(names: Sequence[str]) -> None:
         "the classes of the head on every rank of `vocab_parallel`",
         "kept and ids": "the ids of each token (`kept`, `ids`, those of a `TeacherTopK` or of "
         "`SoftLabels`) and `top_k` must be the same on every rank of `vocab_parallel`",
-        "kind": "`kind`, the `tail` of a `TeacherTopK` with `temperature_squared` and `reduction`, "
-        "and whether `labels` are class probabilities, must be the same on every rank of "
-        "`vocab_parallel`",
+        "kind": "`kind`, the class of `teacher`, the `tail` of a `TeacherTopK` with "
+        "`temperature_squared` and `reduction`, and whether `labels` are class probabilities, must "
+        "be the same on every rank of `vocab_parallel`",
         "function": "the function must be the same on every rank of the head",
         "shard": "sizes of shards (`shard=`, `VocabShard.of_ranks`, a DTensor) must be declared on "
         "every rank of `vocab_parallel`, or on none",
