@@ -156,9 +156,9 @@ def upstream_rows(
         of_ids,
         None if d_tail is None else wide(d_tail, zeros),
     )
-    made = CLASSES.gradients(g, kept, want)
+    made, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
     beta = zeros if made.beta is None else made.beta
-    rows = jnp.concatenate((made.z, jnp.stack((made.alpha, beta, kept.lse))))
+    rows = jnp.concatenate((made.z, jnp.stack((made.alpha, beta, lse))))
     return rows[:, : logits.tokens.valid.shape[0]]
 
 

@@ -28,6 +28,7 @@ Array = Any  # a tensor or an array of the backend
 # A tail's log-probability stands no lower where its p divides: exp(80) is a float32, and classes of
 # a smaller tail have a p that is as good as 0.
 LEAST_TAIL = -80.0
+FAR = 2.0**100  # above all logits
 NO_CLASS = 2**31 - 1  # stands behind all classes
 
 
@@ -204,11 +205,11 @@ class Classes(NamedTuple):
         offered = xp.where(want.valid[:, None], offered, -1)
         z_offered = xp.concatenate((z[1 : 1 + number].T, candidates[1].T), 1)
         z_offered = xp.where(offered < 0, -INF, z_offered)
-        # Sorted twice, as ties are decided by the class; the second sort is stable.
+        # Sorted twice, as ties are decided by the class; the second sort is stable. A NaN is first,
+        # or a row of which no set is kept would lose it with the places of a set.
         order = self.argsort(xp.where(offered < 0, NO_CLASS, offered))
-        order = self.take(order, self.argsort(-self.take(z_offered, order)))[
-            :, : candidates.shape[1]
-        ]
+        places = -self.take(xp.where(xp.isnan(z_offered), INF, z_offered), order)
+        order = self.take(order, self.argsort(places))[:, : candidates.shape[1]]
         z = xp.concatenate((z, self.take(z_offered, order).T))
         return z, want._replace(ids=xp.concatenate((want.ids, self.take(offered, order)), 1))
 
@@ -243,6 +244,11 @@ class Classes(NamedTuple):
             return whole[:, None]
         there: Array = whole[:, None] | self.member(want.ids[:, : want.kept], ids)
         return there
+
+    def lse_of_rest(self, kept: Residuals, want: Wanted) -> Array:
+        """[N] what p of the rest is made with: where a set is kept no class outside of it counts,
+        and one that is 89 above the set would be exp of it, inf, times 0."""
+        return self.xp.where(self.whole(want), kept.lse, FAR)
 
     def gradients(self, g: Upstream, kept: Residuals, want: Wanted) -> Gradients:
         """Of what `values` was given."""

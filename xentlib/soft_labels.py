@@ -82,7 +82,9 @@ class CrossEntropy(NamedTuple):
         total, above_one = every.ones + every.s, (every.ones - 1.0) + every.s
         log_total = xp.where(above_one < 1.0, xp.log1p(above_one), xp.log(total))
         # A maximum that is not finite leaves nothing to compare: NaN, as log_softmax has it.
-        log_total = xp.where((every.ones == 0) | xp.isinf(every.m), xp.nan, log_total)
+        # XLA has lost a NaN of z_y, summed over shards, in the maximum of two.
+        none = (every.ones == 0) | xp.isinf(every.m) | xp.isnan(z_y)
+        log_total = xp.where(none, xp.nan, log_total)
         entropy = xp.zeros_like(log_total)
         if every.sum_ed is not None:
             entropy = log_total - every.sum_ed / total

@@ -244,7 +244,9 @@ def refused(rank: int, world: int, folder: str, items: list[Any]) -> list[str]:
         "beta of few": lambda: diverging(kind="jsd", beta=0.3 if odd else 0.5),
         "tail": lambda: diverging(few._replace(tail="drop" if odd else "class")),
         "nll_weight of few": lambda: diverging(nll_weight=0.5 if odd else 0.25),
-        "squared": lambda: diverging(temperature_squared=odd, temperature=2.0),
+        "squared": lambda: diverging(
+            few._replace(temperature=2.0), temperature_squared=odd, temperature=2.0
+        ),
         "of each": lambda: diverging(reduction="none" if odd else "sum"),
         "token_weights of few": lambda: diverging(token_weights=weighed, reduction="sum"),
         "denominator of few": lambda: diverging(denominator=4.0 + odd),

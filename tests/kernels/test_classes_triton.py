@@ -234,3 +234,22 @@ def test_a_class_that_is_named_twice(dtype: torch.dtype) -> None:
             for y in got[-2:]
         )
         hold_in_norm(triton, eager)
+
+
+def test_a_class_far_above_its_kept_set() -> None:
+    """A10: as if it were not there. Catches: exp of its logit less lse of the set, inf, times 0."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 8), torch.randn(300, 8)
+    kept, labels = torch.tensor([[0, 1, 2], [3, 9, 9]]), torch.tensor([1, 9])
+    found = []
+    for above in (0.0, 120.0):
+        bias = torch.zeros(300)
+        bias[299] = above
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = (hidden @ weight.T + bias).requires_grad_()
+        out = chunked_logprobs(x, w, labels, bias=bias, kept=kept, entropy=True)
+        of_logits = vocab_parallel_logprobs(logits, labels, kept=kept)
+        total = out.logprobs.sum() + out.entropy.sum() + of_logits.logprobs.sum()
+        found.append(torch.autograd.grad(total, (x, w, logits)))
+    for got, right in zip(found[1], found[0], strict=True):
+        assert not failures(check("A10", got.numpy(), right.numpy()))

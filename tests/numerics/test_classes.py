@@ -157,3 +157,54 @@ def test_a_label_that_was_not_kept_is_nan_in_a_program() -> None:
     out = jax.jit(chunked_logprobs)(**dict(zip(names, arrays, strict=True)))
     for x in (out.logprobs, out.lse):
         assert (np.isnan(numpy_of(x)) == (np.arange(8) == 2)).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1])
+def test_a_class_far_above_its_kept_set(backend: str, temperature: float) -> None:
+    """A10: as if it were not there. Catches: exp of its logit less lse of the set, inf, times 0."""
+    rng = np.random.default_rng(0)
+    hidden, weight = (rng.standard_normal(x).astype(np.float32) for x in ((2, 4), (41, 4)))
+    kept, labels = np.array([[0, 1, 2], [3, 9, 9]], np.int32), np.array([1, 9], np.int32)
+    found = []
+    for above in (0.0, 120.0 * temperature):
+        bias = np.zeros(41, np.float32)
+        bias[40] = above
+        inputs = {
+            "head": (hidden, weight, labels, kept),
+            "logits": (np.dot(hidden, weight.T) + bias, labels, kept),
+        }
+        found.append([far(backend, x, temperature, bias) for x in inputs.values()])
+    for got, right in zip(*found, strict=True):
+        for one, other in zip(got, right, strict=True):
+            assert not failures(check("A10", one, other))
+
+
+def far(backend: str, inputs: Any, temperature: float, bias: Any) -> list[Any]:
+    """Gradients of log-probabilities and entropies over a kept set."""
+    of_head = len(inputs) == 4
+    if backend == "torch":
+        torch = pytest.importorskip("torch")
+        import xentlib.torch as X
+
+        arrays = [torch.tensor(x) for x in inputs]
+    else:
+        jax = pytest.importorskip("jax")
+        import xentlib.jax as X
+
+        arrays = [jax.numpy.asarray(x) for x in inputs]
+
+    def loss(*leaves: Any) -> Any:
+        how = {"kept": arrays[-1], "entropy": True, "temperature": temperature}
+        if of_head:
+            row = torch.tensor(bias) if backend == "torch" else bias
+            out = X.chunked_logprobs(*leaves, arrays[2], bias=row, **how)
+        else:
+            out = X.vocab_parallel_logprobs(*leaves, arrays[1], **how)
+        return (out.logprobs + out.entropy + out.lse).sum()
+
+    leaves = arrays[:2] if of_head else arrays[:1]
+    if backend == "torch":
+        leaves = [x.requires_grad_() for x in leaves]
+        return [x.numpy() for x in torch.autograd.grad(loss(*leaves), leaves)]
+    places = tuple(range(len(leaves)))
+    return [np.asarray(x) for x in jax.grad(loss, places)(*leaves)]

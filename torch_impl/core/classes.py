@@ -131,9 +131,10 @@ def upstream_rows(
     entropies = None if upstream.d_entropy is None else clean(upstream.d_entropy)
     tails = None if upstream.d_tail is None else clean(upstream.d_tail)
     g = Upstream(clean(upstream.d_logprobs), entropies, clean(upstream.d_lse), of_ids, tails)
-    made = CLASSES.gradients(g, kept, want_of(own, call, options))
+    want = want_of(own, call, options)
+    made, lse = CLASSES.gradients(g, kept, want), CLASSES.lse_of_rest(kept, want)
     beta = zeros if made.beta is None else made.beta
-    return torch.cat((made.z, made.alpha[None], beta[None])), kept.lse[None]
+    return torch.cat((made.z, made.alpha[None], beta[None])), lse[None]
 
 
 def coefficients(rows: Tensor, *, entropy: bool) -> Coefficients:
