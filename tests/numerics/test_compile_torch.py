@@ -16,7 +16,11 @@ from xentlib.tools.harness.problems import Case
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
+from torch._dynamo.testing import CompileCounter  # noqa: E402
+
+import xentlib.torch as X  # noqa: E402
 from helpers.leaves_torch import loss_and_gradients, same, tensors  # noqa: E402
+from helpers.tokenless import ALL, arrays  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
 from xentlib.torch import nll as torch_nll  # noqa: E402
 from xentlib.torch.binding import bind  # noqa: E402
@@ -92,6 +96,25 @@ def test_compiled_with_dynamic_shapes(dynamic):
         ):
             assert same(want, got)
     assert len(graphs) == 2
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("name", ALL)
+def test_twelve_lengths_in_two_graphs(name):
+    """Of every function, with `fullgraph=True`. Catches: an operation that guards the number of
+    tokens, of which the ninth is refused."""
+    counter = CompileCounter()
+
+    def step(args):
+        return ALL[name](X, args)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (5, 7, 13, 16, 31, 33, 64, 77, 90, 101, 128, 200):
+        args = {k: torch.from_numpy(v) for k, v in arrays((tokens,)).items()}
+        got, want = compiled(args), step(args)
+        assert same(want, got)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -24,7 +24,7 @@ CLASSES = Classes(
     places=lambda x: torch.arange(x.shape[1], device=x.device),
     argsort=lambda x: torch.argsort(x, dim=1, stable=True),
     search=lambda a, x: torch.searchsorted(a.contiguous(), x.contiguous()),
-    take=lambda x, places: torch.take_along_dim(x, places, 1),
+    take=lambda x, places: x.gather(1, places),  # `take_along_dim` guards the number of tokens
     sum=lambda x: x.contiguous().sum(1),
 )
 

@@ -51,7 +51,7 @@ def check_low_rank(low: LowRankHead[ArraySpec], hidden: ArraySpec, problem: NLLP
     LOW_RANK.require("b", b == (rows, rank), rows=rows, rank=rank, shape=b)
     scale: Any = low.scale
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not number or not math.isfinite(scale):
+    if not number or not -math.inf < scale < math.inf:  # no `isfinite`, as in `check_rule`
         of_array = isinstance(scale, ArraySpec)
         came = f"an array {list(scale.shape)} of {scale.dtype}" if of_array else repr(scale)
         LOW_RANK.refuse("scale", came=came)
