@@ -47,8 +47,11 @@ def segment_sum(
     Args:
         values: [...] one number for each token; float16, bfloat16, float32 or float64.
         segment_ids: [...] integers of any dtype but uint64, the sequence of each token, from 0 to
-            num_segments - 1. A token with a negative id, such as padding, belongs to none. Where 0
-            is padding and sequences begin at 1, pass `segment_ids - 1`.
+            num_segments - 1. One numbering of the whole call: tokens of different rows with one id
+            are one sequence. A token with a negative id, such as padding, belongs to none. Ids that
+            begin anew at 1 in each row, where 0 is padding, are made so by
+            `where(ids > 0, ids - 1 + most * arange(rows)[:, None], -1)`, `most` a row's number of
+            sequences at most, and `num_segments` then `rows * most`.
         num_segments: the number of sequences, a Python integer: the size of the result.
         where: [...] bool or None; False takes a token out: `labels != ignore_index`, or a mask of
             the completions.

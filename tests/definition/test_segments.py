@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from helpers.segments import NAMES, SEGMENTS, SHAPE, computed, drawn, truth, x64
+from helpers.segments import (
+    NAMES,
+    SEGMENTS,
+    SHAPE,
+    computed,
+    crossing,
+    drawn,
+    function_of,
+    truth,
+    x64,
+)
 from xentlib.checks.segments import check_segments
 from xentlib.checks.validators import ArraySpec
+from xentlib.interop import to_numpy
 from xentlib.segments import MOST_TOKENS, SHORT_WORD_BITS, WORD_BITS
 from xentlib.ulp import bits_unequal
 
@@ -172,6 +184,23 @@ def test_shapes(backend, name):
     assert computed(backend, name, none, ids, 0).shape == (0,)
     one = computed(backend, name, np.array(2.5, np.float32), np.array(1, np.int32), 3)
     assert one.tolist() == [0.0, 2.5, 0.0]
+
+
+def test_ids_that_begin_anew_in_each_row(backend):
+    """As the docstring has them numbered; `ids - 1` would merge sequences of different rows, and
+    offsets without the mask would give a row's padding to the row above."""
+    segment_sum = function_of(backend, "segment_sum")
+    text = " ".join(segment_sum.__doc__.split())
+    assert "segment_ids - 1" not in text
+    line = re.search(r"`(where\(ids > 0, [^`]*)`", text)[1]
+    ids = np.array([[1, 1, 2, 3, 3], [1, 2, 2, 0, 0], [0, 1, 1, 1, 0]], np.int32)
+    values = (2.0 ** np.arange(15)).astype(np.float32).reshape(ids.shape)
+    library = __import__("torch" if backend == "torch" else "jax.numpy", fromlist=["_"])
+    names = {"ids": crossing(backend)(ids), "rows": 3, "most": 3}
+    numbered = eval(line, {"where": library.where, "arange": library.arange, **names})
+    got = computed(backend, "segment_sum", values, np.array(to_numpy(numbered)), 9)
+    want = [[values[row][ids[row] == k].sum() for k in (1, 2, 3)] for row in range(3)]
+    assert bits_unequal(got.reshape(3, 3), np.float32(want)) == 0
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32", "int64"])

@@ -34,12 +34,18 @@ WRONG = {
     ),
     "ids that begin at 1": (
         {"segment_ids": IDS + 1},
-        (ValueError, r"below `num_segments` \(3\); got 3. .* `segment_ids - 1` where they begin"),
+        (
+            ValueError,
+            r"below `num_segments` \(3\); got 3. .* sequences of the whole call",
+        ),
     ),
     "too few segments": ({"num_segments": 2}, (ValueError, r"`num_segments` \(2\); got 2")),
     "padding as a large id": (
         {"segment_ids": np.where(IDS < 0, 99, IDS).astype(np.int32)},
-        (ValueError, r"\(3\); got 99. Ids count from 0, and a negative one is padding"),
+        (
+            ValueError,
+            r"\(3\); got 99. Ids count from 0 through all rows, and a negative one",
+        ),
     ),
     "no number of segments": (
         {"num_segments": None},

@@ -22,9 +22,9 @@ SEGMENTS = Refusals(
     "batch, `1 + largest id` or more.",
     tokens="`values` must have at most {most} tokens, of which the sum is exact; got {tokens}. Sum "
     "parts of them: their sums add up.",
-    ids="`segment_ids` must be below `num_segments` ({count}); got {offender}. Ids count from 0, "
-    "and a negative one is padding: pass `segment_ids - 1` where they begin at 1, or a larger "
-    "`num_segments`.",
+    ids="`segment_ids` must be below `num_segments` ({count}); got {offender}. Ids count from 0 "
+    "through all rows, and a negative one is padding: number the sequences of the whole call, or "
+    "pass a larger `num_segments`.",
 )
 SEGMENT_TYPES = Refusals(
     TypeError,
