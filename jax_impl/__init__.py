@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from xentlib.jax.labels import next_token_labels
     from xentlib.jax.module import LinenNLLHead, NLLHead
     from xentlib.jax.segments import segment_mean, segment_sum
+    from xentlib.plan import PaddedVocab, VocabShard
     from xentlib.tools.crosscheck import CrossCheckError
 
 __all__ = [
@@ -49,11 +50,13 @@ __all__ = [
     "LowRankHead",
     "NLLHead",
     "NLLOutput",
+    "PaddedVocab",
     "SoftLabels",
     "TeacherHead",
     "TeacherLogits",
     "TeacherTopK",
     "TokenNormalizedState",
+    "VocabShard",
     "WindowStats",
     "accumulate_grads",
     "chunked_divergence",
@@ -84,6 +87,7 @@ if not TYPE_CHECKING:
             "xentlib.jax.labels": "next_token_labels",
             "xentlib.jax.module": "LinenNLLHead NLLHead",
             "xentlib.jax.segments": "segment_mean segment_sum",
+            "xentlib.plan": "PaddedVocab VocabShard",
             "xentlib.tools.crosscheck": "CrossCheckError",
         },
     )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from xentlib.collectives import Collective, CollectiveCount
     from xentlib.divergence import DivergenceOutput
+    from xentlib.plan import PaddedVocab, VocabShard
     from xentlib.tools.crosscheck import CrossCheckError
     from xentlib.torch.accumulate import TokenNormalizer
     from xentlib.torch.collectives import count_collectives
@@ -55,12 +56,14 @@ __all__ = [
     "LowRankHead",
     "NLLHead",
     "NLLOutput",
+    "PaddedVocab",
     "SoftLabels",
     "TeacherHead",
     "TeacherLogits",
     "TeacherTopK",
     "TokenNormalizer",
     "UnsupportedWrapperError",
+    "VocabShard",
     "Window",
     "WindowStateError",
     "WindowStats",
@@ -85,6 +88,7 @@ if not TYPE_CHECKING:
             "WindowStats",
             "xentlib.collectives": "Collective CollectiveCount",
             "xentlib.divergence": "DivergenceOutput",
+            "xentlib.plan": "PaddedVocab VocabShard",
             "xentlib.tools.crosscheck": "CrossCheckError",
             "xentlib.torch.accumulate": "TokenNormalizer",
             "xentlib.torch.collectives": "count_collectives",

@@ -36,6 +36,8 @@ NAMES = {
         "WindowStats",
         "Evaluation",
         "NLLHead",
+        "PaddedVocab",
+        "VocabShard",
     ],
     "jax": [
         "chunked_nll",
@@ -51,6 +53,8 @@ NAMES = {
         "TokenNormalizedState",
         "WindowStats",
         "Evaluation",
+        "PaddedVocab",
+        "VocabShard",
     ],
 }
 

@@ -11,7 +11,9 @@ from xentlib.tools.harness.table import aligned
 
 SCHEMA = "xentlib.explain/1"
 NONE_OF_THESE = (
-    "None of the causes that can be computed explains it: another head, or other hidden states."
+    "None of the causes that were looked for, which are listed below, explains it, alone or in a "
+    "pair. What is left cannot be distinguished here: another head, other hidden states, or a "
+    "cause that is not listed."
 )
 NUMBERS = ("", "One cause", "Two causes", "Three causes", "Four causes")
 REMAINS = "other hidden states, another head, or a cause beyond these"
