@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from xentlib.arguments import Arguments, DivergenceArguments, LogitsArguments
 from xentlib.checks.divergence import (
     DIVERGING,
+    check_common,
     check_teacher_logits,
     check_teacher_tokens,
     check_vocabulary,
@@ -38,6 +39,10 @@ def bind_teacher(
 ) -> tuple[Options, Arrays]:
     """Of the teacher of a student that is bound."""
     teacher = given.teacher
+    if given.vocab == "intersect" and given.nll_weight:  # before a label that it lacks is refused
+        unlabelled = given._replace(labels=labels_for(given.hidden, None), nll_weight=0.0)
+        others = others_of(*bind_teacher(unlabelled, options, arrays))
+        check_common(classes_of(options, arrays), others, given.nll_weight)
     if isinstance(teacher, TeacherLogits):
         DIVERGING.require("logits_stay", not options.gathered, route=given.gather)
         columns = None if given.vocab != "same" else classes_of(options, arrays)
@@ -55,7 +60,8 @@ def bind_teacher(
     compute = options.compute_dtype
     DIVERGING.require("wider", of_head.compute_dtype == compute, dtype=compute)
     if given.vocab == "same":
-        check_vocabulary(classes_of(options, arrays), classes_of(of_head, own))
+        sizes = classes_of(options, arrays), classes_of(of_head, own)
+        check_vocabulary(*sizes, sharded=options.axis is not None and options.place is None)
     same = of_head.axis == options.axis and of_head.gathered == options.gathered
     places = [
         None if x.place is None else (x.place.mesh, x.place.tokens) for x in (options, of_head)
@@ -69,16 +75,20 @@ def of_both(
 ) -> tuple[Arrays, Options, Arrays]:
     """With the classes that both have."""
     check_whole(options.axis is None and options.place is None)
-    given = teacher.weight is None
-    others = teacher.hidden.shape[1] if given else classes_of(of_head, teacher)
-    count = min(classes_of(options, arrays), others)
-    if given:
+    count = min(classes_of(options, arrays), others_of(of_head, teacher))
+    if teacher.weight is None:
         return (
             first_rows(options, arrays, count),
             of_head,
             teacher._replace(hidden=teacher.hidden[..., :count]),
         )
     return first_rows(options, arrays, count), of_head, first_rows(of_head, teacher, count)
+
+
+def others_of(options: Options, teacher: Arrays) -> int:
+    """Classes of a teacher, of a head or of logits."""
+    logits = teacher.weight is None
+    return teacher.hidden.shape[-1] if logits else classes_of(options, teacher)
 
 
 def first_rows(options: Options, arrays: Arrays, count: int) -> Arrays:
@@ -109,7 +119,8 @@ def given_teacher(
     logits, source = unwrapped(teacher.logits), array_spec(unwrapped(getattr(given, name)))
     only_arrays(logits=logits)
     spec = TeacherLogits(array_spec(logits), array_spec(teacher.temperature))
-    check_teacher_logits(spec, name, source, columns, options.compute_dtype)
+    sharded = options.axis is not None and options.place is None
+    check_teacher_logits(spec, name, source, columns, options.compute_dtype, sharded=sharded)
     of_logits = LogitsArguments(
         logits,
         labels_for(logits, given.labels),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xentlib.algebra import WantedStats
 from xentlib.arguments import GivenDivergenceArguments, LogitsArguments, Scalars
-from xentlib.checks.divergence import check_kind, check_only_logits, check_vocabulary, of_teacher
+from xentlib.checks.divergence import check_kind, check_only_logits, of_teacher
 from xentlib.checks.validators import plain
 from xentlib.options import DIVERGENCES
 from xentlib.pairs import DzTerms, PairSums
@@ -66,7 +66,7 @@ def given_forward(call: LogitsCall, terms: GivenTerms) -> tuple[Tensor, Tensor]:
             more = both.teacher.classes - call.logits.shape[1]
             part.vocab.consistency.exact("the classes of the teacher", float(more))
         known.append(given_stats(part, WantedStats()).lse)
-        check_vocabulary(call.logits.shape[1], both.teacher.classes)
+        both.check_classes()
     delta = torch.zeros_like(known[0])
     if both.kind.twice:
         delta = both.kind.delta(*sums_of_blocks(both, known, first=True)[:2])

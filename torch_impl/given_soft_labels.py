@@ -85,7 +85,7 @@ def given_forward(call: LogitsCall, terms: SoftTerms) -> tuple[Tensor, ...]:
     stats: Largest = both.kind.stats(*over_shards(student, columns))
     student.tokens = tokens
     if not terms.few:
-        check_columns(call.logits.shape[1], both.teacher.classes)
+        check_columns(student.local_rows, both.teacher.classes)
     kernels, parts = both.kernels(), []
     for rows, labels in both.teacher.pairs(student.blocks(), None):
         restore(rows, kernels[0].prepare(rows, derivative=False))

@@ -13,6 +13,7 @@ from xentlib.arguments import Arguments, DivergenceArguments, Scalars
 from xentlib.checks.call import NLLProblem
 from xentlib.checks.divergence import (
     DIVERGING,
+    check_common,
     check_teacher_logits,
     check_teacher_tokens,
     check_vocabulary,
@@ -136,7 +137,9 @@ def first_rows(x: Any, count: int, transposed: bool = False) -> Any:
 def of_both(call: HeadCall, teacher: TeacherCall) -> tuple[HeadCall, TeacherCall]:
     """With the classes that both have."""
     check_whole(not call.rows.group)
-    count = min(call.weight.shape[call.transposed], teacher.classes)
+    classes = call.weight.shape[call.transposed], teacher.classes
+    check_common(*classes, call.scalars.nll_weight)
+    count = min(classes)
     narrowed = call._replace(
         weight=first_rows(call.weight, count, call.transposed),
         bias=first_rows(call.bias, count),

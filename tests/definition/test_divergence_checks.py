@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xentlib.contract import check, failures
 from xentlib.interop import to_jax, to_torch
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
@@ -186,3 +187,30 @@ def test_classes_that_both_have_are_of_whole_heads(backend: str) -> None:
         call(backend, "chunked_divergence", {**given, "teacher": few})
     logits = TeacherLogits(zeros(N, V + 4))
     assert call(backend, "chunked_divergence", {**given, "teacher": logits}).loss >= 0
+
+
+def test_the_nll_of_a_student_with_added_tokens(backend: str) -> None:
+    """Would be over the classes that both have; the two calls that are advised are right."""
+    rng = np.random.default_rng(0)
+    hidden, weight, theirs = (
+        rng.standard_normal(x).astype(np.float32) for x in ((N, H), (V + 3, H), (V, H))
+    )
+    labels = np.arange(V + 3 - N, V + 3, dtype=np.int32)
+    given = {"hidden": hidden, "weight": weight, "labels": labels, "vocab": "intersect"}
+    for teacher in (TeacherHead(hidden, theirs), TeacherLogits(hidden @ theirs.T)):
+        with pytest.raises(ValueError, match=r"`nll_weight` must be 0 .* \(\d+ and \d+\); got 0.5"):
+            call(backend, "chunked_divergence", {**given, "teacher": teacher, "nll_weight": 0.5})
+        where = labels < V
+        found = call(
+            backend,
+            "chunked_divergence",
+            {**given, "teacher": teacher, "where": where, "labels": None, "reduction": "sum"},
+        )
+        nll = call(backend, "chunked_nll", {"hidden": hidden, "weight": weight, "labels": labels})
+        z, t = hidden.astype(np.float64) @ weight.T, hidden.astype(np.float64) @ theirs.T
+        log_all, log_p, log_t = (x - np.logaddexp.reduce(x, 1)[:, None] for x in (z, z[:, :V], t))
+        right = ((np.exp(log_t) * (log_t - log_p)).sum(1) * where).sum()
+        right = right / N - 0.5 * log_all[np.arange(N), labels].mean()
+        got = np.float64(found.loss) / N + 0.5 * np.float64(nll.loss)
+        measured = check("A9", np.float32(got)[None], np.array([right]), metrics=("rho / u",))
+        assert not failures(measured)

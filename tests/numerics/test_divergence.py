@@ -266,6 +266,8 @@ def test_classes_that_both_have(backend: str, larger: str) -> None:
     whole = build(case, 7)
     assert whole.teacher is not None
     count = case.vocab - 9
+    if larger == "student":  # beside which an NLL would be over fewer classes than its own
+        whole = whole.changed(options={**whole.options, "nll_weight": 0.0})
     both = {"options": {**whole.options, "vocab": "intersect"}}
     labels = np.where(whole.valid, np.minimum(whole.labels, count - 1), whole.labels)
     whole = whole.changed(labels=labels)

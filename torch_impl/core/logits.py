@@ -59,6 +59,7 @@ class ChunkedLogits:
         # Rows beyond those of the vocabulary are padding.
         all_VH = call.weight.T if call.transposed else call.weight
         weight_VH = all_VH[: vocab.local_size]
+        self.local_rows = all_VH.shape[0]
         self.local_size, self.hidden_size = weight_VH.shape
         self.own_weights = None if class_weights is None else vocab.own_part(class_weights)
         # Of a shard there may be a spare column, at -inf, for targets that other ranks hold.
@@ -152,7 +153,7 @@ class GivenLogits:
         self.labels, self.ignore_index = call.labels, call.ignore_index
         self.scalars = call.scalars
         self.like: dict[str, Any] = {"dtype": compute_dtype, "device": logits.device}
-        self.vocab = LocalVocab(logits.shape[1])
+        self.vocab, self.local_rows = LocalVocab(logits.shape[1]), logits.shape[1]
         if call.rows.group:
             columns = logits.shape[1]
             self.vocab = ShardedVocab(call.rows, columns, self.like, more_rows=1)  # smoothing

@@ -193,6 +193,13 @@ class PairedLogits:
             rows.temperature_B = temperature_B
         return stats, p
 
+    def check_classes(self) -> None:
+        """All ranks of a sharded vocabulary know by now that they have as many: logits have columns
+        for the padding of a shard too, as its rows are."""
+        of_logits, student = isinstance(self.teacher, GivenTeacher), self.student
+        size = student.local_rows if of_logits else student.local_size
+        check_vocabulary(size, self.teacher.classes, sharded=student.vocab.sharded)
+
     def values(self, unit: Unit, kernels: Made, *, tempered_nll: bool = False) -> UnitValues:
         """Steps 2 to 5. a is then in place of the student's logits, p in place of the teacher's.
         `tempered_nll`: a loss of the labels is of other logits, without their temperature."""
@@ -200,8 +207,7 @@ class PairedLogits:
         students, teachers = zip(*unit.pairs)
         of_own, of_other = zip(kernels, self.wanted)
         stats = [stats_of(self.student, students, *of_own, learns=True)]
-        # All ranks of a sharded vocabulary know by now that they have as many.
-        check_vocabulary(self.student.local_size, self.teacher.classes)
+        self.check_classes()
         with of_teacher():
             stats.append(stats_of(self.teacher, teachers, *of_other, learns=False))
         lse, kind = [x.lse for x in stats], self.kind

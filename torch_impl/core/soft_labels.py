@@ -33,7 +33,7 @@ class FewClasses(GivenTeacher):
     """Probabilities [N, K] of the further classes of each token, 0 for all others."""
 
     def pairs(self, rows_of: Iterator[LogitsBlock], chunk: Any) -> Iterator[Pair]:
-        self.classes = self.student.local_size
+        self.classes = self.student.local_rows
         for rows in rows_of:
             assert rows.more is not None
             # Of classes elsewhere into the spare column.
@@ -63,7 +63,7 @@ class SoftLogits(PairedLogits):
         students = [rows for rows, _ in unit.pairs]
         of_student = self.student, students, kernels[0], self.wanted[0]
         stats: Largest = self.kind.stats(*columns_of_units(*of_student, learns=True))
-        check_columns(self.student.local_size, self.teacher.classes)
+        check_columns(self.student.local_rows, self.teacher.classes)
         sums, targets = [], []
         for rows, labels, at in unit.parts():
             of_rows = Largest(*(x[at] for x in stats))

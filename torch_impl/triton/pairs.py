@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from xentlib.algebra import BLOCK_COLUMNS, TargetInfo, TokenStats, WantedStats
-from xentlib.checks.divergence import check_vocabulary, of_teacher
+from xentlib.checks.divergence import of_teacher
 from xentlib.options import DIVERGENCES
 from xentlib.pairs import DzTerms
 from xentlib.torch.core.kernels import LogitsBlock
@@ -54,7 +54,7 @@ class TritonPairs(PairedLogits):
         kind, wanted = self.kind, self.wanted
         labels = self.labels_of(rows, kernels[0]) if tempered_nll else None
         own = self.stats_of(self.student, rows, kernels[0], wanted[0], learns=True)
-        check_vocabulary(self.student.local_size, self.teacher.classes)
+        self.check_classes()
         with of_teacher():
             other = self.stats_of(self.teacher, teacher, kernels[1], wanted[1], learns=False)
         delta = torch.zeros_like(own.lse)

@@ -53,6 +53,12 @@ DIVERGING = Refusals(
     "have: a class that one of them lacks has no logit there, and no probability.",
     intersect="`vocab` must be 'same' {where}; got 'intersect', which takes the first rows of "
     "whole heads. {way}",
+    nll_of_common="`nll_weight` must be 0 with `vocab='intersect'` for a student of more classes "
+    "than its teacher ({student} and {teacher}); got {nll_weight:g}, whose NLL would be over the "
+    "first {teacher} alone. Add `nll_weight * chunked_nll(hidden, weight, labels).loss`, and pass "
+    "`where=labels < {teacher}` here where labels are mixed in.",
+    shard="a teacher must have the {size} classes that this rank has of the student's; got "
+    "{other}. Pass these columns of its logits, or these rows of its head.",
     stream="`gather` must be 'head' or 'hidden' for a divergence; got 'stream', by which the rows "
     "of one head pass. Pass 'hidden', with which no rank holds [V, H] either.",
     logits_stay="a teacher must be a `TeacherHead` where hidden states travel; got `TeacherLogits` "
@@ -178,7 +184,13 @@ def check_stored(call: object, stored: object, *, same: bool) -> None:
 
 
 def check_teacher_logits(
-    teacher: TeacherLogits[Any], name: str, source: ArraySpec, columns: int | None, compute: str
+    teacher: TeacherLogits[Any],
+    name: str,
+    source: ArraySpec,
+    columns: int | None,
+    compute: str,
+    *,
+    sharded: bool = False,
 ) -> None:
     """Those of a student whose argument `name` has the tokens; `columns` on this rank, if they are
     to be compared here."""
@@ -186,7 +198,7 @@ def check_teacher_logits(
     check_floating("logits", logits)
     check_teacher_tokens("logits", logits, name, leading)
     if columns is not None:
-        check_vocabulary(columns, logits.shape[-1])
+        check_vocabulary(columns, logits.shape[-1], sharded=sharded)
     check_device("logits", logits, source)
     DIVERGING.require("wider", logits.dtype != "float64" or compute == "float64", dtype=compute)
     if teacher.temperature is not None:
@@ -209,5 +221,13 @@ def check_whole(whole: object) -> None:
     DIVERGING.require("intersect", whole, **over)
 
 
-def check_vocabulary(size: int, other: int) -> None:
-    DIVERGING.require("vocabulary", size == other, size=size, other=other)
+def check_common(student: int, teacher: int, nll_weight: float) -> None:
+    """Of numbers of classes, whose first are taken."""
+    numbers: dict[str, Any] = {"student": student, "teacher": teacher, "nll_weight": nll_weight}
+    DIVERGING.require("nll_of_common", not nll_weight or student <= teacher, **numbers)
+
+
+def check_vocabulary(size: int, other: int, *, sharded: bool = False) -> None:
+    """Of numbers of classes, or of those of a shard."""
+    name = "shard" if sharded else "vocabulary"
+    DIVERGING.require(name, size == other, size=size, other=other)

@@ -165,7 +165,7 @@ def refuse_inconsistent(names: Sequence[str]) -> None:
         "like `a` of a `LowRankHead`",
         "gather": "`gather` and `tokens_parallel` must be the same on every rank of the head",
         "the classes of the teacher": "`teacher`, or `labels` that are probabilities, must have "
-        "the classes of the head on every rank of `vocab_parallel`",
+        "the classes of the head, with columns for its padding, on every rank of `vocab_parallel`",
         "kept and ids": "the ids of each token (`kept`, `ids`, those of a `TeacherTopK` or of "
         "`SoftLabels`) and `top_k` must be the same on every rank of `vocab_parallel`",
         "kind": "`kind`, the class of `teacher`, the `tail` of a `TeacherTopK` with "
