@@ -183,8 +183,9 @@ def run(function: Function[T], options: Options, arrays: Arrays, outputs: T) -> 
     Gradients come back where the arrays were.
     """
     place = options.place
-    how = (function, options) if place is None else (function, options, place)
-    on_devices: Any = partial(of_flat if place is None else over_mesh, *how, outputs)
+    how: tuple[Any, ...] = (function, options) if place is None else (function, options, place)
+    local: Any = of_flat if place is None else over_mesh
+    on_devices: Any = partial(local, *how, outputs)
     if is_size(arrays.labels.size, 0):
         # Of no token every result is 0 or empty, and XLA ends the process, or refuses a `shard_map`
         # of nothing but empty arrays. Traced all the same, for what a call is refused for.

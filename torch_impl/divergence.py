@@ -141,8 +141,8 @@ def divergence_forward(
     if loss.squared and call.temperature is not None:
         squared_N = squared_N * call.temperature.to(loop.compute_dtype).square()
     factor_N = torch.where(loop.own.bad, torch.nan, loss_weights)
-    more = teacher.of_tokens(loop.compute_dtype)
-    factor_N, squared_N, *of_labels = loop.chunks_of.exchange(factor_N, squared_N, *more)
+    probs = teacher.of_tokens(loop.compute_dtype)
+    factor_N, squared_N, *of_labels = loop.chunks_of.exchange(factor_N, squared_N, *probs)
     teacher = teacher.of_chunks(of_labels)
     exponent = power_of_two(call.gemm_dtype, factor_N * squared_N) if any(needs) else None
     scaled_N = factor_N if exponent is None else torch.ldexp(factor_N, exponent)

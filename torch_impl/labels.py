@@ -165,7 +165,8 @@ def next_columns(
     ranks = local.new_empty((world, local.numel()))
     # PyTorch 2.13 warns of all_gather_into_tensor.
     dist.all_gather(list(ranks), local, group=group)
-    apart = check_same(*ranks[:, :3].T, tokens, pieces)
+    tokens_R, pieces_R, offsets_R = ranks[:, :3].T
+    apart = check_same(tokens_R, pieces_R, offsets_R, tokens, pieces)
     heads = ranks[:, 3:].view(world, max(PIECES.values()), lanes, columns)
     lengths = ranks[:, 0] // pieces
     if pieces == 2:  # in the order of the row

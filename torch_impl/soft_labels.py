@@ -99,7 +99,8 @@ def labels_call(
         ids = ids.reshape(-1, ids.shape[-1])
         probs = torch.where(ids >= 0, probs.reshape(ids.shape), 0.0)
         # A token without a class is none. Labels go where the ids are, which nobody waits for.
-        labels, where = (x if x is None else x.to(ids.device) for x in (call.labels, call.where))
+        where = None if call.where is None else call.where.to(ids.device)
+        labels = call.labels.to(ids.device)
         labels = torch.where((ids >= 0).any(1), labels, call.ignore_index)
         return call._replace(labels=labels, where=where, ids=ids), TeacherCall(probs, few=True)
     not_differentiable(labels=soft)
