@@ -208,8 +208,8 @@ class Classes(NamedTuple):
         # Sorted twice, as ties are decided by the class; the second sort is stable. A NaN is first,
         # or a row of which no set is kept would lose it with the places of a set.
         order = self.argsort(xp.where(offered < 0, NO_CLASS, offered))
-        places = -self.take(xp.where(xp.isnan(z_offered), INF, z_offered), order)
-        order = self.take(order, self.argsort(places))[:, : candidates.shape[1]]
+        descending = -self.take(xp.where(xp.isnan(z_offered), INF, z_offered), order)
+        order = self.take(order, self.argsort(descending))[:, : candidates.shape[1]]
         z = xp.concatenate((z, self.take(z_offered, order).T))
         return z, want._replace(ids=xp.concatenate((want.ids, self.take(offered, order)), 1))
 

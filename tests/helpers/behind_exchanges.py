@@ -15,10 +15,16 @@ import xentlib.torch as X
 from helpers.refused import said_on_ranks
 
 N, H, V, ROWS = 7, 5, 23, 10  # of three ranks: 10, 10, and 3 beside 7 rows of padding
+WEIGHTS, EPS = torch.linspace(0.5, 1.5, V), 0.1
 Call = Callable[[dict[str, Any]], Tensor]
 
 
 def nll(a: dict[str, Any], **how: Any) -> Tensor:
+    return X.chunked_nll(a["hidden"], a["weight"], a["probs"], **how).loss
+
+
+def weighed(a: dict[str, Any], **how: Any) -> Tensor:
+    how |= {"class_weights": WEIGHTS, "label_smoothing": EPS}
     return X.chunked_nll(a["hidden"], a["weight"], a["probs"], **how).loss
 
 
@@ -37,6 +43,7 @@ def of_logits(a: dict[str, Any], **how: Any) -> Tensor:
 
 PADDED: dict[str, Callable[..., Tensor]] = {
     "nll": nll,
+    "nll, weights and smoothing": weighed,
     "logprobs": logprobs,
     "divergence": divergence,
     "divergence of logits": of_logits,
@@ -70,13 +77,20 @@ def of_rank(rank: int, world: int) -> dict[str, Tensor]:
     }
 
 
+def array_of(name: str) -> str:
+    return "probs" if name.startswith(("nll", "logprobs")) else "teacher"
+
+
 def exact(name: str) -> tuple[Tensor, Tensor]:
     """In float64: the value, and the gradient by the head or the logits."""
     a = {k: v.double() for k, v in arrays().items()}
     leaf = a["logits" if "log" in name else "weight"].requires_grad_()
     z = leaf if "log" in name else a["hidden"] @ leaf.T
     log_p, log_t = z.log_softmax(-1), a["teacher"].log_softmax(-1)
-    terms = -a["probs"] * log_p if name in ("nll", "logprobs") else log_t.exp() * (log_t - log_p)
+    probs = a["probs"]
+    if name == "nll, weights and smoothing":
+        probs = (probs * (1 - EPS) + EPS / V) * WEIGHTS.double()
+    terms = -probs * log_p if array_of(name) == "probs" else log_t.exp() * (log_t - log_p)
     value = terms.sum(-1).mean()
     return value.detach(), torch.autograd.grad(value, leaf)[0]
 
@@ -107,7 +121,7 @@ def refused(rank: int, world: int) -> list[str]:
         return torch.where(torch.arange(x.shape[1]) == 1, -x, x)
 
     for name, function in PADDED.items():
-        array = "probs" if name in ("nll", "logprobs") else "teacher"
+        array = array_of(name)
         for some, every in (("one", False), ("all", True)):
             wrong(f"{name}, fewer columns on {some}", function, array, lambda x: x[:, :-1], every)
             wrong(

@@ -40,8 +40,11 @@ def test_columns_of_padding(on_three: Any, name: str) -> None:
 
 
 def test_every_rank_refuses() -> None:
-    """M3. Catches: a rank that raises alone behind an exchange."""
+    """M3: in one sentence. Catches: a rank that raises alone behind an exchange, and a whole teacher
+    beside a shard that is told to pass what is refused there."""
     said = launch(3, behind.refused)
     for texts in zip(*said, strict=True):
-        assert not any(text.endswith(": nothing") for text in texts), texts
+        assert len(set(texts)) == 1, texts
+        assert not texts[0].endswith(": nothing"), texts
+        assert "intersect" not in texts[0], texts
     assert len(said[0]) > 30

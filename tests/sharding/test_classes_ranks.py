@@ -3,6 +3,7 @@ route and on four devices of JAX: values, gradients, and mistakes that some rank
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -190,3 +191,51 @@ def test_meshes(way: str) -> None:
     for ours, exact in zip(got, right, strict=True):
         pair = np.asarray(ours), np.asarray(exact).astype(np.float64)
         assert not failures(check("A9", *pair, metrics=("rho / u",), backend="jax", case=way))
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("edge", ["teacher", "set"])
+def test_edges_over_devices(edge: str) -> None:
+    """A9, rows of 11, logits 20 lower, as on one device: of a teacher a token of no class, one of
+    no log-probabilities; a class 120 above those of a kept set."""
+    jax = pytest.importorskip("jax")
+    from jax.sharding import AxisType
+    from jax.sharding import PartitionSpec as P
+
+    import xentlib.jax as X
+
+    rng, vocab = np.random.default_rng(0), 44
+    hidden, weight = (rng.standard_normal(x).astype(np.float32) for x in ((6, 5), (vocab, 5)))
+    ids = np.argsort(rng.random((6, vocab)), 1)[:, :3].astype(np.int32)
+    log_q = np.log(rng.dirichlet(np.ones(4), 6)[:, :3]).astype(np.float32)
+    if edge == "teacher":
+        ids[2], log_q[4] = -1, 3.0
+    bias = np.full(vocab, -20, np.float32)
+    bias[-1] += 120 * (edge == "set")
+
+    def each(hidden: Any, weight: Any, bias: Any, **how: Any) -> Any:
+        head = {"hidden": hidden, "weight": weight, "bias": bias, **how}
+        if edge == "set":
+            return X.chunked_logprobs(labels=ids[:, 0], kept=ids, **head).logprobs
+        teacher = X.TeacherTopK(ids, log_q)
+        return X.chunked_divergence(teacher=teacher, reduction="none", **head).loss
+
+    def both(hidden: Any, weight: Any, bias: Any, **how: Any) -> Any:
+        def total(hidden: Any) -> Any:
+            return jax.numpy.nansum(each(hidden, weight, bias, **how))
+
+        return each(hidden, weight, bias, **how), jax.grad(total)(hidden)
+
+    mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,))
+    over = jax.shard_map(
+        partial(both, vocab_parallel="x"),
+        mesh=mesh,
+        in_specs=(P(), P("x"), P("x")),
+        out_specs=P(),
+    )
+    right, found = (jax.jit(f)(hidden, weight, bias) for f in (both, over))
+    wrong = np.arange(6) == 4 if edge == "teacher" else np.zeros(6, bool)
+    for got, exact in zip(map(np.asarray, found), map(np.asarray, right), strict=True):
+        assert np.isnan(got[wrong]).all()
+        pair = got[~wrong], exact[~wrong].astype(np.float64)
+        assert not failures(check("A9", *pair, metrics=("rho / u",)))
