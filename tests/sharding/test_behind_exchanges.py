@@ -40,8 +40,8 @@ def test_columns_of_padding(on_three: Any, name: str) -> None:
 
 
 def test_every_rank_refuses() -> None:
-    """M3: in one sentence. Catches: a rank that raises alone behind an exchange, and a whole teacher
-    beside a shard that is told to pass what is refused there."""
+    """M3: in one sentence. Catches: a rank that raises alone behind an exchange, and a teacher that
+    is whole and is told to pass what is refused there."""
     said = launch(3, behind.refused)
     for texts in zip(*said, strict=True):
         assert len(set(texts)) == 1, texts
