@@ -40,7 +40,7 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-full mutants bits quick public classes recipes figures cross-check conformance bounds routes fuzz gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
+.PHONY: help parity test test-full mutants bits quick public classes recipes figures cross-check conformance bounds routes fuzz fuzz-pairs gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
@@ -57,6 +57,7 @@ help:
 	@echo 'test-oldest the suite on the oldest versions that pyproject.toml admits; downloads 3 GB once'
 	@echo 'test-newest the same on the newest, PYTHON_NEWEST=python3.13; downloads 3 GB once'
 	@echo 'fuzz        random calls against the oracle for a minute; FUZZ_ARGS="--seed 1 --cases 10000"'
+	@echo 'fuzz-pairs  the same of class probabilities, kept sets, divergences'
 	@echo 'lint        ruff, formatting, mypy strict'
 	@echo 'format      let ruff fix and format'
 	@echo 'public      copy signatures and docstrings from their definitions into both backends'
@@ -200,6 +201,9 @@ mutants: $(VENV)/test.stamp
 BASE ?= HEAD
 bits: $(VENV)/test.stamp
 	$(BIN)/python .ci/bits.py $(BASE)
+
+fuzz-pairs: $(VENV)/test.stamp
+	$(BIN)/python tests/fuzz_pairs.py $(FUZZ_ARGS)
 
 fuzz: $(VENV)/test.stamp
 	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)

@@ -13,11 +13,13 @@ import numpy as np
 
 from xentlib.interop import to_jax, to_numpy, to_torch
 from xentlib.soft_labels import SoftLabels
-from xentlib.teacher import TeacherHead, TeacherLogits
+from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 # Of memory, of which Linux gives a process 65,530. Programs that JAX has compiled for a CPU have
 # some each, and LLVM ends a process that is given no more, which has ended a parity run.
 MOST_MAPPINGS = 32_000
+# What a call has of arrays by their names.
+CONTAINERS = (SoftLabels, TeacherHead, TeacherLogits, TeacherTopK)
 
 
 def on_torch(x: Any) -> Any:
@@ -25,7 +27,7 @@ def on_torch(x: Any) -> Any:
     else as it is."""
     import torch
 
-    if isinstance(x, (SoftLabels, TeacherHead, TeacherLogits)):
+    if isinstance(x, CONTAINERS):
         return type(x)(*map(on_torch, x))
     return to_torch(x, copy=True).to(torch.get_default_device()) if isinstance(x, np.ndarray) else x
 
@@ -35,7 +37,7 @@ def on_jax(x: Any) -> Any:
     as it is."""
     import jax
 
-    if isinstance(x, (SoftLabels, TeacherHead, TeacherLogits)):
+    if isinstance(x, CONTAINERS):
         return type(x)(*map(on_jax, x))
     if not isinstance(x, np.ndarray):
         return x

@@ -1,0 +1,78 @@
+"""`make fuzz-pairs`: some calls of every function hold, and what is wrong is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")  # the other side of each
+
+import fuzz_pairs
+from fuzzing.draw import PERIOD
+from fuzzing.pairs import SUBJECTS
+
+SEED = 4
+
+
+@pytest.mark.cpu
+@pytest.mark.torch
+@pytest.mark.slow
+def test_some_calls_hold_in_torch() -> None:
+    """300 of all functions."""
+    ran, found = fuzz_pairs.fuzz(SEED, range(1, 600, 2), ("torch",))
+    assert found == []
+    assert set(ran) == {f"{function} in torch" for function in SUBJECTS}
+
+
+@pytest.mark.cpu
+@pytest.mark.jax
+@pytest.mark.slow
+def test_some_calls_hold_in_jax() -> None:
+    """60 of ten programs."""
+    pytest.importorskip("jax")
+    numbers = [form * PERIOD + 2 * k for form in range(10) for k in range(6)]
+    ran, found = fuzz_pairs.fuzz(SEED, numbers, ("jax",))
+    assert found == []
+    assert len(ran) > 2
+
+
+def scaled(name: str, factor: float) -> Callable[[Any], Any]:
+    def wrong(outcome: Any) -> Any:
+        value = getattr(outcome, name)
+        return outcome if value is None else outcome._replace(**{name: value * factor})
+
+    return wrong
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    **{
+        f"{name} 0.1 % off": scaled(name, 1.001)
+        for name in (
+            *("loss", "divergence", "entropy", "lse", "ids_logprobs", "top_logprobs"),
+            *("d_hidden", "d_weight", "d_bias", "d_logits", "weight_sum", "teacher_entropy"),
+        )
+    },
+    "the last class of the most probable twice": lambda out: (
+        out
+        if out.top_ids is None or out.top_ids.shape[-1] < 2
+        else out._replace(top_ids=np.where(out.top_ids < 0, -1, out.top_ids[..., :1]))
+    ),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.torch
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_found(name: str) -> None:
+    """Within tens of calls."""
+    for number in range(1, 120, 2):
+        _, found = fuzz_pairs.fuzz(SEED, [number], ("torch",), after=WRONG[name])
+        if found:
+            break
+    else:
+        pytest.fail("the run found nothing")
+    assert "raised" not in found[0]
+    assert fuzz_pairs.fuzz(SEED, [number], ("torch",))[1] == []
