@@ -17,7 +17,7 @@ from xentlib.soft_labels import SoftLabels
 from xentlib.teacher import TeacherHead, TeacherLogits, TeacherTopK
 
 INF = float("inf")
-JOLTS = 6
+JOLTS, OF_FEW_CLASSES = 6, 48  # of two classes it is one number, which six may all miss
 # As far as float64 reaches beyond float32, where what is right is rounded as well: by as much as
 # the terms that it is a difference of.
 FINE, FINE_TERMS = 2.0**-22, 2.0**-26
@@ -36,6 +36,7 @@ class FullLogits:
         # Of dz's terms: those of labels that are a distribution, and the largest log-ratio.
         self.coefficients: Any = 0.0
         self.slope: Any = 0.0
+        self.teacher_p: Any = 0.0
         labels, where = self.call.labels, self.how.get("where")
         self.valid = torch.ones(self.count, dtype=torch.bool)
         if where is not None:
@@ -99,6 +100,13 @@ class FullLogits:
         else:
             dense = self.flat(labels)
         return torch.where(self.valid[:, None], dense, 0.0)
+
+    def largest(self, of: Any) -> Any:
+        """|lse|, of a token or of all, as an output `of` it is broadcast."""
+        lse = self.per_token(self.lse.detach()).abs()
+        if of.ndim == 0:
+            return lse.max() if lse.numel() else 0.0
+        return lse.reshape(-1, *[1] * (of.ndim - 1))
 
     def at(self, ids: Any, of: Any) -> Any:
         """[N, K], 0 where there is no class."""
@@ -189,6 +197,7 @@ class FullLogits:
         tau = self.tau if own is None else self.temperature(own)
         z = self.jolted(z / tau, torch.zeros_like(z) + error / tau)
         self.teacher_log_p = soft(z)[0]
+        self.teacher_p = self.teacher_log_p.exp()
         return self.teacher_log_p
 
     def of_chunked_divergence(self) -> None:
@@ -213,6 +222,9 @@ class FullLogits:
             self.out["teacher_entropy"] = self.per_token(entropy.sum(1))
 
     def divergence(self, log_p: Any, log_q: Any) -> Any:
+        if self.jolt is not None:  # a rounded lse moves all classes of a token by as much
+            sign = torch.tensor(self.jolt.uniform(-1.5, 1.5, (self.count, 1)))
+            log_p = log_p + U * sign * self.lse.detach()[:, None]
         p, q = log_p.exp(), log_q.exp()
         if self.how["kind"] == "forward_kl":
             return kl(q, p)
@@ -251,7 +263,12 @@ class FullLogits:
                 for x in (log_p, log_q)
             )
         self.slope = 1.0
-        return self.divergence(log_p, log_q)
+        value = self.divergence(log_p, log_q)
+        if teacher.tail == "renormalize":  # of p that may be 1 where that of all classes is small
+            p = torch.where(counts, log_p.detach().exp() * self.slope, 0.0)
+            zeros = torch.zeros_like(self.log_p)
+            self.coefficients = zeros.scatter_add(1, ids.clamp(min=0), p)
+        return value
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -275,9 +292,10 @@ class FullLogits:
             each = each + (x if x.ndim == 0 else x[:, None] if x.ndim == 1 else x.sum(1, True))
         outer = self.how.get("logit_scale", 1.0) / self.tau
         terms = each * (p * self.slope + self.coefficients) * outer
-        if "teacher" not in self.how:  # of p, from a rounded lse
-            lse = torch.where(self.valid, self.lse.detach().abs(), 0.0)[:, None]
-            sizes = sizes + each * p * lse * outer
+        lse = torch.where(self.valid, self.lse.detach().abs(), 0.0)[:, None]
+        # Of p, from a rounded lse; of a teacher's, which is p times e to a difference of logits.
+        size_of_z = torch.where(self.valid[:, None], self.z.detach().abs().nan_to_num(posinf=0), 0)
+        sizes = sizes + each * (p * lse + self.teacher_p * (lse + size_of_z)) * outer
         self.sizes = self.products(sizes, torch.abs)
         self.terms_of_dz = self.products(terms, torch.abs)
         self.fine_terms = self.products(terms + each * p * outer, torch.abs)
@@ -329,11 +347,12 @@ def bounded(pair: Pair, top_ids: Any = None, seed: int = 0) -> tuple[FullLogits,
     """What is right, and in units of u how far a correct result may be from it."""
     right = FullLogits(pair, top_ids=top_ids)
     rng, moved = np.random.default_rng(seed), dict.fromkeys(right.out, 0.0)
-    for _ in range(JOLTS):
+    jolts = OF_FEW_CLASSES if right.z.shape[1] < 9 else JOLTS
+    for _ in range(jolts):
         other = FullLogits(pair, rng, top_ids).out
         for name, x in right.out.items():
             apart = (other[name] - x).abs().detach().nan_to_num(posinf=0.0)
-            moved[name] = moved[name] + apart
+            moved[name] = moved[name] + apart * (JOLTS / jolts)
     dtype = next(iter(pair.call.leaves.values())).dtype.name
     audit = "compute_dtype" in pair.call.keywords
     fine = FINE if audit or dtype == "float64" else 1.0
@@ -349,7 +368,8 @@ def bounded(pair: Pair, top_ids: Any = None, seed: int = 0) -> tuple[FullLogits,
             off = off + U * FINE_TERMS * right.fine_terms[name]
             off = off + (2.0**-8 * ((0 if audit else size) + value) if low else 0.0)
         else:
-            off = fine * (off + 2 * U * value) + U * FINE_TERMS * (1 + value)
+            # lse of an offset of 1e3 is off by 1e-13 in float64, and a logprob near 0 by as much.
+            off = fine * (off + 2 * U * value) + U * FINE_TERMS * (1 + value + right.largest(x))
         if name == "loss":
             off = off + (fine + FINE_TERMS) * 2 * U * right.terms
         if dtype != "float64":

@@ -13,6 +13,7 @@ pytest.importorskip("torch")  # the other side of each
 import fuzz_pairs
 from fuzzing.draw import PERIOD
 from fuzzing.pairs import SUBJECTS
+from fuzzing.pairs_spread import WAYS
 
 SEED = 4
 
@@ -39,10 +40,43 @@ def test_some_calls_hold_in_jax() -> None:
     assert len(ran) > 2
 
 
+@pytest.mark.cpu
+@pytest.mark.jax
+@pytest.mark.slow
+def test_some_calls_hold_over_devices() -> None:
+    """Ten of three programs, in `shard_map`."""
+    pytest.importorskip("jax")
+    numbers = [form * PERIOD + 2 * k for form, calls in enumerate((4, 3, 3)) for k in range(calls)]
+    ran, found = fuzz_pairs.fuzz(SEED, numbers, ("mesh",))
+    assert found == []
+    assert sum(ran.values()) == 10
+
+
+@pytest.mark.cpu
+@pytest.mark.torch
+@pytest.mark.slow
+def test_some_calls_hold_on_ranks() -> None:
+    """Shards of any widths, FSDP2's routes, windows; also without a row or a token. What one rank
+    gets wrong is found."""
+    numbers = range(1, 160, 2)
+    parts = fuzz_pairs.parts_of(SEED, numbers)
+    ran, found = fuzz_pairs.of_parts(SEED, numbers, parts)
+    assert found == []
+    assert {name.split(", ")[1] for name in ran} == set(WAYS)
+    for name in ("loss", "logprobs", "d_hidden", "d_weight"):
+        wrong = scaled(name, 1.001)
+        changed = [(*others, wrong(last)) for *others, last in parts]
+        _, found = fuzz_pairs.of_parts(SEED, numbers, changed)
+        ways = {text.split(": ")[1] for text in found}
+        assert ways >= {"shards", "tokens", "hidden"}, name
+
+
 def scaled(name: str, factor: float) -> Callable[[Any], Any]:
     def wrong(outcome: Any) -> Any:
         value = getattr(outcome, name)
-        return outcome if value is None else outcome._replace(**{name: value * factor})
+        if value is None:
+            return outcome
+        return outcome._replace(**{name: (value * np.float64(factor)).astype(value.dtype)})
 
     return wrong
 

@@ -201,6 +201,19 @@ def test_gradients_of_given_logits(backend: str) -> None:
         assert not failures(check("A22", every.d_logits, exact, bound, metrics=("tau",)))
 
 
+def test_of_one_class(backend: str) -> None:
+    """A0: p is 1, whatever the logit. Catches: sums over 128 columns of a block, which XLA makes
+    of one that it has broadcast (127 in each gradient)."""
+    rng = np.random.default_rng(2)
+    logits, labels = rng.standard_normal((26, 1)).astype(np.float32), np.zeros(26, np.int64)
+    one = logits_problem(logits, labels, "few").changed(
+        soft=SoftLabels(labels[:, None].astype(np.int32), rng.random((26, 1)).astype(np.float32))
+    )
+    got = run_given(backend, one, upstream_of(one, 2)._replace(d_lse=None))
+    for x in (got.logprobs, got.entropy, got.d_logits):
+        assert not failures(check("A0", np.abs(x), np.zeros_like(x)))
+
+
 def test_nothing_valid_is_0(backend: str) -> None:
     """A0: the loss, and gradients that are exactly +0."""
     problem = build(replace(GRID[1], tokens=12, ignored=1.0), 3)
