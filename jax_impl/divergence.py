@@ -46,9 +46,10 @@ from xentlib.jax.derivatives import Needs, named, primal_values, refused, wanted
 from xentlib.jax.micro_batch import labelled
 from xentlib.jax.nll import nll_backward
 from xentlib.jax.placement import run, whole_rows
-from xentlib.jax.teacher import SOFT_LABELS, bind_teacher, given_teacher, labels_for, of_both
+from xentlib.jax.teacher import bind_teacher, given_teacher, labels_for, of_both
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.pairs import DzTerms
+from xentlib.soft_labels import SOFT_LABELS
 from xentlib.teacher import TeacherTopK
 
 REFUSED = ("nll", *DIVERGENCE_OUTPUTS)  # results without a derivative

@@ -25,9 +25,9 @@ from xentlib.jax.derivatives import named
 from xentlib.jax.divergence import placed_divergence
 from xentlib.jax.head import unwrapped
 from xentlib.jax.micro_batch import labelled
-from xentlib.jax.teacher import SOFT_LABELS, classes_of, labels_for
+from xentlib.jax.teacher import classes_of, labels_for
 from xentlib.nll import OUTPUTS, NLLOutput
-from xentlib.soft_labels import SoftLabels
+from xentlib.soft_labels import SOFT_LABELS, SoftLabels
 
 
 def soft_nll(given: Arguments, place: Placement | None = None) -> NLLOutput[Any]:

@@ -26,7 +26,6 @@ SHARED = (
     *("labels", "where", "ignore_index", "compute_dtype", "max_chunk_bytes"),
     *("vocab_parallel", "tokens_parallel", "gather", "tokens_per_rank"),
 )
-SOFT_LABELS = "soft_labels"  # in place of a kind of divergence
 
 
 def labels_for(source: Any, labels: Any) -> Any:

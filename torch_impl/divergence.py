@@ -19,6 +19,7 @@ from xentlib.checks.validators import plain
 from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCE_OUTPUTS
 from xentlib.pairs import DzTerms
+from xentlib.soft_labels import SOFT_LABELS
 from xentlib.teacher import TeacherTopK
 from xentlib.torch.array_spec import as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import bind, tokens
@@ -53,7 +54,6 @@ from xentlib.torch.operators import (
 from xentlib.torch.placement.head import with_head
 from xentlib.torch.teacher import (
     KINDS,
-    SOFT_LABELS,
     TeacherCall,
     is_tempered,
     kernels_of,
@@ -147,7 +147,7 @@ def divergence_forward(
     exponent = power_of_two(call.gemm_dtype, factor_N * squared_N) if any(needs) else None
     scaled_N = factor_N if exponent is None else torch.ldexp(factor_N, exponent)
     check_consistent(loop, loss, divisor)
-    teacher.check_consistent(loop)
+    teacher.check_consistent(loop, loss.kind)
     nll_weight, sums, tempered_nll = call.scalars.nll_weight, loop.sums(needs), is_tempered(call)
     values_6N = torch.zeros(len(VALUES), factor_N.shape[0], **loop.like)
     residuals_7N = torch.zeros(

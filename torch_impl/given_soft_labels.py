@@ -17,7 +17,7 @@ from xentlib.algebra import FLOOR, WantedStats, is_zero
 from xentlib.arguments import LogitsArguments
 from xentlib.checks.soft_labels import SOFT, check_columns
 from xentlib.logprobs import LogprobOutput
-from xentlib.soft_labels import CrossEntropy, Largest
+from xentlib.soft_labels import SOFT_LABELS, CrossEntropy, Largest
 from xentlib.torch.array_spec import only_tensors, with_leading
 from xentlib.torch.binding import bind_logits
 from xentlib.torch.core.algebra import ALGEBRA
@@ -37,7 +37,7 @@ from xentlib.torch.operators import (
     operator,
 )
 from xentlib.torch.soft_labels import check_soft_values, labels_call
-from xentlib.torch.teacher import KINDS, SOFT_LABELS, labels_for
+from xentlib.torch.teacher import KINDS, labels_for
 
 FIVE = f"({', '.join(['Tensor'] * 5)})"
 
@@ -80,6 +80,9 @@ def given_forward(call: LogitsCall, terms: SoftTerms) -> tuple[Tensor, ...]:
         student.vocab.consistency.exact("the classes of the teacher", float(more))
         if terms.few:
             student.vocab.consistency.probs(terms.probs, tokens.valid)
+        else:
+            probs = terms.probs[:, : student.vocab.local_size]
+            student.vocab.consistency.own_softmax(probs, tokens.valid, logits=False)
     student.tokens = tokens._replace(more=None)
     columns = columns_of(student, WantedStats(terms.entropy))
     stats: Largest = both.kind.stats(*over_shards(student, columns))

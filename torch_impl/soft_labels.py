@@ -15,7 +15,7 @@ from xentlib.arguments import Arguments
 from xentlib.checks.soft_labels import SOFT, check_none, check_soft, check_soft_options
 from xentlib.checks.validators import plain
 from xentlib.nll import OUTPUTS, NLLOutput
-from xentlib.soft_labels import SoftLabels
+from xentlib.soft_labels import SOFT_LABELS, SoftLabels
 from xentlib.torch.array_spec import array_spec, as_tensor, only_tensors, with_leading
 from xentlib.torch.binding import bind, tokens
 from xentlib.torch.core.device import host_readable
@@ -31,7 +31,7 @@ from xentlib.torch.operators import (
 )
 from xentlib.torch.placement.head import with_head
 from xentlib.torch.placement.logits import local_logits
-from xentlib.torch.teacher import SOFT_LABELS, TeacherCall, labels_for
+from xentlib.torch.teacher import TeacherCall, labels_for
 
 
 def soft_nll(given: Arguments) -> NLLOutput[Tensor]:

@@ -20,7 +20,7 @@ from xentlib.checks.divergence import (
     check_whole,
 )
 from xentlib.options import DIVERGENCES
-from xentlib.soft_labels import CrossEntropy
+from xentlib.soft_labels import SOFT_LABELS, CrossEntropy
 from xentlib.teacher import TeacherHead, TeacherLogits
 from xentlib.torch.array_spec import array_spec, as_tensor, is_dtensor, only_tensors
 from xentlib.torch.binding import bind, tokens
@@ -39,7 +39,6 @@ from xentlib.torch.placement.logits import local_logits
 from xentlib.torch.placement.rows import LocalHead, local_part
 
 TEACHER = "the teacher of chunked_divergence"
-SOFT_LABELS = "soft_labels"  # in place of a kind of divergence
 KINDS = (*DIVERGENCES, SOFT_LABELS)
 # What a teacher's head is called with as the student's is.
 SHARED = ("labels", "where", "ignore_index", "compute_dtype", "max_chunk_bytes")
@@ -75,8 +74,9 @@ class TeacherCall(NamedTuple):
         """A number for what it is: probabilities of a few classes, logits of all, or a head."""
         return 2.0 if self.teacher_weight is not None else 0.0 if self.few else 1.0
 
-    def check_consistent(self, loop: HeadLoop) -> None:
-        """Over shards: the same probabilities, or temperature of its logits, on every rank."""
+    def check_consistent(self, loop: HeadLoop, kind: str) -> None:
+        """Over shards: the same probabilities, or temperature of its logits, on every rank; and
+        columns that are no distribution of their own."""
         vocab, valid = loop.vocab, loop.tokens.valid
         if loop.gathered or not isinstance(vocab, ShardedVocab) or vocab.verified:
             return
@@ -85,6 +85,8 @@ class TeacherCall(NamedTuple):
         elif self.teacher_weight is None:
             name, temperature = "temperature of `teacher`", self.teacher_temperature
             vocab.consistency.per_token(name, temperature, valid.shape[0])
+            columns = self.teacher_hidden[:, : vocab.local_size]
+            vocab.consistency.own_softmax(columns, valid, logits=kind != SOFT_LABELS)
 
     def beside(self, student: HeadCall) -> HeadCall:
         """As a call of its head, with the student's tokens."""

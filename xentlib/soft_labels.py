@@ -26,6 +26,7 @@ A = TypeVar("A")  # a tensor or an array of the backend
 Array = Any
 # A log-probability stands no lower; where a class with any has it the loss is beyond `INFINITE`.
 FAR, INFINITE = 1e30, 1e12
+SOFT_LABELS = "soft_labels"  # in place of a kind of divergence
 
 
 class SoftLabels(NamedTuple, Generic[A]):

@@ -16,6 +16,8 @@ from jax import lax
 
 from xentlib.jax.core.call import Arrays, Options
 from xentlib.jax.core.vocab import checks_types, varying
+from xentlib.plan import VocabShard
+from xentlib.soft_labels import SOFT_LABELS
 
 
 class RankConsistency(NamedTuple):
@@ -44,14 +46,50 @@ class RankConsistency(NamedTuple):
 # Sums with random signs, each in units of the root of its sum of squares: those of other tokens
 # differ by about 1.4, those of one array in two roundings of bfloat16 by 0.004.
 SIGNS, SIGNED_TOLERANCE, TOLERANCE = 4, 0.1, 1e-5
+OWN_SOFTMAX = 8  # tokens at which a softmax of one device's columns is looked for
 
 
-def consistency_of(options: Options, arrays: Arrays, valid: jax.Array) -> RankConsistency | None:
-    """Of a call over shards; None where the types say that nothing can differ.
+def consistency_of(
+    options: Options, arrays: Arrays, valid: jax.Array, shard: VocabShard
+) -> RankConsistency | None:
+    """Of a call over shards; None where there is nothing to look at.
 
     Tokens are the same on every device. Where they are gathered they are its own: the shards must
     differ, and the options must not.
     """
+    same, alone = alike(options, arrays, valid), own_softmax(options, arrays, valid, shard)
+    if same is None or alone is None:
+        return same or alone
+    values = jnp.concatenate((same.values, alone.values))
+    tolerances = jnp.concatenate((same.tolerances, alone.tolerances))
+    return RankConsistency(values, tolerances, same.rows)
+
+
+def own_softmax(
+    options: Options, arrays: Arrays, valid: jax.Array, shard: VocabShard
+) -> RankConsistency | None:
+    """Of some tokens whether the probabilities of this device's columns add up to 1. Wrong where
+    they do on all devices: of one that has others, the tolerance lets it pass."""
+    of_labels = options.divergence is not None and options.divergence.kind == SOFT_LABELS
+    looked_at = [(arrays.hidden, True)] if arrays.weight is None else []
+    if of_labels and arrays.teacher is not None:
+        looked_at.append((arrays.teacher.hidden, False))
+    if not looked_at or options.gathered:
+        return None
+    tolerances = []
+    for x_NC, logits in looked_at:
+        some = slice(None, None, max(1, (x_NC.shape[0] - 1) // (OWN_SOFTMAX - 1)))
+        x, counts = x_NC[some].astype(options.compute_dtype), valid[some]
+        column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        x = jnp.where(column < shard.stop - shard.start, jnp.exp(x) if logits else x, 0)
+        near = jnp.abs(x.sum(1) - 1) < (1e-3 if x_NC.dtype.itemsize > 2 else 0.05)
+        alone = (near | ~counts).all() & counts.any()
+        tolerances.append(jnp.where(alone, -1.0, 1.0).astype(x.dtype))
+    return RankConsistency(jnp.zeros(len(tolerances), x.dtype), jnp.stack(tolerances), None)
+
+
+def alike(options: Options, arrays: Arrays, valid: jax.Array) -> RankConsistency | None:
+    """None where the types say that nothing can differ."""
     axis, dtype = options.axis, options.compute_dtype
     assert axis is not None
     rows = None if arrays.shard is not None else some_rows(options, arrays)

@@ -88,7 +88,7 @@ def chunked_logits(
         shard = shard_here(options.axis, columns, arrays.shard)
     tokens = select_tokens(arrays, options.ignore_index, columns, shard)
     if shard is not None:
-        consistency = consistency_of(options, arrays, tokens.valid)
+        consistency = consistency_of(options, arrays, tokens.valid, shard)
     ranks = lax.axis_size(options.gathered) if options.gathered else 1
     plan = plan_chunks(
         num_tokens * ranks if isinstance(num_tokens, int) else UNKNOWN_TOKENS,

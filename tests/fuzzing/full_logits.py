@@ -63,6 +63,9 @@ class FullLogits:
         self.plain = z  # before its temperature
         self.tau = self.temperature(self.how.get("temperature", 1.0))
         self.z = self.jolted(z / self.tau, error / self.tau)
+        if "vocab" in self.how:  # of the first classes, as many as both have
+            there = torch.arange(self.z.shape[1]) < self.teacher_logits()[0].shape[1]
+            self.z = torch.where(there, self.z, -INF)
         self.log_p, self.lse = soft(self.z)
         getattr(self, "of_" + self.call.function)()
         self.gradients(pair.upstream)
@@ -183,7 +186,8 @@ class FullLogits:
     def of_vocab_parallel_divergence(self) -> None:
         self.out["divergence"] = self.per_token(self.divergence(self.log_p, self.of_teacher()))
 
-    def of_teacher(self) -> Any:
+    def teacher_logits(self) -> tuple[Any, Any]:
+        """And the sum of their absolute terms."""
         teacher = self.how["teacher"]
         if isinstance(teacher, TeacherLogits):
             z, error = self.flat(teacher.logits), 0.0
@@ -193,9 +197,17 @@ class FullLogits:
             z, error = z * teacher.logit_scale, error * teacher.logit_scale
             if teacher.softcap is not None:
                 z = teacher.softcap * torch.tanh(z / teacher.softcap)
+        return z, torch.zeros_like(z) + error
+
+    def of_teacher(self) -> Any:
+        teacher, (z, error) = self.how["teacher"], self.teacher_logits()
+        more = self.z.shape[1] - z.shape[1]
+        z, error = z[:, : self.z.shape[1]], error[:, : self.z.shape[1]]
+        z = torch.nn.functional.pad(z, (0, max(0, more)), value=-INF)
+        error = torch.nn.functional.pad(error, (0, max(0, more)))
         own = teacher.temperature
         tau = self.tau if own is None else self.temperature(own)
-        z = self.jolted(z / tau, torch.zeros_like(z) + error / tau)
+        z = self.jolted(z / tau, error / tau)
         self.teacher_log_p = soft(z)[0]
         self.teacher_p = self.teacher_log_p.exp()
         return self.teacher_log_p

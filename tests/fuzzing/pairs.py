@@ -211,13 +211,17 @@ def of_divergence(
     d: Drawing, keywords: dict[str, Any], leaves: dict[str, Any], labels: Any
 ) -> tuple[Any, dict[str, Any]]:
     with_kind(d, keywords)
-    upstream = reduced(d, keywords, ("mean", "sum", "none"))
+    upstream, vocab = reduced(d, keywords, ("mean", "sum", "none")), d.vocab
+    if d.subject != "top_k" and d.chance(0.25):  # the first classes, which both have
+        keywords["vocab"], vocab = "intersect", int(d.form.integers(1, 300))
+        labels = np.where(labels < 0, labels, labels % min(vocab, d.vocab)).astype(np.int32)
     names = list(DIVERGENCE_OUTPUTS)
     labelled = d.chance(0.6)
     if not labelled:
         names.remove("logprobs")
     tempered = "temperature" in keywords
-    if labelled and d.chance(0.5) and not (tempered and d.subject == "top_k"):
+    apart = (tempered and d.subject == "top_k") or vocab < d.vocab  # the NLL would be of others
+    if labelled and d.chance(0.5) and not apart:
         keywords["nll_weight"] = d.number(-1, 0.3)
     if tempered and d.chance(0.5):
         keywords["temperature_squared"] = True
@@ -225,7 +229,7 @@ def of_divergence(
         names.remove("teacher_entropy")
         keywords["teacher"] = top_k_of(d, keywords, leaves)
     else:
-        keywords["teacher"] = teacher_of(d, keywords)
+        keywords["teacher"] = teacher_of(d, keywords, vocab)
     keywords["outputs"] = tuple(names)
     return labels if labelled else None, upstream
 
@@ -234,7 +238,7 @@ def of_given_divergence(
     d: Drawing, keywords: dict[str, Any], *_: Any
 ) -> tuple[Any, dict[str, Any]]:
     with_kind(d, keywords)
-    keywords["teacher"] = teacher_of(d, keywords)
+    keywords["teacher"] = teacher_of(d, keywords, d.vocab)
     return None, {"divergence": d.normal(*d.leading, dtype="float32")}
 
 
@@ -253,11 +257,11 @@ def with_kind(d: Drawing, keywords: dict[str, Any]) -> None:
         keywords["beta"] = float(d.form.choice([0.1, 0.5, 0.75]))
 
 
-def teacher_of(d: Drawing, keywords: dict[str, Any]) -> Any:
+def teacher_of(d: Drawing, keywords: dict[str, Any], vocab: int) -> Any:
     """As logits or as a head, with a temperature of its own or the student's."""
     std, own = 10 ** d.rng.uniform(-1, 0.5), d.number(-0.3, 0.3) if d.chance(0.3) else None
     if d.subject == "logits":
-        logits = d.scaled(d.normal(*d.leading, d.vocab), std)
+        logits = d.scaled(d.normal(*d.leading, vocab), std)
         if keywords["kind"] != "reverse_kl" and d.rng.random() < 0.3:  # no probability
             gone = d.rng.random(logits.shape) < 0.3
             gone[..., 0] = False
@@ -265,11 +269,11 @@ def teacher_of(d: Drawing, keywords: dict[str, Any]) -> Any:
         return TeacherLogits(logits, own)
     width = int(d.form.integers(1, 20))
     layout: Any = "HV" if d.chance(0.3) else "VH"
-    weight = d.scaled(d.normal(d.vocab, width), std / width**0.5)
+    weight = d.scaled(d.normal(vocab, width), std / width**0.5)
     return TeacherHead(
         d.normal(*d.leading, width),
         np.ascontiguousarray(weight.T) if layout == "HV" else weight,
-        d.normal(d.vocab) if d.chance(0.4) else None,
+        d.normal(vocab) if d.chance(0.4) else None,
         d.number(-0.3, 0.3) if d.chance(0.3) else 1.0,
         d.number(0.3, 1.2) if d.chance(0.3) else None,
         own,

@@ -35,7 +35,8 @@ class Meshed(NamedTuple):
 
 def meshed(seed: int, number: int) -> Meshed:
     """Call `number` of a seed, an even one, and how it is spread."""
-    pair, rng = flat(draw(seed, number)), np.random.default_rng([seed, 8, number // PERIOD])
+    pair = flat(draw(seed, number))
+    rng = np.random.default_rng([seed, 8, number // PERIOD])
     teacher = pair.call.keywords.get("teacher")
     ways = ["shards", "data", "tokens"]
     of_logits = pair.call.function in OF_LOGITS

@@ -72,6 +72,8 @@ def ways_of(call: Call) -> list[str]:
         without |= {*OF_HIDDEN, "tokens"}
     without |= set(OF_HIDDEN) if isinstance(teacher, TeacherHead) else set()
     without |= {"stream"} if soft else set()
+    if "vocab" in call.keywords:  # which is of whole heads
+        without |= {"shards", "tokens", *OF_HIDDEN}
     return [way for way in WAYS if way not in without]
 
 

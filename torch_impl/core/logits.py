@@ -185,6 +185,8 @@ class GivenLogits:
             consistency.scalars(self.scalars, function)
             consistency.ids(self.ids, self.tokens.valid, self.shape.top_k)
             consistency.exact("entropy", float(entropy))
+            columns = self.logits[:, : self.local_size]
+            consistency.own_softmax(columns, self.tokens.valid, logits=True)
 
     def chunks(self) -> tuple[None]:
         """All tokens are one."""

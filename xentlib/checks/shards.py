@@ -172,17 +172,22 @@ def refuse_inconsistent(names: Sequence[str]) -> None:
         "`temperature_squared` and `reduction`, and whether `labels` are class probabilities, must "
         "be the same on every rank of `vocab_parallel`",
         "function": "the function must be the same on every rank of the head",
+        "softmax": "a softmax must be of all classes; on each rank of `vocab_parallel` the "
+        "probabilities of its own columns, of logits, of `teacher` or of `labels`, add up to 1",
         "shard": "sizes of shards (`shard=`, `VocabShard.of_ranks`, a DTensor) must be declared on "
         "every rank of `vocab_parallel`, or on none",
     }.get(name, f"`{name}` must be the same on every rank of `vocab_parallel`")
-    way = "Pass the same to all."
+    got, way = "ranks that differ", "Pass the same to all."
+    if name == "softmax":
+        got = "a softmax of each shard"
+        way = "Pass logits as they are, or take the `logsumexp` of all ranks from them."
     if name in ("labels", "hidden", "temperature", "token_weights"):
         way = (
             "Give them the same tokens: choose a rank's rows by its data-parallel rank, such as "
             "`mesh['fsdp'].get_local_rank()`. Pass `tokens_parallel` too only where your model "
             "sums its gradients over these ranks, as sequence parallelism does."
         )
-    raise ValueError(f"{what}; got ranks that differ. {way}")
+    raise ValueError(f"{what}; got {got}. {way}")
 
 
 def check_route(call: Arguments) -> None:
