@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from xentlib.arguments import Arguments, LogitsArguments, Scalars
 from xentlib.checks.call import CALLS, check_head, check_logits, check_reduction
@@ -57,6 +59,10 @@ def bind(
     if given.tokens_parallel is not None:
         varies = varies_over(hidden, given.tokens_parallel)
         SHARDS.require("own_tokens", varies, axis=given.tokens_parallel)
+        mean, ranks = given.reduction == "mean" and given.denominator is None, 1
+        if mean:
+            ranks = math.prod(map(lax.axis_size, gathered))
+        SHARDS.require("own_mean", ranks == 1, ranks=ranks)
     check_values(given, vocab_size)
     compute = problem.compute_dtype
     need_x64(compute)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from xentlib.arguments import Arguments, DivergenceArguments, LogitsArguments
 from xentlib.checks.divergence import (
     DIVERGING,
     check_common,
+    check_no_probabilities,
     check_teacher_logits,
     check_teacher_tokens,
     check_vocabulary,
     check_whole,
 )
-from xentlib.jax.array_spec import array_spec, only_arrays
+from xentlib.jax.array_spec import array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.call import Arrays, Options
 from xentlib.jax.head import unwrapped
@@ -53,6 +55,7 @@ def bind_teacher(
     shared = {name: getattr(given, name) for name in SHARED}
     if options.compute_dtype == "float64":
         shared["compute_dtype"] = "float64"
+    shared["reduction"] = "sum"  # it has no loss
     fields = teacher._asdict() | {"temperature": temperature_of(teacher, given.temperature)}
     own: Any
     of_head, own = bind(Arguments(**fields, **shared))
@@ -120,6 +123,9 @@ def given_teacher(
     spec = TeacherLogits(array_spec(logits), array_spec(teacher.temperature))
     sharded = options.axis is not None and options.place is None
     check_teacher_logits(spec, name, source, columns, options.compute_dtype, sharded=sharded)
+    if concrete_on_cpu(logits):
+        some = np.asarray(logits).reshape(-1, logits.shape[-1])[:8].astype(np.float32)
+        check_no_probabilities(some, given.vocab_parallel is None)
     of_logits = LogitsArguments(
         logits,
         labels_for(logits, given.labels),

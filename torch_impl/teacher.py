@@ -14,6 +14,7 @@ from xentlib.checks.call import NLLProblem
 from xentlib.checks.divergence import (
     DIVERGING,
     check_common,
+    check_no_probabilities,
     check_teacher_logits,
     check_teacher_tokens,
     check_vocabulary,
@@ -33,6 +34,7 @@ from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, InPlace, PairedLogits
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
+from xentlib.torch.micro_batch import readable
 from xentlib.torch.operators import HeadCall, not_differentiable
 from xentlib.torch.placement.head import behind_shards, gather_head, place_head
 from xentlib.torch.placement.logits import local_logits
@@ -279,6 +281,8 @@ def given_teacher(
     temperature = temperature_of(teacher, given.temperature)
     tempered = tokens(as_tensor(temperature, 1.0, logits, call.compute_dtype))
     flat = logits.reshape(problem.num_tokens, logits.shape[-1])
+    if readable(flat):
+        check_no_probabilities(flat[:8].detach().float(), given.vocab_parallel is None)
     return TeacherCall(flat, teacher_temperature=tempered)
 
 

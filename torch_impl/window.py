@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -67,6 +68,7 @@ class Window:
         self.token_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.own: Tensor | None = None  # weight of this rank's declared tokens
         self.size: Tensor | None = None  # the same of absolute weights
+        self.uncounted = 0.0  # a loss of no token: one rank must not raise before a reduction
         self.kept = torch.zeros_like(self.token_sum)  # of all ranks, without what was dropped
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         self.held: list[tuple[Any, str, Tensor]] = []  # gradients from before the window
@@ -160,11 +162,13 @@ class Window:
             self.total = total
             return
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        packed = torch.zeros(ranks + 1, dtype=torch.float64, device=self.device)
-        packed[0] = total
+        packed = torch.zeros(ranks + 2, dtype=torch.float64, device=self.device)
+        packed[0], packed[-1] = total, self.uncounted
         packed[1 + rank] = micro_batches
         dist.all_reduce(packed, group=group)
-        self.total = packed[0] / self.norm.copies
+        self.total, packed, uncounted = packed[0] / self.norm.copies, packed[:-1], packed[-1]
+        if known(uncounted):
+            WINDOWS.refuse("some", name="num_tokens", loss=float(uncounted))
         if self.uneven:  # read by the host, who hands out micro-batches
             self.rounds = int(packed[1:].max())
         elif self.norm.nonfinite == "drop":  # each takes a collective
@@ -274,7 +278,11 @@ class Window:
         total = counted.loss
         counted.check_sum(DIVIDES, normalized)
         weighted = self.declared is None or self.declared.token_weights is not None
-        counted.check_count(weighted=weighted, whole=not self.filling)
+        alone = self.norm.group is None
+        counted.check_count(weighted=weighted, whole=alone and not (self.filling or normalized))
+        if not (alone or self.filling or normalized or known(counted.weight) != 0):
+            value = known(total)
+            self.uncounted += abs(value) if value is not None and math.isfinite(value) else 0.0
         self.wrapper.check_forward()
         self.backwards += 1
         if normalized and is_loss_output(loss):

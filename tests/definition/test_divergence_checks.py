@@ -72,6 +72,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "of `teacher`: `weight` must have shape (vocab, 5)",
     ),
+    "probabilities as logits": (
+        {"teacher": TeacherLogits(zeros(N, V) + np.float32(1 / V))},
+        ValueError,
+        "of `teacher`: `logits` of a `TeacherLogits` must be logits, or log-probabilities; got",
+    ),
     "integers as logits": (
         {"teacher": TeacherLogits(zeros(N, V, dtype=np.int32))},
         TypeError,

@@ -171,7 +171,7 @@ def differing(rank: int) -> list[str]:
     weight, a, b = torch.randn(5, 4) + rank, torch.randn(2, 4), torch.randn(5, 2)
     said = []
     keep, trained = torch.ones(8, 4, dtype=torch.bool), a.clone().requires_grad_(rank == 1)
-    spread: dict[str, Any] = {"tokens_parallel": group}
+    spread: dict[str, Any] = {"tokens_parallel": group, "reduction": "sum"}
     for head, more in (
         (LowRankHead(weight, a + rank, b), {}),
         (LowRankHead(weight, a, b, 1.0 + rank), {}),

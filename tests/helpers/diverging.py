@@ -212,7 +212,7 @@ def counted(rank: int, world: int, folder: str, cases: list[dict[str, Any]]) -> 
         for name, (tokens, weight, teacher, how, budget) in calls.items():
             hidden = x["hidden"][tokens].requires_grad_()
             of_teacher = TeacherHead(x["of_teacher"][tokens], teacher)
-            options = {**case, **how, "max_chunk_bytes": budget}
+            options = {"reduction": "sum", **case, **how, "max_chunk_bytes": budget}
             with count_collectives() as forward:
                 out = chunked_divergence(hidden, weight, of_teacher, **options)
             with count_collectives() as backward:

@@ -193,7 +193,7 @@ def refused(rank: int, world: int, folder: str, _: list[Any]) -> list[str]:
         return chunked_nll(x["hidden"][0], weight, labels, vocab_parallel=shard, **how)
 
     def tokens(labels: Any, **how: Any) -> Any:
-        how |= {"vocab_parallel": shard, "tokens_parallel": over}
+        how = {"vocab_parallel": shard, "tokens_parallel": over, "reduction": "sum", **how}
         return chunked_nll(x["hidden"][k], weight, labels, **how)
 
     calls = {

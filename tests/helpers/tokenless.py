@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 H, V, K = 8, 36, 3
+SUM = {"reduction": "sum"}  # a mean of each rank's own tokens is refused
 SHAPES: tuple[tuple[int, ...], ...] = ((0,), (2, 0), (0, 3))
 
 
@@ -37,21 +38,21 @@ def arrays(leading: tuple[int, ...], vocab: int = V) -> dict[str, Any]:
 
 
 def nll(X: Any, a: Any, **how: Any) -> Any:
-    return X.chunked_nll(a["hidden"], a["weight"], a["labels"], **how).loss
+    return X.chunked_nll(a["hidden"], a["weight"], a["labels"], **(SUM | how)).loss
 
 
 def soft(X: Any, a: Any, **how: Any) -> Any:
-    return X.chunked_nll(a["hidden"], a["weight"], a["dense"], **how).loss
+    return X.chunked_nll(a["hidden"], a["weight"], a["dense"], **(SUM | how)).loss
 
 
 def soft_few(X: Any, a: Any, **how: Any) -> Any:
     labels = X.SoftLabels(a["ids"], a["probs"])
-    return X.chunked_nll(a["hidden"], a["weight"], labels, **how).loss
+    return X.chunked_nll(a["hidden"], a["weight"], labels, **(SUM | how)).loss
 
 
 def low(X: Any, a: Any, **how: Any) -> Any:
     head = X.LowRankHead(a["weight"], a["low_in"], a["low_out"])
-    return X.chunked_nll(a["hidden"], head, a["labels"], **how).loss
+    return X.chunked_nll(a["hidden"], head, a["labels"], **(SUM | how)).loss
 
 
 def logprobs(X: Any, a: Any, **how: Any) -> Any:
@@ -77,7 +78,7 @@ def diverging(teacher: str, **options: Any) -> Callable[..., Any]:
             "top": lambda: X.TeacherTopK(a["ids"], a["log_probs"]),
         }
         args = a["hidden"], a["weight"], teachers[teacher]()
-        return X.chunked_divergence(*args, **options, **how).loss
+        return X.chunked_divergence(*args, **(SUM | options | how)).loss
 
     return call
 

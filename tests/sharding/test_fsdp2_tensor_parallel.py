@@ -318,7 +318,8 @@ def wrongly(rank: int, world: int) -> dict[str, str]:
         "other probabilities": lambda: by(
             "hidden", labels=probabilities(0.4 + 0.1 * t), where=there
         ),
-        "copies": lambda: by("hidden", **both),
+        "copies": lambda: by("hidden", reduction="sum", **both),
+        "own means": lambda: by("hidden", spread=True, **both),
         "one says so": lambda: by("hidden", **(both if rank == 3 else {})),
         "hidden and stream": lambda: by(("hidden", "stream")[rank % 2]),
         "not reduced on one": lambda: by("hidden", reduce_hidden_grad=rank != 1),
@@ -352,6 +353,7 @@ SAID = {
     "other weights": f"`token_weights` {SAME}",
     "other denominator": f"`token_weights` {SAME}",
     "other probabilities": f"`labels` {SAME}",
+    "own means": "`reduction` must be 'sum', or come with a `denominator`, with `tokens_par",
     "copies": "`hidden` must be this rank's own tokens with `tokens_parallel`",
     "one says so": "`gather` and `tokens_parallel` must be the same on every rank of the head",
     "hidden and stream": "`gather` and `tokens_parallel` must be the same on every rank of the",

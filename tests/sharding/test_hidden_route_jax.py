@@ -171,7 +171,9 @@ def per_device(kind, p, factors, check_vma=True):
     def body(leaves, labels, factor):
         hidden, weight, bias = leaves
         if kind == "nll":
-            loss, count, *_ = chunked_nll(hidden, weight, labels, bias=bias, **options)
+            # A device's own mean, which is refused unless it is asked for so.
+            own = {"denominator": jnp.maximum((labels != -100).sum(), 1).astype(jnp.float32)}
+            loss, count, *_ = chunked_nll(hidden, weight, labels, bias=bias, **options, **own)
         else:
             out = chunked_logprobs(hidden, weight, labels, bias=bias, **options)
             count = (labels != -100).sum()
@@ -230,7 +232,7 @@ def test_no_tokens_at_all():
     empty = [on(mesh, P("data"), x) for x in arrays]
 
     def loss(hidden, weight, labels):
-        own = {"vocab_parallel": "data", "tokens_parallel": "data"}
+        own = {"vocab_parallel": "data", "tokens_parallel": "data", "denominator": 1.0}
         return lax.psum(chunked_nll(hidden, weight, labels, **own).loss, "data")
 
     spread = jax.shard_map(loss, mesh=mesh, in_specs=P("data"), out_specs=P())

@@ -343,7 +343,7 @@ def test_what_is_refused(name):
 def test_the_same_rows_on_every_device_are_no_shards():
     """A13: without types nothing but the rows tells; NaN."""
     x = jax.random.normal(jax.random.key(0), (20, 4))
-    own = {"vocab_parallel": "data", "tokens_parallel": "data"}
+    own = {"vocab_parallel": "data", "tokens_parallel": "data", "reduction": "sum"}
     spread = jax.shard_map(
         lambda x, w, y: chunked_nll(x, w, y, **own).loss[None], mesh=mesh_of(AxisType.Auto, **ONE),
         in_specs=(P("data"), P(), P("data")), out_specs=P("data"), check_vma=False,

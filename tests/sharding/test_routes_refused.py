@@ -26,7 +26,7 @@ def own_rows(rank: int, world: int, group: Any, hidden: Any, labels: Any, **more
 
     torch.manual_seed(1)
     rows = torch.randn(V, hidden.shape[-1]).chunk(world)[rank].requires_grad_()
-    more = {"vocab_parallel": group, "tokens_parallel": group, **more}
+    more = {"vocab_parallel": group, "tokens_parallel": group, "reduction": "sum", **more}
     return chunked_nll(hidden, rows, labels, **more)
 
 
@@ -188,6 +188,7 @@ def copied(rank: int, world: int, group: Any) -> dict[str, Callable[[], Any]]:
         torch.manual_seed(1)
         rows = torch.randn(V, H).chunk(world)[rank].requires_grad_(trains)
         more = {"vocab_parallel": group, "tokens_parallel": group, **more}
+        more |= {"reduction": "sum"} if function is chunked_nll else {}
         return function(hidden.requires_grad_(), rows, labels, **more)
 
     def on_a_device() -> Any:
@@ -234,6 +235,7 @@ def on_rank(rank: int, world: int) -> dict[str, str]:
             rank, world, group, *tokens_of(rank), tokens_parallel=alone
         ),
         "alone": lambda: own_rows(rank, world, None, *tokens_of(rank), tokens_parallel=group),
+        "own mean": lambda: own_rows(rank, world, group, *tokens_of(rank), reduction="mean"),
         "unreduced": lambda: own_rows(
             rank, world, group, *tokens_of(rank), reduce_hidden_grad=False
         ),
@@ -284,6 +286,7 @@ OF_HEAD = "`tokens_parallel` must be the same on every rank of the head"
 SAID = {
     "other ranks": "`tokens_parallel` must hold the ranks of `vocab_parallel`, [0, 1]; got [",
     "alone": "`tokens_parallel` must come with `vocab_parallel`, of the same ranks; got it alone",
+    "own mean": "`reduction` must be 'sum', or come with a `denominator`, with `tokens_parallel`",
     "unreduced": "`reduce_hidden_grad` must be True with `tokens_parallel`",
     "budget": f"`max_chunk_bytes` {SAME}",
     "width": f"`the width of hidden` {SAME}",

@@ -149,7 +149,8 @@ def differing(rank: int, world: int, reading: bool) -> list[tuple[str, list[Any]
         found: list[Any] = []
         for function in (chunked_nll, chunked_logprobs)[: 1 if name in nll_alone else 2]:
             try:
-                out = function(**arguments)
+                alone = function is chunked_nll and "tokens_parallel" in options
+                out = function(**arguments, **({"reduction": "sum"} if alone else {}))
                 found.append(bool(out[0].isnan().any()))
             except ValueError as error:
                 found.append(str(error))

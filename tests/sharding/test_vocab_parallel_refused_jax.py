@@ -85,6 +85,23 @@ def test_padding_may_fill_the_other_devices(classes):
     assert not failures(check("A2", got, want, magnitude=max(float(want), 1.0)))
 
 
+def test_a_mean_of_each_device_s_own_tokens_is_refused():
+    """A10: of two means a sum, in the gradient of the head."""
+    how = {"vocab_parallel": "tp", "tokens_parallel": "tp"}
+
+    def loss(more):
+        return jax.shard_map(
+            lambda h, w, y: jax.lax.psum(chunked_nll(h, w, y, **how, **more).loss, "tp"),
+            mesh=mesh_of(AxisType.Auto, tp=2), in_specs=(P("tp"), P("tp"), P("tp")), out_specs=P(),
+        )(jnp.ones((8, 4)), jnp.ones((20, 4)), jnp.zeros(8, jnp.int32))  # fmt: skip
+
+    with pytest.raises(ValueError, match=r"got 'mean', over each rank's own.*sum of 2 means"):
+        loss({})
+    want = 8 * np.log(20)
+    for more in ({"reduction": "sum"}, {"denominator": 1.0}):
+        assert not failures(check("A2", loss(more), want, magnitude=want))
+
+
 # What devices must have alike, as device 1 gets it: where its arrays are, and what is done to them.
 DIFFERENT = {
     "slices of the sequence": (P("tp"), lambda x, y, t, rank: (x, y, t)),

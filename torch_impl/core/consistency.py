@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.arguments import SCALARS, Scalars
 from xentlib.checks.call import CALLS
-from xentlib.checks.shards import refuse_inconsistent
+from xentlib.checks.shards import SHARDS, refuse_inconsistent
 from xentlib.plan.split import ROOM
 from xentlib.torch.core.device import chunk_bytes, host_readable
 from xentlib.torch.core.tokens import bad_ids, check_ids, check_labels, counted
@@ -340,6 +340,10 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     ranks = ", ".join(str(rank) for rank, bad in enumerate(columns["bad"]) if bad & 2)
     CALLS.require("denominator_elsewhere", not ranks, ranks=ranks)
     refuse_inconsistent(differs)
+    if terms.mean:
+        alike = call.rows.alike
+        own = len(all_RS) if call.rows.route == "tokens" else 1 if alike is None else alike.shape[1]
+        SHARDS.require("own_mean", own == 1, ranks=own)
     return Agreed(*(columns[name] for name in Agreed._fields))
 
 

@@ -64,6 +64,8 @@ DIVERGING = Refusals(
     logits_stay="a teacher must be a `TeacherHead` where hidden states travel; got `TeacherLogits` "
     "with {route!r}: each rank has logits of its own tokens. Pass the teacher's hidden states and "
     "head, or `gather='head'`.",
+    probabilities="`logits` of a `TeacherLogits` must be logits, or log-probabilities; got rows of "
+    "numbers >= 0 that add up to 1. Pass what the softmax is taken of, or their `log()`.",
     placed="a teacher must be placed as the student is: tokens and vocabulary over the same axes "
     "of one mesh; got another placement. Shard its head and hidden states alike.",
     entropy_of_few="`outputs` must not have 'teacher_entropy' for a `TeacherTopK`, whose other "
@@ -181,6 +183,15 @@ def check_mass(total: float) -> None:
 def check_stored(call: object, stored: object, *, same: bool) -> None:
     """Temperatures of which one is an array, where they can be read."""
     DIVERGING.require("stored", same, call=shown(call), stored=shown(stored))
+
+
+def check_no_probabilities(rows: Any, whole: bool) -> None:
+    """Refuse a softmax in place of logits, by the first rows, as numbers that can be read."""
+    if not whole or not rows.shape[0] or rows.shape[1] < 2:  # a shard's do not add up to 1
+        return
+    some = rows[:8]
+    softmax = bool((some >= 0).all()) and bool((abs(some.sum(1) - 1) < 0.01).all())
+    DIVERGING.require("probabilities", not softmax)
 
 
 def check_teacher_logits(

@@ -333,6 +333,8 @@ def _counted(
     if CLASSES in count.budget:
         kept = (labels.clamp(min=0)[:, None] + torch.arange(5)) % V
         more = {**more, "kept": kept, "ids": kept[:, 2:]}
+    if LOW in count.head and count.function == "chunked_nll":  # tokens of each rank's own
+        more = {**more, "reduction": "sum"}
     torch.manual_seed(0)  # ranks that share a vocabulary share their tokens
     for _ in range(2):  # the second is counted
         hidden = net(torch.randn(N, H, requires_grad=True))
