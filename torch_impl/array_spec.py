@@ -138,3 +138,10 @@ def is_dtensor(x: Any) -> TypeGuard[Any]:
     """
     module = getattr(torch.distributed, "tensor", None)
     return module is not None and isinstance(x, module.DTensor)
+
+
+def summed_over_copies(placements: Any) -> str:
+    """As code, the `grad_placements` of a DTensor's local tensor by which its gradient is summed
+    over ranks that have the same part."""
+    parts = (f"Shard({p.dim})" if p.is_shard() else "Partial()" for p in placements)
+    return f"[{', '.join(parts)}]"

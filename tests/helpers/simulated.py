@@ -83,6 +83,7 @@ def sent_by(setup: Simulated) -> Sent:
             more["vocab_parallel"] = mesh["tp"]
             if setup.sequence:
                 more["tokens_parallel"] = mesh["tp"]
+                more |= {"reduction": "sum"} if setup.function == "chunked_nll" else {}
             piece = distribute_tensor(head.weight.data, mesh["tp"], [Shard(0)])
             head.weight = torch.nn.Parameter(piece)
         if setup.nodes > 1:

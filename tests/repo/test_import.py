@@ -143,7 +143,7 @@ def files_of_routes(rank, world):
             weight = (torch.randn(6 // world, 4) + rank).requires_grad_()
             options = {"vocab_parallel": group}
             if way == "tokens_parallel":
-                options[way] = group
+                options |= {way: group, "reduction": "sum"}
         else:
             head = torch.nn.Linear(4, 6, bias=False)
             fully_shard(head, mesh=dist.init_device_mesh("cpu", (world,)))

@@ -54,7 +54,7 @@ def step(rank: int, head: Any, seed: int, check: Any, *, route: str = "", **opti
         options |= {"gather": route}
     else:
         options |= {"vocab_parallel": VocabShard.of_ranks(len(head.weight), group)}
-        options |= {"tokens_parallel": group} if route else {}
+        options |= {"tokens_parallel": group, "reduction": "sum"} if route else {}
     with check.step():
         loss = chunked_nll(x, head.weight, y, bias=head.bias, **options).loss
         (1.7 * loss).backward()

@@ -20,7 +20,7 @@ from xentlib.checks.shards import ROUTES, SHARDS
 from xentlib.checks.validators import plain
 from xentlib.lora import LowRankHead
 from xentlib.plan import PaddedVocab, VocabShard, shard_of
-from xentlib.torch.array_spec import is_dtensor
+from xentlib.torch.array_spec import is_dtensor, summed_over_copies
 from xentlib.torch.core.consistency import all_gather, filled
 from xentlib.torch.core.vocab import numbers_of
 from xentlib.torch.head.modules import replaced, split_lora
@@ -134,9 +134,10 @@ def chunked(classes: int, ranks: int) -> tuple[int, ...]:
 
 def local_part(name: str, x: Any, axis: int) -> Tensor:
     """Of a DTensor that is sharded along the vocabulary."""
-    cut = x.device_mesh.ndim == 1 and x.placements[0].is_shard(axis)
-    placements = tuple(x.placements)
-    PLACEMENTS.require("over_vocabulary", cut, name=name, axis=axis, placements=placements)
+    placements, flat = tuple(x.placements), x.device_mesh.ndim == 1
+    cut, said = flat and placements[0].is_shard(axis), f"over_vocabulary{'' if flat else '_of_two'}"
+    summed = summed_over_copies(placements)
+    PLACEMENTS.require(said, cut, name=name, axis=axis, placements=placements, summed=summed)
     part: Tensor = x.to_local()
     return part
 
@@ -147,7 +148,8 @@ def replicated(name: str, x: Any) -> Any:
         return x
     placements = tuple(x.placements)
     whole = all(p.is_replicate() for p in placements)
-    PLACEMENTS.require("replicated", whole, name=name, placements=placements)
+    said = "replicated" if x.device_mesh.ndim == 1 else "replicated_of_two"
+    PLACEMENTS.require(said, whole, name=name, placements=placements)
     return x.to_local()
 
 

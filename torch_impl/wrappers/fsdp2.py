@@ -21,6 +21,8 @@ from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xentlib.accumulate import UnsupportedWrapperError, WindowStateError, reduction_of
+from xentlib.checks.placement import PLACEMENTS
+from xentlib.torch.array_spec import summed_over_copies
 from xentlib.torch.wrappers import differentiable, is_a, with_attribute
 from xentlib.torch.wrappers.plain import NoWrapper
 
@@ -238,6 +240,8 @@ def check_copies(rows: bool, **head: Any) -> None:
                 continue
             leaves = (getattr(leaf, "variable", None) for leaf in _history(node))
             owners = [find_owner(leaf) for leaf in leaves if leaf is not None]
+            if not any(owners):
+                _check_local(name, node)
             for owner in owners:
                 if owner is not None and not _reduces(node, owner, rows):
                     divide, placed = owner.group.gradient_divide_factor, node.dtensor_spec
@@ -250,6 +254,19 @@ def check_copies(rows: bool, **head: Any) -> None:
                         f"{'mean' if divide is None else f'sum divided by {divide:g}'} over the "
                         f"ranks; got {got}. Pass the parameter itself, which is gathered once."
                     )
+
+
+def _check_local(name: str, node: Any) -> None:
+    """Refuse a local tensor of a DTensor that is sharded over one dimension of a mesh and whole
+    over another, where tokens may differ, if nothing says what becomes of its gradient there."""
+    spec = node.dtensor_spec
+    cut = any(p.is_shard() for p in spec.placements)
+    copies = [
+        k for k, p in enumerate(spec.placements) if p.is_replicate() and spec.mesh.size(k) > 1
+    ]
+    said = node.grad_placements is not None or not (cut and copies)
+    summed = summed_over_copies(spec.placements)
+    PLACEMENTS.require("copied", said, name=name, placements=spec.placements, summed=summed)
 
 
 def _history(node: Any) -> Iterator[Any]:

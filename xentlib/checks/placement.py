@@ -33,6 +33,14 @@ PLACEMENTS = Refusals(
     over_vocabulary="`{name}` must be sharded over its vocabulary, dimension {axis}, on a "
     "one-dimensional mesh; got {placements}. Pass "
     "`{name}.redistribute(placements=[Shard({axis})])`.",
+    over_vocabulary_of_two="`{name}` must be sharded over its vocabulary, dimension {axis}, on a "
+    "one-dimensional mesh; got {placements}. Pass `{name}.to_local(grad_placements={summed})`, a "
+    "sum over ranks that have the same part, and as `vocab_parallel` the dimension of the mesh "
+    "that shards it.",
+    # This rank's part of one that other ranks have too.
+    copied="`{name}` must say how its gradient is reduced over ranks that have the same part; got "
+    "`to_local()` of a DTensor with {placements}. Pass `to_local(grad_placements={summed})`, whose "
+    "gradient is summed over them, or other placements where they have the same tokens.",
     # DTensor logits that are neither whole nor in columns.
     columns="`logits` must be a DTensor sharded over its classes, the last dimension, on a "
     "one-dimensional mesh, or a plain tensor; got placements {placements}. Pass "
@@ -43,6 +51,9 @@ PLACEMENTS = Refusals(
     replicated="`{name}` must be whole on every rank, a plain tensor or a DTensor with "
     "Replicate(); got {placements}. Pass `{name}.redistribute(placements=[Replicate()])`, whose "
     "backward takes this rank's slice.",
+    replicated_of_two="`{name}` must be whole on every rank, a plain tensor or a DTensor with "
+    "Replicate(); got {placements}. Pass `{name}.to_local()`, this rank's tokens, which are the "
+    "same along `vocab_parallel`.",
     # A sharded head of which no wrapper is known that reduces its gradient.
     dtensor="`{name}` must be a plain tensor, a parameter that `fully_shard` keeps, or come with "
     "`vocab_parallel`; got a DTensor with {placements}, whose gradient reduction is unknown. Pass "
