@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import GetAttrKey
 
 from xentlib.checks.call import refuse_derivative
+from xentlib.checks.validators import to_learn
 
 REFUSED = ("z_loss", "logprobs", "entropy", "lse")  # results of `chunked_nll` without a derivative
 
@@ -41,7 +42,7 @@ def wanted(constants: Any, *primals: Any) -> Needs:
                 name = f"teacher.{'logits' if logits else name}"
             raise ValueError(
                 f"`{name}` must be a constant; got an array that is differentiated, whose gradient "
-                f"is not computed. Pass `jax.lax.stop_gradient({name})`."
+                f"is not computed. Pass `jax.lax.stop_gradient({name})`{to_learn(name)}."
             )
     return Needs(*(p is not None and bool(p.perturbed) for p in primals))
 

@@ -161,6 +161,8 @@ def token_count_of(given: Any, weighted: bool) -> Any:
     if not is_loss_output(given):
         if given is None:
             check_token_count("token_count", None, None, weighted)
+        if isinstance(given, (tuple, list)):
+            WINDOWS.refuse("one_count", name="token_count", came=type(given).__name__)
         WINDOWS.require("count_of_sum", COUNT not in returned(given))
         return given
     check_loss_sum(array_spec(given.loss), given.denominator is not None, SUM)

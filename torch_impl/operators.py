@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from xentlib.arguments import Scalars
 from xentlib.checks.call import refuse_derivative
+from xentlib.checks.validators import to_learn
 
 # Of a head's operators, in the order of their gradients
 DIFFERENTIATED = ("hidden", "weight", "bias", "low_in", "low_out")
@@ -298,7 +299,7 @@ def not_differentiable(**constants: Any) -> None:
         if any(x.requires_grad for x in layers(value)):
             raise ValueError(
                 f"`{name}` must be a constant; got a tensor that requires grad, whose gradient is "
-                f"not computed. Pass `{name}.detach()`."
+                f"not computed. Pass `{name}.detach()`{to_learn(name)}."
             )
 
 

@@ -174,6 +174,23 @@ def test_constants_are_not_differentiated(name):
         chunked_nll(**leaves, **{name: value})
 
 
+@pytest.mark.parametrize("name", ["temperature", "logit_scale"])
+def test_a_factor_is_learned_as_the_message_says(name):
+    """D12: the call that the refusal advises has the factor's gradient."""
+    leaves, _ = tensors()
+    hidden, weight, bias = (leaves[x].detach() for x in ("hidden", "weight", "bias"))
+    value = torch.tensor(1.3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"; to learn it, (multiply|divide) `hidden` and `bias`"):
+        chunked_nll(**leaves, **{name: value})
+    factor = 1 / value if name == "temperature" else value
+    chunked_nll(hidden * factor, weight, leaves["labels"], bias=bias * factor).loss.backward()
+    exact = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    factor = 1 / exact if name == "temperature" else exact
+    logits = factor * (hidden.double() @ weight.double().T + bias.double())
+    torch.nn.functional.cross_entropy(logits, leaves["labels"].long()).backward()
+    assert not failures(check("A9", value.grad.numpy(), exact.grad.numpy(), metrics=("rho / u",)))
+
+
 REFUSED = ("entropy", "logprobs", "lse", "z_loss")
 
 

@@ -10,7 +10,8 @@ KEPT = Refusals(
     "{shape}. Fill rows that have fewer up with -1.",
     # A token that the sampler cannot have drawn.
     outside="`labels` must be among the `kept` classes of their token; got {label}, which is not. "
-    "Pass what the sampler kept at the same positions, or -1 throughout where it kept all.",
+    "Pass what the sampler kept at the same positions, or -1 throughout where it kept all; a label "
+    "that was not sampled, as of a prompt or a forced token, is masked, or added to its row.",
     smoothing="`label_smoothing` must be 0 with `kept`, `ids` or `top_k`; got {eps:g}. Leave it "
     "out.",
 )

@@ -231,3 +231,15 @@ def check_routes(arguments: Mapping[str, Any], known: Sequence[str]) -> frozense
         ok = isinstance(rate, (int, float)) and least <= rate < float("inf")
         check_number(f"rates.{name}", rate, f"a finite number >= {least}", ok=ok)
     return frozenset(options)
+
+
+LEARNED = {  # of constants that a model may have as parameters
+    "logit_scale": "; to learn it, multiply `hidden` and `bias` by it instead",
+    "temperature": "; to learn it, divide `hidden` and `bias`, or `logits`, by it instead, where "
+    "there is no `softcap`",
+}
+
+
+def to_learn(name: str) -> str:
+    """How a constant's gradient comes about, for the end of a sentence."""
+    return LEARNED.get(name, "")
