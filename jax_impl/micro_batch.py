@@ -21,6 +21,7 @@ from xentlib.checks.window import (
     check_integer_count,
     check_loss_sum,
     check_own_count,
+    check_own_loss,
     check_token_count,
 )
 from xentlib.divergence import DivergenceOutput
@@ -44,6 +45,8 @@ LOOPS = ("cond", "scan", "while")
 # What `chunked_nll` has returned, traced or not, by the arrays' identities: a loss that is a sum, a
 # mean, or both, and counts beside a mean.
 RETURNED: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
+# The sum that was returned beside a count, where it could be read.
+OWN_LOSS: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 
 def labelled(out: Output, denominator: Any) -> Output:
@@ -53,6 +56,8 @@ def labelled(out: Output, denominator: Any) -> Output:
     number, weight = (checkpoint_name(x, COUNT) for x in (out.num_tokens, out.weight_sum))
     if out.denominator is None:
         remember(total, SUMMED)
+        if not isinstance(total, jax.core.Tracer):  # read, if at all, where it is added up
+            OWN_LOSS[id(number)] = weakref.ref(number, partial(forget, id(number))), total
     else:
         # What 1 divides is a sum too. A sum of weights is not read: that would be a wait.
         remember(total, DIVIDED, *((SUMMED,) if known(denominator) == 1 else ()))
@@ -67,6 +72,7 @@ def remember(x: Any, *names: str) -> None:
 
 def forget(key: int, _: Any) -> None:
     RETURNED.pop(key, None)
+    OWN_LOSS.pop(key, None)
 
 
 def returned(x: Any) -> tuple[str, ...]:
@@ -139,6 +145,9 @@ def loss_and_count(loss: Any, num_tokens: Any = None, *, mean: bool = False) -> 
     if out is not None:
         loss, divided = out.loss, out.denominator is not None
         number, total = known(out.num_tokens), known(out.weight_sum)
+        reference, own = OWN_LOSS.get(id(out.num_tokens), (None, None))
+        if reference is not None and reference() is out.num_tokens:
+            check_own_loss(known(loss), known(own), number, total)
         if num_tokens is None:
             num_tokens = out.weight_sum
         check_own_count(known(num_tokens), total if mean else number, total)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from xentlib.checks.validators import plain
-from xentlib.checks.window import WINDOWS, check_loss_sum, check_own_count, check_token_count
+from xentlib.checks.window import (
+    WINDOWS,
+    check_loss_sum,
+    check_own_count,
+    check_own_loss,
+    check_token_count,
+)
 from xentlib.results import is_loss_output
 from xentlib.torch.array_spec import array_spec
 from xentlib.torch.core.device import device_info
@@ -96,6 +102,8 @@ def loss_and_count(loss: Any, num_tokens: Any) -> LossAndCount:
         check_own_count(known(num_tokens), known(origin.num_tokens), known(origin.weight_sum))
     if not is_loss_output(loss):
         return LossAndCount(loss, num_tokens, origin=origin)
+    own = getattr(loss.num_tokens, LABEL, None)
+    check_own_loss(known(loss.loss), own, known(loss.num_tokens), known(loss.weight_sum))
     if num_tokens is None:
         # The number itself where tokens have no weights: their sum is rounded beyond 2^24.
         number, weight = loss.num_tokens, loss.weight_sum
@@ -132,6 +140,8 @@ def label_loss(loss: Tensor, num_tokens: Any, weight_sum: Any, denominator: Any)
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(loss):
         return
     setattr(loss, LABEL, (num_tokens, weight_sum, denominator, version(loss)))
+    if denominator is None:
+        setattr(num_tokens, LABEL, known(loss))
     node: Any = loss.grad_fn
     if node is not None:
         node.metadata[LABEL] = (num_tokens, weight_sum, denominator)

@@ -119,6 +119,17 @@ def test_an_evaluation_of_many_batches_is_not_rounded_away() -> None:
 NAMELESS = "`loss` must be an `NLLOutput`, which says whether it is a sum; got one number"
 
 
+def test_an_output_knows_its_own_sum() -> None:
+    """A mean that is put in its place, outside of a program."""
+    part, p = jax.tree.map(lambda x: x[0], data()), params()
+    out = chunked_nll(part["x"] @ p["trunk"], p["head"], part["y"], reduction="sum")
+    with pytest.raises(ValueError, match="got one that was divided by its number of tokens since"):
+        Evaluation().add(out._replace(loss=out.loss / int(out.num_tokens)))
+    more = Evaluation().add(out._replace(loss=out.loss + 0.7)).mean_loss()
+    want = (float(out.loss) + 0.7) / int(out.num_tokens)
+    assert not failures(check("A9", float(more), want, magnitude=want, metrics=("rho / u",)))
+
+
 def test_one_number_says_by_its_name_what_it_is() -> None:
     """`add(out.loss, out.num_tokens)` took a mean for a sum, 0.522 for 5.804: an array cannot say
     what it was divided by, traced or not."""

@@ -167,6 +167,16 @@ def check_token_count(
         WINDOWS.refuse("some", name=name, loss=loss)
 
 
+def check_own_loss(loss: object, own: object, *counts: object) -> None:
+    """Refuse an output's loss that is the one it was made with over its count, as `_replace` puts
+    it there; numbers, or None where they are not read."""
+    if not isinstance(loss, (int, float)) or not isinstance(own, (int, float)) or loss == own:
+        return
+    divided = (loss * n for n in counts if isinstance(n, (int, float)) and n > 1)
+    mean = own != 0 and any(abs(x - own) <= 1e-5 * abs(own) for x in divided)
+    WINDOWS.require("undivided", not mean)
+
+
 def check_own_count(value: object, number: object, weight: object) -> None:
     """Refuse a count that is not that of the loss it is given with; None where it is not read.
 
