@@ -135,8 +135,8 @@ def chunked(classes: int, ranks: int) -> tuple[int, ...]:
 def local_part(name: str, x: Any, axis: int) -> Tensor:
     """Of a DTensor that is sharded along the vocabulary."""
     placements, flat = tuple(x.placements), x.device_mesh.ndim == 1
-    cut, said = flat and placements[0].is_shard(axis), f"over_vocabulary{'' if flat else '_of_two'}"
-    summed = summed_over_copies(placements)
+    said = "over_vocabulary" if flat else "over_vocabulary_of_two"
+    cut, summed = flat and placements[0].is_shard(axis), summed_over_copies(placements)
     PLACEMENTS.require(said, cut, name=name, axis=axis, placements=placements, summed=summed)
     part: Tensor = x.to_local()
     return part
