@@ -362,7 +362,6 @@ def chunked_logprobs(
             temperature=temperature,
             entropy=entropy,
             vocab_parallel=vocab_parallel,
-            reduction="sum",  # of outputs that are each token's
             tokens_parallel=tokens_parallel,
             gather=gather,
             tokens_per_rank=tokens_per_rank,

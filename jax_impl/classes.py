@@ -305,7 +305,7 @@ def run_classes(given: Any, options: Options, arrays: Arrays, source: str) -> Lo
 
 def head_classes(given: Arguments, place: Placement | None = None) -> LogprobOutput[Any]:
     """`chunked_logprobs` with `kept`, `ids` or `top_k`."""
-    options, arrays = bind(given, place, recompute=True)
+    options, arrays = bind(given._replace(reduction="sum"), place, recompute=True)
     return run_classes(given, options, arrays, "hidden")
 
 

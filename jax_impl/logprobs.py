@@ -259,7 +259,7 @@ def head_logprobs(given: Arguments, place: Placement | None = None) -> LogprobOu
         from xentlib.jax.classes import head_classes
 
         return head_classes(given, place)
-    return _run_logprobs(*bind(given, place, recompute=True))
+    return _run_logprobs(*bind(given._replace(reduction="sum"), place, recompute=True))
 
 
 def given_logprobs(given: LogitsArguments) -> LogprobOutput[Any]:

@@ -69,7 +69,7 @@ def divergence(teacher: str, kind: str) -> Call:
     def call(X: Any, a: Any, **how: Any) -> list[Any]:
         teachers = {
             "head": lambda: X.TeacherHead(a["teacher_hidden"], a["teacher_weight"]),
-            "logits": lambda: X.TeacherLogits(a["dense"]),
+            "logits": lambda: X.TeacherLogits(2.0 * a["dense"]),
             "top": lambda: X.TeacherTopK(a["ids"], -1.0 - a["probs"]),
         }
         args = a["hidden"], a["weight"], teachers[teacher]()
@@ -96,7 +96,7 @@ def given(labels: str, *names: str, top_k: int = 0) -> Call:
 
 
 def given_divergence(X: Any, a: Any, **how: Any) -> list[Any]:
-    return [X.vocab_parallel_divergence(a["logits"], X.TeacherLogits(a["dense"]), **how)]
+    return [X.vocab_parallel_divergence(a["logits"], X.TeacherLogits(2.0 * a["dense"]), **how)]
 
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")

@@ -66,7 +66,7 @@ def test_what_the_hidden_route_sends(recompute: bool, options: tuple[str, ...], 
     number = 8 + (0 if recompute else 4) + 4 * ("temperature" in options)
     filled = n  # a multiple of 8
     gathered = ranks * filled * h * b * (2 if twice else 1)
-    same = 3 * 45 + 3 * ranks  # with the first MAX
+    same = 3 * 47 + 3 * ranks  # with the first MAX
     # The largest logit, the target's, a count, and 8 words of each sum.
     sums = ranks * filled * (3 + 8 * (1 + ("entropy" in options)))
     forward = {

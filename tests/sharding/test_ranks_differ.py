@@ -105,6 +105,8 @@ def called(rank: int, world: int, way: str, name: str) -> Any:
     target: Any = labels
     if name in ("divergence", "teacher", "temperature of a teacher", "mean of most probable"):
         function, target = chunked_divergence, teacher_of(name, weight, last=last)
+    if way == "tokens_parallel" and function is not chunked_logprobs and name != "entropy of ids":
+        options = {"reduction": "sum", **options}  # a mean is refused of all alike
     if name == "entropy of ids":
         out = vocab_parallel_logprobs((hidden @ weight.T).detach(), labels, **options)
         return bool(torch.isnan(out[0]).any())
