@@ -59,10 +59,9 @@ def bind(
     if given.tokens_parallel is not None:
         varies = varies_over(hidden, given.tokens_parallel)
         SHARDS.require("own_tokens", varies, axis=given.tokens_parallel)
-        mean, ranks = given.reduction == "mean" and given.denominator is None, 1
-        if mean:
-            ranks = math.prod(map(lax.axis_size, gathered))
-        SHARDS.require("own_mean", ranks == 1, ranks=ranks)
+        mean = given.reduction == "mean" and given.denominator is None
+        ranks = math.prod(map(lax.axis_size, gathered))
+        SHARDS.require("local_mean", not mean or ranks == 1, ranks=ranks)
     check_values(given, vocab_size)
     compute = problem.compute_dtype
     need_x64(compute)

@@ -21,7 +21,7 @@ from xentlib.checks.window import (
     check_integer_count,
     check_loss_sum,
     check_own_count,
-    check_own_loss,
+    check_returned_sum,
     check_token_count,
 )
 from xentlib.divergence import DivergenceOutput
@@ -46,7 +46,7 @@ LOOPS = ("cond", "scan", "while")
 # mean, or both, and counts beside a mean.
 RETURNED: dict[int, tuple[weakref.ref[Any], tuple[str, ...]]] = {}
 # The sum that was returned beside a count, where it could be read.
-OWN_LOSS: dict[int, tuple[weakref.ref[Any], Any]] = {}
+RETURNED_SUMS: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
 
 def labelled(out: Output, denominator: Any) -> Output:
@@ -57,7 +57,7 @@ def labelled(out: Output, denominator: Any) -> Output:
     if out.denominator is None:
         remember(total, SUMMED)
         if not isinstance(total, jax.core.Tracer):  # read, if at all, where it is added up
-            OWN_LOSS[id(number)] = weakref.ref(number, partial(forget, id(number))), total
+            RETURNED_SUMS[id(number)] = weakref.ref(number, partial(forget, id(number))), total
     else:
         # What 1 divides is a sum too. A sum of weights is not read: that would be a wait.
         remember(total, DIVIDED, *((SUMMED,) if known(denominator) == 1 else ()))
@@ -72,7 +72,7 @@ def remember(x: Any, *names: str) -> None:
 
 def forget(key: int, _: Any) -> None:
     RETURNED.pop(key, None)
-    OWN_LOSS.pop(key, None)
+    RETURNED_SUMS.pop(key, None)
 
 
 def returned(x: Any) -> tuple[str, ...]:
@@ -145,9 +145,9 @@ def loss_and_count(loss: Any, num_tokens: Any = None, *, mean: bool = False) -> 
     if out is not None:
         loss, divided = out.loss, out.denominator is not None
         number, total = known(out.num_tokens), known(out.weight_sum)
-        reference, own = OWN_LOSS.get(id(out.num_tokens), (None, None))
+        reference, total_then = RETURNED_SUMS.get(id(out.num_tokens), (None, None))
         if reference is not None and reference() is out.num_tokens:
-            check_own_loss(known(loss), known(own), number, total)
+            check_returned_sum(known(loss), known(total_then), number, total)
         if num_tokens is None:
             num_tokens = out.weight_sum
         check_own_count(known(num_tokens), total if mean else number, total)
@@ -170,8 +170,7 @@ def token_count_of(given: Any, weighted: bool) -> Any:
     if not is_loss_output(given):
         if given is None:
             check_token_count("token_count", None, None, weighted)
-        if isinstance(given, (tuple, list)):
-            WINDOWS.refuse("one_count", name="token_count", came=type(given).__name__)
+        WINDOWS.require("no_pair", not isinstance(given, (tuple, list)), kind=type(given).__name__)
         WINDOWS.require("count_of_sum", COUNT not in returned(given))
         return given
     check_loss_sum(array_spec(given.loss), given.denominator is not None, SUM)

@@ -20,6 +20,7 @@ from xentlib.checks.divergence import (
 from xentlib.jax.array_spec import array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind, bind_logits
 from xentlib.jax.core.call import Arrays, Options
+from xentlib.jax.core.tokens import on_host
 from xentlib.jax.head import unwrapped
 from xentlib.teacher import TeacherHead, TeacherLogits
 
@@ -123,9 +124,10 @@ def given_teacher(
     spec = TeacherLogits(array_spec(logits), array_spec(teacher.temperature))
     sharded = options.axis is not None and options.place is None
     check_teacher_logits(spec, name, source, columns, options.compute_dtype, sharded=sharded)
-    if concrete_on_cpu(logits):
-        some = np.asarray(logits).reshape(-1, logits.shape[-1])[:8].astype(np.float32)
-        check_no_probabilities(some, given.vocab_parallel is None)
+    if given.vocab_parallel is None and concrete_on_cpu(logits, given.labels, given.where):
+        _, valid = on_host(labels_for(logits, given.labels), given.where, given.ignore_index)
+        rows = np.asarray(logits).reshape(-1, logits.shape[-1])
+        check_no_probabilities(rows[np.flatnonzero(valid)[:8]].astype(np.float32))
     of_logits = LogitsArguments(
         logits,
         labels_for(logits, given.labels),

@@ -82,7 +82,7 @@ def given_forward(call: LogitsCall, terms: SoftTerms) -> tuple[Tensor, ...]:
             student.vocab.consistency.probs(terms.probs, tokens.valid)
         else:
             probs = terms.probs[:, : student.vocab.local_size]
-            student.vocab.consistency.own_softmax(probs, tokens.valid, logits=False)
+            student.vocab.consistency.local_softmax(probs, tokens.valid, logits=False)
     student.tokens = tokens._replace(more=None)
     columns = columns_of(student, WantedStats(terms.entropy))
     stats: Largest = both.kind.stats(*over_shards(student, columns))

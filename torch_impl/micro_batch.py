@@ -14,7 +14,7 @@ from xentlib.checks.window import (
     WINDOWS,
     check_loss_sum,
     check_own_count,
-    check_own_loss,
+    check_returned_sum,
     check_token_count,
 )
 from xentlib.results import is_loss_output
@@ -102,8 +102,8 @@ def loss_and_count(loss: Any, num_tokens: Any) -> LossAndCount:
         check_own_count(known(num_tokens), known(origin.num_tokens), known(origin.weight_sum))
     if not is_loss_output(loss):
         return LossAndCount(loss, num_tokens, origin=origin)
-    own = getattr(loss.num_tokens, LABEL, None)
-    check_own_loss(known(loss.loss), own, known(loss.num_tokens), known(loss.weight_sum))
+    returned = getattr(loss.num_tokens, LABEL, None)  # the sum beside this count
+    check_returned_sum(known(loss.loss), returned, known(loss.num_tokens), known(loss.weight_sum))
     if num_tokens is None:
         # The number itself where tokens have no weights: their sum is rounded beyond 2^24.
         number, weight = loss.num_tokens, loss.weight_sum

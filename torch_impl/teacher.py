@@ -32,6 +32,7 @@ from xentlib.torch.core.kernels import Kernels, kernels_for
 from xentlib.torch.core.logits import ChunkedLogits
 from xentlib.torch.core.loop import HeadLoop
 from xentlib.torch.core.pairs import GivenTeacher, HeadTeacher, InPlace, PairedLogits
+from xentlib.torch.core.tokens import counted
 from xentlib.torch.core.vocab import ShardedVocab
 from xentlib.torch.head.modules import replaced, split_lora
 from xentlib.torch.micro_batch import readable
@@ -88,7 +89,7 @@ class TeacherCall(NamedTuple):
             name, temperature = "temperature of `teacher`", self.teacher_temperature
             vocab.consistency.per_token(name, temperature, valid.shape[0])
             columns = self.teacher_hidden[:, : vocab.local_size]
-            vocab.consistency.own_softmax(columns, valid, logits=kind != SOFT_LABELS)
+            vocab.consistency.local_softmax(columns, valid, logits=kind != SOFT_LABELS)
 
     def beside(self, student: HeadCall) -> HeadCall:
         """As a call of its head, with the student's tokens."""
@@ -281,8 +282,9 @@ def given_teacher(
     temperature = temperature_of(teacher, given.temperature)
     tempered = tokens(as_tensor(temperature, 1.0, logits, call.compute_dtype))
     flat = logits.reshape(problem.num_tokens, logits.shape[-1])
-    if readable(flat):
-        check_no_probabilities(flat[:8].detach().float(), given.vocab_parallel is None)
+    if given.vocab_parallel is None and readable(flat) and readable(call.labels):
+        valid = counted(call.labels, call.where, call.ignore_index)[0]
+        check_no_probabilities(flat[valid.nonzero()[:8, 0]].detach().float())
     return TeacherCall(flat, teacher_temperature=tempered)
 
 

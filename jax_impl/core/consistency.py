@@ -46,7 +46,7 @@ class RankConsistency(NamedTuple):
 # Sums with random signs, each in units of the root of its sum of squares: those of other tokens
 # differ by about 1.4, those of one array in two roundings of bfloat16 by 0.004.
 SIGNS, SIGNED_TOLERANCE, TOLERANCE = 4, 0.1, 1e-5
-OWN_SOFTMAX = 8  # tokens at which a softmax of one device's columns is looked for
+SOFTMAX_TOKENS = 8  # at which a softmax of one device's columns is looked for
 
 
 def consistency_of(
@@ -57,34 +57,37 @@ def consistency_of(
     Tokens are the same on every device. Where they are gathered they are its own: the shards must
     differ, and the options must not.
     """
-    same, alone = alike(options, arrays, valid), own_softmax(options, arrays, valid, shard)
-    if same is None or alone is None:
-        return same or alone
-    values = jnp.concatenate((same.values, alone.values))
-    tolerances = jnp.concatenate((same.tolerances, alone.tolerances))
+    same, softmax = alike(options, arrays, valid), local_softmax(options, arrays, valid, shard)
+    if same is None or softmax is None:
+        return same or softmax
+    values = jnp.concatenate((same.values, softmax.values))
+    tolerances = jnp.concatenate((same.tolerances, softmax.tolerances))
     return RankConsistency(values, tolerances, same.rows)
 
 
-def own_softmax(
+def local_softmax(
     options: Options, arrays: Arrays, valid: jax.Array, shard: VocabShard
 ) -> RankConsistency | None:
-    """Of some tokens whether the probabilities of this device's columns add up to 1. Wrong where
-    they do on all devices: of one that has others, the tolerance lets it pass."""
+    """Of some valid tokens whether the probabilities of this device's columns add up to 1. Wrong
+    where they do on all devices: of one that has others, the tolerance lets it pass. So does one of
+    less than two columns, where equal logits have p = 1."""
     of_labels = options.divergence is not None and options.divergence.kind == SOFT_LABELS
     looked_at = [(arrays.hidden, True)] if arrays.weight is None else []
     if of_labels and arrays.teacher is not None:
         looked_at.append((arrays.teacher.hidden, False))
     if not looked_at or options.gathered:
         return None
+    # Filled up, as an exported program does not know whether there are so many.
+    counts, some = lax.top_k(jnp.pad(valid.astype(jnp.int32), (0, SOFTMAX_TOKENS)), SOFTMAX_TOKENS)
+    counts, columns = counts > 0, shard.stop - shard.start
     tolerances = []
     for x_NC, logits in looked_at:
-        some = slice(None, None, max(1, (x_NC.shape[0] - 1) // (OWN_SOFTMAX - 1)))
-        x, counts = x_NC[some].astype(options.compute_dtype), valid[some]
+        x = x_NC.at[some].get(mode="fill", fill_value=0).astype(options.compute_dtype)
         column = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-        x = jnp.where(column < shard.stop - shard.start, jnp.exp(x) if logits else x, 0)
+        x = jnp.where(column < columns, jnp.exp(x) if logits else x, 0)
         near = jnp.abs(x.sum(1) - 1) < (1e-3 if x_NC.dtype.itemsize > 2 else 0.05)
-        alone = (near | ~counts).all() & counts.any()
-        tolerances.append(jnp.where(alone, -1.0, 1.0).astype(x.dtype))
+        normalised = (near | ~counts).all() & counts.any() & (columns > 1)
+        tolerances.append(jnp.where(normalised, -1.0, 1.0).astype(x.dtype))
     return RankConsistency(jnp.zeros(len(tolerances), x.dtype), jnp.stack(tolerances), None)
 
 

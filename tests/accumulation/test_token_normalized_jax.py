@@ -288,7 +288,9 @@ def test_counts_that_are_none() -> None:
     tx = token_normalized(optax.sgd(-1.0))
     state = tx.init(params())
     pair = jnp.float32(3), jnp.int32(2)
-    with pytest.raises(ValueError, match=r"`token_count` must be one number.*; got tuple"):
+    with pytest.raises(
+        ValueError, match=r"`token_count` must be an `NLLOutput` or one number; got a tuple"
+    ):
         tx.update(params(), state, params(), token_count=pair, is_last=True)
     with pytest.raises(ValueError, match=r"`token_count` must be the number of.*got -3. Count"):
         tx.update(params(), state, params(), token_count=-3, is_last=True)

@@ -219,3 +219,32 @@ def test_the_nll_of_a_student_with_added_tokens(backend: str) -> None:
         got = np.float64(found.loss) / N + 0.5 * np.float64(nll.loss)
         measured = check("A9", np.float32(got)[None], np.array([right]), metrics=("rho / u",))
         assert not failures(measured)
+
+
+def test_probabilities_are_looked_for_in_tokens_that_count(backend: str) -> None:
+    """A10. Catches: a refusal because of what masked tokens hold, which may be anything; a prompt
+    of zeros before probabilities."""
+    if backend == "torch":
+        pytest.importorskip("torch")
+        import xentlib.torch as x
+
+        to: Any = to_torch
+    else:
+        pytest.importorskip("jax")
+        import xentlib.jax as x
+
+        to = to_jax
+    rng = np.random.default_rng(0)
+    hidden, weight, z = (
+        rng.standard_normal(k).astype(np.float32) for k in ((24, H), (V, H), (24, V))
+    )
+    p = (np.exp(z) / np.exp(z).sum(1, keepdims=True)).astype(np.float32)
+    counts = np.arange(24)[:, None] > 12
+
+    def call(logits: Any) -> Any:
+        teacher = x.TeacherLogits(to(logits.astype(np.float32)))
+        return x.chunked_divergence(to(hidden), to(weight), teacher, where=to(counts[:, 0])).loss
+
+    assert np.isfinite(float(call(np.where(counts, z, p))))
+    with pytest.raises(ValueError, match="must be logits, or log-probabilities"):
+        call(np.where(counts, p, 0.0))

@@ -110,22 +110,19 @@ def each_of_tokens(pair: Pair, change: Callable[[Any], Any]) -> Pair:
     leaves = {n: of(x) if n in ("hidden", "logits") else x for n, x in call.leaves.items()}
     names = (*OF_TOKENS, "teacher")
     keywords = {n: of(x) if n in names else x for n, x in call.keywords.items()}
-    scalar = [n for n, g in pair.upstream.items() if n == "loss" and not np.ndim(g)]
-    upstream = {n: g if n in scalar else change(g) for n, g in pair.upstream.items()}
+    reduced = call.keywords.get("reduction", "none") != "none"
+    upstream = {
+        name: g if name == "loss" and reduced else change(g) for name, g in pair.upstream.items()
+    }
     changed = call._replace(leaves=leaves, labels=of(call.labels), keywords=keywords)
     return pair._replace(call=changed, upstream=upstream)
 
 
 def flat(pair: Pair) -> Pair:
+    """With one dimension of tokens."""
     first = next(iter(pair.call.leaves.values()))
     leading = first.ndim - 1
     count = int(np.prod(first.shape[:-1], dtype=int))
-    each = pair.call.keywords.get("reduction") == "none"
-    if not leading and each:  # a loss of a token that is no array of tokens
-        pair = pair._replace(upstream={n: np.asarray(g)[None] for n, g in pair.upstream.items()})
-        return each_of_tokens(pair._replace(upstream={}), lambda x: x[None])._replace(
-            upstream=pair.upstream
-        )
     return each_of_tokens(pair, lambda x: np.asarray(x).reshape(count, *x.shape[leading:]))
 
 
@@ -217,7 +214,7 @@ def over_ranks(case: Spread, rank: int) -> Any:
     return VocabShard.of_ranks(rows.stop - rows.start, dist.group.WORLD)
 
 
-def own_tokens(case: Spread, rank: int) -> Pair:
+def local_tokens(case: Spread, rank: int) -> Pair:
     return each_of_tokens(case.pair, lambda x: x[case.tokens[rank]])
 
 
@@ -229,7 +226,7 @@ def run_shards(case: Spread, rank: int, world: int) -> Outcome:
 def run_tokens(case: Spread, rank: int, world: int) -> Outcome:
     import torch.distributed as dist
 
-    pair = rows_of(own_tokens(case, rank), case.rows[rank], over_ranks(case, rank))
+    pair = rows_of(local_tokens(case, rank), case.rows[rank], over_ranks(case, rank))
     pair = with_keywords(pair, tokens_parallel=dist.group.WORLD)
     return outcome_of("torch", pair.call, pair.upstream)
 
@@ -255,7 +252,7 @@ def run_gathered(case: Spread, rank: int, world: int) -> Outcome:
 
     from xentlib import torch as ours
 
-    pair, head = own_tokens(case, rank), module_of(case)
+    pair, head = local_tokens(case, rank), module_of(case)
     fully_shard(head, reshard_after_forward=True)
     call = pair.call
     hidden = on_torch(call.leaves["hidden"]).requires_grad_()

@@ -39,7 +39,7 @@ FUNCTIONS = (
 SIGNS, SIGNED_TOLERANCE = 4, 0.1
 # Of plain sums and of numbers that each rank computes for itself.
 TOLERANCE = 1e-5
-OWN_SOFTMAX = 8  # tokens at which a softmax of one rank's columns is looked for
+SOFTMAX_TOKENS = 8  # at which a softmax of one rank's columns is looked for
 
 
 # torch 2.13 has other names for them, and warns of the old ones.
@@ -185,15 +185,16 @@ class RankConsistency:
         weighed = (factors(probs_N.shape[0], probs_N) * probs_N).sum()
         self._add(name, weighed, TOLERANCE * probs_N.norm())
 
-    def own_softmax(self, x_NC: Tensor, valid: Tensor, *, logits: bool) -> None:
-        """Of some tokens whether the probabilities of this rank's columns add up to 1. Wrong where
-        they do on all ranks: of one that has others, the tolerance lets it pass."""
-        some = slice(None, None, max(1, (len(x_NC) - 1) // (OWN_SOFTMAX - 1)))
-        x, valid = x_NC[some].detach().to(**self.like), valid[some]
+    def local_softmax(self, x_NC: Tensor, valid: Tensor, *, logits: bool) -> None:
+        """Of some valid tokens whether the probabilities of this rank's columns add up to 1. Wrong
+        where they do on all ranks: of one that has others, the tolerance lets it pass. So does one
+        of less than two columns, where equal logits have p = 1."""
+        counts, some = valid.int().topk(min(SOFTMAX_TOKENS, len(valid)))
+        x, counts = x_NC[some].detach().to(**self.like), counts.bool()
         sums = (x.exp() if logits else x).sum(1)
         near = (sums - 1).abs() < (1e-3 if x_NC.element_size() > 2 else 0.05)
-        alone = (near | ~valid).all() & valid.any()
-        tolerance = torch.where(alone, -1.0, 1.0).to(x.dtype)
+        normalised = (near | ~counts).all() & counts.any() & (x_NC.shape[1] > 1)
+        tolerance = torch.where(normalised, -1.0, 1.0).to(x.dtype)
         self._add("softmax", torch.zeros_like(tolerance), tolerance)
 
     def tokens(self, name: str, x_NH: Tensor, valid: Tensor) -> None:
@@ -342,8 +343,9 @@ def shake_hands(call: HeadCall, terms: Terms, route: str) -> Agreed:
     refuse_inconsistent(differs)
     if terms.mean:
         alike = call.rows.alike
-        own = len(all_RS) if call.rows.route == "tokens" else 1 if alike is None else alike.shape[1]
-        SHARDS.require("own_mean", own == 1, ranks=own)
+        summed = len(all_RS) if call.rows.route == "tokens" else 1
+        summed = summed if alike is None else alike.shape[1]
+        SHARDS.require("local_mean", summed == 1, ranks=summed)
     return Agreed(*(columns[name] for name in Agreed._fields))
 
 

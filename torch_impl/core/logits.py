@@ -186,7 +186,7 @@ class GivenLogits:
             consistency.ids(self.ids, self.tokens.valid, self.shape.top_k)
             consistency.exact("entropy", float(entropy))
             columns = self.logits[:, : self.local_size]
-            consistency.own_softmax(columns, self.tokens.valid, logits=True)
+            consistency.local_softmax(columns, self.tokens.valid, logits=True)
 
     def chunks(self) -> tuple[None]:
         """All tokens are one."""

@@ -261,10 +261,9 @@ def _check_local(name: str, node: Any) -> None:
     over another, where tokens may differ, if nothing says what becomes of its gradient there."""
     spec = node.dtensor_spec
     cut = any(p.is_shard() for p in spec.placements)
-    copies = [
-        k for k, p in enumerate(spec.placements) if p.is_replicate() and spec.mesh.size(k) > 1
-    ]
-    said = node.grad_placements is not None or not (cut and copies)
+    sizes = zip(spec.placements, spec.mesh.shape)
+    copied = any(p.is_replicate() and ranks > 1 for p, ranks in sizes)
+    said = node.grad_placements is not None or not (cut and copied)
     summed = summed_over_copies(spec.placements)
     PLACEMENTS.require("copied", said, name=name, placements=spec.placements, summed=summed)
 

@@ -306,10 +306,10 @@ def check_top_k(top_k: object, vocab_size: int | None = None) -> None:
     """Validate how many of the most probable classes are wanted, of a vocabulary if it is known:
     over shards it is once all ranks have told each other theirs."""
     if isinstance(top_k, bool) or not isinstance(top_k, int):
-        came = f"shape {top_k.shape}" if isinstance(top_k, ArraySpec) else repr(top_k)
+        shown = f"shape {top_k.shape}" if isinstance(top_k, ArraySpec) else repr(top_k)
         raise TypeError(
             f"`top_k` must be an integer, how many of the most probable classes are wanted; got "
-            f"{came}. Pass an int, 0 for none, which a traced function takes as a static argument."
+            f"{shown}. Pass an int, 0 for none, which a traced function takes as a static argument."
         )
     CALLS.require("top_k_negative", top_k >= 0, top_k=top_k)
     if vocab_size is not None:

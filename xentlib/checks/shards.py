@@ -45,8 +45,8 @@ SHARDS = Refusals(
     "too large. Leave `tokens_parallel` out where every rank has the same tokens; mask copies "
     "that are meant on all ranks but one, and multiply that one's loss by {ranks}.",
     # A mean over each rank's own tokens, of which the head's gradient is the sum.
-    own_mean="`reduction` must be 'sum', or come with a `denominator`, with `tokens_parallel`; got "
-    "'mean', over each rank's own tokens: the head's gradient would be a sum of {ranks} means. "
+    local_mean="`reduction` must be 'sum', or come with a `denominator`, with `tokens_parallel`; "
+    "got 'mean', over each rank's own tokens: the head's gradient would be a sum of {ranks} means. "
     "Pass `reduction='sum'` where a window of `TokenNormalizer` or `accumulate_grads` divides, or "
     "`denominator`, the number of tokens of all ranks.",
     # Tokens that are the same on all devices of the axis that should spread them.

@@ -48,6 +48,8 @@ WINDOWS = Refusals(
     "`NLLOutput` itself, which has its count and says whether it is a sum, or the weight of the "
     "valid tokens.",
     one_count="`{name}` must be one number, the weight of the valid tokens; got {came}. Add it up.",
+    no_pair="`token_count` must be an `NLLOutput` or one number; got a {kind}. Pass the output "
+    "whose loss was differentiated, which has its count.",
     finite="`{name}` must be finite; got {value}. Look for NaN in what it is the sum of.",
     not_negative="`{name}` must be the number of valid tokens, 0 or more; got {value}. Count the "
     "labels that the loss sees.",
@@ -167,13 +169,13 @@ def check_token_count(
         WINDOWS.refuse("some", name=name, loss=loss)
 
 
-def check_own_loss(loss: object, own: object, *counts: object) -> None:
+def check_returned_sum(loss: object, returned: object, *counts: object) -> None:
     """Refuse an output's loss that is the one it was made with over its count, as `_replace` puts
     it there; numbers, or None where they are not read."""
-    if not isinstance(loss, (int, float)) or not isinstance(own, (int, float)) or loss == own:
+    if not isinstance(loss, (int, float)) or not isinstance(returned, (int, float)):
         return
-    divided = (loss * n for n in counts if isinstance(n, (int, float)) and n > 1)
-    mean = own != 0 and any(abs(x - own) <= 1e-5 * abs(own) for x in divided)
+    times_n = (loss * n for n in counts if isinstance(n, (int, float)) and n > 1)
+    mean = returned != 0 and any(abs(x - returned) <= 1e-5 * abs(returned) for x in times_n)
     WINDOWS.require("undivided", not mean)
 
 

@@ -225,8 +225,8 @@ def schedule(
 
 # What ranks of a vocabulary must have the same travels with the first MAX of a call, which in
 # PyTorch has room for so many numbers whatever the function and its options: ranks whose calls
-# differ then learn it from a MAX of one size. most are a
-# divergence's from logits, 41 beside the scalar options.
+# differ then learn it from a MAX of one size. Most are a divergence's from `TeacherLogits`, 41
+# beside the scalar options.
 ROOM = 42 + len(Scalars._fields)
 
 

@@ -48,7 +48,7 @@ def test_a_softmax_of_a_shard_is_nan(name: str, checked: bool) -> None:
     right, whatever is in columns that are padding and in tokens that do not count."""
     rng = np.random.default_rng(0)
     mesh, rows = Mesh(np.array(jax.devices()[:R]), ("v",)), -(-V // R)
-    where = np.arange(N) % 3 > 0
+    where = (np.arange(N) % 8 == 1) & (np.arange(N) > 8)
     arrays = [rng.standard_normal(x).astype("f4") for x in ((N, H), (V, H), (N, V))]
     hidden, weight, other = map(jax.numpy.asarray, arrays)
     z, soft = hidden @ weight.T, jax.nn.log_softmax
