@@ -147,10 +147,11 @@ def chunked_nll(
         tokens_parallel: the ranks of `vocab_parallel` again, if tokens are sharded over them too:
             `hidden`, `labels` and all other per-token arguments are then this rank's own, of any
             number, none included, and so are its results and d hidden; the options are the same on
-            every rank, and the head's gradient is that of the sum of all ranks' results. Every rank
-            makes the call, with or without tokens, and its backward, with the same upstream
-            gradient. In PyTorch, with `gather="hidden"`: a DeviceMesh [nodes, ranks of a node] of
-            FSDP2's ranks; rows are gathered over nodes, hidden states within a node.
+            every rank, and the head's gradient is that of the sum of all ranks' results: a mean of
+            each rank's tokens needs a `denominator`. Every rank makes the call, with or without
+            tokens, and its backward, with the same upstream gradient. In PyTorch, with
+            `gather="hidden"`: a DeviceMesh [nodes, ranks of a node] of FSDP2's ranks; rows are
+            gathered over nodes, hidden states within a node.
         gather: how a sharded head meets data-parallel tokens. "head" all-gathers the weight,
             [V, H]. "hidden" all-gathers the hidden states, chunk by chunk; no rank holds [V, H].
             "stream" all-gathers the weight in blocks of rows, twice: no [V, H] either, a fourth
@@ -570,7 +571,9 @@ def chunked_divergence(
 
     Raises:
         ValueError: shapes, devices or values that do not belong together; vocabularies of two
-            sizes; `beta` without "jsd" or the other way round.
+            sizes; `beta` without "jsd" or the other way round; probabilities as `TeacherLogits`,
+            where they can be read; over shards those that each rank has normalised by itself (NaN
+            where nothing is read).
         TypeError: a dtype that cannot be used, or a `teacher` of another class.
         RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
 

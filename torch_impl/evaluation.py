@@ -49,7 +49,8 @@ class Evaluation:
 
     Raises:
         ValueError: a loss that `chunked_nll` has divided, or that is not one number; one without
-            its count, or of which nobody says whether it is a sum; a count that its loss cannot
+            its count, or of which nobody says whether it is a sum; an output in which its mean was
+            put in place of its sum, where both can be read; a count that its loss cannot
             have, where reading costs nothing. Whether `loss_sum` of other code is a sum cannot be
             checked.
         TypeError: a loss or a count of fewer than 32 bits.

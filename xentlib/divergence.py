@@ -171,7 +171,9 @@ def chunked_divergence(
 
     Raises:
         ValueError: shapes, devices or values that do not belong together; vocabularies of two
-            sizes; `beta` without "jsd" or the other way round.
+            sizes; `beta` without "jsd" or the other way round; probabilities as `TeacherLogits`,
+            where they can be read; over shards those that each rank has normalised by itself (NaN
+            where nothing is read).
         TypeError: a dtype that cannot be used, or a `teacher` of another class.
         RuntimeError: the gradient of the gradient (in JAX, its own ValueError).
 

@@ -75,7 +75,7 @@ def local_softmax(
     looked_at = [(arrays.hidden, True)] if arrays.weight is None else []
     if of_labels and arrays.teacher is not None:
         looked_at.append((arrays.teacher.hidden, False))
-    if not looked_at or options.gathered:
+    if not looked_at or options.gathered or valid.shape[0] == 0:
         return None
     # Filled up, as an exported program does not know whether there are so many.
     counts, some = lax.top_k(jnp.pad(valid.astype(jnp.int32), (0, SOFTMAX_TOKENS)), SOFTMAX_TOKENS)

@@ -7,7 +7,7 @@ import inspect
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from xentlib.contract import check, failures
@@ -171,6 +171,7 @@ def test_nothing_is_sent_by_one_rank_and_no_rank_of_1024_is_beyond_the_plan() ->
 
 @settings(max_examples=150, deadline=None)
 @given(head=heads, way=ways)
+@example({"tokens_per_rank": 1, "vocab_size": 1, "hidden_size": 1, "ranks": 1}, {"replicas": 2})
 def test_a_rank_receives_its_part_of_what_is_whole(head, way):
     """(R - 1) / R of every tensor, twice of an all-reduce, a part of a window's calls; and
     collectives in chunks are no fewer bytes than all at once."""
