@@ -46,7 +46,7 @@ def ours(kind: str, s: Any, t: Any, where: Any = None, temperature: float = 1.0)
     from xentlib.torch import TeacherLogits, vocab_parallel_divergence
 
     how: dict[str, Any] = {"kind": kind, "beta": KINDS[kind], "temperature": temperature}
-    each = vocab_parallel_divergence(s, TeacherLogits(t), where=where, **how)
+    each = vocab_parallel_divergence(s, TeacherLogits(t), where=where, **how).loss
     return each.mean() if where is None else each.sum() / where.sum().clamp(min=1)
 
 
@@ -107,7 +107,7 @@ def ours_jax(kind: str, s: Any, t: Any, where: Any = None, temperature: float = 
     from xentlib.jax import TeacherLogits, vocab_parallel_divergence
 
     how: dict[str, Any] = {"kind": kind, "beta": KINDS[kind], "temperature": temperature}
-    each = vocab_parallel_divergence(s, TeacherLogits(t), where=where, **how)
+    each = vocab_parallel_divergence(s, TeacherLogits(t), where=where, **how).loss
     return each.mean() if where is None else each.sum() / jnp.maximum(where.sum(), 1)
 
 

@@ -364,7 +364,7 @@ def placed_divergence(options: Options, arrays: Arrays, each: bool) -> Divergenc
     return result
 
 
-def given_divergence(given: GivenDivergenceArguments) -> jax.Array:
+def given_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[jax.Array]:
     """`vocab_parallel_divergence` of its arguments."""
     given = GivenDivergenceArguments(*map(plain, given))
     only_arrays(logits=given.logits)
@@ -380,5 +380,6 @@ def given_divergence(given: GivenDivergenceArguments) -> jax.Array:
     how = DivergenceOptions(given.kind, False, True, False, own)
     scalars = options.scalars._replace(beta=given.beta)
     options = options._replace(scalars=scalars, divergence=how)
-    loss: jax.Array = placed_divergence(options, arrays._replace(teacher=teacher), True).loss
-    return loss
+    result = placed_divergence(options, arrays._replace(teacher=teacher), True)
+    constant = jax.tree.map(lax.stop_gradient, (result.num_tokens, result.weight_sum, result.nll))
+    return DivergenceOutput(result.loss, *constant)

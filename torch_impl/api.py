@@ -632,7 +632,7 @@ def vocab_parallel_divergence(
     temperature: float | Tensor = 1.0,
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
-) -> Tensor:
+) -> DivergenceOutput[Tensor]:
     """Divergence of each token's student distribution from the teacher's, from precomputed logits,
     sharded over ranks or whole; D of `chunked_divergence`, with a gradient for the student's.
 
@@ -657,7 +657,9 @@ def vocab_parallel_divergence(
         shard: the classes of this rank's columns, as in `vocab_parallel_logprobs`.
 
     Returns:
-        [...] D in nats, float32 (float64 for float64 logits), never negative.
+        `DivergenceOutput`, whose `loss` is [...] D in nats, float32 (float64 for float64 logits),
+        never negative; a mean over the tokens that count is `out.loss.sum() / out.num_tokens`. Its
+        per-token results are None, and `nll` is 0.
 
     Raises:
         ValueError: shapes, devices or values that do not belong together.

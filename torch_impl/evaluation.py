@@ -40,6 +40,9 @@ class Evaluation:
     for all of them. Ranks that hold copies of others' tokens may take part, if each is there as
     often.
 
+    The loss is averaged as it is: where a call has `z_loss` or `label_smoothing` their terms are in
+    it, and exp of the mean is no perplexity. Evaluate with a call that has neither.
+
     It needs no model and no wrapper. Where a forward gathers parameters (FSDP2, ZeRO-3) every rank
     has to run as many: give those that have done a batch whose labels are all ignored.
 

@@ -15,6 +15,7 @@ from xentlib.algebra import WantedStats
 from xentlib.arguments import GivenDivergenceArguments, LogitsArguments, Scalars
 from xentlib.checks.divergence import check_kind, check_only_logits, of_teacher
 from xentlib.checks.validators import plain
+from xentlib.divergence import DivergenceOutput
 from xentlib.options import DIVERGENCES
 from xentlib.pairs import DzTerms, PairSums
 from xentlib.torch.array_spec import only_tensors, with_leading
@@ -153,7 +154,7 @@ def setup(ctx: Any, output: tuple[Tensor, Tensor], call: LogitsCall, terms: Give
 given_op.gradient(setup, gradient_of_logits)
 
 
-def given_divergence(given: GivenDivergenceArguments) -> Tensor:
+def given_divergence(given: GivenDivergenceArguments) -> DivergenceOutput[Tensor]:
     """`vocab_parallel_divergence` of its arguments."""
     given = GivenDivergenceArguments(*map(plain, given))
     only_tensors(logits=given.logits)
@@ -172,4 +173,7 @@ def given_divergence(given: GivenDivergenceArguments) -> Tensor:
     terms = GivenTerms(
         teacher.teacher_hidden, teacher.teacher_temperature, given.kind, output_dtype
     )
-    return with_leading(given_op(call, terms)[0], problem.leading)
+    loss = with_leading(given_op(call, terms)[0], problem.leading)
+    valid = torch.ones_like(call.labels) if call.where is None else call.where
+    count, nll = valid.sum(), torch.zeros((), dtype=output_dtype, device=loss.device)
+    return DivergenceOutput(loss, count, count.to(output_dtype), nll)

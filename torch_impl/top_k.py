@@ -74,7 +74,7 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
         of_few = GivenDivergenceArguments(
             own, TeacherLogits(other.to(own.dtype)), given.kind, given.beta, where=valid
         )
-        value = given_divergence(of_few)
+        value = given_divergence(of_few).loss
     value = torch.where(valid, value * few.checked(counts, log_q), 0.0)
     loss_N = value
     if given.temperature_squared and call.temperature is not None:

@@ -44,7 +44,7 @@ A = TypeVar("A")  # a tensor or an array of the backend
 
 @not_a_tensor("loss")
 class DivergenceOutput(NamedTuple, Generic[A]):
-    """Result of `chunked_divergence`; a pytree in JAX. Only `loss` carries a gradient.
+    """Result of both divergences; a pytree in JAX. Only `loss` carries a gradient.
 
     Attributes:
         loss: [] the reduced loss, or [...] with `reduction="none"`; float32 (float64 for float64
@@ -200,7 +200,7 @@ def vocab_parallel_divergence(
     temperature: float | Array = 1.0,
     max_chunk_bytes: int | None = None,
     shard: VocabShard | None = None,
-) -> Array:
+) -> DivergenceOutput[Array]:
     """Divergence of each token's student distribution from the teacher's, from precomputed logits,
     sharded over ranks or whole; D of `chunked_divergence`, with a gradient for the student's.
 
@@ -225,7 +225,9 @@ def vocab_parallel_divergence(
         shard: the classes of this rank's columns, as in `vocab_parallel_logprobs`.
 
     Returns:
-        [...] D in nats, float32 (float64 for float64 logits), never negative.
+        `DivergenceOutput`, whose `loss` is [...] D in nats, float32 (float64 for float64 logits),
+        never negative; a mean over the tokens that count is `out.loss.sum() / out.num_tokens`. Its
+        per-token results are None, and `nll` is 0.
 
     Raises:
         ValueError: shapes, devices or values that do not belong together.

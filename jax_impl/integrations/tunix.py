@@ -157,7 +157,7 @@ def logit_loss(
         student = jnp.take_along_axis(student, ids, axis=-1)
     each = vocab_parallel_divergence(
         student, TeacherLogits(teacher), where=where, temperature=temperature
-    )
+    ).loss
     count = jnp.float32(each.size) if where is None else jnp.maximum(where.sum(), 1)
 
     def mean(x: jax.Array) -> jax.Array:

@@ -146,6 +146,19 @@ def test_given_logits_take_logits_alone(backend: str) -> None:
         call(backend, "vocab_parallel_divergence", {"logits": zeros(N, V), "teacher": teacher})
 
 
+def test_given_logits_have_a_count_and_no_mean_of_their_own(backend: str) -> None:
+    """`.mean()` would count tokens that do not: it was 0.979 for 1.236 beside a mask."""
+    teacher, where = TeacherLogits(zeros(N, V)), np.arange(N) != 2
+    arguments = {"logits": zeros(N, V), "teacher": teacher}
+    for more, count in (({}, N), ({"where": where}, N - 1)):
+        out = call(backend, "vocab_parallel_divergence", arguments | more)
+        assert out.loss.shape == (N,)
+        assert [int(out.num_tokens), float(out.weight_sum), float(out.nll)] == [count, count, 0]
+        assert out.denominator is None
+        with pytest.raises(AttributeError, match=r"Use its `\.loss`"):
+            out.mean()
+
+
 @pytest.mark.torch
 def test_a_teacher_is_a_constant_in_torch() -> None:
     """What a graph leads to is refused; a module's parameters are constants."""

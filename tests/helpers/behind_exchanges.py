@@ -38,7 +38,9 @@ def divergence(a: dict[str, Any], **how: Any) -> Tensor:
 
 
 def of_logits(a: dict[str, Any], **how: Any) -> Tensor:
-    return X.vocab_parallel_divergence(a["logits"], X.TeacherLogits(a["teacher"]), **how).mean()
+    return X.vocab_parallel_divergence(
+        a["logits"], X.TeacherLogits(a["teacher"]), **how
+    ).loss.mean()
 
 
 PADDED: dict[str, Callable[..., Tensor]] = {

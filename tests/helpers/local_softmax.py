@@ -67,5 +67,5 @@ def of_rank(rank: int, world: int, low: bool = False, reading: bool = True) -> A
 
 def numbers(out: Any) -> Tensor:
     """Of each token, if there are such."""
-    values: Tensor = out if isinstance(out, Tensor) else out[0]
+    values: Tensor = out[0]
     return values.detach().expand(N)

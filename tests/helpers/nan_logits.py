@@ -96,7 +96,7 @@ def given(labels: str, *names: str, top_k: int = 0) -> Call:
 
 
 def given_divergence(X: Any, a: Any, **how: Any) -> list[Any]:
-    return [X.vocab_parallel_divergence(a["logits"], X.TeacherLogits(2.0 * a["dense"]), **how)]
+    return [X.vocab_parallel_divergence(a["logits"], X.TeacherLogits(2.0 * a["dense"]), **how).loss]
 
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")

@@ -99,7 +99,7 @@ def given_soft(X: Any, a: Any, **how: Any) -> Any:
 
 
 def given_divergence(X: Any, a: Any, **how: Any) -> Any:
-    return X.vocab_parallel_divergence(a["logits"], X.TeacherLogits(a["dense"]), **how)
+    return X.vocab_parallel_divergence(a["logits"], X.TeacherLogits(a["dense"]), **how).loss
 
 
 ALL: dict[str, Callable[..., Any]] = {

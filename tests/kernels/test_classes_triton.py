@@ -137,7 +137,7 @@ def test_divergences_of_given_logits(how: dict[str, Any], monkeypatch: pytest.Mo
         if where is not None:
             student[1], expected[1] = torch.nan, 0.0
         leaf = student.T.contiguous().T.requires_grad_()
-        out = vocab_parallel_divergence(leaf, TeacherLogits(teacher), where=where, **how)
+        out = vocab_parallel_divergence(leaf, TeacherLogits(teacher), where=where, **how).loss
         (gradient,) = torch.autograd.grad(out, leaf, upstream)
         assert np.array_equal(torch.column_stack((out.detach(), gradient)).cpu().numpy(), expected)
 

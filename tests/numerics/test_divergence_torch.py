@@ -51,7 +51,7 @@ def clipped(hidden: Any, weight: Any, teacher: Any, labels: Any) -> Any:
 
 def of_logits(hidden: Any, weight: Any, teacher: Any, labels: Any) -> Any:
     logits = TeacherLogits(teacher.hidden @ teacher.weight.T)
-    return vocab_parallel_divergence(hidden @ weight.T, logits).sum()
+    return vocab_parallel_divergence(hidden @ weight.T, logits).loss.sum()
 
 
 LOSSES = [mixed, clipped, of_logits]

@@ -30,7 +30,7 @@ CALLS = ("divergence of logits", "divergence of a head", "logprobs", "of probabi
 def value(name: str, hidden: Any, weight: Any, z: Any, q: Any, p: Any, where: Any) -> Any:
     how: dict[str, Any] = {"vocab_parallel": PaddedVocab("v", V), "where": where}
     if name == "divergence of logits":
-        return vocab_parallel_divergence(z, TeacherLogits(q), **how).sum()
+        return vocab_parallel_divergence(z, TeacherLogits(q), **how).loss.sum()
     if name == "divergence of a head":
         return chunked_divergence(hidden, weight, TeacherLogits(q), **how).loss
     if name == "logprobs":

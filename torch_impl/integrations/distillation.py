@@ -120,7 +120,7 @@ def topk_divergence(
     for kind, share in shared:
         if share:
             each = vocab_parallel_divergence(student_topk_logprobs, teacher, kind=kind)
-            total = total + share * each
+            total = total + share * each.loss
     if zero_outside_topk:  # and of the K classes to all: the teacher has no probability there
         total = total - student_topk_logprobs.logsumexp(-1).clamp_max(0)
     return total

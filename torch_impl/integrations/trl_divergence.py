@@ -138,7 +138,7 @@ def from_logits(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
             where=where,
             temperature=given["temperature"],
             **kind_of(given["beta"]),
-        )
+        ).loss
         if over is None and given["reduction"] == "batchmean":
             over = max(len(each), 1) if where is None else where.sum().clamp_min(1)
         if over is None:

@@ -69,7 +69,7 @@ class Call(NamedTuple):
             teacher = keywords["teacher"]._replace(weight=constant(weight))
             keywords = {**keywords, "teacher": teacher}
         if self.function == "vocab_parallel_divergence":
-            return Outcome(divergence=function(**leaves, **keywords))
+            return Outcome(divergence=function(**leaves, **keywords).loss)
         return function(**leaves, labels=labels, **keywords)
 
 
