@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tiny", action="store_true", help="sizes of the probe that say nothing")
     result.add_argument("--cases", nargs="+", default=list(CASES), help="of the bench")
     result.add_argument("--rounds", default="5", help="of the bench; with 1 no memory")
-    result.add_argument("--suite", default="quick", help="of the parity run")
+    result.add_argument("--suite", default="standard", help="of the parity run")
     result.add_argument("--rows", nargs="+", default=[], help="of the contract, of the parity run")
     return result
 

@@ -65,7 +65,7 @@ def staged(monkeypatch):
         played.variables = {k: os.environ.get(k) for k in ("XLA_FLAGS", "JAX_PLATFORMS")}
         return [planned(name) for name in played.parts if name != "training"]
 
-    def training_sections(backends, *, text, seed):
+    def training_sections(backends, *, text, seed, few):
         played.training = (backends, text, seed)
         return [planned("training")]
 

@@ -232,7 +232,7 @@ def test_sections_have_names_of_their_own():
     """They are kept and gone on from by name."""
     from xentlib.tools.parity.suite import operator_sections
 
-    for suite in ("quick", "full"):
+    for suite in ("quick", "standard", "full"):
         both, *one = (
             [part.name for part in operator_sections(backends, suite, 0)]
             for backends in (("torch", "jax"), ("torch",), ("jax",))

@@ -25,7 +25,7 @@ def stage(monkeypatch):
 def every_section(backends, device="cpu"):
     return [
         *operator_sections(backends, "quick", 0, device),
-        *training_sections(backends, text=None, seed=0),
+        *training_sections(backends, text=None, seed=0, few=True),
     ]
 
 

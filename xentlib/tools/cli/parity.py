@@ -35,7 +35,7 @@ ONLY = "rows of the contract, such as A18 A20: only the sections that measure th
 RESUME = "go on from the sections that are in the folder, of the same run"
 WHICH = "default: both where both are installed, else the one that is"
 ARGUMENTS: tuple[Row, ...] = (
-    ("--suite", ("quick", "full"), "quick", None, "how many cases"),
+    ("--suite", ("quick", "standard", "full"), "quick", None, "how many cases"),
     ("--backend", (*BACKENDS, "both"), None, None, WHICH),
     ("--device", ("cpu", "cuda"), "cpu", None, DEVICE),
     ("--kernels", CHOICES, "auto", None, KERNELS),
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     if not left_out:
         from xentlib.tools.parity.training.comparison import training_sections
 
-        plan.extend(training_sections(backends, text=args.text, seed=args.seed))
+        few = args.suite == "quick"
+        plan.extend(training_sections(backends, text=args.text, seed=args.seed, few=few))
     if args.only:
         args.only = known_rows(args.only, plan)
         plan = [part for part in plan if set(part.rows) & set(args.only)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,13 @@ EXTRAS: dict[str, Any] = {"token_temperature": True, "token_weights": True, "whe
 BASE = Case("base", 509, 64, 1009, std=1.0)
 CONFIDENT = Case("confident", 512, 64, 2048, std=6.0, confident=0.7)
 WITH_OPTIONS = Case("options", 257, 96, 4099, std=1.0, options=OPTIONS, **EXTRAS)
+
+
+def named(cases: Iterable[Case], *ids: str) -> tuple[Case, ...]:
+    """These of the cases, in the order of the ids; KeyError where there is no such case."""
+    by_id = {case.id: case for case in cases}
+    return tuple(by_id[one] for one in ids)
+
 
 FEW, GIVEN = (131, 33, 509), (64, 64, 257)
 NORMS = ("rho / u", "error ratio")
@@ -65,6 +72,12 @@ GRID = (
 # Sums over many tokens, in a product so narrow that a library may not cut it into blocks.
 NARROW = Case("narrow", 32_771, 1, 101)
 LARGE = {"wide": (256, 1024, 4096), "vocabulary": (256, 64, 32000), "tokens": (4096, 64, 2053)}
+# One of each kind: some options at once, a layout, edges of labels, tokens and logits.
+QUICK_GRID = named(
+    GRID,
+    *("base", "options-peaked", "kernel-layout", "class-weights", "all-ignored", "one-token"),
+    *("far-label", "logits-1e4"),
+)
 FULL_GRID = (
     *GRID,
     NARROW,
@@ -74,12 +87,6 @@ FULL_GRID = (
         for name, sizes in LARGE.items()
     ),
 )
-
-
-def named(cases: Iterable[Case], *ids: str) -> tuple[Case, ...]:
-    """These of the cases, in the order of the ids; KeyError where there is no such case."""
-    by_id = {case.id: case for case in cases}
-    return tuple(by_id[one] for one in ids)
 
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -126,6 +133,18 @@ AUDIT = (
     # Every gradient is subnormal in float16.
     Case("audit-fp16-small", 512, 64, 2053, dtype="float16", options={"denominator": 1e5}),
 )
+
+
+class Extent(NamedTuple):
+    """How much a section over ranks measures."""
+
+    seed: int = 0
+    suite: str = "standard"
+
+    @property
+    def few(self) -> bool:
+        return self.suite == "quick"
+
 
 CHUNKS = (8, 16, 24, 40, 64, 128, 200, 512)
 FEW_CHUNKS = (8, 24, 64, 200)

@@ -51,39 +51,51 @@ def operator_sections(
 
     Args:
         backends: "torch", "jax" or both; rows between backends need both.
-        suite: "quick" or "full" (more cases and three seeds).
+        suite: "quick" (each row of each function, on few cases), "standard", or "full" (more cases
+            and three seeds).
         seed: of every array.
         device: the default one of both frameworks. Ranks and devices of a mesh are on the CPU, and
             rows A10 and A17 are of CPUs: their sections are left out elsewhere.
     """
-    full = suite == "full"
+    full, few, extent = suite == "full", suite == "quick", [cases.Extent(seed, suite)]
     seeds, audit_seeds = (range(seed, seed + (count if full else 1)) for count in (3, 5))
-    grid = cases.FULL_GRID if full else cases.GRID
-    fp32, bf16 = _problems(grid, seeds), _problems(low_precision(grid), seeds)
-    fp16 = _problems(low_precision(grid, "float16"), seeds)
-    base, chunks = _problems((BASE,), [seed]), _problems(cases.CHUNK_CASES, [seed])
+    grid = {"quick": cases.QUICK_GRID, "standard": cases.GRID, "full": cases.FULL_GRID}[suite]
+    low_grid = grid[:3] if few else grid
+    fp32, bf16 = _problems(grid, seeds), _problems(low_precision(low_grid), seeds)
+    fp16 = _problems(low_precision(low_grid, "float16"), seeds)
+    base = _problems((BASE,), [seed])
+    chunks = _problems(cases.CHUNK_CASES[-2:] if few else cases.CHUNK_CASES, [seed])
     two, options = _problems((BASE, CONFIDENT), seeds), _problems((cases.WITH_OPTIONS,), [seed])
-    audit, logits = _problems(AUDIT, audit_seeds), logit_sets(seed)
+    audit = _problems(AUDIT[8:13] if few else AUDIT, audit_seeds)
+    logits = logit_sets(seed, *(("gaps-2", "gaps-31", "offset") if few else ()))
     # For per-token outputs: one of each standard deviation, with options and without.
     four = _problems(named(AUDIT, "audit-0", "audit-1", "audit-2", "audit-3"), [seed])
     batches = _problems((invariant.BATCH, invariant.BATCH_LOW), [seed])
-    per_token_batches = partial(invariant.batches, per_token)
-    of_divergence, close = (_problems(x, [seed]) for x in (divergences.GRID, divergences.CLOSE))
-    low_divergence = _problems(low_precision(divergences.GRID), [seed])
+    nll_batches, per_token_batches = (
+        partial(invariant.batches, rows, few=few) for rows in (nll, per_token)
+    )
+    # Of nine each kind once, with other sizes, options or distances.
+    of_kinds = slice(0, None, 4 if few else 1)
+    of_divergence, close = (
+        _problems(x[of_kinds], [seed]) for x in (divergences.GRID, divergences.CLOSE)
+    )
+    every_fourth = of_divergence if few else of_divergence[::4]
+    low_divergence = _problems(low_precision(divergences.GRID[of_kinds]), [seed])
     tempered = _problems(named(divergences.GRID, "tempered-forward_kl"), [seed])
     company = _problems((divergences.BATCH,), [seed])
-    of_batches = partial(divergences.batches, divergences.divergences)
-    of_classes, few = classes.of_classes, _problems(classes.GRID, [seed])
+    of_batches = partial(divergences.batches, divergences.divergences, few=few)
+    of_classes, kept = classes.of_classes, _problems(classes.GRID[: 3 if few else None], [seed])
     low_classes, mutated = (
-        _problems(x, [seed]) for x in (low_precision(classes.GRID[:4]), (classes.MUTATED,))
+        _problems(x, [seed])
+        for x in (low_precision(classes.GRID[2 if few else 0 : 4]), (classes.MUTATED,))
     )
     (batch,) = _problems((classes.BATCH,), [seed])
-    class_batches = partial(invariant.batches, of_classes)
+    class_batches = partial(invariant.batches, of_classes, few=few)
     of_soft, soft_batch = (_problems(x, [seed]) for x in (soft.GRID, (soft.BATCH,)))
     low_soft, soft_mutated = (
         _problems(x, [seed]) for x in (low_precision(soft.GRID[1:3]), (soft.MUTATED,))
     )
-    soft_batches = partial(invariant.batches, soft.soft)
+    soft_batches = partial(invariant.batches, soft.soft, few=few)
     sections: list[Rows] = [
         ("fp32 against the oracle", "A0 A2 A5 A6 A9 A26", 0.5, fp32, nll.against_oracle),
         ("bf16 against the oracle", "A7 A8 A9 A19", 0.5, bf16, nll.against_oracle),
@@ -109,17 +121,23 @@ def operator_sections(
             divergences.against_oracle,
         ),
         ("divergences, bf16", "A7 A9 A19", 2.0, low_divergence, divergences.against_oracle),
-        ("divergences of given logits", "A14 A20 A21 A22 A24", 15.0, [seed], divergences.given),
+        ("divergences of given logits", "A14 A20 A21 A22 A24", 15.0, extent, divergences.given),
         ("divergences of close heads in bf16", "A25", 3.0, close, divergences.close_heads),
         ("divergences, chunk sizes", "A10", 3.0, of_divergence[:1], divergences.divergences.chunks),
-        ("divergences, run to run", "A11", 3.0, of_divergence[::4], divergences.divergences.repeat),
+        (
+            "divergences, run to run",
+            "A11",
+            3.0,
+            every_fourth,
+            divergences.divergences.repeat,
+        ),
         ("divergences, batch invariance", "A17", 12.0, company, of_batches),
         ("divergences, mutants", "A14", 3.0, tempered, divergences.mutants),
-        ("classes of a token, fp32", "A0 A5 A6 A9", 0.7, few, of_classes.against_oracle),
+        ("classes of a token, fp32", "A0 A5 A6 A9", 0.7, kept, of_classes.against_oracle),
         ("classes of a token, bf16", "A7 A9 A19", 0.7, low_classes, of_classes.against_oracle),
         ("classes of a token of given logits", "A0 A3 A4", 0.7, logits, classes.given),
-        ("classes of a token, chunk sizes", "A10", 3.0, few[2:3], of_classes.chunks),
-        ("classes of a token, run to run", "A11", 1.0, few[2:3], of_classes.repeat),
+        ("classes of a token, chunk sizes", "A10", 3.0, kept[2:3], of_classes.chunks),
+        ("classes of a token, run to run", "A11", 1.0, kept[2:3], of_classes.repeat),
         ("classes of a token, mutants", "A14", 2.0, mutated, classes.mutants),
         ("classes of a token, batch invariance", "A14 A17", 9.0, [batch], class_batches),
         ("class probabilities, fp32", "A0 A2 A5 A6 A9", 0.7, of_soft, soft.soft.against_oracle),
@@ -129,14 +147,14 @@ def operator_sections(
         ("class probabilities, run to run", "A11", 1.0, of_soft[2:3], soft.soft.repeat),
         ("class probabilities, mutants", "A14", 2.0, soft_mutated, soft.mutants),
         ("class probabilities, batch invariance", "A14 A17", 9.0, soft_batch, soft_batches),
-        ("vocabularies over ranks", "A1 A6 A10 A13 A14", 50.0, [seed], sharded.sharded),
-        ("batch invariance", "A14 A17", 7.0, batches, partial(invariant.batches, nll)),
+        ("vocabularies over ranks", "A1 A6 A10 A13 A14", 50.0, extent, sharded.sharded),
+        ("batch invariance", "A14 A17", 7.0, batches, nll_batches),
         ("per-token outputs, batch invariance", "A14 A17", 7.0, batches, per_token_batches),
         ("parts of a vocabulary in one process", "A18", 8.0, [seed], parts.parts),
-        ("shard invariance", "A14 A18", 50.0, [seed], invariant.shards),
-        ("collectives", "A14 A15", 18.0, [suite], collectives.collectives),
+        ("shard invariance", "A14 A18", 50.0, extent, invariant.shards),
+        ("collectives", "A14 A15", 18.0, extent, collectives.collectives),
         ("per-token outputs in audit mode", "A1", 0.7, four, per_token.audit),
-        ("classes of a token in audit mode", "A1", 0.7, few[1:4], of_classes.audit),
+        ("classes of a token in audit mode", "A1", 0.7, kept[1:4], of_classes.audit),
         ("class probabilities in audit mode", "A1", 0.7, of_soft[1:3], soft.soft.audit),
         ("divergences in audit mode", "A1", 2.0, low_divergence, divergences.audit),
         ("windows in audit mode", "A1", 2.5, two, windows.audit),

@@ -15,6 +15,7 @@ import numpy as np
 
 from xentlib.budgets import BUDGETS, budget_entries, check_budget
 from xentlib.plan import VocabShard
+from xentlib.tools.harness.cases import Extent
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.ranks import WORLD, run_ranks, start_gloo
 
@@ -97,10 +98,11 @@ class Count(NamedTuple):
         return -(-tokens // multiple) * multiple * columns * 4
 
 
-def collectives(findings: Findings, suite: str) -> None:
-    """Every head, in 1 and 7 chunks; in the full suite in 64 too, and under ZeRO-3 where DeepSpeed
-    is installed, which compiles an operator the first time."""
-    chunks = CHUNKS if suite == "full" else FEW_CHUNKS
+def collectives(findings: Findings, extent: Extent) -> None:
+    """Every head, in 1 and 7 chunks, or in 7 alone; in the full suite in 64 too, and under ZeRO-3
+    where DeepSpeed is installed, which compiles an operator the first time."""
+    suite = extent.suite
+    chunks = {"quick": FEW_CHUNKS[1:], "standard": FEW_CHUNKS, "full": CHUNKS}[suite]
     for backend in findings.backends:
         _measure(findings, backend, backend, chunks)
     if "torch" in findings.backends and suite == "full" and find_spec("deepspeed"):

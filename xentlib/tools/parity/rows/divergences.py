@@ -11,6 +11,7 @@ import numpy.typing as npt
 from xentlib.contract import ROW_OF
 from xentlib.reference import divergence_reference
 from xentlib.tools.harness.backends import Outcome, run_divergence, run_given_divergence
+from xentlib.tools.harness.cases import Extent
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem
 from xentlib.tools.parity.rows.head import HeadRows, Pairs, nothing
@@ -128,10 +129,11 @@ def oracle_of(student: Array, teacher: Array, upstream: Array, **how: Any) -> An
     )
 
 
-def given(findings: Findings, seed: int) -> None:
-    """A20 to A22 at five distances, A24, and what A14 has of them."""
+def given(findings: Findings, extent: Extent) -> None:
+    """A20 to A22 at five distances, or at three, A24, and what A14 has of them."""
+    seed = extent.seed
     for how in KINDS:
-        for far in DISTANCES:
+        for far in DISTANCES[::2] if extent.few else DISTANCES:
             student, teacher, upstream = given_logits(seed, far)
             reference = oracle_of(student, teacher, upstream, **how)
             outcomes = {
@@ -253,7 +255,7 @@ def mutants(findings: Findings, problem: Problem) -> None:
 audit = divergences.audit
 
 
-def batches(rows: HeadRows, findings: Findings, problem: Problem) -> None:
+def batches(rows: HeadRows, findings: Findings, problem: Problem, *, few: bool = False) -> None:
     """A17."""
     for backend in findings.backends:
-        batch(rows, findings, backend, problem)
+        batch(rows, findings, backend, problem, few=few)

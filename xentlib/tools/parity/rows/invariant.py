@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.tools.harness.backends import Outcome
+from xentlib.tools.harness.cases import Extent
 from xentlib.tools.harness.device import nothing_read
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, Problem, build, logits_problem, upstream_of
@@ -43,6 +44,7 @@ DIVERGENCES = tuple(
 CLASSES = Case("invariant-classes", 129, 64, 2005, std=3.0, kept=9, ids=5, where=True)
 SHARDS_LOW = Case("invariant-bf16", 129, 64, 1981, std=3.0, dtype="bfloat16", layout="HV")
 WORLDS = (2, 3, 4, 8)
+FEW_WORLDS = (3,)
 # Of PyTorch, whose shards may have any sizes: blocks of each but the last, which has the rest.
 UNEVEN = {2: (13,), 3: (0, 10), 4: (1, 8, 0), 8: (1, 0, 5, 1, 2, 1, 4)}
 # Quantities that shards do not show in.
@@ -70,26 +72,31 @@ class Company(NamedTuple):
     outcome: Outcome
 
 
-def batches(rows: HeadRows, findings: Findings, problem: Problem) -> None:
+def batches(rows: HeadRows, findings: Findings, problem: Problem, *, few: bool = False) -> None:
     """A17, and what A14 has of it."""
     for backend in findings.backends:
-        whole = batch(rows, findings, backend, problem)
+        whole = batch(rows, findings, backend, problem, few=few)
         sizes = blocks(problem.weight.shape[problem.vocab_axis], (1,))
         reject(findings, "A17", backend, problem, whole, sizes, f"outputs{rows.of}")
 
 
-def batch(rows: HeadRows, findings: Findings, backend: str, problem: Problem) -> Outcome:
+def batch(
+    rows: HeadRows, findings: Findings, backend: str, problem: Problem, *, few: bool = False
+) -> Outcome:
     """A17: per-token outputs and d hidden of tokens in other company; of all tokens in one call."""
     whole = rows.call(backend, problem)
-    for how, places, outcome in companies(rows, backend, problem):
+    for how, places, outcome in companies(rows, backend, problem, few=few):
         details: dict[str, Any] = {"backend": backend, "case": f"{problem.text}, {how}"}
         expected = of_tokens(whole, places)
         same(findings, "A17", outcome, expected, rows.label, OF_TOKENS, **details)
     return whole
 
 
-def companies(rows: HeadRows, backend: str, problem: Problem) -> Iterator[Company]:
-    """Of JAX as few shapes as there can be: each is a program."""
+def companies(
+    rows: HeadRows, backend: str, problem: Problem, *, few: bool = False
+) -> Iterator[Company]:
+    """Of JAX as few shapes as there can be: each is a program. `few` leaves out what row A10 has,
+    and twice as many tokens."""
     upstream, count = rows.upstream(problem), len(problem.labels)
     rng, every, jax = np.random.default_rng(SEED), np.arange(count), backend == "jax"
     counted = np.flatnonzero(problem.valid) if problem.valid.any() else every
@@ -107,10 +114,10 @@ def companies(rows: HeadRows, backend: str, problem: Problem) -> Iterator[Compan
         yield company(f"in a micro-batch of {size}", every[start : start + size])
     # Among their own kind, so that most of a tile, a chunk or a call is padding.
     yield company("three alone", rng.choice(counted, 3, replace=False))
-    if not jax or problem.hidden.dtype == np.float32:
+    if not few and (not jax or problem.hidden.dtype == np.float32):
         twice = np.concatenate([rng.permutation(every), every])
         yield company("twice, once in another order", twice)
-    for chunk in (200,) if jax else (8, 200):
+    for chunk in () if few else (200,) if jax else (8, 200):
         yield company(f"in chunks of {chunk}", every, chunk_tokens=chunk)
     if not jax:
         yield company("one alone", counted[-1:])
@@ -152,8 +159,9 @@ def even(vocab: int, ranks: int) -> tuple[int, ...]:
     return tuple(min(columns, max(0, vocab - k * columns)) for k in range(ranks))
 
 
-def shard_calls(backend: str, seed: int) -> list[list[ShardedCall]]:
+def shard_calls(backend: str, extent: Extent) -> list[list[ShardedCall]]:
     """Lists of calls that are to give the same bits, the first over one shard."""
+    seed, worlds = extent.seed, FEW_WORLDS if extent.few else WORLDS
     head, low = build(SHARDS, seed), build(SHARDS_LOW, seed)
     upstream, given = upstream_of(head, SEED), given_problem(head)
     every = [
@@ -168,8 +176,8 @@ def shard_calls(backend: str, seed: int) -> list[list[ShardedCall]]:
     lists = []
     for function, problem, gradient in every:
         vocab = problem.weight.shape[problem.vocab_axis]
-        cuts = [even(vocab, ranks) for ranks in WORLDS]
-        cuts += [blocks(vocab, UNEVEN[ranks]) for ranks in WORLDS] if backend == "torch" else []
+        cuts = [even(vocab, ranks) for ranks in worlds]
+        cuts += [blocks(vocab, UNEVEN[ranks]) for ranks in worlds] if backend == "torch" else []
         # In JAX each is a program: several chunks where the others are one.
         ways = [(sizes, 64 if k % 2 else None) for k, sizes in enumerate(cuts)]
         if backend == "torch" and problem is not given:
@@ -187,10 +195,10 @@ def given_problem(problem: Problem) -> Problem:
     return own.changed(where=problem.where, options=problem.options)
 
 
-def shards(findings: Findings, seed: int) -> None:
+def shards(findings: Findings, extent: Extent) -> None:
     """A18: over one to eight shards, and without any."""
     for backend in findings.backends:
-        lists = shard_calls(backend, seed)
+        lists = shard_calls(backend, extent)
         calls = [call for of_one in lists for call in of_one]
         outcomes = iter(run_calls(backend, calls, findings.slowness))
         for of_one in lists:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xentlib.tools.harness.backends import Outcome
-from xentlib.tools.harness.cases import EXTRAS, OPTIONS, chunks_of, logit_sets
+from xentlib.tools.harness.cases import EXTRAS, OPTIONS, Extent, chunks_of, logit_sets
 from xentlib.tools.harness.findings import BOTH, GRADIENT_ROWS, Findings, check_gradient, label
 from xentlib.tools.harness.problems import (
     Case,
@@ -41,12 +41,15 @@ def splits(vocab: int) -> dict[str, tuple[int, ...]]:
     return {**sizes_of, "two and an empty one": (*sizes_of["two"], 0)}
 
 
-def calls_for(seed: int, audit: bool) -> list[ShardedCall]:
-    """Both functions of a head over every split, in one chunk and in several; given logits."""
+def calls_for(seed: int, audit: bool, *, few: bool = False) -> list[ShardedCall]:
+    """Both functions of a head over every split, in one chunk and in several; given logits. If
+    `few`, over three shards, and over two and an empty one."""
     calls = []
+    names = ("three", "two and an empty one") if few else tuple(splits(1))
+    given = ("three",) if few else ("two", "three", "four")
     for case, chunk in ((EVEN, None), (UNEVEN, 64), *(((LOW, 64),) if audit else ())):
         problem = build(case, seed)
-        for sizes in splits(case.vocab).values():
+        for sizes in (splits(case.vocab)[name] for name in names):
             for function, upstream in functions(problem):
                 if case is not (EVEN if upstream else UNEVEN):
                     calls.append(ShardedCall(function, problem, sizes, upstream, audit, chunk))
@@ -54,7 +57,7 @@ def calls_for(seed: int, audit: bool) -> list[ShardedCall]:
         problem, sizes_of = logits_problem(logits, labels, text), splits(logits.shape[1])
         calls += [
             ShardedCall(GIVEN, problem, sizes_of[name], upstream_of(problem, SEED), audit)
-            for name in ("two", "three", "four")
+            for name in given
         ]
     return calls
 
@@ -64,13 +67,13 @@ def functions(problem: Problem) -> tuple[tuple[str, Upstream | None], ...]:
     return (("chunked_nll", None), ("chunked_logprobs", upstream_of(problem, SEED)))
 
 
-def chunked_calls(backend: str, seed: int) -> list[ShardedCall]:
+def chunked_calls(backend: str, seed: int, *, few: bool = False) -> list[ShardedCall]:
     """Both functions of a head over four shards, in one chunk first and then in several."""
     problem, sizes = build(CHUNKED, seed), splits(CHUNKED.vocab)["four"]
     return [
         ShardedCall(function, problem, sizes, upstream, False, chunk)
         for function, upstream in functions(problem)
-        for chunk in (None, *chunks_of(backend, few=True))
+        for chunk in (None, *chunks_of(backend, few=True)[-1 if few else 0 :])
     ]
 
 
@@ -86,12 +89,13 @@ def chunked(
         same(findings, "A10", ours, one, over_shards, names, backend=backend, case=case)
 
 
-def sharded(findings: Findings, seed: int) -> None:
+def sharded(findings: Findings, extent: Extent) -> None:
     """A10 and A13 of each backend; A1 of one against the other, and of shards against no shards."""
-    calls, exact = calls_for(seed, False), calls_for(seed, True)
+    seed, few = extent.seed, extent.few
+    calls, exact = calls_for(seed, False, few=few), calls_for(seed, True, few=few)
     audits = {}
     for backend in findings.backends:
-        cut = chunked_calls(backend, seed)
+        cut = chunked_calls(backend, seed, few=few)
         results = run_calls(backend, [*cut, *calls, *exact], findings.slowness)
         chunked(findings, backend, cut, results[: len(cut)])
         results = results[len(cut) :]

@@ -133,6 +133,7 @@ def compare_curves(curves: Sequence[TrainingCurve], case: str) -> Measurement:
 
 STEPS = 40
 DISTILLATION_STEPS = 20  # of the teacher, and of the student
+QUICK_STEPS, QUICK_DISTILLATION_STEPS = 12, 8
 NARROWER = 2  # the student's widths are this part of its teacher's
 # At twice the rate a student's steps amplify what rounding parts: two PyTorch runs from weights
 # 1e-7 apart are 5e-3 apart after 40 steps, and 3e-7 at this one.
@@ -201,15 +202,23 @@ def _text_windows(
     return windows, sizes
 
 
-def training_sections(backends: Sequence[str], *, text: Path | None, seed: int) -> list[Planned]:
-    """Training and distillation as sections of a parity run."""
+def training_sections(
+    backends: Sequence[str], *, text: Path | None, seed: int, few: bool = False
+) -> list[Planned]:
+    """Training and distillation as sections of a parity run; of a quick one, with `few` steps."""
+    steps, of_students = STEPS, DISTILLATION_STEPS
+    if few:
+        steps, of_students = QUICK_STEPS, QUICK_DISTILLATION_STEPS
 
-    def section(part: Callable[..., Section], progress: Progress, slowness: float) -> Section:
-        return part(backends, text=text, seed=seed, progress=progress)
+    def section(
+        part: Callable[..., Section], steps: int, progress: Progress, slowness: float
+    ) -> Section:
+        return part(backends, text=text, seed=seed, steps=steps, progress=progress)
 
-    learnt, taught = (partial(section, part) for part in (run_training, run_distillation))
+    learnt = partial(section, run_training, steps)
+    taught = partial(section, run_distillation, of_students)
     rows = ("A0", "A6", *(["A9"] if len(backends) == 2 else []), "curve")
     return [
-        Planned("training", STEPS, learnt, 0.65, rows),
-        Planned("distillation", DISTILLATION_STEPS, taught, 1.3, rows),
+        Planned("training", steps, learnt, 0.65, rows),
+        Planned("distillation", of_students, taught, 1.3, rows),
     ]
