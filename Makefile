@@ -40,11 +40,12 @@ export XENTLIB_ENDS_WITH := $(shell echo $$PPID)
 # mkdocs-material's notice about its own future is not about this documentation.
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: help parity test test-full mutants bits quick public classes recipes figures cross-check conformance bounds routes fuzz fuzz-pairs gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
+.PHONY: help parity test test-few test-full cases mutants bits quick public classes recipes figures cross-check conformance bounds routes fuzz fuzz-pairs gpu ptx hlo test-oldest test-newest test-wheel check-wheel lint format typecheck docs bench examples env env-new env-all advisories clean
 
 help:
 	@echo 'parity      the main job: both backends side by side, report in build/parity'
 	@echo 'test        the suite, in four processes; PYTEST_ARGS="-k nll -x" narrows it, in one'
+	@echo 'test-few    a case of each test at least, in two fifths of the time'
 	@echo 'test-full   the suite with whole products of options and shapes, of which it has every pair'
 	@echo 'mutants     forty changes of one node each, and the tests that notice; .ci/mutants.tsv'
 	@echo 'bits        fixed calls at BASE=<commit> and here: bits and collectives that are not the same'
@@ -185,6 +186,15 @@ parity: $(VENV)/run.stamp
 test: $(VENV)/test.stamp
 	$(BIN)/pytest $(PYTEST_ARGS)
 
+# Of each function a case at least, in each backend: two fifths of the time, and the same cases at each commit.
+test-few: $(VENV)/test.stamp
+	$(BIN)/pytest --cases few $(PYTEST_ARGS)
+
+# Which cases those are, after a run of all of them on an idle machine, which takes some twenty minutes.
+cases: $(VENV)/test.stamp
+	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/python .ci/cases.py
+
 # While one works: what compiled programs build/jax_cache has are not compiled again.
 quick: $(VENV)/test.stamp
 	$(BIN)/pytest --quick $(PYTEST_ARGS)
@@ -240,6 +250,7 @@ check-wheel: $(WHEEL_ENV)/.stamp
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/lines.py --budget
 	@$(MAKE) --no-print-directory typecheck
 
 # Of the packages that `make` installs. Not part of .ci/run: what it finds changes without a change here.

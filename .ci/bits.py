@@ -41,6 +41,7 @@ Calls = dict[str, dict[str, Any]]
 def main() -> int:
     """Compare, or write."""
     args = parser().parse_args()
+    (ROOT / "build").mkdir(exist_ok=True)
     here = calls_of(ROOT, args.parts)
     if args.write:
         args.write.write_text(json.dumps(here, indent=1) + "\n", encoding="utf-8")

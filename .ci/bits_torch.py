@@ -67,12 +67,18 @@ def repeatable() -> None:
 
 
 def scalar_of(out: Any) -> torch.Tensor:
+    """A sum with a factor for each entry that has a gradient and is a number."""
     if isinstance(out, torch.Tensor):
-        return out
-    if hasattr(out, "loss"):
-        return out.loss * 0.7
-    used = [x for x in (out.logprobs, out.entropy) if x is not None]
-    return sum((x * drawn(*x.shape, seed=9 + k)).sum() for k, x in enumerate(used))
+        used = [out]
+    elif hasattr(out, "loss"):
+        used = [out.loss]
+    else:
+        used = [out.logprobs, out.entropy, out.ids_logprobs, out.top_logprobs]
+    used = [x for x in used if x is not None]
+    if len(used) == 1 and not used[0].ndim:
+        return used[0] * 0.7
+    finite = [torch.where(x.isfinite(), x, 0) for x in used]
+    return sum((x * drawn(*x.shape, seed=9 + k)).sum() for k, x in enumerate(finite))
 
 
 def plain(
@@ -177,9 +183,87 @@ def on_one_process() -> dict[str, Any]:
         "from logits, bf16": given(dtype=low, **entropy),
         "from logits, float64": given(dtype=torch.float64, **entropy),
     }
+    for dtype in (torch.float32, low, torch.float16, torch.float64):
+        of_dtype = of_several_classes(dtype)
+        calls |= {f"{name}, {str(dtype)[6:]}": call for name, call in of_dtype.items()}
     with torch.no_grad():
         calls["nll, no gradient"] = plain(nll, **FEW, **LOSS)
         calls["logprobs, no gradient"] = plain(logprobs, **entropy)
+    return calls
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"kind": "forward_kl"},
+    {"kind": "reverse_kl"},
+    {"kind": "jsd", "beta": 0.3},
+)
+K, WIDTH = 5, 16  # classes told apart of a token, and the width of a teacher
+
+
+def classes() -> dict[str, torch.Tensor]:
+    """Of each token some, of which one is missing here and there; those of a set with the label."""
+    generator = torch.Generator().manual_seed(6)
+    ids = torch.randint(V, (N, K), generator=generator)
+    kept = torch.cat((labels_of().clamp(min=0)[:, None], ids.roll(1, 0)), 1)
+    ids[::3, 2] = -1
+    return {"ids": ids, "kept": kept}
+
+
+def called(function: str, *args: Any, leaf: str, dtype: torch.dtype, **options: Any) -> Any:
+    """Of a head, or of precomputed logits as `leaf` says; `args` come after them."""
+    if leaf == "logits":
+        logits = (3 * drawn(N, V, seed=4, dtype=dtype)).requires_grad_()
+        leaves = {"logits": logits}
+    else:
+        hidden = drawn(N, H, seed=1, dtype=dtype).requires_grad_()
+        leaves = {"hidden": hidden, "weight": drawn(V, H, seed=2, dtype=dtype).requires_grad_()}
+    return measured(lambda: getattr(ours, function)(*leaves.values(), *args, **options), leaves)
+
+
+def of_several_classes(dtype: torch.dtype) -> dict[str, Any]:
+    """Class probabilities, sets of classes and divergences, with options and without."""
+    of, calls = classes(), {}
+    dense = drawn(N, V, seed=31).softmax(1)
+    few = ours.SoftLabels(of["ids"], drawn(N, K, seed=32).softmax(1))
+    where = torch.arange(N) % 5 != 0
+    temperature = drawn(N, seed=12).abs() + 0.5
+    teachers = {
+        "head": ours.TeacherHead(drawn(N, WIDTH, seed=21, dtype=dtype), drawn(V, WIDTH, seed=22)),
+        "logits": ours.TeacherLogits(3 * drawn(N, V, seed=23, dtype=dtype)),
+        "top k": ours.TeacherTopK(of["ids"], drawn(N, K, seed=33).log_softmax(1) - 0.3),
+    }
+    teachers["head"] = teachers["head"]._replace(weight=teachers["head"].weight.to(dtype))
+    for text, more in {"": {}, ", options": {"where": where, "temperature": temperature}}.items():
+        for leaf in ("head", "logits"):
+            how = {"leaf": leaf, "dtype": dtype, **more, **(FEW if more else {})}
+            logprobs = "chunked_logprobs" if leaf == "head" else "vocab_parallel_logprobs"
+            for name, chosen in {
+                "ids": {"ids": of["ids"], "top_k": 3},
+                "kept": {"kept": of["kept"]},
+            }.items():
+                key = f"logprobs of {leaf}, {name}{text}"
+                calls[key] = called(logprobs, labels_of(), entropy=True, **chosen, **how)
+            soft = "chunked_nll" if leaf == "head" else logprobs
+            for name, labels in {"probabilities": dense, "of a few": few}.items():
+                weighed = each_token() | LOSS | how if more and leaf == "head" else how
+                calls[f"{name}, {leaf}{text}"] = called(soft, labels, **weighed)
+        stored = teachers["top k"]._replace(temperature=temperature if more else None)
+        for name, teacher in (teachers | {"top k": stored}).items():
+            for kind in KINDS:
+                how = {"leaf": "head", "dtype": dtype, "labels": labels_of(), **kind, **more}
+                if more:
+                    how |= {**FEW, "token_weights": drawn(N, seed=10).abs(), "softcap": 7.0}
+                calls[f"{kind['kind']} of {name}{text}"] = called(
+                    "chunked_divergence", teacher, reduction="none" if more else "mean", **how
+                )
+        for kind in KINDS:
+            calls[f"{kind['kind']} of logits of both{text}"] = called(
+                *("vocab_parallel_divergence", teachers["logits"]),
+                leaf="logits",
+                dtype=dtype,
+                **kind,
+                **more,
+            )
     return calls
 
 

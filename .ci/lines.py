@@ -3,6 +3,8 @@ the files that `make public` writes.
 
     python .ci/lines.py             here
     python .ci/lines.py COMMIT      at a commit, and here
+    python .ci/lines.py --budget    exit status 1 where a folder has more than .ci/lines.tsv says
+    python .ci/lines.py --write     .ci/lines.tsv, of what is here
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+BUDGET = ROOT / ".ci" / "lines.tsv"
 PACKAGE = ("xentlib", "torch_impl", "jax_impl")
 # Also under the names that they had before the redesign: `call.py` and `public.py`.
 GENERATED = {"xentlib/arguments.py", "xentlib/call.py"}
@@ -25,16 +28,39 @@ LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE = LAYOUT | {tokenize.COMMENT, tokenize.ENDMARKER, tokenize.ENCODING}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commit", nargs="?")
-    commit = parser.parse_args().commit
+    parser.add_argument("--budget", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    commit = asked.commit
     here = counted({name: (ROOT / name).read_text("utf-8") for name in names_here()})
+    if asked.write:
+        BUDGET.write_text("".join(f"{lines}\t{name}\n" for name, lines in sorted(here.items())))
+        return 0
+    if asked.budget:
+        return over_budget(here)
     before = counted(texts_at(commit)) if commit else here
     for folder in sorted(before | here):
         print(f"{folder:28} {before[folder]:7,} {here[folder]:7,}")
     total = before.total(), here.total()
     print(f"{'sum':28} {total[0]:7,} {total[1]:7,}   {total[1] - total[0]:+,}")
+    return 0
+
+
+def over_budget(here: Counter[str]) -> int:
+    """A folder outgrows its number in a commit that says so, or not at all."""
+    rows = [line.split("\t") for line in BUDGET.read_text("utf-8").splitlines()]
+    allowed = {name: int(lines) for lines, name in rows}
+    over = {name: lines for name, lines in here.items() if lines > allowed.get(name, 0)}
+    for name, lines in sorted(over.items()):
+        most = allowed.get(name, 0)
+        print(
+            f"{name} has {lines:,} lines of code and .ci/lines.tsv allows {most:,}: take some out, "
+            f"or change the number in the same commit and say why"
+        )
+    return 1 if over else 0
 
 
 def names_here() -> list[str]:
@@ -93,4 +119,4 @@ def left_out(tree: ast.Module) -> list[ast.stmt]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -16,7 +16,7 @@ from _pytest import runner
 
 from helpers.kept_pages import keep_pages, on_one_piece
 from helpers.orphans import guard
-from helpers.seconds import SECONDS, Seconds
+from helpers.seconds import Seconds, chosen, file_seconds
 
 # Read when pytest-xdist's workers load NumPy, whose idle threads spin: 5 % of a module of JAX's.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -117,6 +117,12 @@ def pytest_addoption(parser):
         help="of each test its first case in each backend; none that is marked slow",
     )
     parser.addoption(
+        "--cases",
+        choices=["all", "few"],
+        default="all",
+        help="few: those that .ci/seconds.tsv says, one of each function at least",
+    )
+    parser.addoption(
         "--full",
         action="store_true",
         help="whole products of options and shapes too, of which a run has every pair",
@@ -136,12 +142,18 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--full"):
         config.hook.pytest_deselected(items=[item for item in items if of_product(item)])
         items[:] = [item for item in items if not of_product(item)]
+    few = config.getoption("--cases") == "few"
+    if few:
+        kept = chosen(items)
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = [item for item in items if id(item) in kept]
+    seconds = file_seconds(few=few)
     # A file is one worker's: the one that takes longest must not begin last. In each, what JAX
     # compiles in one way stands together: a change of the way forgets all that was traced.
     # A test has both backends before the next begins, as helpers/references.py keeps its answers.
     items.sort(
         key=lambda x: (
-            *(-SECONDS.get(x.path.stem, 0.0), x.path, compiled_for_users(x)),
+            *(-seconds[x.path.stem], x.path, compiled_for_users(x)),
             x.location[1],
         )
     )

@@ -1,5 +1,6 @@
-"""Processor seconds of each test module, its ranks included, and how long it took: a plugin of
-pytest that writes build/seconds.tsv, of which .ci/seconds.tsv is a copy from an idle machine."""
+"""Processor seconds of each test, its ranks included, how long it took, and what it showed: a
+plugin of pytest that writes build/seconds.tsv. `.ci/cases.py` makes .ci/seconds.tsv of it, by which
+files that take longest begin first, and `make test-few` runs some cases of each function."""
 
 from __future__ import annotations
 
@@ -7,25 +8,100 @@ import os
 import resource
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from xentlib import contract
+from xentlib.checks.validators import Refusals
+
 BUILD = Path(__file__).parents[2] / "build"
-KEPT = Path(__file__).parents[2] / ".ci" / "seconds.tsv"
+TABLE = Path(__file__).parents[2] / ".ci" / "seconds.tsv"
+HEADER = "processor\ttook\tcases\tkept\tfunction\n"
 OF_RANKS = "XENTLIB_SECONDS_OF_RANKS"  # a file of this process, to which its ranks append theirs
 
 
-def kept() -> dict[str, float]:
-    """How long each file of tests takes, by its name. One that waits, as for ranks that hang on
-    purpose, has few seconds of a processor, and must not begin last for that."""
-    rows = KEPT.read_text().splitlines()[1:] if KEPT.is_file() else []
-    return {name: float(took) for _, took, name in (row.split("\t") for row in rows)}
+class Row(NamedTuple):
+    """A function's cases in one backend: their seconds, and how many `make test-few` runs."""
+
+    processor: float
+    took: float
+    cases: int
+    kept: int
 
 
-SECONDS = kept()
+def table() -> dict[str, Row]:
+    rows = TABLE.read_text().splitlines()[1:] if TABLE.is_file() else []
+    return {
+        name: Row(float(processor), float(took), int(cases), int(kept))
+        for processor, took, cases, kept, name in (row.split("\t") for row in rows)
+    }
+
+
+def function_of(item: Any) -> str:
+    """The function of a case, in its backend if it has one."""
+    backend = getattr(item, "callspec", None) and item.callspec.params.get("backend")
+    return f"{item.path.stem}::{item.originalname}" + (f"[{backend}]" if backend else "")
+
+
+def spread(count: int, kept: int) -> list[int]:
+    """Which of so many cases: the first, and others at equal distances."""
+    return list(range(count)) if kept >= count else [i * count // kept for i in range(kept)]
+
+
+def chosen(items: Iterable[Any]) -> set[int]:
+    """Those of `make test-few`, by `id`: all of a function that the table does not have, and each
+    that is named for the README."""
+    functions, rows, found = defaultdict(list), table(), set()
+    for item in items:
+        functions[function_of(item)].append(item)
+        if "README" in item.name:
+            found.add(id(item))
+    for name, cases in functions.items():
+        kept = rows[name].kept if name in rows else len(cases)
+        found |= {id(cases[i]) for i in spread(len(cases), kept)}
+    return found
+
+
+def file_seconds(*, few: bool) -> Counter[str]:
+    """How long each file takes, by its name. One that waits, as for ranks that hang on purpose, has
+    few seconds of a processor, and must not begin last for that."""
+    files: Counter[str] = Counter()
+    for name, row in table().items():
+        share = row.kept / row.cases if few else 1
+        files[name.partition("::")[0]] += row.took * share
+    return files
+
+
+# What a test has shown: rows of the contract that it has measured, and refusals that it has met.
+SHOWN: set[str] = set()
+check, refuse, require = contract.check, Refusals.refuse, Refusals.require
+
+
+def checked(row: str, *args: Any, **more: Any) -> Any:
+    SHOWN.add(row)
+    return check(row, *args, **more)
+
+
+def refused(self: Refusals, message: str, /, **values: object) -> Any:
+    SHOWN.add(opening(self.messages[message]))
+    return refuse(self, message, **values)
+
+
+def required(self: Refusals, message: str, holds: object, /, **values: object) -> None:
+    if not holds:
+        SHOWN.add(opening(self.messages[message]))
+    require(self, message, holds, **values)
+
+
+def opening(message: str) -> str:
+    return " ".join(message.partition(";")[0].split())
+
+
+contract.check, Refusals.refuse, Refusals.require = checked, refused, required
 
 
 def used() -> float:
@@ -33,52 +109,70 @@ def used() -> float:
     own, children = (
         resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
-    ranks = sum(map(float, Path(os.environ[OF_RANKS]).read_text().split()))
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime + ranks
+    ranks = [float(line.split("\t")[0]) for line in of_ranks()]
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime + sum(ranks)
+
+
+def of_ranks() -> list[str]:
+    return Path(os.environ[OF_RANKS]).read_text().splitlines()
 
 
 def rank_ends() -> None:
     """Called by a rank as it ends."""
     if OF_RANKS in os.environ:
         with Path(os.environ[OF_RANKS]).open("a") as file:
-            file.write(f"{time.process_time():.2f}\n")
+            file.write("\t".join([f"{time.process_time():.2f}", *sorted(SHOWN)]) + "\n")
+
+
+class Test(NamedTuple):
+    processor: float
+    took: float
+    function: str
+    shown: list[str]
 
 
 class Seconds:
     def __init__(self, config: Any) -> None:
         self.config = config
-        self.of: Counter[str] = Counter()
-        self.took: Counter[str] = Counter()
+        self.tests: dict[str, Test] = {}
+        self.whole = 0.0
         handle, os.environ[OF_RANKS] = tempfile.mkstemp()
         os.close(handle)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
-        before, began = used(), time.monotonic()
+        SHOWN.clear()
+        before, began, ranks = used(), time.monotonic(), len(of_ranks())
         try:
             return (yield)
         finally:
-            self.of[item.path.stem] += used() - before
-            self.took[item.path.stem] += time.monotonic() - began
+            of = (used() - before, time.monotonic() - began, function_of(item))
+            shown = {x for line in of_ranks()[ranks:] for x in line.split("\t")[1:]} | SHOWN
+            self.tests[item.nodeid] = Test(*of, sorted(shown))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        of, took = getattr(node, "workeroutput", {}).get("seconds", ({}, {}))
-        self.of.update(of)
-        self.took.update(took)
+        tests, whole = getattr(node, "workeroutput", {}).get("seconds", ({}, 0.0))
+        self.tests |= {name: Test(*test) for name, test in tests.items()}
+        self.whole += whole
 
     def pytest_sessionfinish(self) -> None:
+        # Workers are this process's children, and have told theirs.
+        self.whole = self.whole or used()
         Path(os.environ[OF_RANKS]).unlink(missing_ok=True)
         if hasattr(self.config, "workerinput"):
-            self.config.workeroutput["seconds"] = dict(self.of), dict(self.took)
+            tests = {name: tuple(test) for name, test in self.tests.items()}
+            self.config.workeroutput["seconds"] = tests, self.whole
             return
         BUILD.mkdir(exist_ok=True)
         rows = [
-            f"{self.of[name]:.1f}\t{took:.1f}\t{name}" for name, took in self.took.most_common()
-        ]
-        rows = [
-            "processor\ttook\tfile",
-            f"{self.of.total():.1f}\t{self.took.total():.1f}\tall",
-            *rows,
+            "\t".join([f"{x.processor:.3f}", f"{x.took:.3f}", x.function, name, *x.shown])
+            for name, x in self.tests.items()
         ]
         (BUILD / "seconds.tsv").write_text("\n".join(rows) + "\n")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        of_tests = sum(test.processor for test in self.tests.values())
+        terminalreporter.write_line(
+            f"{self.whole:.0f} processor seconds, {of_tests:.0f} of them in tests"
+        )
