@@ -15,7 +15,7 @@ from helpers.measured import hold
 from helpers.oracle import tau_bound, units
 from xentlib.contract import check, failures
 from xentlib.tools.harness.backends import run_divergence, run_given_divergence
-from xentlib.tools.harness.cases import low_precision, named
+from xentlib.tools.harness.cases import Extent, low_precision, named
 from xentlib.tools.harness.device import nothing_read
 from xentlib.tools.harness.findings import Findings
 from xentlib.tools.harness.problems import Case, build
@@ -54,7 +54,7 @@ def test_16_bits_against_the_oracle(backend: str, dtype: str) -> None:
 def test_given_logits() -> None:
     """A20, A21, A22, A24, and A14 of the first three: both backends beside one oracle, which takes
     half of the time."""
-    hold(rows.given, tuple(INSTALLED), 7)
+    hold(rows.given, tuple(INSTALLED), Extent(7))
 
 
 @pytest.mark.slow
