@@ -136,7 +136,7 @@ AUDIT = (
 
 
 class Extent(NamedTuple):
-    """How much a section over ranks measures."""
+    """Of how much of its cases a section is."""
 
     seed: int = 0
     suite: str = "standard"

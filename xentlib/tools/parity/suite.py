@@ -79,7 +79,7 @@ def operator_sections(
     of_divergence, close = (
         _problems(x[of_kinds], [seed]) for x in (divergences.GRID, divergences.CLOSE)
     )
-    every_fourth = of_divergence if few else of_divergence[::4]
+    repeated = of_divergence if few else of_divergence[::4]
     low_divergence = _problems(low_precision(divergences.GRID[of_kinds]), [seed])
     tempered = _problems(named(divergences.GRID, "tempered-forward_kl"), [seed])
     company = _problems((divergences.BATCH,), [seed])
@@ -128,7 +128,7 @@ def operator_sections(
             "divergences, run to run",
             "A11",
             3.0,
-            every_fourth,
+            repeated,
             divergences.divergences.repeat,
         ),
         ("divergences, batch invariance", "A17", 12.0, company, of_batches),
