@@ -185,6 +185,7 @@ class FullLogits:
 
     def of_vocab_parallel_divergence(self) -> None:
         self.out["divergence"] = self.per_token(self.divergence(self.log_p, self.of_teacher()))
+        self.out |= {"weight_sum": self.valid.double().sum(), "num_tokens": self.valid.sum()}
 
     def teacher_logits(self) -> tuple[Any, Any]:
         """And the sum of their absolute terms."""

@@ -69,7 +69,8 @@ class Call(NamedTuple):
             teacher = keywords["teacher"]._replace(weight=constant(weight))
             keywords = {**keywords, "teacher": teacher}
         if self.function == "vocab_parallel_divergence":
-            return Outcome(divergence=function(**leaves, **keywords).loss)
+            out = function(**leaves, **keywords)
+            return Outcome(None, out.num_tokens, out.weight_sum, divergence=out.loss)
         return function(**leaves, labels=labels, **keywords)
 
 
