@@ -46,7 +46,7 @@ def calls_for(seed: int, audit: bool, *, few: bool = False) -> list[ShardedCall]
     `few`, over three shards, and over two and an empty one."""
     calls = []
     names = ("three", "two and an empty one") if few else tuple(splits(1))
-    given = ("three",) if few else ("two", "three", "four")
+    of_logits = ("three",) if few else ("two", "three", "four")
     for case, chunk in ((EVEN, None), (UNEVEN, 64), *(((LOW, 64),) if audit else ())):
         problem = build(case, seed)
         for sizes in (splits(case.vocab)[name] for name in names):
@@ -57,7 +57,7 @@ def calls_for(seed: int, audit: bool, *, few: bool = False) -> list[ShardedCall]
         problem, sizes_of = logits_problem(logits, labels, text), splits(logits.shape[1])
         calls += [
             ShardedCall(GIVEN, problem, sizes_of[name], upstream_of(problem, SEED), audit)
-            for name in given
+            for name in of_logits
         ]
     return calls
 
