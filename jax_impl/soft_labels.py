@@ -15,7 +15,7 @@ from jax import lax
 
 from xentlib.algebra import is_zero
 from xentlib.arguments import Arguments, LogitsArguments
-from xentlib.checks.soft_labels import SOFT, check_none, check_soft, check_soft_options
+from xentlib.checks.soft_labels import SOFT, check_none, check_read, check_soft, check_soft_options
 from xentlib.divergence import DivergenceOutput
 from xentlib.jax.array_spec import array, array_spec, concrete_on_cpu, only_arrays
 from xentlib.jax.binding import bind, bind_logits
@@ -59,6 +59,7 @@ def with_labels(
 ) -> tuple[Options, Arrays]:
     """With class probabilities: of all classes, or of some."""
     source, ignore_index = array_spec(unwrapped(getattr(given, name))), given.ignore_index
+    check_read(given)
     columns = classes_of(options, arrays) if name == "hidden" else arrays.hidden.shape[-1]
     if isinstance(soft, SoftLabels):
         ids, probs = map(unwrapped, soft)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xentlib.arguments import Arguments
-from xentlib.checks.soft_labels import SOFT, check_none, check_soft, check_soft_options
+from xentlib.checks.soft_labels import SOFT, check_none, check_read, check_soft, check_soft_options
 from xentlib.checks.validators import plain
 from xentlib.nll import OUTPUTS, NLLOutput
 from xentlib.soft_labels import SOFT_LABELS, SoftLabels
@@ -90,6 +90,7 @@ def labels_call(
 ) -> tuple[Any, TeacherCall]:
     """What an operator takes of class probabilities: all classes', or those of its `ids`."""
     source = array_spec(getattr(given, name))
+    check_read(given)
     if isinstance(soft, SoftLabels):
         ids, probs = map(plain, soft)
         only_tensors(ids=ids, labels=probs)

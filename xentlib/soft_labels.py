@@ -27,6 +27,7 @@ Array = Any
 # A log-probability stands no lower; where a class with any has it the loss is beyond `INFINITE`.
 FAR, INFINITE = 1e30, 1e12
 SOFT_LABELS = "soft_labels"  # in place of a kind of divergence
+READ = ("softcap", "label_smoothing", "z_loss")  # of `Scalars`, what this loss has
 
 
 class SoftLabels(NamedTuple, Generic[A]):

@@ -48,7 +48,7 @@ def test_few_files_are_edited():
     assert len(EDITS) + 1 <= SITES
 
 
-@pytest.mark.parametrize("part", ["oracle", "handed", "differs"])
+@pytest.mark.parametrize("part", ["oracle", "handed", "elsewhere", "differs"])
 def test_what_is_written_is_enough(part: str, tmp_path: Path) -> None:
     assert written(tmp_path).returncode == 0
     done = of_the_copy(tmp_path, part)

@@ -2,6 +2,7 @@
 
 python new_option.py oracle           both backends, held to the oracle
 python new_option.py handed           what each `CrossCheck` hands to its reference
+python new_option.py elsewhere        with class probabilities, precomputed logits and a teacher
 python new_option.py differs          two ranks, and two devices, with values of their own
 """
 
@@ -86,6 +87,44 @@ def oracle() -> None:
         assert not failed, f"{backend} is not the oracle's: {failed}"
 
 
+def elsewhere() -> None:
+    """Computed, or refused: nowhere without an effect. The option is a function's own, so that the
+    others have no such argument."""
+    import jax.numpy as jnp
+    import numpy as np
+    import torch
+
+    import xentlib.jax
+    import xentlib.torch
+
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((5, 3), np.float32), rng.standard_normal((7, 3), np.float32)
+    dense = rng.dirichlet(np.ones(7), 5).astype(np.float32)
+    ids = np.tile(np.arange(2, dtype=np.int32), (5, 1))
+    for X, array in ((xentlib.torch, torch.from_numpy), (xentlib.jax, jnp.asarray)):
+        hidden, weight, probs, logits = map(array, (x, w, dense, x @ w.T))
+        of_few = X.SoftLabels(array(ids), probs[:, :2])
+        teacher = X.TeacherLogits(logits)
+        calls = {
+            "class probabilities": (X.chunked_nll, hidden, weight, probs),
+            "of a few classes": (X.chunked_nll, hidden, weight, of_few),
+            "log-probabilities": (X.chunked_logprobs, hidden, weight, array(ids[:, 0])),
+            "precomputed logits": (X.vocab_parallel_logprobs, logits, array(ids[:, 0])),
+            "their class probabilities": (X.vocab_parallel_logprobs, logits, probs),
+            "a teacher": (X.chunked_divergence, hidden, weight, teacher),
+            "a teacher of precomputed logits": (X.vocab_parallel_divergence, logits, teacher),
+        }
+        for name, (function, *args) in calls.items():
+            without = function(*args)
+            try:
+                out = function(*args, **{NAME: 0.3})
+            except (ValueError, TypeError) as error:
+                named = NAME in str(error)
+            else:
+                named = float(out.loss) != float(without.loss)
+            assert named, f"{name} ignores {NAME}"
+
+
 def handed() -> None:
     import jax
     import jax.numpy as jnp
@@ -148,4 +187,5 @@ def differs() -> None:
 
 
 if __name__ == "__main__":
-    {"oracle": oracle, "handed": handed, "differs": differs}[sys.argv[1]]()
+    parts = {"oracle": oracle, "handed": handed, "elsewhere": elsewhere, "differs": differs}
+    parts[sys.argv[1]]()

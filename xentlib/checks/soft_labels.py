@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from xentlib.arguments import Scalars
 from xentlib.checks.classes import check_classes
 from xentlib.checks.validators import ArraySpec, Refusals, check_device, check_floating
-from xentlib.soft_labels import SoftLabels
+from xentlib.soft_labels import READ, SoftLabels
 
 LARGEST = ("correct", "predicted")  # of `outputs`, what a class that is right is needed for
 SOFT = Refusals(
@@ -33,6 +34,8 @@ SOFT = Refusals(
     "`gather='head'`.",
     stream="`gather` must be 'head' or 'hidden' where `labels` are class probabilities; got "
     "'stream'. Pass 'hidden' with `SoftLabels`, or multiply `ids_logprobs` of `chunked_logprobs`.",
+    option="`{name}` must be left out where `labels` are class probabilities, whose loss does not "
+    "have it; got {value!r}. Call without it.",
     kept="`labels` must be classes with `kept`, `ids` or `top_k`; got class probabilities. "
     "Multiply `ids_logprobs` by them.",
 )
@@ -43,6 +46,15 @@ def check_soft_options(outputs: Sequence[str], gather: str) -> None:
     for name in LARGEST:
         SOFT.require("outputs", name not in outputs, name=name)
     SOFT.require("stream", gather != "stream")
+
+
+def check_read(given: Any) -> None:
+    """Refuse a number of a call that the loss of class probabilities does not read, as one that was
+    written for class indices alone: it would have no effect."""
+    for name, default in Scalars._field_defaults.items():
+        value = getattr(given, name, default)
+        same = value is default or (isinstance(value, (int, float)) and value == default)
+        SOFT.require("option", name in READ or same, name=name, value=value)
 
 
 def check_soft(
