@@ -68,7 +68,7 @@ def over_ranks(
 
 def parts_of(seed: int, numbers: Iterable[int], world: int = WORLD) -> list[tuple[Any, ...]]:
     """What the ranks got, of each call."""
-    items = [(seed, number) for number in numbers]
+    items = [(seed, number, None) for number in numbers]
     return list(zip(*run_ranks("torch", pairs_spread.of_rank, items, world)))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from xentlib.arguments import Arguments, DivergenceArguments, GivenDivergenceArguments
+from xentlib.checks.classes import check_classes
 from xentlib.checks.divergence import (
     check_logprobs,
     check_mass,
@@ -42,7 +43,9 @@ def top_k_divergence(given: DivergenceArguments, student: Arguments) -> Divergen
     with of_teacher():
         only_tensors(ids=teacher.ids, logprobs=teacher.logprobs)
         not_differentiable(logprobs=teacher.logprobs)
-        check_logprobs(*map(array_spec, (teacher.ids, teacher.logprobs)))
+        of_ids = array_spec(teacher.ids)
+        check_classes(None, of_ids, array_spec(given.hidden), source="hidden")
+        check_logprobs(of_ids, array_spec(teacher.logprobs))
         check_temperatures(given.temperature, teacher.temperature)
     entropy = "entropy" in given.outputs
     student = student._replace(ids=teacher.ids, entropy=entropy)

@@ -95,7 +95,10 @@ class FullLogits:
 
     def probabilities(self) -> Any:
         labels = self.call.labels
-        if isinstance(labels, SoftLabels):
+        if self.labels is not None:
+            ids = torch.where(self.valid, self.labels, 0)[:, None]
+            dense = torch.zeros_like(self.log_p).scatter(1, ids, 1.0)
+        elif isinstance(labels, SoftLabels):
             ids, probs = self.flat(labels.ids, torch.long), self.flat(labels.probs)
             dense = torch.zeros_like(self.log_p)
             there = torch.where(ids >= 0, probs, 0.0)

@@ -40,10 +40,20 @@ class Pair(NamedTuple):
     jax: bool  # of a form that others share, which JAX compiles once
 
 
+class Edge(NamedTuple):
+    """What a call is of, and sizes in place of those that are drawn."""
+
+    function: str
+    subject: str  # "index" too, of `chunked_nll`: labels that are classes
+    leading: tuple[int, ...]
+    vocab: int
+    few: int  # classes of a token
+
+
 class Drawing:
     """The numbers that one call is made of."""
 
-    def __init__(self, seed: int, number: int) -> None:
+    def __init__(self, seed: int, number: int, edge: Edge | None = None) -> None:
         shared = number % 2 == 0
         form = [seed, 4, number // PERIOD] if shared else [seed, 5, number]
         self.form, self.rng = (np.random.default_rng(x) for x in (form, [seed, 6, number]))
@@ -58,6 +68,10 @@ class Drawing:
         self.vocab, self.width = vocab, int(self.form.integers(1, 40))
         self.dtype = str(self.form.choice(["float32"] * 4 + ["bfloat16", "float64"]))
         self.few = int(self.form.integers(1, 12))
+        self.edge = edge
+        if edge is not None:
+            self.function, self.subject, self.leading, self.vocab, self.few = edge
+            self.head = self.function not in OF_LOGITS
 
     def chance(self, share: float) -> bool:
         """Of what a compiler must know."""
@@ -87,9 +101,9 @@ class Drawing:
         return np.where(gone, -1, ids).astype(np.int32)
 
 
-def draw(seed: int, number: int) -> Pair:
-    """Call `number` of a seed."""
-    d = Drawing(seed, number)
+def draw(seed: int, number: int, edge: Edge | None = None) -> Pair:
+    """Call `number` of a seed, or of an edge with its options."""
+    d = Drawing(seed, number, edge)
     keywords: dict[str, Any] = {}
     where = d.rng.random(d.leading) < 0.8
     if d.chance(0.4):
@@ -169,16 +183,16 @@ def reduced(d: Drawing, keywords: dict[str, Any], names: tuple[str, ...]) -> dic
     return {"loss": d.normal(dtype="float32")}
 
 
-def of_nll(d: Drawing, keywords: dict[str, Any], *_: Any) -> tuple[Any, dict[str, Any]]:
+def of_nll(d: Drawing, keywords: dict[str, Any], _: Any, labels: Any) -> tuple[Any, dict[str, Any]]:
     upstream = reduced(d, keywords, ("mean", "sum"))
-    if d.chance(0.4):
+    if d.subject != "index" and d.chance(0.4):  # whose weights would be the tokens'
         keywords["class_weights"] = d.rng.uniform(0.2, 2.0, d.vocab).astype(np.float32)
     if d.chance(0.3):
         keywords["label_smoothing"] = d.number(-2, -0.1)
     if d.chance(0.3):
         keywords["z_loss"] = d.number(-4, -1)
     keywords["outputs"] = PER_TOKEN
-    return probabilities(d), upstream
+    return labels if d.subject == "index" else probabilities(d), upstream
 
 
 def of_logprobs(
@@ -192,7 +206,8 @@ def of_logprobs(
         return probabilities(d), upstream
     if d.chance(0.5):
         # Those that a sampler kept have the label. A row of none is the whole vocabulary.
-        kept = d.fewer(d.classes(int(d.form.integers(1, 40))))
+        count = d.few if d.edge is not None else int(d.form.integers(1, 40))
+        kept = d.classes(count) if d.edge is not None else d.fewer(d.classes(count))
         there = (kept == labels[..., None]).any(-1) | (labels < 0)
         kept[..., 0] = np.where(there, kept[..., 0], labels)
         kept[np.asarray(d.rng.random(d.leading) < 0.2)] = -1
@@ -202,7 +217,8 @@ def of_logprobs(
         keywords["ids"] = keywords["ids"].astype(np.int32)
         upstream |= upstream_of(d, ("ids_logprobs",), (d.few,))
     if d.chance(0.5):
-        keywords["top_k"] = top_k = int(d.form.integers(1, min(d.vocab, 12) + 1))
+        top_k = d.few if d.edge is not None else int(d.form.integers(1, min(d.vocab, 12) + 1))
+        keywords["top_k"] = top_k
         upstream |= upstream_of(d, ("top_logprobs",), (top_k,))
     return labels, upstream
 

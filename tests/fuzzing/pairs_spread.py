@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fuzzing.pairs import OF_LOGITS, Pair, draw
+from fuzzing.pairs import OF_LOGITS, Edge, Pair, draw
 from fuzzing.pairs_held import held
 from xentlib.plan import VocabShard
 from xentlib.soft_labels import SoftLabels
@@ -45,9 +45,9 @@ def cuts(rng: Any, count: int, parts: int, start: int = 0) -> tuple[slice, ...]:
     return tuple(slice(start + a, start + b) for a, b in itertools.pairwise(ends))
 
 
-def spread(seed: int, number: int, world: int) -> Spread:
+def spread(seed: int, number: int, world: int, edge: Edge | None = None) -> Spread:
     """Call `number` of a seed, and how it is spread."""
-    pair, rng = flat(draw(seed, number)), np.random.default_rng([seed, 7, number])
+    pair, rng = flat(draw(seed, number, edge)), np.random.default_rng([seed, 7, number])
     call = pair.call
     way = str(rng.choice(ways_of(call)))
     pair = CHANGED.get(way, lambda pair: pair)(pair)
@@ -192,12 +192,15 @@ def rows_of(pair: Pair, rows: slice, over: Any) -> Pair:
 # --- a rank of PyTorch ----------------------------------------------------------------------------
 
 
-def of_rank(rank: int, world: int, folder: str, items: list[tuple[int, int]]) -> list[Any]:
-    """The rank's `Outcome` of each call by seed and number, or the sentence of what it raised."""
+Item = tuple[int, int, Edge | None]  # seed and number
+
+
+def of_rank(rank: int, world: int, folder: str, items: list[Item]) -> list[Any]:
+    """The rank's `Outcome` of each call, or the sentence of what it raised."""
     start_gloo(rank, world, folder)
     found: list[Any] = []
-    for seed, number in items:
-        case = spread(seed, number, world)
+    for seed, number, edge in items:
+        case = spread(seed, number, world, edge)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -22,8 +22,8 @@ SEED = 4
 @pytest.mark.torch
 @pytest.mark.slow
 def test_some_calls_hold_in_torch() -> None:
-    """300 of all functions."""
-    ran, found = fuzz_pairs.fuzz(SEED, range(1, 600, 2), ("torch",))
+    """200 of all functions; those of few tokens and classes: test_zero_and_one.py."""
+    ran, found = fuzz_pairs.fuzz(SEED, range(1, 400, 2), ("torch",))
     assert found == []
     assert set(ran) == {f"{function} in torch" for function in SUBJECTS}
 
