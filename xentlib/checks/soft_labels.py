@@ -29,9 +29,9 @@ SOFT = Refusals(
     "{value}. Take tokens out with `where`.",
     outputs="`outputs` must not have {name!r} where `labels` are class probabilities, none of "
     "which is the right one; got it. Leave it out.",
-    stay="`labels` must be `SoftLabels` where hidden states travel ({route}): probabilities of all "
-    "classes stay on the rank whose tokens they are of. Pass `SoftLabels(ids, probs)`, or "
-    "`gather='head'`.",
+    stay="`labels` must be `SoftLabels` where hidden states travel ({route}); got probabilities of "
+    "all classes, which stay on the rank whose tokens they are of. Pass `SoftLabels(ids, probs)`, "
+    "or `gather='head'`.",
     stream="`gather` must be 'head' or 'hidden' where `labels` are class probabilities; got "
     "'stream'. Pass 'hidden' with `SoftLabels`, or multiply `ids_logprobs` of `chunked_logprobs`.",
     option="`{name}` must be left out where `labels` are class probabilities, whose loss does not "
