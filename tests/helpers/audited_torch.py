@@ -161,7 +161,7 @@ def patched(head: Any, micro_batches: Any, counted: bool = True) -> Any:
     from xentlib.torch.integrations.transformers import patch
 
     vocab, width = head.weight.shape
-    sizes = {"vocab_size": vocab, "hidden_size": width, "num_attention_heads": 2}
+    sizes = {"vocab_size": vocab, "hidden_size": width, "num_attention_heads": 1}
     model = llama.LlamaForCausalLM(llama.LlamaConfig(**sizes, num_hidden_layers=0))
     model.model.norm, model.lm_head = torch.nn.Identity(), head
     patch(model)

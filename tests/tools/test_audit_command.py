@@ -235,7 +235,7 @@ REFUSED = {
     on_torch(
         "each"
     ): "`step` must return a loss that is one number, alone or first in a tuple; got",
-    on_torch("sharded"): "a gradient of `weight` of shape (43, 24); got (5, 24)",
+    on_torch("sharded"): "a gradient of `weight` of shape (47, 34); got (5, 34)",
     on_torch(
         "loss", "--kind", "logprobs"
     ): "entropies if it has them, of 53 tokens; got one number",

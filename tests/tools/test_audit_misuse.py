@@ -46,10 +46,10 @@ RETURNED: dict[str, tuple[Any, str]] = {
     "nothing": (lambda loss, g: None, "got None and no such gradient"),
     "the loss alone": (lambda loss, g: loss, "got one number and no such gradient"),
     "gradients alone": (lambda loss, g: g, "that is one number, .*; got a dict with 'weight'"),
-    "gradients first": (lambda loss, g: (g["weight"], loss), r"got an array of shape \(43, 24\)"),
+    "gradients first": (lambda loss, g: (g["weight"], loss), r"got an array of shape \(47, 34\)"),
     "a metric second": (
         lambda loss, g: (loss, 0.5, g),
-        r"of `weight` of shape \(43, 24\); got \(\)",
+        r"of `weight` of shape \(47, 34\); got \(\)",
     ),
     "other names": (
         lambda loss, g: (loss, {"head": g["weight"]}),

@@ -4,6 +4,7 @@ named as that defect, and wrong numbers that no rule gives are not given a name.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -86,6 +87,25 @@ def test_every_defect_is_named(which, request):
                 assert defect.name in named <= alike[0], (reading, str(report))
             else:
                 assert named == {defect.name}, (reading, str(report))
+
+
+@pytest.mark.parametrize("which", PROBLEMS)
+def test_sizes_tell_each_other_apart(which):
+    """V was 43, as was the number of tokens that count."""
+    problem = oracle_of(*PROBLEMS[which]).problem
+    classes, width = problem.weight.shape
+    positions = [math.prod(problem.ids.shape[k:]) for k in range(4)]
+    counts = {problem.count, *positions}
+    for tokens in (problem.targets != IGNORE, problem.labels != IGNORE):
+        for axes in ((2, 3), (1, 2, 3), (0, 2, 3)):  # of a micro-batch, a rank, a step of all ranks
+            counts |= {*tokens.sum(axes).ravel().tolist()}
+    counts -= {0, 1, 2, 4}  # ranks, whose multiples they are
+    alike = [(n, m) for n in counts for m in (classes, width) if not (n % m and m % n)]
+    assert not alike
+    assert classes % width
+    assert problem.kind == "logprobs" or all(n % problem.count for n in positions)
+    for upstream in (problem.d_logprobs, problem.d_entropy):
+        assert not upstream.any() or np.abs(upstream).min() > 0.2
 
 
 @pytest.mark.parametrize("which", PROBLEMS)
