@@ -16,13 +16,17 @@ import torch.distributed as dist
 from bits_torch import (
     AUDIT,
     FEW,
+    KINDS,
     LOSS,
     OPTIONS,
     OUTPUTS,
+    WIDTH,
     H,
+    K,
     Model,
     N,
     V,
+    classes,
     drawn,
     hashed,
     labels_of,
@@ -52,9 +56,11 @@ def over_shards(
     *,
     tokens: bool = False,
     vocab: int | None = None,
+    third: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """A vocabulary over ranks, and with `tokens` the tokens too; with `vocab` padding follows."""
+    """A vocabulary over ranks, and with `tokens` the tokens too; with `vocab` padding follows;
+    `third` stands in place of labels."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     over = group if vocab is None else xentlib.PaddedVocab(group, vocab)
     rows = sizes or even(V, world)
@@ -68,12 +74,61 @@ def over_shards(
     hidden.requires_grad_()
     weight = cut(drawn(V, H, seed=2), rank, rows).requires_grad_()
     bias = cut(drawn(V, seed=3), rank, rows).requires_grad_()
+    third = labels if third is None else third
     return measured(
         lambda: getattr(ours, function)(
-            hidden, weight, labels, bias=bias, vocab_parallel=over, **options
+            hidden, weight, third, bias=bias, vocab_parallel=over, **options
         ),
         {"hidden": hidden, "weight": weight, "bias": bias},
     )
+
+
+def of_several_classes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Class probabilities, sets of classes and divergences over shards, over tokens too, and along
+    the routes of a sharded head."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows, own = even(V, world), even(N, world)
+    of, teacher = classes(), drawn(N, WIDTH, seed=21)
+    few = ours.SoftLabels(of["ids"], drawn(N, K, seed=32).softmax(1))
+    top_k = ours.TeacherTopK(of["ids"], drawn(N, K, seed=33).log_softmax(1) - 0.3)
+    sums, entropy = {"reduction": "sum"}, {"entropy": True}
+    logprobs = {"ids and top_k": {"ids": of["ids"], "top_k": 3}, "kept": {"kept": of["kept"]}}
+
+    def local(x: Any) -> Any:
+        return type(x)(*(local(y) for y in x)) if isinstance(x, tuple) else cut_of(x)
+
+    def cut_of(x: Any) -> Any:
+        return cut(x, rank, own) if isinstance(x, torch.Tensor) else x
+
+    def columns(x: torch.Tensor, dim: int) -> torch.Tensor:
+        return cut(x, rank, rows, dim)
+
+    dense = columns(drawn(N, V, seed=31).softmax(1), 1)
+    heads = ours.TeacherHead(teacher, columns(drawn(V, WIDTH, seed=22), 0))
+    logits = ours.TeacherLogits(columns(3 * drawn(N, V, seed=23), 1))
+    yield "shards, probabilities", over_shards("chunked_nll", third=dense, **sums, **LOSS)
+    yield "shards, probabilities of a few", over_shards("chunked_nll", third=few, **FEW, **sums)
+    for name, how in logprobs.items():
+        yield f"shards, {name}", over_shards("chunked_logprobs", **how, **entropy)
+        mine = {key: cut_of(x) for key, x in how.items()}
+        yield f"shards and tokens, {name}", over_shards("chunked_logprobs", tokens=True, **mine)
+    of_teacher = {"head": heads, "logits": logits, "top k": top_k}
+    for name, third in of_teacher.items():
+        for kind in KINDS:
+            key = f"shards, {kind['kind']} of {name}"
+            yield key, over_shards("chunked_divergence", third=third, **kind, **sums)
+    mine = local(few)
+    yield "shards and tokens, few", over_shards("chunked_nll", tokens=True, third=mine, **sums)
+    for gather in ("head", "hidden", "stream"):
+        for name, how in logprobs.items():
+            chosen = {key: cut_of(x) for key, x in how.items()}
+            calls = fully_sharded("chunked_logprobs", gather=gather, **chosen)
+            yield f"FSDP2, {gather}, {name}", calls
+        if gather != "stream":
+            yield f"FSDP2, {gather}, few", fully_sharded("chunked_nll", gather=gather, third=mine)
+        teacher_k = local(top_k)
+        calls = fully_sharded("chunked_divergence", gather=gather, third=teacher_k, **KINDS[0])
+        yield f"FSDP2, {gather}, of top k", calls
 
 
 def declared(rows: int, over: Any, vocab: int | None = None) -> Any:
@@ -99,9 +154,10 @@ def fully_sharded(
     policy: bool = False,
     nodes: int = 0,
     wrapper: str = "",
+    third: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """A head under `fully_shard`, each rank with its own tokens."""
+    """A head under `fully_shard`, each rank with its own tokens; `third` as of `over_shards`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -121,7 +177,7 @@ def fully_sharded(
     own = even(N, world)
     dtype = torch.bfloat16 if policy else torch.float32
     hidden = cut(drawn(N, H, seed=1, dtype=dtype), rank, own).requires_grad_()
-    labels = cut(labels_of(), rank, own)
+    labels = cut(labels_of(), rank, own) if third is None else third
 
     def call() -> Any:
         x = model(hidden)
@@ -167,7 +223,7 @@ def on_ranks() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "shards, padded", over_shards(nll, vocab=V - 6)
     yield "shards, logprobs", over_shards(logprobs, **entropy, **OPTIONS)
     yield "shards, from logits", logits_over_shards(**entropy)
-    yield "shards and tokens, nll", over_shards(nll, tokens=True, **LOSS)
+    yield "shards and tokens, nll", over_shards(nll, tokens=True, reduction="sum", **LOSS)
     yield "shards and tokens, logprobs", over_shards(logprobs, tokens=True, **FEW, **entropy)
     for gather in ("head", "hidden", "stream"):
         yield f"FSDP2, {gather}, nll", fully_sharded(nll, gather=gather, **FEW)
@@ -177,6 +233,7 @@ def on_ranks() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "FSDP2, NLLHead", fully_sharded(nll, wrapper="NLLHead")
     yield "FSDP2, gather_head", fully_sharded(logprobs, wrapper="gather_head")
     yield "DDP, window", replicated()
+    yield from of_several_classes()
     if world == 4:
         yield "replicas, nll", fully_sharded(nll, shape=(2, 2))
         yield "replicas, hidden", fully_sharded(nll, shape=(2, 2), gather="hidden")

@@ -155,6 +155,21 @@ def each_token() -> dict[str, Any]:
     }
 
 
+def without_a_head() -> dict[str, Any]:
+    """Labels, and sums by sequence."""
+    segments = torch.arange(N) // 9
+    ids = torch.arange(N).reshape(1, N) % 7
+    labels = ours.next_token_labels(ids, where=ids > 1)
+    calls = {"labels": {"bits": {"labels": hashed(labels)}, "collectives": {}}}
+    for function in (ours.segment_sum, ours.segment_mean):
+        values = drawn(N, seed=1).requires_grad_()
+        sums = function(values, segments, 5)
+        sums.backward(drawn(5, seed=2))
+        bits = {"value": hashed(sums), "d values": hashed(values.grad)}
+        calls[function.__name__] = {"bits": bits, "collectives": {}}
+    return calls
+
+
 def on_one_process() -> dict[str, Any]:
     nll, logprobs, low = "chunked_nll", "chunked_logprobs", torch.bfloat16
     entropy = {"entropy": True}
@@ -189,7 +204,7 @@ def on_one_process() -> dict[str, Any]:
     with torch.no_grad():
         calls["nll, no gradient"] = plain(nll, **FEW, **LOSS)
         calls["logprobs, no gradient"] = plain(logprobs, **entropy)
-    return calls
+    return calls | without_a_head()
 
 
 KINDS: tuple[dict[str, Any], ...] = (
