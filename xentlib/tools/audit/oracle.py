@@ -17,6 +17,7 @@ from xentlib.tools.audit.hypotheses import (
     Z_LOSS,
     Head,
     Hypothesis,
+    Labelled,
     Numbers,
 )
 from xentlib.tools.audit.problem import IGNORE, Array, Problem
@@ -42,6 +43,10 @@ class Oracle:
         self.units: dict[Head, dict[str, Unit]] = {}
         self.classes = _classes(problem)
         self.choices: dict[str, Any] = {}  # of readings, by axis, as they are worked out
+        self.groups: dict[Any, Array] = {}
+        # What readings that differ in their terms have alike, with the labels whose id is the key.
+        self.of_tokens: dict[Any, tuple[Labelled, Array]] = {}
+        self.places: dict[int, tuple[Labelled, list[tuple[str, Array]]]] = {}
         options = problem.options
         self.declared = [
             LABELS[0] if problem.teacher is None else DIVERGENCE,
@@ -133,12 +138,8 @@ class Oracle:
         if up.same:
             g = problem.d_logprobs.reshape(-1).astype(np.float64)
             of_label = of_label * ((g[0] if up.same == "first" else g.mean()) / g)
-        left = labels != IGNORE
-        for name, classes in self.classes.items():
-            here = left & (classes == labels)
-            left = left & ~here
-            if here.any() or name == self.declared[0]:
-                by_term[name] = np.where(here, of_label, 0.0)
+        for name, here in self.places_of(reading):
+            by_term[name] = np.where(here, of_label, 0.0)
         if self.each and problem.options.entropy:
             h = problem.d_entropy.reshape(-1).astype(np.float64)
             one = {"": h, "first": h[0], "mean": h.mean()}[up.same]
@@ -156,8 +157,32 @@ class Oracle:
             by_term[SOFTMAX] = np.where(there, weights.max(axis=1, keepdims=True), 0.0)
         return by_term
 
+    def places_of(self, reading: Hypothesis) -> list[tuple[str, Array]]:
+        """Of each place that labels are from, the tokens [N] whose labels are."""
+        key, found = id(reading.labels.labels), []
+        if key not in self.places:
+            labels = self.labels_of(reading).reshape(-1)
+            left = labels != IGNORE
+            for name, classes in self.classes.items():
+                here = left & (classes == labels)
+                left = left & ~here
+                if here.any() or name == self.declared[0]:
+                    found.append((name, here))
+            self.places[key] = reading.labels, found
+        return self.places[key][1]
+
     def weights(self, reading: Hypothesis) -> Array:
         """[R, N]: the factor of every token in what each rank has."""
+        of, divisor = reading.labels, reading.divisor
+        if divisor == "clipped" or isinstance(divisor, tuple):  # of a head, or of any numbers
+            return self._weights(reading)
+        key = id(of.labels), id(of.keep), of.counted, divisor, reading.reduced
+        if key not in self.of_tokens:
+            self.of_tokens[key] = of, self._weights(reading)
+            self.of_tokens[key][1].flags.writeable = False
+        return self.of_tokens[key][1]
+
+    def _weights(self, reading: Hypothesis) -> Array:
         problem, how = self.problem, reading.reduced
         valid = self.labels_of(reading) != IGNORE
         if self.each:
@@ -207,6 +232,11 @@ class Oracle:
 
     def group(self, divisor: Any) -> Array:
         """[R, M, B, L]: the number of the mean that a token is in."""
+        if divisor not in self.groups:
+            self.groups[divisor] = self._group(divisor)
+        return self.groups[divisor]
+
+    def _group(self, divisor: Any) -> Array:
         shape = self.problem.targets.shape
         place = np.indices(shape)
         r, m, b, _ = place
