@@ -19,7 +19,7 @@ from xentlib.tools.harness.ranks import DEVICE
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-N, H, V, R = 61, 24, 157, 3
+N, H, V, R = 61, 23, 157, 3
 SCALE = 0.7
 SIZES = (100, 57)
 CHUNK = 16 * V * 4

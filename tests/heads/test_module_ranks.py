@@ -14,7 +14,7 @@ from xentlib.contract import check, failures
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-H, V, N = 8, 23, 6
+H, V, N = 7, 23, 6
 
 
 def styled(rank: int, world: int) -> tuple[list[str], list[Any]]:

@@ -16,7 +16,7 @@ from torch import nn
 from helpers.refused import said_by
 from helpers.torchrun import settle, start
 
-V, H, F, B, L = 101, 16, 24, 4, 7
+V, H, F, B, L = 101, 14, 24, 4, 7
 FACTOR = -0.5  # a teacher's hidden states
 
 

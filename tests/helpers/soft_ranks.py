@@ -15,7 +15,7 @@ from xentlib.soft_labels import SoftLabels
 from xentlib.tools.harness.ranks import start_gloo
 from xentlib.torch import chunked_nll, vocab_parallel_logprobs
 
-N, H, V, K = 29, 16, 421, 5
+N, H, V, K = 29, 15, 421, 5
 HOW: dict[str, Any] = {"label_smoothing": 0.1, "reduction": "sum", "max_chunk_bytes": 4 * 16 * V}
 
 

@@ -25,7 +25,7 @@ from helpers.wide import Wide
 from xentlib import VocabShard
 from xentlib.torch.integrations.torchtitan import HeadLoss
 
-V, H, B, L = 101, 16, 2, 12
+V, H, B, L = 101, 15, 2, 12
 CHUNK = 8 * V * 4  # bytes of 8 tokens' logits
 BATCHES = 2  # of micro-batches, or of ranks
 

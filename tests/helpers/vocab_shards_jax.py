@@ -29,7 +29,7 @@ from xentlib.tools.harness.problems import Case, Problem, upstream_of
 
 # In rows that are no classes, in turn: whatever they reach shows.
 PADDING = (np.nan, np.inf)
-N, H = 221, 24
+N, H = 221, 24  # as CASES have it
 PLAIN, OPTIONS, KERNEL, LOW, NOTHING, WEIGHTS = (replace(case, tokens=N) for case in CASES)
 EVEN = replace(PLAIN, id="even", vocab=156)
 AUDIT = replace(OPTIONS, id="options-bf16", dtype="bfloat16")

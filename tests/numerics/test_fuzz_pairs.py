@@ -32,9 +32,9 @@ def test_some_calls_hold_in_torch() -> None:
 @pytest.mark.jax
 @pytest.mark.slow
 def test_some_calls_hold_in_jax() -> None:
-    """60 of ten programs."""
+    """36 of six programs; those of one class, and of all: test_zero_and_one.py."""
     pytest.importorskip("jax")
-    numbers = [form * PERIOD + 2 * k for form in range(10) for k in range(6)]
+    numbers = [form * PERIOD + 2 * k for form in range(6) for k in range(6)]
     ran, found = fuzz_pairs.fuzz(SEED, numbers, ("jax",))
     assert found == []
     assert len(ran) > 2

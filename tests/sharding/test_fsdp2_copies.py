@@ -17,7 +17,7 @@ from helpers.refused import said_by
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-V, H, N, R = 101, 16, 12, 3
+V, H, N, R = 101, 15, 12, 3
 
 
 class Head(torch.nn.Linear):

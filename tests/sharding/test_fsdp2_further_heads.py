@@ -22,7 +22,7 @@ from torch import nn  # noqa: E402
 
 from xentlib.torch import NLLHead, chunked_nll, count_collectives, next_token_labels  # noqa: E402
 
-V, H, B, L, STEPS = 101, 16, 3, 11, 2
+V, H, B, L, STEPS = 101, 15, 3, 11, 2
 FACTORS = torch.tensor([1.0, 0.3])
 
 

@@ -34,7 +34,7 @@ from xentlib.torch import (  # noqa: E402
     next_token_labels,
 )
 
-V, H, B, L, STEPS = 101, 16, 4, 12, 2
+V, H, B, L, STEPS = 101, 15, 4, 12, 2
 
 
 class Model(nn.Module):

@@ -92,7 +92,7 @@ def test_head_gradients_are_one_sum_of_all_tokens(found: Any, name: str) -> None
             )
 
 
-V, H, N = 157, 24, 12
+V, H, N = 157, 23, 12
 
 
 def tokens_of(rank: int) -> tuple[Any, Any]:

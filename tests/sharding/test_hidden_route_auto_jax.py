@@ -28,7 +28,7 @@ from helpers.vocab_shards_jax import KINDS  # noqa: E402
 from xentlib import PaddedVocab  # noqa: E402
 from xentlib.jax import LinenNLLHead, NLLHead, chunked_logprobs, chunked_nll  # noqa: E402
 
-N, V, H = 64, 1 << 16, 512
+N, V, H = 64, 1 << 16, 512  # where the routes take as long
 # Chunks of this size, in which neither route takes longer for the sum of d weight than for bytes.
 BUDGET = {"max_chunk_bytes": 1 << 30}
 FUNCTIONS = {"nll": chunked_nll, "logprobs": chunked_logprobs}

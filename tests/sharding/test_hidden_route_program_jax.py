@@ -61,7 +61,7 @@ def test_the_budget_holds_whatever_is_valid(kind, chunks):
     assert not failures(check_budget(budget, [{}] * 4, counts, rounds=1))
 
 
-TOKENS, WIDTH, VOCAB = 1024, 256, 2048
+TOKENS, WIDTH, VOCAB = 1024, 256, 2048  # of memory and counts
 
 
 def program(kind, **options):
@@ -143,7 +143,7 @@ def memory(compiled):
 
 # --- Flax -----------------------------------------------------------------------------------------
 
-N, H, V = 220, 24, 156
+N, H, V = 220, 23, 156
 PROBLEM = build(Case("module", N, H, V, layout="HV", confident=0.3), 3)
 # axes, the kernel's annotation, the bias's, vocab_parallel, classes
 MESHES = {

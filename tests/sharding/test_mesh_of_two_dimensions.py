@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.torch]
 from xentlib.plan import VocabShard  # noqa: E402
 from xentlib.torch import chunked_nll  # noqa: E402
 
-V, H, N = 37, 8, 12
+V, H, N = 37, 7, 12
 
 
 def problem() -> tuple[Any, ...]:

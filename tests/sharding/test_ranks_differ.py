@@ -16,7 +16,7 @@ from helpers.ranks import launch
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-N, H, V = 24, 8, 30
+N, H, V = 22, 7, 30
 WAYS = ("vocab_parallel", "tokens_parallel", "hidden", "stream")
 # What each rank passes; the last one differs. None: what all others pass.
 DIFFER: dict[str, Callable[[bool], dict[str, Any]]] = {

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 from helpers.routed import as_on_a_device  # noqa: E402
 
-V, H, N = 22, 8, 12
+V, H, N = 22, 7, 12
 HELD: list[Any] = []  # FSDP2 knows a parameter for as long as its module is there
 
 
