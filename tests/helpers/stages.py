@@ -35,7 +35,7 @@ from helpers.pages import groups
 from helpers.titan import Block
 from xentlib.torch import count_collectives
 
-V, H, B, L = 101, 16, 2, 12
+V, H, B, L = 101, 15, 2, 12
 CHUNK = 8 * V * 4  # bytes of 8 tokens' logits of the whole head
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 

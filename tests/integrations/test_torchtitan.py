@@ -238,7 +238,7 @@ def test_what_a_hurried_user_does() -> None:
         HeadLoss()(model(ids), labels)
     loss_fn = HeadLoss()
     loss_fn.set_lm_head(model.lm_head)
-    with pytest.raises(ValueError, match=r"hidden states \(..., 16\), before the head; got"):
+    with pytest.raises(ValueError, match=r"hidden states \(..., 15\), before the head; got"):
         loss_fn(model(ids), labels)
     hidden = model.norm(model.embedding(ids))
     with pytest.raises(TypeError, match="got 'advantages', which would have no effect"):
